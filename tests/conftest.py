@@ -1,0 +1,18 @@
+"""The test harness: eight simulated devices, strict ranks, our own warnings are errors."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+  """Runs one test in float64."""
+  with jax.enable_x64(True):
+    yield
