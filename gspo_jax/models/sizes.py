@@ -1,0 +1,152 @@
+"""What a model is: hyper-parameters of the Qwen3 family, and named sizes."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A Qwen3 (dense) or Qwen3-MoE Transformer. Field names follow Hugging Face's config.json."""
+
+  vocab_size: int
+  hidden_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  intermediate_size: int  # of dense layers
+  num_experts: int  # 0: every layer is dense
+  experts_per_token: int
+  moe_intermediate_size: int  # of one expert
+  norm_topk_prob: bool  # gate weights of the chosen experts sum to 1
+  decoder_sparse_step: int  # every n-th layer is a MoE layer
+  mlp_only_layers: tuple[int, ...]  # layers that are dense whatever decoder_sparse_step says
+  rope_theta: float
+  rms_norm_eps: float
+  qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
+  attention_bias: bool  # biases on the q, k and v projections (Qwen2)
+  tie_word_embeddings: bool
+  max_position_embeddings: int
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"model.num_heads={self.num_heads} is not a multiple of "
+        f"model.num_kv_heads={self.num_kv_heads}"
+      )
+    if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f"model.experts_per_token={self.experts_per_token} must be between 1 and "
+        f"model.num_experts={self.num_experts}"
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
+
+  def is_moe(self, layer: int) -> bool:
+    """Hugging Face's rule for which layers hold experts."""
+    sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+    return sparse and layer not in self.mlp_only_layers
+
+  def runs(self) -> list[tuple[bool, int]]:
+    """Consecutive layers of one kind, as (is MoE, number of layers): each run is one scan."""
+    runs: list[tuple[bool, int]] = []
+    for layer in range(self.num_layers):
+      kind = self.is_moe(layer)
+      if runs and runs[-1][0] == kind:
+        runs[-1] = (kind, runs[-1][1] + 1)
+      else:
+        runs.append((kind, 1))
+    return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+  """How the model is computed; none of it changes what is computed beyond round-off."""
+
+  dtype: str  # of activations and matmul inputs: "float32" | "bfloat16"
+  experts: str  # "blocks" | "ragged" | "auto" (by the platform of the mesh)
+  remat: str  # "none" | "full": recompute each layer in the backward pass
+  logits_chunk: int  # time steps whose logits exist at once; 0: all
+
+  def __post_init__(self):
+    for key, allowed in dict(
+      dtype=("float32", "bfloat16"),
+      experts=("auto", "blocks", "ragged"),
+      remat=("none", "full"),
+    ).items():
+      if getattr(self, key) not in allowed:
+        raise ValueError(
+          f"compute.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}"
+        )
+
+
+REFERENCE = ComputeConfig(dtype="float32", experts="auto", remat="none", logits_chunk=0)
+
+
+def _qwen3(**sizes) -> ModelConfig:
+  shared = dict(
+    vocab_size=151_936,
+    head_dim=128,
+    num_experts=0,
+    experts_per_token=0,
+    moe_intermediate_size=0,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=(),
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    attention_bias=False,
+    tie_word_embeddings=False,
+    max_position_embeddings=32_768,
+  )
+  return ModelConfig(**(shared | sizes))
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+  """Qwen3-30B-A3B(-Base): 30.5 B parameters, 3.3 B active; the model of the GSPO paper."""
+  return _qwen3(
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    intermediate_size=6144,
+    num_experts=128,
+    experts_per_token=8,
+    moe_intermediate_size=768,
+  )
+
+
+def qwen3_1_7b() -> ModelConfig:
+  """Qwen3-1.7B(-Base): dense, tied embeddings."""
+  return _qwen3(
+    hidden_size=2048,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    intermediate_size=6144,
+    tie_word_embeddings=True,
+  )
+
+
+def tiny_moe(vocab_size: int) -> ModelConfig:
+  """The shape of Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
+  return _qwen3(
+    vocab_size=vocab_size,
+    hidden_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=512,
+    num_experts=8,
+    experts_per_token=2,
+    moe_intermediate_size=256,
+    max_position_embeddings=2048,
+  )
+
+
+def tiny_dense(vocab_size: int) -> ModelConfig:
+  """The shape of Qwen3 (dense) at laptop size: about 1.1 M parameters."""
+  return dataclasses.replace(
+    tiny_moe(vocab_size), num_experts=0, experts_per_token=0, moe_intermediate_size=0
+  )

@@ -1,0 +1,396 @@
+"""Qwen3 and Qwen3-MoE as pure functions over a pytree of parameters.
+
+One table declares each weight once, by letters; its shape, initialiser and sharding derive from it.
+One `forward` serves training, scoring, prefill and decoding.
+"""
+
+import functools
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from gspo_jax import sharding
+from gspo_jax.models import moe
+from gspo_jax.models.attention import attend, rotate
+from gspo_jax.models.cache import Cache
+from gspo_jax.models.moe import ExpertWeights, RouterStats
+from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.sharding import BATCH, P, Rules
+
+
+@flax.struct.dataclass
+class Attention:
+  q: Any  # l D N H
+  k: Any  # l D K H
+  v: Any  # l D K H
+  o: Any  # l N H D
+  q_norm: Any  # l H, Qwen3
+  k_norm: Any  # l H, Qwen3
+  q_bias: Any  # l N H, Qwen2
+  k_bias: Any  # l K H, Qwen2
+  v_bias: Any  # l K H, Qwen2
+
+
+@flax.struct.dataclass
+class Dense:
+  gate: Any  # l D F
+  up: Any  # l D F
+  down: Any  # l F D
+
+
+@flax.struct.dataclass
+class Moe:
+  router: Any  # l D E
+  gate: Any  # l E D F
+  up: Any  # l E D F
+  down: Any  # l E F D
+
+
+@flax.struct.dataclass
+class Block:
+  attention_norm: Any  # l D
+  attention: Attention
+  ffn_norm: Any  # l D
+  ffn: Dense | Moe
+
+
+@flax.struct.dataclass
+class Params:
+  embed: Any  # V D
+  blocks: tuple[Block, ...]  # one per run of layers of one kind, stacked on l
+  final_norm: Any  # D
+  head: Any  # D V; None: the transposed embedding
+
+
+class Weight:
+  """One line of the table: letters, their sizes, and how many axes before the output are inputs."""
+
+  def __init__(self, letters: str, sizes: dict[str, int], fan_in: str = "", constant: float = 0.0):
+    self.letters, self.constant = letters, constant
+    self.shape = tuple(sizes[letter] for letter in letters)
+    self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
+
+  def init(self, key: jax.Array, dtype: Any) -> jax.Array:
+    """Normal of standard deviation fan_in^(-1/2), or a constant where there is no fan-in."""
+    if self.fan_in is None:
+      return jnp.full(self.shape, self.constant, dtype)
+    return jax.random.normal(key, self.shape, dtype) * self.fan_in**-0.5
+
+
+def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
+  """The weights of `layers` layers of one kind, stacked."""
+  ffn = c.moe_intermediate_size if is_moe else c.intermediate_size
+  w = functools.partial(Weight, sizes=_sizes(c) | dict(l=layers, F=ffn))
+  dense = Dense(gate=w("lDF", fan_in="D"), up=w("lDF", fan_in="D"), down=w("lFD", fan_in="F"))
+  sparse = Moe(
+    router=w("lDE", fan_in="D"),
+    gate=w("lEDF", fan_in="D"),
+    up=w("lEDF", fan_in="D"),
+    down=w("lEFD", fan_in="F"),
+  )
+  return Block(
+    attention_norm=w("lD", constant=1.0),
+    attention=Attention(
+      q=w("lDNH", fan_in="D"),
+      k=w("lDKH", fan_in="D"),
+      v=w("lDKH", fan_in="D"),
+      o=w("lNHD", fan_in="NH"),
+      q_norm=w("lH", constant=1.0) if c.qk_norm else None,
+      k_norm=w("lH", constant=1.0) if c.qk_norm else None,
+      q_bias=w("lNH") if c.attention_bias else None,
+      k_bias=w("lKH") if c.attention_bias else None,
+      v_bias=w("lKH") if c.attention_bias else None,
+    ),
+    ffn_norm=w("lD", constant=1.0),
+    ffn=sparse if is_moe else dense,
+  )
+
+
+def table(c: ModelConfig) -> Params:
+  """Every weight of the model, declared once."""
+  w = functools.partial(Weight, sizes=_sizes(c))
+  return Params(
+    embed=w("VD", fan_in="D"),
+    blocks=tuple(block_table(c, *run) for run in c.runs()),
+    final_norm=w("D", constant=1.0),
+    head=None if c.tie_word_embeddings else w("DV", fan_in="D"),
+  )
+
+
+def _sizes(c: ModelConfig) -> dict[str, int]:
+  return dict(
+    V=c.vocab_size,
+    D=c.hidden_size,
+    N=c.num_heads,
+    K=c.num_kv_heads,
+    H=c.head_dim,
+    E=c.num_experts,
+  )
+
+
+def specs(config: ModelConfig, rules: Rules) -> Params:
+  """PartitionSpec of every parameter."""
+  return jax.tree.map(lambda w: sharding.spec(w.letters, rules), table(config))
+
+
+def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
+  """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
+
+  def one(path, w: Weight) -> NamedSharding:
+    pspec = sharding.spec(w.letters, rules)
+    for letter, size, axis in zip(w.letters, w.shape, pspec):
+      if axis and size % mesh.shape[axis]:
+        raise ValueError(
+          f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} "
+          f"[{' '.join(w.letters)}] = {w.shape}: {letter}={size} is not divisible by "
+          f"mesh.{axis}={mesh.shape[axis]}"
+        )
+    return NamedSharding(mesh, pspec)
+
+  return jax.tree.map_with_path(one, table(config))
+
+
+def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+  """Random parameters. Jit it with `out_shardings=shardings(...)`: nothing exists unsharded."""
+  leaves, treedef = jax.tree.flatten(table(config))
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(treedef, [w.init(k, dtype) for w, k in zip(leaves, keys)])
+
+
+def count(config: ModelConfig) -> tuple[int, int]:
+  """Number of parameters: (all, active for one token)."""
+  total = sum(math.prod(w.shape) for w in jax.tree.leaves(table(config)))
+  expert = 3 * config.hidden_size * config.moe_intermediate_size
+  unused = config.num_experts - config.experts_per_token
+  moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
+  return total, total - moe_layers * unused * expert
+
+
+@flax.struct.dataclass
+class Output:
+  hidden_BTD: jax.Array  # after the final norm: what the head reads
+  cache: Cache | None
+  routing_lBTk: jax.Array | None  # int32, experts chosen, over the MoE layers
+  stats: RouterStats | None  # stacked over the MoE layers
+
+
+def forward(
+  params: Params,
+  config: ModelConfig,
+  tokens_BT: jax.Array,
+  *,
+  positions: jax.Array | None = None,
+  segments: jax.Array | None = None,
+  cache: Cache | None = None,
+  routing: jax.Array | None = None,
+  compute: ComputeConfig = REFERENCE,
+) -> Output:
+  """Final hidden states of every position.
+
+  Args:
+    tokens_BT: int32 token ids.
+    positions: int32 [B, T], default 0..T-1: the rotary position and, with a cache, the slot.
+    segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
+    cache: keys and values of earlier positions; the new ones are written into it and returned.
+    routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
+    compute: precision and formulation.
+  """
+  B, T = tokens_BT.shape
+  if positions is None:
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+  if segments is None:
+    segments = jnp.ones((B, T), jnp.int32)
+  positions, segments, tokens_BT = (
+    sharding.reshard(x, P(BATCH)) for x in (positions, segments, tokens_BT)
+  )
+  dtype = jnp.dtype(compute.dtype)
+  if cache is None:
+    ordered = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
+    visible_BTS = ordered[None] & (segments[:, :, None] == segments[:, None, :])
+  else:
+    visible_BTS = positions[:, :, None] >= jnp.arange(cache.length)[None, None]
+
+  embed_VD = sharding.reshard(params.embed.astype(dtype), P("tensor", None))
+  x_BTD = sharding.take_rows(embed_VD, tokens_BT, P(BATCH))
+  layer = functools.partial(
+    _layer,
+    config=config,
+    compute=compute,
+    positions_BT=positions,
+    valid_BT=segments > 0,
+    visible_BTS=visible_BTS,
+  )
+  if compute.remat == "full":
+    layer = jax.checkpoint(layer)
+
+  caches, routings, stats, moe_layer = [], [], [], 0
+  for i, block in enumerate(params.blocks):
+    layers = block.attention_norm.shape[0]
+    replay = None
+    if routing is not None and isinstance(block.ffn, Moe):
+      replay = routing[moe_layer : moe_layer + layers]
+      moe_layer += layers
+    kv = None if cache is None else (cache.k_lBSKH[i], cache.v_lBSKH[i])
+    x_BTD, (kv, chosen, stat) = jax.lax.scan(
+      lambda x, inputs: layer(x, *inputs), x_BTD, (block, kv, replay)
+    )
+    caches.append(kv)
+    if chosen is not None:
+      routings.append(chosen)
+      stats.append(stat)
+
+  stack = lambda *xs: jnp.concatenate(xs)  # noqa: E731
+  return Output(
+    hidden_BTD=rms_norm(x_BTD, sharding.reshard(params.final_norm, P()), config.rms_norm_eps),
+    cache=None if cache is None else Cache(*(tuple(side) for side in zip(*caches))),
+    routing_lBTk=stack(*routings) if routings else None,
+    stats=jax.tree.map(stack, *stats) if stats else None,
+  )
+
+
+def _layer(x_BTD, block, kv, replay_BTk, *, config, compute, positions_BT, valid_BT, visible_BTS):
+  """One Transformer layer: x + attention(norm(x)), then x + ffn(norm(x))."""
+  block = gather(block, config, x_BTD.dtype)
+  y_BTD = rms_norm(x_BTD, block.attention_norm, config.rms_norm_eps)
+  y_BTD, kv = _attention(y_BTD, block.attention, config, kv, positions_BT, visible_BTS)
+  x_BTD = x_BTD + y_BTD
+  y_BTD = rms_norm(x_BTD, block.ffn_norm, config.rms_norm_eps)
+  if isinstance(block.ffn, Dense):
+    return x_BTD + _dense(y_BTD, block.ffn), (kv, None, None)
+  gate_BTk, index_BTk, stats = moe.route(y_BTD, block.ffn.router, config, valid_BT, replay_BTk)
+  weights = ExpertWeights(block.ffn.gate, block.ffn.up, block.ffn.down)
+  y_BTD = moe.experts(y_BTD, gate_BTk, index_BTk, weights, expert_implementation(compute))
+  return x_BTD + y_BTD, (kv, index_BTk, stats)
+
+
+def gather(block: Block, config: ModelConfig, dtype: Any) -> Block:
+  """FSDP: the weights of one layer, cast and gathered over D just before they are used.
+
+  They stay split over heads, F and experts; the transpose reduces and scatters their gradients.
+  The router is small: it is whole on every device, and keeps its float32.
+  """
+
+  def one(path, weight: Weight, w: jax.Array) -> jax.Array:
+    if path[-1].name == "router":
+      return sharding.reshard(w, P())
+    return sharding.reshard(w.astype(dtype), sharding.spec(weight.letters[1:], sharding.ROLLOUT))
+
+  return jax.tree.map_with_path(one, block_table(config, isinstance(block.ffn, Moe), 1), block)
+
+
+def _attention(x_BTD, w: Attention, config: ModelConfig, kv, positions_BT, visible_BTS):
+  heads = P(BATCH, None, "tensor", None)
+  q = sharding.einsum("BTD,DNH->BTNH", x_BTD, w.q, out=heads)
+  k = sharding.einsum("BTD,DKH->BTKH", x_BTD, w.k, out=heads)
+  v = sharding.einsum("BTD,DKH->BTKH", x_BTD, w.v, out=heads)
+  if w.q_bias is not None:
+    q, k, v = q + w.q_bias[None, None], k + w.k_bias[None, None], v + w.v_bias[None, None]
+  if w.q_norm is not None:
+    q = rms_norm(q, w.q_norm, config.rms_norm_eps)
+    k = rms_norm(k, w.k_norm, config.rms_norm_eps)
+  q = rotate(q, positions_BT, config.rope_theta)
+  k = rotate(k, positions_BT, config.rope_theta)
+
+  def on_each_device(q, k, v, kv, positions_BT, visible_BTS):
+    if kv is not None:
+      row = jnp.arange(q.shape[0])[:, None]
+      kv = tuple(c.at[row, positions_BT].set(new.astype(c.dtype)) for c, new in zip(kv, (k, v)))
+      k, v = (c.astype(q.dtype) for c in kv)
+    return attend(q, k, v, visible_BTS), kv
+
+  kv_specs = None if kv is None else (heads, heads)
+  run = sharding.shard_map(
+    on_each_device,
+    in_specs=(heads, heads, heads, kv_specs, P(BATCH), P(BATCH)),
+    out_specs=(heads, kv_specs),
+  )
+  y_BTNH, kv = run(q, k, v, kv, positions_BT, visible_BTS)
+  return sharding.einsum("BTNH,NHD->BTD", y_BTNH, w.o, out=P(BATCH)), kv
+
+
+def _dense(x_BTD: jax.Array, w: Dense) -> jax.Array:
+  split = P(BATCH, None, "tensor")
+  a = sharding.einsum("BTD,DF->BTF", x_BTD, w.gate, out=split)
+  u = sharding.einsum("BTD,DF->BTF", x_BTD, w.up, out=split)
+  return sharding.einsum("BTF,FD->BTD", jax.nn.silu(a) * u, w.down, out=P(BATCH))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """x / sqrt(mean x² + eps) · scale over the last axis, statistics in float32."""
+  wide = x.astype(jnp.float32)
+  wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+  return wide.astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def expert_implementation(compute: ComputeConfig) -> str:
+  """The named one, or for "auto" what suits the default platform."""
+  if compute.experts != "auto":
+    return compute.experts
+  return "blocks" if jax.default_backend() == "cpu" else "ragged"
+
+
+def head_logits(
+  params: Params, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
+) -> jax.Array:
+  """float32 logits [B, T, V], split over V; compute them for a few time steps at once."""
+  head_DV = params.embed.T if params.head is None else params.head
+  head_DV = sharding.reshard(head_DV.astype(jnp.dtype(compute.dtype)), P(None, "tensor"))
+  return sharding.einsum(
+    "BTD,DV->BTV",
+    hidden_BTD,
+    head_DV,
+    out=P(BATCH, None, "tensor"),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:
+  """Plain causal forward: float32 logits [B, T, V] of every position."""
+  return head_logits(params, forward(params, config, jnp.asarray(tokens_BT)).hidden_BTD)
+
+
+def token_logp(
+  params: Params,
+  hidden_BTD: jax.Array,
+  targets_BT: jax.Array,
+  *,
+  temperature: float = 1.0,
+  compute: ComputeConfig = REFERENCE,
+) -> tuple[jax.Array, jax.Array]:
+  """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
+
+  Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
+  logit is a masked sum over V, which needs no gather where V is split over the mesh.
+  """
+
+  @jax.checkpoint
+  def chunk(hidden_BtD, targets_Bt):
+    logits_BtV = head_logits(params, hidden_BtD, compute) / temperature
+    lse_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
+    vocab = jnp.arange(logits_BtV.shape[-1])[None, None]
+    target_Bt = jnp.sum(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0), axis=-1)
+    p_BtV = jnp.exp(logits_BtV - lse_Bt[..., None])
+    entropy_Bt = lse_Bt - jnp.sum(p_BtV * logits_BtV, axis=-1)
+    return target_Bt - lse_Bt, entropy_Bt
+
+  B, T, D = hidden_BTD.shape
+  size = compute.logits_chunk or T
+  if size >= T:
+    return chunk(hidden_BTD, targets_BT)
+  padding = -T % size
+  hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, padding), (0, 0)))
+  targets_BT = jnp.pad(targets_BT, ((0, 0), (0, padding)))
+  hidden = jnp.moveaxis(hidden_BTD.reshape(B, -1, size, D), 1, 0)
+  targets = jnp.moveaxis(targets_BT.reshape(B, -1, size), 1, 0)
+  _, both = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, (hidden, targets))
+  return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in both)
+
+
+def example_tokens(config: ModelConfig, batch: int, length: int, seed: int = 0) -> np.ndarray:
+  """Random token ids, for benchmarks and compile checks."""
+  return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length), np.int32)

@@ -1,0 +1,149 @@
+"""The mesh, and the rules that turn the letters of an array into its sharding.
+
+Mesh axes: `data` (replicas, usually across slices), `fsdp` (parameters split over their D axis),
+`expert` (experts split over E; outside the experts it splits the batch like `fsdp`) and `tensor`
+(heads, feed-forward and vocabulary). Any of them may be 1. The mesh is in JAX's explicit mode: the
+sharding is part of an array's type, and a wrong one is an error while tracing.
+
+Every function here also works with no mesh at all, so that a model can be called on plain arrays.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "expert", "tensor")
+BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
+
+Rules = Mapping[str, str | None]
+TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
+# Decoding reads every weight once per token: whole over D, or each step would gather the model.
+ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices per axis; one of them may be -1: whatever is left."""
+
+  data: int
+  fsdp: int
+  expert: int
+  tensor: int
+
+
+def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.Mesh:
+  """Mesh over `devices` (default: all). ValueError if the sizes do not multiply to their number."""
+  devices = jax.devices() if devices is None else devices
+  sizes = [getattr(config, axis) for axis in AXES]
+  named = ", ".join(f"mesh.{a}={n}" for a, n in zip(AXES, sizes))
+  if sizes.count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
+    raise ValueError(f"{named}: axes are positive, and at most one may be -1 (what is left)")
+  if -1 in sizes:
+    known = -math.prod(sizes)
+    sizes[sizes.index(-1)] = len(devices) // known
+  if math.prod(sizes) != len(devices):
+    raise ValueError(
+      f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the product "
+      "equal, or set one axis to -1"
+    )
+  return jax.make_mesh(sizes, AXES, devices=devices)
+
+
+def spec(letters: str, rules: Rules) -> P:
+  """PartitionSpec of an array whose axes are `letters`. ValueError if a mesh axis is used twice."""
+  axes = [rules.get(letter) for letter in letters]
+  used = [a for a in axes if a is not None]
+  if len(used) != len(set(used)):
+    raise ValueError(f"{letters!r} puts two of its axes on one mesh axis: {axes}")
+  return P(*axes)
+
+
+def without_mesh() -> bool:
+  return jax.sharding.get_abstract_mesh().empty
+
+
+def reshard(x: jax.Array, pspec: P) -> jax.Array:
+  return x if without_mesh() else jax.sharding.reshard(x, pspec)
+
+
+def einsum(equation: str, x: jax.Array, y: jax.Array, out: P, **kwargs) -> jax.Array:
+  """jnp.einsum whose result has sharding `out` (contractions over sharded axes must say so)."""
+  return jnp.einsum(equation, x, y, out_sharding=None if without_mesh() else out, **kwargs)
+
+
+def take_rows(table_VD: jax.Array, index_BT: jax.Array, out: P) -> jax.Array:
+  return table_VD.at[index_BT].get(out_sharding=None if without_mesh() else out, mode="clip")
+
+
+def shard_map(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+  """`f` on each device's part; `f` itself where there is no mesh."""
+  return f if without_mesh() else jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)
+
+
+def all_gather(x: jax.Array, axis: str) -> jax.Array:
+  """Parts along dimension 0 of the devices on `axis`, concatenated. For use inside `shard_map`."""
+  return x if without_mesh() else jax.lax.all_gather(x, axis, tiled=True)
+
+
+def psum_scatter(x: jax.Array, axis: str) -> jax.Array:
+  """Sum over `axis`, each device keeping its part of dimension 0: the transpose of `all_gather`."""
+  if without_mesh():
+    return x
+  return jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+
+
+def psum(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+  return x if without_mesh() else jax.lax.psum(x, axis)
+
+
+def vary(tree: Any, axes: tuple[str, ...]) -> Any:
+  """Marks arrays inside `shard_map` as different on every device of `axes`, over which they were
+  known to be equal; so that a custom gradient may return one cotangent per device. The transpose
+  sums over `axes`."""
+  if without_mesh():
+    return tree
+  return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+
+
+def axis_index(axis: str) -> jax.Array | int:
+  return 0 if without_mesh() else jax.lax.axis_index(axis)
+
+
+def batch_shards(mesh: jax.sharding.Mesh) -> int:
+  """Over how many devices a batch of sequences is split."""
+  return math.prod(mesh.shape[a] for a in BATCH)
+
+
+def put_batch(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Host arrays, the same on every process, onto the devices: axis 0 split over `BATCH`."""
+
+  def put(x: np.ndarray) -> jax.Array:
+    sharding = NamedSharding(mesh, P(BATCH))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+  return jax.tree.map(put, tree)
+
+
+def fetch(tree: Any) -> Any:
+  """Device arrays to host, whole, on every process (one gather where they are spread over hosts)."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  from jax.experimental import multihost_utils
+
+  return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def publisher(shardings: Any, dtype: Any) -> Callable[[Any], Any]:
+  """A jitted copy of parameters from the training layout to `shardings`, cast to `dtype`."""
+
+  def publish(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+  return jax.jit(publish, out_shardings=shardings)

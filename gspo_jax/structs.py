@@ -1,0 +1,76 @@
+"""The alphabet, and the four things that flow through a training run.
+
+One letter per axis, in array suffixes, einsum strings, the parameter table and the sharding rules:
+
+  P  prompts in a batch                D  model width
+  G  responses per prompt (group)      N  query heads
+  B  sequences, usually P·G            K  key/value heads
+  T  time (query positions)            H  head width
+  S  cache positions (keys)            F  feed-forward width
+  V  vocabulary                        E  experts
+  l  layers                            k  experts per token
+
+`logp_BT` is the natural-log probability of the token *sampled at* position t given everything
+before it. `mask_BT` is 1 on tokens that the policy sampled and that are trained on, and 0 on prompt,
+padding, tool and environment tokens. |y_i| is the row sum of the mask; a row with an empty mask is
+padding and is in no numerator and in no denominator.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+
+Array = jax.Array | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """One problem, on the host. `tokens` is the rendered question, ready to be prefilled."""
+
+  id: str
+  question: str
+  answer: str
+  tokens: tuple[int, ...]
+  demonstration: str = ""  # what supervised fine-tuning learns to write; "" where there is none
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+  """What the sampler did, on the host: P·G rows in the prompts' order, G rows per prompt."""
+
+  tokens: np.ndarray  # int32 [B, L]: prompt then response, right-padded
+  mask: np.ndarray  # float32 [B, L]: 1 on sampled tokens, the stop token included
+  logp: np.ndarray  # float32 [B, L]: log-probability under the sampling distribution, 0 off the mask
+  prompt_lengths: np.ndarray  # int32 [B]
+  lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
+  stopped: np.ndarray  # bool [B]: ended by a stop token; False: cut off at max_new_tokens
+
+  def response(self, row: int) -> list[int]:
+    """The sampled tokens of one row, the stop token included."""
+    start = self.prompt_lengths[row]
+    return self.tokens[row, start : start + self.lengths[row]].tolist()
+
+
+@flax.struct.dataclass
+class TrainBatch:
+  """What the learner needs of B sequences; position t of every [B, T] field speaks of token t."""
+
+  tokens_BT: Array  # int32
+  segments_BT: Array  # int32: 0 is padding; tokens attend within their own segment only
+  mask_BT: Array  # float32: 1 on trained tokens
+  advantage_B: Array  # float32
+  old_logp_BT: Array  # float32: fixed when the rollout is made, the denominator of the ratio
+  sampler_logp_BT: Array  # float32: what the sampler returned
+  ref_logp_BT: Array | None = None  # float32: reference policy, only where a KL penalty is asked for
+
+
+@flax.struct.dataclass
+class TrainState:
+  """Everything that an update changes. The PRNG needs no state: keys derive from (seed, step)."""
+
+  step: Array  # int32 []: gradient updates made
+  params: Any  # models.transformer.Params
+  opt_state: Any  # optax state
