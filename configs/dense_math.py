@@ -1,0 +1,100 @@
+r"""GSPO on a dense Qwen3-1.7B and GSM8K.
+
+Command:   python -m gspo_jax.main --config=configs/dense_math.py --workdir=DIR \
+             --config.weights=DIR --config.tokenizer=DIR \
+             --config.data.train=gsm8k/train.jsonl --config.data.eval=gsm8k/test.jsonl
+Hardware:  a TPU v5p or v6e host of 4 or 8 chips
+Expected:  not run by us at this size
+
+configs/dense_math.py:tiny has random weights of toy size and the byte tokenizer; it needs the two
+data files only, and its reward stays near 0.
+"""
+
+from configs import common
+from gspo_jax.models import sizes
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  config = common.ConfigDict(
+    dict(
+      job="rl",  # sft+rl | sft | rl | eval
+      seed=0,  # of everything random
+      distributed=False,  # several hosts: jax.distributed.initialize
+      resume="same",  # a workdir of another config: same refuses it | force goes on
+      weights="",  # to be set: Qwen3-1.7B or its Base
+      tokenizer="",  # to be set: the same directory
+      model=common.model(sizes.qwen3_1_7b()),
+      compute=dict(
+        dtype="bfloat16",  # of activations and matmul inputs; parameters and Adam are float32
+        experts="auto",
+        remat="full",  # recompute each layer in the backward pass
+        logits_chunk=512,  # time steps whose 151,936 logits exist at once
+      ),
+      mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; -1: all
+      data=dict(
+        train="",  # to be set: GSM8K train.jsonl
+        eval="",  # to be set: GSM8K test.jsonl
+        question_field="question",
+        answer_field="answer",
+        answer_pattern=r"####\s*(.+)",  # GSM8K writes the result after the working
+        demonstration_field="",  # the answer field, should there be a cold start
+        prompt_template=common.BOXED,
+        max_prompt_tokens=512,
+        on_error="raise",  # a bad row: raise | skip
+        digits=3,  # of the embedded task only
+        carry_errors=0.5,  # of the embedded task only
+      ),
+      reward=dict(name="math", workers=8, time_limit_s=5.0),  # processes; seconds per answer
+      sampling=dict(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=1024),
+      objective=dict(
+        name="gspo",
+        clip_low=3e-4,  # arXiv:2507.18071, §5.1
+        clip_high=4e-4,
+        dual_clip=0.0,
+        advantage="std",
+        old_logp="sampler",  # no recomputation (§5.4)
+        kl_coef=0.0,
+        kl="k3",
+        entropy_coef=0.0,
+        load_balance_coef=0.0,  # a dense model has no router
+      ),
+      sft=dict(steps=0, batch=64, microbatches=1, max_tokens=1024, log_every=10, load_balance_coef=0.0),
+      sft_optimizer=common.optimizer(1e-5),
+      rl=dict(
+        iterations=300,
+        prompts=64,
+        group_size=8,
+        minibatches=4,
+        microbatches=4,
+        dump_every=10,  # iterations between dumped rollouts
+      ),
+      rl_optimizer=common.optimizer(1e-6),
+      eval=dict(
+        every=20,  # iterations
+        problems=0,  # all 1,319
+        samples=4,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=1024,
+        greedy=True,
+        batch=64,  # problems sampled at once
+      ),
+      checkpoint=dict(every=20, keep=2),
+    )
+  )
+  if common.variant(arg, "tiny"):
+    config.update(
+      dict(
+        tokenizer="bytes",
+        model=common.model(sizes.tiny_dense(vocab_size=264)),
+        compute=dict(dtype="float32", remat="none", logits_chunk=128),
+        data=dict(max_prompt_tokens=1088),  # bytes: the longest question has 991
+        reward=dict(workers=1),
+        sampling=dict(max_new_tokens=32),
+        rl=dict(iterations=20, prompts=4, group_size=4, microbatches=1, dump_every=5),
+        eval=dict(every=10, problems=16, samples=4, max_new_tokens=32, batch=16),
+        checkpoint=dict(every=5),
+      )
+    )
+  return config

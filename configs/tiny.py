@@ -1,0 +1,93 @@
+"""A small Qwen3-MoE learns to add: cold start from an unreliable teacher, then GSPO.
+
+Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
+Hardware:  any machine with two CPU cores; about 6 minutes
+Paper:     arXiv:2507.18071
+"""
+
+from configs import common
+from gspo_jax.models import sizes
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  common.variant(arg)
+  return common.ConfigDict(
+    dict(
+      job="sft+rl",  # sft+rl | sft | rl | eval
+      seed=0,  # of everything random
+      distributed=False,  # several hosts: call jax.distributed.initialize
+      resume="same",  # a workdir of another config: same refuses it | force goes on
+      weights="",  # Hugging Face directory to start from; "": random
+      tokenizer="bytes",  # bytes | Hugging Face directory
+      model=common.model(sizes.tiny_moe(vocab_size=264)),  # 256 bytes, 3 special, a multiple of 8
+      compute=dict(
+        dtype="float32",  # a CPU gains nothing from bfloat16
+        experts="auto",  # blocks | ragged | auto: by platform
+        remat="none",  # none | full: recompute layers in the backward pass
+        logits_chunk=0,  # time steps whose logits exist at once; 0: all
+      ),
+      mesh=dict(data=-1, fsdp=1, expert=1, tensor=1),  # devices per axis; -1: what is left
+      data=dict(
+        train="arithmetic:train",
+        eval="arithmetic:heldout",
+        question_field="question",
+        answer_field="answer",
+        answer_pattern="",  # regex whose group 1 is the gold answer; "": the whole field
+        demonstration_field="",  # what the cold start imitates; arithmetic makes its own
+        prompt_template="{question}",
+        max_prompt_tokens=8,  # "999+999="
+        on_error="raise",  # a bad row: raise | skip
+        digits=3,  # of the terms
+        carry_errors=0.5,  # how often the teacher forgets a carry
+      ),
+      reward=dict(name="arithmetic", workers=0, time_limit_s=1.0),  # exact; needs no process
+      sampling=dict(
+        temperature=1.0,
+        top_k=0,  # 0: all tokens
+        top_p=1.0,  # 1: all tokens
+        max_new_tokens=10,  # "8991:1998" and the stop token
+      ),
+      objective=dict(
+        name="gspo",  # gspo | gspo_token | grpo
+        clip_low=0.03,  # a hundred times the paper's: ten tokens average out less than thousands
+        clip_high=0.04,
+        dual_clip=0.0,  # bound on the ratio for negative advantages; 0: none
+        advantage="std",  # std | none | leave_one_out
+        old_logp="recompute",  # recompute: the ratio starts at exactly 1 | sampler: saves a pass
+        kl_coef=0.0,  # GSPO is run without a KL penalty
+        kl="k3",
+        entropy_coef=0.0,
+        load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
+      ),
+      sft=dict(
+        steps=300,
+        batch=256,
+        microbatches=1,
+        max_tokens=18,  # prompt, demonstration and stop token
+        log_every=10,
+        load_balance_coef=0.01,  # trained from scratch, experts would collapse without it
+      ),
+      sft_optimizer=common.optimizer(2e-3, schedule="cosine", warmup_steps=30),
+      rl=dict(
+        iterations=100,
+        prompts=64,  # P
+        group_size=8,  # G
+        minibatches=4,  # updates per rollout batch, as in the paper
+        microbatches=1,
+        dump_every=10,  # iterations between dumped rollouts
+      ),
+      rl_optimizer=common.optimizer(3e-4),
+      eval=dict(
+        every=10,  # iterations
+        problems=256,  # of the held-out set
+        samples=4,  # k of avg@k
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=10,
+        greedy=True,
+        batch=128,  # problems sampled at once
+      ),
+      checkpoint=dict(every=25, keep=2),  # iterations or updates; how many are kept
+    )
+  )

@@ -1,0 +1,172 @@
+"""A run's configuration: the frozen dataclasses that a config file fills, one per section.
+
+Every key is in the config file; nothing has a default here. Unknown and missing keys are errors.
+"""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_jax.checkpoint import CheckpointConfig
+from gspo_jax.data import DataConfig
+from gspo_jax.evaluate import EvalConfig
+from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.optimizer import OptimizerConfig
+from gspo_jax.rewards import RewardConfig
+from gspo_jax.sampling import SamplingConfig
+from gspo_jax.sharding import MeshConfig
+from gspo_jax.train_step import ObjectiveConfig
+
+JOBS = ("sft+rl", "sft", "rl", "eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class SftConfig:
+  """Supervised fine-tuning on demonstrations: the cold start."""
+
+  steps: int  # updates
+  batch: int  # demonstrations per update
+  microbatches: int  # per update; more of them need less memory
+  max_tokens: int  # of prompt and demonstration together
+  log_every: int  # updates between rows of metrics.jsonl
+  load_balance_coef: float  # router auxiliary loss
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+  iterations: int  # rollout batches
+  prompts: int  # P, per rollout batch
+  group_size: int  # G, responses per prompt
+  minibatches: int  # updates per rollout batch
+  microbatches: int  # per update; more of them need less memory
+  dump_every: int  # iterations between dumped rollouts
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  job: str  # one of JOBS
+  seed: int
+  distributed: bool  # call jax.distributed.initialize: several hosts
+  resume: str  # a workdir of another config: "same" refuses it | "force" goes on with this one
+  weights: str  # Hugging Face directory to start from; "": random initialisation
+  tokenizer: str  # "bytes" | a Hugging Face directory
+  model: ModelConfig
+  compute: ComputeConfig
+  mesh: MeshConfig
+  data: DataConfig
+  reward: RewardConfig
+  sampling: SamplingConfig
+  objective: ObjectiveConfig
+  sft: SftConfig
+  sft_optimizer: OptimizerConfig
+  rl: RLConfig
+  rl_optimizer: OptimizerConfig
+  eval: EvalConfig
+  checkpoint: CheckpointConfig
+
+  def __post_init__(self):
+    """Everything that can be seen to be wrong before any device is touched."""
+    _require(self.job in JOBS, f"job={self.job!r} is not one of {', '.join(JOBS)}")
+    _require(self.resume in ("same", "force"), f"resume={self.resume!r} is not same or force")
+    rl, rows = self.rl, self.rl.prompts * self.rl.group_size
+    _require(
+      rl.group_size >= 2,
+      f"rl.group_size={rl.group_size}: advantages are relative to a group, which needs 2 or more",
+    )
+    _require(
+      rl.prompts % rl.minibatches == 0,
+      f"rl.prompts={rl.prompts} does not divide into rl.minibatches={rl.minibatches}: groups stay "
+      "whole",
+    )
+    _require(
+      rows % (rl.minibatches * rl.microbatches) == 0,
+      f"rl.prompts × rl.group_size = {rows} rows do not divide into rl.minibatches="
+      f"{rl.minibatches} × rl.microbatches={rl.microbatches}",
+    )
+    _require(
+      self.sft.batch % self.sft.microbatches == 0,
+      f"sft.batch={self.sft.batch} does not divide into sft.microbatches={self.sft.microbatches}",
+    )
+    window = self.data.max_prompt_tokens + self.sampling.max_new_tokens
+    _require(
+      window <= self.model.max_position_embeddings,
+      f"data.max_prompt_tokens + sampling.max_new_tokens = {window} exceed "
+      f"model.max_position_embeddings={self.model.max_position_embeddings}",
+    )
+    _require(
+      "rl" not in self.job or self.sampling.temperature > 0,
+      "sampling.temperature=0: a group of greedy responses has no spread to learn from",
+    )
+    _require(
+      "rl" not in self.job or (self.sampling.top_k == 0 and self.sampling.top_p == 1),
+      f"sampling.top_k={self.sampling.top_k}, sampling.top_p={self.sampling.top_p}: training "
+      "samples from the whole distribution, or the ratio would be biased by the mass left out; "
+      "set top_k=0 and top_p=1 (evaluation has its own)",
+    )
+    for name, steps in ("checkpoint.every", self.checkpoint.every), ("eval.every", self.eval.every):
+      _require(steps >= 1, f"{name}={steps} must be at least 1")
+
+  def check_devices(self, batch_shards: int) -> None:
+    """Rows of every step must divide over the devices that share them."""
+    rows = self.rl.prompts * self.rl.group_size // (self.rl.minibatches * self.rl.microbatches)
+    for name, count in dict(
+      [
+        ("rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)", rows),
+        ("sft.batch / sft.microbatches", self.sft.batch // self.sft.microbatches),
+      ]
+    ).items():
+      _require(
+        count % batch_shards == 0,
+        f"{name} = {count} rows do not divide over the {batch_shards} devices of mesh.data × "
+        "mesh.fsdp × mesh.expert",
+      )
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+  """Builds the configuration. ValueError names the key that is unknown, missing or of a wrong type."""
+  return _build(RunConfig, values, "")
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+  """Lines `key: old -> new` for all that differs."""
+  lines = []
+  for key in sorted(old.keys() | new.keys()):
+    a, b = old.get(key), new.get(key)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+      lines += difference(a, b, f"{prefix}{key}.")
+    elif a != b:
+      lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
+  return lines
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+  types = typing.get_type_hints(cls)
+  names = [field.name for field in dataclasses.fields(cls)]
+  for key in values:
+    if key not in names:
+      near = difflib.get_close_matches(key, names, n=1)
+      hint = f"; did you mean {path}{near[0]}?" if near else ""
+      raise ValueError(f"unknown config key {path}{key}{hint}")
+  missing = [f"{path}{name}" for name in names if name not in values]
+  if missing:
+    raise ValueError(f"missing config keys: {', '.join(missing)}")
+  return cls(**{name: _convert(types[name], values[name], path + name) for name in names})
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+  if dataclasses.is_dataclass(kind):
+    return _build(kind, value, f"{path}.")
+  if typing.get_origin(kind) is tuple:
+    return tuple(value)
+  if kind is float and type(value) is int:
+    return float(value)
+  if type(value) is not kind:
+    raise ValueError(f"config key {path}={value!r} must be {kind.__name__}")
+  return value
+
+
+def _require(ok: bool, message: str) -> None:
+  if not ok:
+    raise ValueError(message)

@@ -1,0 +1,107 @@
+"""What every job is given: the configuration, and what is built from it once."""
+
+import contextlib
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspo_jax import data, metrics, rewards, sharding, tokenizer
+from gspo_jax.checkpoint import abstract
+from gspo_jax.config import RunConfig
+from gspo_jax.evaluate import Evaluator, choose
+from gspo_jax.models import transformer
+from gspo_jax.structs import Prompt, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  config: RunConfig
+  workdir: Path
+  mesh: jax.sharding.Mesh
+  tokenizer: tokenizer.Tokenizer
+  train_prompts: Sequence[Prompt]
+  score: rewards.Scorer
+  evaluate: Evaluator
+  writer: metrics.Writer
+
+  def seed(self, *names: str | int) -> int:
+    """A 31-bit seed that depends on the run's seed and on what it is for: resuming needs no state."""
+    text = "/".join(map(str, (self.config.seed, *names)))
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+  def initial_params(self) -> Any:
+    """The configured weights, or random ones, in the training layout."""
+    c = self.config
+    if c.weights:
+      from gspo_jax.models import hf  # safetensors is only needed here
+
+      params, found = hf.load(c.weights, mesh=self.mesh, rules=sharding.TRAIN)
+      if found != c.model:
+        raise ValueError(f"--config.weights={c.weights} holds {found}, the config says {c.model}")
+      return params
+    shardings = transformer.shardings(c.model, sharding.TRAIN, self.mesh)
+    init = jax.jit(lambda key: transformer.init(c.model, key), out_shardings=shardings)
+    return init(jax.random.key(self.seed("init")))
+
+
+def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
+  """A training state at step 0; the optimizer's moments are laid out as the parameters."""
+  return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params))
+
+
+def abstract_state(context: Context, tx: optax.GradientTransformation) -> TrainState:
+  """Shapes and shardings of a training state, for restoring one without making one first."""
+  c = context.config
+  shardings = transformer.shardings(c.model, sharding.TRAIN, context.mesh)
+  shapes = jax.eval_shape(lambda key: transformer.init(c.model, key), jax.random.key(0))
+  params = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
+  return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), context.mesh)
+
+
+@contextlib.contextmanager
+def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
+  """Builds everything that can fail before training starts, cheap checks first.
+
+  Raises:
+    ValueError: weights, tokenizer, data, mesh and model do not fit together; says what to change.
+  """
+  if config.weights and not Path(config.weights).is_dir():
+    raise ValueError(
+      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
+      "(config.json and *.safetensors)"
+    )
+  tok = tokenizer.load(config.tokenizer)
+  if tok.vocab_size > config.model.vocab_size:
+    raise ValueError(
+      f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
+      f"model.vocab_size={config.model.vocab_size}"
+    )
+  train_prompts = data.load(config.data, tok, "train") if config.job != "eval" else []
+  problems = choose(data.load(config.data, tok, "eval"), config.eval.problems)
+  mesh = sharding.make_mesh(config.mesh)
+  config.check_devices(sharding.batch_shards(mesh))
+  transformer.shardings(config.model, sharding.TRAIN, mesh)
+  with (
+    jax.set_mesh(mesh),
+    rewards.open_scorer(config.reward) as score,
+    metrics.Writer(workdir, active=jax.process_index() == 0) as writer,
+  ):
+    evaluator = Evaluator(
+      config=config.eval,
+      model=config.model,
+      compute=config.compute,
+      problems=problems,
+      tokenizer=tok,
+      score=score,
+      prompt_length=config.data.max_prompt_tokens,
+      seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
+    )
+    yield Context(config, Path(workdir), mesh, tok, train_prompts, score, evaluator, writer)

@@ -1,0 +1,78 @@
+"""Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
+
+The only module that knows flags and ConfigDict. Running the same command again on the same workdir
+continues where it stopped.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from gspo_jax import config as configuration
+from gspo_jax import rollout_viewer, sft, train
+from gspo_jax.context import Context, open_context
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  if not flags.FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
+  values = _CONFIG.value.to_dict()
+  try:
+    config = configuration.from_dict(values)
+    if config.distributed:
+      jax.distributed.initialize()
+    workdir = Path(_WORKDIR.value)
+    with open_context(config, workdir) as context:
+      claim(workdir, values, config.resume)
+      run(context)
+      if jax.process_index() == 0:
+        print(f"report: {rollout_viewer.write_report(workdir)}", file=sys.stderr)
+  except (ValueError, FileNotFoundError) as error:
+    if "--debug" in sys.argv:
+      raise
+    sys.exit(f"gspo_jax: {error}")
+
+
+def run(context: Context) -> None:
+  """The configured job."""
+  job = context.config.job
+  if job == "eval":
+    row, records = context.evaluate(context.initial_params())
+    context.writer.dump_rollouts("eval", 0, records)
+    context.writer.write(dict(phase="eval", step=0) | row)
+  if job == "sft" or (job == "sft+rl" and sft.params_after(context) is None):
+    sft.run(context)
+  if job == "rl":
+    train.run(context, context.initial_params)
+  if job == "sft+rl":
+    train.run(context, lambda: sft.params_after(context))
+
+
+def claim(workdir: Path, values: dict[str, Any], resume: str) -> None:
+  """Writes config.json, or refuses a workdir that holds a run of another configuration."""
+  path = workdir / "config.json"
+  values = json.loads(json.dumps(values))  # as it will be read back: tuples are lists
+  if path.exists() and resume != "force":
+    changed = configuration.difference(json.loads(path.read_text()), values)
+    if changed:
+      raise ValueError(
+        f"{path} belongs to a run of another configuration ({'; '.join(changed)}): use another "
+        "--workdir, or --config.resume=force to go on with this one"
+      )
+  if jax.process_index() == 0:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+  flags.mark_flags_as_required(["config", "workdir"])
+  app.run(main)

@@ -1,0 +1,92 @@
+"""Sums over the responses of a batch, and the three ways of making one number of them.
+
+U is the number of units in a row that ids [B, T] tell apart: 1 where there are no ids (a row is one
+response), T where there are (responses packed into a row, segments of a response). Every sum over
+units is one pass over T, whatever U is.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gspo_jax.objectives import checks
+from gspo_jax.objectives.reductions import Mean
+
+
+class Tokens(NamedTuple):
+  """Which tokens count, the response each belongs to, and how many each response has."""
+
+  mask_BT: Array  # bool
+  response_BT: Array | None
+  length_BU: Array  # floating
+
+  def sums(self, x_BT: Array) -> Array:
+    """Σ_t x_it over the tokens that count, [B, U]."""
+    return unit_sum(jnp.where(self.mask_BT, x_BT, 0), self.response_BT)
+
+  def means(self, x_BT: Array) -> Array:
+    """1/|y_i| Σ_t x_it, 0 for an empty response, [B, U]."""
+    return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
+
+  def common(self, x_BX: Array) -> Array:
+    """What the tokens of a response have in common, or else its mean: [B, U], or [B, 1] as it is."""
+    if x_BX.shape[1] == 1:
+      return x_BX
+    largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
+    largest_BU = jnp.where(self.length_BU > 0, largest_BU, 0)
+    # The sum of the distances is exactly 0 where a sum of equal numbers would have been rounded.
+    return largest_BU + self.means(x_BX - spread(largest_BU, self.response_BT))
+
+  def number(self) -> Array:
+    return self.length_BU.sum()
+
+  def responses(self) -> Array:
+    """The number of responses that are not empty."""
+    return (self.length_BU > 0).sum(dtype=self.length_BU.dtype)
+
+
+def tokens(mask_BT, response_BT, shape: tuple[int, int], dtype) -> Tokens:
+  mask_BT = checks.mask(mask_BT, "mask_BT", shape)
+  if response_BT is not None:
+    response_BT = checks.ids(response_BT, "response_BT", mask_BT)
+  return Tokens(mask_BT, response_BT, unit_sum(mask_BT.astype(dtype), response_BT))
+
+
+def aggregate(x_BT: Array, tokens: Tokens, how: str, max_length=None) -> Mean:
+  """What a loss per token becomes, not yet divided. Empty responses do not count.
+
+  "sequence": the mean over responses of the mean over their tokens. "token": the mean over all
+  tokens. "constant": the sum over all tokens, divided by the number of responses × `max_length`.
+  """
+  if how == "sequence":
+    return Mean(tokens.means(x_BT).sum(), tokens.responses())
+  total = jnp.where(tokens.mask_BT, x_BT, 0).sum()
+  if how == "token":
+    return Mean(total, tokens.number())
+  if how == "constant":
+    if max_length is None:
+      raise ValueError('aggregate="constant" needs max_length')
+    checks.require(max_length > 0, "max_length must be positive")
+    return Mean(total, tokens.responses() * max_length)
+  raise ValueError(f'aggregate must be "sequence", "token" or "constant", got {how!r}')
+
+
+def unit_sum(x_BT: Array, id_BT: Array | None) -> Array:
+  """Sums over the units of each row, [B, U]."""
+  if id_BT is None:
+    return x_BT.sum(axis=1, keepdims=True)
+  return jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, x.shape[0]))(x_BT, id_BT)
+
+
+def unit_max(x_BT: Array, id_BT: Array | None) -> Array:
+  """Maxima over the units of each row, [B, U]; -inf for an empty one."""
+  if id_BT is None:
+    return x_BT.max(axis=1, keepdims=True)
+  return jax.vmap(lambda x, i: jax.ops.segment_max(x, i, x.shape[0]))(x_BT, id_BT)
+
+
+def spread(x_BU: Array, id_BT: Array | None) -> Array:
+  """What belongs to a unit, at each of its tokens: [B, T], or [B, 1] where U is 1."""
+  return x_BU if id_BT is None else jax.vmap(lambda x, i: x[i])(x_BU, id_BT)

@@ -1,0 +1,79 @@
+"""What arguments must be, and the replacing of what is masked. Every message names the argument.
+
+Shapes and dtypes are always checked; values where they can be seen: not those that `jit` or `grad`
+trace, nor an array of which this process holds only a part.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def require(ok, message: str) -> None:
+  """Raises ValueError(message) if `ok`, a bool or an array of them, can be seen and is not true."""
+  if isinstance(ok, jax.core.Tracer) or not getattr(ok, "is_fully_addressable", True):
+    return
+  if not (ok.all() if hasattr(ok, "all") else ok):
+    raise ValueError(message)
+
+
+def log_probs(value, name: str) -> Array:
+  """[B, T], neither of them 0, as float32 or wider."""
+  array = jnp.asarray(value)
+  if array.ndim != 2 or 0 in array.shape:
+    raise ValueError(f"{name} has shape {array.shape}, expected [B, T] with B, T > 0")
+  _floating(array, name)
+  return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def mask(value, name: str, shape: tuple[int, int]) -> Array:
+  """[B, T] of 0 and 1, as bool."""
+  array = jnp.asarray(value)
+  _shape(array, name, BT=shape)
+  require((array == 0) | (array == 1), f"{name} must hold only 0 and 1")
+  return array != 0
+
+
+def tokens(value, name: str, mask_BT: Array, dtype) -> Array:
+  """Floats [B, T], with 0 at masked positions whatever was there."""
+  array = jnp.asarray(value)
+  _shape(array, name, BT=mask_BT.shape)
+  _floating(array, name)
+  array = jnp.where(mask_BT, array.astype(dtype), 0)
+  require(~jnp.isnan(array), f"{name} is NaN where mask_BT is 1")
+  return array
+
+
+def constant(value, name: str, mask_BT: Array, dtype, letters=("B", "BT")) -> Array:
+  """Numbers [B] or [B, T] as a detached [B, 1] or [B, T], 0 at masked positions and empty rows."""
+  array = jnp.asarray(value)
+  shapes = {"B": mask_BT.shape[:1], "BT": mask_BT.shape}
+  _shape(array, name, **{key: shapes[key] for key in letters})
+  if array.ndim == 1:
+    array, mask_BT = array[:, None], mask_BT.any(axis=1, keepdims=True)
+  array = jnp.where(mask_BT, jax.lax.stop_gradient(array).astype(dtype), 0)
+  require(jnp.isfinite(array), f"{name} is not finite where mask_BT is 1")
+  return array
+
+
+def ids(value, name: str, mask_BT: Array) -> Array:
+  """Integers [B, T] in [0, T), 0 at masked positions whatever was there."""
+  array = jnp.asarray(value)
+  _shape(array, name, BT=mask_BT.shape)
+  if not jnp.issubdtype(array.dtype, jnp.integer):
+    raise TypeError(f"{name} must be integer, got {array.dtype}")
+  array = jnp.where(mask_BT, array, 0)
+  length = mask_BT.shape[1]
+  require((array >= 0) & (array < length), f"{name} must be in [0, T) = [0, {length})")
+  return array
+
+
+def _shape(array: Array, name: str, **shapes: tuple[int, ...]) -> None:
+  if array.shape not in shapes.values():
+    expected = " or ".join(f"[{', '.join(key)}] = {shape}" for key, shape in shapes.items())
+    raise ValueError(f"{name} has shape {array.shape}, expected {expected}")
+
+
+def _floating(array: Array, name: str) -> None:
+  if not jnp.issubdtype(array.dtype, jnp.floating):
+    raise TypeError(f"{name} must be floating point, got {array.dtype}")

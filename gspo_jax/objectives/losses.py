@@ -1,0 +1,202 @@
+"""The clipped policy losses: GSPO, GSPO-token, segments between the two and GRPO, PPO, DAPO, Dr. GRPO.
+
+Each is the negated objective, to be minimised, and returns (loss, metrics); its `.sums` returns the
+same undivided (reductions.py). In all of them:
+
+- logp_BT is differentiated; old log-probabilities, advantages and weights are constants.
+- Masked positions may hold anything. A response without unmasked tokens does not count.
+- `Options` (terms.py) lists the further keyword arguments: weights, packed rows, KL, entropy.
+- `dual_clip=c` bounds the objective by c·Â from below for Â < 0 (arXiv:1912.09729); off by default.
+- ValueError or TypeError name the argument whose shape, dtype or value is wrong.
+"""
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspo_jax.objectives import checks, ratios, terms
+from gspo_jax.objectives.aggregation import aggregate as aggregate_tokens
+from gspo_jax.objectives.aggregation import spread
+from gspo_jax.objectives.reductions import Mean, Metrics, reduced
+from gspo_jax.objectives.terms import Options
+
+
+@reduced
+def gspo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage_B,
+  mask_BT,
+  clip_low=3e-4,
+  clip_high=4e-4,
+  *,
+  length_exponent=1.0,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
+  s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
+
+  Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
+  constant over each response.
+  Reference: arXiv:2507.18071, Eq. 5 and 7, ranges from §5.1.
+  Differs: a `length_exponent` α other than 1 divides the sum by |y_i|^α (0: raw likelihood ratio).
+  """
+  constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
+  tokens = batch.tokens
+  log_ratio_BU, length_BU = ratios.unit_log_ratio(
+    batch.log_ratio_BT, tokens.mask_BT, tokens.response_BT, length_exponent
+  )
+  advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
+  ratio_BU, clipped_BU = terms.clip(
+    ratios.bounded_exp(log_ratio_BU), log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip
+  )
+  loss = jnp.where(length_BU > 0, -weight_BU * advantage_BU * ratio_BU, 0).sum()
+  if batch.penalty_BT is not None:
+    loss += tokens.means(batch.penalty_BT).sum()
+  counts_BU = jax.tree.map(lambda flag_BU: flag_BU * length_BU, clipped_BU)
+  metrics = batch.metrics | terms.clip_metrics(counts_BU, tokens)
+  metrics |= terms.ratio_metrics(log_ratio_BU, length_BU > 0)
+  return Mean(loss, tokens.responses()), metrics
+
+
+@reduced
+def gspo_token_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage_BT,
+  mask_BT,
+  clip_low=3e-4,
+  clip_high=4e-4,
+  *,
+  length_exponent=1.0,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)].
+
+  The value of s_it is that of s_i, its gradient goes through token t alone. With an advantage that
+  is constant over a response, value, clipping and gradient are those of `gspo_loss` (Eq. 17).
+
+  Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
+  Reference: arXiv:2507.18071, Eq. 13 and 14.
+  Differs: `length_exponent` as in `gspo_loss`.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
+  loss_BT, _, metrics = _segment_loss(
+    batch, batch.tokens.response_BT, clip_low, clip_high, dual_clip, length_exponent
+  )
+  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics
+
+
+@reduced
+def segment_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  segment_BT,
+  clip_low=3e-4,
+  clip_high=4e-4,
+  aggregate="sequence",
+  *,
+  max_length=None,
+  length_exponent=1.0,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
+
+  `segment_BT` holds integer ids in [0, T) that differ between the K_i segments z_ik of a response,
+  and between the responses of a packed row. One segment per response is GSPO, one per token GRPO,
+  one per turn or think-action step the sub-sequence variant GSsPO: where the advantage is constant
+  over a segment, value and gradient are those of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
+
+  `aggregate`: "sequence" is the above, "segment" the mean over all segments; "token" and "constant"
+  as in `grpo_loss`.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
+  Reference: arXiv:2602.01202, from secondary descriptions of it.
+  Differs: per-token advantages enter as in GSPO-token; `length_exponent` as in `gspo_loss`.
+  """  # noqa: E501
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
+  loss_BT, length_BX, metrics = _segment_loss(
+    batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent
+  )
+  if aggregate not in ("sequence", "segment"):
+    return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
+  segments_BU = jnp.round(batch.tokens.sums(1 / length_BX))  # each token's share of its segment
+  loss_BU = batch.tokens.sums(loss_BT / length_BX)
+  if aggregate == "segment":
+    return Mean(loss_BU.sum(), segments_BU.sum()), metrics
+  return Mean((loss_BU / jnp.maximum(segments_BU, 1)).sum(), batch.tokens.responses()), metrics
+
+
+@reduced
+def grpo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  clip_low=0.2,
+  clip_high=0.27,
+  aggregate="sequence",
+  *,
+  max_length=None,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/G Σ_i 1/|y_i| Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  w_it = π_θ(y_it)/π_old(y_it).
+
+  `aggregate`: "sequence" is the above; "token" is the mean over all tokens; "constant" divides the
+  sum over all tokens by the number of responses × `max_length`.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2402.03300; as restated in arXiv:2507.18071, Eq. 2 and 3, ranges from its §5.1.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
+
+
+def _token_loss(batch, clip_low, clip_high, dual_clip):
+  """The clipped loss of each token with a ratio of its own, [B,T], and the metrics."""
+  ratio_BT, clipped_BT = terms.clip(
+    ratios.bounded_exp(batch.log_ratio_BT),
+    stop_gradient(batch.log_ratio_BT),
+    batch.advantage_BX,
+    clip_low,
+    clip_high,
+    dual_clip,
+  )
+  metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
+  metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, batch.tokens), batch.tokens)
+  return terms.token_loss(batch, batch.advantage_BX * ratio_BT), metrics
+
+
+def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent):
+  """The clipped loss of each token with its segment's ratio, the length of that, and the metrics."""
+  mask_BT = batch.tokens.mask_BT
+  log_ratio_BU, length_BU = ratios.unit_log_ratio(
+    stop_gradient(batch.log_ratio_BT), mask_BT, segment_BT, length_exponent
+  )
+  log_ratio_BX = spread(log_ratio_BU, segment_BT)
+  length_BX = jnp.maximum(spread(length_BU, segment_BT), 1)
+  ratio_BT, clipped_BX = terms.clip(
+    ratios.detached_ratio(log_ratio_BX, ratios.scale(length_BX, length_exponent), batch.logp_BT),
+    log_ratio_BX,
+    batch.advantage_BX,
+    clip_low,
+    clip_high,
+    dual_clip,
+  )
+  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, length_BU > 0)
+  metrics |= terms.clip_metrics(terms.token_counts(clipped_BX, batch.tokens), batch.tokens)
+  return terms.token_loss(batch, batch.advantage_BX * ratio_BT), length_BX, metrics

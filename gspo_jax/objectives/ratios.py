@@ -1,0 +1,116 @@
+"""Importance ratios π_θ/π_old of tokens, responses and segments of responses.
+
+All are formed in log space, in float32 or wider, and detached from the old policy. Masked tokens
+are in no sum and have the ratio 1.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+
+from gspo_jax.objectives import checks
+from gspo_jax.objectives.aggregation import spread, unit_sum
+
+# No log-probability is as large as this: only garbage is cut. It keeps the sums over a batch, and
+# the squares, of whatever finite numbers come in finite in float32.
+_GARBAGE = 1e12
+
+
+def token_ratio(logp_BT, old_logp_BT, mask_BT) -> Array:
+  """w_it = π_θ(y_it)/π_old(y_it). [B,T] ×3 -> [B,T].
+
+  Reference: arXiv:2507.18071, Eq. 3 (PPO, GRPO).
+  """
+  _, log_ratio_BT, _ = _log_ratio(logp_BT, old_logp_BT, mask_BT)
+  return bounded_exp(log_ratio_BT)
+
+
+def sequence_ratio(logp_BT, old_logp_BT, mask_BT, length_exponent=1.0) -> Array:
+  """s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ), 1 for an empty row. [B,T] ×3 -> [B].
+
+  α = 1 is GSPO's geometric mean, 0 the raw likelihood ratio, 1/2 in between: there the noise of
+  independent tokens has the same size at every length.
+  Reference: arXiv:2507.18071, Eq. 7.
+  """
+  _, log_ratio_BT, mask_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
+  log_ratio_B1, _ = unit_log_ratio(log_ratio_BT, mask_BT, None, length_exponent)
+  return bounded_exp(log_ratio_B1)[:, 0]
+
+
+def gspo_token_ratio(logp_BT, old_logp_BT, mask_BT, length_exponent=1.0) -> Array:
+  """s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)]. [B,T] ×3 -> [B,T].
+
+  The value is that of s_i, the gradient goes through token t alone; its mean over t is that of s_i.
+  Reference: arXiv:2507.18071, Eq. 14.
+  """
+  return _detached(*_log_ratio(logp_BT, old_logp_BT, mask_BT), None, length_exponent)
+
+
+def segment_ratio(logp_BT, old_logp_BT, mask_BT, segment_BT, length_exponent=1.0) -> Array:
+  """s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)], s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
+
+  `segment_BT` holds the ids, in [0, T), of the segments z_ik of a row. With one per token this is
+  `token_ratio`, with one per row `gspo_token_ratio`, with one per packed response the same packed.
+  Shapes: [B,T] ×4 -> [B,T].
+  """
+  logp_BT, log_ratio_BT, mask_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
+  segment_BT = checks.ids(segment_BT, "segment_BT", mask_BT)
+  return _detached(logp_BT, log_ratio_BT, mask_BT, segment_BT, length_exponent)
+
+
+def unit_log_ratio(log_ratio_BT, mask_BT, id_BT, length_exponent) -> tuple[Array, Array]:
+  """1/|u|^α Σ_{t∈u} log w_t of each unit u, 0 for an empty one, and |u|. [B,U] each."""
+  length_BU = unit_sum(mask_BT.astype(log_ratio_BT.dtype), id_BT)
+  scale_BU = jnp.maximum(length_BU, 1) ** length_exponent
+  return unit_sum(log_ratio_BT, id_BT) / scale_BU, length_BU
+
+
+def detached_ratio(log_ratio_BX, scale_BX, logp_BT) -> Array:
+  """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale: s, with a gradient through token t alone. [B,T]."""
+  step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # 0, with a gradient
+  return bounded_exp(stop_gradient(log_ratio_BX)) * jnp.exp(step_BT)
+
+
+def scale(length_BX, length_exponent) -> Array:
+  """|u|^(1−α): d log s / d logp is |u|^−α, of which the mean over u's tokens gives |u|^−1."""
+  return jnp.maximum(length_BX, 1) ** (1 - length_exponent)
+
+
+def difference(logp: Array, other_logp: Array) -> Array:
+  """logp − other_logp, finite for all finite inputs."""
+  return jnp.clip(logp - other_logp, -_GARBAGE, _GARBAGE)
+
+
+def bounded_exp(log_x: Array) -> Array:
+  """exp(log_x), held constant beyond max^0.75 of its type: e^66 in float32, e^532 in float64.
+
+  Nothing below is altered. In float32 exp overflows at e^88, and inf · 0 in the backward pass would
+  be NaN for every parameter; the last quarter of the exponents is room for advantages and sums.
+  """
+  return jnp.exp(_bounded(log_x))
+
+
+def bounded_expm1(log_x: Array) -> Array:
+  """exp(log_x) − 1, with its digits near 0, held constant as `bounded_exp` is."""
+  return jnp.expm1(_bounded(log_x))
+
+
+def _bounded(log_x):
+  return jnp.minimum(log_x, 0.75 * math.log(jnp.finfo(log_x.dtype).max))
+
+
+def _log_ratio(logp_BT, old_logp_BT, mask_BT) -> tuple[Array, Array, Array]:
+  logp_BT = checks.log_probs(logp_BT, "logp_BT")
+  mask_BT = checks.mask(mask_BT, "mask_BT", logp_BT.shape)
+  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, logp_BT.dtype)
+  old_logp_BT = stop_gradient(checks.tokens(old_logp_BT, "old_logp_BT", mask_BT, logp_BT.dtype))
+  return logp_BT, difference(logp_BT, old_logp_BT), mask_BT
+
+
+def _detached(logp_BT, log_ratio_BT, mask_BT, id_BT, length_exponent) -> Array:
+  log_ratio_BU, length_BU = unit_log_ratio(log_ratio_BT, mask_BT, id_BT, length_exponent)
+  scale_BX = scale(spread(length_BU, id_BT), length_exponent)
+  ratio_BT = detached_ratio(spread(log_ratio_BU, id_BT), scale_BX, logp_BT)
+  return jnp.where(mask_BT, ratio_BT, 1)

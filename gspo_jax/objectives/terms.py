@@ -1,0 +1,177 @@
+"""What the policy losses share: their arguments, the clip gate, the penalties and the metrics."""
+
+from typing import NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+
+from gspo_jax.objectives import aggregation, checks, ratios
+from gspo_jax.objectives.aggregation import Tokens
+from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
+from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std
+
+_KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+class Options(TypedDict, total=False):
+  """The keyword arguments that every policy loss takes."""
+
+  weight: Array  # [B] or [B, T], multiplies the objective: truncated_weight and its like
+  response_BT: Array  # ids in [0, T): the response of a packed row that a token belongs to
+  ref_logp_BT: Array  # log-probabilities of a reference policy
+  kl: str  # the estimate of KL(π_θ‖π_ref) to penalise: "k1", "k2" or "k3" (default; see kl.py)
+  kl_coef: float  # its factor (default 0)
+  entropy_BT: Array  # the policy's entropy at each token
+  entropy_coef: float  # the factor of the reward for it (default 0)
+
+
+class Batch(NamedTuple):
+  """A loss's arguments as it uses them: float32 or wider, 0 where masked, constants detached.
+
+  X is T, or 1 for what a whole row has in common.
+  """
+
+  tokens: Tokens
+  logp_BT: Array
+  log_ratio_BT: Array
+  advantage_BX: Array
+  weight_BX: Array
+  penalty_BT: Array | None  # KL and entropy, added to each token's loss
+  metrics: Metrics  # those that do not depend on the objective
+
+
+class Clipped(NamedTuple):
+  """Where the upper, lower or dual bound took the ratio's place; or how many tokens that is."""
+
+  high: Array
+  low: Array
+  dual: Array | None
+
+
+def batch(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  *,
+  constants=("B", "BT"),
+  weight=None,
+  response_BT=None,
+  **penalties,
+) -> Batch:
+  """Checks a loss's arguments; `constants` are the shapes allowed for advantage and weight."""
+  logp_BT = checks.log_probs(logp_BT, "logp_BT")
+  dtype = logp_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
+  mask_BT = tokens.mask_BT
+  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
+  old_logp_BT = stop_gradient(checks.tokens(old_logp_BT, "old_logp_BT", mask_BT, dtype))
+  advantage_BX = checks.constant(advantage, "advantage", mask_BT, dtype, constants)
+  weight_BX = jnp.ones((1, 1), dtype)
+  if weight is not None:
+    weight_BX = checks.constant(weight, "weight", mask_BT, dtype, constants)
+  log_ratio_BT = ratios.difference(logp_BT, old_logp_BT)
+  penalty_BT, metrics = _penalty(logp_BT, tokens, **penalties)
+  metrics |= _drift(stop_gradient(log_ratio_BT), tokens)
+  return Batch(tokens, logp_BT, log_ratio_BT, advantage_BX, weight_BX, penalty_BT, metrics)
+
+
+def token_loss(batch: Batch, objective_BT: Array) -> Array:
+  """−objective + penalty at each token."""
+  loss_BT = -batch.weight_BX * objective_BT
+  return loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT
+
+
+def clip(ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None) -> tuple[Array, Clipped]:
+  """The ratio that A is multiplied with in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
+
+  It is 1 + clip_high where A > 0 and r is above that, 1 − clip_low where A < 0 and r is below that,
+  and r elsewhere. A dual clip c takes max(·, c A) of it for A < 0: c where r is above c
+  (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits.
+  """
+  checks.require(clip_low >= 0, "clip_low must not be negative")
+  checks.require(clip_high >= 0, "clip_high must not be negative")
+  clip_low, clip_high = (jnp.asarray(bound, ratio.dtype) for bound in (clip_low, clip_high))
+  high = (advantage > 0) & (log_ratio > jnp.log1p(clip_high))
+  low = (advantage < 0) & (log_ratio < jnp.log1p(-jnp.minimum(clip_low, 1)))
+  ratio = jnp.where(high, 1 + clip_high, jnp.where(low, 1 - clip_low, ratio))
+  if dual_clip is None:
+    return ratio, Clipped(high, low, None)
+  checks.require(dual_clip > 1, "dual_clip must be larger than 1")
+  dual_clip = jnp.asarray(dual_clip, ratio.dtype)
+  dual = (advantage < 0) & (log_ratio > jnp.log(dual_clip))
+  return jnp.where(dual, dual_clip, ratio), Clipped(high, low, dual)
+
+
+def token_counts(clipped_BX: Clipped, tokens: Tokens) -> Clipped:
+  """How many tokens of each response are clipped, [B, U], from flags of tokens."""
+  return jax.tree.map(lambda flag_BX: tokens.sums(flag_BX.astype(tokens.length_BU.dtype)), clipped_BX)
+
+
+def clip_metrics(count_BU: Clipped, tokens: Tokens) -> Metrics:
+  """Clip fractions of tokens, and of responses: each by the share of its tokens that is clipped."""
+  sides = {"": count_BU.high + count_BU.low}
+  sides |= {f"/{side}": count for side, count in count_BU._asdict().items() if count is not None}
+  metrics = {}
+  for side, count_BU in sides.items():
+    share_BU = count_BU / jnp.maximum(tokens.length_BU, 1)
+    metrics[f"clip_fraction/token{side}"] = Mean(count_BU.sum(), tokens.number())
+    metrics[f"clip_fraction/sequence{side}"] = Mean(share_BU.sum(), tokens.responses())
+  return metrics
+
+
+def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
+  """Moments and extremes of the ratios of an objective: of sequences, segments or tokens."""
+  log_ratio = stop_gradient(jnp.where(live, log_ratio, 0))
+  smallest = jnp.where(live, log_ratio, jnp.inf).min()
+  largest = jnp.where(live, log_ratio, -jnp.inf).max()
+  # Beyond 1e15, where there is no trust region left, only the finiteness of the square matters.
+  deviation = jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
+  total, number = deviation.sum(), live.sum(dtype=log_ratio.dtype)
+  return {
+    "ratio/mean": Mean(number + total, number),
+    "ratio/min": Min(jnp.where(number > 0, ratios.bounded_exp(smallest), jnp.inf)),
+    "ratio/max": Max(jnp.where(number > 0, ratios.bounded_exp(largest), -jnp.inf)),
+    "ratio/std": Std(number, total, (deviation**2).sum()),
+    "ratio/deviation": Mean(abs(deviation).sum(), number),
+  }
+
+
+def _drift(log_ratio_BT, tokens) -> Metrics:
+  """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved."""
+  k3_BT = ratios.bounded_expm1(log_ratio_BT) - log_ratio_BT
+  return {
+    "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),
+    "kl/k3": Mean(k3_BT.sum(), tokens.number()),
+  }
+
+
+def _penalty(
+  logp_BT,
+  tokens,
+  *,
+  ref_logp_BT=None,
+  kl="k3",
+  kl_coef=0.0,
+  entropy_BT=None,
+  entropy_coef=0.0,
+) -> tuple[Array | None, Metrics]:
+  """kl_coef · KL − entropy_coef · entropy at each token, or None, and what they are."""
+  penalty_BT, metrics, dtype = None, {}, logp_BT.dtype
+  if ref_logp_BT is None:
+    checks.require(kl_coef == 0, "kl_coef needs ref_logp_BT")
+  else:
+    if kl not in _KL:
+      raise ValueError(f"kl must be one of {', '.join(_KL)}, got {kl!r}")
+    kl_BT = _KL[kl](logp_BT, checks.tokens(ref_logp_BT, "ref_logp_BT", tokens.mask_BT, dtype))
+    penalty_BT = kl_coef * kl_BT
+    metrics[f"kl_ref/{kl}"] = Mean(stop_gradient(kl_BT).sum(), tokens.number())
+  if entropy_BT is None:
+    checks.require(entropy_coef == 0, "entropy_coef needs entropy_BT")
+  else:
+    entropy_BT = checks.tokens(entropy_BT, "entropy_BT", tokens.mask_BT, dtype)
+    penalty_BT = (0 if penalty_BT is None else penalty_BT) - entropy_coef * entropy_BT
+    metrics["entropy"] = Mean(stop_gradient(entropy_BT).sum(), tokens.number())
+  return penalty_BT, metrics

@@ -1,0 +1,285 @@
+// The responses, grouped by prompt: filtered in memory, a page of them on the screen.
+
+const PER_PAGE = 10;
+
+function responses() {
+  const { total, groups } = JSON.parse(document.getElementById("rollouts").textContent);
+  const rewards = groups.flatMap((g) => g.samples.map((s) => s.reward)).filter((r) => r != null);
+  const low = rewards.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
+  const count = groups.reduce((sum, g) => sum + g.samples.length, 0);
+  const state = { step: "", kind: "", reward: "", clip: "", order: "new", query: "", page: 0 };
+
+  function grade(reward) {
+    if (reward == null) return "mid";
+    if (high === low) return reward > 0 ? "good" : "bad";
+    const share = (reward - low) / (high - low);
+    return share > 0.75 ? "good" : share < 0.25 ? "bad" : "mid";
+  }
+
+  function rewardChoices() {
+    const distinct = [...new Set(rewards)].sort((a, b) => a - b);
+    if (distinct.length <= 8) return distinct.map((r) => [`${r},${r}`, format(r)]);
+    const edge = (i) => low + (i * (high - low)) / 5;
+    return [0, 1, 2, 3, 4].map((i) => [
+      `${edge(i)},${edge(i + 1)}`,
+      `${format(edge(i))} to ${format(edge(i + 1))}`,
+    ]);
+  }
+
+  function keeps() {
+    const query = state.query.toLowerCase();
+    const [from, to] = state.reward ? state.reward.split(",").map(Number) : [-Infinity, Infinity];
+    return (group, sample) =>
+      (!state.reward || (sample.reward >= from && sample.reward <= to)) &&
+      (!state.clip ||
+        (state.clip === "truncated"
+          ? sample.truncated
+          : state.clip === "clipped"
+            ? sample.clipped
+            : sample.clipped === false)) &&
+      (!query ||
+        sample.response.toLowerCase().includes(query) ||
+        group.prompt.toLowerCase().includes(query));
+  }
+
+  const mean = (group) =>
+    group.samples.reduce((sum, s) => sum + (s.reward || 0), 0) / group.samples.length;
+
+  function select() {
+    const keep = keeps();
+    const found = [];
+    for (const group of groups) {
+      if (state.step && `${group.phase} ${group.step}` !== state.step) continue;
+      if (state.kind && group.eval !== (state.kind === "eval")) continue;
+      const samples = group.samples.filter((sample) => keep(group, sample));
+      if (samples.length) found.push({ group, samples, mean: mean(group) });
+    }
+    if (state.order === "new") found.sort((a, b) => b.group.step - a.group.step);
+    if (state.order === "low") found.sort((a, b) => a.mean - b.mean);
+    if (state.order === "high") found.sort((a, b) => b.mean - a.mean);
+    return found;
+  }
+
+  // The text with what was searched for marked in it.
+  function text(node, value) {
+    const query = state.query.toLowerCase();
+    const lower = value.toLowerCase();
+    let done = 0;
+    for (let i = query ? lower.indexOf(query) : -1; i >= 0; i = lower.indexOf(query, done)) {
+      node.append(value.slice(done, i), make("mark", {}, value.slice(i, i + query.length)));
+      done = i + query.length;
+    }
+    node.append(value.slice(done));
+    return node;
+  }
+
+  function sampleNode(sample) {
+    const pre = text(make("pre"), sample.response || " ");
+    const body = make("div", { class: "body" }, pre);
+    if (sample.response.length > 420 || sample.response.split("\n").length > 5) {
+      pre.className = "folded";
+      const more = make(
+        "button",
+        {
+          class: "more",
+          onclick: () => {
+            more.textContent = pre.classList.toggle("folded") ? "Show all" : "Show less";
+          },
+        },
+        "Show all",
+      );
+      body.append(more);
+    }
+    const cells = columns.map((column) => {
+      const value = sample[column.name];
+      return make(
+        "span",
+        { class: "cell", "data-label": column.label },
+        value == null ? "" : column.show(value),
+      );
+    });
+    const flags = [
+      sample.clipped && "clipped",
+      sample.truncated
+        ? "truncated"
+        : !/^(stop|eos)$/.test(sample.stop_reason || "stop") && sample.stop_reason,
+    ];
+    const pill = make("span", { class: `pill ${grade(sample.reward)}` }, format(sample.reward));
+    const flag = make("span", { class: "cell flag" }, flags.filter(Boolean).join(", "));
+    return make("div", { class: "sample" }, pill, body, ...cells, flag);
+  }
+
+  const stepName = ({ phase, step }) => `${run.phases[phase]?.title || "Evaluation"} step ${step}`;
+  const signed = (v) => `${v < 0 ? "−" : "+"}${Math.abs(v).toFixed(2)}`;
+
+  function titles() {
+    const names = ["reward", "response", ...columns.map((column) => column.label), ""];
+    const cells = names.map((name, i) => make("span", { class: i > 1 ? "cell" : "" }, name));
+    return make("div", { class: "sample titles", "aria-hidden": "true" }, ...cells);
+  }
+
+  function groupNode({ group, samples, mean }) {
+    const color = { good: "good", bad: "bad", mid: "amber" };
+    const marks = group.samples.map((s) =>
+      make("span", {
+        class: "mark",
+        style: `--color: var(--${color[grade(s.reward)]})`,
+        title: `reward ${format(s.reward)}`,
+      }),
+    );
+    const shown =
+      samples.length < group.samples.length
+        ? ` · ${samples.length} of ${group.samples.length} shown`
+        : "";
+    const answer = group.answer && group.answer.length <= 60 ? ` · answer ${group.answer}` : "";
+    return make(
+      "article",
+      { class: "group" },
+      make(
+        "div",
+        { class: "top" },
+        make(
+          "div",
+          { class: "line" },
+          make("span", { class: `chip ${group.phase}` }, stepName(group)),
+          make(
+            "span",
+            { class: "meta" },
+            `${group.eval ? "held out" : "training"} · prompt ${group.id}${answer}${shown}`,
+          ),
+          make(
+            "span",
+            { class: "marks" },
+            ...marks,
+            make("span", { class: "meta mean" }, `mean ${format(mean)}`),
+          ),
+        ),
+        text(make("pre", { class: "prompt" }), group.prompt),
+        group.answer && !answer ? make("pre", { class: "meta" }, `answer: ${group.answer}`) : null,
+      ),
+      titles(),
+      ...samples.map(sampleNode),
+    );
+  }
+
+  const columns = [
+    { name: "advantage", label: "advantage", show: signed },
+    { name: "length", label: "tokens", show: (v) => v.toLocaleString("en") },
+    { name: "ratio", label: "ratio", show: (v) => v.toFixed(5) },
+  ].filter(({ name }) => groups.some((g) => g.samples.some((s) => s[name] != null)));
+  const list = make("div", { style: `--facts: repeat(${columns.length}, 82px)` });
+  const bars = [pager(), pager()];
+
+  function pager() {
+    const found = make("span", { class: "found", "aria-live": "polite" });
+    const place = make("span", { class: "meta" });
+    const turn = (by) => () => {
+      state.page += by;
+      update();
+      document.getElementById("responses").scrollIntoView();
+    };
+    const back = make("button", { onclick: turn(-1) }, "Previous");
+    const next = make("button", { onclick: turn(1) }, "Next");
+    return {
+      node: make("div", { class: "pages" }, found, place, back, next),
+      found,
+      place,
+      back,
+      next,
+    };
+  }
+
+  function update() {
+    const found = select();
+    const pages = Math.max(1, Math.ceil(found.length / PER_PAGE));
+    state.page = Math.min(Math.max(0, state.page), pages - 1);
+    const start = state.page * PER_PAGE;
+    list.replaceChildren(...found.slice(start, start + PER_PAGE).map(groupNode));
+    if (!found.length)
+      list.append(make("p", { class: "empty" }, "No response matches these filters."));
+    const matching = found.reduce((sum, f) => sum + f.samples.length, 0);
+    for (const bar of bars) {
+      bar.found.textContent = `${matching.toLocaleString("en")} responses to ${found.length.toLocaleString("en")} prompts`;
+      bar.place.textContent = `page ${state.page + 1} of ${pages}`;
+      bar.back.disabled = state.page === 0;
+      bar.next.disabled = state.page >= pages - 1;
+    }
+    bars[1].node.hidden = pages < 2;
+  }
+
+  let timer = 0;
+  function change(name) {
+    return (event) => {
+      state[name] = event.target.value;
+      state.page = 0;
+      clearTimeout(timer);
+      timer = setTimeout(update, name === "query" ? 150 : 0);
+    };
+  }
+
+  function choice(label, name, options) {
+    const box = make(
+      "select",
+      { name, onchange: change(name) },
+      ...options.map(([value, shown]) => make("option", { value }, shown)),
+    );
+    return make("label", {}, label, box);
+  }
+
+  const steps = [...new Map(groups.map((g) => [`${g.phase} ${g.step}`, g])).entries()].map(
+    ([value, g]) => [value, stepName(g)],
+  );
+  const filters = [choice("Step", "step", [["", "all"], ...steps])];
+  if (groups.some((g) => g.eval) && groups.some((g) => !g.eval)) {
+    filters.push(
+      choice("Problems", "kind", [
+        ["", "all"],
+        ["train", "training"],
+        ["eval", "held out"],
+      ]),
+    );
+  }
+  filters.push(choice("Reward", "reward", [["", "any"], ...rewardChoices()]));
+  const flags = [["", "any"]];
+  const has = (test) => groups.some((g) => g.samples.some(test));
+  if (has((s) => s.clipped != null))
+    flags.push(["clipped", "clipped"], ["unclipped", "not clipped"]);
+  if (has((s) => s.truncated)) flags.push(["truncated", "truncated"]);
+  if (flags.length > 1) filters.push(choice("Clipping", "clip", flags));
+  filters.push(
+    choice("Order", "order", [
+      ["new", "latest first"],
+      ["old", "earliest first"],
+      ["low", "lowest reward"],
+      ["high", "highest reward"],
+    ]),
+  );
+  filters.push(
+    make(
+      "label",
+      { class: "search" },
+      "Text in prompt or response",
+      make("input", { type: "search", oninput: change("query") }),
+    ),
+  );
+  const kept =
+    count < total
+      ? `${count.toLocaleString("en")} of the ${total.toLocaleString("en")} responses dumped, spread evenly over the run.`
+      : "";
+  update();
+  return make(
+    "section",
+    { class: "wrap", id: "responses" },
+    make(
+      "div",
+      { class: "heading" },
+      make("h2", {}, "Responses"),
+      kept ? make("p", { class: "note" }, kept) : null,
+    ),
+    count ? make("div", { class: "filters" }, ...filters) : null,
+    ...(count
+      ? [bars[0].node, list, bars[1].node]
+      : [make("p", { class: "empty" }, "No responses were dumped.")]),
+  );
+}

@@ -1,0 +1,86 @@
+"""The cold start: supervised fine-tuning on demonstrations."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspo_jax import data, optimizer, sharding
+from gspo_jax.checkpoint import Checkpointer
+from gspo_jax.context import Context, abstract_state, new_state
+from gspo_jax.metrics import Deferred, Progress, check_finite
+from gspo_jax.structs import Prompt, TrainBatch
+from gspo_jax.train_step import Learner, make_sft_step, summarize
+
+
+def run(context: Context) -> Any:
+  """Trains for `sft.steps` updates, or what is left of them, and returns the parameters."""
+  c = context.config
+  tx = optimizer.make(c.sft_optimizer, c.sft.steps)
+  rates = optimizer.rates(c.sft_optimizer, c.sft.steps)
+  learner = Learner(c.model, c.compute, 1.0, c.sft.microbatches, c.sft.load_balance_coef)
+  step_fn = make_sft_step(learner, tx)
+  batches = data.batches(context.train_prompts, c.sft.batch, seed=context.seed("sft", "data"))
+  checkpoints = Checkpointer(context.workdir / "checkpoints" / "sft", c.checkpoint)
+
+  done = checkpoints.latest()
+  if done is None:
+    done, state = 0, new_state(context.initial_params(), tx)
+  else:
+    state, host = checkpoints.restore(done, abstract_state(context, tx))
+    batches.set_state(host["data"])
+  context.writer.truncate({"sft": done} if done else {})
+
+  deferred, progress = Deferred(), Progress("sft", c.sft.steps, start=done)
+
+  def report(row: dict[str, Any] | None) -> None:
+    if row is not None:
+      check_finite(row)
+      context.writer.write(row)
+      progress.update(row["step"], row)
+
+  with progress:
+    for step in range(done + 1, c.sft.steps + 1):
+      batch = train_batch(next(batches), context)
+      state, metrics = step_fn(state, sharding.put_batch(batch, context.mesh))
+      if step % c.sft.log_every == 0 or step == c.sft.steps:
+        row = dict(phase="sft", step=step, learning_rate=float(rates[step - 1]))
+        report(deferred.push(row | summarize((metrics,))))
+      if step % c.checkpoint.every == 0 or step == c.sft.steps:
+        report(deferred.flush())
+        checkpoints.save(step, state, dict(data=batches.get_state()))
+  checkpoints.close()
+  return state.params
+
+
+def train_batch(prompts: list[Prompt], context: Context) -> TrainBatch:
+  """Demonstrations as one padded batch; the fields of a rollout are not used and hold 0."""
+  tokens, mask = data.pack_demonstrations(
+    prompts, context.tokenizer, context.config.sft.max_tokens
+  )
+  lengths = [len(p.tokens) for p in prompts]
+  ends = np.maximum(lengths, tokens.shape[1] - np.argmax(mask[:, ::-1] > 0, axis=1))
+  zeros = np.zeros(tokens.shape, np.float32)
+  return TrainBatch(
+    tokens_BT=tokens,
+    segments_BT=(np.arange(tokens.shape[1])[None] < ends[:, None]).astype(np.int32),
+    mask_BT=mask,
+    advantage_B=zeros[:, 0],
+    old_logp_BT=zeros,
+    sampler_logp_BT=zeros,
+  )
+
+
+def params_after(context: Context) -> Any:
+  """The parameters that a finished cold start left in this workdir; None if there is none."""
+  c = context.config
+  directory = context.workdir / "checkpoints" / "sft"
+  if not directory.exists():
+    return None
+  checkpoints = Checkpointer(directory, c.checkpoint)
+  if checkpoints.latest() != c.sft.steps:
+    return None
+  like = abstract_state(context, optimizer.make(c.sft_optimizer, c.sft.steps))
+  state, _ = checkpoints.restore(c.sft.steps, like)
+  checkpoints.close()
+  return jax.block_until_ready(state.params)

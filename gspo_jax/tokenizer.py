@@ -1,0 +1,228 @@
+"""Tokenizers: raw bytes for the embedded default, Hugging Face files for real checkpoints.
+
+Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode` and `render`. Padding is
+never recognised by comparing tokens with `pad_id` (masks are explicit everywhere), so a checkpoint
+whose padding token is also its stop token is fine.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+from etils import epath
+
+
+class TokenizerError(ValueError):
+  """Tokenizer files that are missing or cannot be used; the message names the path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+  """UTF-8 bytes 0..255, then `<pad>`, `<eos>` (the stop token) and `<bos>` (never emitted)."""
+
+  pad_id: int = 256
+  stop_ids: tuple[int, ...] = (257,)
+  bos_id: int = 258
+  vocab_size: int = 259
+
+  def encode(self, text: str) -> list[int]:
+    return list(text.encode("utf-8"))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of the bytes among `ids`; special tokens are skipped, broken UTF-8 becomes U+FFFD."""
+    return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+  def render(self, question: str, *, system: str = "", template: str = "{question}") -> str:
+    """The text of a prompt: `template` with the question in it, after the system text if any."""
+    text = fill(template, question)
+    return f"{system}\n{text}" if system else text
+
+
+@dataclasses.dataclass(frozen=True)
+class HFTokenizer:
+  """A Hugging Face tokenizer directory: `tokenizer.json`, its config, and its chat template."""
+
+  path: str
+  tokenizer: tokenizers.Tokenizer
+  chat_template: str  # Jinja source; '' where the checkpoint has none
+  special_tokens: dict[str, str]  # bos_token, eos_token, ...: the names chat templates use
+  add_bos: bool  # the checkpoint wants its bos token before plain text (not before a chat template)
+  pad_id: int
+  stop_ids: tuple[int, ...]  # the end-of-turn token first: demonstrations end with it
+  vocab_size: int  # largest id + 1, which the model's vocabulary must hold
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids of `text`; special tokens written in it are recognised, none are added."""
+    return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of `ids`; special tokens and ids beyond the vocabulary are skipped."""
+    known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+    return self.tokenizer.decode(known, skip_special_tokens=True)
+
+  def render(self, question: str, *, system: str = "", template: str = "{question}") -> str:
+    """The text of a prompt, ready for `encode`.
+
+    With a chat template: one user turn holding `template` filled with the question (after a system
+    turn if `system` is given), up to where the assistant begins to speak. Without: the filled
+    template alone, as `ByteTokenizer` does it.
+    """
+    text = fill(template, question)
+    if not self.chat_template:
+      bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
+      return bos + (f"{system}\n{text}" if system else text)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": text})
+    try:
+      return _compile(self.chat_template).render(
+        messages=messages, add_generation_prompt=True, **self.special_tokens
+      )
+    except (jinja2.TemplateError, TypeError) as error:
+      raise TokenizerError(f"the chat template of {self.path} failed: {error}") from error
+
+
+Tokenizer = ByteTokenizer | HFTokenizer
+
+
+def load(path: str) -> Tokenizer:
+  """`"bytes"` or a directory with a checkpoint's tokenizer files.
+
+  Raises:
+    TokenizerError: naming the path (or file) and the config key to set.
+  """
+  if path == "bytes":
+    return ByteTokenizer()
+  directory = epath.Path(path)
+  if not path or not (directory / "tokenizer.json").exists():
+    raise TokenizerError(
+      f"no tokenizer.json in {path!r}. Set --config.tokenizer to the directory of a Hugging"
+      " Face checkpoint (tokenizer.json and tokenizer_config.json), or to 'bytes'."
+    )
+  config = _read_json(directory / "tokenizer_config.json")
+  generation = _read_json(directory / "generation_config.json")
+  try:
+    # From a string, not a file name: the directory may be a bucket.
+    tokenizer = tokenizers.Tokenizer.from_str((directory / "tokenizer.json").read_text())
+  except Exception as error:  # the library raises bare Exception for any malformed file
+    raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
+  # Truncation and padding saved with a tokenizer would silently cut long prompts.
+  tokenizer.no_truncation()
+  tokenizer.no_padding()
+  special = {
+    name: _content(value)
+    for name, value in config.items()
+    if name.endswith("_token") and isinstance(value, str | dict)
+  }
+  stop_ids = _stop_ids(directory, tokenizer, special, generation)
+  pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
+  return HFTokenizer(
+    path=str(path),
+    tokenizer=tokenizer,
+    chat_template=_chat_template(directory, config),
+    special_tokens=special,
+    add_bos=bool(config.get("add_bos_token", False)),
+    pad_id=stop_ids[0] if pad_id is None else pad_id,
+    stop_ids=stop_ids,
+    vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+  )
+
+
+def fill(template: str, question: str) -> str:
+  """`template` with `{question}` replaced; other braces stay, so LaTeX needs no escaping."""
+  return template.replace("{question}", question)
+
+
+def _stop_ids(
+  directory: epath.Path,
+  tokenizer: tokenizers.Tokenizer,
+  special: dict[str, str],
+  generation: dict[str, Any],
+) -> tuple[int, ...]:
+  """The configured eos token, then every further one that the generation config names."""
+  ids = []
+  if "eos_token" in special:
+    ids.append(tokenizer.token_to_id(special["eos_token"]))
+    if ids[0] is None:
+      raise TokenizerError(
+        f"eos_token {special['eos_token']!r} of {directory / 'tokenizer_config.json'} is not in its"
+        " tokenizer.json"
+      )
+  more = generation.get("eos_token_id")
+  ids += more if isinstance(more, list) else [] if more is None else [more]
+  if not ids:
+    raise TokenizerError(
+      f"{directory} names no stop token: set eos_token in tokenizer_config.json or eos_token_id in"
+      " generation_config.json"
+    )
+  return tuple(dict.fromkeys(ids))
+
+
+def _chat_template(directory: epath.Path, config: dict[str, Any]) -> str:
+  file = directory / "chat_template.jinja"
+  if file.exists():
+    return file.read_text()
+  template = config.get("chat_template") or ""
+  if isinstance(template, str):
+    return template
+  named = {entry["name"]: entry["template"] for entry in template}
+  if "default" not in named:
+    raise TokenizerError(
+      f"{directory} has chat templates {sorted(named)} and none named 'default': put the one to use"
+      " into chat_template.jinja"
+    )
+  return named["default"]
+
+
+def _read_json(file: epath.Path) -> dict[str, Any]:
+  """The object in `file`; {} if there is no such file."""
+  if not file.exists():
+    return {}
+  try:
+    return json.loads(file.read_text())
+  except ValueError as error:
+    raise TokenizerError(f"{file} is not JSON: {error}") from error
+
+
+def _content(token: str | dict[str, Any]) -> str:
+  """A special token is written as a string or as an object with its flags."""
+  return token if isinstance(token, str) else token["content"]
+
+
+class _Generation(jinja2.ext.Extension):
+  """`{% generation %}` marks what the assistant said; it prints its body unchanged."""
+
+  tags = {"generation"}  # noqa: RUF012 (Jinja's own way to declare it)
+
+  def parse(self, parser):
+    line = next(parser.stream).lineno
+    body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+    return jinja2.nodes.Scope(body, lineno=line)
+
+
+@functools.cache
+def _compile(source: str) -> jinja2.Template:
+  """Compiles a chat template as transformers does: sandboxed, since checkpoints are downloads."""
+
+  def raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
+    return json.dumps(
+      value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+  )
+  environment.filters["tojson"] = tojson
+  environment.globals["raise_exception"] = raise_exception
+  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  return environment.from_string(source)

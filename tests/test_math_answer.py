@@ -1,0 +1,389 @@
+"""The math verifier: extraction, equivalence, and processes that hang, die and are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent import futures
+
+import pytest
+
+from gspo_jax.rewards import math_answer, pool
+from gspo_jax.rewards.math_answer import Outcome
+from gspo_jax.rewards.pool import Failure
+
+RIGHT, WRONG, UNPARSABLE = Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSABLE
+
+
+@pytest.fixture(scope="module")
+def verifier():
+  with math_answer.MathVerifier(workers=2, time_limit_s=20.0) as verifier:
+    yield verifier
+
+
+# Extraction.
+
+
+@pytest.mark.parametrize(
+  "response, answer",
+  [
+    (r"First \boxed{3}, no: \boxed{18}. So 5 is wrong.", "18"),
+    (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\[ \boxed{ 7 } \]", "7"),
+    (r"so \boxed 7.", "7"),
+    (r"\fbox{8}", "8"),
+    (r"complete: \boxed{1}, then cut off: \boxed{2", "1"),
+    ("<think>\\boxed{3}, or 5</think>\nThe answer is **4**.", "4"),
+    ("#### 1,080", "1,080"),
+    ("Answer:\n\n42", "42"),
+    ("The answer is 18 dollars, which is 3 times 6.", "18"),
+    (r"**Final Answer:** $\frac{3}{4}$.", r"\frac{3}{4}"),
+    (r"Answer: 2\sqrt{3}", r"2\sqrt{3}"),
+    ("The temperature is −5 degrees.", "-5"),
+    ("10 - 3 gives 7", "7"),
+    ("She pays $5 and earns $18.", "$18"),
+    (r"So $x = \frac{1}{2}$ metres.", r"x = \frac{1}{2}"),
+    ("$$\n18\n$$", "18"),
+    ("Work: 3 * 6\n18", "18"),
+    ("It takes 3 1/2 hours", "3 1/2"),
+    ("70,000.", "70,000"),
+  ],
+)
+def test_extract(response, answer):
+  assert math_answer.extract(response) == answer
+
+
+@pytest.mark.parametrize(
+  "response",
+  [
+    "",
+    "I do not know.",
+    r"\boxed{}, perhaps 5",
+    r"cut off: \boxed{12",
+    "<think>the answer is 5</think>",
+    "\x00\ufffd}{",
+  ],
+)
+def test_extract_finds_nothing(response):
+  assert math_answer.extract(response) is None
+
+
+@pytest.mark.parametrize("unit", [r"\boxed{", "$", r"\(", "#### ", "1,000", "{", "answer is "])
+def test_extraction_is_fast_on_hostile_text(unit):
+  text = unit * (200_000 // len(unit))
+  start = time.perf_counter()
+  math_answer.quick_judge(math_answer.extract(text), "5")
+  assert time.perf_counter() - start < 1
+
+
+# Numbers, which are compared without the library.
+
+
+@pytest.mark.parametrize(
+  "text, value",
+  [
+    ("18", 18),
+    ("18.", 18),
+    ("-18", -18),
+    ("−18", -18),
+    ("007", 7),
+    (".5", 0.5),
+    (r"\$18", 18),
+    ("-$5", -5),
+    ("70,000", 70_000),
+    ("70{,}000", 70_000),
+    (r"70\,000", 70_000),
+    ("1 234 567", 1_234_567),
+    ("1,234.5", 1234.5),
+    (r"18 \text{ apples}", 18),
+    (r"5\text{ cm}^2", 5),
+    ("60 miles/hour", 60),
+    (r"90^\circ", 90),
+    (r"\text{18}", 18),
+    ("1.5 million", 1_500_000),
+    ("1e3", 1000),
+    ("3/4", 0.75),
+    (r"\dfrac{3}{4}", 0.75),
+    (r"-\frac34", -0.75),
+    (r"3\frac{1}{2}", 3.5),
+    ("3 1/2", 3.5),
+  ],
+)
+def test_number(text, value):
+  assert math_answer.number(text) == value
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", "x", "5x", "5 xy", "1,2", "1,23", "(1,234)", "18 or 20", "1/0", "--5", "50%", r"2\sqrt{3}",
+   r"2\pi", "5 factorial", "3 apples and 2 pears", "9" * 100],
+)  # fmt: skip
+def test_not_a_plain_number(text):
+  assert math_answer.number(text) is None
+
+
+FORMS = [
+  r"\boxed{%s}",
+  "%s",
+  "so the answer is %s.",
+  r"hence $x = %s$ metres",
+  r"\boxed{%s\text{ apples}}",
+  r"**Answer:** \$%s",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gold", ["7", "1080", "2,125", "-36", "0.25", "70000", "145.0"])
+def test_gold_answers_verify_in_every_form_and_perturbed_ones_do_not(verifier, form, gold):
+  value = float(gold.replace(",", ""))
+  right = [gold, f"{value:,g}" if abs(value) < 1e5 else f"{value:,.0f}", f"{value:.2f}"]
+  assert verifier.score([form % text for text in right], [gold] * 3) == [RIGHT] * 3
+  wrong = [f"{w:.2f}" for w in (value + 1, value - 1, 10 * value + 3, -value, value + 0.5)]
+  assert verifier.score([form % text for text in wrong], [gold] * 5) == [WRONG] * 5
+
+
+CASES = [
+  (r"\boxed{1/3}", "0.333333", RIGHT),
+  (r"\boxed{0.33}", "1/3", WRONG),
+  (r"\boxed{0.0000002}", "0.0000001", WRONG),
+  (r"\boxed{12345678.6}", "12345678.5", WRONG),
+  (r"\boxed{70000001}", "70000000", WRONG),
+  (r"\boxed{50\%}", "50", RIGHT),
+  (r"\boxed{50\%}", "0.5", RIGHT),
+  (r"\boxed{0.5}", r"50\%", RIGHT),
+  (r"\boxed{0.5\%}", "0.5", WRONG),
+  (r"\boxed{100\%}", r"1\%", WRONG),
+  (r"\boxed{3 \cdot 6 = 18}", "18", RIGHT),
+  (r"$x = 3$ or $x = 5$", "3", WRONG),
+  (r"\boxed{x = 3 or x = 5}", "5", WRONG),
+  (r"\boxed{18 thousand}", "18", WRONG),
+  (r"\boxed{(1, 234)}", "(1,234)", RIGHT),
+  (r"\boxed{(1, 2)}", "(2, 1)", WRONG),
+  (r"\boxed{\{2, 1\}}", r"\{1,2\}", RIGHT),
+  (r"\boxed{\text{Monday}}", "monday", RIGHT),
+  (r"\boxed{dayMon}", "Monday", WRONG),
+  (r"\boxed{\textbf{(C)}}", "C", RIGHT),
+  (r"\boxed{B}", "C", WRONG),
+  # Through the library:
+  (r"\boxed{\sqrt{12}}", r"2\sqrt{3}", RIGHT),
+  (r"\boxed{2\sqrt{3} meters}", r"2\sqrt{3}", RIGHT),
+  (r"\boxed{\sqrt{13}}", r"2\sqrt{3}", WRONG),
+  (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", RIGHT),
+  (r"\boxed{5}", "x=5", RIGHT),
+  (r"\boxed{(-\infty, 3]}", r"(-\infty,3]", RIGHT),
+  (r"\boxed{(-\infty, 3)}", r"(-\infty,3]", WRONG),
+  (r"\boxed{5 - 2}", "3", RIGHT),
+  (r"\boxed{\frac{\pi}{4}}", r"\frac{1}{4}\pi", RIGHT),
+  (r"\boxed{18 apples and 3 oranges}", "18", WRONG),
+  # No answer, or none that is mathematics:
+  ("I do not know.", "18", UNPARSABLE),
+  (r"\boxed{\sqrt}", "18", UNPARSABLE),
+  (rf"\boxed{{{'1+' * 600}1}}", "601", UNPARSABLE),
+]
+
+
+def test_outcomes(verifier):
+  responses, golds, expected = zip(*CASES)
+  outcomes = verifier.score(responses, golds)
+  assert [*zip(responses, golds, outcomes)] == [*zip(responses, golds, expected)]
+
+
+def test_score_rejects_bad_input(verifier):
+  with pytest.raises(ValueError, match="2 responses and 1 answers"):
+    verifier.score(["1", "2"], ["1"])
+  with pytest.raises(ValueError, match="empty"):
+    verifier.score(["1"], [" "])
+  assert verifier.score([], []) == []
+
+
+def test_score_from_threads(verifier):
+  def score(i):
+    responses = [rf"\boxed{{{i}\sqrt{{{n}}}}}" for n in (2, 3, 5)] + [rf"\boxed{{{i}}}"]
+    return verifier.score(responses, [rf"{i}\sqrt{{2}}"] * 3 + [str(i)])
+
+  with futures.ThreadPoolExecutor(4) as threads:
+    assert list(threads.map(score, range(10, 22))) == [[RIGHT, WRONG, WRONG, RIGHT]] * 12
+
+
+def test_judge_sets_no_signal_handlers():
+  # Off the main thread the library raises if it tries to.
+  with futures.ThreadPoolExecutor(1) as thread:
+    assert thread.submit(math_answer.judge, r"\sqrt{12}", r"2\sqrt{3}").result() is RIGHT
+
+
+def test_equal_answers_are_compared_once_and_failures_again(verifier, monkeypatch):
+  sent = []
+  run = verifier._pool.map
+  monkeypatch.setattr(verifier._pool, "map", lambda items: sent.extend(items) or run(items))
+  pair = [r"\boxed{\sqrt{50}}"], [r"5\sqrt{2}"]
+  assert verifier.score(pair[0] * 5, pair[1] * 5) == [RIGHT] * 5
+  assert verifier.score(*pair) == [RIGHT]
+  assert len(sent) == 1
+  for outcome, failure in (Outcome.TIMEOUT, Failure.TIMEOUT), (Outcome.CRASH, Failure.CRASH):
+    monkeypatch.setattr(verifier._pool, "map", lambda items, f=failure: [f] * len(items))
+    assert verifier.score([r"\boxed{\sqrt{72}}"], [r"6\sqrt{2}"]) == [outcome]
+  monkeypatch.setattr(verifier._pool, "map", run)
+  assert verifier.score([r"\boxed{\sqrt{72}}"], [r"6\sqrt{2}"]) == [RIGHT]
+
+
+def test_answers_that_hang_the_library_do_not_touch_the_others():
+  hang, good = r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{8}}"
+  responses = [hang, good, r"\boxed{5}", hang.replace("9", "8"), good.replace("8", "18")]
+  with math_answer.MathVerifier(workers=2, time_limit_s=1.0) as verifier:
+    before = set(verifier.pids)
+    assert verifier.score(responses, [r"2\sqrt{2}"] * 5) == [
+      Outcome.TIMEOUT, RIGHT, WRONG, Outcome.TIMEOUT, WRONG
+    ]  # fmt: skip
+    assert not before & set(verifier.pids)  # both had to be replaced
+    assert verifier.score([r"\boxed{\sqrt{20}}"], [r"2\sqrt{5}"]) == [RIGHT]
+
+
+# The pool. Its function is `eval` here, so that an item can do what it likes to its worker.
+
+EXIT = "__import__('os')._exit(3)"
+SLEEP = "__import__('time').sleep(%s)"
+
+
+def alive(pid):
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  with open(f"/proc/{pid}/stat") as stat:
+    return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def evaluator(workers=2, time_limit_s=10.0, **options):
+  return pool.Pool("builtins:eval", workers, time_limit_s, warm_up="0", **options)
+
+
+def test_results_come_in_order():
+  with evaluator(workers=3) as evaluate:
+    assert evaluate.map([f"{i} * 2" for i in range(500)]) == [2 * i for i in range(500)]
+    assert evaluate.map([]) == []
+
+
+@pytest.mark.parametrize(
+  "hang",
+  [
+    SLEEP % 60,
+    "9**9**9",  # never lets go of the interpreter lock
+    "__import__('os').kill(__import__('os').getpid(), 19)",  # stops itself
+  ],
+)
+def test_a_hanging_item_is_killed_alone(hang):
+  with evaluator(workers=1, time_limit_s=0.5) as evaluate:
+    (pid,) = evaluate.pids
+    start = time.monotonic()
+    # One worker: the items behind it were in the same chunk.
+    assert evaluate.map(["1", hang, "2", "3"]) == [1, Failure.TIMEOUT, 2, 3]
+    assert time.monotonic() - start < 10
+    assert not alive(pid)
+
+
+def test_queueing_is_not_counted():
+  with evaluator(workers=1, time_limit_s=0.6) as evaluate:
+    results = evaluate.map([f"{SLEEP % 0.15} or {i}" for i in range(12)])
+    assert results == list(range(12))
+
+
+def test_an_item_that_kills_its_worker_is_a_crash():
+  with evaluator() as evaluate:
+    items = ["1", EXIT, "2", "__import__('os').kill(__import__('os').getpid(), 11)", "3"] * 3
+    assert evaluate.map(items) == [1, Failure.CRASH, 2, Failure.CRASH, 3] * 3
+
+
+def test_a_worker_that_dies_once_is_no_fault_of_its_item(tmp_path):
+  # The first attempt leaves a mark and dies, as if somebody else had killed the worker.
+  mark = str(tmp_path / "mark")
+  once = f"__import__('os').path.exists({mark!r}) or (__import__('os').mkdir({mark!r}), {EXIT})"
+  with evaluator(workers=1) as evaluate:
+    assert evaluate.map(["1", once, "2"]) == [1, True, 2]
+
+
+def test_exceptions_are_crashes_and_keep_the_worker():
+  with evaluator(workers=1) as evaluate:
+    before = evaluate.pids
+    assert evaluate.map(["1", "1/0", "no_such_name", "2"]) == [1, *[Failure.CRASH] * 2, 2]
+    assert evaluate.pids == before
+
+
+def test_memory_is_limited():
+  with evaluator(workers=1, memory_bytes=1 << 30) as evaluate:
+    before = evaluate.pids
+    assert evaluate.map(["1", "len(bytes(1 << 31))", "2"]) == [1, Failure.CRASH, 2]
+    assert evaluate.pids != before  # a fresh one
+    assert evaluate.map(["len(bytes(1 << 28))"]) == [1 << 28]
+
+
+def test_an_idle_worker_that_was_killed_is_replaced():
+  with evaluator() as evaluate:
+    for pid in evaluate.pids:
+      os.kill(pid, signal.SIGKILL)
+    assert evaluate.map(["1", "2", "3"]) == [1, 2, 3]
+
+
+def test_an_interrupt_leaves_no_stale_results():
+  with evaluator(workers=1) as evaluate:
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+      evaluate.map(["1", f"{SLEEP % 0.8} or 2", "3"])
+    timer.join()
+    time.sleep(0.8)
+    assert evaluate.map(["4", "5"]) == [4, 5]
+
+
+def test_close_ends_the_processes():
+  evaluate = evaluator()
+  pids = evaluate.pids
+  evaluate.close()
+  evaluate.close()
+  assert not any(map(alive, pids))
+  with pytest.raises(RuntimeError, match="closed"):
+    evaluate.map(["1"])
+
+
+@pytest.mark.parametrize(
+  "function, message", [("no_such_module:f", "no_such_module"), ("os:_exit", "without a message")]
+)
+def test_workers_that_cannot_start_are_reported(function, message):
+  with pytest.raises(RuntimeError, match=message):
+    pool.Pool(function, 2, 1.0, warm_up=0)
+
+
+@pytest.mark.parametrize("workers, time_limit_s", [(0, 1.0), (1, 0.0), (1, float("nan"))])
+def test_bad_pool_settings(workers, time_limit_s):
+  with pytest.raises(ValueError, match="workers"):
+    math_answer.MathVerifier(workers, time_limit_s)
+
+
+def test_workers_import_no_jax_and_not_the_main_module():
+  with evaluator(workers=1) as evaluate:
+    imported = "__import__('gspo_jax.rewards.math_answer') and [*__import__('sys').modules]"
+    (modules,) = evaluate.map([imported])
+    assert "gspo_jax.rewards.math_answer" in modules
+    assert not {"jax", "pytest", "conftest"} & set(modules)
+
+
+def test_workers_do_not_outlive_a_killed_parent():
+  program = """
+    import threading
+    from gspo_jax.rewards import pool
+    evaluate = pool.Pool("builtins:eval", 2, 1.0, warm_up="0")
+    threading.Timer(0.3, lambda: print(*evaluate.pids, flush=True)).start()
+    evaluate.map(["[0 for _ in iter(int, 1)]"])  # for ever: one worker is busy, one idle
+  """
+  command = [sys.executable, "-c", textwrap.dedent(program)]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+  assert len(pids) == 2
+  deadline = time.monotonic() + 20  # of CPU time the busy one may have 3 s
+  while any(map(alive, pids)):
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
