@@ -58,7 +58,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         entropy_coef=0.0,
         load_balance_coef=0.0,  # a dense model has no router
       ),
-      sft=dict(steps=0, batch=64, microbatches=1, max_tokens=1024, log_every=10, load_balance_coef=0.0),
+      sft=dict(
+        steps=0, batch=64, microbatches=1, max_tokens=1024, log_every=10, load_balance_coef=0.0
+      ),
       sft_optimizer=common.optimizer(1e-5),
       rl=dict(
         iterations=300,

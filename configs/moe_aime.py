@@ -1,4 +1,4 @@
-"""GSPO on Qwen3-30B-A3B, evaluated on AIME'24: the setting of the GSPO paper (arXiv:2507.18071, §5).
+"""GSPO on Qwen3-30B-A3B, evaluated on AIME'24: the setting of the paper (arXiv:2507.18071, §5).
 
 Command:   python -m gspo_jax.main --config=configs/moe_aime.py --workdir=DIR \
              --config.weights=DIR --config.tokenizer=DIR \
@@ -6,8 +6,8 @@ Command:   python -m gspo_jax.main --config=configs/moe_aime.py --workdir=DIR \
 Hardware:  a TPU v5p slice of 64 chips (4x4x4)
 Expected:  not run by us at this size
 
-The paper gives the model, the clipping ranges, the four mini-batches and the evaluation. It does not
-give learning rate, batch, group or response length: those are choices, and marked as such.
+The paper gives the model, the clipping ranges, the four mini-batches and the evaluation. It
+gives no learning rate, batch, group or response length: those are choices, and marked as such.
 
 configs/moe_aime.py:tiny is the same configuration at toy size: byte tokenizer, random weights, sums
 instead of AIME, a minute on two CPU cores.
@@ -70,7 +70,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         entropy_coef=0.0,
         load_balance_coef=0.0,  # not in the paper; RL recipes leave it out
       ),
-      sft=dict(steps=0, batch=64, microbatches=1, max_tokens=2048, log_every=10, load_balance_coef=1e-3),
+      sft=dict(
+        steps=0, batch=64, microbatches=1, max_tokens=2048, log_every=10, load_balance_coef=1e-3
+      ),
       sft_optimizer=common.optimizer(1e-5),
       rl=dict(
         iterations=1000,  # choice

@@ -76,7 +76,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         microbatches=1,
         dump_every=10,  # iterations between dumped rollouts
       ),
-      rl_optimizer=common.optimizer(3e-4),
+      rl_optimizer=common.optimizer(2e-4, schedule="linear"),
       eval=dict(
         every=10,  # iterations
         problems=256,  # of the held-out set

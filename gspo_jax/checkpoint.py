@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: the training state, the position in the data, and what the host counts."""
+"""Checkpoints with Orbax: the training state, the position in the data, what the host counts."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ class Checkpointer:
     return self._manager.latest_step()
 
   def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-    """Starts saving. `host` is JSON: data position and counters. Values are copied before return."""
+    """Starts saving; values are copied before it returns. `host` is JSON: where the data stands."""
     self._manager.save(
       step,
       args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),

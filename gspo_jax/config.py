@@ -125,7 +125,7 @@ class RunConfig:
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-  """Builds the configuration. ValueError names the key that is unknown, missing or of a wrong type."""
+  """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
   return _build(RunConfig, values, "")
 
 

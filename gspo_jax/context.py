@@ -31,7 +31,7 @@ class Context:
   writer: metrics.Writer
 
   def seed(self, *names: str | int) -> int:
-    """A 31-bit seed that depends on the run's seed and on what it is for: resuming needs no state."""
+    """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
     text = "/".join(map(str, (self.config.seed, *names)))
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 

@@ -7,29 +7,20 @@ time.
 """
 
 import dataclasses
-import functools
-import gzip
-import json
 import logging
 import math
 import re
-import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
 import numpy as np
-from etils import epath
 
 from gspo_jax import structs, tokenizer
+from gspo_jax.data_files import BadRow, DataError, read
 from gspo_jax.rewards import arithmetic
 
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id")  # first one that a row has
-
-
-class DataError(ValueError):
-  """Bad data, or a bad `data` config; the message names the file and row, or the key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,12 +222,12 @@ def _load_rows(config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str
     if not getattr(config, name):
       raise DataError(f"data.{name} is empty. Set it to the field of {key}={spec} that holds it")
   prompts, seen, skipped, first = [], {}, 0, ""
-  for where, default_id, decode in _read(spec, key):
+  for where, default_id, decode in read(spec, key):
     try:
       prompt = _prompt(decode(), config, tok, default_id)
       if prompt.id in seen:
-        raise _BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
-    except _BadRow as error:
+        raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
+    except BadRow as error:
       if config.on_error == "raise":
         hint = "or set data.on_error=skip to leave such rows out"
         raise DataError(f"{where}: {error}, {hint}") from error
@@ -252,15 +243,11 @@ def _load_rows(config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str
   return Prompts(tuple(prompts), skipped)
 
 
-class _BadRow(ValueError):
-  """What is wrong with a row, and what to do about it."""
-
-
 def _prompt(
   row: Any, config: DataConfig, tok: tokenizer.Tokenizer, default_id: str
 ) -> structs.Prompt:
   if not isinstance(row, Mapping):
-    raise _BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
+    raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
   question = _field(row, config.question_field, "data.question_field", numbers=False)
   whole = _field(row, config.answer_field, "data.answer_field")
   answer = whole.strip()
@@ -268,7 +255,7 @@ def _prompt(
     match = re.search(config.answer_pattern, whole)
     answer = (match[1] or "").strip() if match else ""
     if not answer:
-      raise _BadRow(
+      raise BadRow(
         f"data.answer_pattern={config.answer_pattern!r} finds no answer in the field"
         f" {config.answer_field!r} (its end: {whole[-40:]!r}). Correct the row or the pattern"
       )
@@ -277,7 +264,7 @@ def _prompt(
     demonstration = _field(row, config.demonstration_field, "data.demonstration_field")
   tokens = tuple(tok.encode(tok.render(question, template=config.prompt_template)))
   if len(tokens) > config.max_prompt_tokens:
-    raise _BadRow(
+    raise BadRow(
       f"the prompt takes {len(tokens)} tokens, more than"
       f" data.max_prompt_tokens={config.max_prompt_tokens}. Shorten it, raise that limit"
     )
@@ -298,19 +285,19 @@ def _field(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) ->
       value = value[int(part)]
     else:
       fields = ", ".join(map(repr, row))
-      raise _BadRow(f"the field {name!r} is missing; there are {fields}. Correct the row or {key}")
+      raise BadRow(f"the field {name!r} is missing; there are {fields}. Correct the row or {key}")
   try:
     text = _text(value, numbers)
     text.encode()  # JSON can spell half of a surrogate pair
   except UnicodeError as error:
-    raise _BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
+    raise BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
   except TypeError as error:
     wanted = "text or a number" if numbers else "text"
-    raise _BadRow(
+    raise BadRow(
       f"the field {name!r} is {error}, and {wanted} was expected. Correct the row or {key}"
     ) from error
   if not text.strip():
-    raise _BadRow(f"the field {name!r} is empty. Fill it in")
+    raise BadRow(f"the field {name!r} is empty. Fill it in")
   return text
 
 
@@ -330,125 +317,3 @@ def _text(value: Any, numbers: bool) -> str:
 
 def _kind(value: Any) -> str:
   return "null" if value is None else f"{value!r:.40} ({type(value).__name__})"
-
-
-# Reading. A row comes with where it is (for messages), an id, and a function that decodes it, so
-# that what is wrong with one row does not end the reading of the others.
-
-Row = tuple[str, str, Callable[[], Any]]
-
-
-def _read(spec: str, key: str) -> Iterator[Row]:
-  """Every row of a data set, undecoded."""
-  if spec.startswith("tfds:"):
-    examples = _tfds(spec, key)
-    for i in range(len(examples)):
-      decode = functools.partial(examples.__getitem__, i)
-      yield f"{spec}, example {i + 1}", f"{spec.removeprefix('tfds:')}:{i + 1}", decode
-    return
-  files = _files(spec, key)
-  for file in files:
-    unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    name = file.name if len(files) == 1 else str(file)
-    try:
-      for number, decode in read(file):
-        yield f"{file}, {unit} {number}", f"{name}:{number}", decode
-    except (OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
-      raise DataError(f"{key}: {file} cannot be read: {error}") from error
-
-
-def _files(spec: str, key: str) -> list[epath.Path]:
-  """The files that a path or pattern names, sorted."""
-  magic = re.search(r"[*?\[]", spec)
-  if magic:
-    root, _, _ = spec[: magic.start()].rpartition("/")
-    pattern = spec[len(root) :].lstrip("/")
-    root = root or ("/" if spec.startswith("/") else ".")
-    files = sorted(epath.Path(root).expanduser().glob(pattern))
-  else:
-    files = [epath.Path(spec).expanduser()]
-  if not files or not files[0].exists():
-    found = "no file matches" if magic else "there is no file"
-    raise DataError(
-      f"{key}: {found} {spec}. Set --config.{key} to arithmetic:train, tfds:name/split or files"
-      f" ({', '.join(_READERS)})"
-    )
-  for file in files:
-    if not file.name.endswith(tuple(_READERS)):
-      raise DataError(f"{key}: {file} is none of {', '.join(_READERS)}")
-  return files
-
-
-def _json(line: bytes) -> Any:
-  try:
-    return json.loads(line.decode("utf-8-sig"))
-  except UnicodeError as error:
-    raise _BadRow(f"it is not UTF-8: {error}. Save the file as UTF-8") from error
-  except ValueError as error:
-    raise _BadRow(f"it is not JSON: {error}. Correct the row") from error
-
-
-def _json_lines(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-  with file.open("rb") as stream:
-    lines = gzip.GzipFile(fileobj=stream) if file.name.endswith(".gz") else stream
-    for number, line in enumerate(lines, 1):
-      if line.strip():
-        yield number, functools.partial(_json, line)
-
-
-def _parquet(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-  from pyarrow import parquet  # slow to import, and seldom needed
-
-  def decode(batch, i):
-    try:
-      return {name: batch.column(name)[i].as_py() for name in batch.schema.names}
-    except UnicodeError as error:
-      raise _BadRow(f"it is not UTF-8: {error}. Correct the row") from error
-
-  number = 0
-  with file.open("rb") as stream:
-    for batch in parquet.ParquetFile(stream).iter_batches():
-      for i in range(batch.num_rows):
-        number += 1
-        yield number, functools.partial(decode, batch, i)
-
-
-def _array_record(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-  from array_record.python import array_record_module
-
-  with tempfile.TemporaryDirectory() as folder:
-    local = file
-    if "://" in str(file):  # its reader opens local files only
-      local = file.copy(epath.Path(folder) / file.name)
-    reader = array_record_module.ArrayRecordReader(str(local))
-    count = reader.num_records()
-    for start in range(0, count, 1024):
-      for i, record in enumerate(reader.read(start, min(start + 1024, count)), start + 1):
-        yield i, functools.partial(_json, record)
-    reader.close()
-
-
-_READERS = {
-  ".jsonl": ("line", _json_lines),
-  ".jsonl.gz": ("line", _json_lines),
-  ".parquet": ("row", _parquet),
-  ".array_record": ("record", _array_record),
-}
-
-
-def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
-  """Random access to a TFDS split; `tfds:name` is the train or test split, as the key has it."""
-  import tensorflow_datasets as tfds  # slow to import, and seldom needed
-
-  name, _, split = spec.removeprefix("tfds:").rpartition("/")
-  if not name:
-    name, split = split, "train" if key == "data.train" else "test"
-  try:
-    if (epath.Path(name) / "dataset_info.json").exists():
-      return tfds.builder_from_directory(name).as_data_source(split=split)
-    return tfds.data_source(name, split=split)  # downloads and prepares it if need be
-  except Exception as error:  # each data set fails in its own way
-    raise DataError(
-      f"{key}={spec}: TFDS cannot provide it: {str(error).partition(chr(10))[0]} Set --config.{key}"
-      " to tfds:name/split, or to tfds:DIR/split with the directory of a prepared data set"
-    ) from error

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
       claim(workdir, values, config.resume)
       run(context)
       if jax.process_index() == 0:
-        print(f"report: {rollout_viewer.write_report(workdir)}", file=sys.stderr)
+        sys.stderr.write(f"report: {rollout_viewer.write_report(workdir)}\n")
   except (ValueError, FileNotFoundError) as error:
     if "--debug" in sys.argv:
       raise

@@ -20,7 +20,10 @@ def run(context: Context) -> Any:
   rates = optimizer.rates(c.sft_optimizer, c.sft.steps)
   learner = Learner(c.model, c.compute, 1.0, c.sft.microbatches, c.sft.load_balance_coef)
   step_fn = make_sft_step(learner, tx)
-  batches = data.batches(context.train_prompts, c.sft.batch, seed=context.seed("sft", "data"))
+  prompts = data.fitting(
+    context.train_prompts, context.tokenizer, c.sft.max_tokens, c.data.on_error
+  )
+  batches = data.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
   checkpoints = Checkpointer(context.workdir / "checkpoints" / "sft", c.checkpoint)
 
   done = checkpoints.latest()
@@ -55,9 +58,7 @@ def run(context: Context) -> Any:
 
 def train_batch(prompts: list[Prompt], context: Context) -> TrainBatch:
   """Demonstrations as one padded batch; the fields of a rollout are not used and hold 0."""
-  tokens, mask = data.pack_demonstrations(
-    prompts, context.tokenizer, context.config.sft.max_tokens
-  )
+  tokens, mask = data.pack_demonstrations(prompts, context.tokenizer, context.config.sft.max_tokens)
   lengths = [len(p.tokens) for p in prompts]
   ends = np.maximum(lengths, tokens.shape[1] - np.argmax(mask[:, ::-1] > 0, axis=1))
   zeros = np.zeros(tokens.shape, np.float32)

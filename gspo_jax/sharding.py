@@ -50,8 +50,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.M
     sizes[sizes.index(-1)] = len(devices) // known
   if math.prod(sizes) != len(devices):
     raise ValueError(
-      f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the product "
-      "equal, or set one axis to -1"
+      f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the "
+      "product equal, or set one axis to -1"
     )
   return jax.make_mesh(sizes, AXES, devices=devices)
 
@@ -132,7 +132,7 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Device arrays to host, whole, on every process (one gather where they are spread over hosts)."""
+  """Device arrays to host, whole, on every process: one gather if they are spread over hosts."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
   from jax.experimental import multihost_utils

@@ -11,8 +11,8 @@ One letter per axis, in array suffixes, einsum strings, the parameter table and 
   l  layers                            k  experts per token
 
 `logp_BT` is the natural-log probability of the token *sampled at* position t given everything
-before it. `mask_BT` is 1 on tokens that the policy sampled and that are trained on, and 0 on prompt,
-padding, tool and environment tokens. |y_i| is the row sum of the mask; a row with an empty mask is
+before it. `mask_BT` is 1 on tokens that the policy sampled and that are trained on, and 0 on
+prompt, padding, tool and environment tokens. |y_i| is the row sum of the mask; a row with an empty mask is
 padding and is in no numerator and in no denominator.
 """
 
@@ -43,7 +43,7 @@ class Rollout:
 
   tokens: np.ndarray  # int32 [B, L]: prompt then response, right-padded
   mask: np.ndarray  # float32 [B, L]: 1 on sampled tokens, the stop token included
-  logp: np.ndarray  # float32 [B, L]: log-probability under the sampling distribution, 0 off the mask
+  logp: np.ndarray  # float32 [B, L]: log-prob under the sampling distribution, 0 off the mask
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
   stopped: np.ndarray  # bool [B]: ended by a stop token; False: cut off at max_new_tokens
@@ -64,7 +64,7 @@ class TrainBatch:
   advantage_B: Array  # float32
   old_logp_BT: Array  # float32: fixed when the rollout is made, the denominator of the ratio
   sampler_logp_BT: Array  # float32: what the sampler returned
-  ref_logp_BT: Array | None = None  # float32: reference policy, only where a KL penalty is asked for
+  ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
 
 
 @flax.struct.dataclass

@@ -82,7 +82,11 @@ class HFTokenizer:
     messages.append({"role": "user", "content": text})
     try:
       return _compile(self.chat_template).render(
-        messages=messages, add_generation_prompt=True, **self.special_tokens
+        messages=messages,
+        tools=None,  # templates test whether it is none, and undefined is not none
+        documents=None,
+        add_generation_prompt=True,
+        **self.special_tokens,
       )
     except (jinja2.TemplateError, TypeError) as error:
       raise TokenizerError(f"the chat template of {self.path} failed: {error}") from error

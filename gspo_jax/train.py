@@ -73,7 +73,8 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
       with stages("sample"):
         rollout = sample(context, rollout_params, prompts, step)
       with stages("score"):
-        responses = [context.tokenizer.decode(rollout.response(b)) for b in range(len(rollout.tokens))]
+        rows = range(len(rollout.tokens))
+        responses = [context.tokenizer.decode(rollout.response(row)) for row in rows]
         reward_PG, outcomes = score(context, prompts, responses)
       advantage_PG = np.asarray(O.group_advantages(reward_PG, normalize=c.objective.advantage))
 

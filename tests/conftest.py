@@ -8,6 +8,7 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

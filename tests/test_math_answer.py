@@ -149,6 +149,7 @@ def test_gold_answers_verify_in_every_form_and_perturbed_ones_do_not(verifier, f
 CASES = [
   (r"\boxed{1/3}", "0.333333", RIGHT),
   (r"\boxed{0.33}", "1/3", WRONG),
+  (r"\boxed{3.1416}", "3.14159", WRONG),
   (r"\boxed{0.0000002}", "0.0000001", WRONG),
   (r"\boxed{12345678.6}", "12345678.5", WRONG),
   (r"\boxed{70000001}", "70000000", WRONG),
@@ -297,6 +298,16 @@ def test_an_item_that_kills_its_worker_is_a_crash():
     assert evaluate.map(items) == [1, Failure.CRASH, 2, Failure.CRASH, 3] * 3
 
 
+def test_a_deadly_item_is_tried_twice(tmp_path):
+  log = str(tmp_path / "log")
+  note = (
+    f"__import__('os').write(__import__('os').open({log!r}, {os.O_CREAT | os.O_APPEND | 1}), b'x')"
+  )
+  with evaluator(workers=1) as evaluate:
+    assert evaluate.map(["1", f"{note} and {EXIT}", "2"]) == [1, Failure.CRASH, 2]
+  assert (tmp_path / "log").read_text() == "xx"
+
+
 def test_a_worker_that_dies_once_is_no_fault_of_its_item(tmp_path):
   # The first attempt leaves a mark and dies, as if somebody else had killed the worker.
   mark = str(tmp_path / "mark")
@@ -328,14 +339,13 @@ def test_an_idle_worker_that_was_killed_is_replaced():
 
 
 def test_an_interrupt_leaves_no_stale_results():
-  with evaluator(workers=1) as evaluate:
-    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+  with evaluator(workers=2) as evaluate:
+    timer = threading.Timer(0.3, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-      evaluate.map(["1", f"{SLEEP % 0.8} or 2", "3"])
+      evaluate.map([f"{SLEEP % 2} or 'stale'"])
     timer.join()
-    time.sleep(0.8)
-    assert evaluate.map(["4", "5"]) == [4, 5]
+    assert evaluate.map(["4"]) == [4]
 
 
 def test_close_ends_the_processes():
@@ -376,7 +386,7 @@ def test_workers_do_not_outlive_a_killed_parent():
     from gspo_jax.rewards import pool
     evaluate = pool.Pool("builtins:eval", 2, 1.0, warm_up="0")
     threading.Timer(0.3, lambda: print(*evaluate.pids, flush=True)).start()
-    evaluate.map(["[0 for _ in iter(int, 1)]"])  # for ever: one worker is busy, one idle
+    evaluate.map(["all(x == 0 for x in iter(int, 1))"])  # one is busy for ever, one idle
   """
   command = [sys.executable, "-c", textwrap.dedent(program)]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

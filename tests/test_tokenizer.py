@@ -115,6 +115,11 @@ def test_chat_template_file_wins_and_gets_what_templates_use(checkpoint):
   assert text == '<B>{"role": "user", "content": "a < \'é\'"}%'
 
 
+def test_chat_template_that_asks_for_tools(checkpoint):
+  (checkpoint / "chat_template.jinja").write_text("{% if tools is not none %}T{% endif %}end")
+  assert tokenizer.load(str(checkpoint)).render("q") == "end"
+
+
 def test_named_chat_templates(checkpoint):
   named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
   (checkpoint / "tokenizer_config.json").write_text(json.dumps(QWEN | {"chat_template": named}))

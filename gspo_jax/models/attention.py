@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 NEGATIVE = -1e30  # finite: a row that may look at nothing gives a mean, not NaN
 
@@ -13,7 +14,10 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
   position · theta^(-2i/H).  RoFormer, arXiv:2104.09864, eq. 34.
   """
   half = x_BTNH.shape[-1] // 2
-  frequency_h = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  # NumPy rounds as Hugging Face does, whatever the device's power function: at position 30,000 the
+  # last bit of a frequency is a visible turn.
+  exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
+  frequency_h = np.float32(1) / np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
   angle_BT1h = (position_BT.astype(jnp.float32)[..., None] * frequency_h[None, None])[:, :, None]
   cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
   x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)

@@ -4,9 +4,7 @@ One table says how each parameter lies in the files; `load` reads it in one dire
 the other. Both stream: `load` copies slices of memory-mapped files straight into each device's part
 of a parameter, `save` writes one tensor after the other.
 
-Reads the directories of Qwen3, Qwen3-MoE, Qwen2 and Llama-like models, as published and as
-transformers 5 writes them; everything that would change what is computed and that the model here
-does not do is an error that names the key.
+Qwen3, Qwen3-MoE, Qwen2 and Llama-like models, as published and as transformers 5 writes them.
 """
 
 import dataclasses
@@ -14,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from jax.experimental import multihost_utils
 
 from gspo_jax import sharding
-from gspo_jax.models import hf_config, transformer
+from gspo_jax.models import hf_config, hf_files, transformer
 from gspo_jax.models.hf_config import CheckpointError, load_config
 from gspo_jax.models.sizes import ModelConfig
 
@@ -66,8 +62,8 @@ _FUSED = {
   "Moe.down": (_LAYER + "mlp.experts.down_proj", "E D F"),
 }
 _EMBED, _HEAD = _NAMES["embed"][0], _NAMES["head"][0]
-_IGNORED = ".rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
-_TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_SAVED = ("float32", "bfloat16", "float16")
+_PARTIAL = ".partial"  # suffix of files that are being written
 _READ = 2**24  # elements copied at once: bounds what is in host memory besides the parameter
 _ALIGN = 64  # bytes; JAX takes such a buffer over on CPU instead of copying it
 
@@ -144,11 +140,11 @@ def load(
 
   Raises:
     FileNotFoundError: no config.json, or no safetensors file.
-    CheckpointError: missing, superfluous, wrongly shaped or quantised tensors; an unsupported model.
+    CheckpointError: missing, superfluous, misshapen or quantised tensors; an unsupported model.
     ValueError: a parameter that the mesh does not divide.
   """
   config = load_config(directory)
-  files = _Files(Path(directory))
+  files = hf_files.Files(Path(directory))
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
   names = _NAMES | (_FUSED if fused else {})
   twin = None  # a second copy of a tied embedding
@@ -212,7 +208,7 @@ def _names_needed(leaves: list[_Leaf], layout: list, twin: str | None) -> set[st
   return needed
 
 
-def _read(files: "_Files", leaf: _Leaf, box: dict[str, range], dtype, twin) -> np.ndarray:
+def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin) -> np.ndarray:
   """One part of a parameter: transposed, unmerged, stacked and cast while it is copied."""
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
   stacked = leaf.stacked
@@ -238,7 +234,7 @@ def _read(files: "_Files", leaf: _Leaf, box: dict[str, range], dtype, twin) -> n
   return out
 
 
-def _slice(files: "_Files", leaf: _Leaf, name: str, part: dict[str, range]) -> np.ndarray:
+def _slice(files: hf_files.Files, leaf: _Leaf, name: str, part: dict[str, range]) -> np.ndarray:
   """What `part` names of one tensor, its merged axes taken apart."""
   outer, inner, shape = [], [], []
   for first, *others in leaf.axes:
@@ -267,9 +263,9 @@ def save(
 ) -> None:
   """Writes config.json and safetensors that transformers' `from_pretrained` opens.
 
-  Names and shapes are those of the published checkpoints, one tensor per expert. All processes call
-  it and the first one writes. The tokenizer's files are the caller's to copy. An earlier save in the
-  same directory is replaced when the new files are complete.
+  Names and shapes are those of the published checkpoints, one tensor per expert. Every process
+  calls this and the first one writes. The tokenizer's files are the caller's to copy. An earlier
+  save in the same directory is replaced when the new files are complete.
 
   Args:
     dtype: of the tensors, float32, bfloat16 or float16; default: that of each parameter.
@@ -281,44 +277,30 @@ def save(
   """
   directory = Path(directory)
   leaves, arrays = _leaves(model_config, _NAMES), _checked(params, model_config)
-  kind = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
-  # In the order of the layers, as readers expect, and so that one layer is in one file or two.
+  kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
+  if unknown := {kind.name for kind in kinds} - set(_SAVED):
+    raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
+  config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
+  # In the order of the layers: a layer is in one file, or in two neighbours.
   plan = sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
     for i, leaf in enumerate(leaves)
     for position in leaf.positions(_whole(leaf))
   )
-  shards: list[list[tuple[str, tuple[int, ...], np.dtype]]] = [[]]
-  size = 0
-  for _, i, position in plan:
-    entry = (leaves[i].tensor(position), leaves[i].tensor_shape, kind[i])
-    if shards[-1] and size + _bytes(entry) > shard_size_bytes:
-      shards.append([])
-      size = 0
-    shards[-1].append(entry)
-    size += _bytes(entry)
-  names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-  names = names if len(shards) > 1 else ["model.safetensors"]
-  config = hf_config.to_hf(model_config, max(kind, key=lambda d: d.itemsize).name)
-
-  writes = jax.process_index() == 0
+  parts = hf_files.shards(
+    (hf_files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, kinds[i]) for _, i, p in plan),
+    shard_size_bytes,
+  )
+  tensors = _tensors(leaves, arrays, plan)
+  writes = jax.process_index() == 0  # the others take part in gathering
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
-  tensors = _tensors(leaves, arrays, plan)
-  for name, shard in zip(names, shards):
-    _write(directory / f"{name}.tmp" if writes else Path(os.devnull), shard, tensors)
+  for name, entries in parts.items():
+    path = directory / (name + _PARTIAL) if writes else Path(os.devnull)
+    hf_files.write(path, entries, tensors)
   if writes:
-    for stale in [*directory.glob("model*.safetensors"), *directory.glob("model*.index.json")]:
-      stale.unlink()
-    for name in names:
-      (directory / f"{name}.tmp").rename(directory / name)
-    if len(shards) > 1:
-      index = dict(
-        metadata=dict(total_size=sum(_bytes(entry) for shard in shards for entry in shard)),
-        weight_map={entry[0]: name for name, shard in zip(names, shards) for entry in shard},
-      )
-      _write_json(directory / "model.safetensors.index.json", index)
-    _write_json(directory / "config.json", config)
+    hf_files.finish(directory, parts, _PARTIAL)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices("hf.save")  # nobody reads what is not yet complete
 
@@ -349,7 +331,3 @@ def _tensors(leaves, arrays, plan) -> Iterator[np.ndarray]:
     rest = leaf.letters[len(leaf.stacked) :]
     tensor = host[position[1:]].transpose([rest.index(x) for axis in leaf.axes for x in axis])
     yield tensor.reshape(leaf.tensor_shape)
-
-
-def _bytes(entry: tuple[str, tuple[int, ...], np.dtype]) -> int:
-  return math.prod(entry[1]) * entry[2].itemsize

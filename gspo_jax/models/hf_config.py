@@ -72,7 +72,7 @@ _MUST_BE = dict(
 )
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
   """A JSON object from a file; errors name the file."""
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
@@ -93,7 +93,7 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
     CheckpointError: a key that is missing, of the wrong type, or asks for what is not supported.
   """
   path = Path(directory) / "config.json"
-  raw = read(path)
+  raw = read_json(path)
   try:
     return _from_hf(raw)
   except ValueError as error:
@@ -170,14 +170,13 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
   """
   moe = config.num_experts > 0
   implied = (moe, config.qk_norm, config.attention_bias)
-  for model_type, family in _FAMILIES.items():
-    if implied == (family.moe, family.qk_norm, family.attention_bias):
-      break
-  else:
+  matching = [t for t, f in _FAMILIES.items() if (f.moe, f.qk_norm, f.attention_bias) == implied]
+  if not matching:
     raise ValueError(
       f"no Hugging Face architecture has num_experts={config.num_experts}, "
       f"qk_norm={config.qk_norm} and attention_bias={config.attention_bias} together"
     )
+  model_type = matching[0]
   if model_type == "llama" and config.hidden_size % config.num_heads:
     raise ValueError(
       f"Hugging Face's Llama needs hidden_size={config.hidden_size} to be a multiple of "
@@ -188,7 +187,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
   if moe:
     values["mlp_only_layers"] = list(config.mlp_only_layers)
   return dict(
-    architectures=[family.architecture],
+    architectures=[_FAMILIES[model_type].architecture],
     model_type=model_type,
     **values,
     attention_dropout=0.0,

@@ -74,9 +74,7 @@ class ComputeConfig:
       remat=("none", "full"),
     ).items():
       if getattr(self, key) not in allowed:
-        raise ValueError(
-          f"compute.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}"
-        )
+        raise ValueError(f"compute.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}")
 
 
 REFERENCE = ComputeConfig(dtype="float32", experts="auto", remat="none", logits_chunk=0)
@@ -102,30 +100,70 @@ def _qwen3(**sizes) -> ModelConfig:
   return ModelConfig(**(shared | sizes))
 
 
-def qwen3_30b_a3b() -> ModelConfig:
-  """Qwen3-30B-A3B(-Base): 30.5 B parameters, 3.3 B active; the model of the GSPO paper."""
+def _dense(width: int, layers: int, heads: int, ffn: int, tied: bool) -> ModelConfig:
   return _qwen3(
-    hidden_size=2048,
-    num_layers=48,
-    num_heads=32,
+    hidden_size=width,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=8,
+    intermediate_size=ffn,
+    tie_word_embeddings=tied,
+  )
+
+
+def _moe(width: int, layers: int, heads: int, ffn: int, expert: int) -> ModelConfig:
+  return _qwen3(
+    hidden_size=width,
+    num_layers=layers,
+    num_heads=heads,
     num_kv_heads=4,
-    intermediate_size=6144,
+    intermediate_size=ffn,  # unused: every layer holds experts
     num_experts=128,
     experts_per_token=8,
-    moe_intermediate_size=768,
+    moe_intermediate_size=expert,
   )
+
+
+def _published() -> dict[str, ModelConfig]:
+  """By name on the Hugging Face hub, without the organisation.
+
+  The April 2025 models share a shape and rope_theta 1e6 with their Base; the ones of July 2025
+  ("2507") have a larger rope_theta, which differs between them, and an eightfold context.
+  """
+  base = {
+    "Qwen3-0.6B": _dense(1024, 28, 16, 3072, tied=True),
+    "Qwen3-1.7B": _dense(2048, 28, 16, 6144, tied=True),
+    "Qwen3-4B": _dense(2560, 36, 32, 9728, tied=True),
+    "Qwen3-8B": _dense(4096, 36, 32, 12_288, tied=False),
+    "Qwen3-14B": _dense(5120, 40, 40, 17_408, tied=False),
+    "Qwen3-32B": _dense(5120, 64, 64, 25_600, tied=False),
+    "Qwen3-30B-A3B": _moe(2048, 48, 32, 6144, 768),
+    "Qwen3-235B-A22B": _moe(4096, 94, 64, 12_288, 1536),
+  }
+  models = {}
+  for name, config in base.items():
+    if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
+      models[f"{name}-Base"] = config
+    models[name] = dataclasses.replace(config, max_position_embeddings=40_960)
+  for name, theta in (("Qwen3-4B", 5e6), ("Qwen3-30B-A3B", 1e7), ("Qwen3-235B-A22B", 5e6)):
+    for kind in ("Instruct", "Thinking"):
+      models[f"{name}-{kind}-2507"] = dataclasses.replace(
+        base[name], rope_theta=theta, max_position_embeddings=262_144
+      )
+  return models
+
+
+PUBLISHED = _published()
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+  """Qwen3-30B-A3B-Base: 30.5 B parameters, 3.3 B active; the model of the GSPO paper."""
+  return PUBLISHED["Qwen3-30B-A3B-Base"]
 
 
 def qwen3_1_7b() -> ModelConfig:
-  """Qwen3-1.7B(-Base): dense, tied embeddings."""
-  return _qwen3(
-    hidden_size=2048,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    intermediate_size=6144,
-    tie_word_embeddings=True,
-  )
+  """Qwen3-1.7B-Base: dense, tied embeddings."""
+  return PUBLISHED["Qwen3-1.7B-Base"]
 
 
 def tiny_moe(vocab_size: int) -> ModelConfig:

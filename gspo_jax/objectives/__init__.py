@@ -3,15 +3,97 @@
   from gspo_jax import objectives as O
   loss, metrics = O.gspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
 
-Formulas, ranges and what other implementations do: docs/objectives.md.
+B responses of T tokens; P prompts with G responses each. mask_BT is 1 on the tokens that the policy
+sampled. Formulas, when to use which, ranges, and what others do differently: docs/objectives.md.
 """
 
-from gspo_jax.objectives.advantages import group_advantages
+from gspo_jax.objectives.advantages import (
+  constrained_advantages,
+  gae,
+  group_advantages,
+  soft_value,
+)
+from gspo_jax.objectives.corrections import (
+  masked_weight,
+  mismatch,
+  off_policy_mask,
+  truncated_weight,
+)
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.losses import (
+  dapo_loss,
+  dr_grpo_loss,
+  grpo_loss,
   gspo_loss,
   gspo_token_loss,
-  grpo_loss,
+  ppo_loss,
   segment_loss,
 )
-from gspo_jax.objectives.reductions import Max, Mean, Min, Std
+from gspo_jax.objectives.ratios import (
+  gspo_token_ratio,
+  segment_ratio,
+  sequence_ratio,
+  token_ratio,
+)
+from gspo_jax.objectives.reductions import (
+  EffectiveSize,
+  Max,
+  Mean,
+  Min,
+  Std,
+  collapse,
+  compute,
+  merge,
+  psum,
+  reduced,
+)
+from gspo_jax.objectives.relatives import (
+  cispo_loss,
+  gmpo_loss,
+  sapo_loss,
+  spo_loss,
+  value_loss,
+)
+from gspo_jax.objectives.shaping import overlong_penalty, token_cost
+
+__all__ = [
+  "EffectiveSize",
+  "Max",
+  "Mean",
+  "Min",
+  "Std",
+  "cispo_loss",
+  "collapse",
+  "compute",
+  "constrained_advantages",
+  "dapo_loss",
+  "dr_grpo_loss",
+  "gae",
+  "gmpo_loss",
+  "group_advantages",
+  "grpo_loss",
+  "gspo_loss",
+  "gspo_token_loss",
+  "gspo_token_ratio",
+  "kl_k1",
+  "kl_k2",
+  "kl_k3",
+  "masked_weight",
+  "merge",
+  "mismatch",
+  "off_policy_mask",
+  "overlong_penalty",
+  "ppo_loss",
+  "psum",
+  "reduced",
+  "sapo_loss",
+  "segment_loss",
+  "segment_ratio",
+  "sequence_ratio",
+  "soft_value",
+  "spo_loss",
+  "token_cost",
+  "token_ratio",
+  "truncated_weight",
+  "value_loss",
+]

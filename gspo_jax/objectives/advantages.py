@@ -1,23 +1,30 @@
-"""Advantages: what a loss multiplies its ratios with. Constants, never differentiated."""
+"""Advantages: what a loss multiplies its ratios with. Constants, whatever they come from."""
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
+from jax.nn import logsumexp
 
-from gspo_jax.objectives import checks
+from gspo_jax.objectives import aggregation, checks
 
 
 def group_advantages(reward_PG, normalize="std", epsilon=1e-6, *, valid_PG=None) -> Array:
-  """Â_i = (r_i − mean{r}) / std{r} over the responses to a prompt; [P,G] -> [P,G].
+  """Â_i = (r_i − mean{r}) / (std{r} + ε) over the responses to a prompt. [P,G] -> [P,G].
 
-  "std": the sample standard deviation (ddof 1), with ε added to it. "none": the numerator alone
-  (Dr. GRPO). "leave_one_out": r_i − mean_{j≠i} r_j (RLOO). Members that are not valid are in no
-  mean and get 0, whatever their reward. A group without spread, or of one, gets 0.
+  `normalize`: "std", by the sample standard deviation (ddof 1); "none", r_i − mean{r} alone
+  (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO).
 
-  Reference: arXiv:2507.18071, Eq. 6 (which does not say which standard deviation); arXiv:2503.20783;
-  arXiv:2402.14740.
+  A member that is not valid is in no mean and gets 0, whatever its reward. A group without spread,
+  or with one valid member, gets 0.
+
+  Reference: arXiv:2507.18071, Eq. 6, which does not say which standard deviation it means and has
+  no ε; arXiv:2503.20783; arXiv:2402.14740.
+  Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
   """
-  reward_PG, valid_PG = _group(reward_PG, valid_PG, "reward_PG")
+  reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   size_P1 = valid_PG.sum(axis=1, keepdims=True, dtype=reward_PG.dtype)
   mean_P1 = reward_PG.sum(axis=1, keepdims=True) / jnp.maximum(size_P1, 1)
   deviation_PG = jnp.where(valid_PG, reward_PG - mean_P1, 0)
@@ -30,21 +37,108 @@ def group_advantages(reward_PG, normalize="std", epsilon=1e-6, *, valid_PG=None)
     advantage_PG = deviation_PG * size_P1 / jnp.maximum(size_P1 - 1, 1)
   else:
     raise ValueError(f'normalize must be "std", "none" or "leave_one_out", got {normalize!r}')
-  # The mean of equal rewards is not exactly their value; what is left of it must not be divided.
+  # The mean of equal rewards need not be exactly their value; what is left must not be blown up.
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
   smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
   return jnp.where(largest_P1 > smallest_P1, advantage_PG, 0)
 
 
-def _group(value_PG, valid_PG, name) -> tuple[Array, Array]:
-  """Numbers [P, G] as float32 or wider, 0 where not valid; and which of them are, as bool."""
+def constrained_advantages(
+  rewards: Sequence, costs: Sequence, reward_weights, multipliers, epsilon=1e-6, *, valid_PG=None
+) -> Array:
+  """Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k), with Z the standardisation within the group.
+
+  Advantages are combined, not rewards: in a sum of rewards each counts by its spread in the group,
+  σ_j/σ, beside its weight. `rewards` and `costs` are sequences of [P,G], `reward_weights` and
+  `multipliers` (the Lagrange multipliers λ_k ≥ 0) numbers, as many of each.
+
+  Shapes: [P,G] × (J + K), [J], [K] -> [P,G].
+  Reference: arXiv:2602.05863 (constrained GRPO), where J is 1 and w_1 the reward's multiplier.
+  """
+  if len(rewards) != len(reward_weights):
+    raise ValueError(f"{len(reward_weights)} reward_weights for {len(rewards)} rewards")
+  if len(costs) != len(multipliers):
+    raise ValueError(f"{len(multipliers)} multipliers for {len(costs)} costs")
+  for multiplier in multipliers:
+    checks.require(multiplier >= 0, "multipliers must not be negative")
+  terms = [
+    weight * group_advantages(_group(signal, name, valid_PG)[0], epsilon=epsilon, valid_PG=valid_PG)
+    for name, signals, weights in (
+      ("rewards", rewards, reward_weights),
+      ("costs", costs, [-multiplier for multiplier in multipliers]),
+    )
+    for signal, weight in zip(signals, weights)
+  ]
+  return sum(terms)
+
+
+def gae(
+  reward_BT, value_BT, mask_BT, discount=1.0, trace=0.95, *, response_BT=None
+) -> tuple[Array, Array]:
+  """δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
+
+  γ is `discount`, λ `trace`. Time goes from one unmasked token of a response to the next one,
+  after the last V and Â are 0. Masked positions are skipped, rewards there too, and get 0.
+
+  Shapes: [B,T] ×3 -> [B,T] advantages, [B,T] returns.
+  Reference: arXiv:1506.02438.
+  """
+  value_BT = checks.log_probs(value_BT, "value_BT")
+  dtype = value_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, value_BT.shape, dtype)
+  mask_BT = tokens.mask_BT
+  reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
+  value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
+  for name, factor in ("discount", discount), ("trace", trace):
+    checks.require((factor >= 0) & (factor <= 1), f"{name} must be in [0, 1]")
+  skip_BT = 1 - mask_BT.astype(dtype)
+  id_BT = jnp.where(mask_BT, 1 if response_BT is None else 1 + tokens.response_BT, 0).astype(dtype)
+  # Not masked at t + 1: the next unmasked token's; 0 where there is none.
+  next_id_BT = _shift(_backward(skip_BT, id_BT))
+  next_value_BT = jnp.where(next_id_BT == id_BT, _shift(_backward(skip_BT, value_BT)), 0)
+  delta_BT = jnp.where(mask_BT, reward_BT + discount * next_value_BT - value_BT, 0)
+  carry_BT = jnp.where(next_id_BT == id_BT, discount * trace, 0)
+  carry_BT = jnp.where(mask_BT, carry_BT, 1).astype(dtype)
+  advantage_BT = jnp.where(mask_BT, _backward(carry_BT, delta_BT), 0)
+  return advantage_BT, jnp.where(mask_BT, advantage_BT + value_BT, 0)
+
+
+def soft_value(reward_PG, beta, *, valid_PG=None) -> Array:
+  """Q̂_0 = β log 1/G Σ_i exp(r_i/β), for responses sampled from the reference. [P,G] -> [P].
+
+  The soft value that `spo_loss` starts from. Reference: arXiv:2503.05453.
+  """
+  checks.require(beta > 0, "beta must be positive")
+  reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
+  scaled_PG = jnp.where(valid_PG, reward_PG / beta, -jnp.inf)
+  size_P = valid_PG.sum(axis=1, dtype=reward_PG.dtype)
+  mean_P = logsumexp(scaled_PG, axis=1) - jnp.log(jnp.maximum(size_P, 1))
+  return jnp.where(size_P > 0, beta * mean_P, 0)
+
+
+def _group(value_PG, name, valid_PG) -> tuple[Array, Array]:
+  """Numbers [P, G] as float32 or wider, 0 where not valid; and where they are."""
   array = jnp.asarray(value_PG)
   if array.ndim != 2 or 0 in array.shape:
     raise ValueError(f"{name} has shape {array.shape}, expected [P, G] with P, G > 0")
-  if valid_PG is None:
-    valid_PG = jnp.ones(array.shape, bool)
-  valid_PG = checks.mask(valid_PG, "valid_PG", array.shape)
+  valid_PG = checks.mask(
+    jnp.ones(array.shape, bool) if valid_PG is None else valid_PG, "valid_PG", array.shape
+  )
   dtype = jnp.promote_types(array.dtype, jnp.float32)
   array = jnp.where(valid_PG, stop_gradient(array).astype(dtype), 0)
-  checks.require(jnp.isfinite(array), f"{name} is not finite where valid")
+  checks.require(jnp.isfinite(array), f"{name} is not finite where valid_PG is 1")
   return array, valid_PG
+
+
+def _backward(a_BT: Array, b_BT: Array) -> Array:
+  """x_t = b_t + a_t x_{t+1}, from the end of each row."""
+
+  def combine(later, earlier):
+    return earlier[0] * later[0], earlier[1] + earlier[0] * later[1]
+
+  return jax.lax.associative_scan(combine, (a_BT, b_BT), reverse=True, axis=1)[1]
+
+
+def _shift(x_BT: Array) -> Array:
+  """x_{t+1}, and 0 at the end."""
+  return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

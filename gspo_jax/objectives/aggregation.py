@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """What the tokens of a response have in common, or else its mean: [B, U], or [B, 1] as it is."""
+    """What the tokens of a response have in common (or their mean): [B, U]; [B, 1] as it is."""
     if x_BX.shape[1] == 1:
       return x_BX
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
@@ -54,7 +54,7 @@ def tokens(mask_BT, response_BT, shape: tuple[int, int], dtype) -> Tokens:
   return Tokens(mask_BT, response_BT, unit_sum(mask_BT.astype(dtype), response_BT))
 
 
-def aggregate(x_BT: Array, tokens: Tokens, how: str, max_length=None) -> Mean:
+def aggregate_tokens(x_BT: Array, tokens: Tokens, how: str, max_length=None) -> Mean:
   """What a loss per token becomes, not yet divided. Empty responses do not count.
 
   "sequence": the mean over responses of the mean over their tokens. "token": the mean over all

@@ -19,7 +19,7 @@ def require(ok, message: str) -> None:
 
 def log_probs(value, name: str) -> Array:
   """[B, T], neither of them 0, as float32 or wider."""
-  array = jnp.asarray(value)
+  array = _array(value, name)
   if array.ndim != 2 or 0 in array.shape:
     raise ValueError(f"{name} has shape {array.shape}, expected [B, T] with B, T > 0")
   _floating(array, name)
@@ -28,7 +28,7 @@ def log_probs(value, name: str) -> Array:
 
 def mask(value, name: str, shape: tuple[int, int]) -> Array:
   """[B, T] of 0 and 1, as bool."""
-  array = jnp.asarray(value)
+  array = _array(value, name)
   _shape(array, name, BT=shape)
   require((array == 0) | (array == 1), f"{name} must hold only 0 and 1")
   return array != 0
@@ -36,7 +36,7 @@ def mask(value, name: str, shape: tuple[int, int]) -> Array:
 
 def tokens(value, name: str, mask_BT: Array, dtype) -> Array:
   """Floats [B, T], with 0 at masked positions whatever was there."""
-  array = jnp.asarray(value)
+  array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   _floating(array, name)
   array = jnp.where(mask_BT, array.astype(dtype), 0)
@@ -46,7 +46,7 @@ def tokens(value, name: str, mask_BT: Array, dtype) -> Array:
 
 def constant(value, name: str, mask_BT: Array, dtype, letters=("B", "BT")) -> Array:
   """Numbers [B] or [B, T] as a detached [B, 1] or [B, T], 0 at masked positions and empty rows."""
-  array = jnp.asarray(value)
+  array = _array(value, name)
   shapes = {"B": mask_BT.shape[:1], "BT": mask_BT.shape}
   _shape(array, name, **{key: shapes[key] for key in letters})
   if array.ndim == 1:
@@ -58,13 +58,35 @@ def constant(value, name: str, mask_BT: Array, dtype, letters=("B", "BT")) -> Ar
 
 def ids(value, name: str, mask_BT: Array) -> Array:
   """Integers [B, T] in [0, T), 0 at masked positions whatever was there."""
-  array = jnp.asarray(value)
+  array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
   if not jnp.issubdtype(array.dtype, jnp.integer):
     raise TypeError(f"{name} must be integer, got {array.dtype}")
   array = jnp.where(mask_BT, array, 0)
   length = mask_BT.shape[1]
   require((array >= 0) & (array < length), f"{name} must be in [0, T) = [0, {length})")
+  return array
+
+
+def bound(value, name: str, like: Array, least: float = 0.0) -> Array:
+  """A number, or [B] of them as [B, 1], of at least `least`; in the type of `like`, [B, ...]."""
+  array = _array(value, name)
+  if array.ndim:
+    _shape(array, name, B=like.shape[:1])
+    array = array[:, None]
+  # Of a Python number the value is known even inside jit.
+  known = value if isinstance(value, int | float) else array
+  require(known >= least, f"{name} must be at least {least:g}")
+  return array.astype(like.dtype)
+
+
+def _array(value, name: str) -> Array:
+  try:
+    array = jnp.asarray(value)
+  except (TypeError, ValueError) as error:
+    raise TypeError(f"{name} is not an array: {error}") from error
+  if jnp.issubdtype(array.dtype, jnp.complexfloating):
+    raise TypeError(f"{name} must be real, got {array.dtype}")
   return array
 
 

@@ -6,7 +6,6 @@ what they estimate, they differ in what their gradient, taken as a loss, is the 
 """
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from gspo_jax.objectives import ratios

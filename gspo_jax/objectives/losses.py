@@ -1,4 +1,4 @@
-"""The clipped policy losses: GSPO, GSPO-token, segments between the two and GRPO, PPO, DAPO, Dr. GRPO.
+"""The clipped policy losses: GSPO, GSPO-token, segments, GRPO, DAPO, Dr. GRPO and PPO.
 
 Each is the negated objective, to be minimised, and returns (loss, metrics); its `.sums` returns the
 same undivided (reductions.py). In all of them:
@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks, ratios, terms
-from gspo_jax.objectives.aggregation import aggregate as aggregate_tokens
-from gspo_jax.objectives.aggregation import spread
+from gspo_jax.objectives.aggregation import aggregate_tokens, spread
 from gspo_jax.objectives.reductions import Mean, Metrics, reduced
 from gspo_jax.objectives.terms import Options
 
@@ -109,7 +108,7 @@ def segment_loss(
   dual_clip=None,
   **options: Unpack[Options],
 ) -> tuple[Mean, Metrics]:
-  """J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  """J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
 
   `segment_BT` holds integer ids in [0, T) that differ between the K_i segments z_ik of a response,
@@ -123,7 +122,7 @@ def segment_loss(
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
   Reference: arXiv:2602.01202, from secondary descriptions of it.
   Differs: per-token advantages enter as in GSPO-token; `length_exponent` as in `gspo_loss`.
-  """  # noqa: E501
+  """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
   loss_BT, length_BX, metrics = _segment_loss(
@@ -166,6 +165,83 @@ def grpo_loss(
   return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
 
 
+@reduced
+def dapo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  clip_low=0.2,
+  clip_high=0.28,
+  *,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+
+  The mean over tokens rather than responses, and the wider upper range. Dynamic sampling is the
+  caller's; for its soft overlong punishment see `overlong_penalty`.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2503.14476, Eq. 8 to 12.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, "token"), metrics
+
+
+@reduced
+def dr_grpo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  clip_low=0.2,
+  clip_high=0.2,
+  *,
+  max_length,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+
+  L is `max_length`, a constant: dividing by |y_i| instead favours short right and long wrong
+  answers. Goes with `group_advantages(normalize="none")`.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2503.20783.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, "constant", max_length), metrics
+
+
+@reduced
+def ppo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage_BT,
+  mask_BT,
+  clip_low=0.2,
+  clip_high=0.2,
+  aggregate="sequence",
+  *,
+  max_length=None,
+  dual_clip=None,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
+
+  `grpo_loss` but for where its advantages come from (`gae`) and the ranges.
+
+  Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
+  Reference: arXiv:1707.06347; as restated in arXiv:2507.18071, Eq. 1, with a mean per response.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
+  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
+
+
 def _token_loss(batch, clip_low, clip_high, dual_clip):
   """The clipped loss of each token with a ratio of its own, [B,T], and the metrics."""
   ratio_BT, clipped_BT = terms.clip(
@@ -182,7 +258,7 @@ def _token_loss(batch, clip_low, clip_high, dual_clip):
 
 
 def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent):
-  """The clipped loss of each token with its segment's ratio, the length of that, and the metrics."""
+  """The clipped loss of each token with its segment's ratio, the segment's length, the metrics."""
   mask_BT = batch.tokens.mask_BT
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     stop_gradient(batch.log_ratio_BT), mask_BT, segment_BT, length_exponent

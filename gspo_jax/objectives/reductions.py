@@ -4,9 +4,8 @@ A mean over a batch that is split over micro-batches or devices is not the mean 
 once lengths differ. So each loss exists in two forms: called, it returns (scalar, scalars); its
 `.sums` returns (Mean, reductions) undivided, to be merged first and computed once:
 
-  total, metrics = gspo_loss.sums(...)                # on each micro-batch
-  total, metrics = total.merge(other), merge(metrics, other_metrics)
-  loss, scalars = total.compute(), compute(metrics)
+  sums = merge(gspo_loss.sums(...), gspo_loss.sums(...))  # of two micro-batches
+  loss, metrics = compute(sums)
 
 No denominator depends on parameters, so the gradient of the loss is the sum of the numerators'
 gradients over the merged denominator.
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.nn import logsumexp
 
 
 class Mean(NamedTuple):
@@ -100,60 +100,82 @@ class Std(NamedTuple):
     return jnp.sqrt(jnp.maximum(square - mean**2, 0))
 
 
-class Share(NamedTuple):
-  """(Σw)² / (n Σw²): the effective sample size of n weights as a share of n."""
+class EffectiveSize(NamedTuple):
+  """(Σw)² / (n Σw²): the effective sample size of n weights, as a share of n.
 
-  size: Array
-  first: Array
-  second: Array
+  The sums are kept as logarithms: the weights of whole sequences do not fit float32.
+  """
 
-  def merge(self, other: "Share") -> "Share":
-    return Share(*(a + b for a, b in zip(self, other)))
+  number: Array
+  log_first: Array
+  log_second: Array
 
-  def psum(self, axis_name) -> "Share":
-    return jax.lax.psum(self, axis_name)
+  def merge(self, other: "EffectiveSize") -> "EffectiveSize":
+    return EffectiveSize(
+      self.number + other.number,
+      jnp.logaddexp(self.log_first, other.log_first),
+      jnp.logaddexp(self.log_second, other.log_second),
+    )
 
-  def collapse(self, axis: int = 0) -> "Share":
-    return Share(*(moment.sum(axis) for moment in self))
+  def psum(self, axis_name) -> "EffectiveSize":
+    return EffectiveSize(
+      jax.lax.psum(self.number, axis_name),
+      _log_psum(self.log_first, axis_name),
+      _log_psum(self.log_second, axis_name),
+    )
+
+  def collapse(self, axis: int = 0) -> "EffectiveSize":
+    return EffectiveSize(
+      self.number.sum(axis), logsumexp(self.log_first, axis), logsumexp(self.log_second, axis)
+    )
 
   def compute(self) -> Array:
-    return _divide(self.first, self.size) * _divide(self.first, self.second)
+    return _divide(jnp.exp(2 * self.log_first - self.log_second), self.number)
 
 
-Reduction = Mean | Max | Min | Std | Share
+Reduction = Mean | Max | Min | Std | EffectiveSize
 Metrics = dict[str, Reduction]
 
 
-def merge(metrics: Metrics, other: Metrics) -> Metrics:
-  """The metrics of two micro-batches as one."""
-  return {name: value.merge(other[name]) for name, value in metrics.items()}
+def merge(tree, other):
+  """Two trees of reductions, for example of two micro-batches, as one."""
+  return jax.tree.map(lambda a, b: a.merge(b), tree, other, is_leaf=_is_reduction)
 
 
-def psum(metrics: Metrics, axis_name) -> Metrics:
-  """The metrics of all devices along a mapped axis as one."""
-  return {name: value.psum(axis_name) for name, value in metrics.items()}
+def psum(tree, axis_name):
+  """The reductions of all devices along a mapped axis as one."""
+  return jax.tree.map(lambda a: a.psum(axis_name), tree, is_leaf=_is_reduction)
 
 
-def collapse(metrics: Metrics, axis: int = 0) -> Metrics:
-  """Metrics stacked by `lax.scan` or `vmap` as one."""
-  return {name: value.collapse(axis) for name, value in metrics.items()}
+def collapse(tree, axis: int = 0):
+  """Reductions stacked by `lax.scan` or `vmap` as one."""
+  return jax.tree.map(lambda a: a.collapse(axis), tree, is_leaf=_is_reduction)
 
 
-def compute(metrics: Metrics) -> dict[str, Array]:
-  """Scalars, divided once."""
-  return {name: value.compute() for name, value in metrics.items()}
+def compute(tree):
+  """Scalars: divided here, and only here."""
+  return jax.tree.map(lambda a: a.compute(), tree, is_leaf=_is_reduction)
 
 
-def reduced(sums: Callable[..., tuple[Mean, Metrics]]) -> Callable[..., tuple[Array, dict]]:
-  """Makes (Mean, reductions) into (scalar, scalars) and keeps the undivided form as `.sums`."""
+def reduced(sums: Callable) -> Callable:
+  """Lets a function that returns reductions return scalars, and keeps the former as `.sums`."""
 
   @functools.wraps(sums)
-  def loss(*args, **kwargs):
-    total, metrics = sums(*args, **kwargs)
-    return total.compute(), compute(metrics)
+  def computed(*args, **kwargs):
+    return compute(sums(*args, **kwargs))
 
-  loss.sums = sums
-  return loss
+  computed.sums = sums
+  return computed
+
+
+def _is_reduction(x) -> bool:
+  return isinstance(x, Reduction)
+
+
+def _log_psum(log_x: Array, axis_name) -> Array:
+  largest = jax.lax.pmax(log_x, axis_name)
+  largest = jnp.where(largest == -jnp.inf, 0, largest)
+  return largest + jnp.log(jax.lax.psum(jnp.exp(log_x - largest), axis_name))
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:

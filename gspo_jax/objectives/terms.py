@@ -91,23 +91,22 @@ def clip(ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None) -> tu
   and r elsewhere. A dual clip c takes max(·, c A) of it for A < 0: c where r is above c
   (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits.
   """
-  checks.require(clip_low >= 0, "clip_low must not be negative")
-  checks.require(clip_high >= 0, "clip_high must not be negative")
-  clip_low, clip_high = (jnp.asarray(bound, ratio.dtype) for bound in (clip_low, clip_high))
+  clip_low = checks.bound(clip_low, "clip_low", ratio)
+  clip_high = checks.bound(clip_high, "clip_high", ratio)
   high = (advantage > 0) & (log_ratio > jnp.log1p(clip_high))
   low = (advantage < 0) & (log_ratio < jnp.log1p(-jnp.minimum(clip_low, 1)))
   ratio = jnp.where(high, 1 + clip_high, jnp.where(low, 1 - clip_low, ratio))
   if dual_clip is None:
     return ratio, Clipped(high, low, None)
-  checks.require(dual_clip > 1, "dual_clip must be larger than 1")
-  dual_clip = jnp.asarray(dual_clip, ratio.dtype)
+  dual_clip = checks.bound(dual_clip, "dual_clip", ratio, least=1)
   dual = (advantage < 0) & (log_ratio > jnp.log(dual_clip))
   return jnp.where(dual, dual_clip, ratio), Clipped(high, low, dual)
 
 
 def token_counts(clipped_BX: Clipped, tokens: Tokens) -> Clipped:
   """How many tokens of each response are clipped, [B, U], from flags of tokens."""
-  return jax.tree.map(lambda flag_BX: tokens.sums(flag_BX.astype(tokens.length_BU.dtype)), clipped_BX)
+  dtype = tokens.length_BU.dtype
+  return jax.tree.map(lambda flag_BX: tokens.sums(flag_BX.astype(dtype)), clipped_BX)
 
 
 def clip_metrics(count_BU: Clipped, tokens: Tokens) -> Metrics:
@@ -127,8 +126,7 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
   log_ratio = stop_gradient(jnp.where(live, log_ratio, 0))
   smallest = jnp.where(live, log_ratio, jnp.inf).min()
   largest = jnp.where(live, log_ratio, -jnp.inf).max()
-  # Beyond 1e15, where there is no trust region left, only the finiteness of the square matters.
-  deviation = jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
+  deviation = _deviation(log_ratio)
   total, number = deviation.sum(), live.sum(dtype=log_ratio.dtype)
   return {
     "ratio/mean": Mean(number + total, number),
@@ -139,9 +137,14 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
   }
 
 
+def _deviation(log_ratio: Array) -> Array:
+  """r − 1. Beyond 1e15, where there is no trust region left, only that its square is finite counts."""
+  return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
+
+
 def _drift(log_ratio_BT, tokens) -> Metrics:
   """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved."""
-  k3_BT = ratios.bounded_expm1(log_ratio_BT) - log_ratio_BT
+  k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
   return {
     "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),
     "kl/k3": Mean(k3_BT.sum(), tokens.number()),
@@ -166,12 +169,13 @@ def _penalty(
     if kl not in _KL:
       raise ValueError(f"kl must be one of {', '.join(_KL)}, got {kl!r}")
     kl_BT = _KL[kl](logp_BT, checks.tokens(ref_logp_BT, "ref_logp_BT", tokens.mask_BT, dtype))
-    penalty_BT = kl_coef * kl_BT
+    penalty_BT = jnp.asarray(kl_coef, dtype) * kl_BT
     metrics[f"kl_ref/{kl}"] = Mean(stop_gradient(kl_BT).sum(), tokens.number())
   if entropy_BT is None:
     checks.require(entropy_coef == 0, "entropy_coef needs entropy_BT")
   else:
     entropy_BT = checks.tokens(entropy_BT, "entropy_BT", tokens.mask_BT, dtype)
-    penalty_BT = (0 if penalty_BT is None else penalty_BT) - entropy_coef * entropy_BT
+    bonus_BT = jnp.asarray(entropy_coef, dtype) * entropy_BT
+    penalty_BT = -bonus_BT if penalty_BT is None else penalty_BT - bonus_BT
     metrics["entropy"] = Mean(stop_gradient(entropy_BT).sum(), tokens.number())
   return penalty_BT, metrics

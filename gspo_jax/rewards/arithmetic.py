@@ -1,8 +1,8 @@
 """The embedded verifiable task: sums of two integers, as text.
 
-A problem is `358+967=`. A response works from the units to the left, one digit at a time, and then
-writes the sum: `5231:1325`. The verifier reads what follows the last colon and accepts the exact sum
-only; how the response got there does not count.
+A problem is `358+967=`. A response works from the units to the left, one digit at a time, and
+then writes the sum: `5231:1325`. The verifier reads what follows the last colon and accepts the
+exact sum only; how the response got there does not count.
 
 Demonstrations come from a pupil who knows how to add and who forgets each carry with a given
 probability. A model that imitates him is right sometimes and wrong often, and everything that it
@@ -19,27 +19,28 @@ _ANSWER = re.compile(r"\s*([+-]?\d+)\s*")
 
 
 class Problems:
-  """Random access to every sum of two numbers of up to `digits` digits in one split.
+  """Random access to every sum of two numbers of `digits` digits in one split.
 
   The split is by unordered pair: if 12+34 is held out, so is 34+12.
   """
 
   def __init__(self, split: str, digits: int):
     if split not in ("train", "heldout"):
-      raise ValueError(f"arithmetic:{split}: the splits are arithmetic:train and arithmetic:heldout")
+      raise ValueError(
+        f"arithmetic:{split}: the splits are arithmetic:train and arithmetic:heldout"
+      )
     if not 1 <= digits <= 3:
       raise ValueError(f"data.digits={digits} must be 1, 2 or 3")
-    self._base = 10**digits
-    index = np.arange(self._base**2, dtype=np.uint64)
-    a, b = np.divmod(index, np.uint64(self._base))
-    held_out = _mixed(np.minimum(a, b) * np.uint64(self._base) + np.maximum(a, b)) < HELD_OUT
+    self._least, self._count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
+    a, b = np.divmod(np.arange(self._count**2, dtype=np.uint64), np.uint64(self._count))
+    held_out = _mixed(np.minimum(a, b) * np.uint64(self._count) + np.maximum(a, b)) < HELD_OUT
     self._index = np.flatnonzero(held_out == (split == "heldout"))
 
   def __len__(self) -> int:
     return len(self._index)
 
   def __getitem__(self, i: int) -> dict[str, str]:
-    a, b = divmod(int(self._index[i]), self._base)
+    a, b = (self._least + n for n in divmod(int(self._index[i]), self._count))
     return dict(id=f"{a}+{b}", question=f"{a}+{b}=", answer=str(a + b))
 
 
@@ -64,8 +65,8 @@ def demonstration(row: dict[str, str], carry_errors: float, seed: int) -> str:
   rng = random.Random(f"{seed}/{row['id']}")
   a, b = (term[::-1] for term in row["id"].split("+"))
   digits, carry = "", 0
-  for i in range(max(len(a), len(b))):
-    total = int(a[i : i + 1] or 0) + int(b[i : i + 1] or 0) + carry
+  for x, y in zip(a, b):
+    total = int(x) + int(y) + carry
     digits += str(total % 10)
     carry = int(total >= 10 and rng.random() >= carry_errors)
   if carry:

@@ -98,12 +98,16 @@ def _check(lengths_P, prompt_length, group_size, max_new_tokens, model_config):
 
 def _padded_rows(rows: int) -> int:
   """Rows, rounded up to what the mesh's batch axes divide."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return rows if mesh.empty else -(-rows // sharding.batch_shards(mesh)) * sharding.batch_shards(mesh)
+  if sharding.without_mesh():
+    return rows
+  shards = sharding.batch_shards(jax.sharding.get_mesh())
+  return -(-rows // shards) * shards
 
 
 def _put_rows(x: np.ndarray) -> jax.Array:
-  return jnp.asarray(x) if sharding.without_mesh() else sharding.put_batch(x, jax.sharding.get_mesh())
+  if sharding.without_mesh():
+    return jnp.asarray(x)
+  return sharding.put_batch(x, jax.sharding.get_mesh())
 
 
 @functools.partial(

@@ -1,0 +1,142 @@
+"""Rows of files and of TFDS data sets, one at a time and undecoded.
+
+A row comes with where it is (for messages), an id, and a function that decodes it, so that what is
+wrong with one row does not end the reading of the others.
+"""
+
+import functools
+import gzip
+import json
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+Row = tuple[str, str, Callable[[], Any]]
+
+
+class DataError(ValueError):
+  """Bad data, or a bad `data` config; the message names the file and row, or the key."""
+
+
+class BadRow(ValueError):
+  """What is wrong with a row, and what to do about it."""
+
+
+def read(spec: str, key: str) -> Iterator[Row]:
+  """Every row of a data set, undecoded."""
+  if spec.startswith("tfds:"):
+    examples = _tfds(spec, key)
+    for i in range(len(examples)):
+      decode = functools.partial(examples.__getitem__, i)
+      yield f"{spec}, example {i + 1}", f"{spec.removeprefix('tfds:')}:{i + 1}", decode
+    return
+  files = _files(spec, key)
+  for file in files:
+    unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
+    name = file.name if len(files) == 1 else str(file)
+    try:
+      for number, decode in read(file):
+        yield f"{file}, {unit} {number}", f"{name}:{number}", decode
+    except (OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
+      raise DataError(f"{key}: {file} cannot be read: {error}") from error
+
+
+def _files(spec: str, key: str) -> list[epath.Path]:
+  """The files that a path or pattern names, sorted."""
+  magic = re.search(r"[*?\[]", spec)
+  if magic:
+    root, _, _ = spec[: magic.start()].rpartition("/")
+    pattern = spec[len(root) :].lstrip("/")
+    root = root or ("/" if spec.startswith("/") else ".")
+    files = sorted(epath.Path(root).expanduser().glob(pattern))
+  else:
+    files = [epath.Path(spec).expanduser()]
+  if not files or not files[0].exists():
+    found = "no file matches" if magic else "there is no file"
+    raise DataError(
+      f"{key}: {found} {spec}. Set --config.{key} to arithmetic:train, tfds:name/split or files"
+      f" ({', '.join(_READERS)})"
+    )
+  for file in files:
+    if not file.name.endswith(tuple(_READERS)):
+      raise DataError(f"{key}: {file} is none of {', '.join(_READERS)}")
+  return files
+
+
+def _json(line: bytes) -> Any:
+  try:
+    return json.loads(line.decode("utf-8-sig"))
+  except UnicodeError as error:
+    raise BadRow(f"it is not UTF-8: {error}. Save the file as UTF-8") from error
+  except ValueError as error:
+    raise BadRow(f"it is not JSON: {error}. Correct the row") from error
+
+
+def _json_lines(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+  with file.open("rb") as stream:
+    lines = gzip.GzipFile(fileobj=stream) if file.name.endswith(".gz") else stream
+    for number, line in enumerate(lines, 1):
+      if line.strip():
+        yield number, functools.partial(_json, line)
+
+
+def _parquet(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+  from pyarrow import parquet  # slow to import, and seldom needed
+
+  def decode(batch, i):
+    try:
+      return {name: batch.column(name)[i].as_py() for name in batch.schema.names}
+    except UnicodeError as error:
+      raise BadRow(f"it is not UTF-8: {error}. Correct the row") from error
+
+  number = 0
+  with file.open("rb") as stream:
+    for batch in parquet.ParquetFile(stream).iter_batches():
+      for i in range(batch.num_rows):
+        number += 1
+        yield number, functools.partial(decode, batch, i)
+
+
+def _array_record(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+  from array_record.python import array_record_module
+
+  with tempfile.TemporaryDirectory() as folder:
+    local = file
+    if "://" in str(file):  # its reader opens local files only
+      local = file.copy(epath.Path(folder) / file.name)
+    reader = array_record_module.ArrayRecordReader(str(local))
+    count = reader.num_records()
+    for start in range(0, count, 1024):
+      for i, record in enumerate(reader.read(start, min(start + 1024, count)), start + 1):
+        yield i, functools.partial(_json, record)
+    reader.close()
+
+
+_READERS = {
+  ".jsonl": ("line", _json_lines),
+  ".jsonl.gz": ("line", _json_lines),
+  ".parquet": ("row", _parquet),
+  ".array_record": ("record", _array_record),
+}
+
+
+def _tfds(spec: str, key: str) -> Sequence[Mapping[str, Any]]:
+  """Random access to a TFDS split; `tfds:name` is the train or test split, as the key has it."""
+  import tensorflow_datasets as tfds  # slow to import, and seldom needed
+
+  name, _, split = spec.removeprefix("tfds:").rpartition("/")
+  if not name:
+    name, split = split, "train" if key == "data.train" else "test"
+  try:
+    if (epath.Path(name) / "dataset_info.json").exists():
+      return tfds.builder_from_directory(name).as_data_source(split=split)
+    return tfds.data_source(name, split=split)  # downloads and prepares it if need be
+  except Exception as error:  # each data set fails in its own way
+    raise DataError(
+      f"{key}={spec}: TFDS cannot provide it: {str(error).partition(chr(10))[0]} Set --config.{key}"
+      " to tfds:name/split, or to tfds:DIR/split with the directory of a prepared data set"
+    ) from error

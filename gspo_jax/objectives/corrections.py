@@ -1,0 +1,139 @@
+"""Where the sampler's probabilities are not the trainer's: correcting weights, and measures.
+
+Weights are constants of shape [B, T] at token level and [B] at sequence level ([B, T] for packed
+rows), 0 at masked positions and for empty rows, and go into a loss as its `weight`. A dropped token
+or sequence has the weight 0 and stays in the loss's denominator.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+from jax.nn import logsumexp
+
+from gspo_jax.objectives import aggregation, checks, ratios
+from gspo_jax.objectives.aggregation import Tokens, spread
+from gspo_jax.objectives.reductions import EffectiveSize, Max, Mean, Metrics, reduced
+
+
+def truncated_weight(
+  logp_BT, sampler_logp_BT, mask_BT, level="token", cap=2.0, *, response_BT=None
+) -> Array:
+  """min(ρ, cap), where ρ is π_train/π_sampler (truncated importance sampling, TIS).
+
+  `level`: "token", ρ_it of each token; "sequence", the product Π_t ρ_it, unbiased where it is not
+  cut; "geometric", its |y_i|-th root, which means the same at every length.
+
+  Shapes: [B,T] ×3 -> [B,T] or [B].
+  Reference: fengyao.notion.site/off-policy-rl (token); richardli.xyz/rl-collapse (sequence).
+  """
+  checks.require(cap > 0, "cap must be positive")
+  log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
+  weight = jnp.minimum(ratios.bounded_exp(log_weight), cap)
+  return _shaped(jnp.where(live, weight, 0), tokens, level)
+
+
+def masked_weight(
+  logp_BT, sampler_logp_BT, mask_BT, level="token", low=0.5, high=5.0, *, response_BT=None
+) -> Array:
+  """ρ where low ≤ ρ ≤ high, else 0 (masked importance sampling, MIS; at token level, IcePop).
+
+  `level` as in `truncated_weight`. For "sequence" `low` is usually 0 and `high` small, for
+  "geometric" both are within a few per mille of 1.
+
+  Shapes: [B,T] ×3 -> [B,T] or [B].
+  Reference: arXiv:2510.18855 (IcePop, whose range the defaults are); richardli.xyz/rl-collapse.
+  """
+  checks.require(low >= 0, "low must not be negative")
+  checks.require(high >= low, "high must not be smaller than low")
+  log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
+  weight = ratios.bounded_exp(log_weight)
+  return _shaped(jnp.where(live & (weight >= low) & (weight <= high), weight, 0), tokens, level)
+
+
+def off_policy_mask(
+  logp_BT, old_logp_BT, advantage, mask_BT, threshold, *, response_BT=None
+) -> Array:
+  """0 where Â < 0 and 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it) > threshold, else 1.
+
+  Bad responses that the policy would hardly give any more teach it nothing.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> the shape of the advantage.
+  Reference: the DeepSeek-V3.2 report (off-policy sequence masking).
+  """
+  log_ratio_BT, tokens = _difference(logp_BT, "old_logp_BT", old_logp_BT, mask_BT, response_BT)
+  advantage_BX = checks.constant(advantage, "advantage", tokens.mask_BT, log_ratio_BT.dtype)
+  drift_BX = spread(-tokens.means(log_ratio_BT), tokens.response_BT)
+  drop_BX = (advantage_BX < 0) & (drift_BX > threshold)
+  weight_BX = 1 - drop_BX.astype(log_ratio_BT.dtype)
+  return weight_BX[:, 0] if jnp.ndim(advantage) == 1 and response_BT is None else weight_BX
+
+
+@reduced
+def mismatch(logp_BT, sampler_logp_BT, mask_BT, *, response_BT=None) -> Metrics:
+  """How far the trainer is from the sampler, with Δ = log π_train − log π_sampler.
+
+  mismatch/abs/mean, /max      |Δ| of the tokens
+  mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
+  mismatch/sequence/mean       mean over sequences of the mean Δ of their tokens: a bias, which does
+                               not average out over a sequence as noise does
+  mismatch/sequence/abs/mean, /max    the size of it: what GSPO's ratio has already moved by
+  mismatch/ess/token, /sequence, /geometric    effective sample size of the weights, as a share
+
+  Shapes: [B,T] ×3 -> dict of scalars; `.sums` returns reductions.
+  """
+  log_ratio_BT, tokens = _difference(
+    logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT
+  )
+  mean_BU, live_BU = tokens.means(log_ratio_BT), tokens.length_BU > 0
+  number, responses = tokens.number(), tokens.responses()
+  k3_BT = ratios.bounded_expm1(log_ratio_BT) - log_ratio_BT
+  return {
+    "mismatch/abs/mean": Mean(abs(log_ratio_BT).sum(), number),
+    "mismatch/abs/max": Max(abs(log_ratio_BT).max()),
+    "mismatch/k3": Mean(k3_BT.sum(), number),
+    "mismatch/sequence/mean": Mean(mean_BU.sum(), responses),
+    "mismatch/sequence/abs/mean": Mean(abs(mean_BU).sum(), responses),
+    "mismatch/sequence/abs/max": Max(abs(mean_BU).max()),
+    "mismatch/ess/token": _effective_size(log_ratio_BT, tokens.mask_BT),
+    "mismatch/ess/sequence": _effective_size(tokens.sums(log_ratio_BT), live_BU),
+    "mismatch/ess/geometric": _effective_size(mean_BU, live_BU),
+  }
+
+
+def _effective_size(log_weight: Array, live: Array) -> EffectiveSize:
+  log_weight = jnp.where(live, log_weight, -jnp.inf)
+  number = live.sum(dtype=log_weight.dtype)
+  return EffectiveSize(number, logsumexp(log_weight), logsumexp(2 * log_weight))
+
+
+def _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT):
+  """log ρ and where there is one: [B, T] or [B, U]."""
+  log_ratio_BT, tokens = _difference(
+    logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT
+  )
+  if level == "token":
+    return log_ratio_BT, tokens.mask_BT, tokens
+  if level == "sequence":
+    return tokens.sums(log_ratio_BT), tokens.length_BU > 0, tokens
+  if level == "geometric":
+    return tokens.means(log_ratio_BT), tokens.length_BU > 0, tokens
+  raise ValueError(f'level must be "token", "sequence" or "geometric", got {level!r}')
+
+
+def _shaped(weight: Array, tokens: Tokens, level: str) -> Array:
+  """[B, T] of tokens as it is; [B, U] of responses as [B], or at their tokens [B, T]."""
+  if level == "token":
+    return weight
+  if tokens.response_BT is None:
+    return weight[:, 0]
+  return jnp.where(tokens.mask_BT, spread(weight, tokens.response_BT), 0)
+
+
+def _difference(logp_BT, name, other_logp_BT, mask_BT, response_BT) -> tuple[Array, Tokens]:
+  """logp_BT − other_logp_BT, not differentiated and 0 where masked; `name` is the other's."""
+  logp_BT = checks.log_probs(logp_BT, "logp_BT")
+  dtype = logp_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
+  logp_BT = checks.tokens(logp_BT, "logp_BT", tokens.mask_BT, dtype)
+  other_logp_BT = checks.tokens(other_logp_BT, name, tokens.mask_BT, dtype)
+  return stop_gradient(ratios.difference(logp_BT, other_logp_BT)), tokens

@@ -1,0 +1,197 @@
+"""Losses that bound the update in another way than by clipping the objective; and PPO's critic.
+
+What the head of losses.py says of the arguments holds here too.
+"""
+
+from typing import Unpack
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jax.nn import sigmoid
+
+from gspo_jax.objectives import aggregation, checks, ratios, terms
+from gspo_jax.objectives.aggregation import aggregate_tokens
+from gspo_jax.objectives.reductions import Mean, Metrics, reduced
+from gspo_jax.objectives.terms import Clipped, Options
+
+
+@reduced
+def cispo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  clip_low=None,
+  clip_high=0.27,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
+
+  REINFORCE with clipped importance weights: tokens outside the range keep a gradient. `clip_low`
+  None is no lower bound. Clip fractions count both signs of the advantage.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2506.13585, Eq. 4 and 5 (no lower bound there in practice).
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  log_ratio_BT = stop_gradient(batch.log_ratio_BT)
+  clip_high = checks.bound(clip_high, "clip_high", log_ratio_BT)
+  high_BT = log_ratio_BT > jnp.log1p(clip_high)
+  low_BT = jnp.zeros_like(high_BT)
+  ratio_BT = jnp.where(high_BT, 1 + clip_high, ratios.bounded_exp(log_ratio_BT))
+  if clip_low is not None:
+    clip_low = checks.bound(clip_low, "clip_low", log_ratio_BT)
+    low_BT = log_ratio_BT < jnp.log1p(-jnp.minimum(clip_low, 1))
+    ratio_BT = jnp.where(low_BT, 1 - clip_low, ratio_BT)
+  objective_BT = ratio_BT * batch.advantage_BX * ratios.difference(batch.logp_BT, 0)
+  counts_BU = terms.token_counts(Clipped(high_BT, low_BT, None), batch.tokens)
+  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BT, batch.tokens.mask_BT)
+  metrics |= terms.clip_metrics(counts_BU, batch.tokens)
+  return aggregate_tokens(terms.token_loss(batch, objective_BT), batch.tokens, "token"), metrics
+
+
+@reduced
+def gmpo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  clip_low=0.4,
+  clip_high=0.4,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ), where c_it is log w_it bounded before the mean:
+  min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
+
+  GSPO bounds the geometric mean, GMPO what it is the mean of: one token far out costs its own
+  gradient, not the response's. The ranges are of the log-ratio.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2507.20673, where the range is (e^−0.4, e^0.4).
+  Differs: of advantages per token, the sign is the token's and the size the response's mean.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  tokens, log_ratio_BT = batch.tokens, batch.log_ratio_BT
+  clip_low = checks.bound(clip_low, "clip_low", log_ratio_BT)
+  clip_high = checks.bound(clip_high, "clip_high", log_ratio_BT)
+  clipped_BT = Clipped(
+    high=(batch.advantage_BX > 0) & (log_ratio_BT > clip_high),
+    low=(batch.advantage_BX < 0) & (log_ratio_BT < -clip_low),
+    dual=None,
+  )
+  bounded_BT = jnp.where(clipped_BT.high, clip_high, log_ratio_BT)
+  bounded_BT = jnp.where(clipped_BT.low, -clip_low, bounded_BT)
+  log_ratio_BU = tokens.means(bounded_BT)
+  advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
+  live_BU = tokens.length_BU > 0
+  loss_BU = -weight_BU * advantage_BU * ratios.bounded_exp(log_ratio_BU)
+  loss = jnp.where(live_BU, loss_BU, 0).sum()
+  if batch.penalty_BT is not None:
+    loss += tokens.means(batch.penalty_BT).sum()
+  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, live_BU)
+  metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, tokens), tokens)
+  return Mean(loss, tokens.responses()), metrics
+
+
+@reduced
+def sapo_loss(
+  logp_BT,
+  old_logp_BT,
+  advantage,
+  mask_BT,
+  tau_pos=1.0,
+  tau_neg=1.05,
+  **options: Unpack[Options],
+) -> tuple[Mean, Metrics]:
+  """J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
+  τ = tau_pos for Â > 0 and tau_neg otherwise.
+
+  A soft gate in the place of the clip: f' = 4 σ(1 − σ) is 1 at w = 1 and falls off on both sides.
+  The value has no meaning of its own: f(1) = 2/τ.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2511.20347.
+  """
+  checks.require(tau_pos > 0, "tau_pos must be positive")
+  checks.require(tau_neg > 0, "tau_neg must be positive")
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  tau_pos, tau_neg = (jnp.asarray(tau, batch.logp_BT.dtype) for tau in (tau_pos, tau_neg))
+  tau_BX = jnp.where(batch.advantage_BX > 0, tau_pos, tau_neg)
+  # σ(x) as 1 − σ(−x): its gradient has the factor 1 − σ(x), which for large x has no digits left.
+  gate_BT = 1 - sigmoid(-tau_BX * ratios.bounded_expm1(batch.log_ratio_BT))
+  loss_BT = terms.token_loss(batch, 4 / tau_BX * gate_BT * batch.advantage_BX)
+  metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
+  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics
+
+
+@reduced
+def spo_loss(
+  logp_BT, ref_logp_BT, reward_B, value_B, mask_BT, beta, *, response_BT=None
+) -> tuple[Mean, Metrics]:
+  """L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
+
+  Soft Policy Optimization: the log-ratio to the reference is read as a soft advantage, and the
+  value at the end of a response regressed on its reward. The responses may come from any policy.
+  `value_B` is Q̂_0, the soft value of the prompt (`soft_value`).
+
+  Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
+  Reference: arXiv:2503.05453, from secondary descriptions of it.
+  """
+  checks.require(beta > 0, "beta must be positive")
+  logp_BT = checks.log_probs(logp_BT, "logp_BT")
+  dtype = logp_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
+  mask_BT, shapes = tokens.mask_BT, ("B",) if response_BT is None else ("B", "BT")
+  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
+  ref_logp_BT = stop_gradient(checks.tokens(ref_logp_BT, "ref_logp_BT", mask_BT, dtype))
+  reward_BU = tokens.common(checks.constant(reward_B, "reward_B", mask_BT, dtype, shapes))
+  value_BU = tokens.common(checks.constant(value_B, "value_B", mask_BT, dtype, shapes))
+  gain_BU = beta * tokens.sums(ratios.difference(logp_BT, ref_logp_BT))
+  error_BU = jnp.where(tokens.length_BU > 0, value_BU + gain_BU - reward_BU, 0)
+  number = tokens.responses()
+  metrics = {
+    "spo/gain": Mean(stop_gradient(gain_BU).sum(), number),
+    "spo/error": Mean(stop_gradient(error_BU).sum(), number),
+  }
+  return Mean((error_BU**2).sum(), number), metrics
+
+
+@reduced
+def value_loss(
+  value_BT,
+  old_value_BT,
+  return_BT,
+  mask_BT,
+  clip=0.2,
+  aggregate="token",
+  *,
+  max_length=None,
+  response_BT=None,
+) -> tuple[Mean, Metrics]:
+  """L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
+
+  The critic's loss of PPO; `clip` None is the plain squared error.
+
+  Shapes: [B,T] ×4 -> scalar.
+  Reference: arXiv:2005.12729 (its code-level optimisations; arXiv:1707.06347 does not clip values).
+  """
+  value_BT = checks.log_probs(value_BT, "value_BT")
+  dtype = value_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, value_BT.shape, dtype)
+  value_BT = checks.tokens(value_BT, "value_BT", tokens.mask_BT, dtype)
+  old_value_BT = checks.constant(old_value_BT, "old_value_BT", tokens.mask_BT, dtype, ("BT",))
+  return_BT = checks.constant(return_BT, "return_BT", tokens.mask_BT, dtype, ("BT",))
+  error_BT = ratios.difference(value_BT, return_BT)
+  clipped_BT = jnp.zeros_like(tokens.mask_BT)
+  if clip is not None:
+    checks.require(clip >= 0, "clip must not be negative")
+    near_BT = jnp.clip(value_BT, old_value_BT - clip, old_value_BT + clip)
+    near_error_BT = ratios.difference(near_BT, return_BT)
+    clipped_BT = abs(near_error_BT) > abs(error_BT)
+    error_BT = jnp.where(clipped_BT, near_error_BT, error_BT)
+  metrics = {
+    "clip_fraction/value": Mean(clipped_BT.sum(dtype=dtype), tokens.number()),
+    "value/mean": Mean(stop_gradient(value_BT).sum(), tokens.number()),
+    "return/mean": Mean(return_BT.sum(), tokens.number()),
+  }
+  return aggregate_tokens(0.5 * error_BT**2, tokens, aggregate, max_length), metrics

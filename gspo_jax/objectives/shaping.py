@@ -1,0 +1,37 @@
+"""What length costs: terms to add to a reward before advantages are made of it.
+
+Filter groups (dynamic sampling) and report accuracy by the reward without them.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from gspo_jax.objectives import checks
+
+
+def overlong_penalty(length, max_length, buffer) -> Array:
+  """0 up to max_length − buffer tokens, from there linear to −1 at max_length, and −1 beyond.
+
+  Shapes: any -> the same. Lengths are in tokens.
+  Reference: arXiv:2503.14476, Eq. 13 (soft overlong punishment); 20,480 and 4,096 there.
+  """
+  checks.require(buffer > 0, "buffer must be positive")
+  checks.require(max_length >= buffer, "max_length must not be smaller than buffer")
+  excess = _length(length) - (max_length - buffer)
+  return -jnp.clip(excess / buffer, 0, 1)
+
+
+def token_cost(length, price) -> Array:
+  """−λ · tokens, λ being `price`.
+
+  Shapes: any -> the same.
+  Reference: arXiv:2510.22477 (Agent-GSPO), from its abstract: a reward that penalises verbosity.
+  """
+  checks.require(price >= 0, "price must not be negative")
+  return -price * _length(length)
+
+
+def _length(length) -> Array:
+  length = jnp.asarray(length)
+  checks.require(length >= 0, "length must not be negative")
+  return length.astype(jnp.promote_types(length.dtype, jnp.float32))

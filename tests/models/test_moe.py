@@ -1,0 +1,111 @@
+"""Experts: every formulation is the plain sum, no token is lost, replay keeps its gradient."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.models import moe, transformer
+from gspo_jax.models.sizes import tiny_moe
+
+CONFIG = dataclasses.replace(
+  tiny_moe(64), hidden_size=16, num_layers=2, num_heads=2, head_dim=8, moe_intermediate_size=12
+)
+
+
+def inputs(tokens=37, E=8, k=2, D=16, F=12, seed=0, expert=None):
+  keys = iter(jax.random.split(jax.random.key(seed), 6))
+  index = jax.random.randint(next(keys), (tokens, k), 0, E) if expert is None else expert
+  weights = moe.ExpertWeights(
+    jax.random.normal(next(keys), (E, D, F)),
+    jax.random.normal(next(keys), (E, D, F)),
+    jax.random.normal(next(keys), (E, F, D)),
+  )
+  x = jax.random.normal(next(keys), (tokens, D))
+  return x, jax.random.uniform(next(keys), (tokens, k)), index, weights
+
+
+def plain(x_XD, gate_Xk, index_Xk, w):
+  """Every expert on every token, then the choice."""
+  h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
+  h_XEF = h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up)
+  y_XED = jnp.einsum("XEF,EFD->XED", h_XEF, w.down)
+  one_hot_XkE = jax.nn.one_hot(index_Xk, w.gate.shape[0])
+  return jnp.einsum("XkE,XED,Xk->XD", one_hot_XkE, y_XED, gate_Xk)
+
+
+CASES = dict(
+  mixed=None,
+  all_to_one=jnp.full((37, 2), 3),
+  held_elsewhere=jnp.where(jnp.arange(74).reshape(37, 2) % 3 == 0, 8, 1),
+)
+
+
+@pytest.mark.parametrize("apply", [moe.apply_blocks, moe.apply_ragged])
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_equal_the_plain_sum(apply, case):
+  x, gate, index, w = inputs(expert=CASES[case])
+
+  def scalar(f):
+    return jax.value_and_grad(lambda x, g, w: jnp.sin(f(x, g, index, w)).sum(), argnums=(0, 1, 2))
+
+  got, expected = scalar(apply)(x, gate, w), scalar(plain)(x, gate, w)
+  chex.assert_trees_all_close(got, expected, rtol=2e-4, atol=2e-3)
+
+
+def test_layout_holds_every_assignment_once():
+  index = inputs(tokens=101)[2]
+  layout = moe.block_layout(index, 8, 8)
+  kept = layout.choice_Z[layout.choice_Z < 202]
+  assert sorted(kept.tolist()) == list(range(202))
+  for a in range(202):
+    slot = int(layout.slot_A[a])
+    assert layout.choice_Z[slot] == a and layout.row_Z[slot] == a // 2
+    assert layout.expert_of_block[slot // 8] == index.reshape(-1)[a]
+
+
+def test_router_gates_are_the_softmax_over_the_chosen():
+  x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+  router = jax.random.normal(jax.random.key(1), (16, 8))
+  gate, index, stats = moe.route(x, router, CONFIG, jnp.ones((2, 5), bool))
+  chosen = jnp.take_along_axis(x @ router, index, -1)
+  np.testing.assert_allclose(gate, jax.nn.softmax(chosen, -1), rtol=1e-5)
+  assert stats.load_E.sum() == 2 * 5 * 2 and stats.tokens == 10 and stats.dropped == 0
+
+
+def test_padding_is_not_in_the_statistics():
+  x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+  router = jax.random.normal(jax.random.key(1), (16, 8))
+  valid = jnp.arange(5)[None] < jnp.array([[3], [5]])
+  *_, stats = moe.route(x, router, CONFIG, valid)
+  assert stats.tokens == 8 and stats.load_E.sum() == 16
+  garbage = jnp.where(valid[..., None], x, 1e3)
+  *_, again = moe.route(garbage, router, CONFIG, valid)
+  chex.assert_trees_all_close(stats, again, rtol=1e-5)
+
+
+def test_load_balance_is_one_when_even_and_grows_when_not():
+  even = moe.RouterStats(jnp.full((1, 8), 2.0), jnp.ones((1, 8)), 0, 0, jnp.array([8.0]), 0)
+  assert moe.load_balance(even, CONFIG) == pytest.approx(1)
+  one = even.replace(load_E=jnp.eye(8)[:1] * 16, probability_E=jnp.eye(8)[:1] * 8)
+  assert moe.load_balance(one, CONFIG) == pytest.approx(8)
+
+
+def test_replaying_the_own_routing_changes_nothing_and_another_one_does():
+  params = transformer.init(CONFIG, jax.random.key(0))
+  tokens = transformer.example_tokens(CONFIG, 4, 6)
+  out = transformer.forward(params, CONFIG, tokens)
+  assert out.routing_lBTk.shape == (2, 4, 6, 2)
+
+  def hidden(params, routing):
+    return transformer.forward(params, CONFIG, tokens, routing=routing).hidden_BTD
+
+  np.testing.assert_array_equal(hidden(params, out.routing_lBTk), out.hidden_BTD)
+  np.testing.assert_array_equal(hidden(params, -jnp.ones_like(out.routing_lBTk)), out.hidden_BTD)
+  other = (out.routing_lBTk + 1) % 8
+  assert jnp.abs(hidden(params, other) - out.hidden_BTD).max() > 1e-2
+  gradient = jax.grad(lambda p: jnp.sin(hidden(p, other)).sum())(params)
+  assert jnp.abs(gradient.blocks[0].ffn.router).max() > 1e-4

@@ -1,0 +1,152 @@
+"""The model as a function: causal, cached as uncached, the same on every mesh."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import sharding
+from gspo_jax.models import cache as kv_cache
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
+
+TINY = dict(
+  hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16
+)
+MOE = dataclasses.replace(tiny_moe(64), **TINY)
+MIXED = dataclasses.replace(MOE, mlp_only_layers=(1,), intermediate_size=48)
+DENSE = dataclasses.replace(tiny_dense(64), **TINY | dict(moe_intermediate_size=0))
+CONFIGS = pytest.mark.parametrize("config", [MOE, MIXED, DENSE], ids=["moe", "mixed", "dense"])
+MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)]
+LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(MIXED, MESHES[4]), (DENSE, MESHES[4])]
+
+
+def params_of(config, seed=0):
+  return transformer.init(config, jax.random.key(seed))
+
+
+def tokens_of(config, batch=8, length=10):
+  return transformer.example_tokens(config, batch, length)
+
+
+def loss(params, config, tokens, compute=REFERENCE):
+  out = transformer.forward(params, config, tokens, compute=compute)
+  logp, entropy = transformer.token_logp(
+    params, out.hidden_BTD, jnp.roll(tokens, -1, 1), compute=compute
+  )
+  return -logp.mean() + 0.1 * entropy.mean()
+
+
+@functools.cache
+def single_device(config):
+  params, tokens = params_of(config), tokens_of(config)
+  return jax.jit(lambda p, t: jax.value_and_grad(loss)(p, config, t))(params, tokens)
+
+
+@CONFIGS
+def test_a_token_cannot_see_the_future(config):
+  params, tokens = params_of(config), tokens_of(config)
+  changed = tokens.copy()
+  changed[:, 6] = (changed[:, 6] + 1) % config.vocab_size
+  a = transformer.logits(params, config, tokens)
+  b = transformer.logits(params, config, changed)
+  np.testing.assert_allclose(a[:, :6], b[:, :6], atol=1e-5)
+  assert np.abs(a[:, 6:] - b[:, 6:]).max() > 1e-2
+
+
+@CONFIGS
+def test_prefill_and_decode_equal_one_forward(config):
+  params, tokens = params_of(config), tokens_of(config)
+  whole = transformer.forward(params, config, tokens).hidden_BTD
+  cache = kv_cache.allocate(config, len(tokens), 12, jnp.float32)
+  out = transformer.forward(params, config, tokens[:, :6], cache=cache)
+  hidden = [out.hidden_BTD]
+  for t in range(6, 10):
+    position = jnp.full((len(tokens), 1), t)
+    out = transformer.forward(
+      params, config, tokens[:, t : t + 1], positions=position, cache=out.cache
+    )
+    hidden.append(out.hidden_BTD)
+  np.testing.assert_allclose(jnp.concatenate(hidden, 1), whole, atol=2e-5)
+
+
+def test_packed_segments_equal_separate_rows():
+  params, tokens = params_of(MOE), tokens_of(MOE)
+  first, second = tokens[:, :4], tokens[:, 4:]
+  segments = np.repeat(np.array([[1] * 4 + [2] * 6]), len(tokens), 0)
+  positions = np.repeat(np.array([[*range(4), *range(6)]]), len(tokens), 0)
+  packed = transformer.forward(
+    params, MOE, tokens, segments=jnp.asarray(segments), positions=jnp.asarray(positions)
+  ).hidden_BTD
+  apart = [transformer.forward(params, MOE, part).hidden_BTD for part in (first, second)]
+  np.testing.assert_allclose(packed, jnp.concatenate(apart, 1), atol=2e-5)
+
+
+@pytest.mark.parametrize("config, shape", LAYOUTS, ids=lambda x: str(x) if type(x) is tuple else "")
+def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
+  params, tokens = params_of(config), tokens_of(config)
+  expected, gradient = single_device(config)
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    sharded = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
+    batch = sharding.put_batch(tokens, mesh)
+    step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
+    value, got = step(sharded, batch)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradient))
+  chex.assert_trees_all_close(jax.device_get(got), gradient, atol=2e-5 * largest, rtol=0)
+  # Sharding is in the type: a gradient laid out otherwise would be copied at every step.
+  chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))
+
+
+def test_formulations_agree():
+  params, tokens = params_of(MIXED), tokens_of(MIXED)
+  expected = single_device(MIXED)
+  for change in (
+    dict(experts="ragged"),
+    dict(experts="blocks"),
+    dict(remat="full"),
+    dict(logits_chunk=3),
+  ):
+    compute = dataclasses.replace(REFERENCE, **change)
+    got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, MIXED, t, compute))(params, tokens)  # noqa: B023
+    chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
+
+
+def test_token_logp_is_log_softmax():
+  params, tokens = params_of(MOE), tokens_of(MOE)
+  hidden = transformer.forward(params, MOE, tokens).hidden_BTD
+  logp, entropy = transformer.token_logp(params, hidden, tokens, temperature=0.7)
+  reference = jax.nn.log_softmax(transformer.logits(params, MOE, tokens) / 0.7, axis=-1)
+  np.testing.assert_allclose(
+    logp, jnp.take_along_axis(reference, tokens[..., None], -1)[..., 0], atol=1e-5
+  )
+  np.testing.assert_allclose(entropy, -(jnp.exp(reference) * reference).sum(-1), atol=1e-5)
+
+
+def test_bfloat16_stays_near_float32():
+  params, tokens = params_of(MOE), tokens_of(MOE)
+  exact = loss(params, MOE, tokens)
+  rough = loss(params, MOE, tokens, dataclasses.replace(REFERENCE, dtype="bfloat16"))
+  assert 0 < abs(float(exact - rough)) < 0.03 * float(exact)
+
+
+def test_a_weight_that_the_mesh_does_not_divide_is_named():
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 8))
+  with pytest.raises(ValueError, match=r"blocks\.0\.attention\.q.*N=4.*mesh\.tensor=8"):
+    transformer.shardings(MOE, sharding.TRAIN, mesh)
+
+
+def test_mesh_sizes_must_multiply_to_the_devices():
+  with pytest.raises(ValueError, match=r"mesh\.fsdp=3.*8 are there"):
+    sharding.make_mesh(sharding.MeshConfig(1, 3, 1, 1))
+  assert sharding.make_mesh(sharding.MeshConfig(-1, 2, 1, 2)).shape["data"] == 2
+
+
+def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
+  with pytest.raises(ValueError, match="two of its axes"):
+    sharding.spec("DF", dict(D="fsdp", F="fsdp"))
