@@ -51,6 +51,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         clip_low=3e-4,  # arXiv:2507.18071, §5.1
         clip_high=4e-4,
         dual_clip=0.0,
+        max_length=1024,  # of dr_grpo only
         advantage="std",
         old_logp="sampler",  # no recomputation (§5.4)
         kl_coef=0.0,

@@ -63,6 +63,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         clip_low=3e-4,  # §5.1
         clip_high=4e-4,  # §5.1
         dual_clip=0.0,  # not in the paper
+        max_length=30_720,  # of dr_grpo only
         advantage="std",  # eq. 6
         old_logp="sampler",  # §5.4: the sampler's own likelihoods, no recomputation
         kl_coef=0.0,  # "we omit the KL regularization term" (§2)

@@ -48,10 +48,11 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_new_tokens=10,  # "8991:1998" and the stop token
       ),
       objective=dict(
-        name="gspo",  # gspo | gspo_token | grpo
+        name="gspo",  # | gspo_token | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo
         clip_low=0.03,  # a hundred times the paper's: ten tokens average out less than thousands
         clip_high=0.04,
         dual_clip=0.0,  # bound on the ratio for negative advantages; 0: none
+        max_length=10,  # of dr_grpo: what every response is divided by
         advantage="std",  # std | none | leave_one_out
         old_logp="recompute",  # recompute: the ratio starts at exactly 1 | sampler: saves a pass
         kl_coef=0.0,  # GSPO is run without a KL penalty
@@ -69,7 +70,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       ),
       sft_optimizer=common.optimizer(2e-3, schedule="cosine", warmup_steps=30),
       rl=dict(
-        iterations=100,
+        iterations=80,
         prompts=64,  # P
         group_size=8,  # G
         minibatches=4,  # updates per rollout batch, as in the paper

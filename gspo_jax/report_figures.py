@@ -158,9 +158,9 @@ SECTIONS = (
         "|difference| of their log-probabilities of the same tokens",
         ("rl",),
         (
-          Line("sampler/logp_difference/mean", "mean", "blue"),
-          Line("sampler/logp_difference/sequence_mean", "per sequence", "teal"),
-          Line("sampler/logp_difference/max", "largest", "orange"),
+          Line("mismatch/abs/mean", "mean", "blue"),
+          Line("mismatch/sequence/abs/mean", "per sequence", "teal"),
+          Line("mismatch/abs/max", "largest", "orange"),
         ),
         zero=True,
       ),

@@ -12,8 +12,8 @@ One letter per axis, in array suffixes, einsum strings, the parameter table and 
 
 `logp_BT` is the natural-log probability of the token *sampled at* position t given everything
 before it. `mask_BT` is 1 on tokens that the policy sampled and that are trained on, and 0 on
-prompt, padding, tool and environment tokens. |y_i| is the row sum of the mask; a row with an empty mask is
-padding and is in no numerator and in no denominator.
+prompt, padding, tool and environment tokens. |y_i| is the row sum of the mask; a row with an empty
+mask is padding and is in no numerator and in no denominator.
 """
 
 import dataclasses

@@ -15,7 +15,17 @@ from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Max, Mean, collapse, compute, merge
 from gspo_jax.structs import TrainBatch, TrainState
 
-OBJECTIVES = ("gspo", "gspo_token", "grpo")
+# name -> loss; all take (logp, old_logp, advantage, mask) and the options of objectives.terms.
+OBJECTIVES = dict(
+  gspo=O.gspo_loss,
+  gspo_token=O.gspo_token_loss,
+  grpo=O.grpo_loss,
+  ppo_clip=O.ppo_loss,  # with group-relative advantages instead of a critic's
+  dapo=O.dapo_loss,
+  dr_grpo=O.dr_grpo_loss,
+  cispo=O.cispo_loss,
+  gmpo=O.gmpo_loss,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +33,8 @@ class ObjectiveConfig:
   name: str  # one of OBJECTIVES
   clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
   clip_high: float
-  dual_clip: float  # bound on the ratio where the advantage is negative; 0: none
+  dual_clip: float  # bound on the ratio for negative advantages, not cispo or gmpo; 0: none
+  max_length: int  # dr_grpo divides every response by it: sampling.max_new_tokens
   advantage: str  # group_advantages: "std" | "none" | "leave_one_out"
   old_logp: str  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
   kl_coef: float  # penalty on KL(policy || cold start); 0: no reference policy is kept
@@ -33,7 +44,7 @@ class ObjectiveConfig:
 
   def __post_init__(self):
     for key, allowed in dict(
-      name=OBJECTIVES,
+      name=tuple(OBJECTIVES),
       advantage=("std", "none", "leave_one_out"),
       old_logp=("sampler", "recompute"),
       kl=("k1", "k2", "k3"),
@@ -51,18 +62,23 @@ def policy_loss(
   config: ObjectiveConfig, logp_BT: jax.Array, entropy_BT: jax.Array, batch: TrainBatch
 ) -> tuple[Mean, dict[str, Any]]:
   """The configured objective as undivided sums."""
-  loss = dict(gspo=O.gspo_loss, gspo_token=O.gspo_token_loss, grpo=O.grpo_loss)[config.name]
   options = dict(entropy_BT=entropy_BT, entropy_coef=config.entropy_coef)
   if config.kl_coef:
     options |= dict(ref_logp_BT=batch.ref_logp_BT, kl=config.kl, kl_coef=config.kl_coef)
-  return loss.sums(
+  if config.dual_clip:
+    options |= dict(dual_clip=config.dual_clip)
+  if config.name == "dr_grpo":
+    options |= dict(max_length=config.max_length)
+  advantage = batch.advantage_B
+  if config.name in ("gspo_token", "ppo_clip"):
+    advantage = jnp.broadcast_to(advantage[:, None], batch.mask_BT.shape)
+  return OBJECTIVES[config.name].sums(
     logp_BT,
     batch.old_logp_BT,
-    batch.advantage_B,
+    advantage,
     batch.mask_BT,
     config.clip_low,
     config.clip_high,
-    dual_clip=config.dual_clip or None,
     **options,
   )
 
@@ -111,21 +127,10 @@ def make_rl_step(
   def loss(params, batch):
     logp_BT, entropy_BT, stats = log_probs(params, batch, learner)
     total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch)
-    return total, metrics | sampler_difference(logp_BT, batch), stats
+    mismatch = O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
+    return total, metrics | mismatch, stats
 
   return make_step(learner, loss, tx)
-
-
-def sampler_difference(logp_BT: jax.Array, batch: TrainBatch) -> dict[str, Any]:
-  """|log π_trainer - log π_sampler| over tokens, and its signed mean over each response."""
-  difference_BT = jnp.where(batch.mask_BT > 0, logp_BT - batch.sampler_logp_BT, 0)
-  length_B = batch.mask_BT.sum(1)
-  mean_B = jnp.abs(difference_BT.sum(1)) / jnp.maximum(length_B, 1)
-  return {
-    "sampler/logp_difference/mean": Mean(jnp.abs(difference_BT).sum(), length_B.sum()),
-    "sampler/logp_difference/max": Max(jnp.abs(difference_BT).max()),
-    "sampler/logp_difference/sequence_mean": Mean(mean_B.sum(), (length_B > 0).sum()),
-  }
 
 
 def make_sft_step(
@@ -180,7 +185,7 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
     grads = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1), grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics |= {"grad_norm": Max(optax.global_norm(grads))}
+    metrics |= {"grad_norm": Max(optax.tree.norm(grads))}
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
   return step
@@ -221,5 +226,5 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
     for name in ("ratio/deviation", "clip_fraction/sequence", "clip_fraction/token", "loss"):
       if name in one:
         row[f"minibatch/{i}/{name}"] = one[name].compute()
-  first = {k: v for k, v in minibatches[0].items() if k.startswith("sampler/")}
+  first = {k: v for k, v in minibatches[0].items() if k.startswith("mismatch/")}
   return row | compute(first)

@@ -16,8 +16,8 @@ NAMES = (
   "reward/mean", "reward/std", "response_length/mean", "response_length/max", "truncated_fraction",
   "groups_without_spread", "loss", "grad_norm", "learning_rate", "entropy", "tokens_per_second",
   "ratio/mean", "ratio/min", "ratio/max", "ratio/std", "ratio/deviation", "kl/k1", "kl/k3",
-  "sampler/logp_difference/mean", "sampler/logp_difference/max",
-  "sampler/logp_difference/sequence_mean", "router/load_balance", "router/entropy",
+  "mismatch/abs/mean", "mismatch/abs/max",
+  "mismatch/sequence/abs/mean", "router/load_balance", "router/entropy",
   "router/dropped_tokens", "router/busiest_expert", "verifier/right", "verifier/crash",
 )  # fmt: skip
 STAGES = ("sample", "score", "logp", "update", "publish")

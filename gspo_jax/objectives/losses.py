@@ -53,7 +53,8 @@ def gspo_loss(
   ratio_BU, clipped_BU = terms.clip(
     ratios.bounded_exp(log_ratio_BU), log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip
   )
-  loss = jnp.where(length_BU > 0, -weight_BU * advantage_BU * ratio_BU, 0).sum()
+  loss_BU = ratios.finite(-weight_BU * advantage_BU * ratio_BU)
+  loss = jnp.where(length_BU > 0, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
     loss += tokens.means(batch.penalty_BT).sum()
   counts_BU = jax.tree.map(lambda flag_BU: flag_BU * length_BU, clipped_BU)

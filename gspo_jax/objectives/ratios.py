@@ -83,6 +83,12 @@ def difference(logp: Array, other_logp: Array) -> Array:
   return jnp.clip(logp - other_logp, -_GARBAGE, _GARBAGE)
 
 
+def finite(x: Array) -> Array:
+  """x, finite when summed over a batch: cut off at max^0.8 of its type, 1e30 in float32."""
+  largest = float(jnp.finfo(x.dtype).max) ** 0.8
+  return jnp.clip(x, -largest, largest)
+
+
 def bounded_exp(log_x: Array) -> Array:
   """exp(log_x), held constant beyond max^0.75 of its type: e^66 in float32, e^532 in float64.
 

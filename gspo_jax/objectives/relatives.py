@@ -43,7 +43,7 @@ def cispo_loss(
     clip_low = checks.bound(clip_low, "clip_low", log_ratio_BT)
     low_BT = log_ratio_BT < jnp.log1p(-jnp.minimum(clip_low, 1))
     ratio_BT = jnp.where(low_BT, 1 - clip_low, ratio_BT)
-  objective_BT = ratio_BT * batch.advantage_BX * ratios.difference(batch.logp_BT, 0)
+  objective_BT = ratios.finite(ratio_BT * batch.advantage_BX) * ratios.difference(batch.logp_BT, 0)
   counts_BU = terms.token_counts(Clipped(high_BT, low_BT, None), batch.tokens)
   metrics = batch.metrics | terms.ratio_metrics(log_ratio_BT, batch.tokens.mask_BT)
   metrics |= terms.clip_metrics(counts_BU, batch.tokens)
@@ -84,7 +84,7 @@ def gmpo_loss(
   log_ratio_BU = tokens.means(bounded_BT)
   advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
   live_BU = tokens.length_BU > 0
-  loss_BU = -weight_BU * advantage_BU * ratios.bounded_exp(log_ratio_BU)
+  loss_BU = ratios.finite(-weight_BU * advantage_BU * ratios.bounded_exp(log_ratio_BU))
   loss = jnp.where(live_BU, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
     loss += tokens.means(batch.penalty_BT).sum()
@@ -147,7 +147,8 @@ def spo_loss(
   reward_BU = tokens.common(checks.constant(reward_B, "reward_B", mask_BT, dtype, shapes))
   value_BU = tokens.common(checks.constant(value_B, "value_B", mask_BT, dtype, shapes))
   gain_BU = beta * tokens.sums(ratios.difference(logp_BT, ref_logp_BT))
-  error_BU = jnp.where(tokens.length_BU > 0, value_BU + gain_BU - reward_BU, 0)
+  error_BU = ratios.difference(value_BU + gain_BU, reward_BU)
+  error_BU = jnp.where(tokens.length_BU > 0, error_BU, 0)
   number = tokens.responses()
   metrics = {
     "spo/gain": Mean(stop_gradient(gain_BU).sum(), number),

@@ -81,7 +81,7 @@ def batch(
 def token_loss(batch: Batch, objective_BT: Array) -> Array:
   """−objective + penalty at each token."""
   loss_BT = -batch.weight_BX * objective_BT
-  return loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT
+  return ratios.finite(loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT)
 
 
 def clip(ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None) -> tuple[Array, Clipped]:
@@ -138,7 +138,7 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
 
 
 def _deviation(log_ratio: Array) -> Array:
-  """r − 1. Beyond 1e15, where there is no trust region left, only that its square is finite counts."""
+  """r − 1, cut at 1e15 so that its square is finite. No trust region is that wide."""
   return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
 
 
@@ -175,6 +175,7 @@ def _penalty(
     checks.require(entropy_coef == 0, "entropy_coef needs entropy_BT")
   else:
     entropy_BT = checks.tokens(entropy_BT, "entropy_BT", tokens.mask_BT, dtype)
+    entropy_BT = ratios.difference(entropy_BT, 0)
     bonus_BT = jnp.asarray(entropy_coef, dtype) * entropy_BT
     penalty_BT = -bonus_BT if penalty_BT is None else penalty_BT - bonus_BT
     metrics["entropy"] = Mean(stop_gradient(entropy_BT).sum(), tokens.number())

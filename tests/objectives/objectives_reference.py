@@ -168,7 +168,7 @@ def gae(reward, values, mask, discount, trace):
 def case(seed, B=8, T=12, spread="mixed", dtype=np.float32, garbage=True):
   """A batch with ragged rows, holes, rows of one token, of none, without advantage, on policy.
 
-  `spread` of the log-ratios: "near" is the size of GSPO's ranges, "mixed" from 1e-3 to 1, "wide"
+  `spread` of the log-ratios: "near" is the size of GSPO's ranges, "mixed" from 3e-3 to 2, "wide"
   from −25 to +15.
   """
   rng = np.random.default_rng(seed)
@@ -181,7 +181,7 @@ def case(seed, B=8, T=12, spread="mixed", dtype=np.float32, garbage=True):
   if spread == "near":
     log_ratio = rng.normal(0, 1e-3, (B, T))
   elif spread == "mixed":
-    log_ratio = rng.normal(0, 1, (B, T)) * 10.0 ** rng.uniform(-3, 0, (B, 1))
+    log_ratio = rng.normal(0, 1, (B, T)) * 10.0 ** rng.uniform(-2.5, 0.3, (B, 1))
   else:
     log_ratio = rng.uniform(-25, 15, (B, T))
   log_ratio[4] = rng.normal(0, 1e-4, T)  # inside every range

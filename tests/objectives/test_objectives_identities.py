@@ -24,7 +24,7 @@ SUMS = {
   "gmpo": O.gmpo_loss.sums,
   "sapo": O.sapo_loss.sums,
 }
-PLAIN = paper.case(0)
+PLAIN = paper.case(4)  # this one clips on both sides, tokens as well as responses
 
 
 def tree_close(a, b, rtol=2e-6, atol=2e-7):
@@ -180,13 +180,9 @@ def test_merging_two_micro_batches_by_hand():
 
 @pytest.mark.parametrize("name", SUMS)
 def test_denominators_do_not_depend_on_parameters(name):
-  jaxpr = jax.make_jaxpr(lambda x, *rest: SUMS[name](x, *rest)[0].denominator)(*arguments(PLAIN))
-  shifted = arguments(PLAIN)[0] * 3 + 1
-  one, other = (
-    jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, x, *arguments(PLAIN)[1:])[0]
-    for x in (arguments(PLAIN)[0], shifted)
-  )
-  assert one == other > 0
+  logp, *rest = arguments(PLAIN)
+  denominator = jax.jit(lambda x: SUMS[name](x, *rest)[0].denominator)
+  assert denominator(logp) == denominator(logp * 3 + 1) > 0
 
 
 @pytest.mark.parametrize("name", SUMS)

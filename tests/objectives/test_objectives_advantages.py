@@ -1,0 +1,177 @@
+"""Advantages, critics, soft values and reward shaping: hand numbers and loops in NumPy."""
+
+import jax
+import numpy as np
+import objectives_reference as paper
+import pytest
+
+from gspo_jax import objectives as O
+
+
+def test_the_papers_example():
+  """With the population's standard deviation it would be ±1.22."""
+  np.testing.assert_allclose(O.group_advantages([[0.8, 0.4, 0.6]]), [[1, -1, 0]], atol=1e-5)
+
+
+def test_hand_numbers():
+  reward = [[1.0, 0.0, 0.0, 0.0]]
+  np.testing.assert_allclose(
+    O.group_advantages(reward, "none"), [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    O.group_advantages(reward, "leave_one_out"), [[1, -1 / 3, -1 / 3, -1 / 3]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    O.group_advantages(reward, epsilon=0.5), [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    O.group_advantages(np.array([[3, 1]])), [[0.5**0.5, -(0.5**0.5)]], 1e-5
+  )
+
+
+@pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
+def test_invalid_members_leave_the_group(normalize):
+  """The others get what they would get in a group without them; NaN rewards do not matter."""
+  rng = np.random.default_rng(0)
+  reward = rng.normal(size=(6, 5)).astype(np.float32)
+  valid = rng.random((6, 5)) < 0.6
+  valid[0], valid[1] = False, [True, False, False, False, False]
+  ours = O.group_advantages(np.where(valid, reward, np.nan), normalize, valid_PG=valid)
+  assert not np.any(np.asarray(ours)[~valid])
+  for p in range(6):
+    members = reward[p, valid[p]]
+    if len(members) < 2:
+      assert not np.any(ours[p])
+    else:
+      alone = O.group_advantages(members[None], normalize)[0]
+      np.testing.assert_allclose(np.asarray(ours)[p, valid[p]], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
+def test_groups_without_spread_get_exactly_zero(normalize):
+  """0.1 added up eleven times and divided by eleven is not 0.1, in float32."""
+  for value in 0.1, 1 / 3, 0.7, 1e6, -1e-6:
+    assert not np.any(O.group_advantages(np.full((2, 11), value), normalize))
+  assert not np.any(O.group_advantages([[0.5]], normalize))  # a group of one is not its raw score
+
+
+def test_advantages_are_constants():
+  for normalize in "std", "none", "leave_one_out":
+    grad = jax.grad(lambda r: O.group_advantages(r, normalize)[0, 0])(np.eye(3)[:2])  # noqa: B023
+    assert not np.any(grad)
+
+
+def test_bad_groups_are_named():
+  with pytest.raises(ValueError, match="reward_PG"):
+    O.group_advantages([0.0, 1.0])
+  with pytest.raises(ValueError, match="reward_PG"):
+    O.group_advantages([[0.0, np.nan]])
+  with pytest.raises(ValueError, match="valid_PG"):
+    O.group_advantages([[0.0, 1.0]], valid_PG=[[1]])
+  with pytest.raises(ValueError, match="normalize"):
+    O.group_advantages([[0.0, 1.0]], "max")
+
+
+def test_constrained_advantages_standardise_before_they_combine(x64):
+  """The cost's scale is a thousand times the reward's and must not matter."""
+  rng = np.random.default_rng(1)
+  reward, bonus, cost = rng.normal(size=(3, 4, 6)) * np.array([1, 0.1, 1000]).reshape(3, 1, 1)
+
+  def z(x):
+    return (x - x.mean(1, keepdims=True)) / (x.std(1, ddof=1, keepdims=True) + 1e-6)
+
+  ours = O.constrained_advantages([reward, bonus], [cost], [1.0, 0.5], [0.3])
+  np.testing.assert_allclose(ours, z(reward) + 0.5 * z(bonus) - 0.3 * z(cost), rtol=1e-9)
+  scalarised = O.group_advantages(reward + 0.5 * bonus - 0.3 * cost)
+  assert abs(np.corrcoef(np.ravel(ours), np.ravel(scalarised))[0, 1]) < 0.9
+  with pytest.raises(ValueError, match="multipliers"):
+    O.constrained_advantages([reward], [cost], [1.0], [-0.1])
+  with pytest.raises(ValueError, match="multipliers"):
+    O.constrained_advantages([reward], [cost], [1.0], [])
+  with pytest.raises(ValueError, match="costs"):
+    O.constrained_advantages([reward], [cost[0]], [1.0], [1.0])
+
+
+@pytest.mark.parametrize("discount, trace", [(1.0, 0.95), (0.99, 0.9), (1.0, 0.0), (0.5, 1.0)])
+def test_gae_against_the_recursion(discount, trace, x64):
+  case = paper.case(2, dtype=np.float64, garbage=False)
+  reward, value, mask = case["advantage_bt"], case["ref"], case["mask"]
+  expected = paper.gae(reward, value, mask, discount, trace)
+  dirty = [np.where(mask, x, np.nan) for x in (reward, value)]
+  ours = jax.jit(O.gae)(*dirty, mask, discount, trace)
+  np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
+  packed = [x.reshape(4, -1) for x in (*dirty, mask)]
+  ids = np.where(packed[2], np.repeat([7, 2], mask.shape[1]), -1)
+  ours = O.gae(*packed, discount, trace, response_BT=ids)
+  np.testing.assert_allclose(ours, [x.reshape(4, -1) for x in expected], rtol=1e-12, atol=1e-14)
+
+
+def test_gae_with_a_trace_of_one_is_the_sum_of_rewards():
+  advantage, returns = O.gae([[0.0, 0, 1]], [[0.2, 0.3, 0.4]], [[1, 1, 1]], trace=1.0)
+  np.testing.assert_allclose(returns, [[1, 1, 1]], rtol=1e-6)
+  np.testing.assert_allclose(advantage, [[0.8, 0.7, 0.6]], rtol=1e-6)
+  with pytest.raises(ValueError, match="discount"):
+    O.gae([[0.0]], [[0.0]], [[1]], discount=1.5)
+
+
+@pytest.mark.parametrize("eps", [0.2, None])
+def test_value_loss_against_the_equation(eps, x64):
+  case = paper.case(3, spread="mixed", dtype=np.float64)
+  value, old, mask = case["logp"], case["old"], case["mask"]
+  returns = np.where(mask, old + case["rng"].normal(0, 1, mask.shape), np.nan)
+
+  def reference(x):
+    return paper.value(x, old, returns, mask, eps)
+
+  f = jax.value_and_grad(lambda x: O.value_loss(x, old, returns, mask, eps), has_aux=True)
+  (loss, metrics), grad = jax.jit(f)(value)
+  expected = paper.gradient(reference, value)
+  np.testing.assert_allclose(loss, reference(value).real, rtol=1e-12)
+  np.testing.assert_allclose(grad, expected, rtol=0, atol=1e-12 * abs(expected).max())
+  assert (float(metrics["clip_fraction/value"]) > 0) == (eps is not None)
+
+
+def test_spo_against_the_equation(x64):
+  case = paper.case(4, dtype=np.float64)
+  logp, ref, mask = case["logp"], case["ref"], case["mask"]
+  reward, value = case["rng"].random((2, len(mask)))
+
+  def reference(x):
+    return paper.spo(x, ref, reward, value, mask, 0.3)
+
+  f = jax.value_and_grad(lambda x: O.spo_loss(x, ref, reward, value, mask, 0.3)[0])
+  loss, grad = jax.jit(f)(logp)
+  expected = paper.gradient(reference, logp)
+  np.testing.assert_allclose(loss, reference(logp).real, rtol=1e-12)
+  np.testing.assert_allclose(grad, expected, rtol=0, atol=1e-12 * abs(expected).max())
+
+
+def test_the_optimal_policy_has_no_spo_loss(x64):
+  """π* ∝ π_ref exp(r/β): its log-ratio to the reference is what the soft value is short of."""
+  rng = np.random.default_rng(5)
+  ref, reward, beta = np.log(rng.dirichlet(np.ones(6))), rng.random(6), 0.2
+  value = beta * np.log(np.sum(np.exp(ref + reward / beta)))
+  optimal = ref + reward / beta - value / beta
+  args = optimal[:, None], ref[:, None], reward, np.full(6, value), np.ones((6, 1)), beta
+  assert O.spo_loss(*args)[0] < 1e-25
+  sampled = O.soft_value(reward[None], beta)
+  np.testing.assert_allclose(sampled, [beta * np.log(np.mean(np.exp(reward / beta)))], rtol=1e-12)
+  valid = np.arange(6) < 3
+  part = O.soft_value(np.where(valid, reward, np.nan)[None], beta, valid_PG=valid[None])
+  np.testing.assert_allclose(part, O.soft_value(reward[None, :3], beta), rtol=1e-12)
+
+
+def test_overlong_penalty():
+  """DAPO's own numbers: free up to 16,384 tokens, −1 from 20,480."""
+  length = np.array([[1, 16384, 18432], [20479, 20480, 99999]])
+  expected = [[0, 0, -0.5], [-4095 / 4096, -1, -1]]
+  np.testing.assert_allclose(O.overlong_penalty(length, 20480, 4096), expected, rtol=1e-6)
+  for mistake, name in (dict(buffer=0), "buffer"), (dict(max_length=10), "max_length"):
+    with pytest.raises(ValueError, match=name):
+      O.overlong_penalty(length, **(dict(max_length=20480, buffer=4096) | mistake))
+
+
+def test_token_cost():
+  np.testing.assert_allclose(O.token_cost(np.array([0, 100]), 1e-3), [0, -0.1], rtol=1e-6)
+  with pytest.raises(ValueError, match="price"):
+    O.token_cost([1], -1.0)

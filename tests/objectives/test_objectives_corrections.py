@@ -1,0 +1,249 @@
+"""Weights for a sampler that is not the trainer, KL estimates, metrics and reductions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import objectives_reference as paper
+import pytest
+
+from gspo_jax import objectives as O
+
+CASE = paper.case(4)
+LOGP, OLD, MASK = CASE["logp"], CASE["old"], CASE["mask"]
+DELTA = np.where(MASK, LOGP, 0).astype(np.float64) - np.where(MASK, OLD, 0)
+LENGTH = MASK.sum(1)
+RATIO = {
+  "token": np.where(MASK, np.exp(DELTA), 0),
+  "sequence": np.where(LENGTH > 0, np.exp(DELTA.sum(1)), 0),
+  "geometric": np.where(LENGTH > 0, np.exp(DELTA.sum(1) / np.maximum(LENGTH, 1)), 0),
+}
+
+
+@pytest.mark.parametrize("level", RATIO)
+def test_weights(level):
+  ratio = RATIO[level]
+  truncated = O.truncated_weight(LOGP, OLD, MASK, level, cap=1.5)
+  np.testing.assert_allclose(truncated, np.minimum(ratio, 1.5), rtol=1e-5)
+  masked = O.masked_weight(LOGP, OLD, MASK, level, low=0.7, high=1.5)
+  np.testing.assert_allclose(masked, ratio * (ratio >= 0.7) * (ratio <= 1.5), rtol=1e-5)
+  assert np.any(ratio > 1.5) and np.any((ratio < 0.7) & (ratio > 0))
+  packed = [x.reshape(4, -1) for x in (LOGP, OLD, MASK)]
+  ids = np.where(packed[2], np.repeat([3, 1], MASK.shape[1]), -1)
+  long = O.truncated_weight(*packed, level, cap=1.5, response_BT=ids)
+  expected = truncated if level == "token" else np.where(MASK, truncated[:, None], 0)
+  np.testing.assert_allclose(long.reshape(MASK.shape), expected, rtol=1e-5)
+
+
+def test_weights_are_constants_and_finite():
+  for level in RATIO:
+    f = functools.partial(O.truncated_weight, level=level)
+    assert not np.any(jax.grad(lambda x: f(x, OLD, MASK).sum())(LOGP))  # noqa: B023
+    extreme = O.masked_weight(np.full((2, 3), 1e4), np.zeros((2, 3)), np.ones((2, 3)), level)
+    assert not np.any(extreme)
+
+
+@pytest.mark.parametrize("loss", [O.gspo_loss, O.gspo_token_loss, O.grpo_loss, O.gmpo_loss])
+def test_a_weight_per_sequence_multiplies_the_rows(loss):
+  """Weights of 0 stay in the denominator."""
+  weight = np.array([2.0, 1, 0, 1, 0.5, 1, 3, 0], np.float32)
+  weighted = loss.sums(LOGP, OLD, CASE["advantage"], MASK, weight=weight)[0]
+  scaled = loss.sums(LOGP, OLD, CASE["advantage"] * weight, MASK)[0]
+  np.testing.assert_allclose(weighted, scaled, rtol=1e-6)
+
+
+def test_a_weight_per_token_multiplies_the_tokens(x64):
+  weight = CASE["rng"].random(MASK.shape)
+  weight[~MASK] = np.nan
+  args = [np.asarray(x, np.float64) for x in (LOGP, OLD, CASE["advantage_bt"])]
+  f = jax.value_and_grad(lambda x: O.grpo_loss(x, *args[1:], MASK, weight=weight)[0])
+
+  def reference(x):
+    # A weight that is not negative commutes with the clipping.
+    return paper.grpo(x, args[1], args[2] * weight, MASK)
+
+  expected = paper.gradient(reference, args[0])
+  np.testing.assert_allclose(f(args[0])[0], reference(args[0]).real, rtol=1e-12)
+  np.testing.assert_allclose(f(args[0])[1], expected, rtol=0, atol=1e-12 * abs(expected).max())
+
+
+def test_off_policy_mask():
+  """Row by row: drift of the mean old − new beyond the threshold, and a negative advantage."""
+  logp = np.log([[0.5, 0.5], [0.1, 0.1], [0.1, 0.1], [0.1, 0.9]]).astype(np.float32)
+  old = np.log(np.full((4, 2), 0.5)).astype(np.float32)
+  mask = np.array([[1, 1], [1, 1], [1, 1], [0, 1]])
+  advantage = np.array([-1.0, -1.0, 1.0, -1.0])
+  weight = O.off_policy_mask(logp, old, advantage, mask, 0.5)
+  np.testing.assert_array_equal(weight, [1, 0, 1, 1])
+  per_token = np.array([[-1.0, -1], [-1, 1], [1, 1], [-1, -1]])
+  weight = O.off_policy_mask(logp, old, per_token, mask, 0.5)
+  np.testing.assert_array_equal(weight, [[1, 1], [0, 1], [1, 1], [1, 1]])
+
+
+def effective_size(weight):
+  return weight.sum() ** 2 / (weight**2).sum() / len(weight)
+
+
+def test_mismatch():
+  ours = O.mismatch(LOGP, OLD, MASK)
+  rows = DELTA.sum(1)[LENGTH > 0] / LENGTH[LENGTH > 0]
+  delta = DELTA[MASK]
+  expected = {
+    "mismatch/abs/mean": abs(delta).mean(),
+    "mismatch/abs/max": abs(delta).max(),
+    "mismatch/k3": (np.exp(delta) - 1 - delta).mean(),
+    "mismatch/sequence/mean": rows.mean(),
+    "mismatch/sequence/abs/mean": abs(rows).mean(),
+    "mismatch/sequence/abs/max": abs(rows).max(),
+    "mismatch/ess/token": effective_size(RATIO["token"][MASK]),
+    "mismatch/ess/sequence": effective_size(RATIO["sequence"][LENGTH > 0]),
+    "mismatch/ess/geometric": effective_size(RATIO["geometric"][LENGTH > 0]),
+  }
+  assert ours.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(ours[name], value, rtol=1e-5, err_msg=name)
+  halves = [
+    O.mismatch.sums(*(x[rows] for x in (LOGP, OLD, MASK))) for rows in np.split(np.arange(8), 2)
+  ]
+  merged = O.compute(O.merge(*halves))
+  for name, value in expected.items():
+    np.testing.assert_allclose(merged[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_effective_size_of_weights_that_no_float_holds():
+  """Two sequences of equal weight e^4000 among four are half of them."""
+  logp = np.array([[2000.0, 2000], [0, 0], [2000, 2000], [0, 0]], np.float32)
+  size = O.mismatch(logp, np.zeros_like(logp), np.ones_like(logp))["mismatch/ess/sequence"]
+  np.testing.assert_allclose(size, 0.5, rtol=1e-3)
+
+
+def test_ratios():
+  np.testing.assert_allclose(
+    O.token_ratio(LOGP, OLD, MASK), np.where(MASK, RATIO["token"], 1), rtol=1e-6
+  )
+  expected = np.where(LENGTH > 0, RATIO["geometric"], 1)
+  np.testing.assert_allclose(O.sequence_ratio(LOGP, OLD, MASK), expected, rtol=1e-6)
+  raw = np.where(LENGTH > 0, RATIO["sequence"], 1)
+  np.testing.assert_allclose(O.sequence_ratio(LOGP, OLD, MASK, 0.0), raw, rtol=1e-5)
+  token = O.gspo_token_ratio(LOGP, OLD, MASK)
+  np.testing.assert_allclose(token, np.where(MASK, expected[:, None], 1), rtol=1e-6)
+  same = O.segment_ratio(LOGP, OLD, MASK, np.zeros(MASK.shape, int))
+  np.testing.assert_allclose(same, token, rtol=1e-6)
+  each = O.segment_ratio(LOGP, OLD, MASK, np.tile(np.arange(MASK.shape[1]), (len(MASK), 1)))
+  np.testing.assert_allclose(each, O.token_ratio(LOGP, OLD, MASK), rtol=1e-6)
+  grad = jax.grad(lambda x: O.gspo_token_ratio(x, OLD, MASK).sum())(LOGP)
+  np.testing.assert_allclose(grad, np.where(MASK, expected[:, None], 0), rtol=1e-6)
+
+
+def test_what_each_kl_estimate_is_the_gradient_of(x64):
+  """Expectations over all of a small vocabulary, no sampling."""
+  rng = np.random.default_rng(1)
+  logits, ref = rng.normal(size=(2, 7))
+  ref = jax.nn.log_softmax(ref)
+
+  def expected(estimate, logits):
+    probability = jax.lax.stop_gradient(jax.nn.softmax(logits))
+    return jnp.sum(probability * estimate(jax.nn.log_softmax(logits), ref))
+
+  def kl(p, q):
+    return jnp.sum(jnp.exp(p) * (p - q))
+
+  reverse = kl(jax.nn.log_softmax(logits), ref)
+  for estimate in O.kl_k1, O.kl_k3:  # unbiased
+    np.testing.assert_allclose(expected(estimate, logits), reverse, rtol=1e-12)
+  gradients = {k: jax.grad(lambda x: expected(k, x))(logits) for k in (O.kl_k1, O.kl_k2, O.kl_k3)}  # noqa: B023
+  np.testing.assert_allclose(gradients[O.kl_k1], np.zeros(7), atol=1e-14)
+  true = jax.grad(lambda x: kl(jax.nn.log_softmax(x), ref))(logits)
+  np.testing.assert_allclose(gradients[O.kl_k2], true, rtol=1e-10, atol=1e-14)
+  other = jax.grad(lambda x: kl(ref, jax.nn.log_softmax(x)))(logits)
+  np.testing.assert_allclose(gradients[O.kl_k3], other, rtol=1e-10, atol=1e-14)
+
+
+def test_k3_keeps_its_digits_near_zero():
+  """exp(x) − 1 − x at 1e-3 is off by 10% in float32."""
+  np.testing.assert_allclose(O.kl_k3(np.float32(0), np.float32(1e-3)), 5.0017e-7, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_penalties_are_added(kind, x64):
+  """Value and gradient, in the loss's own aggregation; the entropy's gradient reaches entropy."""
+  case = paper.case(2, dtype=np.float64)
+  logp, old, ref, mask = (case[name] for name in ("logp", "old", "ref", "mask"))
+  entropy = np.where(mask, case["rng"].random(mask.shape), np.nan)
+  options = dict(ref_logp_BT=ref, kl=kind, kl_coef=0.3)
+  for loss, how in (O.gspo_loss, "sequence"), (O.dapo_loss, "token"), (O.gmpo_loss, "sequence"):
+
+    def ours(x, loss=loss, **kw):
+      return loss(x, old, case["advantage"], mask, **kw)[0]
+
+    value, grad = jax.value_and_grad(ours)(logp, **options)
+    plain, plain_grad = jax.value_and_grad(ours)(logp)
+
+    def penalty(x, how=how):
+      return paper.kl_penalty(x, ref, mask, kind, how)
+
+    np.testing.assert_allclose(value - plain, 0.3 * penalty(logp).real, rtol=1e-9)
+    np.testing.assert_allclose(grad - plain_grad, 0.3 * paper.gradient(penalty, logp), atol=1e-12)
+  bonus = O.dapo_loss(logp, old, case["advantage"], mask, entropy_BT=entropy, entropy_coef=0.1)
+  np.testing.assert_allclose(bonus[0], ours(logp, O.dapo_loss) - 0.1 * entropy[mask].mean())
+  np.testing.assert_allclose(bonus[1]["entropy"], entropy[mask].mean())
+
+
+def test_metrics_by_hand():
+  """Four rows: one clipped high, one low, one that may not be clipped for its sign, one within."""
+  lengths = [4, 2, 3, 1]
+  mask = np.arange(4) < np.array(lengths)[:, None]
+  delta = np.array([1e-3, -1e-3, -1e-3, 1e-4])
+  advantage = np.array([1.0, -1.0, 1.0, 1.0])
+  logp = np.where(mask, delta[:, None], 9).astype(np.float32)
+  for loss in O.gspo_loss, O.gspo_token_loss:
+    metrics = loss(logp, np.zeros_like(logp), advantage, mask)[1]
+    ratio = np.exp(delta)
+    expected = {
+      "clip_fraction/sequence": 2 / 4,
+      "clip_fraction/sequence/high": 1 / 4,
+      "clip_fraction/sequence/low": 1 / 4,
+      "clip_fraction/token": 6 / 10,
+      "clip_fraction/token/high": 4 / 10,
+      "clip_fraction/token/low": 2 / 10,
+      "ratio/mean": ratio.mean(),
+      "ratio/min": ratio.min(),
+      "ratio/max": ratio.max(),
+      "ratio/std": ratio.std(),
+      "ratio/deviation": abs(ratio - 1).mean(),
+      "kl/k1": -(delta * lengths).sum() / 10,
+      "kl/k3": ((ratio - 1 - delta) * lengths).sum() / 10,
+    }
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+      np.testing.assert_allclose(metrics[name], value, rtol=1e-3, err_msg=name)
+
+
+def test_clip_fractions_of_token_losses():
+  """By token, and by response as the mean share; the dual bound is counted apart."""
+  mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+  ratio = np.array([[1.3, 1.3, 0.7, 1], [5, 0.7, 9, 9]])
+  advantage = np.array([1.0, -1.0])
+  args = np.log(ratio).astype(np.float32), np.zeros((2, 4), np.float32), advantage, mask
+  metrics = O.grpo_loss(*args, dual_clip=3.0)[1]
+  expected = {"token": 3 / 6, "token/high": 2 / 6, "token/low": 1 / 6, "token/dual": 1 / 6}
+  expected |= {"sequence": 1 / 2, "sequence/high": 1 / 4, "sequence/low": 1 / 4}
+  expected |= {"sequence/dual": 1 / 4}
+  for name, value in expected.items():
+    np.testing.assert_allclose(metrics[f"clip_fraction/{name}"], value, rtol=1e-6, err_msg=name)
+  np.testing.assert_allclose(metrics["ratio/max"], 5, rtol=1e-6)
+  np.testing.assert_allclose(metrics["ratio/std"], ratio[mask == 1].std(), rtol=1e-5)
+
+
+def test_reductions():
+  mean = O.Mean(jnp.float32(1), jnp.float32(2)).merge(O.Mean(jnp.float32(5), jnp.float32(1)))
+  assert mean.compute() == 2  # not (0.5 + 5) / 2
+  assert O.Mean(jnp.float32(0), jnp.float32(0)).compute() == 0
+  assert O.Max(jnp.float32(-1)).merge(O.Max(jnp.float32(-jnp.inf))).compute() == -1
+  assert O.Min(jnp.float32(3)).merge(O.Min(jnp.float32(jnp.inf))).compute() == 3
+  x = np.random.default_rng(0).normal(size=(4, 10)).astype(np.float32)
+  stacked = O.Std(jnp.full(4, 10.0), jnp.asarray(x.sum(1)), jnp.asarray((x**2).sum(1)))
+  np.testing.assert_allclose(stacked.collapse().compute(), x.std(), rtol=1e-6)
+  grad = jax.grad(lambda n: O.Mean(n, jnp.float32(0)).compute())(1.0)
+  assert grad == 0

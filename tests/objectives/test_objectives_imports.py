@@ -1,0 +1,44 @@
+"""`import gspo_jax.objectives` is `import jax` and a few short files."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import gspo_jax.objectives as O
+
+PACKAGE = pathlib.Path(O.__file__).parent
+
+
+def test_nothing_but_jax_is_loaded():
+  code = (
+    "import sys, jax, jax.numpy; before = set(sys.modules); import gspo_jax.objectives; "
+    "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+  )
+  output = subprocess.run(
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=PACKAGE.parent.parent,
+  )
+  loaded = set(output.stdout.split())
+  assert "gspo_jax" in loaded
+  assert loaded - {"gspo_jax"} <= sys.stdlib_module_names | {"jax"}
+
+
+def test_nothing_but_jax_is_imported():
+  for path in PACKAGE.glob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+      names += [node.module] if isinstance(node, ast.ImportFrom) else []
+      for name in names:
+        root = name.split(".")[0]
+        ours = name.startswith("gspo_jax.objectives")
+        assert ours or root == "jax" or root in sys.stdlib_module_names, (path.name, name)
+
+
+def test_every_name_is_public_once_and_documented():
+  assert sorted(O.__all__) == O.__all__
+  for name in O.__all__:
+    assert getattr(O, name).__doc__, name

@@ -1,0 +1,130 @@
+"""Responses can be believed: their log-probs are the trainer's, and only what should matters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import tiny_moe
+from gspo_jax.sampling import generate, rollout
+
+CONFIG = dataclasses.replace(
+  tiny_moe(64),
+  hidden_size=32,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=16,
+  moe_intermediate_size=16,
+)
+PARAMS = transformer.init(CONFIG, jax.random.key(0))
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+STOP = (1, 2, 3)
+
+
+def sample(prompts=PROMPTS, params=PARAMS, **changes):
+  options = dict(group_size=4, max_new_tokens=6, stop_ids=STOP, seed=7, prompt_length=5) | changes
+  return generate(params, CONFIG, prompts, **options)
+
+
+def test_rows_hold_prompt_then_response_then_padding():
+  out = sample()
+  assert out.tokens.shape == (16, 11)
+  for row in range(16):
+    prompt, length = PROMPTS[row // 4], out.lengths[row]
+    end = len(prompt) + length
+    assert out.tokens[row, : len(prompt)].tolist() == prompt
+    expected = np.zeros(11)
+    expected[len(prompt) : end] = 1
+    np.testing.assert_array_equal(out.mask[row], expected)
+    assert (out.logp[row][out.mask[row] == 0] == 0).all()
+    assert out.response(row) == out.tokens[row, len(prompt) : end].tolist()
+
+
+def test_the_stop_token_ends_a_response_and_belongs_to_it():
+  out = sample(group_size=32)
+  assert 0 < out.stopped.sum() < len(out.stopped)
+  for row in range(len(out.lengths)):
+    response = out.response(row)
+    assert not set(response[:-1]) & set(STOP)
+    assert out.stopped[row] == (response[-1] in STOP)
+    assert out.stopped[row] or len(response) == 6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logp_is_the_trainers(temperature):
+  out = sample(temperature=temperature)
+  hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
+  logp, _ = transformer.token_logp(
+    PARAMS, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
+  )
+  difference = np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]
+  assert difference.max() < 1e-4
+
+
+def test_truncated_logp_is_renormalised():
+  out = sample(top_k=3)
+  logits = transformer.logits(PARAMS, CONFIG, out.tokens)[:, :-1]
+  kept = jax.lax.top_k(logits, 3)[0]
+  target = jnp.take_along_axis(logits, jnp.asarray(out.tokens)[:, 1:, None], -1)[..., 0]
+  expected = target - jax.nn.logsumexp(kept, axis=-1)
+  np.testing.assert_allclose(out.logp[:, 1:], expected * out.mask[:, 1:], atol=1e-4)
+
+
+def test_greedy_is_the_argmax_of_the_plain_forward():
+  out = sample(group_size=1, temperature=0.0, stop_ids=())
+  for row, prompt in enumerate(PROMPTS):
+    tokens = list(prompt)
+    for _ in range(6):
+      tokens.append(int(transformer.logits(PARAMS, CONFIG, [tokens])[0, -1].argmax()))
+    assert out.tokens[row, : len(tokens)].tolist() == tokens
+
+
+def test_a_response_depends_on_seed_prompt_and_index_only():
+  base = sample()
+  shuffled = sample([PROMPTS[i] for i in (2, 0, 3, 1)])
+  for new, old in enumerate((2, 0, 3, 1)):
+    for g in range(4):
+      assert shuffled.response(4 * new + g) == base.response(4 * old + g)
+  alone = sample([PROMPTS[1]], group_size=2, max_new_tokens=4, prompt_length=3)
+  for g in range(2):
+    assert alone.response(g) == base.response(4 + g)[:4]
+  np.testing.assert_array_equal(sample().tokens, base.tokens)
+  assert (sample(seed=8).tokens != base.tokens).any()
+  assert len({tuple(base.response(g)) for g in range(4)}) > 1
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 2, 2, 2)], ids=str)
+def test_every_mesh_samples_the_same_tokens(shape):
+  base = sample()
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(PARAMS, transformer.shardings(CONFIG, sharding.ROLLOUT, mesh))
+    out = sample(params=params)  # four prompts over eight or four devices: padded
+  np.testing.assert_array_equal(out.tokens, base.tokens)
+  np.testing.assert_allclose(out.logp, base.logp, atol=1e-5)
+
+
+def test_lengths_within_the_window_compile_once():
+  sample()
+  before = rollout._generate._cache_size()
+  sample([[3, 4], [5], [6, 7, 8], [9]], seed=11)
+  assert rollout._generate._cache_size() == before
+
+
+@pytest.mark.parametrize(
+  "prompts, changes, message",
+  [
+    ([[1], []], {}, "prompt 1 is empty"),
+    ([[1] * 6], {}, "prompt 0 has 6 tokens.*prompt_length=5"),
+    ([], {}, "0 prompts"),
+    ([[1]], dict(max_new_tokens=4096), "max_position_embeddings=2048"),
+  ],
+)
+def test_bad_prompts_are_named(prompts, changes, message):
+  with pytest.raises(ValueError, match=message):
+    sample(prompts, **changes)
