@@ -39,5 +39,5 @@ def optimizer(learning_rate: float, **changes) -> ConfigDict:
 def variant(arg: str | None, *allowed: str) -> str | None:
   """The part of --config=file.py:arg after the colon, checked."""
   if arg and arg not in allowed:
-    raise ValueError(f"config variant {arg!r} is not one of {', '.join(allowed)}")
+    raise ValueError(f"config variant {arg!r} is not one of: {', '.join(allowed) or '(none)'}")
   return arg or None

@@ -89,6 +89,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   if common.variant(arg, "tiny"):
     config.update(
       dict(
+        weights="random",
         tokenizer="bytes",
         model=common.model(sizes.tiny_dense(vocab_size=264)),
         compute=dict(dtype="float32", remat="none", logits_chunk=128),

@@ -102,6 +102,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       dict(
         distributed=False,
+        weights="random",
         tokenizer="bytes",
         model=common.model(sizes.tiny_moe(vocab_size=264)),
         compute=dict(logits_chunk=16),

@@ -17,7 +17,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       seed=0,  # of everything random
       distributed=False,  # several hosts: call jax.distributed.initialize
       resume="same",  # a workdir of another config: same refuses it | force goes on
-      weights="",  # Hugging Face directory to start from; "": random
+      weights="random",  # random | Hugging Face directory to start from
       tokenizer="bytes",  # bytes | Hugging Face directory
       model=common.model(sizes.tiny_moe(vocab_size=264)),  # 256 bytes, 3 special, a multiple of 8
       compute=dict(

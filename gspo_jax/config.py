@@ -50,7 +50,7 @@ class RunConfig:
   seed: int
   distributed: bool  # call jax.distributed.initialize: several hosts
   resume: str  # a workdir of another config: "same" refuses it | "force" goes on with this one
-  weights: str  # Hugging Face directory to start from; "": random initialisation
+  weights: str  # Hugging Face directory to start from | "random"
   tokenizer: str  # "bytes" | a Hugging Face directory
   model: ModelConfig
   compute: ComputeConfig

@@ -38,7 +38,7 @@ class Context:
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
     c = self.config
-    if c.weights:
+    if c.weights != "random":
       from gspo_jax.models import hf  # safetensors is only needed here
 
       params, found = hf.load(c.weights, mesh=self.mesh, rules=sharding.TRAIN)
@@ -73,11 +73,7 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   Raises:
     ValueError: weights, tokenizer, data, mesh and model do not fit together; says what to change.
   """
-  if config.weights and not Path(config.weights).is_dir():
-    raise ValueError(
-      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
-      "(config.json and *.safetensors)"
-    )
+  _require_paths(config)
   tok = tokenizer.load(config.tokenizer)
   if tok.vocab_size > config.model.vocab_size:
     raise ValueError(
@@ -86,6 +82,8 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
     )
   train_prompts = data.load(config.data, tok, "train") if config.job != "eval" else []
   problems = choose(data.load(config.data, tok, "eval"), config.eval.problems)
+  if config.distributed:
+    _join_hosts()
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
   transformer.shardings(config.model, sharding.TRAIN, mesh)
@@ -105,3 +103,33 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
       seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
     )
     yield Context(config, Path(workdir), mesh, tok, train_prompts, score, evaluator, writer)
+
+
+def _require_paths(config: RunConfig) -> None:
+  """Names every path that is still to be set, all at once."""
+  paths = {
+    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
+    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
+    "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
+    "data.eval": (config.data.eval, "held-out problems, in one of the same forms"),
+  }
+  if config.job == "eval":
+    del paths["data.train"]
+  missing = [f"  --config.{key}=  {what}" for key, (path, what) in paths.items() if not path]
+  if missing:
+    raise ValueError("this configuration needs paths of yours:\n" + "\n".join(missing))
+  if config.weights != "random" and not Path(config.weights).is_dir():
+    raise ValueError(
+      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
+      "(config.json and *.safetensors), or to random"
+    )
+
+
+def _join_hosts() -> None:
+  """Connects the processes of all hosts; JAX finds them by itself on a TPU slice."""
+  try:
+    jax.distributed.initialize()
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(
+      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false"
+    ) from error

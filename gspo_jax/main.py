@@ -29,18 +29,17 @@ def main(argv: list[str]) -> None:
   values = _CONFIG.value.to_dict()
   try:
     config = configuration.from_dict(values)
-    if config.distributed:
-      jax.distributed.initialize()
     workdir = Path(_WORKDIR.value)
     with open_context(config, workdir) as context:
       claim(workdir, values, config.resume)
       run(context)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {rollout_viewer.write_report(workdir)}\n")
-  except (ValueError, FileNotFoundError) as error:
-    if "--debug" in sys.argv:
-      raise
+  except ValueError as error:
+    logging.debug("", exc_info=True)  # the traceback, with --verbosity=1
     sys.exit(f"gspo_jax: {error}")
+  except KeyboardInterrupt:
+    sys.exit("gspo_jax: interrupted; the same command continues from the last checkpoint")
 
 
 def run(context: Context) -> None:
@@ -73,6 +72,17 @@ def claim(workdir: Path, values: dict[str, Any], resume: str) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
+def parse(argv: list[str]) -> list[str]:
+  """Flags, with a line instead of a traceback for a config key that is unknown or of a wrong type."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, TypeError, ValueError) as error:
+    reason = error
+    while isinstance(reason, BaseException) and reason.args:
+      reason = reason.args[0]  # ml_collections wraps its hint in two exceptions
+    sys.exit(f"gspo_jax: --config: {reason}")
+
+
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config", "workdir"])
-  app.run(main)
+  app.run(main, flags_parser=parse)

@@ -105,10 +105,12 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   if family is None:
     raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {', '.join(_FAMILIES)}")
   _check_supported(raw, family)
-  raw = family.defaults | {key: value for key, value in raw.items() if value is not None}
-  raw["rope_theta"] = _one_of("rope_theta", raw, raw.get("rope_parameters", {}))
+  raw = {key: value for key, value in raw.items() if value is not None}
+  ropes = (raw.get(key, {}) for key in ("rope_parameters", "rope_scaling"))
+  raw["rope_theta"] = _one_of("rope_theta", raw, *ropes)
   raw["num_experts"] = _one_of("num_experts", raw, dict(num_experts=raw.get("num_local_experts")))
   # Where transformers' configuration classes have these defaults and published files use them.
+  raw = family.defaults | {key: value for key, value in raw.items() if value is not None}
   raw.setdefault("tie_word_embeddings", False)
   raw.setdefault("mlp_only_layers", [])
   raw.setdefault("decoder_sparse_step", 1)

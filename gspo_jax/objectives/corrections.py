@@ -37,11 +37,11 @@ def masked_weight(
 ) -> Array:
   """ρ where low ≤ ρ ≤ high, else 0 (masked importance sampling, MIS; at token level, IcePop).
 
-  `level` as in `truncated_weight`. For "sequence" `low` is usually 0 and `high` small, for
-  "geometric" both are within a few per mille of 1.
+  `level` as in `truncated_weight`; the defaults are for tokens. A geometric mean stays much nearer
+  to 1 than a token's ratio does, and needs a narrower range.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
-  Reference: arXiv:2510.18855 (IcePop, whose range the defaults are); richardli.xyz/rl-collapse.
+  Reference: arXiv:2510.18855 (IcePop); richardli.xyz/rl-collapse.
   """
   checks.require(low >= 0, "low must not be negative")
   checks.require(high >= low, "high must not be smaller than low")

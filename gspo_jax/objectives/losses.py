@@ -184,7 +184,7 @@ def dapo_loss(
   caller's; for its soft overlong punishment see `overlong_penalty`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2503.14476, Eq. 8 to 12.
+  Reference: arXiv:2503.14476.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)

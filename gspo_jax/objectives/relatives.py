@@ -115,11 +115,12 @@ def sapo_loss(
   checks.require(tau_pos > 0, "tau_pos must be positive")
   checks.require(tau_neg > 0, "tau_neg must be positive")
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  tau_pos, tau_neg = (jnp.asarray(tau, batch.logp_BT.dtype) for tau in (tau_pos, tau_neg))
-  tau_BX = jnp.where(batch.advantage_BX > 0, tau_pos, tau_neg)
+  good_BX = batch.advantage_BX > 0
+  tau_BX = jnp.where(good_BX, tau_pos, tau_neg).astype(batch.logp_BT.dtype)
+  scale_BX = jnp.where(good_BX, 4 / tau_pos, 4 / tau_neg).astype(batch.logp_BT.dtype)
   # σ(x) as 1 − σ(−x): its gradient has the factor 1 − σ(x), which for large x has no digits left.
   gate_BT = 1 - sigmoid(-tau_BX * ratios.bounded_expm1(batch.log_ratio_BT))
-  loss_BT = terms.token_loss(batch, 4 / tau_BX * gate_BT * batch.advantage_BX)
+  loss_BT = terms.token_loss(batch, scale_BX * gate_BT * batch.advantage_BX)
   metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
   return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics
 

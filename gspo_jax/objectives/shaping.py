@@ -13,7 +13,7 @@ def overlong_penalty(length, max_length, buffer) -> Array:
   """0 up to max_length − buffer tokens, from there linear to −1 at max_length, and −1 beyond.
 
   Shapes: any -> the same. Lengths are in tokens.
-  Reference: arXiv:2503.14476, Eq. 13 (soft overlong punishment); 20,480 and 4,096 there.
+  Reference: arXiv:2503.14476 (soft overlong punishment; 20,480 and 4,096 tokens there).
   """
   checks.require(buffer > 0, "buffer must be positive")
   checks.require(max_length >= buffer, "max_length must not be smaller than buffer")

@@ -47,9 +47,9 @@ def config(kind, base, theta, tied=False, **changes):
 CASES = dict(
   dense_gqa2=lambda: config("Qwen3", BASE, 1e6),
   dense_gqa8_tied=lambda: config("Qwen3", BASE, 1e7, True, num_key_value_heads=1),
-  dense_gqa1=lambda: config("Qwen3", BASE, 1e6, num_key_value_heads=8, rms_norm_eps=1e-5),
+  dense_gqa1=lambda: config("Qwen3", BASE, 1e6, num_key_value_heads=8, rms_norm_eps=1e-2),
   qwen2=lambda: config("Qwen2", BASE | dict(head_dim=6, hidden_size=48), 1e6),
-  llama=lambda: config("Llama", BASE | dict(head_dim=6, hidden_size=48), 1e4, rms_norm_eps=1e-5),
+  llama=lambda: config("Llama", BASE | dict(head_dim=6, hidden_size=48), 5e5, rms_norm_eps=1e-5),
   moe_normalised=lambda: config("Qwen3Moe", MOE, 1e6, norm_topk_prob=True),
   moe_unnormalised_tied=lambda: config("Qwen3Moe", MOE, 1e7, True, norm_topk_prob=False),
   moe_mlp_only_gqa8=lambda: config(

@@ -361,64 +361,6 @@ def test_a_mesh_that_does_not_divide_a_parameter(tmp_path):
     hf.load(tmp_path, mesh=mesh)
 
 
-@pytest.mark.parametrize(
-  "config, changes, message",
-  [
-    (DENSE, dict(model_type="gpt2"), "model_type='gpt2' is not one of qwen3_moe, qwen3, qwen2"),
-    (DENSE, dict(model_type=...), "model_type=None"),
-    (DENSE, dict(hidden_size=...), "no hidden_size"),
-    (DENSE, dict(rope_theta=...), "no rope_theta"),
-    (MOE, dict(norm_topk_prob=...), "no norm_topk_prob"),  # transformers' default is not Qwen's
-    (MOE, dict(num_experts=...), "no num_experts"),
-    (DENSE, dict(num_hidden_layers="2"), "num_hidden_layers='2' is not of type int"),
-    (DENSE, dict(vocab_size=True), "vocab_size=True is not of type int"),
-    (DENSE, dict(num_key_value_heads=3), "num_kv_heads=3"),
-    (DENSE, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only \"silu\""),
-    (DENSE, dict(use_sliding_window=True), "use_sliding_window=True"),
-    (DENSE, dict(layer_types=["sliding_attention"] * 2), "layer_types"),
-    (DENSE, dict(attention_bias=True), "attention_bias=True"),
-    (LLAMA, dict(mlp_bias=True), "mlp_bias=True"),
-    (DENSE, dict(quantization_config={"bits": 4}), "quantization_config"),
-    (DENSE, dict(rope_scaling={"type": "yarn"}), "rope_scaling.rope_type='yarn'"),
-    (DENSE, dict(rope_scaling={"rope_type": "llama3"}), "rope_scaling.rope_type='llama3'"),
-    (DENSE, dict(rope_parameters={"factor": 2.0}), "rope_parameters.factor"),
-    (DENSE, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
-    (DENSE, dict(rope_parameters={"rope_theta": 1e4}), "rope_theta is given twice"),
-    (MOE, dict(num_local_experts=4), "num_experts is given twice, as 4 and as 8"),
-  ],
-)
-def test_what_is_not_supported_is_named(config, changes, message, tmp_path):
-  saved(tmp_path, config)
-  edit_config(tmp_path, **changes)
-  with pytest.raises(hf.CheckpointError, match=message) as error:
-    hf.load_config(tmp_path)
-  assert "config.json" in str(error.value)
-
-
-def test_both_forms_of_config_json(tmp_path):
-  """As published with Qwen3, and as transformers 5 writes it."""
-  saved(tmp_path, MOE)
-  assert hf.load_config(tmp_path) == MOE
-  theta = dict(rope_type="default", rope_theta=MOE.rope_theta)
-  renamed = dict(num_experts=..., num_local_experts=8, rope_theta=..., rope_scaling=...)
-  edit_config(tmp_path, **renamed, rope_parameters=theta, mlp_only_layers=[1])
-  assert hf.load_config(tmp_path) == MOE
-  edit_config(tmp_path, num_experts=8, rope_theta=1_000_000, decoder_sparse_step=...)
-  assert hf.load_config(tmp_path) == MOE
-  assert isinstance(hf.load_config(tmp_path).rope_theta, float)
-
-
-def test_keys_that_published_files_leave_out(tmp_path):
-  llama = dataclasses.replace(LLAMA, rope_theta=1e4, num_kv_heads=4, head_dim=8)
-  saved(tmp_path, llama)
-  edit_config(tmp_path, rope_theta=..., num_key_value_heads=..., head_dim=..., mlp_bias=...)
-  assert hf.load_config(tmp_path) == llama
-  qwen2 = dataclasses.replace(QWEN2, head_dim=8)
-  saved(tmp_path, qwen2)
-  edit_config(tmp_path, head_dim=..., sliding_window=131_072, max_window_layers=28)
-  assert hf.load_config(tmp_path) == qwen2
-
-
 def test_what_cannot_be_saved(tmp_path):
   params = params_of(DENSE)
   with pytest.raises(ValueError, match="not the parameters of this model_config"):

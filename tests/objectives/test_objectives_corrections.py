@@ -26,9 +26,9 @@ def test_weights(level):
   ratio = RATIO[level]
   truncated = O.truncated_weight(LOGP, OLD, MASK, level, cap=1.5)
   np.testing.assert_allclose(truncated, np.minimum(ratio, 1.5), rtol=1e-5)
-  masked = O.masked_weight(LOGP, OLD, MASK, level, low=0.7, high=1.5)
-  np.testing.assert_allclose(masked, ratio * (ratio >= 0.7) * (ratio <= 1.5), rtol=1e-5)
-  assert np.any(ratio > 1.5) and np.any((ratio < 0.7) & (ratio > 0))
+  masked = O.masked_weight(LOGP, OLD, MASK, level, low=0.9, high=1.5)
+  np.testing.assert_allclose(masked, ratio * (ratio >= 0.9) * (ratio <= 1.5), rtol=1e-5)
+  assert np.any(ratio > 1.5) and np.any((ratio < 0.9) & (ratio > 0))
   packed = [x.reshape(4, -1) for x in (LOGP, OLD, MASK)]
   ids = np.where(packed[2], np.repeat([3, 1], MASK.shape[1]), -1)
   long = O.truncated_weight(*packed, level, cap=1.5, response_BT=ids)

@@ -247,6 +247,38 @@ def test_explicit_sharding_of_packed_rows_and_segments():
         np.testing.assert_allclose(jax.device_get(loss), plain(name)[0], rtol=1e-6)
 
 
+def test_the_rest_of_the_package_on_eight_devices():
+  """Advantages, gae, weights and measures: explicit sharding, and sums over shard_map."""
+  mesh = jax.make_mesh((8,), ("data",))
+
+  def everything(logp, old, advantage, mask):
+    weight = O.truncated_weight(logp, old, mask, "sequence")
+    return (
+      O.gae(logp, old, mask),
+      O.group_advantages(jnp.where(mask, logp, 0), valid_PG=mask),
+      O.masked_weight(logp, old, mask),
+      O.off_policy_mask(logp, old, advantage, mask, 0.1),
+      divided(functools.partial(O.gspo_loss.sums, weight=weight), logp, old, advantage, mask),
+      divided(O.value_loss.sums, logp, old, jnp.where(mask, old, 0), mask),
+    )
+
+  alone = jax.jit(everything)(*arguments(PLAIN)), O.mismatch(*args_of_mismatch(arguments(PLAIN)))
+  local = jax.shard_map(
+    lambda *x: O.compute(O.psum(O.mismatch.sums(*args_of_mismatch(x)), "data")),
+    mesh=mesh,
+    in_specs=P("data"),
+    out_specs=P(),
+  )
+  with jax.set_mesh(mesh):
+    put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arguments(PLAIN)]
+    sharded = jax.device_get((jax.jit(everything)(*put), jax.jit(local)(*put)))
+  tree_close(sharded, alone, 1e-5, 1e-6)
+
+
+def args_of_mismatch(args):
+  return args[0], args[1], args[3]
+
+
 def test_ranges_may_be_given_per_row():
   args = arguments(paper.case(11, spread="near"))
   ranges = np.linspace(1e-4, 1e-2, len(args[2]), dtype=np.float32)

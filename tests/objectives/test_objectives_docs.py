@@ -1,0 +1,58 @@
+"""The ten lines of docs/objectives.md, run as they stand there."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import objectives as O
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "objectives.md"
+
+
+def log_probs(params, tokens):
+  """A policy without context: one row of logits per position."""
+  return jnp.take_along_axis(jax.nn.log_softmax(params), tokens.T, axis=1).T
+
+
+def rollout(params, responses=64):
+  """Every response is rewarded for its share of token 0."""
+  tokens = jax.random.categorical(jax.random.key(0), params, shape=(responses, len(params)))
+  reward = jnp.mean(tokens == 0, axis=1)
+  return dict(
+    tokens=tokens,
+    old_logp=log_probs(params, tokens),
+    advantage=O.group_advantages(reward[None])[0],
+    mask=jnp.ones(tokens.shape),
+  )
+
+
+def test_ten_lines_of_optax():
+  code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S).group(1)
+  statements = [line for line in code.splitlines() if line.strip()]
+  assert len(statements) <= 12
+  params = jnp.zeros((5, 4))
+  batch, seen = rollout(params), []
+
+  def batches():
+    for start in range(0, 64, 16):
+      yield {name: x[start : start + 16] for name, x in batch.items()}
+      seen.append({name: float(x) for name, x in scope["metrics"].items()})
+
+  scope = dict(log_probs=log_probs, params=params, batches=batches())
+  exec(code, scope)
+  assert len(seen) == 4
+  assert seen[0]["ratio/deviation"] == 0  # on policy
+  assert all(metrics["ratio/deviation"] > 1e-4 for metrics in seen[1:])
+  assert max(metrics["clip_fraction/token"] for metrics in seen) > 0
+  before, after = (np.mean(jax.nn.softmax(p)[:, 0]) for p in (params, scope["params"]))
+  assert after > before
+
+
+def test_every_public_loss_is_on_the_page():
+  page = PAGE.read_text()
+  for name in O.__all__:
+    if name[0].islower() and not name.endswith("_ratio") and name != "reduced":
+      assert re.search(rf"\b{name}\b", page), name
