@@ -21,24 +21,29 @@ setuptools.setup(
     "orbax-checkpoint>=0.12.8",
     "grain>=0.2.18",  # shuffled, sharded, resumable data
     "tensorflow-datasets>=4.9.10",  # data sets by name; works without TensorFlow
-    "array_record>=0.8.3",  # record files that TFDS and Grain read
-    "pyarrow>=21.0.0",  # Parquet
+    "array_record>=0.8.3",  # record files that TFDS writes
+    "pyarrow>=20.0.0",  # Parquet
     "etils[epath]>=1.14.0",  # gs:// and other paths
     "ml-collections>=1.1.0",  # configuration
     "absl-py>=2.3.0",  # flags
-    "chex>=0.1.92",  # shape assertions
+    "numpy>=2.0.0",
+    "ml_dtypes>=0.5.0",  # bfloat16 on the host
     "tokenizers>=0.22.0",  # tokenizer.json of Hugging Face checkpoints
     "jinja2>=3.1.6",  # their chat templates
     "safetensors>=0.6.0",  # their weights
-    "math-verify>=0.8.0",  # equivalence of mathematical answers
+    "math-verify>=0.9.0",  # equivalence of mathematical answers
     "tensorboardX>=2.6.4",  # event files without TensorFlow
     "tqdm>=4.67.0",  # progress bars
   ],
   extras_require={
     "tpu": ["jax[tpu]>=0.10.2"],
     "cuda": ["jax[cuda13]>=0.10.2"],
-    # torch pinned: its CPU build; any other version brings gigabytes of CUDA.
-    "test": ["pytest>=8.4.0", "torch==2.13.0", "transformers>=5.12.0"],
-    "dev": ["ruff>=0.14.0", "pre-commit>=4.3.0"],
+    "test": [
+      "pytest>=8.4.0",
+      "chex>=0.1.92",  # comparisons of pytrees
+      "torch==2.13.0",  # transformers is the reference; this pin is a CPU build
+      "transformers>=5.12.0",
+    ],
+    "dev": ["ruff==0.17.5", "pre-commit>=4.3.0"],  # another ruff formats otherwise
   },
 )

@@ -73,7 +73,7 @@ def claim(workdir: Path, values: dict[str, Any], resume: str) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Flags, with a line instead of a traceback for a config key that is unknown or of a wrong type."""
+  """Flags, with one line instead of a traceback for a config key that is not there."""
   try:
     return app.parse_flags_with_usage(argv)
   except (AttributeError, TypeError, ValueError) as error:

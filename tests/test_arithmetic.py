@@ -73,5 +73,5 @@ def test_scorer_gives_rewards_and_outcomes():
 
 @pytest.mark.parametrize("split, digits", [("test", 2), ("train", 0), ("train", 4)])
 def test_bad_settings_are_errors(split, digits):
-  with pytest.raises(ValueError, match="arithmetic:|data.digits"):
+  with pytest.raises(ValueError, match=r"arithmetic:|data\.digits"):
     arithmetic.problems(split, digits)

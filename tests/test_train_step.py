@@ -122,9 +122,8 @@ def test_every_objective_by_name(name):
   batch = rollout_batch(params, DENSE)
   ranges = dict(clip_low=0.2, clip_high=0.28)
   objective = dataclasses.replace(GSPO, name=name, **ranges)
-  state, metrics = train_step.make_rl_step(learner(DENSE), objective, TX)(
-    new_state(params, TX), batch
-  )
+  step = train_step.make_rl_step(learner(DENSE), objective, TX)
+  _, metrics = step(new_state(params, TX), batch)
   row = scalars(metrics)
   assert np.isfinite(list(row.values())).all()
   assert row["grad_norm"] > 0 and row["entropy"] > 0
