@@ -46,7 +46,7 @@ def svg(curves: list[dict]) -> str:
     line = " ".join(f"{x(step):.1f},{y(accuracy):.1f}" for step, accuracy, _ in c["points"])
     parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
     parts.append(
-      f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 16 * (i + 1)}" fill="{colour}">'
+      f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 16 * (i + 1)}" style="fill:{colour}">'
       f"seed {c['seed']}</text>"
     )
   style = "text{font:12px system-ui,sans-serif;fill:#888}"
