@@ -17,6 +17,29 @@ def model(sizes: ModelConfig) -> ConfigDict:
   return ConfigDict(dataclasses.asdict(sizes))
 
 
+def reward(name: str, workers: int, time_limit_s: float, **changes) -> ConfigDict:
+  """A verifier, and nothing added to what it says: 1 for a right response and 0 for any other."""
+  section = ConfigDict(
+    dict(
+      name=name,  # arithmetic | math | code | string | package.module:function
+      workers=workers,  # processes that verify at the same time; arithmetic and string need none
+      time_limit_s=time_limit_s,  # per answer, without queueing; code: CPU time per test
+      memory_mb=1024,  # code: address space of a program
+      isolation="auto",  # code: namespaces | seccomp | auto: either | none: with your rights
+      format="none",  # think | think_answer: tags that a response must have
+      format_weight=0.0,  # what having them adds to the reward
+      overlong_weight=0.0,  # what a response of overlong_max tokens loses; DAPO has 1
+      overlong_max=0,  # tokens: sampling.max_new_tokens
+      overlong_buffer=0,  # tokens below that over which the loss grows from 0
+      false_positive=0.0,  # noise for experiments: share of other responses rewarded as right
+      false_negative=0.0,  # share of right responses that are not rewarded
+      noise_seed=0,  # the same seed misjudges the same responses
+    )
+  )
+  section.update(changes)
+  return section
+
+
 def optimizer(learning_rate: float, **changes) -> ConfigDict:
   """AdamW as RL of language models commonly uses it."""
   section = ConfigDict(
@@ -34,6 +57,36 @@ def optimizer(learning_rate: float, **changes) -> ConfigDict:
   )
   section.update(changes)
   return section
+
+
+def benchmark(samples: int, **changes) -> ConfigDict:
+  """A section of eval.benchmarks; docs/evaluation.md has more."""
+  section = ConfigDict(
+    dict(
+      data="",  # [format@]path [where ...], as in docs/data.md; "": it is left out
+      reward="",  # verifier, as reward.name; "": the one of the run
+      problems=0,  # evenly spread over the set; 0: all
+      samples=samples,  # per problem
+      pass_at=(),  # k of pass@k, besides the average over all samples
+      rating=False,  # Elo rating against the field `rating` of the problems
+      standings="",  # JSON lines of contests: a rating against those who took part
+    )
+  )
+  section.update(changes)
+  return section
+
+
+def paper_benchmarks() -> ConfigDict:
+  """What the paper evaluates besides AIME'24 (arXiv:2507.18071, §5.1)."""
+  return ConfigDict(
+    dict(
+      # Average Pass@1 over 8 samplings, 202410-202502. Data: livecodebench@FILES where
+      # contest_date>=2024-10-01 and contest_date<2025-03-01
+      livecodebench=benchmark(samples=8, reward="code"),
+      # Elo rating; the number of samples is a choice. Data: codeforces@FILES where rating>0
+      codeforces=benchmark(samples=8, reward="code", rating=True),
+    )
+  )
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:

@@ -26,7 +26,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       model=common.model(sizes.qwen3_1_7b()),
       compute=dict(
         dtype="bfloat16",  # of activations and matmul inputs; parameters and Adam are float32
-        experts="auto",
+        attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
+        experts="auto",  # blocks | ragged | megablox | auto: by platform
+        expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
         remat="full",  # recompute each layer in the backward pass
         logits_chunk=512,  # time steps whose 151,936 logits exist at once
       ),
@@ -43,8 +45,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         on_error="raise",  # a bad row: raise | skip
         digits=3,  # of the embedded task only
         carry_errors=0.5,  # of the embedded task only
+        query_set=dict(
+          drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
+          readmit_after=0,  # iterations until it gets another chance; 0: never
+          extra_rounds=0,  # of sampling, to fill the batch with groups with spread (DAPO)
+        ),
       ),
-      reward=dict(name="math", workers=8, time_limit_s=5.0),  # processes; seconds per answer
+      reward=common.reward("math", workers=8, time_limit_s=5.0),  # processes; seconds per answer
       sampling=dict(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=1024),
       objective=dict(
         name="gspo",
@@ -58,6 +65,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         kl="k3",
         entropy_coef=0.0,
         load_balance_coef=0.0,  # a dense model has no router
+        replay="none",
+        volatility=False,
       ),
       sft=dict(
         steps=0, batch=64, microbatches=1, max_tokens=1024, log_every=10, load_balance_coef=0.0
@@ -82,6 +91,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_new_tokens=1024,
         greedy=True,
         batch=64,  # problems sampled at once
+        benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
       checkpoint=dict(every=20, keep=2),
     )

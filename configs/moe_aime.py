@@ -29,11 +29,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       model=common.model(sizes.qwen3_30b_a3b()),
       compute=dict(
         dtype="bfloat16",  # of activations and matmul inputs; parameters and Adam are float32
-        experts="auto",  # blocks | ragged | auto: by platform
+        attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
+        experts="auto",  # blocks | ragged | megablox | auto: by platform
+        expert_chunk=1024,  # tokens of a chip that go through the experts at once
         remat="full",  # recompute each layer in the backward pass: activations of 48 layers
         logits_chunk=512,  # time steps whose 151,936 logits exist at once
       ),
-      mesh=dict(data=1, fsdp=8, expert=8, tensor=1),  # devices per axis; 64 chips
+      mesh=dict(data=1, fsdp=16, expert=4, tensor=1),  # 64 chips: 4x4 and 4 of the torus
       data=dict(
         train="",  # to be set: problems with verifiable answers
         eval="",  # to be set: AIME'24, 30 problems
@@ -46,9 +48,14 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         on_error="raise",  # a bad row: raise | skip
         digits=3,  # of the embedded task only
         carry_errors=0.5,  # of the embedded task only
+        query_set=dict(
+          drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
+          readmit_after=0,  # iterations until it gets another chance; 0: never
+          extra_rounds=0,  # of sampling, to fill the batch with groups with spread (DAPO)
+        ),
       ),
-      reward=dict(
-        name="math",
+      reward=common.reward(
+        "math",  # | arithmetic | code | string | package.module:function
         workers=16,  # processes
         time_limit_s=5.0,  # per answer, without queueing
       ),
@@ -70,6 +77,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         kl="k3",
         entropy_coef=0.0,
         load_balance_coef=0.0,  # not in the paper; RL recipes leave it out
+        replay="none",  # GSPO needs none (§5.3) | R2 | R3
+        volatility=False,  # True: 384 bytes of routes per token, up to 50 GB on every host
       ),
       sft=dict(
         steps=0, batch=64, microbatches=1, max_tokens=2048, log_every=10, load_balance_coef=1e-3
@@ -94,6 +103,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_new_tokens=30_720,
         greedy=False,  # the paper reports samples only
         batch=30,  # problems sampled at once
+        benchmarks=common.paper_benchmarks(),  # those with data; to be set
       ),
       checkpoint=dict(every=10, keep=3),  # iterations; how many are kept
     )
@@ -116,6 +126,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         ),
         reward=dict(workers=1),
         sampling=dict(max_new_tokens=24),
+        objective=dict(volatility=True),
         rl=dict(iterations=6, prompts=16, group_size=8, microbatches=2, dump_every=2),
         eval=dict(every=3, problems=8, max_new_tokens=24, batch=8),
         checkpoint=dict(every=2),

@@ -22,8 +22,10 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       model=common.model(sizes.tiny_moe(vocab_size=264)),  # 256 bytes, 3 special, a multiple of 8
       compute=dict(
         dtype="float32",  # a CPU gains nothing from bfloat16
-        experts="auto",  # blocks | ragged | auto: by platform
-        remat="none",  # none | full: recompute layers in the backward pass
+        attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
+        experts="auto",  # blocks | ragged | megablox | auto: by platform
+        expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
+        remat="none",  # none | full | attention | dots: what the backward pass recomputes
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
       ),
       mesh=dict(data=-1, fsdp=1, expert=1, tensor=1),  # devices per axis; -1: what is left
@@ -39,8 +41,17 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         on_error="raise",  # a bad row: raise | skip
         digits=3,  # of the terms
         carry_errors=0.5,  # how often the teacher forgets a carry
+        query_set=dict(
+          drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
+          readmit_after=0,  # iterations until it gets another chance; 0: never
+          extra_rounds=0,  # of sampling, to fill the batch with groups with spread (DAPO)
+        ),
       ),
-      reward=dict(name="arithmetic", workers=0, time_limit_s=1.0),  # exact; needs no process
+      reward=common.reward(
+        "arithmetic",  # exact | math | code | string | package.module:function
+        workers=0,  # processes; this verifier needs none
+        time_limit_s=1.0,  # per answer
+      ),
       sampling=dict(
         temperature=1.0,
         top_k=0,  # 0: all tokens
@@ -59,6 +70,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         kl="k3",
         entropy_coef=0.0,
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
+        replay="none",  # Routing Replay: none | R2: the trainer's old routes | R3: the sampler's
+        volatility=True,  # record routes, for router/volatility/*
       ),
       sft=dict(
         steps=300,
@@ -88,6 +101,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         max_new_tokens=10,
         greedy=True,
         batch=128,  # problems sampled at once
+        benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
       checkpoint=dict(every=25, keep=2),  # iterations or updates; how many are kept
     )

@@ -89,6 +89,10 @@ class RunConfig:
       self.sft.batch % self.sft.microbatches == 0,
       f"sft.batch={self.sft.batch} does not divide into sft.microbatches={self.sft.microbatches}",
     )
+    _require(
+      self.objective.replay == "none" or self.model.num_experts > 0,
+      f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",
+    )
     window = self.data.max_prompt_tokens + self.sampling.max_new_tokens
     _require(
       window <= self.model.max_position_embeddings,
@@ -160,6 +164,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     return _build(kind, value, f"{path}.")
   if typing.get_origin(kind) is tuple:
     return tuple(value)
+  if typing.get_origin(kind) is dict:
+    _, kind = typing.get_args(kind)
+    return {name: _convert(kind, entry, f"{path}.{name}") for name, entry in value.items()}
   if kind is float and type(value) is int:
     return float(value)
   if type(value) is not kind:

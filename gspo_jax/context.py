@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gspo_jax import data, metrics, rewards, sharding, tokenizer
 from gspo_jax.checkpoint import abstract
 from gspo_jax.config import RunConfig
-from gspo_jax.evaluate import Evaluator, choose
+from gspo_jax.evaluate import Benchmark, BenchmarkConfig, Evaluator, choose
 from gspo_jax.models import transformer
 from gspo_jax.structs import Prompt, TrainState
 
@@ -49,6 +51,12 @@ class Context:
     init = jax.jit(lambda key: transformer.init(c.model, key), out_shardings=shardings)
     return init(jax.random.key(self.seed("init")))
 
+  def rollout_params(self, params: Any) -> Any:
+    """A copy as the sampler wants it: in the rollout layout and in the dtype of computation."""
+    c = self.config
+    shardings = transformer.shardings(c.model, sharding.ROLLOUT, self.mesh)
+    return sharding.publisher(shardings, np.dtype(c.compute.dtype))(params)
+
 
 def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
   """A training state at step 0; the optimizer's moments are laid out as the parameters."""
@@ -81,7 +89,10 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
       f"model.vocab_size={config.model.vocab_size}"
     )
   train_prompts = data.load(config.data, tok, "train") if config.job != "eval" else []
-  problems = choose(data.load(config.data, tok, "eval"), config.eval.problems)
+  problems = {
+    name: choose(data.load_spec(config.data, tok, b.data, key), b.problems)
+    for name, b, key in _benchmarks(config)
+  }
   if config.distributed:
     _join_hosts()
   mesh = sharding.make_mesh(config.mesh)
@@ -89,20 +100,45 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   with (
     jax.set_mesh(mesh),
-    rewards.open_scorer(config.reward) as score,
+    _open_scorers(config) as scorers,
     metrics.Writer(workdir, active=jax.process_index() == 0) as writer,
   ):
+    score = scorers[config.reward.name]
     evaluator = Evaluator(
       config=config.eval,
       model=config.model,
       compute=config.compute,
-      problems=problems,
+      benchmarks=[
+        Benchmark(name, b, problems[name], scorers[b.reward or config.reward.name])
+        for name, b, _ in _benchmarks(config)
+      ],
       tokenizer=tok,
-      score=score,
       prompt_length=config.data.max_prompt_tokens,
       seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
+      directory=Path(workdir) / "evaluations",
+      identity=repr((config.reward, config.tokenizer)),
     )
     yield Context(config, Path(workdir), mesh, tok, train_prompts, score, evaluator, writer)
+
+
+def _benchmarks(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
+  """Every benchmark that has data: name, what to do, and the config key of its data."""
+  held_out = BenchmarkConfig(
+    config.data.eval, "", config.eval.problems, config.eval.samples, (), False, ""
+  )
+  named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in config.eval.benchmarks.items()]
+  return [entry for entry in [("", held_out, "data.eval"), *named] if entry[1].data]
+
+
+@contextlib.contextmanager
+def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
+  """The verifier of the run and those of benchmarks that have another one, by name."""
+  names = {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config) if b.reward)}
+  with contextlib.ExitStack() as stack:
+    yield {
+      name: stack.enter_context(rewards.open_scorer(dataclasses.replace(config.reward, name=name)))
+      for name in sorted(names)
+    }
 
 
 def _require_paths(config: RunConfig) -> None:
@@ -115,6 +151,8 @@ def _require_paths(config: RunConfig) -> None:
   }
   if config.job == "eval":
     del paths["data.train"]
+  if _benchmarks(config):
+    del paths["data.eval"]
   missing = [f"  --config.{key}=  {what}" for key, (path, what) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths of yours:\n" + "\n".join(missing))
@@ -126,10 +164,24 @@ def _require_paths(config: RunConfig) -> None:
 
 
 def _join_hosts() -> None:
-  """Connects the processes of all hosts; JAX finds them by itself on a TPU slice."""
+  """Connects the processes of all hosts.
+
+  JAX finds out by itself who they are on a TPU slice, under Slurm, Open MPI and Kubernetes; else
+  JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID
+  say it. (JAX reads the first of them only.)
+  """
   try:
-    jax.distributed.initialize()
+    number = {
+      argument: int(os.environ[variable])
+      for argument, variable in (
+        ("num_processes", "JAX_NUM_PROCESSES"),
+        ("process_id", "JAX_PROCESS_ID"),
+      )
+      if variable in os.environ
+    }
+    jax.distributed.initialize(**number)
   except (ValueError, RuntimeError) as error:
     raise ValueError(
-      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false"
+      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
+      "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
     ) from error

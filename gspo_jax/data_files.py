@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 
 Row = tuple[str, str, Callable[[], Any]]
+_MAGIC = r"[*?\[]"
 
 
 class DataError(ValueError):
@@ -37,7 +38,8 @@ def read(spec: str, key: str) -> Iterator[Row]:
   files = _files(spec, key)
   for file in files:
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
-    name = file.name if len(files) == 1 else str(file)
+    # A pattern may match more files at the next start: the ids of these stay what they are.
+    name = str(file) if re.search(_MAGIC, spec) else file.name
     try:
       for number, decode in read(file):
         yield f"{file}, {unit} {number}", f"{name}:{number}", decode
@@ -47,7 +49,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
 
 def _files(spec: str, key: str) -> list[epath.Path]:
   """The files that a path or pattern names, sorted."""
-  magic = re.search(r"[*?\[]", spec)
+  magic = re.search(_MAGIC, spec)
   if magic:
     root, _, _ = spec[: magic.start()].rpartition("/")
     pattern = spec[len(root) :].lstrip("/")

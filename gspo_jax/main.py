@@ -5,6 +5,7 @@ continues where it stopped.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def run(context: Context) -> None:
   """The configured job."""
   job = context.config.job
   if job == "eval":
-    row, records = context.evaluate(context.initial_params())
+    row, records = context.evaluate(context.rollout_params(context.initial_params()))
+    context.writer.truncate({})  # the same command again ends with the same single row
     context.writer.dump_rollouts("eval", 0, records)
     context.writer.write(dict(phase="eval", step=0) | row)
   if job == "sft" or (job == "sft+rl" and sft.params_after(context) is None):
@@ -69,7 +71,9 @@ def claim(workdir: Path, values: dict[str, Any], resume: str) -> None:
         "--workdir, or --config.resume=force to go on with this one"
       )
   if jax.process_index() == 0:
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    temporary = path.with_name("config.json.tmp")
+    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    os.replace(temporary, path)  # another process that looks finds nothing, or all of it
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from gspo_jax import data, optimizer, sharding
 from gspo_jax.checkpoint import Checkpointer
@@ -48,7 +49,7 @@ def run(context: Context) -> Any:
       state, metrics = step_fn(state, sharding.put_batch(batch, context.mesh))
       if step % c.sft.log_every == 0 or step == c.sft.steps:
         row = dict(phase="sft", step=step, learning_rate=float(rates[step - 1]))
-        report(deferred.push(row | summarize((metrics,))))
+        report(deferred.push(row | data.skipped_rows(prompts) | summarize((metrics,))))
       if step % c.checkpoint.every == 0 or step == c.sft.steps:
         report(deferred.flush())
         checkpoints.save(step, state, dict(data=batches.get_state()))
@@ -76,7 +77,8 @@ def params_after(context: Context) -> Any:
   """The parameters that a finished cold start left in this workdir; None if there is none."""
   c = context.config
   directory = context.workdir / "checkpoints" / "sft"
-  if not directory.exists():
+  # The first process may have begun to write while another one still looks: its answer counts.
+  if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return None
   checkpoints = Checkpointer(directory, c.checkpoint)
   if checkpoints.latest() != c.sft.steps:

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -53,7 +54,11 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.M
       f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the "
       "product equal, or set one axis to -1"
     )
-  return jax.make_mesh(sizes, AXES, devices=devices)
+  try:
+    return jax.make_mesh(sizes, AXES, devices=devices)
+  except NotImplementedError:  # not products of the sides of the TPU's torus, e.g. 8x8 on 4x4x4
+    grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def spec(letters: str, rules: Rules) -> P:
@@ -69,6 +74,12 @@ def without_mesh() -> bool:
   return jax.sharding.get_abstract_mesh().empty
 
 
+def platform() -> str:
+  """What the mesh is made of: "cpu", "tpu", "gpu"; the default backend where there is no mesh."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
+
+
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
   return x if without_mesh() else jax.sharding.reshard(x, pspec)
 
@@ -78,18 +89,58 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, out: P, **kwargs) -> jax.A
   return jnp.einsum(equation, x, y, out_sharding=None if without_mesh() else out, **kwargs)
 
 
-def take_rows(table_VD: jax.Array, index_BT: jax.Array, out: P) -> jax.Array:
-  return table_VD.at[index_BT].get(out_sharding=None if without_mesh() else out, mode="clip")
+def spec_of(x: jax.Array) -> P:
+  """How the array is split over the mesh, padded with None to its rank."""
+  pspec = () if without_mesh() else jax.typeof(x).sharding.spec
+  return P(*pspec, *[None] * (x.ndim - len(pspec)))
 
 
-def shard_map(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-  """`f` on each device's part; `f` itself where there is no mesh."""
-  return f if without_mesh() else jax.shard_map(f, in_specs=in_specs, out_specs=out_specs)
+def gather(x: jax.Array, pspec: P) -> jax.Array:
+  """`x` with its "fsdp" parts put together, laid out as `pspec`, which splits no batch axis.
+
+  The transpose reduces a gradient in two steps: it is summed and scattered over "fsdp", and the
+  part that is left is summed over the other batch axes. (In one step it would be summed whole.)
+  """
+  if without_mesh():
+    return x
+  split = spec_of(x)
+  others = frozenset(axis for axis in BATCH if axis not in (*split, "fsdp"))
+  if "fsdp" in split:
+    x = jax.sharding.reshard(x, P(*split, reduced=others))
+  else:
+    others = frozenset(BATCH) - frozenset(split)
+  return jax.sharding.reshard(x, P(*pspec, reduced=others | {"fsdp"}))
+
+
+def whole(x: jax.Array, pspec: P) -> jax.Array:
+  """The same inside `shard_map`, for an array that came in split as `pspec`."""
+  if without_mesh():
+    return x
+  split = [axis for axis in pspec if axis is not None]
+  x = vary(x, tuple(axis for axis in AXES if axis not in split))
+  if "fsdp" in split:
+    x = jax.lax.all_gather(x, "fsdp", axis=tuple(pspec).index("fsdp"), tiled=True)
+  return x
+
+
+def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) -> Callable:
+  """`f` on each device's part; `f` itself where there is no mesh.
+
+  `check=False` where a Pallas kernel runs: those of JAX do not say over which axes their results
+  vary, which the type of every array inside says otherwise.
+  """
+  if without_mesh():
+    return f
+  return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check)
 
 
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
   """Parts along dimension 0 of the devices on `axis`, concatenated. For use inside `shard_map`."""
   return x if without_mesh() else jax.lax.all_gather(x, axis, tiled=True)
+
+
+def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Array:
+  return x if without_mesh() else jax.lax.all_to_all(x, axis, split, concatenate, tiled=True)
 
 
 def psum_scatter(x: jax.Array, axis: str) -> jax.Array:
@@ -103,6 +154,10 @@ def psum(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
   return x if without_mesh() else jax.lax.psum(x, axis)
 
 
+def pmax(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+  return x if without_mesh() else jax.lax.pmax(x, axis)
+
+
 def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   """Marks arrays inside `shard_map` as different on every device of `axes`, over which they were
   known to be equal; so that a custom gradient may return one cotangent per device. The transpose
@@ -110,6 +165,10 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   if without_mesh():
     return tree
   return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+
+
+def axis_size(axis: str) -> int:
+  return 1 if without_mesh() else jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def axis_index(axis: str) -> jax.Array | int:

@@ -35,6 +35,7 @@ class Prompt:
   answer: str
   tokens: tuple[int, ...]
   demonstration: str = ""  # what supervised fine-tuning learns to write; "" where there is none
+  info: tuple[tuple[str, str], ...] = ()  # further fields, for evaluation: rating, contest, ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Rollout:
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
   stopped: np.ndarray  # bool [B]: ended by a stop token; False: cut off at max_new_tokens
+  # int8 or int16 [B, L, l, k]: the experts that the sampler used, -1 where it fed no token (padding
+  # and each row's last token); None where nobody asked, or where there are no experts
+  routing: np.ndarray | None = None
 
   def response(self, row: int) -> list[int]:
     """The sampled tokens of one row, the stop token included."""
@@ -65,6 +69,9 @@ class TrainBatch:
   old_logp_BT: Array  # float32: fixed when the rollout is made, the denominator of the ratio
   sampler_logp_BT: Array  # float32: what the sampler returned
   ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
+  # int8 or int16, -1 for no route: the experts that the old policy used on these tokens
+  routing_BTlk: Array | None = None  # as the trainer computes it
+  sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them
 
 
 @flax.struct.dataclass

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import objectives as O
-from gspo_jax.models import moe, transformer
+from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Max, Mean, collapse, compute, merge
 from gspo_jax.structs import TrainBatch, TrainState
@@ -41,6 +41,8 @@ class ObjectiveConfig:
   kl: str  # its estimate: "k1" | "k2" | "k3"
   entropy_coef: float  # reward for entropy
   load_balance_coef: float  # router auxiliary loss
+  replay: str  # Routing Replay: "none" | "R2": what the recomputation chose | "R3": the sampler
+  volatility: bool  # record routes when the rollout is made, for router/volatility/*
 
   def __post_init__(self):
     for key, allowed in dict(
@@ -48,6 +50,7 @@ class ObjectiveConfig:
       advantage=("std", "none", "leave_one_out"),
       old_logp=("sampler", "recompute"),
       kl=("k1", "k2", "k3"),
+      replay=("none", "R2", "R3"),
     ).items():
       if getattr(self, key) not in allowed:
         raise ValueError(
@@ -56,6 +59,15 @@ class ObjectiveConfig:
     for key in ("clip_low", "clip_high", "dual_clip", "kl_coef", "load_balance_coef"):
       if getattr(self, key) < 0:
         raise ValueError(f"objective.{key}={getattr(self, key)} must not be negative")
+    if self.replay == "R2" and self.old_logp != "recompute":
+      raise ValueError(
+        f"objective.replay='R2' replays what the recomputation pass chose, which "
+        f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
+      )
+
+  @property
+  def needs_sampler_routing(self) -> bool:
+    return self.replay == "R3" or self.volatility
 
 
 def policy_loss(
@@ -94,13 +106,21 @@ class Learner:
   load_balance_coef: float
 
 
-def log_probs(params: Any, batch: TrainBatch, learner: Learner) -> tuple[jax.Array, jax.Array, Any]:
-  """log π(token t | tokens before it) and the entropy there, [B, T] each, and router statistics.
+def log_probs(
+  params: Any, batch: TrainBatch, learner: Learner, replay_BTlk: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, transformer.Output]:
+  """log π(token t | tokens before it) and the entropy there, [B, T] each, and the forward pass.
 
-  Position 0 has no probability and holds 0.
+  Position 0 has no probability and holds 0. With `replay_BTlk`, π is the network that these routes
+  activate, with the gate weights of the router in `params`.
   """
   out = transformer.forward(
-    params, learner.model, batch.tokens_BT, segments=batch.segments_BT, compute=learner.compute
+    params,
+    learner.model,
+    batch.tokens_BT,
+    segments=batch.segments_BT,
+    routing=routing.by_layer(replay_BTlk),
+    compute=learner.compute,
   )
   targets_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   both = transformer.token_logp(
@@ -111,12 +131,47 @@ def log_probs(params: Any, batch: TrainBatch, learner: Learner) -> tuple[jax.Arr
     compute=learner.compute,
   )
   logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in both)
-  return logp_BT, entropy_BT, out.stats
+  return logp_BT, entropy_BT, out
 
 
 def make_score(learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
   """A jitted pass without gradient: the trainer's log-probabilities [B, T] of a batch."""
   return jax.jit(lambda params, batch: log_probs(params, batch, learner)[0])
+
+
+def make_old_policy(
+  learner: Learner, objective: ObjectiveConfig
+) -> Callable[[Any, TrainBatch], dict[str, jax.Array]]:
+  """A jitted pass without gradient: the fields of a batch that say what its old policy is.
+
+  `old_logp_BT` under its own routing, and that routing; with R3, under the sampler's routing. So
+  the first mini-batch, replaying the same routes with the same weights, has a ratio of exactly 1.
+  """
+  keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
+
+  @jax.jit
+  def old_policy(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
+    replay = routes_to_replay(batch, "R3") if objective.replay == "R3" else None
+    logp_BT, _, out = log_probs(params, batch, learner, replay)
+    fields = dict(old_logp_BT=logp_BT)
+    if keeps_routing and out.routing_lBTk is not None:
+      fields["routing_BTlk"] = routing.by_row(
+        out.routing_lBTk, batch.segments_BT, learner.model.num_experts
+      )
+    return fields
+
+  return old_policy
+
+
+def routes_to_replay(batch: TrainBatch, replay: str) -> jax.Array | None:
+  """The routes that mode `replay` forces upon the policy; ValueError if the batch has none."""
+  if replay == "none":
+    return None
+  name = dict(R2="routing_BTlk", R3="sampler_routing_BTlk")[replay]
+  routes_BTlk = getattr(batch, name)
+  if routes_BTlk is None:
+    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}")
+  return routes_BTlk
 
 
 def make_rl_step(
@@ -125,10 +180,12 @@ def make_rl_step(
   """The jitted policy update on one mini-batch; the state is donated."""
 
   def loss(params, batch):
-    logp_BT, entropy_BT, stats = log_probs(params, batch, learner)
+    replay_BTlk = routes_to_replay(batch, objective.replay)
+    logp_BT, entropy_BT, out = log_probs(params, batch, learner, replay_BTlk)
     total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch)
-    mismatch = O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
-    return total, metrics | mismatch, stats
+    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
+    metrics |= volatility_metrics(out, batch, objective.replay)
+    return total, metrics, out.stats
 
   return make_step(learner, loss, tx)
 
@@ -139,10 +196,10 @@ def make_sft_step(
   """The jitted supervised update: mean over tokens of -log π(token); the state is donated."""
 
   def loss(params, batch):
-    logp_BT, entropy_BT, stats = log_probs(params, batch, learner)
+    logp_BT, entropy_BT, out = log_probs(params, batch, learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
-    return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, stats
+    return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
 
   return make_step(learner, loss, tx)
 
@@ -213,18 +270,56 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
   }
 
 
+VOLATILITY = "router/volatility"
+
+
+def volatility_metrics(out: transformer.Output, batch: TrainBatch, replay: str) -> dict[str, Mean]:
+  """How far the routing has moved since the rollout, per layer, and sampler against trainer.
+
+  Without replay: the experts that this forward pass used against those on record for the same
+  tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
+  router would have chosen, on the replayed network's hidden states, against the replayed ones.
+  Nothing is computed again, and nothing is said where no routes were recorded.
+  """
+  if out.routing_lBTk is None:
+    return {}
+  metrics, sampler_BTlk = {}, batch.sampler_routing_BTlk
+  recorded_BTlk = sampler_BTlk if batch.routing_BTlk is None else batch.routing_BTlk
+  if replay != "none":
+    metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed)
+  elif recorded_BTlk is not None:
+    metrics[VOLATILITY] = _volatility(out, recorded_BTlk)
+  if sampler_BTlk is not None:
+    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_BTlk)
+    metrics[f"{VOLATILITY}/sampler"] = Mean(layers.numerator.sum(), layers.denominator.sum())
+  return metrics
+
+
+def _volatility(out: transformer.Output, recorded_BTlk: jax.Array) -> Mean:
+  recorded_lBTk = routing.by_layer(recorded_BTlk)
+  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lBTk))
+
+
 @jax.jit
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
   """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
-  ratio is 1. The sampler's log-probs are compared with the trainer's there too, before any update.
+  ratio is 1. Sampler and trainer are compared there too, before any update.
   """
-  merged = functools.reduce(merge, minibatches)
-  row = compute(merged)
+  row = _scalars(functools.reduce(merge, minibatches))
+  apart = ("ratio/deviation", "clip_fraction/sequence", "clip_fraction/token", "loss")
   for i, one in enumerate(minibatches):
-    for name in ("ratio/deviation", "clip_fraction/sequence", "clip_fraction/token", "loss"):
-      if name in one:
-        row[f"minibatch/{i}/{name}"] = one[name].compute()
-  first = {k: v for k, v in minibatches[0].items() if k.startswith("mismatch/")}
-  return row | compute(first)
+    one = _scalars({k: v for k, v in one.items() if k in (*apart, VOLATILITY)})
+    row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
+  of_sampler = lambda name: name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"  # noqa: E731
+  return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array]:
+  """Divided; the one metric that is a vector over layers becomes its mean and its largest."""
+  row = compute(metrics)
+  if VOLATILITY in row:
+    layers_l = row.pop(VOLATILITY)
+    row |= {f"{VOLATILITY}/mean": layers_l.mean(), f"{VOLATILITY}/max_layer": layers_l.max()}
+  return row

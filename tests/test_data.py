@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import data, tokenizer
+from gspo_jax.query_set import QuerySetConfig
 
 BYTES = tokenizer.ByteTokenizer()
 GSM8K = [
@@ -30,6 +31,7 @@ def config(**changes):
     on_error="raise",
     digits=2,
     carry_errors=0.0,
+    query_set=QuerySetConfig(0, 0, 0),
   )
   return data.DataConfig(**values | changes)
 

@@ -27,15 +27,15 @@ def command(workdir, *overrides, config="configs/tiny.py"):
   return [*module, *flags]
 
 
-def environment():
+def environment(**more):
   # One device: eight simulated ones compile three times as long, and other tests have them.
-  return os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+  return os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT)) | more
 
 
-def run(workdir, *overrides, config="configs/tiny.py", ok=True):
+def run(workdir, *overrides, config="configs/tiny.py", ok=True, **more):
   done = subprocess.run(
     command(workdir, *overrides, config=config),
-    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
+    cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert (done.returncode == 0) == ok, done.stderr[-3000:]
   return done.stderr
@@ -47,16 +47,20 @@ def rows(workdir):
   return [json.loads(line) for line in lines]
 
 
+def rows_of(workdir, phase):
+  return [row for row in rows(workdir) if row["phase"] == phase]
+
+
 def figures(workdir):
   """What two runs of one seed must agree on: all but the clock."""
   timed = lambda name: name.startswith("time/") or name == "tokens_per_second"  # noqa: E731
   return [{k: v for k, v in row.items() if not timed(k)} for row in rows(workdir)]
 
 
-def run_until(workdir, phase, step, how):
+def run_until(workdir, phase, step, how, flags=SMALL, **more):
   """Starts a run and ends it with a signal once `phase` has come to `step`."""
   process = subprocess.Popen(
-    command(workdir, *SMALL), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    command(workdir, *flags), cwd=ROOT, env=environment(**more), stderr=subprocess.PIPE, text=True
   )
   deadline = time.monotonic() + 200
   while not any(r["phase"] == phase and r["step"] >= step for r in rows(workdir)):
@@ -108,6 +112,81 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
   assert figures(tmp_path) == figures(finished[0])
   same = (tmp_path / "rollouts" / "eval_000008.jsonl").read_text()
   assert same == (finished[0] / "rollouts" / "eval_000008.jsonl").read_text()
+
+
+QUERY_SET = """
+  job=rl reward.name=one_in_three:reward reward.workers=1 data.query_set.drop_after=1
+  data.query_set.readmit_after=3 data.query_set.extra_rounds=2 eval.greedy=False eval.every=9
+  rl.iterations=6 checkpoint.every=2 sampling.max_new_tokens=2 eval.max_new_tokens=2
+""".split()
+
+
+def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(tmp_path):
+  # 27 prompts from two files, so that they come up again and again.
+  rows = [dict(id=f"{i}", question=f"{i}+{i}=", answer=str(2 * i)) for i in range(27)]
+  for name, part in ("a", rows[:9]), ("b", rows[9:]):
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+  # A third of whatever a random policy says is right.
+  (tmp_path / "one_in_three.py").write_text(
+    "reward = lambda response, answer: float(sum(map(ord, response + answer)) % 3 == 0)"
+  )
+  train = f"data.train={tmp_path}/a.jsonl:0.4,{tmp_path}/b.jsonl:0.6"
+  flags = [*SMALL, *QUERY_SET, train]
+  more = dict(
+    PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+    JAX_COMPILATION_CACHE_DIR=str(tmp_path / "compiled"),
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+  )
+  run(tmp_path / "whole", *flags, **more)
+  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags, **more)
+  run(tmp_path / "killed", *flags, **more)
+  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
+  last = rows_of(tmp_path / "whole", "rl")[-1]
+  assert last["query_set/dropped"] > 0 and last["query_set/tried"] > 20
+  assert any(r["dynamic_sampling/rounds"] > 1 for r in rows_of(tmp_path / "whole", "rl")[1:])
+
+
+EVALUATION = """
+  model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
+  model.moe_intermediate_size=16 data.max_prompt_tokens=160 eval.max_new_tokens=4 eval.batch=2
+  reward.workers=1 eval.benchmarks.aime24.samples=4
+""".split()
+
+
+def test_an_evaluation_job_of_several_benchmarks(tmp_path):
+  aime = [dict(id=i, problem=f"Find {i}.", solution="So.", answer=str(i)) for i in range(3)]
+  gsm8k = [dict(question=f"{i}?", answer=f"#### {i}") for i in range(5)]
+  for name, content in ("aime", aime), ("gsm8k", gsm8k):
+    (tmp_path / name).with_suffix(".jsonl").write_text(
+      "".join(json.dumps(row) + "\n" for row in content)
+    )
+  flags = [
+    *EVALUATION,
+    f"eval.benchmarks.aime24.data=aime@{tmp_path}/aime.jsonl",
+    f"eval.benchmarks.gsm8k.data=gsm8k@{tmp_path}/gsm8k.jsonl where question!=0?",
+  ]
+  suite = dict(config="configs/eval_suite.py:tiny")
+  run(tmp_path / "run", *flags, **suite)
+  (row,) = rows(tmp_path / "run")
+  for name in "aime24", "gsm8k":
+    assert {f"eval/{name}/{m}" for m in ("accuracy", "accuracy/low", "accuracy/high")} <= row.keys()
+    assert row[f"eval/{name}/response_length/mean"] > 0
+    assert f"eval/{name}/truncated_fraction" in row and f"time/eval/{name}/sample" in row
+  assert "eval/accuracy" not in row and "eval/codeforces/rating" not in row
+  results = tmp_path / "run" / "evaluations"
+  problems = (results / "gsm8k_000000.jsonl").read_text().splitlines()
+  assert len(problems) == 4 and json.loads(problems[0])["id"] == "gsm8k.jsonl:2"
+  responses = (tmp_path / "run" / "rollouts" / "eval_000000.jsonl").read_text()
+  assert len(responses.splitlines()) == 3 * 4 + 4
+  # As if it had been killed in the last chunk: what had been done is taken from the file.
+  lines = (results / "unfinished.jsonl").read_text().splitlines(keepends=True)
+  assert len(lines) == 1 + 2 + 2
+  (results / "unfinished.jsonl").write_text("".join(lines[:-1]) + lines[-1][:50])
+  run(tmp_path / "run", *flags, **suite)
+  (again,) = rows(tmp_path / "run")
+  assert again["time/eval/aime24/sample"] == row["time/eval/aime24/sample"]
+  assert figures(tmp_path / "run") == [{k: v for k, v in row.items() if not k.startswith("time/")}]
+  assert (tmp_path / "run" / "rollouts" / "eval_000000.jsonl").read_text() == responses
 
 
 def test_a_directory_of_another_configuration_is_refused(finished):

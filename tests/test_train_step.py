@@ -11,7 +11,7 @@ import pytest
 
 from gspo_jax import sharding, train_step
 from gspo_jax.context import new_state
-from gspo_jax.models import transformer
+from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
 from gspo_jax.sampling import generate
 from gspo_jax.structs import TrainBatch
@@ -31,6 +31,8 @@ GSPO = train_step.ObjectiveConfig(
   kl="k3",
   entropy_coef=0.0,
   load_balance_coef=0.0,
+  replay="none",
+  volatility=True,
 )
 TX = optax.adamw(1e-2)
 
@@ -49,6 +51,7 @@ def rollout_batch(params, model=MODEL, prompts=4, group=4):
     group_size=group,
     max_new_tokens=6,
     stop_ids=tuple(range(16)),
+    record_routing=True,
   )
   ends = out.prompt_lengths + out.lengths
   advantage = np.random.default_rng(0).normal(size=len(out.lengths)).astype(np.float32)
@@ -59,6 +62,7 @@ def rollout_batch(params, model=MODEL, prompts=4, group=4):
     advantage_B=advantage,
     old_logp_BT=out.logp,
     sampler_logp_BT=out.logp,
+    sampler_routing_BTlk=out.routing,
   )
 
 
@@ -183,6 +187,183 @@ def test_a_sharded_update_is_the_update_of_one_device(shape):
       assert got[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+def drifted(params, seed=5):
+  return jax.tree.map(
+    lambda a, b: a + 0.2 * b, params, transformer.init(MODEL, jax.random.key(seed))
+  )
+
+
+def with_old_policy(params, batch, **changes):
+  objective = dataclasses.replace(GSPO, **changes)
+  fields = train_step.make_old_policy(learner(), objective)(params, batch)
+  return objective, batch.replace(**fields)
+
+
+def first_metrics(params, batch, objective, **changes):
+  """The metrics of a mini-batch under `params`; the update that they come with is thrown away."""
+  step = train_step.make_rl_step(learner(**changes), objective, optax.sgd(0.0))
+  _, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0)), batch)
+  return scalars(metrics)
+
+
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_network(replay):
+  params = transformer.init(MODEL, jax.random.key(0))
+  batch = rollout_batch(params)
+  if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
+    other = np.asarray(batch.sampler_routing_BTlk)
+    batch = batch.replace(sampler_routing_BTlk=np.where(other >= 0, (other + 1) % 8, -1))
+  objective, batch = with_old_policy(params, batch, replay=replay, clip_low=1.0, clip_high=9.0)
+  before = first_metrics(params, batch, objective)
+  assert before["minibatch/0/ratio/deviation"] < 1e-6
+
+  moved = drifted(params)
+  routes = batch.routing_BTlk if replay == "R2" else batch.sampler_routing_BTlk
+  out = transformer.forward(
+    moved, MODEL, jnp.asarray(batch.tokens_BT), routing=routing.by_layer(jnp.asarray(routes))
+  )
+  logits_BTV = transformer.head_logits(moved, out.hidden_BTD)[:, :-1]
+  target = jnp.asarray(batch.tokens_BT)[:, 1:, None]
+  logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), target, -1)[..., 0]
+  mask_BT = batch.mask_BT[:, 1:]
+  ratio_B = jnp.exp(((logp_BT - batch.old_logp_BT[:, 1:]) * mask_BT).sum(1) / mask_BT.sum(1))
+  row = first_metrics(moved, batch, objective)
+  assert row["ratio/mean"] == pytest.approx(float(ratio_B.mean()), rel=1e-4)
+  assert row["ratio/max"] == pytest.approx(float(ratio_B.max()), rel=1e-4)
+  plain = first_metrics(moved, batch, dataclasses.replace(objective, replay="none"))
+  assert abs(plain["ratio/max"] - row["ratio/max"]) > 1e-3
+
+
+def test_replay_with_the_same_weights_is_the_update_without():
+  params = transformer.init(MODEL, jax.random.key(0))
+  after = {}
+  for replay in ("none", "R2", "R3"):
+    objective, batch = with_old_policy(params, rollout_batch(params), replay=replay)
+    step = train_step.make_rl_step(learner(), objective, optax.sgd(1.0))
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(1.0)), batch)
+    after[replay] = (state.params, scalars(metrics))
+  for replay in ("R2", "R3"):
+    chex.assert_trees_all_close(after[replay][0], after["none"][0], atol=1e-6)
+    assert after[replay][1] == pytest.approx(after["none"][1], rel=1e-4, abs=1e-5)
+  moved = jnp.abs(after["R3"][0].blocks[0].ffn.router - params.blocks[0].ffn.router)
+  assert (moved.max((1, 2)) > 1e-5).all(), "the router learns under replay"
+
+
+def test_volatility_is_0_at_first_and_then_what_the_update_changed():
+  params = transformer.init(MODEL, jax.random.key(0))
+  objective, batch = with_old_policy(params, rollout_batch(params))
+  real_BT = jnp.asarray(batch.segments_BT)
+  own = lambda p: transformer.forward(p, MODEL, jnp.asarray(batch.tokens_BT)).routing_lBTk  # noqa: E731
+  step = train_step.make_rl_step(learner(), objective, TX)
+  state = new_state(jax.tree.map(jnp.copy, params), TX)
+  state, first = step(state, batch)
+  expected_l = routing.volatility(own(state.params), own(params), real_BT)
+  _, second = step(state, batch)
+  row = {k: float(v) for k, v in train_step.summarize((first, second)).items()}
+  assert row["minibatch/0/router/volatility/mean"] == 0 == row["router/volatility/sampler"]
+  assert row["minibatch/1/router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
+  assert row["minibatch/1/router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
+  assert row["router/volatility/mean"] == pytest.approx(float(expected_l.mean()) / 2)
+  assert 0.02 < expected_l.mean() < expected_l.max() < 1
+
+
+def test_volatility_under_replay_is_what_the_router_would_have_chosen():
+  params = transformer.init(MODEL, jax.random.key(0))
+  objective, batch = with_old_policy(params, rollout_batch(params), replay="R2")
+  moved, tokens = drifted(params), jnp.asarray(batch.tokens_BT)
+  old = routing.by_layer(batch.routing_BTlk)
+  free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
+  choice = [
+    transformer.forward(moved, MODEL, tokens, routing=r).routing_lBTk[layer]
+    for layer, r in enumerate((None, free_above))
+  ]
+  expected_l = routing.volatility(jnp.stack(choice), old)
+  row = first_metrics(moved, batch, objective)
+  assert row["router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
+  assert row["router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
+  assert expected_l.mean() > 0.05
+
+
+@pytest.mark.parametrize("replay", ["none", "R3"])
+def test_the_samplers_routing_is_compared_with_the_trainers(replay):
+  params = transformer.init(MODEL, jax.random.key(0))
+  batch = rollout_batch(params)
+  routes = np.array(batch.sampler_routing_BTlk)
+  routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
+  fed = routes[:, :, 0, 0] >= 0
+  own = np.asarray(transformer.forward(params, MODEL, batch.tokens_BT).routing_lBTk)[0]
+  expected = float(routing.volatility(own[None], routes[None, :, :, 0], fed)[0]) / 2
+  objective, batch = with_old_policy(
+    params, batch.replace(sampler_routing_BTlk=routes), replay=replay
+  )
+  row = first_metrics(params, batch, objective)
+  at_least = expected if replay != "R3" else 0.9 * expected  # the layer above sees another input
+  assert at_least <= row["router/volatility/sampler"] + 1e-6
+  assert replay == "R3" or row["router/volatility/sampler"] == pytest.approx(expected, abs=1e-6)
+  assert expected > 0.2
+
+
+def test_without_records_there_is_no_volatility():
+  params = transformer.init(MODEL, jax.random.key(0))
+  batch = rollout_batch(params).replace(sampler_routing_BTlk=None)
+  objective, batch = with_old_policy(params, batch, volatility=False)
+  assert batch.routing_BTlk is None
+  row = first_metrics(params, batch, objective)
+  assert not [name for name in row if "volatility" in name]
+  for replay in ("R2", "R3"):
+    with pytest.raises(
+      ValueError, match=f"objective.replay='{replay}'.*the batch has no .*routing"
+    ):
+      first_metrics(params, batch, dataclasses.replace(objective, replay=replay))
+
+
+@pytest.mark.parametrize("replay", ["none", "R3"])
+def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
+  params = transformer.init(MODEL, jax.random.key(0))
+  sampled = rollout_batch(params)
+  objective, batch = with_old_policy(params, sampled, replay=replay)
+  moved = drifted(params)
+  expected = first_metrics(moved, batch, objective)
+  rows = [first_metrics(moved, batch, objective, microbatches=4)]
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  with jax.set_mesh(mesh):
+    shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    on_mesh = sharding.put_batch(sampled, mesh)
+    _, on_mesh = with_old_policy(jax.device_put(params, shardings), on_mesh, replay=replay)
+    rows.append(first_metrics(jax.device_put(moved, shardings), on_mesh, objective))
+  for row in rows:
+    for name in ("mean", "max_layer", "sampler"):
+      name = f"router/volatility/{name}"
+      assert row[name] == pytest.approx(expected[name], abs=1e-5) and expected[name] > 0
+    assert row["ratio/mean"] == pytest.approx(expected["ratio/mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 1), (1, 2, 2, 2)], ids=str)
+def test_the_state_keeps_the_declared_shardings(shape):
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    declared = transformer.specs(MODEL, sharding.TRAIN)
+    specs = jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, sharding.P))
+    shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    params = jax.device_put(transformer.init(MODEL, jax.random.key(0)), shardings)
+    batch = sharding.put_batch(rollout_batch(jax.device_get(params)), mesh)
+    state = new_state(params, TX)
+    step = train_step.make_rl_step(learner(), GSPO, TX)
+    for _ in range(2):
+      adam = state.opt_state[0]
+      for tree in (state.params, adam.mu, adam.nu):
+        types = jax.tree.leaves(jax.tree.map(jax.typeof, tree))
+        for got, wanted in zip(types, specs, strict=True):
+          assert _without_ones(got.sharding.spec, mesh) == _without_ones(wanted, mesh)
+      state, _ = step(state, batch)
+
+
+def _without_ones(spec, mesh):
+  """An axis of one device splits nothing."""
+  axes = [axis if axis and mesh.shape[axis] > 1 else None for axis in spec]
+  return axes[: max((i + 1 for i, axis in enumerate(axes) if axis), default=0)]
+
+
 def test_compiles_once():
   params = transformer.init(DENSE, jax.random.key(0))
   batch = rollout_batch(params, DENSE)
@@ -194,8 +375,15 @@ def test_compiles_once():
 
 
 @pytest.mark.parametrize(
-  "key, value", [("name", "gsp"), ("kl", "k4"), ("old_logp", "none"), ("clip_low", -0.1)]
+  "key, value",
+  [("name", "gsp"), ("kl", "k4"), ("old_logp", "none"), ("clip_low", -0.1), ("replay", "r2")],
 )
 def test_bad_objective_settings_are_named(key, value):
   with pytest.raises(ValueError, match=f"objective.{key}="):
     dataclasses.replace(GSPO, **{key: value})
+
+
+def test_r2_needs_the_pass_that_it_replays():
+  with pytest.raises(ValueError, match=r"objective\.old_logp='sampler'.*recompute"):
+    dataclasses.replace(GSPO, replay="R2", old_logp="sampler")
+  dataclasses.replace(GSPO, replay="R3", old_logp="sampler")

@@ -1,6 +1,6 @@
 """Held-out accuracy of several runs: results.json, and the curve that the README shows.
 
-  python experiments/tiny_gspo/plot.py RUN_DIR [RUN_DIR ...]
+python experiments/tiny_gspo/plot.py RUN_DIR [RUN_DIR ...]
 """
 
 import json

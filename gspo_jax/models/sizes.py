@@ -63,21 +63,29 @@ class ComputeConfig:
   """How the model is computed; none of it changes what is computed beyond round-off."""
 
   dtype: str  # of activations and matmul inputs: "float32" | "bfloat16"
-  experts: str  # "blocks" | "ragged" | "auto" (by the platform of the mesh)
-  remat: str  # "none" | "full": recompute each layer in the backward pass
+  attention: str  # "plain" | "blockwise" | "splash" | "cudnn" | "auto" (by length and platform)
+  experts: str  # "blocks" | "ragged" | "megablox" | "auto" (by the platform of the mesh)
+  expert_chunk: int  # tokens of a device that go through the experts at once; 0: all
+  remat: str  # what the backward pass recomputes of a layer, see transformer.REMAT
   logits_chunk: int  # time steps whose logits exist at once; 0: all
 
   def __post_init__(self):
     for key, allowed in dict(
       dtype=("float32", "bfloat16"),
-      experts=("auto", "blocks", "ragged"),
-      remat=("none", "full"),
+      attention=("auto", "plain", "blockwise", "splash", "cudnn"),
+      experts=("auto", "blocks", "ragged", "megablox"),
+      remat=("none", "full", "attention", "dots"),
     ).items():
       if getattr(self, key) not in allowed:
         raise ValueError(f"compute.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}")
+    for key in ("expert_chunk", "logits_chunk"):
+      if getattr(self, key) < 0:
+        raise ValueError(f"compute.{key}={getattr(self, key)} must not be negative; 0: all at once")
 
 
-REFERENCE = ComputeConfig(dtype="float32", experts="auto", remat="none", logits_chunk=0)
+REFERENCE = ComputeConfig(
+  dtype="float32", attention="auto", experts="auto", expert_chunk=0, remat="none", logits_chunk=0
+)
 
 
 def _qwen3(**sizes) -> ModelConfig:

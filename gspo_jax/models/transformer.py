@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
-from gspo_jax.models import moe
-from gspo_jax.models.attention import attend, rotate
+from gspo_jax.models import attention, moe
+from gspo_jax.models.attention import rotate
 from gspo_jax.models.cache import Cache
+from gspo_jax.models.head import embed, head_logits, token_logp  # noqa: F401 (what a model offers)
 from gspo_jax.models.moe import ExpertWeights, RouterStats
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
@@ -201,6 +202,7 @@ def forward(
     compute: precision and formulation.
   """
   B, T = tokens_BT.shape
+  from_start = positions is None  # nothing in the cache is older than these tokens
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
   if segments is None:
@@ -209,24 +211,17 @@ def forward(
     sharding.reshard(x, P(BATCH)) for x in (positions, segments, tokens_BT)
   )
   dtype = jnp.dtype(compute.dtype)
-  if cache is None:
-    ordered = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
-    visible_BTS = ordered[None] & (segments[:, :, None] == segments[:, None, :])
-  else:
-    visible_BTS = positions[:, :, None] >= jnp.arange(cache.length)[None, None]
-
-  embed_VD = sharding.reshard(params.embed.astype(dtype), P("tensor", None))
-  x_BTD = sharding.take_rows(embed_VD, tokens_BT, P(BATCH))
+  x_BTD = embed(params, tokens_BT, dtype)
   layer = functools.partial(
     _layer,
     config=config,
     compute=compute,
     positions_BT=positions,
-    valid_BT=segments > 0,
-    visible_BTS=visible_BTS,
+    segments_BT=segments,
+    from_start=from_start,
   )
-  if compute.remat == "full":
-    layer = jax.checkpoint(layer)
+  if compute.remat != "none" and cache is None:
+    layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)
 
   caches, routings, stats, moe_layer = [], [], [], 0
   for i, block in enumerate(params.blocks):
@@ -236,8 +231,12 @@ def forward(
       replay = routing[moe_layer : moe_layer + layers]
       moe_layer += layers
     kv = None if cache is None else (cache.k_lBSKH[i], cache.v_lBSKH[i])
-    x_BTD, (kv, chosen, stat) = jax.lax.scan(
-      lambda x, inputs: layer(x, *inputs), x_BTD, (block, kv, replay)
+    # The cache of all layers is carried, and written in place: as an input and an output of the
+    # scan it would exist twice.
+    (x_BTD, kv), (chosen, stat) = jax.lax.scan(
+      lambda carry, inputs: layer(*carry, *inputs),
+      (x_BTD, kv),
+      (jnp.arange(layers), block, replay),
     )
     caches.append(kv)
     if chosen is not None:
@@ -253,37 +252,54 @@ def forward(
   )
 
 
-def _layer(x_BTD, block, kv, replay_BTk, *, config, compute, positions_BT, valid_BT, visible_BTS):
+# What the backward pass keeps of a layer besides its input; it recomputes the rest.
+REMAT = dict(
+  full=None,  # nothing
+  attention=jax.checkpoint_policies.save_only_these_names(attention.RESIDUAL),  # what costs T²
+  dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # every product with a weight
+)
+
+
+def _layer(
+  x_BTD, kv, layer, block, replay_BTk, *, config, compute, positions_BT, segments_BT, from_start
+):
   """One Transformer layer: x + attention(norm(x)), then x + ffn(norm(x))."""
-  block = gather(block, config, x_BTD.dtype)
+  # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
+  block = gather(jax.lax.optimization_barrier(block), config, x_BTD.dtype)
   y_BTD = rms_norm(x_BTD, block.attention_norm, config.rms_norm_eps)
-  y_BTD, kv = _attention(y_BTD, block.attention, config, kv, positions_BT, visible_BTS)
+  attend = _attend(compute, kv, layer, positions_BT, segments_BT, from_start)
+  y_BTD, kv = _attention(y_BTD, block.attention, config, positions_BT, attend)
   x_BTD = x_BTD + y_BTD
   y_BTD = rms_norm(x_BTD, block.ffn_norm, config.rms_norm_eps)
   if isinstance(block.ffn, Dense):
-    return x_BTD + _dense(y_BTD, block.ffn), (kv, None, None)
+    return (x_BTD + _dense(y_BTD, block.ffn), kv), (None, None)
+  valid_BT = segments_BT > 0
   gate_BTk, index_BTk, stats = moe.route(y_BTD, block.ffn.router, config, valid_BT, replay_BTk)
   weights = ExpertWeights(block.ffn.gate, block.ffn.up, block.ffn.down)
-  y_BTD = moe.experts(y_BTD, gate_BTk, index_BTk, weights, expert_implementation(compute))
-  return x_BTD + y_BTD, (kv, index_BTk, stats)
+  y_BTD = moe.experts(y_BTD, gate_BTk, index_BTk, weights, compute.experts, compute.expert_chunk)
+  return (x_BTD + y_BTD, kv), (index_BTk, stats)
 
 
 def gather(block: Block, config: ModelConfig, dtype: Any) -> Block:
   """FSDP: the weights of one layer, cast and gathered over D just before they are used.
 
-  They stay split over heads, F and experts; the transpose reduces and scatters their gradients.
-  The router is small: it is whole on every device, and keeps its float32.
+  They stay split over heads and F; the transpose reduces and scatters their gradients. The router
+  is small: it keeps its float32. Experts gather theirs where they multiply.
   """
 
   def one(path, weight: Weight, w: jax.Array) -> jax.Array:
     if path[-1].name == "router":
       return sharding.reshard(w, P())
-    return sharding.reshard(w.astype(dtype), sharding.spec(weight.letters[1:], sharding.ROLLOUT))
+    if "E" in weight.letters:
+      return w.astype(dtype)
+    together = sharding.spec(weight.letters[1:], sharding.ROLLOUT)
+    collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
+    return collect(w.astype(dtype), together)
 
   return jax.tree.map_with_path(one, block_table(config, isinstance(block.ffn, Moe), 1), block)
 
 
-def _attention(x_BTD, w: Attention, config: ModelConfig, kv, positions_BT, visible_BTS):
+def _attention(x_BTD, w: Attention, config: ModelConfig, positions_BT, attend):
   heads = P(BATCH, None, "tensor", None)
   q = sharding.einsum("BTD,DNH->BTNH", x_BTD, w.q, out=heads)
   k = sharding.einsum("BTD,DKH->BTKH", x_BTD, w.k, out=heads)
@@ -295,22 +311,38 @@ def _attention(x_BTD, w: Attention, config: ModelConfig, kv, positions_BT, visib
     k = rms_norm(k, w.k_norm, config.rms_norm_eps)
   q = rotate(q, positions_BT, config.rope_theta)
   k = rotate(k, positions_BT, config.rope_theta)
+  y_BTNH, kv = attend(q, k, v)
+  return sharding.einsum("BTNH,NHD->BTD", y_BTNH, w.o, out=P(BATCH)), kv
 
-  def on_each_device(q, k, v, kv, positions_BT, visible_BTS):
+
+def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_start):
+  """Attention of new queries, keys and values [B, T, ...] as a function of them, per device.
+
+  With a cache, `kv` of all layers [l, B, S, K, H], the new keys and values are written into it
+  first. From position 0 on there is nothing else to look at, so prefilling reads none of it.
+  """
+
+  def on_each_device(q, k, v, kv, layer, positions_BT, segments_BT):
+    name = attention.choose(compute.attention, q.shape[1], q.dtype)
     if kv is not None:
       row = jnp.arange(q.shape[0])[:, None]
-      kv = tuple(c.at[row, positions_BT].set(new.astype(c.dtype)) for c, new in zip(kv, (k, v)))
-      k, v = (c.astype(q.dtype) for c in kv)
-    return attend(q, k, v, visible_BTS), kv
+      kv = tuple(
+        c.at[layer, row, positions_BT].set(new.astype(c.dtype)) for c, new in zip(kv, (k, v))
+      )
+    if kv is None or from_start:
+      return attention.attend_self(q, k, v, segments_BT, name), kv
+    k, v = (jax.lax.dynamic_index_in_dim(c, layer, keepdims=False).astype(q.dtype) for c in kv)
+    return attention.attend_cache(q, k, v, positions_BT), kv
 
-  kv_specs = None if kv is None else (heads, heads)
+  heads = P(BATCH, None, "tensor", None)
+  kv_specs = None if kv is None else (P(None, *heads),) * 2
   run = sharding.shard_map(
     on_each_device,
-    in_specs=(heads, heads, heads, kv_specs, P(BATCH), P(BATCH)),
+    in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),
     out_specs=(heads, kv_specs),
+    check=sharding.platform() != "tpu" and compute.attention != "splash",
   )
-  y_BTNH, kv = run(q, k, v, kv, positions_BT, visible_BTS)
-  return sharding.einsum("BTNH,NHD->BTD", y_BTNH, w.o, out=P(BATCH)), kv
+  return lambda q, k, v: run(q, k, v, kv, layer, positions_BT, segments_BT)
 
 
 def _dense(x_BTD: jax.Array, w: Dense) -> jax.Array:
@@ -327,68 +359,9 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return wide.astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def expert_implementation(compute: ComputeConfig) -> str:
-  """The named one, or for "auto" what suits the default platform."""
-  if compute.experts != "auto":
-    return compute.experts
-  return "blocks" if jax.default_backend() == "cpu" else "ragged"
-
-
-def head_logits(
-  params: Params, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
-) -> jax.Array:
-  """float32 logits [B, T, V], split over V; compute them for a few time steps at once."""
-  head_DV = params.embed.T if params.head is None else params.head
-  head_DV = sharding.reshard(head_DV.astype(jnp.dtype(compute.dtype)), P(None, "tensor"))
-  return sharding.einsum(
-    "BTD,DV->BTV",
-    hidden_BTD,
-    head_DV,
-    out=P(BATCH, None, "tensor"),
-    preferred_element_type=jnp.float32,
-  )
-
-
 def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:
   """Plain causal forward: float32 logits [B, T, V] of every position."""
   return head_logits(params, forward(params, config, jnp.asarray(tokens_BT)).hidden_BTD)
-
-
-def token_logp(
-  params: Params,
-  hidden_BTD: jax.Array,
-  targets_BT: jax.Array,
-  *,
-  temperature: float = 1.0,
-  compute: ComputeConfig = REFERENCE,
-) -> tuple[jax.Array, jax.Array]:
-  """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
-
-  Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
-  logit is a masked sum over V, which needs no gather where V is split over the mesh.
-  """
-
-  @jax.checkpoint
-  def chunk(hidden_BtD, targets_Bt):
-    logits_BtV = head_logits(params, hidden_BtD, compute) / temperature
-    lse_Bt = jax.nn.logsumexp(logits_BtV, axis=-1)
-    vocab = jnp.arange(logits_BtV.shape[-1])[None, None]
-    target_Bt = jnp.sum(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0), axis=-1)
-    p_BtV = jnp.exp(logits_BtV - lse_Bt[..., None])
-    entropy_Bt = lse_Bt - jnp.sum(p_BtV * logits_BtV, axis=-1)
-    return target_Bt - lse_Bt, entropy_Bt
-
-  B, T, D = hidden_BTD.shape
-  size = compute.logits_chunk or T
-  if size >= T:
-    return chunk(hidden_BTD, targets_BT)
-  padding = -T % size
-  hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, padding), (0, 0)))
-  targets_BT = jnp.pad(targets_BT, ((0, 0), (0, padding)))
-  hidden = jnp.moveaxis(hidden_BTD.reshape(B, -1, size, D), 1, 0)
-  targets = jnp.moveaxis(targets_BT.reshape(B, -1, size), 1, 0)
-  _, both = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, (hidden, targets))
-  return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in both)
 
 
 def example_tokens(config: ModelConfig, batch: int, length: int, seed: int = 0) -> np.ndarray:

@@ -262,7 +262,7 @@ def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_expo
   """The clipped loss of each token with its segment's ratio, the segment's length, the metrics."""
   mask_BT = batch.tokens.mask_BT
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
-    stop_gradient(batch.log_ratio_BT), mask_BT, segment_BT, length_exponent
+    batch.log_ratio_BT, mask_BT, segment_BT, length_exponent
   )
   log_ratio_BX = spread(log_ratio_BU, segment_BT)
   length_BX = jnp.maximum(spread(length_BU, segment_BT), 1)

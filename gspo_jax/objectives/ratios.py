@@ -79,7 +79,9 @@ def scale(length_BX, length_exponent) -> Array:
 
 
 def difference(logp: Array, other_logp: Array) -> Array:
-  """logp − other_logp, finite for all finite inputs."""
+  """logp − other_logp in float32 or wider, finite for all finite inputs."""
+  dtype = jnp.promote_types(jnp.result_type(logp, other_logp), jnp.float32)
+  logp, other_logp = jnp.asarray(logp, dtype), jnp.asarray(other_logp, dtype)
   return jnp.clip(logp - other_logp, -_GARBAGE, _GARBAGE)
 
 

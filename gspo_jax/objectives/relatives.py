@@ -119,7 +119,7 @@ def sapo_loss(
   tau_BX = jnp.where(good_BX, tau_pos, tau_neg).astype(batch.logp_BT.dtype)
   scale_BX = jnp.where(good_BX, 4 / tau_pos, 4 / tau_neg).astype(batch.logp_BT.dtype)
   # σ(x) as 1 − σ(−x): its gradient has the factor 1 − σ(x), which for large x has no digits left.
-  gate_BT = 1 - sigmoid(-tau_BX * ratios.bounded_expm1(batch.log_ratio_BT))
+  gate_BT = 1 - sigmoid(tau_BX * (1 - ratios.bounded_exp(batch.log_ratio_BT)))
   loss_BT = terms.token_loss(batch, scale_BX * gate_BT * batch.advantage_BX)
   metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
   return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics

@@ -1,5 +1,6 @@
 """Prompts × group -> Rollout: one prefill per prompt, then a jitted decoding loop."""
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import transformer
+from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sampling.sampler import SamplingConfig, row_keys, sample
 from gspo_jax.sharding import BATCH, P
@@ -31,6 +32,7 @@ def generate(
   seed: int = 0,
   pad_id: int = 0,
   prompt_length: int | None = None,
+  record_routing: bool = False,
   compute: ComputeConfig = REFERENCE,
 ) -> Rollout:
   """Samples `group_size` responses to every prompt; rows in the prompts' order, G per prompt.
@@ -45,6 +47,8 @@ def generate(
     stop_ids: tokens that end a response; they belong to it.
     prompt_length: pad prompts to this length, so that batches of several lengths share one
       compilation. Default: the longest of these.
+    record_routing: keep the experts that prefill and decoding used, in `Rollout.routing`: one or
+      two bytes per token, layer and chosen expert.
 
   Raises:
     ValueError: an empty prompt, one longer than `prompt_length`, or more positions than the model
@@ -73,10 +77,14 @@ def generate(
     config=config,
     group_size=group_size,
     stop_ids=tuple(stop_ids),
+    record_routing=record_routing,
   )
+  sampled, routes = sharding.fetch(out)
   B = len(prompts) * group_size
-  sampled_BT, logp_BT, count_B, stopped_B = (x[:B] for x in sharding.fetch(out))
-  return _assemble(prompts, lengths_P, group_size, sampled_BT, logp_BT, count_B, stopped_B, pad_id)
+  rollout = _assemble(prompts, lengths_P, group_size, *(x[:B] for x in sampled), pad_id)
+  if routes is None:
+    return rollout
+  return dataclasses.replace(rollout, routing=_assemble_routing(rollout, group_size, *routes))
 
 
 def _check(lengths_P, prompt_length, group_size, max_new_tokens, model_config):
@@ -110,13 +118,26 @@ def _put_rows(x: np.ndarray) -> jax.Array:
   return sharding.put_batch(x, jax.sharding.get_mesh())
 
 
-@functools.partial(
-  jax.jit, static_argnames=("model_config", "compute", "config", "group_size", "stop_ids")
-)
+STATIC = ("model_config", "compute", "config", "group_size", "stop_ids", "record_routing")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def _generate(
-  params, tokens_PT, lengths_P, hash_P, seed, *, model_config, compute, config, group_size, stop_ids
+  params,
+  tokens_PT,
+  lengths_P,
+  hash_P,
+  seed,
+  *,
+  model_config,
+  compute,
+  config,
+  group_size,
+  stop_ids,
+  record_routing,
 ):
-  """Returns sampled tokens [B, n], their log-probs, how many are real, and whether they stopped."""
+  """Sampled tokens [B, n], their log-probs, how many are real, and whether they stopped; and, where
+  asked for, the routes [P, T, l, k] of the prompts and [B, n, l, k] of what was sampled."""
   P_, T = tokens_PT.shape
   B, n = P_ * group_size, config.max_new_tokens
   by_row = P(BATCH)
@@ -152,7 +173,14 @@ def _generate(
     tokens=write(zeros(jnp.int32), token_B, 0),
     logp=write(zeros(jnp.float32), logp_B, 0),
     count=jnp.ones_like(lengths_B),
+    routing=None,
   )
+  prompt_routing = None
+  if record_routing and out.routing_lBTk is not None:
+    prompt_routing = routing.by_row(out.routing_lBTk, segments, model_config.num_experts)
+    _, _, l, k = prompt_routing.shape
+    nothing = jnp.full((B, n, l, k), routing.NO_ROUTE, prompt_routing.dtype)
+    state["routing"] = sharding.reshard(nothing, by_row)
 
   def running(s):
     return (s["i"] < n) & ~jnp.all(s["done"])
@@ -170,6 +198,10 @@ def _generate(
     logits_BV = _logits(params, out.hidden_BTD[:, 0], compute)
     token_B, logp_B = sample(logits_BV, keys_B, jnp.full_like(lengths_B, s["i"]), config)
     active = ~s["done"]
+    routes = s["routing"]
+    if routes is not None:  # of the token that was fed: the one before token i
+      route_B1lk = routing.by_row(out.routing_lBTk, None, model_config.num_experts)
+      routes = jax.lax.dynamic_update_slice(routes, route_B1lk, (0, s["i"] - 1, 0, 0))
     return dict(
       i=s["i"] + 1,
       cache=out.cache,
@@ -178,10 +210,12 @@ def _generate(
       tokens=write(s["tokens"], token_B, s["i"]),
       logp=write(s["logp"], logp_B, s["i"]),
       count=s["count"] + active.astype(jnp.int32),
+      routing=routes,
     )
 
   s = jax.lax.while_loop(running, step, state)
-  return s["tokens"], s["logp"], s["count"], s["done"]
+  routes = None if prompt_routing is None else (prompt_routing, s["routing"])
+  return (s["tokens"], s["logp"], s["count"], s["done"]), routes
 
 
 def _logits(params, hidden_BD, compute):
@@ -212,3 +246,19 @@ def _assemble(
     lengths=count_B.astype(np.int32),
     stopped=stopped_B.astype(bool),
   )
+
+
+def _assemble_routing(
+  rollout: Rollout, group_size: int, prompt_PTlk: np.ndarray, sampled_BTlk: np.ndarray
+) -> np.ndarray:
+  """The routes of prompt and response, laid out as `rollout.tokens`.
+
+  The last token of a response was never fed to the sampler: it has no route, and needs none, since
+  nothing is predicted from it.
+  """
+  shape = (*rollout.tokens.shape, *sampled_BTlk.shape[2:])
+  out = np.full(shape, routing.NO_ROUTE, sampled_BTlk.dtype)
+  for row, (start, length) in enumerate(zip(rollout.prompt_lengths, rollout.lengths)):
+    out[row, :start] = prompt_PTlk[row // group_size, :start]
+    out[row, start : start + length - 1] = sampled_BTlk[row, : length - 1]
+  return out

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.models import moe, transformer
+from gspo_jax import sharding
+from gspo_jax.models import expert_products, moe, transformer
 from gspo_jax.models.sizes import tiny_moe
 
 CONFIG = dataclasses.replace(
@@ -44,21 +45,59 @@ CASES = dict(
 )
 
 
-@pytest.mark.parametrize("apply", [moe.apply_blocks, moe.apply_ragged])
+def scalar(f, index):
+  return jax.jit(
+    jax.value_and_grad(lambda x, g, w: jnp.sin(f(x, g, index, w)).sum(), argnums=(0, 1, 2))
+  )
+
+
+@pytest.mark.parametrize("name", expert_products.FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_value_and_gradient_equal_the_plain_sum(apply, case):
+def test_value_and_gradient_equal_the_plain_sum(name, case):
   x, gate, index, w = inputs(expert=CASES[case])
+  form = expert_products.FORMS[name]
 
-  def scalar(f):
-    return jax.value_and_grad(lambda x, g, w: jnp.sin(f(x, g, index, w)).sum(), argnums=(0, 1, 2))
+  def apply(x, gate, index, w):  # the gradient of the weights goes to the last argument
+    return form(x, gate, index, jax.lax.stop_gradient(w), w)
 
-  got, expected = scalar(apply)(x, gate, w), scalar(plain)(x, gate, w)
+  got, expected = scalar(apply, index)(x, gate, w), scalar(plain, index)(x, gate, w)
   chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", expert_products.FORMS)
+@pytest.mark.parametrize("case", ["mixed", "all_to_one"])
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
+  x, gate, index, w = inputs(tokens=48, expert=jnp.full((48, 2), 3) if case != "mixed" else None)
+  by_row = lambda a: a.reshape(8, 6, -1)  # noqa: E731
+
+  def apply(x, gate, index, w):
+    y = moe.experts(by_row(x), by_row(gate), by_row(index), w, name, chunk)
+    return y.reshape(48, -1)
+
+  expected = scalar(plain, index)(x, gate, w)
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  with jax.set_mesh(mesh):
+    split = jax.tree.map(lambda _: sharding.P("expert", "fsdp"), w)
+    placed = jax.tree.map(lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s)), w, split)
+    rows = [sharding.put_batch(np.asarray(a), mesh) for a in (x, gate, index)]
+    got = scalar(apply, rows[2])(rows[0], rows[1], placed)
+  chex.assert_trees_all_close(jax.device_get(got), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ragged", "megablox"])
+def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
+  """A device that gets more than twice its share goes round the loop again."""
+  monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
+  x, gate, index, w = inputs(tokens=256)
+  assert expert_products._pieces(index, 8)[1] == 128
+  got = scalar(lambda *a: expert_products.FORMS[name](*a, a[-1]), index)(x, gate, w)
+  np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
 
 
 def test_layout_holds_every_assignment_once():
   index = inputs(tokens=101)[2]
-  layout = moe.block_layout(index, 8, 8)
+  layout = expert_products.block_layout(index, 8, 8)
   kept = layout.choice_Z[layout.choice_Z < 202]
   assert sorted(kept.tolist()) == list(range(202))
   for a in range(202):

@@ -163,6 +163,9 @@ def test_what_each_kl_estimate_is_the_gradient_of(x64):
 def test_k3_keeps_its_digits_near_zero():
   """exp(x) − 1 − x at 1e-3 is off by 10% in float32."""
   np.testing.assert_allclose(O.kl_k3(np.float32(0), np.float32(1e-3)), 5.0017e-7, rtol=1e-3)
+  half = jnp.float16(-10), jnp.float16(0)
+  np.testing.assert_allclose(O.kl_k3(*half), np.exp(10) - 11, rtol=1e-6)
+  assert O.kl_k2(*half).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

@@ -1,0 +1,42 @@
+r"""The paper's benchmarks and a few more, as a job of their own.
+
+Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR \
+             --config.weights=DIR --config.tokenizer=DIR \
+             --config.eval.benchmarks.aime24.data=aime@aime24.jsonl \
+             --config.eval.benchmarks.gsm8k.data=gsm8k@gsm8k/test.jsonl ...
+Hardware:  a TPU host of 4 or 8 chips for Qwen3-30B-A3B
+Expected:  not run by us at this size
+
+Benchmarks without data are left out. An evaluation that was interrupted goes on when the same
+command is given again. The results are in DIR/metrics.jsonl, by problem in DIR/evaluations/, and by
+response in DIR/rollouts/. Training evaluates the same sections every `eval.every` iterations where
+its config has them.
+
+configs/eval_suite.py:tiny has random weights of toy size and the byte tokenizer.
+"""
+
+from configs import common, moe_aime
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  arg = common.variant(arg, "tiny")
+  config = moe_aime.get_config(arg)
+  config.job = "eval"
+  config.distributed = False  # a single host
+  config.data.eval = ""  # the benchmarks below are all there is
+  config.data.prompt_template = common.BOXED
+  config.eval.benchmarks = dict(
+    aime24=common.benchmark(samples=32),  # §5.1: average Pass@1 over 32 samplings
+    **common.paper_benchmarks(),
+    gsm8k=common.benchmark(samples=1),
+    math=common.benchmark(samples=4),
+    humaneval=common.benchmark(samples=20, pass_at=(1, 10), reward="code"),
+  )
+  if arg == "tiny":
+    config.data.max_prompt_tokens = 1920  # bytes
+    config.eval.batch = 10
+    config.reward.workers = 2
+    config.reward.name = "math"
+  else:
+    config.mesh.update(dict(data=1, fsdp=1, expert=-1))
+  return config

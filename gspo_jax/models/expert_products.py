@@ -1,0 +1,304 @@
+"""Expert products: SwiGLU experts applied to the rows that chose them, in three formulations.
+
+  blocks    a loop over blocks of rows that share an expert: the fastest dropless form on CPU
+  ragged    `lax.ragged_dot` on rows sorted by expert
+  megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
+
+All take x [X, D], gate weights and expert indices [X, k], and the weights of the E experts that
+this device holds; index E means: held by another device. They return, in x's dtype, [X, D]:
+Σ_k gate_k · expert_{index_k}(x) over the held experts. No buffer depends on the routing.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.sharding import AXES
+
+
+class ExpertWeights(NamedTuple):
+  gate: jax.Array  # [E, D, F]
+  up: jax.Array  # [E, D, F]
+  down: jax.Array  # [E, F, D]
+
+
+class Layout(NamedTuple):
+  """Assignments (token, choice) sorted by expert, each expert's share padded to whole blocks.
+
+  With A = X·k assignments and blocks of R rows there are at most ceil(A/R) + E blocks.
+  """
+
+  slot_A: jax.Array  # where assignment a went; len(row_Z) for one that no local expert takes
+  row_Z: jax.Array  # token in slot z; X for padding
+  choice_Z: jax.Array  # assignment in slot z; A for padding
+  expert_of_block: jax.Array
+  blocks: jax.Array  # blocks in use
+
+
+def block_layout(index_Xk: jax.Array, num_experts: int, rows: int) -> Layout:
+  """Groups assignments by expert; index `num_experts` means: held by another device."""
+  X, k = index_Xk.shape
+  A = X * k
+  most_blocks = -(-A // rows) + num_experts
+  expert_A = index_Xk.reshape(A)
+  count_E = jnp.sum(expert_A[:, None] == jnp.arange(num_experts)[None], axis=0)
+  blocks_E = -(-count_E // rows)
+  last_block_E = jnp.cumsum(blocks_E)
+  order_A = jnp.argsort(expert_A, stable=True)
+  sorted_A = expert_A[order_A]
+  zero = jnp.zeros(1, count_E.dtype)
+  first_sorted = jnp.concatenate([zero, jnp.cumsum(count_E)])[sorted_A]
+  first_block = jnp.concatenate([zero, last_block_E])[sorted_A]
+  slot = first_block * rows + jnp.arange(A) - first_sorted
+  slot = jnp.where(sorted_A < num_experts, slot, most_blocks * rows)
+  empty = jnp.full(most_blocks * rows, A, order_A.dtype)
+  choice_Z = empty.at[slot].set(order_A, mode="drop")
+  return Layout(
+    slot_A=jnp.zeros(A, slot.dtype).at[order_A].set(slot),
+    row_Z=choice_Z // k,  # A // k = X: padding stays out of range
+    choice_Z=choice_Z,
+    expert_of_block=jnp.searchsorted(last_block_E, jnp.arange(most_blocks), side="right"),
+    blocks=last_block_E[-1],
+  )
+
+
+def block_rows(assignments: int, num_experts: int) -> int:
+  """Rows per block: about an expert's fair share, a power of two from 8 to 128."""
+  share = max(1, assignments // max(1, num_experts))
+  return min(128, max(8, 1 << (share - 1).bit_length()))
+
+
+@jax.custom_vjp
+def apply_blocks(
+  x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
+) -> jax.Array:
+  """SwiGLU experts as a loop over blocks of rows that share an expert; only used blocks run.
+
+  `sink`, of w's shapes, receives the gradient of the weights in its own dtype.
+  """
+  return _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+
+def _take(table: jax.Array, rows: jax.Array) -> jax.Array:
+  return table.at[rows].get(mode="fill", fill_value=0)
+
+
+def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
+  X, k = index_Xk.shape
+  D = x_XD.shape[1]
+  R = block_rows(X * k, w.gate.shape[0])
+  layout = block_layout(index_Xk, w.gate.shape[0], R)
+
+  def body(i, y_ZD):
+    x_RD = _take(x_XD, jax.lax.dynamic_slice(layout.row_Z, (i * R,), (R,)))
+    e = layout.expert_of_block[i]
+    h_RF = jax.nn.silu(x_RD @ w.gate[e]) * (x_RD @ w.up[e])
+    return jax.lax.dynamic_update_slice(y_ZD, h_RF @ w.down[e], (i * R, 0))
+
+  y_ZD = sharding.vary(jnp.zeros((layout.row_Z.shape[0], D), x_XD.dtype), AXES)
+  y_ZD = jax.lax.fori_loop(0, layout.blocks, body, y_ZD)
+  y_XkD = _take(y_ZD, layout.slot_A).reshape(X, k, D)
+  return jnp.einsum("XkD,Xk->XD", y_XkD, gate_Xk), (x_XD, gate_Xk, layout, w, sink)
+
+
+def _blocks_backward(residuals, dy_XD):
+  x_XD, gate_Xk, layout, w, sink = residuals
+  (X, k), D = gate_Xk.shape, x_XD.shape[1]
+  Z = layout.row_Z.shape[0]
+  R = Z // layout.expert_of_block.shape[0]
+  gate_A = gate_Xk.reshape(X * k)
+
+  def body(i, carry):
+    dx_ZD, dgate_Z, dw = carry
+    rows = jax.lax.dynamic_slice(layout.row_Z, (i * R,), (R,))
+    gate_R = _take(gate_A, jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,)))
+    x_RD, dy_RD = _take(x_XD, rows), _take(dy_XD, rows)
+    e = layout.expert_of_block[i]
+    a_RF, u_RF = x_RD @ w.gate[e], x_RD @ w.up[e]
+    sigmoid = jax.nn.sigmoid(a_RF)
+    h_RF = a_RF * sigmoid * u_RF
+    dh_RF = dy_RD @ w.down[e].T
+    dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
+    dh_RF = dh_RF * gate_R[:, None]
+    da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
+    du_RF = dh_RF * a_RF * sigmoid
+    dw = ExpertWeights(
+      gate=dw.gate.at[e].add(x_RD.T @ da_RF),
+      up=dw.up.at[e].add(x_RD.T @ du_RF),
+      down=dw.down.at[e].add(h_RF.T @ (dy_RD * gate_R[:, None])),
+    )
+    dx_RD = da_RF @ w.gate[e].T + du_RF @ w.up[e].T
+    dx_ZD = jax.lax.dynamic_update_slice(dx_ZD, dx_RD, (i * R, 0))
+    return dx_ZD, jax.lax.dynamic_update_slice(dgate_Z, dgate_R, (i * R,)), dw
+
+  zeros = (
+    jnp.zeros((Z, D), x_XD.dtype),
+    jnp.zeros(Z, gate_Xk.dtype),
+    jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink),
+  )
+  dx_ZD, dgate_Z, dw = jax.lax.fori_loop(0, layout.blocks, body, sharding.vary(zeros, AXES))
+  dx_XD = _take(dx_ZD, layout.slot_A).reshape(X, k, D).sum(1)
+  dgate_Xk = _take(dgate_Z, layout.slot_A).reshape(X, k)
+  return dx_XD, dgate_Xk, None, None, dw
+
+
+apply_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _ragged(x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed=False) -> jax.Array:
+  w_EDF = jnp.swapaxes(w_EDF, 1, 2) if transposed else w_EDF
+  return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=x_RD.dtype)
+
+
+def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
+  """total + xᵀ y over the rows of each group: [E, D, F]."""
+  numbers = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+  )
+  # Beyond the groups there may be anything, and 0 times it may be NaN.
+  real_R1 = (jnp.arange(x_RD.shape[0]) < count_E.sum())[:, None]
+  x_RD, y_RF = (jnp.where(real_R1, x, 0) for x in (x_RD, y_RF))
+  return total + jax.lax.ragged_dot_general(
+    x_RD, y_RF, count_E, numbers, preferred_element_type=total.dtype
+  )
+
+
+def _tiles(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
+  """Tiles of the Pallas kernel: they fit a TPU core's vector memory, twice, with room to spare."""
+  whole = lambda size, most: min(most, -(-size // 128) * 128)  # noqa: E731
+  return math.gcd(rows, 512), whole(inner, 1024), whole(outer, 1024)
+
+
+def _megablox(x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed=False) -> jax.Array:
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+  return gmm(
+    x_RD,
+    w_EDF,
+    count_E,
+    x_RD.dtype,
+    _tiles,
+    transpose_rhs=transposed,
+    interpret=sharding.platform() != "tpu",
+  )
+
+
+def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+  tiles = lambda D, R, F: (math.gcd(R, 512), min(D, 512), min(F, 1024))  # noqa: E731
+  interpret = sharding.platform() != "tpu"
+  # Adding up inside the kernel (existing_out) needs more vector memory than these tiles leave.
+  return total + tgmm(x_RD.T, y_RF, count_E, total.dtype, tiles, interpret=interpret)
+
+
+# name: (rows of each group times its matrix, a total plus their outer products)
+GROUPED = dict(ragged=(_ragged, _ragged_outer), megablox=(_megablox, _megablox_outer))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(name, x_XD, gate_Xk, index_Xk, w, sink):
+  """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills."""
+  return _grouped_forward(name, x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+
+class Pieces(NamedTuple):
+  """Assignments sorted by expert, those of other devices last, padded to whole pieces of R."""
+
+  choice_Z: jax.Array  # assignment (token · k + choice); A for padding
+  end_E: jax.Array  # where each expert's assignments end
+
+
+def _pieces(index_Xk: jax.Array, held: int) -> tuple[Pieces, int]:
+  """The pieces, and R: twice a device's fair share, so that one piece is the rule."""
+  A = index_Xk.size
+  expert_A = index_Xk.reshape(A)
+  R = min(A, -(-2 * A // sharding.axis_size("expert")))
+  R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
+  count_E = jnp.sum(expert_A[:, None] == jnp.arange(held)[None], axis=0, dtype=jnp.int32)
+  order_A = jnp.argsort(expert_A, stable=True)
+  return Pieces(jnp.pad(order_A, (0, -A % R), constant_values=A), jnp.cumsum(count_E)), R
+
+
+def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
+  """Piece i: token of each row (X where there is none), assignment, rows per expert."""
+  position_R = i * R + jnp.arange(R)
+  choice_R = jax.lax.dynamic_slice(pieces.choice_Z, (i * R,), (R,))
+  choice_R = jnp.where(position_R < pieces.end_E[-1], choice_R, X * k)
+  edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
+  return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
+
+
+def _grouped_forward(name, x_XD, gate_Xk, index_Xk, w, sink):
+  (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
+  pieces, R = _pieces(index_Xk, w.gate.shape[0])
+  times = GROUPED[name][0]
+
+  def body(i, y_XD):
+    row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
+    x_RD = _take(x_XD, row_R)
+    h_RF = jax.nn.silu(times(x_RD, w.gate, count_E)) * times(x_RD, w.up, count_E)
+    y_RD = times(h_RF * _take(gate_A, choice_R)[:, None], w.down, count_E)
+    # Rows beyond the last group belong to nobody; what a kernel leaves there is undefined.
+    y_RD = jnp.where((row_R < X)[:, None], y_RD, 0)
+    return y_XD.at[row_R].add(y_RD.astype(y_XD.dtype), mode="drop")
+
+  y_XD = sharding.vary(jnp.zeros(x_XD.shape, jnp.float32), AXES)
+  y_XD = jax.lax.fori_loop(0, -(-pieces.end_E[-1] // R), body, y_XD)
+  return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, index_Xk, w, sink)
+
+
+def _grouped_backward(name, residuals, dy_XD):
+  x_XD, gate_Xk, index_Xk, w, sink = residuals
+  (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
+  pieces, R = _pieces(index_Xk, w.gate.shape[0])
+  times, outer = GROUPED[name]
+
+  def body(i, carry):
+    dx_XD, dgate_A, dw = carry
+    row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
+    real_R1, gate_R1 = (row_R < X)[:, None], _take(gate_A, choice_R)[:, None]
+    x_RD, dy_RD = _take(x_XD, row_R), _take(dy_XD, row_R)
+    a_RF, u_RF = times(x_RD, w.gate, count_E), times(x_RD, w.up, count_E)
+    sigmoid = jax.nn.sigmoid(a_RF)
+    h_RF = a_RF * sigmoid * u_RF
+    dh_RF = times(dy_RD, w.down, count_E, True)
+    dgate_R = jnp.sum(jnp.where(real_R1, h_RF * dh_RF, 0), axis=-1, dtype=jnp.float32)
+    dh_RF = dh_RF * gate_R1
+    da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
+    du_RF = dh_RF * a_RF * sigmoid
+    dx_RD = times(da_RF, w.gate, count_E, True) + times(du_RF, w.up, count_E, True)
+    dx_RD = jnp.where(real_R1, dx_RD, 0).astype(dx_XD.dtype)
+    products = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
+    dw = [outer(a, b, count_E, total) for total, (a, b) in zip(dw, products)]
+    dgate_A = dgate_A.at[choice_R].set(dgate_R, mode="drop")
+    return dx_XD.at[row_R].add(dx_RD, mode="drop"), dgate_A, ExpertWeights(*dw)
+
+  zeros = jnp.zeros(x_XD.shape, jnp.float32), jnp.zeros(X * k, jnp.float32)
+  zeros = *zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink)
+  used = -(-pieces.end_E[-1] // R)
+  dx_XD, dgate_A, dw = jax.lax.fori_loop(0, used, body, sharding.vary(zeros, AXES))
+  dgate_Xk = dgate_A.reshape(X, k).astype(gate_Xk.dtype)
+  return dx_XD.astype(x_XD.dtype), dgate_Xk, None, None, dw
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+apply_ragged = functools.partial(_grouped, "ragged")
+apply_megablox = functools.partial(_grouped, "megablox")
+
+FORMS = dict(blocks=apply_blocks, ragged=apply_ragged, megablox=apply_megablox)
+PALLAS = (apply_megablox,)
+
+
+def choose(implementation: str):
+  """The named form, or for "auto" what suits the platform of the mesh."""
+  if implementation == "auto":
+    implementation = dict(cpu="blocks", tpu="megablox").get(sharding.platform(), "ragged")
+  return FORMS[implementation]

@@ -1,0 +1,130 @@
+"""Both ends of the model: tokens to vectors, and vectors to logits and log-probabilities."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models.sizes import REFERENCE, ComputeConfig
+from gspo_jax.sharding import BATCH, P
+
+
+def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
+  """Rows of the embedding, [B, T, D].
+
+  Where the table is split over D, tokens travel to its parts and the parts of the vectors back:
+  less than gathering the table, and its gradient stays split.
+  """
+
+  def on_each_device(table_VD, tokens_BT):
+    if "fsdp" in split:
+      tokens_BT = sharding.all_gather(tokens_BT, "fsdp")
+    table_VD = sharding.vary(table_VD, tuple(a for a in BATCH if a not in split))
+    V = table_VD.shape[0]
+    row_BT = tokens_BT
+    if "tensor" in split:
+      row_BT = row_BT - V * sharding.axis_index("tensor")
+    x_BTD = table_VD.at[jnp.clip(row_BT, 0, V - 1)].get(mode="promise_in_bounds")
+    if "tensor" in split:
+      x_BTD = jnp.where(((row_BT >= 0) & (row_BT < V))[..., None], x_BTD, 0)
+    x_BTD = x_BTD.astype(dtype)
+    if "fsdp" in split:
+      x_BTD = sharding.all_to_all(x_BTD, "fsdp", 0, 2)
+    return sharding.psum(x_BTD, "tensor") if "tensor" in split else x_BTD
+
+  split = sharding.spec_of(params.embed)
+  run = sharding.shard_map(on_each_device, in_specs=(split, P(BATCH)), out_specs=P(BATCH))
+  return run(params.embed, tokens_BT)
+
+
+def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
+  """[D, V] in the compute type, split over V, and over D as the parameter is."""
+  head_DV = params.embed.T if params.head is None else params.head
+  split = P(sharding.spec_of(head_DV)[0], "tensor")
+  return sharding.reshard(head_DV.astype(jnp.dtype(compute.dtype)), split)
+
+
+def head_logits(
+  params: Any, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
+) -> jax.Array:
+  """float32 logits [B, T, V], split over V; compute them for a few time steps at once."""
+  return sharding.einsum(
+    "BTD,DV->BTV",
+    hidden_BTD,
+    sharding.gather(head_weight(params, compute), P(None, "tensor")),
+    out=P(BATCH, None, "tensor"),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def token_logp(
+  params: Any,
+  hidden_BTD: jax.Array,
+  targets_BT: jax.Array,
+  *,
+  temperature: float = 1.0,
+  compute: ComputeConfig = REFERENCE,
+) -> tuple[jax.Array, jax.Array]:
+  """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
+
+  Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
+  logit is a masked sum over V, which needs no gather where V is split over the mesh. The gradient
+  of the head adds up over the chunks on each device, in float32, and over devices once.
+  """
+
+  def on_each_device(hidden_BTD, targets_BT, head_DV):
+    head_DV = sharding.whole(head_DV, split)
+    hidden_BTD = sharding.vary(hidden_BTD, ("tensor",))
+    head = jax.lax.stop_gradient(head_DV), head_DV.astype(jnp.float32)
+    first = head_DV.shape[1] * sharding.axis_index("tensor")
+
+    @jax.checkpoint
+    def chunk(hidden_BtD, targets_Bt):
+      logits_BtV = project(hidden_BtD, *head) / temperature
+      most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
+      over_vocabulary = lambda x_BtV: sharding.psum(x_BtV.sum(-1), "tensor")  # noqa: E731
+      lse_Bt = most_Bt + jnp.log(over_vocabulary(jnp.exp(logits_BtV - most_Bt[..., None])))
+      vocab = first + jnp.arange(logits_BtV.shape[-1])[None, None]
+      target_Bt = over_vocabulary(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0))
+      p_BtV = jnp.exp(logits_BtV - lse_Bt[..., None])
+      return target_Bt - lse_Bt, lse_Bt - over_vocabulary(p_BtV * logits_BtV)
+
+    B, T, D = hidden_BTD.shape
+    size = compute.logits_chunk or T
+    if size >= T:
+      return chunk(hidden_BTD, targets_BT)
+    padding = -T % size
+    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, padding), (0, 0)))
+    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, padding)))
+    hidden = jnp.moveaxis(hidden_BTD.reshape(B, -1, size, D), 1, 0)
+    targets = jnp.moveaxis(targets_BT.reshape(B, -1, size), 1, 0)
+    _, both = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, (hidden, targets))
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in both)
+
+  batch, head_DV = P(BATCH), head_weight(params, compute)
+  split = sharding.spec_of(head_DV)
+  run = sharding.shard_map(on_each_device, in_specs=(batch, batch, split), out_specs=(batch, batch))
+  hidden_BTD, targets_BT = (sharding.reshard(x, batch) for x in (hidden_BTD, targets_BT))
+  return run(hidden_BTD, targets_BT, head_DV)
+
+
+@jax.custom_vjp
+def project(x_BtD: jax.Array, head_DV: jax.Array, sink_DV: jax.Array) -> jax.Array:
+  """float32 logits; the gradient of the head goes to `sink_DV`, in float32 whatever head's type."""
+  return jnp.einsum("BtD,DV->BtV", x_BtD, head_DV, preferred_element_type=jnp.float32)
+
+
+def _project_forward(x_BtD, head_DV, sink_DV):
+  return project(x_BtD, head_DV, sink_DV), (x_BtD, head_DV)
+
+
+def _project_backward(residuals, dy_BtV):
+  x_BtD, head_DV = residuals
+  dy_BtV = dy_BtV.astype(x_BtD.dtype)
+  dx_BtD = jnp.einsum("BtV,DV->BtD", dy_BtV, head_DV)
+  dhead_DV = jnp.einsum("BtD,BtV->DV", x_BtD, dy_BtV, preferred_element_type=jnp.float32)
+  return dx_BtD, None, dhead_DV
+
+
+project.defvjp(_project_forward, _project_backward)

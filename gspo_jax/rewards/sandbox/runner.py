@@ -1,0 +1,373 @@
+"""Runs candidate programs inside a sandbox, one process per test, and reports how each ended.
+
+Three kinds of process. The *outer* one leaves the namespaces. Its child, the *keeper*, lives in
+them, is trusted, and never runs code of a candidate: it forks a process per test, keeps the clock,
+collects the output and kills everything that is left. The forked process, the *candidate*, gives up
+every right and then runs the program. The keeper's messages are all that the verifier believes, and
+no expected output ever enters a candidate's sandbox.
+"""
+
+import atexit
+import fcntl
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import types
+
+from . import isolation, wire
+
+# Exit statuses: why a program failed, never that it passed. A program that forges one only chooses
+# the name of its failure.
+FAILED, OUT_OF_MEMORY, ASSERTION, RAISED, GONE = 1, 101, 102, 103, 104
+CHECKED = 105  # of the process that holds the assertions, where no candidate's code runs
+
+_RESULT, _CHANNEL = 3, 4  # descriptors in the candidate's process
+
+# What LiveCodeBench puts in front of every program (lcb_runner/evaluation/testing_util.py).
+_STAR = (
+  "string re datetime collections heapq bisect copy math random statistics itertools functools "
+  "operator io sys json builtins typing"
+).split()
+_PLAIN = [name for name in _STAR if name not in ("builtins", "typing")]
+
+
+def main(settings: str) -> None:
+  """The outer process. `settings`: JSON of what `code_sandbox.Sandbox` passes."""
+  s = json.loads(settings)
+  s["uid"] = isolation.UID + os.getpid()
+  root = False
+  if s["isolation"] == "namespaces":
+    try:
+      root = isolation.enter_namespaces()
+    except OSError as error:
+      wire.send(s["control"], {"error": str(error)})
+      return
+    keeper = os.fork()
+    if keeper:
+      for descriptor in filter(None, (s["control"], s["channel"])):
+        os.close(descriptor)
+      os.waitpid(keeper, 0)
+      return
+    isolation.die_with_parent()
+  try:
+    if s["isolation"] == "namespaces":
+      isolation.enter_root(s["directory"], s["readable"], s["limits"]["scratch_bytes"])
+    _keep(s, root)
+  except wire.Closed:
+    pass  # the verifier has gone: with this process everything in the namespace ends
+  except BaseException as error:
+    wire.send(s["control"], {"error": f"{type(error).__name__}: {error}"})
+
+
+def _keep(s: dict, root: bool) -> None:
+  """The keeper: one request, one report."""
+  isolation.hide_from_debuggers()
+  if s["isolation"] == "namespaces" and os.getpid() != 1:
+    raise RuntimeError("this must be process 1 of a namespace: it kills every other process")
+  prelude = {}
+  os.chdir(isolation.SCRATCH if s["isolation"] == "namespaces" else s["directory"])
+  wire.send(s["control"], {"ready": True})
+  while True:
+    request = wire.receive(s["control"], 1 << 30)
+    if request["kind"] in ("stdin", "call") and not prelude:
+      _fill(prelude)
+    wire.send(s["control"], _run(s, request, prelude, root))
+    if s["channel"]:
+      return  # a channel has one conversation
+    if s["isolation"] == "namespaces":
+      os.chdir("/")
+      isolation.unmount_scratch()
+      isolation.mount_scratch(s["limits"]["scratch_bytes"])
+      os.chdir(isolation.SCRATCH)
+
+
+def _fill(prelude: dict) -> None:
+  """Imported once, here, and not in every candidate's process."""
+  for name in _STAR:
+    exec(f"from {name} import *", prelude)
+  for name in _PLAIN:
+    exec(f"import {name}", prelude)
+  del prelude["__builtins__"]
+
+
+def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
+  """Runs one test in a process of its own and tells how it ended."""
+  given = os.memfd_create("stdin")
+  os.write(given, request.get("stdin", "").encode("utf-8", "surrogatepass"))
+  os.lseek(given, 0, os.SEEK_SET)
+  pipes = {name: os.pipe() for name in ("stdout", "stderr", "result")}
+  keeper, started = os.getpid(), time.monotonic()
+  candidate = os.fork()
+  if not candidate:
+    writers = [pipes[name][1] for name in ("stdout", "stderr", "result")]
+    _candidate(s, request, prelude, root, keeper, [given, *writers, s["channel"]])
+  os.close(given)
+  if s["channel"]:
+    os.close(s["channel"])
+  for _, writer in pipes.values():
+    os.close(writer)
+  readers = {name: reader for name, (reader, _) in pipes.items()}
+  reason, output = _watch(s, candidate, readers, started + s["limits"]["wall_s"])
+  _, status, usage = os.wait4(candidate, 0)
+  if s["isolation"] == "namespaces":
+    _reap()
+  for reader in readers.values():
+    os.close(reader)
+  return dict(
+    reason=reason,
+    status=os.waitstatus_to_exitcode(status),
+    cpu_s=usage.ru_utime + usage.ru_stime,
+    cpu_limit_s=s["limits"]["cpu_s"],
+    wall_s=time.monotonic() - started,
+    stdout=output["stdout"].decode("utf-8", "replace"),
+    stderr=output["stderr"][-2000:].decode("utf-8", "replace"),
+    result=output["result"].decode("utf-8", "replace"),
+  )
+
+
+def _watch(s: dict, candidate: int, readers: dict, deadline: float) -> tuple[str, dict]:
+  """Collects output until the process ends, is late or writes too much; then kills what is left."""
+  handle = os.pidfd_open(candidate)
+  output = {name: bytearray() for name in readers}
+  names = {reader: name for name, reader in readers.items()}
+  poll = select.poll()
+  poll.register(handle, select.POLLIN)
+  poll.register(s["control"], select.POLLHUP | select.POLLRDHUP)
+  for reader in names:
+    os.set_blocking(reader, False)
+    poll.register(reader, select.POLLIN)
+  reason = ""
+  while not reason:
+    left = deadline - time.monotonic()
+    events = poll.poll(max(0, left) * 1000)
+    if not events and left <= 0:
+      reason = "timeout"
+    for descriptor, _ in events:
+      if descriptor == handle:
+        reason = "ended"
+      elif descriptor == s["control"]:
+        _kill(s, candidate)
+        raise wire.Closed
+      elif _drain(descriptor, output[names[descriptor]]) == 0:
+        poll.unregister(descriptor)
+    if any(len(part) > s["limits"]["output_bytes"] for part in output.values()):
+      reason = "output"
+    if time.monotonic() > deadline and reason != "ended":
+      reason = "timeout"
+  _kill(s, candidate)
+  os.close(handle)
+  if reason == "ended":
+    for reader, name in names.items():
+      while len(output[name]) <= s["limits"]["output_bytes"]:
+        if not _drain(reader, output[name]):
+          break
+    if any(len(part) > s["limits"]["output_bytes"] for part in output.values()):
+      reason = "output"
+  return reason, output
+
+
+def _drain(reader: int, into: bytearray) -> int | None:
+  """Reads once. Returns how much, 0 at the end, None if there is nothing now."""
+  try:
+    part = os.read(reader, 1 << 16)
+  except BlockingIOError:
+    return None
+  into += part
+  return len(part)
+
+
+def _kill(s: dict, candidate: int) -> None:
+  """Ends the candidate and whatever it started; it stays a zombie until it is waited for."""
+  try:
+    if s["isolation"] == "namespaces" and os.getpid() == 1:
+      os.kill(-1, signal.SIGKILL)  # every process of the namespace but this one
+    else:
+      os.kill(candidate, signal.SIGKILL)
+      os.killpg(candidate, signal.SIGKILL)  # it leads a session, which the filter lets none leave
+  except ProcessLookupError:
+    pass
+
+
+def _reap() -> None:
+  """Waits for what the candidate had started and left to process 1."""
+  try:
+    while True:
+      os.waitpid(-1, 0)
+  except ChildProcessError:
+    pass
+
+
+def _candidate(
+  s: dict, request: dict, prelude: dict, root: bool, keeper: int, descriptors: list
+) -> None:
+  """The candidate's process: gives up every right, runs the program, and never returns."""
+  code = FAILED
+  try:
+    isolation.die_with_parent()
+    if os.getppid() != keeper:
+      os._exit(FAILED)  # it died before
+    os.setsid()
+    # Above the final numbers first, so that none is overwritten before it is copied.
+    high = [fcntl.fcntl(d, fcntl.F_DUPFD, 200) for d in descriptors if d]
+    for target, descriptor in enumerate(high):
+      os.dup2(descriptor, target)
+    os.closerange(len(high), 1 << 20)
+    _confine(s, root)
+    sys.path += s["packages"]
+    sys.argv = ["program"]
+    sys.setrecursionlimit(50_000)
+    sys.set_int_max_str_digits(50_000)
+    code = _KINDS[request["kind"]](request, prelude)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+  except SystemExit:
+    code = 0
+  except MemoryError:
+    code = OUT_OF_MEMORY
+  except BaseException as error:
+    _report(error)
+  try:
+    sys.stdout.flush()
+    sys.stderr.flush()
+  except BaseException:
+    code = code or FAILED
+  finally:
+    os._exit(code)
+
+
+def _report(error: BaseException) -> None:
+  try:
+    import traceback
+
+    traceback.print_exception(error, limit=-5)
+  except BaseException:  # the program has replaced what this needs
+    pass
+
+
+def _confine(s: dict, root: bool) -> None:
+  limits = s["limits"]
+  if s["isolation"] == "namespaces" and root:
+    isolation.take_identity(s["uid"])
+  # Where processes cannot be started, the limit would count the user's processes elsewhere too.
+  alone = s["isolation"] == "namespaces"
+  isolation.set_limits(
+    limits["cpu_s"],
+    limits["memory_bytes"],
+    limits["file_bytes"],
+    limits["open_files"],
+    1 + limits["threads"] + limits["processes"] if alone else None,
+  )
+  if s["isolation"] != "none":
+    isolation.drop_capabilities()
+    if s["isolation"] == "seccomp":
+      isolation.restrict_files(s["readable"], s["directory"])
+    isolation.filter_calls(processes=limits["processes"] > 0)
+
+
+def _load(request: dict, name: str, names: dict) -> dict:
+  """Runs the program as the module `name`; what it may use of `names` is there already."""
+  module = types.ModuleType(name)
+  sys.modules[name] = module
+  module.__dict__.update(names)
+  for part in ("preamble", "code"):
+    if request.get(part):
+      exec(compile(request[part], f"<{part}>", "exec", dont_inherit=True), module.__dict__)
+  return module.__dict__
+
+
+def _stdin(request: dict, prelude: dict) -> int:
+  """The whole program, with its input as standard input."""
+  _load(request, "__main__", prelude)
+  return 0
+
+
+def _call(request: dict, prelude: dict) -> int:
+  """One function call; its value goes to the result descriptor."""
+  module = _load(request, "solution", prelude)
+  value = _find(module, request["function"])(*request["arguments"])
+  data = memoryview(json.dumps(_described(value)).encode())
+  while data:
+    data = data[os.write(_RESULT, data) :]
+  return 0
+
+
+def _described(value) -> dict:
+  """A value as data; what cannot be data is equal to no expected value."""
+  try:
+    return {"value": wire.encode(value)}
+  except TypeError:
+    return {"other": type(value).__name__}
+
+
+def _find(module: dict, name: str):
+  if name not in module and "Solution" in module:
+    return getattr(module["Solution"](), name)
+  return module[name]
+
+
+def _serve(request: dict, prelude: dict) -> int:
+  """Answers calls of one function that come over the channel until that is closed."""
+  function = _find(_load(request, "solution", {}), request["function"])
+  while True:
+    try:
+      arguments = wire.decode(wire.receive(_CHANNEL, 1 << 30))
+    except wire.Closed:
+      return 0
+    try:
+      answer = _described(function(*arguments[0], **arguments[1]))
+    except MemoryError:
+      raise
+    except Exception as error:
+      _report(error)
+      answer = {"raised": type(error).__name__}
+    try:
+      wire.send(_CHANNEL, answer)
+    except wire.Closed:  # an assertion has failed, and nobody waits for this
+      return 0
+
+
+class _Raised(Exception):
+  """The candidate's function raised."""
+
+
+def _check(request: dict, prelude: dict) -> int:
+  """The assertions of a data set against a function that runs in another sandbox."""
+
+  def candidate(*arguments, **options):
+    wire.send(_CHANNEL, wire.encode([arguments, options]))
+    answer = wire.receive(_CHANNEL, request["output_bytes"])
+    if "value" in answer:
+      return wire.decode(answer["value"])
+    if "other" in answer:
+      return object()
+    kind = getattr(importlib.import_module("builtins"), str(answer.get("raised")), None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError:
+      raise type("Raised", (kind, _Raised), {})
+    raise _Raised
+
+  names = {request["function"]: candidate}
+  try:
+    module = _load({"code": request["preamble"]}, "tests", {})
+    module.update(names)
+    exec(compile(request["code"], "<tests>", "exec", dont_inherit=True), module)
+    if "check" in module:
+      module["check"](candidate)
+  except _Raised as error:
+    _report(error)
+    return RAISED
+  except wire.Closed:
+    return GONE
+  except MemoryError:
+    raise
+  except Exception as error:
+    _report(error)
+    return ASSERTION
+  return CHECKED
+
+
+_KINDS = {"stdin": _stdin, "call": _call, "serve": _serve, "check": _check}

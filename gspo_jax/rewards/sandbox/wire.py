@@ -1,0 +1,114 @@
+"""Messages between the verifier and a sandbox, and values of candidate programs as data.
+
+A value crosses as JSON that can only mean a builtin container, string or number. What a candidate
+returns is therefore compared by the verifier's own `==`, and never by a method of the candidate's.
+"""
+
+import json
+import os
+from typing import Any
+
+_INT_DIGITS = 4000  # longer integers travel in hexadecimal: Python bounds decimal conversions
+
+
+class Closed(Exception):
+  """The other side is gone."""
+
+
+def send(descriptor: int, message: Any) -> None:
+  """Writes one message: its length in 8 bytes, then JSON."""
+  data = json.dumps(message).encode()
+  data = memoryview(len(data).to_bytes(8, "big") + data)
+  try:
+    while data:
+      data = data[os.write(descriptor, data) :]
+  except (BrokenPipeError, ConnectionResetError) as error:
+    raise Closed from error
+
+
+def receive(descriptor: int, limit: int) -> Any:
+  """Reads one message of at most `limit` bytes.
+
+  Raises:
+    Closed: if the other side is gone.
+    ValueError: if the message is longer than `limit` or is not JSON.
+  """
+  size = int.from_bytes(_read(descriptor, 8), "big")
+  if size > limit:
+    raise ValueError(f"a message of {size} bytes, more than {limit}")
+  return json.loads(_read(descriptor, size))
+
+
+def _read(descriptor: int, size: int) -> bytes:
+  parts = []
+  while size:
+    try:
+      part = os.read(descriptor, min(size, 1 << 20))
+    except ConnectionResetError as error:
+      raise Closed from error
+    if not part:
+      raise Closed
+    parts.append(part)
+    size -= len(part)
+  return b"".join(parts)
+
+
+def encode(value: Any) -> Any:
+  """A JSON value that `decode` turns into an equal one.
+
+  Subclasses of builtin types become the builtin type; NumPy scalars become Python's.
+
+  Raises:
+    TypeError: for what is not made of None, numbers, strings and builtin containers.
+  """
+  if value is None or isinstance(value, bool | float | str):
+    return value if value is None else _plain(value)
+  if isinstance(value, int):
+    value = int(value)
+    small = -(10**_INT_DIGITS) < value < 10**_INT_DIGITS
+    return value if small else {"int": hex(value)}
+  if isinstance(value, list):
+    return [encode(item) for item in value]
+  if isinstance(value, tuple):
+    return {"tuple": [encode(item) for item in value]}
+  if isinstance(value, set | frozenset):
+    return {"set": [encode(item) for item in value]}
+  if isinstance(value, dict):
+    return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
+  if isinstance(value, bytes):
+    return {"bytes": value.hex()}
+  if isinstance(value, complex):
+    return {"complex": [value.real, value.imag]}
+  if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
+    return encode(value.item())
+  raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
+
+
+def _plain(value: Any) -> Any:
+  return next(kind(value) for kind in (bool, float, str) if isinstance(value, kind))
+
+
+def decode(value: Any) -> Any:
+  """The value that `encode` described.
+
+  Raises:
+    ValueError, TypeError, RecursionError: for what `encode` does not write.
+  """
+  if isinstance(value, list):
+    return [decode(item) for item in value]
+  if not isinstance(value, dict):
+    return value
+  ((kind, content),) = value.items()
+  if kind == "int":
+    return int(content, 16)
+  if kind == "tuple":
+    return tuple(map(decode, content))
+  if kind == "set":
+    return set(map(decode, content))
+  if kind == "dict":
+    return {decode(k): decode(v) for k, v in content}
+  if kind == "bytes":
+    return bytes.fromhex(content)
+  if kind == "complex":
+    return complex(*content)
+  raise ValueError(f"no value of kind {kind!r}")

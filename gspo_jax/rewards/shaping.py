@@ -1,0 +1,71 @@
+"""What is added to a verifier's reward, and noise on it. NumPy, and no JAX, as all of rewards.
+
+The shaped reward of a response is
+
+  r = v + format_weight · F + overlong_weight · L
+
+with v the verifier's value after noise, F whether the format is kept (0 or 1), and L the soft
+overlong punishment (-1 to 0). Raw correctness stays beside it.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+FORMATS = {
+  # The opening tag may stand at the end of the prompt, as chat templates of reasoning models do it.
+  "think": re.compile(r"\s*(?:<think>)?(?P<think>.*?)</think>(?P<rest>.*\S.*)", re.DOTALL),
+  "think_answer": re.compile(
+    r"\s*(?:<think>)?(?P<think>.*?)</think>\s*<answer>(?P<rest>.*\S.*)</answer>\s*", re.DOTALL
+  ),
+}
+_TAG = re.compile(r"</?(?:think|answer)>")
+
+
+def keeps_format(response: str, name: str) -> bool:
+  """Whether the tags stand where they should, once each.
+
+  "think": reasoning, `</think>`, and then something. "think_answer": after it exactly
+  `<answer>something</answer>`. Reference: arXiv:2501.12948 (format rewards).
+  """
+  match = FORMATS[name].fullmatch(response.removesuffix("<|im_end|>"))
+  if match is None:
+    return False
+  tagged = match["think"] + (match["rest"] if name == "think_answer" else "")
+  thoughts = _TAG.findall(match["rest"])
+  return not _TAG.search(tagged) and not any("think" in tag for tag in thoughts)
+
+
+def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:
+  """0 up to longest - buffer tokens, from there linear to -1 at `longest`, and -1 beyond.
+
+  Reference: arXiv:2503.14476, eq. 13 (soft overlong punishment; 20,480 and 4,096 tokens there). The
+  same formula in JAX is `objectives.overlong_penalty`.
+  """
+  excess_B = np.asarray(length_B, np.float32) - (longest - buffer)
+  return -np.clip(excess_B / buffer, 0, 1)
+
+
+def flipped(
+  correct_B: np.ndarray,
+  responses: Sequence[str],
+  answers: Sequence[str],
+  false_positive: float,
+  false_negative: float,
+  seed: int,
+) -> np.ndarray:
+  """Which verdicts a verifier of these error rates gets wrong, bool [B].
+
+  A verdict depends on the seed, the answer and the text of the response and on nothing else, as
+  those of a bad verifier do: the same response is misjudged again whenever it comes up.
+  """
+  chance_B = np.array([_uniform(f"{seed}/{a}\0{r}") for r, a in zip(responses, answers)])
+  return chance_B < np.where(correct_B, false_negative, false_positive)
+
+
+def _uniform(text: str) -> float:
+  """A number in [0, 1) that any change of the text changes."""
+  digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+  return int.from_bytes(digest[:7], "big") / 2**56

@@ -1,0 +1,36 @@
+"""A verifier without a model or a parser: the response's answer is the gold text, normalised."""
+
+import re
+import unicodedata
+
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
+_AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
+
+
+def verify(response: str, answer: str) -> str:
+  """ "right", "wrong", or "unparsable" where the response gives no answer."""
+  found = extract(response)
+  if found is None:
+    return "unparsable"
+  return "right" if normalise(found) == normalise(answer) else "wrong"
+
+
+def extract(response: str) -> str | None:
+  """What the last `<answer>` holds, else the last line, without "the answer is"; None if empty.
+
+  Only what follows the last `</think>` counts.
+  """
+  text = response.rpartition("</think>")[2]
+  tagged = _ANSWER.findall(text)
+  line = tagged[-1] if tagged else text.strip().rpartition("\n")[2]
+  line = _LABEL.sub("\0", line).rpartition("\0")[2]
+  return line if normalise(line) else None
+
+
+def normalise(text: str) -> str:
+  """Compatible characters (NFKC) made one, case folded, white space single, no quotes or full stops
+  around it. Signs and points inside stay: -1.5 is neither 1.5 nor 15."""
+  text = unicodedata.normalize("NFKC", text).casefold().replace("−", "-")
+  start = text.strip().lstrip(_AROUND.replace(".", "")).rstrip(_AROUND)
+  return " ".join(start.split())

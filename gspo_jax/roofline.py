@@ -1,0 +1,110 @@
+"""What TPU chips can do, and how long a program takes at least on one of them."""
+
+import dataclasses
+import math
+import re
+
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import ModelConfig
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  flops: float  # bfloat16, per second
+  hbm: float  # bytes
+  hbm_speed: float  # bytes per second
+  ici_speed: float  # bytes per second, sum over links, both directions
+  axes: int  # of the torus
+  host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
+  source: str
+
+
+_DOCS = "https://docs.cloud.google.com/tpu/docs/"
+# As the page named on each line gives them. v4: its page has no figure per chip for the links;
+# 2,400 Gbit/s each way is that of the system table of https://arxiv.org/abs/2304.01433.
+CHIPS = {
+  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", _DOCS + "v4"),
+  "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", _DOCS + "v5e"),
+  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 3, "v5p-8", _DOCS + "v5p"),
+  "v6e": Chip(918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", _DOCS + "v6e"),
+  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", _DOCS + "tpu7x"),
+}
+
+
+def parse(topology: str) -> tuple[Chip, int]:
+  """The chip and their number of e.g. "v5p:4x4x4". ValueError says what is known."""
+  name, _, shape = topology.partition(":")
+  if name not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+    raise ValueError(f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}")
+  return CHIPS[name], math.prod(int(n) for n in shape.split("x"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """Floating-point operations of one pass over the whole batch, by part of the model."""
+
+  dense: float  # projections and dense feed-forward layers
+  experts: float
+  attention: float  # scores and their sum over values
+  head: float
+
+  def forward(self) -> float:
+    return self.dense + self.experts + self.attention + self.head
+
+  def training(self) -> float:
+    """Forward and backward without recomputation: what utilisation is measured against."""
+    return 3 * self.forward()
+
+  def executed(self, remat: str) -> float:
+    """With recomputation. Experts and the head recompute their own; attention's backward pass has
+    five products to the forward pass's two."""
+    again = 0 if remat in ("none", "dots") else 1
+    scores = 0 if remat in ("none", "attention") else 1
+    dense, attention = 3 + again, 3.5 + scores
+    return dense * self.dense + 11 / 3 * self.experts + attention * self.attention + 4 * self.head
+
+
+def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: int = 0) -> Work:
+  """Work for `queries` new tokens of each sequence, the last of which sees `keys` positions.
+
+  `heads`: at how many positions logits are needed; 0: at all.
+  """
+  tokens = sequences * queries
+  _, active = transformer.count(config)
+  moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
+  experts = moe_layers * config.experts_per_token * 3
+  experts *= config.hidden_size * config.moe_intermediate_size
+  vocabulary = config.vocab_size * config.hidden_size
+  dense = active - experts - vocabulary * (1 if config.tie_word_embeddings else 2)
+  seen = keys - (queries - 1) / 2  # on average
+  scores = 4 * config.num_layers * config.num_heads * config.head_dim * seen
+  return Work(
+    dense=2 * tokens * dense,
+    experts=2 * tokens * experts,
+    attention=tokens * scores,
+    head=2 * (heads or tokens) * vocabulary,
+  )
+
+
+def bound(
+  chip: Chip, chips: int, flops: float, useful: float, hbm_bytes: float, wire_bytes: float
+) -> dict[str, float | str]:
+  """Seconds that each resource needs at least, which one binds, and utilisation if it were reached.
+
+  `flops` and `useful` are of the whole batch; the bytes are per chip. A collective is taken to run
+  over one axis of the torus, both ways: what a mesh axis laid along it gets.
+  """
+  seconds = dict(
+    compute=flops / chips / chip.flops,
+    hbm=hbm_bytes / chip.hbm_speed,
+    interconnect=wire_bytes / (chip.ici_speed / 2 / chip.axes),
+  )
+  binds = max(seconds, key=seconds.get)
+  return dict(
+    **{f"{name}_s": value for name, value in seconds.items()},
+    binds=binds,
+    bound_s=seconds[binds],
+    mfu=useful / chips / chip.flops / max(seconds[binds], 1e-12),
+  )

@@ -1,0 +1,77 @@
+"""The memory of an evaluation in progress, so that an interruption costs one chunk at most."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Unfinished:
+  """The chunks of the evaluation in progress: a line with its key, then one line per chunk.
+
+  A file with another key is started anew. The lines are whole or missing: the last one of a process
+  that was killed has no end, and is cut off.
+  """
+
+  def __init__(self, directory: Path | None, key: str):
+    self._path = directory and directory / "unfinished.jsonl"
+    self._chunks: dict[str, dict[str, Any]] = {}
+    if self._path is None:
+      return
+    lines = _from_first_process(self._path).split(b"\n")[:-1]
+    if lines and json.loads(lines[0]) == dict(key=key):
+      self._chunks = {chunk["chunk"]: chunk for chunk in map(json.loads, lines[1:])}
+    if jax.process_index() == 0:
+      directory.mkdir(parents=True, exist_ok=True)
+      kept = [json.dumps(dict(key=key)), *map(json.dumps, self._chunks.values())]
+      write(self._path, "".join(line + "\n" for line in kept))
+
+  def find(self, name: str) -> dict[str, Any] | None:
+    return self._chunks.get(name)
+
+  def add(self, chunk: Mapping[str, Any]) -> None:
+    if self._path is None or jax.process_index():
+      return
+    with open(self._path, "a", encoding="utf-8") as file:
+      file.write(json.dumps(chunk) + "\n")
+      file.flush()
+      os.fsync(file.fileno())
+
+
+def write(path: Path, text: str) -> None:
+  """Whole or not at all."""
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(text, encoding="utf-8", newline="\n")
+  os.replace(temporary, path)
+
+
+def _from_first_process(path: Path) -> bytes:
+  """The file as process 0 sees it (nothing if there is none): all processes must go on at the same
+  chunk."""
+  content = path.read_bytes() if jax.process_index() == 0 and path.exists() else b""
+  if jax.process_count() == 1:
+    return content
+  from jax.experimental import multihost_utils
+
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+  if not size:
+    return b""
+  padded = np.zeros(size, np.uint8)
+  padded[: len(content)] = np.frombuffer(content, np.uint8)
+  return multihost_utils.broadcast_one_to_all(padded).tobytes()
+
+
+@jax.jit
+def checksums(params: Any) -> list[jax.Array]:
+  """Each array's bits, added up modulo 2^32: the same for every layout over devices."""
+  return [_checksum(x) for x in jax.tree.leaves(params)]
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+  bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+  return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)

@@ -1,0 +1,17 @@
+"""Both isolations, for every test that asks for one."""
+
+import pytest
+from sandboxes import ISOLATIONS, LIMITS
+
+from gspo_jax.rewards import code_sandbox
+
+
+@pytest.fixture(scope="module", params=ISOLATIONS)
+def verifier(request):
+  with code_sandbox.CodeVerifier(1, LIMITS, request.param) as verifier:
+    yield verifier
+
+
+@pytest.fixture(scope="module", params=ISOLATIONS)
+def isolation(request):
+  return request.param

@@ -1,0 +1,192 @@
+"""Rewards put together by the config: verifier, format, length, noise; raw correctness beside."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from configs import common
+from gspo_jax import rewards
+from gspo_jax.rewards import shaping, string_match
+
+
+def config(name="string", **changes):
+  section = common.reward(name, workers=1, time_limit_s=2.0)
+  return dataclasses.replace(rewards.RewardConfig(**section), **changes)
+
+
+def score(responses, answers, lengths=None, **changes):
+  with rewards.open_scorer(config(**changes)) as scorer:
+    return scorer(responses, answers, lengths)
+
+
+def test_every_key_stands_in_the_config_files():
+  keys = {field.name for field in dataclasses.fields(rewards.RewardConfig)}
+  assert set(common.reward("math", 1, 1.0)) == keys
+
+
+def test_the_verifier_alone():
+  scores = score(["b", "x", ""], ["b", "b", "b"])
+  assert scores.reward.dtype == scores.correct.dtype == np.float32
+  assert scores.reward.tolist() == scores.correct.tolist() == [1, 0, 0]
+  assert scores.outcomes == {"right": 1, "wrong": 1, "unparsable": 1}
+
+
+def test_counts_of_nothing_are_zero():
+  assert score([], []).outcomes == {"right": 0, "wrong": 0, "unparsable": 0}
+
+
+def test_shaping_leaves_correctness_alone():
+  good = "<think>2 + 2</think><answer>4</answer>"
+  responses = [good, "4", good.replace(">4<", ">5<"), "5"]
+  scores = score(
+    responses, ["4"] * 4, [10, 75, 100, 300], format="think_answer", format_weight=0.5,
+    overlong_weight=1.0, overlong_max=100, overlong_buffer=50,
+  )  # fmt: skip
+  assert scores.correct.tolist() == [1, 1, 0, 0]
+  np.testing.assert_allclose(scores.reward, [1 + 0.5, 1 - 0.5, 0 + 0.5 - 1, 0 - 1])
+  assert scores.outcomes["format_kept"] == 2
+  # Evaluation has no lengths to give and looks at correctness.
+  scores = score(["4"], ["4"], overlong_weight=1.0, overlong_max=100, overlong_buffer=50)
+  assert scores.reward.tolist() == [1]
+
+
+def test_overlong_is_the_formula_of_the_objectives():
+  from gspo_jax.objectives import shaping as reference
+
+  lengths = np.array([0, 15_000, 16_384, 18_432, 20_480, 30_000])
+  ours = shaping.overlong(lengths, 20_480, 4096)
+  np.testing.assert_allclose(ours, [0, 0, 0, -0.5, -1, -1])
+  np.testing.assert_allclose(ours, reference.overlong_penalty(lengths, 20_480, 4096), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "response, think, think_answer",
+  [
+    ("<think>a</think>b", True, False),
+    ("a</think>\n\nb", True, False),  # the prompt ended with <think>
+    ("\n<think>\na\n</think>\n<answer>\nb\n</answer>\n", True, True),
+    ("<think>a</think><answer>b</answer><|im_end|>", True, True),
+    ("<think>a</think>", False, False),
+    ("<think>a</think>  \n", False, False),
+    ("<think>a", False, False),
+    ("b", False, False),
+    ("<think>a</think>b</think>c", False, False),
+    ("<think>a<think>b</think>c", False, False),
+    ("x<think>a</think>c", False, False),
+    ("<think>a</think><answer>b</answer>c", True, False),
+    ("<think>a</think>c<answer>b</answer>", True, False),
+    ("<think>a</think><answer></answer>", True, False),
+    ("<think>a</think><answer>b</answer><answer>c</answer>", True, False),
+    ("<answer>b</answer><think>a</think>", False, False),
+  ],
+)
+def test_format(response, think, think_answer):
+  assert shaping.keeps_format(response, "think") is think
+  assert shaping.keeps_format(response, "think_answer") is think_answer
+
+
+def test_noise_has_the_given_rates_and_is_repeatable():
+  responses = [str(i) for i in range(20_000)]
+  answers = [str(i if i % 4 else -1) for i in range(20_000)]  # three in four are right
+  noise = dict(false_positive=0.1, false_negative=0.3)
+  scores = score(responses, answers, **noise)
+  right = scores.correct == 1
+  assert right.mean() == 0.75 and scores.outcomes["right"] == 15_000
+  assert abs((scores.reward[~right] == 1).mean() - 0.1) < 0.015
+  assert abs((scores.reward[right] == 0).mean() - 0.3) < 0.015
+  assert scores.outcomes["false_positive"] == (scores.reward[~right] == 1).sum()
+  assert scores.outcomes["false_negative"] == (scores.reward[right] == 0).sum()
+  again = score(responses[::-1], answers[::-1], **noise)
+  assert (again.reward[::-1] == scores.reward).all()  # not the place in the batch
+  other = score(responses, answers, noise_seed=1, **noise)
+  assert 0.2 < (other.reward != scores.reward).mean() < 0.5
+  assert (score(responses, answers, false_negative=1.0).reward == 0).all()
+  assert (score(responses, answers, false_positive=1.0).reward == 1).all()
+
+
+def test_noise_does_not_follow_other_text():
+  """Flips of responses that differ in one character are independent."""
+  pairs = [(f"{i}a", f"{i}b") for i in range(5000)]
+  flips = [
+    shaping.flipped(np.zeros(5000), [pair[k] for pair in pairs], ["x"] * 5000, 0.5, 0.0, 0)
+    for k in (0, 1)
+  ]
+  assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.03
+
+
+@pytest.mark.parametrize(
+  "response, answer, outcome",
+  [
+    ("Paris", "paris", "right"),
+    ("It is in France.\nThe answer is: **Paris**.", "Paris", "right"),
+    ("<think>Rome?</think>\nParis", "Paris", "right"),
+    ("<think>a</think><answer> New   York </answer>", "new york", "right"),
+    ("<answer>Rome</answer> or <answer>Paris</answer>", "Paris", "right"),
+    ("Final answer: ﬁve", "five", "right"),  # a ligature
+    ("-1.5", "1.5", "wrong"),
+    ("1.5", "15", "wrong"),
+    ("−3", "-3", "right"),
+    (".5", ".5", "right"),
+    ("Rome", "Paris", "wrong"),
+    ("Paris or Rome", "Paris", "wrong"),
+    ("", "Paris", "unparsable"),
+    ("<think>Paris</think>", "Paris", "unparsable"),
+    ("<answer>...</answer>", "Paris", "unparsable"),
+  ],
+)
+def test_string_match(response, answer, outcome):
+  assert string_match.verify(response, answer) == outcome
+
+
+def test_a_function_of_the_users(monkeypatch):
+  monkeypatch.chdir(__file__.rpartition("/")[0])
+  responses = ["abcd", "ab", "raise", "hang", "nan", "text", "abcd"]
+  scores = score(responses, ["wxyz"] * 7, name="user_rewards:by_length")
+  assert scores.reward.tolist() == [1, 0.5, 0, 0, 0, 0, 1]
+  assert scores.correct.tolist() == [1, 0, 0, 0, 0, 0, 1]
+  assert scores.outcomes == {"right": 2, "wrong": 1, "timeout": 1, "crash": 3}
+  scores = score(["a", "b"], ["a", "a"], name="user_rewards:is_equal")
+  assert scores.reward.tolist() == [1, 0]
+
+
+def test_a_function_that_kills_its_process(monkeypatch):
+  monkeypatch.chdir(__file__.rpartition("/")[0])
+  scores = score(["die", "abcd"], ["wxyz"] * 2, name="user_rewards:by_length")
+  assert scores.outcomes == {"right": 1, "wrong": 0, "timeout": 0, "crash": 1}
+
+
+def test_a_function_that_is_not_there():
+  with pytest.raises(RuntimeError, match="no_such_module"):
+    score([], [], name="no_such_module:f")
+
+
+def test_programs_by_config():
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  fence = "```python\nprint({})\n```"
+  scores = score([fence.format(2), fence.format(3), "?"], [answer] * 3, name="code")
+  assert scores.reward.tolist() == [1, 0, 0]
+  assert scores.outcomes == dict(
+    right=1, wrong=1, unparsable=1, error=0, timeout=0, memory=0, crash=0
+  )
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(name="maths"), "reward.name='maths'.*package.module:function"),
+    (dict(name="a.b:c.d"), "reward.name"),
+    (dict(format="xml"), "reward.format='xml'"),
+    (dict(format_weight=1.0), "reward.format_weight needs"),
+    (dict(false_positive=1.5), "reward.false_positive=1.5"),
+    (dict(false_negative=-0.1), "reward.false_negative=-0.1"),
+    (dict(overlong_weight=1.0), "reward.overlong_buffer=0"),
+    (dict(overlong_weight=1.0, overlong_max=5, overlong_buffer=9), "reward.overlong_buffer=9"),
+    (dict(isolation="jail"), "reward.isolation='jail'"),
+    (dict(memory_mb=1), "reward.memory_mb=1"),
+  ],
+)
+def test_bad_settings_are_errors(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config(**changes)

@@ -1,0 +1,274 @@
+"""Two processes of four devices each compute what one process computes.
+
+`python tests/test_two_processes.py OUT.npz` is the work; pytest starts it twice, connected over
+localhost with Gloo, and does it once more itself. So does the whole job.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from gspo_jax import sharding, train_step
+from gspo_jax.context import new_state
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_moe
+from gspo_jax.sampling import generate
+from gspo_jax.structs import TrainBatch
+
+ROOT = Path(__file__).parents[1]
+MODEL = dataclasses.replace(
+  tiny_moe(32),
+  hidden_size=16,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=8,
+  moe_intermediate_size=8,
+)
+# data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
+# the processes runs through the first axis that is not 1. (The job below has it through data.)
+MESHES = dict(expert=(1, 1, 4, 2), fsdp=(1, 2, 2, 2))
+GSPO = train_step.ObjectiveConfig(
+  name="gspo",
+  clip_low=0.2,
+  clip_high=0.2,
+  dual_clip=0.0,
+  max_length=4,
+  advantage="std",
+  old_logp="recompute",
+  kl_coef=0.0,
+  kl="k3",
+  entropy_coef=0.0,
+  load_balance_coef=0.01,
+  replay="R3",
+  volatility=True,
+)
+LEARNER = train_step.Learner(MODEL, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.01)
+TX = optax.chain(optax.trace(0.9), optax.scale(-0.1))  # a state to lay out; linear in the gradient
+
+
+def sampled(params):
+  prompts = [[1 + i, 20 - i, 3][: 1 + i % 3] for i in range(8)]
+  options = dict(group_size=2, max_new_tokens=4, stop_ids=(7, 8, 9), prompt_length=3)
+  return generate(params, MODEL, prompts, record_routing=True, **options)
+
+
+def train_batch(rollout):
+  ends_B = rollout.prompt_lengths + rollout.lengths
+  steps = np.arange(rollout.tokens.shape[1])[None]
+  return TrainBatch(
+    tokens_BT=rollout.tokens,
+    segments_BT=(steps < ends_B[:, None]).astype(np.int32),
+    mask_BT=rollout.mask,
+    advantage_B=np.random.default_rng(0).normal(size=len(ends_B)).astype(np.float32),
+    old_logp_BT=rollout.logp,
+    sampler_logp_BT=rollout.logp,
+    sampler_routing_BTlk=rollout.routing,
+  )
+
+
+def work(shape=None):
+  """Sampling and one update under a mesh (None: one device), as host arrays by name."""
+  if shape is None:
+    return measure(None)
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    return measure(mesh)
+
+
+def measure(mesh):
+  def put(tree, rules):
+    shardings = None if mesh is None else transformer.shardings(MODEL, rules, mesh)
+    return jax.jit(lambda x: x, out_shardings=shardings)(tree)
+
+  def weights():
+    return jax.tree.map(np.asarray, transformer.init(MODEL, jax.random.key(0)))
+
+  with jax.default_device(jax.local_devices()[0]), jax.set_mesh(None):
+    start = weights()
+  rollout = sampled(put(start, sharding.ROLLOUT))
+  batch = train_batch(rollout)
+  if mesh is not None:
+    batch = sharding.put_batch(batch, mesh)
+  params = put(start, sharding.TRAIN)
+  old = train_step.make_old_policy(LEARNER, GSPO)(params, batch)
+  batch = batch.replace(**old)
+  state = new_state(params, TX)
+  before = jax.tree.map(jax.typeof, state)
+  state, metrics = train_step.make_rl_step(LEARNER, GSPO, TX)(state, batch)
+  assert jax.tree.map(jax.typeof, state) == before, "the update changed a sharding"
+  row = {k: np.asarray(v) for k, v in train_step.summarize((metrics,)).items()}
+  # The trace after one update is the gradient itself.
+  names = ("params", "gradient")
+  trees = dict(zip(names, sharding.fetch((state.params, state.opt_state[0].trace))))
+  arrays = {
+    f"{name}{jax.tree_util.keystr(path)}": x
+    for name, tree in trees.items()
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+  rest = dict(
+    tokens=rollout.tokens, routing=rollout.routing, logp=sharding.fetch(old)["old_logp_BT"]
+  )
+  return arrays | rest | {f"metric/{k}": v for k, v in row.items()}
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+def on_two_processes(command, devices, timeout=240):
+  """Runs `command(process)` twice at once, connected; returns both outputs."""
+  shared = dict(
+    JAX_PLATFORMS="cpu",
+    JAX_NUM_CPU_DEVICES=str(devices),
+    JAX_DISABLE_MOST_OPTIMIZATIONS="true",
+    JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port()}",
+    JAX_NUM_PROCESSES="2",
+    PYTHONPATH=str(ROOT),
+  )
+  processes = [
+    subprocess.Popen(
+      command(i), cwd=ROOT, env=os.environ | shared | dict(JAX_PROCESS_ID=str(i)),
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  try:
+    outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  assert [p.returncode for p in processes] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+  return outputs
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+  out = tmp_path_factory.mktemp("two")
+  on_two_processes(lambda i: [sys.executable, __file__, str(out / f"{i}.npz")], devices=4)
+  return [dict(np.load(out / f"{i}.npz")) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  return work()
+
+
+def assert_same(got, expected):
+  assert got.keys() == expected.keys()
+  largest = max(np.abs(v).max() for k, v in expected.items() if k.startswith("gradient"))
+  for name, value in expected.items():
+    exact = name in ("tokens", "routing")
+    bound = 0 if exact else 2e-5 * max(largest, 1) if "metric" not in name else 1e-4
+    np.testing.assert_allclose(
+      got[name], value, rtol=0 if exact else 1e-4, atol=bound, err_msg=name
+    )
+  assert largest > 1e-3 and (expected["routing"] >= 0).any()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_compute_what_one_device_does(mesh, two_processes, one_device):
+  for process in two_processes:
+    of_mesh = {
+      k.removeprefix(f"{mesh}/"): v for k, v in process.items() if k.startswith(f"{mesh}/")
+    }
+    assert_same(of_mesh, one_device)
+
+
+def test_one_process_with_the_same_eight_devices_agrees(two_processes):
+  got = {k.removeprefix("expert/"): v for k, v in two_processes[0].items() if k[:7] == "expert/"}
+  assert_same(got, work(MESHES["expert"]))
+
+
+JOB = """
+  distributed=true job=rl mesh.data=2 mesh.expert=-1 checkpoint.every=1
+  model.hidden_size=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8
+  model.moe_intermediate_size=8 sampling.max_new_tokens=4
+  rl.iterations=2 rl.prompts=8 rl.group_size=2 rl.minibatches=2 rl.dump_every=1
+  rl_optimizer.schedule=constant objective.entropy_coef=0.01 objective.replay=R3
+  eval.problems=8 eval.batch=8 eval.samples=2 eval.max_new_tokens=4 eval.greedy=false eval.every=1
+""".split()
+
+
+def job(workdir, *overrides):
+  flags = [f"--config.{flag}" for flag in (*JOB, *overrides)]
+  module = [sys.executable, "-m", "gspo_jax.main", "--config=configs/tiny.py"]
+  return [*module, f"--workdir={workdir}", *flags]
+
+
+def rows(workdir):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  other = ("phase", "tokens_per_second")
+  keep = lambda name: not name.startswith("time/") and name not in other  # noqa: E731
+  return [{k: v for k, v in json.loads(line).items() if keep(k)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def job_on_one_process(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("one")
+  environment = dict(
+    JAX_PLATFORMS="cpu",
+    JAX_NUM_CPU_DEVICES="4",
+    JAX_DISABLE_MOST_OPTIMIZATIONS="true",
+    PYTHONPATH=str(ROOT),
+  )
+  subprocess.run(
+    job(workdir, "distributed=false"), cwd=ROOT, env=os.environ | environment, check=True,
+    capture_output=True, timeout=240,
+  )  # fmt: skip
+  return workdir
+
+
+def checkpoint(workdir):
+  path = workdir / "checkpoints" / "rl" / "2" / "state"
+  with ocp.PyTreeCheckpointer() as reader:
+    tree = reader.metadata(path).item_metadata.tree
+    whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    return reader.restore(path, restore_args=whole)
+
+
+def same_run(two, one):
+  assert [r["step"] for r in rows(one)] == [0, 1, 2]
+  assert {"router/volatility/sampler", "minibatch/1/router/volatility/mean"} <= rows(one)[1].keys()
+  for got, expected in zip(rows(two), rows(one), strict=True):
+    assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+  for name in ("eval_000002.jsonl", "rl_000002.jsonl"):
+    assert (two / "rollouts" / name).read_text() == (one / "rollouts" / name).read_text()
+  assert (two / "report.html").exists()
+  chex.assert_trees_all_close(checkpoint(two), checkpoint(one), atol=1e-6, rtol=1e-3)
+
+
+def test_the_job_on_two_processes_is_the_job_on_one(job_on_one_process, tmp_path):
+  # Two devices each: compiling for eight takes long, and the arithmetic is compared above.
+  on_two_processes(lambda i: job(tmp_path), devices=2)
+  same_run(tmp_path, job_on_one_process)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_their_checkpoint(job_on_one_process, tmp_path):
+  on_two_processes(lambda i: job(tmp_path, "rl.iterations=1"), devices=2)
+  on_two_processes(lambda i: job(tmp_path, "resume=force"), devices=2)
+  same_run(tmp_path, job_on_one_process)
+
+
+if __name__ == "__main__":
+  jax.distributed.initialize(
+    num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+    process_id=int(os.environ["JAX_PROCESS_ID"]),
+  )
+  assert jax.process_count() == 2 and jax.device_count() == 8
+  found = {f"{name}/{k}": v for name, shape in MESHES.items() for k, v in work(shape).items()}
+  np.savez(sys.argv[1], **found)
