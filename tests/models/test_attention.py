@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 from gspo_jax import sharding
 from gspo_jax.models import attention, transformer
@@ -100,7 +101,7 @@ def test_no_square_array_forward_or_backward():
 def equations(jaxpr):
   for equation in jaxpr.eqns:
     yield equation
-    for inner in jax.core.jaxprs_in_params(equation.params):
+    for inner in core.jaxprs_in_params(equation.params):
       yield from equations(inner)
 
 
