@@ -40,7 +40,6 @@ setuptools.setup(
     "cuda": ["jax[cuda13]>=0.10.2"],
     "test": [
       "pytest>=8.4.0",
-      "pytest-xdist>=3.8.0",  # both cores
       "chex>=0.1.92",  # comparisons of pytrees
       "torch==2.13.0",  # transformers is the reference; this pin is a CPU build
       "transformers>=5.12.0",
