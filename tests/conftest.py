@@ -1,6 +1,7 @@
-"""The test harness: eight simulated devices, strict ranks, our own warnings are errors."""
+"""The test harness: eight simulated devices, quick compilation, strict ranks."""
 
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -10,6 +11,10 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
