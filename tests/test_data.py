@@ -7,33 +7,15 @@ import sys
 
 import numpy as np
 import pytest
+from data_cases import config
 
 from gspo_jax import data, tokenizer
-from gspo_jax.query_set import QuerySetConfig
 
 BYTES = tokenizer.ByteTokenizer()
 GSM8K = [
   {"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i:,}"}
   for i in range(700, 710)
 ]
-
-
-def config(**changes):
-  values = dict(
-    train="",
-    eval="",
-    question_field="question",
-    answer_field="answer",
-    answer_pattern="",
-    demonstration_field="",
-    prompt_template="{question}",
-    max_prompt_tokens=64,
-    on_error="raise",
-    digits=2,
-    carry_errors=0.0,
-    query_set=QuerySetConfig(0, 0, 0),
-  )
-  return data.DataConfig(**values | changes)
 
 
 def write(path, rows):

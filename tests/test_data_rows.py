@@ -1,16 +1,17 @@
 """Formats of public data sets, filters, mixtures, and sources that grow."""
 
 import datetime
+import functools
 import itertools
 import json
 import re
 from pathlib import Path
 
+import data_cases
 import pytest
 
 from gspo_jax import data, data_rows, tokenizer
 from gspo_jax.data_rows import FORMATS
-from gspo_jax.query_set import QuerySetConfig
 
 BYTES = tokenizer.ByteTokenizer()
 DOCS = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
@@ -22,22 +23,9 @@ DOCUMENTED = {
 }
 
 
-def config(**changes):
-  values = dict(
-    train="",
-    eval="",
-    question_field="question",
-    answer_field="answer",
-    answer_pattern="",
-    demonstration_field="",
-    prompt_template="Q: {question}",
-    max_prompt_tokens=900,
-    on_error="raise",
-    digits=2,
-    carry_errors=0.0,
-    query_set=QuerySetConfig(0, 0, 0),
-  )
-  return data.DataConfig(**values | changes)
+config = functools.partial(
+  data_cases.config, prompt_template="Q: {question}", max_prompt_tokens=900
+)
 
 
 def write(path, rows):
