@@ -1,11 +1,10 @@
 """Expert products against the matmul limit of the machine, measured in the same run.
 
-Command:   python benchmarks/moe.py [--forms=blocks,ragged,megablox]
-Prints for the training shape (tokens 4096, D 512, E 32, k 4, F 256) and the decode shape (32
-tokens) the milliseconds of each formulation, forward and with the backward pass, and the share of
-the limit: the time that its useful floating-point operations take as one large matmul. Decoding is
-held against the time to read every expert's weights once. Kernels that would be interpreted are
-left out.
+Command:   python benchmarks/moe.py [--forms=blocks,batched] [--shapes=train,decode]
+Prints for two layers, while training and while decoding, the milliseconds of each formulation,
+forward and with the backward pass, and the share of the limit: the time that its useful
+floating-point operations take as one large matmul. Decoding is held against the time to read every
+expert's weights once. Kernels that would be interpreted are left out.
 """
 
 import argparse
@@ -16,13 +15,18 @@ import jax.numpy as jnp
 
 from gspo_jax.models.expert_products import FORMS, PALLAS, ExpertWeights
 
-SHAPES = dict(train=4096, decode=32)
-D, E, K, F = 512, 32, 4, 256
+SHAPES = {  # tokens, D, E, k, F
+  "train": (4096, 512, 32, 4, 256),
+  "decode": (32, 512, 32, 4, 256),
+  "train-small": (5120, 256, 16, 2, 128),
+  "decode-small": (32, 256, 16, 2, 128),
+}
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--forms", default=",".join(FORMS))
+  parser.add_argument("--shapes", default=",".join(SHAPES))
   parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
   options = parser.parse_args()
   forms = {name: FORMS[name] for name in options.forms.split(",")}
@@ -31,9 +35,11 @@ def main() -> None:
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
   print(f"{jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}")
-  print(f"{'shape':<8}{'form':<10}{'pass':<9}{'ms':>9}{'share of the limit':>20}")
-  for shape, tokens in SHAPES.items():
-    x, gate, index, w = inputs(tokens, dtype)
+  print(f"{'shape':<14}{'form':<10}{'pass':<9}{'ms':>9}{'share of the limit':>20}")
+  for shape in options.shapes.split(","):
+    tokens, D, _, K, F = SHAPES[shape]
+    trains = shape.startswith("train")
+    x, gate, index, w = inputs(*SHAPES[shape], dtype)
     for name, form in forms.items():
 
       def forward(x, gate, w, index, form=form):
@@ -43,11 +49,12 @@ def main() -> None:
         return forward(*arguments).astype(jnp.float32).sum()
 
       passes = dict(fwd=(1, forward))
-      if shape == "train":
-        passes["fwd+bwd"] = (3, jax.grad(total, (0, 1, 2)))
+      if trains:
+        # With the value: nobody would compute it for the gradient alone.
+        passes["fwd+bwd"] = (3, jax.value_and_grad(total, (0, 1, 2)))
       for what, (times, f) in passes.items():
         call = (jax.jit(f), (x, gate, w, index))
-        if shape == "train":
+        if trains:
           side = 2048
           a = jnp.ones((side, side), dtype)
           seconds, one = measure([call, (jax.jit(jnp.dot), (a, a))], options.seconds)
@@ -56,10 +63,12 @@ def main() -> None:
           flat = jnp.concatenate([leaf.reshape(-1) for leaf in w])
           read = jax.jit(lambda a: a.astype(jnp.float32).sum())
           seconds, floor = measure([call, (read, (flat,))], options.seconds)
-        print(f"{shape:<8}{name:<10}{what:<9}{seconds * 1e3:>9.2f}{floor / seconds:>20.1%}")
+        print(
+          f"{shape:<14}{name:<10}{what:<9}{seconds * 1e3:>9.2f}{floor / seconds:>20.1%}", flush=True
+        )
 
 
-def inputs(tokens: int, dtype):
+def inputs(tokens: int, D: int, E: int, K: int, F: int, dtype):
   keys = jax.random.split(jax.random.key(0), 6)
   normal = lambda key, *shape: jax.random.normal(key, shape, dtype) / shape[-2] ** 0.5  # noqa: E731
   w = ExpertWeights(normal(keys[0], E, D, F), normal(keys[1], E, D, F), normal(keys[2], E, F, D))

@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       eval=dict(
         problems=0,  # all of the window
         samples=8,  # §5.1: average Pass@1 over 8 samplings
-        batch=32,  # problems sampled at once
+        batch=32,  # problems that are scored and written down together
       ),
     )
   )

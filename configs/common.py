@@ -40,6 +40,21 @@ def reward(name: str, workers: int, time_limit_s: float, **changes) -> ConfigDic
   return section
 
 
+def environment(name: str = "", **changes) -> ConfigDict:
+  """What responses are conversations with; by default nothing: each is one turn."""
+  section = ConfigDict(
+    dict(
+      name=name,  # calculator | package.module:function | "": none, a verifier judges responses
+      max_turns=1,  # of the policy; a conversation that is not over by then is cut off
+      stop_strings=(),  # that end a turn, besides stop tokens
+      discount=1.0,  # of rewards of later turns in the advantage of an earlier one
+      workers=0,  # threads that environments run in; 0: none, for those that never wait
+    )
+  )
+  section.update(changes)
+  return section
+
+
 def optimizer(learning_rate: float, **changes) -> ConfigDict:
   """AdamW as RL of language models commonly uses it."""
   section = ConfigDict(

@@ -52,7 +52,14 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         ),
       ),
       reward=common.reward("math", workers=8, time_limit_s=5.0),  # processes; seconds per answer
-      sampling=dict(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=1024),
+      environment=common.environment(),  # none
+      sampling=dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=1024),
+      engine=dict(
+        slots=256,  # responses decoded at once, of all devices
+        steps=16,  # of decoding between two looks of the host, which prefills for free slots
+        prefill_tokens=4096,  # of a device at once; longer prompts go in pieces
+        cache_dtype="bfloat16",  # of keys and values: float32 | bfloat16
+      ),
       objective=dict(
         name="gspo",
         clip_low=3e-4,  # arXiv:2507.18071, §5.1
@@ -88,9 +95,10 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
+        min_p=0.0,
         max_new_tokens=1024,
         greedy=True,
-        batch=64,  # problems sampled at once
+        batch=64,  # problems that are scored and written down together
         benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
       checkpoint=dict(every=20, keep=2),
@@ -106,6 +114,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         data=dict(max_prompt_tokens=1088),  # bytes: the longest question has 991
         reward=dict(workers=1),
         sampling=dict(max_new_tokens=32),
+        engine=dict(slots=0, cache_dtype="float32"),
         rl=dict(iterations=20, prompts=4, group_size=4, microbatches=1, dump_every=5),
         eval=dict(every=10, problems=16, samples=4, max_new_tokens=32, batch=16),
         checkpoint=dict(every=5),

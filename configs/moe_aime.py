@@ -59,11 +59,19 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         workers=16,  # processes
         time_limit_s=5.0,  # per answer, without queueing
       ),
+      environment=common.environment(),  # none
       sampling=dict(
         temperature=1.0,
         top_k=0,  # training samples from the whole distribution
         top_p=1.0,
+        min_p=0.0,
         max_new_tokens=30_720,  # choice: with the prompt, the 32,768 positions of the base model
+      ),
+      engine=dict(
+        slots=512,  # responses decoded at once: 96 KiB of cache per token, 3 GiB each
+        steps=32,  # of decoding between two looks of the host, which prefills for free slots
+        prefill_tokens=8192,  # of a device at once; longer prompts go in pieces
+        cache_dtype="bfloat16",  # of keys and values: float32 | bfloat16
       ),
       objective=dict(
         name="gspo",
@@ -100,9 +108,10 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         temperature=1.0,  # choice
         top_k=0,
         top_p=1.0,
+        min_p=0.0,
         max_new_tokens=30_720,
         greedy=False,  # the paper reports samples only
-        batch=30,  # problems sampled at once
+        batch=8,  # problems that are scored and written down together
         benchmarks=common.paper_benchmarks(),  # those with data; to be set
       ),
       checkpoint=dict(every=10, keep=3),  # iterations; how many are kept

@@ -52,11 +52,19 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         workers=0,  # processes; this verifier needs none
         time_limit_s=1.0,  # per answer
       ),
+      environment=common.environment(),  # none
       sampling=dict(
         temperature=1.0,
         top_k=0,  # 0: all tokens
         top_p=1.0,  # 1: all tokens
+        min_p=0.0,  # 0: all tokens
         max_new_tokens=10,  # "8991:1998" and the stop token
+      ),
+      engine=dict(
+        slots=0,  # responses decoded at once; 0: all of a batch
+        steps=5,  # of decoding between two looks of the host, which prefills for free slots
+        prefill_tokens=4096,  # of a device at once; longer prompts go in pieces
+        cache_dtype="float32",  # of keys and values: float32 | bfloat16
       ),
       objective=dict(
         name="gspo",  # | gspo_token | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo
@@ -98,9 +106,10 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
+        min_p=0.0,
         max_new_tokens=10,
         greedy=True,
-        batch=128,  # problems sampled at once
+        batch=128,  # problems that are scored and written down together
         benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
       checkpoint=dict(every=25, keep=2),  # iterations or updates; how many are kept

@@ -1,18 +1,17 @@
 """Command line: python -m gspo_jax.aot --config=configs/moe_aime.py --topology=v5p:4x4x4
 
 Compiles every program of a run for a TPU topology on a machine that has no TPU, and says for each
-what it needs and how fast it could be. Needs `pip install 'libtpu==0.0.42.*'`. Exits with an error
+what it needs and how fast it could be. Needs libtpu: `pip install -e '.[tpu]'`. Exits with an error
 if a program does not fit.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,14 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
 from ml_collections import config_flags
 
 from gspo_jax import config as configuration
-from gspo_jax import hlo_costs, optimizer, roofline, sharding, train_step
-from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import routing, transformer
+from gspo_jax import hlo_costs, roofline, sharding
+from gspo_jax.aot_programs import PROGRAMS, Case, Program, make_case, programs
+from gspo_jax.models import transformer
 from gspo_jax.roofline import GIB
-from gspo_jax.sampling.sampler import SamplingConfig, row_keys, sample
-from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import TrainBatch, TrainState
-
-PROGRAMS = ("train", "score", "publish", "prefill", "decode")
+from gspo_jax.structs import TrainState
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/moe_aime.py.")
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
@@ -45,33 +39,6 @@ _LENGTH = flags.DEFINE_integer("length", 0, "Tokens per sequence; 0: as configur
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
 _SEARCH = flags.DEFINE_bool("search", False, "Try meshes and micro-batch sizes, recommend one.")
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-  """What is compiled: a configuration at one batch shape."""
-
-  config: configuration.RunConfig
-  sequences: int  # per update
-  microbatches: int
-  length: int
-
-  @property
-  def model(self):
-    return self.config.model
-
-  @property
-  def rows(self) -> int:
-    """Sequences at once: of a micro-batch, of a scoring pass and of decoding."""
-    return self.sequences // self.microbatches
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-  function: Callable
-  arguments: tuple[Any, ...]
-  work: roofline.Work | None  # None: moves data only
-  trains: bool = False
 
 
 def main(argv: list[str]) -> None:
@@ -97,17 +64,6 @@ def main(argv: list[str]) -> None:
     sys.exit(f"gspo_jax.aot: does not fit {_TOPOLOGY.value}: {failed}")
 
 
-def make_case(config: configuration.RunConfig, sequences: int = 0, length: int = 0) -> Case:
-  """The configured batch, or `sequences` x `length` in one micro-batch."""
-  rl = config.rl
-  return Case(
-    config,
-    sequences or rl.prompts * rl.group_size // rl.minibatches,
-    1 if sequences else rl.microbatches,
-    length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
-  )
-
-
 def devices_of(topology: str) -> list:
   """Descriptions of the devices of a topology. ValueError without libtpu or with a wrong name."""
   chip, _ = roofline.parse(topology)
@@ -122,7 +78,7 @@ def devices_of(topology: str) -> list:
   except Exception as error:  # whatever the plugin raises
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ValueError(
-      f"--topology={topology}: {reason} (is libtpu installed? pip install 'libtpu==0.0.42.*')"
+      f"--topology={topology}: {reason} (is libtpu installed? pip install -e '.[tpu]')"
     ) from error
 
 
@@ -189,152 +145,75 @@ def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
   )
 
 
-def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
-  """The jitted functions of a run with the shapes and shardings of their arguments."""
-  c = case.config
-  train_params = abstract_params(case, mesh, sharding.TRAIN, jnp.float32)
-  dtype = jnp.dtype(c.compute.dtype)
-  sample_params = abstract_params(case, mesh, sharding.ROLLOUT, dtype)
-  learner = train_step.Learner(
-    c.model,
-    c.compute,
-    c.sampling.temperature,
-    case.microbatches,
-    c.objective.load_balance_coef,
-  )
-  for name in names:
-    if name == "train":
-      tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-      moments = jax.tree.map(lambda x: abstract(x, mesh), jax.eval_shape(tx.init, train_params))
-      state = TrainState(shaped((), jnp.int32, mesh, P()), train_params, moments)
-      step = train_step.make_rl_step(learner, c.objective, tx)
-      work = roofline.work(case.model, case.sequences, case.length, case.length)
-      yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
-    if name == "score":
-      arguments = train_params, batch_of(case, mesh, case.rows)
-      work = roofline.work(case.model, case.rows, case.length, case.length)
-      yield name, Program(train_step.make_score(learner), arguments, work)
-    if name == "publish":
-      layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
-      yield name, Program(sharding.publisher(layout, dtype), (train_params,), None)
-    if name in ("prefill", "decode"):
-      yield name, sampling_program(name, case, mesh, sample_params)
-
-
-def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
-  """Prompts into a fresh cache, or one token for every sequence of a full one, in place."""
-  c, rows = case.config, case.rows
-  settings = SamplingConfig(c.sampling.temperature, 0, 1.0, c.sampling.max_new_tokens)
-  prompt = min(c.data.max_prompt_tokens, case.length // 2)
-
-  def prefill(params, tokens_BT, lengths_B):
-    cache = kv_cache.allocate(c.model, rows, case.length, jnp.dtype(c.compute.dtype))
-    segments = (jnp.arange(prompt)[None] < lengths_B[:, None]).astype(jnp.int32)
-    out = transformer.forward(
-      params, c.model, tokens_BT, segments=segments, cache=cache, compute=c.compute
-    )
-    last = jnp.arange(prompt)[None, :, None] == lengths_B[:, None, None] - 1
-    return next_token(params, jnp.where(last, out.hidden_BTD, 0).sum(1), lengths_B), out.cache
-
-  def decode(params, cache, token_B, position_B):
-    out = transformer.forward(
-      params,
-      c.model,
-      token_B[:, None],
-      positions=position_B[:, None],
-      cache=cache,
-      compute=c.compute,
-    )
-    return next_token(params, out.hidden_BTD[:, 0], position_B), out.cache
-
-  def next_token(params, hidden_BD, position_B):
-    logits_BTV = transformer.head_logits(params, hidden_BD[:, None], c.compute)
-    logits_BV = sharding.reshard(logits_BTV, P(BATCH))[:, 0]
-    index_B = sharding.reshard(jnp.arange(rows), P(BATCH))
-    keys = row_keys(0, position_B.astype(jnp.uint32), index_B)
-    return sample(logits_BV, keys, position_B, settings)
-
-  by_row = lambda *shape: shaped((rows, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
-  if name == "prefill":
-    work = roofline.work(case.model, rows, prompt, prompt, heads=rows)
-    return Program(jax.jit(prefill), (params, by_row(prompt), by_row()), work)
-  cache = jax.eval_shape(
-    lambda: kv_cache.allocate(c.model, rows, case.length, jnp.dtype(c.compute.dtype))
-  )
-  cache = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, kv_cache.SPEC), cache)
-  work = roofline.work(case.model, rows, 1, case.length)
-  return Program(jax.jit(decode, donate_argnums=1), (params, cache, by_row(), by_row()), work)
-
-
-def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
-  field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
-  tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
-  routes, model = None, case.model
-  if case.config.objective.replay != "none":
-    layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
-    stored = routing.storage_dtype(model.num_experts)
-    routes = field(stored, case.length, layers, model.experts_per_token)
-  return TrainBatch(
-    tokens_BT=tokens,
-    segments_BT=tokens,
-    mask_BT=real,
-    advantage_B=field(jnp.float32),
-    old_logp_BT=real,
-    sampler_logp_BT=real,
-    ref_logp_BT=real if case.config.objective.kl_coef else None,
-    routing_BTlk=routes,
-    sampler_routing_BTlk=routes,
-  )
-
-
-def abstract_params(case: Case, mesh, rules: sharding.Rules, dtype) -> Any:
-  shapes = jax.eval_shape(lambda: transformer.init(case.model, jax.random.key(0)))
-  layout = transformer.shardings(case.model, rules, mesh)
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), shapes, layout)
-
-
-def abstract(x: jax.ShapeDtypeStruct, mesh) -> jax.ShapeDtypeStruct:
-  return shaped(x.shape, x.dtype, mesh, P() if x.sharding is None else x.sharding.spec)
-
-
-def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, pspec))
-
-
 def search(case: Case, topology: str) -> list[dict[str, Any]]:
-  """Compiles the train step on every mesh that divides, fewest micro-batches first, and recommends
-  the one that fits with the shortest bound."""
+  """Compiles the train step on the meshes that divide, and recommends the one that fits with the
+  shortest bound.
+
+  Per mesh it takes the fewest micro-batches that fit: more of them only gather the weights more
+  often. `tensor` sends activations where `fsdp` sends weights, and grows only if nothing fits.
+  """
   devices = devices_of(topology)
   print_line(f"{topology}: {case.sequences} sequences x {case.length} tokens per update")
-  rows = []
-  for mesh_config in candidates(case, len(devices)):
-    for microbatches in divisors(case.sequences):
-      tried = dataclasses.replace(
-        case, config=dataclasses.replace(case.config, mesh=mesh_config), microbatches=microbatches
-      )
-      try:
-        mesh = sharding.make_mesh(mesh_config, devices)
-        check(tried, mesh)
-      except ValueError:
-        break  # more micro-batches divide no better
-      with jax.set_mesh(mesh):
-        _, program = next(programs(tried, mesh, ["train"]))
-        row = compile_one(program, topology, case.config.compute.remat)
-      shape = "x".join(str(n) for n in mesh.devices.shape)
-      rows.append(dict(program=f"{shape}, {microbatches} micro", **row))
-      print_row(rows[-1], header=len(rows) == 1)
-      if row["fits"]:
-        break  # fewer sequences at once would only gather the weights more often
+  rows: list[dict[str, Any]] = []
+  for tensor in (1, 2, 4):
+    for mesh_config in candidates(case, len(devices), tensor):
+      for row in fewest_microbatches(case, topology, mesh_config, devices):
+        print_row(row, header=not rows)
+        rows.append(row)
+    if any(row["fits"] for row in rows):
+      break
   best = min((r for r in rows if r["fits"]), key=lambda r: r["bound_s"], default=None)
   if best:
     print_line(f"recommended: data x fsdp x expert x tensor = {best['program']}-batches")
   return rows
 
 
-def candidates(case: Case, devices: int) -> Iterator[sharding.MeshConfig]:
+def fewest_microbatches(
+  case: Case, topology: str, mesh_config: sharding.MeshConfig, devices: list
+) -> Iterator[dict[str, Any]]:
+  """A row for each number of micro-batches, up to the first that fits."""
+  chip, chips = roofline.parse(topology)
+  mesh = sharding.make_mesh(mesh_config, devices)
+  shape = "x".join(str(n) for n in mesh.devices.shape)
+  config = dataclasses.replace(case.config, mesh=mesh_config)
+  for microbatches in divisors(case.sequences):
+    tried = dataclasses.replace(case, config=config, microbatches=microbatches)
+    try:
+      check(tried, mesh)
+    except ValueError:
+      return  # more micro-batches divide no better
+    name = dict(program=f"{shape}, {microbatches} micro")
+    with jax.set_mesh(mesh):
+      _, program = next(programs(tried, mesh, ["train"]))
+      least = least_memory(tried, mesh, program.arguments[0]) * len(devices) / chips
+      if least > chip.hbm:  # there is no need to compile it
+        error = f"needs more than {least / GIB:.0f} GiB a chip of {chip.hbm / GIB:.0f}"
+        yield dict(**name, fits=False, hbm_gib=chip.hbm / GIB, error=error)
+        continue
+      row = name | compile_one(program, topology, case.config.compute.remat)
+    yield row
+    if row["fits"]:
+      return
+
+
+def least_memory(case: Case, mesh, state: TrainState) -> float:
+  """Bytes per device that a train step needs at least: its state, gradients, and of every layer
+  the input, which no `compute.remat` drops."""
+
+  def held(tree: Any) -> float:
+    return sum(
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+  model, rows = case.model, case.rows // sharding.batch_shards(mesh)
+  inputs = rows * case.length * model.hidden_size * model.num_layers
+  return held(state) + held(state.params) + inputs * jnp.dtype(case.config.compute.dtype).itemsize
+
+
+def candidates(case: Case, devices: int, tensor: int) -> Iterator[sharding.MeshConfig]:
   """Meshes of one slice: fsdp x expert x tensor, experts and heads divided evenly."""
   experts = case.model.num_experts or 1
-  for expert, tensor in itertools.product(divisors(math.gcd(experts, devices)), (1, 2, 4)):
+  for expert in divisors(math.gcd(experts, devices)):
     fsdp = devices // (expert * tensor)
     whole = fsdp * expert * tensor == devices and case.sequences % (fsdp * expert) == 0
     # Between these expert widths lies the least traffic: weights on one side, tokens on the other.

@@ -15,7 +15,7 @@ from gspo_jax.evaluate import EvalConfig
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.optimizer import OptimizerConfig
 from gspo_jax.rewards import RewardConfig
-from gspo_jax.sampling import SamplingConfig
+from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.sharding import MeshConfig
 from gspo_jax.train_step import ObjectiveConfig
 
@@ -57,7 +57,9 @@ class RunConfig:
   mesh: MeshConfig
   data: DataConfig
   reward: RewardConfig
+  environment: EnvironmentConfig
   sampling: SamplingConfig
+  engine: EngineConfig
   objective: ObjectiveConfig
   sft: SftConfig
   sft_optimizer: OptimizerConfig
@@ -104,10 +106,22 @@ class RunConfig:
       "sampling.temperature=0: a group of greedy responses has no spread to learn from",
     )
     _require(
-      "rl" not in self.job or (self.sampling.top_k == 0 and self.sampling.top_p == 1),
-      f"sampling.top_k={self.sampling.top_k}, sampling.top_p={self.sampling.top_p}: training "
-      "samples from the whole distribution, or the ratio would be biased by the mass left out; "
-      "set top_k=0 and top_p=1 (evaluation has its own)",
+      "rl" not in self.job or self.sampling.whole,
+      f"sampling.top_k={self.sampling.top_k}, sampling.top_p={self.sampling.top_p}, "
+      f"sampling.min_p={self.sampling.min_p}: training samples from the whole distribution, or the "
+      "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
+      "has its own)",
+    )
+    for key in ("format_weight", "overlong_weight", "false_positive", "false_negative"):
+      _require(
+        not (self.environment.name and getattr(self.reward, key)),
+        f"reward.{key}={getattr(self.reward, key)} has no effect, since environment.name="
+        f"{self.environment.name!r} gives the rewards; set it to 0",
+      )
+    _require(
+      not (self.distributed and self.environment.workers),
+      f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "
+      "different orders; set it to 0",
     )
     for name, steps in ("checkpoint.every", self.checkpoint.every), ("eval.every", self.eval.every):
       _require(steps >= 1, f"{name}={steps} must be at least 1")

@@ -18,6 +18,8 @@ from gspo_jax.checkpoint import abstract
 from gspo_jax.config import RunConfig
 from gspo_jax.evaluate import Benchmark, BenchmarkConfig, Evaluator, choose
 from gspo_jax.models import transformer
+from gspo_jax.rewards import environments
+from gspo_jax.sampling.conversation import prompt_of
 from gspo_jax.structs import Prompt, TrainState
 
 
@@ -29,6 +31,7 @@ class Context:
   tokenizer: tokenizer.Tokenizer
   train_prompts: Sequence[Prompt]
   score: rewards.Scorer
+  environment: environments.Make | None  # None: a response is one turn, and `score` judges it
   evaluate: Evaluator
   writer: metrics.Writer
 
@@ -93,6 +96,10 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
     name: choose(data.load_spec(config.data, tok, b.data, key), b.problems)
     for name, b, key in _benchmarks(config)
   }
+  environment = environments.find(config.environment.name, tok)
+  if environment is not None and config.job != "eval":
+    render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
+    prompt_of(environment(train_prompts[0]), render, config.data.max_prompt_tokens)
   if config.distributed:
     _join_hosts()
   mesh = sharding.make_mesh(config.mesh)
@@ -108,17 +115,27 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
       config=config.eval,
       model=config.model,
       compute=config.compute,
+      engine=config.engine,
       benchmarks=[
-        Benchmark(name, b, problems[name], scorers[b.reward or config.reward.name])
+        Benchmark(
+          name,
+          b,
+          problems[name],
+          scorers[b.reward or config.reward.name],
+          None if b.reward else environment,
+        )
         for name, b, _ in _benchmarks(config)
       ],
       tokenizer=tok,
       prompt_length=config.data.max_prompt_tokens,
       seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
       directory=Path(workdir) / "evaluations",
-      identity=repr((config.reward, config.tokenizer)),
+      identity=repr((config.reward, config.tokenizer, config.environment)),
+      environment=config.environment,
     )
-    yield Context(config, Path(workdir), mesh, tok, train_prompts, score, evaluator, writer)
+    yield Context(
+      config, Path(workdir), mesh, tok, train_prompts, score, environment, evaluator, writer
+    )
 
 
 def _benchmarks(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:

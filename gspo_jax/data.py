@@ -1,8 +1,8 @@
 """Data sets of problems, through Grain: checked once, then shuffled, mixed, sharded and resumable.
 
-A source is the embedded task (`arithmetic:train`), files (JSON lines, Parquet, ArrayRecord of JSON
-objects; any path or pattern that etils opens), or a TFDS data set (`tfds:gsm8k/train`; TensorFlow
-is not needed). Several of them, separated by commas, make a mixture:
+A source is an embedded task (`arithmetic:train`, `calculator:train`), files (JSON lines, Parquet,
+ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS data set
+(`tfds:gsm8k/train`; TensorFlow is not needed). Several of them, with commas, make a mixture:
 
   [format@]path[:weight] [where condition [and condition ...]], ...
 
@@ -24,9 +24,9 @@ import grain
 import numpy as np
 
 from gspo_jax import data_rows, structs, tokenizer
+from gspo_jax.data_embedded import TASKS, Embedded, spread
 from gspo_jax.data_files import BadRow, DataError, read
 from gspo_jax.query_set import QuerySetConfig
-from gspo_jax.rewards import arithmetic
 
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
@@ -38,7 +38,7 @@ class DataConfig:
   """Where problems come from, and the format of files that name none of their own (see
   `data_rows.Format` for what field names may be)."""
 
-  train: str  # arithmetic:train | path or pattern of files | tfds:name/split | a mixture of these
+  train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
   eval: str
   question_field: str
   answer_field: str
@@ -47,8 +47,8 @@ class DataConfig:
   prompt_template: str  # holds {question}; the user's turn where the tokenizer has a chat template
   max_prompt_tokens: int
   on_error: str  # what a bad row does: 'raise' stops the run, 'skip' leaves it out and counts it
-  digits: int  # arithmetic: digits of the operands
-  carry_errors: float  # arithmetic: probability that a demonstration forgets a carry
+  digits: int  # embedded tasks: digits of the operands
+  carry_errors: float  # embedded tasks: probability that a demonstration forgets a carry
   query_set: QuerySetConfig  # which prompts stay in use while the policy learns
 
   def __post_init__(self):
@@ -159,10 +159,18 @@ def _load_part(
       f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(data_rows.FORMATS)}"
     )
   where = data_rows.conditions(part["where"] or "", key)
-  if path.startswith("arithmetic:"):
+  if path.partition(":")[0] in TASKS:
     if where or name:
       raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
-    return _Arithmetic(config, tok, path.partition(":")[2], key)
+    return Embedded(
+      path,
+      tok,
+      digits=config.digits,
+      carry_errors=config.carry_errors,
+      template=config.prompt_template,
+      max_tokens=config.max_prompt_tokens,
+      key=key,
+    )
   return _load_rows(config, tok, path, key, config.format(name), where, prefix)
 
 
@@ -250,7 +258,7 @@ def _contents(source: Source) -> str:
   """What the order depends on: the number of rows, their ids, and the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
-  indices = _spread(len(source)) if isinstance(source, _Arithmetic) else range(len(source))
+  indices = spread(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for i in indices:
     checksum = zlib.crc32(source[i].id.encode() + b"\n", checksum)
@@ -262,9 +270,17 @@ def skipped_rows(source: Source) -> dict[str, float]:
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
-def demonstration_tokens(prompt: structs.Prompt, tok: tokenizer.Tokenizer) -> list[int]:
-  """The tokens that supervised fine-tuning learns to write after the prompt: text, then stop."""
-  return [*tok.encode(prompt.demonstration), tok.stop_ids[0]]
+def demonstration_tokens(
+  prompt: structs.Prompt, tok: tokenizer.Tokenizer
+) -> tuple[list[int], list[int]]:
+  """What comes after the prompt, and 1 where supervised fine-tuning learns to write it: texts and
+  the stop after each; 0 on what an environment says between them."""
+  turns, tokens, mask = prompt.demonstration, [], []
+  for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
+    written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
+    tokens += written
+    mask += [1 - i % 2] * len(written)
+  return tokens, mask
 
 
 def pack_demonstrations(
@@ -273,7 +289,7 @@ def pack_demonstrations(
   """Prompt, demonstration and stop token per row, right-padded to `length`.
 
   Returns:
-    tokens int32 [B, T] and mask float32 [B, T], 1 on the demonstration and its stop token.
+    tokens int32 [B, T] and mask float32 [B, T], 1 on the demonstration and its stop tokens.
 
   Raises:
     DataError: if a row does not fit (`fitting` finds such rows before training starts).
@@ -281,12 +297,12 @@ def pack_demonstrations(
   tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
   mask_BT = np.zeros((len(prompts), length), np.float32)
   for b, prompt in enumerate(prompts):
-    target = demonstration_tokens(prompt, tok)
+    target, mask = demonstration_tokens(prompt, tok)
     start, end = len(prompt.tokens), len(prompt.tokens) + len(target)
     if end > length:
       raise DataError(_too_long(prompt, end, length))
     tokens_BT[b, :end] = [*prompt.tokens, *target]
-    mask_BT[b, start:end] = 1
+    mask_BT[b, start:end] = mask
   return tokens_BT, mask_BT
 
 
@@ -300,9 +316,9 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
     return Mixture(parts, source.weights)
   rows = []
-  for index in _spread(len(source)) if isinstance(source, _Arithmetic) else range(len(source)):
+  for index in spread(len(source)) if isinstance(source, Embedded) else range(len(source)):
     prompt = source[index]
-    end = len(prompt.tokens) + len(demonstration_tokens(prompt, tok))
+    end = len(prompt.tokens) + len(demonstration_tokens(prompt, tok)[0])
     if not prompt.demonstration:
       reason = f"{prompt.id}: the demonstration is empty; set data.demonstration_field"
     elif end > length:
@@ -314,7 +330,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
       raise DataError(reason)
   if not rows:
     raise DataError(f"no demonstration fits into {length} tokens")
-  if isinstance(source, _Arithmetic):
+  if isinstance(source, Embedded):
     return source
   return Prompts(tuple(rows), source.skipped + len(source) - len(rows))
 
@@ -324,46 +340,6 @@ def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
     f"{prompt.id}: prompt and demonstration take {end} tokens and the sequence has {length}."
     " Lengthen the sequence, or set data.on_error=skip to leave such rows out"
   )
-
-
-class _Arithmetic:
-  """The embedded task, generated as it is read."""
-
-  skipped = 0
-
-  def __init__(self, config: DataConfig, tok: tokenizer.Tokenizer, split: str, key: str):
-    self._config, self._tok = config, tok
-    try:
-      self._problems = arithmetic.problems(split, config.digits)
-    except ValueError as error:
-      raise DataError(f"{key}: {error}") from error
-    for index in _spread(len(self)):
-      prompt = self[index]
-      if len(prompt.tokens) > config.max_prompt_tokens:
-        raise DataError(
-          f"{key}: the prompt {prompt.question!r} takes {len(prompt.tokens)} tokens, more than"
-          f" data.max_prompt_tokens={config.max_prompt_tokens}"
-        )
-
-  def __len__(self) -> int:
-    return len(self._problems)
-
-  def __getitem__(self, index: int) -> structs.Prompt:
-    row = self._problems[index]
-    text = self._tok.render(row["question"], template=self._config.prompt_template)
-    return structs.Prompt(
-      id=row["id"],
-      question=row["question"],
-      answer=row["answer"],
-      tokens=tuple(self._tok.encode(text)),
-      # The same problem is always demonstrated in the same way, right or wrong.
-      demonstration=arithmetic.demonstration(row, self._config.carry_errors, seed=index),
-    )
-
-
-def _spread(length: int) -> range:
-  """About 500 indices all over a source."""
-  return range(0, length, max(1, length // 500))
 
 
 def _load_rows(

@@ -1,10 +1,11 @@
 """Benchmarks: average Pass@1 over k samples, pass@k, greedy accuracy, rating.
 
-An evaluation runs over chunks of problems and writes each finished chunk down. One that was
-interrupted goes on behind the last of them, provided that everything it depends on is the same: the
-weights (by a checksum), the problems, the verifier and the settings.
+Problems are scored and written down in chunks, as their samples are finished. An evaluation that
+was interrupted goes on with the problems that are missing, provided that everything it depends on
+is the same: the weights (by a checksum), the problems, the verifier and the settings.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -22,8 +23,10 @@ import numpy as np
 from gspo_jax import elo, metrics
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.rewards import Scorer
-from gspo_jax.sampling import generate
-from gspo_jax.structs import Prompt, Rollout
+from gspo_jax.rewards.environments import Make
+from gspo_jax.sampling import EngineConfig, Request, Response, SamplingConfig, Scheduler
+from gspo_jax.sampling.conversation import Conversation, Conversations, EnvironmentConfig, figures
+from gspo_jax.structs import Prompt
 from gspo_jax.tokenizer import Tokenizer
 from gspo_jax.unfinished import Unfinished, checksums, write
 
@@ -58,9 +61,10 @@ class EvalConfig:
   temperature: float
   top_k: int  # 0: all tokens
   top_p: float  # 1: all tokens
+  min_p: float  # 0: all tokens
   max_new_tokens: int
   greedy: bool  # one greedy response per problem as well
-  batch: int  # problems sampled at once; what an interruption can lose
+  batch: int  # problems that are scored and written down together
   benchmarks: dict[str, BenchmarkConfig]  # further ones, by name
 
 
@@ -72,6 +76,7 @@ class Benchmark:
   config: BenchmarkConfig
   problems: Sequence[Prompt]
   score: Scorer
+  environment: Make | None = None  # where responses are conversations, which it judges
 
   def __post_init__(self):
     without = [p.id for p in self.problems if self.config.rating and "rating" not in dict(p.info)]
@@ -99,12 +104,14 @@ class Evaluator:
   config: EvalConfig
   model: ModelConfig
   compute: ComputeConfig
+  engine: EngineConfig
   benchmarks: Sequence[Benchmark]
   tokenizer: Tokenizer
   prompt_length: int
   seed: int
   directory: Path | None = None  # of results and of unfinished evaluations; None: neither
   identity: str = ""  # what else the responses and their scores depend on
+  environment: EnvironmentConfig | None = None  # for benchmarks that have one
 
   def __call__(self, params: Any, step: int = 0) -> tuple[Row, list[Row]]:
     """Metrics by the names of metrics.jsonl, and a record of every sampled response.
@@ -116,15 +123,14 @@ class Evaluator:
     log = Unfinished(self.directory, self._key(params))
     passes = [(b, b.config.samples, c.temperature) for b in self.benchmarks]
     passes += [(b, 1, 0.0) for b in self.benchmarks if c.greedy]
-    with _Bar(sum(-(-len(b.problems) // c.batch) for b, _, _ in passes)) as bar:
+    with _Bar(sum(len(b.problems) for b, _, _ in passes)) as bar:
       results = [self._pass(params, *args, log, bar) for args in passes]
     for benchmark, sampled in zip(self.benchmarks, results):
       prefix = f"eval/{benchmark.name}/" if benchmark.name else "eval/"
       row |= {prefix + name: value for name, value in summary(benchmark, sampled).items()}
       for stage in ("sample", "score"):
-        seconds = sum(chunk["seconds"][stage] for chunk in sampled)
-        row[f"time/{prefix}{stage}"] = seconds
-      records += [record for chunk in sampled for record in chunk["records"]]
+        row[f"time/{prefix}{stage}"] = sampled["seconds"][stage]
+      records += sampled["records"]
     for benchmark, greedy in zip(self.benchmarks, results[len(self.benchmarks) :]):
       prefix = f"eval/{benchmark.name}/" if benchmark.name else "eval/"
       row[f"{prefix}greedy"] = float(_right(benchmark, greedy).mean())
@@ -137,60 +143,119 @@ class Evaluator:
     benchmark: Benchmark,
     samples: int,
     temperature: float,
-    log: "Unfinished",
+    log: Unfinished,
     bar: "_Bar",
-  ) -> list[Row]:
-    """`samples` responses to each problem, scored, chunk by chunk."""
-    chunks = []
-    for start in range(0, len(benchmark.problems), self.config.batch):
-      name = f"{benchmark.name}/{'samples' if temperature else 'greedy'}/{samples}/{start}"
-      chunk = log.find(name)
-      if chunk is None:
-        problems = benchmark.problems[start : start + self.config.batch]
-        chunk = dict(chunk=name) | self._chunk(params, benchmark, problems, samples, temperature)
-        log.add(chunk)
+  ) -> Row:
+    """`samples` responses to each problem, scored: their records, and sums over them."""
+    name = f"{benchmark.name}/{'samples' if temperature else 'greedy'}/{samples}"
+    chunks = log.find(name)
+    done = {index for chunk in chunks for index in chunk["problems"]}
+    bar.advance(len(done))
+    left = [i for i in range(len(benchmark.problems)) if i not in done]
+    for indices, responses, seconds in self._sample(params, benchmark, left, samples, temperature):
+      chunk = self._scored(benchmark, indices, responses) | dict(chunk=name, problems=indices)
+      chunk["seconds"]["sample"] = seconds
+      log.add(chunk)
       chunks.append(chunk)
-      bar.advance()
-    return chunks
+      bar.advance(len(indices))
 
-  def _chunk(self, params, benchmark, problems, samples, temperature) -> Row:
-    c, problems = self.config, list(problems)
-    # The last chunk is filled up, so that every chunk has the shape that is already compiled.
-    size = min(c.batch, len(benchmark.problems))
-    full = problems + [problems[-1]] * (size - len(problems))
-    started = time.perf_counter()
-    rollout = generate(
+    by_problem = {
+      i: chunk["records"][n * samples :][:samples]
+      for chunk in chunks
+      for n, i in enumerate(chunk["problems"])
+    }
+    outcomes = collections.Counter()
+    for chunk in chunks:
+      outcomes.update(chunk["outcomes"])
+    seconds = {key: sum(c["seconds"][key] for c in chunks) for key in ("sample", "score")}
+    records = [record for _, mine in sorted(by_problem.items()) for record in mine]
+    return dict(records=records, outcomes=outcomes, seconds=seconds)
+
+  def _sample(
+    self, params, benchmark: Benchmark, indices: list[int], samples: int, temperature: float
+  ) -> Iterator[tuple[list[int], list[Response | Conversation], float]]:
+    """`eval.batch` problems with all their responses, as they are finished, and the seconds."""
+    if not indices:
+      return
+    c, window = self.config, self.prompt_length + self.config.max_new_tokens
+    scheduler = Scheduler(
       params,
       self.model,
-      [p.tokens for p in full],
+      SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens),
+      self.engine.for_rows(len(benchmark.problems) * samples),
+      window=window,
+      context=self.prompt_length if benchmark.environment is None else window - 1,
       group_size=samples,
-      max_new_tokens=c.max_new_tokens,
-      temperature=temperature,
-      top_k=c.top_k,
-      top_p=c.top_p,
-      stop_ids=self.tokenizer.stop_ids,
-      seed=self.seed,
-      pad_id=self.tokenizer.pad_id,
-      prompt_length=self.prompt_length,
+      stop_ids=len(self.tokenizer.stop_ids),
       compute=self.compute,
+      detokenize=self.tokenizer.decode,
     )
-    sampled = time.perf_counter()
-    rows = range(len(problems) * samples)
-    responses = [self.tokenizer.decode(rollout.response(row)) for row in rows]
-    scores = benchmark.score(responses, [p.answer for p in problems for _ in range(samples)])
-    records = list(self._records(benchmark, problems, rollout, responses, scores.correct))
-    seconds = dict(sample=sampled - started, score=time.perf_counter() - sampled)
-    return dict(records=records, outcomes=dict(scores.outcomes), seconds=seconds)
+    over = self._responses if benchmark.environment is None else self._conversations
+    found: dict[int, list[Response | Conversation]] = collections.defaultdict(list)
+    ready: list[int] = []
+    started, left = time.perf_counter(), len(indices)
+    for index, response in over(scheduler, benchmark, indices, samples):
+      found[index].append(response)
+      if len(found[index]) < samples:
+        continue
+      ready.append(index)
+      if len(ready) == min(c.batch, left):
+        left, seconds, ready = left - len(ready), time.perf_counter() - started, sorted(ready)
+        ordered = [sorted(found.pop(i), key=lambda r: r.sample) for i in ready]
+        yield ready, [response for mine in ordered for response in mine], seconds
+        ready, started = [], time.perf_counter()
 
-  def _records(
-    self,
-    benchmark: Benchmark,
-    problems: list[Prompt],
-    rollout: Rollout,
-    responses: list[str],
-    right_B: np.ndarray,
-  ) -> Iterator[Row]:
-    samples = len(responses) // len(problems)
+  def _responses(
+    self, scheduler: Scheduler, benchmark: Benchmark, indices: list[int], samples: int
+  ) -> Iterator[tuple[int, Response]]:
+    for index in indices:
+      scheduler.submit(
+        Request(
+          tuple(benchmark.problems[index].tokens),
+          self.config.max_new_tokens,
+          samples=samples,
+          seed=self.seed,
+          stop_ids=tuple(self.tokenizer.stop_ids),
+          tag=index,
+        )
+      )
+    for response in scheduler.run():
+      yield response.request.tag, response
+
+  def _conversations(
+    self, scheduler: Scheduler, benchmark: Benchmark, indices: list[int], samples: int
+  ) -> Iterator[tuple[int, Conversation]]:
+    conversations = Conversations(
+      scheduler,
+      self.environment,
+      vocab_size=self.model.vocab_size,
+      max_new_tokens=self.config.max_new_tokens,
+      seed=self.seed,
+      stop_ids=tuple(self.tokenizer.stop_ids),
+      prompt_length=self.prompt_length,
+      render=lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
+    )
+    for index in indices:
+      conversations.begin(
+        [benchmark.environment(benchmark.problems[index]) for _ in range(samples)]
+      )
+    for one in conversations.run():
+      yield indices[one.index // samples], one
+
+  def _scored(
+    self, benchmark: Benchmark, indices: list[int], sampled: list[Response | Conversation]
+  ) -> Row:
+    problems = [benchmark.problems[i] for i in indices]
+    samples = len(sampled) // len(problems)
+    responses = [self.tokenizer.decode(response.tokens.tolist()) for response in sampled]
+    started = time.perf_counter()
+    if benchmark.environment is None:
+      scores = benchmark.score(responses, [p.answer for p in problems for _ in range(samples)])
+      outcomes, correct, reported = dict(scores.outcomes), scores.correct, [{}] * len(sampled)
+    else:
+      reported = [figures(one.environment, one.rewards.sum()) for one in sampled]
+      outcomes, correct = {}, [one.pop("correct") for one in reported]
+    records = []
     for row, response in enumerate(responses):
       problem = problems[row // samples]
       record = dict(
@@ -199,16 +264,19 @@ class Evaluator:
         prompt=problem.question,
         response=response,
         answer=problem.answer[:SHOWN],
-        reward=float(right_B[row]),
-        length=int(rollout.lengths[row]),
-        truncated=not bool(rollout.stopped[row]),
+        reward=float(correct[row]),
+        length=sampled[row].length,
+        truncated=not sampled[row].stopped,
         eval=True,
       )
-      yield record | (dict(benchmark=benchmark.name) if benchmark.name else {})
+      record |= dict(figures=reported[row]) if reported[row] else {}
+      records.append(record | (dict(benchmark=benchmark.name) if benchmark.name else {}))
+    seconds = dict(score=time.perf_counter() - started)
+    return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _key(self, params: Any) -> str:
     """Changes with everything that a response or its score depends on."""
-    settings = dataclasses.asdict(self.config) | dict(every=0, benchmarks={})
+    settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
     sets = [
       (b.name, b.config, [(p.id, p.tokens, zlib.crc32(p.answer.encode())) for p in b.problems])
       for b in self.benchmarks
@@ -218,7 +286,7 @@ class Evaluator:
     text = repr((settings, sets, rest, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()
 
-  def _write_problems(self, results: Sequence[Sequence[Row]], step: int) -> None:
+  def _write_problems(self, results: Sequence[Row], step: int) -> None:
     """`<benchmark>_<step>.jsonl`: one line per problem."""
     if self.directory is None or jax.process_index():
       return
@@ -228,11 +296,13 @@ class Evaluator:
       write(self.directory / name, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def summary(benchmark: Benchmark, chunks: Sequence[Row]) -> dict[str, float]:
+def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
   """What a benchmark comes to, by name."""
-  right_PG, records = _right(benchmark, chunks), [r for chunk in chunks for r in chunk["records"]]
+  right_PG, records = _right(benchmark, sampled), sampled["records"]
   accuracy_P = right_PG.mean(1)
-  row = _interval("accuracy", accuracy_P)
+  names = records[0].get("figures", {})
+  row = {name: float(np.mean([r["figures"][name] for r in records])) for name in names}
+  row |= _interval("accuracy", accuracy_P)
   for k in benchmark.config.pass_at:
     row |= _interval(f"pass@{k}", pass_at_k(right_PG.shape[1], right_PG.sum(1), k))
   if benchmark.config.rating:
@@ -246,8 +316,7 @@ def summary(benchmark: Benchmark, chunks: Sequence[Row]) -> dict[str, float]:
     row |= dict(zip(("contest_rating", "contest_rating/low", "contest_rating/high"), values))
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
   row["truncated_fraction"] = float(np.mean([r["truncated"] for r in records]))
-  for name in sorted({name for chunk in chunks for name in chunk["outcomes"]}):
-    count = sum(chunk["outcomes"].get(name, 0) for chunk in chunks)
+  for name, count in sorted(sampled["outcomes"].items()):
     row[f"verifier/{name}"] = count / len(records)
   return row
 
@@ -264,9 +333,9 @@ def _participations(
   return list(points.values()), [benchmark.contests[name] for name in points]
 
 
-def problem_rows(benchmark: Benchmark, chunks: Sequence[Row]) -> Iterator[Row]:
+def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
   """One row per problem: how many of its samples were right, how long they were."""
-  records = [record for chunk in chunks for record in chunk["records"]]
+  records = sampled["records"]
   k = benchmark.config.samples
   for i, problem in enumerate(benchmark.problems):
     mine = records[i * k : (i + 1) * k]
@@ -312,26 +381,26 @@ def _interval(name: str, value_P: np.ndarray) -> dict[str, float]:
   return {name: float(value_P.mean()), f"{name}/low": low, f"{name}/high": high}
 
 
-def _right(benchmark: Benchmark, chunks: Sequence[Row]) -> np.ndarray:
+def _right(benchmark: Benchmark, sampled: Row) -> np.ndarray:
   """1 where a sample was right, [problems, samples]."""
-  right = [record["reward"] for chunk in chunks for record in chunk["records"]]
+  right = [record["reward"] for record in sampled["records"]]
   return np.array(right, np.float32).reshape(len(benchmark.problems), -1)
 
 
 class _Bar:
-  """Progress over chunks, for evaluations that take longer than a few seconds."""
+  """Progress over problems, for evaluations that take longer than a few seconds."""
 
   PATIENCE_S = 5.0
 
-  def __init__(self, chunks: int, progress: Callable[..., Any] = metrics.Progress):
-    self._chunks, self._done, self._started = chunks, 0, time.monotonic()
-    self._make = functools.partial(progress, "eval", chunks)
+  def __init__(self, problems: int, progress: Callable[..., Any] = metrics.Progress):
+    self._done, self._started = 0, time.monotonic()
+    self._make = functools.partial(progress, "eval", problems)
     self._progress = None
 
-  def advance(self) -> None:
-    self._done += 1
+  def advance(self, problems: int) -> None:
+    self._done += problems
     if self._progress is None and time.monotonic() - self._started > self.PATIENCE_S:
-      self._progress = self._make(start=self._done - 1)
+      self._progress = self._make(start=self._done - problems)
     if self._progress is not None and jax.process_index() == 0:
       self._progress.update(self._done, {})
 

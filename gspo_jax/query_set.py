@@ -95,9 +95,10 @@ class Groups:
   reward_PG: np.ndarray
   correct_PG: np.ndarray  # raw correctness: reward before any shaping
   outcomes: collections.Counter  # of the verifier
+  figures: dict[str, float] = dataclasses.field(default_factory=dict)  # of environments: sums
 
   def take(self, index: Sequence[int]) -> "Groups":
-    """Some of the groups; the outcomes, which are not known by group, stay whole."""
+    """Some of the groups; outcomes and figures, which are not known by group, stay whole."""
     group = self.reward_PG.shape[1]
     rows = (np.asarray(index, int)[:, None] * group + np.arange(group)).reshape(-1)
     return Groups(
@@ -107,6 +108,7 @@ class Groups:
       self.reward_PG[index],
       self.correct_PG[index],
       self.outcomes,
+      self.figures,
     )
 
 
@@ -131,6 +133,7 @@ def join(rounds: Sequence[Groups]) -> Groups:
     np.concatenate([r.reward_PG for r in rounds]),
     np.concatenate([r.correct_PG for r in rounds]),
     sum((r.outcomes for r in rounds), collections.Counter()),
+    {name: sum(r.figures[name] for r in rounds) for name in rounds[0].figures},
   )
 
 

@@ -97,6 +97,13 @@ SECTIONS = (
         zero=True,
       ),
       Figure(
+        "Conversations",
+        "what environments report, by name; mean over the conversations of a rollout",
+        ("rl",),
+        (Line("environment/{name}", "{name}", "cycle"),),
+        zero=True,
+      ),
+      Figure(
         "Response length",
         "tokens",
         ("rl",),

@@ -22,8 +22,12 @@ class Chip:
 
 
 _DOCS = "https://docs.cloud.google.com/tpu/docs/"
-# As the page named on each line gives them. v4: its page has no figure per chip for the links;
-# 2,400 Gbit/s each way is that of the system table of https://arxiv.org/abs/2304.01433.
+# As the page named on each line gives them, per chip. Where versions of a page differ: v5e's and
+# v6e's 800 and 1600 GB/s are also printed as 819 and 1638, 1.024 times as much, which is what the
+# tpu7x page has for v6e; the GB of capacities are GiB. The v4 page has no figure for the links: 6
+# of 50 GB/s each way is what others quote from arXiv:2304.01433, whose table we have not seen.
+# Links in use reach less: https://jax-ml.github.io/scaling-book/tpus has 45 GB/s for each of v4 and
+# v5e, and 90 for v5p, v6e and tpu7x, where the pages give 50 and 100.
 CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", _DOCS + "v4"),
   "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", _DOCS + "v5e"),

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
+BY_ROW = P(BATCH)
 
 Rules = Mapping[str, str | None]
 TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
@@ -180,11 +181,12 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
   return math.prod(mesh.shape[a] for a in BATCH)
 
 
-def put_batch(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Host arrays, the same on every process, onto the devices: axis 0 split over `BATCH`."""
+def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
+  """Host arrays, the same on every process, onto the devices; axis 0 split over `BATCH`, or as
+  `pspec` says."""
 
   def put(x: np.ndarray) -> jax.Array:
-    sharding = NamedSharding(mesh, P(BATCH))
+    sharding = NamedSharding(mesh, pspec)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
   return jax.tree.map(put, tree)
@@ -200,9 +202,15 @@ def fetch(tree: Any) -> Any:
 
 
 def publisher(shardings: Any, dtype: Any) -> Callable[[Any], Any]:
-  """A jitted copy of parameters from the training layout to `shardings`, cast to `dtype`."""
+  """A jitted copy of parameters from the training layout to `shardings`, cast to `dtype`.
 
-  def publish(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+  Stacked layers that are split over "fsdp" are put together one by one: XLA would hold all of them
+  a second time, in the order in which the parts arrive.
+  """
 
-  return jax.jit(publish, out_shardings=shardings)
+  def one(x: jax.Array, target: NamedSharding) -> jax.Array:
+    if x.ndim < 3 or "fsdp" not in spec_of(x) or axis_size("fsdp") == 1:
+      return x.astype(dtype)
+    return jax.lax.map(lambda layer: reshard(layer.astype(dtype), P(*target.spec[1:])), x)
+
+  return jax.jit(lambda params: jax.tree.map(one, params, shardings), out_shardings=shardings)

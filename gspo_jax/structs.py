@@ -17,6 +17,7 @@ mask is padding and is in no numerator and in no denominator.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -34,7 +35,9 @@ class Prompt:
   question: str
   answer: str
   tokens: tuple[int, ...]
-  demonstration: str = ""  # what supervised fine-tuning learns to write; "" where there is none
+  # What supervised fine-tuning learns to write; "" where there is none. Of several turns: response,
+  # observation, response, ...
+  demonstration: str | tuple[str, ...] = ""
   info: tuple[tuple[str, str], ...] = ()  # further fields, for evaluation: rating, contest, ...
 
 
@@ -42,20 +45,33 @@ class Prompt:
 class Rollout:
   """What the sampler did, on the host: P·G rows in the prompts' order, G rows per prompt."""
 
-  tokens: np.ndarray  # int32 [B, L]: prompt then response, right-padded
+  tokens: np.ndarray  # int32 [B, L]: prompt, then response or conversation, right-padded
   mask: np.ndarray  # float32 [B, L]: 1 on sampled tokens, the stop token included
   logp: np.ndarray  # float32 [B, L]: log-prob under the sampling distribution, 0 off the mask
+  full_logp: np.ndarray  # float32 [B, L]: the same without top-k, top-p and min-p
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
   stopped: np.ndarray  # bool [B]: ended by a stop token; False: cut off at max_new_tokens
   # int8 or int16 [B, L, l, k]: the experts that the sampler used, -1 where it fed no token (padding
   # and each row's last token); None where nobody asked, or where there are no experts
   routing: np.ndarray | None = None
+  # Of conversations with an environment, whose observations stand between the sampled tokens:
+  turns: np.ndarray | None = (
+    None  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
+  )
+  rewards: np.ndarray | None = None  # float32 [B, L]: of each turn, at its last token; 0 elsewhere
+
+  @functools.cached_property
+  def ends(self) -> np.ndarray:
+    """int32 [B]: tokens of the prompt and of all that follows it, observations included."""
+    if self.turns is None:
+      return self.prompt_lengths + self.lengths
+    return (self.mask.shape[1] - np.argmax(self.mask[:, ::-1] > 0, axis=1)).astype(np.int32)
 
   def response(self, row: int) -> list[int]:
-    """The sampled tokens of one row, the stop token included."""
-    start = self.prompt_lengths[row]
-    return self.tokens[row, start : start + self.lengths[row]].tolist()
+    """What follows the prompt of one row: all that was sampled, the stop token included, and the
+    observations in between."""
+    return self.tokens[row, self.prompt_lengths[row] : self.ends[row]].tolist()
 
 
 @flax.struct.dataclass
@@ -69,6 +85,8 @@ class TrainBatch:
   old_logp_BT: Array  # float32: fixed when the rollout is made, the denominator of the ratio
   sampler_logp_BT: Array  # float32: what the sampler returned
   ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
+  turn_BT: Array | None = None  # int32: turn of each trained token; None: there is one
+  advantage_BT: Array | None = None  # float32: of each token, for losses that take such
   # int8 or int16, -1 for no route: the experts that the old policy used on these tokens
   routing_BTlk: Array | None = None  # as the trainer computes it
   sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -43,6 +43,10 @@ class ByteTokenizer:
     """The text of a prompt: `template` with the question in it, after the system text if any."""
     text = fill(template, question)
     return f"{system}\n{text}" if system else text
+
+  def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    """The text of a prompt that consists of messages: one after another, on lines of their own."""
+    return "\n".join(message["content"] for message in messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +83,16 @@ class HFTokenizer:
       bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
       return bos + (f"{system}\n{text}" if system else text)
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": text})
+    return self.chat([*messages, {"role": "user", "content": text}])
+
+  def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    """The text of a prompt that consists of messages, up to where the assistant begins to speak;
+    without a chat template one after another, on lines of their own."""
+    if not self.chat_template:
+      return "\n".join(message["content"] for message in messages)
     try:
       return _compile(self.chat_template).render(
-        messages=messages,
+        messages=list(messages),
         tools=None,  # templates test whether it is none, and undefined is not none
         documents=None,
         add_generation_prompt=True,

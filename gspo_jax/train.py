@@ -10,14 +10,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import data, optimizer, query_set, rollout_viewer, sharding
+from gspo_jax import data, multi_turn, optimizer, query_set, rollout_viewer, sharding
 from gspo_jax import objectives as O
 from gspo_jax.checkpoint import Checkpointer
 from gspo_jax.context import Context, abstract_state, new_state
 from gspo_jax.metrics import Deferred, Progress, Stopwatch, check_finite
 from gspo_jax.models import routing, transformer
 from gspo_jax.query_set import Groups, QuerySet
-from gspo_jax.sampling import generate
+from gspo_jax.sampling import Usage, generate
 from gspo_jax.structs import Prompt, Rollout, TrainBatch
 from gspo_jax.train_step import (
   Learner,
@@ -84,8 +84,9 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
     for step in range((done or 0) + 1, c.rl.iterations + 1):
       started = time.perf_counter()
       queries.readmit(step)
+      usage = Usage()
       round_of_groups = functools.partial(
-        sample_groups, context, rollout_params, batches, queries, stages, step
+        sample_groups, context, rollout_params, batches, queries, stages, usage, step
       )
       groups, sampled, found = query_set.fill(round_of_groups, c.data.query_set.extra_rounds)
       queries.update(sampled.prompts, sampled.correct_PG, step)
@@ -110,7 +111,13 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
 
       # The devices are busy; what the host has to do comes now.
       row = dict(phase="rl", step=step, learning_rate=float(rates[step * c.rl.minibatches - 1]))
-      row |= rollout_metrics(sampled) | found | queries.metrics()
+      row |= (
+        rollout_metrics(sampled)
+        | multi_turn.metrics(sampled)
+        | usage.metrics()
+        | found
+        | queries.metrics()
+      )
       row |= data.skipped_rows(context.train_prompts)
       if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
         records = rollout_records(groups, advantage_PG)
@@ -142,13 +149,18 @@ def sample_groups(
   batches: data.Batches,
   queries: QuerySet,
   stages: Stopwatch,
+  usage: Usage,
   step: int,
   attempt: int,
 ) -> Groups:
   """P prompts that are in use, with G scored responses each; `attempt` counts within a step."""
   prompts = batches.take(context.config.rl.prompts, queries.wants)
+  if context.environment is not None:
+    with stages("sample"):
+      seed = sampling_seed(context, step, attempt)
+      return multi_turn.sample_groups(context, params, prompts, usage, seed)
   with stages("sample"):
-    rollout = sample(context, params, prompts, step, attempt)
+    rollout = sample(context, params, prompts, usage, step, attempt)
   with stages("score"):
     rows = range(len(rollout.tokens))
     responses = [context.tokenizer.decode(rollout.response(row)) for row in rows]
@@ -157,12 +169,10 @@ def sample_groups(
 
 
 def sample(
-  context: Context, params: Any, prompts: list[Prompt], step: int, attempt: int = 0
+  context: Context, params: Any, prompts: list[Prompt], usage: Usage, step: int, attempt: int = 0
 ) -> Rollout:
   """G responses to each prompt from the policy that `params` is."""
   c = context.config
-  # A prompt that comes up again in one step gets other responses.
-  again = (attempt,) if attempt else ()
   return generate(
     params,
     c.model,
@@ -172,13 +182,22 @@ def sample(
     temperature=c.sampling.temperature,
     top_k=c.sampling.top_k,
     top_p=c.sampling.top_p,
+    min_p=c.sampling.min_p,
     stop_ids=context.tokenizer.stop_ids,
-    seed=context.seed("rl", "sample", step, *again),
+    seed=sampling_seed(context, step, attempt),
     pad_id=context.tokenizer.pad_id,
     prompt_length=c.data.max_prompt_tokens,
     record_routing=c.objective.needs_sampler_routing,
     compute=c.compute,
+    engine=c.engine,
+    usage=usage,
   )
+
+
+def sampling_seed(context: Context, step: int, attempt: int) -> int:
+  """A prompt that comes up again in one step gets other responses."""
+  again = (attempt,) if attempt else ()
+  return context.seed("rl", "sample", step, *again)
 
 
 def score(
@@ -209,12 +228,15 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
   pad = lambda x, value=0: np.pad(  # noqa: E731
     x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=value
   )
-  ends_B = rollout.prompt_lengths + rollout.lengths
-  segments_BT = (np.arange(length)[None] < ends_B[:, None]).astype(np.int32)
+  segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
   routes_BTlk = rollout.routing
   if routes_BTlk is not None:  # whatever padding holds was not chosen by anybody
     kept = segments_BT[:, :, None, None] > 0
     routes_BTlk = np.where(kept, pad(routes_BTlk), routes_BTlk.dtype.type(routing.NO_ROUTE))
+  turn_BT = advantage_BT = None
+  if rollout.turns is not None:
+    turn_BT = pad(np.where(rollout.mask > 0, rollout.turns, -1), -1)
+    advantage_BT = pad(multi_turn.advantages(context, rollout))
   logp_BT = pad(rollout.logp)
   return TrainBatch(
     tokens_BT=pad(rollout.tokens, context.tokenizer.pad_id),
@@ -223,6 +245,8 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
     advantage_B=advantage_PG.reshape(-1).astype(np.float32),
     old_logp_BT=logp_BT,
     sampler_logp_BT=logp_BT,
+    turn_BT=turn_BT,
+    advantage_BT=advantage_BT,
     sampler_routing_BTlk=routes_BTlk,
   )
 

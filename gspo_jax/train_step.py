@@ -25,7 +25,9 @@ OBJECTIVES = dict(
   dr_grpo=O.dr_grpo_loss,
   cispo=O.cispo_loss,
   gmpo=O.gmpo_loss,
+  segment=O.segment_loss,  # a ratio per turn; also takes segment_BT
 )
+BY_TOKEN = ("gspo_token", "ppo_clip", "segment")  # whose advantages may differ between turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +83,21 @@ def policy_loss(
     options |= dict(dual_clip=config.dual_clip)
   if config.name == "dr_grpo":
     options |= dict(max_length=config.max_length)
+  if config.name == "segment":
+    no_turns = batch.turn_BT is None
+    options |= dict(segment_BT=jnp.zeros_like(batch.tokens_BT) if no_turns else batch.turn_BT)
   advantage = batch.advantage_B
-  if config.name in ("gspo_token", "ppo_clip"):
-    advantage = jnp.broadcast_to(advantage[:, None], batch.mask_BT.shape)
+  if config.name in BY_TOKEN:
+    advantage = batch.advantage_BT
+    if advantage is None:
+      advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
   return OBJECTIVES[config.name].sums(
     logp_BT,
     batch.old_logp_BT,
     advantage,
     batch.mask_BT,
-    config.clip_low,
-    config.clip_high,
+    clip_low=config.clip_low,
+    clip_high=config.clip_high,
     **options,
   )
 

@@ -20,19 +20,20 @@ class Unfinished:
 
   def __init__(self, directory: Path | None, key: str):
     self._path = directory and directory / "unfinished.jsonl"
-    self._chunks: dict[str, dict[str, Any]] = {}
+    self._chunks: list[dict[str, Any]] = []
     if self._path is None:
       return
     lines = _from_first_process(self._path).split(b"\n")[:-1]
     if lines and json.loads(lines[0]) == dict(key=key):
-      self._chunks = {chunk["chunk"]: chunk for chunk in map(json.loads, lines[1:])}
+      self._chunks = [json.loads(line) for line in lines[1:]]
     if jax.process_index() == 0:
       directory.mkdir(parents=True, exist_ok=True)
-      kept = [json.dumps(dict(key=key)), *map(json.dumps, self._chunks.values())]
+      kept = [json.dumps(dict(key=key)), *map(json.dumps, self._chunks)]
       write(self._path, "".join(line + "\n" for line in kept))
 
-  def find(self, name: str) -> dict[str, Any] | None:
-    return self._chunks.get(name)
+  def find(self, name: str) -> list[dict[str, Any]]:
+    """Those that were added under this name."""
+    return [chunk for chunk in self._chunks if chunk["chunk"] == name]
 
   def add(self, chunk: Mapping[str, Any]) -> None:
     if self._path is None or jax.process_index():

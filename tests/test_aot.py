@@ -15,7 +15,7 @@ from gspo_jax.models.sizes import PUBLISHED, tiny_moe
 
 ROOT = Path(__file__).parents[1]
 needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'libtpu==0.0.42.*'"
+  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
 )
 
 PROGRAM = """HloModule jit_f

@@ -11,6 +11,7 @@ import pytest
 from gspo_jax import elo, evaluate, rewards, sharding, tokenizer, unfinished
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
+from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.structs import Prompt
 
 MODEL = dataclasses.replace(
@@ -23,6 +24,7 @@ CONFIG = evaluate.EvalConfig(
   temperature=1.0,
   top_k=0,
   top_p=1.0,
+  min_p=0.0,
   max_new_tokens=3,
   greedy=True,
   batch=8,
@@ -46,6 +48,7 @@ def evaluator(*benchmarks, directory=None, seed=0, **changes):
     config=dataclasses.replace(CONFIG, **changes),
     model=MODEL,
     compute=REFERENCE,
+    engine=DEFAULT,
     benchmarks=benchmarks,
     tokenizer=tokenizer.load("bytes"),
     prompt_length=4,

@@ -211,8 +211,7 @@ def job(workdir, *overrides):
 
 def rows(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  other = ("phase", "tokens_per_second")
-  keep = lambda name: not name.startswith("time/") and name not in other  # noqa: E731
+  keep = lambda name: not name.startswith(("time/", "tokens_per_second", "phase"))  # noqa: E731
   return [{k: v for k, v in json.loads(line).items() if keep(k)} for line in lines]
 
 

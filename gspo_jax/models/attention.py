@@ -80,15 +80,22 @@ def attend_self(
 
 
 def attend_cache(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, position_BT: jax.Array
+  q_BTNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
   """Queries at `position_BT` to the slots 0..position of a cache; [B, T, N, H]."""
-  (B, T), S = position_BT.shape, k_BSKH.shape[1]
-  if T <= BLOCK // 4 or T * S <= PLAIN * PLAIN:
-    return attend(q_BTNH, k_BSKH, v_BSKH, position_BT[:, :, None] >= jnp.arange(S)[None, None])
-  one = jnp.ones((B, 1), jnp.int32)
-  segments = (jnp.broadcast_to(one, (B, n)) for n in (T, S))
-  return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, position_BT, *segments)
+  (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
+  if T > BLOCK // 4 and T * S > PLAIN * PLAIN:
+    one = jnp.ones((B, 1), jnp.int32)
+    segments = (jnp.broadcast_to(one, (B, n)) for n in (T, S))
+    k_BSKH, v_BSKH = jnp.moveaxis(k_BKHS, 3, 1), jnp.moveaxis(v_BKSH, 2, 1)
+    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, position_BT, *segments)
+  q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+  score = jnp.einsum("BTKnH,BKHS->BKTnS", q_BTKnH, k_BKHS, preferred_element_type=jnp.float32)
+  visible_BTS = position_BT[:, :, None] >= jnp.arange(S)[None, None]
+  score = jnp.where(visible_BTS[:, None, :, None], score, NEGATIVE)
+  weight = jax.nn.softmax(score, axis=-1).astype(v_BKSH.dtype)
+  y_BKTnH = jnp.einsum("BKTnS,BKSH->BKTnH", weight, v_BKSH)
+  return jnp.swapaxes(y_BKTnH, 1, 2).reshape(B, T, N, H)
 
 
 def attend(

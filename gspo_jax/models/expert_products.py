@@ -1,6 +1,7 @@
-"""Expert products: SwiGLU experts applied to the rows that chose them, in three formulations.
+"""Expert products: SwiGLU experts applied to the rows that chose them, in four formulations.
 
-  blocks    a loop over blocks of rows that share an expert: the fastest dropless form on CPU
+  blocks    a loop over blocks of rows that share an expert: the fastest on CPU
+  batched   one batched product with some rows of every expert: the fastest on CPU for few tokens
   ragged    `lax.ragged_dot` on rows sorted by expert
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
@@ -11,7 +12,8 @@ this device holds; index E means: held by another device. They return, in x's dt
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,56 +29,60 @@ class ExpertWeights(NamedTuple):
 
 
 class Layout(NamedTuple):
-  """Assignments (token, choice) sorted by expert, each expert's share padded to whole blocks.
+  """Assignments (token, choice) grouped by expert, each expert's share padded to whole blocks.
 
   With A = X·k assignments and blocks of R rows there are at most ceil(A/R) + E blocks.
   """
 
-  slot_A: jax.Array  # where assignment a went; len(row_Z) for one that no local expert takes
-  row_Z: jax.Array  # token in slot z; X for padding
-  choice_Z: jax.Array  # assignment in slot z; A for padding
-  expert_of_block: jax.Array
-  blocks: jax.Array  # blocks in use
+  slot_A: jax.Array  # where assignment a went; len(choice_Z) for one that no local expert takes
+  choice_Z: jax.Array  # assignment (token · k + choice) in slot z; A for padding
+  end_E: jax.Array  # blocks up to and with those of each expert
+
+
+def _places(index_Xk: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Whether expert e takes assignment a; how many it takes up to there, with it; how many in all.
+
+  A running count is several times as fast as sorting: there are few experts.
+  """
+  one_AE = index_Xk.reshape(-1)[:, None] == jnp.arange(num_experts)[None]
+  place_AE = jnp.cumsum(one_AE, axis=0, dtype=jnp.int32)
+  return one_AE, place_AE, place_AE[-1]
 
 
 def block_layout(index_Xk: jax.Array, num_experts: int, rows: int) -> Layout:
   """Groups assignments by expert; index `num_experts` means: held by another device."""
-  X, k = index_Xk.shape
-  A = X * k
-  most_blocks = -(-A // rows) + num_experts
-  expert_A = index_Xk.reshape(A)
-  count_E = jnp.sum(expert_A[:, None] == jnp.arange(num_experts)[None], axis=0)
+  A = index_Xk.size
+  Z = (-(-A // rows) + num_experts) * rows
+  one_AE, place_AE, count_E = _places(index_Xk, num_experts)
   blocks_E = -(-count_E // rows)
-  last_block_E = jnp.cumsum(blocks_E)
-  order_A = jnp.argsort(expert_A, stable=True)
-  sorted_A = expert_A[order_A]
-  zero = jnp.zeros(1, count_E.dtype)
-  first_sorted = jnp.concatenate([zero, jnp.cumsum(count_E)])[sorted_A]
-  first_block = jnp.concatenate([zero, last_block_E])[sorted_A]
-  slot = first_block * rows + jnp.arange(A) - first_sorted
-  slot = jnp.where(sorted_A < num_experts, slot, most_blocks * rows)
-  empty = jnp.full(most_blocks * rows, A, order_A.dtype)
-  choice_Z = empty.at[slot].set(order_A, mode="drop")
-  return Layout(
-    slot_A=jnp.zeros(A, slot.dtype).at[order_A].set(slot),
-    row_Z=choice_Z // k,  # A // k = X: padding stays out of range
-    choice_Z=choice_Z,
-    expert_of_block=jnp.searchsorted(last_block_E, jnp.arange(most_blocks), side="right"),
-    blocks=last_block_E[-1],
-  )
+  end_E = jnp.cumsum(blocks_E)
+  return Layout(*_slots(one_AE, place_AE, (end_E - blocks_E) * rows, Z), end_E)
 
 
-def block_rows(assignments: int, num_experts: int) -> int:
-  """Rows per block: about an expert's fair share, a power of two from 8 to 128."""
-  share = max(1, assignments // max(1, num_experts))
-  return min(128, max(8, 1 << (share - 1).bit_length()))
+def _slots(one_AE, place_AE, start_E, Z: int) -> tuple[jax.Array, jax.Array]:
+  """The slot of each assignment, those of expert e from start_e on; the assignment in each slot."""
+  A = one_AE.shape[0]
+  slot_AE = jnp.where(one_AE, start_E[None] + place_AE - 1, 0)
+  slot_A = jnp.where(one_AE.any(1), slot_AE.sum(1), Z)
+  empty_Z, number_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
+  return slot_A, empty_Z.at[slot_A].set(number_A, mode="drop")
+
+
+def block_rows(index_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
+  """Rows per block, a power of two: enough that XLA computes a product on several cores, but at
+  most half of an expert's fair share, or padding costs more than it brings."""
+  most = 1 << max(3, int(share(index_Xk, w)).bit_length() - 2)
+  _, D, F = w.gate.shape
+  if not backward and most * D * F < 2**23:
+    return min(most, 16)  # one core has it anyway
+  return min(most, 1 << max(3, 24 - (D * F - 1).bit_length()))
 
 
 @jax.custom_vjp
 def apply_blocks(
   x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """SwiGLU experts as a loop over blocks of rows that share an expert; only used blocks run.
+  """SwiGLU experts one after the other, each as a loop over its blocks; only used blocks run.
 
   `sink`, of w's shapes, receives the gradient of the weights in its own dtype.
   """
@@ -87,66 +93,109 @@ def _take(table: jax.Array, rows: jax.Array) -> jax.Array:
   return table.at[rows].get(mode="fill", fill_value=0)
 
 
+def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
+  """Scans `expert(carry, first block, end, weights)`: a weight is read once, not once per block."""
+  start_E = jnp.concatenate([jnp.zeros_like(layout.end_E[:1]), layout.end_E[:-1]])
+  step = lambda carry, part: expert(carry, *part)  # noqa: E731
+  return jax.lax.scan(step, sharding.vary(start, AXES), (start_E, layout.end_E, w))
+
+
 def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
-  X, k = index_Xk.shape
-  D = x_XD.shape[1]
-  R = block_rows(X * k, w.gate.shape[0])
+  (X, k), D = index_Xk.shape, x_XD.shape[1]
+  R = block_rows(index_Xk, w)
   layout = block_layout(index_Xk, w.gate.shape[0], R)
+  gate_A = gate_Xk.reshape(X * k)
 
-  def body(i, y_ZD):
-    x_RD = _take(x_XD, jax.lax.dynamic_slice(layout.row_Z, (i * R,), (R,)))
-    e = layout.expert_of_block[i]
-    h_RF = jax.nn.silu(x_RD @ w.gate[e]) * (x_RD @ w.up[e])
-    return jax.lax.dynamic_update_slice(y_ZD, h_RF @ w.down[e], (i * R, 0))
+  def expert(y_ZD, start, end, w):
+    def body(i, y_ZD):
+      choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
+      x_RD = _take(x_XD, choice_R // k)  # A // k = X: padding stays out of range
+      h_RF = jax.nn.silu(x_RD @ w.gate) * (x_RD @ w.up) * _take(gate_A, choice_R)[:, None]
+      return jax.lax.dynamic_update_slice(y_ZD, h_RF @ w.down, (i * R, 0))
 
-  y_ZD = sharding.vary(jnp.zeros((layout.row_Z.shape[0], D), x_XD.dtype), AXES)
-  y_ZD = jax.lax.fori_loop(0, layout.blocks, body, y_ZD)
-  y_XkD = _take(y_ZD, layout.slot_A).reshape(X, k, D)
-  return jnp.einsum("XkD,Xk->XD", y_XkD, gate_Xk), (x_XD, gate_Xk, layout, w, sink)
+    return jax.lax.fori_loop(start, end, body, y_ZD), None
+
+  y_ZD = jnp.zeros((layout.choice_Z.shape[0], D), x_XD.dtype)
+  y_ZD, _ = _each_expert(layout, w, y_ZD, expert)
+  y_XD = _take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1)
+  return y_XD, (x_XD, gate_Xk, index_Xk, w, sink)
 
 
 def _blocks_backward(residuals, dy_XD):
-  x_XD, gate_Xk, layout, w, sink = residuals
-  (X, k), D = gate_Xk.shape, x_XD.shape[1]
-  Z = layout.row_Z.shape[0]
-  R = Z // layout.expert_of_block.shape[0]
-  gate_A = gate_Xk.reshape(X * k)
+  x_XD, gate_Xk, index_Xk, w, sink = residuals
+  (X, k), D = index_Xk.shape, x_XD.shape[1]
+  R = block_rows(index_Xk, w, backward=True)
+  layout = block_layout(index_Xk, w.gate.shape[0], R)
+  gate_A, Z = gate_Xk.reshape(X * k), layout.choice_Z.shape[0]
 
-  def body(i, carry):
-    dx_ZD, dgate_Z, dw = carry
-    rows = jax.lax.dynamic_slice(layout.row_Z, (i * R,), (R,))
-    gate_R = _take(gate_A, jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,)))
-    x_RD, dy_RD = _take(x_XD, rows), _take(dy_XD, rows)
-    e = layout.expert_of_block[i]
-    a_RF, u_RF = x_RD @ w.gate[e], x_RD @ w.up[e]
-    sigmoid = jax.nn.sigmoid(a_RF)
-    h_RF = a_RF * sigmoid * u_RF
-    dh_RF = dy_RD @ w.down[e].T
-    dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
-    dh_RF = dh_RF * gate_R[:, None]
-    da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
-    du_RF = dh_RF * a_RF * sigmoid
-    dw = ExpertWeights(
-      gate=dw.gate.at[e].add(x_RD.T @ da_RF),
-      up=dw.up.at[e].add(x_RD.T @ du_RF),
-      down=dw.down.at[e].add(h_RF.T @ (dy_RD * gate_R[:, None])),
-    )
-    dx_RD = da_RF @ w.gate[e].T + du_RF @ w.up[e].T
-    dx_ZD = jax.lax.dynamic_update_slice(dx_ZD, dx_RD, (i * R, 0))
-    return dx_ZD, jax.lax.dynamic_update_slice(dgate_Z, dgate_R, (i * R,)), dw
+  def expert(carry, start, end, w):
+    def body(i, carry):
+      dx_ZD, dgate_Z, dw = carry
+      choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
+      gate_R1 = _take(gate_A, choice_R)[:, None]
+      x_RD, dy_RD = _take(x_XD, choice_R // k), _take(dy_XD, choice_R // k)
+      a_RF, u_RF = x_RD @ w.gate, x_RD @ w.up
+      sigmoid = jax.nn.sigmoid(a_RF)
+      h_RF = a_RF * sigmoid * u_RF
+      dh_RF = dy_RD @ w.down.T
+      dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
+      dh_RF = dh_RF * gate_R1
+      da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
+      du_RF = dh_RF * a_RF * sigmoid
+      products = x_RD.T @ da_RF, x_RD.T @ du_RF, (h_RF * gate_R1).T @ dy_RD
+      dw = jax.tree.map(lambda total, part: total + part, dw, ExpertWeights(*products))
+      dx_RD = da_RF @ w.gate.T + du_RF @ w.up.T
+      dx_ZD = jax.lax.dynamic_update_slice(dx_ZD, dx_RD, (i * R, 0))
+      return dx_ZD, jax.lax.dynamic_update_slice(dgate_Z, dgate_R, (i * R,)), dw
 
-  zeros = (
-    jnp.zeros((Z, D), x_XD.dtype),
-    jnp.zeros(Z, gate_Xk.dtype),
-    jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink),
-  )
-  dx_ZD, dgate_Z, dw = jax.lax.fori_loop(0, layout.blocks, body, sharding.vary(zeros, AXES))
+    dw = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), sink)
+    *carry, dw = jax.lax.fori_loop(start, end, body, (*carry, sharding.vary(dw, AXES)))
+    return tuple(carry), dw
+
+  zeros = jnp.zeros((Z, D), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
+  (dx_ZD, dgate_Z), dw = _each_expert(layout, w, zeros, expert)
   dx_XD = _take(dx_ZD, layout.slot_A).reshape(X, k, D).sum(1)
   dgate_Xk = _take(dgate_Z, layout.slot_A).reshape(X, k)
   return dx_XD, dgate_Xk, None, None, dw
 
 
 apply_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+@jax.custom_vjp
+def apply_batched(
+  x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
+) -> jax.Array:
+  """All experts at once with C rows each, or `apply_blocks` if one is chosen by more than C.
+
+  For so few tokens that the time is that of reading the weights, which are not copied here. Its
+  gradient is that of `apply_blocks`.
+  """
+  return _batched_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+
+def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
+  (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
+  C = min(X, max(8, 1 << (2 * math.ceil(share(index_Xk, w)) - 1).bit_length()))
+  one_AE, place_AE, count_E = _places(index_Xk, E)
+
+  def at_once():
+    slot_A, choice_Z = _slots(one_AE, place_AE, jnp.arange(E) * C, E * C)
+    x_ECD = _take(x_XD, choice_Z // k).reshape(E, C, D)
+    h_ECF = jax.nn.silu(jnp.einsum("ECD,EDF->ECF", x_ECD, w.gate))
+    h_ECF = h_ECF * jnp.einsum("ECD,EDF->ECF", x_ECD, w.up)
+    h_ECF = h_ECF * _take(gate_Xk.reshape(X * k), choice_Z).reshape(E, C, 1)
+    y_ZD = jnp.einsum("ECF,EFD->ECD", h_ECF, w.down).reshape(E * C, D)
+    return _take(y_ZD, slot_A).reshape(X, k, D).sum(1)
+
+  def by_blocks():
+    return _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+  y_XD = jax.lax.cond(count_E.max() <= C, at_once, by_blocks)
+  return y_XD, (x_XD, gate_Xk, index_Xk, w, sink)
+
+
+apply_batched.defvjp(_batched_forward, _blocks_backward)
 
 
 def _ragged(x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed=False) -> jax.Array:
@@ -293,12 +342,22 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 apply_ragged = functools.partial(_grouped, "ragged")
 apply_megablox = functools.partial(_grouped, "megablox")
 
-FORMS = dict(blocks=apply_blocks, ragged=apply_ragged, megablox=apply_megablox)
+FORMS = dict(
+  blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
+)
 PALLAS = (apply_megablox,)
+FEW = 8  # assignments per expert up to which `batched` is faster than `blocks` on CPU
 
 
-def choose(implementation: str):
-  """The named form, or for "auto" what suits the platform of the mesh."""
+def choose(implementation: str, share: float = math.inf):
+  """The named form, or for "auto" what suits the platform of the mesh and the load: `share`
+  assignments per expert."""
   if implementation == "auto":
-    implementation = dict(cpu="blocks", tpu="megablox").get(sharding.platform(), "ragged")
+    on_cpu = "batched" if share <= FEW else "blocks"
+    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "ragged")
   return FORMS[implementation]
+
+
+def share(index_Xk: jax.Array, w: ExpertWeights) -> float:
+  """Assignments per expert if all are chosen equally often, of this and of other devices."""
+  return index_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))

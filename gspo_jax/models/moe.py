@@ -126,7 +126,6 @@ def experts(
   pass. That bounds memory: if every token of every device chooses the experts of one device, that
   device works longer, in the same buffers.
   """
-  apply = expert_products.choose(implementation)
 
   def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
     B, T, D = x_BTD.shape
@@ -143,6 +142,7 @@ def experts(
       local_Xk = index_Xk - held * sharding.axis_index("expert")
       local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
       tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
+      apply = expert_products.choose(implementation, expert_products.share(index_Xk, weights))
       y_XD = apply(*tokens, weights, sink)
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
@@ -167,6 +167,6 @@ def experts(
     on_each_device,
     in_specs=(batch, batch, batch, split),
     out_specs=batch,
-    check=apply not in expert_products.PALLAS,
+    check=expert_products.choose(implementation) not in expert_products.PALLAS,
   )
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, weights)

@@ -64,7 +64,7 @@ class ComputeConfig:
 
   dtype: str  # of activations and matmul inputs: "float32" | "bfloat16"
   attention: str  # "plain" | "blockwise" | "splash" | "cudnn" | "auto" (by length and platform)
-  experts: str  # "blocks" | "ragged" | "megablox" | "auto" (by the platform of the mesh)
+  experts: str  # "blocks" | "batched" | "ragged" | "megablox" | "auto" (by platform and load)
   expert_chunk: int  # tokens of a device that go through the experts at once; 0: all
   remat: str  # what the backward pass recomputes of a layer, see transformer.REMAT
   logits_chunk: int  # time steps whose logits exist at once; 0: all
@@ -73,7 +73,7 @@ class ComputeConfig:
     for key, allowed in dict(
       dtype=("float32", "bfloat16"),
       attention=("auto", "plain", "blockwise", "splash", "cudnn"),
-      experts=("auto", "blocks", "ragged", "megablox"),
+      experts=("auto", "blocks", "batched", "ragged", "megablox"),
       remat=("none", "full", "attention", "dots"),
     ).items():
       if getattr(self, key) not in allowed:

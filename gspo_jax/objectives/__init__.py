@@ -12,6 +12,7 @@ from gspo_jax.objectives.advantages import (
   gae,
   group_advantages,
   soft_value,
+  turn_advantages,
 )
 from gspo_jax.objectives.corrections import (
   masked_weight,
@@ -95,5 +96,6 @@ __all__ = [
   "token_cost",
   "token_ratio",
   "truncated_weight",
+  "turn_advantages",
   "value_loss",
 ]

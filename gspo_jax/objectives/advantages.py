@@ -72,6 +72,38 @@ def constrained_advantages(
   return sum(terms)
 
 
+def turn_advantages(reward_PGU, valid_PGU, discount=1.0, normalize="std", epsilon=1e-6) -> Array:
+  """R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
+
+  r_iu is the reward of turn u of response i: a turn is judged by what is still to come, and
+  compared with the same turn of the responses to the same prompt that have one. Rewards before it
+  do not count: it had no part in them. With rewards at the end only, and γ = 1, the first
+  turn gets what `group_advantages` gives to the response. `normalize` as there; γ is `discount`.
+
+  Where a turn is not valid nothing counts, and the advantage is 0.
+
+  Shapes: [P,G,U] ×2 -> [P,G,U].
+  Reference: ours, near to arXiv:2511.14846 (GTPO), whose advantages are normalised discounted
+  returns of turns too. Process supervision in arXiv:2402.03300, §4.1.3, takes one mean and
+  deviation over the rewards of all steps, and a response gains or loses by having more steps.
+  Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
+  """
+  reward_PGU = jnp.asarray(reward_PGU)
+  if reward_PGU.ndim != 3 or 0 in reward_PGU.shape:
+    raise ValueError(f"reward_PGU has shape {reward_PGU.shape}, expected [P, G, U], none of them 0")
+  checks.require((discount >= 0) & (discount <= 1), "discount must be in [0, 1]")
+  P, G, U = reward_PGU.shape
+  valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
+  reward_BU, valid_BU = _group(reward_PGU.reshape(P * G, U), "reward_PGU", valid_PGU.reshape(-1, U))
+  carry_BU = jnp.full_like(reward_BU, discount)
+  return_PGU = _backward(carry_BU, reward_BU).reshape(P, G, U)
+  by_turn = lambda x_PGU: jnp.swapaxes(x_PGU, 1, 2).reshape(P * U, G)  # noqa: E731
+  advantage_XG = group_advantages(
+    by_turn(return_PGU), normalize, epsilon, valid_PG=by_turn(valid_BU.reshape(P, G, U))
+  )
+  return jnp.swapaxes(advantage_XG.reshape(P, U, G), 1, 2)
+
+
 def gae(
   reward_BT, value_BT, mask_BT, discount=1.0, trace=0.95, *, response_BT=None
 ) -> tuple[Array, Array]:

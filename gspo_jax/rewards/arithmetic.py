@@ -33,7 +33,7 @@ class Problems:
       raise ValueError(f"data.digits={digits} must be 1, 2 or 3")
     self._least, self._count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
     a, b = np.divmod(np.arange(self._count**2, dtype=np.uint64), np.uint64(self._count))
-    held_out = _mixed(np.minimum(a, b) * np.uint64(self._count) + np.maximum(a, b)) < HELD_OUT
+    held_out = mixed(np.minimum(a, b) * np.uint64(self._count) + np.maximum(a, b)) < HELD_OUT
     self._index = np.flatnonzero(held_out == (split == "heldout"))
 
   def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Problems:
     return dict(id=f"{a}+{b}", question=f"{a}+{b}=", answer=str(a + b))
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def mixed(x: np.ndarray) -> np.ndarray:
   """A fixed pseudo-random number in [0, 1) for each integer (the finaliser of SplitMix64)."""
   x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

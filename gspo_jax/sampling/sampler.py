@@ -1,6 +1,7 @@
 """From logits to a token and its log-probability."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ class SamplingConfig:
   temperature: float  # 0: greedy
   top_k: int  # keep the k likeliest tokens; 0: all
   top_p: float  # keep the smallest set of probability >= top_p; 1: all
+  min_p: float  # keep tokens at least min_p times as likely as the likeliest one; 0: all
   max_new_tokens: int  # per response
 
   def __post_init__(self):
@@ -22,23 +24,29 @@ class SamplingConfig:
       raise ValueError(f"sampling.top_k={self.top_k} must be >= 0 (0 keeps all tokens)")
     if not 0 < self.top_p <= 1:
       raise ValueError(f"sampling.top_p={self.top_p} must be in (0, 1] (1 keeps all tokens)")
+    if not 0 <= self.min_p < 1:
+      raise ValueError(f"sampling.min_p={self.min_p} must be in [0, 1) (0 keeps all tokens)")
     if self.max_new_tokens < 1:
       raise ValueError(f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
 
-
-def row_keys(seed: int, prompt_B: jax.Array, sample_B: jax.Array) -> jax.Array:
-  """One PRNG key per response, from the seed, a hash of its prompt and its index in the group."""
-  key = jax.random.key(seed)
-  one = lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample)  # noqa: E731
-  return jax.vmap(one)(prompt_B, sample_B)
+  @property
+  def whole(self) -> bool:
+    """Whether no token is left out."""
+    return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
 
-def distribution(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
-  """log-probabilities that tokens are drawn from: tempered, truncated, renormalised; -inf: never.
+def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:
+  """The PRNG key of a response: from the seed, a hash of its prompt and its index in the group."""
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), sample)
 
-  At temperature 0 the tempered distribution of temperature 1: greedy decoding has no other.
-  """
-  logits_BV = logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
+
+def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
+  """float32 logits at the configured temperature; at 1 for greedy decoding, which has no other."""
+  return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
+
+
+def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
+  """-inf for the tokens that top-k, then top-p, then min-p leave out."""
   if config.top_k:
     kept = jax.lax.top_k(logits_BV, min(config.top_k, logits_BV.shape[-1]))[0]
     logits_BV = jnp.where(logits_BV < kept[:, -1:], -jnp.inf, logits_BV)
@@ -49,22 +57,32 @@ def distribution(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
     inside = jnp.cumsum(p, axis=-1) - p < config.top_p
     least = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
     logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
-  return jax.nn.log_softmax(logits_BV, axis=-1)
+  if config.min_p > 0:
+    least = jnp.max(logits_BV, axis=-1, keepdims=True) + math.log(config.min_p)
+    logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+  return logits_BV
 
 
 def sample(
   logits_BV: jax.Array, keys_B: jax.Array, position_B: jax.Array, config: SamplingConfig
-) -> tuple[jax.Array, jax.Array]:
-  """A token per row and its log-probability under the distribution it was drawn from.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """A token per row, and its log-probability under the distribution it was drawn from (tempered,
+  truncated, renormalised) and under the one that is only tempered.
 
   Row b's noise depends on (keys_B[b], position_B[b]) alone: the same token whatever else is in the
   batch. Drawn by the Gumbel-max trick, which needs no cumulative sum over V.
   """
-  logp_BV = distribution(logits_BV, config)
-  score_BV = logp_BV
+  tempered_BV = temper(logits_BV, config)
+  kept_BV = truncate(tempered_BV, config)
+  score_BV = kept_BV
   if config.temperature > 0:
-    noise = lambda key, i: jax.random.gumbel(jax.random.fold_in(key, i), logp_BV.shape[-1:])  # noqa: E731
-    score_BV = logp_BV + jax.vmap(noise)(keys_B, position_B)
-  token_B = jnp.argmax(score_BV, axis=-1).astype(jnp.int32)
-  chosen = jnp.arange(logp_BV.shape[-1])[None] == token_B[:, None]
-  return token_B, jnp.sum(jnp.where(chosen, logp_BV, 0), axis=-1)
+    noise = lambda key, i: jax.random.gumbel(jax.random.fold_in(key, i), kept_BV.shape[-1:])  # noqa: E731
+    score_BV = kept_BV + jax.vmap(noise)(keys_B, position_B)
+  # The first of the largest: as argmax, which on CPU goes through them one by one.
+  index_V = jnp.arange(kept_BV.shape[-1], dtype=jnp.int32)[None]
+  largest_B1 = jnp.max(score_BV, axis=-1, keepdims=True)
+  token_B = jnp.min(jnp.where(score_BV == largest_B1, index_V, kept_BV.shape[-1] - 1), axis=-1)
+  chosen_BV = index_V == token_B[:, None]
+  chosen_B = jnp.sum(jnp.where(chosen_BV, tempered_BV, 0), axis=-1)
+  logp_B = chosen_B - jax.nn.logsumexp(kept_BV, axis=-1)
+  return token_B, logp_B, chosen_B - jax.nn.logsumexp(tempered_BV, axis=-1)

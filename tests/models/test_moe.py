@@ -95,15 +95,42 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
 
 
+def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
+  def chosen(share):
+    return expert_products.choose("auto", share)
+
+  assert chosen(expert_products.FEW) is expert_products.apply_batched
+  assert chosen(expert_products.FEW + 1) is expert_products.apply_blocks
+  assert expert_products.choose("batched", 1000) is expert_products.apply_batched
+  monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+  assert chosen(1) is chosen(1000) is expert_products.apply_megablox
+  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+  assert chosen(1) is chosen(1000) is expert_products.apply_ragged
+
+
+@pytest.mark.parametrize("most, at_once", [(8, True), (9, False)])
+def test_batched_leaves_a_busy_expert_to_the_blocks(most, at_once, monkeypatch):
+  """16 tokens, 8 experts: room for 8 tokens of each."""
+  index = jnp.where(jnp.arange(16) < most, 3, jnp.arange(16) % 3)[:, None]
+  x, gate, _, w = inputs(tokens=16, k=1)
+  got = expert_products.apply_batched(x, gate, index, w, w)
+  np.testing.assert_allclose(got, plain(x, gate, index, w), rtol=1e-4, atol=1e-5)
+  nothing = lambda x, *_: (x * jnp.nan, None)  # noqa: E731
+  monkeypatch.setattr(expert_products, "_blocks_forward", nothing)
+  got = expert_products._batched_forward(x, gate, index, w, w)[0]
+  assert bool(jnp.isfinite(got).all()) == at_once
+
+
 def test_layout_holds_every_assignment_once():
   index = inputs(tokens=101)[2]
   layout = expert_products.block_layout(index, 8, 8)
   kept = layout.choice_Z[layout.choice_Z < 202]
   assert sorted(kept.tolist()) == list(range(202))
+  expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
   for a in range(202):
     slot = int(layout.slot_A[a])
-    assert layout.choice_Z[slot] == a and layout.row_Z[slot] == a // 2
-    assert layout.expert_of_block[slot // 8] == index.reshape(-1)[a]
+    assert layout.choice_Z[slot] == a
+    assert expert_of_block[slot // 8] == index.reshape(-1)[a]
 
 
 def test_router_gates_are_the_softmax_over_the_chosen():

@@ -103,13 +103,26 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
   chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))
 
 
+@pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])
+def test_published_parameters_are_the_same_in_the_rollout_layout(config):
+  params = params_of(config)
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  with jax.set_mesh(mesh):
+    training = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
+    layout = transformer.shardings(config, sharding.ROLLOUT, mesh)
+    got = sharding.publisher(layout, jnp.bfloat16)(training)
+  expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(expected))
+  chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, got), layout)
+
+
 def test_formulations_agree():
   params, tokens = params_of(MIXED), tokens_of(MIXED)
   expected = single_device(MIXED)
   for change in (
     dict(experts="ragged"),
     dict(experts="blocks"),
-    dict(remat="full"),
+    dict(experts="batched"),
     dict(logits_chunk=3),
   ):
     compute = dataclasses.replace(REFERENCE, **change)

@@ -10,7 +10,7 @@ import pytest
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.sampling import generate, rollout
+from gspo_jax.sampling import generate
 
 CONFIG = dataclasses.replace(
   tiny_moe(64),
@@ -109,13 +109,6 @@ def test_every_mesh_samples_the_same_tokens(shape):
     out = sample(params=params)  # four prompts over eight or four devices: padded
   np.testing.assert_array_equal(out.tokens, base.tokens)
   np.testing.assert_allclose(out.logp, base.logp, atol=1e-5)
-
-
-def test_lengths_within_the_window_compile_once():
-  sample()
-  before = rollout._generate._cache_size()
-  sample([[3, 4], [5], [6, 7, 8], [9]], seed=11)
-  assert rollout._generate._cache_size() == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Rematerialisation: no policy changes the result, and each keeps what it says."""
+
+import collections
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_moe
+
+LAYERS, B, T, N, K, H, D, E = 2, 3, 12, 4, 2, 16, 32, 8
+CONFIG = dataclasses.replace(
+  tiny_moe(64),
+  hidden_size=D,
+  num_layers=LAYERS,
+  num_heads=N,
+  num_kv_heads=K,
+  head_dim=H,
+  moe_intermediate_size=24,
+)
+POLICIES = ["full", "attention", "dots"]
+
+
+def loss(params, remat, attention):
+  compute = dataclasses.replace(REFERENCE, remat=remat, attention=attention)
+  tokens = transformer.example_tokens(CONFIG, B, T)
+  hidden = transformer.forward(params, CONFIG, tokens, compute=compute).hidden_BTD
+  logp, entropy = transformer.token_logp(params, hidden, jnp.roll(tokens, -1, 1), compute=compute)
+  return -logp.mean() + 0.1 * entropy.mean()
+
+
+@functools.cache
+def step(remat, attention):
+  params = transformer.init(CONFIG, jax.random.key(0))
+  return jax.jit(jax.value_and_grad(functools.partial(loss, remat=remat, attention=attention)))(
+    params
+  )
+
+
+def kept(remat, attention):
+  """How many arrays of each shape wait for the backward pass, for all layers together."""
+
+  def backward(params):
+    return jax.vjp(functools.partial(loss, remat=remat, attention=attention), params)[1]
+
+  params = jax.eval_shape(lambda: transformer.init(CONFIG, jax.random.key(0)))
+  shapes = (x.shape for x in jax.tree.leaves(jax.eval_shape(backward, params)))
+  return collections.Counter(shape for shape in shapes if shape[:1] == (LAYERS,))
+
+
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+@pytest.mark.parametrize("remat", POLICIES)
+def test_every_policy_gives_the_same_loss_and_gradients(remat, attention):
+  value, gradient = step(remat, attention)
+  expected, expected_gradient = step("none", "plain")
+  assert abs(value - expected) < 1e-6 * abs(expected)
+  largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected_gradient))
+  chex.assert_trees_all_close(gradient, expected_gradient, atol=2e-6 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_full_keeps_the_input_of_a_layer_and_its_weights(attention):
+  shapes = kept("full", attention)
+  params = jax.eval_shape(lambda: transformer.init(CONFIG, jax.random.key(0)))
+  weights = collections.Counter(x.shape for x in jax.tree.leaves(params.blocks))
+  activations = shapes - weights - collections.Counter([(LAYERS,)])  # the number of the layer
+  assert activations == {(LAYERS, B, T, D): 1}
+
+
+def test_attention_keeps_what_its_backward_pass_needs_besides():
+  more = kept("attention", "blockwise") - kept("full", "blockwise")
+  output, logsumexp = (LAYERS, 1, B, T, K, N // K, H), (LAYERS, 1, B, K, N // K, T)  # one block
+  assert more == {output: 1, logsumexp: 1}
+  # Where the scores are held, they are computed again whatever is kept of their result.
+  assert kept("attention", "plain") == kept("full", "plain")
+
+
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_dots_keeps_products_with_weights_and_no_scores(attention):
+  more = kept("dots", attention) - kept("full", attention)
+  router, output = (LAYERS, B, T, E), (LAYERS, B, T, D)
+  queries, keys_and_values = (LAYERS, B, T, N, H), (LAYERS, B, T, K, H)
+  assert more == {queries: 1, keys_and_values: 2, output: 1, router: 1}
+
+
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_none_keeps_more_than_any_policy(attention):
+  everything = kept("none", attention)
+  for remat in POLICIES:
+    assert kept(remat, attention).total() < everything.total()
