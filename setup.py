@@ -36,7 +36,7 @@ setuptools.setup(
     "tqdm>=4.67.0",  # progress bars
   ],
   extras_require={
-    "tpu": ["jax[tpu]>=0.10.2"],
+    "tpu": ["jax[tpu]>=0.10.2"],  # to run on TPU, and to compile for one without it (aot)
     "cuda": ["jax[cuda13]>=0.10.2"],
     "test": [
       "pytest>=8.4.0",

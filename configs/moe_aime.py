@@ -96,6 +96,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         iterations=1000,  # choice
         prompts=256,  # choice: with G = 16, mini-batches of 1,024 responses (arXiv:2512.01374)
         group_size=16,  # choice
+        extra_prompts=0,  # under way beyond `prompts`; what is unfinished then is carried over
+        token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         minibatches=4,  # §5.1: "partitioned into four mini-batches for gradient updates"
         microbatches=16,  # 64 responses at once
         dump_every=10,  # iterations between dumped rollouts

@@ -162,7 +162,8 @@ def search(case: Case, topology: str) -> list[dict[str, Any]]:
         rows.append(row)
     if any(row["fits"] for row in rows):
       break
-  best = min((r for r in rows if r["fits"]), key=lambda r: r["bound_s"], default=None)
+  by_time = lambda row: (row["bound_s"], row["interconnect_s"])  # noqa: E731
+  best = min((row for row in rows if row["fits"]), key=by_time, default=None)
   if best:
     print_line(f"recommended: data x fsdp x expert x tensor = {best['program']}-batches")
   return rows

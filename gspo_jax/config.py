@@ -39,9 +39,16 @@ class RLConfig:
   iterations: int  # rollout batches
   prompts: int  # P, per rollout batch
   group_size: int  # G, responses per prompt
+  extra_prompts: int  # under way beyond `prompts`; what is unfinished then is carried over
+  token_budget: int  # sampled per iteration; what is unfinished then is carried over; 0: none
   minibatches: int  # updates per rollout batch
   microbatches: int  # per update; more of them need less memory
   dump_every: int  # iterations between dumped rollouts
+
+  @property
+  def partial(self) -> bool:
+    """Whether responses may be carried over to the next iteration."""
+    return self.extra_prompts > 0 or self.token_budget > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +98,20 @@ class RunConfig:
       self.sft.batch % self.sft.microbatches == 0,
       f"sft.batch={self.sft.batch} does not divide into sft.microbatches={self.sft.microbatches}",
     )
+    for key in ("extra_prompts", "token_budget"):
+      _require(getattr(rl, key) >= 0, f"rl.{key}={getattr(rl, key)} must not be negative")
+    for key, wanted, given in (
+      ("objective.old_logp", "sampler", self.objective.old_logp),
+      ("objective.replay", "none", self.objective.replay),
+      ("objective.volatility", False, self.objective.volatility),
+      ("data.query_set.extra_rounds", 0, self.data.query_set.extra_rounds),
+      ("environment.name", "", self.environment.name),
+    ):
+      _require(
+        not rl.partial or wanted == given,
+        f"rl.extra_prompts={rl.extra_prompts}, rl.token_budget={rl.token_budget} carry responses "
+        f"over: that needs {key}={wanted!r}, not {given!r}",
+      )
     _require(
       self.objective.replay == "none" or self.model.num_experts > 0,
       f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",

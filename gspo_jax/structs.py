@@ -55,6 +55,8 @@ class Rollout:
   # int8 or int16 [B, L, l, k]: the experts that the sampler used, -1 where it fed no token (padding
   # and each row's last token); None where nobody asked, or where there are no experts
   routing: np.ndarray | None = None
+  # int32 [B, L]: iteration whose weights sampled the token, -1 off the mask; None: all the same
+  version: np.ndarray | None = None
   # Of conversations with an environment, whose observations stand between the sampled tokens:
   turns: np.ndarray | None = (
     None  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import data, multi_turn, optimizer, query_set, rollout_viewer, sharding
+from gspo_jax import data, multi_turn, optimizer, partial, query_set, rollout_viewer, sharding
 from gspo_jax import objectives as O
 from gspo_jax.checkpoint import Checkpointer
+from gspo_jax.config import RLConfig
 from gspo_jax.context import Context, abstract_state, new_state
 from gspo_jax.metrics import Deferred, Progress, Stopwatch, check_finite
 from gspo_jax.models import routing, transformer
@@ -51,7 +52,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
     transformer.shardings(c.model, sharding.ROLLOUT, context.mesh), np.dtype(c.compute.dtype)
   )
   batches = data.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data"))
-  queries = QuerySet(c.data.query_set)
+  queries, in_flight = QuerySet(c.data.query_set), partial.InFlight()
   checkpoints = Checkpointer(context.workdir / "checkpoints" / "rl", c.checkpoint)
 
   done = checkpoints.latest()
@@ -61,6 +62,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
     state, host = checkpoints.restore(done, abstract_state(context, tx))
     batches.set_state(host["data"])
     queries.set_state(host["queries"])
+    in_flight.set_state(host["in_flight"])
   context.writer.truncate({"rl": -1 if done is None else done})
   reference = start_params() if c.objective.kl_coef else None
   rollout_params = publish(state.params)
@@ -86,7 +88,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
       queries.readmit(step)
       usage = Usage()
       round_of_groups = functools.partial(
-        sample_groups, context, rollout_params, batches, queries, stages, usage, step
+        sample_groups, context, rollout_params, batches, queries, in_flight, stages, usage, step
       )
       groups, sampled, found = query_set.fill(round_of_groups, c.data.query_set.extra_rounds)
       queries.update(sampled.prompts, sampled.correct_PG, step)
@@ -94,7 +96,8 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         O.group_advantages(groups.reward_PG, normalize=c.objective.advantage)
       )
 
-      minibatches = split(train_batch(context, groups.rollout, advantage_PG), c.rl.minibatches)
+      batch = fill_up(train_batch(context, groups.rollout, advantage_PG), c.rl)
+      minibatches = split(batch, c.rl.minibatches)
       minibatches = [sharding.put_batch(b, context.mesh) for b in minibatches]
       with stages("logp"):
         if reference is not None:
@@ -114,6 +117,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
       row |= (
         rollout_metrics(sampled)
         | multi_turn.metrics(sampled)
+        | partial.metrics(sampled.rollout, in_flight, step)
         | usage.metrics()
         | found
         | queries.metrics()
@@ -135,7 +139,8 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
       if step % c.checkpoint.every == 0 or step == c.rl.iterations:
         report(deferred.flush())
         with stages("save"):
-          checkpoints.save(step, state, dict(data=batches.get_state(), queries=queries.get_state()))
+          kept = dict(data=batches, queries=queries, in_flight=in_flight)
+          checkpoints.save(step, state, {name: part.get_state() for name, part in kept.items()})
         if jax.process_index() == 0:
           with stages("report"):
             rollout_viewer.write_report(context.workdir)
@@ -148,19 +153,28 @@ def sample_groups(
   params: Any,
   batches: data.Batches,
   queries: QuerySet,
+  in_flight: partial.InFlight,
   stages: Stopwatch,
   usage: Usage,
   step: int,
   attempt: int,
 ) -> Groups:
-  """P prompts that are in use, with G scored responses each; `attempt` counts within a step."""
-  prompts = batches.take(context.config.rl.prompts, queries.wants)
+  """P prompts that are in use, with G scored responses each; `attempt` counts within a step.
+
+  Where responses may be carried over there can be fewer.
+  """
+  rl = context.config.rl
+  take = lambda count: batches.take(count, queries.wants)  # noqa: E731
   if context.environment is not None:
     with stages("sample"):
       seed = sampling_seed(context, step, attempt)
-      return multi_turn.sample_groups(context, params, prompts, usage, seed)
+      return multi_turn.sample_groups(context, params, take(rl.prompts), usage, seed)
   with stages("sample"):
-    rollout = sample(context, params, prompts, usage, step, attempt)
+    if rl.partial:
+      prompts, rollout = in_flight.sample(context, params, take, usage, step)
+    else:
+      prompts = take(rl.prompts)
+      rollout = sample(context, params, prompts, usage, step, attempt)
   with stages("score"):
     rows = range(len(rollout.tokens))
     responses = [context.tokenizer.decode(rollout.response(row)) for row in rows]
@@ -249,6 +263,18 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
     advantage_BT=advantage_BT,
     sampler_routing_BTlk=routes_BTlk,
   )
+
+
+def fill_up(batch: TrainBatch, rl: RLConfig) -> TrainBatch:
+  """P groups: rows that are padding for those that are missing, evenly in all mini-batches."""
+  rows = rl.prompts * rl.group_size
+  missing = rows - len(batch.tokens_BT)
+  if not missing:
+    return batch
+  group_P = np.argsort(np.arange(rl.prompts) % rl.minibatches, kind="stable")
+  row_B = (group_P[:, None] * rl.group_size + np.arange(rl.group_size)).reshape(-1)
+  widen = lambda x: np.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
+  return jax.tree.map(lambda x: widen(x)[row_B], batch)
 
 
 def split(batch: TrainBatch, parts: int) -> list[TrainBatch]:

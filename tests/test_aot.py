@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from gspo_jax import hlo_costs, roofline
+from configs import moe_aime
+from gspo_jax import aot, aot_programs, hlo_costs, roofline, sharding
+from gspo_jax import config as configuration
+from gspo_jax.models import transformer
 from gspo_jax.models.sizes import PUBLISHED, tiny_moe
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +100,33 @@ def test_a_topology_that_is_none_is_named(topology):
     roofline.parse(topology)
 
 
+def tiny_case(sequences=16, length=64):
+  config = configuration.from_dict(moe_aime.get_config("tiny").to_dict())
+  return aot_programs.make_case(config, sequences, length)
+
+
+def test_what_a_search_does_not_even_compile_is_a_lower_bound():
+  case = tiny_case()
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  with jax.set_mesh(mesh):
+    _, program = next(aot_programs.programs(case, mesh, ["train"]))
+    least = aot.least_memory(case, mesh, program.arguments[0])
+  parameters, model = transformer.count(case.model)[0], case.model
+  of_experts = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
+  of_experts *= model.num_layers
+  inputs = 16 // 8 * 64 * model.hidden_size * model.num_layers * 2
+  weights = of_experts / 8 + (parameters - of_experts) / 2
+  assert least == pytest.approx(16 * weights + inputs, rel=0.02)  # norms and routers lie otherwise
+
+
+def test_a_search_tries_meshes_that_divide_the_model():
+  case = tiny_case()
+  tried = lambda tensor: list(aot.candidates(case, 8, tensor))  # noqa: E731
+  assert tried(1) == [sharding.MeshConfig(1, 2, 4, 1), sharding.MeshConfig(1, 1, 8, 1)]
+  assert tried(2) == [sharding.MeshConfig(1, 1, 4, 2)]
+  assert tried(4) == []  # of two key/value heads
+
+
 def run(*options: str) -> subprocess.CompletedProcess:
   """The command line, without the test harness's simulated devices."""
   environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
@@ -119,6 +150,23 @@ def test_every_program_compiles_for_a_pod(tmp_path):
   assert "all-gather" in rows["publish"]["collectives"]
   work = roofline.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
   assert rows["train"]["model_flops"] == work.training()
+
+
+@needs_libtpu
+def test_a_search_recommends_what_it_compiled(tmp_path):
+  out = tmp_path / "aot.json"
+  done = run(
+    "--search",
+    "--topology=v5p:2x2x1",
+    "--sequences=8",
+    "--length=256",
+    f"--json={out}",
+    "--config.model.num_layers=2",
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert "recommended: data x fsdp x expert x tensor = 1x1x4x1, 1 micro-batches" in done.stdout
+  (row,) = json.loads(out.read_text())
+  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro"
 
 
 @needs_libtpu

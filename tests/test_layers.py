@@ -10,18 +10,22 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 # importer: what it may import. A package name stands for all its modules.
 ARROWS = {
   "main": "config context rollout_viewer sft train",
-  "train": "checkpoint context data metrics models objectives optimizer query_set sampling sharding"
-  " structs train_step rollout_viewer",
+  "partial": "context sampling structs",
+  "train": "checkpoint config context data metrics models multi_turn objectives optimizer partial"
+  " query_set sampling sharding structs train_step rollout_viewer",
   "sft": "checkpoint context data metrics optimizer sharding structs train_step",
   "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
-  "context": "checkpoint config data evaluate metrics models rewards sharding structs tokenizer",
+  "context": "checkpoint config data evaluate metrics models rewards sampling sharding structs"
+  " tokenizer",
   "config": "checkpoint data evaluate models optimizer rewards sampling sharding train_step",
   "aot": "aot_programs config hlo_costs models roofline sharding structs",
   "aot_programs": "config models optimizer roofline sampling sharding structs train_step",
   "roofline": "models",
   "train_step": "models objectives structs",
-  "data": "data_files data_rows query_set rewards structs tokenizer",
+  "data": "data_embedded data_files data_rows query_set rewards structs tokenizer",
+  "data_embedded": "data_files rewards structs tokenizer",
   "data_rows": "data_files rewards structs tokenizer",
+  "multi_turn": "context objectives query_set sampling structs",
   "query_set": "structs",
   "rollout_viewer": "metrics report_figures",
   "sampling": "models sharding structs",

@@ -114,6 +114,23 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
   assert same == (finished[0] / "rollouts" / "eval_000008.jsonl").read_text()
 
 
+PARTIAL = """
+  job=rl rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
+  rl.iterations=6 eval.every=9 eval.greedy=False
+""".split()
+
+
+def test_a_run_with_partial_rollouts_also_ends_as_if_it_had_not_been_killed(tmp_path):
+  flags = [*SMALL, *PARTIAL]
+  run(tmp_path / "whole", *flags)
+  training = [row for row in rows_of(tmp_path / "whole", "rl") if row["step"]]
+  assert max(row["partial/stale_tokens"] for row in training) > 0
+  assert all(row["mismatch/abs/max"] < 1e-4 for row in training[:1])  # later ones: other weights
+  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags)
+  run(tmp_path / "killed", *flags)
+  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
+
+
 QUERY_SET = """
   job=rl reward.name=one_in_three:reward reward.workers=1 data.query_set.drop_after=1
   data.query_set.readmit_after=3 data.query_set.extra_rounds=2 eval.greedy=False eval.every=9

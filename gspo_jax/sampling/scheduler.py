@@ -151,13 +151,21 @@ class Scheduler:
 
   def run(self) -> Iterator[Response]:
     """Responses in the order in which they are finished, until nothing is left to do."""
-    self._clock = time.perf_counter()
     while self.busy:
-      self._fill_queue()
-      self._dispatch()
-      if len(self._in_flight) > 1:  # so that the devices always have the next steps at hand
-        yield from self._collect()
-    self._in_flight.clear()  # there is nothing in what was started on the off chance
+      yield from self.step()
+
+  def step(self) -> list[Response]:
+    """Has the devices go on, and returns what was finished meanwhile."""
+    if not self._in_flight:
+      self._clock = time.perf_counter()
+    self._fill_queue()
+    self._dispatch()
+    if len(self._in_flight) == 1:  # the devices always have the next steps at hand
+      return []
+    finished = self._collect()
+    if not self.busy:
+      self._in_flight.clear()  # there is nothing in what was started on the off chance
+    return finished
 
   def stop(self) -> list[Response]:
     """Ends a run early. What is not finished comes back with the tokens that it has, so that it may

@@ -175,3 +175,68 @@ def test_token_cost():
   np.testing.assert_allclose(O.token_cost(np.array([0, 100]), 1e-3), [0, -0.1], rtol=1e-6)
   with pytest.raises(ValueError, match="price"):
     O.token_cost([1], -1.0)
+
+
+@pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_turn_advantages_against_loops(normalize, discount):
+  rng = np.random.default_rng(0)
+  P, G, U = 5, 6, 4
+  turns = rng.integers(0, U + 1, (P, G))  # an empty conversation is possible
+  valid = np.arange(U) < turns[..., None]
+  reward = rng.normal(size=(P, G, U)).astype(np.float32)
+  ours = O.turn_advantages(
+    np.where(valid, reward, np.nan), valid, discount=discount, normalize=normalize
+  )
+  expected = np.zeros((P, G, U))
+  for p in range(P):
+    for u in range(U):
+      returns = {
+        i: sum(discount ** (v - u) * float(reward[p, i, v]) for v in range(u, turns[p, i]))
+        for i in range(G)
+        if turns[p, i] > u
+      }
+      if len(returns) < 2:
+        continue
+      mean, std = np.mean([*returns.values()]), np.std([*returns.values()], ddof=1)
+      for i, value in returns.items():
+        others = [x for j, x in returns.items() if j != i]
+        expected[p, i, u] = dict(
+          std=(value - mean) / (std + 1e-6),
+          none=value - mean,
+          leave_one_out=value - np.mean(others),
+        )[normalize]
+  np.testing.assert_allclose(ours, expected, rtol=2e-4, atol=1e-5)
+
+
+def test_turn_advantages_by_hand():
+  """Two of three ask before they answer, and one of these is right; asking badly costs the third
+  0.1 in its first turn, which its second turn had no part in."""
+  reward = np.array([[[0.0, 1.0], [0.0, 0.0], [-0.1, 1.0], [0.0, 7.0]]])
+  valid = np.array([[[1, 1], [1, 0], [1, 1], [0, 0]]])
+  ours = O.turn_advantages(reward, valid, normalize="none")
+  first = np.array([1, 0, 0.9]) - 1.9 / 3
+  np.testing.assert_allclose(ours[0, :3, 0], first, rtol=1e-5)
+  assert not np.any(ours[0, :, 1])  # the same return; who has no second turn is not compared
+  assert not np.any(ours[0, 3])
+
+
+def test_with_a_reward_at_the_end_the_first_turn_gets_the_responses_advantage():
+  rng = np.random.default_rng(1)
+  turns, outcome = rng.integers(1, 4, (3, 8)), rng.integers(0, 2, (3, 8)).astype(np.float32)
+  steps = np.arange(3)
+  reward = np.where(steps == turns[..., None] - 1, outcome[..., None], 0)
+  ours = O.turn_advantages(reward, steps < turns[..., None])
+  np.testing.assert_allclose(ours[:, :, 0], O.group_advantages(outcome), rtol=1e-5)
+
+
+def test_turn_advantages_refuse_what_is_wrong():
+  reward, valid = np.ones((2, 3, 4)), np.ones((2, 3, 4))
+  with pytest.raises(ValueError, match="reward_PGU"):
+    O.turn_advantages(reward[0], valid[0])
+  with pytest.raises(ValueError, match="valid_PGU"):
+    O.turn_advantages(reward, valid[:1])
+  with pytest.raises(ValueError, match="discount"):
+    O.turn_advantages(reward, valid, discount=1.1)
+  with pytest.raises(ValueError, match="reward_PGU is not finite"):
+    O.turn_advantages(np.where(reward, np.nan, 0), valid)

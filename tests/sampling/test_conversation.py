@@ -1,0 +1,301 @@
+"""Conversations: who said what is on record, and none of them depends on another."""
+
+import dataclasses
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax import sharding
+from gspo_jax.models import routing, transformer
+from gspo_jax.models.sizes import tiny_moe
+from gspo_jax.sampling import (
+  EnvironmentConfig,
+  Request,
+  SamplingConfig,
+  Scheduler,
+  Usage,
+  converse,
+  generate,
+)
+from gspo_jax.sampling.requests import DEFAULT
+
+CONFIG = dataclasses.replace(
+  tiny_moe(64),
+  hidden_size=32,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=16,
+  moe_intermediate_size=16,
+)
+PARAMS = transformer.init(CONFIG, jax.random.key(0))
+PROMPTS = [(5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15)]
+STOP = tuple(range(12))  # a turn has about five tokens
+TALK = EnvironmentConfig("", max_turns=4, stop_strings=(), discount=1.0, workers=0)
+
+
+class Parrot:
+  """Repeats what it heard in other words, until it has heard a turn that begins with a number that
+  three divides."""
+
+  def __init__(self, prompt, pause=None):
+    self.prompt, self.heard, self.said, self.rewards = prompt, [], [], []
+    self._pause = pause
+
+  def reset(self):
+    return self.prompt
+
+  def step(self, response):
+    if self._pause:
+      time.sleep(self._pause.random() / 100)
+    self.heard.append(list(response))
+    self.said.append([63 - token for token in response[:3]] + [16])
+    self.rewards.append(len(response) / 4 - len(self.heard))
+    return self.said[-1], self.rewards[-1], response[0] % 3 == 0
+
+
+def talk(environments=None, prompts=PROMPTS, params=PARAMS, config=TALK, **changes):
+  environments = environments or [Parrot(p) for p in prompts for _ in range(4)]
+  options = dict(group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7, prompt_length=5) | changes
+  return converse(params, CONFIG, environments, config=config, **options), environments
+
+
+@pytest.fixture(scope="module")
+def base():
+  return talk()
+
+
+def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(base):
+  out, environments = base
+  turns_seen = set()
+  for row, one in enumerate(environments):
+    start = out.prompt_lengths[row]
+    assert tuple(out.tokens[row, :start]) == one.prompt
+    tokens, turns, rewards = [], [], []
+    for i, heard in enumerate(one.heard):
+      if i:  # the last observation is nobody's to hear
+        tokens, turns = tokens + one.said[i - 1], turns + [-1] * len(one.said[i - 1])
+        rewards += [0] * len(one.said[i - 1])
+      tokens, turns = tokens + heard, turns + [i] * len(heard)
+      rewards += [0] * (len(heard) - 1) + [one.rewards[i]]
+    end = start + len(tokens)
+    assert out.response(row) == tokens and out.ends[row] == end
+    expected = np.full(out.turns.shape[1], -1)
+    expected[start:end] = turns
+    np.testing.assert_array_equal(out.turns[row], expected)
+    np.testing.assert_array_equal(out.mask[row], expected >= 0)
+    np.testing.assert_allclose(out.rewards[row, start:end], rewards)
+    assert out.rewards[row].sum() == pytest.approx(sum(one.rewards))
+    assert out.lengths[row] == sum(map(len, one.heard)) == out.mask[row].sum()
+    turns_seen.add(len(one.heard))
+  assert turns_seen == {1, 2, 3, 4}
+  assert not out.logp[out.mask == 0].any() and not out.full_logp[out.mask == 0].any()
+  assert (out.logp[out.mask == 1] < 0).all()
+  assert 0 < out.stopped.sum() < len(out.stopped)
+  for row, one in enumerate(environments):
+    assert out.stopped[row] == (one.heard[-1][0] % 3 == 0 and one.heard[-1][-1] in STOP)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logp_is_the_trainers_on_the_whole_conversation(temperature):
+  out, _ = talk(temperature=temperature)
+  hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
+  logp, _ = transformer.token_logp(
+    PARAMS, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
+  )
+  assert (np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]).max() < 1e-4
+
+
+def test_routes_are_on_record_for_every_token_that_was_fed():
+  out, _ = talk(record_routing=True)
+  taken = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).routing_lBTk
+  taken_BLlk = np.moveaxis(np.asarray(taken), 0, 2)
+  for row, end in enumerate(out.ends):
+    assert (out.routing[row, end - 1 :] == routing.NO_ROUTE).all()
+    np.testing.assert_array_equal(out.routing[row, : end - 1], taken_BLlk[row, : end - 1])
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [dict(slots=3), dict(slots=5, steps=3), dict(workers=4), dict(workers=2, slots=2)],
+  ids=str,
+)
+def test_no_conversation_depends_on_another(base, changes):
+  order, pauses = [2, 0, 3, 1], random.Random(0) if "workers" in changes else None
+  environments = [Parrot(PROMPTS[i], pauses) for i in order for _ in range(4)]
+  workers = changes.pop("workers", 0)
+  out, _ = talk(
+    environments,
+    config=dataclasses.replace(TALK, workers=workers),
+    engine=dataclasses.replace(DEFAULT, **changes),
+  )
+  for new, old in enumerate(order):
+    for g in range(4):
+      assert out.response(4 * new + g) == base[0].response(4 * old + g)
+      np.testing.assert_allclose(
+        out.logp[4 * new + g][out.mask[4 * new + g] > 0],
+        base[0].logp[4 * old + g][base[0].mask[4 * old + g] > 0],
+        atol=1e-5,
+      )
+
+
+def test_a_mesh_says_the_same(base):
+  mesh = sharding.make_mesh(sharding.MeshConfig(4, 1, 2, 1))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(PARAMS, transformer.shardings(CONFIG, sharding.ROLLOUT, mesh))
+    out, _ = talk(params=params)
+  np.testing.assert_array_equal(out.tokens, base[0].tokens)
+
+
+def test_the_noise_of_a_turn_is_its_own():
+  """Greedy or not, another seed or sample index: what differs is what should."""
+  again, other = talk()[0], talk(seed=8)[0]
+  np.testing.assert_array_equal(again.tokens, talk()[0].tokens)
+  assert (again.tokens != other.tokens).any()
+  assert len({tuple(again.response(row)) for row in range(4)}) > 1
+  greedy, _ = talk(temperature=0.0)
+  assert len({tuple(greedy.response(row)) for row in range(4)}) == 1
+
+
+def test_a_turn_is_what_is_left_of_the_response(base):
+  """Its noise goes by prompt, index in the group and position, as if it had been begun before."""
+  out, environments = base
+  row = next(row for row, one in enumerate(environments) if len(one.heard) > 2 and row % 4)
+  one, start = environments[row], out.prompt_lengths[row]
+  begun = tuple(one.heard[0] + one.said[0] + one.heard[1] + one.said[1])
+  scheduler = Scheduler(
+    PARAMS, CONFIG, SamplingConfig(1.0, 0, 1.0, 0.0, 40), DEFAULT.for_rows(1), window=45, context=44,
+    stop_ids=len(STOP),
+  )  # fmt: skip
+  scheduler.submit(
+    Request(one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun)
+  )
+  (response,) = scheduler.run()
+  assert response.tokens.tolist() == one.heard[2]
+  np.testing.assert_allclose(
+    response.logp, out.logp[row, start + len(begun) :][: len(one.heard[2])], atol=1e-5
+  )
+
+
+def test_one_turn_is_what_generate_samples():
+  """And so are the first turns of conversations; equal prompts are prefilled once."""
+  usage = Usage()
+  one, _ = talk(config=dataclasses.replace(TALK, max_turns=1), usage=usage)
+  assert usage.prefilled == sum(len(p) - 1 for p in PROMPTS)
+  plain = generate(
+    PARAMS, CONFIG, PROMPTS, group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7, prompt_length=5
+  )
+  np.testing.assert_array_equal(one.tokens, plain.tokens)
+  np.testing.assert_array_equal(one.lengths, plain.lengths)
+  np.testing.assert_allclose(one.logp, plain.logp, atol=1e-5)
+  np.testing.assert_array_equal(one.ends, plain.ends)
+
+
+@dataclasses.dataclass
+class Endless:
+  """Never done; answers with `size` tokens."""
+
+  size: int = 3
+
+  def reset(self):
+    return [5, 6]
+
+  def step(self, response):
+    return [20] * self.size, 1, False
+
+
+def test_the_turn_limit_ends_a_conversation_and_its_last_observation_is_left_out():
+  out, _ = talk([Endless()] * 4, config=dataclasses.replace(TALK, max_turns=2), max_new_tokens=64)
+  finished = out.turns.max(1) == 1
+  assert finished.any() and not out.stopped.any()
+  for row in np.flatnonzero(finished):
+    assert out.turns[row, out.ends[row] - 1] == 1 and out.rewards[row].sum() == 2
+
+
+def test_the_length_limit_counts_observations_and_none_is_left_at_the_end():
+  out, _ = talk([Endless(size=6)] * 8, max_new_tokens=12)
+  following = out.ends - out.prompt_lengths
+  assert following.max() <= 12 and not out.stopped.any()
+  assert (out.turns[np.arange(8), out.ends - 1] >= 0).all()
+  assert out.turns.max() >= 1 and (following < 12).any()  # an observation that did not fit
+
+
+def test_a_turn_that_is_cut_off_is_not_the_end_even_if_the_environment_says_so():
+  class Done(Endless):
+    def step(self, response):
+      return [], 1.0, True
+
+  out, _ = talk([Done()] * 8, max_new_tokens=3)
+  cut = out.lengths == 3
+  assert cut.any() and not out.stopped[cut & ~np.isin(out.tokens[:, 4], STOP)].any()
+  assert out.stopped[~cut].all()
+
+
+def test_stop_strings_end_turns():
+  config = dataclasses.replace(TALK, stop_strings=("#",))
+  letters = lambda ids: "".join("#" if i > 40 else "." for i in ids)  # noqa: E731
+  _, environments = talk(config=config, stop_ids=(), detokenize=letters)
+  for one in environments:
+    assert all(not any(token > 40 for token in heard[:-1]) for heard in one.heard)
+  assert any(len(one.heard) > 1 for one in environments)
+
+
+def test_messages_are_rendered():
+  class Messages(Endless):
+    def reset(self):
+      return [dict(role="system", content="ab"), dict(role="user", content="c")]
+
+  render = lambda messages: [ord(c) - 90 for m in messages for c in m["content"]]  # noqa: E731
+  out, _ = talk([Messages()] * 4, render=render)
+  assert out.tokens[0, :3].tolist() == [7, 8, 9]
+  with pytest.raises(ValueError, match="render"):
+    talk([Messages()] * 4)
+
+
+class Answer(Endless):
+  """Gives `answer` to everything."""
+
+  def __init__(self, *answer, prompt=(5, 6)):
+    self.answer, self.prompt = answer, prompt
+
+  def reset(self):
+    return self.prompt
+
+  def step(self, response):
+    return self.answer
+
+
+class Broken(Endless):
+  def step(self, response):
+    raise OSError("no network")
+
+
+@pytest.mark.parametrize(
+  "environment, message",
+  [
+    (Answer([], 0.0, False), r"Answer of conversation 0, turn 1.*empty.*at least, or done=True"),
+    (Answer([20] * 40, 0.0, False), "40 tokens.*max_new_tokens=40.*shorten"),
+    (Answer([64], 0.0, False), "ids from 64 to 64.*0 to 63.*tokenizer"),
+    (Answer([-1], 0.0, False), "ids from -1"),
+    (Answer("six", 0.0, False), "'six'.*encode it"),
+    (Answer([20], float("nan"), False), "reward nan.*finite"),
+    (Answer([20], None, False), "reward None"),
+    (Answer([], 0.0, True, prompt=()), r"Answer.reset\(\) begins with 0 tokens.*max_prompt"),
+    (Answer([], 0.0, True, prompt=(5,) * 6), "begins with 6 tokens.*data.max_prompt_tokens=5"),
+    (Broken(), "Broken of conversation 0, turn 1.*no network"),
+  ],
+  ids=lambda x: "" if isinstance(x, str) else None,
+)
+def test_bad_environments(environment, message):
+  with pytest.raises((ValueError, RuntimeError), match=message):
+    talk([environment] * 4)
+
+
+def test_bad_settings():
+  for key, value in dict(max_turns=0, workers=-1, discount=1.5).items():
+    with pytest.raises(ValueError, match=rf"environment\.{key}"):
+      dataclasses.replace(TALK, **{key: value})
