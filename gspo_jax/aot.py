@@ -73,8 +73,10 @@ def devices_of(topology: str) -> list:
     TPU_ACCELERATOR_TYPE=chip.host,
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing is executed: several may compile at once
   )
+  # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
+  joined = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
   try:
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    return list(topologies.get_topology_desc(topology, "tpu", **joined).devices)
   except Exception as error:  # whatever the plugin raises
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ValueError(

@@ -178,19 +178,20 @@ class Evaluator:
     if not indices:
       return
     c, window = self.config, self.prompt_length + self.config.max_new_tokens
+    talks = benchmark.environment is not None  # whose turns come back into the queue, one by one
     scheduler = Scheduler(
       params,
       self.model,
       SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens),
       self.engine.for_rows(len(benchmark.problems) * samples),
       window=window,
-      context=self.prompt_length if benchmark.environment is None else window - 1,
-      group_size=samples,
+      context=window - 1 if talks else self.prompt_length,
+      group_size=1 if talks else samples,
       stop_ids=len(self.tokenizer.stop_ids),
       compute=self.compute,
       detokenize=self.tokenizer.decode,
     )
-    over = self._responses if benchmark.environment is None else self._conversations
+    over = self._conversations if talks else self._responses
     found: dict[int, list[Response | Conversation]] = collections.defaultdict(list)
     ready: list[int] = []
     started, left = time.perf_counter(), len(indices)

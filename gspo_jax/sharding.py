@@ -85,6 +85,14 @@ def reshard(x: jax.Array, pspec: P) -> jax.Array:
   return x if without_mesh() else jax.sharding.reshard(x, pspec)
 
 
+def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
+  """Merging a split axis with others that follow it has to say how the result is split."""
+  if without_mesh():
+    return x.reshape(shape)
+  reduced = jax.typeof(x).sharding.spec.reduced  # a weight that `gather` has put together
+  return jnp.reshape(x, shape, out_sharding=P(*out, reduced=reduced))
+
+
 def einsum(equation: str, x: jax.Array, y: jax.Array, out: P, **kwargs) -> jax.Array:
   """jnp.einsum whose result has sharding `out` (contractions over sharded axes must say so)."""
   return jnp.einsum(equation, x, y, out_sharding=None if without_mesh() else out, **kwargs)

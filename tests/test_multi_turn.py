@@ -16,9 +16,10 @@ import optax
 import pytest
 
 from configs import tiny_tools
-from gspo_jax import config, multi_turn, train, train_step
+from gspo_jax import config, evaluate, multi_turn, train, train_step
 from gspo_jax import objectives as O
 from gspo_jax.context import new_state
+from gspo_jax.evaluate import BenchmarkConfig
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
 from gspo_jax.objectives.reductions import compute
@@ -211,6 +212,53 @@ def test_metrics_count_conversations(rollout):
   assert row["environment/observation_fraction"] == pytest.approx(share)
   single = dataclasses.replace(rollout, turns=None, rewards=None)
   assert multi_turn.metrics(dataclasses.replace(groups, rollout=single)) == {}
+
+
+def test_evaluation_holds_conversations(params):
+  prompts = [Prompt(str(i), "?", "", (40 + i,)) for i in range(5)]
+  eval_config = dataclasses.replace(
+    CONFIG.eval, problems=0, samples=G, max_new_tokens=24, greedy=False, batch=2
+  )
+  tok = types.SimpleNamespace(
+    stop_ids=tuple(range(16)), pad_id=0, decode=lambda ids: str(list(ids))
+  )
+  judge = evaluate.Evaluator(
+    config=eval_config,
+    model=MODEL,
+    compute=REFERENCE,
+    engine=dataclasses.replace(CONFIG.engine, slots=3),
+    benchmarks=[
+      evaluate.Benchmark(
+        "",
+        BenchmarkConfig("x", "", 0, G, (), False, ""),
+        prompts,
+        None,
+        lambda p: Teacher(p.tokens),
+      )
+    ],
+    tokenizer=tok,
+    prompt_length=3,
+    seed=5,
+    environment=TALK,
+  )
+  row, records = judge(params)
+  out = converse(
+    params,
+    MODEL,
+    [Teacher(p.tokens) for p in prompts for _ in range(G)],
+    config=TALK,
+    group_size=G,
+    max_new_tokens=24,
+    stop_ids=tok.stop_ids,
+    prompt_length=3,
+    seed=5,
+  )
+  right = out.rewards.sum(1) > 0
+  assert 0 < right.mean() < 1 and row["eval/accuracy"] == pytest.approx(right.mean())
+  assert [r["reward"] for r in records] == right.tolist()
+  assert [r["length"] for r in records] == out.lengths.tolist()
+  assert [r["response"] for r in records] == [str(out.response(i)) for i in range(len(records))]
+  assert row["eval/truncated_fraction"] == pytest.approx(1 - out.stopped.mean())
 
 
 def test_the_environment_in_the_documentation():

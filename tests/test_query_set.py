@@ -84,6 +84,7 @@ def groups(spec, length):
       tokens=np.repeat(serial[:, None], length, 1).astype(np.int32),
       mask=np.ones((rows, length), np.float32),
       logp=np.zeros((rows, length), np.float32),
+      full_logp=np.zeros((rows, length), np.float32),
       prompt_lengths=np.ones(rows, np.int32),
       lengths=serial.astype(np.int32),
       stopped=np.ones(rows, bool),

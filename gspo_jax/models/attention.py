@@ -20,7 +20,7 @@ from gspo_jax import sharding
 from gspo_jax.sharding import AXES
 
 NEGATIVE = -1e30  # finite: a row that may look at nothing gives a mean, not NaN
-PLAIN = 1024  # up to so many queries the [T, T] scores are cheaper than blocks
+PLAIN = 512  # up to so many queries the [T, T] scores are cheaper than blocks
 BLOCK = 512  # queries and keys whose scores exist at once, of `blockwise`
 RESIDUAL = "attention"  # name of what the backward pass needs, for rematerialisation policies
 

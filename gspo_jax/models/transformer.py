@@ -329,7 +329,11 @@ def _attention(x_BTD, w: Attention, config: ModelConfig, positions_BT, attend):
   q = rotate(q, positions_BT, config.rope_theta)
   k = rotate(k, positions_BT, config.rope_theta)
   y_BTNH, kv = attend(q, k, v)
-  return sharding.einsum("BTNH,NHD->BTD", y_BTNH, w.o, out=P(BATCH)), kv
+  # Heads as one axis: left to itself, XLA may turn the weight around, at every step.
+  B, T, N, H = y_BTNH.shape
+  y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
+  o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
+  return sharding.einsum("BTX,XD->BTD", y_BTX, o_XD, out=P(BATCH)), kv
 
 
 def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_start):

@@ -144,7 +144,7 @@ def converse(
     engine.for_rows(len(environments)),
     window=window,
     context=window - 1,  # all but the last token may come back as the context of a turn
-    group_size=group_size,
+    group_size=1,  # turns come back one by one, and each needs a place in the queue
     stop_ids=len(stop_ids),
     compute=compute,
     record_routing=record_routing,

@@ -44,6 +44,7 @@ class Rows:
 @flax.struct.dataclass
 class State:
   slots: Rows  # W responses that are being sampled
+  key_W2: Any  # uint32: of their noise
   cache: Cache  # W rows of the whole window
   queue: Rows  # R contexts; `sample` and `id` are those of the next response
   staged: Cache  # R rows of the longest context
@@ -98,6 +99,7 @@ def new_state(
   split = lambda tree: jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)  # noqa: E731
   return State(
     slots=split(rows(slots)),
+    key_W2=split(jnp.zeros((slots, 2), jnp.uint32)),
     cache=kv_cache.allocate(model, slots, window, dtype, layers),
     queue=split(rows(queue)),
     staged=kv_cache.allocate(model, queue, queue_window, dtype, layers),
@@ -236,7 +238,7 @@ def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, C
   )
   logits_BV = transformer.head_logits(params, out.hidden_BTD, compute)[:, 0]
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
-  key_B = jax.vmap(row_key)(s.seed_B, s.prompt_B, s.sample_B)
+  key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1
   token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling)
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
@@ -258,7 +260,9 @@ def _refill(state: State) -> State:
   def take(_, state):
     w, e = jnp.argmin(state.slots.left_B), jnp.argmax(state.waiting_R)
     queue = state.queue
+    key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
     return State(
+      key_W2=state.key_W2.at[w].set(jax.random.key_data(key)),
       slots=jax.tree.map(lambda x, y: x.at[w].set(y[e]), state.slots, queue),
       cache=kv_cache.copy_row(state.cache, w, state.staged, e),
       queue=queue.replace(sample_B=queue.sample_B.at[e].add(1), id_B=queue.id_B.at[e].add(1)),

@@ -167,10 +167,9 @@ def test_a_turn_is_what_is_left_of_the_response(base):
   row = next(row for row, one in enumerate(environments) if len(one.heard) > 2 and row % 4)
   one, start = environments[row], out.prompt_lengths[row]
   begun = tuple(one.heard[0] + one.said[0] + one.heard[1] + one.said[1])
-  scheduler = Scheduler(
-    PARAMS, CONFIG, SamplingConfig(1.0, 0, 1.0, 0.0, 40), DEFAULT.for_rows(1), window=45, context=44,
-    stop_ids=len(STOP),
-  )  # fmt: skip
+  sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 40)
+  limits = dict(window=45, context=44, stop_ids=len(STOP))
+  scheduler = Scheduler(PARAMS, CONFIG, sampling, DEFAULT.for_rows(1), **limits)
   scheduler.submit(
     Request(one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun)
   )
