@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -15,6 +16,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+  """Linux gives a process 65,530 memory mappings, and every compiled program takes some: a process
+  that runs out of them dies within the compiler."""
+  yield
+  if MAPS.exists() and len(MAPS.read_text().splitlines()) > 20_000:
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -120,6 +120,7 @@ PARTIAL = """
 """.split()
 
 
+@pytest.mark.slow
 def test_a_run_with_partial_rollouts_also_ends_as_if_it_had_not_been_killed(tmp_path):
   flags = [*SMALL, *PARTIAL]
   run(tmp_path / "whole", *flags)

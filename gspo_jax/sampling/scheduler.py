@@ -81,6 +81,8 @@ class Scheduler:
     record_routing: bool = False,
     detokenize: Callable[[list[int]], str] | None = None,
   ):
+    if not config.slots:
+      raise ValueError("engine.slots=0: a Scheduler has to be told how many, as by `for_rows`")
     if window > model.max_position_embeddings:
       raise ValueError(
         f"a window of {window} tokens exceeds the model's max_position_embeddings="
@@ -186,8 +188,11 @@ class Scheduler:
 
   def _bucket(self, context: int) -> int:
     """What a context is padded to; its last token is not prefilled. Few lengths, few programs."""
-    length, piece = max(context - 1, SHORTEST), self._config.prefill_tokens
-    return 1 << (length - 1).bit_length() if length <= piece else -(-length // piece) * piece
+    length, longest = (max(n - 1, SHORTEST) for n in (context, self._context))
+    piece = self._config.prefill_tokens
+    if length > piece:
+      return -(-length // piece) * piece
+    return min(1 << (length - 1).bit_length(), longest)
 
   def _fill_queue(self) -> None:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""

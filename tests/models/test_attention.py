@@ -68,8 +68,21 @@ def test_blockwise_against_a_cache():
   position = jnp.array([[3], [30]]) + jnp.arange(6)[None]
   ones = jnp.ones((2, 6), jnp.int32), jnp.ones((2, 40), jnp.int32)
   got = attention.attend_blockwise(q, k, v, position, *ones, block=4)
-  expected = attention.attend_cache(q, k, v, position)
+  visible = position[:, :, None] >= jnp.arange(40)[None, None]
+  expected = attention.attend(q, k, v, visible)
   np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 6, 200])
+def test_queries_to_a_cache(length, monkeypatch):
+  """As the cache keeps them: keys across the slots, values along them. Long ones go by blocks."""
+  monkeypatch.setattr(attention, "PLAIN", 64)
+  q, k, v = inputs(T=length, S=240)
+  position = jnp.array([[3], [30]]) + jnp.arange(length)[None]
+  visible = position[:, :, None] >= jnp.arange(240)[None, None]
+  k_BKHS, v_BKSH = jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2)
+  got = attention.attend_cache(q, k_BKHS, v_BKSH, position)
+  np.testing.assert_allclose(got, attention.attend(q, k, v, visible), atol=1e-5)
 
 
 def test_blockwise_in_bfloat16_is_as_exact_as_the_plain_one():

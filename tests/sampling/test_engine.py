@@ -311,6 +311,16 @@ def test_impossible_settings(key, value):
     dataclasses.replace(DEFAULT, **{key: value})
 
 
+def test_a_scheduler_has_slots():
+  with pytest.raises(ValueError, match=r"engine.slots=0"):
+    scheduler(slots=0)
+
+
+def test_the_longest_context_is_not_padded_beyond_itself():
+  s = scheduler(window=50, context=45)
+  assert s._state.cache.length == 50 and s._state.staged.length == 44
+
+
 def test_a_window_beyond_the_model():
   with pytest.raises(ValueError, match=r"window of 4096 .*max_position_embeddings=2048"):
     scheduler(window=4096)
