@@ -103,6 +103,7 @@ def test_its_metrics_show_that_it_is_off_policy(finished):
   assert evaluated == [0, 4, 8]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
   run_until(tmp_path, "sft", 4, signal.SIGKILL)
   stderr = run_until(tmp_path, "rl", 3, signal.SIGINT)
