@@ -1,5 +1,6 @@
 """The cold start: supervised fine-tuning on demonstrations."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ def run(context: Context) -> Any:
       context.writer.write(row)
       progress.update(row["step"], row)
 
-  with progress:
+  with contextlib.closing(checkpoints), progress:  # what is being saved is finished in any case
     for step in range(done + 1, c.sft.steps + 1):
       batch = train_batch(next(batches), context)
       state, metrics = step_fn(state, sharding.put_batch(batch, context.mesh))
@@ -53,7 +54,6 @@ def run(context: Context) -> Any:
       if step % c.checkpoint.every == 0 or step == c.sft.steps:
         report(deferred.flush())
         checkpoints.save(step, state, dict(data=batches.get_state()))
-  checkpoints.close()
   return state.params
 
 

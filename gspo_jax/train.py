@@ -1,6 +1,7 @@
 """The RL iteration: sample, score, advantage, update, publish, evaluate, save."""
 
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
     context.writer.dump_rollouts("eval", 0, records)
     report(dict(phase="rl", step=0) | row)
 
-  with progress:
+  with contextlib.closing(checkpoints), progress:  # what is being saved is finished in any case
     for step in range((done or 0) + 1, c.rl.iterations + 1):
       started = time.perf_counter()
       queries.readmit(step)
@@ -144,7 +145,6 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         if jax.process_index() == 0:
           with stages("report"):
             rollout_viewer.write_report(context.workdir)
-  checkpoints.close()
   return state.params
 
 
