@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.context import Context
-from gspo_jax.sampling import Request, Response, SamplingConfig, Scheduler, Usage
+from gspo_jax.sampling import Request, Response, Scheduler, Usage
 from gspo_jax.sampling.rollout import assemble
 from gspo_jax.structs import Prompt, Rollout
 
@@ -101,7 +101,7 @@ class InFlight:
     scheduler = Scheduler(
       params,
       c.model,
-      SamplingConfig(s.temperature, s.top_k, s.top_p, s.min_p, s.max_new_tokens),
+      s,
       c.engine.for_rows(len(self.groups) * c.rl.group_size),
       window=window,
       context=window - 1,
@@ -110,10 +110,9 @@ class InFlight:
       compute=c.compute,
     )
     for tag, group in enumerate(self.groups):
-      plain = Request(tuple(group.prompt.tokens), s.max_new_tokens, seed=group.seed, tag=tag)
-      plain = dataclasses.replace(plain, stop_ids=stop_ids)
-      untouched = [i for i, r in enumerate(group.responses) if not len(r.tokens)]
-      if len(untouched) == len(group.responses):
+      common = dict(seed=group.seed, stop_ids=stop_ids, tag=tag)
+      plain = Request(tuple(group.prompt.tokens), s.max_new_tokens, **common)
+      if not any(len(response.tokens) for response in group.responses):
         scheduler.submit(dataclasses.replace(plain, samples=len(group.responses)))
         continue
       for sample, response in enumerate(group.responses):

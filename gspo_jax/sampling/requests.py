@@ -55,6 +55,10 @@ class Request:
   def context(self) -> tuple[int, ...]:
     return (*self.prompt, *self.begun)
 
+  @property
+  def context_length(self) -> int:
+    return len(self.prompt) + len(self.begun)
+
 
 @dataclasses.dataclass(frozen=True)
 class Response:

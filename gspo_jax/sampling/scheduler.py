@@ -130,7 +130,7 @@ class Scheduler:
 
   def submit(self, request: Request) -> None:
     """ValueError if it does not fit the window, or has more stop ids than were announced."""
-    length = len(request.context)
+    length = request.context_length
     if not request.prompt:
       raise ValueError("a prompt is empty: it has at least one token")
     if length > self._context or length + request.max_new_tokens > self.window:
@@ -197,7 +197,7 @@ class Scheduler:
   def _fill_queue(self) -> None:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
     while self._requests:
-      length = self._bucket(len(self._requests[0].context))
+      length = self._bucket(self._requests[0].context_length)
       rows = min(self._rows, max(1, self._config.prefill_tokens // length))
       room = sum(min(rows, len(free)) for free in self._free)
       waiting = sum(count for _, count in self._queued.values())
@@ -206,7 +206,7 @@ class Scheduler:
         return
       chosen, others = [], collections.deque()
       for request in self._requests:
-        fits = len(chosen) < room and self._bucket(len(request.context)) == length
+        fits = len(chosen) < room and self._bucket(request.context_length) == length
         (chosen if fits else others).append(request)
       self._requests = others
       self._prefill_batch(chosen, length, rows)
