@@ -74,6 +74,37 @@ def optimizer(learning_rate: float, **changes) -> ConfigDict:
   return section
 
 
+def checkpoint(every: int, keep: int, **changes) -> ConfigDict:
+  """What is kept of a run; docs/running.md."""
+  section = ConfigDict(
+    dict(
+      directory="",  # local or gs://...; "": checkpoints/ of the workdir
+      every=every,  # iterations or updates
+      keep=keep,  # of the newest
+      keep_every=0,  # those of steps that this divides stay as well; 0: none
+      best="",  # the one with the largest value of this metric stays as well; "": none
+      grace_s=30.0,  # from SIGTERM to the end of the process
+    )
+  )
+  section.update(changes)
+  return section
+
+
+def alarms(entropy: float, ratio: float, **changes) -> ConfigDict:
+  """When a run says that it is in trouble; 0 turns a warning off."""
+  section = ConfigDict(
+    dict(
+      window=10,  # iterations that medians and means are taken over
+      grad_norm=10.0,  # times its median
+      entropy=entropy,  # nats per token, below which the policy has collapsed
+      ratio=ratio,  # mean |importance ratio - 1|: the policy runs away from the one that sampled
+      reward=0.2,  # that the mean reward lies below the best it has been
+    )
+  )
+  section.update(changes)
+  return section
+
+
 def benchmark(samples: int, **changes) -> ConfigDict:
   """A section of eval.benchmarks; docs/evaluation.md has more."""
   section = ConfigDict(

@@ -21,6 +21,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       seed=0,  # of everything random
       distributed=False,  # several hosts: jax.distributed.initialize
       resume="same",  # a workdir of another config: same refuses it | force goes on
+      on_nonfinite="stop",  # NaN or infinity in an update: stop the run | skip the update
+      profile=0,  # iteration that JAX's profiler traces; 0: none
+      wandb="",  # project of Weights & Biases, beside TensorBoard; "": none
       weights="",  # to be set: Qwen3-1.7B or its Base
       tokenizer="",  # to be set: the same directory
       model=common.model(sizes.qwen3_1_7b()),
@@ -103,7 +106,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         batch=64,  # problems that are scored and written down together
         benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
-      checkpoint=dict(every=20, keep=2),
+      checkpoint=common.checkpoint(every=20, keep=2, best="eval/accuracy"),
+      alarms=common.alarms(entropy=0.03, ratio=0.005),  # nats per token; mean |ratio - 1|
     )
   )
   if common.variant(arg, "tiny"):

@@ -24,6 +24,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       seed=0,  # of everything random
       distributed=True,  # several hosts: jax.distributed.initialize
       resume="same",  # a workdir of another config: same refuses it | force goes on
+      on_nonfinite="stop",  # NaN or infinity in an update: stop the run | skip the update
+      profile=0,  # iteration that JAX's profiler traces; 0: none
+      wandb="",  # project of Weights & Biases, beside TensorBoard; "": none
       weights="",  # to be set: a cold start fine-tuned from Qwen3-30B-A3B-Base (§5.1)
       tokenizer="",  # to be set: the directory with its tokenizer.json
       model=common.model(sizes.qwen3_30b_a3b()),
@@ -116,7 +119,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         batch=8,  # problems that are scored and written down together
         benchmarks=common.paper_benchmarks(),  # those with data; to be set
       ),
-      checkpoint=dict(every=10, keep=3),  # iterations; how many are kept
+      checkpoint=common.checkpoint(every=10, keep=3, best="eval/accuracy"),
+      alarms=common.alarms(entropy=0.03, ratio=0.005),  # nats per token; mean |ratio - 1|
     )
   )
   if common.variant(arg, "tiny"):

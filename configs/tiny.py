@@ -17,6 +17,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       seed=0,  # of everything random
       distributed=False,  # several hosts: call jax.distributed.initialize
       resume="same",  # a workdir of another config: same refuses it | force goes on
+      on_nonfinite="stop",  # NaN or infinity in an update: stop the run | skip the update
+      profile=0,  # iteration that JAX's profiler traces; 0: none
+      wandb="",  # project of Weights & Biases, beside TensorBoard; "": none
       weights="random",  # random | Hugging Face directory to start from
       tokenizer="bytes",  # bytes | Hugging Face directory
       model=common.model(sizes.tiny_moe(vocab_size=264)),  # 256 bytes, 3 special, a multiple of 8
@@ -114,6 +117,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         batch=128,  # problems that are scored and written down together
         benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
-      checkpoint=dict(every=25, keep=2),  # iterations or updates; how many are kept
+      checkpoint=common.checkpoint(every=25, keep=2),
+      alarms=common.alarms(entropy=0.01, ratio=0.1),  # nats per token; mean |ratio - 1|
     )
   )

@@ -64,18 +64,13 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   train_params = abstract_params(case, mesh, sharding.TRAIN, jnp.float32)
   dtype = jnp.dtype(c.compute.dtype)
   sample_params = abstract_params(case, mesh, sharding.ROLLOUT, dtype)
-  learner = train_step.Learner(
-    c.model,
-    c.compute,
-    c.sampling.temperature,
-    case.microbatches,
-    c.objective.load_balance_coef,
-  )
+  learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
       tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
       moments = jax.tree.map(lambda x: abstract(x, mesh), jax.eval_shape(tx.init, train_params))
-      state = TrainState(shaped((), jnp.int32, mesh, P()), train_params, moments)
+      count = shaped((), jnp.int32, mesh, P())
+      state = TrainState(count, train_params, moments, skipped=count)
       step = train_step.make_rl_step(learner, c.objective, tx)
       work = roofline.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)

@@ -9,15 +9,17 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_jax.alarms import AlarmConfig
 from gspo_jax.checkpoint import CheckpointConfig
 from gspo_jax.data import DataConfig
 from gspo_jax.evaluate import EvalConfig
+from gspo_jax.failures import ON_NONFINITE
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.optimizer import OptimizerConfig
 from gspo_jax.rewards import RewardConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.sharding import MeshConfig
-from gspo_jax.train_step import ObjectiveConfig
+from gspo_jax.train_step import Learner, ObjectiveConfig
 
 JOBS = ("sft+rl", "sft", "rl", "eval")
 
@@ -57,6 +59,9 @@ class RunConfig:
   seed: int
   distributed: bool  # call jax.distributed.initialize: several hosts
   resume: str  # a workdir of another config: "same" refuses it | "force" goes on with this one
+  on_nonfinite: str  # an update with NaN or infinity: "stop" the run | "skip" the update
+  profile: int  # iteration whose JAX profiler trace goes to workdir/profile; 0: none
+  wandb: str  # project of Weights & Biases that metrics go to as well; "": none
   weights: str  # Hugging Face directory to start from | "random"
   tokenizer: str  # "bytes" | a Hugging Face directory
   model: ModelConfig
@@ -74,11 +79,15 @@ class RunConfig:
   rl_optimizer: OptimizerConfig
   eval: EvalConfig
   checkpoint: CheckpointConfig
+  alarms: AlarmConfig
 
   def __post_init__(self):
     """Everything that can be seen to be wrong before any device is touched."""
     _require(self.job in JOBS, f"job={self.job!r} is not one of {', '.join(JOBS)}")
     _require(self.resume in ("same", "force"), f"resume={self.resume!r} is not same or force")
+    _require(
+      self.on_nonfinite in ON_NONFINITE, f"on_nonfinite={self.on_nonfinite!r} is not stop or skip"
+    )
     rl, rows = self.rl, self.rl.prompts * self.rl.group_size
     _require(
       rl.group_size >= 2,
@@ -146,6 +155,16 @@ class RunConfig:
     )
     for name, steps in ("checkpoint.every", self.checkpoint.every), ("eval.every", self.eval.every):
       _require(steps >= 1, f"{name}={steps} must be at least 1")
+
+  def learner(self, phase: str) -> Learner:
+    """What the updates of "sft" or "rl" need besides their arrays."""
+    if phase == "sft":
+      temperature, section, balance = 1.0, self.sft, self.sft.load_balance_coef
+    else:
+      temperature, section = self.sampling.temperature, self.rl
+      balance = self.objective.load_balance_coef
+    common = (section.microbatches, balance, self.on_nonfinite)
+    return Learner(self.model, self.compute, temperature, *common)
 
   def check_devices(self, batch_shards: int) -> None:
     """Rows of every step must divide over the devices that share them."""

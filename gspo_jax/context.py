@@ -18,6 +18,7 @@ from gspo_jax.checkpoint import abstract
 from gspo_jax.config import RunConfig
 from gspo_jax.evaluate import Benchmark, BenchmarkConfig, Evaluator, choose
 from gspo_jax.models import transformer
+from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.rewards import environments
 from gspo_jax.sampling.conversation import prompt_of
 from gspo_jax.structs import Prompt, TrainState
@@ -63,18 +64,20 @@ class Context:
 
 def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
   """A training state at step 0; the optimizer's moments are laid out as the parameters."""
-  return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params))
+  zero = jnp.zeros((), jnp.int32)
+  return TrainState(zero, params, jax.jit(tx.init)(params), skipped=jnp.zeros_like(zero))
 
 
-def abstract_state(context: Context, tx: optax.GradientTransformation) -> TrainState:
+def abstract_state(
+  model: ModelConfig, mesh: jax.sharding.Mesh, tx: optax.GradientTransformation
+) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first."""
-  c = context.config
-  shardings = transformer.shardings(c.model, sharding.TRAIN, context.mesh)
-  shapes = jax.eval_shape(lambda key: transformer.init(c.model, key), jax.random.key(0))
+  shardings = transformer.shardings(model, sharding.TRAIN, mesh)
+  shapes = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
   params = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
   )
-  return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), context.mesh)
+  return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
 
 
 @contextlib.contextmanager
@@ -108,7 +111,12 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   with (
     jax.set_mesh(mesh),
     _open_scorers(config) as scorers,
-    metrics.Writer(workdir, active=jax.process_index() == 0) as writer,
+    metrics.Writer(
+      workdir,
+      active=jax.process_index() == 0,
+      wandb=config.wandb,
+      config=dataclasses.asdict(config),
+    ) as writer,
   ):
     score = scorers[config.reward.name]
     evaluator = Evaluator(

@@ -6,6 +6,7 @@ continues where it stopped.
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gspo_jax import config as configuration
-from gspo_jax import rollout_viewer, sft, train
+from gspo_jax import failures, preemption, provenance, rollout_viewer, sft, train
 from gspo_jax.context import Context, open_context
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
@@ -27,20 +28,42 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
+  compiled_programs_stay()
   values = _CONFIG.value.to_dict()
   try:
     config = configuration.from_dict(values)
     workdir = Path(_WORKDIR.value)
-    with open_context(config, workdir) as context:
+    for line in configuration.difference(as_in_the_file(), values):
+      sys.stderr.write(f"config {line}\n")
+    with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
       claim(workdir, values, config.resume)
       run(context)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {rollout_viewer.write_report(workdir)}\n")
-  except ValueError as error:
+  except (ValueError, failures.NonFiniteError) as error:
     logging.debug("", exc_info=True)  # the traceback, with --verbosity=1
     sys.exit(f"gspo_jax: {error}")
+  except preemption.Preempted:
+    sys.stderr.write("gspo_jax: saved; the same command continues from here\n")
+    sys.exit(preemption.EXIT_CODE)
   except KeyboardInterrupt:
     sys.exit("gspo_jax: interrupted; the same command continues from the last checkpoint")
+
+
+def compiled_programs_stay() -> None:
+  """Keeps compiled programs from one run to the next, in ~/.cache/gspo_jax/compiled unless
+  JAX_COMPILATION_CACHE_DIR says where; JAX_ENABLE_COMPILATION_CACHE=false turns it off."""
+  if jax.config.jax_compilation_cache_dir is None:
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(home / "gspo_jax" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones add up
+
+
+def as_in_the_file() -> dict[str, Any]:
+  """The configuration without what the command line changes in it."""
+  path, _, argument = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
+  get_config = runpy.run_path(path)["get_config"]
+  return (get_config(argument) if argument else get_config()).to_dict()
 
 
 def run(context: Context) -> None:
@@ -63,16 +86,21 @@ def claim(workdir: Path, values: dict[str, Any], resume: str) -> None:
   """Writes config.json, or refuses a workdir that holds a run of another configuration."""
   path = workdir / "config.json"
   values = json.loads(json.dumps(values))  # as it will be read back: tuples are lists
-  if path.exists() and resume != "force":
-    changed = configuration.difference(json.loads(path.read_text()), values)
-    if changed:
+  made_with = provenance.provenance()
+  if path.exists():
+    begun = json.loads(path.read_text())
+    begun_with = begun.pop("provenance", {})
+    changed = configuration.difference(begun, values)
+    if changed and resume != "force":
       raise ValueError(
         f"{path} belongs to a run of another configuration ({'; '.join(changed)}): use another "
         "--workdir, or --config.resume=force to go on with this one"
       )
+    for line in provenance.changes(begun_with, made_with):
+      sys.stderr.write(f"warning: this run was begun with another {line}\n")
   if jax.process_index() == 0:
     temporary = path.with_name("config.json.tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
+    temporary.write_text(json.dumps(values | dict(provenance=made_with), indent=2) + "\n")
     os.replace(temporary, path)  # another process that looks finds nothing, or all of it
 
 

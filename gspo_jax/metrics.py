@@ -9,8 +9,8 @@ transfer (`compute`), and end in `metrics.jsonl`, TensorBoard and the progress b
 import contextlib
 import json
 import math
-import numbers
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,28 +21,12 @@ import jax
 import tensorboardX
 from tqdm import tqdm
 
+from gspo_jax import tracking
+
 Row = dict[str, Any]
 
 # A run trains in this order; 'eval' rows belong to the training phase that they follow.
 PHASES = ("sft", "rl")
-
-
-class NonFiniteMetricError(ArithmeticError):
-  """A metric is NaN or infinite; `names` says which."""
-
-  def __init__(self, message: str, names: tuple[str, ...]):
-    super().__init__(message)
-    self.names = names
-
-
-def merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> Row:
-  """Joins two flat dicts: reductions by their own rule; of two plain scalars the later stands."""
-  merged = dict(a)
-  for name, value in b.items():
-    if name in a and _is_reduction(a[name]) != _is_reduction(value):
-      raise TypeError(f"metric {name!r} is a reduction on one side and a plain scalar on the other")
-    merged[name] = a[name].merge(value) if name in a and _is_reduction(value) else value
-  return merged
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
@@ -51,15 +35,6 @@ def compute(metrics: Mapping[str, Any]) -> Row:
   # Once more for reductions whose `compute` is written with jnp; a no-op for NumPy values.
   values = jax.device_get({k: v.compute() if _is_reduction(v) else v for k, v in host.items()})
   return {k: v if isinstance(v, str | int) else float(v) for k, v in values.items()}
-
-
-def check_finite(row: Mapping[str, Any]) -> None:
-  """Raises `NonFiniteMetricError` with the names of all metrics that are NaN or infinite."""
-  names = tuple(k for k, v in row.items() if isinstance(v, numbers.Real) and not math.isfinite(v))
-  if names:
-    what = ", ".join(f"{name} is {float(row[name])}" for name in names)
-    where = f"{row.get('phase', 'run')} step {row.get('step', 'unknown')}"
-    raise NonFiniteMetricError(f"non-finite metrics at {where}: {what}", names)
 
 
 class Deferred:
@@ -120,13 +95,32 @@ class Stopwatch:
     self._since = now
 
 
+def memory() -> dict[str, float]:
+  """Peaks since the start of the process, in GiB: of this host's fullest device, where the device
+  tells, and of the process itself."""
+  found = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+  peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+  if None not in peaks:
+    found["memory/device_peak_gib"] = max(peaks) / 2**30
+  return found
+
+
 class Writer:
   """Appends rows to `metrics.jsonl` and TensorBoard, and dumps rollouts, under one directory.
 
   On several hosts one process writes: the others pass `active=False` and nothing happens.
   """
 
-  def __init__(self, workdir: str | os.PathLike, *, active: bool = True):
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    *,
+    active: bool = True,
+    wandb: str = "",
+    config: Mapping[str, Any] | None = None,
+  ):
+    """`wandb` is a project of Weights & Biases that rows go to as well, and `config` what is shown
+    with them there."""
     self._workdir = Path(workdir)
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
@@ -136,6 +130,9 @@ class Writer:
       self._workdir.mkdir(parents=True, exist_ok=True)
       _cut_half_written_line(self._path)
       self._file = open(self._path, "ab")  # noqa: SIM115 (lives as long as the run)
+    self._log, self._finish = None, None
+    if active and wandb:
+      self._log, self._finish = tracking.open_wandb(wandb, self._workdir, config or {})
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null."""
@@ -148,9 +145,20 @@ class Writer:
     self._file.write(line.encode())
     self._file.flush()  # Survives kill -9: from here on the line is the kernel's.
     board = self._board(phase)
-    for name, value in values.items():
-      if math.isfinite(value):
-        board.add_scalar(name if name.startswith(f"{phase}/") else f"{phase}/{name}", value, step)
+    shown = {
+      name if name.startswith(f"{phase}/") else f"{phase}/{name}": value
+      for name, value in values.items()
+      if math.isfinite(value)
+    }
+    for name, value in shown.items():
+      board.add_scalar(name, value, step)
+    if self._log is not None:
+      self._log({f"{phase}/step": step} | shown)
+
+  def rows(self, phase: str) -> list[Row]:
+    """What has been written of a phase; nothing on hosts that write nothing."""
+    rows = read_rows(self._path) if self._active else []
+    return [row for row in rows if row["phase"] == phase]
 
   def truncate(self, phase_steps: Mapping[str, int]) -> int:
     """Drops the rows that a restored checkpoint does not cover; returns how many went.
@@ -201,6 +209,8 @@ class Writer:
 
   def __exit__(self, *_: object) -> None:
     self.close()
+    if self._finish is not None:
+      self._finish()
 
   def _board(self, phase: str) -> tensorboardX.SummaryWriter:
     """One event directory per phase, so that purging one phase leaves the others alone."""
@@ -240,8 +250,10 @@ class Progress:
         dynamic_ncols=True,
       )  # fmt: skip
 
-  def update(self, step: int, row: Mapping[str, Any]) -> None:
-    """Shows that `step` steps are done, with the figures of `row`."""
+  def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
+    """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
+    for line in warnings:
+      tqdm.write(line, file=self._stream)
     now = self._clock()
     self._step = step
     if self._first is None and step > self._start:

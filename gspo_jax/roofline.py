@@ -3,6 +3,10 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
 
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import ModelConfig
@@ -18,7 +22,9 @@ class Chip:
   ici_speed: float  # bytes per second, sum over links, both directions
   axes: int  # of the torus
   host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
+  kinds: tuple[str, ...]  # what JAX calls a device of it
   source: str
+  devices: int = 1  # that JAX sees of one chip
 
 
 _DOCS = "https://docs.cloud.google.com/tpu/docs/"
@@ -29,12 +35,39 @@ _DOCS = "https://docs.cloud.google.com/tpu/docs/"
 # Links in use reach less: https://jax-ml.github.io/scaling-book/tpus has 45 GB/s for each of v4 and
 # v5e, and 90 for v5p, v6e and tpu7x, where the pages give 50 and 100.
 CHIPS = {
-  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", _DOCS + "v4"),
-  "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", _DOCS + "v5e"),
-  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 3, "v5p-8", _DOCS + "v5p"),
-  "v6e": Chip(918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", _DOCS + "v6e"),
-  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", _DOCS + "tpu7x"),
+  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", ("TPU v4",), _DOCS + "v4"),
+  "v5e": Chip(
+    197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", ("TPU v5 lite", "TPU v5e"), _DOCS + "v5e"
+  ),
+  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 3, "v5p-8", ("TPU v5", "TPU v5p"), _DOCS + "v5p"),
+  "v6e": Chip(
+    918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e"), _DOCS + "v6e"
+  ),
+  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", ("TPU7x",), _DOCS + "tpu7x", 2),
 }
+
+
+# Dense bfloat16 without sparsity, per second: data sheets of NVIDIA's SXM modules.
+GPUS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
+
+
+def peak_flops(kind: str) -> float | None:
+  """Of one device, bfloat16, per second; None for an unknown kind (`jax.Device.device_kind`)."""
+  for chip in CHIPS.values():
+    if kind in chip.kinds:
+      return chip.flops / chip.devices
+  return next((flops for name, flops in GPUS.items() if kind.startswith(name)), None)
+
+
+def utilisation(
+  config: ModelConfig, lengths_B: np.ndarray, seconds: float, devices: Sequence[jax.Device]
+) -> dict[str, float]:
+  """Of the updates on sequences of these lengths: model FLOPs per second, without padding and
+  without what is computed twice; and their share of the devices' peak, where that is known."""
+  speed = float(np.sum(work(config, 1, lengths_B, lengths_B).training())) / seconds
+  found = {"flops_per_second/update": speed}
+  peak = peak_flops(devices[0].device_kind)
+  return found if peak is None else found | {"mfu/update": speed / (peak * len(devices))}
 
 
 def parse(topology: str) -> tuple[Chip, int]:

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import data, optimizer, sharding
+from gspo_jax import data, failures, optimizer, preemption, sharding
 from gspo_jax.checkpoint import Checkpointer
 from gspo_jax.context import Context, abstract_state, new_state
-from gspo_jax.metrics import Deferred, Progress, check_finite
+from gspo_jax.metrics import Deferred, Progress
 from gspo_jax.structs import Prompt, TrainBatch
-from gspo_jax.train_step import Learner, make_sft_step, summarize
+from gspo_jax.train_step import make_sft_step, summarize
 
 
 def run(context: Context) -> Any:
@@ -20,34 +20,44 @@ def run(context: Context) -> Any:
   c = context.config
   tx = optimizer.make(c.sft_optimizer, c.sft.steps)
   rates = optimizer.rates(c.sft_optimizer, c.sft.steps)
-  learner = Learner(c.model, c.compute, 1.0, c.sft.microbatches, c.sft.load_balance_coef)
-  step_fn = make_sft_step(learner, tx)
+  step_fn = make_sft_step(c.learner("sft"), tx)
   prompts = data.fitting(
     context.train_prompts, context.tokenizer, c.sft.max_tokens, c.data.on_error
   )
   batches = data.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
-  checkpoints = Checkpointer(context.workdir / "checkpoints" / "sft", c.checkpoint)
+  checkpoints = Checkpointer(c.checkpoint.of(context.workdir, "sft"), c.checkpoint)
 
   done = checkpoints.latest()
   if done is None:
     done, state = 0, new_state(context.initial_params(), tx)
   else:
-    state, host = checkpoints.restore(done, abstract_state(context, tx))
+    state, host = checkpoints.restore(done, abstract_state(c.model, context.mesh, tx))
     batches.set_state(host["data"])
   context.writer.truncate({"sft": done} if done else {})
+  # A row is fetched when the next one is due, so batches are kept for as long.
+  keep = 2 * c.sft.log_every
+  guard = failures.Guard(context.workdir, c.on_nonfinite, state, updates=1, keep=keep)
 
   deferred, progress = Deferred(), Progress("sft", c.sft.steps, start=done)
 
   def report(row: dict[str, Any] | None) -> None:
     if row is not None:
-      check_finite(row)
+      guard.check(row, state)
       context.writer.write(row)
       progress.update(row["step"], row)
 
   with contextlib.closing(checkpoints), progress:  # what is being saved is finished in any case
     for step in range(done + 1, c.sft.steps + 1):
-      batch = train_batch(next(batches), context)
-      state, metrics = step_fn(state, sharding.put_batch(batch, context.mesh))
+      try:
+        preemption.check()
+      except preemption.Preempted:
+        report(deferred.flush())
+        if step - 1 != checkpoints.latest():
+          checkpoints.save(step - 1, state, dict(data=batches.get_state()))
+        raise
+      batch = sharding.put_batch(train_batch(next(batches), context), context.mesh)
+      guard.hold(step, [batch])
+      state, metrics = step_fn(state, batch)
       if step % c.sft.log_every == 0 or step == c.sft.steps:
         row = dict(phase="sft", step=step, learning_rate=float(rates[step - 1]))
         report(deferred.push(row | data.skipped_rows(prompts) | summarize((metrics,))))
@@ -76,14 +86,15 @@ def train_batch(prompts: list[Prompt], context: Context) -> TrainBatch:
 def params_after(context: Context) -> Any:
   """The parameters that a finished cold start left in this workdir; None if there is none."""
   c = context.config
-  directory = context.workdir / "checkpoints" / "sft"
+  directory = c.checkpoint.of(context.workdir, "sft")
   # The first process may have begun to write while another one still looks: its answer counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return None
   checkpoints = Checkpointer(directory, c.checkpoint)
   if checkpoints.latest() != c.sft.steps:
     return None
-  like = abstract_state(context, optimizer.make(c.sft_optimizer, c.sft.steps))
+  tx = optimizer.make(c.sft_optimizer, c.sft.steps)
+  like = abstract_state(c.model, context.mesh, tx)
   state, _ = checkpoints.restore(c.sft.steps, like)
   checkpoints.close()
   return jax.block_until_ready(state.params)

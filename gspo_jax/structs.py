@@ -101,3 +101,4 @@ class TrainState:
   step: Array  # int32 []: gradient updates made
   params: Any  # models.transformer.Params
   opt_state: Any  # optax state
+  skipped: Array  # int32 []: updates left out, since they would not have been finite

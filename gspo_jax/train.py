@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -9,25 +10,53 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
-from gspo_jax import data, multi_turn, optimizer, partial, query_set, rollout_viewer, sharding
-from gspo_jax import objectives as O
-from gspo_jax.checkpoint import Checkpointer
-from gspo_jax.config import RLConfig
-from gspo_jax.context import Context, abstract_state, new_state
-from gspo_jax.metrics import Deferred, Progress, Stopwatch, check_finite
-from gspo_jax.models import routing, transformer
-from gspo_jax.query_set import Groups, QuerySet
-from gspo_jax.sampling import Usage, generate
-from gspo_jax.structs import Prompt, Rollout, TrainBatch
-from gspo_jax.train_step import (
-  Learner,
-  make_old_policy,
-  make_rl_step,
-  make_score,
-  summarize,
+from gspo_jax import (
+  data,
+  failures,
+  multi_turn,
+  optimizer,
+  partial,
+  preemption,
+  query_set,
+  rollout_viewer,
+  sharding,
 )
+from gspo_jax import objectives as O
+from gspo_jax.alarms import Alarms
+from gspo_jax.checkpoint import Checkpointer
+from gspo_jax.context import Context, abstract_state, new_state
+from gspo_jax.metrics import Deferred, Progress, Stopwatch, compute, memory
+from gspo_jax.minibatches import fill_up, rollout_records, split, train_batch
+from gspo_jax.models import transformer
+from gspo_jax.query_set import Groups, QuerySet
+from gspo_jax.roofline import utilisation
+from gspo_jax.sampling import Usage, generate
+from gspo_jax.structs import Prompt, Rollout, TrainBatch, TrainState
+from gspo_jax.train_step import make_old_policy, make_rl_step, make_score, summarize
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """The jitted functions of an iteration."""
+
+  update: Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
+  old_policy: Callable[[Any, TrainBatch], dict[str, jax.Array]]
+  score: Callable[[Any, TrainBatch], jax.Array]
+  publish: Callable[[Any], Any]
+
+  @staticmethod
+  def of(context: Context, tx: optax.GradientTransformation) -> "Programs":
+    c, learner = context.config, context.config.learner("rl")
+    layout = transformer.shardings(c.model, sharding.ROLLOUT, context.mesh)
+    return Programs(
+      make_rl_step(learner, c.objective, tx),
+      make_old_policy(learner, c.objective),
+      make_score(learner),
+      sharding.publisher(layout, np.dtype(c.compute.dtype)),
+    )
 
 
 def run(context: Context, start_params: Callable[[], Any]) -> Any:
@@ -35,151 +64,189 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
 
   `start_params` gives the policy before the first iteration, which is also the reference policy of
   the KL penalty.
+
+  Raises:
+    Preempted: the machine is about to go; where the run stands has been saved.
+    NonFiniteError: NaN or infinity; what the update met has been saved.
   """
   c = context.config
   updates = c.rl.iterations * c.rl.minibatches
-  tx = optimizer.make(c.rl_optimizer, updates)
-  rates = optimizer.rates(c.rl_optimizer, updates)
-  learner = Learner(
-    c.model,
-    c.compute,
-    c.sampling.temperature,
-    c.rl.microbatches,
-    c.objective.load_balance_coef,
+  tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
+  programs = Programs.of(context, tx)
+  sampling = Sampling(
+    data.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
+    QuerySet(c.data.query_set),
+    partial.InFlight(),
   )
-  train_step, score_step = make_rl_step(learner, c.objective, tx), make_score(learner)
-  old_policy = make_old_policy(learner, c.objective)
-  publish = sharding.publisher(
-    transformer.shardings(c.model, sharding.ROLLOUT, context.mesh), np.dtype(c.compute.dtype)
-  )
-  batches = data.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data"))
-  queries, in_flight = QuerySet(c.data.query_set), partial.InFlight()
-  checkpoints = Checkpointer(context.workdir / "checkpoints" / "rl", c.checkpoint)
+  checkpoints = Checkpointer(c.checkpoint.of(context.workdir, "rl"), c.checkpoint)
 
   done = checkpoints.latest()
   if done is None:
-    state = new_state(start_params(), tx)
+    done, state = 0, new_state(start_params(), tx)
+    pending = dict(phase="rl", step=0)  # where the curve starts: an evaluation
+    context.writer.truncate({"rl": -1})
   else:
-    state, host = checkpoints.restore(done, abstract_state(context, tx))
-    batches.set_state(host["data"])
-    queries.set_state(host["queries"])
-    in_flight.set_state(host["in_flight"])
-  context.writer.truncate({"rl": -1 if done is None else done})
+    state, host = checkpoints.restore(done, abstract_state(c.model, context.mesh, tx))
+    sampling.set_state(host["sampling"])
+    pending = host["pending"]
+    context.writer.truncate({"rl": done})
   reference = start_params() if c.objective.kl_coef else None
-  rollout_params = publish(state.params)
+  rollout_params = programs.publish(state.params)
 
   deferred, stages = Deferred(), Stopwatch()
-  progress = Progress("rl", c.rl.iterations, start=done or 0)
+  alarms = Alarms(c.alarms, context.writer.rows("rl"))
+  guard = failures.Guard(context.workdir, c.on_nonfinite, state, updates=c.rl.minibatches, keep=2)
+  progress = Progress("rl", c.rl.iterations, start=done)
 
   def report(row: dict[str, Any] | None) -> None:
     if row is not None:
-      check_finite(row)
-      context.writer.write(row)
-      progress.update(row["step"], row)
+      guard.check(row, state)
+      warnings, begun = alarms(row)
+      context.writer.write(row | warnings)
+      progress.update(row["step"], row, begun)
 
-  if done is None:  # where the curve starts
-    row, records = context.evaluate(rollout_params)
-    row = {k: v for k, v in row.items() if not k.startswith("time/")}
-    context.writer.dump_rollouts("eval", 0, records)
-    report(dict(phase="rl", step=0) | row)
+  def conclude(row: dict[str, Any]) -> None:
+    """Evaluates, reports and saves what is due after an iteration, whose row of metrics this is."""
+    step = row["step"]
+    last = step == c.rl.iterations
+    if step % c.eval.every == 0 or last:
+      with stages("evaluate"):
+        evaluation, records = context.evaluate(rollout_params, step)
+      context.writer.dump_rollouts("eval", step, records)
+      row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
+    report(deferred.push(row | stages.lap() | checkpoints.metrics()))
+    if step and (step % c.checkpoint.every == 0 or last):
+      report(deferred.flush())
+      with stages("save"):
+        host = dict(sampling=sampling.get_state(), pending=None)
+        checkpoints.save(step, state, host, row)
+      if jax.process_index() == 0:
+        with stages("report"):
+          rollout_viewer.write_report(context.workdir)
 
+  # What to save should the machine go; `pending` is the row of an iteration still to be concluded.
+  standing = done, sampling.get_state(), pending
   with contextlib.closing(checkpoints), progress:  # what is being saved is finished in any case
-    for step in range((done or 0) + 1, c.rl.iterations + 1):
-      started = time.perf_counter()
-      queries.readmit(step)
-      usage = Usage()
-      round_of_groups = functools.partial(
-        sample_groups, context, rollout_params, batches, queries, in_flight, stages, usage, step
-      )
-      groups, sampled, found = query_set.fill(round_of_groups, c.data.query_set.extra_rounds)
-      queries.update(sampled.prompts, sampled.correct_PG, step)
-      advantage_PG = np.asarray(
-        O.group_advantages(groups.reward_PG, normalize=c.objective.advantage)
-      )
+    try:
+      if pending is not None:
+        conclude(pending)
+      for step in range(done + 1, c.rl.iterations + 1):
+        standing = step - 1, sampling.get_state(), None
+        preemption.check()
+        if step == c.profile:
+          jax.profiler.start_trace(str(context.workdir / "profile"))
+        started, usage = time.perf_counter(), Usage()
+        groups, sampled, found = sampling.groups(context, rollout_params, stages, usage, step)
+        advantage_PG = np.asarray(
+          O.group_advantages(groups.reward_PG, normalize=c.objective.advantage)
+        )
 
-      batch = fill_up(train_batch(context, groups.rollout, advantage_PG), c.rl)
-      minibatches = split(batch, c.rl.minibatches)
-      minibatches = [sharding.put_batch(b, context.mesh) for b in minibatches]
-      with stages("logp"):
-        if reference is not None:
-          minibatches = [b.replace(ref_logp_BT=score_step(reference, b)) for b in minibatches]
-        if c.objective.old_logp == "recompute":
-          minibatches = [b.replace(**old_policy(state.params, b)) for b in minibatches]
-        jax.block_until_ready(minibatches)
-      metrics = []
-      with stages("update"):
-        for minibatch in minibatches:
-          state, metric = train_step(state, minibatch)
-          metrics.append(metric)
-        rollout_params = publish(state.params)
+        batch = fill_up(train_batch(context, groups.rollout, advantage_PG), c.rl)
+        parts = split(batch, c.rl.minibatches)
+        minibatches = [sharding.put_batch(part, context.mesh) for part in parts]
+        with stages("logp"):
+          if reference is not None:
+            scored = [programs.score(reference, b) for b in minibatches]
+            minibatches = [b.replace(ref_logp_BT=x) for b, x in zip(minibatches, scored)]
+          if c.objective.old_logp == "recompute":
+            minibatches = [b.replace(**programs.old_policy(state.params, b)) for b in minibatches]
+          jax.block_until_ready(minibatches)
+        guard.hold(step, minibatches)
+        guard.check(
+          dict(phase="rl", step=step, sampler_logp=float(groups.rollout.logp.sum())), state
+        )
+        metrics, update_started = [], time.perf_counter()
+        with stages("update"):
+          for minibatch in minibatches:
+            state, metric = programs.update(state, minibatch)
+            metrics.append(metric)
+          rollout_params = programs.publish(state.params)
 
-      # The devices are busy; what the host has to do comes now.
-      row = dict(phase="rl", step=step, learning_rate=float(rates[step * c.rl.minibatches - 1]))
-      row |= (
-        rollout_metrics(sampled)
-        | multi_turn.metrics(sampled)
-        | partial.metrics(sampled.rollout, in_flight, step)
-        | usage.metrics()
-        | found
-        | queries.metrics()
-      )
-      row |= data.skipped_rows(context.train_prompts)
-      if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
-        records = rollout_records(groups, advantage_PG)
-        context.writer.dump_rollouts("rl", step, records)
-      with stages("update"):
-        jax.block_until_ready(rollout_params)
-      seconds = time.perf_counter() - started
-      row["tokens_per_second"] = float(sampled.rollout.lengths.sum()) / seconds
-      if step % c.eval.every == 0 or step == c.rl.iterations:
-        with stages("evaluate"):
-          evaluation, records = context.evaluate(rollout_params, step)
-        context.writer.dump_rollouts("eval", step, records)
-        row |= {k: v for k, v in evaluation.items() if not k.startswith("time/")}
-      report(deferred.push(row | stages.lap() | summarize(tuple(metrics))))
-      if step % c.checkpoint.every == 0 or step == c.rl.iterations:
-        report(deferred.flush())
-        with stages("save"):
-          kept = dict(data=batches, queries=queries, in_flight=in_flight)
-          checkpoints.save(step, state, {name: part.get_state() for name, part in kept.items()})
-        if jax.process_index() == 0:
-          with stages("report"):
-            rollout_viewer.write_report(context.workdir)
+        # The devices are busy; what the host has to do comes now.
+        row = dict(phase="rl", step=step, learning_rate=float(rates[step * c.rl.minibatches - 1]))
+        row |= rollout_metrics(sampled) | multi_turn.metrics(sampled) | found
+        row |= sampling.metrics(context, sampled.rollout, step) | usage.metrics() | memory()
+        with stages("update"):
+          jax.block_until_ready(state)
+        updated = time.perf_counter()
+        lengths_B, devices = groups.rollout.ends, context.mesh.devices.flat
+        row |= utilisation(c.model, lengths_B, updated - update_started, devices)
+        with stages("publish"):
+          jax.block_until_ready(rollout_params)
+        seconds = time.perf_counter() - started
+        row["tokens_per_second"] = float(sampled.rollout.lengths.sum()) / seconds
+        row |= summarize(tuple(metrics))
+        if step == c.profile:
+          jax.profiler.stop_trace()
+        if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
+          new_logp = [programs.old_policy(state.params, b)["old_logp_BT"] for b in minibatches]
+          records = rollout_records(context, groups, advantage_PG, minibatches, new_logp)
+          context.writer.dump_rollouts("rl", step, records)
+        standing = step, sampling.get_state(), row
+        conclude(row)
+    except preemption.Preempted:
+      report(deferred.flush())
+      step, sampler, pending = standing
+      if step != checkpoints.latest():
+        pending = None if pending is None else compute(pending)
+        checkpoints.save(step, state, dict(sampling=sampler, pending=pending))
+      raise
   return state.params
 
 
-def sample_groups(
-  context: Context,
-  params: Any,
-  batches: data.Batches,
-  queries: QuerySet,
-  in_flight: partial.InFlight,
-  stages: Stopwatch,
-  usage: Usage,
-  step: int,
-  attempt: int,
-) -> Groups:
-  """P prompts that are in use, with G scored responses each; `attempt` counts within a step.
+@dataclasses.dataclass
+class Sampling:
+  """Where prompts come from, and what is known of them; its state is JSON."""
 
-  Where responses may be carried over there can be fewer.
-  """
-  rl = context.config.rl
-  take = lambda count: batches.take(count, queries.wants)  # noqa: E731
-  if context.environment is not None:
+  batches: data.Batches
+  queries: QuerySet
+  in_flight: partial.InFlight
+
+  def groups(
+    self, context: Context, params: Any, stages: Stopwatch, usage: Usage, step: int
+  ) -> tuple[Groups, Groups, dict[str, float]]:
+    """The groups to train on, all that were sampled, and metrics: see `query_set.fill`."""
+    self.queries.readmit(step)
+    one_round = functools.partial(self._round, context, params, stages, usage, step)
+    groups, sampled, found = query_set.fill(one_round, context.config.data.query_set.extra_rounds)
+    self.queries.update(sampled.prompts, sampled.correct_PG, step)
+    return groups, sampled, found
+
+  def _round(
+    self, context: Context, params: Any, stages: Stopwatch, usage: Usage, step: int, attempt: int
+  ) -> Groups:
+    """P prompts that are in use, with G scored responses each; `attempt` counts within a step.
+
+    Where responses may be carried over there can be fewer.
+    """
+    rl = context.config.rl
+    take = lambda count: self.batches.take(count, self.queries.wants)  # noqa: E731
+    if context.environment is not None:
+      with stages("sample"):
+        seed = sampling_seed(context, step, attempt)
+        return multi_turn.sample_groups(context, params, take(rl.prompts), usage, seed)
     with stages("sample"):
-      seed = sampling_seed(context, step, attempt)
-      return multi_turn.sample_groups(context, params, take(rl.prompts), usage, seed)
-  with stages("sample"):
-    if rl.partial:
-      prompts, rollout = in_flight.sample(context, params, take, usage, step)
-    else:
-      prompts = take(rl.prompts)
-      rollout = sample(context, params, prompts, usage, step, attempt)
-  with stages("score"):
-    rows = range(len(rollout.tokens))
-    responses = [context.tokenizer.decode(rollout.response(row)) for row in rows]
-    reward_PG, correct_PG, outcomes = score(context, prompts, responses, rollout.lengths)
-  return Groups(prompts, rollout, responses, reward_PG, correct_PG, outcomes)
+      if rl.partial:
+        prompts, rollout = self.in_flight.sample(context, params, take, usage, step)
+      else:
+        prompts = take(rl.prompts)
+        rollout = sample(context, params, prompts, usage, step, attempt)
+    with stages("score"):
+      rows = range(len(rollout.tokens))
+      responses = [context.tokenizer.decode(rollout.response(row)) for row in rows]
+      reward_PG, correct_PG, outcomes = score(context, prompts, responses, rollout.lengths)
+    return Groups(prompts, rollout, responses, reward_PG, correct_PG, outcomes)
+
+  def metrics(self, context: Context, rollout: Rollout, step: int) -> dict[str, float]:
+    of_partial = partial.metrics(rollout, self.in_flight, step)
+    return of_partial | self.queries.metrics() | data.skipped_rows(context.train_prompts)
+
+  def get_state(self) -> dict[str, Any]:
+    return {name: part.get_state() for name, part in vars(self).items()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    for name, part in vars(self).items():
+      part.set_state(state[name])
 
 
 def sample(
@@ -232,58 +299,6 @@ def score(
   return reward_PG, correct_PG, collections.Counter(scores.outcomes)
 
 
-def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) -> TrainBatch:
-  """The rollout as the learner sees it, padded to one length for the whole run.
-
-  The sampler's log-probabilities stand in for the old policy's; whoever recomputes replaces them.
-  """
-  c = context.config
-  length = c.data.max_prompt_tokens + c.sampling.max_new_tokens
-  pad = lambda x, value=0: np.pad(  # noqa: E731
-    x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=value
-  )
-  segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
-  routes_BTlk = rollout.routing
-  if routes_BTlk is not None:  # whatever padding holds was not chosen by anybody
-    kept = segments_BT[:, :, None, None] > 0
-    routes_BTlk = np.where(kept, pad(routes_BTlk), routes_BTlk.dtype.type(routing.NO_ROUTE))
-  turn_BT = advantage_BT = None
-  if rollout.turns is not None:
-    turn_BT = pad(np.where(rollout.mask > 0, rollout.turns, -1), -1)
-    advantage_BT = pad(multi_turn.advantages(context, rollout))
-  logp_BT = pad(rollout.logp)
-  return TrainBatch(
-    tokens_BT=pad(rollout.tokens, context.tokenizer.pad_id),
-    segments_BT=segments_BT,
-    mask_BT=pad(rollout.mask),
-    advantage_B=advantage_PG.reshape(-1).astype(np.float32),
-    old_logp_BT=logp_BT,
-    sampler_logp_BT=logp_BT,
-    turn_BT=turn_BT,
-    advantage_BT=advantage_BT,
-    sampler_routing_BTlk=routes_BTlk,
-  )
-
-
-def fill_up(batch: TrainBatch, rl: RLConfig) -> TrainBatch:
-  """P groups: rows that are padding for those that are missing, evenly in all mini-batches."""
-  rows = rl.prompts * rl.group_size
-  missing = rows - len(batch.tokens_BT)
-  if not missing:
-    return batch
-  group_P = np.argsort(np.arange(rl.prompts) % rl.minibatches, kind="stable")
-  row_B = (group_P[:, None] * rl.group_size + np.arange(rl.group_size)).reshape(-1)
-  widen = lambda x: np.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
-  return jax.tree.map(lambda x: widen(x)[row_B], batch)
-
-
-def split(batch: TrainBatch, parts: int) -> list[TrainBatch]:
-  """Mini-batches of whole groups, in order; prompts come shuffled."""
-  cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
-  structure = jax.tree.structure(batch)
-  return [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
-
-
 def rollout_metrics(groups: Groups) -> dict[str, float]:
   """Of everything that was sampled, which with dynamic sampling is more than is trained on."""
   rollout, reward_PG = groups.rollout, groups.reward_PG
@@ -297,23 +312,3 @@ def rollout_metrics(groups: Groups) -> dict[str, float]:
   }
   total = len(groups.responses)
   return row | {f"verifier/{name}": n / total for name, n in sorted(groups.outcomes.items())}
-
-
-def rollout_records(groups: Groups, advantage_PG: np.ndarray) -> list[dict[str, Any]]:
-  """What a person wants to read of each response that was trained on."""
-  prompts, rollout, group = groups.prompts, groups.rollout, advantage_PG.shape[1]
-  return [
-    dict(
-      prompt_id=prompts[row // group].id,
-      sample=row % group,
-      prompt=prompts[row // group].question,
-      response=response,
-      answer=prompts[row // group].answer[:1000],  # the tests of a program take megabytes
-      reward=float(groups.reward_PG.flat[row]),
-      advantage=round(float(advantage_PG.flat[row]), 4),
-      length=int(rollout.lengths[row]),
-      truncated=not bool(rollout.stopped[row]),
-      eval=False,
-    )
-    for row, response in enumerate(groups.responses)
-  ]

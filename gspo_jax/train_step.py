@@ -12,7 +12,7 @@ import optax
 from gspo_jax import objectives as O
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.objectives.reductions import Max, Mean, collapse, compute, merge
+from gspo_jax.objectives.reductions import Last, Max, Mean, collapse, compute, merge
 from gspo_jax.structs import TrainBatch, TrainState
 
 # name -> loss; all take (logp, old_logp, advantage, mask) and the options of objectives.terms.
@@ -111,6 +111,9 @@ class Learner:
   temperature: float  # of the policy: the one that its responses are sampled at
   microbatches: int
   load_balance_coef: float
+  # An update whose loss or gradient is NaN or infinite is left out. "skip": and the next one is
+  # made; "stop": and so are all that follow, so that the state stays the one it happened in.
+  on_nonfinite: str = "stop"
 
 
 def log_probs(
@@ -216,7 +219,8 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
 
   Numerators are differentiated and summed over micro-batches, denominators are summed, and they
   are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
-  loss is the exception: it is a product of two means, taken per micro-batch.)
+  loss is the exception: it is a product of two means, taken per micro-batch.) The metric
+  `updates_skipped` counts, since the start of the run, the updates that were left out.
   """
 
   def numerator(params, batch):
@@ -249,8 +253,15 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
     grads = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1), grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics |= {"grad_norm": Max(optax.tree.norm(grads))}
-    return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+    grad_norm = optax.tree.norm(grads)
+    sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
+    if learner.on_nonfinite == "stop":
+      sound &= state.skipped == 0
+    new = TrainState(state.step + 1, params, opt_state, state.skipped)
+    state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
+    state = state.replace(skipped=state.skipped + ~sound)
+    metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
+    return state, metrics
 
   return step
 

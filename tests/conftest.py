@@ -1,14 +1,20 @@
 """The test harness: eight simulated devices, quick compilation, strict ranks."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Runs that tests start share what they compile, and leave nothing in the user's cache.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gspo_jax_tests_")
 
 import jax
 import pytest
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
 jax.config.update("jax_numpy_rank_promotion", "raise")

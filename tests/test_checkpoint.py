@@ -17,7 +17,9 @@ MODEL = dataclasses.replace(
   tiny_moe(64), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, moe_intermediate_size=16
 )
 TX = optax.adamw(1e-3)
-CONFIG = checkpoint.CheckpointConfig(every=1, keep=2)
+CONFIG = checkpoint.CheckpointConfig(
+  directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0
+)
 
 
 def state_on(mesh, model=MODEL, seed=0):

@@ -9,15 +9,22 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
 ARROWS = {
-  "main": "config context rollout_viewer sft train",
+  "main": "config context failures preemption provenance rollout_viewer sft train",
+  "replay": "checkpoint config context failures metrics optimizer sharding structs train_step",
   "partial": "context sampling structs",
-  "train": "checkpoint config context data metrics models multi_turn objectives optimizer partial"
-  " query_set sampling sharding structs train_step rollout_viewer",
-  "sft": "checkpoint context data metrics optimizer sharding structs train_step",
+  "train": "alarms checkpoint context data failures metrics minibatches models multi_turn"
+  " objectives optimizer partial preemption query_set rollout_viewer roofline sampling sharding"
+  " structs train_step",
+  "minibatches": "config context models multi_turn query_set sharding structs",
+  "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
+  " train_step",
+  "failures": "checkpoint sharding structs",
+  "metrics": "tracking",
   "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
   "context": "checkpoint config data evaluate metrics models rewards sampling sharding structs"
   " tokenizer",
-  "config": "checkpoint data evaluate models optimizer rewards sampling sharding train_step",
+  "config": "alarms checkpoint data evaluate failures models optimizer rewards sampling sharding"
+  " train_step",
   "aot": "aot_programs config hlo_costs models roofline sharding structs",
   "aot_programs": "config models optimizer roofline sampling sharding structs train_step",
   "roofline": "models",
@@ -27,8 +34,10 @@ ARROWS = {
   "data_rows": "data_files rewards structs tokenizer",
   "multi_turn": "context objectives query_set sampling structs",
   "query_set": "structs",
-  "rollout_viewer": "metrics report_figures",
-  "sampling": "models sharding structs",
+  "rollout_viewer": "metrics report_data report_rollouts",
+  "report_data": "metrics report_figures",
+  "report_rollouts": "metrics",
+  "sampling": "models preemption sharding structs",
   "models": "sharding",
 }  # everything else is a leaf: it imports nothing of ours
 

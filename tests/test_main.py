@@ -4,71 +4,9 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-SMALL = """
-  model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
-  model.moe_intermediate_size=16 sft.steps=8 sft.batch=16 sft.log_every=2 rl.iterations=8
-  rl.prompts=8 rl.group_size=4 rl.dump_every=4 eval.problems=8 eval.every=4 eval.batch=8
-  checkpoint.every=2 sft_optimizer.warmup_steps=2 rl_optimizer.warmup_steps=2
-  objective.entropy_coef=0.01
-""".split()  # so small a model earns no reward; the bonus for entropy gives it a gradient
-
-
-def command(workdir, *overrides, config="configs/tiny.py"):
-  flags = [f"--config.{flag}" for flag in overrides]
-  module = [sys.executable, "-m", "gspo_jax.main", f"--config={config}", f"--workdir={workdir}"]
-  return [*module, *flags]
-
-
-def environment(**more):
-  # One device: eight simulated ones compile three times as long, and other tests have them.
-  return os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT)) | more
-
-
-def run(workdir, *overrides, config="configs/tiny.py", ok=True, **more):
-  done = subprocess.run(
-    command(workdir, *overrides, config=config),
-    cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
-  assert (done.returncode == 0) == ok, done.stderr[-3000:]
-  return done.stderr
-
-
-def rows(workdir):
-  path = workdir / "metrics.jsonl"
-  lines = path.read_text().split("\n")[:-1] if path.exists() else []
-  return [json.loads(line) for line in lines]
-
-
-def rows_of(workdir, phase):
-  return [row for row in rows(workdir) if row["phase"] == phase]
-
-
-def figures(workdir):
-  """What two runs of one seed must agree on: all but the clock."""
-  timed = lambda name: name.startswith("time/") or name.startswith("tokens_per_second")  # noqa: E731
-  return [{k: v for k, v in row.items() if not timed(k)} for row in rows(workdir)]
-
-
-def run_until(workdir, phase, step, how, flags=SMALL, **more):
-  """Starts a run and ends it with a signal once `phase` has come to `step`."""
-  process = subprocess.Popen(
-    command(workdir, *flags), cwd=ROOT, env=environment(**more), stderr=subprocess.PIPE, text=True
-  )
-  deadline = time.monotonic() + 200
-  while not any(r["phase"] == phase and r["step"] >= step for r in rows(workdir)):
-    assert process.poll() is None and time.monotonic() < deadline, "ended too early"
-    time.sleep(0.02)
-  process.send_signal(how)
-  _, stderr = process.communicate(timeout=60)
-  return stderr
+from runs import ROOT, SMALL, figures, rows, rows_of, run, run_until
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +44,7 @@ def test_its_metrics_show_that_it_is_off_policy(finished):
 @pytest.mark.slow
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
   run_until(tmp_path, "sft", 4, signal.SIGKILL)
-  stderr = run_until(tmp_path, "rl", 3, signal.SIGINT)
+  stderr, _ = run_until(tmp_path, "rl", 3, signal.SIGINT)
   assert "the same command continues" in stderr
   run_until(tmp_path, "rl", 5, signal.SIGKILL)
   run(tmp_path, *SMALL)
@@ -151,11 +89,7 @@ def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(t
   )
   train = f"data.train={tmp_path}/a.jsonl:0.4,{tmp_path}/b.jsonl:0.6"
   flags = [*SMALL, *QUERY_SET, train]
-  more = dict(
-    PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
-    JAX_COMPILATION_CACHE_DIR=str(tmp_path / "compiled"),
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-  )
+  more = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
   run(tmp_path / "whole", *flags, **more)
   run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags, **more)
   run(tmp_path / "killed", *flags, **more)

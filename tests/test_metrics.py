@@ -58,28 +58,6 @@ def read_scalars(directory):
 # --- reductions
 
 
-def test_merge_is_not_a_mean_of_means():
-  merged = metrics.merge({"loss": mean(1, 1)}, {"loss": mean(30, 3)})
-  value = metrics.compute(merged)["loss"]
-  assert value == pytest.approx(31 / 4)  # the mean of the means would be 5.5
-  assert value != pytest.approx((1 + 10) / 2)
-
-
-def test_merge_joins_keys_and_the_later_scalar_stands():
-  merged = metrics.merge({"a": mean(1, 2), "lr": 0.1}, {"b": mean(3, 2), "lr": 0.2})
-  assert metrics.compute(merged) == {"a": 0.5, "b": 1.5, "lr": 0.2}
-
-
-def test_merge_refuses_to_mix_a_reduction_with_a_scalar():
-  with pytest.raises(TypeError, match="'loss'"):
-    metrics.merge({"loss": mean(1, 2)}, {"loss": 0.5})
-
-
-def test_merge_works_under_jit():
-  joined = jax.jit(metrics.merge)({"x": mean(1, 1)}, {"x": mean(30, 3)})
-  assert metrics.compute(joined) == {"x": 7.75}
-
-
 def test_compute_fetches_everything_at_once(monkeypatch):
   fetched = []
   real = jax.device_get
@@ -93,15 +71,6 @@ def test_compute_fetches_everything_at_once(monkeypatch):
     leaves for leaves in fetched if any(isinstance(x, jax.Array) for x in leaves)
   ]
   assert len(with_device_values) == 1
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_metric_is_named_with_its_step(value):
-  with pytest.raises(metrics.NonFiniteMetricError, match="rl step 12") as caught:
-    metrics.check_finite(rl_row(12, grad_norm=1.0, loss=value, entropy=value))
-  assert caught.value.names == ("loss", "entropy")
-  assert "loss is" in str(caught.value) and "grad_norm" not in str(caught.value)
-  metrics.check_finite(rl_row(12, loss=1e30))
 
 
 def test_deferred_hands_over_the_step_before():

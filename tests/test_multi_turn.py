@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from configs import tiny_tools
-from gspo_jax import config, evaluate, multi_turn, train, train_step
+from gspo_jax import config, evaluate, minibatches, multi_turn, train_step
 from gspo_jax import objectives as O
 from gspo_jax.context import new_state
 from gspo_jax.evaluate import BenchmarkConfig
@@ -84,7 +84,7 @@ def context():
 @pytest.fixture(scope="module")
 def batch(context, rollout):
   reward_PG = rollout.rewards.sum(1).reshape(-1, G)
-  return train.train_batch(context, rollout, np.asarray(O.group_advantages(reward_PG)))
+  return minibatches.train_batch(context, rollout, np.asarray(O.group_advantages(reward_PG)))
 
 
 def test_the_batch_holds_whole_conversations(batch, rollout):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from gspo_jax import partial, train
+from gspo_jax import minibatches, partial
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
 from gspo_jax.sampling import SamplingConfig, Usage, generate
@@ -160,7 +160,7 @@ def test_missing_groups_are_padding_in_every_mini_batch():
     tokens_BT=tokens.astype(np.int32), segments_BT=np.ones((12, T), np.int32), advantage_B=rows + 1,
     mask_BT=np.ones((12, T), np.float32), old_logp_BT=tokens, sampler_logp_BT=tokens,
   )  # fmt: skip
-  parts = train.split(train.fill_up(batch, rl), 3)
+  parts = minibatches.split(minibatches.fill_up(batch, rl), 3)
   groups_of = [sorted({int(a - 1) // G for a in part.advantage_B if a > 0}) for part in parts]
   assert groups_of == [[0, 3], [1], [2]]
   for part in parts:

@@ -211,7 +211,8 @@ def job(workdir, *overrides):
 
 def rows(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  keep = lambda name: not name.startswith(("time/", "tokens_per_second", "phase"))  # noqa: E731
+  of_the_machine = ("time/", "tokens_per_second", "flops_per_second", "memory/", "checkpoint/")
+  keep = lambda name: name != "phase" and not name.startswith(of_the_machine)  # noqa: E731
   return [{k: v for k, v in json.loads(line).items() if keep(k)} for line in lines]
 
 

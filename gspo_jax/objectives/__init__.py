@@ -38,6 +38,7 @@ from gspo_jax.objectives.ratios import (
 )
 from gspo_jax.objectives.reductions import (
   EffectiveSize,
+  Last,
   Max,
   Mean,
   Min,
@@ -59,6 +60,7 @@ from gspo_jax.objectives.shaping import overlong_penalty, token_cost
 
 __all__ = [
   "EffectiveSize",
+  "Last",
   "Max",
   "Mean",
   "Min",

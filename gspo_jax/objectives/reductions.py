@@ -76,6 +76,24 @@ class Min(NamedTuple):
     return jnp.where(self.value == jnp.inf, 0, self.value)
 
 
+class Last(NamedTuple):
+  """The latest value; all devices know the same."""
+
+  value: Array
+
+  def merge(self, other: "Last") -> "Last":
+    return other
+
+  def psum(self, axis_name) -> "Last":
+    return self
+
+  def collapse(self, axis: int = 0) -> "Last":
+    return Last(jax.lax.index_in_dim(self.value, -1, axis, keepdims=False))
+
+  def compute(self) -> Array:
+    return self.value
+
+
 class Std(NamedTuple):
   """√(Σwx²/Σw − (Σwx/Σw)²). Give x as the distance from a value that it stays near: for ratios, 1.
 
@@ -133,7 +151,7 @@ class EffectiveSize(NamedTuple):
     return _divide(jnp.exp(2 * self.log_first - self.log_second), self.number)
 
 
-Reduction = Mean | Max | Min | Std | EffectiveSize
+Reduction = Mean | Max | Min | Last | Std | EffectiveSize
 Metrics = dict[str, Reduction]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspo_jax import sharding
+from gspo_jax import preemption, sharding
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
@@ -157,7 +157,12 @@ class Scheduler:
       yield from self.step()
 
   def step(self) -> list[Response]:
-    """Has the devices go on, and returns what was finished meanwhile."""
+    """Has the devices go on, and returns what was finished meanwhile.
+
+    Raises:
+      Preempted: in a run that was told to go (preemption.py); nothing of it is lost but tokens.
+    """
+    preemption.check()
     if not self._in_flight:
       self._clock = time.perf_counter()
     self._fill_queue()

@@ -1,0 +1,84 @@
+"""What a run says before it dies: warnings by configured thresholds.
+
+Runs of GRPO with long responses or experts die slowly and look alive meanwhile: the entropy goes,
+the ratio runs away from 1, the gradient jumps, the reward falls and does not come back
+(arXiv:2507.18071, §3). Each warning is printed when its condition begins and again when it has
+ended and begins anew; the metric `warning/<name>` is 1 in all iterations in which it holds.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class AlarmConfig:
+  """Thresholds; 0 turns one off."""
+
+  window: int  # iterations that medians and means are taken over
+  grad_norm: float  # gradient norm, as a multiple of its median over the window before
+  entropy: float  # nats per token that the policy's entropy falls below
+  ratio: float  # mean |importance ratio - 1| over an iteration's updates that is exceeded
+  reward: float  # how far the mean reward over a window lies below the highest such mean so far
+
+  def __post_init__(self):
+    if self.window < 2:
+      raise ValueError(f"alarms.window={self.window} must be at least 2")
+    for name, value in dataclasses.asdict(self).items():
+      if value < 0:
+        raise ValueError(f"alarms.{name}={value} must not be negative")
+
+
+class Alarms:
+  """Looks at one row of metrics after the other. What it remembers follows from the rows, so that a
+  resumed run is given those it has on file and goes on as if it had not been interrupted."""
+
+  def __init__(self, config: AlarmConfig, rows: Iterable[Mapping[str, Any]] = ()):
+    self._config = config
+    self._norms: collections.deque[float] = collections.deque(maxlen=config.window)
+    self._rewards: collections.deque[float] = collections.deque(maxlen=config.window)
+    self._best = -float("inf")
+    self._on: set[str] = set()
+    for row in rows:
+      self(row)
+
+  def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """The metrics to add to the row, and a line for each warning that begins with it."""
+    found = {name: text for name, text in self._look(row) if text}
+    begun = [f"warning at step {row['step']}: {found[n]}" for n in found if n not in self._on]
+    self._on = set(found)
+    return {f"warning/{name}": 1.0 for name in found}, begun
+
+  def _look(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """(name, what is wrong; empty if nothing is) of each alarm that has something to look at."""
+    c = self._config
+    names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
+    norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
+    if norm is not None:
+      full = len(self._norms) == c.window
+      usual = statistics.median(self._norms) if full else float("inf")
+      high = c.grad_norm and norm > c.grad_norm * usual
+      yield "grad_norm", high and f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
+      self._norms.append(norm)
+    if entropy is not None:
+      low = c.entropy and entropy < c.entropy
+      yield "entropy", low and f"the policy's entropy is down to {entropy:.3g} nats per token"
+    if deviation is not None:
+      high = c.ratio and deviation > c.ratio
+      yield "ratio", high and f"importance ratios are off 1 by {deviation:.3g} in the mean"
+    if reward is not None:
+      self._rewards.append(reward)
+      if len(self._rewards) == c.window:
+        mean = statistics.fmean(self._rewards)
+        self._best = max(self._best, mean)
+        low = c.reward and mean < self._best - c.reward
+        text = f"the reward has fallen to {mean:.3g}, mean of {c.window}, from {self._best:.3g}"
+        yield "reward", low and text
+
+
+def _finite(value: float | None) -> float | None:
+  """An update that was left out has no figures: NaN, or null on file."""
+  return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,102 @@
+"""Makes the updates again that were not finite, and says where that comes from.
+
+`python -m gspo_jax.replay RUN/failures/rl_000012` reads what the run left there (failures.py) and
+RUN/config.json. It ends with 1 if something is not finite this time too, and with 0 if all is.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspo_jax import config as configuration
+from gspo_jax import failures, metrics, optimizer, sharding
+from gspo_jax.checkpoint import restore_state
+from gspo_jax.config import RunConfig
+from gspo_jax.context import abstract_state
+from gspo_jax.structs import TrainBatch
+from gspo_jax.train_step import Learner, log_probs, make_rl_step, make_sft_step, routes_to_replay
+
+
+def replay(directory: Path, config: RunConfig) -> bool:
+  """Whether everything was finite; what was not is printed."""
+  about, batches = failures.load(directory)
+  say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
+  mesh = sharding.make_mesh(config.mesh)
+  with jax.set_mesh(mesh):
+    learner, tx, step = _update(config, about["phase"])
+    state = restore_state(directory / "state", abstract_state(config.model, mesh, tx))
+    state = state.replace(skipped=state.skipped * 0)
+    sound = True
+    for name, found in _counts(state.params):
+      say(f"parameter {name}: {found}")
+    for i, batch in enumerate(batches):
+      batch = sharding.put_batch(batch, mesh)
+      look = jax.jit(functools.partial(_look, learner=learner, replay=config.objective.replay))
+      rows = _bad_rows(*jax.device_get(look(state.params, batch)))
+      state, row = step(state, batch)
+      names = failures.nonfinite(metrics.compute(row))
+      say(f"mini-batch {i}: {', '.join(names) or 'all metrics finite'}")
+      for line in rows:
+        say(f"  {line}")
+      sound &= not names
+  return sound
+
+
+def _update(config: RunConfig, phase: str):
+  """Learner, optimizer and update of a phase, as train.py and sft.py make them, but going on."""
+  learner = dataclasses.replace(config.learner(phase), on_nonfinite="skip")
+  if phase == "sft":
+    tx = optimizer.make(config.sft_optimizer, config.sft.steps)
+    return learner, tx, make_sft_step(learner, tx)
+  tx = optimizer.make(config.rl_optimizer, config.rl.iterations * config.rl.minibatches)
+  return learner, tx, make_rl_step(learner, config.objective, tx)
+
+
+def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
+  """Log-probabilities [B, T] as the update computes them, and those it compares them with."""
+  logp_BT, _, _ = log_probs(params, batch, learner, routes_to_replay(batch, replay))
+  return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
+
+
+def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]:
+  for name, logp_BT in logp.items():
+    bad_BT = ~np.isfinite(logp_BT) & (mask_BT > 0)
+    for row in np.flatnonzero(bad_BT.any(1))[:10]:
+      first = int(np.argmax(bad_BT[row]))
+      yield f"{name} log-prob of row {row}: {bad_BT[row].sum()} not finite, first at token {first}"
+
+
+def _counts(params: Any) -> Iterator[tuple[str, str]]:
+  """Parameters that are not finite themselves."""
+  bad = jax.jit(lambda tree: jax.tree.map(lambda x: (~jax.numpy.isfinite(x)).sum(), tree))(params)
+  for path, count in jax.tree_util.tree_leaves_with_path(jax.device_get(bad)):
+    if count:
+      yield jax.tree_util.keystr(path, simple=True, separator="."), f"{count} values not finite"
+
+
+def say(line: str) -> None:
+  sys.stdout.write(line + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description="Makes updates again that were not finite.")
+  parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP", type=Path)
+  directory = parser.parse_args(arguments).directory.absolute()
+  try:
+    values = json.loads((directory.parents[1] / "config.json").read_text())
+    values.pop("provenance", None)
+    return 0 if replay(directory, configuration.from_dict(values)) else 1
+  except (OSError, ValueError) as error:
+    parser.error(str(error))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
