@@ -22,7 +22,14 @@ from gspo_jax.checkpoint import restore_state
 from gspo_jax.config import RunConfig
 from gspo_jax.context import abstract_state
 from gspo_jax.structs import TrainBatch
-from gspo_jax.train_step import Learner, log_probs, make_rl_step, make_sft_step, routes_to_replay
+from gspo_jax.train_step import (
+  Learner,
+  log_probs,
+  make_rl_step,
+  make_sft_step,
+  routes_to_replay,
+  summarize,
+)
 
 
 def replay(directory: Path, config: RunConfig) -> bool:
@@ -42,7 +49,8 @@ def replay(directory: Path, config: RunConfig) -> bool:
       look = jax.jit(functools.partial(_look, learner=learner, replay=config.objective.replay))
       rows = _bad_rows(*jax.device_get(look(state.params, batch)))
       state, row = step(state, batch)
-      names = failures.nonfinite(metrics.compute(row))
+      row = metrics.compute(summarize((row,)))
+      names = [n for n in failures.nonfinite(row) if not n.startswith("minibatch/")]
       say(f"mini-batch {i}: {', '.join(names) or 'all metrics finite'}")
       for line in rows:
         say(f"  {line}")
@@ -69,9 +77,10 @@ def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
 def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]:
   for name, logp_BT in logp.items():
     bad_BT = ~np.isfinite(logp_BT) & (mask_BT > 0)
-    for row in np.flatnonzero(bad_BT.any(1))[:10]:
-      first = int(np.argmax(bad_BT[row]))
-      yield f"{name} log-prob of row {row}: {bad_BT[row].sum()} not finite, first at token {first}"
+    rows = np.flatnonzero(bad_BT.any(1))
+    if len(rows):
+      where = f"first in row {rows[0]} at token {int(np.argmax(bad_BT[rows[0]]))}"
+      yield f"{name} log-probs: {bad_BT.sum()} not finite, in {len(rows)} rows, {where}"
 
 
 def _counts(params: Any) -> Iterator[tuple[str, str]]:

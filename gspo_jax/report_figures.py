@@ -60,12 +60,16 @@ def _plain(title: str, note: str, key: str, phase: str = "rl", **options: Any) -
   return Figure(title, note, (phase,), (line,), **options)
 
 
+def _both(title: str, note: str, *lines: Line, **options: Any) -> Figure:
+  return Figure(title, note, ("sft", "rl"), lines, **options)
+
+
 def _router(title: str, note: str, key: str, **options: Any) -> Figure:
-  return Figure(title, note, ("sft", "rl"), (Line(f"router/{key}", key, "blue"),), **options)
+  return _both(title, note, Line(f"router/{key}", key, "blue"), **options)
 
 
 # Colours of the stages of a step, in the order in which they run; others follow by name.
-STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save")
+STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
 TIMES = (Line("time/{name}", "{name}", "cycle"),)
 OUTCOMES = tuple(
   Line(f"verifier/{name}", name, color)
@@ -196,6 +200,7 @@ SECTIONS = (
       _per_minibatch("Loss by mini-batch", "", "loss", zero=False),
       _plain("Gradient norm", "before clipping", "grad_norm", zero=True),
       _plain("Learning rate", "", "learning_rate", zero=True),
+      _plain("Skipped updates", "of a step, not applied", "updates_skipped", zero=True),
     ),
   ),
   Section(
@@ -215,6 +220,33 @@ SECTIONS = (
     (
       Figure("Time per stage", "seconds per step", ("rl",), TIMES, "seconds", "stack", wide=True),
       _plain("Throughput", "tokens per second", "tokens_per_second", zero=True),
+      _both(
+        "Model FLOPs utilisation",
+        "of the update: its share of what the devices could do",
+        Line("mfu/update", "update", "blue"),
+        unit="percent",
+        zero=True,
+      ),
+      _both(
+        "FLOPS",
+        "floating-point operations per second of the update",
+        Line("flops_per_second/update", "update", "blue"),
+        zero=True,
+      ),
+      _both(
+        "Peak memory",
+        "GiB, since the start",
+        Line("memory/device_peak_gib", "device", "blue"),
+        Line("memory/host_peak_gib", "host", "orange"),
+        zero=True,
+      ),
+      _both(
+        "Checkpoint",
+        "seconds until it is on disk, in the background",
+        Line("checkpoint/seconds", "checkpoint", "blue"),
+        unit="seconds",
+        zero=True,
+      ),
     ),
   ),
   Section(

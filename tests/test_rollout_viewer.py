@@ -2,12 +2,10 @@
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
-from gspo_jax import metrics, rollout_viewer
+from gspo_jax import metrics, report_data, rollout_viewer
 
 HOSTILE = (
   "</script><script>document.title='taken'</script><!-- <img src=x onerror=alert(1)> {{run}}"
@@ -60,6 +58,10 @@ def record(step, prompt, sample, **changes):
 
 @pytest.fixture
 def workdir(tmp_path):
+  return make_run(tmp_path)
+
+
+def make_run(tmp_path):
   """A run of three sft steps and four rl steps, evaluated before, during and after."""
   config = {
     "name": "a <b>run</b>",
@@ -90,7 +92,7 @@ def figures(run):
 
 
 def test_every_metric_of_the_rows_is_drawn(workdir):
-  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "run")
+  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "report")
   drawn = {
     (series["phase"], series["key"]) for f in figures(run).values() for series in f["series"]
   }
@@ -111,7 +113,7 @@ def test_every_metric_of_the_rows_is_drawn(workdir):
 
 
 def test_curves_hold_the_values_of_the_rows(workdir):
-  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "run")
+  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "report")
   before, during = figures(run)["Learning", "Held-out accuracy"]["series"][::2]
   assert (before["phase"], before["x"], before["y"]) == ("sft", [3], [0.2])
   assert (during["phase"], during["x"], during["y"]) == ("rl", [0, 2, 4], [0.25, 0.4, 0.8])
@@ -125,12 +127,12 @@ def test_curves_hold_the_values_of_the_rows(workdir):
 
 
 def test_headline_tells_accuracy_before_and_after_the_rl(workdir):
-  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "run")
-  accuracy = run["headline"][0]
+  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "report")
+  accuracy = run["runs"][0]["headline"][0]
   assert (accuracy["before"], accuracy["after"]) == (0.25, 0.8)
-  values = {item["label"]: item.get("value") for item in run["headline"]}
+  values = {item["label"]: item.get("value") for item in run["runs"][0]["headline"]}
   assert values["GSPO steps"] == "4" and values["Cold start steps"] == "3"
-  assert run["name"] == "a <b>run</b>" and "4 responses each" in run["summary"]
+  assert run["name"] == "a <b>run</b>" and "4 responses each" in run["runs"][0]["summary"]
 
 
 def test_before_is_the_end_of_the_cold_start_where_step_0_was_not_evaluated():
@@ -140,7 +142,7 @@ def test_before_is_the_end_of_the_cold_start_where_step_0_was_not_evaluated():
     rl_row(1),
     rl_row(5) | eval_keys(0.7),
   ]
-  accuracy = rollout_viewer.describe(rows, {}, "run")["headline"][0]
+  accuracy = report_data.describe([report_data.Run("run", rows, {})])["runs"][0]["headline"][0]
   assert (accuracy["before"], accuracy["after"]) == (0.3, 0.7)
 
 
@@ -182,57 +184,121 @@ def test_responses_are_grouped_by_prompt(workdir):
   assert "ratio" not in groups[0]["samples"][0]  # absent, not zero
 
 
-@pytest.mark.parametrize("limit", [1, 8, 12, 100])
-def test_at_most_max_rollouts_spread_over_the_run(tmp_path, limit):
-  with metrics.Writer(tmp_path) as writer:
-    for step in range(1, 11):
-      records = [record(step, prompt, sample) for prompt in range(5) for sample in range(4)]
-      writer.dump_rollouts("rl", step, records)
-  rollouts = rollout_viewer.read_rollouts(tmp_path / "rollouts", limit)
-  groups = rollouts["groups"]
-  count = sum(len(group["samples"]) for group in groups)
-  assert rollouts["total"] == 200 and limit // 2 <= count <= limit
-  assert groups[-1]["step"] == 10  # the newest dump is always among them
-  assert len({group["step"] for group in groups}) == min(10, limit)
-
-
-def test_long_responses_are_shortened_and_say_so(tmp_path):
-  text = "start" + "." * 50_000 + "end"
-  with metrics.Writer(tmp_path) as writer:
-    writer.dump_rollouts("rl", 1, [record(1, 1, 0, response=text)])
-  (group,) = rollout_viewer.read_rollouts(tmp_path / "rollouts", 10)["groups"]
-  shown = group["samples"][0]["response"]
-  assert len(shown) < 5000 and shown.startswith("start") and shown.endswith("end")
-  assert "46,008 characters left out" in shown
-
-
 def test_missing_metrics_leave_their_charts_out(tmp_path):
   with metrics.Writer(tmp_path) as writer:
     writer.write({"phase": "rl", "step": 1, "reward/mean": 0.5, "reward/std": float("nan")})
     writer.write({"phase": "rl", "step": 2, "reward/mean": 0.75, "something/new": 3.0})
-  run = embedded(rollout_viewer.write_report(tmp_path).read_text("utf-8"), "run")
+  run = embedded(rollout_viewer.write_report(tmp_path).read_text("utf-8"), "report")
   assert list(figures(run)) == [("Learning", "Reward"), ("Other metrics", "something/new")]
   assert figures(run)["Learning", "Reward"]["series"][1]["y"] == [None]  # a gap
-  assert run["headline"][0] == {"label": "Reward", "value": "0.5 → 0.75"}
+  assert run["runs"][0]["headline"][0] == {"label": "Reward", "value": "0.5 → 0.75"}
   assert run["name"] == tmp_path.name
 
 
 def test_an_empty_run_and_a_half_written_line_still_give_a_page(tmp_path):
   assert rollout_viewer.write_report(tmp_path).exists()
   (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 1, "loss": 1.0}\n{"phase": "r')
-  run = embedded(rollout_viewer.write_report(tmp_path).read_text("utf-8"), "run")
+  run = embedded(rollout_viewer.write_report(tmp_path).read_text("utf-8"), "report")
   assert list(figures(run)) == [("Optimisation", "Loss")]
   assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_warnings_join_consecutive_rows():
+  def row(step, *names):
+    return {"phase": "rl", "step": step, "loss": 0.0, **{f"warning/{n}": 1.0 for n in names}}
+
+  rows = [sft_row(1) | {"warning/grad_norm": 1.0}, row(2), row(4, "entropy")]
+  rows += [row(6, "entropy", "ratio"), row(8), row(10, "entropy") | {"warning/ratio": 0.0}]
+  described = report_data.describe([report_data.Run("run", rows, {})])
+  warned = [(w["phase"], w["from"], w["to"], w["name"]) for w in described["runs"][0]["warnings"]]
+  assert warned == [
+    ("sft", 1, 1, "grad_norm"), ("rl", 4, 6, "entropy"), ("rl", 6, 6, "ratio"),
+    ("rl", 10, 10, "entropy"),
+  ]  # fmt: skip
+  assert {key for _, key in figures(described)} == {
+    "Loss", "Token accuracy", "Gradient norm", "Learning rate", "Throughput"
+  }  # fmt: skip
+
+
+def test_the_machine_and_skipped_updates_have_their_charts():
+  keys = (
+    "updates_skipped", "mfu/update", "flops_per_second/update", "memory/device_peak_gib",
+    "memory/host_peak_gib", "checkpoint/seconds", "time/report",
+  )  # fmt: skip
+  rows = [{"phase": "rl", "step": 1, **dict.fromkeys(keys, 1.0)}]
+  drawn = figures(report_data.describe([report_data.Run("run", rows, {})]))
+  assert {series["key"] for f in drawn.values() for series in f["series"]} == set(keys)
+  assert "Other metrics" not in {section for section, _ in drawn}
+
+
+PROVENANCE = {"commit": "0123456789ab", "dirty": True, "versions": {"jax": "1"}, "command": "a"}
+
+
+def test_provenance_is_apart_from_the_settings():
+  config = {"seed": 3, "provenance": PROVENANCE}
+  (run,) = report_data.describe([report_data.Run("run", [], config)])["runs"]
+  assert run["summary"] == ["seed 3", "commit 01234567 with changes"]
+  assert run["config"] == [["seed", "3"]]
+  assert ["versions.jax", "1"] in run["provenance"] and ["command", "a"] in run["provenance"]
+  no_git = {"provenance": PROVENANCE | {"commit": None}}
+  assert report_data.describe([report_data.Run("run", [], no_git)])["runs"][0]["summary"] == []
+
+
+def test_a_comparison_lists_what_differs_and_joins_the_curves():
+  def run(name, last, commit, **config):
+    rows = [rl_row(step) for step in range(1, last + 1)]
+    provenance = PROVENANCE | {"commit": commit, "command": name}
+    return report_data.Run(name, rows, {"seed": 1, **config, "provenance": provenance})
+
+  described = report_data.describe(
+    [run("a", 4, "x", rl={"lr": 0.1}), run("b", 6, "y", rl={"lr": 0.2}), run("c", 2, "y", new=[])]
+  )
+  assert described["differences"] == {
+    "settings": [
+      {"key": "rl.lr", "values": ["0.1", "0.2", None]},
+      {"key": "new", "values": [None, None, "[]"]},
+    ],
+    "code": [{"key": "commit", "values": ["x", "y", "y"]}],
+  }
+  assert described["phases"]["rl"] == {"title": "RL", "from": 1, "to": 6}
+  loss = figures(described)["Optimisation", "Loss"]["series"]
+  assert [(series["run"], len(series["x"])) for series in loss] == [(0, 4), (1, 6), (2, 2)]
+  stages = [f for s in described["sections"] for f in s["figures"] if f["kind"] == "stack"]
+  in_time = [f for f in stages if f["title"] == "Time per stage"]
+  assert [{series["run"] for series in f["series"]} for f in in_time] == [{0}, {1}, {2}]
+  assert [f["top"] for f in in_time] == pytest.approx([0.6 * len(STAGES)] * 3)  # one axis
+
+
+def test_runs_are_named_by_what_tells_their_directories_apart(tmp_path):
+  folders = [tmp_path / name for name in ("x/run", "y/run", "other", "z/y/run")]
+  assert rollout_viewer.unique_names(folders) == [
+    "x/run", f"{tmp_path.name}/y/run", "other", "z/y/run",
+  ]  # fmt: skip
+  with pytest.raises(ValueError, match="given twice"):
+    rollout_viewer.unique_names([tmp_path, tmp_path / "x" / ".."])
+
+
+def test_runs_of_a_comparison_share_the_room_for_responses(tmp_path):
+  for name in "ab":
+    with metrics.Writer(tmp_path / name) as writer:
+      writer.write({"phase": "rl", "step": 1, "loss": 1.0})
+      writer.dump_rollouts("rl", 1, [record(1, p, i) for p in range(10) for i in range(2)])
+  page = rollout_viewer.write_comparison(
+    [tmp_path / "a", tmp_path / "b"], tmp_path / "page.html", max_rollouts=20
+  )
+  rollouts = embedded(page.read_text("utf-8"), "rollouts")
+  runs = [g["run"] for g in rollouts["groups"] for _ in g["samples"]]
+  assert rollouts["total"] == 40 and sorted(runs) == [0] * 10 + [1] * 10
 
 
 def test_long_curves_are_thinned_and_bands_keep_their_extremes():
   count = 10_000
   curve = {"x": list(range(count)), "y": [0.0] * count, "low": [0.0] * count, "high": [0.0] * count}
   curve["y"][5000], curve["low"][17], curve["high"][9000] = None, -7.0, 9.0
-  thin = rollout_viewer.thin(curve, 100)
+  thin = report_data.thin(curve, 100)
   assert len(thin["x"]) == len(thin["y"]) == 100 and thin["x"][-1] == count - 1
   assert min(thin["low"]) == -7 and max(thin["high"]) == 9
-  assert rollout_viewer.thin(curve, count) is curve
+  assert report_data.thin(curve, count) is curve
 
 
 def test_command_line(workdir, tmp_path, capsys):
@@ -243,23 +309,19 @@ def test_command_line(workdir, tmp_path, capsys):
   assert "holds no metrics.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the chromium browser")
-def test_the_page_draws_itself_in_a_browser(workdir, tmp_path):
-  page = rollout_viewer.write_report(workdir)
-  command = [
-    "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr",
-    "--virtual-time-budget=5000", "--dump-dom",
-  ]  # fmt: skip
-  profile = f"--user-data-dir={tmp_path / 'profile'}"
-  result = subprocess.run(
-    [*command, profile, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
-  )
-  dom = result.stdout
-  assert "CONSOLE" not in result.stderr and "Uncaught" not in result.stderr
-  assert 'data-ready="yes"' in dom and "<title>a &lt;b&gt;run" in dom  # nothing took the title
-  run = embedded(page.read_text("utf-8"), "run")
-  assert dom.count("<figure") == dom.count("<svg") == len(figures(run))
-  assert all(f">{title}</h3>" in dom for _, title in figures(run))
-  assert "25 responses to 7 prompts" in dom and "NaN" not in dom.split("<script")[0]
+def test_command_line_of_a_comparison(workdir, tmp_path, capsys):
+  other = tmp_path / "other"
+  with metrics.Writer(other) as writer:
+    writer.write(rl_row(1))
+  output = tmp_path / "compare.html"
+  rollout_viewer.main([str(workdir), str(other), "--output", str(output)])
+  report = embedded(output.read_text("utf-8"), "report")
+  assert [run["name"] for run in report["runs"]] == [workdir.name, "other"]
+  for arguments, message in (
+    ([str(workdir), str(other)], "--output=compare.html"),
+    ([str(workdir), str(workdir), "--output", str(output)], "given twice"),
+    ([str(workdir), str(other)] * 5 + ["--output", str(output)], "at most 8"),
+  ):
+    with pytest.raises(SystemExit):
+      rollout_viewer.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,106 +1,75 @@
 // The charts: one SVG each, drawn at its size on the page, read together at one step.
-// Everything that comes from the run is set as text, never as markup.
-
-const NS = "http://www.w3.org/2000/svg";
-const run = JSON.parse(document.getElementById("run").textContent);
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.filter((child) => child != null));
-  return node;
-}
-
-function draw(tag, attributes, parent) {
-  const node = document.createElementNS(NS, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  parent.append(node);
-  return node;
-}
-
-// --- numbers
-
-const short = (v, digits) => String(Number(v.toPrecision(digits)));
-
-function format(v, unit = "number") {
-  if (v == null) return "–";
-  if (unit === "percent")
-    return `${minus((100 * v).toFixed(v === 0 || Math.abs(v) >= 0.01 ? 1 : 2))}%`;
-  if (unit === "ratio") return v.toFixed(5);
-  return unit === "seconds" ? `${number(v, 3)} s` : number(v, 4);
-}
-
-const minus = (text) => text.replaceAll("-", "−");
-
-function number(v, digits) {
-  const size = Math.abs(v);
-  if (size !== 0 && size < 1e-3) return minus(v.toExponential(2));
-  if (size >= 1e6) return `${short(v / 1e6, 4)}M`;
-  if (size >= 1e3) return Math.round(v).toLocaleString("en");
-  return minus(short(v, digits));
-}
-
-// As many decimals as tell one tick from the next.
-function tickLabel(v, step, unit) {
-  const scale = unit === "percent" ? 100 : 1;
-  const value = v * scale;
-  const suffix = unit === "percent" ? "%" : "";
-  if (Math.abs(value) < step * scale * 1e-6) return `0${suffix}`;
-  let decimals = 0;
-  for (let size = step * scale; decimals < 9; size *= 10, decimals++) {
-    if (size > 0.9 && Math.abs(size - Math.round(size)) < 1e-3 * size) break;
-  }
-  if (decimals > 4 && unit !== "ratio") return minus(Number(value.toPrecision(3)).toExponential());
-  if (Math.abs(value) >= 1e6) return minus(`${short(value / 1e6, 4)}M`);
-  if (Math.abs(value) >= 1e4) return minus(`${short(value / 1e3, 4)}k`);
-  return minus(value.toFixed(decimals)) + suffix;
-}
-
-function ticks(low, high, count) {
-  const raw = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw * 0.999) * power;
-  const list = [];
-  for (let i = Math.ceil(low / step - 1e-6); i * step <= high + step * 1e-6; i++)
-    list.push(i * step);
-  return { step, list };
-}
-
-function stepTicks(low, high, count) {
-  const found = ticks(low, Math.max(high, low + 1), Math.max(1, count));
-  if (found.step < 1)
-    return { step: 1, list: [low, high].filter((v, i, all) => all.indexOf(v) === i) };
-  return { step: found.step, list: found.list.filter(Number.isInteger) };
-}
-
-function smooth(values, weight) {
-  if (!weight) return values;
-  let sum = 0;
-  let mass = 0;
-  return values.map((v) => {
-    if (v == null) return null;
-    sum = weight * sum + (1 - weight) * v;
-    mass = weight * mass + (1 - weight);
-    return sum / mass;
-  });
-}
-
-// --- charts
 
 const GAP = 14; // on both sides of the line between two phases
 const CYCLE = ["blue", "pink", "teal", "orange", "violet", "green", "grey", "amber"];
+const RUNS = ["blue", "orange", "teal", "pink", "violet", "green", "amber", "grey"];
+const DASHES = ["", "6 3", "1.5 3", "9 3 1.5 3", "3 2"];
+const SHOWN_OF_SEQUENCE = 3; // of more lines a comparison names the first and the last
 const charts = [];
 let smoothing = 0;
 
-function colorOf(series, index, count) {
-  if (series.color === "sequence") {
-    const share = count > 1 ? (100 * index) / (count - 1) : 100;
-    return `color-mix(in oklab, var(--shade-to) ${share}%, var(--shade-from))`;
+const runColor = (index) => `var(--${RUNS[index % RUNS.length]})`;
+
+// Of one run each line has its colour. Of several, the colour tells the run and the dashes, or in a
+// sequence the shade, the line.
+function paintOf(series, index, count) {
+  const share = count > 1 ? (100 * index) / (count - 1) : 100;
+  if (comparing) {
+    const color = runColor(series.run);
+    return series.color === "sequence"
+      ? `color-mix(in oklab, ${color} ${30 + 0.7 * share}%, var(--surface))`
+      : color;
   }
-  return `var(--${series.color === "cycle" ? CYCLE[index % CYCLE.length] : series.color})`;
+  if (series.color === "sequence")
+    return `color-mix(in oklab, var(--shade-to) ${share}%, var(--shade-from))`;
+  return ownPaint(series, index);
+}
+
+const ownPaint = (series, index) =>
+  `var(--${series.color === "cycle" ? CYCLE[index % CYCLE.length] : series.color})`;
+
+function dashOf(series, index) {
+  return comparing && series.color !== "sequence" ? DASHES[index % DASHES.length] : "";
+}
+
+// The names of the curves with what they read; in a comparison, a line of them per run.
+function legendOf(figure, labels, stack) {
+  const runs = [...new Set(figure.series.map((s) => s.run))];
+  const sequence = figure.series[0].color === "sequence" && labels.length > SHOWN_OF_SEQUENCE;
+  const ends = [labels[0], labels[labels.length - 1]];
+  const keys = [];
+  const rows = runs.map((run) => {
+    const row = make("div", { class: "legend" });
+    const name = report.runs[run].name;
+    const lines = labels.filter((label) => !comparing || !sequence || ends.includes(label));
+    if (comparing && labels.length > 1) {
+      const style = `--color: ${runColor(run)}`;
+      row.append(make("span", { class: "of", style }, name));
+    }
+    for (const label of lines) {
+      const series = figure.series.find((s) => s.label === label && s.run === run);
+      if (!series) continue;
+      const value = make("b");
+      const named = labels.length > 1 || stack || label === "mean";
+      const shown = comparing && labels.length === 1 ? name : named ? label : "";
+      const style = `--color: ${series.paint}`;
+      const sign = comparing && !stack && labels.length > 1 ? sample(series) : null;
+      const key = make("span", { class: sign ? "key drawn" : "key", style });
+      key.append(...[sign, shown ? `${shown} ` : "", value].filter((part) => part != null));
+      keys.push({ run, label, value });
+      row.append(key);
+    }
+    return row;
+  });
+  return { rows, keys };
+}
+
+function sample(series) {
+  const svg = document.createElementNS(NS, "svg");
+  svg.setAttribute("viewBox", "0 0 24 8");
+  const line = { class: "curve", x1: 0, x2: 24, y1: 4, y2: 4, "stroke-dasharray": series.dash };
+  draw("line", { ...line, style: `stroke: ${series.paint}` }, svg);
+  return svg;
 }
 
 function nearest(x, step) {
@@ -117,20 +86,17 @@ function nearest(x, step) {
 // A chart knows its size only on the page: build the frame now, `layout` draws into it.
 function chart(figure) {
   const stack = figure.kind === "stack";
-  const labels = [...new Set(figure.series.map((s) => s.label))];
-  for (const s of figure.series) s.paint = colorOf(s, labels.indexOf(s.label), labels.length);
+  const labels = figure.labels || [...new Set(figure.series.map((s) => s.label))];
+  for (const s of figure.series) {
+    const index = labels.indexOf(s.label);
+    s.paint = stack ? ownPaint(s, index) : paintOf(s, index, labels.length);
+    s.dash = stack ? "" : dashOf(s, index);
+  }
   const at = make("span", { class: "at" });
-  const keys = labels.map((label) => {
-    const value = make("b");
-    const name = labels.length > 1 || stack || label === "mean" ? `${label} ` : "";
-    const paint = figure.series.find((s) => s.label === label).paint;
-    const key = make("span", { class: "key", style: `--color: ${paint}` }, name, value);
-    return { label, key, value };
-  });
+  const { rows, keys } = legendOf(figure, labels, stack);
   const total = make("b");
-  const legend = make("div", { class: "legend" }, ...keys.map((k) => k.key));
   if (stack && labels.length > 1 && figure.unit !== "percent")
-    legend.append(make("span", {}, "total ", total));
+    rows[0].append(make("span", {}, "total ", total));
   const svg = document.createElementNS(NS, "svg");
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", figure.title);
@@ -140,7 +106,7 @@ function chart(figure) {
     { class: `${single} ${figure.wide ? "wide" : ""}` },
     make("div", { class: "top" }, make("h3", {}, figure.title), at),
     figure.note ? make("p", { class: "note" }, figure.note) : null,
-    legend,
+    ...rows,
     svg,
   );
 
@@ -148,9 +114,13 @@ function chart(figure) {
   let dots = [];
   let cross;
   let y;
+  let width;
+
+  function measure() {
+    width = Math.max(240, Math.round(svg.getBoundingClientRect().width));
+  }
 
   function layout() {
-    const width = Math.max(240, Math.round(svg.getBoundingClientRect().width));
     const height = 200;
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -191,7 +161,7 @@ function chart(figure) {
     let values = figure.series
       .flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])])
       .filter((v) => v != null);
-    if (stack) values = totals();
+    if (stack) values = figure.top == null ? totals() : [figure.top];
     let low = values.reduce((a, b) => Math.min(a, b), Infinity);
     let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!values.length) [low, high] = [0, 1];
@@ -217,7 +187,7 @@ function chart(figure) {
     const shares = figure.phases.length > 1 ? [0.3, 0.7] : [1];
     let left = box.left;
     return figure.phases.map((phase, i) => {
-      const { from, to, title } = run.phases[phase];
+      const { from, to, title } = report.phases[phase];
       const right = left + shares[i] * (box.right - box.left);
       const part = {
         phase,
@@ -280,7 +250,7 @@ function chart(figure) {
   }
 
   function drawSeries(s) {
-    const style = `stroke: ${s.paint}`;
+    const style = `stroke: ${s.paint}; stroke-dasharray: ${s.dash || "none"}`;
     if (s.low) {
       const known = s.x.map((_, i) => i).filter((i) => s.low[i] != null && s.high[i] != null);
       const corner = (values) => (i) =>
@@ -291,7 +261,7 @@ function chart(figure) {
     if (smoothing) draw("path", { class: "curve raw", d: path(s, s.y), style }, svg);
     draw("path", { class: "curve", d: path(s, s.shown), style }, svg);
     // Few measurements: show where they are.
-    if (s.x.length <= 40) {
+    if (s.x.length <= (comparing ? 15 : 40)) {
       s.x.forEach((step, i) => {
         if (s.shown[i] == null) return;
         draw(
@@ -341,11 +311,15 @@ function chart(figure) {
       const dot = dots[index];
       if (dot) dot.style.visibility = "hidden";
       if (s.phase !== reading) return;
+      const steps = report.runs[s.run].phases[s.phase];
+      // A run that was shorter than another has nothing to read beyond its end.
+      if (step != null && (step > steps.to + 0.5 || step < steps.from - 0.5)) return;
       const i = step == null ? s.x.length - 1 : nearest(s.x, step);
       let text = format(s.shown[i], figure.unit);
       if (s.low && s.low[i] != null)
         text += `  (${format(s.low[i], figure.unit)} – ${format(s.high[i], figure.unit)})`;
-      keys.find((k) => k.label === s.label).value.textContent = text;
+      const key = keys.find((k) => k.label === s.label && k.run === s.run);
+      if (key) key.value.textContent = text;
       sum += s.shown[i] || 0;
       if (place == null || Math.abs(s.x[i] - step) < Math.abs(place - step)) place = s.x[i];
       if (step == null || !dot || s.shown[i] == null) return;
@@ -354,8 +328,9 @@ function chart(figure) {
       dot.style.visibility = "visible";
     });
     total.textContent = format(sum, figure.unit);
-    const name = figure.phases.length > 1 ? `${run.phases[reading].title} ` : "";
+    const name = figure.phases.length > 1 ? `${report.phases[reading].title} ` : "";
     at.textContent = place == null ? "" : `${name}step ${place.toLocaleString("en")}`;
+    if (step == null && comparing) at.textContent = `${name}at the end`;
     cross.style.visibility = step == null ? "hidden" : "visible";
     if (step == null || place == null) return;
     const x = parts.find((part) => part.phase === reading).x(place);
@@ -373,7 +348,7 @@ function chart(figure) {
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
   svg.addEventListener("pointerleave", () => readAll(null, null));
-  charts.push({ node, layout, show });
+  charts.push({ node, measure, layout, show });
   return node;
 }
 
@@ -388,6 +363,8 @@ function readAll(phase, step) {
 }
 
 function layoutAll() {
+  // All sizes first: one asked for after a drawing makes the browser lay out the page again.
+  for (const c of charts) c.measure();
   for (const c of charts) c.layout();
   readAll(null, null);
 }

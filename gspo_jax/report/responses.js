@@ -3,12 +3,25 @@
 const PER_PAGE = 10;
 
 function responses() {
-  const { total, groups } = JSON.parse(document.getElementById("rollouts").textContent);
+  const { total, groups, colors } = JSON.parse(document.getElementById("rollouts").textContent);
   const rewards = groups.flatMap((g) => g.samples.map((s) => s.reward)).filter((r) => r != null);
   const low = rewards.reduce((a, b) => Math.min(a, b), Infinity);
   const high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
   const count = groups.reduce((sum, g) => sum + g.samples.length, 0);
-  const state = { step: "", kind: "", reward: "", clip: "", order: "new", query: "", page: 0 };
+  const state = {
+    run: "",
+    step: "",
+    kind: "",
+    reward: "",
+    shortest: "",
+    longest: "",
+    clip: "",
+    ending: "",
+    order: "new",
+    tokens: "plain",
+    query: "",
+    page: 0,
+  };
 
   function grade(reward) {
     if (reward == null) return "mid";
@@ -30,14 +43,14 @@ function responses() {
   function keeps() {
     const query = state.query.toLowerCase();
     const [from, to] = state.reward ? state.reward.split(",").map(Number) : [-Infinity, Infinity];
+    const shortest = state.shortest === "" ? null : Number(state.shortest);
+    const longest = state.longest === "" ? null : Number(state.longest);
     return (group, sample) =>
       (!state.reward || (sample.reward >= from && sample.reward <= to)) &&
-      (!state.clip ||
-        (state.clip === "truncated"
-          ? sample.truncated
-          : state.clip === "clipped"
-            ? sample.clipped
-            : sample.clipped === false)) &&
+      (shortest == null || sample.length >= shortest) &&
+      (longest == null || sample.length <= longest) &&
+      (!state.clip || sample.clipped === (state.clip === "clipped")) &&
+      (!state.ending || Boolean(sample.truncated) === (state.ending === "truncated")) &&
       (!query ||
         sample.response.toLowerCase().includes(query) ||
         group.prompt.toLowerCase().includes(query));
@@ -50,6 +63,7 @@ function responses() {
     const keep = keeps();
     const found = [];
     for (const group of groups) {
+      if (state.run && group.run !== Number(state.run)) continue;
       if (state.step && `${group.phase} ${group.step}` !== state.step) continue;
       if (state.kind && group.eval !== (state.kind === "eval")) continue;
       const samples = group.samples.filter((sample) => keep(group, sample));
@@ -75,16 +89,26 @@ function responses() {
   }
 
   function sampleNode(sample) {
-    const pre = text(make("pre"), sample.response || " ");
+    const pre = make("pre");
     const body = make("div", { class: "body" }, pre);
-    if (sample.response.length > 420 || sample.response.split("\n").length > 5) {
+    const tokens = state.tokens === "colored" ? tokensOf(sample, colors.unit) : null;
+    const fill = (limit) => {
+      pre.replaceChildren();
+      if (tokens) drawTokens(pre, tokens, colors.scale, limit);
+      else text(pre, sample.response || " ");
+    };
+    const long = sample.response.length > 420 || sample.response.split("\n").length > 5;
+    fill(long ? TOKENS_FIRST : Infinity);
+    if (long) {
       pre.className = "folded";
       const more = make(
         "button",
         {
           class: "more",
           onclick: () => {
-            more.textContent = pre.classList.toggle("folded") ? "Show all" : "Show less";
+            const folded = pre.classList.toggle("folded");
+            more.textContent = folded ? "Show all" : "Show less";
+            fill(folded ? TOKENS_FIRST : Infinity);
           },
         },
         "Show all",
@@ -110,7 +134,9 @@ function responses() {
     return make("div", { class: "sample" }, pill, body, ...cells, flag);
   }
 
-  const stepName = ({ phase, step }) => `${run.phases[phase]?.title || "Evaluation"} step ${step}`;
+  const stepName = ({ phase, step }) =>
+    `${report.phases[phase]?.title || "Evaluation"} step ${step}`;
+  const runName = (group) => report.runs[group.run].name;
   const signed = (v) => `${v < 0 ? "−" : "+"}${Math.abs(v).toFixed(2)}`;
 
   function titles() {
@@ -142,6 +168,9 @@ function responses() {
         make(
           "div",
           { class: "line" },
+          comparing
+            ? make("span", { class: "of", style: `--color: ${runColor(group.run)}` }, runName(group))
+            : null,
           make("span", { class: `chip ${group.phase}` }, stepName(group)),
           make(
             "span",
@@ -168,6 +197,7 @@ function responses() {
     { name: "length", label: "tokens", show: (v) => v.toLocaleString("en") },
     { name: "ratio", label: "ratio", show: (v) => v.toFixed(5) },
   ].filter(({ name }) => groups.some((g) => g.samples.some((s) => s[name] != null)));
+  const legend = tokenLegend(colors);
   const list = make("div", { style: `--facts: repeat(${columns.length}, 82px)` });
   const bars = [pager(), pager()];
 
@@ -195,6 +225,7 @@ function responses() {
     const pages = Math.max(1, Math.ceil(found.length / PER_PAGE));
     state.page = Math.min(Math.max(0, state.page), pages - 1);
     const start = state.page * PER_PAGE;
+    legend.hidden = state.tokens === "plain";
     list.replaceChildren(...found.slice(start, start + PER_PAGE).map(groupNode));
     if (!found.length)
       list.append(make("p", { class: "empty" }, "No response matches these filters."));
@@ -214,7 +245,7 @@ function responses() {
       state[name] = event.target.value;
       state.page = 0;
       clearTimeout(timer);
-      timer = setTimeout(update, name === "query" ? 150 : 0);
+      timer = setTimeout(update, event.type === "input" ? 150 : 0);
     };
   }
 
@@ -227,10 +258,19 @@ function responses() {
     return make("label", {}, label, box);
   }
 
+  function bound(name, placeholder) {
+    const attributes = { type: "number", min: 0, name, placeholder, "aria-label": placeholder };
+    return make("input", { ...attributes, oninput: change(name) });
+  }
+
   const steps = [...new Map(groups.map((g) => [`${g.phase} ${g.step}`, g])).entries()].map(
     ([value, g]) => [value, stepName(g)],
   );
   const filters = [choice("Step", "step", [["", "all"], ...steps])];
+  if (comparing) {
+    const names = report.runs.map(({ name }, i) => [String(i), name]);
+    filters.unshift(choice("Run", "run", [["", "all"], ...names]));
+  }
   if (groups.some((g) => g.eval) && groups.some((g) => !g.eval)) {
     filters.push(
       choice("Problems", "kind", [
@@ -241,12 +281,29 @@ function responses() {
     );
   }
   filters.push(choice("Reward", "reward", [["", "any"], ...rewardChoices()]));
-  const flags = [["", "any"]];
   const has = (test) => groups.some((g) => g.samples.some(test));
-  if (has((s) => s.clipped != null))
-    flags.push(["clipped", "clipped"], ["unclipped", "not clipped"]);
-  if (has((s) => s.truncated)) flags.push(["truncated", "truncated"]);
-  if (flags.length > 1) filters.push(choice("Clipping", "clip", flags));
+  if (has((s) => s.length != null)) {
+    const both = [bound("shortest", "fewest"), "–", bound("longest", "most")];
+    filters.push(
+      make("div", { class: "filter" }, "Tokens", make("div", { class: "range" }, ...both)),
+    );
+  }
+  if (has((s) => s.clipped != null)) {
+    const states = [
+      ["", "any"],
+      ["clipped", "clipped"],
+      ["unclipped", "not clipped"],
+    ];
+    filters.push(choice("Clipping", "clip", states));
+  }
+  if (has((s) => s.truncated)) {
+    const states = [
+      ["", "any"],
+      ["truncated", "truncated"],
+      ["whole", "not truncated"],
+    ];
+    filters.push(choice("End", "ending", states));
+  }
   filters.push(
     choice("Order", "order", [
       ["new", "latest first"],
@@ -255,12 +312,19 @@ function responses() {
       ["high", "highest reward"],
     ]),
   );
+  if (colors.colored) {
+    const ways = [
+      ["plain", "plain"],
+      ["colored", "coloured by log-ratio"],
+    ];
+    filters.push(choice("Text", "tokens", ways));
+  }
   filters.push(
     make(
       "label",
       { class: "search" },
-      "Text in prompt or response",
-      make("input", { type: "search", oninput: change("query") }),
+      "Prompt or response contains",
+      make("input", { type: "search", name: "query", oninput: change("query") }),
     ),
   );
   const kept =
@@ -279,7 +343,7 @@ function responses() {
     ),
     count ? make("div", { class: "filters" }, ...filters) : null,
     ...(count
-      ? [bars[0].node, list, bars[1].node]
+      ? [legend, bars[0].node, list, bars[1].node, tokenTip(list)]
       : [make("p", { class: "empty" }, "No responses were dumped.")]),
   );
 }
