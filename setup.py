@@ -38,6 +38,8 @@ setuptools.setup(
   extras_require={
     "tpu": ["jax[tpu]>=0.10.2"],  # to run on TPU, and to compile for one without it (aot)
     "cuda": ["jax[cuda13]>=0.10.2"],
+    "gcs": ["etils[epath-gcs]>=1.14.0"],  # gs:// paths
+    "wandb": ["wandb>=0.22.0"],  # --config.wandb=PROJECT
     "test": [
       "pytest>=8.4.0",
       "chex>=0.1.92",  # comparisons of pytrees

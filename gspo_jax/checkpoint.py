@@ -20,12 +20,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from gspo_jax.mirror import Mirror
+
 SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  directory: str  # local or gs://..., seen by all hosts; "": workdir/checkpoints
+  directory: str  # local or gs://..., seen by all hosts (mirror.py); "": workdir/checkpoints
   every: int  # iterations (rl) or updates (sft) between checkpoints
   keep: int  # how many of the newest are kept
   keep_every: int  # checkpoints of steps that this divides are kept as well; 0: none
@@ -55,9 +57,10 @@ class _Manager(ocp.CheckpointManager):
 class Checkpointer:
   """One phase's checkpoints, written while training goes on."""
 
-  def __init__(self, directory: str | Path, config: CheckpointConfig):
-    self.directory = epath.Path(directory)
+  def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
+    self.directory = config.of(workdir, phase)
     self._best = config.best
+    self._mirror = Mirror(workdir, config.directory)
     if jax.process_index() == 0:
       set_aside_damaged(self.directory)
     _barrier("damaged checkpoints are set aside")
@@ -133,6 +136,7 @@ class Checkpointer:
     step, begun = self._saving
     self._seconds = time.perf_counter() - begun
     if jax.process_index() == 0:
+      self._mirror.copy()
       unfinished = [path for path in self.directory.iterdir() if _begins(path.name, step)]
       for path in unfinished:
         (path / SIZES).write_text(json.dumps(_sizes(path)))

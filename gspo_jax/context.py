@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from gspo_jax import data, metrics, rewards, sharding, tokenizer
 from gspo_jax.checkpoint import abstract
 from gspo_jax.config import RunConfig
 from gspo_jax.evaluate import Benchmark, BenchmarkConfig, Evaluator, choose
+from gspo_jax.mirror import Mirror
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.rewards import environments
@@ -108,6 +110,8 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
   transformer.shardings(config.model, sharding.TRAIN, mesh)
+  if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
+    sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
   with (
     jax.set_mesh(mesh),
     _open_scorers(config) as scorers,

@@ -25,7 +25,7 @@ def run(context: Context) -> Any:
     context.train_prompts, context.tokenizer, c.sft.max_tokens, c.data.on_error
   )
   batches = data.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
-  checkpoints = Checkpointer(c.checkpoint.of(context.workdir, "sft"), c.checkpoint)
+  checkpoints = Checkpointer(context.workdir, "sft", c.checkpoint)
 
   done = checkpoints.latest()
   if done is None:
@@ -90,7 +90,7 @@ def params_after(context: Context) -> Any:
   # The first process may have begun to write while another one still looks: its answer counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return None
-  checkpoints = Checkpointer(directory, c.checkpoint)
+  checkpoints = Checkpointer(context.workdir, "sft", c.checkpoint)
   if checkpoints.latest() != c.sft.steps:
     return None
   tx = optimizer.make(c.sft_optimizer, c.sft.steps)

@@ -78,7 +78,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
     QuerySet(c.data.query_set),
     partial.InFlight(),
   )
-  checkpoints = Checkpointer(c.checkpoint.of(context.workdir, "rl"), c.checkpoint)
+  checkpoints = Checkpointer(context.workdir, "rl", c.checkpoint)
 
   done = checkpoints.latest()
   if done is None:

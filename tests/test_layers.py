@@ -19,10 +19,11 @@ ARROWS = {
   "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
   " train_step",
   "failures": "checkpoint sharding structs",
+  "checkpoint": "mirror",
   "metrics": "tracking",
   "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
-  "context": "checkpoint config data evaluate metrics models rewards sampling sharding structs"
-  " tokenizer",
+  "context": "checkpoint config data evaluate metrics mirror models rewards sampling sharding"
+  " structs tokenizer",
   "config": "alarms checkpoint data evaluate failures models optimizer rewards sampling sharding"
   " train_step",
   "aot": "aot_programs config hlo_costs models roofline sharding structs",

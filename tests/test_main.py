@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 
 import pytest
 from runs import ROOT, SMALL, figures, rows, rows_of, run, run_until
@@ -12,7 +14,7 @@ from runs import ROOT, SMALL, figures, rows, rows_of, run, run_until
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
-  stderr = run(workdir, *SMALL)
+  stderr = run(workdir, *SMALL, "profile=3")
   return workdir, stderr
 
 
@@ -26,7 +28,33 @@ def test_a_run_leaves_everything_in_its_directory(finished):
   assert {p.name for p in (workdir / "checkpoints" / "rl").iterdir()} == {"6", "8"}
   record = json.loads((workdir / "rollouts" / "rl_000004.jsonl").read_text().splitlines()[0])
   assert {"prompt", "response", "answer", "reward", "advantage", "length"} <= record.keys()
+  assert {"ratio", "clipped", "tokens", "log_ratio"} <= record.keys()
+  assert len(record["tokens"]) == len(record["log_ratio"]) == record["length"]
+  assert any(record["log_ratio"]) and 0.5 < record["ratio"] < 2
   assert "reward" in stderr and "tokens/s" in stderr and "left" in stderr
+  assert list((workdir / "profile").rglob("*.xplane.pb"))  # profile=3
+
+
+def test_it_says_what_it_was_made_with(finished):
+  workdir, stderr = finished
+  made = json.loads((workdir / "config.json").read_text())["provenance"]
+  assert {"python", "jax", "flax", "optax", "orbax-checkpoint", "numpy"} <= made["versions"].keys()
+  assert "gspo_jax/main.py" in made["command"] and "--config.profile=3" in made["command"]
+  head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+  assert made["commit"] == (head.stdout.strip() or None)
+  assert "config rl.prompts: 64 -> 8\n" in stderr and "config profile: 0 -> 3\n" in stderr
+  assert "config rl.minibatches" not in stderr  # as in the file
+
+
+def test_its_metrics_tell_what_it_cost(finished):
+  for row in rows_of(finished[0], "rl")[1:]:
+    assert {f"time/{stage}" for stage in ("sample", "score", "logp", "update", "publish")} <= set(
+      row
+    )
+    assert row["flops_per_second/update"] > 0 and 0.1 < row["memory/host_peak_gib"] < 64
+    assert row["updates_skipped"] == 0 and "mfu/update" not in row  # no peak is known of a CPU
+  later = rows_of(finished[0], "rl")[3:]
+  assert any("time/save" in row for row in later) and any("checkpoint/seconds" in r for r in later)
 
 
 def test_its_metrics_show_that_it_is_off_policy(finished):
@@ -140,6 +168,18 @@ def test_an_evaluation_job_of_several_benchmarks(tmp_path):
   assert again["time/eval/aime24/sample"] == row["time/eval/aime24/sample"]
   assert figures(tmp_path / "run") == [{k: v for k, v in row.items() if not k.startswith("time/")}]
   assert (tmp_path / "run" / "rollouts" / "eval_000000.jsonl").read_text() == responses
+
+
+def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
+  """The finished run, as if an older version had made it: nothing is left to do."""
+  workdir = tmp_path / "copy"
+  shutil.copytree(finished[0], workdir)
+  config = json.loads((workdir / "config.json").read_text())
+  config["provenance"]["versions"]["jax"] = "0.4.1"
+  (workdir / "config.json").write_text(json.dumps(config))
+  stderr = run(workdir, *SMALL, "profile=3")
+  assert re.search(r"warning: this run was begun with another jax: 0\.4\.1 -> \d", stderr)
+  assert figures(workdir) == figures(finished[0])
 
 
 def test_a_directory_of_another_configuration_is_refused(finished):

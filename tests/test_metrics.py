@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import sys
+import types
 
 import flax.struct
 import jax
@@ -116,6 +118,53 @@ def test_tensorboard_gets_phase_and_key_at_step(tmp_path):
     ("eval/accuracy", 8, 0.5),
     ("rl/reward/mean", 8, 1.0),
   }
+
+
+class Wandb(types.ModuleType):
+  """Stands in for the package: it needs an account, or an hour of patience offline."""
+
+  def __init__(self):
+    super().__init__("wandb")
+    self.logged, self.settings, self.axes, self.finished = [], {}, {}, 0
+
+  def init(self, **settings):
+    self.settings = settings
+    return self
+
+  def define_metric(self, name, step_metric):
+    self.axes[name] = step_metric
+
+  def log(self, row):
+    self.logged.append(row)
+
+  def finish(self):
+    self.finished += 1
+
+
+def test_weights_and_biases_gets_the_rows_with_the_step_of_their_phase(tmp_path, monkeypatch):
+  stub = Wandb()
+  monkeypatch.setitem(sys.modules, "wandb", stub)
+  options = dict(wandb="project", config={"seed": 0})
+  with metrics.Writer(tmp_path / "run", **options) as writer:
+    writer.write({"phase": "sft", "step": 8, "loss": 1.5})
+    writer.write({"phase": "rl", "step": 1, "loss": math.nan, "reward/mean": 0.5})
+  assert stub.logged == [
+    {"sft/step": 8, "sft/loss": 1.5},
+    {"rl/step": 1, "rl/reward/mean": 0.5},
+  ]
+  assert stub.axes["rl/*"] == "rl/step" and stub.finished == 1
+  first = stub.settings
+  assert (first["project"], first["config"], first["name"]) == ("project", {"seed": 0}, "run")
+  metrics.Writer(tmp_path / "run", **options).close()
+  assert stub.settings["id"] == first["id"] and stub.settings["resume"] == "allow"
+  metrics.Writer(tmp_path / "other" / "run", **options).close()
+  assert stub.settings["id"] != first["id"]
+
+
+def test_weights_and_biases_that_is_not_installed_says_how(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with pytest.raises(ValueError, match=r"wandb=project.*pip install 'gspo-jax\[wandb\]'"):
+    metrics.Writer(tmp_path, wandb="project")
 
 
 def test_an_inactive_writer_touches_nothing(tmp_path):

@@ -7,9 +7,11 @@ localhost with Gloo, and does it once more itself. So does the whole job.
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import chex
@@ -23,6 +25,7 @@ from gspo_jax import sharding, train_step
 from gspo_jax.context import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_moe
+from gspo_jax.preemption import EXIT_CODE
 from gspo_jax.sampling import generate
 from gspo_jax.structs import TrainBatch
 
@@ -129,8 +132,8 @@ def free_port():
     return s.getsockname()[1]
 
 
-def on_two_processes(command, devices, timeout=240):
-  """Runs `command(process)` twice at once, connected; returns both outputs."""
+def start_two_processes(command, devices):
+  """Starts `command(process)` twice, connected."""
   shared = dict(
     JAX_PLATFORMS="cpu",
     JAX_NUM_CPU_DEVICES=str(devices),
@@ -139,13 +142,18 @@ def on_two_processes(command, devices, timeout=240):
     JAX_NUM_PROCESSES="2",
     PYTHONPATH=str(ROOT),
   )
-  processes = [
+  return [
     subprocess.Popen(
       command(i), cwd=ROOT, env=os.environ | shared | dict(JAX_PROCESS_ID=str(i)),
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
     for i in range(2)
   ]  # fmt: skip
+
+
+def on_two_processes(command, devices, timeout=240):
+  """Runs `command(process)` twice at once, connected; returns both outputs."""
+  processes = start_two_processes(command, devices)
   try:
     outputs = [p.communicate(timeout=timeout)[0] for p in processes]
   finally:
@@ -240,13 +248,23 @@ def checkpoint(workdir):
     return reader.restore(path, restore_args=whole)
 
 
+def same_rollouts(two, one):
+  """Equal but for the ratios, which are as near as log-probabilities are."""
+  ours, theirs = ([json.loads(x) for x in p.read_text().splitlines()] for p in (two, one))
+  for got, expected in zip(ours, theirs, strict=True):
+    for name in ("ratio", "log_ratio"):
+      if name in expected:
+        assert got.pop(name) == pytest.approx(expected.pop(name), abs=1e-3)
+    assert got == expected
+
+
 def same_run(two, one):
   assert [r["step"] for r in rows(one)] == [0, 1, 2]
   assert {"router/volatility/sampler", "minibatch/1/router/volatility/mean"} <= rows(one)[1].keys()
   for got, expected in zip(rows(two), rows(one), strict=True):
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
   for name in ("eval_000002.jsonl", "rl_000002.jsonl"):
-    assert (two / "rollouts" / name).read_text() == (one / "rollouts" / name).read_text()
+    same_rollouts(two / "rollouts" / name, one / "rollouts" / name)
   assert (two / "report.html").exists()
   chex.assert_trees_all_close(checkpoint(two), checkpoint(one), atol=1e-6, rtol=1e-3)
 
@@ -257,10 +275,44 @@ def test_the_job_on_two_processes_is_the_job_on_one(job_on_one_process, tmp_path
   same_run(tmp_path, job_on_one_process)
 
 
+def interrupted(workdir, how, seen):
+  """Runs the job, sends a signal to its second process once `seen`; returns codes and outputs."""
+  processes = start_two_processes(lambda i: job(workdir), devices=2)
+  try:
+    deadline = time.monotonic() + 200
+    while not seen():
+      assert all(p.poll() is None for p in processes), processes[0].communicate()[0][-3000:]
+      assert time.monotonic() < deadline
+      time.sleep(0.01)
+    processes[1].send_signal(how)
+    if how == signal.SIGKILL:
+      processes[1].wait(60)
+      processes[0].kill()  # as a cluster does; by itself it would wait for the other one
+    outputs = [p.communicate(timeout=100)[0] for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  return [p.returncode for p in processes], outputs
+
+
+def saved(workdir, step):
+  return (workdir / "checkpoints" / "rl" / str(step)).exists()
+
+
+def test_a_notice_to_one_process_stops_both_at_the_same_step(job_on_one_process, tmp_path):
+  """While they sample for the first iteration: no checkpoint is due there."""
+  begun = lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) > 0  # noqa: E731
+  codes, outputs = interrupted(tmp_path, signal.SIGTERM, begun)
+  assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(o[-3000:] for o in outputs)
+  assert all("the same command continues" in output for output in outputs)
+  on_two_processes(lambda i: job(tmp_path), devices=2)
+  same_run(tmp_path, job_on_one_process)
+
+
 @pytest.mark.slow
-def test_two_processes_go_on_from_their_checkpoint(job_on_one_process, tmp_path):
-  on_two_processes(lambda i: job(tmp_path, "rl.iterations=1"), devices=2)
-  on_two_processes(lambda i: job(tmp_path, "resume=force"), devices=2)
+def test_one_of_two_processes_is_killed_and_both_start_again(job_on_one_process, tmp_path):
+  interrupted(tmp_path, signal.SIGKILL, lambda: saved(tmp_path, 1))
+  on_two_processes(lambda i: job(tmp_path), devices=2)
   same_run(tmp_path, job_on_one_process)
 
 

@@ -1,0 +1,64 @@
+"""The story of a run, kept beside its checkpoints where those have a directory of their own.
+
+On a preemptible machine the workdir is lost with the disk. What is in it, but for checkpoints and
+what only that machine needs, is copied before a checkpoint is completed: a run that is started with
+the same `checkpoint.directory` and an empty workdir goes on as if it were the old one.
+"""
+
+from pathlib import Path
+
+from etils import epath
+
+FOLDER = "workdir"  # of checkpoint.directory
+LEFT_OUT = ("checkpoints", "failures", "profile")
+
+
+class Mirror:
+  """Copies what is new or has changed since the last copy."""
+
+  def __init__(self, workdir: str | Path, directory: str):
+    self._workdir = epath.Path(workdir)
+    self._target = epath.Path(directory) / FOLDER if directory else None
+    self._copied: dict[str, tuple[int, float]] = {}
+
+  def back(self) -> bool:
+    """Fills a workdir that holds no run yet; whether there was anything to fill it with."""
+    config = self._workdir / "config.json"
+    if self._target is None or config.exists() or not (self._target / config.name).exists():
+      return False
+    names = [name for name in _files(self._target) if name != config.name]
+    for name in (*names, config.name):  # the one that says that a run is here comes last
+      _copy(self._target / name, self._workdir / name)
+    return True
+
+  def copy(self) -> None:
+    if self._target is None:
+      return
+    for name in _files(self._workdir):
+      stat = (self._workdir / name).stat()
+      seen = stat.length, stat.mtime
+      if self._copied.get(name) != seen:
+        _copy(self._workdir / name, self._target / name)
+        self._copied[name] = seen
+
+
+def _files(folder: epath.Path) -> list[str]:
+  """Paths of the files below, without those of `LEFT_OUT` and half-written ones."""
+  return [
+    path.relative_to(folder).as_posix()
+    for child in folder.iterdir()
+    if child.name not in LEFT_OUT
+    for path in _below(child)
+    if path.suffix != ".tmp"
+  ]
+
+
+def _below(path: epath.Path) -> list[epath.Path]:
+  if not path.is_dir():
+    return [path]
+  return [epath.Path(folder) / name for folder, _, names in path.walk() for name in names]
+
+
+def _copy(source: epath.Path, target: epath.Path) -> None:
+  target.parent.mkdir(parents=True, exist_ok=True)
+  source.copy(target, overwrite=True)
