@@ -84,12 +84,11 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
   if done is None:
     done, state = 0, new_state(start_params(), tx)
     pending = dict(phase="rl", step=0)  # where the curve starts: an evaluation
-    context.writer.truncate({"rl": -1})
   else:
     state, host = checkpoints.restore(done, abstract_state(c.model, context.mesh, tx))
     sampling.set_state(host["sampling"])
     pending = host["pending"]
-    context.writer.truncate({"rl": done})
+  context.writer.truncate({"rl": done if pending is None else done - 1})
   reference = start_params() if c.objective.kl_coef else None
   rollout_params = programs.publish(state.params)
 
