@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
-from gspo_jax.mirror import Mirror
+from gspo_jax.mirror import Mirror, files_below
 
 SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes
 
@@ -130,6 +130,8 @@ class Checkpointer:
     """Waits until everything is on disk."""
     self._manager.wait_until_finished()
     self._manager.close()
+    if jax.process_index() == 0:
+      self._mirror.copy()  # with the last report
 
   def _written(self) -> None:
     """All files of a checkpoint are there; next comes the rename that makes it one."""
@@ -159,7 +161,9 @@ def set_aside_damaged(directory: epath.Path) -> list[int]:
   if not directory.exists():
     return []
   damaged = []
-  for step in sorted((int(p.name) for p in directory.iterdir() if p.name.isdigit()), reverse=True):
+  paths = [path for path in directory.iterdir() if path.name.isdigit()]
+  whole = [path for path in paths if ocp.utils.is_checkpoint_finalized(path)]  # by the file on gs://
+  for step in sorted((int(path.name) for path in whole), reverse=True):
     path = directory / str(step)
     wrong = _wrong_file(path)
     if wrong is None:
@@ -189,13 +193,8 @@ def _wrong_file(path: epath.Path) -> str | None:
 
 def _sizes(path: epath.Path) -> dict[str, int]:
   """Sizes of the files of both items; Orbax goes on writing beside them."""
-  files = [
-    epath.Path(folder) / name
-    for item in ("state", "host")
-    for folder, _, names in (path / item).walk()
-    for name in names
-  ]
-  return {f.relative_to(path).as_posix(): f.stat().length for f in sorted(files)}
+  files = [file for item in ("state", "host") for file in files_below(path / item)]
+  return {file.relative_to(path).as_posix(): file.stat().length for file in files}
 
 
 def _begins(name: str, step: int) -> bool:

@@ -5,6 +5,7 @@ what only that machine needs, is copied before a checkpoint is completed: a run 
 the same `checkpoint.directory` and an empty workdir goes on as if it were the old one.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from etils import epath
@@ -44,19 +45,20 @@ class Mirror:
 
 def _files(folder: epath.Path) -> list[str]:
   """Paths of the files below, without those of `LEFT_OUT` and half-written ones."""
-  return [
-    path.relative_to(folder).as_posix()
-    for child in folder.iterdir()
-    if child.name not in LEFT_OUT
-    for path in _below(child)
-    if path.suffix != ".tmp"
-  ]
+  left_out = [folder / name for name in LEFT_OUT]
+  found = [p for p in files_below(folder, left_out) if p.suffix != ".tmp"]
+  return [path.relative_to(folder).as_posix() for path in found]
 
 
-def _below(path: epath.Path) -> list[epath.Path]:
-  if not path.is_dir():
-    return [path]
-  return [epath.Path(folder) / name for folder, _, names in path.walk() for name in names]
+def files_below(folder: epath.Path, left_out: Sequence[epath.Path] = ()) -> Iterator[epath.Path]:
+  """All files in a directory and those under it. (On gs://, `epath.Path.walk` loses the scheme.)"""
+  for path in sorted(folder.iterdir()):
+    if path in left_out:
+      continue
+    if path.is_dir():
+      yield from files_below(path)
+    else:
+      yield path
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
