@@ -162,7 +162,9 @@ def set_aside_damaged(directory: epath.Path) -> list[int]:
     return []
   damaged = []
   paths = [path for path in directory.iterdir() if path.name.isdigit()]
-  whole = [path for path in paths if ocp.utils.is_checkpoint_finalized(path)]  # by the file on gs://
+  whole = [
+    path for path in paths if ocp.utils.is_checkpoint_finalized(path)
+  ]  # by the file on gs://
   for step in sorted((int(path.name) for path in whole), reverse=True):
     path = directory / str(step)
     wrong = _wrong_file(path)
@@ -222,7 +224,7 @@ def save_state(directory: str | Path, state: Any) -> None:
 
 def restore_state(directory: str | Path, like: Any) -> Any:
   with ocp.StandardCheckpointer() as reader:
-    return reader.restore(epath.Path(directory), like)
+    return reader.restore(epath.Path(directory).absolute(), like)
 
 
 def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:

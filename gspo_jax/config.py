@@ -13,7 +13,6 @@ from gspo_jax.alarms import AlarmConfig
 from gspo_jax.checkpoint import CheckpointConfig
 from gspo_jax.data import DataConfig
 from gspo_jax.evaluate import EvalConfig
-from gspo_jax.failures import ON_NONFINITE
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.optimizer import OptimizerConfig
 from gspo_jax.rewards import RewardConfig
@@ -86,7 +85,8 @@ class RunConfig:
     _require(self.job in JOBS, f"job={self.job!r} is not one of {', '.join(JOBS)}")
     _require(self.resume in ("same", "force"), f"resume={self.resume!r} is not same or force")
     _require(
-      self.on_nonfinite in ON_NONFINITE, f"on_nonfinite={self.on_nonfinite!r} is not stop or skip"
+      self.on_nonfinite in ("stop", "skip"),
+      f"on_nonfinite={self.on_nonfinite!r} is not stop or skip",
     )
     rl, rows = self.rl, self.rl.prompts * self.rl.group_size
     _require(

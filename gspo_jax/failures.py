@@ -1,10 +1,12 @@
 """NaN and infinity: they stop the run, and leave enough behind to see it happen again.
 
-`<workdir>/failures/<phase>_<step>/` holds the training state and the mini-batches that it met.
-`python -m gspo_jax.replay <that directory>` makes the updates again and says where it comes from.
+`failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, holds the training state,
+the mini-batches that it met, and the configuration. `python -m gspo_jax.replay <that directory>`
+makes the updates again and says where it comes from.
 """
 
 import collections
+import dataclasses
 import json
 import math
 import numbers
@@ -15,11 +17,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from gspo_jax import checkpoint, sharding
+from gspo_jax.context import Context
 from gspo_jax.structs import TrainBatch, TrainState
 
-ON_NONFINITE = ("stop", "skip")
+ABOUT = "failure.json"
 
 
 class NonFiniteError(ArithmeticError):
@@ -37,16 +41,13 @@ class Guard:
   that followed: the state is still the one that the offending batch met.
 
   Args:
-    on_nonfinite: "stop" the run, or "skip" the update, count it and go on.
     state: the one that the phase starts or goes on with.
     updates: gradient updates per step of the phase.
     keep: for how many steps the batches are kept: until their metrics are there.
   """
 
-  def __init__(
-    self, workdir: Path, on_nonfinite: str, state: TrainState, *, updates: int, keep: int
-  ):
-    self._workdir, self._on_nonfinite, self._updates = workdir, on_nonfinite, updates
+  def __init__(self, context: Context, state: TrainState, *, updates: int, keep: int):
+    self._context, self._updates = context, updates
     self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
     self._skipped = int(jax.device_get(state.skipped))
 
@@ -59,7 +60,7 @@ class Guard:
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     more, self._skipped = skipped - self._skipped, skipped
     where = f"{row['phase']} step {row['step']}"
-    if self._on_nonfinite == "skip":
+    if self._context.config.on_nonfinite == "skip":
       if more > 0:
         what = f"{more} not finite and left out ({', '.join(names)}); {skipped} in all"
         sys.stderr.write(f"warning at {where}: of its updates, {what}\n")
@@ -72,7 +73,7 @@ class Guard:
     batches = dict(self._held).get(step, ())[index:]
     what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
     why = f"not finite at {row['phase']} step {step}: {what}"
-    directory = dump(self._workdir, dict(row) | dict(step=step), why, state, batches)
+    directory = dump(self._context, dict(row) | dict(step=step), why, state, batches)
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
 
 
@@ -82,29 +83,37 @@ def nonfinite(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def dump(
-  workdir: Path, row: Mapping[str, Any], why: str, state: TrainState, batches: Sequence[TrainBatch]
-) -> Path:
+  context: Context,
+  row: Mapping[str, Any],
+  why: str,
+  state: TrainState,
+  batches: Sequence[TrainBatch],
+) -> epath.Path:
   """Writes the directory and returns it. All hosts call it; the first one writes the batches."""
-  directory = Path(workdir).absolute() / "failures" / f"{row['phase']}_{row['step']:06d}"
+  config = context.config
+  home = epath.Path(config.checkpoint.directory or context.workdir.absolute())
+  directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
   if jax.process_index() == 0:
     for i, batch in enumerate(fetched):
       arrays = {k: np.asarray(v) for k, v in vars(batch).items() if v is not None}
-      np.savez(directory / f"batch_{i}.npz", **arrays)
+      with (directory / f"batch_{i}.npz").open("wb") as file:
+        np.savez(file, **arrays)
     figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN
     about = dict(phase=row["phase"], step=row["step"], why=why, row=figures)
-    (directory / "failure.json").write_text(json.dumps(about, indent=2) + "\n")
+    about |= dict(config=dataclasses.asdict(config))
+    (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
   return directory
 
 
-def load(directory: Path) -> tuple[dict[str, Any], list[TrainBatch]]:
+def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
   """What `dump` wrote, but for the state. ValueError where there is none of it."""
-  path = Path(directory) / "failure.json"
-  if not path.exists():
-    raise ValueError(f"{directory} is not the dump of a failure: it has no failure.json")
+  directory = epath.Path(directory)
+  if not (directory / ABOUT).exists():
+    raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")
   batches = []
-  for file in sorted(Path(directory).glob("batch_*.npz")):
-    with np.load(file) as arrays:
+  for path in sorted(directory.glob("batch_*.npz")):
+    with path.open("rb") as file, np.load(file) as arrays:
       batches.append(TrainBatch(**arrays))
-  return json.loads(path.read_text()), batches
+  return json.loads((directory / ABOUT).read_text()), batches

@@ -1,20 +1,19 @@
 """Makes the updates again that were not finite, and says where that comes from.
 
-`python -m gspo_jax.replay RUN/failures/rl_000012` reads what the run left there (failures.py) and
-RUN/config.json. It ends with 1 if something is not finite this time too, and with 0 if all is.
+`python -m gspo_jax.replay RUN/failures/rl_000012` reads what the run left there (failures.py). It
+ends with 1 if something is not finite this time too, and with 0 if all is.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from gspo_jax import config as configuration
 from gspo_jax import failures, metrics, optimizer, sharding
@@ -32,9 +31,10 @@ from gspo_jax.train_step import (
 )
 
 
-def replay(directory: Path, config: RunConfig) -> bool:
+def replay(directory: epath.Path) -> bool:
   """Whether everything was finite; what was not is printed."""
   about, batches = failures.load(directory)
+  config = configuration.from_dict(about["config"])
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
   mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
@@ -97,13 +97,11 @@ def say(line: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Makes updates again that were not finite.")
-  parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP", type=Path)
-  directory = parser.parse_args(arguments).directory.absolute()
+  parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP", type=epath.Path)
+  directory = parser.parse_args(arguments).directory
   try:
-    values = json.loads((directory.parents[1] / "config.json").read_text())
-    values.pop("provenance", None)
-    return 0 if replay(directory, configuration.from_dict(values)) else 1
-  except (OSError, ValueError) as error:
+    return 0 if replay(directory) else 1
+  except ValueError as error:
     parser.error(str(error))
 
 

@@ -35,8 +35,7 @@ def run(context: Context) -> Any:
     batches.set_state(host["data"])
   context.writer.truncate({"sft": done} if done else {})
   # A row is fetched when the next one is due, so batches are kept for as long.
-  keep = 2 * c.sft.log_every
-  guard = failures.Guard(context.workdir, c.on_nonfinite, state, updates=1, keep=keep)
+  guard = failures.Guard(context, state, updates=1, keep=2 * c.sft.log_every)
 
   deferred, progress = Deferred(), Progress("sft", c.sft.steps, start=done)
 

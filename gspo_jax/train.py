@@ -94,7 +94,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
 
   deferred, stages = Deferred(), Stopwatch()
   alarms = Alarms(c.alarms, context.writer.rows("rl"))
-  guard = failures.Guard(context.workdir, c.on_nonfinite, state, updates=c.rl.minibatches, keep=2)
+  guard = failures.Guard(context, state, updates=c.rl.minibatches, keep=2)
   progress = Progress("rl", c.rl.iterations, start=done)
 
   def report(row: dict[str, Any] | None) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -14,7 +14,8 @@ import optax
 import pytest
 from runs import ROOT, SMALL, environment, rows_of, run
 
-from gspo_jax import failures, sharding, train_step
+from configs import tiny
+from gspo_jax import config, failures, sharding, train_step
 from gspo_jax.checkpoint import abstract, restore_state
 from gspo_jax.context import new_state
 from gspo_jax.models import transformer
@@ -69,13 +70,18 @@ def test_stop_keeps_the_state_that_met_the_bad_batch():
   chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
 
 
+def context(workdir, on_nonfinite):
+  c = config.from_dict(tiny.get_config().to_dict())
+  return SimpleNamespace(config=dataclasses.replace(c, on_nonfinite=on_nonfinite), workdir=workdir)
+
+
 def row(step, **metrics):
   return dict(phase="sft", step=step, updates_skipped=0.0) | metrics
 
 
 def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
   step, state = update("stop"), start()
-  guard = failures.Guard(tmp_path, "stop", state, updates=1, keep=4)
+  guard = failures.Guard(context(tmp_path, "stop"), state, updates=1, keep=4)
   for number, bad in (1, False), (2, True), (3, False):
     one = batch(number, bad)
     guard.hold(number, [one])
@@ -97,7 +103,7 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
-  guard = failures.Guard(tmp_path, on_nonfinite, start(), updates=1, keep=2)
+  guard = failures.Guard(context(tmp_path, on_nonfinite), start(), updates=1, keep=2)
   guard.hold(5, [batch(5)])
   guard.check(row(5, loss=1e30), start())
   with pytest.raises(failures.NonFiniteError, match="sft step 5: entropy is inf") as caught:
@@ -106,7 +112,7 @@ def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_pat
 
 
 def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
-  guard = failures.Guard(tmp_path, "skip", start(), updates=2, keep=2)
+  guard = failures.Guard(context(tmp_path, "skip"), start(), updates=2, keep=2)
   guard.check(row(5, loss=np.nan, grad_norm=np.nan, updates_skipped=2.0), start())
   assert "sft step 5: of its updates, 2 not finite and left out (loss, grad_norm)" in (
     capsys.readouterr().err
@@ -133,7 +139,7 @@ def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
   seen = replay(found)
   assert seen.returncode == 1, seen.stderr[-2000:]
   assert re.search("mini-batch 0: .*grad_norm", seen.stdout)
-  assert len(failures.load(Path(found))[1]) == 3  # the first of four updates was sound
+  assert len(failures.load(found)[1]) == 3  # the first of four updates was sound
 
 
 def test_a_run_may_leave_such_updates_out(tmp_path):
@@ -145,6 +151,5 @@ def test_a_run_may_leave_such_updates_out(tmp_path):
 
 
 def test_replay_says_what_is_missing(tmp_path):
-  (tmp_path / "failures" / "rl_1").mkdir(parents=True)
-  seen = replay(tmp_path / "failures" / "rl_1")
-  assert seen.returncode == 2 and "config.json" in seen.stderr
+  seen = replay(tmp_path)
+  assert seen.returncode == 2 and "it has no failure.json" in seen.stderr

@@ -18,14 +18,13 @@ ARROWS = {
   "minibatches": "config context models multi_turn query_set sharding structs",
   "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
   " train_step",
-  "failures": "checkpoint sharding structs",
+  "failures": "checkpoint context sharding structs",
   "checkpoint": "mirror",
   "metrics": "tracking",
   "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
   "context": "checkpoint config data evaluate metrics mirror models rewards sampling sharding"
   " structs tokenizer",
-  "config": "alarms checkpoint data evaluate failures models optimizer rewards sampling sharding"
-  " train_step",
+  "config": "alarms checkpoint data evaluate models optimizer rewards sampling sharding train_step",
   "aot": "aot_programs config hlo_costs models roofline sharding structs",
   "aot_programs": "config models optimizer roofline sampling sharding structs train_step",
   "roofline": "models",
