@@ -140,20 +140,13 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
           O.group_advantages(groups.reward_PG, normalize=c.objective.advantage)
         )
 
-        batch = fill_up(train_batch(context, groups.rollout, advantage_PG), c.rl)
-        parts = split(batch, c.rl.minibatches)
-        minibatches = [sharding.put_batch(part, context.mesh) for part in parts]
         with stages("logp"):
-          if reference is not None:
-            scored = [programs.score(reference, b) for b in minibatches]
-            minibatches = [b.replace(ref_logp_BT=x) for b, x in zip(minibatches, scored)]
-          if c.objective.old_logp == "recompute":
-            minibatches = [b.replace(**programs.old_policy(state.params, b)) for b in minibatches]
-          jax.block_until_ready(minibatches)
+          minibatches = prepare(
+            context, programs, state.params, reference, groups.rollout, advantage_PG
+          )
         guard.hold(step, minibatches)
-        guard.check(
-          dict(phase="rl", step=step, sampler_logp=float(groups.rollout.logp.sum())), state
-        )
+        sampler_logp = float(groups.rollout.logp.sum())
+        guard.check(dict(phase="rl", step=step, sampler_logp=sampler_logp), state)
         metrics, update_started = [], time.perf_counter()
         with stages("update"):
           for minibatch in minibatches:
@@ -191,6 +184,27 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         checkpoints.save(step, state, dict(sampling=sampler, pending=pending))
       raise
   return state.params
+
+
+def prepare(
+  context: Context,
+  programs: Programs,
+  params: Any,
+  reference: Any | None,
+  rollout: Rollout,
+  advantage_PG: np.ndarray,
+) -> list[TrainBatch]:
+  """The mini-batches of an iteration on the devices, with all that stays fixed during its updates:
+  the old policy's log-probabilities, and the reference policy's if there is one."""
+  c = context.config
+  batch = fill_up(train_batch(context, rollout, advantage_PG), c.rl)
+  parts = split(batch, c.rl.minibatches)
+  minibatches = [sharding.put_batch(part, context.mesh) for part in parts]
+  if reference is not None:
+    minibatches = [b.replace(ref_logp_BT=programs.score(reference, b)) for b in minibatches]
+  if c.objective.old_logp == "recompute":
+    minibatches = [b.replace(**programs.old_policy(params, b)) for b in minibatches]
+  return jax.block_until_ready(minibatches)
 
 
 @dataclasses.dataclass

@@ -50,11 +50,13 @@ def restore(directory, like, mesh, config=CONFIG):
   return step, state, host
 
 
-def test_values_and_shardings_come_back_on_another_mesh(tmp_path):
+@pytest.mark.parametrize("devices", [8, 4, 1])
+def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   with jax.set_mesh(mesh_of(1, 2, 2, 2)):
     saved = state_on(jax.sharding.get_mesh())
     save(tmp_path, saved, steps=(1, 2, 3))
-  mesh = mesh_of(2, 4, 1, 1)
+  sizes = sharding.MeshConfig(max(1, devices // 4), min(4, devices), 1, 1)
+  mesh = sharding.make_mesh(sizes, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     other = state_on(mesh, seed=1)
     step, restored, host = restore(tmp_path, other, mesh)
