@@ -74,7 +74,7 @@ def run(context: Context) -> None:
     context.writer.truncate({})  # the same command again ends with the same single row
     context.writer.dump_rollouts("eval", 0, records)
     context.writer.write(dict(phase="eval", step=0) | row)
-  if job == "sft" or (job == "sft+rl" and sft.params_after(context) is None):
+  if job == "sft" or (job == "sft+rl" and not sft.finished(context)):
     sft.run(context)
   if job == "rl":
     train.run(context, context.initial_params)

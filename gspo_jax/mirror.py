@@ -11,7 +11,7 @@ from pathlib import Path
 from etils import epath
 
 FOLDER = "workdir"  # of checkpoint.directory
-LEFT_OUT = ("checkpoints", "failures", "profile")
+LEFT_OUT = ("checkpoints", "failures", "profile", "wandb")
 
 
 class Mirror:

@@ -82,18 +82,22 @@ def train_batch(prompts: list[Prompt], context: Context) -> TrainBatch:
   )
 
 
-def params_after(context: Context) -> Any:
-  """The parameters that a finished cold start left in this workdir; None if there is none."""
+def finished(context: Context) -> bool:
+  """Whether the cold start of this workdir has come to its end."""
   c = context.config
   directory = c.checkpoint.of(context.workdir, "sft")
   # The first process may have begun to write while another one still looks: its answer counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
-    return None
-  checkpoints = Checkpointer(context.workdir, "sft", c.checkpoint)
-  if checkpoints.latest() != c.sft.steps:
-    return None
+    return False
+  with contextlib.closing(Checkpointer(context.workdir, "sft", c.checkpoint)) as checkpoints:
+    return checkpoints.latest() == c.sft.steps
+
+
+def params_after(context: Context) -> Any:
+  """The parameters that a finished cold start left in this workdir."""
+  c = context.config
   tx = optimizer.make(c.sft_optimizer, c.sft.steps)
   like = abstract_state(c.model, context.mesh, tx)
-  state, _ = checkpoints.restore(c.sft.steps, like)
-  checkpoints.close()
+  with contextlib.closing(Checkpointer(context.workdir, "sft", c.checkpoint)) as checkpoints:
+    state, _ = checkpoints.restore(c.sft.steps, like)
   return jax.block_until_ready(state.params)
