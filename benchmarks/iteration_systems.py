@@ -1,0 +1,170 @@
+"""One process of benchmarks/iteration.py, which starts it: a system that runs RL iterations.
+
+Command:   python -m benchmarks.iteration_systems SYSTEM SPEC.json RESULT.json
+SPEC holds `model`, `directory` (weights and tokenizer as Hugging Face publishes them), `data` (the
+prompts as JSON lines), `workdir` and `iterations`. RESULT is what `Record` says. `prepare` makes
+the files of a model and counts the operations it needs, `probe` measures the machine.
+
+The libraries are imported where they are used: importing them is part of starting.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import iteration_peers
+from benchmarks.iteration_work import (
+  CLIP,
+  GROUP,
+  MODELS,
+  NEW,
+  OPTIMIZER,
+  PROMPT,
+  PROMPTS,
+  ROWS,
+  UPDATES,
+  Record,
+  distance,
+)
+
+
+def ours(spec: dict[str, Any], record: Record) -> None:
+  """`gspo_jax.main` with a configuration made from configs/tiny.py.
+
+  Two things differ from it: no token ends a response, and there is no evaluation.
+  """
+  import dataclasses
+
+  import jax
+
+  from configs import tiny
+  from gspo_jax import config as configuration
+  from gspo_jax import main, metrics, preemption, train
+  from gspo_jax.context import Context, open_context
+
+  values = tiny.get_config()
+  changes = dict(
+    job="rl",
+    weights=spec["directory"],
+    tokenizer=spec["directory"],
+    model=spec["config"],
+    data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=PROMPT),
+    reward=dict(name="benchmarks.iteration_work:reward", workers=1),
+    sampling=dict(max_new_tokens=NEW),
+    engine=dict(steps=16),  # as for the longer responses of configs/dense_math.py
+    objective=CLIP,
+    rl=dict(
+      prompts=PROMPTS,
+      group_size=GROUP,
+      minibatches=UPDATES,
+      iterations=spec["iterations"],
+      dump_every=10**6,
+    ),
+    rl_optimizer=OPTIMIZER | dict(schedule="constant", warmup_steps=0),
+    eval=dict(every=10**6, max_new_tokens=NEW),
+    checkpoint=dict(every=10**6),
+  )
+  values.update(changes)
+  main.compiled_programs_stay()
+  config, workdir = configuration.from_dict(values.to_dict()), Path(spec["workdir"])
+
+  class Timed(Context):
+    def seed(self, *names: str | int) -> int:
+      if names[:2] == ("rl", "sample"):  # asked for once in an iteration, when it begins
+        record.begin()
+      return super().seed(*names)
+
+  with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
+    main.claim(workdir, values.to_dict(), config.resume)
+    score = context.score
+
+    def count(responses, answers, lengths):
+      record.sampled[-1] += sum(lengths)
+      record.trained[-1] += sum(lengths) + len(lengths) * PROMPT
+      return score(responses, answers, lengths)
+
+    changes = dict(
+      tokenizer=dataclasses.replace(context.tokenizer, stop_ids=()),
+      evaluate=lambda params, step: ({}, []),
+      score=count,
+    )
+    context = Timed(**vars(context) | changes)
+    if {len(prompt.tokens) for prompt in context.train_prompts} != {PROMPT}:
+      raise ValueError(f"prompts are not {PROMPT} tokens long")
+    params = train.run(context, context.initial_params)
+    record.moved = distance(*map(jax.tree.leaves, (params, context.initial_params())))
+  rows = [row for row in metrics.read_rows(workdir / "metrics.jsonl") if row["step"]]
+  for stages, row in zip(record.stages, rows, strict=True):
+    stages["sample"] = row["time/sample"]
+    stages["score"] = row["time/score"] + row["time/logp"]
+    stages["others"] = {k.removeprefix("time/"): v for k, v in row.items() if "time/" in k}
+    losses = [row[f"minibatch/{i}/loss"] for i in range(UPDATES)]
+    record.losses.append(losses)
+    record.grad_norms.append(row["grad_norm"])
+  record.updates = len(losses) * len(rows) - int(rows[-1]["updates_skipped"])
+
+
+def prepare(spec: dict[str, Any]) -> dict[str, Any]:
+  """Writes weights, tokenizer and prompts; returns the model and its useful operations."""
+  import dataclasses
+
+  import jax
+  import numpy as np
+  import tokenizers
+
+  from gspo_jax import roofline
+  from gspo_jax.models import hf, sizes, transformer
+
+  config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
+  directory = Path(spec["directory"])
+  hf.save(directory, jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0)), config)
+  vocabulary = {f"w{i}": i for i in range(510)} | {"<pad>": 510, "<eos>": 511}
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+  words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  words.save(str(directory / "tokenizer.json"))
+  about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<eos>", pad_token="<pad>")
+  (directory / "tokenizer_config.json").write_text(json.dumps(about))
+  rows = np.random.default_rng(0).integers(0, 510, (64, PROMPT)).tolist()
+  texts = [" ".join(f"w{token}" for token in row) for row in rows]
+  lines = [json.dumps(dict(question=text, answer="none")) for text in texts]
+  Path(spec["data"]).write_text("\n".join(lines) + "\n")
+  length = PROMPT + NEW
+  prefill = roofline.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
+  decode = roofline.work(config, ROWS, NEW, length).forward()
+  update = roofline.work(config, ROWS, length, length, heads=ROWS * NEW).training()
+  return dict(
+    config=dataclasses.asdict(config),
+    useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`
+    work=dict(sampled=ROWS * NEW, trained=ROWS * length, updates=UPDATES),
+  )
+
+
+def probe(_: dict[str, Any]) -> dict[str, float]:
+  """Operations/s of a large float32 matmul in JAX."""
+  import jax
+  import jax.numpy as jnp
+
+  square, dot, seconds = jnp.ones((1024, 1024)), jax.jit(jnp.dot), []
+  for _ in range(60):
+    started = time.perf_counter()
+    dot(square, square).block_until_ready()
+    seconds.append(time.perf_counter() - started)
+  return dict(matmul=2 * 1024**3 / min(seconds))
+
+
+def main() -> None:
+  name, spec, result = sys.argv[1:]
+  spec = json.loads(Path(spec).read_text())
+  if name in ("prepare", "probe"):
+    found = dict(prepare=prepare, probe=probe)[name](spec)
+  else:
+    record = Record()
+    dict(ours=ours, trl=iteration_peers.trl, tunix=iteration_peers.tunix)[name](spec, record)
+    found = vars(record)
+  Path(result).write_text(json.dumps(found, default=float))
+
+
+if __name__ == "__main__":
+  main()
