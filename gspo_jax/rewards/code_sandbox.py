@@ -15,6 +15,7 @@ import enum
 import json
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,7 +80,8 @@ class CodeVerifier:
     self._limits, self._stop_early = limits, stop_early
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()
-    self._interrupted = False
+    self._kills = 0
+    self._asked = threading.local()  # in each thread, what `_kills` was when its work was asked for
     atexit.register(self.close)
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
@@ -95,9 +97,8 @@ class CodeVerifier:
       (code_tests.extract(response, fences=tests[text].kind != "check"), text)
       for response, text in zip(responses, answers)
     ]
-    self._interrupted = False
     futures = {
-      pair: self._threads.submit(self._outcome, pair[0], tests[pair[1]])
+      pair: self._threads.submit(self._outcome, pair[0], tests[pair[1]], self._kills)
       for pair in dict.fromkeys(pairs)
     }
     try:
@@ -145,15 +146,17 @@ class CodeVerifier:
   def __exit__(self, *_):
     self.close()
 
-  def _outcome(self, program: str | None, tests: code_tests.Tests) -> Outcome:
+  def _outcome(self, program: str | None, tests: code_tests.Tests, kills: int) -> Outcome:
+    """`kills`: what `_kills` was when this was asked for; what was asked before a kill ends."""
     if program is None:
       return Outcome.UNPARSABLE
+    self._asked.kills = kills
     for last in (False, True):
       try:
         verdicts = self.verdicts(program, tests)
         break
       except SandboxError:  # once may be the machine's doing (out of memory); twice is ours
-        if last or self._interrupted:
+        if last or kills != self._kills:
           return Outcome.CRASH
     failed = next((v for v in verdicts if v != Verdict.PASSED), None)
     return Outcome(failed.value) if failed else Outcome.RIGHT
@@ -184,12 +187,14 @@ class CodeVerifier:
     with Sandbox(self.isolation, self._limits, channel) as sandbox:
       self._open.add(sandbox)
       try:
+        if getattr(self._asked, "kills", self._kills) != self._kills:
+          raise SandboxError("interrupted while it was being made")
         yield sandbox
       finally:
         self._open.discard(sandbox)
 
   def _kill(self) -> None:
-    self._interrupted = True
+    self._kills += 1
     for sandbox in list(self._open):
       sandbox.close()
 

@@ -266,7 +266,14 @@ def test_closing_ends_what_runs(isolation):
   assert not mentioning(sandbox._directory)
 
 
-def test_an_interrupt_ends_what_runs(isolation):
+@pytest.mark.parametrize("delay", [0.0, 1.0], ids=["running", "starting"])
+def test_an_interrupt_ends_what_runs(isolation, delay, monkeypatch):
+  class Slow(code_sandbox.Sandbox):  # on a busy machine a sandbox takes a while to begin
+    def __init__(self, *arguments):
+      time.sleep(delay)
+      super().__init__(*arguments)
+
+  monkeypatch.setattr(code_sandbox, "Sandbox", Slow)
   answer = json.dumps({"inputs": [""], "outputs": ["7"]})
   limits = dataclasses.replace(LIMITS, wall_s=60.0)
   with code_sandbox.CodeVerifier(2, limits, isolation) as verifier:
