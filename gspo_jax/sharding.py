@@ -9,6 +9,7 @@ Every function here also works with no mesh at all, so that a model can be calle
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
 BY_ROW = P(BATCH)
+PRODUCT = "product"  # name of products with weights, for rematerialisation policies
 
 Rules = Mapping[str, str | None]
 TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
@@ -96,6 +99,43 @@ def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
 def einsum(equation: str, x: jax.Array, y: jax.Array, out: P, **kwargs) -> jax.Array:
   """jnp.einsum whose result has sharding `out` (contractions over sharded axes must say so)."""
   return jnp.einsum(equation, x, y, out_sharding=None if without_mesh() else out, **kwargs)
+
+
+def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
+  """`einsum` of activations with a weight, which shares with them what is summed over and no more.
+
+  The gradient of `w` is written with `x` first. JAX would put the other factor first, and XLA on
+  CPU then computes what led to it, such as an activation's derivative, in transposed order: the
+  update of a dense model takes 1.7 times as long.
+  """
+  return checkpoint_name(_project(equation, x, w, out), PRODUCT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:
+  return einsum(equation, x, w, out)
+
+
+def _project_forward(equation: str, x: jax.Array, w: jax.Array, out: P):
+  return einsum(equation, x, w, out), (x, w)
+
+
+def _project_backward(equation: str, out: P, saved: tuple[jax.Array, jax.Array], g: jax.Array):
+  factors, of_y = equation.split("->")
+  of_x, of_w = factors.split(",")
+  x, w = saved
+  dx = einsum(f"{of_y},{of_w}->{of_x}", g, w, _cotangent_spec(x))
+  dw = einsum(f"{of_x},{of_y}->{of_w}", x, g, _cotangent_spec(w))
+  return dx, dw
+
+
+_project.defvjp(_project_forward, _project_backward)
+
+
+def _cotangent_spec(x: jax.Array) -> P:
+  """Sums over the axes that the array is equal on are still to be made in its gradient."""
+  pspec = P() if without_mesh() else jax.typeof(x).sharding.spec
+  return P(*pspec.partitions, unreduced=pspec.reduced)
 
 
 def spec_of(x: jax.Array) -> P:

@@ -273,7 +273,10 @@ def _over_layers(layer, carry, inputs):
 REMAT = dict(
   full=None,  # nothing
   attention=jax.checkpoint_policies.save_only_these_names(attention.RESIDUAL),  # what costs T²
-  dots=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # every product with a weight
+  dots=jax.checkpoint_policies.save_from_both_policies(  # every product with a weight
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(sharding.PRODUCT),
+  ),
 )
 
 
@@ -318,9 +321,9 @@ def gather(block: Block, config: ModelConfig, dtype: Any) -> Block:
 
 def _attention(x_BTD, w: Attention, config: ModelConfig, positions_BT, attend):
   heads = P(BATCH, None, "tensor", None)
-  q = sharding.einsum("BTD,DNH->BTNH", x_BTD, w.q, out=heads)
-  k = sharding.einsum("BTD,DKH->BTKH", x_BTD, w.k, out=heads)
-  v = sharding.einsum("BTD,DKH->BTKH", x_BTD, w.v, out=heads)
+  q = sharding.project("BTD,DNH->BTNH", x_BTD, w.q, heads)
+  k = sharding.project("BTD,DKH->BTKH", x_BTD, w.k, heads)
+  v = sharding.project("BTD,DKH->BTKH", x_BTD, w.v, heads)
   if w.q_bias is not None:
     q, k, v = q + w.q_bias[None, None], k + w.k_bias[None, None], v + w.v_bias[None, None]
   if w.q_norm is not None:
@@ -333,7 +336,7 @@ def _attention(x_BTD, w: Attention, config: ModelConfig, positions_BT, attend):
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
-  return sharding.einsum("BTX,XD->BTD", y_BTX, o_XD, out=P(BATCH)), kv
+  return sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH)), kv
 
 
 def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_start):
@@ -370,9 +373,9 @@ def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_s
 
 def _dense(x_BTD: jax.Array, w: Dense) -> jax.Array:
   split = P(BATCH, None, "tensor")
-  a = sharding.einsum("BTD,DF->BTF", x_BTD, w.gate, out=split)
-  u = sharding.einsum("BTD,DF->BTF", x_BTD, w.up, out=split)
-  return sharding.einsum("BTF,FD->BTD", jax.nn.silu(a) * u, w.down, out=P(BATCH))
+  a_BTF = sharding.project("BTD,DF->BTF", x_BTD, w.gate, split)
+  u_BTF = sharding.project("BTD,DF->BTF", x_BTD, w.up, split)
+  return sharding.project("BTF,FD->BTD", jax.nn.silu(a_BTF) * u_BTF, w.down, P(BATCH))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
