@@ -42,8 +42,9 @@ def assert_same_run(got, expected):
   assert figures(got) == figures(expected)
   chex.assert_trees_all_equal(parameters(got), parameters(expected))
   for folder in "rollouts", "checkpoints/sft", "checkpoints/rl":
-    names = [{p.name for p in (run / folder).iterdir()} for run in (got, expected)]
-    assert names[0] - {"0"} == names[1]  # SIGTERM may have saved the start
+    ours, theirs = ({p.name for p in (run / folder).iterdir()} for run in (got, expected))
+    # SIGTERM may have saved the start; the last removal of an old checkpoint may have been cut off.
+    assert ours - {"0"} == theirs or (folder != "rollouts" and ours > theirs)
   for path in (expected / "rollouts").iterdir():
     assert (got / "rollouts" / path.name).read_text() == path.read_text()
 
