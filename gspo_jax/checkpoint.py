@@ -32,9 +32,7 @@ class CheckpointConfig:
   keep: int  # how many of the newest are kept
   keep_every: int  # checkpoints of steps that this divides are kept as well; 0: none
   best: str  # the one where this metric is largest is kept as well, e.g. eval/accuracy; "": none
-  grace_s: (
-    float  # seconds from the notice that the machine goes (SIGTERM) to the end of the process
-  )
+  grace_s: float  # seconds from SIGTERM to the end of the process, at the latest
 
   def __post_init__(self):
     if self.keep < 1:

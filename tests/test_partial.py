@@ -167,3 +167,15 @@ def test_missing_groups_are_padding_in_every_mini_batch():
     assert part.mask_BT.shape == (6, T)
     np.testing.assert_array_equal(part.mask_BT.any(1), part.advantage_B > 0)
     np.testing.assert_array_equal(part.segments_BT.any(1), part.advantage_B > 0)
+
+
+def test_log_ratios_come_back_in_the_order_of_the_rollout():
+  rl = context(prompts=6, minibatches=3).config.rl
+  rows, T = 4 * 3, 5  # two groups are missing
+  old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
+  zeros, ones = np.zeros((rows, T), np.float32), np.ones((rows, T), np.float32)
+  batch = TrainBatch(zeros.astype(np.int32), ones.astype(np.int32), ones, zeros[:, 0], old, zeros)
+  parts = minibatches.split(minibatches.fill_up(batch, rl), 3)
+  new = [3 * part.old_logp_BT + 1 for part in parts]
+  found = minibatches.log_ratios(parts, new, rows, rl)
+  np.testing.assert_array_equal(found, 2 * old + 1)
