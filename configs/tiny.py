@@ -118,6 +118,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         benchmarks=dict(),  # further ones, by name; see configs/eval_suite.py
       ),
       checkpoint=common.checkpoint(every=25, keep=2),
-      alarms=common.alarms(entropy=0.01, ratio=0.1),  # nats per token; mean |ratio - 1|
+      alarms=common.alarms(entropy=0.002, ratio=0.1),  # nats per token; mean |ratio - 1|
     )
   )
