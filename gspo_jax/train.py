@@ -171,9 +171,10 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         if step == c.profile:
           jax.profiler.stop_trace()
         if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
-          new_logp = [programs.old_policy(state.params, b)["old_logp_BT"] for b in minibatches]
-          records = rollout_records(context, groups, advantage_PG, minibatches, new_logp)
-          context.writer.dump_rollouts("rl", step, records)
+          with stages("report"):
+            new_logp = [programs.old_policy(state.params, b)["old_logp_BT"] for b in minibatches]
+            records = rollout_records(context, groups, advantage_PG, minibatches, new_logp)
+            context.writer.dump_rollouts("rl", step, records)
         standing = step, sampling.get_state(), row
         conclude(row)
     except preemption.Preempted:
