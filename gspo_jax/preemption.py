@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -36,7 +35,7 @@ class _Watch:
   def notice(self, *_: object) -> None:
     if not self.noticed:
       self.noticed = True
-      sys.stderr.write(f"gspo_jax: told to go; saving, for at most {self.grace_s:g} s\n")
+      _say(f"told to go; saving, for at most {self.grace_s:g} s")
       self.timer.start()
 
 
@@ -75,6 +74,10 @@ def _distributed() -> bool:
 
 
 def _give_up(grace_s: float) -> None:
-  sys.stderr.write(f"gspo_jax: {grace_s:g} s after the notice: what is not saved is left behind\n")
-  sys.stderr.flush()
+  _say(f"{grace_s:g} s after the notice: what is not saved is left behind")
   os._exit(EXIT_CODE)
+
+
+def _say(text: str) -> None:
+  """Past Python's buffers, which the signal may have come in the middle of."""
+  os.write(2, f"gspo_jax: {text}\n".encode())

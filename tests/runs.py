@@ -7,6 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 ROOT = Path(__file__).parents[1]
 SMALL = """
   model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
@@ -69,3 +73,12 @@ def run_until(workdir, phase, step, how, flags=SMALL, **more):
   process.send_signal(how)
   _, stderr = process.communicate(timeout=60)
   return stderr, process.returncode
+
+
+def parameters(workdir, step):
+  """The whole training state of a checkpoint, as arrays on the host."""
+  path = workdir / "checkpoints" / "rl" / str(step) / "state"
+  with ocp.PyTreeCheckpointer() as reader:
+    tree = reader.metadata(path).item_metadata.tree
+    whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    return reader.restore(path, restore_args=whole)

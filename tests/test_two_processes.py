@@ -18,8 +18,8 @@ import chex
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
+from runs import OF_THE_MACHINE, parameters
 
 from gspo_jax import sharding, train_step
 from gspo_jax.context import new_state
@@ -219,8 +219,7 @@ def job(workdir, *overrides):
 
 def rows(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  of_the_machine = ("time/", "tokens_per_second", "flops_per_second", "memory/", "checkpoint/")
-  keep = lambda name: name != "phase" and not name.startswith(of_the_machine)  # noqa: E731
+  keep = lambda name: name != "phase" and not name.startswith(OF_THE_MACHINE)  # noqa: E731
   return [{k: v for k, v in json.loads(line).items() if keep(k)} for line in lines]
 
 
@@ -238,14 +237,6 @@ def job_on_one_process(tmp_path_factory):
     capture_output=True, timeout=240,
   )  # fmt: skip
   return workdir
-
-
-def checkpoint(workdir):
-  path = workdir / "checkpoints" / "rl" / "2" / "state"
-  with ocp.PyTreeCheckpointer() as reader:
-    tree = reader.metadata(path).item_metadata.tree
-    whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return reader.restore(path, restore_args=whole)
 
 
 def same_rollouts(two, one):
@@ -266,7 +257,7 @@ def same_run(two, one):
   for name in ("eval_000002.jsonl", "rl_000002.jsonl"):
     same_rollouts(two / "rollouts" / name, one / "rollouts" / name)
   assert (two / "report.html").exists()
-  chex.assert_trees_all_close(checkpoint(two), checkpoint(one), atol=1e-6, rtol=1e-3)
+  chex.assert_trees_all_close(parameters(two, 2), parameters(one, 2), atol=1e-6, rtol=1e-3)
 
 
 def test_the_job_on_two_processes_is_the_job_on_one(job_on_one_process, tmp_path):
