@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import environment
 
 from configs import tiny_tools
 from gspo_jax import config, evaluate, minibatches, multi_turn, train_step
@@ -303,7 +304,7 @@ FLAGS = """
 def run(workdir, *flags, **more):
   command = [sys.executable, "-m", "gspo_jax.main", "--config=configs/tiny_tools.py"]
   command += [f"--workdir={workdir}", *(f"--config.{flag}" for flag in (*FLAGS, *flags))]
-  env = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT)) | more
+  env = environment(**more)
   return subprocess.run(
     command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
   )

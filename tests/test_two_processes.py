@@ -260,6 +260,7 @@ def same_run(two, one):
   chex.assert_trees_all_close(parameters(two, 2), parameters(one, 2), atol=1e-6, rtol=1e-3)
 
 
+@pytest.mark.slow  # the interrupted one below comes to the same
 def test_the_job_on_two_processes_is_the_job_on_one(job_on_one_process, tmp_path):
   # Two devices each: compiling for eight takes long, and the arithmetic is compared above.
   on_two_processes(lambda i: job(tmp_path), devices=2)
