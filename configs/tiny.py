@@ -1,7 +1,7 @@
 """A small Qwen3-MoE learns to add: cold start from an unreliable teacher, then GSPO.
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
-Hardware:  any machine with two CPU cores; about 6 minutes
+Hardware:  any machine with two CPU cores; about 3 minutes
 Paper:     arXiv:2507.18071
 """
 
