@@ -61,7 +61,7 @@ class Checkpointer:
     self._mirror = Mirror(workdir, config.directory)
     if jax.process_index() == 0:
       set_aside_damaged(self.directory)
-    _barrier("damaged checkpoints are set aside")
+    multihost_utils.sync_global_devices("damaged checkpoints are set aside")
     kept = [policies.LatestN(config.keep)]
     if config.keep_every:
       kept.append(policies.EveryNSteps(config.keep_every))
@@ -128,7 +128,7 @@ class Checkpointer:
     """Waits until everything is on disk."""
     self._manager.wait_until_finished()
     self._manager.close()
-    if jax.process_index() == 0:
+    if self._saving and jax.process_index() == 0:
       self._mirror.copy()  # with the last report
 
   def _written(self) -> None:
@@ -207,11 +207,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")  # noqa: E731
   return {name(path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
-
-
-def _barrier(name: str) -> None:
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)
 
 
 def save_state(directory: str | Path, state: Any) -> None:

@@ -117,8 +117,8 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
     if step and (step % c.checkpoint.every == 0 or last):
       report(deferred.flush())
       with stages("save"):
-        host = dict(sampling=sampling.get_state(), pending=None)
-        checkpoints.save(step, state, host, row)
+        _, sampler, _ = standing
+        checkpoints.save(step, state, dict(sampling=sampler, pending=None), row)
       if jax.process_index() == 0:
         with stages("report"):
           rollout_viewer.write_report(context.workdir)
@@ -130,7 +130,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
       if pending is not None:
         conclude(pending)
       for step in range(done + 1, c.rl.iterations + 1):
-        standing = step - 1, sampling.get_state(), None
+        standing = (*standing[:2], None)  # what an interruption of the sampling goes back to
         preemption.check()
         if step == c.profile:
           jax.profiler.start_trace(str(context.workdir / "profile"))
