@@ -42,6 +42,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import busy_seconds
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = dict(ours=("jax",), trl=("trl", "torch", "datasets"), tunix=("tunix",))
 COMPILED = ("ours", "tunix")  # for the others cold and warm are the same
@@ -157,16 +159,6 @@ def process(name: str, spec: dict[str, Any], scratch: Path, cache: Path) -> dict
       foreign=max(foreign, 0.0) / seconds / os.cpu_count(),
       peak_bytes=used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     )
-
-
-def busy_seconds() -> float:
-  """Processor time of everything since the machine was started, where Linux tells."""
-  try:
-    with open("/proc/stat") as file:
-      user, nice, system, _, _, *interrupts = map(int, file.readline().split()[1:9])
-  except OSError:
-    return 0.0
-  return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def first_end(run: dict[str, Any]) -> float:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine import busy_seconds
 
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.sizes import ModelConfig, tiny_moe
@@ -272,13 +273,8 @@ def timed(sample: Sampler, load: Load, seed: int) -> dict:
 
 def foreign_seconds() -> float:
   """Processor time that was not this process's, where Linux tells."""
-  try:
-    with open("/proc/stat") as file:
-      user, nice, system, _, _, *interrupts = map(int, file.readline().split()[1:9])
-  except OSError:
-    return 0.0
   own = os.times()
-  return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - own[0] - own[1]
+  return busy_seconds() - own[0] - own[1]
 
 
 def check(load: Load, responses: list[np.ndarray]) -> None:
