@@ -25,7 +25,7 @@ and as evidence of equal work: tokens and updates of a process, how far these mo
 (relative to their norm), and the last iteration's gradient norm and losses as each system reports
 them. Runs during which others took more than 10 % of the machine are left out where quieter ones
 remain. A system that is not installed is left out; benchmarks/peers.txt installs them. (That brings
-torch, which tensorboardX then imports into ours and into Tunix: about a second and 0.2 GB.)
+torch, which tensorboardX then imports into Tunix: about a second and 0.2 GB.)
 """
 
 import argparse

@@ -4,6 +4,11 @@ The only module that knows flags and ConfigDict. Running the same command again 
 continues where it stopped.
 """
 
+from gspo_jax import huge_pages
+
+if __name__ == "__main__":
+  huge_pages.restart_with()  # before anything that takes time or memory
+
 import json
 import os
 import runpy

@@ -7,6 +7,7 @@ transfer (`compute`), and end in `metrics.jsonl`, TensorBoard and the progress b
 """
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -15,10 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 import jax
-import tensorboardX
 from tqdm import tqdm
 
 from gspo_jax import tracking
@@ -125,7 +126,7 @@ class Writer:
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self._purge: dict[str, int] = {}
-    self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+    self._boards: dict[str, Any] = {}  # tensorboardX.SummaryWriter
     if active:
       self._workdir.mkdir(parents=True, exist_ok=True)
       _cut_half_written_line(self._path)
@@ -212,15 +213,27 @@ class Writer:
     if self._finish is not None:
       self._finish()
 
-  def _board(self, phase: str) -> tensorboardX.SummaryWriter:
+  def _board(self, phase: str) -> Any:
     """One event directory per phase, so that purging one phase leaves the others alone."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
       purge = self._purge.get(phase)
-      self._boards[phase] = tensorboardX.SummaryWriter(
+      self._boards[phase] = _tensorboard().SummaryWriter(
         str(directory), purge_step=purge, flush_secs=5
       )
     return self._boards[phase]
+
+
+def _tensorboard() -> ModuleType:
+  """tensorboardX without PyTorch, which it loads for the name of a type: a second and 0.2 GB."""
+  absent = "torch" not in sys.modules
+  if absent:
+    sys.modules["torch"] = None  # what the import system takes for: not installed
+  try:
+    return importlib.import_module("tensorboardX")
+  finally:
+    if absent:
+      del sys.modules["torch"]
 
 
 class Progress:

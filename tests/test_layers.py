@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
 ARROWS = {
-  "main": "config context failures preemption provenance rollout_viewer sft train",
+  "main": "config context failures huge_pages preemption provenance rollout_viewer sft train",
   "replay": "checkpoint config context failures metrics optimizer sharding structs train_step",
   "partial": "context sampling structs",
   "train": "alarms checkpoint context data failures metrics minibatches models multi_turn"

@@ -3,8 +3,11 @@
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import flax.struct
 import jax
@@ -223,6 +226,27 @@ def test_truncate_to_nothing_and_unknown_phase(tmp_path):
     writer.write(rl_row(1))
   assert metrics.read_rows(tmp_path / "metrics.jsonl") == [rl_row(1)]
   assert not list(tmp_path.glob("*.tmp"))
+
+
+WRITES_A_ROW = """
+import sys
+from gspo_jax import metrics
+with metrics.Writer(sys.argv[1]) as writer:
+  writer.write(dict(phase="rl", step=1, x=2.0))
+import torch
+"""
+
+
+def test_pytorch_is_not_loaded_for_tensorboard(tmp_path):
+  (tmp_path / "torch.py").write_text("print('loaded')")
+  path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+  done = subprocess.run(
+    [sys.executable, "-v", "-c", WRITES_A_ROW, str(tmp_path)],
+    env=os.environ | dict(PYTHONPATH=path), capture_output=True, text=True,
+  )  # fmt: skip
+  assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr[-2000:]
+  imports = [line.split("'")[1] for line in done.stderr.split("\n") if line.startswith("import '")]
+  assert imports.index("tensorboardX") < imports.index("torch")
 
 
 def test_truncate_hides_dropped_steps_from_tensorboard(tmp_path):
