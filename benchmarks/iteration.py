@@ -1,13 +1,15 @@
 """A whole RL iteration against TRL's (torch) and Tunix's (JAX): seconds, tokens/s, memory, start.
 
 Command:   python benchmarks/iteration.py [--systems=ours,trl,tunix] [--models=dense,moe]
-             [--rounds=3] [--iterations=8] [--cold=1] [--cores=2] [--save=FILE.json]
+             [--rounds=3] [--iterations=8] [--cold=1] [--cores=2] [--pages=large|small]
+             [--save=FILE.json]
 An iteration samples 8 responses of exactly 128 tokens to each of 4 prompts of 32, scores them with
 a Python function, and makes four GSPO updates with AdamW, each on 8 sequences of 160 tokens, in
 float32, from the same random weights (4 layers; dense, and 16 experts of which 2 are used). Ours is
 `gspo_jax.main` with configs/tiny.py at these sizes; how TRL and Tunix are set up, and where Tunix
 cannot do the same, stands in iteration_peers.py. Evaluations, checkpoints and dumps of rollouts
-are outside the iterations that count; metrics are written in all of them.
+are outside the iterations that count; metrics are written in all of them. All systems run with the
+pages of memory that gspo_jax/huge_pages.py asks for, or all without (--pages=small).
 
 Every run is a process of its own on the same cores, and the systems take turns. The first two
 iterations of a process and the last do not count. Printed are medians over all others, and the
@@ -44,6 +46,8 @@ from typing import Any
 
 from machine import busy_seconds
 
+from gspo_jax import huge_pages
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = dict(ours=("jax",), trl=("trl", "torch", "datasets"), tunix=("tunix",))
 COMPILED = ("ours", "tunix")  # for the others cold and warm are the same
@@ -61,6 +65,7 @@ def main() -> None:
   parser.add_argument("--iterations", type=int, default=8, help="of a process, at least 4")
   parser.add_argument("--cold", type=int, default=1, help="starts without a compilation cache")
   parser.add_argument("--cores", type=int, default=2)
+  parser.add_argument("--pages", choices=("large", "small"), default="large")
   parser.add_argument("--save", default="", help="file for the figures of every run, as JSON")
   options = parser.parse_args()
   if hasattr(os, "sched_setaffinity"):
@@ -69,6 +74,7 @@ def main() -> None:
     parser.error(f"--iterations={options.iterations} leaves none that counts")
   if options.cold < 1:
     parser.error(f"--cold={options.cold}: the first start fills the cache of the others")
+  os.environ["GLIBC_TUNABLES"] = f"{huge_pages.SETTING}={int(options.pages == 'large')}"
   systems = [system for system in options.systems.split(",") if installed(system)]
   print(about := environment(), flush=True)
   results = []

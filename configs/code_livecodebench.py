@@ -58,7 +58,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         reward=dict(workers=2, memory_mb=1024, overlong_max=64, overlong_buffer=16),
         sampling=dict(max_new_tokens=64),
         objective=dict(max_length=64),
-        rl=dict(iterations=4, prompts=4, group_size=4, microbatches=2, dump_every=2),
+        rl=dict(iterations=4, prompts=4, group_size=4, microbatches=2, packed=False, dump_every=2),
         eval=dict(every=2, problems=8, samples=2, max_new_tokens=64, batch=4),
         checkpoint=dict(every=2),
       )

@@ -34,6 +34,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
         remat="full",  # recompute each layer in the backward pass
         logits_chunk=512,  # time steps whose 151,936 logits exist at once
+        unroll=1,  # layers in one turn of the loop over them: faster on CPU, longer to compile
       ),
       mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; -1: all
       data=dict(
@@ -90,6 +91,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         minibatches=4,
         microbatches=4,
+        packed=True,  # several responses to a row, and micro-batches left out
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=common.optimizer(1e-6),
@@ -121,7 +123,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         reward=dict(workers=1),
         sampling=dict(max_new_tokens=32),
         engine=dict(slots=0, cache_dtype="float32"),
-        rl=dict(iterations=20, prompts=4, group_size=4, microbatches=1, dump_every=5),
+        rl=dict(iterations=20, prompts=4, group_size=4, microbatches=1, packed=False, dump_every=5),
         eval=dict(every=10, problems=16, samples=4, max_new_tokens=32, batch=16),
         checkpoint=dict(every=5),
       )

@@ -37,6 +37,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         expert_chunk=1024,  # tokens of a chip that go through the experts at once
         remat="full",  # recompute each layer in the backward pass: activations of 48 layers
         logits_chunk=512,  # time steps whose 151,936 logits exist at once
+        unroll=1,  # layers in one turn of the loop over them: faster on CPU, longer to compile
       ),
       mesh=dict(data=1, fsdp=16, expert=4, tensor=1),  # 64 chips: 4x4 and 4 of the torus
       data=dict(
@@ -102,7 +103,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         extra_prompts=0,  # under way beyond `prompts`; what is unfinished then is carried over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         minibatches=4,  # §5.1: "partitioned into four mini-batches for gradient updates"
-        microbatches=16,  # 64 responses at once
+        microbatches=16,  # 64 rows at once
+        packed=True,  # several responses to a row, and micro-batches left out
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=common.optimizer(1e-6),  # choice: common for models of this size
@@ -142,7 +144,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         reward=dict(workers=1),
         sampling=dict(max_new_tokens=24),
         objective=dict(volatility=True),
-        rl=dict(iterations=6, prompts=16, group_size=8, microbatches=2, dump_every=2),
+        rl=dict(iterations=6, prompts=16, group_size=8, microbatches=2, packed=False, dump_every=2),
         eval=dict(every=3, problems=8, max_new_tokens=24, batch=8),
         checkpoint=dict(every=2),
       )

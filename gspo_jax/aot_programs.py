@@ -75,8 +75,10 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       work = roofline.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
     if name == "score":
-      arguments = train_params, batch_of(case, mesh, case.rows)
-      work = roofline.work(case.model, case.rows, case.length, case.length)
+      # Packed, the pass has micro-batches too.
+      rows = case.sequences if c.rl.packed else case.rows
+      arguments = train_params, batch_of(case, mesh, rows)
+      work = roofline.work(case.model, rows, case.length, case.length)
       yield name, Program(train_step.make_score(learner), arguments, work)
     if name == "publish":
       layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
@@ -130,6 +132,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     stored = routing.storage_dtype(model.num_experts)
     routes = field(stored, case.length, layers, model.experts_per_token)
+  place = field(jnp.int32) if case.config.rl.packed else None
   return TrainBatch(
     tokens_BT=tokens,
     segments_BT=tokens,
@@ -140,6 +143,9 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     ref_logp_BT=real if case.config.objective.kl_coef else None,
     routing_BTlk=routes,
     sampler_routing_BTlk=routes,
+    row_B=place,
+    start_B=place,
+    order_B=place,
   )
 
 

@@ -44,6 +44,7 @@ class RLConfig:
   token_budget: int  # sampled per iteration; what is unfinished then is carried over; 0: none
   minibatches: int  # updates per rollout batch
   microbatches: int  # per update; more of them need less memory
+  packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
   dump_every: int  # iterations between dumped rollouts
 
   @property
@@ -102,6 +103,11 @@ class RunConfig:
       rows % (rl.minibatches * rl.microbatches) == 0,
       f"rl.prompts × rl.group_size = {rows} rows do not divide into rl.minibatches="
       f"{rl.minibatches} × rl.microbatches={rl.microbatches}",
+    )
+    _require(
+      not rl.packed or rl.microbatches > 1,
+      "rl.packed=True saves the micro-batches that packing leaves empty: set rl.microbatches above "
+      "1, so that each device has few rows in each",
     )
     _require(
       self.sft.batch % self.sft.microbatches == 0,

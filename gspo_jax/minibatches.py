@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspo_jax import multi_turn, sharding
+from gspo_jax import multi_turn, packing, sharding
 from gspo_jax.config import RLConfig
 from gspo_jax.context import Context
 from gspo_jax.models import routing
@@ -76,8 +76,10 @@ def log_ratios(
   minibatches: Sequence[TrainBatch], new_logp: Sequence[jax.Array], rows: int, rl: RLConfig
 ) -> np.ndarray:
   """log π_new/π_old of each token, [rows, T], in the order of the rollout."""
-  pairs = [sharding.fetch((new, b.old_logp_BT)) for new, b in zip(new_logp, minibatches)]
-  ratio_BT = np.concatenate([new - old for new, old in pairs])
+  fetched = [
+    sharding.fetch((new, b.old_logp_BT, b.order_B)) for new, b in zip(new_logp, minibatches)
+  ]
+  ratio_BT = np.concatenate([packing.in_order(new - old, order) for new, old, order in fetched])
   if rows < len(ratio_BT):
     ratio_BT = ratio_BT[np.argsort(_places(rl))]
   return ratio_BT[:rows]

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import config as configuration
-from gspo_jax import failures, metrics, optimizer, sharding
+from gspo_jax import failures, metrics, optimizer, packing, sharding
 from gspo_jax.checkpoint import restore_state
 from gspo_jax.config import RunConfig
 from gspo_jax.context import abstract_state
@@ -27,6 +27,7 @@ from gspo_jax.train_step import (
   make_rl_step,
   make_sft_step,
   routes_to_replay,
+  rows_of,
   summarize,
 )
 
@@ -45,9 +46,12 @@ def replay(directory: epath.Path) -> bool:
     for name, found in _counts(state.params):
       say(f"parameter {name}: {found}")
     for i, batch in enumerate(batches):
-      batch = sharding.put_batch(batch, mesh)
+      plain = packing.undo(batch)
+      if batch.row_B is not None:  # this mesh may be another one
+        batch = packing.plan(plain, sharding.batch_shards(mesh))
+      batch, plain = sharding.put_batch((batch, plain), mesh)
       look = jax.jit(functools.partial(_look, learner=learner, replay=config.objective.replay))
-      rows = _bad_rows(*jax.device_get(look(state.params, batch)))
+      rows = _bad_rows(*jax.device_get(look(state.params, plain)))
       state, row = step(state, batch)
       row = metrics.compute(summarize((row,)))
       names = [n for n in failures.nonfinite(row) if not n.startswith("minibatch/")]
@@ -70,7 +74,8 @@ def _update(config: RunConfig, phase: str):
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
   """Log-probabilities [B, T] as the update computes them, and those it compares them with."""
-  logp_BT, _, _ = log_probs(params, batch, learner, routes_to_replay(batch, replay))
+  rows = rows_of(batch, learner)
+  logp_BT, _, _ = log_probs(params, rows, learner, routes_to_replay(rows, replay))
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
 

@@ -18,6 +18,7 @@ from gspo_jax import (
   failures,
   multi_turn,
   optimizer,
+  packing,
   partial,
   preemption,
   query_set,
@@ -200,6 +201,8 @@ def prepare(
   c = context.config
   batch = fill_up(train_batch(context, rollout, advantage_PG), c.rl)
   parts = split(batch, c.rl.minibatches)
+  if c.rl.packed:
+    parts = [packing.plan(part, sharding.batch_shards(context.mesh)) for part in parts]
   minibatches = [sharding.put_batch(part, context.mesh) for part in parts]
   if reference is not None:
     minibatches = [b.replace(ref_logp_BT=programs.score(reference, b)) for b in minibatches]

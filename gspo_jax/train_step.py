@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import objectives as O
+from gspo_jax import packing
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.objectives.reductions import Last, Max, Mean, collapse, compute, merge
+from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
 from gspo_jax.structs import TrainBatch, TrainState
 
 # name -> loss; all take (logp, old_logp, advantage, mask) and the options of objectives.terms.
@@ -117,36 +118,48 @@ class Learner:
 
 
 def log_probs(
-  params: Any, batch: TrainBatch, learner: Learner, replay_BTlk: jax.Array | None = None
+  params: Any, rows: packing.Rows, learner: Learner, replay_RTlk: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, transformer.Output]:
   """log π(token t | tokens before it) and the entropy there, [B, T] each, and the forward pass.
 
-  Position 0 has no probability and holds 0. With `replay_BTlk`, π is the network that these routes
+  Position 0 has no probability and holds 0. With `replay_RTlk`, π is the network that these routes
   activate, with the gate weights of the router in `params`.
   """
   out = transformer.forward(
     params,
     learner.model,
-    batch.tokens_BT,
-    segments=batch.segments_BT,
-    routing=routing.by_layer(replay_BTlk),
+    rows.tokens_RT,
+    positions=rows.positions_RT,
+    segments=rows.segments_RT,
+    routing=routing.by_layer(replay_RTlk),
     compute=learner.compute,
   )
-  targets_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
+  # What a response's last token has for a target, if only another response, lands behind its end.
+  targets_RT = jnp.roll(rows.tokens_RT, -1, axis=1)
   both = transformer.token_logp(
     params,
     out.hidden_BTD,
-    targets_BT,
+    targets_RT,
     temperature=learner.temperature,
     compute=learner.compute,
   )
-  logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in both)
+  of_next = (packing.by_sequence(x_RT, rows) for x_RT in both)
+  logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
   return logp_BT, entropy_BT, out
+
+
+def rows_of(batch: TrainBatch, learner: Learner) -> packing.Rows:
+  """What the model reads of a batch, or of one of the `parts` of a packed one."""
+  return packing.rows(batch, len(batch.tokens_BT) // learner.microbatches)
 
 
 def make_score(learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
   """A jitted pass without gradient: the trainer's log-probabilities [B, T] of a batch."""
-  return jax.jit(lambda params, batch: log_probs(params, batch, learner)[0])
+
+  def logp(params: Any, batch: TrainBatch) -> jax.Array:
+    return log_probs(params, rows_of(batch, learner), learner)[0]
+
+  return jax.jit(by_part(logp, learner))
 
 
 def make_old_policy(
@@ -159,29 +172,51 @@ def make_old_policy(
   """
   keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
-  @jax.jit
   def old_policy(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
-    replay = routes_to_replay(batch, "R3") if objective.replay == "R3" else None
-    logp_BT, _, out = log_probs(params, batch, learner, replay)
+    rows = rows_of(batch, learner)
+    replay = routes_to_replay(rows, "R3") if objective.replay == "R3" else None
+    logp_BT, _, out = log_probs(params, rows, learner, replay)
     fields = dict(old_logp_BT=logp_BT)
     if keeps_routing and out.routing_lBTk is not None:
-      fields["routing_BTlk"] = routing.by_row(
-        out.routing_lBTk, batch.segments_BT, learner.model.num_experts
-      )
+      routes_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
+      fields["routing_BTlk"] = packing.by_sequence(routes_RTlk, rows, routing.NO_ROUTE)
     return fields
 
-  return old_policy
+  return jax.jit(by_part(old_policy, learner))
 
 
-def routes_to_replay(batch: TrainBatch, replay: str) -> jax.Array | None:
+def by_part(function: Callable, learner: Learner) -> Callable:
+  """`function(params, batch)`, a tree of arrays [B, ...], with no more rows at once than an update
+  takes, should the batch be packed."""
+
+  def whole(params: Any, batch: TrainBatch) -> Any:
+    if batch.row_B is None:
+      return function(params, batch)
+    number, part = parts(batch, learner)
+
+    def one(i):
+      some = part(i)
+      return some.row_B >= 0, function(params, some)
+
+    def put(total, new):
+      (_, old), (inside_B, new) = total, new
+      inside = lambda x: inside_B.reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+      return inside_B, jax.tree.map(lambda a, b: jnp.where(inside(a), a, b), new, old)
+
+    return accumulate(one, number, put, learner.microbatches)[1]
+
+  return whole
+
+
+def routes_to_replay(rows: packing.Rows, replay: str) -> jax.Array | None:
   """The routes that mode `replay` forces upon the policy; ValueError if the batch has none."""
   if replay == "none":
     return None
-  name = dict(R2="routing_BTlk", R3="sampler_routing_BTlk")[replay]
-  routes_BTlk = getattr(batch, name)
-  if routes_BTlk is None:
-    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}")
-  return routes_BTlk
+  name = dict(R2="routing", R3="sampler_routing")[replay]
+  routes_RTlk = getattr(rows, f"{name}_RTlk")
+  if routes_RTlk is None:
+    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}_BTlk")
+  return routes_RTlk
 
 
 def make_rl_step(
@@ -190,11 +225,14 @@ def make_rl_step(
   """The jitted policy update on one mini-batch; the state is donated."""
 
   def loss(params, batch):
-    replay_BTlk = routes_to_replay(batch, objective.replay)
-    logp_BT, entropy_BT, out = log_probs(params, batch, learner, replay_BTlk)
+    rows = rows_of(batch, learner)
+    replay_RTlk = routes_to_replay(rows, objective.replay)
+    logp_BT, entropy_BT, out = log_probs(params, rows, learner, replay_RTlk)
     total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch)
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
-    metrics |= volatility_metrics(out, batch, objective.replay)
+    metrics |= volatility_metrics(out, rows, objective.replay)
+    empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
+    metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
     return total, metrics, out.stats
 
   return make_step(learner, loss, tx)
@@ -206,7 +244,7 @@ def make_sft_step(
   """The jitted supervised update: mean over tokens of -log π(token); the state is donated."""
 
   def loss(params, batch):
-    logp_BT, entropy_BT, out = log_probs(params, batch, learner)
+    logp_BT, entropy_BT, out = log_probs(params, rows_of(batch, learner), learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
     return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
@@ -231,26 +269,21 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
       metrics |= router_metrics(stats, learner.model)
       balance = moe.load_balance(stats, learner.model)
       value = value + learner.load_balance_coef * balance * total.denominator
-    return value, (total.denominator, metrics)
+    return value, metrics
 
   gradient = jax.grad(numerator, has_aux=True)
 
+  def add(total, new):
+    (grads, metrics), (more, others) = total, new
+    return jax.tree.map(jnp.add, grads, more), merge(metrics, others)
+
   @functools.partial(jax.jit, donate_argnums=0)
   def step(state: TrainState, batch: TrainBatch):
-    if learner.microbatches == 1:
-      grads, (denominator, metrics) = gradient(state.params, batch)
-    else:
-      zeros = jax.tree.map(jnp.zeros_like, state.params)
-      add = lambda a, b: jax.tree.map(jnp.add, a, b)  # noqa: E731
-
-      def body(total, batch):
-        grads, aux = gradient(state.params, batch)
-        return add(total, grads), aux
-
-      parts = split(batch, learner.microbatches)
-      grads, (denominators, metrics) = jax.lax.scan(body, zeros, parts)
-      denominator, metrics = denominators.sum(), collapse(metrics)
-    grads = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1), grads)
+    number, part = parts(batch, learner)
+    one = lambda i: gradient(state.params, part(i))  # noqa: E731
+    grads, metrics = accumulate(one, number, add, learner.microbatches)
+    denominator = jnp.maximum(metrics["loss"].denominator, 1)
+    grads = jax.tree.map(lambda g: g / denominator, grads)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     grad_norm = optax.tree.norm(grads)
@@ -266,6 +299,20 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
   return step
 
 
+def parts(
+  batch: TrainBatch, learner: Learner
+) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
+  """How many micro-batches there are, and the i-th of them; of a packed batch, those with tokens
+  in their rows: at most `learner.microbatches`."""
+  if batch.row_B is not None:
+    R = len(batch.tokens_BT) // learner.microbatches
+    return packing.count(batch, R), lambda i: packing.part(batch, i, R)
+  if learner.microbatches == 1:
+    return 1, lambda i: batch
+  stacked = split(batch, learner.microbatches)
+  return learner.microbatches, lambda i: jax.tree.map(lambda x: x[i], stacked)
+
+
 def split(batch: TrainBatch, parts: int) -> TrainBatch:
   """[B, ...] -> [parts, B/parts, ...], every part with rows of every device."""
 
@@ -273,6 +320,27 @@ def split(batch: TrainBatch, parts: int) -> TrainBatch:
     return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
 
   return jax.tree.map(one, batch)
+
+
+def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
+  """combine(combine(function(0), function(1)), function(2)), ... of `number` results, one at a
+  time; of `most` at most, while `number` may be known at run time only."""
+  if most == 1:
+    return function(0)
+  none = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), jax.eval_shape(function, 0)
+  )
+
+  def go_on(carry):
+    i, _ = carry
+    return (i < number) & (i < most)  # hlo_costs.py counts a loop by a constant
+
+  def body(carry):
+    i, total = carry
+    new = function(i)
+    return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
+
+  return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
 
 
 def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
@@ -291,7 +359,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 VOLATILITY = "router/volatility"
 
 
-def volatility_metrics(out: transformer.Output, batch: TrainBatch, replay: str) -> dict[str, Mean]:
+def volatility_metrics(out: transformer.Output, rows: packing.Rows, replay: str) -> dict[str, Mean]:
   """How far the routing has moved since the rollout, per layer, and sampler against trainer.
 
   Without replay: the experts that this forward pass used against those on record for the same
@@ -301,21 +369,21 @@ def volatility_metrics(out: transformer.Output, batch: TrainBatch, replay: str) 
   """
   if out.routing_lBTk is None:
     return {}
-  metrics, sampler_BTlk = {}, batch.sampler_routing_BTlk
-  recorded_BTlk = sampler_BTlk if batch.routing_BTlk is None else batch.routing_BTlk
+  metrics, sampler_RTlk = {}, rows.sampler_routing_RTlk
+  recorded_RTlk = sampler_RTlk if rows.routing_RTlk is None else rows.routing_RTlk
   if replay != "none":
     metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed)
-  elif recorded_BTlk is not None:
-    metrics[VOLATILITY] = _volatility(out, recorded_BTlk)
-  if sampler_BTlk is not None:
-    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_BTlk)
+  elif recorded_RTlk is not None:
+    metrics[VOLATILITY] = _volatility(out, recorded_RTlk)
+  if sampler_RTlk is not None:
+    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_RTlk)
     metrics[f"{VOLATILITY}/sampler"] = Mean(layers.numerator.sum(), layers.denominator.sum())
   return metrics
 
 
-def _volatility(out: transformer.Output, recorded_BTlk: jax.Array) -> Mean:
-  recorded_lBTk = routing.by_layer(recorded_BTlk)
-  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lBTk))
+def _volatility(out: transformer.Output, recorded_RTlk: jax.Array) -> Mean:
+  recorded_lRTk = routing.by_layer(recorded_RTlk)
+  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lRTk))
 
 
 @jax.jit

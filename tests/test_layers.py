@@ -10,12 +10,13 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 # importer: what it may import. A package name stands for all its modules.
 ARROWS = {
   "main": "config context failures huge_pages preemption provenance rollout_viewer sft train",
-  "replay": "checkpoint config context failures metrics optimizer sharding structs train_step",
+  "replay": "checkpoint config context failures metrics optimizer packing sharding structs"
+  " train_step",
   "partial": "context sampling structs",
   "train": "alarms checkpoint context data failures metrics minibatches models multi_turn"
-  " objectives optimizer partial preemption query_set rollout_viewer roofline sampling sharding"
-  " structs train_step",
-  "minibatches": "config context models multi_turn query_set sharding structs",
+  " objectives optimizer packing partial preemption query_set rollout_viewer roofline sampling"
+  " sharding structs train_step",
+  "minibatches": "config context models multi_turn packing query_set sharding structs",
   "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
   " train_step",
   "failures": "checkpoint context sharding structs",
@@ -28,7 +29,8 @@ ARROWS = {
   "aot": "aot_programs config hlo_costs models roofline sharding structs",
   "aot_programs": "config models optimizer roofline sampling sharding structs train_step",
   "roofline": "models",
-  "train_step": "models objectives structs",
+  "train_step": "models objectives packing structs",
+  "packing": "models sharding structs",
   "data": "data_embedded data_files data_rows query_set rewards structs tokenizer",
   "data_embedded": "data_files rewards structs tokenizer",
   "data_rows": "data_files rewards structs tokenizer",

@@ -245,7 +245,10 @@ def forward(
     # The cache of all layers is carried, and written in place: as an input and an output of the
     # scan it would exist twice.
     (x_BTD, kv), (chosen, stat) = _over_layers(
-      lambda carry, inputs: layer(*carry, *inputs), (x_BTD, kv), (np.arange(layers), block, replay)
+      lambda carry, inputs: layer(*carry, *inputs),
+      (x_BTD, kv),
+      (np.arange(layers), block, replay),
+      compute.unroll,
     )
     caches.append(kv)
     if chosen is not None:
@@ -261,10 +264,10 @@ def forward(
   )
 
 
-def _over_layers(layer, carry, inputs):
+def _over_layers(layer, carry, inputs, unroll):
   """`jax.lax.scan`; a single layer is called as it is, with its weights where they lie."""
   if len(inputs[0]) > 1:
-    return jax.lax.scan(layer, carry, inputs)
+    return jax.lax.scan(layer, carry, inputs, unroll=unroll)
   carry, outputs = layer(carry, jax.tree.map(lambda x: x[0], inputs))
   return carry, jax.tree.map(lambda x: x[None], outputs)
 

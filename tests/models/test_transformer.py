@@ -124,6 +124,7 @@ def test_formulations_agree():
     dict(experts="blocks"),
     dict(experts="batched"),
     dict(logits_chunk=3),
+    dict(unroll=2),
   ):
     compute = dataclasses.replace(REFERENCE, **change)
     got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, MIXED, t, compute))(params, tokens)  # noqa: B023

@@ -1,0 +1,158 @@
+"""Several responses in one row, for the model only: fewer rows hold all tokens of a mini-batch.
+
+Lengths of responses are heavy-tailed: a row for each of them, as long as the longest may become, is
+mostly padding, and the model works on padding as on anything else. So the host plans where each
+response goes (`plan`), the model reads packed rows (`rows`), and what it says of every token goes
+back to where the token came from (`by_sequence`). Losses and metrics never see anything but [B, T].
+
+Shapes are fixed. What varies is how many micro-batches of R rows there is something to do for
+(`count`), the same number on all devices. A response's row lies on the device that holds the
+response, so nothing is sent.
+
+  R  rows of a micro-batch, over all devices; without a plan, R is B: each response has its own
+"""
+
+import math
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import sharding
+from gspo_jax.models import routing
+from gspo_jax.sharding import BATCH, P
+from gspo_jax.structs import Array, TrainBatch
+
+
+@flax.struct.dataclass
+class Rows:
+  """What the model reads: the fields of a TrainBatch that it takes, by row."""
+
+  tokens_RT: Array
+  segments_RT: Array
+  positions_RT: Array | None  # of each token in its response; None: in its row
+  routing_RTlk: Array | None
+  sampler_routing_RTlk: Array | None
+  # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
+  # in none of them. None: where it is in the batch
+  place_BT: Array | None
+
+
+def plan(batch: TrainBatch, shards: int) -> TrainBatch:
+  """The batch with a place for each response, on the host; its responses in another order.
+
+  Each of the `shards` devices gets B / shards responses, about as many tokens as the others, and
+  packs them on its own. Rows without tokens get no place.
+  """
+  T = batch.tokens_BT.shape[1]
+  length_B = (batch.segments_BT > 0).sum(1)
+  order_B = spread(length_B, shards)
+  places = [first_fit(length_b, T) for length_b in np.split(length_B[order_B], shards)]
+  row_B, start_B = (np.concatenate(x) for x in zip(*places))
+  batch = jax.tree.map(lambda x: x[order_B], batch)
+  return batch.replace(row_B=row_B, start_B=start_B, order_B=order_B)
+
+
+def undo(batch: TrainBatch) -> TrainBatch:
+  """What `plan` was given."""
+  plain = batch.replace(row_B=None, start_B=None, order_B=None)
+  return jax.tree.map(lambda x: in_order(x, batch.order_B), plain)
+
+
+def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
+  """[B, ...] in the order that the responses had before `plan`; None: they have it."""
+  return x_B if order_B is None else x_B[np.argsort(order_B)]
+
+
+def spread(length_B: np.ndarray, shards: int) -> np.ndarray:
+  """int32 [B]: the responses of the first device, of the second, ...; B / shards of each.
+
+  From the longest to the shortest, one for each device in turn: the longer, the fewer tokens the
+  device has so far.
+  """
+  load, turns = np.zeros(shards, np.int64), []
+  for longest_first in np.argsort(-length_B, kind="stable").reshape(-1, shards):
+    least_first = np.argsort(load, kind="stable")
+    load[least_first] += length_B[longest_first]
+    turns.append(longest_first[np.argsort(least_first)])
+  return np.sort(np.stack(turns, axis=1), axis=1).reshape(-1).astype(np.int32)
+
+
+def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+  """int32 [B] ×2: row of each response, -1 for an empty one, and where it starts there.
+
+  First-fit decreasing: from the longest to the shortest, each into the first row with room for it.
+  """
+  row_B, start_B = np.full(len(length_B), -1, np.int32), np.zeros(len(length_B), np.int32)
+  used = np.zeros(len(length_B), np.int32)
+  for i in np.argsort(-length_B, kind="stable"):
+    if length_B[i]:
+      row_B[i] = row = np.argmax(used + length_B[i] <= size)
+      start_B[i] = used[row]
+      used[row] += length_B[i]
+  return row_B, start_B
+
+
+def count(batch: TrainBatch, R: int) -> jax.Array:
+  """int32 []: micro-batches of R rows up to the last one that holds a response; at least 1."""
+  return jnp.maximum(batch.row_B.max() // _on_each_device(R) + 1, 1)
+
+
+def part(batch: TrainBatch, i: jax.Array | int, R: int) -> TrainBatch:
+  """Micro-batch i: the whole batch, but responses that lie in other rows are masked."""
+  row_B = batch.row_B - i * _on_each_device(R)
+  inside_B = (row_B >= 0) & (row_B < _on_each_device(R))
+  return batch.replace(
+    row_B=jnp.where(inside_B, row_B, -1),
+    mask_BT=jnp.where(inside_B[:, None], batch.mask_BT, 0),
+  )
+
+
+def rows(batch: TrainBatch, R: int) -> Rows:
+  """What the model reads of a batch, or of a `part` of it if it has a plan."""
+  routes = batch.routing_BTlk, batch.sampler_routing_BTlk
+  if batch.row_B is None:
+    return Rows(batch.tokens_BT, batch.segments_BT, None, *routes, None)
+  size = _on_each_device(R)
+
+  def on_each_device(tokens_BT, segments_BT, routes, row_B, start_B):
+    T = tokens_BT.shape[1]
+    time_BT = jnp.arange(T, dtype=jnp.int32)[None]
+    inside_BT = (segments_BT > 0) & (row_B >= 0)[:, None]
+    place_BT = jnp.where(inside_BT, (row_B * T + start_B)[:, None] + time_BT, size * T)
+
+    def pack(x_BT, empty):
+      x_X = jnp.full((size * T, *x_BT.shape[2:]), empty, x_BT.dtype)
+      return x_X.at[place_BT].set(x_BT, mode="drop").reshape(size, T, *x_BT.shape[2:])
+
+    # No two responses of a row start at the same place.
+    segments_RT = pack(jnp.broadcast_to(start_B[:, None] + 1, place_BT.shape), 0)
+    return Rows(
+      tokens_RT=pack(tokens_BT, 0),
+      segments_RT=segments_RT,
+      positions_RT=time_BT + 1 - segments_RT,
+      routing_RTlk=None if routes[0] is None else pack(routes[0], routing.NO_ROUTE),
+      sampler_routing_RTlk=None if routes[1] is None else pack(routes[1], routing.NO_ROUTE),
+      place_BT=place_BT,
+    )
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(batch.tokens_BT, batch.segments_BT, routes, batch.row_B, batch.start_B)
+
+
+def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
+  """[R, T, ...] to [B, T, ...], `empty` for tokens that are in none of the rows."""
+  if rows.place_BT is None:
+    return x_RT
+
+  def on_each_device(x_RT, place_BT):
+    x_X = x_RT.reshape(-1, *x_RT.shape[2:])
+    return x_X.at[place_BT].get(mode="fill", fill_value=empty)
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(x_RT, rows.place_BT)
+
+
+def _on_each_device(R: int) -> int:
+  return R // math.prod(sharding.axis_size(axis) for axis in BATCH)

@@ -1,0 +1,296 @@
+"""Packed rows: the same update from fewer positions."""
+
+import dataclasses
+import functools
+import json
+import math
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from runs import SMALL, figures, run
+
+from configs import tiny
+from gspo_jax import config as configuration
+from gspo_jax import failures, minibatches, packing, sharding, train_step
+from gspo_jax.context import new_state
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
+from gspo_jax.structs import TrainBatch
+
+SMALL_MODEL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
+MODELS = dict(
+  dense=dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL_MODEL),
+  moe=dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL_MODEL),
+)
+B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4
+LENGTHS = (5, 20, 3, 0, 9, 4, 12, 6, 4, 3, 7, 5, 10, 3, 4, 6)  # 101 tokens: 6 rows, 2 micro-batches
+GSPO = train_step.ObjectiveConfig(
+  name="gspo",
+  clip_low=0.1,
+  clip_high=0.1,
+  dual_clip=0.0,
+  max_length=T,
+  advantage="std",
+  old_logp="recompute",
+  kl_coef=0.1,
+  kl="k3",
+  entropy_coef=0.01,
+  load_balance_coef=0.0,
+  replay="none",
+  volatility=True,
+)
+PER_MICRO_BATCH = ("router/load_balance", "router/busiest_expert", "padding")
+SGD = optax.sgd(1.0)
+
+
+def make_batch(model=MODELS["dense"], lengths=LENGTHS, seed=0) -> TrainBatch:
+  rng = np.random.default_rng(seed)
+  lengths, time_T = np.array(lengths), np.arange(T)
+  real_BT = time_T[None] < lengths[:, None]
+  mask_BT = (real_BT & (time_T >= PROMPT)[None]).astype(np.float32)
+  logp = lambda: (rng.normal(-4.2, 0.1, (B, T)) * mask_BT).astype(np.float32)  # noqa: E731
+  batch = TrainBatch(
+    tokens_BT=np.where(real_BT, rng.integers(0, 64, (B, T)), 0).astype(np.int32),
+    segments_BT=real_BT.astype(np.int32),
+    mask_BT=mask_BT,
+    advantage_B=rng.normal(size=B).astype(np.float32),
+    old_logp_BT=logp(),
+    sampler_logp_BT=logp(),
+    ref_logp_BT=logp(),
+  )
+  if not model.num_experts:
+    return batch
+  experts_BTlE = np.tile(np.arange(model.num_experts), (B, T, model.num_layers, 1))
+
+  def route():
+    routes = rng.permuted(experts_BTlE, axis=-1)[..., : model.experts_per_token]
+    return np.where(real_BT[..., None, None], routes, -1).astype(np.int8)
+
+  return batch.replace(routing_BTlk=route(), sampler_routing_BTlk=route())
+
+
+@functools.cache
+def learner(name, microbatches=MICROBATCHES):
+  return train_step.Learner(MODELS[name], REFERENCE, 1.0, microbatches, load_balance_coef=0.0)
+
+
+@functools.cache
+def update(name, microbatches=MICROBATCHES, **changes):
+  objective = dataclasses.replace(GSPO, **changes)
+  return train_step.make_rl_step(learner(name, microbatches), objective, SGD)
+
+
+@functools.cache
+def initial(name):
+  return jax.device_get(transformer.init(MODELS[name], jax.random.key(0)))
+
+
+def after(step, name, batch, shape=None):
+  """Parameters and metrics after one update, on a mesh if there is a shape of it."""
+  params = jax.tree.map(jnp.array, initial(name))
+  if shape is None:
+    state, metrics = step(new_state(params, SGD), batch)
+    return jax.device_get(state.params), scalars(metrics)
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(params, transformer.shardings(MODELS[name], sharding.TRAIN, mesh))
+    state, metrics = step(new_state(params, SGD), sharding.put_batch(batch, mesh))
+    return jax.device_get(state.params), scalars(metrics)
+
+
+def scalars(metrics):
+  return {k: float(v) for k, v in train_step.summarize((metrics,)).items()}
+
+
+@pytest.mark.parametrize("name, shape, replay", [
+  ("dense", None, "none"),
+  ("dense", (2, 2, 1, 2), "none"),
+  ("moe", None, "none"),
+  ("moe", None, "R2"),
+  ("moe", (1, 2, 2, 2), "R3"),
+])  # fmt: skip
+def test_a_packed_update_is_the_update(name, shape, replay):
+  batch = make_batch(MODELS[name])
+  shards = 1 if shape is None else math.prod(shape[:3])
+  packed = packing.plan(batch, shards)
+  params, row = after(update(name, 1, replay=replay), name, batch)
+  packed_params, packed_row = after(update(name, replay=replay), name, packed, shape)
+  chex.assert_trees_all_close(packed_params, params, rtol=2e-4, atol=5e-6)
+  assert row.keys() == packed_row.keys()
+  for metric, value in row.items():
+    if metric not in PER_MICRO_BATCH:
+      assert packed_row[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+  assert row["grad_norm"] > 0.1 and 0 < row["clip_fraction/sequence"] < 1
+  tokens, used = sum(LENGTHS), 2 * B // MICROBATCHES  # two micro-batches of four
+  assert row["padding"] == pytest.approx(1 - tokens / (B * T))
+  assert packed_row["padding"] == pytest.approx(1 - tokens / (used * T))
+  if name == "moe":
+    assert row["router/volatility/mean"] > 0.1 and row["router/volatility/sampler"] > 0.1
+
+
+@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+def test_a_packed_pass_finds_the_same_old_policy(shape):
+  """Log-probabilities and routes, which no response has from another one's tokens."""
+  batch = make_batch(MODELS["moe"])
+  packed = packing.plan(batch, 1 if shape is None else 4)
+  expected = train_step.make_old_policy(learner("moe", 1), GSPO)(initial("moe"), batch)
+  old_policy = train_step.make_old_policy(learner("moe"), GSPO)
+  if shape is None:
+    found = old_policy(initial("moe"), packed)
+  else:
+    mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+    with jax.set_mesh(mesh):
+      shardings = transformer.shardings(MODELS["moe"], sharding.TRAIN, mesh)
+      params = jax.device_put(initial("moe"), shardings)
+      found = jax.device_get(old_policy(params, sharding.put_batch(packed, mesh)))
+  real_BT = batch.segments_BT > 0
+  logp_BT, expected_BT = (
+    np.where(real_BT, x, 0)
+    for x in (packing.in_order(found["old_logp_BT"], packed.order_B), expected["old_logp_BT"])
+  )
+  np.testing.assert_allclose(logp_BT, expected_BT, atol=2e-5)
+  assert (logp_BT[:, 0] == 0).all() and (expected_BT[:, 1:][real_BT[:, 1:]] < -1).all()
+  routes_BTlk = packing.in_order(found["routing_BTlk"], packed.order_B)
+  np.testing.assert_array_equal(routes_BTlk, expected["routing_BTlk"])
+  assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
+
+
+def test_another_number_of_micro_batches_compiles_nothing():
+  step, counts = update("dense"), []
+  state = new_state(jax.tree.map(jnp.array, initial("dense")), SGD)
+  for lengths in (LENGTHS, (3,) * B, (T,) * B, (0,) * B):
+    batch = packing.plan(make_batch(lengths=lengths), 1)
+    counts.append(int(packing.count(batch, B // MICROBATCHES)))
+    if not counts[1:]:
+      step(jax.tree.map(jnp.copy, state), batch)
+      compiled = step._cache_size()
+    state, metrics = step(state, batch)
+    assert np.isfinite(list(scalars(metrics).values())).all()
+  assert counts == [2, 1, 4, 1]
+  assert step._cache_size() == compiled
+
+
+def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
+  """A response whose mask is off may hold anything; one whose mask is on spoils the update."""
+  batch = make_batch()
+  bad = np.array(batch.old_logp_BT)
+  bad[5, 3] = np.nan
+  mask = np.array(batch.mask_BT)
+  mask[5] = 0
+  packed = packing.plan(batch.replace(old_logp_BT=bad), 1)
+  _, row = after(update("dense"), "dense", packed)
+  assert row["updates_skipped"] == 1
+  packed = packing.plan(batch.replace(old_logp_BT=bad, mask_BT=mask), 1)
+  _, row = after(update("dense"), "dense", packed)
+  assert row["updates_skipped"] == 0 and np.isfinite(list(row.values())).all()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_response_has_a_place_of_its_own(shards, seed):
+  rng = np.random.default_rng(seed)
+  size, per_shard = 50, 16
+  length_B = rng.integers(0, size + 1, shards * per_shard)
+  length_B[rng.random(len(length_B)) < 0.2] = 0
+  segments_BT = (np.arange(size)[None] < length_B[:, None]).astype(np.int32)
+  number_B = np.arange(len(length_B), dtype=np.float32)
+  zeros = np.zeros((len(length_B), size), np.float32)
+  batch = TrainBatch(zeros, segments_BT, zeros, number_B, zeros, zeros)
+  planned = packing.plan(batch, shards)
+  np.testing.assert_array_equal(np.sort(planned.order_B), np.arange(len(length_B)))
+  np.testing.assert_array_equal(planned.advantage_B, planned.order_B)
+  np.testing.assert_array_equal(planned.segments_BT.sum(1), length_B[planned.order_B])
+  chex.assert_trees_all_equal(packing.undo(planned), batch)
+  taken = np.zeros((shards, per_shard, size), int)
+  for i, length in enumerate(planned.segments_BT.sum(1)):
+    assert (planned.row_B[i] >= 0) == (length > 0)
+    if length:
+      start = planned.start_B[i]
+      assert start + length <= size
+      taken[i // per_shard, planned.row_B[i], start : start + length] += 1
+  assert taken.max() <= 1 and taken.sum() == length_B.sum()
+  used = (taken[:, :, 0] > 0).sum(1)
+  assert (np.diff((taken[:, :, 0] > 0).astype(int), axis=1) <= 0).all(), "rows without gaps"
+  assert np.ptp(taken.sum((1, 2))) <= size, "about as many tokens for each device"
+  assert (used <= np.ceil(taken.sum((1, 2)) / size * 11 / 9) + 1).all()
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_at_heavy_tailed_lengths_a_tenth_is_padding(shards, seed):
+  size, responses, R = 4096, 512, 8
+  rng = np.random.default_rng(seed)
+  length_B = np.clip(rng.lognormal(np.log(size / 9), 1.0, responses), 8, size).astype(int)
+  assert 0.13 < length_B.mean() / size < 0.19 and length_B.max() > 0.9 * size
+  order_B = packing.spread(length_B, shards)
+  rows = [packing.first_fit(x, size)[0].max() + 1 for x in np.split(length_B[order_B], shards)]
+  per_device = R // shards
+  positions = math.ceil(max(rows) / per_device) * R * size
+  assert 1 - length_B.sum() / positions <= 0.1
+  assert 1 - length_B.sum() / (responses * size) > 0.8
+
+
+def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
+  rl = SimpleNamespace(prompts=8, group_size=4, minibatches=2)
+  rows = 28  # a group is missing
+  old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
+  ends = 1 + np.arange(rows) * 7 % T
+  segments = (np.arange(T)[None] < ends[:, None]).astype(np.int32)
+  batch = TrainBatch(segments, segments, segments.astype(np.float32), old[:, 0], old, old)
+  parts = minibatches.split(minibatches.fill_up(batch, rl), 2)
+  parts = [packing.plan(part, 4) for part in parts]
+  assert not (parts[0].order_B == np.arange(16)).all()
+  found = minibatches.log_ratios(parts, [3 * p.old_logp_BT + 1 for p in parts], rows, rl)
+  np.testing.assert_array_equal(found, 2 * old + 1)
+
+
+def test_a_dump_keeps_the_plan(tmp_path):
+  config = configuration.from_dict(tiny.get_config().to_dict())
+  batch = make_batch()
+  planned = packing.plan(batch, 4)
+  directory = failures.dump(
+    SimpleNamespace(config=config, workdir=tmp_path),
+    dict(phase="rl", step=1),
+    "a test",
+    new_state(dict(w=jnp.zeros(1)), SGD),
+    [planned, batch],
+  )
+  _, (first, second) = failures.load(directory)
+  chex.assert_trees_all_equal(first, planned)
+  chex.assert_trees_all_equal(packing.undo(first), batch)
+  chex.assert_trees_all_equal(packing.undo(second), batch)
+
+
+def test_packing_into_one_micro_batch_is_refused():
+  values = tiny.get_config()
+  values.rl.packed = True
+  with pytest.raises(ValueError, match=r"rl\.packed=True.*rl\.microbatches"):
+    configuration.from_dict(values.to_dict())
+
+
+def test_a_packed_run_is_the_run(tmp_path):
+  """On one device. The room for prompts lets two or three of their sums into a row."""
+  flags = [*SMALL, "job=rl", "data.max_prompt_tokens=40", "rl.iterations=2", "rl.microbatches=4"]
+  flags += ["rl.dump_every=2", "eval.greedy=False"]
+  for name in ("plain", "packed"):
+    run(tmp_path / name, *flags, f"rl.packed={name == 'packed'}")
+  plain, packed = (figures(tmp_path / name) for name in ("plain", "packed"))
+  assert [row["step"] for row in packed] == [row["step"] for row in plain]
+  for row, packed_row in zip(plain, packed):
+    assert row.keys() == packed_row.keys()
+    for metric, value in row.items():
+      if isinstance(value, float) and metric not in PER_MICRO_BATCH:
+        assert packed_row[metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
+  assert packed[-1]["padding"] < 0.5 < plain[-1]["padding"]
+  dumps = [
+    [json.loads(x) for x in path.read_text().splitlines()]
+    for path in (tmp_path / name / "rollouts" / "rl_000002.jsonl" for name in ("plain", "packed"))
+  ]
+  for one, other in zip(*dumps, strict=True):
+    assert one["response"] == other["response"]
+    np.testing.assert_allclose(one["log_ratio"], other["log_ratio"], atol=2e-4)
