@@ -148,6 +148,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         guard.hold(step, minibatches)
         sampler_logp = float(groups.rollout.logp.sum())
         guard.check(dict(phase="rl", step=step, sampler_logp=sampler_logp), state)
+        rollout_params = None  # makes room: the updated ones replace them
         metrics, update_started = [], time.perf_counter()
         with stages("update"):
           for minibatch in minibatches:

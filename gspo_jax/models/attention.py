@@ -143,8 +143,8 @@ def block_size(rows: int) -> int:
   blocks of 512 take twice as long."""
   if sharding.platform() != "cpu":
     return BLOCK
-  fits = math.isqrt(2**18 // rows)
-  return min(BLOCK, max(64, 1 << (fits.bit_length() - 1))) if fits else 64
+  fits = math.isqrt(max(2**18 // rows, 64**2))
+  return min(BLOCK, 1 << (fits.bit_length() - 1))
 
 
 def _even(length: int, block: int) -> int:

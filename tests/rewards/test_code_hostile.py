@@ -16,7 +16,7 @@ from sandboxes import (
   ROOT,
   available,
   mentioning,
-  processes_of_sandboxes,
+  processes_of,
   run,
   session,
   stdin,
@@ -133,10 +133,10 @@ def test_fork_bomb_finds_the_door_locked(isolation):
 @pytest.mark.skipif(not available("namespaces"), reason="no namespaces here")
 def test_fork_bomb_is_counted_and_killed_where_processes_are_allowed():
   limits = dataclasses.replace(LIMITS, processes=4)
-  report = run("namespaces", BOMB, limits)
-  children = int(report["stdout"])
+  report = run("namespaces", f"{BOMB}\nprint(os.getuid())", limits)
+  children, user = map(int, report["stdout"].split())
   assert 0 < children <= limits.processes + limits.threads
-  assert not processes_of_sandboxes()
+  assert not processes_of(user)
 
 
 def test_a_program_cannot_start_another(isolation):
