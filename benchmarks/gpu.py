@@ -27,7 +27,6 @@ finds: on CPU that shows that they run, and nothing about a GPU.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -35,6 +34,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from machine import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = dict(ours=("jax",), transformers=("torch", "transformers"))
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
   parser.add_argument("--save", default="", help="file for all numbers, as JSON")
   parser.add_argument("--toy", action="store_true", help="toy sizes, on whatever is there")
   options = parser.parse_args(arguments)
-  systems = [system for system in options.systems.split(",") if installed(system)]
+  systems = [system for system in options.systems.split(",") if installed(system, NEEDS[system])]
   with tempfile.TemporaryDirectory() as scratch:
     device = process("gpu_ours.py", dict(task="probe"), Path(scratch))
     print(describe(device))
@@ -103,13 +104,6 @@ def main(arguments: list[str] | None = None) -> None:
         results += rows
   if options.save:
     Path(options.save).write_text(json.dumps(dict(device=device, results=results), indent=2))
-
-
-def installed(system: str) -> bool:
-  missing = [name for name in NEEDS[system] if importlib.util.find_spec(name) is None]
-  if missing:
-    print(f"{system} is left out: {', '.join(missing)} not installed (benchmarks/peers.txt)")
-  return not missing
 
 
 def describe(device: dict[str, Any]) -> str:

@@ -31,9 +31,6 @@ torch, which tensorboardX then imports into Tunix: about a second and 0.2 GB.)
 """
 
 import argparse
-import contextlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import statistics
@@ -44,7 +41,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import busy_seconds
+from machine import busy_seconds, environment, installed
 
 from gspo_jax import huge_pages
 
@@ -75,8 +72,8 @@ def main() -> None:
   if options.cold < 1:
     parser.error(f"--cold={options.cold}: the first start fills the cache of the others")
   os.environ["GLIBC_TUNABLES"] = f"{huge_pages.SETTING}={int(options.pages == 'large')}"
-  systems = [system for system in options.systems.split(",") if installed(system)]
-  print(about := environment(), flush=True)
+  systems = [system for system in options.systems.split(",") if installed(system, NEEDS[system])]
+  print(about := environment(PACKAGES), flush=True)
   results = []
   for model in options.models.split(","):
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,22 +81,6 @@ def main() -> None:
     show(results[-1])
   if options.save:
     Path(options.save).write_text(json.dumps(dict(environment=about, results=results), indent=2))
-
-
-def installed(system: str) -> bool:
-  missing = [name for name in NEEDS[system] if importlib.util.find_spec(name) is None]
-  if missing:
-    print(f"{system} is left out: {', '.join(missing)} not installed (benchmarks/peers.txt)")
-  return not missing
-
-
-def environment() -> str:
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  facts = [f"{cores} cores", f"GLIBC_TUNABLES={os.environ.get('GLIBC_TUNABLES', '')}"]
-  for package in PACKAGES:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      facts.append(f"{package} {importlib.metadata.version(package)}")
-  return ", ".join(facts)
 
 
 def compare(model: str, systems: list[str], scratch: Path, options) -> dict[str, Any]:

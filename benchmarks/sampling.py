@@ -14,10 +14,8 @@ out; benchmarks/peers.txt installs them.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import os
 import statistics
@@ -28,7 +26,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import busy_seconds
+from machine import busy_seconds, environment
 
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.sizes import ModelConfig, tiny_moe
@@ -38,6 +36,7 @@ from gspo_jax.sampling.requests import DEFAULT
 SLOTS, GROUP, PROMPT, NEW, VOCABULARY = 32, 8, 32, 128, 512
 STOP_IDS = tuple(range(9))  # logits are nearly uniform: each token ends a response with 9/512
 HEAD = 0.01  # factor on the head's weights that makes them so
+PACKAGES = ("jax", "torch", "transformers", "google-tunix")
 FOREIGN = 0.1  # share of the machine that other processes may take
 PAUSE = 0.2  # seconds between runs: threads that spin while they wait for work have gone to sleep
 
@@ -76,7 +75,7 @@ def main() -> None:
   options = parser.parse_args()
   prompts = np.random.default_rng(0).integers(0, VOCABULARY, (16, PROMPT)).tolist()
   loads = dict(fixed=Load(prompts[:4]), tail=Load(prompts, STOP_IDS))
-  print(about := environment(), flush=True)
+  print(about := environment(PACKAGES), flush=True)
   results = []
   with tempfile.TemporaryDirectory() as scratch:
     for name in options.models.split(","):
@@ -200,14 +199,6 @@ def make(systems: list[str], *model) -> dict[str, Sampler]:
     except ImportError as error:
       print(f"{name} is left out: {error}")
   return samplers
-
-
-def environment() -> str:
-  facts = [f"{os.cpu_count()} cores", f"GLIBC_TUNABLES={os.environ.get('GLIBC_TUNABLES', '')}"]
-  for package in ("jax", "torch", "transformers", "google-tunix"):
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      facts.append(f"{package} {importlib.metadata.version(package)}")
-  return ", ".join(facts)
 
 
 def until_stop(row: np.ndarray, stop_ids: tuple[int, ...]) -> np.ndarray:

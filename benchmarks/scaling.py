@@ -28,7 +28,6 @@ memory, with the sizes side by side. About eight minutes on two cores.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -43,6 +42,7 @@ if __name__ == "__main__":
   huge_pages.restart_with()  # as training does
 
 import scaling_points
+from machine import environment
 from scaling_plot import svg
 from scaling_points import DENSE, MOE, Point
 
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
   names = options.series.split(",")
   if unknown := set(names) - set(SERIES):
     parser.error(f"--series={','.join(sorted(unknown))}: known are {', '.join(SERIES)}")
-  print(about := environment(), flush=True)
+  print(about := environment(["jax"]), flush=True)
   rows = []
   for name in names:
     points = list(SERIES[name]())
@@ -92,12 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
     Path(options.plot).write_text(svg(rows))
   if options.save:
     Path(options.save).write_text(json.dumps(dict(environment=about, rows=rows), indent=2))
-
-
-def environment() -> str:
-  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  tunables = os.environ.get("GLIBC_TUNABLES", "")
-  return f"{cores} cores, GLIBC_TUNABLES={tunables}, jax {importlib.metadata.version('jax')}"
 
 
 def powers(first: int, last: int) -> list[int]:

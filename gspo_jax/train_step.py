@@ -134,7 +134,7 @@ def log_probs(
     routing=routing.by_layer(replay_RTlk),
     compute=learner.compute,
   )
-  # What a response's last token has for a target, if only another response, lands behind its end.
+  # A response's last token may have another's first for a target: that lands behind its end.
   targets_RT = jnp.roll(rows.tokens_RT, -1, axis=1)
   both = transformer.token_logp(
     params,
