@@ -20,7 +20,8 @@ from gspo_jax import sharding
 from gspo_jax.sharding import AXES
 
 NEGATIVE = -1e30  # finite: a row that may look at nothing gives a mean, not NaN
-PLAIN = 128  # up to so many queries the [T, T] scores are no dearer than blocks
+PLAIN = 128  # up to so many queries kernels bring nothing; blocks, up to twice as many
+SLAB = 64  # queries of `plain` that share a product: about half of the scores are never made
 BLOCK = 512  # queries and keys whose scores exist at once, of `blockwise`; on CPU at most
 RESIDUAL = "attention"  # name of what the backward pass needs, for rematerialisation policies
 
@@ -47,11 +48,12 @@ def choose(implementation: str, queries: int, dtype) -> str:
   """The named formulation, or for "auto" what suits the length and the platform of the mesh."""
   if implementation != "auto":
     return implementation
-  platform = sharding.platform()
-  if queries <= PLAIN:
+  kernel = dict(tpu="splash", gpu="cudnn", cuda="cudnn").get(sharding.platform())
+  if kernel == "cudnn" and jnp.dtype(dtype).itemsize > 2:
+    kernel = None
+  if queries <= (PLAIN if kernel else 2 * PLAIN):
     return "plain"
-  kernel = dict(tpu="splash", gpu="cudnn", cuda="cudnn").get(platform, "blockwise")
-  return "blockwise" if kernel == "cudnn" and jnp.dtype(dtype).itemsize > 2 else kernel
+  return kernel or "blockwise"
 
 
 def attend_self(
@@ -68,9 +70,13 @@ def attend_self(
   """
   T = q_BTNH.shape[1]
   if implementation == "plain":
-    ordered_TT = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
-    same_BTT = segment_BT[:, :, None] == segment_BT[:, None, :]
-    return attend(q_BTNH, k_BTKH, v_BTKH, ordered_TT[None] & same_BTT)
+    order_T, parts = np.arange(T), []
+    for first in range(0, T, SLAB):  # to no key that comes after all of a slab's queries
+      rows, keys = slice(first, first + SLAB), slice(first + SLAB)
+      visible = (order_T[rows, None] >= order_T[None, keys])[None]
+      visible &= segment_BT[:, rows, None] == segment_BT[:, None, keys]
+      parts.append(attend(q_BTNH[:, rows], k_BTKH[:, keys], v_BTKH[:, keys], visible))
+    return jnp.concatenate(parts, axis=1)
   if implementation == "splash":
     return attend_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT)
   if implementation == "cudnn":
@@ -84,7 +90,7 @@ def attend_cache(
 ) -> jax.Array:
   """Queries at `position_BT` to the slots 0..position of a cache; [B, T, N, H]."""
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
-  if T > BLOCK // 4 and T * S > PLAIN * PLAIN:
+  if T > PLAIN and T * S > PLAIN * PLAIN:
     one = jnp.ones((B, 1), jnp.int32)
     segments = (jnp.broadcast_to(one, (B, n)) for n in (T, S))
     k_BSKH, v_BSKH = jnp.moveaxis(k_BKHS, 3, 1), jnp.moveaxis(v_BKSH, 2, 1)

@@ -53,6 +53,19 @@ def test_every_formulation_is_the_plain_one(name, block, kind, monkeypatch):
   chex.assert_trees_all_close(run(name), run("plain"), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["one", "padded", "packed"])
+def test_the_plain_one_in_slabs_is_the_whole_one(kind):
+  T = 2 * attention.SLAB + 5
+  q, k, v = inputs(T=T)
+  ids = segments(kind, 2, T)
+  ordered = np.arange(T)[:, None] >= np.arange(T)[None]
+  visible = ordered[None] & (ids[:, :, None] == ids[:, None, :])
+  slabs = functools.partial(attention.attend_self, segment_BT=ids)
+  whole = functools.partial(attention.attend, visible_BTS=visible)
+  run = lambda attend: values_and_gradients(attend, q, k, v, ids > 0)  # noqa: E731
+  chex.assert_trees_all_close(run(slabs), run(whole), atol=2e-5, rtol=1e-4)
+
+
 def test_splash_over_several_blocks():
   q, k, v = inputs(B=1, T=300, N=2, K=1)
   ids = segments("packed", 1, 300)
@@ -143,8 +156,8 @@ def test_on_a_mesh_as_on_one_device(name):
   "name, queries, dtype, expected",
   [
     ("auto", 1, "float32", "plain"),
-    ("auto", attention.PLAIN, "float32", "plain"),
-    ("auto", attention.PLAIN + 1, "float32", "blockwise"),
+    ("auto", 2 * attention.PLAIN, "float32", "plain"),
+    ("auto", 2 * attention.PLAIN + 1, "float32", "blockwise"),
     ("splash", 8, "float32", "splash"),
   ],
 )
