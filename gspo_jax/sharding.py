@@ -167,7 +167,7 @@ def whole(x: jax.Array, pspec: P) -> jax.Array:
     return x
   split = [axis for axis in pspec if axis is not None]
   x = vary(x, tuple(axis for axis in AXES if axis not in split))
-  if "fsdp" in split:
+  if "fsdp" in split and not _alone("fsdp"):
     x = jax.lax.all_gather(x, "fsdp", axis=tuple(pspec).index("fsdp"), tiled=True)
   return x
 
@@ -183,18 +183,24 @@ def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) ->
   return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check)
 
 
+def _alone(axis: str) -> bool:
+  """Whether a device has nobody to exchange parts with along `axis`. XLA on CPU would copy them all
+  the same, and turn them around for it."""
+  return axis_size(axis) == 1
+
+
 def all_gather(x: jax.Array, axis: str) -> jax.Array:
   """Parts along dimension 0 of the devices on `axis`, concatenated. For use inside `shard_map`."""
-  return x if without_mesh() else jax.lax.all_gather(x, axis, tiled=True)
+  return x if _alone(axis) else jax.lax.all_gather(x, axis, tiled=True)
 
 
 def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Array:
-  return x if without_mesh() else jax.lax.all_to_all(x, axis, split, concatenate, tiled=True)
+  return x if _alone(axis) else jax.lax.all_to_all(x, axis, split, concatenate, tiled=True)
 
 
 def psum_scatter(x: jax.Array, axis: str) -> jax.Array:
   """Sum over `axis`, each device keeping its part of dimension 0: the transpose of `all_gather`."""
-  if without_mesh():
+  if _alone(axis):
     return x
   return jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
