@@ -51,7 +51,7 @@ def ours(spec: dict[str, Any], record: Record) -> None:
     weights=spec["directory"],
     tokenizer=spec["directory"],
     model=spec["config"],
-    compute=dict(unroll=spec["config"]["num_layers"] if dense else 1),
+    compute=dict(unroll=dense),
     data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=PROMPT),
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
     sampling=dict(max_new_tokens=NEW),

@@ -65,6 +65,42 @@ def _places(rl: RLConfig) -> np.ndarray:
   return (group_P[:, None] * rl.group_size + np.arange(rl.group_size)).reshape(-1)
 
 
+def place(context: Context, batch: TrainBatch) -> TrainBatch:
+  """A mini-batch, packed if the run packs, on the devices."""
+  if context.config.rl.packed:
+    batch = packing.plan(batch, sharding.batch_shards(context.mesh))
+  return sharding.put_batch(batch, context.mesh)
+
+
+def blank(context: Context) -> TrainBatch:
+  """A mini-batch on the devices that is like all others of the run in everything but its values."""
+  c = context.config
+  prompts = c.rl.prompts // c.rl.minibatches
+  B, L = prompts * c.rl.group_size, c.data.max_prompt_tokens + c.sampling.max_new_tokens
+  real_BL, one_B = np.zeros((B, L), np.float32), np.ones(B, np.int32)
+  layers = sum(map(c.model.is_moe, range(c.model.num_layers)))
+  routing_BLlk = turns_BL = None
+  if layers and c.objective.needs_sampler_routing:
+    shape = (B, L, layers, c.model.experts_per_token)
+    routing_BLlk = np.zeros(shape, routing.storage_dtype(c.model.num_experts))
+  if context.environment is not None:
+    turns_BL = np.full((B, L), -1, np.int32)
+  rollout = Rollout(
+    tokens=real_BL.astype(np.int32),
+    mask=real_BL,
+    logp=real_BL,
+    full_logp=real_BL,
+    prompt_lengths=one_B,
+    lengths=one_B,
+    stopped=one_B > 0,
+    routing=routing_BLlk,
+    turns=turns_BL,
+    rewards=real_BL,
+  )
+  advantage_PG = np.zeros((prompts, c.rl.group_size), np.float32)
+  return place(context, train_batch(context, rollout, advantage_PG))
+
+
 def split(batch: TrainBatch, parts: int) -> list[TrainBatch]:
   """Mini-batches of whole groups, in order; prompts come shuffled."""
   cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]

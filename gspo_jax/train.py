@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 
 from gspo_jax import (
@@ -18,46 +17,26 @@ from gspo_jax import (
   failures,
   multi_turn,
   optimizer,
-  packing,
   partial,
   preemption,
   query_set,
   rollout_viewer,
-  sharding,
 )
 from gspo_jax import objectives as O
 from gspo_jax.alarms import Alarms
 from gspo_jax.checkpoint import Checkpointer
 from gspo_jax.context import Context, abstract_state, new_state
 from gspo_jax.metrics import Deferred, Progress, Stopwatch, compute, memory
-from gspo_jax.minibatches import fill_up, rollout_records, split, train_batch
-from gspo_jax.models import transformer
+from gspo_jax.minibatches import fill_up, place, rollout_records, split, train_batch
+from gspo_jax.programs import Programs, ahead
 from gspo_jax.query_set import Groups, QuerySet
 from gspo_jax.roofline import utilisation
 from gspo_jax.sampling import Usage, generate
-from gspo_jax.structs import Prompt, Rollout, TrainBatch, TrainState
-from gspo_jax.train_step import make_old_policy, make_rl_step, make_score, summarize
+from gspo_jax.structs import Prompt, Rollout, TrainBatch
+from gspo_jax.train_step import summarize
 
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-  """The jitted functions of an iteration."""
-
-  update: Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]
-  old_policy: Callable[[Any, TrainBatch], dict[str, jax.Array]]
-  score: Callable[[Any, TrainBatch], jax.Array]
-  publish: Callable[[Any], Any]
-
-  @staticmethod
-  def of(context: Context, tx: optax.GradientTransformation) -> "Programs":
-    c, learner = context.config, context.config.learner("rl")
-    layout = transformer.shardings(c.model, sharding.ROLLOUT, context.mesh)
-    return Programs(
-      make_rl_step(learner, c.objective, tx),
-      make_old_policy(learner, c.objective),
-      make_score(learner),
-      sharding.publisher(layout, np.dtype(c.compute.dtype)),
-    )
+# Jitted: one small program instead of twenty.
+advantages = jax.jit(O.group_advantages, static_argnames="normalize")
 
 
 def run(context: Context, start_params: Callable[[], Any]) -> Any:
@@ -92,6 +71,8 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
   context.writer.truncate({"rl": done if pending is None else done - 1})
   reference = start_params() if c.objective.kl_coef else None
   rollout_params = programs.publish(state.params)
+  if done < c.rl.iterations:
+    programs = ahead(programs, context, state)
 
   deferred, stages = Deferred(), Stopwatch()
   alarms = Alarms(c.alarms, context.writer.rows("rl"))
@@ -137,9 +118,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
           jax.profiler.start_trace(str(context.workdir / "profile"))
         started, usage = time.perf_counter(), Usage()
         groups, sampled, found = sampling.groups(context, rollout_params, stages, usage, step)
-        advantage_PG = np.asarray(
-          O.group_advantages(groups.reward_PG, normalize=c.objective.advantage)
-        )
+        advantage_PG = np.asarray(advantages(groups.reward_PG, normalize=c.objective.advantage))
 
         with stages("logp"):
           minibatches = prepare(
@@ -201,10 +180,7 @@ def prepare(
   the old policy's log-probabilities, and the reference policy's if there is one."""
   c = context.config
   batch = fill_up(train_batch(context, rollout, advantage_PG), c.rl)
-  parts = split(batch, c.rl.minibatches)
-  if c.rl.packed:
-    parts = [packing.plan(part, sharding.batch_shards(context.mesh)) for part in parts]
-  minibatches = [sharding.put_batch(part, context.mesh) for part in parts]
+  minibatches = [place(context, part) for part in split(batch, c.rl.minibatches)]
   if reference is not None:
     minibatches = [b.replace(ref_logp_BT=programs.score(reference, b)) for b in minibatches]
   if c.objective.old_logp == "recompute":

@@ -13,9 +13,10 @@ ARROWS = {
   "replay": "checkpoint config context failures metrics optimizer packing sharding structs"
   " train_step",
   "partial": "context sampling structs",
-  "train": "alarms checkpoint context data failures metrics minibatches models multi_turn"
-  " objectives optimizer packing partial preemption query_set rollout_viewer roofline sampling"
-  " sharding structs train_step",
+  "train": "alarms checkpoint context data failures metrics minibatches multi_turn objectives"
+  " optimizer partial preemption programs query_set rollout_viewer roofline sampling structs"
+  " train_step",
+  "programs": "context minibatches models sharding structs train_step",
   "minibatches": "config context models multi_turn packing query_set sharding structs",
   "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
   " train_step",

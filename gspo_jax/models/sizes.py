@@ -68,7 +68,7 @@ class ComputeConfig:
   expert_chunk: int  # tokens of a device that go through the experts at once; 0: all
   remat: str  # what the backward pass recomputes of a layer, see transformer.REMAT
   logits_chunk: int  # time steps whose logits exist at once; 0: all
-  unroll: int  # layers in one turn of the loop over layers: faster on CPU, longer to compile
+  unroll: bool  # layers one after the other, not in a loop: faster on CPU, longer to compile
 
   def __post_init__(self):
     for key, allowed in dict(
@@ -82,8 +82,6 @@ class ComputeConfig:
     for key in ("expert_chunk", "logits_chunk"):
       if getattr(self, key) < 0:
         raise ValueError(f"compute.{key}={getattr(self, key)} must not be negative; 0: all at once")
-    if self.unroll < 1:
-      raise ValueError(f"compute.unroll={self.unroll} must be positive; 1: a layer at a time")
 
 
 REFERENCE = ComputeConfig(
@@ -93,7 +91,7 @@ REFERENCE = ComputeConfig(
   expert_chunk=0,
   remat="none",
   logits_chunk=0,
-  unroll=1,
+  unroll=False,
 )
 
 

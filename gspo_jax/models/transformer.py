@@ -265,7 +265,10 @@ def forward(
 
 
 def _over_layers(layer, carry, inputs, unroll):
-  """`jax.lax.scan`; a single layer is called as it is, with its weights where they lie."""
+  """`jax.lax.scan`; a single layer is called as it is, with its weights where they lie.
+
+  All or nothing is unrolled: of several turns of several layers, on a mesh, JAX has no gradient.
+  """
   if len(inputs[0]) > 1:
     return jax.lax.scan(layer, carry, inputs, unroll=unroll)
   carry, outputs = layer(carry, jax.tree.map(lambda x: x[0], inputs))

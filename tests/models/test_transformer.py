@@ -103,6 +103,17 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
   chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))
 
 
+def test_unrolled_layers_have_the_same_gradients_on_a_mesh():
+  params, tokens = params_of(MIXED), tokens_of(MIXED)
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 4, 2, 1))
+  compute = dataclasses.replace(REFERENCE, unroll=True)
+  with jax.set_mesh(mesh):
+    sharded = jax.device_put(params, transformer.shardings(MIXED, sharding.TRAIN, mesh))
+    step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, MIXED, t, compute)))
+    got = step(sharded, sharding.put_batch(tokens, mesh))
+  chex.assert_trees_all_close(jax.device_get(got), single_device(MIXED), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])
 def test_published_parameters_are_the_same_in_the_rollout_layout(config):
   params = params_of(config)
@@ -124,7 +135,7 @@ def test_formulations_agree():
     dict(experts="blocks"),
     dict(experts="batched"),
     dict(logits_chunk=3),
-    dict(unroll=2),
+    dict(unroll=True),
   ):
     compute = dataclasses.replace(REFERENCE, **change)
     got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, MIXED, t, compute))(params, tokens)  # noqa: B023
