@@ -1,13 +1,15 @@
 """A whole RL iteration against TRL's (torch) and Tunix's (JAX): seconds, tokens/s, memory, start.
 
-Command:   python benchmarks/iteration.py [--systems=ours,trl,tunix] [--models=dense,moe]
+Command:   python benchmarks/iteration.py [--systems=ours,nopass,trl,tunix] [--models=dense,moe]
              [--rounds=3] [--iterations=8] [--cold=1] [--cores=2] [--pages=large|small]
              [--save=FILE.json]
 An iteration samples 8 responses of exactly 128 tokens to each of 4 prompts of 32, scores them with
 a Python function, and makes four GSPO updates with AdamW, each on 8 sequences of 160 tokens, in
 float32, from the same random weights (4 layers; dense, and 16 experts of which 2 are used). Ours is
 `gspo_jax.main` with configs/tiny.py at these sizes; how TRL and Tunix are set up, and where Tunix
-cannot do the same, stands in iteration_peers.py. Evaluations, checkpoints and dumps of rollouts
+cannot do the same, stands in iteration_peers.py. `nopass` is ours without the pass for the old
+policy's log-probabilities, which TRL makes and Tunix does not: objective.old_logp="sampler", as in
+the full-size configurations. Evaluations, checkpoints and dumps of rollouts
 are outside the iterations that count; metrics are written in all of them. All systems run with the
 pages of memory that gspo_jax/huge_pages.py asks for, or all without (--pages=small).
 
@@ -46,8 +48,9 @@ from machine import busy_seconds, environment, installed
 from gspo_jax import huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = dict(ours=("jax",), trl=("trl", "torch", "datasets"), tunix=("tunix",))
-COMPILED = ("ours", "tunix")  # for the others cold and warm are the same
+NEEDS = dict(ours=("jax",), nopass=("jax",), trl=("trl", "torch", "datasets"), tunix=("tunix",))
+OURS = ("ours", "nopass")
+COMPILED = (*OURS, "tunix")  # for the others cold and warm are the same
 PACKAGES = ("jax", "torch", "transformers", "trl", "google-tunix")
 FOREIGN = 0.1  # share of the machine that other processes may take
 FIRST = 2  # iterations of a process that do not count
@@ -228,15 +231,13 @@ def show(result: dict[str, Any]) -> None:
     print(f"{name:<6}{work['updates']} updates, {work['sampled']} tokens sampled, ", end="")
     print(f"{work['trained']} trained on; weights moved {work['moved']:.3%}; gradient ", end="")
     print(f"{work['grad_norm']:.2f}, losses {losses}")
-  peers = {name: s["seconds"]["whole"] for name, s in systems.items() if name != "ours"}
-  if peers and "ours" in systems:
-    us, peer = systems["ours"], min(peers, key=peers.get)
+  peers = {name: s["seconds"]["whole"] for name, s in systems.items() if name not in OURS}
+  for name in filter(systems.__contains__, OURS if peers else ()):
+    us, peer = systems[name], min(peers, key=peers.get)
     them = systems[peer]
-    print(
-      f"ours: {peers[peer] / us['seconds']['whole']:.2f} times as fast as {peer}, the faster ",
-      end="",
-    )
-    print(f"peer; sampling {us['sampling'] / them['sampling']:.2f}, updates ", end="")
+    ratios = ", ".join(f"{p} {peers[p] / us['seconds']['whole']:.2f}" for p in peers)
+    print(f"{name}: times as fast as {ratios}; as {peer}: ", end="")
+    print(f"sampling {us['sampling'] / them['sampling']:.2f}, updates ", end="")
     print(f"{us['updates'] / them['updates']:.2f}, ", end="")
     print(f"memory {us['peak_bytes'] / them['peak_bytes']:.2f}", flush=True)
 

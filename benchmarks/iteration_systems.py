@@ -8,6 +8,7 @@ the files of a model and counts the operations it needs, `probe` measures the ma
 The libraries are imported where they are used: importing them is part of starting.
 """
 
+import functools
 import json
 import sys
 import time
@@ -30,7 +31,7 @@ from benchmarks.iteration_work import (
 )
 
 
-def ours(spec: dict[str, Any], record: Record) -> None:
+def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> None:
   """`gspo_jax.main` with a configuration made from configs/tiny.py.
 
   Two things differ from it: no token ends a response, and there is no evaluation. The dense model's
@@ -56,7 +57,7 @@ def ours(spec: dict[str, Any], record: Record) -> None:
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
     sampling=dict(max_new_tokens=NEW),
     engine=dict(steps=16),  # as for the longer responses of configs/dense_math.py
-    objective=CLIP,
+    objective=CLIP | dict(old_logp=old_logp),
     rl=dict(
       prompts=PROMPTS,
       group_size=GROUP,
@@ -164,7 +165,9 @@ def main() -> None:
     found = dict(prepare=prepare, probe=probe)[name](spec)
   else:
     record = Record()
-    dict(ours=ours, trl=iteration_peers.trl, tunix=iteration_peers.tunix)[name](spec, record)
+    nopass = functools.partial(ours, old_logp="sampler")
+    systems = dict(ours=ours, nopass=nopass, trl=iteration_peers.trl, tunix=iteration_peers.tunix)
+    systems[name](spec, record)
     found = vars(record)
   Path(result).write_text(json.dumps(found, default=float))
 
