@@ -10,8 +10,8 @@ float32, from the same random weights (4 layers; dense, and 16 experts of which 
 cannot do the same, stands in iteration_peers.py. `nopass` is ours without the pass for the old
 policy's log-probabilities, which TRL makes and Tunix does not: objective.old_logp="sampler", as in
 the full-size configurations. Evaluations, checkpoints and dumps of rollouts
-are outside the iterations that count; metrics are written in all of them. All systems run with the
-pages of memory that gspo_jax/huge_pages.py asks for, or all without (--pages=small).
+are outside the iterations that count; metrics are written in all of them. All systems run with what
+gspo_jax/huge_pages.py asks of malloc, or all without (--pages=small).
 
 Every run is a process of its own on the same cores, and the systems take turns. The first two
 iterations of a process and the last do not count. Printed are medians over all others, and the
@@ -74,7 +74,8 @@ def main() -> None:
     parser.error(f"--iterations={options.iterations} leaves none that counts")
   if options.cold < 1:
     parser.error(f"--cold={options.cold}: the first start fills the cache of the others")
-  os.environ["GLIBC_TUNABLES"] = f"{huge_pages.SETTING}={int(options.pages == 'large')}"
+  small = f"{huge_pages.SETTING}=0"
+  os.environ["GLIBC_TUNABLES"] = huge_pages.settings() if options.pages == "large" else small
   systems = [system for system in options.systems.split(",") if installed(system, NEEDS[system])]
   print(about := environment(PACKAGES), flush=True)
   results = []

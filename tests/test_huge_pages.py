@@ -37,10 +37,16 @@ def test_starts_again_with_the_same_arguments(machine, monkeypatch):
   monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
   huge_pages.restart_with()
   command = [sys.executable, "-m", "gspo_jax.main", "--config=x"]
-  tunables = "glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+  tunables = f"glibc.malloc.check=0:glibc.malloc.hugetlb=1:glibc.malloc.arena_max={os.cpu_count()}"
   assert machine == [(sys.executable, command, tunables)]
   huge_pages.restart_with()
   assert len(machine) == 1
+
+
+def test_leaves_a_number_of_arenas_alone(machine, monkeypatch):
+  monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
+  huge_pages.restart_with()
+  assert machine[0][-1] == "glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1"
 
 
 @pytest.mark.parametrize("mode", ["[always] madvise never", "always madvise [never]"])
@@ -77,5 +83,5 @@ def test_a_process_goes_on_under_its_id():
   lines = child.communicate(timeout=60)[0].split("\n")[:-1]
   restarted = huge_pages._on_request()
   assert lines[:-1] == ["started"] * (1 + restarted)
-  tunables = "glibc.malloc.hugetlb=1" if restarted else ""
+  tunables = huge_pages.settings() if restarted else ""
   assert lines[-1] == f"{['--config=a b', 'c']} {tunables} {child.pid}"

@@ -273,6 +273,7 @@ def test_packing_into_one_micro_batch_is_refused():
     configuration.from_dict(values.to_dict())
 
 
+@pytest.mark.slow  # updates, dumps and passes of the old policy are compared above, one by one
 def test_a_packed_run_is_the_run(tmp_path):
   """On one device. The room for prompts lets two or three of their sums into a row."""
   flags = [*SMALL, "job=rl", "data.max_prompt_tokens=40", "rl.iterations=2", "rl.microbatches=4"]

@@ -17,7 +17,11 @@ SMALL = [flag.split("=") for flag in runs.SMALL if not flag.startswith(("sft.", 
 @pytest.mark.parametrize(
   "config, changes",
   [
-    (tiny, {"objective.kl_coef": 0.01, "objective.old_logp": "sampler", "objective.replay": "R3"}),
+    pytest.param(
+      tiny,
+      {"objective.kl_coef": 0.01, "objective.old_logp": "sampler", "objective.replay": "R3"},
+      marks=pytest.mark.slow,
+    ),
     (tiny_tools, {"objective.name": "gspo_token", "rl.packed": True, "rl.microbatches": 2}),
   ],
   ids=["as sampled", "recomputed, of conversations"],
