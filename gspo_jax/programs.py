@@ -40,8 +40,9 @@ class Programs:
 def ahead(programs: Programs, context: Context, state: TrainState) -> Programs:
   """The same functions, which another thread compiles from now on for the mini-batches of this run.
 
-  The first call of each waits for that. XLA compiles on about one core, and the sampler, which
-  comes first, has to be compiled as well.
+  The first call of each waits for that. The sampler, which comes first, has to be compiled as well,
+  and XLA leaves most cores of a large host idle. (A process that ends sooner, as when the machine is
+  taken away, saves what it has to and then waits too: a compilation cannot be broken off.)
   """
   pool = concurrent.futures.ThreadPoolExecutor(1)
   objective = context.config.objective
@@ -76,7 +77,7 @@ def ahead(programs: Programs, context: Context, state: TrainState) -> Programs:
     job = pool.submit(work)
 
     def call(*arguments):
-      concurrent.futures.wait([job])  # should it have failed, so will this call
+      concurrent.futures.wait([job])  # what failed there fails here again, where it is seen
       return function(*arguments)
 
     return call

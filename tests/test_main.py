@@ -14,7 +14,7 @@ from runs import ROOT, SMALL, figures, rows, rows_of, run, run_until
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
-  stderr = run(workdir, *SMALL, "profile=3")
+  stderr = run(workdir, *SMALL, "profile=3", JAX_LOG_COMPILES="1")
   return workdir, stderr
 
 
@@ -33,6 +33,12 @@ def test_a_run_leaves_everything_in_its_directory(finished):
   assert any(record["log_ratio"]) and 0.5 < record["ratio"] < 2
   assert "reward" in stderr and "tokens/s" in stderr and "left" in stderr
   assert list((workdir / "profile").rglob("*.xplane.pb"))  # profile=3
+
+
+def test_updates_are_compiled_once_each(finished):
+  """That of the cold start, and the policy's: in a thread of its own, before it is called."""
+  _, stderr = finished
+  assert stderr.count("Compiling jit(step)") == 2
 
 
 def test_it_says_what_it_was_made_with(finished):
@@ -106,6 +112,7 @@ QUERY_SET = """
 """.split()
 
 
+@pytest.mark.slow  # what is saved of the choice is read back in test_query_set.py
 def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(tmp_path):
   # 27 prompts from two files, so that they come up again and again.
   rows = [dict(id=f"{i}", question=f"{i}+{i}=", answer=str(2 * i)) for i in range(27)]

@@ -14,14 +14,11 @@ from gspo_jax.context import open_context
 SMALL = [flag.split("=") for flag in runs.SMALL if not flag.startswith(("sft.", "sft_"))]
 
 
+@pytest.mark.slow  # of the usual kind of run, test_main.py says the same
 @pytest.mark.parametrize(
   "config, changes",
   [
-    pytest.param(
-      tiny,
-      {"objective.kl_coef": 0.01, "objective.old_logp": "sampler", "objective.replay": "R3"},
-      marks=pytest.mark.slow,
-    ),
+    (tiny, {"objective.kl_coef": 0.01, "objective.old_logp": "sampler", "objective.replay": "R3"}),
     (tiny_tools, {"objective.name": "gspo_token", "rl.packed": True, "rl.microbatches": 2}),
   ],
   ids=["as sampled", "recomputed, of conversations"],
