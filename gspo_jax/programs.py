@@ -41,8 +41,8 @@ def ahead(programs: Programs, context: Context, state: TrainState) -> Programs:
   """The same functions, which another thread compiles from now on for the mini-batches of this run.
 
   The first call of each waits for that. The sampler, which comes first, has to be compiled as well,
-  and XLA leaves most cores of a large host idle. (A process that ends sooner, as when the machine is
-  taken away, saves what it has to and then waits too: a compilation cannot be broken off.)
+  and XLA leaves most cores of a large host idle. (A process that ends sooner, as when the machine
+  is taken away, saves what it has to and then waits too: a compilation cannot be broken off.)
   """
   pool = concurrent.futures.ThreadPoolExecutor(1)
   objective = context.config.objective
