@@ -20,8 +20,9 @@ range of the medians of processes:
   sampling    tokens of responses per second of sampling
   updates     tokens of prompts and responses per second of what is neither sampling nor scoring
               (rewards, old log-probabilities), so that work between the stages counts as well
-  bound       useful operations at the speed of one large float32 matmul of JAX, measured in the
-              same run, as a share of the time: of the updates, and of the whole iteration
+  bound       useful operations (each prompt once, though TRL and Tunix go through it with every
+              response) at the speed of one large float32 matmul of JAX, measured in the same run,
+              as a share of the time: of the updates, and of the whole iteration
   memory      the peak of resident memory of the process
   start       seconds from the start of the process to the end of the first iteration: cold, with
               an empty compilation cache (--cold times), and warm, with one that has been filled

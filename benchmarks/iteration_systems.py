@@ -137,7 +137,8 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   length = PROMPT + NEW
   prefill = roofline.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
   decode = roofline.work(config, ROWS, NEW, length).forward()
-  update = roofline.work(config, ROWS, length, length, heads=ROWS * NEW).training()
+  prompts = roofline.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
+  update = prompts + roofline.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
   return dict(
     config=dataclasses.asdict(config),
     useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`

@@ -166,11 +166,13 @@ class RunConfig:
     """What the updates of "sft" or "rl" need besides their arrays."""
     if phase == "sft":
       temperature, section, balance = 1.0, self.sft, self.sft.load_balance_coef
+      group = ()
     else:
       temperature, section = self.sampling.temperature, self.rl
       balance = self.objective.load_balance_coef
+      group = (self.rl.group_size, self.data.max_prompt_tokens)
     common = (section.microbatches, balance, self.on_nonfinite)
-    return Learner(self.model, self.compute, temperature, *common)
+    return Learner(self.model, self.compute, temperature, *common, *group)
 
   def check_devices(self, batch_shards: int) -> None:
     """Rows of every step must divide over the devices that share them."""

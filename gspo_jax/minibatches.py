@@ -36,6 +36,9 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
   if rollout.turns is not None:
     turn_BT = pad(np.where(rollout.mask > 0, rollout.turns, -1), -1)
     advantage_BT = pad(multi_turn.advantages(context, rollout))
+  # Conversations may begin differently. What was carried over went through the prompt again, with
+  # other weights, so that each response may have other routes there.
+  alike = context.environment is None and not (c.rl.partial and routes_BTlk is not None)
   logp_BT = pad(rollout.logp)
   return TrainBatch(
     tokens_BT=pad(rollout.tokens, context.tokenizer.pad_id),
@@ -47,6 +50,7 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
     turn_BT=turn_BT,
     advantage_BT=advantage_BT,
     sampler_routing_BTlk=routes_BTlk,
+    prompt_B=rollout.prompt_lengths if alike else None,
   )
 
 

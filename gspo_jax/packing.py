@@ -2,41 +2,21 @@
 
 Lengths of responses are heavy-tailed: a row for each of them, as long as the longest may become, is
 mostly padding, and the model works on padding as on anything else. So the host plans where each
-response goes (`plan`), the model reads packed rows (`rows`), and what it says of every token goes
-back to where the token came from (`by_sequence`). Losses and metrics never see anything but [B, T].
+response goes (`plan`), and the model reads `rows.packed`.
 
 Shapes are fixed. What varies is how many micro-batches of R rows there is something to do for
 (`count`), the same number on all devices. A response's row lies on the device that holds the
 response, so nothing is sent.
 
-  R  rows of a micro-batch, over all devices; without a plan, R is B: each response has its own
+  R  rows of a micro-batch, over all devices
 """
 
-import math
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import routing
-from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import Array, TrainBatch
-
-
-@flax.struct.dataclass
-class Rows:
-  """What the model reads: the fields of a TrainBatch that it takes, by row."""
-
-  tokens_RT: Array
-  segments_RT: Array
-  positions_RT: Array | None  # of each token in its response; None: in its row
-  routing_RTlk: Array | None
-  sampler_routing_RTlk: Array | None
-  # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
-  # in none of them. None: where it is in the batch
-  place_BT: Array | None
+from gspo_jax.structs import TrainBatch
 
 
 def plan(batch: TrainBatch, shards: int) -> TrainBatch:
@@ -96,63 +76,14 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def count(batch: TrainBatch, R: int) -> jax.Array:
   """int32 []: micro-batches of R rows up to the last one that holds a response; at least 1."""
-  return jnp.maximum(batch.row_B.max() // _on_each_device(R) + 1, 1)
+  return jnp.maximum(batch.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
 
 
 def part(batch: TrainBatch, i: jax.Array | int, R: int) -> TrainBatch:
   """Micro-batch i: the whole batch, but responses that lie in other rows are masked."""
-  row_B = batch.row_B - i * _on_each_device(R)
-  inside_B = (row_B >= 0) & (row_B < _on_each_device(R))
+  row_B = batch.row_B - i * sharding.rows_of_a_device(R)
+  inside_B = (row_B >= 0) & (row_B < sharding.rows_of_a_device(R))
   return batch.replace(
     row_B=jnp.where(inside_B, row_B, -1),
     mask_BT=jnp.where(inside_B[:, None], batch.mask_BT, 0),
   )
-
-
-def rows(batch: TrainBatch, R: int) -> Rows:
-  """What the model reads of a batch, or of a `part` of it if it has a plan."""
-  routes = batch.routing_BTlk, batch.sampler_routing_BTlk
-  if batch.row_B is None:
-    return Rows(batch.tokens_BT, batch.segments_BT, None, *routes, None)
-  size = _on_each_device(R)
-
-  def on_each_device(tokens_BT, segments_BT, routes, row_B, start_B):
-    T = tokens_BT.shape[1]
-    time_BT = jnp.arange(T, dtype=jnp.int32)[None]
-    inside_BT = (segments_BT > 0) & (row_B >= 0)[:, None]
-    place_BT = jnp.where(inside_BT, (row_B * T + start_B)[:, None] + time_BT, size * T)
-
-    def pack(x_BT, empty):
-      x_X = jnp.full((size * T, *x_BT.shape[2:]), empty, x_BT.dtype)
-      return x_X.at[place_BT].set(x_BT, mode="drop").reshape(size, T, *x_BT.shape[2:])
-
-    # No two responses of a row start at the same place.
-    segments_RT = pack(jnp.broadcast_to(start_B[:, None] + 1, place_BT.shape), 0)
-    return Rows(
-      tokens_RT=pack(tokens_BT, 0),
-      segments_RT=segments_RT,
-      positions_RT=time_BT + 1 - segments_RT,
-      routing_RTlk=None if routes[0] is None else pack(routes[0], routing.NO_ROUTE),
-      sampler_routing_RTlk=None if routes[1] is None else pack(routes[1], routing.NO_ROUTE),
-      place_BT=place_BT,
-    )
-
-  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(batch.tokens_BT, batch.segments_BT, routes, batch.row_B, batch.start_B)
-
-
-def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
-  """[R, T, ...] to [B, T, ...], `empty` for tokens that are in none of the rows."""
-  if rows.place_BT is None:
-    return x_RT
-
-  def on_each_device(x_RT, place_BT):
-    x_X = x_RT.reshape(-1, *x_RT.shape[2:])
-    return x_X.at[place_BT].get(mode="fill", fill_value=empty)
-
-  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(x_RT, rows.place_BT)
-
-
-def _on_each_device(R: int) -> int:
-  return R // math.prod(sharding.axis_size(axis) for axis in BATCH)

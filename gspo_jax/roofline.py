@@ -60,11 +60,18 @@ def peak_flops(kind: str) -> float | None:
 
 
 def utilisation(
-  config: ModelConfig, lengths_B: np.ndarray, seconds: float, devices: Sequence[jax.Device]
+  config: ModelConfig,
+  prompt_P: np.ndarray,
+  prompt_B: np.ndarray,
+  end_B: np.ndarray,
+  seconds: float,
+  devices: Sequence[jax.Device],
 ) -> dict[str, float]:
-  """Of the updates on sequences of these lengths: model FLOPs per second, without padding and
-  without what is computed twice; and their share of the devices' peak, where that is known."""
-  speed = float(np.sum(work(config, 1, lengths_B, lengths_B).training())) / seconds
+  """Of the updates on responses from `prompt_B` to `end_B` and on the prompts, each of them once:
+  model FLOPs per second, without padding and without what is computed twice; and their share of
+  the devices' peak, where that is known."""
+  parts = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
+  speed = sum(float(np.sum(part.training())) for part in parts) / seconds
   found = {"flops_per_second/update": speed}
   peak = peak_flops(devices[0].device_kind)
   return found if peak is None else found | {"mfu/update": speed / (peak * len(devices))}

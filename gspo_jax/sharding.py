@@ -235,6 +235,11 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
   return math.prod(mesh.shape[a] for a in BATCH)
 
 
+def rows_of_a_device(rows: int) -> int:
+  """How many of so many rows of a batch each device of the mesh in use has."""
+  return rows // math.prod(axis_size(axis) for axis in BATCH)
+
+
 def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
   """Host arrays, the same on every process, onto the devices; axis 0 split over `BATCH`, or as
   `pspec` says."""

@@ -92,6 +92,8 @@ class TrainBatch:
   # int8 or int16, -1 for no route: the experts that the old policy used on these tokens
   routing_BTlk: Array | None = None  # as the trainer computes it
   sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them
+  # int32: tokens of the prompt, which all sequences of a group share; None: nothing is shared
+  prompt_B: Array | None = None
   # Where `packing.plan` puts each sequence; None: it has a row of its own
   row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
   start_B: Array | None = None  # int32: the position there of its first token

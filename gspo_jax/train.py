@@ -142,8 +142,10 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         with stages("update"):
           jax.block_until_ready(state)
         updated = time.perf_counter()
-        lengths_B, devices = groups.rollout.ends, context.mesh.devices.flat
-        row |= utilisation(c.model, lengths_B, updated - update_started, devices)
+        prompt_B, end_B = groups.rollout.prompt_lengths, groups.rollout.ends
+        lengths = prompt_B[:: c.rl.group_size], prompt_B, end_B
+        devices = context.mesh.devices.flat
+        row |= utilisation(c.model, *lengths, updated - update_started, devices)
         with stages("publish"):
           jax.block_until_ready(rollout_params)
         seconds = time.perf_counter() - started

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import objectives as O
-from gspo_jax import packing
+from gspo_jax import packing, sharding
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
+from gspo_jax.rows import Rows, by_sequence, packed, plain, trees
+from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch, TrainState
 
 # name -> loss; all take (logp, old_logp, advantage, mask) and the options of objectives.terms.
@@ -115,10 +117,13 @@ class Learner:
   # An update whose loss or gradient is NaN or infinite is left out. "skip": and the next one is
   # made; "stop": and so are all that follow, so that the state stays the one it happened in.
   on_nonfinite: str = "stop"
+  # Of rollouts: as many sequences begin with the same prompt, and so many tokens it has at most.
+  group_size: int = 1
+  prompt_tokens: int = 0
 
 
 def log_probs(
-  params: Any, rows: packing.Rows, learner: Learner, replay_RTlk: jax.Array | None = None
+  params: Any, rows: Rows, learner: Learner, replay_RTlk: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, transformer.Output]:
   """log π(token t | tokens before it) and the entropy there, [B, T] each, and the forward pass.
 
@@ -131,26 +136,29 @@ def log_probs(
     rows.tokens_RT,
     positions=rows.positions_RT,
     segments=rows.segments_RT,
+    tree=rows.tree,
     routing=routing.by_layer(replay_RTlk),
     compute=learner.compute,
   )
-  # A response's last token may have another's first for a target: that lands behind its end.
-  targets_RT = jnp.roll(rows.tokens_RT, -1, axis=1)
   both = transformer.token_logp(
     params,
     out.hidden_BTD,
-    targets_RT,
+    rows.targets_RT,
     temperature=learner.temperature,
     compute=learner.compute,
   )
-  of_next = (packing.by_sequence(x_RT, rows) for x_RT in both)
+  of_next = (by_sequence(x_RT, rows) for x_RT in both)
   logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
   return logp_BT, entropy_BT, out
 
 
-def rows_of(batch: TrainBatch, learner: Learner) -> packing.Rows:
-  """What the model reads of a batch, or of one of the `parts` of a packed one."""
-  return packing.rows(batch, len(batch.tokens_BT) // learner.microbatches)
+def rows_of(batch: TrainBatch, learner: Learner) -> Rows:
+  """What the model reads of a batch, or of one of its `parts`."""
+  if batch.row_B is not None:
+    return packed(batch, len(batch.tokens_BT) // learner.microbatches)
+  if batch.prompt_B is not None:
+    return trees(batch, learner.group_size, learner.prompt_tokens)
+  return plain(batch)
 
 
 def make_score(learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
@@ -179,7 +187,7 @@ def make_old_policy(
     fields = dict(old_logp_BT=logp_BT)
     if keeps_routing and out.routing_lBTk is not None:
       routes_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
-      fields["routing_BTlk"] = packing.by_sequence(routes_RTlk, rows, routing.NO_ROUTE)
+      fields["routing_BTlk"] = by_sequence(routes_RTlk, rows, routing.NO_ROUTE)
     return fields
 
   return jax.jit(by_part(old_policy, learner))
@@ -208,7 +216,7 @@ def by_part(function: Callable, learner: Learner) -> Callable:
   return whole
 
 
-def routes_to_replay(rows: packing.Rows, replay: str) -> jax.Array | None:
+def routes_to_replay(rows: Rows, replay: str) -> jax.Array | None:
   """The routes that mode `replay` forces upon the policy; ValueError if the batch has none."""
   if replay == "none":
     return None
@@ -314,12 +322,13 @@ def parts(
 
 
 def split(batch: TrainBatch, parts: int) -> TrainBatch:
-  """[B, ...] -> [parts, B/parts, ...], every part with rows of every device."""
+  """[B, ...] -> [parts, B/parts, ...], every part with rows of every device, side by side as they
+  are there: rows of a group stay together."""
 
-  def one(x):
-    return jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
+  def on_each_device(batch):
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
-  return jax.tree.map(one, batch)
+  return sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
 
 
 def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
@@ -359,7 +368,7 @@ def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any
 VOLATILITY = "router/volatility"
 
 
-def volatility_metrics(out: transformer.Output, rows: packing.Rows, replay: str) -> dict[str, Mean]:
+def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
   """How far the routing has moved since the rollout, per layer, and sampler against trainer.
 
   Without replay: the experts that this forward pass used against those on record for the same

@@ -79,7 +79,8 @@ def context():
     sampling=dataclasses.replace(CONFIG.sampling, max_new_tokens=30),
     rl=dataclasses.replace(CONFIG.rl, group_size=G),
   )
-  return types.SimpleNamespace(config=c, tokenizer=ByteTokenizer(pad_id=0))
+  tokenizer = ByteTokenizer(pad_id=0)
+  return types.SimpleNamespace(config=c, tokenizer=tokenizer, environment=lambda prompt: None)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,7 @@ def test_the_batch_holds_whole_conversations(batch, rollout):
   assert (batch.turn_BT >= 0).sum() == batch.mask_BT.sum()
   assert not batch.advantage_BT[batch.mask_BT == 0].any()
   assert rollout.turns.max() == 2
+  assert batch.prompt_B is None, "conversations of a group may begin differently"
 
 
 def test_advantages_of_turns_against_loops(batch, rollout):

@@ -10,6 +10,7 @@ Four formulations of the same sum, chosen by `ComputeConfig.attention`:
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,39 @@ def attend_self(
     return attend_cudnn(q_BTNH, k_BTKH, v_BTKH, segment_BT)
   order_BT = jnp.broadcast_to(jnp.arange(T)[None], segment_BT.shape)
   return attend_blockwise(q_BTNH, k_BTKH, v_BTKH, order_BT, segment_BT, segment_BT)
+
+
+class Tree(NamedTuple):
+  """What each `branches` rows hold, read as one: [trunk, branch, branch, ...]; every branch
+  continues the trunk and knows of no other."""
+
+  trunk: int  # positions, a multiple of `branches`
+  branches: int
+
+
+def attend_tree(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_BT: jax.Array,
+  tree: Tree,
+  implementation: str = "plain",
+) -> jax.Array:
+  """`attend_self` of every path, which is the trunk and one of its branches; [B, T, N, H]."""
+  S, G = tree
+
+  def paths(x_BT):
+    x_RX = x_BT.reshape(-1, G * x_BT.shape[1], *x_BT.shape[2:])
+    trunk_RS, branch_RX = x_RX[:, :S], x_RX[:, S:]
+    branch_RGU = branch_RX.reshape(len(x_RX), G, -1, *x_BT.shape[2:])
+    trunk_RGS = jnp.broadcast_to(trunk_RS[:, None], (*branch_RGU.shape[:2], *trunk_RS.shape[1:]))
+    path_RGX = jnp.concatenate([trunk_RGS, branch_RGU], axis=2)
+    return path_RGX.reshape(len(x_BT), -1, *x_BT.shape[2:])
+
+  y_BX = attend_self(*map(paths, (q_BTNH, k_BTKH, v_BTKH, segment_BT)), implementation)
+  y_RGX = y_BX.reshape(-1, G, *y_BX.shape[1:])
+  branch_RX = y_RGX[:, :, S:].reshape(len(y_RGX), -1, *y_BX.shape[2:])
+  return jnp.concatenate([y_RGX[:, 0, :S], branch_RX], axis=1).reshape(q_BTNH.shape)
 
 
 def attend_cache(

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
 from gspo_jax.models import attention, moe
-from gspo_jax.models.attention import rotate
+from gspo_jax.models.attention import Tree, rotate
 from gspo_jax.models.cache import SPEC, Cache
 from gspo_jax.models.head import embed, head_logits, token_logp  # noqa: F401 (what a model offers)
 from gspo_jax.models.moe import ExpertWeights, RouterStats
@@ -198,6 +198,7 @@ def forward(
   *,
   positions: jax.Array | None = None,
   segments: jax.Array | None = None,
+  tree: Tree | None = None,
   cache: Cache | None = None,
   routing: jax.Array | None = None,
   compute: ComputeConfig = REFERENCE,
@@ -208,6 +209,7 @@ def forward(
     tokens_BT: int32 token ids.
     positions: int32 [B, T], default 0..T-1: the rotary position and, with a cache, the slot.
     segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
+    tree: how the rows hold sequences that begin alike; needs `positions`.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
     routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
@@ -229,6 +231,7 @@ def forward(
     compute=compute,
     positions_BT=positions,
     segments_BT=segments,
+    tree=tree,
     from_start=from_start,
   )
   if compute.remat != "none" and cache is None:
@@ -287,13 +290,24 @@ REMAT = dict(
 
 
 def _layer(
-  x_BTD, kv, layer, block, replay_BTk, *, config, compute, positions_BT, segments_BT, from_start
+  x_BTD,
+  kv,
+  layer,
+  block,
+  replay_BTk,
+  *,
+  config,
+  compute,
+  positions_BT,
+  segments_BT,
+  tree,
+  from_start,
 ):
   """One Transformer layer: x + attention(norm(x)), then x + ffn(norm(x))."""
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
   block = gather(jax.lax.optimization_barrier(block), config, x_BTD.dtype)
   y_BTD = rms_norm(x_BTD, block.attention_norm, config.rms_norm_eps)
-  attend = _attend(compute, kv, layer, positions_BT, segments_BT, from_start)
+  attend = _attend(compute, kv, layer, positions_BT, segments_BT, tree, from_start)
   y_BTD, kv = _attention(y_BTD, block.attention, config, positions_BT, attend)
   x_BTD = x_BTD + y_BTD
   y_BTD = rms_norm(x_BTD, block.ffn_norm, config.rms_norm_eps)
@@ -345,7 +359,7 @@ def _attention(x_BTD, w: Attention, config: ModelConfig, positions_BT, attend):
   return sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH)), kv
 
 
-def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_start):
+def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, tree, from_start):
   """Attention of new queries, keys and values [B, T, ...] as a function of them, per device.
 
   With a cache, `kv` of all layers [l, B, S, K, H], the new keys and values are written into it
@@ -353,7 +367,10 @@ def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_s
   """
 
   def on_each_device(q, k, v, kv, layer, positions_BT, segments_BT):
-    name = attention.choose(compute.attention, q.shape[1], q.dtype)
+    length = q.shape[1]
+    if tree is not None:
+      length += tree.trunk - tree.trunk // tree.branches
+    name = attention.choose(compute.attention, length, q.dtype)
     if kv is not None:
       row = jnp.arange(q.shape[0])[:, None]
       k_lBKHS, v_lBKSH = kv
@@ -361,6 +378,8 @@ def _attend(compute: ComputeConfig, kv, layer, positions_BT, segments_BT, from_s
         k_lBKHS.at[layer, row, :, :, positions_BT].set(k.astype(k_lBKHS.dtype)),
         v_lBKSH.at[layer, row, :, positions_BT].set(v.astype(v_lBKSH.dtype)),
       )
+    if tree is not None:
+      return attention.attend_tree(q, k, v, segments_BT, tree, name), kv
     if kv is None or from_start:
       return attention.attend_self(q, k, v, segments_BT, name), kv
     k_BKHS, v_BKSH = (c[layer].astype(q.dtype) for c in kv)

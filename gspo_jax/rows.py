@@ -1,0 +1,136 @@
+"""What the model reads of a mini-batch, and the way back from its rows to the sequences.
+
+The rows are the sequences (`plain`); or trees, where sequences begin alike (`trees`): the responses
+to one prompt share it; or whatever `packing.plan` has put into one row. Losses and metrics never
+see anything but [B, T]. A sequence lies on the device that has its row: nothing is sent.
+"""
+
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models import routing
+from gspo_jax.models.attention import Tree
+from gspo_jax.sharding import BATCH, P
+from gspo_jax.structs import Array, TrainBatch
+
+
+@flax.struct.dataclass
+class Rows:
+  """The fields of a TrainBatch that the model takes, by row."""
+
+  tokens_RT: Array
+  targets_RT: Array  # the token after each one, if there is any
+  segments_RT: Array
+  routing_RTlk: Array | None
+  sampler_routing_RTlk: Array | None
+  positions_RT: Array | None = None  # of each token in its sequence; None: in its row
+  # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
+  # in none of them. None: where it is in the batch
+  place_BT: Array | None = None
+  tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def plain(batch: TrainBatch) -> Rows:
+  return Rows(batch.tokens_BT, _next(batch.tokens_BT), *_of_each_token(batch))
+
+
+def _next(tokens_BT: jax.Array) -> jax.Array:
+  return jnp.roll(tokens_BT, -1, axis=1)
+
+
+def _of_each_token(batch: TrainBatch) -> tuple[Array | None, ...]:
+  return batch.segments_BT, batch.routing_BTlk, batch.sampler_routing_BTlk
+
+
+def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
+  """As many rows, but shorter: those of one group on one device share its prompt.
+
+  The trunk is the prompt without its last token. That one begins every branch, since what it
+  predicts is another token in each. Prefix Grouper, arXiv:2506.05433, in other words.
+
+  Args:
+    batch: in groups of `group_size` sequences whose first `prompt_B` tokens are the same.
+    prompt_tokens: what a prompt has at most.
+  """
+  B, T = batch.tokens_BT.shape
+  G = math.gcd(group_size, sharding.rows_of_a_device(B))
+  if G == 1 or prompt_tokens == 1:
+    return plain(batch)
+  branch = T - (prompt_tokens - 1)
+  trunk = -(-(prompt_tokens - 1) // G) * G
+
+  def on_each_device(tokens_BT, of_each_token, prompt_B):
+    rows, size = len(tokens_BT), trunk + G * branch
+    tree_B1, member_B1 = (x[:, None] for x in jnp.divmod(jnp.arange(rows, dtype=jnp.int32), G))
+    time_1T, shared_B1 = jnp.arange(T, dtype=jnp.int32)[None], jnp.maximum(prompt_B[:, None] - 1, 0)
+    in_trunk_BT, own_BT = time_1T < shared_B1, trunk + member_B1 * branch + time_1T - shared_B1
+    place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, own_BT)
+    nowhere = rows // G * size
+    place_BT = jnp.where(of_each_token[0] > 0, place_BT, nowhere)
+    written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), nowhere, place_BT)
+    found = arrange(tokens_BT, of_each_token, written_BT, (rows, size // G))
+    return found.replace(place_BT=place_BT, tree=Tree(trunk, G))
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(batch.tokens_BT, _of_each_token(batch), batch.prompt_B)
+
+
+def packed(batch: TrainBatch, R: int) -> Rows:
+  """R rows, each with the sequences that `packing.plan` says."""
+  rows = sharding.rows_of_a_device(R)
+
+  def on_each_device(tokens_BT, of_each_token, row_B, start_B):
+    T, segments_BT = tokens_BT.shape[1], of_each_token[0]
+    inside_BT = (segments_BT > 0) & (row_B >= 0)[:, None]
+    place_BT = (row_B * T + start_B)[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+    place_BT = jnp.where(inside_BT, place_BT, rows * T)
+    # No two sequences of a row start at the same place.
+    segments_BT = jnp.broadcast_to(start_B[:, None] + 1, place_BT.shape)
+    return arrange(tokens_BT, (segments_BT, *of_each_token[1:]), place_BT, (rows, T))
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(batch.tokens_BT, _of_each_token(batch), batch.row_B, batch.start_B)
+
+
+def arrange(
+  tokens_BT: jax.Array,
+  of_each_token: tuple[jax.Array | None, ...],
+  place_BT: jax.Array,
+  shape: tuple[int, int],
+) -> Rows:
+  """Rows of this shape on one device with every token in its place; the others are padding."""
+
+  def put(x_BT: jax.Array | None, empty: int) -> jax.Array | None:
+    if x_BT is None:
+      return None
+    x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
+    return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
+
+  segments_BT, *routes = of_each_token
+  time_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], place_BT.shape)
+  return Rows(
+    put(tokens_BT, 0),
+    put(_next(tokens_BT), 0),
+    put(segments_BT, 0),
+    *(put(x, routing.NO_ROUTE) for x in routes),
+    put(time_BT, 0),
+    place_BT,
+  )
+
+
+def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> Any:
+  """[R, T, ...] to [B, T, ...], `empty` for tokens that are in none of the rows."""
+  if rows.place_BT is None:
+    return x_RT
+
+  def on_each_device(x_RT, place_BT):
+    x_X = x_RT.reshape(-1, *x_RT.shape[2:])
+    return x_X.at[place_BT].get(mode="fill", fill_value=empty)
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(x_RT, rows.place_BT)
