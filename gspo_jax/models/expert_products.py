@@ -56,14 +56,15 @@ def block_layout(index_Xk: jax.Array, num_experts: int, rows: int) -> Layout:
   one_AE, place_AE, count_E = _places(index_Xk, num_experts)
   blocks_E = -(-count_E // rows)
   end_E = jnp.cumsum(blocks_E)
-  return Layout(*_slots(one_AE, place_AE, (end_E - blocks_E) * rows, Z), end_E)
+  slot_AE = ((end_E - blocks_E) * rows)[None] + place_AE - 1
+  return Layout(*_slots(one_AE, slot_AE, Z), end_E)
 
 
-def _slots(one_AE, place_AE, start_E, Z: int) -> tuple[jax.Array, jax.Array]:
-  """The slot of each assignment, those of expert e from start_e on; the assignment in each slot."""
+def _slots(one_AE: jax.Array, slot_AE: jax.Array, Z: int) -> tuple[jax.Array, jax.Array]:
+  """The slot of each assignment, given those it would have with each expert, and the assignment in
+  each slot."""
   A = one_AE.shape[0]
-  slot_AE = jnp.where(one_AE, start_E[None] + place_AE - 1, 0)
-  slot_A = jnp.where(one_AE.any(1), slot_AE.sum(1), Z)
+  slot_A = jnp.where(one_AE.any(1), jnp.where(one_AE, slot_AE, 0).sum(1), Z)
   empty_Z, number_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
   return slot_A, empty_Z.at[slot_A].set(number_A, mode="drop")
 
@@ -166,7 +167,7 @@ apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 def apply_batched(
   x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
-  """All experts at once with C rows each, or `apply_blocks` if one is chosen by more than C.
+  """All experts at once with C rows each, and a loop over blocks of C rows for what is left over.
 
   For so few tokens that the time is that of reading the weights, which are not copied here. Its
   gradient is that of `apply_blocks`.
@@ -178,21 +179,32 @@ def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
   (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
   C = min(X, max(8, 1 << (2 * math.ceil(share(index_Xk, w)) - 1).bit_length()))
   one_AE, place_AE, count_E = _places(index_Xk, E)
+  # An expert's first C assignments have slots of their own, e·C on. Of the others there are less
+  # than A / C blocks, since each that is begun comes after C that are not among them.
+  begun_E = jnp.cumsum(jnp.maximum(-(-count_E // C) - 1, 0))
+  first_E = jnp.concatenate([jnp.zeros_like(begun_E[:1]), begun_E[:-1]])
+  own_AE = jnp.arange(E)[None] * C + place_AE - 1
+  over_AE = (E + first_E - 1)[None] * C + place_AE - 1
+  Z = (E + X * k // C) * C
+  slot_A, choice_Z = _slots(one_AE, jnp.where(place_AE <= C, own_AE, over_AE), Z)
+  x_ZD = _take(x_XD, choice_Z // k)
+  gate_Z1 = _take(gate_Xk.reshape(X * k), choice_Z)[:, None]
 
-  def at_once():
-    slot_A, choice_Z = _slots(one_AE, place_AE, jnp.arange(E) * C, E * C)
-    x_ECD = _take(x_XD, choice_Z // k).reshape(E, C, D)
-    h_ECF = jax.nn.silu(jnp.einsum("ECD,EDF->ECF", x_ECD, w.gate))
-    h_ECF = h_ECF * jnp.einsum("ECD,EDF->ECF", x_ECD, w.up)
-    h_ECF = h_ECF * _take(gate_Xk.reshape(X * k), choice_Z).reshape(E, C, 1)
-    y_ZD = jnp.einsum("ECF,EFD->ECD", h_ECF, w.down).reshape(E * C, D)
-    return _take(y_ZD, slot_A).reshape(X, k, D).sum(1)
+  def multiply(x, gate, w):
+    return (jax.nn.silu(x @ w.gate) * (x @ w.up) * gate) @ w.down
 
-  def by_blocks():
-    return _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+  y_ECD = multiply(x_ZD[: E * C].reshape(E, C, D), gate_Z1[: E * C].reshape(E, C, 1), w)
 
-  y_XD = jax.lax.cond(count_E.max() <= C, at_once, by_blocks)
-  return y_XD, (x_XD, gate_Xk, index_Xk, w, sink)
+  def block(i, y_ZD):
+    expert = jnp.sum(begun_E <= i)  # the first that has more
+    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
+    rows = lambda a: jax.lax.dynamic_slice_in_dim(a, (E + i) * C, C)  # noqa: E731
+    y_CD = multiply(rows(x_ZD), rows(gate_Z1), of_expert)
+    return jax.lax.dynamic_update_slice_in_dim(y_ZD, y_CD, (E + i) * C, axis=0)
+
+  y_ZD = jnp.pad(y_ECD.reshape(E * C, D), ((0, Z - E * C), (0, 0)))
+  y_ZD = jax.lax.fori_loop(0, begun_E[-1], block, y_ZD)
+  return _take(y_ZD, slot_A).reshape(X, k, D).sum(1), (x_XD, gate_Xk, index_Xk, w, sink)
 
 
 apply_batched.defvjp(_batched_forward, _blocks_backward)
