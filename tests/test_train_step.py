@@ -1,6 +1,7 @@
 """One update: off-policy for real, and the same however the batch is cut."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -34,7 +35,7 @@ GSPO = train_step.ObjectiveConfig(
   replay="none",
   volatility=True,
 )
-TX = optax.adamw(1e-2)
+TX, SGD, NOTHING = optax.adamw(1e-2), optax.sgd(1.0), optax.sgd(0.0)
 
 
 def learner(model=MODEL, **changes):
@@ -42,10 +43,26 @@ def learner(model=MODEL, **changes):
   return dataclasses.replace(base, **changes)
 
 
-def rollout_batch(params, model=MODEL, prompts=4, group=4):
+# Programs and rollouts that several tests need are made once.
+update = functools.cache(train_step.make_rl_step)
+score_of = functools.cache(train_step.make_score)
+old_policy_of = functools.cache(train_step.make_old_policy)
+
+
+@functools.cache
+def on_host(model):
+  return jax.device_get(transformer.init(model, jax.random.key(0)))
+
+
+def initial(model=MODEL):
+  return jax.tree.map(jnp.array, on_host(model))  # updates donate their state
+
+
+@functools.cache
+def rollout_batch(model=MODEL, prompts=4, group=4):
   """Real responses with random advantages; the sampler's log-probs are the old ones."""
   out = generate(
-    params,
+    initial(model),
     model,
     [[10 + i, 20 + i] for i in range(prompts)],
     group_size=group,
@@ -71,11 +88,11 @@ def scalars(metrics):
 
 
 def test_the_ratio_leaves_one_after_the_first_update():
-  params = transformer.init(MODEL, jax.random.key(0))
-  batch = rollout_batch(params)
-  old = train_step.make_score(learner())(params, batch)
+  params = initial()
+  batch = rollout_batch()
+  old = score_of(learner())(params, batch)
   batch = batch.replace(old_logp_BT=old)
-  step = train_step.make_rl_step(learner(), GSPO, TX)
+  step = update(learner(), GSPO, TX)
   state, first = step(new_state(params, TX), batch)
   state, second = step(state, batch)
   row = {k: float(v) for k, v in train_step.summarize((first, second)).items()}
@@ -89,11 +106,11 @@ def test_the_ratio_leaves_one_after_the_first_update():
 
 
 def test_the_update_raises_what_had_a_positive_advantage():
-  params = transformer.init(MODEL, jax.random.key(0))
-  batch = rollout_batch(params)
-  score = train_step.make_score(learner())
+  params = initial()
+  batch = rollout_batch()
+  score = score_of(learner())
   before = np.asarray(score(params, batch))
-  state, _ = train_step.make_rl_step(learner(), GSPO, optax.sgd(1e-2))(
+  state, _ = update(learner(), GSPO, optax.sgd(1e-2))(
     new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch
   )
   change_B = (np.asarray(score(state.params, batch)) - before).sum(1)
@@ -102,16 +119,16 @@ def test_the_update_raises_what_had_a_positive_advantage():
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_micro_batches_change_nothing(parts):
-  params = transformer.init(DENSE, jax.random.key(0))
-  batch = rollout_batch(params, DENSE)
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
   # An empty row and ragged lengths: a mean of means would be off.
   mask = np.array(batch.mask_BT)
   mask[3] = 0
   batch = batch.replace(mask_BT=mask)
   states, rows = [], []
   for microbatches in (1, parts):
-    step = train_step.make_rl_step(learner(DENSE, microbatches=microbatches), GSPO, optax.sgd(1.0))
-    start = new_state(jax.tree.map(jnp.copy, params), optax.sgd(1.0))
+    step = update(learner(DENSE, microbatches=microbatches), GSPO, SGD)
+    start = new_state(jax.tree.map(jnp.copy, params), SGD)
     state, metrics = step(start, batch)
     states.append(state.params)
     rows.append(scalars(metrics))
@@ -122,11 +139,11 @@ def test_micro_batches_change_nothing(parts):
 
 @pytest.mark.parametrize("name", train_step.OBJECTIVES)
 def test_every_objective_by_name(name):
-  params = transformer.init(DENSE, jax.random.key(0))
-  batch = rollout_batch(params, DENSE)
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
   ranges = dict(clip_low=0.2, clip_high=0.28)
   objective = dataclasses.replace(GSPO, name=name, **ranges)
-  step = train_step.make_rl_step(learner(DENSE), objective, TX)
+  step = update(learner(DENSE), objective, TX)
   _, metrics = step(new_state(params, TX), batch)
   row = scalars(metrics)
   assert np.isfinite(list(row.values())).all()
@@ -135,48 +152,44 @@ def test_every_objective_by_name(name):
 
 
 def test_gspo_and_gspo_token_make_the_same_update():
-  params = transformer.init(DENSE, jax.random.key(0))
-  batch = rollout_batch(params, DENSE)
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
   drift = 1e-3 * np.random.default_rng(1).normal(size=batch.mask_BT.shape).astype(np.float32)
   batch = batch.replace(old_logp_BT=batch.old_logp_BT + drift * batch.mask_BT)
   after = []
   for name in ("gspo", "gspo_token"):
-    step = train_step.make_rl_step(
-      learner(DENSE), dataclasses.replace(GSPO, name=name), optax.sgd(1.0)
-    )
-    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(1.0)), batch)
+    step = update(learner(DENSE), dataclasses.replace(GSPO, name=name), SGD)
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
     after.append((state.params, {k: v for k, v in scalars(metrics).items() if "clip" in k}))
   chex.assert_trees_all_close(*after, rtol=1e-4, atol=1e-6)
   assert after[0][1]["clip_fraction/sequence"] > 0
 
 
 def test_the_kl_penalty_pulls_back_to_the_reference():
-  params = transformer.init(DENSE, jax.random.key(0))
-  batch = rollout_batch(params, DENSE)
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
   batch = batch.replace(advantage_B=0 * batch.advantage_B, ref_logp_BT=batch.old_logp_BT + 0.5)
   objective = dataclasses.replace(GSPO, kl_coef=1.0, kl="k2")
-  step = train_step.make_rl_step(learner(DENSE), objective, optax.sgd(1e-2))
+  step = update(learner(DENSE), objective, optax.sgd(1e-2))
   state, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch)
   row = scalars(metrics)
   assert row["loss"] == pytest.approx(0.125, rel=1e-3)  # ½ · 0.5²
-  score = train_step.make_score(learner(DENSE))
+  score = score_of(learner(DENSE))
   gap = lambda p: np.abs((score(p, batch) - batch.ref_logp_BT) * batch.mask_BT).sum()  # noqa: E731
   assert gap(state.params) < gap(params)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
 def test_a_sharded_update_is_the_update_of_one_device(shape):
-  params = transformer.init(MODEL, jax.random.key(0))
-  batch = rollout_batch(params)
-  expected, row = train_step.make_rl_step(learner(), GSPO, TX)(
-    new_state(jax.tree.map(jnp.copy, params), TX), batch
-  )
+  params = initial()
+  batch = rollout_batch()
+  expected, row = update(learner(), GSPO, TX)(new_state(jax.tree.map(jnp.copy, params), TX), batch)
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
     sharded = jax.device_put(params, transformer.shardings(MODEL, sharding.TRAIN, mesh))
     state = new_state(sharded, TX)
     types = jax.tree.map(jax.typeof, state)
-    step = train_step.make_rl_step(learner(microbatches=2), GSPO, TX)
+    step = update(learner(microbatches=2), GSPO, TX)
     state, metrics = step(state, sharding.put_batch(batch, mesh))
     chex.assert_trees_all_equal(jax.tree.map(jax.typeof, state), types)
     got = scalars(metrics)
@@ -195,21 +208,21 @@ def drifted(params, seed=5):
 
 def with_old_policy(params, batch, **changes):
   objective = dataclasses.replace(GSPO, **changes)
-  fields = train_step.make_old_policy(learner(), objective)(params, batch)
+  fields = old_policy_of(learner(), objective)(params, batch)
   return objective, batch.replace(**fields)
 
 
 def first_metrics(params, batch, objective, **changes):
   """The metrics of a mini-batch under `params`; the update that they come with is thrown away."""
-  step = train_step.make_rl_step(learner(**changes), objective, optax.sgd(0.0))
-  _, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(0.0)), batch)
+  step = update(learner(**changes), objective, NOTHING)
+  _, metrics = step(new_state(jax.tree.map(jnp.copy, params), NOTHING), batch)
   return scalars(metrics)
 
 
 @pytest.mark.parametrize("replay", ["R2", "R3"])
 def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_network(replay):
-  params = transformer.init(MODEL, jax.random.key(0))
-  batch = rollout_batch(params)
+  params = initial()
+  batch = rollout_batch()
   if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
     other = np.asarray(batch.sampler_routing_BTlk)
     batch = batch.replace(sampler_routing_BTlk=np.where(other >= 0, (other + 1) % 8, -1))
@@ -235,12 +248,12 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
 
 
 def test_replay_with_the_same_weights_is_the_update_without():
-  params = transformer.init(MODEL, jax.random.key(0))
+  params = initial()
   after = {}
   for replay in ("none", "R2", "R3"):
-    objective, batch = with_old_policy(params, rollout_batch(params), replay=replay)
-    step = train_step.make_rl_step(learner(), objective, optax.sgd(1.0))
-    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(1.0)), batch)
+    objective, batch = with_old_policy(params, rollout_batch(), replay=replay)
+    step = update(learner(), objective, SGD)
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
     after[replay] = (state.params, scalars(metrics))
   for replay in ("R2", "R3"):
     chex.assert_trees_all_close(after[replay][0], after["none"][0], atol=1e-6)
@@ -250,11 +263,11 @@ def test_replay_with_the_same_weights_is_the_update_without():
 
 
 def test_volatility_is_0_at_first_and_then_what_the_update_changed():
-  params = transformer.init(MODEL, jax.random.key(0))
-  objective, batch = with_old_policy(params, rollout_batch(params))
+  params = initial()
+  objective, batch = with_old_policy(params, rollout_batch())
   real_BT = jnp.asarray(batch.segments_BT)
   own = lambda p: transformer.forward(p, MODEL, jnp.asarray(batch.tokens_BT)).routing_lBTk  # noqa: E731
-  step = train_step.make_rl_step(learner(), objective, TX)
+  step = update(learner(), objective, TX)
   state = new_state(jax.tree.map(jnp.copy, params), TX)
   state, first = step(state, batch)
   expected_l = routing.volatility(own(state.params), own(params), real_BT)
@@ -268,8 +281,8 @@ def test_volatility_is_0_at_first_and_then_what_the_update_changed():
 
 
 def test_volatility_under_replay_is_what_the_router_would_have_chosen():
-  params = transformer.init(MODEL, jax.random.key(0))
-  objective, batch = with_old_policy(params, rollout_batch(params), replay="R2")
+  params = initial()
+  objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
   moved, tokens = drifted(params), jnp.asarray(batch.tokens_BT)
   old = routing.by_layer(batch.routing_BTlk)
   free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
@@ -286,8 +299,8 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
 
 @pytest.mark.parametrize("replay", ["none", "R3"])
 def test_the_samplers_routing_is_compared_with_the_trainers(replay):
-  params = transformer.init(MODEL, jax.random.key(0))
-  batch = rollout_batch(params)
+  params = initial()
+  batch = rollout_batch()
   routes = np.array(batch.sampler_routing_BTlk)
   routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
   fed = routes[:, :, 0, 0] >= 0
@@ -304,8 +317,8 @@ def test_the_samplers_routing_is_compared_with_the_trainers(replay):
 
 
 def test_without_records_there_is_no_volatility():
-  params = transformer.init(MODEL, jax.random.key(0))
-  batch = rollout_batch(params).replace(sampler_routing_BTlk=None)
+  params = initial()
+  batch = rollout_batch().replace(sampler_routing_BTlk=None)
   objective, batch = with_old_policy(params, batch, volatility=False)
   assert batch.routing_BTlk is None
   row = first_metrics(params, batch, objective)
@@ -319,8 +332,8 @@ def test_without_records_there_is_no_volatility():
 
 @pytest.mark.parametrize("replay", ["none", "R3"])
 def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
-  params = transformer.init(MODEL, jax.random.key(0))
-  sampled = rollout_batch(params)
+  params = initial()
+  sampled = rollout_batch()
   objective, batch = with_old_policy(params, sampled, replay=replay)
   moved = drifted(params)
   expected = first_metrics(moved, batch, objective)
@@ -346,9 +359,9 @@ def test_the_state_keeps_the_declared_shardings(shape):
     specs = jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, sharding.P))
     shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
     params = jax.device_put(transformer.init(MODEL, jax.random.key(0)), shardings)
-    batch = sharding.put_batch(rollout_batch(jax.device_get(params)), mesh)
+    batch = sharding.put_batch(rollout_batch(), mesh)
     state = new_state(params, TX)
-    step = train_step.make_rl_step(learner(), GSPO, TX)
+    step = update(learner(), GSPO, TX)
     for _ in range(2):
       adam = state.opt_state[0]
       for tree in (state.params, adam.mu, adam.nu):
@@ -365,8 +378,8 @@ def _without_ones(spec, mesh):
 
 
 def test_compiles_once():
-  params = transformer.init(DENSE, jax.random.key(0))
-  batch = rollout_batch(params, DENSE)
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
   step = train_step.make_rl_step(learner(DENSE), GSPO, TX)
   state, _ = step(new_state(params, TX), batch)
   for _ in range(2):
