@@ -9,8 +9,8 @@ float32, from the same random weights (4 layers; dense, and 16 experts of which 
 `gspo_jax.main` with configs/tiny.py at these sizes; how TRL and Tunix are set up, and where Tunix
 cannot do the same, stands in iteration_peers.py. `nopass` is ours without the pass for the old
 policy's log-probabilities, which TRL makes and Tunix does not: objective.old_logp="sampler", as in
-the full-size configurations. Evaluations, checkpoints and dumps of rollouts
-are outside the iterations that count; metrics are written in all of them. All systems run with what
+the full-size configurations. Evaluations, checkpoints and dumps of rollouts are outside the
+iterations that count; metrics are written in all of them. All systems run with what
 gspo_jax/huge_pages.py asks of malloc, or all without (--pages=small).
 
 Every run is a process of its own on the same cores, and the systems take turns. The first two

@@ -125,6 +125,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
+  """Without shared prompts, so that every length can be asked for: what a run needs at most."""
   field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
   routes, model = None, case.model
