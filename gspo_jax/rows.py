@@ -51,7 +51,7 @@ def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
   """As many rows, but shorter: those of one group on one device share its prompt.
 
   The trunk is the prompt without its last token. That one begins every branch, since what it
-  predicts is another token in each. Prefix Grouper, arXiv:2506.05433, in other words.
+  predicts is another token in each. As Prefix Grouper does it, arXiv:2506.05433.
 
   Args:
     batch: in groups of `group_size` sequences whose first `prompt_B` tokens are the same.
