@@ -213,7 +213,9 @@ def test_a_packed_run_is_the_run(tmp_path):
   for row, packed_row in zip(plain, packed):
     assert row.keys() == packed_row.keys()
     for metric, value in row.items():
-      if isinstance(value, float) and metric not in PER_MICRO_BATCH:
+      # A prompt counts once in statistics of the router where responses share it.
+      alike = metric not in PER_MICRO_BATCH and "router/" not in metric
+      if isinstance(value, float) and alike:
         assert packed_row[metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
   assert packed[-1]["padding"] < 0.5 < plain[-1]["padding"]
   dumps = [
