@@ -6,7 +6,6 @@ see anything but [B, T]. A sequence lies on the device that has its row: nothing
 """
 
 import math
-from typing import Any
 
 import flax.struct
 import jax
@@ -123,7 +122,7 @@ def arrange(
   )
 
 
-def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> Any:
+def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
   """[R, T, ...] to [B, T, ...], `empty` for tokens that are in none of the rows."""
   if rows.place_BT is None:
     return x_RT

@@ -95,5 +95,18 @@ def after(step, name, batch, shape=None):
     return jax.device_get(state.params), scalars(metrics)
 
 
+def old_policy(learner, name, batch, shape=None):
+  """What one pass of the trainer says of the old policy, on a mesh if there is a shape of it."""
+  find = train_step.make_old_policy(learner, GSPO)
+  if shape is None:
+    return find(initial(name), batch)
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(
+      initial(name), transformer.shardings(MODELS[name], sharding.TRAIN, mesh)
+    )
+    return jax.device_get(find(params, sharding.put_batch(batch, mesh)))
+
+
 def scalars(metrics):
   return {k: float(v) for k, v in train_step.summarize((metrics,)).items()}

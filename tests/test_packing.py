@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from runs import SMALL, figures, run
 from small_updates import (
-  GSPO,
   LENGTHS,
   MICROBATCHES,
   MODELS,
@@ -23,15 +22,15 @@ from small_updates import (
   initial,
   learner,
   make_batch,
+  old_policy,
   scalars,
   update,
 )
 
 from configs import tiny
 from gspo_jax import config as configuration
-from gspo_jax import failures, minibatches, packing, sharding, train_step
+from gspo_jax import failures, minibatches, packing
 from gspo_jax.context import new_state
-from gspo_jax.models import transformer
 from gspo_jax.structs import TrainBatch
 
 
@@ -66,16 +65,8 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   """Log-probabilities and routes, which no response has from another one's tokens."""
   batch = make_batch(MODELS["moe"])
   packed = packing.plan(batch, 1 if shape is None else 4)
-  expected = train_step.make_old_policy(learner("moe", 1), GSPO)(initial("moe"), batch)
-  old_policy = train_step.make_old_policy(learner("moe"), GSPO)
-  if shape is None:
-    found = old_policy(initial("moe"), packed)
-  else:
-    mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
-    with jax.set_mesh(mesh):
-      shardings = transformer.shardings(MODELS["moe"], sharding.TRAIN, mesh)
-      params = jax.device_put(initial("moe"), shardings)
-      found = jax.device_get(old_policy(params, sharding.put_batch(packed, mesh)))
+  expected = old_policy(learner("moe", 1), "moe", batch)
+  found = old_policy(learner("moe"), "moe", packed, shape)
   real_BT = batch.segments_BT > 0
   logp_BT, expected_BT = (
     np.where(real_BT, x, 0)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import chex
-import jax
 import numpy as np
 import pytest
 from small_updates import (
@@ -17,11 +16,12 @@ from small_updates import (
   initial,
   learner,
   make_batch,
+  old_policy,
   update,
 )
 
-from gspo_jax import rows, sharding, train_step
-from gspo_jax.models import routing, transformer
+from gspo_jax import rows, train_step
+from gspo_jax.models import routing
 
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing
@@ -85,18 +85,8 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
 def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   batch = grouped_batch(MODELS["moe"])
-  expected = train_step.make_old_policy(learner("moe", 1), GSPO)(
-    initial("moe"), batch.replace(prompt_B=None)
-  )
-  old_policy = train_step.make_old_policy(sharing("moe", 1), GSPO)
-  if shape is None:
-    found = old_policy(initial("moe"), batch)
-  else:
-    mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
-    with jax.set_mesh(mesh):
-      shardings = transformer.shardings(MODELS["moe"], sharding.TRAIN, mesh)
-      params = jax.device_put(initial("moe"), shardings)
-      found = jax.device_get(old_policy(params, sharding.put_batch(batch, mesh)))
+  expected = old_policy(learner("moe", 1), "moe", batch.replace(prompt_B=None))
+  found = old_policy(sharing("moe", 1), "moe", batch, shape)
   trained = batch.mask_BT > 0
   assert trained.sum() > 40
   logp, expected_logp = (x["old_logp_BT"][trained] for x in (found, expected))

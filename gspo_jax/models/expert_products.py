@@ -179,8 +179,8 @@ def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
   (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
   C = min(X, max(8, 1 << (2 * math.ceil(share(index_Xk, w)) - 1).bit_length()))
   one_AE, place_AE, count_E = _places(index_Xk, E)
-  # An expert's first C assignments have slots of their own, e·C on. Of the others there are less
-  # than A / C blocks, since each that is begun comes after C that are not among them.
+  # An expert's first C assignments have slots of their own, e·C on. Of the others there are at
+  # most A / C blocks, since each that is begun comes after C that are not among them.
   begun_E = jnp.cumsum(jnp.maximum(-(-count_E // C) - 1, 0))
   first_E = jnp.concatenate([jnp.zeros_like(begun_E[:1]), begun_E[:-1]])
   own_AE = jnp.arange(E)[None] * C + place_AE - 1
