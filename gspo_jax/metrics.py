@@ -7,7 +7,6 @@ transfer (`compute`), and end in `metrics.jsonl`, TensorBoard and the progress b
 """
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 import jax
@@ -126,7 +124,7 @@ class Writer:
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self._purge: dict[str, int] = {}
-    self._boards: dict[str, Any] = {}  # tensorboardX.SummaryWriter
+    self._boards: dict[str, tracking.EventFile] = {}
     if active:
       self._workdir.mkdir(parents=True, exist_ok=True)
       _cut_half_written_line(self._path)
@@ -145,14 +143,12 @@ class Writer:
     line = json.dumps({"phase": phase, "step": step, **finite}, allow_nan=False) + "\n"
     self._file.write(line.encode())
     self._file.flush()  # Survives kill -9: from here on the line is the kernel's.
-    board = self._board(phase)
     shown = {
       name if name.startswith(f"{phase}/") else f"{phase}/{name}": value
       for name, value in values.items()
       if math.isfinite(value)
     }
-    for name, value in shown.items():
-      board.add_scalar(name, value, step)
+    self._board(phase).write(step, shown)
     if self._log is not None:
       self._log({f"{phase}/step": step} | shown)
 
@@ -213,27 +209,12 @@ class Writer:
     if self._finish is not None:
       self._finish()
 
-  def _board(self, phase: str) -> Any:
+  def _board(self, phase: str) -> tracking.EventFile:
     """One event directory per phase, so that purging one phase leaves the others alone."""
     if phase not in self._boards:
       directory = self._workdir / "tensorboard" / phase
-      purge = self._purge.get(phase)
-      self._boards[phase] = _tensorboard().SummaryWriter(
-        str(directory), purge_step=purge, flush_secs=5
-      )
+      self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))
     return self._boards[phase]
-
-
-def _tensorboard() -> ModuleType:
-  """tensorboardX without PyTorch, which it loads for the name of a type: a second and 0.2 GB."""
-  absent = "torch" not in sys.modules
-  if absent:
-    sys.modules["torch"] = None  # what the import system takes for: not installed
-  try:
-    return importlib.import_module("tensorboardX")
-  finally:
-    if absent:
-      del sys.modules["torch"]
 
 
 class Progress:

@@ -1,5 +1,8 @@
-"""Weights & Biases, for those who want it beside metrics.jsonl and TensorBoard."""
+"""Where rows go beside metrics.jsonl: TensorBoard, and Weights & Biases for those who want it."""
 
+import importlib
+import sys
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,3 +40,48 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> tuple[
   for phase in ("sft", "rl", "eval"):
     run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
   return run.log, run.finish
+
+
+class EventFile:
+  """Scalars for TensorBoard, on disk when `write` returns.
+
+  tensorboardX's records without its SummaryWriter: that hands every scalar to a thread of its own
+  through a queue, and Ctrl-C in the middle of a `put` makes its `close` wait forever.
+  """
+
+  def __init__(self, directory: Path, purge_step: int | None):
+    """Opens a new file. TensorBoard hides what earlier ones hold at or above `purge_step`."""
+    _import_tensorboardx()
+    from tensorboardX import event_file_writer
+    from tensorboardX.proto import event_pb2
+
+    self._event = event_pb2.Event
+    directory.mkdir(parents=True, exist_ok=True)
+    self._file = event_file_writer.EventsWriter(str(directory / "events"))
+    if purge_step is not None:
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      self._append(purge_step, session_log=start)
+
+  def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    """One event, with all scalars of a step by tag."""
+    values = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
+    self._append(step, summary={"value": values})
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _append(self, step: int, **content: Any) -> None:
+    self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
+    self._file.flush()
+
+
+def _import_tensorboardx() -> None:
+  """tensorboardX without PyTorch, which it loads for the name of a type: a second and 0.2 GB."""
+  absent = "torch" not in sys.modules
+  if absent:
+    sys.modules["torch"] = None  # what the import system takes for: not installed
+  try:
+    importlib.import_module("tensorboardX")
+  finally:
+    if absent:
+      del sys.modules["torch"]

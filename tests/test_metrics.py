@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -247,6 +248,16 @@ def test_pytorch_is_not_loaded_for_tensorboard(tmp_path):
   assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr[-2000:]
   imports = [line.split("'")[1] for line in done.stderr.split("\n") if line.startswith("import '")]
   assert imports.index("tensorboardX") < imports.index("torch")
+
+
+def test_tensorboard_has_a_row_before_the_file_is_closed_and_no_thread_writes_it(tmp_path):
+  threads = threading.active_count()
+  writer = metrics.Writer(tmp_path)
+  writer.write(rl_row(8, loss=2.0))
+  scalars, _ = read_scalars(tmp_path / "tensorboard")
+  assert scalars == [("rl/loss", 8, 2.0), ("rl/reward/mean", 8, 1.0)]
+  assert threading.active_count() == threads  # an interrupted hand-over to one never ended
+  writer.close()
 
 
 def test_truncate_hides_dropped_steps_from_tensorboard(tmp_path):
