@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from gspo_jax import preemption
 from gspo_jax.mirror import Mirror, files_below
 
 SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes
@@ -99,12 +100,13 @@ class Checkpointer:
     self._manager.wait_until_finished()
     self._saving = step, time.perf_counter()
     value = (metrics or {}).get(self._best, -math.inf)  # not measured: the worst
-    self._manager.save(
-      step,
-      args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
-      metrics={self._best: float(value)} if self._best else None,
-      force=True,
-    )
+    with preemption.interrupts_wait():  # Orbax's threads would wait for a save half begun, forever
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
+        metrics={self._best: float(value)} if self._best else None,
+        force=True,
+      )
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     """The state, laid out as the abstract state `like` says, and the host's part.

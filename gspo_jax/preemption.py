@@ -1,4 +1,4 @@
-"""The notice that this machine is about to be taken away, and what is left of the time.
+"""Signals: the notice that this machine is about to be taken away, and Ctrl-C at a bad moment.
 
 SIGTERM is how TPU VMs, Kubernetes, Slurm and most others say it. A run then saves where it stands
 and ends with `EXIT_CODE`; the same command goes on from there. On several hosts JAX's own service
@@ -28,7 +28,7 @@ class _Watch:
   def __init__(self, grace_s: float):
     self.grace_s = grace_s
     self.checks = itertools.count()
-    self.noticed = False
+    self.noticed = self.interrupted = False
     self.timer = threading.Timer(grace_s, _give_up, [grace_s])
     self.timer.daemon = True
 
@@ -38,6 +38,10 @@ class _Watch:
       _say(f"told to go; saving, for at most {self.grace_s:g} s")
       self.timer.start()
 
+  def interrupt(self, *_: object) -> None:
+    self.interrupted = True
+    raise KeyboardInterrupt  # lost where Python ignores exceptions, as in JAX's callbacks of the gc
+
 
 _watch: _Watch | None = None
 
@@ -45,28 +49,54 @@ _watch: _Watch | None = None
 @contextlib.contextmanager
 def watch(grace_s: float) -> Iterator[None]:
   """Lets `check` raise within. `grace_s` seconds after the notice the process ends in any case,
-  with the same exit code: what could not be saved by then would be lost anyway."""
+  with the same exit code: what could not be saved by then would be lost anyway.
+
+  SIGTERM is JAX's where there are several hosts; a run that ignores Ctrl-C (nohup) goes on to.
+  """
   global _watch
   _watch = current = _Watch(grace_s)
-  ours = not _distributed() and threading.current_thread() is threading.main_thread()
-  before = signal.signal(signal.SIGTERM, current.notice) if ours else None
+  before = {}
+  if threading.current_thread() is threading.main_thread():
+    if not _distributed():
+      before[signal.SIGTERM] = signal.signal(signal.SIGTERM, current.notice)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+      before[signal.SIGINT] = signal.signal(signal.SIGINT, current.interrupt)
   try:
     yield
   finally:
     _watch = None
     current.timer.cancel()
-    if ours:
-      signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def check() -> None:
-  """Raises `Preempted` after a notice. All hosts call it equally often: it is how they agree."""
+  """Raises `Preempted` after a notice. All hosts call it equally often: it is how they agree.
+  Raises `KeyboardInterrupt` after one that did not get through."""
   if _watch is None:
     return
+  if _watch.interrupted:
+    raise KeyboardInterrupt
   if _distributed() and multihost_utils.reached_preemption_sync_point(next(_watch.checks)):
     _watch.notice()
   if _watch.noticed:
     raise Preempted
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+  """Ctrl-C takes effect at the end of the block, which is one that must not be left half done."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  came = []
+  before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, before)
+    if came:
+      signal.raise_signal(signal.SIGINT)
 
 
 def _distributed() -> bool:

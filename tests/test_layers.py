@@ -21,7 +21,7 @@ ARROWS = {
   "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
   " train_step",
   "failures": "checkpoint context sharding structs",
-  "checkpoint": "mirror",
+  "checkpoint": "mirror preemption",
   "metrics": "tracking",
   "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
   "context": "checkpoint config data evaluate metrics mirror models rewards sampling sharding"

@@ -25,6 +25,42 @@ def test_a_notice_is_raised_at_the_next_check_and_not_before():
   preemption.check()  # nobody watches any more
 
 
+class Swallows:
+  def __del__(self):  # Python prints and forgets what is raised here
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_was_swallowed_is_raised_at_the_next_check():
+  with preemption.watch(grace_s=60):
+    Swallows()
+    with pytest.raises(KeyboardInterrupt):
+      preemption.check()
+    with pytest.raises(KeyboardInterrupt):  # and any other at once
+      signal.raise_signal(signal.SIGINT)
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_stays_ignored_where_it_was():
+  before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    with preemption.watch(grace_s=60):
+      signal.raise_signal(signal.SIGINT)
+      with preemption.interrupts_wait():
+        signal.raise_signal(signal.SIGINT)
+      preemption.check()
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_what_must_not_be_torn():
+  reached = False
+  with pytest.raises(KeyboardInterrupt), preemption.interrupts_wait():
+    signal.raise_signal(signal.SIGINT)
+    reached = True
+  assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_without_a_watch_nothing_is_caught():
   preemption.check()
   assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
