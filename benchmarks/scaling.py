@@ -10,7 +10,8 @@ Random float32 models of 4 layers and width 256, each size doubled from point to
            update on 32 sequences of 128; and 32 responses of 32 tokens to 4 prompts of 32
   devices  1 to 8, simulated on the cores that are there, for the same batches as for E: what
            grows is what splitting costs. fsdp for the dense model, expert for the MoE (E = 16)
-`sample` is a whole call of `generate`, `prefill` and `decode` are its parts. Of every line:
+`sample` is a whole call of `generate`, `prefill` and `decode` are its parts, which simulated
+devices do at the same time. Of every line:
   ms, tokens/s   median of calls, the one that compiled left out; tokens/s of an update are those of
                  whole sequences, of a prefill those of prompts, else those of responses
   time           growth of the time since the line's first point

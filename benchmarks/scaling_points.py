@@ -90,7 +90,8 @@ class Point:
 
 
 def measure(point: Point) -> list[dict[str, Any]]:
-  """A row of the table, or for sampling three: the whole of it, its prefill and its decoding.
+  """A row of the table, or for sampling three: the whole of it, its prefill and its decoding. (Not
+  on simulated devices: some of them decode while others prefill.)
 
   seconds, tokens; operations and bytes: how many are needed, without padding and recomputation;
   memory: bytes, temporary ones of the update, or the key/value cache; foreign: share of the machine
@@ -187,6 +188,7 @@ def sampling(point: Point) -> list[dict[str, Any]]:
       foreign=foreign,
     )
     for name, (tokens, operations, needed) in parts.items()
+    if name == "sample" or point.series != "devices"
   ]
 
 
