@@ -8,13 +8,15 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Runs that tests start share what they compile, and leave nothing in the user's cache.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gspo_jax_tests_")
+# Runs that tests start share what they compile, and leave nothing in the user's cache. Processes of
+# pytest-xdist inherit the directory of the one that starts them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+  os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="gspo_jax_tests_")
+  atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import jax
 import pytest
 
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
 jax.config.update("jax_numpy_rank_promotion", "raise")
