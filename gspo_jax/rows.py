@@ -39,7 +39,8 @@ def plain(batch: TrainBatch) -> Rows:
 
 
 def _next(tokens_BT: jax.Array) -> jax.Array:
-  return jnp.roll(tokens_BT, -1, axis=1)
+  # Not `roll`: of a single row JAX 0.12 loses the sharding in it.
+  return jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
 
 
 def _of_each_token(batch: TrainBatch) -> tuple[Array | None, ...]:
