@@ -3,11 +3,13 @@
 import dataclasses
 import os
 import shutil
+import signal
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from gspo_jax import checkpoint, sharding
@@ -64,6 +66,22 @@ def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
     chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(saved))
     chex.assert_trees_all_equal(jax.tree.map(jax.typeof, restored), jax.tree.map(jax.typeof, other))
   assert sorted(p.name for p in (tmp_path / "checkpoints" / "rl").iterdir()) == ["2", "3"]  # keep=2
+
+
+def test_ctrl_c_while_a_save_begins_comes_when_it_has_begun(tmp_path, monkeypatch):
+  begin = ocp.StandardCheckpointHandler.async_save
+
+  async def interrupted(*args, **kwargs):
+    signal.raise_signal(signal.SIGINT)
+    return await begin(*args, **kwargs)
+
+  monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", interrupted)
+  state = {"x": jnp.arange(4.0)}
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
+  with pytest.raises(KeyboardInterrupt):
+    checkpoints.save(1, state, {})
+  checkpoints.close()
+  assert checkpoint.Checkpointer(tmp_path, "rl", CONFIG).latest() == 1
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path):
