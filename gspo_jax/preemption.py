@@ -51,7 +51,7 @@ def watch(grace_s: float) -> Iterator[None]:
   """Lets `check` raise within. `grace_s` seconds after the notice the process ends in any case,
   with the same exit code: what could not be saved by then would be lost anyway.
 
-  SIGTERM is JAX's where there are several hosts; a run that ignores Ctrl-C (nohup) goes on to.
+  SIGTERM is JAX's where there are several hosts. Ctrl-C stays ignored where it was (nohup).
   """
   global _watch
   _watch = current = _Watch(grace_s)
