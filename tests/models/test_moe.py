@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gspo_jax import sharding
-from gspo_jax.models import expert_products, moe, transformer
+from gspo_jax.models import expert_blocks, expert_groups, expert_products, moe, transformer
 from gspo_jax.models.sizes import tiny_moe
 
 CONFIG = dataclasses.replace(
@@ -90,7 +90,7 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   """A device that gets more than twice its share goes round the loop again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
   x, gate, index, w = inputs(tokens=256)
-  assert expert_products._pieces(index, 8)[1] == 128
+  assert expert_groups._pieces(index, 8)[1] == 128
   got = scalar(lambda *a: expert_products.FORMS[name](*a, a[-1]), index)(x, gate, w)
   np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
 
@@ -99,13 +99,13 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   def chosen(share):
     return expert_products.choose("auto", share)
 
-  assert chosen(expert_products.FEW) is expert_products.apply_batched
-  assert chosen(expert_products.FEW + 1) is expert_products.apply_blocks
-  assert expert_products.choose("batched", 1000) is expert_products.apply_batched
+  assert chosen(expert_products.FEW) is expert_blocks.apply_batched
+  assert chosen(expert_products.FEW + 1) is expert_blocks.apply_blocks
+  assert expert_products.choose("batched", 1000) is expert_blocks.apply_batched
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
-  assert chosen(1) is chosen(1000) is expert_products.apply_megablox
+  assert chosen(1) is chosen(1000) is expert_groups.apply_megablox
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  assert chosen(1) is chosen(1000) is expert_products.apply_ragged
+  assert chosen(1) is chosen(1000) is expert_groups.apply_ragged
 
 
 @pytest.mark.parametrize("busy", [(8, 0), (9, 0), (24, 0), (17, 7), (9, 9), (2, 22)])
@@ -114,13 +114,16 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
   index = jnp.repeat(jnp.array([1, 6, 3]), jnp.array([*busy, 24 - sum(busy)]))[:, None]
   x, gate, _, w = inputs(tokens=24, k=1)
   order = jax.random.permutation(jax.random.key(0), 24)
-  got = expert_products.apply_batched(x, gate, index[order], w, w)
-  np.testing.assert_allclose(got, plain(x, gate, index[order], w), rtol=1e-4, atol=1e-5)
+  index = index[order]
+  assert expert_blocks.batched_rows(index, w) == (8, 8)
+  got = scalar(lambda *a: expert_blocks.apply_batched(*a, a[-1]), index)(x, gate, w)
+  # The gradient of the weights goes to `sink` alone, which is the same array here.
+  chex.assert_trees_all_close(got, scalar(plain, index)(x, gate, w), rtol=1e-4, atol=1e-5)
 
 
 def test_layout_holds_every_assignment_once():
   index = inputs(tokens=101)[2]
-  layout = expert_products.block_layout(index, 8, 8)
+  layout = expert_blocks.block_layout(index, 8, 8)
   kept = layout.choice_Z[layout.choice_Z < 202]
   assert sorted(kept.tolist()) == list(range(202))
   expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
@@ -128,6 +131,26 @@ def test_layout_holds_every_assignment_once():
     slot = int(layout.slot_A[a])
     assert layout.choice_Z[slot] == a
     assert expert_of_block[slot // 8] == index.reshape(-1)[a]
+
+
+@pytest.mark.parametrize("C, R", [(8, 8), (24, 8), (16, 16), (101, 32)])
+@pytest.mark.parametrize("case", ["mixed", "all_to_one"])
+def test_layout_in_batches_holds_every_assignment_once(case, C, R):
+  """An expert's first C in slots of its own, the others in blocks behind all of these."""
+  index = inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
+  layout = expert_blocks.batched_layout(index, 8, C, R)
+  kept = layout.choice_Z[layout.choice_Z < index.size]
+  assert sorted(kept.tolist()) == list(range(index.size))
+  expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
+  seen = np.zeros(8, int)
+  for a, expert in enumerate(np.ravel(index)):
+    slot = int(layout.slot_A[a])
+    assert layout.choice_Z[slot] == a
+    if seen[expert] < C:
+      assert slot == expert * C + seen[expert]
+    else:
+      assert expert_of_block[(slot - 8 * C) // R] == expert
+    seen[expert] += 1
 
 
 def test_router_gates_are_the_softmax_over_the_chosen():

@@ -1,0 +1,262 @@
+"""Expert products without a kernel: SwiGLU experts on blocks of rows that share an expert.
+
+`apply_blocks` loops over all blocks; `apply_batched` multiplies C rows of every expert at once and
+loops over what is left. `expert_products` says what they take and return.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.sharding import AXES
+
+
+class ExpertWeights(NamedTuple):
+  gate: jax.Array  # [E, D, F]
+  up: jax.Array  # [E, D, F]
+  down: jax.Array  # [E, F, D]
+
+
+def share(index_Xk: jax.Array, w: ExpertWeights) -> float:
+  """Assignments per expert if all are chosen equally often, of this and of other devices."""
+  return index_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))
+
+
+def take(table: jax.Array, rows: jax.Array) -> jax.Array:
+  return table.at[rows].get(mode="fill", fill_value=0)
+
+
+class Layout(NamedTuple):
+  """Assignments (token, choice) grouped by expert, each expert's share padded to whole blocks.
+
+  With A = X·k assignments and blocks of R rows there are at most ceil(A/R) + E blocks.
+  """
+
+  slot_A: jax.Array  # where assignment a went; len(choice_Z) for one that no local expert takes
+  choice_Z: jax.Array  # assignment (token · k + choice) in slot z; A for padding
+  end_E: jax.Array  # blocks up to and with those of each expert
+
+
+def _places(index_Xk: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Whether expert e takes assignment a; how many it takes up to there, with it; how many in all.
+
+  A running count is several times as fast as sorting: there are few experts.
+  """
+  one_AE = index_Xk.reshape(-1)[:, None] == jnp.arange(num_experts)[None]
+  place_AE = jnp.cumsum(one_AE, axis=0, dtype=jnp.int32)
+  return one_AE, place_AE, place_AE[-1]
+
+
+def block_layout(index_Xk: jax.Array, num_experts: int, rows: int) -> Layout:
+  """Groups assignments by expert; index `num_experts` means: held by another device."""
+  A = index_Xk.size
+  Z = (-(-A // rows) + num_experts) * rows
+  one_AE, place_AE, count_E = _places(index_Xk, num_experts)
+  blocks_E = -(-count_E // rows)
+  end_E = jnp.cumsum(blocks_E)
+  slot_AE = ((end_E - blocks_E) * rows)[None] + place_AE - 1
+  return Layout(*_slots(one_AE, slot_AE, Z), end_E)
+
+
+def _slots(one_AE: jax.Array, slot_AE: jax.Array, Z: int) -> tuple[jax.Array, jax.Array]:
+  """The slot of each assignment, given those it would have with each expert, and the assignment in
+  each slot."""
+  A = one_AE.shape[0]
+  slot_A = jnp.where(one_AE.any(1), jnp.where(one_AE, slot_AE, 0).sum(1), Z)
+  empty_Z, number_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
+  return slot_A, empty_Z.at[slot_A].set(number_A, mode="drop")
+
+
+def block_rows(index_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
+  """Rows per block, a power of two: enough that XLA computes a product on several cores, but at
+  most half of an expert's fair share, or padding costs more than it brings."""
+  most = 1 << max(3, int(share(index_Xk, w)).bit_length() - 2)
+  _, D, F = w.gate.shape
+  if not backward and most * D * F < 2**23:
+    return min(most, 16)  # one core has it anyway
+  return min(most, 1 << max(3, 24 - (D * F - 1).bit_length()))
+
+
+@jax.custom_vjp
+def apply_blocks(
+  x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
+) -> jax.Array:
+  """SwiGLU experts one after the other, each as a loop over its blocks; only used blocks run.
+
+  `sink`, of w's shapes, receives the gradient of the weights in its own dtype.
+  """
+  return _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+
+def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
+  """Scans `expert(carry, first block, end, weights)`: a weight is read once, not once per block."""
+  start_E = jnp.concatenate([jnp.zeros_like(layout.end_E[:1]), layout.end_E[:-1]])
+  step = lambda carry, part: expert(carry, *part)  # noqa: E731
+  return jax.lax.scan(step, sharding.vary(start, AXES), (start_E, layout.end_E, w))
+
+
+def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
+  """gate · expert(x) of rows that share an expert; with a leading axis, of each expert's rows."""
+  return (jax.nn.silu(x_RD @ w.gate) * (x_RD @ w.up) * gate_R[..., None]) @ w.down
+
+
+def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
+  """Of `_swiglu` with respect to x, gate and, in a `dtype` of their own, the weights."""
+  transposed = lambda m: jnp.swapaxes(m, -1, -2)  # noqa: E731
+  outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
+  a_RF, u_RF = x_RD @ w.gate, x_RD @ w.up
+  sigmoid = jax.nn.sigmoid(a_RF)
+  h_RF = a_RF * sigmoid * u_RF
+  dh_RF = dy_RD @ transposed(w.down)
+  dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
+  gate_R1 = gate_R[..., None]
+  dh_RF = dh_RF * gate_R1
+  da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
+  du_RF = dh_RF * a_RF * sigmoid
+  pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
+  dw = ExpertWeights(*[outer(transposed(x), y) for x, y in pairs])
+  return da_RF @ transposed(w.gate) + du_RF @ transposed(w.up), dgate_R, dw
+
+
+def _put(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
+
+
+def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
+  (X, k), D = index_Xk.shape, x_XD.shape[1]
+  R = block_rows(index_Xk, w)
+  layout = block_layout(index_Xk, w.gate.shape[0], R)
+  gate_A = gate_Xk.reshape(X * k)
+
+  def expert(y_ZD, start, end, w):
+    def body(i, y_ZD):
+      choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
+      x_RD = take(x_XD, choice_R // k)  # A // k = X: padding stays out of range
+      return _put(y_ZD, _swiglu(x_RD, take(gate_A, choice_R), w), i * R)
+
+    return jax.lax.fori_loop(start, end, body, y_ZD), None
+
+  y_ZD = jnp.zeros((layout.choice_Z.shape[0], D), x_XD.dtype)
+  y_ZD, _ = _each_expert(layout, w, y_ZD, expert)
+  y_XD = take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1)
+  return y_XD, (x_XD, gate_Xk, index_Xk, w, sink)
+
+
+def _blocks_backward(residuals, dy_XD):
+  x_XD, gate_Xk, index_Xk, w, sink = residuals
+  (X, k), D = index_Xk.shape, x_XD.shape[1]
+  R = block_rows(index_Xk, w, backward=True)
+  layout = block_layout(index_Xk, w.gate.shape[0], R)
+  gate_A, Z = gate_Xk.reshape(X * k), layout.choice_Z.shape[0]
+
+  def expert(carry, start, end, w):
+    def body(i, carry):
+      dx_ZD, dgate_Z, dw = carry
+      choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
+      rows = take(x_XD, choice_R // k), take(dy_XD, choice_R // k), take(gate_A, choice_R)
+      dx_RD, dgate_R, more = _swiglu_gradients(*rows, w, sink.gate.dtype)
+      dw = jax.tree.map(jnp.add, dw, more)
+      return _put(dx_ZD, dx_RD, i * R), _put(dgate_Z, dgate_R, i * R), dw
+
+    dw = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), sink)
+    *carry, dw = jax.lax.fori_loop(start, end, body, (*carry, sharding.vary(dw, AXES)))
+    return tuple(carry), dw
+
+  zeros = jnp.zeros((Z, D), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
+  (dx_ZD, dgate_Z), dw = _each_expert(layout, w, zeros, expert)
+  dx_XD = take(dx_ZD, layout.slot_A).reshape(X, k, D).sum(1)
+  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(X, k)
+  return dx_XD, dgate_Xk, None, None, dw
+
+
+apply_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def batched_rows(index_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
+  """Rows of every expert that are multiplied at once, C: a little more than a fair share; and rows
+  per block of what is left over, R ≤ C."""
+  C = min(index_Xk.shape[0], max(8, -(-int(1.2 * share(index_Xk, w)) // 8) * 8))
+  return C, min(C, 1 << max(3, min(6, C.bit_length() - 2)))
+
+
+def batched_layout(index_Xk: jax.Array, num_experts: int, C: int, R: int) -> Layout:
+  """Expert e's first C assignments have the slots from e·C on, the others are in blocks of R rows
+  that follow. There are at most A / R of these, as each has R assignments or C ≥ R before it."""
+  one_AE, place_AE, count_E = _places(index_Xk, num_experts)
+  blocks_E = -(-jnp.maximum(count_E - C, 0) // R)
+  end_E = jnp.cumsum(blocks_E)
+  own_AE = jnp.arange(num_experts)[None] * C + place_AE - 1
+  over_AE = num_experts * C + ((end_E - blocks_E) * R)[None] + place_AE - 1 - C
+  Z = num_experts * C + index_Xk.size // R * R
+  return Layout(*_slots(one_AE, jnp.where(place_AE <= C, own_AE, over_AE), Z), end_E)
+
+
+@jax.custom_vjp
+def apply_batched(
+  x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
+) -> jax.Array:
+  """SwiGLU experts all at once with C rows each, and a loop over blocks of what is left over.
+
+  `sink` as in `apply_blocks`.
+  """
+  return _batched_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+
+def _left_over(layout: Layout, w: ExpertWeights, C: int, R: int, start: Any, block: Callable):
+  """Loops `block(carry, assignments, slot of the first, expert, its weights)`."""
+
+  def body(i, carry):
+    expert = jnp.sum(layout.end_E <= i)  # the first that has more
+    slot = len(layout.end_E) * C + i * R
+    choice_R = jax.lax.dynamic_slice(layout.choice_Z, (slot,), (R,))
+    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
+    return block(carry, choice_R, slot, expert, of_expert)
+
+  return jax.lax.fori_loop(0, layout.end_E[-1], body, start)
+
+
+def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
+  (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
+  C, R = batched_rows(index_Xk, w)
+  layout, gate_A = batched_layout(index_Xk, E, C, R), gate_Xk.reshape(X * k)
+  rows = lambda choice: (take(x_XD, choice // k), take(gate_A, choice))  # noqa: E731
+
+  def block(y_ZD, choice_R, slot, _, w):
+    return _put(y_ZD, _swiglu(*rows(choice_R), w), slot)
+
+  y_ECD = _swiglu(*rows(layout.choice_Z[: E * C].reshape(E, C)), w)
+  y_ZD = jnp.pad(y_ECD.reshape(E * C, D), ((0, len(layout.choice_Z) - E * C), (0, 0)))
+  y_ZD = _left_over(layout, w, C, R, y_ZD, block)
+  return take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1), (x_XD, gate_Xk, index_Xk, w, sink)
+
+
+def _batched_backward(residuals, dy_XD):
+  x_XD, gate_Xk, index_Xk, w, sink = residuals
+  (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
+  C, R = batched_rows(index_Xk, w)
+  layout, gate_A = batched_layout(index_Xk, E, C, R), gate_Xk.reshape(X * k)
+
+  def gradients(choice, w):
+    rows = take(x_XD, choice // k), take(dy_XD, choice // k), take(gate_A, choice)
+    return _swiglu_gradients(*rows, w, sink.gate.dtype)
+
+  def block(carry, choice_R, slot, expert, w):
+    dx_ZD, dgate_Z, dw = carry
+    dx_RD, dgate_R, more = gradients(choice_R, w)
+    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, more)
+    return _put(dx_ZD, dx_RD, slot), _put(dgate_Z, dgate_R, slot), dw
+
+  dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
+  more = len(layout.choice_Z) - E * C
+  dx_ZD = jnp.pad(dx_ECD.reshape(E * C, D), ((0, more), (0, 0)))
+  dgate_Z = jnp.pad(dgate_EC.reshape(E * C), (0, more))
+  dx_ZD, dgate_Z, dw = _left_over(layout, w, C, R, (dx_ZD, dgate_Z, dw), block)
+  dx_XD = take(dx_ZD, layout.slot_A).reshape(X, k, D).sum(1)
+  return dx_XD, take(dgate_Z, layout.slot_A).reshape(X, k), None, None, dw
+
+
+apply_batched.defvjp(_batched_forward, _batched_backward)
