@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA's older emitters compile in half the time what they run a fifth slower. Runs that tests start
-# inherit this.
+# XLA's older emitters halve the time to compile; what they make is slower, which small tests do not
+# feel. Runs that tests start inherit this.
 os.environ.setdefault(
   "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
