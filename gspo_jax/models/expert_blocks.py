@@ -31,44 +31,33 @@ def take(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 class Layout(NamedTuple):
-  """Assignments (token, choice) grouped by expert, each expert's share padded to whole blocks.
-
-  With A = X·k assignments and blocks of R rows there are at most ceil(A/R) + E blocks.
-  """
+  """Assignments (token, choice) grouped by expert."""
 
   slot_A: jax.Array  # where assignment a went; len(choice_Z) for one that no local expert takes
   choice_Z: jax.Array  # assignment (token · k + choice) in slot z; A for padding
   end_E: jax.Array  # blocks up to and with those of each expert
 
 
-def _places(index_Xk: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Whether expert e takes assignment a; how many it takes up to there, with it; how many in all.
+def block_layout(index_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> Layout:
+  """The first C assignments of expert e in the slots from e·C on, the others behind all of these in
+  whole blocks of R rows. Index `num_experts` means: held by another device.
 
-  A running count is several times as fast as sorting: there are few experts.
+  An expert's last block may be all padding but for one row, so there are at most A/R + E blocks; at
+  most A/R if C ≥ R, the assignments before an expert's blocks making up for that.
   """
-  one_AE = index_Xk.reshape(-1)[:, None] == jnp.arange(num_experts)[None]
+  A, E = index_Xk.size, num_experts
+  one_AE = index_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
+  # A running count is several times as fast as sorting: there are few experts.
   place_AE = jnp.cumsum(one_AE, axis=0, dtype=jnp.int32)
-  return one_AE, place_AE, place_AE[-1]
-
-
-def block_layout(index_Xk: jax.Array, num_experts: int, rows: int) -> Layout:
-  """Groups assignments by expert; index `num_experts` means: held by another device."""
-  A = index_Xk.size
-  Z = (-(-A // rows) + num_experts) * rows
-  one_AE, place_AE, count_E = _places(index_Xk, num_experts)
-  blocks_E = -(-count_E // rows)
+  blocks_E = -(-jnp.maximum(place_AE[-1] - C, 0) // R)
   end_E = jnp.cumsum(blocks_E)
-  slot_AE = ((end_E - blocks_E) * rows)[None] + place_AE - 1
-  return Layout(*_slots(one_AE, slot_AE, Z), end_E)
-
-
-def _slots(one_AE: jax.Array, slot_AE: jax.Array, Z: int) -> tuple[jax.Array, jax.Array]:
-  """The slot of each assignment, given those it would have with each expert, and the assignment in
-  each slot."""
-  A = one_AE.shape[0]
+  slot_AE = E * C + ((end_E - blocks_E) * R)[None] + place_AE - 1 - C
+  if C:
+    slot_AE = jnp.where(place_AE <= C, jnp.arange(E)[None] * C + place_AE - 1, slot_AE)
+  Z = E * C + (A // R + (0 if C >= R else E)) * R
   slot_A = jnp.where(one_AE.any(1), jnp.where(one_AE, slot_AE, 0).sum(1), Z)
   empty_Z, number_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
-  return slot_A, empty_Z.at[slot_A].set(number_A, mode="drop")
+  return Layout(slot_A, empty_Z.at[slot_A].set(number_A, mode="drop"), end_E)
 
 
 def block_rows(index_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
@@ -104,22 +93,30 @@ def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
   return (jax.nn.silu(x_RD @ w.gate) * (x_RD @ w.up) * gate_R[..., None]) @ w.down
 
 
+def hidden_gradients(a_RF, u_RF, dh_RF):
+  """h = silu(a) · u, and the gradients of a and u for that of h."""
+  sigmoid = jax.nn.sigmoid(a_RF)
+  da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
+  return a_RF * sigmoid * u_RF, da_RF, dh_RF * a_RF * sigmoid
+
+
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
   """Of `_swiglu` with respect to x, gate and, in a `dtype` of their own, the weights."""
   transposed = lambda m: jnp.swapaxes(m, -1, -2)  # noqa: E731
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
-  a_RF, u_RF = x_RD @ w.gate, x_RD @ w.up
-  sigmoid = jax.nn.sigmoid(a_RF)
-  h_RF = a_RF * sigmoid * u_RF
-  dh_RF = dy_RD @ transposed(w.down)
+  gate_R1, dh_RF = gate_R[..., None], dy_RD @ transposed(w.down)
+  h_RF, da_RF, du_RF = hidden_gradients(x_RD @ w.gate, x_RD @ w.up, dh_RF * gate_R1)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
-  gate_R1 = gate_R[..., None]
-  dh_RF = dh_RF * gate_R1
-  da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
-  du_RF = dh_RF * a_RF * sigmoid
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
   dw = ExpertWeights(*[outer(transposed(x), y) for x, y in pairs])
   return da_RF @ transposed(w.gate) + du_RF @ transposed(w.up), dgate_R, dw
+
+
+def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
+  """What the tokens of these assignments have in each array, and last their gates; 0 for padding,
+  which is out of range: A // k = X."""
+  rows = (take(a, choice // gate_Xk.shape[1]) for a in arrays_XD)
+  return *rows, take(gate_Xk.reshape(-1), choice)
 
 
 def _put(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -130,13 +127,11 @@ def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
   (X, k), D = index_Xk.shape, x_XD.shape[1]
   R = block_rows(index_Xk, w)
   layout = block_layout(index_Xk, w.gate.shape[0], R)
-  gate_A = gate_Xk.reshape(X * k)
 
   def expert(y_ZD, start, end, w):
     def body(i, y_ZD):
       choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
-      x_RD = take(x_XD, choice_R // k)  # A // k = X: padding stays out of range
-      return _put(y_ZD, _swiglu(x_RD, take(gate_A, choice_R), w), i * R)
+      return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), i * R)
 
     return jax.lax.fori_loop(start, end, body, y_ZD), None
 
@@ -151,13 +146,13 @@ def _blocks_backward(residuals, dy_XD):
   (X, k), D = index_Xk.shape, x_XD.shape[1]
   R = block_rows(index_Xk, w, backward=True)
   layout = block_layout(index_Xk, w.gate.shape[0], R)
-  gate_A, Z = gate_Xk.reshape(X * k), layout.choice_Z.shape[0]
+  Z = layout.choice_Z.shape[0]
 
   def expert(carry, start, end, w):
     def body(i, carry):
       dx_ZD, dgate_Z, dw = carry
       choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
-      rows = take(x_XD, choice_R // k), take(dy_XD, choice_R // k), take(gate_A, choice_R)
+      rows = _rows(choice_R, gate_Xk, x_XD, dy_XD)
       dx_RD, dgate_R, more = _swiglu_gradients(*rows, w, sink.gate.dtype)
       dw = jax.tree.map(jnp.add, dw, more)
       return _put(dx_ZD, dx_RD, i * R), _put(dgate_Z, dgate_R, i * R), dw
@@ -181,18 +176,6 @@ def batched_rows(index_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
   per block of what is left over, R ≤ C."""
   C = min(index_Xk.shape[0], max(8, -(-int(1.2 * share(index_Xk, w)) // 8) * 8))
   return C, min(C, 1 << max(3, min(6, C.bit_length() - 2)))
-
-
-def batched_layout(index_Xk: jax.Array, num_experts: int, C: int, R: int) -> Layout:
-  """Expert e's first C assignments have the slots from e·C on, the others are in blocks of R rows
-  that follow. There are at most A / R of these, as each has R assignments or C ≥ R before it."""
-  one_AE, place_AE, count_E = _places(index_Xk, num_experts)
-  blocks_E = -(-jnp.maximum(count_E - C, 0) // R)
-  end_E = jnp.cumsum(blocks_E)
-  own_AE = jnp.arange(num_experts)[None] * C + place_AE - 1
-  over_AE = num_experts * C + ((end_E - blocks_E) * R)[None] + place_AE - 1 - C
-  Z = num_experts * C + index_Xk.size // R * R
-  return Layout(*_slots(one_AE, jnp.where(place_AE <= C, own_AE, over_AE), Z), end_E)
 
 
 @jax.custom_vjp
@@ -222,13 +205,12 @@ def _left_over(layout: Layout, w: ExpertWeights, C: int, R: int, start: Any, blo
 def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
   (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
   C, R = batched_rows(index_Xk, w)
-  layout, gate_A = batched_layout(index_Xk, E, C, R), gate_Xk.reshape(X * k)
-  rows = lambda choice: (take(x_XD, choice // k), take(gate_A, choice))  # noqa: E731
+  layout = block_layout(index_Xk, E, R, C)
 
   def block(y_ZD, choice_R, slot, _, w):
-    return _put(y_ZD, _swiglu(*rows(choice_R), w), slot)
+    return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), slot)
 
-  y_ECD = _swiglu(*rows(layout.choice_Z[: E * C].reshape(E, C)), w)
+  y_ECD = _swiglu(*_rows(layout.choice_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
   y_ZD = jnp.pad(y_ECD.reshape(E * C, D), ((0, len(layout.choice_Z) - E * C), (0, 0)))
   y_ZD = _left_over(layout, w, C, R, y_ZD, block)
   return take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1), (x_XD, gate_Xk, index_Xk, w, sink)
@@ -238,16 +220,15 @@ def _batched_backward(residuals, dy_XD):
   x_XD, gate_Xk, index_Xk, w, sink = residuals
   (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
   C, R = batched_rows(index_Xk, w)
-  layout, gate_A = batched_layout(index_Xk, E, C, R), gate_Xk.reshape(X * k)
+  layout = block_layout(index_Xk, E, R, C)
 
   def gradients(choice, w):
-    rows = take(x_XD, choice // k), take(dy_XD, choice // k), take(gate_A, choice)
-    return _swiglu_gradients(*rows, w, sink.gate.dtype)
+    return _swiglu_gradients(*_rows(choice, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
 
   def block(carry, choice_R, slot, expert, w):
     dx_ZD, dgate_Z, dw = carry
-    dx_RD, dgate_R, more = gradients(choice_R, w)
-    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, more)
+    dx_RD, dgate_R, parts = gradients(choice_R, w)
+    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, parts)
     return _put(dx_ZD, dx_RD, slot), _put(dgate_Z, dgate_R, slot), dw
 
   dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)

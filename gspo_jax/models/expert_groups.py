@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models.expert_blocks import ExpertWeights, take
+from gspo_jax.models.expert_blocks import ExpertWeights, hidden_gradients, take
 from gspo_jax.sharding import AXES
 
 
@@ -132,13 +132,9 @@ def _grouped_backward(name, residuals, dy_XD):
     real_R1, gate_R1 = (row_R < X)[:, None], take(gate_A, choice_R)[:, None]
     x_RD, dy_RD = take(x_XD, row_R), take(dy_XD, row_R)
     a_RF, u_RF = times(x_RD, w.gate, count_E), times(x_RD, w.up, count_E)
-    sigmoid = jax.nn.sigmoid(a_RF)
-    h_RF = a_RF * sigmoid * u_RF
     dh_RF = times(dy_RD, w.down, count_E, True)
+    h_RF, da_RF, du_RF = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
     dgate_R = jnp.sum(jnp.where(real_R1, h_RF * dh_RF, 0), axis=-1, dtype=jnp.float32)
-    dh_RF = dh_RF * gate_R1
-    da_RF = dh_RF * u_RF * sigmoid * (1 + a_RF * (1 - sigmoid))
-    du_RF = dh_RF * a_RF * sigmoid
     dx_RD = times(da_RF, w.gate, count_E, True) + times(du_RF, w.up, count_E, True)
     dx_RD = jnp.where(real_R1, dx_RD, 0).astype(dx_XD.dtype)
     products = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)

@@ -121,24 +121,12 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
   chex.assert_trees_all_close(got, scalar(plain, index)(x, gate, w), rtol=1e-4, atol=1e-5)
 
 
-def test_layout_holds_every_assignment_once():
-  index = inputs(tokens=101)[2]
-  layout = expert_blocks.block_layout(index, 8, 8)
-  kept = layout.choice_Z[layout.choice_Z < 202]
-  assert sorted(kept.tolist()) == list(range(202))
-  expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
-  for a in range(202):
-    slot = int(layout.slot_A[a])
-    assert layout.choice_Z[slot] == a
-    assert expert_of_block[slot // 8] == index.reshape(-1)[a]
-
-
-@pytest.mark.parametrize("C, R", [(8, 8), (24, 8), (16, 16), (101, 32)])
+@pytest.mark.parametrize("C, R", [(0, 8), (8, 8), (24, 8), (16, 16), (101, 32)])
 @pytest.mark.parametrize("case", ["mixed", "all_to_one"])
-def test_layout_in_batches_holds_every_assignment_once(case, C, R):
+def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""
   index = inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
-  layout = expert_blocks.batched_layout(index, 8, C, R)
+  layout = expert_blocks.block_layout(index, 8, R, C)
   kept = layout.choice_Z[layout.choice_Z < index.size]
   assert sorted(kept.tolist()) == list(range(index.size))
   expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")
