@@ -51,27 +51,31 @@ def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
   """As many rows, but shorter: those of one group on one device share its prompt.
 
   The trunk is the prompt without its last token. That one begins every branch, since what it
-  predicts is another token in each. As Prefix Grouper does it, arXiv:2506.05433.
+  predicts is another token in each. As Prefix Grouper does it, arXiv:2506.05433. The last
+  token of a response of the greatest length predicts nothing and is left out: a trunk and a branch
+  are then as long as a row of the batch, which may be whole blocks of attention.
 
   Args:
-    batch: in groups of `group_size` sequences whose first `prompt_B` tokens are the same.
+    batch: in groups of `group_size` sequences whose first `prompt_B` tokens are the same, and that
+      are at most T - `prompt_tokens` longer.
     prompt_tokens: what a prompt has at most.
   """
   B, T = batch.tokens_BT.shape
   G = math.gcd(group_size, sharding.rows_of_a_device(B))
   if G == 1 or prompt_tokens == 1:
     return plain(batch)
-  branch = T - (prompt_tokens - 1)
+  branch = T - prompt_tokens
   trunk = -(-(prompt_tokens - 1) // G) * G
 
   def on_each_device(tokens_BT, of_each_token, prompt_B):
     rows, size = len(tokens_BT), trunk + G * branch
     tree_B1, member_B1 = (x[:, None] for x in jnp.divmod(jnp.arange(rows, dtype=jnp.int32), G))
     time_1T, shared_B1 = jnp.arange(T, dtype=jnp.int32)[None], jnp.maximum(prompt_B[:, None] - 1, 0)
-    in_trunk_BT, own_BT = time_1T < shared_B1, trunk + member_B1 * branch + time_1T - shared_B1
-    place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, own_BT)
+    in_trunk_BT, own_BT = time_1T < shared_B1, time_1T - shared_B1
+    in_branch_BT = trunk + member_B1 * branch + own_BT
+    place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, in_branch_BT)
     nowhere = rows // G * size
-    place_BT = jnp.where(of_each_token[0] > 0, place_BT, nowhere)
+    place_BT = jnp.where((of_each_token[0] > 0) & (own_BT < branch), place_BT, nowhere)
     written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), nowhere, place_BT)
     found = arrange(tokens_BT, of_each_token, written_BT, (rows, size // G))
     return found.replace(place_BT=place_BT, tree=Tree(trunk, G))

@@ -26,14 +26,16 @@ from gspo_jax.models import routing
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing
 LENGTHS = ((6, 15, 4, 3), (20, 9, 8, 11), (2, 13, 5, 1), (0, 0, 0, 0))  # with the prompt
+LENGTH_B, PROMPT_B = np.array(sum(LENGTHS, ())), np.repeat(np.array(PROMPTS, np.int32), GROUP)
+LONGEST_B = LENGTH_B - PROMPT_B == T - PROMPT  # the last token of these responses is not read
+UNREAD_BT = LONGEST_B[:, None] & (np.arange(T)[None] == LENGTH_B[:, None] - 1)
 ONCE = "router/"  # of its metrics: the tokens of a prompt count once
 
 
 def grouped_batch(model):
   """Some responses have no tokens, one group has none at all."""
   batch = make_batch(model, lengths=sum(LENGTHS, ()))
-  prompt_B = np.repeat(np.array(PROMPTS, np.int32), GROUP)
-  in_prompt_BT = np.arange(T)[None] < prompt_B[:, None]
+  in_prompt_BT = np.arange(T)[None] < PROMPT_B[:, None]
   same = lambda x: np.repeat(x[::GROUP], GROUP, axis=0)  # noqa: E731
   after_prompt = lambda x: np.where(in_prompt_BT, 0, x)  # noqa: E731
   mask_BT = after_prompt((batch.segments_BT > 0).astype(np.float32))
@@ -43,7 +45,7 @@ def grouped_batch(model):
     old_logp_BT=np.full((B, T), -4.2, np.float32) * mask_BT,
     sampler_logp_BT=np.full((B, T), -4.3, np.float32) * mask_BT,
     ref_logp_BT=np.full((B, T), -4.1, np.float32) * mask_BT,
-    prompt_B=prompt_B,
+    prompt_B=PROMPT_B,
   )
   if batch.routing_BTlk is None:
     return batch
@@ -91,22 +93,31 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   assert trained.sum() > 40
   logp, expected_logp = (x["old_logp_BT"][trained] for x in (found, expected))
   np.testing.assert_allclose(logp, expected_logp, atol=2e-5)
-  np.testing.assert_array_equal(found["routing_BTlk"], expected["routing_BTlk"])
-  assert (found["routing_BTlk"][batch.segments_BT == 0] == routing.NO_ROUTE).all()
+  read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
+  routes, expected_routes = (np.asarray(x["routing_BTlk"]) for x in (found, expected))
+  np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
+  assert (routes[~read_BT] == routing.NO_ROUTE).all()
 
 
 def test_the_model_reads_every_prompt_once():
-  """All but its last token, in rows that are shorter by that."""
+  """All but its last token, in rows that are shorter by that; and all that predicts a token."""
   batch = grouped_batch(MODELS["dense"])
   found = rows.trees(batch, GROUP, PROMPT)
   assert found.tree == (8, GROUP)  # seven tokens, in rows of the same length
-  assert found.tokens_RT.shape == (B, (T - 7) + 8 // GROUP)
+  assert found.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
   lengths = [[length for length in group if length] for group in LENGTHS]
   distinct = sum(sum(g) - (len(g) - 1) * max(p - 1, 0) for p, g in zip(PROMPTS, lengths) if g)
+  distinct -= UNREAD_BT.sum()
   assert (found.segments_RT > 0).sum() == distinct < batch.segments_BT.sum()
-  np.testing.assert_array_equal(
-    np.where(batch.segments_BT > 0, rows.by_sequence(found.tokens_RT, found), 0), batch.tokens_BT
-  )
+  read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
+  assert UNREAD_BT.sum() == 3  # of the prompts of 3, 8 and 1 tokens
+  for of_rows, of_batch in (
+    (found.tokens_RT, batch.tokens_BT),
+    (found.targets_RT, np.pad(batch.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
+  ):
+    np.testing.assert_array_equal(
+      np.where(read_BT, rows.by_sequence(of_rows, found), 0), np.where(read_BT, of_batch, 0)
+    )
   _, row = after(train_step.make_rl_step(sharing("dense", MICROBATCHES), GSPO, SGD), "dense", batch)
   assert row["padding"] == pytest.approx(1 - distinct / found.tokens_RT.size)
 
