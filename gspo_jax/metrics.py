@@ -218,7 +218,8 @@ class Writer:
 
 
 class Progress:
-  """A bar on a terminal; one plain line every `interval` seconds in a log."""
+  """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
+  as for all processes but one."""
 
   def __init__(
     self,
@@ -226,6 +227,7 @@ class Progress:
     total: int,
     *,
     start: int = 0,
+    active: bool = True,
     interval: float = 10.0,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -236,8 +238,8 @@ class Progress:
     self._accuracy: float | None = None
     self._first: tuple[int, float] | None = None  # (step, time); compilation lies before it
     self._printed: tuple[int, float] | None = None
-    self._bar = None
-    if self._stream.isatty():
+    self._active, self._bar = active, None
+    if active and self._stream.isatty():
       layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {postfix}"
       self._bar = tqdm(
         desc=phase, total=total, initial=start, file=self._stream, bar_format=layout,
@@ -246,6 +248,8 @@ class Progress:
 
   def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
     """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
+    if not self._active:
+      return
     for line in warnings:
       tqdm.write(line, file=self._stream)
     now = self._clock()

@@ -37,7 +37,8 @@ def run(context: Context) -> Any:
   # A row is fetched when the next one is due, so batches are kept for as long.
   guard = failures.Guard(context, state, updates=1, keep=2 * c.sft.log_every)
 
-  deferred, progress = Deferred(), Progress("sft", c.sft.steps, start=done)
+  deferred = Deferred()
+  progress = Progress("sft", c.sft.steps, start=done, active=jax.process_index() == 0)
 
   def report(row: dict[str, Any] | None) -> None:
     if row is not None:

@@ -77,7 +77,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
   deferred, stages = Deferred(), Stopwatch()
   alarms = Alarms(c.alarms, context.writer.rows("rl"))
   guard = failures.Guard(context, state, updates=c.rl.minibatches, keep=2)
-  progress = Progress("rl", c.rl.iterations, start=done)
+  progress = Progress("rl", c.rl.iterations, start=done, active=jax.process_index() == 0)
 
   def report(row: dict[str, Any] | None) -> None:
     if row is not None:

@@ -297,7 +297,8 @@ def test_a_notice_to_one_process_stops_both_at_the_same_step(job_on_one_process,
   codes, outputs = interrupted(tmp_path, signal.SIGTERM, begun)
   assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(o[-3000:] for o in outputs)
   assert all("the same command continues" in output for output in outputs)
-  on_two_processes(lambda i: job(tmp_path), devices=2)
+  outputs = on_two_processes(lambda i: job(tmp_path), devices=2)
+  assert ["rl 2/2" in output for output in outputs] == [True, False]  # one of them shows progress
   same_run(tmp_path, job_on_one_process)
 
 
