@@ -81,7 +81,6 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
       return super().seed(*names)
 
   with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
-    main.claim(workdir, values.to_dict(), config.resume)
     score = context.score
 
     def count(responses, answers, lengths):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspo_jax import data, metrics, rewards, sharding, tokenizer
+from gspo_jax import data, metrics, provenance, rewards, sharding, tokenizer
 from gspo_jax.checkpoint import abstract
 from gspo_jax.config import RunConfig
 from gspo_jax.evaluate import Benchmark, BenchmarkConfig, Evaluator, choose
@@ -87,7 +87,8 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   """Builds everything that can fail before training starts, cheap checks first.
 
   Raises:
-    ValueError: weights, tokenizer, data, mesh and model do not fit together; says what to change.
+    ValueError: weights, tokenizer, data, mesh and model do not fit together, or the workdir belongs
+      to a run of another configuration; says what to change.
   """
   _require_paths(config)
   tok = tokenizer.load(config.tokenizer)
@@ -112,6 +113,7 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
+  provenance.check(Path(workdir), config)
   with (
     jax.set_mesh(mesh),
     _open_scorers(config) as scorers,
@@ -145,6 +147,8 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
       identity=repr((config.reward, config.tokenizer, config.environment)),
       environment=config.environment,
     )
+    if jax.process_index() == 0:
+      provenance.record(Path(workdir), config)
     yield Context(
       config, Path(workdir), mesh, tok, train_prompts, score, environment, evaluator, writer
     )

@@ -9,7 +9,6 @@ from gspo_jax import huge_pages
 if __name__ == "__main__":
   huge_pages.restart_with()  # before anything that takes time or memory
 
-import json
 import os
 import runpy
 import sys
@@ -21,7 +20,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gspo_jax import config as configuration
-from gspo_jax import failures, preemption, provenance, rollout_viewer, sft, train
+from gspo_jax import failures, preemption, rollout_viewer, sft, train
 from gspo_jax.context import Context, open_context
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
@@ -41,7 +40,6 @@ def main(argv: list[str]) -> None:
     for line in configuration.difference(as_in_the_file(), values):
       sys.stderr.write(f"config {line}\n")
     with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
-      claim(workdir, values, config.resume)
       run(context)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {rollout_viewer.write_report(workdir)}\n")
@@ -85,28 +83,6 @@ def run(context: Context) -> None:
     train.run(context, context.initial_params)
   if job == "sft+rl":
     train.run(context, lambda: sft.params_after(context))
-
-
-def claim(workdir: Path, values: dict[str, Any], resume: str) -> None:
-  """Writes config.json, or refuses a workdir that holds a run of another configuration."""
-  path = workdir / "config.json"
-  values = json.loads(json.dumps(values))  # as it will be read back: tuples are lists
-  made_with = provenance.provenance()
-  if path.exists():
-    begun = json.loads(path.read_text())
-    begun_with = begun.pop("provenance", {})
-    changed = configuration.difference(begun, values)
-    if changed and resume != "force":
-      raise ValueError(
-        f"{path} belongs to a run of another configuration ({'; '.join(changed)}): use another "
-        "--workdir, or --config.resume=force to go on with this one"
-      )
-    for line in provenance.changes(begun_with, made_with):
-      sys.stderr.write(f"warning: this run was begun with another {line}\n")
-  if jax.process_index() == 0:
-    temporary = path.with_name("config.json.tmp")
-    temporary.write_text(json.dumps(values | dict(provenance=made_with), indent=2) + "\n")
-    os.replace(temporary, path)  # another process that looks finds nothing, or all of it
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -1,6 +1,9 @@
-"""What a run was made with: the commit and the versions that figures depend on."""
+"""What a run was made with: configuration, commit, and the versions that figures depend on."""
 
+import dataclasses
 import importlib.metadata
+import json
+import os
 import platform
 import shlex
 import subprocess
@@ -8,7 +11,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.config import RunConfig, difference
+
+FILE = "config.json"
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
+
+
+def check(workdir: Path, config: RunConfig) -> None:
+  """ValueError if the workdir holds a run of another configuration, unless `resume` is "force"."""
+  if config.resume == "force" or not (begun := _begun(workdir)):
+    return
+  begun.pop("provenance", None)
+  if changed := difference(begun, _as_json(config)):
+    raise ValueError(
+      f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
+      "another --workdir, or --config.resume=force to go on with this one"
+    )
+
+
+def record(workdir: Path, config: RunConfig) -> None:
+  """Writes config.json; warns if the run was begun with other code or packages."""
+  made_with = provenance()
+  if begun := _begun(workdir):
+    for line in changes(begun.get("provenance", {}), made_with):
+      sys.stderr.write(f"warning: this run was begun with another {line}\n")
+  temporary = workdir / f"{FILE}.tmp"
+  temporary.write_text(json.dumps(_as_json(config) | dict(provenance=made_with), indent=2) + "\n")
+  os.replace(temporary, workdir / FILE)  # another process that looks finds nothing, or all of it
 
 
 def provenance() -> dict[str, Any]:
@@ -33,6 +62,16 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
   return [
     f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)
   ]
+
+
+def _begun(workdir: Path) -> dict[str, Any]:
+  path = workdir / FILE
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _as_json(config: RunConfig) -> dict[str, Any]:
+  """As it is read back: tuples are lists."""
+  return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def _git(root: Path, *arguments: str) -> str | None:

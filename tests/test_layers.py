@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
 ARROWS = {
-  "main": "config context failures huge_pages preemption provenance rollout_viewer sft train",
+  "main": "config context failures huge_pages preemption rollout_viewer sft train",
   "replay": "checkpoint config context failures metrics optimizer packing sharding structs"
   " train_step",
   "partial": "context sampling structs",
@@ -24,8 +24,9 @@ ARROWS = {
   "checkpoint": "mirror preemption",
   "metrics": "tracking",
   "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
-  "context": "checkpoint config data evaluate metrics mirror models rewards sampling sharding"
-  " structs tokenizer",
+  "context": "checkpoint config data evaluate metrics mirror models provenance rewards sampling"
+  " sharding structs tokenizer",
+  "provenance": "config",
   "config": "alarms checkpoint data evaluate models optimizer rewards sampling sharding train_step",
   "aot": "aot_programs config hlo_costs models roofline sharding structs",
   "aot_programs": "config models optimizer roofline sampling sharding structs train_step",

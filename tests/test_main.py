@@ -6,9 +6,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from runs import ROOT, SMALL, figures, rows, rows_of, run, run_until
+
+from configs import tiny
+from gspo_jax import config as configuration
+from gspo_jax.context import open_context
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +197,21 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
 def test_a_directory_of_another_configuration_is_refused(finished):
   stderr = run(finished[0], *SMALL, "rl.group_size=8", ok=False)
   assert "rl.group_size: 4 -> 8" in stderr and "--config.resume=force" in stderr
+
+
+def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
+  """Nothing is opened there, and no run at Weights & Biases continued with the wrong settings."""
+  files = {"config.json": b'{"seed": 1}', "metrics.jsonl": b'{"phase": "rl", "st'}
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(content)
+  monkeypatch.setitem(sys.modules, "wandb", None)  # fails where it is imported
+  values = tiny.get_config().to_dict() | dict(wandb="project")
+  with (
+    pytest.raises(ValueError, match=r"another configuration .*wandb: None -> 'project'"),
+    open_context(configuration.from_dict(values), tmp_path),
+  ):
+    pass
+  assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 BAD = {
