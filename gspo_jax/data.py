@@ -329,7 +329,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     if on_error == "raise":
       raise DataError(reason)
   if not rows:
-    raise DataError(f"no demonstration fits into {length} tokens")
+    raise DataError(f"no demonstration fits into sft.max_tokens={length}")
   if isinstance(source, Embedded):
     return source
   return Prompts(tuple(rows), source.skipped + len(source) - len(rows))
@@ -337,8 +337,8 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
 
 def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
   return (
-    f"{prompt.id}: prompt and demonstration take {end} tokens and the sequence has {length}."
-    " Lengthen the sequence, or set data.on_error=skip to leave such rows out"
+    f"{prompt.id}: prompt and demonstration take {end} tokens, more than sft.max_tokens={length}."
+    " Raise it, or set data.on_error=skip to leave such rows out"
   )
 
 

@@ -360,18 +360,18 @@ def test_demonstrations_that_do_not_fit(tmp_path):
   source = load(write(tmp_path / "a.jsonl", [*rows, b"broken"]), on_error="skip")
   assert source.skipped == 1
   assert len(data.fitting(source, BYTES, 5, "raise")) == 2  # 1 + 3 + the stop token: just fits
-  with pytest.raises(data.DataError, match=r"long: .* take 5 tokens and the sequence has 4"):
+  with pytest.raises(data.DataError, match=r"long: .* take 5 tokens, more than sft\.max_tokens=4"):
     data.pack_demonstrations(list(source), BYTES, 4)
   with pytest.raises(data.DataError, match=r"long: .* take 5 tokens"):
     data.fitting(source, BYTES, 4, "raise")
   kept = data.fitting(source, BYTES, 4, "skip")
   assert ([p.id for p in kept], kept.skipped) == (["short"], 2)
-  with pytest.raises(data.DataError, match="no demonstration fits into 2"):
+  with pytest.raises(data.DataError, match=r"no demonstration fits into sft\.max_tokens=2"):
     data.fitting(source, BYTES, 2, "skip")
 
 
 def test_embedded_demonstrations_are_checked_in_samples():
   source = load("arithmetic:train")
   assert data.fitting(source, BYTES, 32, "raise") is source
-  with pytest.raises(data.DataError, match="the sequence has 8"):
+  with pytest.raises(data.DataError, match=r"sft\.max_tokens=8"):
     data.fitting(source, BYTES, 8, "raise")

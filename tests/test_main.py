@@ -217,19 +217,8 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
 BAD = {
   "unknown key": (["rl.promts=3"], "promts.*prompts"),
   "wrong type": (["rl.prompts=many"], "rl.prompts=many"),
-  "batch that does not divide": (["rl.prompts=6"], "rl.prompts=6.*rl.minibatches=4"),
   "mesh that does not match": (["mesh.fsdp=3", "mesh.data=1"], "mesh.fsdp=3.*1 are there"),
-  "vocabulary too small": (["model.vocab_size=256"], "259 tokens.*model.vocab_size=256"),
-  "prompt beyond its window": (["data.max_prompt_tokens=4"], "data.max_prompt_tokens=4"),
-  "no such objective": (["objective.name=gsop"], "objective.name='gsop' is not one of gspo"),
-  "no such data": (["data.train=/no/such.jsonl"], "data.train.*/no/such.jsonl"),
-  "weights that are not there": (["weights=/no/model"], "--config.weights=/no/model"),
-  "tokenizer that is not there": (["tokenizer=/no/tok"], "/no/tok"),
-  "greedy training": (["sampling.temperature=0.0"], "sampling.temperature=0"),
-  "truncated training": (["sampling.top_k=5"], "sampling.top_k=5"),
-  "group of one": (["rl.group_size=1"], "rl.group_size=1"),
-  "window beyond the model": (["sampling.max_new_tokens=9999"], "max_position_embeddings=2048"),
-  "demonstration beyond its window": (["sft.max_tokens=12"], "12"),
+  "demonstration beyond its window": (["sft.max_tokens=12"], "16 tokens.*sft.max_tokens=12"),
 }
 
 
@@ -240,6 +229,34 @@ def test_bad_input_gets_one_line_before_training(case, tmp_path):
   assert "Traceback" not in stderr
   assert re.search(message, stderr.replace("\n", " ")), stderr
   assert not rows(tmp_path / "run")
+
+
+REFUSED = {
+  "batch that does not divide": ({"rl.prompts": 6}, r"rl\.prompts=6.*rl\.minibatches=4"),
+  "vocabulary too small": ({"model.vocab_size": 256}, r"259 tokens.*model\.vocab_size=256"),
+  "prompt beyond its window": ({"data.max_prompt_tokens": 4}, r"data\.max_prompt_tokens=4"),
+  "no such objective": ({"objective.name": "gsop"}, r"objective\.name='gsop' is not one of gspo"),
+  "no such data": ({"data.train": "/no/such.jsonl"}, r"data\.train.*/no/such\.jsonl"),
+  "weights that are not there": ({"weights": "/no/model"}, "--config.weights=/no/model"),
+  "tokenizer that is not there": ({"tokenizer": "/no/tok"}, "/no/tok"),
+  "greedy training": ({"sampling.temperature": 0.0}, r"sampling\.temperature=0"),
+  "truncated training": ({"sampling.top_k": 5}, r"sampling\.top_k=5"),
+  "group of one": ({"rl.group_size": 1}, r"rl\.group_size=1"),
+  "window beyond the model": ({"sampling.max_new_tokens": 9999}, "max_position_embeddings=2048"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path):
+  changes, message = REFUSED[case]
+  values = tiny.get_config()
+  values.update_from_flattened_dict(changes)
+  with (
+    pytest.raises(ValueError, match=message),
+    open_context(configuration.from_dict(values.to_dict()), tmp_path / "run"),
+  ):
+    pass
+  assert not (tmp_path / "run").exists()
 
 
 def test_the_flagship_says_which_paths_to_set(tmp_path):

@@ -1,16 +1,18 @@
 """Two processes of four devices each compute what one process computes.
 
-`python tests/test_two_processes.py OUT.npz` is the work; pytest starts it twice, connected over
-localhost with Gloo, and does it once more itself. So does the whole job.
+`python tests/test_two_processes.py MESH OUT.npz` is the work; pytest starts it twice, connected
+over localhost with Gloo, and does it once more itself. So does the whole job.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -163,11 +165,12 @@ def on_two_processes(command, devices, timeout=240):
   return outputs
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-  out = tmp_path_factory.mktemp("two")
-  on_two_processes(lambda i: [sys.executable, __file__, str(out / f"{i}.npz")], devices=4)
-  return [dict(np.load(out / f"{i}.npz")) for i in range(2)]
+@functools.cache
+def two_processes(mesh):
+  with tempfile.TemporaryDirectory() as out:
+    paths = [f"{out}/{i}.npz" for i in range(2)]
+    on_two_processes(lambda i: [sys.executable, __file__, mesh, paths[i]], devices=4)
+    return [dict(np.load(path)) for path in paths]
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +190,15 @@ def assert_same(got, expected):
   assert largest > 1e-3 and (expected["routing"] >= 0).any()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_two_processes_compute_what_one_device_does(mesh, two_processes, one_device):
-  for process in two_processes:
-    of_mesh = {
-      k.removeprefix(f"{mesh}/"): v for k, v in process.items() if k.startswith(f"{mesh}/")
-    }
-    assert_same(of_mesh, one_device)
+@pytest.mark.parametrize("mesh", ["expert", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_processes_compute_what_one_device_does(mesh, one_device):
+  for process in two_processes(mesh):
+    assert_same(process, one_device)
 
 
-def test_one_process_with_the_same_eight_devices_agrees(two_processes):
-  got = {k.removeprefix("expert/"): v for k, v in two_processes[0].items() if k[:7] == "expert/"}
-  assert_same(got, work(MESHES["expert"]))
+@pytest.mark.slow  # as one device does, both of them
+def test_one_process_with_the_same_eight_devices_agrees():
+  assert_same(two_processes("expert")[0], work(MESHES["expert"]))
 
 
 JOB = """
@@ -315,5 +315,4 @@ if __name__ == "__main__":
     process_id=int(os.environ["JAX_PROCESS_ID"]),
   )
   assert jax.process_count() == 2 and jax.device_count() == 8
-  found = {f"{name}/{k}": v for name, shape in MESHES.items() for k, v in work(shape).items()}
-  np.savez(sys.argv[1], **found)
+  np.savez(sys.argv[2], **work(MESHES[sys.argv[1]]))
