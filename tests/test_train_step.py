@@ -361,7 +361,7 @@ def test_the_state_keeps_the_declared_shardings(shape):
     params = jax.device_put(transformer.init(MODEL, jax.random.key(0)), shardings)
     batch = sharding.put_batch(rollout_batch(), mesh)
     state = new_state(params, TX)
-    step = update(learner(microbatches=2), GSPO, TX)
+    step = update(learner(), GSPO, TX)
     for _ in range(2):
       adam = state.opt_state[0]
       for tree in (state.params, adam.mu, adam.nu):

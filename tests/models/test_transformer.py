@@ -130,7 +130,13 @@ def test_published_parameters_are_the_same_in_the_rollout_layout(config):
 def test_formulations_agree():
   params, tokens = params_of(MIXED), tokens_of(MIXED)
   expected = single_device(MIXED)
-  for change in dict(experts="blocks"), dict(logits_chunk=3), dict(unroll=True):
+  for change in (
+    dict(experts="ragged"),
+    dict(experts="blocks"),
+    dict(experts="batched"),
+    dict(logits_chunk=3),
+    dict(unroll=True),
+  ):
     compute = dataclasses.replace(REFERENCE, **change)
     got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, MIXED, t, compute))(params, tokens)  # noqa: B023
     chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
