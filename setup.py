@@ -13,7 +13,7 @@ setuptools.setup(
   license="Apache-2.0",
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["gspo_jax", "gspo_jax.*"]),
-  package_data={"gspo_jax": ["report/*"]},
+  package_data={"gspo_jax": ["report/static/*"]},
   install_requires=[
     "jax>=0.10.2",
     "flax>=0.12.8",  # flax.struct: frozen dataclasses as pytrees

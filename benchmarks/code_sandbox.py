@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 
-from gspo_jax.rewards import code_sandbox
+from gspo_jax.rewards.programs import verifier as code_sandbox
 
 Outcome = code_sandbox.Outcome
 

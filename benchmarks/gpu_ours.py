@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from scaling_points import ADAMW, init, make_step, random_batch, read_weights
 
-from gspo_jax import optimizer, roofline, sharding
-from gspo_jax.context import new_state
-from gspo_jax.models import hf_config, transformer
+from gspo_jax import hardware, sharding
+from gspo_jax.learner import optimizer
+from gspo_jax.models import transformer
+from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.sizes import REFERENCE, ModelConfig, qwen3_1_7b
+from gspo_jax.run import new_state
 from gspo_jax.sampling import EngineConfig, Usage, generate
 
 # "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest
@@ -30,7 +32,7 @@ COMPUTE = dataclasses.replace(REFERENCE, dtype="bfloat16", remat="dots", logits_
 
 def probe(_: dict[str, Any]) -> dict[str, Any]:
   device = jax.devices()[0]
-  peak = roofline.peak_flops(device.device_kind)
+  peak = hardware.peak_flops(device.device_kind)
   kind, platform = device.device_kind, device.platform
   return dict(kind=kind, platform=platform, flops=peak, jax=jax.__version__)
 
@@ -43,7 +45,7 @@ def count(spec: dict[str, Any]) -> dict[str, Any]:
   needed = dict(parameters=total, active=active, hf_config=hf_config.to_hf(config, "bfloat16"))
   if spec["task"] == "train":
     rows, length = spec["rows"], spec["length"]
-    operations = roofline.work(config, rows, length, length).training()
+    operations = hardware.work(config, rows, length, length).training()
     return needed | dict(tokens=rows * length, operations=operations)
   rows = spec["prompts"] * spec["group"]
   seen = spec["prompt"] + (spec["new"] - 1) / 2  # positions of a row, on average over the steps

@@ -43,8 +43,9 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
 
   from configs import tiny
   from gspo_jax import config as configuration
-  from gspo_jax import main, metrics, preemption, train
-  from gspo_jax.context import Context, open_context
+  from gspo_jax import main, train
+  from gspo_jax.run import Context, open_context
+  from gspo_jax.runs import metrics, preemption
 
   values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
   changes = dict(
@@ -117,7 +118,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   import numpy as np
   import tokenizers
 
-  from gspo_jax import roofline
+  from gspo_jax import hardware
   from gspo_jax.models import hf, sizes, transformer
 
   config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
@@ -134,10 +135,10 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   lines = [json.dumps(dict(question=text, answer="none")) for text in texts]
   Path(spec["data"]).write_text("\n".join(lines) + "\n")
   length = PROMPT + NEW
-  prefill = roofline.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
-  decode = roofline.work(config, ROWS, NEW, length).forward()
-  prompts = roofline.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
-  update = prompts + roofline.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
+  prefill = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
+  decode = hardware.work(config, ROWS, NEW, length).forward()
+  prompts = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
+  update = prompts + hardware.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
   return dict(
     config=dataclasses.asdict(config),
     useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`

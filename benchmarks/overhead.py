@@ -20,10 +20,11 @@ import jax
 
 from configs import tiny
 from gspo_jax import config as configuration
-from gspo_jax import metrics, train
-from gspo_jax.checkpoint import Checkpointer
-from gspo_jax.context import open_context
+from gspo_jax import train
 from gspo_jax.main import compiled_programs_stay
+from gspo_jax.run import open_context
+from gspo_jax.runs import metrics
+from gspo_jax.runs.checkpoint import Checkpointer
 
 WRITING = (
   (Checkpointer, "save"),

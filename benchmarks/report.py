@@ -13,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from gspo_jax import metrics, rollout_viewer
+from gspo_jax.report import page as rollout_viewer
+from gspo_jax.runs import metrics
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -9,16 +9,16 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_jax.alarms import AlarmConfig
-from gspo_jax.checkpoint import CheckpointConfig
-from gspo_jax.data import DataConfig
-from gspo_jax.evaluate import EvalConfig
+from gspo_jax.data.sources import DataConfig
+from gspo_jax.evaluation.evaluator import EvalConfig
+from gspo_jax.learner.optimizer import OptimizerConfig
+from gspo_jax.learner.step import Learner, ObjectiveConfig
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.optimizer import OptimizerConfig
 from gspo_jax.rewards import RewardConfig
+from gspo_jax.runs.alarms import AlarmConfig
+from gspo_jax.runs.checkpoint import CheckpointConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.sharding import MeshConfig
-from gspo_jax.train_step import Learner, ObjectiveConfig
 
 JOBS = ("sft+rl", "sft", "rl", "eval")
 
@@ -193,18 +193,6 @@ class RunConfig:
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
   """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
   return _build(RunConfig, values, "")
-
-
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-  """Lines `key: old -> new` for all that differs."""
-  lines = []
-  for key in sorted(old.keys() | new.keys()):
-    a, b = old.get(key), new.get(key)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-      lines += difference(a, b, f"{prefix}{key}.")
-    elif a != b:
-      lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
-  return lines
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:

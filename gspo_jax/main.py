@@ -20,8 +20,10 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gspo_jax import config as configuration
-from gspo_jax import failures, preemption, rollout_viewer, sft, train
-from gspo_jax.context import Context, open_context
+from gspo_jax import sft, train
+from gspo_jax.report import page
+from gspo_jax.run import Context, open_context
+from gspo_jax.runs import nonfinite, preemption, provenance
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
@@ -37,13 +39,13 @@ def main(argv: list[str]) -> None:
   try:
     config = configuration.from_dict(values)
     workdir = Path(_WORKDIR.value)
-    for line in configuration.difference(as_in_the_file(), values):
+    for line in provenance.difference(as_in_the_file(), values):
       sys.stderr.write(f"config {line}\n")
     with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
       run(context)
       if jax.process_index() == 0:
-        sys.stderr.write(f"report: {rollout_viewer.write_report(workdir)}\n")
-  except (ValueError, failures.NonFiniteError) as error:
+        sys.stderr.write(f"report: {page.write_report(workdir)}\n")
+  except (ValueError, nonfinite.NonFiniteError) as error:
     logging.debug("", exc_info=True)  # the traceback, with --verbosity=1
     sys.exit(f"gspo_jax: {error}")
   except preemption.Preempted:

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspo_jax import multi_turn, packing, sharding
+from gspo_jax import multi_turn, sharding
 from gspo_jax.config import RLConfig
-from gspo_jax.context import Context
+from gspo_jax.data.prompt_filter import Groups
+from gspo_jax.learner import packing
 from gspo_jax.models import routing
-from gspo_jax.query_set import Groups
+from gspo_jax.run import Context
 from gspo_jax.structs import Rollout, TrainBatch
 
 TOKENS = 200_000  # of one dump that are written with their log-ratios

@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import objectives as O
-from gspo_jax.context import Context
-from gspo_jax.query_set import Groups
+from gspo_jax.data.prompt_filter import Groups
+from gspo_jax.run import Context
 from gspo_jax.sampling import Usage, conversation, converse
 from gspo_jax.structs import Prompt, Rollout
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.context import Context
+from gspo_jax.run import Context
 from gspo_jax.sampling import Request, Response, Scheduler, Usage
 from gspo_jax.sampling.rollout import assemble
 from gspo_jax.structs import Prompt, Rollout

@@ -12,10 +12,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from gspo_jax import minibatches, sharding
-from gspo_jax.context import Context
+from gspo_jax.learner.step import make_old_policy, make_rl_step, make_score
 from gspo_jax.models import transformer
+from gspo_jax.run import Context
 from gspo_jax.structs import TrainBatch, TrainState
-from gspo_jax.train_step import make_old_policy, make_rl_step, make_score
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,10 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import config as configuration
-from gspo_jax import failures, metrics, optimizer, packing, sharding
-from gspo_jax.checkpoint import restore_state
+from gspo_jax import sharding
 from gspo_jax.config import RunConfig
-from gspo_jax.context import abstract_state
-from gspo_jax.structs import TrainBatch
-from gspo_jax.train_step import (
+from gspo_jax.learner import optimizer, packing
+from gspo_jax.learner.step import (
   Learner,
   log_probs,
   make_rl_step,
@@ -30,11 +28,15 @@ from gspo_jax.train_step import (
   rows_of,
   summarize,
 )
+from gspo_jax.run import abstract_state
+from gspo_jax.runs import metrics, nonfinite
+from gspo_jax.runs.checkpoint import restore_state
+from gspo_jax.structs import TrainBatch
 
 
 def replay(directory: epath.Path) -> bool:
   """Whether everything was finite; what was not is printed."""
-  about, batches = failures.load(directory)
+  about, batches = nonfinite.load(directory)
   config = configuration.from_dict(about["config"])
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
   mesh = sharding.make_mesh(config.mesh)
@@ -54,7 +56,7 @@ def replay(directory: epath.Path) -> bool:
       rows = _bad_rows(*jax.device_get(look(state.params, plain)))
       state, row = step(state, batch)
       row = metrics.compute(summarize((row,)))
-      names = [n for n in failures.nonfinite(row) if not n.startswith("minibatch/")]
+      names = [n for n in nonfinite.nonfinite(row) if not n.startswith("minibatch/")]
       say(f"mini-batch {i}: {', '.join(names) or 'all metrics finite'}")
       for line in rows:
         say(f"  {line}")

@@ -7,12 +7,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import data, failures, optimizer, preemption, sharding
-from gspo_jax.checkpoint import Checkpointer
-from gspo_jax.context import Context, abstract_state, new_state
-from gspo_jax.metrics import Deferred, Progress
+from gspo_jax import sharding
+from gspo_jax.data import sources
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.step import make_sft_step, summarize
+from gspo_jax.run import Context, abstract_state, new_state
+from gspo_jax.runs import nonfinite, preemption
+from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.metrics import Deferred, Progress
 from gspo_jax.structs import Prompt, TrainBatch
-from gspo_jax.train_step import make_sft_step, summarize
 
 
 def run(context: Context) -> Any:
@@ -21,10 +24,10 @@ def run(context: Context) -> Any:
   tx = optimizer.make(c.sft_optimizer, c.sft.steps)
   rates = optimizer.rates(c.sft_optimizer, c.sft.steps)
   step_fn = make_sft_step(c.learner("sft"), tx)
-  prompts = data.fitting(
+  prompts = sources.fitting(
     context.train_prompts, context.tokenizer, c.sft.max_tokens, c.data.on_error
   )
-  batches = data.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
+  batches = sources.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
   checkpoints = Checkpointer(context.workdir, "sft", c.checkpoint)
 
   done = checkpoints.latest()
@@ -35,7 +38,7 @@ def run(context: Context) -> Any:
     batches.set_state(host["data"])
   context.writer.truncate({"sft": done} if done else {})
   # A row is fetched when the next one is due, so batches are kept for as long.
-  guard = failures.Guard(context, state, updates=1, keep=2 * c.sft.log_every)
+  guard = nonfinite.Guard(context, state, updates=1, keep=2 * c.sft.log_every)
 
   deferred = Deferred()
   progress = Progress("sft", c.sft.steps, start=done, active=jax.process_index() == 0)
@@ -60,7 +63,7 @@ def run(context: Context) -> Any:
       state, metrics = step_fn(state, batch)
       if step % c.sft.log_every == 0 or step == c.sft.steps:
         row = dict(phase="sft", step=step, learning_rate=float(rates[step - 1]))
-        report(deferred.push(row | data.skipped_rows(prompts) | summarize((metrics,))))
+        report(deferred.push(row | sources.skipped_rows(prompts) | summarize((metrics,))))
       if step % c.checkpoint.every == 0 or step == c.sft.steps:
         report(deferred.flush())
         checkpoints.save(step, state, dict(data=batches.get_state()))
@@ -69,7 +72,9 @@ def run(context: Context) -> Any:
 
 def train_batch(prompts: list[Prompt], context: Context) -> TrainBatch:
   """Demonstrations as one padded batch; the fields of a rollout are not used and hold 0."""
-  tokens, mask = data.pack_demonstrations(prompts, context.tokenizer, context.config.sft.max_tokens)
+  tokens, mask = sources.pack_demonstrations(
+    prompts, context.tokenizer, context.config.sft.max_tokens
+  )
   lengths = [len(p.tokens) for p in prompts]
   ends = np.maximum(lengths, tokens.shape[1] - np.argmax(mask[:, ::-1] > 0, axis=1))
   zeros = np.zeros(tokens.shape, np.float32)

@@ -12,28 +12,23 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import (
-  data,
-  failures,
-  multi_turn,
-  optimizer,
-  partial,
-  preemption,
-  query_set,
-  rollout_viewer,
-)
+from gspo_jax import multi_turn, partial
 from gspo_jax import objectives as O
-from gspo_jax.alarms import Alarms
-from gspo_jax.checkpoint import Checkpointer
-from gspo_jax.context import Context, abstract_state, new_state
-from gspo_jax.metrics import Deferred, Progress, Stopwatch, compute, memory
+from gspo_jax.data import prompt_filter, sources
+from gspo_jax.data.prompt_filter import Groups, QuerySet
+from gspo_jax.hardware import utilisation
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.step import summarize
 from gspo_jax.minibatches import fill_up, place, rollout_records, split, train_batch
 from gspo_jax.programs import Programs, ahead
-from gspo_jax.query_set import Groups, QuerySet
-from gspo_jax.roofline import utilisation
+from gspo_jax.report import page
+from gspo_jax.run import Context, abstract_state, new_state
+from gspo_jax.runs import nonfinite, preemption
+from gspo_jax.runs.alarms import Alarms
+from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.metrics import Deferred, Progress, Stopwatch, compute, memory
 from gspo_jax.sampling import Usage, generate
 from gspo_jax.structs import Prompt, Rollout, TrainBatch
-from gspo_jax.train_step import summarize
 
 # Jitted: one small program instead of twenty.
 advantages = jax.jit(O.group_advantages, static_argnames="normalize")
@@ -54,7 +49,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
   tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
   programs = Programs.of(context, tx)
   sampling = Sampling(
-    data.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
+    sources.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
     QuerySet(c.data.query_set),
     partial.InFlight(),
   )
@@ -76,7 +71,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
 
   deferred, stages = Deferred(), Stopwatch()
   alarms = Alarms(c.alarms, context.writer.rows("rl"))
-  guard = failures.Guard(context, state, updates=c.rl.minibatches, keep=2)
+  guard = nonfinite.Guard(context, state, updates=c.rl.minibatches, keep=2)
   progress = Progress("rl", c.rl.iterations, start=done, active=jax.process_index() == 0)
 
   def report(row: dict[str, Any] | None) -> None:
@@ -103,7 +98,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
         checkpoints.save(step, state, dict(sampling=sampler, pending=None), row)
       if jax.process_index() == 0:
         with stages("report"):
-          rollout_viewer.write_report(context.workdir)
+          page.write_report(context.workdir)
 
   # What to save should the machine go; `pending` is the row of an iteration still to be concluded.
   standing = done, sampling.get_state(), pending
@@ -194,7 +189,7 @@ def prepare(
 class Sampling:
   """Where prompts come from, and what is known of them; its state is JSON."""
 
-  batches: data.Batches
+  batches: sources.Batches
   queries: QuerySet
   in_flight: partial.InFlight
 
@@ -204,7 +199,9 @@ class Sampling:
     """The groups to train on, all that were sampled, and metrics: see `query_set.fill`."""
     self.queries.readmit(step)
     one_round = functools.partial(self._round, context, params, stages, usage, step)
-    groups, sampled, found = query_set.fill(one_round, context.config.data.query_set.extra_rounds)
+    groups, sampled, found = prompt_filter.fill(
+      one_round, context.config.data.query_set.extra_rounds
+    )
     self.queries.update(sampled.prompts, sampled.correct_PG, step)
     return groups, sampled, found
 
@@ -235,7 +232,7 @@ class Sampling:
 
   def metrics(self, context: Context, rollout: Rollout, step: int) -> dict[str, float]:
     of_partial = partial.metrics(rollout, self.in_flight, step)
-    return of_partial | self.queries.metrics() | data.skipped_rows(context.train_prompts)
+    return of_partial | self.queries.metrics() | sources.skipped_rows(context.train_prompts)
 
   def get_state(self) -> dict[str, Any]:
     return {name: part.get_state() for name, part in vars(self).items()}

@@ -9,40 +9,26 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
 ARROWS = {
-  "main": "config context failures huge_pages preemption rollout_viewer sft train",
-  "replay": "checkpoint config context failures metrics optimizer packing sharding structs"
-  " train_step",
-  "partial": "context sampling structs",
-  "train": "alarms checkpoint context data failures metrics minibatches multi_turn objectives"
-  " optimizer partial preemption programs query_set rollout_viewer roofline sampling structs"
-  " train_step",
-  "programs": "context minibatches models sharding structs train_step",
-  "minibatches": "config context models multi_turn packing query_set sharding structs",
-  "sft": "checkpoint context data failures metrics optimizer preemption sharding structs"
-  " train_step",
-  "failures": "checkpoint context sharding structs",
-  "checkpoint": "mirror preemption",
-  "metrics": "tracking",
-  "evaluate": "elo metrics models rewards sampling structs tokenizer unfinished",
-  "context": "checkpoint config data evaluate metrics mirror models provenance rewards sampling"
-  " sharding structs tokenizer",
-  "provenance": "config",
-  "config": "alarms checkpoint data evaluate models optimizer rewards sampling sharding train_step",
-  "aot": "aot_programs config hlo_costs models roofline sharding structs",
-  "aot_programs": "config models optimizer roofline sampling sharding structs train_step",
-  "roofline": "models",
-  "train_step": "models objectives packing rows sharding structs",
-  "packing": "sharding structs",
-  "rows": "models sharding structs",
-  "data": "data_embedded data_files data_rows query_set rewards structs tokenizer",
-  "data_embedded": "data_files rewards structs tokenizer",
-  "data_rows": "data_files rewards structs tokenizer",
-  "multi_turn": "context objectives query_set sampling structs",
-  "query_set": "structs",
-  "rollout_viewer": "metrics report_data report_rollouts",
-  "report_data": "metrics report_figures",
-  "report_rollouts": "metrics",
-  "sampling": "models preemption sharding structs",
+  "main": "config huge_pages report run runs sft train",
+  "replay": "config learner run runs sharding structs",
+  "partial": "run sampling structs",
+  "train": "data hardware learner minibatches multi_turn objectives partial programs report run"
+  " runs sampling structs",
+  "programs": "learner minibatches models run sharding structs",
+  "minibatches": "config data learner models multi_turn run sharding structs",
+  "multi_turn": "data objectives run sampling structs",
+  "sft": "data learner run runs sharding structs",
+  "run": "config data evaluation models rewards runs sampling sharding structs tasks",
+  "config": "data evaluation learner models rewards runs sampling sharding",
+  "aot": "config hardware learner models sampling sharding structs",
+  "evaluation": "data models rewards runs sampling structs tasks",
+  "learner": "models objectives sharding structs",
+  "sampling": "models runs sharding structs",
+  "data": "rewards structs tasks",
+  "rewards": "tasks",
+  "report": "runs",
+  "runs": "run sharding structs",
+  "hardware": "models",
   "models": "sharding",
 }  # everything else is a leaf: it imports nothing of ours
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from runs import ROOT, SMALL, figures, rows, rows_of, run, run_until
+from support.command_line import ROOT, SMALL, figures, rows, rows_of, run, run_until
 
 from configs import tiny
 from gspo_jax import config as configuration
-from gspo_jax.context import open_context
+from gspo_jax.run import open_context
 
 
 @pytest.fixture(scope="module")

@@ -14,20 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import environment
+from support.command_line import environment
 
 from configs import tiny_tools
-from gspo_jax import config, evaluate, minibatches, multi_turn, train_step
+from gspo_jax import config, minibatches, multi_turn
 from gspo_jax import objectives as O
-from gspo_jax.context import new_state
-from gspo_jax.evaluate import BenchmarkConfig
+from gspo_jax.data.prompt_filter import Groups
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.evaluation import evaluator
+from gspo_jax.evaluation.evaluator import BenchmarkConfig
+from gspo_jax.learner import step as train_step
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
 from gspo_jax.objectives.reductions import compute
-from gspo_jax.query_set import Groups
+from gspo_jax.run import new_state
 from gspo_jax.sampling import converse
 from gspo_jax.structs import Prompt
-from gspo_jax.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parents[1]
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -225,13 +227,13 @@ def test_evaluation_holds_conversations(params):
   tok = types.SimpleNamespace(
     stop_ids=tuple(range(16)), pad_id=0, decode=lambda ids: str(list(ids))
   )
-  judge = evaluate.Evaluator(
+  judge = evaluator.Evaluator(
     config=eval_config,
     model=MODEL,
     compute=REFERENCE,
     engine=dataclasses.replace(CONFIG.engine, slots=3),
     benchmarks=[
-      evaluate.Benchmark(
+      evaluator.Benchmark(
         "",
         BenchmarkConfig("x", "", 0, G, (), False, ""),
         prompts,

@@ -21,6 +21,7 @@ from gspo_jax.objectives.corrections import (
   truncated_weight,
 )
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
+from gspo_jax.objectives.length_penalty import overlong_penalty, token_cost
 from gspo_jax.objectives.losses import (
   dapo_loss,
   dr_grpo_loss,
@@ -30,12 +31,8 @@ from gspo_jax.objectives.losses import (
   ppo_loss,
   segment_loss,
 )
-from gspo_jax.objectives.ratios import (
-  gspo_token_ratio,
-  segment_ratio,
-  sequence_ratio,
-  token_ratio,
-)
+from gspo_jax.objectives.other_losses import cispo_loss, gmpo_loss, sapo_loss, spo_loss, value_loss
+from gspo_jax.objectives.ratios import gspo_token_ratio, segment_ratio, sequence_ratio, token_ratio
 from gspo_jax.objectives.reductions import (
   EffectiveSize,
   Last,
@@ -49,14 +46,6 @@ from gspo_jax.objectives.reductions import (
   psum,
   reduced,
 )
-from gspo_jax.objectives.relatives import (
-  cispo_loss,
-  gmpo_loss,
-  sapo_loss,
-  spo_loss,
-  value_loss,
-)
-from gspo_jax.objectives.shaping import overlong_penalty, token_cost
 
 __all__ = [
   "EffectiveSize",

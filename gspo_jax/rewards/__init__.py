@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from gspo_jax.rewards import shaping
-from gspo_jax.rewards.sandbox_process import ISOLATIONS
+from gspo_jax.rewards.programs.process import ISOLATIONS
 
 VERIFIERS = {  # their outcomes: each is counted, and the count is 0 rather than missing
   "arithmetic": "right wrong",  # the embedded task
@@ -108,7 +108,7 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 def _open_verifier(config: RewardConfig, stack: contextlib.ExitStack) -> _Verify:
   limits = config.workers, config.time_limit_s
   if config.name == "arithmetic":
-    from gspo_jax.rewards import arithmetic
+    from gspo_jax.tasks import arithmetic
 
     return _binary(lambda r, a: ["right" if x else "wrong" for x in map(arithmetic.verify, r, a)])
   if config.name == "string":
@@ -120,7 +120,7 @@ def _open_verifier(config: RewardConfig, stack: contextlib.ExitStack) -> _Verify
 
     return _binary(stack.enter_context(MathVerifier(*limits)).score)
   if config.name == "code":
-    from gspo_jax.rewards.code_sandbox import CodeVerifier, Limits
+    from gspo_jax.rewards.programs.verifier import CodeVerifier, Limits
 
     tests = Limits.of(config.time_limit_s, config.memory_mb)
     verifier = CodeVerifier(config.workers, tests, config.isolation)

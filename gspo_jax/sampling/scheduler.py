@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspo_jax import preemption, sharding
+from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
-from gspo_jax.sampling import engine
+from gspo_jax.runs import preemption
+from gspo_jax.sampling import slots as engine
 from gspo_jax.sampling.requests import SHORTEST, EngineConfig, Request, Response, Usage
 from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sharding import P

@@ -2,8 +2,8 @@
 
 import jax
 import numpy as np
-import objectives_reference as paper
 import pytest
+from support import objectives_reference as paper
 
 from gspo_jax import objectives as O
 

@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import objectives_reference as paper
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import objectives_reference as paper
 
 from gspo_jax import objectives as O
 

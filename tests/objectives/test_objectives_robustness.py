@@ -7,8 +7,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import objectives_reference as paper
 import pytest
+from support import objectives_reference as paper
 
 from gspo_jax import objectives as O
 

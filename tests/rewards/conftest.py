@@ -1,9 +1,9 @@
 """Both isolations, for every test that asks for one."""
 
 import pytest
-from sandboxes import ISOLATIONS, LIMITS
+from support.sandboxes import ISOLATIONS, LIMITS
 
-from gspo_jax.rewards import code_sandbox
+from gspo_jax.rewards.programs import verifier as code_sandbox
 
 
 @pytest.fixture(scope="module", params=ISOLATIONS)

@@ -53,7 +53,7 @@ def test_shaping_leaves_correctness_alone():
 
 
 def test_overlong_is_the_formula_of_the_objectives():
-  from gspo_jax.objectives import shaping as reference
+  from gspo_jax.objectives import length_penalty as reference
 
   lengths = np.array([0, 15_000, 16_384, 18_432, 20_480, 30_000])
   ours = shaping.overlong(lengths, 20_480, 4096)

@@ -1,0 +1,60 @@
+"""The tasks that need no files: problems and demonstrations are made as they are read."""
+
+from gspo_jax import structs
+from gspo_jax.data import tokenizer
+from gspo_jax.data.files import DataError
+from gspo_jax.tasks import arithmetic, calculator
+
+TASKS = dict(arithmetic=arithmetic, calculator=calculator)
+
+
+class Embedded:
+  """A task of TASKS. DataError, with `key`, for what it does not have and what does not fit."""
+
+  skipped = 0
+
+  def __init__(
+    self,
+    path: str,
+    tok: tokenizer.Tokenizer,
+    *,
+    digits: int,
+    carry_errors: float,
+    template: str,
+    max_tokens: int,
+    key: str,
+  ):
+    task, _, split = path.partition(":")
+    self._tok, self._task, self._template = tok, TASKS[task], template
+    self._carry_errors = carry_errors
+    try:
+      self._problems = self._task.problems(split, digits)
+    except ValueError as error:
+      raise DataError(f"{key}: {error}") from error
+    for index in spread(len(self)):
+      prompt = self[index]
+      if len(prompt.tokens) > max_tokens:
+        raise DataError(
+          f"{key}: the prompt {prompt.question!r} takes {len(prompt.tokens)} tokens, more than"
+          f" data.max_prompt_tokens={max_tokens}"
+        )
+
+  def __len__(self) -> int:
+    return len(self._problems)
+
+  def __getitem__(self, index: int) -> structs.Prompt:
+    row = self._problems[index]
+    text = self._tok.render(row["question"], template=self._template)
+    return structs.Prompt(
+      id=row["id"],
+      question=row["question"],
+      answer=row["answer"],
+      tokens=tuple(self._tok.encode(text)),
+      # The same problem is always demonstrated in the same way, right or wrong.
+      demonstration=self._task.demonstration(row, self._carry_errors, seed=index),
+    )
+
+
+def spread(length: int) -> range:
+  """About 500 indices all over a source."""
+  return range(0, length, max(1, length // 500))

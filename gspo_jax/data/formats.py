@@ -1,0 +1,311 @@
+"""From a row of a data set to a `Prompt`: field mapping, known formats, filters.
+
+A format says which fields of a row hold what. `FORMATS` names those of public data sets; the `data`
+section of a config describes one more, for files of one's own. docs/data.md shows all of them.
+"""
+
+import dataclasses
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gspo_jax import structs
+from gspo_jax.data import tokenizer
+from gspo_jax.data.files import BadRow, DataError
+from gspo_jax.rewards import math_answer
+
+ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")  # first one found
+BOXED = "boxed"  # as an answer pattern: what the last \boxed{} of the field holds
+# Before an answer's fields: a JSON object of them, as verifiers of programs want it. `name=field`
+# gives one another name there, and `tests.*.input` is the list of all inputs.
+JSON = "json:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+  """Where a row keeps what. Field names may be dotted (`info.answer`, `messages.0.content`), and
+  one with braces is a text made of fields (`{Body} {Question}`).
+  """
+
+  question: str
+  answer: str  # a field, or `json:tests,metadata`
+  answer_pattern: str = ""  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
+  demonstration: str = ""  # what supervised fine-tuning learns to write; "": the answer field
+  template: str = ""  # of the prompt, holds {question}; "": data.prompt_template
+  starter: str = ""  # field of code to start from; where a row has some, the next template is used
+  starter_template: str = ""  # holds {question} and {starter}
+  id: str = ""  # "": the first of ID_FIELDS that the row has, else file and line
+  info: tuple[str, ...] = ()  # fields that evaluation looks at, kept where a row has them
+
+  def __post_init__(self):
+    if self.answer_pattern and self.answer_pattern != BOXED:
+      try:
+        groups = re.compile(self.answer_pattern).groups
+      except re.error as error:
+        raise DataError(f"data.answer_pattern={self.answer_pattern!r}: {error}") from error
+      if groups < 1:
+        raise DataError(f"data.answer_pattern={self.answer_pattern!r} has no group (...) to take")
+    if self.template and "{question}" not in self.template:
+      raise DataError(f"data.prompt_template={self.template!r} must hold {{question}}")
+
+
+# The wording of LiveCodeBench's own prompt (lcb_runner/prompts/code_generation.py).
+_STDIN = """### Question:
+{question}
+
+### Format: Read the inputs from stdin solve the problem and write the answer to stdout (do not \
+directly test on the sample inputs). Enclose your code within delimiters as follows.
+```python
+# YOUR CODE HERE
+```
+
+### Answer: (use the provided format with backticks)
+
+"""
+_STARTER = """### Question:
+{question}
+
+### Format: You will use the following starter code to write the solution to the problem and \
+enclose your code within delimiters.
+```python
+{starter}
+```
+
+### Answer: (use the provided format with backticks)
+
+"""
+_FUNCTION = """Complete the following Python function. Write the whole function, with its imports, \
+in one code block.
+```python
+{question}
+```
+"""
+_PROGRAM = dict(template=_STDIN, starter="starter_code", starter_template=_STARTER)
+
+FORMATS = {
+  "gsm8k": Format("question", "answer", r"####\s*(.+)"),
+  "aime": Format("problem", "answer"),
+  "math": Format("problem", "solution", BOXED),
+  "svamp": Format("{Body} {Question}", "Answer", demonstration="Equation"),
+  "deepscaler": Format("problem", "answer"),  # many of its solutions are empty
+  # Its prompts say already in what form the answer is wanted.
+  "dapo_math": Format(
+    "prompt.0.content", "reward_model.ground_truth", template="{question}", id="extra_info.index"
+  ),
+  "livecodebench": Format(
+    "question_content",
+    "json:public_test_cases,private_test_cases,metadata",
+    info=("contest_date", "difficulty", "platform"),
+    **_PROGRAM,
+  ),
+  "apps": Format("question", "input_output", info=("difficulty",), **_PROGRAM),  # and TACO
+  "humaneval": Format(
+    "prompt", "json:prompt,test,entry_point", demonstration="canonical_solution", template=_FUNCTION
+  ),
+  "codeforces": Format(
+    "{description}\n\nInput\n{input_format}\n\nOutput\n{output_format}",
+    "json:inputs=official_tests.*.input,outputs=official_tests.*.output",
+    template=_STDIN,
+    info=("rating", "contest_id", "index", "points"),
+  ),
+}
+
+
+def prompt(
+  row: Any,
+  form: Format,
+  tok: tokenizer.Tokenizer,
+  *,
+  where: tuple["Condition", ...] = (),
+  max_tokens: int,
+  default_id: str,
+) -> structs.Prompt | None:
+  """The prompt that a row holds; None where the filter leaves it out.
+
+  Raises:
+    BadRow: says what is wrong with the row, and what to do about it.
+  """
+  if not isinstance(row, Mapping):
+    raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
+  if not all(c.keeps(_lookup(row, c.field, "the filter")) for c in where if c.field != TOKENS):
+    return None
+  question = text_of(row, form.question, "data.question_field", numbers=False)
+  whole, answer = _answer(row, form)
+  demonstration = whole
+  if form.demonstration:
+    demonstration = text_of(row, form.demonstration, "data.demonstration_field")
+  template = form.template
+  starter = row.get(form.starter) if form.starter else None
+  if starter:
+    template = form.starter_template.replace("{starter}", str(starter))
+  tokens = tuple(tok.encode(tok.render(question, template=template)))
+  if not all(c.keeps(len(tokens)) for c in where if c.field == TOKENS):
+    return None
+  if len(tokens) > max_tokens:
+    raise BadRow(
+      f"the prompt takes {len(tokens)} tokens, more than data.max_prompt_tokens={max_tokens}."
+      " Shorten it, raise that limit, filter with `where prompt_tokens<=N`"
+    )
+  name = form.id or next((name for name in ID_FIELDS if row.get(name) is not None), None)
+  row_id = text_of(row, name, name) if name else default_id
+  info = tuple((n, _as_text(row[n])) for n in form.info if row.get(n) not in (None, ""))
+  return structs.Prompt(row_id, question, answer, tokens, demonstration, info)
+
+
+def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
+  """The answer field, and the gold answer within it."""
+  if form.answer.startswith(JSON):
+    pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
+    values = {new or old: _lookup_all(row, old, "data.answer_field") for new, _, old in pairs}
+    answer = json.dumps(values, default=_plain)
+    return answer, answer
+  whole = text_of(row, form.answer, "data.answer_field")
+  if form.answer_pattern == BOXED:
+    answer = (r"\boxed" in whole and math_answer.extract(whole)) or ""
+  elif form.answer_pattern:
+    match = re.search(form.answer_pattern, whole)
+    answer = (match[1] or "").strip() if match else ""
+  else:
+    answer = whole.strip()
+  if not answer:
+    raise BadRow(
+      f"data.answer_pattern={form.answer_pattern!r} finds no answer in the field"
+      f" {form.answer!r} (its end: {whole[-40:]!r}). Correct the row or the pattern"
+    )
+  return whole, answer
+
+
+# Fields.
+
+
+def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -> str:
+  """The text of a field, or of a template of fields; numbers are written out if allowed."""
+  if "{" in name:
+    return re.sub(r"\{([^{}]+)\}", lambda match: text_of(row, match[1], key, numbers), name)
+  value = _lookup(row, name, key)
+  try:
+    text = _text(value, numbers)
+    text.encode()  # JSON can spell half of a surrogate pair
+  except UnicodeError as error:
+    raise BadRow(f"the field {name!r} is not UTF-8: {error}. Correct the row") from error
+  except TypeError as error:
+    wanted = "text or a number" if numbers else "text"
+    raise BadRow(
+      f"the field {name!r} is {error}, and {wanted} was expected. Correct the row or {key}"
+    ) from error
+  if not text.strip():
+    raise BadRow(f"the field {name!r} is empty. Fill it in")
+  return text
+
+
+def _lookup(row: Mapping[str, Any], name: str, key: str) -> Any:
+  value = row
+  for part in [name] if name in row else name.split("."):
+    if isinstance(value, Mapping) and part in value:
+      value = value[part]
+    elif isinstance(value, list | tuple) and part.isdecimal() and int(part) < len(value):
+      value = value[int(part)]
+    else:
+      fields = ", ".join(map(repr, row))
+      raise BadRow(f"the field {name!r} is missing; there are {fields}. Correct the row or {key}")
+  return value
+
+
+def _lookup_all(row: Mapping[str, Any], name: str, key: str) -> Any:
+  head, star, tail = name.partition(".*.")
+  if not star:
+    return _lookup(row, name, key)
+  items = _lookup(row, head, key)
+  if not isinstance(items, list | tuple) or not items:
+    raise BadRow(f"the field {head!r} is no list of objects, or empty. Correct the row or {key}")
+  if not all(isinstance(item, Mapping) for item in items):
+    raise BadRow(f"the field {head!r} holds other things than objects. Correct the row or {key}")
+  return [_lookup(item, tail, key) for item in items]
+
+
+def _text(value: Any, numbers: bool) -> str:
+  """A value as text. Raises TypeError, with the kind of value, for what is not text or number."""
+  if isinstance(value, str):
+    return value
+  if isinstance(value, bytes):  # TFDS
+    return value.decode("utf-8")
+  if isinstance(value, np.generic):
+    value = value.item()
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if numbers and number and math.isfinite(value):
+    return repr(int(value) if value == int(value) else value)  # 145.0 is the answer 145
+  raise TypeError(_kind(value))
+
+
+def _plain(value: Any) -> Any:
+  """What JSON has no word for: NumPy values, the bytes of TFDS, dates of Parquet."""
+  if isinstance(value, bytes):
+    return value.decode("utf-8")
+  return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def _kind(value: Any) -> str:
+  return "null" if value is None else f"{value!r:.40} ({type(value).__name__})"
+
+
+# Filters.
+
+TOKENS = "prompt_tokens"  # in a filter: the length of the prompt, which is no field of the row
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+  "==": operator.eq,
+  "!=": operator.ne,
+  "<=": operator.le,
+  ">=": operator.ge,
+  "<": operator.lt,
+  ">": operator.gt,
+}
+_CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+  """`field op value`. Two numbers are compared as numbers, anything else as text, in which dates
+  written year first come in their order; `=~` and `!~` search for a regular expression."""
+
+  field: str
+  op: str
+  value: str
+
+  def keeps(self, found: Any) -> bool:
+    text = found if isinstance(found, str) else _as_text(found)
+    if self.op in ("=~", "!~"):
+      return bool(re.search(self.value, text)) == (self.op == "=~")
+    try:
+      return _OPERATORS[self.op](float(text), float(self.value))
+    except ValueError:
+      return _OPERATORS[self.op](text, self.value)
+
+
+def _as_text(value: Any) -> str:
+  if hasattr(value, "isoformat"):  # a date of Parquet
+    return value.isoformat()
+  return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def conditions(text: str, key: str) -> tuple[Condition, ...]:
+  """`a==1 and b>=2024-10-01` as conditions. DataError, with the key, for anything else."""
+  found = []
+  for part in re.split(r"\s+and\s+", text) if text else []:
+    match = _CONDITION.fullmatch(part)
+    if not match:
+      raise DataError(
+        f"{key}: {part!r} is not a condition; write field==value, with one of"
+        f" {' '.join(_OPERATORS)} =~ !~, and join several with `and`"
+      )
+    if match[2] in ("=~", "!~"):
+      try:
+        re.compile(match[3])
+      except re.error as error:
+        raise DataError(f"{key}: {part!r}: {error}") from error
+    found.append(Condition(*match.groups()))
+  return tuple(found)

@@ -1,0 +1,389 @@
+"""Data sets of problems, through Grain: checked once, then shuffled, mixed, sharded and resumable.
+
+A source is an embedded task (`arithmetic:train`, `calculator:train`), files (JSON lines, Parquet,
+ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS data set
+(`tfds:gsm8k/train`; TensorFlow is not needed). Several of them, with commas, make a mixture:
+
+  [format@]path[:weight] [where condition [and condition ...]], ...
+
+as in `gsm8k@gsm8k/train.jsonl:0.7, dapo_math@dapo/*.parquet:0.3 where prompt_tokens<=512`. A format
+is a name in `data_rows.FORMATS`; without one the fields are those of the `data` section. Rows
+become `Prompt`s before training starts, so that a bad row costs no accelerator time.
+"""
+
+import bisect
+import dataclasses
+import itertools
+import logging
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+
+from gspo_jax import structs
+from gspo_jax.data import formats, tokenizer
+from gspo_jax.data.embedded import TASKS, Embedded, spread
+from gspo_jax.data.files import BadRow, DataError, read
+from gspo_jax.data.prompt_filter import QuerySetConfig
+
+_SPEC = re.compile(
+  r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where problems come from, and the format of files that name none of their own (see
+  `data_rows.Format` for what field names may be)."""
+
+  train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
+  eval: str
+  question_field: str
+  answer_field: str
+  answer_pattern: str  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
+  demonstration_field: str  # what supervised fine-tuning learns to write; '': the answer field
+  prompt_template: str  # holds {question}; the user's turn where the tokenizer has a chat template
+  max_prompt_tokens: int
+  on_error: str  # what a bad row does: 'raise' stops the run, 'skip' leaves it out and counts it
+  digits: int  # embedded tasks: digits of the operands
+  carry_errors: float  # embedded tasks: probability that a demonstration forgets a carry
+  query_set: QuerySetConfig  # which prompts stay in use while the policy learns
+
+  def __post_init__(self):
+    if "{question}" not in self.prompt_template:
+      raise DataError(f"data.prompt_template={self.prompt_template!r} must hold {{question}}")
+    self.format("")  # checks the pattern
+    if self.on_error not in ("raise", "skip"):
+      raise DataError(f"data.on_error={self.on_error!r} is not raise or skip")
+    if self.max_prompt_tokens < 1:
+      raise DataError(f"data.max_prompt_tokens={self.max_prompt_tokens} must be at least 1")
+
+  def format(self, name: str) -> formats.Format:
+    """A format by name, or the one this section describes; with the configured template, unless it
+    has its own."""
+    if name:
+      form = formats.FORMATS[name]
+      return dataclasses.replace(form, template=form.template or self.prompt_template)
+    return formats.Format(
+      self.question_field,
+      self.answer_field,
+      self.answer_pattern,
+      self.demonstration_field,
+      self.prompt_template,
+    )
+
+
+class Source(Protocol):
+  """Random access to prompts; `skipped` counts the bad rows that were left out."""
+
+  skipped: int
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int) -> structs.Prompt: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+  """A source held in memory."""
+
+  rows: Sequence[structs.Prompt]
+  skipped: int = 0
+
+  def __len__(self) -> int:
+    return len(self.rows)
+
+  def __getitem__(self, index: int) -> structs.Prompt:
+    return self.rows[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+  """Several sources, drawn from in proportion to their weights; indexed one after another."""
+
+  sources: tuple[Source, ...]
+  weights: tuple[float, ...]
+
+  @property
+  def skipped(self) -> int:
+    return sum(source.skipped for source in self.sources)
+
+  def __len__(self) -> int:
+    return sum(map(len, self.sources))
+
+  def __getitem__(self, index: int) -> structs.Prompt:
+    ends = list(itertools.accumulate(map(len, self.sources)))
+    which = bisect.bisect_right(ends, index)
+    return self.sources[which][index - (ends[which - 1] if which else 0)]
+
+
+def load(config: DataConfig, tok: tokenizer.Tokenizer, split: str) -> Source:
+  """The prompts of `config.train` (split 'train') or `config.eval` (split 'eval').
+
+  Raises:
+    DataError: for a bad file, an empty data set, and for the first bad row unless
+      `config.on_error` is 'skip'.
+  """
+  spec, key = {"train": (config.train, "data.train"), "eval": (config.eval, "data.eval")}[split]
+  return load_spec(config, tok, spec, key)
+
+
+def load_spec(config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str) -> Source:
+  """The prompts of a source or mixture; `key` is the config key that holds `spec`."""
+  if not spec.strip():
+    raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
+  parts = [_SPEC.fullmatch(part.strip()) for part in spec.split(",")]
+  if not all(parts):
+    raise DataError(f"{key}={spec!r} has an empty part: sources are separated by single commas")
+  names = [part[0] for part in parts]
+  if len(set(names)) < len(names):
+    raise DataError(f"{key}={spec!r} names a source twice; use a weight")
+  weights = [float(part["weight"]) for part in parts if part["weight"]]
+  if len(weights) not in (0, len(parts)) or not all(weights):
+    raise DataError(f"{key}={spec!r}: either every source has a weight above 0, or none has one")
+  if len(parts) == 1:
+    return _load_part(config, tok, parts[0], key, "")
+  # The same id may be in two sources; with its source before it, it is nobody else's.
+  sources = [_load_part(config, tok, p, key, f"{p['form'] or ''}@{p['path']}#") for p in parts]
+  return Mixture(tuple(sources), tuple(weights or map(float, map(len, sources))))
+
+
+def _load_part(
+  config: DataConfig, tok: tokenizer.Tokenizer, part: re.Match, key: str, prefix: str
+) -> Source:
+  path, name = part["path"], part["form"] or ""
+  if name and name not in formats.FORMATS:
+    raise DataError(
+      f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(formats.FORMATS)}"
+    )
+  where = formats.conditions(part["where"] or "", key)
+  if path.partition(":")[0] in TASKS:
+    if where or name:
+      raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
+    return Embedded(
+      path,
+      tok,
+      digits=config.digits,
+      carry_errors=config.carry_errors,
+      template=config.prompt_template,
+      max_tokens=config.max_prompt_tokens,
+      key=key,
+    )
+  return _load_rows(config, tok, path, key, config.format(name), where, prefix)
+
+
+def batches(
+  source: Source, batch_size: int, *, seed: int, process_index: int = 0, process_count: int = 1
+) -> "Batches":
+  """An endless iterator over lists of `batch_size` prompts, shuffled anew in every epoch.
+
+  All processes cut one global order, so at every step they hold disjoint parts of it, and the
+  prompts of a step do not depend on how many processes share them. Epochs follow each other
+  without a gap: a batch may span two, and one larger than the source repeats prompts. The sources
+  of a mixture have epochs of their own, and are interleaved in a fixed order.
+  """
+  if batch_size < 1 or not 0 <= process_index < process_count:
+    raise ValueError(f"batch size {batch_size}, process {process_index} of {process_count}")
+  return Batches(source, batch_size, seed, process_index, process_count)
+
+
+class Batches:
+  """See `batches`. `get_state()` is a dict that JSON can hold; `set_state` continues from there.
+
+  A source that has changed since (a new file that a pattern matches, lines added, weights) has
+  another order, in which the old position means nothing. The epoch is then given up: a new one
+  starts, in an order of its own, and all rows, old and new, come up in it once.
+  """
+
+  def __init__(
+    self, source: Source, batch_size: int, seed: int, process_index: int, process_count: int
+  ):
+    self._source, self._batch_size, self._seed = source, batch_size, seed
+    self._process_index, self._process_count = process_index, process_count
+    self._contents = _contents(source)
+    self._start(0)
+
+  def _start(self, restarts: int) -> None:
+    self._restarts = restarts
+    sources = self._source.sources if isinstance(self._source, Mixture) else (self._source,)
+    shuffled = []
+    for number, source in enumerate(sources):
+      seed = self._seed + 1_000_003 * restarts + 7919 * number
+      shuffled.append(grain.MapDataset.source(source).seed(seed % 2**32).shuffle().repeat())
+    dataset = shuffled[0]
+    if len(shuffled) > 1:
+      dataset = grain.MapDataset.mix(shuffled, self._source.weights)
+    if self._process_count > 1:
+      dataset = dataset[self._process_index :: self._process_count]
+    # Prompts are in memory or cheap to make: threads that read ahead would only add latency.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    self._prompts = iter(dataset.to_iter_dataset(options))
+
+  def __iter__(self) -> Iterator[list[structs.Prompt]]:
+    return self
+
+  def __next__(self) -> list[structs.Prompt]:
+    return self.take(self._batch_size)
+
+  def take(
+    self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
+  ) -> list[structs.Prompt]:
+    """The next `count` prompts that are wanted; where none is, after two epochs, any."""
+    taken, refused = [], 0
+    while len(taken) < count:
+      prompt = next(self._prompts)
+      if wanted(prompt) or refused >= 2 * len(self._source):
+        taken.append(prompt)
+        refused = 0
+      else:
+        refused += 1
+    return taken
+
+  def get_state(self) -> dict[str, Any]:
+    position = self._prompts.get_state()
+    return dict(position=position, contents=self._contents, restarts=self._restarts)
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    changed = state["contents"] != self._contents
+    self._start(state["restarts"] + changed)
+    if changed:
+      logging.warning("the training data has changed since the checkpoint: a new epoch starts")
+    else:
+      self._prompts.set_state(state["position"])
+
+
+def _contents(source: Source) -> str:
+  """What the order depends on: the number of rows, their ids, and the weights of a mixture."""
+  if isinstance(source, Mixture):
+    return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
+  indices = spread(len(source)) if isinstance(source, Embedded) else range(len(source))
+  checksum = 0
+  for i in indices:
+    checksum = zlib.crc32(source[i].id.encode() + b"\n", checksum)
+  return f"{len(source)} rows {checksum:08x}"
+
+
+def skipped_rows(source: Source) -> dict[str, float]:
+  """The metric that tells of bad rows; nothing where there were none."""
+  return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
+
+
+def demonstration_tokens(
+  prompt: structs.Prompt, tok: tokenizer.Tokenizer
+) -> tuple[list[int], list[int]]:
+  """What comes after the prompt, and 1 where supervised fine-tuning learns to write it: texts and
+  the stop after each; 0 on what an environment says between them."""
+  turns, tokens, mask = prompt.demonstration, [], []
+  for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
+    written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
+    tokens += written
+    mask += [1 - i % 2] * len(written)
+  return tokens, mask
+
+
+def pack_demonstrations(
+  prompts: Sequence[structs.Prompt], tok: tokenizer.Tokenizer, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Prompt, demonstration and stop token per row, right-padded to `length`.
+
+  Returns:
+    tokens int32 [B, T] and mask float32 [B, T], 1 on the demonstration and its stop tokens.
+
+  Raises:
+    DataError: if a row does not fit (`fitting` finds such rows before training starts).
+  """
+  tokens_BT = np.full((len(prompts), length), tok.pad_id, np.int32)
+  mask_BT = np.zeros((len(prompts), length), np.float32)
+  for b, prompt in enumerate(prompts):
+    target, mask = demonstration_tokens(prompt, tok)
+    start, end = len(prompt.tokens), len(prompt.tokens) + len(target)
+    if end > length:
+      raise DataError(_too_long(prompt, end, length))
+    tokens_BT[b, :end] = [*prompt.tokens, *target]
+    mask_BT[b, start:end] = mask
+  return tokens_BT, mask_BT
+
+
+def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str) -> Source:
+  """`source` without the demonstrations that `pack_demonstrations` could not pack into `length`.
+
+  With on_error 'raise' the first one is an error; with 'skip' they join `skipped`. The embedded
+  task is looked at in samples only, and comes back whole.
+  """
+  if isinstance(source, Mixture):
+    parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
+    return Mixture(parts, source.weights)
+  rows = []
+  for index in spread(len(source)) if isinstance(source, Embedded) else range(len(source)):
+    prompt = source[index]
+    end = len(prompt.tokens) + len(demonstration_tokens(prompt, tok)[0])
+    if not prompt.demonstration:
+      reason = f"{prompt.id}: the demonstration is empty; set data.demonstration_field"
+    elif end > length:
+      reason = _too_long(prompt, end, length)
+    else:
+      rows.append(prompt)
+      continue
+    if on_error == "raise":
+      raise DataError(reason)
+  if not rows:
+    raise DataError(f"no demonstration fits into sft.max_tokens={length}")
+  if isinstance(source, Embedded):
+    return source
+  return Prompts(tuple(rows), source.skipped + len(source) - len(rows))
+
+
+def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
+  return (
+    f"{prompt.id}: prompt and demonstration take {end} tokens, more than sft.max_tokens={length}."
+    " Raise it, or set data.on_error=skip to leave such rows out"
+  )
+
+
+def _load_rows(
+  config: DataConfig,
+  tok: tokenizer.Tokenizer,
+  path: str,
+  key: str,
+  form: formats.Format,
+  where: tuple[formats.Condition, ...],
+  prefix: str,
+) -> Prompts:
+  """Reads and checks every row of files or of a TFDS data set."""
+  for name, field in ("question_field", form.question), ("answer_field", form.answer):
+    if not field:
+      raise DataError(f"data.{name} is empty. Set it to the field of {key}={path} that holds it")
+  prompts, seen, skipped, filtered, first = [], {}, 0, 0, ""
+  for place, default_id, decode in read(path, key):
+    try:
+      prompt = formats.prompt(
+        decode(),
+        form,
+        tok,
+        where=where,
+        max_tokens=config.max_prompt_tokens,
+        default_id=default_id,
+      )
+      if prompt is not None and prompt.id in seen:
+        raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
+    except BadRow as error:
+      if config.on_error == "raise":
+        hint = "or set data.on_error=skip to leave such rows out"
+        raise DataError(f"{place}: {error}, {hint}") from error
+      skipped += 1
+      first = first or f"; {place}: {error}"
+      continue
+    if prompt is None:
+      filtered += 1
+      continue
+    seen[prompt.id] = place
+    prompts.append(dataclasses.replace(prompt, id=prefix + prompt.id) if prefix else prompt)
+  if not prompts:
+    why = f"{skipped} bad rows, {filtered} that the filter leaves out{first}"
+    raise DataError(f"{key}={path}: the data set is empty ({why})")
+  if skipped:
+    logging.warning("%s=%s: %d rows left out%s", key, path, skipped, first)
+  return Prompts(tuple(prompts), skipped)

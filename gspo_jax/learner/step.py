@@ -1,0 +1,421 @@
+"""The update: log-probabilities, objective, gradient over micro-batches, Optax, metrics."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspo_jax import objectives as O
+from gspo_jax import sharding
+from gspo_jax.learner import packing
+from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
+from gspo_jax.models import moe, routing, transformer
+from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
+from gspo_jax.sharding import BATCH, P
+from gspo_jax.structs import TrainBatch, TrainState
+
+# name -> loss; all take (logp, old_logp, advantage, mask) and the options of objectives.terms.
+OBJECTIVES = dict(
+  gspo=O.gspo_loss,
+  gspo_token=O.gspo_token_loss,
+  grpo=O.grpo_loss,
+  ppo_clip=O.ppo_loss,  # with group-relative advantages instead of a critic's
+  dapo=O.dapo_loss,
+  dr_grpo=O.dr_grpo_loss,
+  cispo=O.cispo_loss,
+  gmpo=O.gmpo_loss,
+  segment=O.segment_loss,  # a ratio per turn; also takes segment_BT
+)
+BY_TOKEN = ("gspo_token", "ppo_clip", "segment")  # whose advantages may differ between turns
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+  name: str  # one of OBJECTIVES
+  clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+  clip_high: float
+  dual_clip: float  # bound on the ratio for negative advantages, not cispo or gmpo; 0: none
+  max_length: int  # dr_grpo divides every response by it: sampling.max_new_tokens
+  advantage: str  # group_advantages: "std" | "none" | "leave_one_out"
+  old_logp: str  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
+  kl_coef: float  # penalty on KL(policy || cold start); 0: no reference policy is kept
+  kl: str  # its estimate: "k1" | "k2" | "k3"
+  entropy_coef: float  # reward for entropy
+  load_balance_coef: float  # router auxiliary loss
+  replay: str  # Routing Replay: "none" | "R2": what the recomputation chose | "R3": the sampler
+  volatility: bool  # record routes when the rollout is made, for router/volatility/*
+
+  def __post_init__(self):
+    for key, allowed in dict(
+      name=tuple(OBJECTIVES),
+      advantage=("std", "none", "leave_one_out"),
+      old_logp=("sampler", "recompute"),
+      kl=("k1", "k2", "k3"),
+      replay=("none", "R2", "R3"),
+    ).items():
+      if getattr(self, key) not in allowed:
+        raise ValueError(
+          f"objective.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}"
+        )
+    for key in ("clip_low", "clip_high", "dual_clip", "kl_coef", "load_balance_coef"):
+      if getattr(self, key) < 0:
+        raise ValueError(f"objective.{key}={getattr(self, key)} must not be negative")
+    if self.replay == "R2" and self.old_logp != "recompute":
+      raise ValueError(
+        f"objective.replay='R2' replays what the recomputation pass chose, which "
+        f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
+      )
+
+  @property
+  def needs_sampler_routing(self) -> bool:
+    return self.replay == "R3" or self.volatility
+
+
+def policy_loss(
+  config: ObjectiveConfig, logp_BT: jax.Array, entropy_BT: jax.Array, batch: TrainBatch
+) -> tuple[Mean, dict[str, Any]]:
+  """The configured objective as undivided sums."""
+  options = dict(entropy_BT=entropy_BT, entropy_coef=config.entropy_coef)
+  if config.kl_coef:
+    options |= dict(ref_logp_BT=batch.ref_logp_BT, kl=config.kl, kl_coef=config.kl_coef)
+  if config.dual_clip:
+    options |= dict(dual_clip=config.dual_clip)
+  if config.name == "dr_grpo":
+    options |= dict(max_length=config.max_length)
+  if config.name == "segment":
+    no_turns = batch.turn_BT is None
+    options |= dict(segment_BT=jnp.zeros_like(batch.tokens_BT) if no_turns else batch.turn_BT)
+  advantage = batch.advantage_B
+  if config.name in BY_TOKEN:
+    advantage = batch.advantage_BT
+    if advantage is None:
+      advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
+  return OBJECTIVES[config.name].sums(
+    logp_BT,
+    batch.old_logp_BT,
+    advantage,
+    batch.mask_BT,
+    clip_low=config.clip_low,
+    clip_high=config.clip_high,
+    **options,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """What an update needs besides its arrays."""
+
+  model: ModelConfig
+  compute: ComputeConfig
+  temperature: float  # of the policy: the one that its responses are sampled at
+  microbatches: int
+  load_balance_coef: float
+  # An update whose loss or gradient is NaN or infinite is left out. "skip": and the next one is
+  # made; "stop": and so are all that follow, so that the state stays the one it happened in.
+  on_nonfinite: str = "stop"
+  # Of rollouts: as many sequences begin with the same prompt, and so many tokens it has at most.
+  group_size: int = 1
+  prompt_tokens: int = 0
+
+
+def log_probs(
+  params: Any, rows: Rows, learner: Learner, replay_RTlk: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, transformer.Output]:
+  """log π(token t | tokens before it) and the entropy there, [B, T] each, and the forward pass.
+
+  Position 0 has no probability and holds 0. With `replay_RTlk`, π is the network that these routes
+  activate, with the gate weights of the router in `params`.
+  """
+  out = transformer.forward(
+    params,
+    learner.model,
+    rows.tokens_RT,
+    positions=rows.positions_RT,
+    segments=rows.segments_RT,
+    tree=rows.tree,
+    routing=routing.by_layer(replay_RTlk),
+    compute=learner.compute,
+  )
+  both = transformer.token_logp(
+    params,
+    out.hidden_BTD,
+    rows.targets_RT,
+    temperature=learner.temperature,
+    compute=learner.compute,
+  )
+  of_next = (by_sequence(x_RT, rows) for x_RT in both)
+  logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
+  return logp_BT, entropy_BT, out
+
+
+def rows_of(batch: TrainBatch, learner: Learner) -> Rows:
+  """What the model reads of a batch, or of one of its `parts`."""
+  if batch.row_B is not None:
+    return packed(batch, len(batch.tokens_BT) // learner.microbatches)
+  if batch.prompt_B is not None:
+    return trees(batch, learner.group_size, learner.prompt_tokens)
+  return plain(batch)
+
+
+def make_score(learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
+  """A jitted pass without gradient: the trainer's log-probabilities [B, T] of a batch."""
+
+  def logp(params: Any, batch: TrainBatch) -> jax.Array:
+    return log_probs(params, rows_of(batch, learner), learner)[0]
+
+  return jax.jit(by_part(logp, learner))
+
+
+def make_old_policy(
+  learner: Learner, objective: ObjectiveConfig
+) -> Callable[[Any, TrainBatch], dict[str, jax.Array]]:
+  """A jitted pass without gradient: the fields of a batch that say what its old policy is.
+
+  `old_logp_BT` under its own routing, and that routing; with R3, under the sampler's routing. So
+  the first mini-batch, replaying the same routes with the same weights, has a ratio of exactly 1.
+  """
+  keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
+
+  def old_policy(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
+    rows = rows_of(batch, learner)
+    replay = routes_to_replay(rows, "R3") if objective.replay == "R3" else None
+    logp_BT, _, out = log_probs(params, rows, learner, replay)
+    fields = dict(old_logp_BT=logp_BT)
+    if keeps_routing and out.routing_lBTk is not None:
+      routes_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
+      fields["routing_BTlk"] = by_sequence(routes_RTlk, rows, routing.NO_ROUTE)
+    return fields
+
+  return jax.jit(by_part(old_policy, learner))
+
+
+def by_part(function: Callable, learner: Learner) -> Callable:
+  """`function(params, batch)`, a tree of arrays [B, ...], with no more rows at once than an update
+  takes, should the batch be packed."""
+
+  def whole(params: Any, batch: TrainBatch) -> Any:
+    if batch.row_B is None:
+      return function(params, batch)
+    number, part = parts(batch, learner)
+
+    def one(i):
+      some = part(i)
+      return some.row_B >= 0, function(params, some)
+
+    def put(total, new):
+      (_, old), (inside_B, new) = total, new
+      inside = lambda x: inside_B.reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+      return inside_B, jax.tree.map(lambda a, b: jnp.where(inside(a), a, b), new, old)
+
+    return accumulate(one, number, put, learner.microbatches)[1]
+
+  return whole
+
+
+def routes_to_replay(rows: Rows, replay: str) -> jax.Array | None:
+  """The routes that mode `replay` forces upon the policy; ValueError if the batch has none."""
+  if replay == "none":
+    return None
+  name = dict(R2="routing", R3="sampler_routing")[replay]
+  routes_RTlk = getattr(rows, f"{name}_RTlk")
+  if routes_RTlk is None:
+    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}_BTlk")
+  return routes_RTlk
+
+
+def make_rl_step(
+  learner: Learner, objective: ObjectiveConfig, tx: optax.GradientTransformation
+) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]:
+  """The jitted policy update on one mini-batch; the state is donated."""
+
+  def loss(params, batch):
+    rows = rows_of(batch, learner)
+    replay_RTlk = routes_to_replay(rows, objective.replay)
+    logp_BT, entropy_BT, out = log_probs(params, rows, learner, replay_RTlk)
+    total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch)
+    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
+    metrics |= volatility_metrics(out, rows, objective.replay)
+    empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
+    metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
+    return total, metrics, out.stats
+
+  return make_step(learner, loss, tx)
+
+
+def make_sft_step(
+  learner: Learner, tx: optax.GradientTransformation
+) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]:
+  """The jitted supervised update: mean over tokens of -log π(token); the state is donated."""
+
+  def loss(params, batch):
+    logp_BT, entropy_BT, out = log_probs(params, rows_of(batch, learner), learner)
+    tokens = batch.mask_BT.sum()
+    total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
+    return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
+
+  return make_step(learner, loss, tx)
+
+
+def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation) -> Callable:
+  """Gradient of `loss(params, batch) -> (Mean, metrics, router stats)` and one Optax update.
+
+  Numerators are differentiated and summed over micro-batches, denominators are summed, and they
+  are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
+  loss is the exception: it is a product of two means, taken per micro-batch.) The metric
+  `updates_skipped` counts, since the start of the run, the updates that were left out.
+  """
+
+  def numerator(params, batch):
+    total, metrics, stats = loss(params, batch)
+    metrics |= {"loss": total}
+    value = total.numerator
+    if stats is not None:
+      metrics |= router_metrics(stats, learner.model)
+      balance = moe.load_balance(stats, learner.model)
+      value = value + learner.load_balance_coef * balance * total.denominator
+    return value, metrics
+
+  gradient = jax.grad(numerator, has_aux=True)
+
+  def add(total, new):
+    (grads, metrics), (more, others) = total, new
+    return jax.tree.map(jnp.add, grads, more), merge(metrics, others)
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def step(state: TrainState, batch: TrainBatch):
+    number, part = parts(batch, learner)
+    one = lambda i: gradient(state.params, part(i))  # noqa: E731
+    grads, metrics = accumulate(one, number, add, learner.microbatches)
+    denominator = jnp.maximum(metrics["loss"].denominator, 1)
+    grads = jax.tree.map(lambda g: g / denominator, grads)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    grad_norm = optax.tree.norm(grads)
+    sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
+    if learner.on_nonfinite == "stop":
+      sound &= state.skipped == 0
+    new = TrainState(state.step + 1, params, opt_state, state.skipped)
+    state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
+    state = state.replace(skipped=state.skipped + ~sound)
+    metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
+    return state, metrics
+
+  return step
+
+
+def parts(
+  batch: TrainBatch, learner: Learner
+) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
+  """How many micro-batches there are, and the i-th of them; of a packed batch, those with tokens
+  in their rows: at most `learner.microbatches`."""
+  if batch.row_B is not None:
+    R = len(batch.tokens_BT) // learner.microbatches
+    return packing.count(batch, R), lambda i: packing.part(batch, i, R)
+  if learner.microbatches == 1:
+    return 1, lambda i: batch
+  stacked = split(batch, learner.microbatches)
+  return learner.microbatches, lambda i: jax.tree.map(lambda x: x[i], stacked)
+
+
+def split(batch: TrainBatch, parts: int) -> TrainBatch:
+  """[B, ...] -> [parts, B/parts, ...], every part with rows of every device, side by side as they
+  are there: rows of a group stay together."""
+
+  def on_each_device(batch):
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+
+  return sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
+
+
+def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
+  """combine(combine(function(0), function(1)), function(2)), ... of `number` results, one at a
+  time; of `most` at most, while `number` may be known at run time only."""
+  if most == 1:
+    return function(0)
+  none = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), jax.eval_shape(function, 0)
+  )
+
+  def go_on(carry):
+    i, _ = carry
+    return (i < number) & (i < most)  # hlo_costs.py counts a loop by a constant
+
+  def body(carry):
+    i, total = carry
+    new = function(i)
+    return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
+
+  return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
+
+
+def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
+  """Router statistics over layers: balance (1 is even), entropy in nats, busiest expert, drops."""
+  tokens = stats.tokens.sum()
+  share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
+  return {
+    "router/load_balance": Mean(moe.load_balance(stats, config) * tokens, tokens),
+    "router/entropy": Mean(stats.entropy.sum(), tokens),
+    "router/z": Mean(stats.z.sum(), tokens),
+    "router/busiest_expert": Max(share.max()),
+    "router/dropped_tokens": Max(stats.dropped.sum()),
+  }
+
+
+VOLATILITY = "router/volatility"
+
+
+def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
+  """How far the routing has moved since the rollout, per layer, and sampler against trainer.
+
+  Without replay: the experts that this forward pass used against those on record for the same
+  tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
+  router would have chosen, on the replayed network's hidden states, against the replayed ones.
+  Nothing is computed again, and nothing is said where no routes were recorded.
+  """
+  if out.routing_lBTk is None:
+    return {}
+  metrics, sampler_RTlk = {}, rows.sampler_routing_RTlk
+  recorded_RTlk = sampler_RTlk if rows.routing_RTlk is None else rows.routing_RTlk
+  if replay != "none":
+    metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed)
+  elif recorded_RTlk is not None:
+    metrics[VOLATILITY] = _volatility(out, recorded_RTlk)
+  if sampler_RTlk is not None:
+    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_RTlk)
+    metrics[f"{VOLATILITY}/sampler"] = Mean(layers.numerator.sum(), layers.denominator.sum())
+  return metrics
+
+
+def _volatility(out: transformer.Output, recorded_RTlk: jax.Array) -> Mean:
+  recorded_lRTk = routing.by_layer(recorded_RTlk)
+  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lRTk))
+
+
+@jax.jit
+def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
+  """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
+
+  `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
+  ratio is 1. Sampler and trainer are compared there too, before any update.
+  """
+  row = _scalars(functools.reduce(merge, minibatches))
+  apart = ("ratio/deviation", "clip_fraction/sequence", "clip_fraction/token", "loss")
+  for i, one in enumerate(minibatches):
+    one = _scalars({k: v for k, v in one.items() if k in (*apart, VOLATILITY)})
+    row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
+  of_sampler = lambda name: name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"  # noqa: E731
+  return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array]:
+  """Divided; the one metric that is a vector over layers becomes its mean and its largest."""
+  row = compute(metrics)
+  if VOLATILITY in row:
+    layers_l = row.pop(VOLATILITY)
+    row |= {f"{VOLATILITY}/mean": layers_l.mean(), f"{VOLATILITY}/max_layer": layers_l.max()}
+  return row

@@ -1,0 +1,335 @@
+"""Hugging Face directories: config.json and safetensors <-> ModelConfig and Params.
+
+One table says how each parameter lies in the files; `load` reads it in one direction and `save` in
+the other. Both stream: `load` copies slices of memory-mapped files straight into each device's part
+of a parameter, `save` writes one tensor after the other.
+
+Qwen3, Qwen3-MoE, Qwen2 and Llama-like models, as published and as transformers 5 writes them.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.models.hf import config as hf_config
+from gspo_jax.models.hf import files as hf_files
+from gspo_jax.models.hf.config import CheckpointError, load_config
+from gspo_jax.models.sizes import ModelConfig
+
+__all__ = ["CheckpointError", "load", "load_config", "save"]
+
+_LAYER = "model.layers.{l}."
+# Parameter -> (name in the files, axes there). Letters that share an axis are merged into it, as
+# N and H are in q_proj; a letter in braces is in the name: one tensor per layer and expert.
+_NAMES = {
+  "embed": ("model.embed_tokens.weight", "V D"),
+  "attention_norm": (_LAYER + "input_layernorm.weight", "D"),
+  "attention.q": (_LAYER + "self_attn.q_proj.weight", "NH D"),
+  "attention.k": (_LAYER + "self_attn.k_proj.weight", "KH D"),
+  "attention.v": (_LAYER + "self_attn.v_proj.weight", "KH D"),
+  "attention.o": (_LAYER + "self_attn.o_proj.weight", "D NH"),
+  "attention.q_norm": (_LAYER + "self_attn.q_norm.weight", "H"),
+  "attention.k_norm": (_LAYER + "self_attn.k_norm.weight", "H"),
+  "attention.q_bias": (_LAYER + "self_attn.q_proj.bias", "NH"),
+  "attention.k_bias": (_LAYER + "self_attn.k_proj.bias", "KH"),
+  "attention.v_bias": (_LAYER + "self_attn.v_proj.bias", "KH"),
+  "ffn_norm": (_LAYER + "post_attention_layernorm.weight", "D"),
+  "Dense.gate": (_LAYER + "mlp.gate_proj.weight", "F D"),
+  "Dense.up": (_LAYER + "mlp.up_proj.weight", "F D"),
+  "Dense.down": (_LAYER + "mlp.down_proj.weight", "D F"),
+  "Moe.router": (_LAYER + "mlp.gate.weight", "E D"),
+  "Moe.gate": (_LAYER + "mlp.experts.{E}.gate_proj.weight", "F D"),
+  "Moe.up": (_LAYER + "mlp.experts.{E}.up_proj.weight", "F D"),
+  "Moe.down": (_LAYER + "mlp.experts.{E}.down_proj.weight", "D F"),
+  "final_norm": ("model.norm.weight", "D"),
+  "head": ("lm_head.weight", "V D"),
+}
+# What transformers 5 writes on request (save_original_format=False), and how it holds experts in
+# memory: all of a layer in one tensor, gate and up as the halves of one axis, "2".
+_FUSED = {
+  "Moe.gate": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
+  "Moe.up": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
+  "Moe.down": (_LAYER + "mlp.experts.down_proj", "E D F"),
+}
+_EMBED, _HEAD = _NAMES["embed"][0], _NAMES["head"][0]
+_SAVED = ("float32", "bfloat16", "float16")
+_PARTIAL = ".partial"  # suffix of files that are being written
+_READ = 2**24  # elements copied at once: bounds what is in host memory besides the parameter
+_ALIGN = 64  # bytes; JAX takes such a buffer over on CPU instead of copying it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """One parameter and its place in the files."""
+
+  key: str  # of _NAMES
+  letters: str
+  shape: tuple[int, ...]
+  name: str
+  axes: tuple[str, ...]
+  first_layer: int  # of the run of layers it is stacked over; where it stands among them if in none
+
+  @property
+  def stacked(self) -> str:
+    """Letters that are in the name. They come first in every parameter."""
+    return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    return dict(zip(self.letters, self.shape)) | {"2": 2}
+
+  @property
+  def tensor_shape(self) -> tuple[int, ...]:
+    return tuple(math.prod(self.sizes[x] for x in axis) for axis in self.axes)
+
+  def tensor(self, position: tuple[int, ...]) -> str:
+    """Name of the tensor at this position along the stacked letters."""
+    at = dict(zip(self.stacked, position))
+    return self.name.format(l=self.first_layer + at.get("l", 0), E=at.get("E", 0))
+
+  def positions(self, box: dict[str, range]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*(box[x] for x in self.stacked))
+
+
+def _leaves(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[_Leaf]:
+  """Every parameter, in the order of the flattened pytree."""
+  table = transformer.table(config)
+  starts = list(itertools.accumulate((n for _, n in config.runs()), initial=0))
+  leaves = []
+  for path, w in jax.tree_util.tree_flatten_with_path(table)[0]:
+    keys, first_layer = path, starts[-1] if path[0].name != "embed" else -1
+    if path[0].name == "blocks":
+      keys, first_layer = path[2:], starts[path[1].idx]
+    key = ".".join(k.name for k in keys)
+    if key.startswith("ffn."):
+      key = f"{type(table.blocks[path[1].idx].ffn).__name__}.{keys[-1].name}"
+    name, axes = names[key]
+    leaves.append(_Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
+  return leaves
+
+
+def load(
+  directory: str | os.PathLike,
+  *,
+  dtype: Any = jnp.float32,
+  mesh: jax.sharding.Mesh | None = None,
+  rules: sharding.Rules = sharding.TRAIN,
+) -> tuple[transformer.Params, ModelConfig]:
+  """Parameters and hyper-parameters of a Hugging Face directory.
+
+  Every tensor in the files is used exactly once and every parameter filled exactly once. With tied
+  embeddings the files may hold either the embedding or `lm_head.weight`, or both if they are equal
+  (transformers, given two different ones, unties them with a warning; here that is an error).
+
+  Args:
+    directory: config.json, and model.safetensors or shards with model.safetensors.index.json.
+    dtype: of the parameters; the files may hold float64, float32, float16 or bfloat16.
+    mesh: lays the parameters out by `rules`; each host opens only the files that hold a part of its
+      own devices. Default: plain arrays on the default device.
+    rules: letters -> mesh axes.
+
+  Raises:
+    FileNotFoundError: no config.json, or no safetensors file.
+    CheckpointError: missing, superfluous, misshapen or quantised tensors; an unsupported model.
+    ValueError: a parameter that the mesh does not divide.
+  """
+  config = load_config(directory)
+  files = hf_files.Files(Path(directory))
+  fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
+  names = _NAMES | (_FUSED if fused else {})
+  twin = None  # a second copy of a tied embedding
+  if config.tie_word_embeddings and _HEAD in files.file_of:
+    if _EMBED in files.file_of:
+      twin = _HEAD
+    else:
+      names = names | {"embed": names["head"]}
+  leaves = _leaves(config, names)
+  shapes = {
+    leaf.tensor(position): leaf.tensor_shape
+    for leaf in leaves
+    for position in leaf.positions(_whole(leaf))
+  }
+  if twin:
+    shapes[twin] = shapes[_EMBED]
+  files.check_names(shapes)
+  layout = [None] * len(leaves)
+  if mesh is not None:
+    layout = jax.tree.leaves(transformer.shardings(config, rules, mesh))
+  # All headers first: a wrong shape in the last file should not cost the reading of the others.
+  files.check_headers(_names_needed(leaves, layout, twin), shapes)
+
+  arrays = []
+  for leaf, target in zip(leaves, layout):
+    copy = twin if leaf.key == "embed" else None
+    if target is None:
+      part = jax.device_put(_read(files, leaf, _whole(leaf), jnp.dtype(dtype), copy))
+      arrays.append(jax.block_until_ready(part))
+      continue
+    parts = []
+    for box, devices in _boxes(leaf, target):
+      part = _read(files, leaf, box, jnp.dtype(dtype), copy)
+      # Waiting keeps host memory at one part; several devices may hold copies of it.
+      parts += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+    arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, target, parts))
+  treedef = jax.tree.structure(transformer.table(config))
+  return jax.tree.unflatten(treedef, arrays), config
+
+
+def _whole(leaf: _Leaf) -> dict[str, range]:
+  return {letter: range(size) for letter, size in zip(leaf.letters, leaf.shape)}
+
+
+def _boxes(leaf: _Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
+  """The parts of a parameter that this process holds, each with the devices that hold it."""
+  devices_of: dict[tuple, list] = {}
+  for device, index in target.addressable_devices_indices_map(leaf.shape).items():
+    part = tuple(range(*s.indices(size)) for s, size in zip(index, leaf.shape))
+    devices_of.setdefault(part, []).append(device)
+  for part, devices in devices_of.items():
+    yield dict(zip(leaf.letters, part)), devices
+
+
+def _names_needed(leaves: list[_Leaf], layout: list, twin: str | None) -> set[str]:
+  """Tensors of which this process reads anything."""
+  needed = {twin} if twin else set()
+  for leaf, target in zip(leaves, layout):
+    boxes = [_whole(leaf)] if target is None else [box for box, _ in _boxes(leaf, target)]
+    needed |= {leaf.tensor(position) for box in boxes for position in leaf.positions(box)}
+  return needed
+
+
+def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin) -> np.ndarray:
+  """One part of a parameter: transposed, unmerged, stacked and cast while it is copied."""
+  out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
+  stacked = leaf.stacked
+  rest = leaf.letters[len(stacked) :]
+  # The parameter's own axes, in the order in which they are in the file.
+  order = [rest.index(x) for axis in leaf.axes for x in axis if x != "2"]
+  first = leaf.axes[0][0]
+  row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
+  step = max(1, _READ // row)
+  for position in leaf.positions(box):
+    target = out[tuple(p - box[x].start for x, p in zip(stacked, position))].transpose(order)
+    name = leaf.tensor(position)
+    for start in range(0, len(box[first]), step):
+      rows = box[first][start : start + step]
+      part = box | {first: rows, "2": range(1, 2) if leaf.key == "Moe.up" else range(1)}
+      data = _slice(files, leaf, name, part)
+      if twin and not np.array_equal(data, _slice(files, leaf, twin, part)):
+        raise CheckpointError(
+          f"{files.file_of[twin]}: tie_word_embeddings is true, but {twin} differs from {name}; "
+          "set it to false in config.json to keep both"
+        )
+      target[start : start + len(rows)] = data
+  return out
+
+
+def _slice(files: hf_files.Files, leaf: _Leaf, name: str, part: dict[str, range]) -> np.ndarray:
+  """What `part` names of one tensor, its merged axes taken apart."""
+  outer, inner, shape = [], [], []
+  for first, *others in leaf.axes:
+    width = math.prod(leaf.sizes[x] for x in others)
+    outer.append(slice(part[first].start * width, part[first].stop * width))
+    shape += [len(part[first]), *(leaf.sizes[x] for x in others)]
+    inner += [0 if first == "2" else slice(None)]
+    inner += [slice(part[x].start, part[x].stop) for x in others]
+  return files.read(name, tuple(outer)).reshape(shape)[tuple(inner)]
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  size = math.prod(shape) * dtype.itemsize
+  buffer = np.empty(size + _ALIGN, np.uint8)
+  start = -buffer.ctypes.data % _ALIGN
+  return buffer[start : start + size].view(dtype).reshape(shape)
+
+
+def save(
+  directory: str | os.PathLike,
+  params: transformer.Params,
+  model_config: ModelConfig,
+  *,
+  dtype: Any = None,
+  shard_size_bytes: int = 5 * 10**9,
+) -> None:
+  """Writes config.json and safetensors that transformers' `from_pretrained` opens.
+
+  Names and shapes are those of the published checkpoints, one tensor per expert. Every process
+  calls this and the first one writes. The tokenizer's files are the caller's to copy. An earlier
+  save in the same directory is replaced when the new files are complete.
+
+  Args:
+    dtype: of the tensors, float32, bfloat16 or float16; default: that of each parameter.
+    shard_size_bytes: several files and model.safetensors.index.json where one would be larger.
+
+  Raises:
+    ValueError: parameters that are not those of `model_config`, or a combination of features that
+      no Hugging Face architecture has.
+  """
+  directory = Path(directory)
+  leaves, arrays = _leaves(model_config, _NAMES), _checked(params, model_config)
+  kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
+  if unknown := {kind.name for kind in kinds} - set(_SAVED):
+    raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
+  config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
+  # In the order of the layers: a layer is in one file, or in two neighbours.
+  plan = sorted(
+    (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
+    for i, leaf in enumerate(leaves)
+    for position in leaf.positions(_whole(leaf))
+  )
+  parts = hf_files.shards(
+    (hf_files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, kinds[i]) for _, i, p in plan),
+    shard_size_bytes,
+  )
+  tensors = _tensors(leaves, arrays, plan)
+  writes = jax.process_index() == 0  # the others take part in gathering
+  if writes:
+    directory.mkdir(parents=True, exist_ok=True)
+  for name, entries in parts.items():
+    path = directory / (name + _PARTIAL) if writes else Path(os.devnull)
+    hf_files.write(path, entries, tensors)
+  if writes:
+    hf_files.finish(directory, parts, _PARTIAL)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices("hf.save")  # nobody reads what is not yet complete
+
+
+def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]:
+  """The parameters, flat; ValueError where they are not those of `config`."""
+  table = transformer.table(config)
+  if jax.tree.structure(params) != jax.tree.structure(table):
+    raise ValueError(
+      "these are not the parameters of this model_config: they differ in layers, biases, qk-norm "
+      "or a tied head"
+    )
+  for (path, array), w in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(table)):
+    if array.shape != w.shape:
+      name = jax.tree_util.keystr(path, simple=True, separator=".")
+      raise ValueError(f"params.{name} has shape {array.shape}, model_config asks for {w.shape}")
+  return jax.tree.leaves(params)
+
+
+def _tensors(leaves, arrays, plan) -> Iterator[np.ndarray]:
+  """The tensors of `plan`, one layer of one parameter on the host at a time."""
+  held, host = None, None
+  for layer, i, position in plan:
+    leaf = leaves[i]
+    if (layer, i) != held:
+      held, host = (layer, i), None  # frees the last one before the next is fetched
+      host = np.asarray(sharding.fetch(arrays[i][position[0]] if leaf.stacked else arrays[i]))
+    rest = leaf.letters[len(leaf.stacked) :]
+    tensor = host[position[1:]].transpose([rest.index(x) for axis in leaf.axes for x in axis])
+    yield tensor.reshape(leaf.tensor_shape)

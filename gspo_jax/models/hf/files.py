@@ -1,0 +1,160 @@
+"""The safetensors files of a Hugging Face directory: opened lazily, checked strictly, streamed."""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+
+from gspo_jax.models.hf.config import CheckpointError, read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+IGNORED = ".rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
+_TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+
+
+class Files:
+  """The tensors of a directory. A file is memory-mapped when something in it is first needed."""
+
+  def __init__(self, directory: Path):
+    """Finds the files as transformers does: one, else the index, else whatever is there.
+
+    Raises:
+      FileNotFoundError: there is none.
+      CheckpointError: one that cannot be read, or a tensor in two files.
+    """
+    self.directory = directory
+    self.file_of: dict[str, Path] = {}  # tensor name -> file
+    self._handles: dict[Path, Any] = {}
+    if (directory / INDEX).exists() and not (directory / SINGLE).exists():
+      index = read_json(directory / INDEX)
+      if not isinstance(index.get("weight_map"), dict):
+        raise CheckpointError(f"{directory / INDEX}: no weight_map")
+      self.file_of = {name: directory / file for name, file in index["weight_map"].items()}
+      return
+    single = directory / SINGLE
+    paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not paths:
+      raise FileNotFoundError(f"{directory}: no *.safetensors file")
+    for path in paths:
+      for name in self._open(path).keys():  # noqa: SIM118, not a mapping
+        if name in self.file_of:
+          raise CheckpointError(f"{name} is both in {self.file_of[name]} and in {path.name}")
+        self.file_of[name] = path
+
+  def _open(self, path: Path) -> Any:
+    if path not in self._handles:
+      try:
+        self._handles[path] = safetensors.safe_open(path, framework="numpy")
+      except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: not a complete safetensors file: {error}") from error
+    return self._handles[path]
+
+  def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+    """A copy of part of a tensor; nothing else of it is read."""
+    return self._open(self.file_of[name]).get_slice(name)[slices]
+
+  def check_names(self, shapes: Shapes) -> None:
+    """CheckpointError unless there are exactly the tensors of `shapes`, and ignored ones."""
+    missing = [name for name in shapes if name not in self.file_of]
+    leftover = [
+      f"{name} ({path.name})"
+      for name, path in self.file_of.items()
+      if name not in shapes and not name.endswith(IGNORED)
+    ]
+    problems = []
+    if missing:
+      problems.append(f"{len(missing)} tensors are missing: {_listed(missing)}")
+    if leftover:
+      problems.append(f"{len(leftover)} tensors belong to no parameter: {_listed(leftover)}")
+    if problems:
+      raise CheckpointError(f"{self.directory}: {'; '.join(problems)}")
+
+  def check_headers(self, names: Iterable[str], shapes: Shapes) -> None:
+    """CheckpointError if a file that holds one of `names` is not as the index and `shapes` say."""
+    for path in sorted({self.file_of[name] for name in names}):
+      inside = set(self._open(path).keys())
+      indexed = {name for name, file in self.file_of.items() if file == path}
+      if inside != indexed:
+        raise CheckpointError(
+          f"{path}: it and {INDEX} disagree about {_listed(sorted(inside ^ indexed))}"
+        )
+      for name in sorted(inside & shapes.keys()):
+        header = self._open(path).get_slice(name)
+        if tuple(header.get_shape()) != shapes[name]:
+          raise CheckpointError(
+            f"{path}: {name} has shape {tuple(header.get_shape())}, but config.json asks for "
+            f"{shapes[name]}"
+          )
+        if header.get_dtype() not in _TAGS.values():
+          raise CheckpointError(
+            f"{path}: {name} is of type {header.get_dtype()}, not one of "
+            f"{', '.join(_TAGS.values())}; quantised checkpoints are not supported"
+          )
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+  rest = f" and {len(names) - most} more" if len(names) > most else ""
+  return ", ".join(names[:most]) + rest
+
+
+class Entry(NamedTuple):
+  """A tensor that is to be written."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @property
+  def bytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+
+def shards(entries: Iterable[Entry], most_bytes: int) -> dict[str, list[Entry]]:
+  """File name -> what goes into it, in order; a file exceeds `most_bytes` only for one tensor."""
+  parts: list[list[Entry]] = [[]]
+  size = 0
+  for entry in entries:
+    if parts[-1] and size + entry.bytes > most_bytes:
+      parts.append([])
+      size = 0
+    parts[-1].append(entry)
+    size += entry.bytes
+  if len(parts) == 1:
+    return {SINGLE: parts[0]}
+  return {f"model-{i + 1:05}-of-{len(parts):05}.safetensors": p for i, p in enumerate(parts)}
+
+
+def write(path: Path, entries: list[Entry], tensors: Iterator[np.ndarray]) -> None:
+  """One safetensors file: length of the header, header, the next tensors one after the other."""
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  end = 0
+  for entry in entries:
+    start, end = end, end + entry.bytes
+    tag = _TAGS[entry.dtype.name]
+    header[entry.name] = dict(dtype=tag, shape=entry.shape, data_offsets=[start, end])
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
+  with open(path, "wb") as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    for entry in entries:
+      file.write(np.ascontiguousarray(next(tensors), entry.dtype).reshape(-1).view(np.uint8))
+
+
+def finish(directory: Path, parts: dict[str, list[Entry]], suffix: str) -> None:
+  """Puts complete files, written as name + `suffix`, in the place of whatever was there before."""
+  for stale in [directory / SINGLE, directory / INDEX, *directory.glob("model-*-of-*.safetensors")]:
+    stale.unlink(missing_ok=True)
+  for name in parts:
+    (directory / (name + suffix)).rename(directory / name)
+  if len(parts) > 1:
+    weight_map = {entry.name: name for name, entries in parts.items() for entry in entries}
+    total = sum(entry.bytes for entries in parts.values() for entry in entries)
+    index = dict(metadata=dict(total_size=total), weight_map=weight_map)
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,41 @@
+"""Command line: python -m gspo_jax.report RUN [OTHER ... --output=compare.html]"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspo_jax.report.page import write_comparison, write_report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Writes DIR/report.html, or a comparison of several runs to --output."""
+  parser = argparse.ArgumentParser(
+    description="Writes the report of a run, or of several to compare them, as one HTML page."
+  )
+  parser.add_argument(
+    "workdirs", metavar="DIR", nargs="+", help="a run's directory, with metrics.jsonl"
+  )
+  parser.add_argument("--max_rollouts", type=int, default=10_000, help="responses on the page")
+  parser.add_argument(
+    "--output", help="where to write it (DIR/report.html); of several runs it must be named"
+  )
+  options = parser.parse_args(arguments)
+  for workdir in options.workdirs:
+    if not (Path(workdir) / "metrics.jsonl").exists():
+      parser.error(f"{workdir} holds no metrics.jsonl: is it the directory of a run?")
+  limit, output = options.max_rollouts, options.output
+  if len(options.workdirs) == 1:
+    path = write_report(options.workdirs[0], max_rollouts=limit, output=output)
+  elif output is None:
+    parser.error("several runs belong to no one's directory: say --output=compare.html")
+  else:
+    try:
+      path = write_comparison(options.workdirs, output, max_rollouts=limit)
+    except ValueError as error:
+      parser.error(str(error))
+  sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+  main()

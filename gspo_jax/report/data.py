@@ -1,0 +1,334 @@
+"""What a report says of its runs, as JSON values: figures on top, warnings, differences, charts.
+
+A report shows one run or compares several: the curves of a metric then share one chart.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gspo_jax.report.figures import SECTIONS, STAGES, Figure, Line, Section
+from gspo_jax.runs import metrics
+
+Row = dict[str, Any]
+ByPhase = Mapping[str, Sequence[Row]]
+
+# Beyond these the page would be slow, and nobody could see more.
+MAX_POINTS = 1200  # of the curves of one metric
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a run's directory holds besides its responses."""
+
+  name: str
+  rows: Sequence[Row]
+  config: Mapping[str, Any]
+
+  @property
+  def flat(self) -> Row:
+    """The settings under dotted keys."""
+    return {k: v for k, v in flatten(self.config) if not k.startswith("provenance.")}
+
+  @property
+  def provenance(self) -> Row:
+    """Which code and packages ran, and how they were started."""
+    return dict(flatten(self.config.get("provenance") or {}))
+
+
+def describe(runs: Sequence[Run]) -> Row:
+  """Everything on the page but the responses."""
+  by_phases = [join_steps(run.rows) for run in runs]
+  titles = {"sft": "Cold start", "rl": _objective(runs)}
+  described = [describe_run(run, by_phase, titles) for run, by_phase in zip(runs, by_phases)]
+  names = [run.name for run in runs]
+  marks = [mark for run in runs for mark in clip_bounds(run.flat)]
+  return {
+    "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
+    "runs": described,
+    "phases": join_phases([run["phases"] for run in described], titles),
+    "differences": {
+      "settings": differences([run.flat for run in runs]),
+      "code": differences([_code(run.provenance) for run in runs]),
+    },
+    "sections": build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]]),
+  }
+
+
+def _objective(runs: Sequence[Run]) -> str:
+  names = {str(run.flat.get("objective.name", "rl")).upper().replace("_", "-") for run in runs}
+  return names.pop() if len(names) == 1 else "RL"
+
+
+def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
+  """What the page says of one run without its charts."""
+  return {
+    "name": run.name,
+    "summary": [*summarize(run.flat), *_commit(run.provenance)],
+    "config": [[key, _text(value)] for key, value in run.flat.items()],
+    "provenance": [[key, _text(value)] for key, value in run.provenance.items()],
+    "headline": headline(by_phase, titles),
+    "warnings": list(warnings(by_phase)),
+    "phases": {
+      phase: {"from": rows[0]["step"], "to": rows[-1]["step"]}
+      for phase, rows in by_phase.items()
+      if rows
+    },
+  }
+
+
+def join_steps(rows: Sequence[Row]) -> dict[str, list[Row]]:
+  """The rows of each training phase by step, those of one step (say, its evaluation) joined."""
+  joined: dict[str, dict[int, Row]] = {phase: {} for phase in metrics.PHASES}
+  for row, phase in zip(rows, metrics.training_phases(rows)):
+    joined[phase].setdefault(row["step"], {}).update(row)
+  return {phase: [steps[step] for step in sorted(steps)] for phase, steps in joined.items()}
+
+
+def join_phases(phases: Sequence[Mapping[str, Row]], titles: Mapping[str, str]) -> Row:
+  """The steps of each phase over all runs."""
+  found = {phase: [one[phase] for one in phases if phase in one] for phase in metrics.PHASES}
+  return {
+    phase: {
+      "title": titles[phase],
+      "from": min(one["from"] for one in ones),
+      "to": max(one["to"] for one in ones),
+    }
+    for phase, ones in found.items()
+    if ones
+  }
+
+
+def headline(by_phase: ByPhase, titles: Mapping[str, str]) -> list[Row]:
+  """The figures on top: accuracy before and after the RL, steps, time."""
+  sft, rl = by_phase["sft"], by_phase["rl"]
+  items = []
+  for key, label in (("eval/accuracy", "Held-out accuracy, avg@k"), ("eval/greedy", "Greedy")):
+    trained = [row[key] for row in rl if row.get(key) is not None]
+    cold = [row[key] for row in sft if row.get(key) is not None]
+    # Before the RL: measured at its step 0, or else at the end of the cold start.
+    at_zero = any(row["step"] == 0 and row.get(key) is not None for row in rl)
+    if trained:
+      before = trained[0] if at_zero or not cold else cold[-1]
+      items.append({"label": label, "before": before, "after": trained[-1]})
+    elif cold:
+      items.append({"label": f"{label}, cold start", "after": cold[-1]})
+  rewards = [row["reward/mean"] for row in rl if row.get("reward/mean") is not None]
+  if rewards and not items:
+    items.append({"label": "Reward", "value": f"{rewards[0]:.3g} → {rewards[-1]:.3g}"})
+  for rows, phase in ((rl, "rl"), (sft, "sft")):
+    if rows:
+      items.append({"label": f"{titles[phase]} steps", "value": f"{rows[-1]['step']:,}"})
+  times = [v for row in (*sft, *rl) for k, v in row.items() if k.startswith("time/") and v]
+  if times:
+    items.append({"label": "Time in stages", "value": metrics.clock_text(sum(times))})
+  return items
+
+
+def warnings(by_phase: ByPhase) -> Iterable[Row]:
+  """Spans of consecutive rows with the same alarm, in the order in which they began."""
+  for phase, rows in by_phase.items():
+    spans = []
+    for name in sorted({key for row in rows for key in row if key.startswith("warning/")}):
+      for alarm, span in itertools.groupby(rows, lambda row, name=name: bool(row.get(name))):
+        steps = [row["step"] for row in span]
+        if alarm:
+          spans.append((steps[0], steps[-1], name.removeprefix("warning/")))
+    for first, last, name in sorted(spans):
+      yield {"phase": phase, "name": name, "from": first, "to": last}
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+  """The keys whose values are not the same in all runs; a missing one is null."""
+  keys = dict.fromkeys(key for run in runs for key in run)
+  found = ({"key": key, "values": [_value(run, key) for run in runs]} for key in keys)
+  return [row for row in found if len(set(row["values"])) > 1]
+
+
+def _value(run: Mapping[str, Any], key: str) -> str | None:
+  return _text(run[key]) if key in run else None
+
+
+def _code(provenance: Mapping[str, Any]) -> Row:
+  """Without the command, which differs between any two runs."""
+  return {key: value for key, value in provenance.items() if key != "command"}
+
+
+def _commit(provenance: Mapping[str, Any]) -> list[str]:
+  commit = provenance.get("commit")
+  changed = " with changes" if provenance.get("dirty") else ""
+  return [f"commit {commit[:8]}{changed}"] if commit else []
+
+
+def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
+  """The clip range as levels to mark in a chart of the ratio, where the config has one."""
+  bounds = (
+    (flat.get("objective.clip_low"), -1, "1 − ε"),
+    (flat.get("objective.clip_high"), 1, "1 + ε"),
+  )
+  return [
+    {"at": 1 + sign * size, "label": f"{text} = {1 + sign * size:.7g}"}
+    for size, sign, text in bounds
+    if isinstance(size, float | int)
+  ]
+
+
+def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
+  """The charts for which the runs have metrics; metrics that no chart names come last."""
+  keys = {phase: {k for run in runs for row in run[phase] for k in row} for phase in metrics.PHASES}
+  named = {
+    (phase, key)
+    for section in SECTIONS
+    for figure in section.figures
+    for phase in figure.phases
+    for line in figure.lines
+    for pattern in (line.key, line.low, line.high)
+    if pattern
+    for key, _ in _expand(pattern, keys[phase])
+  }
+  other = [
+    Figure(key, "", (phase,), (Line(key, "", color),))
+    for phase, color in (("rl", "blue"), ("sft", "amber"))
+    for key in sorted(keys[phase] - {"phase", "step"})
+    if (phase, key) not in named and not _undrawn(phase, key)
+  ]
+  sections = []
+  for section in (*SECTIONS, Section("Other metrics", "", tuple(other))):
+    figures = [built for figure in section.figures for built in _build_figures(figure, runs)]
+    for figure in figures:
+      figure["marks"] = list(ratio_marks) if figure["unit"] == "ratio" else []
+    if figures:
+      sections.append({"title": section.title, "note": section.note, "figures": figures})
+  return sections
+
+
+def _undrawn(phase: str, key: str) -> bool:
+  return key.startswith("warning/") or (phase == "sft" and key.startswith("minibatch/"))
+
+
+def _build_figures(figure: Figure, runs: Sequence[ByPhase]) -> list[Row]:
+  """One chart for all runs, or one each where bars are stacked; none without curves."""
+  points = MAX_POINTS // len(runs)
+  series = [
+    curve | {"run": i}
+    for phase in figure.phases
+    for i, by_phase in enumerate(runs)
+    for curve in _build_curves(figure, phase, by_phase[phase], points)
+  ]
+  if figure.kind != "stack" or len(runs) == 1:
+    parts = [series] if series else []
+  else:
+    parts = [[s for s in series if s["run"] == i] for i in range(len(runs))]
+  names = {f.name for f in dataclasses.fields(Figure)} - {"lines", "phases"}
+  common = {name: getattr(figure, name) for name in names}
+  if len(parts) > 1:  # side by side, on one axis and with the same colours
+    common["top"] = max(max(_totals(part), default=0) for part in parts)
+    common["labels"] = list(dict.fromkeys(s["label"] for s in series))
+    common["wide"] = False
+  return [
+    common
+    | {"phases": [p for p in figure.phases if any(s["phase"] == p for s in part)], "series": part}
+    for part in parts
+    if part
+  ]
+
+
+def _totals(series: Sequence[Row]) -> list[float]:
+  return [sum(y or 0 for y in ys) for ys in zip(*(s["y"] for s in series))]
+
+
+def _build_curves(figure: Figure, phase: str, rows: Sequence[Row], points: int) -> Iterable[Row]:
+  stack = figure.kind == "stack"
+  keys = {key for row in rows for key in row}
+  found = [(line, *pair) for line in figure.lines for pair in _expand(line.key, keys)]
+  stacked = [row for row in rows if any(key in row for _, key, _ in found)]
+  for line, key, name in found:
+    # Of a stack, what a step lacks was 0 (a stage that did not run); else it was not measured.
+    picked = stacked if stack else [row for row in rows if key in row]
+    curve = {
+      "phase": phase,
+      "key": key,
+      "label": line.label.replace("{i}", name).replace("{name}", name),
+      "color": line.color,
+      "x": [row["step"] for row in picked],
+      "y": [_round(row.get(key, 0.0)) for row in picked],
+    }
+    if line.low and any(line.low in row for row in picked):
+      curve["low"] = [_round(row.get(line.low)) for row in picked]
+      curve["high"] = [_round(row.get(line.high)) for row in picked]
+    yield thin(curve, points // 3 if stack else points)
+
+
+def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
+  """(metric, what the braces stand for) for each metric that a pattern names."""
+  if "{" not in pattern:
+    return [(pattern, "")] if pattern in keys else []
+  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"(.+)")
+  pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
+  if "{i}" in pattern:
+    return sorted(pairs, key=lambda pair: int(pair[1]))
+  return sorted(pairs, key=lambda p: (STAGES.index(p[1]) if p[1] in STAGES else 99, p[1]))
+
+
+def thin(curve: Row, limit: int) -> Row:
+  """Averages neighbours so that at most `limit` points remain; bands keep their extremes."""
+  count = len(curve["x"])
+  if count <= limit:
+    return curve
+  edges = [round(i * count / limit) for i in range(limit + 1)]
+  spans = list(itertools.pairwise(edges))
+  reduce = {"x": lambda v: v[-1], "y": lambda v: _round(sum(v) / len(v)), "low": min, "high": max}
+
+  def pooled(name: str) -> list[float | None]:
+    parts = ([v for v in curve[name][a:b] if v is not None] for a, b in spans)
+    return [reduce[name](part) if part else None for part in parts]
+
+  return curve | {name: pooled(name) for name in reduce if name in curve}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+  """Nested mappings as dotted keys."""
+  for key, value in config.items():
+    if isinstance(value, Mapping):
+      yield from flatten(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", value
+
+
+SUMMARY = (
+  (r"objective\.name", "{}"),
+  (r"clip_low", "clip −{}"),
+  (r"clip_high", "+{}"),
+  (r"model\.(name|size)", "{}"),
+  (r"prompts(_per_step)?|batch_size", "{} prompts"),
+  (r"group_size", "{} responses each"),
+  (r"mini_?batches", "{} mini-batches"),
+  (r"learning_rate", "learning rate {}"),
+  (r"seed", "seed {}"),
+)
+
+
+def summarize(flat: Mapping[str, Any]) -> list[str]:
+  """The settings that tell one run from another, for those that the config names."""
+  found = []
+  for pattern, text in SUMMARY:
+    keys = [key for key in flat if re.search(rf"(^|\.)({pattern})$", key)]
+    # The cold start has settings of the same names; the RL ones tell the run.
+    keys.sort(key=lambda key: key.startswith("sft"))
+    if keys and not isinstance(flat[keys[0]], list | tuple) and flat[keys[0]] is not None:
+      found.append(text.format(_text(flat[keys[0]])))
+  return found
+
+
+def _round(value: float | None) -> float | None:
+  if value is None or not math.isfinite(value):
+    return None
+  return float(f"{value:.7g}")
+
+
+def _text(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,103 @@
+"""One self-contained HTML page of a run: its curves and the responses that were dumped.
+
+`python -m gspo_jax.report DIR` reads `config.json`, `metrics.jsonl` and `rollouts/*.jsonl`
+under DIR and writes DIR/report.html, which opens without a network. With several directories the
+page compares their runs. What it says is decided in `data.py`, `figures.py` (the charts) and
+`rollouts.py` (the responses); how it looks, in the files of `static/`.
+"""
+
+import html
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_jax.report.data import Run, describe
+from gspo_jax.report.rollouts import read_rollouts
+from gspo_jax.runs import metrics
+
+Row = dict[str, Any]
+
+MAX_RUNS = 8  # more colours nobody can tell apart
+
+
+def write_report(
+  workdir: str | os.PathLike,
+  *,
+  max_rollouts: int = 10_000,
+  output: str | os.PathLike | None = None,
+) -> Path:
+  """Writes the report of a run, whole or not at all; returns its path (DIR/report.html)."""
+  workdir = Path(workdir)
+  run = _read_run(workdir, workdir.resolve().name)
+  run = Run(str(run.config.get("name", run.name)), run.rows, run.config)
+  return _write([run], [workdir], max_rollouts, output or workdir / "report.html")
+
+
+def write_comparison(
+  workdirs: Sequence[str | os.PathLike],
+  output: str | os.PathLike,
+  *,
+  max_rollouts: int = 10_000,
+) -> Path:
+  """Writes one report of several runs, named by their directories; returns its path."""
+  folders = [Path(workdir) for workdir in workdirs]
+  if len(folders) > MAX_RUNS:
+    raise ValueError(f"{len(folders)} runs are too many for one page: at most {MAX_RUNS}")
+  runs = [_read_run(folder, name) for folder, name in zip(folders, unique_names(folders))]
+  return _write(runs, folders, max_rollouts, output)
+
+
+def unique_names(folders: Sequence[Path]) -> list[str]:
+  """The name of each directory, with as many of its parents as tell it from the others."""
+  parts = [folder.resolve().parts for folder in folders]
+  names = []
+  for i, own in enumerate(parts):
+    others = [other for j, other in enumerate(parts) if j != i]
+    if own in others:
+      raise ValueError(f"{folders[i]} is given twice")
+    count = 1
+    while own[-count:] in [other[-count:] for other in others]:
+      count += 1
+    names.append("/".join(own[-count:]).replace("//", "/"))
+  return names
+
+
+def _read_run(workdir: Path, name: str) -> Run:
+  path = workdir / "config.json"
+  config = json.loads(path.read_text("utf-8")) if path.exists() else {}
+  return Run(name, metrics.read_rows(workdir / "metrics.jsonl"), config)
+
+
+def _write(
+  runs: Sequence[Run], folders: Sequence[Path], max_rollouts: int, output: str | os.PathLike
+) -> Path:
+  output = Path(output)
+  rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
+  temporary = output.with_name(output.name + ".tmp")
+  with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    file.write(render(describe(runs), rollouts))
+  os.replace(temporary, output)
+  return output
+
+
+def render(report: Row, rollouts: Row) -> str:
+  """Fills the template in one pass, so that nothing inside the data is taken for a marker."""
+  folder = Path(__file__).parent / "static"
+  filled = {path.stem: path.read_text("utf-8") for path in folder.glob("*.js")}
+  filled |= {
+    "style": (folder / "style.css").read_text("utf-8"),
+    "title": html.escape(report["name"]),
+    "report_data": _embed(report),
+    "rollouts_data": _embed(rollouts),
+  }
+  template = (folder / "page.html").read_text("utf-8")
+  return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], template)
+
+
+def _embed(value: Any) -> str:
+  """JSON that can stand inside a script element: no `<` can end it or open a comment."""
+  text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+  return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,173 @@
+"""The responses of a report: grouped by prompt, shortened, with the log-ratios of their tokens."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.runs import metrics
+
+Row = dict[str, Any]
+
+# Beyond these the page would be slow, and nobody could read more.
+MAX_CHARACTERS = 4000  # of one response
+MAX_TOKENS = 1_000_000  # with a log-ratio, over the whole page
+
+SAMPLE_FIELDS = (
+  "sample", "reward", "advantage", "length", "truncated", "stop_reason", "ratio", "clipped",
+)  # fmt: skip
+
+
+def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOKENS) -> Row:
+  """Groups of responses to one prompt, at most `limit` responses, spread evenly over the dumps.
+
+  One folder per run; runs share the limits equally. `colors` says how log-ratios are written.
+  """
+  shares = max(1, limit // len(folders)), max_tokens // len(folders)
+  runs = [_read_run(folder, *shares) for folder in folders]
+  groups = [group | {"run": i} for i, run in enumerate(runs) for group in run["groups"]]
+  groups.sort(key=lambda group: (group["phase"] != "sft", group["step"], group["eval"]))
+  known = sum(run["known"] for run in runs)
+  return {
+    "total": sum(run["total"] for run in runs),
+    "groups": groups,
+    "colors": {"known": known, **_quantize([s for group in groups for s in group["samples"]])},
+  }
+
+
+def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
+  paths = sorted(folder.glob("*.jsonl"), key=_time) if folder.exists() else []
+  total = sum(path.read_bytes().count(b"\n") for path in paths)
+  wanted = _spread(paths, limit)  # at least one response of each
+  groups, known, left = [], 0, max_tokens
+  for path in reversed(wanted):  # the newest first: theirs are the tokens that get colours
+    for group in _some_groups(_group(metrics.read_rows(path), path), limit // len(wanted)):
+      samples = []
+      for record in group["samples"]:
+        known += _has_ratios(record)
+        sample = _color(record) if left > 0 and _has_ratios(record) else None
+        # Once there is no room, older ones stay plain, even those that would fit.
+        left = left - len(sample["log_ratio"]) if sample else left
+        samples.append(sample if sample and left >= 0 else _plain(record))
+      groups.append(group | {"samples": samples})
+  return {"total": total, "known": known, "groups": groups}
+
+
+def _time(path: Path) -> tuple:
+  phase, _, step = path.stem.rpartition("_")
+  return phase != "sft", int(step) if step.isdigit() else -1, phase
+
+
+def _group(records: Sequence[Row], path: Path) -> list[Row]:
+  phase = path.stem.rpartition("_")[0]
+  groups: dict[tuple, Row] = {}
+  for record in records:
+    identity = (record["step"], record["prompt_id"], bool(record.get("eval")))
+    if identity not in groups:
+      groups[identity] = {
+        "phase": phase, "step": record["step"], "id": str(record["prompt_id"]),
+        "eval": bool(record.get("eval")), "prompt": _shorten(_spell(record["prompt"])),
+        "answer": _shorten(_spell(_text(record.get("answer", "")))), "samples": [],
+      }  # fmt: skip
+    groups[identity]["samples"].append(record)
+  return list(groups.values())
+
+
+def _some_groups(groups: list[Row], limit: int) -> list[Row]:
+  size = max((len(group["samples"]) for group in groups), default=1)
+  kept = _spread(groups, max(1, limit // size))
+  return [group | {"samples": group["samples"][: max(1, limit)]} for group in kept]
+
+
+def _spread(items: Sequence[Any], limit: int) -> list[Any]:
+  """At most `limit` items, evenly spaced, the last one among them."""
+  if len(items) <= limit:
+    return list(items)
+  return [items[len(items) - 1 - i * len(items) // limit] for i in reversed(range(limit))]
+
+
+def _has_ratios(record: Row) -> bool:
+  tokens, ratios = record.get("tokens"), record.get("log_ratio")
+  return bool(tokens and ratios and len(tokens) == len(ratios))
+
+
+def _plain(record: Row) -> Row:
+  """What the page shows of a record."""
+  known = ((name, record.get(name)) for name in SAMPLE_FIELDS)
+  sample = {name: v for name, v in known if isinstance(v, str) or _finite(v)}
+  return sample | {"response": _shorten(_spell(record["response"]))}
+
+
+def _color(record: Row) -> Row:
+  """The same with its tokens and their log-ratios.
+
+  `spans` are the tokens' lengths in `response`; where they do not add up to it (a byte of a
+  character, a mark that decoding leaves out), `tokens` are their texts.
+  """
+  tokens = [_spell(token) for token in record["tokens"]]
+  whole = "".join(tokens) == _spell(record["response"])
+  tokens, ratios = _cut(tokens, record["log_ratio"])
+  colored = _plain(record) | {"log_ratio": ratios}
+  if not whole:
+    return colored | {"tokens": tokens}
+  return colored | {"response": "".join(tokens), "spans": " ".join(str(_units(t)) for t in tokens)}
+
+
+def _cut(tokens: list[str], ratios: Sequence[float | None]) -> tuple[list[str], list[float | None]]:
+  """Leaves out tokens in the middle as `_shorten` leaves out characters."""
+  ends = list(itertools.accumulate(map(len, tokens)))
+  if ends[-1] <= MAX_CHARACTERS:
+    return tokens, list(ratios)
+  head = sum(end <= MAX_CHARACTERS * 3 // 4 for end in ends)
+  tail = max(head, sum(end <= ends[-1] - MAX_CHARACTERS // 4 for end in ends))
+  left_out = sum(map(len, tokens[head:tail]))
+  # What stands for them was never sampled and has no ratio.
+  return [*tokens[:head], _gap(left_out), *tokens[tail:]], [*ratios[:head], None, *ratios[tail:]]
+
+
+def _quantize(samples: Iterable[Row]) -> Row:
+  """Writes the log-ratios as whole multiples of a `unit`; `scale` is where colours end."""
+  colored = [sample for sample in samples if "log_ratio" in sample]
+  sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)]
+  # A few tokens move much further than the others and would leave those without colour.
+  scale = float(np.quantile(sizes, 0.98) or max(sizes)) if sizes else 0.0
+  scale = scale or 1.0
+  unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
+  for sample in colored:
+    values = (str(round(v / unit)) if _finite(v) else "" for v in sample["log_ratio"])
+    sample["log_ratio"] = ",".join(values)  # nothing between commas: no ratio
+  return {"colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit}
+
+
+def _finite(value: float | None) -> bool:
+  return value is not None and math.isfinite(value)
+
+
+def _units(text: str) -> int:
+  """Its length as JavaScript counts: characters beyond 16 bits are two."""
+  return len(text) + (0 if text.isascii() else sum(c > "\uffff" for c in text))
+
+
+def _text(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value)
+
+
+def _spell(text: str) -> str:
+  """Half characters, which no browser can show, are spelled out."""
+  return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _shorten(text: str) -> str:
+  """Long texts lose their middle."""
+  if len(text) <= MAX_CHARACTERS:
+    return text
+  head, tail = MAX_CHARACTERS * 3 // 4, MAX_CHARACTERS // 4
+  return f"{text[:head]}{_gap(len(text) - head - tail)}{text[-tail:]}"
+
+
+def _gap(left_out: int) -> str:
+  return f"\n… {left_out:,} characters left out …\n"

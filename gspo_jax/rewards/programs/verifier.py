@@ -1,0 +1,224 @@
+"""Does a program pass its tests? Imports no jax; works from any thread.
+
+Every candidate gets a sandbox of its own (sandbox/isolation.py says what confines it), and every
+test in it a process of its own. Whether a test passed is decided here, outside: the sandbox returns
+what a program printed or returned, as data, and never saw what was expected. Assertions that are
+Python code (HumanEval's `check(candidate)`) run in a second sandbox, where `candidate` is a stub
+that sends its arguments to the first one; so no code of the candidate's ever shares a process with
+an assertion, and ending early, patching builtins or forging messages cannot make one pass.
+"""
+
+import atexit
+import concurrent.futures
+import contextlib
+import enum
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gspo_jax.rewards.programs import cases
+from gspo_jax.rewards.programs.process import (
+  DEFAULTS,
+  Limits,
+  Sandbox,
+  SandboxError,
+  choose_isolation,
+)
+from gspo_jax.rewards.programs.sandbox import runner, wire
+
+
+class Verdict(enum.StrEnum):
+  """How one test ended."""
+
+  PASSED = "passed"
+  WRONG = "wrong"
+  ERROR = "error"  # an exception, a signal, no result, or too much output
+  TIMEOUT = "timeout"  # of the program: CPU or wall-clock time
+  MEMORY = "memory"
+  SKIPPED = "skipped"  # an earlier test had failed
+
+
+class Outcome(enum.StrEnum):
+  """What a response is counted as: all tests passed, or how the first one failed."""
+
+  RIGHT = "right"
+  WRONG = "wrong"
+  UNPARSABLE = "unparsable"  # it holds no program
+  ERROR = "error"
+  TIMEOUT = "timeout"
+  MEMORY = "memory"
+  CRASH = "crash"  # of the verifier
+
+
+class CodeVerifier:
+  """Scores responses that hold programs.
+
+  Args:
+    workers: candidates that run at the same time.
+    limits: what a test may use.
+    isolation: one of `sandbox_process.ISOLATIONS`; "auto" takes the strongest that works, and
+      never "none".
+    stop_early: leave out the tests after the first failure, as LiveCodeBench does.
+
+  Raises:
+    RuntimeError: if programs cannot be confined.
+  """
+
+  def __init__(
+    self,
+    workers: int,
+    limits: Limits = DEFAULTS,
+    isolation: str = "auto",
+    stop_early: bool = True,
+  ):
+    if workers < 1:
+      raise ValueError(f"reward.workers={workers}: programs need 1 or more")
+    self.isolation = choose_isolation(isolation)
+    self._limits, self._stop_early = limits, stop_early
+    self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
+    self._open: set[Sandbox] = set()
+    self._kills = 0
+    self._asked = threading.local()  # in each thread, what `_kills` was when its work was asked for
+    atexit.register(self.close)
+
+  def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
+    """One outcome per response, in order. Equal programs for equal tests run once.
+
+    Raises:
+      ValueError: if the lengths differ or an answer holds no tests.
+    """
+    if len(responses) != len(answers):
+      raise ValueError(f"{len(responses)} responses and {len(answers)} answers")
+    tests = {text: cases.parse(text) for text in set(answers)}
+    pairs = [
+      (cases.extract(response, fences=tests[text].kind != "check"), text)
+      for response, text in zip(responses, answers)
+    ]
+    futures = {
+      pair: self._threads.submit(self._outcome, pair[0], tests[pair[1]], self._kills)
+      for pair in dict.fromkeys(pairs)
+    }
+    try:
+      return [futures[pair].result() for pair in pairs]
+    except BaseException:  # an interrupt
+      for future in futures.values():
+        future.cancel()
+      self._kill()
+      raise
+
+  def verdicts(self, program: str, tests: cases.Tests) -> list[Verdict]:
+    """How each test of a program ended.
+
+    Raises:
+      SandboxError: if the verifier failed, and not the program.
+    """
+    if tests.kind == "check":
+      return [self._check(program, tests)]
+    found = []
+    with self._sandbox() as sandbox:
+      for given, expected in zip(tests.inputs, tests.outputs):
+        if self._stop_early and found and found[-1] != Verdict.PASSED:
+          break
+        if tests.kind == "stdin":
+          report = sandbox.run({"kind": "stdin", "code": program, "stdin": given})
+          verdict = _passed(cases.same_text(report["stdout"], expected))
+        else:
+          request = {"kind": "call", "code": program, "function": tests.function}
+          report = sandbox.run(request | {"arguments": given})
+          verdict = _passed(_same_result(report["result"], expected, tests.wrapped))
+        if tests.kind == "call" and not report["result"]:
+          verdict = Verdict.ERROR  # it ended early, whatever its status says
+        found.append(_failure(report) or verdict)
+    return found + [Verdict.SKIPPED] * (len(tests.inputs) - len(found))
+
+  def close(self) -> None:
+    """Kills everything that runs. The verifier cannot be used again."""
+    atexit.unregister(self.close)
+    self._threads.shutdown(wait=False, cancel_futures=True)
+    self._kill()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.close()
+
+  def _outcome(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
+    """`kills`: what `_kills` was when this was asked for; what was asked before a kill ends."""
+    if program is None:
+      return Outcome.UNPARSABLE
+    self._asked.kills = kills
+    for last in (False, True):
+      try:
+        verdicts = self.verdicts(program, tests)
+        break
+      except SandboxError:  # once may be the machine's doing (out of memory); twice is ours
+        if last or kills != self._kills:
+          return Outcome.CRASH
+    failed = next((v for v in verdicts if v != Verdict.PASSED), None)
+    return Outcome(failed.value) if failed else Outcome.RIGHT
+
+  def _check(self, program: str, tests: cases.Tests) -> Verdict:
+    """Assertions in one sandbox, the program in another, a socket between them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, self._sandbox(ours) as asserting, self._sandbox(theirs) as candidate:
+      ours.close()
+      theirs.close()
+      request = {"function": tests.function, "preamble": tests.preamble}
+      program = cases.completes(program, tests)
+      candidate.start(request | {"kind": "serve", "code": program})
+      limit = self._limits.output_bytes
+      assertions = {"kind": "check", "code": tests.code, "output_bytes": limit}
+      checked = asserting.run(request | assertions)
+      report = candidate.report()
+    if checked["reason"] == "ended" and checked["status"] == runner.CHECKED:
+      return Verdict.PASSED
+    if failure := _failure(report):
+      return failure
+    if checked["reason"] == "ended" and checked["status"] == runner.ASSERTION:
+      return Verdict.WRONG
+    return _failure(checked) or Verdict.ERROR
+
+  @contextlib.contextmanager
+  def _sandbox(self, channel: socket.socket | None = None) -> Iterator[Sandbox]:
+    with Sandbox(self.isolation, self._limits, channel) as sandbox:
+      self._open.add(sandbox)
+      try:
+        if getattr(self._asked, "kills", self._kills) != self._kills:
+          raise SandboxError("interrupted while it was being made")
+        yield sandbox
+      finally:
+        self._open.discard(sandbox)
+
+  def _kill(self) -> None:
+    self._kills += 1
+    for sandbox in list(self._open):
+      sandbox.close()
+
+
+def _passed(right: bool) -> Verdict:
+  return Verdict.PASSED if right else Verdict.WRONG
+
+
+def _failure(report: dict[str, Any]) -> Verdict | None:
+  """How a program failed to come to its end; None if it came there."""
+  status, reason = report["status"], report["reason"]
+  if reason == "timeout" or status == -signal.SIGXCPU:
+    return Verdict.TIMEOUT
+  if status == -signal.SIGKILL and reason == "ended":
+    return Verdict.TIMEOUT if report["cpu_s"] >= report["cpu_limit_s"] else Verdict.MEMORY
+  if status == runner.OUT_OF_MEMORY:
+    return Verdict.MEMORY
+  return Verdict.ERROR if status != 0 or reason == "output" else None
+
+
+def _same_result(result: str, expected: Any, wrapped: bool) -> bool:
+  """Whether the JSON that a call left is the expected value. The JSON may be anything at all."""
+  try:
+    value = wire.decode(json.loads(result)["value"])
+    return cases.same_value(value, expected, wrapped)
+  except Exception:
+    return False

@@ -1,0 +1,222 @@
+"""What every job is given: the configuration, and what is built from it once."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gspo_jax import rewards, sharding
+from gspo_jax.config import RunConfig
+from gspo_jax.data import sources, tokenizer
+from gspo_jax.evaluation.evaluator import Benchmark, BenchmarkConfig, Evaluator, choose
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.runs import metrics, provenance
+from gspo_jax.runs.checkpoint import abstract
+from gspo_jax.runs.mirror import Mirror
+from gspo_jax.sampling.conversation import prompt_of
+from gspo_jax.structs import Prompt, TrainState
+from gspo_jax.tasks import environments
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+  config: RunConfig
+  workdir: Path
+  mesh: jax.sharding.Mesh
+  tokenizer: tokenizer.Tokenizer
+  train_prompts: Sequence[Prompt]
+  score: rewards.Scorer
+  environment: environments.Make | None  # None: a response is one turn, and `score` judges it
+  evaluate: Evaluator
+  writer: metrics.Writer
+
+  def seed(self, *names: str | int) -> int:
+    """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
+    text = "/".join(map(str, (self.config.seed, *names)))
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+  def initial_params(self) -> Any:
+    """The configured weights, or random ones, in the training layout."""
+    c = self.config
+    if c.weights != "random":
+      from gspo_jax.models import hf  # safetensors is only needed here
+
+      params, found = hf.load(c.weights, mesh=self.mesh, rules=sharding.TRAIN)
+      if found != c.model:
+        raise ValueError(f"--config.weights={c.weights} holds {found}, the config says {c.model}")
+      return params
+    shardings = transformer.shardings(c.model, sharding.TRAIN, self.mesh)
+    init = jax.jit(lambda key: transformer.init(c.model, key), out_shardings=shardings)
+    return init(jax.random.key(self.seed("init")))
+
+  def rollout_params(self, params: Any) -> Any:
+    """A copy as the sampler wants it: in the rollout layout and in the dtype of computation."""
+    c = self.config
+    shardings = transformer.shardings(c.model, sharding.ROLLOUT, self.mesh)
+    return sharding.publisher(shardings, np.dtype(c.compute.dtype))(params)
+
+
+def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
+  """A training state at step 0; the optimizer's moments are laid out as the parameters."""
+  zero = jnp.zeros((), jnp.int32)
+  return TrainState(zero, params, jax.jit(tx.init)(params), skipped=jnp.zeros_like(zero))
+
+
+def abstract_state(
+  model: ModelConfig, mesh: jax.sharding.Mesh, tx: optax.GradientTransformation
+) -> TrainState:
+  """Shapes and shardings of a training state, for restoring one without making one first."""
+  shardings = transformer.shardings(model, sharding.TRAIN, mesh)
+  shapes = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
+  params = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
+  return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
+
+
+@contextlib.contextmanager
+def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
+  """Builds everything that can fail before training starts, cheap checks first.
+
+  Raises:
+    ValueError: weights, tokenizer, data, mesh and model do not fit together, or the workdir belongs
+      to a run of another configuration; says what to change.
+  """
+  _require_paths(config)
+  tok = tokenizer.load(config.tokenizer)
+  if tok.vocab_size > config.model.vocab_size:
+    raise ValueError(
+      f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
+      f"model.vocab_size={config.model.vocab_size}"
+    )
+  train_prompts = sources.load(config.data, tok, "train") if config.job != "eval" else []
+  problems = {
+    name: choose(sources.load_spec(config.data, tok, b.data, key), b.problems)
+    for name, b, key in _benchmarks(config)
+  }
+  environment = environments.find(config.environment.name, tok)
+  if environment is not None and config.job != "eval":
+    render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
+    prompt_of(environment(train_prompts[0]), render, config.data.max_prompt_tokens)
+  if config.distributed:
+    _join_hosts()
+  mesh = sharding.make_mesh(config.mesh)
+  config.check_devices(sharding.batch_shards(mesh))
+  transformer.shardings(config.model, sharding.TRAIN, mesh)
+  if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
+    sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
+  provenance.check(Path(workdir), dataclasses.asdict(config))
+  with (
+    jax.set_mesh(mesh),
+    _open_scorers(config) as scorers,
+    metrics.Writer(
+      workdir,
+      active=jax.process_index() == 0,
+      wandb=config.wandb,
+      config=dataclasses.asdict(config),
+    ) as writer,
+  ):
+    score = scorers[config.reward.name]
+    evaluator = Evaluator(
+      config=config.eval,
+      model=config.model,
+      compute=config.compute,
+      engine=config.engine,
+      benchmarks=[
+        Benchmark(
+          name,
+          b,
+          problems[name],
+          scorers[b.reward or config.reward.name],
+          None if b.reward else environment,
+        )
+        for name, b, _ in _benchmarks(config)
+      ],
+      tokenizer=tok,
+      prompt_length=config.data.max_prompt_tokens,
+      seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
+      directory=Path(workdir) / "evaluations",
+      identity=repr((config.reward, config.tokenizer, config.environment)),
+      environment=config.environment,
+    )
+    if jax.process_index() == 0:
+      provenance.record(Path(workdir), dataclasses.asdict(config))
+    yield Context(
+      config, Path(workdir), mesh, tok, train_prompts, score, environment, evaluator, writer
+    )
+
+
+def _benchmarks(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
+  """Every benchmark that has data: name, what to do, and the config key of its data."""
+  held_out = BenchmarkConfig(
+    config.data.eval, "", config.eval.problems, config.eval.samples, (), False, ""
+  )
+  named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in config.eval.benchmarks.items()]
+  return [entry for entry in [("", held_out, "data.eval"), *named] if entry[1].data]
+
+
+@contextlib.contextmanager
+def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
+  """The verifier of the run and those of benchmarks that have another one, by name."""
+  names = {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config) if b.reward)}
+  with contextlib.ExitStack() as stack:
+    yield {
+      name: stack.enter_context(rewards.open_scorer(dataclasses.replace(config.reward, name=name)))
+      for name in sorted(names)
+    }
+
+
+def _require_paths(config: RunConfig) -> None:
+  """Names every path that is still to be set, all at once."""
+  paths = {
+    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
+    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
+    "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
+    "data.eval": (config.data.eval, "held-out problems, in one of the same forms"),
+  }
+  if config.job == "eval":
+    del paths["data.train"]
+  if _benchmarks(config):
+    del paths["data.eval"]
+  missing = [f"  --config.{key}=  {what}" for key, (path, what) in paths.items() if not path]
+  if missing:
+    raise ValueError("this configuration needs paths of yours:\n" + "\n".join(missing))
+  if config.weights != "random" and not Path(config.weights).is_dir():
+    raise ValueError(
+      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
+      "(config.json and *.safetensors), or to random"
+    )
+
+
+def _join_hosts() -> None:
+  """Connects the processes of all hosts.
+
+  JAX finds out by itself who they are on a TPU slice, under Slurm, Open MPI and Kubernetes; else
+  JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID
+  say it. (JAX reads the first of them only.)
+  """
+  try:
+    number = {
+      argument: int(os.environ[variable])
+      for argument, variable in (
+        ("num_processes", "JAX_NUM_PROCESSES"),
+        ("process_id", "JAX_PROCESS_ID"),
+      )
+      if variable in os.environ
+    }
+    jax.distributed.initialize(**number)
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(
+      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
+      "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
+    ) from error

@@ -1,0 +1,380 @@
+"""Metrics on their way from the device to the run's directory.
+
+A metric is a *reduction*, any pytree with `.merge(other)` and `.compute()` (a mean carries its
+numerator and denominator, so merging two of them is never a mean of means), or a plain scalar.
+They stay on the device until the next step has been dispatched (`Deferred`), come over in one
+transfer (`compute`), and end in `metrics.jsonl`, TensorBoard and the progress bar.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+from tqdm import tqdm
+
+from gspo_jax.runs import tracking
+
+Row = dict[str, Any]
+
+# A run trains in this order; 'eval' rows belong to the training phase that they follow.
+PHASES = ("sft", "rl")
+
+
+def compute(metrics: Mapping[str, Any]) -> Row:
+  """Fetches the whole dict in one transfer; reductions and arrays become floats, the rest stays."""
+  host = jax.device_get(dict(metrics))
+  # Once more for reductions whose `compute` is written with jnp; a no-op for NumPy values.
+  values = jax.device_get({k: v.compute() if _is_reduction(v) else v for k, v in host.items()})
+  return {k: v if isinstance(v, str | int) else float(v) for k, v in values.items()}
+
+
+class Deferred:
+  """Holds the metrics of step n on the device until those of step n + 1 are pushed.
+
+  Fetching a value that was just dispatched makes the device wait for the host, so push first
+  after dispatching. Flush before a checkpoint is saved as well: otherwise a run that is killed
+  right after it lacks the row of a step that the checkpoint covers.
+  """
+
+  def __init__(self):
+    self._held: Mapping[str, Any] | None = None
+
+  def push(self, row: Mapping[str, Any]) -> Row | None:
+    """Takes step n + 1 (device values, `phase`, `step`, host floats); returns step n, fetched."""
+    held, self._held = self._held, dict(row)
+    return None if held is None else compute(held)
+
+  def flush(self) -> Row | None:
+    """Returns the row still held, fetched, if there is one."""
+    held, self._held = self._held, None
+    return None if held is None else compute(held)
+
+
+class Stopwatch:
+  """Seconds per stage of a step. A stage inside another one is charged to itself only.
+
+  It measures the host: a stage that only dispatches looks free unless the caller blocks in it.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._since = clock()
+    self._stack: list[str] = []
+    self._seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def __call__(self, stage: str) -> Iterator[None]:
+    self._charge()
+    self._stack.append(stage)
+    try:
+      yield
+    finally:
+      self._charge()
+      self._stack.pop()
+
+  def lap(self) -> dict[str, float]:
+    """Returns `{'time/<stage>': seconds}` since the last lap and starts from zero."""
+    self._charge()
+    seconds, self._seconds = self._seconds, {}
+    return {f"time/{stage}": value for stage, value in seconds.items()}
+
+  def _charge(self) -> None:
+    now = self._clock()
+    if self._stack:
+      stage = self._stack[-1]
+      self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since
+    self._since = now
+
+
+def memory() -> dict[str, float]:
+  """Peaks since the start of the process, in GiB: of this host's fullest device, where the device
+  tells, and of the process itself."""
+  found = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+  peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+  if None not in peaks:
+    found["memory/device_peak_gib"] = max(peaks) / 2**30
+  return found
+
+
+class Writer:
+  """Appends rows to `metrics.jsonl` and TensorBoard, and dumps rollouts, under one directory.
+
+  On several hosts one process writes: the others pass `active=False` and nothing happens.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    *,
+    active: bool = True,
+    wandb: str = "",
+    config: Mapping[str, Any] | None = None,
+  ):
+    """`wandb` is a project of Weights & Biases that rows go to as well, and `config` what is shown
+    with them there."""
+    self._workdir = Path(workdir)
+    self._path = self._workdir / "metrics.jsonl"
+    self._active = active
+    self._purge: dict[str, int] = {}
+    self._boards: dict[str, tracking.EventFile] = {}
+    if active:
+      self._workdir.mkdir(parents=True, exist_ok=True)
+      _cut_half_written_line(self._path)
+      self._file = open(self._path, "ab")  # noqa: SIM115 (lives as long as the run)
+    self._log, self._finish = None, None
+    if active and wandb:
+      self._log, self._finish = tracking.open_wandb(wandb, self._workdir, config or {})
+
+  def write(self, row: Mapping[str, Any]) -> None:
+    """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null."""
+    if not self._active:
+      return
+    phase, step = str(row["phase"]), int(row["step"])
+    values = {name: _number(name, row[name]) for name in sorted(row.keys() - {"phase", "step"})}
+    finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+    line = json.dumps({"phase": phase, "step": step, **finite}, allow_nan=False) + "\n"
+    self._file.write(line.encode())
+    self._file.flush()  # Survives kill -9: from here on the line is the kernel's.
+    shown = {
+      name if name.startswith(f"{phase}/") else f"{phase}/{name}": value
+      for name, value in values.items()
+      if math.isfinite(value)
+    }
+    self._board(phase).write(step, shown)
+    if self._log is not None:
+      self._log({f"{phase}/step": step} | shown)
+
+  def rows(self, phase: str) -> list[Row]:
+    """What has been written of a phase; nothing on hosts that write nothing."""
+    rows = read_rows(self._path) if self._active else []
+    return [row for row in rows if row["phase"] == phase]
+
+  def truncate(self, phase_steps: Mapping[str, int]) -> int:
+    """Drops the rows that a restored checkpoint does not cover; returns how many went.
+
+    `phase_steps` is what the checkpoint says, e.g. `{"rl": 30}`: rows of that phase above that
+    step go, and so do later phases; earlier phases stay whole. `{}`: nothing was restored, all go.
+    Call it before the first `write` of a resumed run. For a resumed run to end with the rows of an
+    uninterrupted one, everything that belongs to a step is written before its checkpoint is saved.
+    """
+    if not self._active:
+      return 0
+    rows = read_rows(self._path)
+    keep = covered(rows, phase_steps)
+    dropped = [row for row, kept in zip(rows, keep) if not kept]
+    # TensorBoard hides what lies at or above the purge step of its own phase.
+    self._purge = {phase: 0 for phase in {row["phase"] for row in dropped}}
+    for row, kept in zip(rows, keep):
+      if kept and row["phase"] in self._purge:
+        self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
+    if dropped:
+      self.close()
+      kept_rows = (row for row, kept in zip(rows, keep) if kept)
+      _write_lines(self._path, (json.dumps(row) for row in kept_rows))
+      self._file = open(self._path, "ab")  # noqa: SIM115
+    return len(dropped)
+
+  def dump_rollouts(self, phase: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    """Writes `rollouts/<phase>_<step>.jsonl`, whole or not at all; a redone step overwrites."""
+    if not self._active:
+      return
+    path = self._workdir / "rollouts" / f"{phase}_{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    # Readable in any script: only what UTF-8 cannot hold (lone surrogates) is escaped.
+    stamped = ({"step": step} | dict(record) for record in records)
+    _write_lines(path, (json.dumps(r, ensure_ascii=False, default=_plain) for r in stamped))
+
+  def close(self) -> None:
+    """Flushes and closes everything."""
+    if not self._active:
+      return
+    self._file.close()
+    for board in self._boards.values():
+      board.close()
+    self._boards = {}
+
+  def __enter__(self) -> "Writer":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+    if self._finish is not None:
+      self._finish()
+
+  def _board(self, phase: str) -> tracking.EventFile:
+    """One event directory per phase, so that purging one phase leaves the others alone."""
+    if phase not in self._boards:
+      directory = self._workdir / "tensorboard" / phase
+      self._boards[phase] = tracking.EventFile(directory, self._purge.get(phase))
+    return self._boards[phase]
+
+
+class Progress:
+  """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
+  as for all processes but one."""
+
+  def __init__(
+    self,
+    phase: str,
+    total: int,
+    *,
+    start: int = 0,
+    active: bool = True,
+    interval: float = 10.0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._phase, self._total, self._start, self._step = phase, total, start, start
+    self._interval, self._clock = interval, clock
+    self._stream = sys.stderr if stream is None else stream
+    self._accuracy: float | None = None
+    self._first: tuple[int, float] | None = None  # (step, time); compilation lies before it
+    self._printed: tuple[int, float] | None = None
+    self._active, self._bar = active, None
+    if active and self._stream.isatty():
+      layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {postfix}"
+      self._bar = tqdm(
+        desc=phase, total=total, initial=start, file=self._stream, bar_format=layout,
+        dynamic_ncols=True,
+      )  # fmt: skip
+
+  def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
+    """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
+    if not self._active:
+      return
+    for line in warnings:
+      tqdm.write(line, file=self._stream)
+    now = self._clock()
+    self._step = step
+    if self._first is None and step > self._start:
+      self._first = (step, now)
+    self._accuracy = row.get("eval/accuracy", self._accuracy)
+    text = "  ".join([*self._figures(row), f"left {self._left(now)}"])
+    if self._bar is not None:
+      self._bar.n = step
+      self._bar.set_postfix_str(text, refresh=True)
+    elif self._printed is None or step >= self._total or now - self._printed[1] >= self._interval:
+      print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
+      self._printed = (step, now)
+
+  def close(self) -> None:
+    """Leaves the bar as it stands."""
+    if self._bar is not None:
+      self._bar.close()
+
+  def __enter__(self) -> "Progress":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _figures(self, row: Mapping[str, Any]) -> Iterator[str]:
+    if "reward/mean" in row:
+      yield f"reward {row['reward/mean']:.3f}"
+    elif "loss" in row:
+      yield f"loss {row['loss']:.4g}"
+    if self._accuracy is not None:
+      yield f"accuracy {self._accuracy:.3f}"
+    clipped = row.get("clip_fraction/token", row.get("clip_fraction/sequence"))
+    if clipped is not None:
+      yield f"clipped {clipped:.3f}"
+    if "tokens_per_second" in row:
+      yield f"{row['tokens_per_second']:,.0f} tokens/s"
+
+  def _left(self, now: float) -> str:
+    step, since = self._first or (self._step, now)
+    if self._step == step:
+      return "?"
+    return clock_text((now - since) / (self._step - step) * max(self._total - self._step, 0))
+
+
+def clock_text(seconds: float) -> str:
+  """Seconds as m:ss or h:mm:ss."""
+  minutes, second = divmod(round(seconds), 60)
+  hours, minute = divmod(minutes, 60)
+  return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def read_rows(path: str | os.PathLike) -> list[Row]:
+  """Reads JSON lines; an incomplete last line (kill -9 while writing) is left out."""
+  path = Path(path)
+  if not path.exists():
+    return []
+  rows = []
+  lines = path.read_bytes().split(b"\n")
+  for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete
+    try:
+      rows.append(json.loads(line))
+    except ValueError as error:
+      raise ValueError(f"{path}:{number} is not a JSON object: {error}") from error
+  return rows
+
+
+def covered(rows: Sequence[Row], phase_steps: Mapping[str, int]) -> list[bool]:
+  """Which rows lie at or before a checkpoint; see `Writer.truncate`."""
+  unknown = set(phase_steps) - set(PHASES)
+  if unknown:
+    raise ValueError(f"unknown phases {sorted(unknown)}; a checkpoint has one of {PHASES}")
+  newest = max((PHASES.index(phase) for phase in phase_steps), default=-1)
+  whole = {phase: math.inf for phase in PHASES[: max(newest, 0)]}
+  limits = whole | dict(phase_steps)
+  phases = training_phases(rows)
+  return [row["step"] <= limits.get(phase, -math.inf) for row, phase in zip(rows, phases)]
+
+
+def training_phases(rows: Iterable[Row]) -> list[str]:
+  """The phase whose steps each row counts: its own, or, for evaluation, the one it is part of.
+
+  An evaluation whose step lies behind starts a new phase: the one before the first step of rl
+  (step 0) is written after the last row of sft.
+  """
+  current, last, phases = 0, 0, []
+  for row in rows:
+    if row["phase"] in PHASES:
+      current, last = PHASES.index(row["phase"]), row["step"]
+      phases.append(row["phase"])
+    else:
+      behind = row["step"] < last
+      phases.append(PHASES[min(current + behind, len(PHASES) - 1)])
+  return phases
+
+
+def _is_reduction(value: Any) -> bool:
+  return hasattr(value, "merge") and hasattr(value, "compute")
+
+
+def _number(name: str, value: Any) -> float:
+  try:
+    return float(value)
+  except (TypeError, ValueError) as error:
+    raise TypeError(f"metric {name!r} is not a number: {value!r}") from error
+
+
+def _plain(value: Any) -> Any:
+  """NumPy scalars and arrays as JSON values."""
+  return value.tolist()
+
+
+def _cut_half_written_line(path: Path) -> None:
+  if path.exists():
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+      os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+  """Writes a file beside `path` and moves it there: a reader never sees half of it."""
+  temporary = path.with_name(path.name + ".tmp")
+  with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    file.writelines(line + "\n" for line in lines)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)

@@ -1,0 +1,120 @@
+"""NaN and infinity: they stop the run, and leave enough behind to see it happen again.
+
+`failures/<phase>_<step>/`, in the workdir or in `checkpoint.directory`, holds the training state,
+the mini-batches that it met, and the configuration. `python -m gspo_jax.replay <that directory>`
+makes the updates again and says where it comes from.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import numbers
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from gspo_jax import sharding
+from gspo_jax.run import Context
+from gspo_jax.runs import checkpoint
+from gspo_jax.structs import TrainBatch, TrainState
+
+ABOUT = "failure.json"
+
+
+class NonFiniteError(ArithmeticError):
+  """A metric is NaN or infinite; `names` says which."""
+
+  def __init__(self, message: str, names: tuple[str, ...]):
+    super().__init__(message)
+    self.names = names
+
+
+class Guard:
+  """Looks at every row of metrics, which comes a step late, and meanwhile keeps the batches.
+
+  The update itself has left out what was not finite (`train_step.make_step`), and with `stop` all
+  that followed: the state is still the one that the offending batch met.
+
+  Args:
+    state: the one that the phase starts or goes on with.
+    updates: gradient updates per step of the phase.
+    keep: for how many steps the batches are kept: until their metrics are there.
+  """
+
+  def __init__(self, context: Context, state: TrainState, *, updates: int, keep: int):
+    self._context, self._updates = context, updates
+    self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
+    self._skipped = int(jax.device_get(state.skipped))
+
+  def hold(self, step: int, batches: Sequence[TrainBatch]) -> None:
+    """Remembers what the updates of a step are made on."""
+    self._held.append((step, batches))
+
+  def check(self, row: Mapping[str, Any], state: TrainState) -> None:
+    """Raises `NonFiniteError`, after a dump, for a row that is not finite."""
+    names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
+    more, self._skipped = skipped - self._skipped, skipped
+    where = f"{row['phase']} step {row['step']}"
+    if self._context.config.on_nonfinite == "skip":
+      if more > 0:
+        what = f"{more} not finite and left out ({', '.join(names)}); {skipped} in all"
+        sys.stderr.write(f"warning at {where}: of its updates, {what}\n")
+      if more > 0 or not names:
+        return
+    if not names and not skipped:
+      return
+    made = int(jax.device_get(state.step))
+    step, index = (made // self._updates + 1, made % self._updates) if skipped else (row["step"], 0)
+    batches = dict(self._held).get(step, ())[index:]
+    what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
+    why = f"not finite at {row['phase']} step {step}: {what}"
+    directory = dump(self._context, dict(row) | dict(step=step), why, state, batches)
+    raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
+
+
+def nonfinite(row: Mapping[str, Any]) -> tuple[str, ...]:
+  """The names of all metrics that are NaN or infinite."""
+  return tuple(k for k, v in row.items() if isinstance(v, numbers.Real) and not math.isfinite(v))
+
+
+def dump(
+  context: Context,
+  row: Mapping[str, Any],
+  why: str,
+  state: TrainState,
+  batches: Sequence[TrainBatch],
+) -> epath.Path:
+  """Writes the directory and returns it. All hosts call it; the first one writes the batches."""
+  config = context.config
+  home = epath.Path(config.checkpoint.directory or context.workdir.absolute())
+  directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
+  checkpoint.save_state(directory / "state", state)
+  fetched = [sharding.fetch(batch) for batch in batches]
+  if jax.process_index() == 0:
+    for i, batch in enumerate(fetched):
+      arrays = {k: np.asarray(v) for k, v in vars(batch).items() if v is not None}
+      with (directory / f"batch_{i}.npz").open("wb") as file:
+        np.savez(file, **arrays)
+    figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN
+    about = dict(phase=row["phase"], step=row["step"], why=why, row=figures)
+    about |= dict(config=dataclasses.asdict(config))
+    (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+  return directory
+
+
+def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
+  """What `dump` wrote, but for the state. ValueError where there is none of it."""
+  directory = epath.Path(directory)
+  if not (directory / ABOUT).exists():
+    raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")
+  batches = []
+  for path in sorted(directory.glob("batch_*.npz")):
+    with path.open("rb") as file, np.load(file) as arrays:
+      batches.append(TrainBatch(**arrays))
+  return json.loads((directory / ABOUT).read_text()), batches

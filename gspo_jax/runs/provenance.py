@@ -1,0 +1,95 @@
+"""What a run was made with: configuration, commit, and the versions that figures depend on."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "config.json"
+PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
+
+
+def check(workdir: Path, config: Mapping[str, Any]) -> None:
+  """Raises ValueError if the workdir holds a run of another configuration, unless `resume` is
+  "force"."""
+  if config["resume"] == "force" or not (begun := _begun(workdir)):
+    return
+  begun.pop("provenance", None)
+  if changed := difference(begun, _as_json(config)):
+    raise ValueError(
+      f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
+      "another --workdir, or --config.resume=force to go on with this one"
+    )
+
+
+def record(workdir: Path, config: Mapping[str, Any]) -> None:
+  """Writes config.json; warns if the run was begun with other code or packages."""
+  made_with = provenance()
+  if begun := _begun(workdir):
+    for line in changes(begun.get("provenance", {}), made_with):
+      sys.stderr.write(f"warning: this run was begun with another {line}\n")
+  temporary = workdir / f"{FILE}.tmp"
+  temporary.write_text(json.dumps(_as_json(config) | dict(provenance=made_with), indent=2) + "\n")
+  os.replace(temporary, workdir / FILE)  # another process that looks finds nothing, or all of it
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+  """Lines `key: old -> new` for all that differs."""
+  lines = []
+  for key in sorted(old.keys() | new.keys()):
+    a, b = old.get(key), new.get(key)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+      lines += difference(a, b, f"{prefix}{key}.")
+    elif a != b:
+      lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
+  return lines
+
+
+def provenance() -> dict[str, Any]:
+  """JSON: `commit` of the code (None where it is not a git checkout), whether there were changes
+  beside it (`dirty`), `versions` by package, and the `command`."""
+  root = Path(__file__).parents[2]
+  versions = dict(python=platform.python_version())
+  for name in PACKAGES:
+    try:
+      versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+  dirty = bool(commit and _git(root, "status", "--porcelain", "--untracked-files=no"))
+  return dict(commit=commit, dirty=dirty, versions=versions, command=shlex.join(sys.argv))
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+  """Lines `name: old -> new` for code and packages that are not those a run was begun with."""
+  a = dict(old.get("versions", {}), commit=old.get("commit"))
+  b = dict(new["versions"], commit=new["commit"])
+  return [
+    f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)
+  ]
+
+
+def _begun(workdir: Path) -> dict[str, Any]:
+  path = workdir / FILE
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+  """As it is read back: tuples are lists."""
+  return json.loads(json.dumps(config))
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+  try:
+    done = subprocess.run(
+      ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return done.stdout.strip()

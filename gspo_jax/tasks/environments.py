@@ -1,0 +1,42 @@
+"""Environments by name: from a problem to the other side of a conversation about it.
+
+What an environment is says `sampling.conversation.Environment`; nothing here needs to know.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+ENVIRONMENTS = ("calculator",)
+
+Make = Callable[[Any], Any]  # from a `Prompt` to an environment
+
+
+def find(name: str, tokenizer: Any) -> Make | None:
+  """What makes an environment for each conversation; None for the name "".
+
+  `package.module:function` is called with the prompt (`structs.Prompt`) and the tokenizer.
+
+  Raises:
+    ValueError: there is no such environment.
+  """
+  if not name:
+    return None
+  if name == "calculator":
+    from gspo_jax.tasks.calculator import Calculator
+
+    return lambda p: Calculator(p.tokens, p.answer, tokenizer.encode, tokenizer.decode)
+  module, colon, function = name.partition(":")
+  if not (module and colon and function):
+    raise ValueError(
+      f"environment.name={name!r} is not one of {', '.join(ENVIRONMENTS)}, nor"
+      " package.module:function"
+    )
+  sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
+  try:
+    make = getattr(importlib.import_module(module), function)
+  except (ImportError, AttributeError) as error:
+    raise ValueError(f"environment.name={name!r} cannot be imported: {error}") from error
+  return lambda prompt: make(prompt, tokenizer)

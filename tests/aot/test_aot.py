@@ -1,0 +1,185 @@
+"""Compiling for TPUs without one: the parts that need no compiler, and with libtpu a small run."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs import moe_aime
+from gspo_jax import config as configuration
+from gspo_jax import hardware, sharding
+from gspo_jax.aot import __main__ as aot
+from gspo_jax.aot import hlo_costs, programs
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import PUBLISHED, tiny_moe
+
+ROOT = Path(__file__).parents[2]
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+
+PROGRAM = """HloModule jit_f
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8,4]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %g = f32[32,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %s = f32[8,4]{1,0} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %t = (s32[], f32[8,4]) tuple(%i, %s)
+}
+
+%all-reduce-scatter.1 (q: f32[32,4]) -> f32[8,4] {
+  %q = f32[32,4] parameter(0)
+  %r = f32[32,4] all-reduce(%q), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %d = f32[8,4] slice(%r), slice={[0:8], [0:4]}
+}
+
+%condition (p: (s32[], f32[8,4])) -> pred[] {
+  %p = (s32[], f32[8,4]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %a = (s32[], f32[8,4]) parameter(0)
+  ROOT %w = (s32[], f32[8,4]) while(%a), condition=%condition, body=%body
+}
+"""
+
+
+def test_collectives_in_a_loop_count_as_often_as_it_runs():
+  costs = hlo_costs.costs(PROGRAM)
+  assert costs.count == {"all-gather": 5, "reduce-scatter": 5}
+  assert costs.moved == {"all-gather": 5 * 512, "reduce-scatter": 5 * 512}
+  assert costs.wire == 2 * 5 * 512 * 3 / 4  # three quarters of it come from the other three
+
+
+@pytest.mark.parametrize(
+  "groups, devices",
+  [
+    ("replica_groups={{0,1,2},{3,4,5}}", 3),
+    ("replica_groups=[4,16]<=[16,4]T(1,0)", 16),
+    ("replica_groups=mesh['axis_0'=16,'axis_1'=4] {'axis_0'}", 16),
+    ("replica_groups=mesh['axis_0'=16,'axis_1'=4] {'axis_0','axis_1'}", 64),
+  ],
+)
+def test_how_many_devices_take_part(groups, devices):
+  assert hlo_costs._group(f"%x), channel_id=1, {groups}, dimensions={{0}}") == devices
+
+
+def test_work_is_six_flops_per_active_parameter_and_token():
+  config = PUBLISHED["Qwen3-30B-A3B-Base"]
+  work = hardware.work(config, sequences=1, queries=1024, keys=1024)
+  without_scores = dataclasses.replace(work, attention=0.0)
+  active = 3.35e9 - config.vocab_size * config.hidden_size  # looking up a row is no work
+  assert without_scores.training() == pytest.approx(6 * active * 1024, rel=0.01)
+  assert work.attention == 1024 * 4 * 48 * 32 * 128 * (1024 - 1023 / 2)
+  assert work.executed("none") < work.executed("attention") < work.executed("full")
+
+
+def test_the_slowest_resource_binds():
+  chip, chips = hardware.parse("v5p:4x4x4")
+  assert chips == 64
+  row = hardware.bound(
+    chip, chips, flops=64 * 459e12, useful=32 * 459e12, hbm_bytes=0, wire_bytes=0
+  )
+  assert row["binds"] == "compute" and row["bound_s"] == 1 and row["mfu"] == 0.5
+  row = hardware.bound(chip, chips, 64 * 459e12, 32 * 459e12, 0, wire_bytes=400e9)
+  assert row["binds"] == "interconnect" and row["mfu"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("topology", ["v5q:4x4x4", "v5p", "v5p:64"])
+def test_a_topology_that_is_none_is_named(topology):
+  with pytest.raises(ValueError, match=r"--topology=.*'v6e'"):
+    hardware.parse(topology)
+
+
+def tiny_case(sequences=16, length=64):
+  config = configuration.from_dict(moe_aime.get_config("tiny").to_dict())
+  return programs.make_case(config, sequences, length)
+
+
+def test_what_a_search_does_not_even_compile_is_a_lower_bound():
+  case = tiny_case()
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  with jax.set_mesh(mesh):
+    _, program = next(programs.programs(case, mesh, ["train"]))
+    least = aot.least_memory(case, mesh, program.arguments[0])
+  parameters, model = transformer.count(case.model)[0], case.model
+  of_experts = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
+  of_experts *= model.num_layers
+  inputs = 16 // 8 * 64 * model.hidden_size * model.num_layers * 2
+  weights = of_experts / 8 + (parameters - of_experts) / 2
+  assert least == pytest.approx(16 * weights + inputs, rel=0.02)  # norms and routers lie otherwise
+
+
+def test_a_search_tries_meshes_that_divide_the_model():
+  case = tiny_case()
+  tried = lambda tensor: list(aot.candidates(case, 8, tensor))  # noqa: E731
+  assert tried(1) == [sharding.MeshConfig(1, 2, 4, 1), sharding.MeshConfig(1, 1, 8, 1)]
+  assert tried(2) == [sharding.MeshConfig(1, 1, 4, 2)]
+  assert tried(4) == []  # of two key/value heads
+
+
+def run(*options: str) -> subprocess.CompletedProcess:
+  """The command line, without the test harness's simulated devices."""
+  environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+  command = [sys.executable, "-m", "gspo_jax.aot", "--config=configs/moe_aime.py:tiny", *options]
+  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+SMALL = ("--config.model.num_layers=2", "--config.mesh.fsdp=2", "--config.mesh.expert=2")
+
+
+@needs_libtpu
+def test_every_program_compiles_for_a_pod(tmp_path):
+  out = tmp_path / "aot.json"
+  done = run("--topology=v5p:2x2x1", "--sequences=8", "--length=256", f"--json={out}", *SMALL)
+  assert done.returncode == 0, done.stdout + done.stderr
+  rows = {row["program"]: row for row in json.loads(out.read_text())}
+  assert list(rows) == ["train", "score", "publish", "prefill", "decode"]
+  assert all(row["fits"] and 0 < row["peak_gib"] < 1 for row in rows.values())
+  # Gradients are scattered where weights were gathered, and nothing else moves much.
+  assert {"all-gather", "reduce-scatter"} <= rows["train"]["collectives"].keys()
+  assert "all-gather" in rows["publish"]["collectives"]
+  work = hardware.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
+  assert rows["train"]["model_flops"] == work.training()
+
+
+@needs_libtpu
+def test_a_search_recommends_what_it_compiled(tmp_path):
+  out = tmp_path / "aot.json"
+  done = run(
+    "--search",
+    "--topology=v5p:2x2x1",
+    "--sequences=8",
+    "--length=256",
+    f"--json={out}",
+    "--config.model.num_layers=2",
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert "recommended: data x fsdp x expert x tensor = 1x1x4x1, 1 micro-batches" in done.stdout
+  (row,) = json.loads(out.read_text())
+  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro"
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_an_error_that_says_so():
+  done = run(
+    "--topology=v5e:2x2",
+    "--programs=train",
+    "--sequences=4096",
+    "--length=2048",
+    "--config.compute.logits_chunk=0",
+    *SMALL,
+  )
+  assert done.returncode == 1
+  assert "does not fit v5e:2x2: train" in done.stderr and "15.75G" in done.stderr

@@ -1,0 +1,293 @@
+"""Formats of public data sets, filters, mixtures, and sources that grow."""
+
+import datetime
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support import data_cases
+
+from gspo_jax.data import formats, sources, tokenizer
+from gspo_jax.data.formats import FORMATS
+
+BYTES = tokenizer.ByteTokenizer()
+DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+DOCUMENTED = {
+  name: (json.loads(row), answer)
+  for name, row, answer in re.findall(
+    r"^### (\w+)\n.*?^```json\n(.*?)\n```\n\nAnswer: `(.*?)`$", DOCS, re.MULTILINE | re.DOTALL
+  )
+}
+
+
+config = functools.partial(
+  data_cases.config, prompt_template="Q: {question}", max_prompt_tokens=900
+)
+
+
+def write(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(path)
+
+
+def numbered(start, count, **more):
+  rows = range(start, start + count)
+  return [dict(question=f"{i}?", answer=str(i), level=i % 5) | more for i in rows]
+
+
+def load(spec, **changes):
+  return sources.load_spec(config(**changes), BYTES, spec, "data.train")
+
+
+def take(batches, count):
+  return [p.question for batch in itertools.islice(batches, count) for p in batch]
+
+
+# Formats.
+
+
+def test_every_format_is_documented():
+  assert list(DOCUMENTED) == list(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_documented_rows_give_the_documented_answers(tmp_path, name):
+  row, answer = DOCUMENTED[name]
+  (prompt,) = load(f"{name}@{write(tmp_path / 'a.jsonl', [row])}")
+  assert prompt.answer == answer
+  text = BYTES.decode(prompt.tokens)
+  assert prompt.question in text
+  own = FORMATS[name].template
+  assert text == (own or "Q: {question}").replace("{question}", prompt.question)
+  ids = {"dapo_math": "9a9b6eb4", "humaneval": "HumanEval/0", "svamp": "chal-1", "apps": "4"}
+  assert prompt.id == ids.get(name, prompt.id)
+  assert dict(prompt.info).keys() == {k for k in FORMATS[name].info if k in row}
+
+
+def test_starter_code_changes_the_prompt(tmp_path):
+  row, _ = DOCUMENTED["livecodebench"]
+  row = row | {"starter_code": "class Solution:\n  def f(self, x): return {x}"}
+  (prompt,) = load(f"livecodebench@{write(tmp_path / 'a.jsonl', [row])}")
+  text = BYTES.decode(prompt.tokens)
+  assert row["starter_code"] in text and "stdin" not in text and prompt.question in text
+
+
+def test_answers_in_a_box(tmp_path):
+  rows = [dict(question="a", answer=r"First \boxed{1}, then \boxed{\frac{2}{3}}.")]
+  (prompt,) = load(write(tmp_path / "a.jsonl", rows), answer_pattern="boxed")
+  assert prompt.answer == r"\frac{2}{3}"
+  bad = write(tmp_path / "b.jsonl", [dict(question="a", answer="it is 7")])
+  with pytest.raises(sources.DataError, match=r"b.jsonl, line 1: .*finds no answer"):
+    load(bad, answer_pattern="boxed")
+
+
+def test_unknown_format_names_those_that_are():
+  with pytest.raises(sources.DataError, match=r"no format 'gsm'; there are gsm8k"):
+    load("gsm@a.jsonl")
+
+
+@pytest.mark.parametrize("tests", ["none", [], None, ["1", "2"], [{"input": "1"}]])
+def test_tests_of_another_form_are_a_bad_row(tmp_path, tests):
+  row = DOCUMENTED["codeforces"][0] | dict(official_tests=tests)
+  with pytest.raises(sources.DataError, match=r"line 1: the field '(official_tests|output)'"):
+    load(f"codeforces@{write(tmp_path / 'a.jsonl', [row])}")
+
+
+# Filters.
+
+
+@pytest.mark.parametrize(
+  "where, kept",
+  [
+    ("level==3", [3, 8]),
+    ("level!=3 and level>=3", [4, 9]),
+    ("level<1", [0, 5]),
+    ("question=~^[12]", [1, 2]),
+    ("question!~^[0-7]", [8, 9]),
+    ("answer>=9", [9]),  # as numbers, though the field holds text
+    ("info.date>=2024-10-01", list(range(5, 10))),
+    ("prompt_tokens<=5 and level<=1", [0, 1, 5, 6]),
+    ("prompt_tokens<5", []),
+  ],
+)
+def test_filters(tmp_path, where, kept):
+  rows = numbered(0, 10)
+  for i, row in enumerate(rows):
+    row["info"] = dict(date=f"2024-{5 + i:02d}-30T12:00:00")
+  path = write(tmp_path / "a.jsonl", rows)
+  if not kept:
+    with pytest.raises(sources.DataError, match=r"0 bad rows, 10 that the filter leaves out"):
+      load(f"{path} where {where}")
+    return
+  source = load(f"{path} where {where}")
+  assert [int(p.answer) for p in source] == kept
+  assert source.skipped == 0
+
+
+def test_numbers_in_text_are_compared_as_numbers(tmp_path):
+  path = write(tmp_path / "a.jsonl", numbered(8, 4))
+  assert [p.answer for p in load(f"{path} where answer>=9 and answer<11")] == ["9", "10"]
+
+
+def test_the_window_of_the_paper(tmp_path):
+  row, _ = DOCUMENTED["livecodebench"]
+  dates = ["2024-09-30T23:59:59", "2024-10-01T00:00:00", "2025-02-28T23:59:59", "2025-03-01"]
+  rows = [row | dict(question_id=date, contest_date=date) for date in dates]
+  path = write(tmp_path / "a.jsonl", rows)
+  (window,) = set(re.findall(r"where (contest_date>=.*)`", DOCS))
+  source = load(f"livecodebench@{path} where {window}")
+  assert [p.id for p in source] == dates[1:3]
+
+
+def test_dates_of_parquet_are_compared_as_dates():
+  (condition,) = formats.conditions("when<2025-03-01", "data.eval")
+  assert condition.keeps(datetime.datetime(2025, 2, 28, 23))
+  assert not condition.keeps(datetime.datetime(2025, 3, 1))
+
+
+def test_prompts_too_long_can_be_filtered_out(tmp_path):
+  rows = [dict(question="x" * n, answer="1") for n in (5, 50, 6)]
+  path = write(tmp_path / "a.jsonl", rows)
+  with pytest.raises(sources.DataError, match="line 2: the prompt takes 53 tokens"):
+    load(path, max_prompt_tokens=10)
+  assert len(load(f"{path} where prompt_tokens<=10", max_prompt_tokens=10)) == 2
+
+
+@pytest.mark.parametrize("where", ["level", "level=3", "level==3 or level==4", "q=~(("])
+def test_bad_filters(tmp_path, where):
+  path = write(tmp_path / "a.jsonl", numbered(0, 3))
+  if " or " in where:  # a comparison with the text "3 or level==4", which nothing equals
+    with pytest.raises(sources.DataError, match="the data set is empty"):
+      load(f"{path} where {where}")
+    return
+  with pytest.raises(sources.DataError, match=r"data.train: "):
+    load(f"{path} where {where}")
+
+
+def test_filter_on_a_field_that_is_not_there(tmp_path):
+  with pytest.raises(sources.DataError, match=r"line 1: the field 'nope' is missing.*the filter"):
+    load(f"{write(tmp_path / 'a.jsonl', numbered(0, 3))} where nope==1")
+
+
+# Mixtures.
+
+
+@pytest.fixture
+def two(tmp_path):
+  return write(tmp_path / "a.jsonl", numbered(0, 10)), write(
+    tmp_path / "b.jsonl", numbered(100, 30)
+  )
+
+
+def test_weights_are_shares_in_the_long_run(two):
+  source = load(f"{two[0]}:0.75, {two[1]}:0.25")
+  assert len(source) == 40
+  drawn = [int(q[:-1]) for q in take(sources.batches(source, 4, seed=0), 100)]
+  small = [i for i in drawn if i < 100]
+  assert len(small) == 300
+  # Epochs per source: the small one has been through 30 times, every row equally often.
+  assert all(small.count(i) == 30 for i in range(10))
+  assert all(3 <= drawn.count(i) <= 4 for i in range(100, 130))
+  for start in range(0, 400, 40):  # evenly interleaved, not one after the other
+    assert 25 <= sum(i < 100 for i in drawn[start : start + 40]) <= 35
+
+
+def test_without_weights_sizes_decide(two):
+  source = load(f"{two[0]}, {two[1]}")
+  drawn = take(sources.batches(source, 4, seed=0), 10)
+  assert sum(int(q[:-1]) < 100 for q in drawn) == 10
+
+
+def test_sources_of_one_size_are_shuffled_differently(tmp_path):
+  files = [write(tmp_path / f"{n}.jsonl", numbered(n, 10)) for n in (0, 100)]
+  drawn = [int(q[:-1]) for q in take(sources.batches(load(",".join(files)), 20, seed=0), 1)]
+  assert [i for i in drawn if i < 100] != [i - 100 for i in drawn if i >= 100]
+
+
+def test_mixture_is_a_sequence_and_its_ids_are_unique(tmp_path):
+  a = write(tmp_path / "a.jsonl", [*numbered(0, 3), dict(id=7, question="a", answer="1")])
+  b = write(tmp_path / "b.jsonl", [dict(id=7, question="b", answer="1", level=9)])
+  source = load(f"{a}, {b} where level==9")
+  assert [p.question for p in source] == ["0?", "1?", "2?", "a", "b"]
+  assert len({p.id for p in source}) == 5 and source[4].id == f"@{b}#7"
+
+
+@pytest.mark.parametrize(
+  "spec, message",
+  [
+    ("{a}:0.5, {b}", "either every source"),
+    ("{a}:0, {b}:1", "weight above 0"),
+    ("{a}, {a}", "twice"),
+    ("{a},, {b}", "empty part"),
+    ("arithmetic:train where level==1", "neither formats nor filters"),
+  ],
+)
+def test_bad_mixtures(two, spec, message):
+  with pytest.raises(sources.DataError, match=message):
+    load(spec.format(a=two[0], b=two[1]))
+
+
+def test_mixture_with_the_embedded_task(two):
+  source = load(f"arithmetic:train:0.5,{two[0]}:0.5", max_prompt_tokens=20)
+  drawn = take(sources.batches(source, 10, seed=0), 2)
+  assert sum(q.endswith("=") for q in drawn) == 10
+  assert sources.fitting(source, BYTES, 40, "raise").weights == source.weights
+
+
+def test_mixture_resumes_and_shards(two):
+  source = load(f"{two[0]}:2,{two[1]}:1")
+  whole = sources.batches(source, 6, seed=3)
+  expected = take(whole, 10)
+  half = sources.batches(source, 6, seed=3)
+  take(half, 4)
+  resumed = sources.batches(source, 6, seed=3)
+  resumed.set_state(json.loads(json.dumps(half.get_state())))
+  assert take(resumed, 6) == expected[24:]
+  parts = [
+    take(sources.batches(source, 3, seed=3, process_index=i, process_count=2), 10) for i in (0, 1)
+  ]
+  assert sorted(parts[0] + parts[1]) == sorted(expected)
+
+
+# Sources that grow, prompts that are not wanted.
+
+
+def test_new_file_starts_a_new_epoch(tmp_path, caplog):
+  write(tmp_path / "a.jsonl", numbered(0, 10))
+  before = load(f"{tmp_path}/*.jsonl")
+  old = sources.batches(before, 5, seed=0)
+  take(old, 1)
+  state = json.loads(json.dumps(old.get_state()))
+
+  write(tmp_path / "b.jsonl", numbered(100, 10))
+  after = load(f"{tmp_path}/*.jsonl")
+  assert {p.id for p in before} < {p.id for p in after}  # ids stay, and with them solve rates
+  grown = sources.batches(after, 5, seed=0)
+  grown.set_state(state)
+  assert "training data has changed" in caplog.text
+  epoch = take(grown, 4)
+  assert sorted(epoch) == sorted(p.question for p in after)
+  assert epoch != take(sources.batches(after, 5, seed=0), 4)  # an order of its own
+
+  # From here on the run resumes exactly, and over a further change as well.
+  state = json.loads(json.dumps(grown.get_state()))
+  expected = take(grown, 6)
+  again = sources.batches(after, 5, seed=0)
+  again.set_state(state)
+  assert take(again, 6) == expected
+  shrunk = sources.batches(before, 5, seed=0)
+  shrunk.set_state(state)
+  assert shrunk.get_state()["restarts"] == 2
+  assert sorted(take(shrunk, 2)) == sorted(p.question for p in before)
+
+
+def test_prompts_that_are_not_wanted_are_passed_over(two):
+  source = load(two[0])
+  batches = sources.batches(source, 4, seed=0)
+  even = lambda p: int(p.answer) % 2 == 0  # noqa: E731
+  drawn = [p.answer for _ in range(5) for p in batches.take(4, even)]
+  assert sorted(drawn) == sorted("02468" * 4)
+  assert len(batches.take(3, lambda p: False)) == 3  # none is wanted: it does not hang

@@ -1,0 +1,194 @@
+"""Tokenizers: round trips, stop and pad ids from a checkpoint's files, chat templates."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from gspo_jax.data import tokenizer
+
+# As in Qwen's checkpoints: block lines leave no trace only with trim_blocks and lstrip_blocks.
+CHAT_TEMPLATE = """
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user'] %}
+        {{- raise_exception('no such role') }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def write_checkpoint(directory, config=None, generation=None):
+  """A byte-level BPE tokenizer with Qwen's special tokens, trained on one line."""
+  tok = tokenizers.Tokenizer(models.BPE())
+  tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tok.decoder = decoders.ByteLevel()
+  tok.train_from_iterator(
+    ["what is the answer to the question? the answer is 42."] * 10,
+    trainers.BpeTrainer(
+      vocab_size=300,
+      special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      show_progress=False,
+    ),
+  )
+  tok.save(str(directory / "tokenizer.json"))
+  if config is not None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+  if generation is not None:
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+  return tok
+
+
+QWEN = {
+  "eos_token": "<|im_end|>",
+  "pad_token": {"content": "<|endoftext|>", "special": True},
+  "chat_template": CHAT_TEMPLATE,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+  write_checkpoint(tmp_path, QWEN, {"eos_token_id": [2, 0]})
+  return tmp_path
+
+
+def test_bytes_round_trip():
+  tok = tokenizer.load("bytes")
+  text = "12+34=46 \\frac{ü}{漢} 🙂\n"
+  assert tok.encode(text) == list(text.encode())
+  assert tok.decode(tok.encode(text)) == text
+
+
+def test_bytes_special_tokens_are_apart_and_skipped():
+  tok = tokenizer.ByteTokenizer()
+  special = {tok.pad_id, *tok.stop_ids, tok.bos_id}
+  assert len(special) == 3 and min(special) == 256 and max(special) == tok.vocab_size - 1
+  # 259 and above: a model's padded vocabulary can sample them.
+  assert tok.decode([104, 256, 105, 257, 258, 259, 300]) == "hi"
+  assert tok.decode([0xFF, 104]) == "\ufffdh"
+
+
+def test_plain_template_leaves_other_braces_alone():
+  tok = tokenizer.ByteTokenizer()
+  template = "Q: {question}\nAnswer in \\boxed{}: "
+  assert tok.render("{1, 2}?", template=template) == "Q: {1, 2}?\nAnswer in \\boxed{}: "
+  assert tok.render("a", system="s") == "s\na"
+
+
+def test_hf_round_trip_and_ids(checkpoint):
+  tok = tokenizer.load(str(checkpoint))
+  text = "what is the answer? ünïcode 漢字"
+  ids = tok.encode(text)
+  assert len(ids) < len(text.encode())  # merges were applied
+  assert tok.decode(ids) == text
+  assert tok.decode([*ids, 2, 0, tok.vocab_size + 5]) == text
+  # The end of turn first (demonstrations end with it), and what generation_config adds.
+  assert tok.stop_ids == (2, 0)
+  assert tok.pad_id == 0
+  assert tok.vocab_size == tok.tokenizer.get_vocab_size()
+
+
+def test_hf_chat_template(checkpoint):
+  tok = tokenizer.load(str(checkpoint))
+  text = tok.render("1 < 2?", system="Be brief.", template="{question} Use \\boxed{}.")
+  assert text == (
+    "<|im_start|>system\nBe brief.<|im_end|>\n"
+    "<|im_start|>user\n1 < 2? Use \\boxed{}.<|im_end|>\n"
+    "<|im_start|>assistant\n"
+  )
+  ids = tok.encode(text)
+  assert ids[0] == 1 and ids.count(2) == 2  # special tokens are single ids
+
+
+def test_chat_template_file_wins_and_gets_what_templates_use(checkpoint):
+  (checkpoint / "chat_template.jinja").write_text(
+    "{{ bos_token }}{% for m in messages %}{% if loop.index0 > 0 %}{% break %}{% endif %}"
+    "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
+  )
+  (checkpoint / "tokenizer_config.json").write_text(json.dumps(QWEN | {"bos_token": "<B>"}))
+  text = tokenizer.load(str(checkpoint)).render("a < 'é'")
+  assert text == '<B>{"role": "user", "content": "a < \'é\'"}%'
+
+
+def test_chat_template_that_asks_for_tools(checkpoint):
+  (checkpoint / "chat_template.jinja").write_text("{% if tools is not none %}T{% endif %}end")
+  assert tokenizer.load(str(checkpoint)).render("q") == "end"
+
+
+def test_named_chat_templates(checkpoint):
+  named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+  (checkpoint / "tokenizer_config.json").write_text(json.dumps(QWEN | {"chat_template": named}))
+  assert tokenizer.load(str(checkpoint)).render("q") == "D"
+
+
+def test_chat_template_is_sandboxed(checkpoint):
+  (checkpoint / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+  with pytest.raises(tokenizer.TokenizerError, match="unsafe"):
+    tokenizer.load(str(checkpoint)).render("q")
+
+
+def test_chat_template_that_refuses(checkpoint):
+  (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+  with pytest.raises(tokenizer.TokenizerError, match="no system role") as error:
+    tokenizer.load(str(checkpoint)).render("q")
+  assert str(checkpoint) in str(error.value)
+
+
+def test_without_chat_template(tmp_path):
+  write_checkpoint(tmp_path, {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"})
+  tok = tokenizer.load(str(tmp_path))
+  assert tok.render("q", template="Q: {question}") == "Q: q"
+  assert tok.stop_ids == (0,)
+  assert tok.pad_id == 0  # none configured: the stop token, masks being explicit
+  write_checkpoint(
+    tmp_path,
+    {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True},
+  )
+  assert tokenizer.load(str(tmp_path)).render("q") == "<|im_start|>q"
+
+
+def test_saved_truncation_does_not_cut(tmp_path):
+  tok = write_checkpoint(tmp_path, QWEN)
+  tok.enable_truncation(4)
+  tok.enable_padding(length=64)
+  tok.save(str(tmp_path / "tokenizer.json"))
+  loaded = tokenizer.load(str(tmp_path))
+  assert loaded.decode(loaded.encode("the answer to the question")) == "the answer to the question"
+
+
+def test_stop_id_from_generation_config_alone(tmp_path):
+  write_checkpoint(tmp_path, {}, {"eos_token_id": 2})
+  assert tokenizer.load(str(tmp_path)).stop_ids == (2,)
+
+
+@pytest.mark.parametrize(
+  "config, message",
+  [
+    ({}, "no stop token"),
+    ({"eos_token": "<nope>"}, "'<nope>'"),
+  ],
+)
+def test_no_usable_stop_token(tmp_path, config, message):
+  write_checkpoint(tmp_path, config)
+  with pytest.raises(tokenizer.TokenizerError, match=message) as error:
+    tokenizer.load(str(tmp_path))
+  assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["", "/no/such/dir", "byte"])
+def test_missing_directory_says_what_to_set(path):
+  with pytest.raises(tokenizer.TokenizerError, match=r"--config.tokenizer") as error:
+    tokenizer.load(path)
+  assert repr(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_broken_file_is_named(checkpoint, name):
+  (checkpoint / name).write_text("{not json")
+  with pytest.raises(tokenizer.TokenizerError, match=name):
+    tokenizer.load(str(checkpoint))

@@ -1,0 +1,264 @@
+"""avg@k counts what it says, in chunks as at once, interrupted or not."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import rewards, sharding
+from gspo_jax.data import tokenizer
+from gspo_jax.evaluation import elo, resume
+from gspo_jax.evaluation import evaluator as evaluate
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_dense
+from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.structs import Prompt
+
+MODEL = dataclasses.replace(
+  tiny_dense(264), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, intermediate_size=48
+)
+CONFIG = evaluate.EvalConfig(
+  every=1,
+  problems=0,
+  samples=3,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  min_p=0.0,
+  max_new_tokens=3,
+  greedy=True,
+  batch=8,
+  benchmarks={},
+)
+PROBLEMS = [
+  Prompt(str(i), f"q{i}", "a", (ord("q"), ord(str(i))), info=(("rating", str(1000 + 100 * i)),))
+  for i in range(5)
+]
+SET = evaluate.BenchmarkConfig(
+  data="x", reward="", problems=0, samples=3, pass_at=(), rating=False, standings=""
+)
+
+
+def benchmark(score, name="", problems=PROBLEMS, **changes):
+  return evaluate.Benchmark(name, dataclasses.replace(SET, **changes), problems, score)
+
+
+def evaluator(*benchmarks, directory=None, seed=0, **changes):
+  return evaluate.Evaluator(
+    config=dataclasses.replace(CONFIG, **changes),
+    model=MODEL,
+    compute=REFERENCE,
+    engine=DEFAULT,
+    benchmarks=benchmarks,
+    tokenizer=tokenizer.load("bytes"),
+    prompt_length=4,
+    seed=seed,
+    directory=directory,
+  )
+
+
+@pytest.fixture(scope="module")
+def params():
+  return transformer.init(MODEL, jax.random.key(0))
+
+
+def by_length(responses, answers):
+  reward = np.array([len(r) % 2 for r in responses], np.float32)
+  return rewards.Scores(reward, {"right": int(reward.sum()), "wrong": int((1 - reward).sum())})
+
+
+def untimed(row):
+  return {k: v for k, v in row.items() if not k.startswith("time/")}
+
+
+def test_accuracy_is_the_mean_over_samples_and_problems(params):
+  seen = []
+
+  def score(responses, answers):  # problem 0 always right, problem 1 right on its first sample
+    seen.append(responses)
+    reward = np.zeros(len(responses), np.float32)
+    samples = len(responses) // 5
+    reward[:samples] = 1
+    reward[samples] = 1
+    return rewards.Scores(reward, {"right": 4, "timeout": 1})
+
+  row, records = evaluator(benchmark(score))(params)
+  assert row["eval/accuracy"] == pytest.approx((3 + 1) / 15)
+  assert row["eval/greedy"] == pytest.approx(2 / 5)
+  assert row["eval/accuracy/low"] <= row["eval/accuracy"] <= row["eval/accuracy/high"]
+  assert row["eval/verifier/timeout"] == pytest.approx(1 / 15)
+  assert [r["reward"] for r in records] == [1, 1, 1, 1] + [0] * 11
+  assert [r["prompt_id"] for r in records] == [str(i // 3) for i in range(15)]
+  assert [len(s) for s in seen] == [15, 5]
+
+
+def test_chunks_change_nothing(params):
+  whole, records = evaluator(benchmark(by_length))(params)
+  parts, again = evaluator(benchmark(by_length), batch=2)(params)  # the last chunk is filled up
+  assert again == records
+  for name, value in untimed(whole).items():
+    assert parts[name] == pytest.approx(value), name
+  assert {"time/eval/sample", "time/eval/score"} <= whole.keys()
+
+
+def test_benchmarks_by_name_with_results_by_problem(params, tmp_path):
+  run = evaluator(
+    benchmark(by_length),
+    benchmark(by_length, "code", PROBLEMS[:3], samples=4, pass_at=(1, 2), rating=True),
+    directory=tmp_path,
+    greedy=False,
+  )
+  row, records = run(params, 7)
+  code = [r for r in records if r.get("benchmark") == "code"]
+  assert len(code) == 12 and len(records) == 27
+  right_P = np.array([r["reward"] for r in code]).reshape(3, 4).sum(1)
+  assert row["eval/code/accuracy"] == pytest.approx(right_P.sum() / 12)
+  assert row["eval/code/pass@1"] == pytest.approx(right_P.sum() / 12)
+  assert row["eval/code/pass@2"] == pytest.approx(evaluate.pass_at_k(4, right_P, 2).mean())
+  assert row["eval/code/rating"] == pytest.approx(elo.rating(right_P / 4, [1000, 1100, 1200]))
+  assert row["eval/code/rating/low"] <= row["eval/code/rating"] <= row["eval/code/rating/high"]
+  assert row["eval/code/response_length/mean"] == np.mean([r["length"] for r in code])
+  assert row["eval/code/truncated_fraction"] == np.mean([r["truncated"] for r in code])
+  assert "eval/greedy" not in row and "eval/accuracy" in row
+
+  lines = [json.loads(x) for x in (tmp_path / "code_000007.jsonl").read_text().splitlines()]
+  assert [x["id"] for x in lines] == ["0", "1", "2"]
+  assert [x["right"] for x in lines] == right_P.tolist()
+  assert [x["rating"] for x in lines] == ["1000", "1100", "1200"]
+  assert sum(x["truncated"] for x in lines) == sum(r["truncated"] for r in code)
+  assert len((tmp_path / "eval_000007.jsonl").read_text().splitlines()) == 5
+
+
+class Interrupted(Exception):
+  pass
+
+
+def stopping_after(calls):
+  """A verifier that counts its calls and fails once there have been so many."""
+
+  def score(responses, answers):
+    score.calls += 1
+    if score.calls > calls:
+      raise Interrupted
+    return by_length(responses, answers)
+
+  score.calls = 0
+  return score
+
+
+def test_an_interrupted_evaluation_goes_on(params, tmp_path):
+  whole, records = evaluator(benchmark(by_length), batch=2, directory=tmp_path / "w")(params)
+  with pytest.raises(Interrupted):
+    evaluator(benchmark(stopping_after(2)), batch=2, directory=tmp_path)(params)
+  with (tmp_path / "unfinished.jsonl").open("a") as file:
+    file.write('{"chunk": "/samples/3/4", "records": [')  # killed while writing
+  rest = stopping_after(99)
+  row, again = evaluator(benchmark(rest), batch=2, directory=tmp_path)(params)
+  assert rest.calls == 4  # one chunk of samples was left, and three greedy ones
+  assert untimed(row) == untimed(whole) and again == records
+  assert row["time/eval/sample"] > 0
+  nothing = stopping_after(0)
+  assert evaluator(benchmark(nothing), batch=2, directory=tmp_path)(params) == (row, again)
+
+
+@pytest.mark.parametrize("what", ["weights", "seed", "temperature", "problems", "identity"])
+def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
+  run = evaluator(benchmark(by_length), directory=tmp_path, greedy=False)
+  run(params)
+  if what == "weights":
+    # The least change of one number.
+    head = params.final_norm_D if hasattr(params, "final_norm_D") else jax.tree.leaves(params)[0]
+    changed = head.ravel().at[0].set(np.nextafter(head.ravel()[0], 9)).reshape(head.shape)
+    params = jax.tree.map(lambda x: changed if x is head else x, params)
+  if what == "problems":
+    other = dataclasses.replace(PROBLEMS[2], answer="b")
+    benchmarks = [benchmark(by_length, problems=[*PROBLEMS[:2], other, *PROBLEMS[3:]])]
+    run = dataclasses.replace(run, benchmarks=benchmarks)
+  if what in ("seed", "identity"):
+    run = dataclasses.replace(run, **{what: dict(seed=1, identity="other")[what]})
+  if what == "temperature":
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, temperature=0.5))
+  count = stopping_after(9)
+  changes = [dataclasses.replace(b, score=count) for b in run.benchmarks]
+  dataclasses.replace(run, benchmarks=changes)(params)
+  assert count.calls == 1
+
+
+def test_checksum_does_not_depend_on_the_layout(params):
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 4, 1, 2))
+  layout = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+  with jax.set_mesh(mesh):
+    spread = resume.checksums(jax.device_put(params, layout))
+  assert jax.device_get(spread) == jax.device_get(resume.checksums(params))
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+  n = 6
+  for right in range(n + 1):
+    samples = [1] * right + [0] * (n - right)
+    for k in range(1, n + 1):
+      subsets = [any(s) for s in itertools.combinations(samples, k)]
+      assert evaluate.pass_at_k(n, np.array([right]), k)[0] == pytest.approx(np.mean(subsets))
+
+
+def test_problems_without_a_rating_are_found_before_sampling():
+  with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no rating"):
+    plain = dataclasses.replace(PROBLEMS[1], info=())
+    benchmark(by_length, "cf", [PROBLEMS[0], plain], rating=True)
+
+
+def test_virtual_contests(params, tmp_path):
+  contests = [
+    dict(contest_id="1", points=[9, 2, 0], ratings=[2000, 1500, 1000]),
+    dict(contest_id="2", points=[9, 1], ratings=[1900, 1100]),
+  ]
+  path = tmp_path / "standings.jsonl"
+  path.write_text("".join(json.dumps(c) + "\n" for c in contests))
+  info = [("1", "1"), ("1", "4"), ("2", "1")]
+  problems = [
+    dataclasses.replace(p, info=(("contest_id", c), ("points", n)))
+    for p, (c, n) in zip(PROBLEMS, info)
+  ]
+
+  def score(responses, answers):  # samples 0 and 1 of each problem, sample 2 of none
+    return rewards.Scores(np.array([1, 1, 0] * 3, np.float32), {})
+
+  run = evaluator(
+    benchmark(score, "cf", problems, standings=str(path)), greedy=False, directory=tmp_path
+  )
+  row, _ = run(params)
+  # Contest 1: 5, 5 and 0 points. Contest 2: 1, 1 and 0 points.
+  scores = [0, 2 / 3, (1 + 1 + 1 / 2) / 3, 0, (1 / 2 + 1 / 2 + 0) / 3]
+  expected = elo.rating(scores, [2000, 1500, 1000, 1900, 1100])
+  assert row["eval/cf/contest_rating"] == pytest.approx(expected, abs=1)
+  assert row["eval/cf/contest_rating/low"] < expected < row["eval/cf/contest_rating/high"]
+  assert "eval/cf/rating" not in row
+
+  with pytest.raises(ValueError, match=r"contests 7, which .*standings.jsonl does not have"):
+    other = dataclasses.replace(problems[0], info=(("contest_id", "7"),))
+    benchmark(score, "cf", [other], standings=str(path))
+  path.write_text('{"contest_id": "1", "points": [1], "ratings": [1, 2]}\n')
+  with pytest.raises(ValueError, match=r"standings.jsonl, line 1 is no contest"):
+    benchmark(score, "cf", problems, standings=str(path))
+  with pytest.raises(ValueError, match=r"no file .*nowhere"):
+    benchmark(score, "cf", problems, standings=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("changes", [dict(samples=0), dict(pass_at=(4,)), dict(pass_at=(0,))])
+def test_impossible_benchmarks(changes):
+  with pytest.raises(ValueError, match="samples"):
+    dataclasses.replace(SET, **changes)
+
+
+def test_problems_are_chosen_all_over_the_set():
+  assert [p.id for p in evaluate.choose(PROBLEMS, 2)] == ["0", "2"]
+  assert len(evaluate.choose(PROBLEMS, 0)) == len(evaluate.choose(PROBLEMS, 99)) == 5
+
+
+def test_bootstrap_interval_shrinks_with_problems():
+  width = lambda n: np.ptp(evaluate.bootstrap(np.arange(n) % 2))  # noqa: E731
+  assert width(400) < width(40) and width(40) > 0.2
+  assert evaluate.bootstrap(np.ones(10)) == (1.0, 1.0)

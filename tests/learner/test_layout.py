@@ -1,0 +1,136 @@
+"""Trees: responses to one prompt share it in the update, which stays the same."""
+
+import dataclasses
+
+import chex
+import numpy as np
+import pytest
+from support.small_updates import (
+  GSPO,
+  MICROBATCHES,
+  MODELS,
+  SGD,
+  B,
+  T,
+  after,
+  initial,
+  learner,
+  make_batch,
+  old_policy,
+  update,
+)
+
+from gspo_jax.learner import layout
+from gspo_jax.learner import step as train_step
+from gspo_jax.models import routing
+
+GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
+PROMPTS = (3, 8, 1, 0)  # the last group is missing
+LENGTHS = ((6, 15, 4, 3), (20, 9, 8, 11), (2, 13, 5, 1), (0, 0, 0, 0))  # with the prompt
+LENGTH_B, PROMPT_B = np.array(sum(LENGTHS, ())), np.repeat(np.array(PROMPTS, np.int32), GROUP)
+LONGEST_B = LENGTH_B - PROMPT_B == T - PROMPT  # the last token of these responses is not read
+UNREAD_BT = LONGEST_B[:, None] & (np.arange(T)[None] == LENGTH_B[:, None] - 1)
+ONCE = "router/"  # of its metrics: the tokens of a prompt count once
+
+
+def grouped_batch(model):
+  """Some responses have no tokens, one group has none at all."""
+  batch = make_batch(model, lengths=sum(LENGTHS, ()))
+  in_prompt_BT = np.arange(T)[None] < PROMPT_B[:, None]
+  same = lambda x: np.repeat(x[::GROUP], GROUP, axis=0)  # noqa: E731
+  after_prompt = lambda x: np.where(in_prompt_BT, 0, x)  # noqa: E731
+  mask_BT = after_prompt((batch.segments_BT > 0).astype(np.float32))
+  batch = batch.replace(
+    tokens_BT=np.where(in_prompt_BT, same(batch.tokens_BT), batch.tokens_BT),
+    mask_BT=mask_BT,
+    old_logp_BT=np.full((B, T), -4.2, np.float32) * mask_BT,
+    sampler_logp_BT=np.full((B, T), -4.3, np.float32) * mask_BT,
+    ref_logp_BT=np.full((B, T), -4.1, np.float32) * mask_BT,
+    prompt_B=PROMPT_B,
+  )
+  if batch.routing_BTlk is None:
+    return batch
+  prompt = in_prompt_BT[:, :, None, None]
+  alike = lambda x: np.where(prompt, same(x), x)  # noqa: E731
+  return batch.replace(
+    routing_BTlk=alike(batch.routing_BTlk),
+    sampler_routing_BTlk=alike(batch.sampler_routing_BTlk),
+  )
+
+
+def sharing(name, microbatches, **compute):
+  plain = learner(name, microbatches)
+  compute = dataclasses.replace(plain.compute, **compute)
+  return dataclasses.replace(plain, group_size=GROUP, prompt_tokens=PROMPT, compute=compute)
+
+
+@pytest.mark.parametrize("name, shape, replay, microbatches, compute", [
+  ("dense", None, "none", 1, {}),
+  ("dense", None, "none", 4, dict(attention="blockwise", logits_chunk=3)),
+  ("dense", (2, 2, 1, 2), "none", 1, dict(remat="full")),
+  ("moe", None, "R2", 2, {}),
+  ("moe", (1, 2, 2, 2), "R3", 2, {}),  # two responses on each device: half of a group
+])  # fmt: skip
+def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microbatches, compute):
+  batch = grouped_batch(MODELS[name])
+  objective = dataclasses.replace(GSPO, replay=replay)
+  shared = train_step.make_rl_step(sharing(name, microbatches, **compute), objective, SGD)
+  params, row = after(update(name, 1, replay=replay), name, batch.replace(prompt_B=None))
+  shared_params, shared_row = after(shared, name, batch, shape)
+  chex.assert_trees_all_close(shared_params, params, rtol=2e-4, atol=5e-6)
+  assert row.keys() == shared_row.keys()
+  for metric, value in row.items():
+    if ONCE not in metric and metric != "padding":
+      assert shared_row[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+  assert row["grad_norm"] > 0.1 and 0 < row["clip_fraction/sequence"] < 1
+
+
+@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
+  batch = grouped_batch(MODELS["moe"])
+  expected = old_policy(learner("moe", 1), "moe", batch.replace(prompt_B=None))
+  found = old_policy(sharing("moe", 1), "moe", batch, shape)
+  trained = batch.mask_BT > 0
+  assert trained.sum() > 40
+  logp, expected_logp = (x["old_logp_BT"][trained] for x in (found, expected))
+  np.testing.assert_allclose(logp, expected_logp, atol=2e-5)
+  read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
+  routes, expected_routes = (np.asarray(x["routing_BTlk"]) for x in (found, expected))
+  np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
+  assert (routes[~read_BT] == routing.NO_ROUTE).all()
+
+
+def test_the_model_reads_every_prompt_once():
+  """All but its last token, in rows that are shorter by that; and all that predicts a token."""
+  batch = grouped_batch(MODELS["dense"])
+  found = layout.trees(batch, GROUP, PROMPT)
+  assert found.tree == (8, GROUP)  # seven tokens, in rows of the same length
+  assert found.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
+  lengths = [[length for length in group if length] for group in LENGTHS]
+  distinct = sum(sum(g) - (len(g) - 1) * max(p - 1, 0) for p, g in zip(PROMPTS, lengths) if g)
+  distinct -= UNREAD_BT.sum()
+  assert (found.segments_RT > 0).sum() == distinct < batch.segments_BT.sum()
+  read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
+  assert UNREAD_BT.sum() == 3  # of the prompts of 3, 8 and 1 tokens
+  for of_rows, of_batch in (
+    (found.tokens_RT, batch.tokens_BT),
+    (found.targets_RT, np.pad(batch.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
+  ):
+    np.testing.assert_array_equal(
+      np.where(read_BT, layout.by_sequence(of_rows, found), 0), np.where(read_BT, of_batch, 0)
+    )
+  _, row = after(train_step.make_rl_step(sharing("dense", MICROBATCHES), GSPO, SGD), "dense", batch)
+  assert row["padding"] == pytest.approx(1 - distinct / found.tokens_RT.size)
+
+
+def test_a_response_knows_of_no_other():
+  batch = grouped_batch(MODELS["moe"])
+  score = train_step.make_score(sharing("moe", 1))
+  tokens_BT = np.array(batch.tokens_BT)
+  tokens_BT[1, PROMPTS[0] : 15] = (tokens_BT[1, PROMPTS[0] : 15] + 1) % 64
+  one, other = (
+    np.where(batch.mask_BT, score(initial("moe"), b), 0)
+    for b in (batch, batch.replace(tokens_BT=tokens_BT))
+  )
+  changed = np.abs(one - other).max(1) > 0
+  assert changed.tolist() == [row == 1 for row in range(B)]

@@ -1,0 +1,220 @@
+"""Packed rows: the same update from fewer positions."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.command_line import SMALL, figures, run
+from support.small_updates import (
+  LENGTHS,
+  MICROBATCHES,
+  MODELS,
+  PER_MICRO_BATCH,
+  SGD,
+  B,
+  T,
+  after,
+  initial,
+  learner,
+  make_batch,
+  old_policy,
+  scalars,
+  update,
+)
+
+from configs import tiny
+from gspo_jax import config as configuration
+from gspo_jax import minibatches
+from gspo_jax.learner import packing
+from gspo_jax.run import new_state
+from gspo_jax.runs import nonfinite
+from gspo_jax.structs import TrainBatch
+
+
+@pytest.mark.parametrize("name, shape, replay", [
+  ("dense", None, "none"),
+  ("dense", (2, 2, 1, 2), "none"),
+  pytest.param("moe", None, "none", marks=pytest.mark.slow),  # the next one has all of it
+  ("moe", None, "R2"),
+  ("moe", (1, 2, 2, 2), "R3"),
+])  # fmt: skip
+def test_a_packed_update_is_the_update(name, shape, replay):
+  batch = make_batch(MODELS[name])
+  shards = 1 if shape is None else math.prod(shape[:3])
+  packed = packing.plan(batch, shards)
+  params, row = after(update(name, 1, replay=replay), name, batch)
+  packed_params, packed_row = after(update(name, replay=replay), name, packed, shape)
+  chex.assert_trees_all_close(packed_params, params, rtol=2e-4, atol=5e-6)
+  assert row.keys() == packed_row.keys()
+  for metric, value in row.items():
+    if metric not in PER_MICRO_BATCH:
+      assert packed_row[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+  assert row["grad_norm"] > 0.1 and 0 < row["clip_fraction/sequence"] < 1
+  tokens, used = sum(LENGTHS), 2 * B // MICROBATCHES  # two micro-batches of four
+  assert row["padding"] == pytest.approx(1 - tokens / (B * T))
+  assert packed_row["padding"] == pytest.approx(1 - tokens / (used * T))
+  if name == "moe":
+    assert row["router/volatility/mean"] > 0.1 and row["router/volatility/sampler"] > 0.1
+
+
+@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+def test_a_packed_pass_finds_the_same_old_policy(shape):
+  """Log-probabilities and routes, which no response has from another one's tokens."""
+  batch = make_batch(MODELS["moe"])
+  packed = packing.plan(batch, 1 if shape is None else 4)
+  expected = old_policy(learner("moe", 1), "moe", batch)
+  found = old_policy(learner("moe"), "moe", packed, shape)
+  real_BT = batch.segments_BT > 0
+  logp_BT, expected_BT = (
+    np.where(real_BT, x, 0)
+    for x in (packing.in_order(found["old_logp_BT"], packed.order_B), expected["old_logp_BT"])
+  )
+  np.testing.assert_allclose(logp_BT, expected_BT, atol=2e-5)
+  assert (logp_BT[:, 0] == 0).all() and (expected_BT[:, 1:][real_BT[:, 1:]] < -1).all()
+  routes_BTlk = packing.in_order(found["routing_BTlk"], packed.order_B)
+  np.testing.assert_array_equal(routes_BTlk, expected["routing_BTlk"])
+  assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
+
+
+def test_another_number_of_micro_batches_compiles_nothing():
+  step, counts = update("dense"), []
+  state = new_state(jax.tree.map(jnp.array, initial("dense")), SGD)
+  for lengths in (LENGTHS, (3,) * B, (T,) * B, (0,) * B):
+    batch = packing.plan(make_batch(lengths=lengths), 1)
+    counts.append(int(packing.count(batch, B // MICROBATCHES)))
+    if not counts[1:]:
+      step(jax.tree.map(jnp.copy, state), batch)
+      compiled = step._cache_size()
+    state, metrics = step(state, batch)
+    assert np.isfinite(list(scalars(metrics).values())).all()
+  assert counts == [2, 1, 4, 1]
+  assert step._cache_size() == compiled
+
+
+def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
+  """A response whose mask is off may hold anything; one whose mask is on spoils the update."""
+  batch = make_batch()
+  bad = np.array(batch.old_logp_BT)
+  bad[5, 3] = np.nan
+  mask = np.array(batch.mask_BT)
+  mask[5] = 0
+  packed = packing.plan(batch.replace(old_logp_BT=bad), 1)
+  _, row = after(update("dense"), "dense", packed)
+  assert row["updates_skipped"] == 1
+  packed = packing.plan(batch.replace(old_logp_BT=bad, mask_BT=mask), 1)
+  _, row = after(update("dense"), "dense", packed)
+  assert row["updates_skipped"] == 0 and np.isfinite(list(row.values())).all()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_response_has_a_place_of_its_own(shards, seed):
+  rng = np.random.default_rng(seed)
+  size, per_shard = 50, 16
+  length_B = rng.integers(0, size + 1, shards * per_shard)
+  length_B[rng.random(len(length_B)) < 0.2] = 0
+  segments_BT = (np.arange(size)[None] < length_B[:, None]).astype(np.int32)
+  number_B = np.arange(len(length_B), dtype=np.float32)
+  zeros = np.zeros((len(length_B), size), np.float32)
+  batch = TrainBatch(zeros, segments_BT, zeros, number_B, zeros, zeros)
+  planned = packing.plan(batch, shards)
+  np.testing.assert_array_equal(np.sort(planned.order_B), np.arange(len(length_B)))
+  np.testing.assert_array_equal(planned.advantage_B, planned.order_B)
+  np.testing.assert_array_equal(planned.segments_BT.sum(1), length_B[planned.order_B])
+  chex.assert_trees_all_equal(packing.undo(planned), batch)
+  taken = np.zeros((shards, per_shard, size), int)
+  for i, length in enumerate(planned.segments_BT.sum(1)):
+    assert (planned.row_B[i] >= 0) == (length > 0)
+    if length:
+      start = planned.start_B[i]
+      assert start + length <= size
+      taken[i // per_shard, planned.row_B[i], start : start + length] += 1
+  assert taken.max() <= 1 and taken.sum() == length_B.sum()
+  used = (taken[:, :, 0] > 0).sum(1)
+  assert (np.diff((taken[:, :, 0] > 0).astype(int), axis=1) <= 0).all(), "rows without gaps"
+  assert np.ptp(taken.sum((1, 2))) <= size, "about as many tokens for each device"
+  assert (used <= np.ceil(taken.sum((1, 2)) / size * 11 / 9) + 1).all()
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_at_heavy_tailed_lengths_a_tenth_is_padding(shards, seed):
+  size, responses, R = 4096, 512, 8
+  rng = np.random.default_rng(seed)
+  length_B = np.clip(rng.lognormal(np.log(size / 9), 1.0, responses), 8, size).astype(int)
+  assert 0.13 < length_B.mean() / size < 0.19 and length_B.max() > 0.9 * size
+  order_B = packing.spread(length_B, shards)
+  rows = [packing.first_fit(x, size)[0].max() + 1 for x in np.split(length_B[order_B], shards)]
+  per_device = R // shards
+  positions = math.ceil(max(rows) / per_device) * R * size
+  assert 1 - length_B.sum() / positions <= 0.1
+  assert 1 - length_B.sum() / (responses * size) > 0.8
+
+
+def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
+  rl = SimpleNamespace(prompts=8, group_size=4, minibatches=2)
+  rows = 28  # a group is missing
+  old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
+  ends = 1 + np.arange(rows) * 7 % T
+  segments = (np.arange(T)[None] < ends[:, None]).astype(np.int32)
+  batch = TrainBatch(segments, segments, segments.astype(np.float32), old[:, 0], old, old)
+  parts = minibatches.split(minibatches.fill_up(batch, rl), 2)
+  parts = [packing.plan(part, 4) for part in parts]
+  assert not (parts[0].order_B == np.arange(16)).all()
+  found = minibatches.log_ratios(parts, [3 * p.old_logp_BT + 1 for p in parts], rows, rl)
+  np.testing.assert_array_equal(found, 2 * old + 1)
+
+
+def test_a_dump_keeps_the_plan(tmp_path):
+  config = configuration.from_dict(tiny.get_config().to_dict())
+  batch = make_batch()
+  planned = packing.plan(batch, 4)
+  directory = nonfinite.dump(
+    SimpleNamespace(config=config, workdir=tmp_path),
+    dict(phase="rl", step=1),
+    "a test",
+    new_state(dict(w=jnp.zeros(1)), SGD),
+    [planned, batch],
+  )
+  _, (first, second) = nonfinite.load(directory)
+  chex.assert_trees_all_equal(first, planned)
+  chex.assert_trees_all_equal(packing.undo(first), batch)
+  chex.assert_trees_all_equal(packing.undo(second), batch)
+
+
+def test_packing_into_one_micro_batch_is_refused():
+  values = tiny.get_config()
+  values.rl.packed = True
+  with pytest.raises(ValueError, match=r"rl\.packed=True.*rl\.microbatches"):
+    configuration.from_dict(values.to_dict())
+
+
+@pytest.mark.slow  # updates, dumps and passes of the old policy are compared above, one by one
+def test_a_packed_run_is_the_run(tmp_path):
+  """On one device. The room for prompts lets two or three of their sums into a row."""
+  flags = [*SMALL, "job=rl", "data.max_prompt_tokens=40", "rl.iterations=2", "rl.microbatches=4"]
+  flags += ["rl.dump_every=2", "eval.greedy=False"]
+  for name in ("plain", "packed"):
+    run(tmp_path / name, *flags, f"rl.packed={name == 'packed'}")
+  plain, packed = (figures(tmp_path / name) for name in ("plain", "packed"))
+  assert [row["step"] for row in packed] == [row["step"] for row in plain]
+  for row, packed_row in zip(plain, packed):
+    assert row.keys() == packed_row.keys()
+    for metric, value in row.items():
+      # A prompt counts once in statistics of the router where responses share it.
+      alike = metric not in PER_MICRO_BATCH and "router/" not in metric
+      if isinstance(value, float) and alike:
+        assert packed_row[metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
+  assert packed[-1]["padding"] < 0.5 < plain[-1]["padding"]
+  dumps = [
+    [json.loads(x) for x in path.read_text().splitlines()]
+    for path in (tmp_path / name / "rollouts" / "rl_000002.jsonl" for name in ("plain", "packed"))
+  ]
+  for one, other in zip(*dumps, strict=True):
+    assert one["response"] == other["response"]
+    np.testing.assert_allclose(one["log_ratio"], other["log_ratio"], atol=2e-4)

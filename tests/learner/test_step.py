@@ -1,0 +1,403 @@
+"""One update: off-policy for real, and the same however the batch is cut."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gspo_jax import sharding
+from gspo_jax.learner import step as train_step
+from gspo_jax.models import routing, transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
+from gspo_jax.run import new_state
+from gspo_jax.sampling import generate
+from gspo_jax.structs import TrainBatch
+
+SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
+MODEL = dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL)
+DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)
+GSPO = train_step.ObjectiveConfig(
+  name="gspo",
+  clip_low=3e-4,
+  clip_high=4e-4,
+  dual_clip=0.0,
+  max_length=6,
+  advantage="std",
+  old_logp="recompute",
+  kl_coef=0.0,
+  kl="k3",
+  entropy_coef=0.0,
+  load_balance_coef=0.0,
+  replay="none",
+  volatility=True,
+)
+TX, SGD = optax.adamw(1e-2), optax.sgd(1.0)
+
+
+def learner(model=MODEL, **changes):
+  base = train_step.Learner(model, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.0)
+  return dataclasses.replace(base, **changes)
+
+
+# Programs and rollouts that several tests need are made once.
+update = functools.cache(train_step.make_rl_step)
+score_of = functools.cache(train_step.make_score)
+old_policy_of = functools.cache(train_step.make_old_policy)
+
+
+@functools.cache
+def on_host(model):
+  return jax.device_get(transformer.init(model, jax.random.key(0)))
+
+
+def initial(model=MODEL):
+  return jax.tree.map(jnp.array, on_host(model))  # updates donate their state
+
+
+@functools.cache
+def rollout_batch(model=MODEL, prompts=4, group=4):
+  """Real responses with random advantages; the sampler's log-probs are the old ones."""
+  out = generate(
+    initial(model),
+    model,
+    [[10 + i, 20 + i] for i in range(prompts)],
+    group_size=group,
+    max_new_tokens=6,
+    stop_ids=tuple(range(16)),
+    record_routing=True,
+  )
+  ends = out.prompt_lengths + out.lengths
+  advantage = np.random.default_rng(0).normal(size=len(out.lengths)).astype(np.float32)
+  return TrainBatch(
+    tokens_BT=out.tokens,
+    segments_BT=(np.arange(out.tokens.shape[1])[None] < ends[:, None]).astype(np.int32),
+    mask_BT=out.mask,
+    advantage_B=advantage,
+    old_logp_BT=out.logp,
+    sampler_logp_BT=out.logp,
+    sampler_routing_BTlk=out.routing,
+  )
+
+
+def scalars(metrics):
+  return {k: float(v) for k, v in train_step.summarize((metrics,)).items()}
+
+
+def test_the_ratio_leaves_one_after_the_first_update():
+  params = initial()
+  batch = rollout_batch()
+  old = score_of(learner())(params, batch)
+  batch = batch.replace(old_logp_BT=old)
+  step = update(learner(), GSPO, TX)
+  state, first = step(new_state(params, TX), batch)
+  state, second = step(state, batch)
+  row = {k: float(v) for k, v in train_step.summarize((first, second)).items()}
+  assert row["minibatch/0/ratio/deviation"] < 1e-6
+  assert row["minibatch/0/clip_fraction/sequence"] == 0
+  assert row["minibatch/1/ratio/deviation"] > 1e-3
+  assert row["minibatch/1/clip_fraction/sequence"] > 0.2  # an update moves far beyond 4e-4
+  assert row["mismatch/abs/max"] < 1e-4  # of the first, before any update
+  assert row["router/dropped_tokens"] == 0
+  assert int(state.step) == 2
+
+
+def test_the_update_raises_what_had_a_positive_advantage():
+  params = initial()
+  batch = rollout_batch()
+  score = score_of(learner())
+  before = np.asarray(score(params, batch))
+  state, _ = update(learner(), GSPO, optax.sgd(1e-2))(
+    new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch
+  )
+  change_B = (np.asarray(score(state.params, batch)) - before).sum(1)
+  assert np.corrcoef(change_B, batch.advantage_B)[0, 1] > 0.3
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_micro_batches_change_nothing(parts):
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
+  # An empty row and ragged lengths: a mean of means would be off.
+  mask = np.array(batch.mask_BT)
+  mask[3] = 0
+  batch = batch.replace(mask_BT=mask)
+  states, rows = [], []
+  for microbatches in (1, parts):
+    step = update(learner(DENSE, microbatches=microbatches), GSPO, SGD)
+    start = new_state(jax.tree.map(jnp.copy, params), SGD)
+    state, metrics = step(start, batch)
+    states.append(state.params)
+    rows.append(scalars(metrics))
+  chex.assert_trees_all_close(*states, rtol=1e-4, atol=2e-6)
+  for name, value in rows[0].items():
+    assert rows[1][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", train_step.OBJECTIVES)
+def test_every_objective_by_name(name):
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
+  ranges = dict(clip_low=0.2, clip_high=0.28)
+  objective = dataclasses.replace(GSPO, name=name, **ranges)
+  step = update(learner(DENSE), objective, TX)
+  _, metrics = step(new_state(params, TX), batch)
+  row = scalars(metrics)
+  assert np.isfinite(list(row.values())).all()
+  assert row["grad_norm"] > 0 and row["entropy"] > 0
+  assert {"clip_fraction/token", "clip_fraction/sequence", "ratio/mean", "kl/k3"} <= row.keys()
+
+
+def test_gspo_and_gspo_token_make_the_same_update():
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
+  drift = 1e-3 * np.random.default_rng(1).normal(size=batch.mask_BT.shape).astype(np.float32)
+  batch = batch.replace(old_logp_BT=batch.old_logp_BT + drift * batch.mask_BT)
+  after = []
+  for name in ("gspo", "gspo_token"):
+    step = update(learner(DENSE), dataclasses.replace(GSPO, name=name), SGD)
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
+    after.append((state.params, {k: v for k, v in scalars(metrics).items() if "clip" in k}))
+  chex.assert_trees_all_close(*after, rtol=1e-4, atol=1e-6)
+  assert after[0][1]["clip_fraction/sequence"] > 0
+
+
+def test_the_kl_penalty_pulls_back_to_the_reference():
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
+  batch = batch.replace(advantage_B=0 * batch.advantage_B, ref_logp_BT=batch.old_logp_BT + 0.5)
+  objective = dataclasses.replace(GSPO, kl_coef=1.0, kl="k2")
+  step = update(learner(DENSE), objective, optax.sgd(1e-2))
+  state, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch)
+  row = scalars(metrics)
+  assert row["loss"] == pytest.approx(0.125, rel=1e-3)  # ½ · 0.5²
+  score = score_of(learner(DENSE))
+  gap = lambda p: np.abs((score(p, batch) - batch.ref_logp_BT) * batch.mask_BT).sum()  # noqa: E731
+  assert gap(state.params) < gap(params)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
+def test_a_sharded_update_is_the_update_of_one_device(shape):
+  params = initial()
+  batch = rollout_batch()
+  expected, row = update(learner(), GSPO, TX)(new_state(jax.tree.map(jnp.copy, params), TX), batch)
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    sharded = jax.device_put(params, transformer.shardings(MODEL, sharding.TRAIN, mesh))
+    state = new_state(sharded, TX)
+    types = jax.tree.map(jax.typeof, state)
+    step = update(learner(microbatches=2), GSPO, TX)
+    state, metrics = step(state, sharding.put_batch(batch, mesh))
+    chex.assert_trees_all_equal(jax.tree.map(jax.typeof, state), types)
+    got = scalars(metrics)
+  # Adam divides by the gradient's own size: round-off in tiny gradients becomes visible.
+  chex.assert_trees_all_close(jax.device_get(state.params), expected.params, atol=2e-3)
+  for name, value in scalars(row).items():
+    if name not in ("router/load_balance", "router/busiest_expert"):  # per micro-batch
+      assert got[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def drifted(params, seed=5):
+  return jax.tree.map(
+    lambda a, b: a + 0.2 * b, params, transformer.init(MODEL, jax.random.key(seed))
+  )
+
+
+def with_old_policy(params, batch, **changes):
+  objective = dataclasses.replace(GSPO, **changes)
+  fields = old_policy_of(learner(), objective)(params, batch)
+  return objective, batch.replace(**fields)
+
+
+def first_metrics(params, batch, objective, **changes):
+  """The metrics of a mini-batch under `params`; the update that they come with is thrown away."""
+  step = update(learner(**changes), objective, SGD)
+  _, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
+  return scalars(metrics)
+
+
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_network(replay):
+  params = initial()
+  batch = rollout_batch()
+  if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
+    other = np.asarray(batch.sampler_routing_BTlk)
+    batch = batch.replace(sampler_routing_BTlk=np.where(other >= 0, (other + 1) % 8, -1))
+  objective, batch = with_old_policy(params, batch, replay=replay)
+  before = first_metrics(params, batch, objective)
+  assert before["minibatch/0/ratio/deviation"] < 1e-6
+
+  moved = drifted(params)
+  routes = batch.routing_BTlk if replay == "R2" else batch.sampler_routing_BTlk
+  out = transformer.forward(
+    moved, MODEL, jnp.asarray(batch.tokens_BT), routing=routing.by_layer(jnp.asarray(routes))
+  )
+  logits_BTV = transformer.head_logits(moved, out.hidden_BTD)[:, :-1]
+  target = jnp.asarray(batch.tokens_BT)[:, 1:, None]
+  logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), target, -1)[..., 0]
+  mask_BT = batch.mask_BT[:, 1:]
+  ratio_B = jnp.exp(((logp_BT - batch.old_logp_BT[:, 1:]) * mask_BT).sum(1) / mask_BT.sum(1))
+  row = first_metrics(moved, batch, objective)
+  assert row["ratio/mean"] == pytest.approx(float(ratio_B.mean()), rel=1e-4)
+  assert row["ratio/max"] == pytest.approx(float(ratio_B.max()), rel=1e-4)
+  plain = first_metrics(moved, batch, dataclasses.replace(objective, replay="none"))
+  assert abs(plain["ratio/max"] - row["ratio/max"]) > 1e-3
+
+
+def test_replay_with_the_same_weights_is_the_update_without():
+  params = initial()
+  after = {}
+  for replay in ("none", "R2", "R3"):
+    objective, batch = with_old_policy(params, rollout_batch(), replay=replay)
+    step = update(learner(), objective, SGD)
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
+    after[replay] = (state.params, scalars(metrics))
+  for replay in ("R2", "R3"):
+    chex.assert_trees_all_close(after[replay][0], after["none"][0], atol=1e-6)
+    assert after[replay][1] == pytest.approx(after["none"][1], rel=1e-4, abs=1e-5)
+  moved = jnp.abs(after["R3"][0].blocks[0].ffn.router - params.blocks[0].ffn.router)
+  assert (moved.max((1, 2)) > 1e-5).all(), "the router learns under replay"
+
+
+def test_volatility_is_0_at_first_and_then_what_the_update_changed():
+  params = initial()
+  objective, batch = with_old_policy(params, rollout_batch())
+  real_BT = jnp.asarray(batch.segments_BT)
+  own = lambda p: transformer.forward(p, MODEL, jnp.asarray(batch.tokens_BT)).routing_lBTk  # noqa: E731
+  step = update(learner(), objective, TX)
+  state = new_state(jax.tree.map(jnp.copy, params), TX)
+  state, first = step(state, batch)
+  expected_l = routing.volatility(own(state.params), own(params), real_BT)
+  _, second = step(state, batch)
+  row = {k: float(v) for k, v in train_step.summarize((first, second)).items()}
+  assert row["minibatch/0/router/volatility/mean"] == 0 == row["router/volatility/sampler"]
+  assert row["minibatch/1/router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
+  assert row["minibatch/1/router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
+  assert row["router/volatility/mean"] == pytest.approx(float(expected_l.mean()) / 2)
+  assert 0.02 < expected_l.mean() < expected_l.max() < 1
+
+
+def test_volatility_under_replay_is_what_the_router_would_have_chosen():
+  params = initial()
+  objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
+  moved, tokens = drifted(params), jnp.asarray(batch.tokens_BT)
+  old = routing.by_layer(batch.routing_BTlk)
+  free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
+  choice = [
+    transformer.forward(moved, MODEL, tokens, routing=r).routing_lBTk[layer]
+    for layer, r in enumerate((None, free_above))
+  ]
+  expected_l = routing.volatility(jnp.stack(choice), old)
+  row = first_metrics(moved, batch, objective)
+  assert row["router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
+  assert row["router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
+  assert expected_l.mean() > 0.05
+
+
+@pytest.mark.parametrize("replay", ["none", "R3"])
+def test_the_samplers_routing_is_compared_with_the_trainers(replay):
+  params = initial()
+  batch = rollout_batch()
+  routes = np.array(batch.sampler_routing_BTlk)
+  routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
+  fed = routes[:, :, 0, 0] >= 0
+  own = np.asarray(transformer.forward(params, MODEL, batch.tokens_BT).routing_lBTk)[0]
+  expected = float(routing.volatility(own[None], routes[None, :, :, 0], fed)[0]) / 2
+  objective, batch = with_old_policy(
+    params, batch.replace(sampler_routing_BTlk=routes), replay=replay
+  )
+  row = first_metrics(params, batch, objective)
+  at_least = expected if replay != "R3" else 0.9 * expected  # the layer above sees another input
+  assert at_least <= row["router/volatility/sampler"] + 1e-6
+  assert replay == "R3" or row["router/volatility/sampler"] == pytest.approx(expected, abs=1e-6)
+  assert expected > 0.2
+
+
+def test_without_records_there_is_no_volatility():
+  params = initial()
+  batch = rollout_batch().replace(sampler_routing_BTlk=None)
+  objective, batch = with_old_policy(params, batch, volatility=False)
+  assert batch.routing_BTlk is None
+  row = first_metrics(params, batch, objective)
+  assert not [name for name in row if "volatility" in name]
+  for replay in ("R2", "R3"):
+    with pytest.raises(
+      ValueError, match=f"objective.replay='{replay}'.*the batch has no .*routing"
+    ):
+      first_metrics(params, batch, dataclasses.replace(objective, replay=replay))
+
+
+@pytest.mark.parametrize("replay", ["none", pytest.param("R3", marks=pytest.mark.slow)])
+def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
+  params = initial()
+  sampled = rollout_batch()
+  objective, batch = with_old_policy(params, sampled, replay=replay)
+  moved = drifted(params)
+  expected = first_metrics(moved, batch, objective)
+  rows = [first_metrics(moved, batch, objective, microbatches=4)]
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  with jax.set_mesh(mesh):
+    shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    on_mesh = sharding.put_batch(sampled, mesh)
+    _, on_mesh = with_old_policy(jax.device_put(params, shardings), on_mesh, replay=replay)
+    rows.append(first_metrics(jax.device_put(moved, shardings), on_mesh, objective))
+  for row in rows:
+    for name in ("mean", "max_layer", "sampler"):
+      name = f"router/volatility/{name}"
+      assert row[name] == pytest.approx(expected[name], abs=1e-5) and expected[name] > 0
+    assert row["ratio/mean"] == pytest.approx(expected["ratio/mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 1), (1, 2, 2, 2)], ids=str)
+def test_the_state_keeps_the_declared_shardings(shape):
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    declared = transformer.specs(MODEL, sharding.TRAIN)
+    specs = jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, sharding.P))
+    shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    params = jax.device_put(transformer.init(MODEL, jax.random.key(0)), shardings)
+    batch = sharding.put_batch(rollout_batch(), mesh)
+    state = new_state(params, TX)
+    step = update(learner(), GSPO, TX)
+    for _ in range(2):
+      adam = state.opt_state[0]
+      for tree in (state.params, adam.mu, adam.nu):
+        types = jax.tree.leaves(jax.tree.map(jax.typeof, tree))
+        for got, wanted in zip(types, specs, strict=True):
+          assert _without_ones(got.sharding.spec, mesh) == _without_ones(wanted, mesh)
+      state, _ = step(state, batch)
+
+
+def _without_ones(spec, mesh):
+  """An axis of one device splits nothing."""
+  axes = [axis if axis and mesh.shape[axis] > 1 else None for axis in spec]
+  return axes[: max((i + 1 for i, axis in enumerate(axes) if axis), default=0)]
+
+
+def test_compiles_once():
+  params = initial(DENSE)
+  batch = rollout_batch(DENSE)
+  step = train_step.make_rl_step(learner(DENSE), GSPO, TX)
+  state, _ = step(new_state(params, TX), batch)
+  for _ in range(2):
+    state, _ = step(state, batch)
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+  "key, value",
+  [("name", "gsp"), ("kl", "k4"), ("old_logp", "none"), ("clip_low", -0.1), ("replay", "r2")],
+)
+def test_bad_objective_settings_are_named(key, value):
+  with pytest.raises(ValueError, match=f"objective.{key}="):
+    dataclasses.replace(GSPO, **{key: value})
+
+
+def test_r2_needs_the_pass_that_it_replays():
+  with pytest.raises(ValueError, match=r"objective\.old_logp='sampler'.*recompute"):
+    dataclasses.replace(GSPO, replay="R2", old_logp="sampler")
+  dataclasses.replace(GSPO, replay="R3", old_logp="sampler")

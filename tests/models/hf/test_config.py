@@ -1,0 +1,80 @@
+"""config.json: both forms, what published files leave out, and what is refused by name."""
+
+import dataclasses
+import json
+
+import pytest
+
+from gspo_jax.models import hf, sizes
+from gspo_jax.models.hf import config as hf_config
+
+MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
+DENSE = sizes.tiny_dense(64)
+QWEN2 = dataclasses.replace(DENSE, qk_norm=False, attention_bias=True, tie_word_embeddings=True)
+LLAMA = dataclasses.replace(DENSE, qk_norm=False)
+
+
+def write(directory, config, **changes):
+  """config.json of a model with some keys changed; ... leaves one out."""
+  content = hf_config.to_hf(config, "float32") | changes
+  content = {key: value for key, value in content.items() if value is not ...}
+  (directory / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+  "config, changes, message",
+  [
+    (DENSE, dict(model_type="gpt2"), "model_type='gpt2' is not one of qwen3_moe, qwen3, qwen2"),
+    (DENSE, dict(model_type=...), "model_type=None"),
+    (DENSE, dict(hidden_size=...), "no hidden_size"),
+    (DENSE, dict(rope_theta=...), "no rope_theta"),
+    (MOE, dict(norm_topk_prob=...), "no norm_topk_prob"),  # transformers' default is not Qwen's
+    (MOE, dict(num_experts=...), "no num_experts"),
+    (DENSE, dict(num_hidden_layers="2"), "num_hidden_layers='2' is not of type int"),
+    (DENSE, dict(vocab_size=True), "vocab_size=True is not of type int"),
+    (DENSE, dict(num_key_value_heads=3), "num_kv_heads=3"),
+    (DENSE, dict(hidden_act="gelu"), "hidden_act='gelu' is not supported, only \"silu\""),
+    (DENSE, dict(use_sliding_window=True), "use_sliding_window=True"),
+    (DENSE, dict(layer_types=["sliding_attention"] * 2), "layer_types"),
+    (DENSE, dict(attention_bias=True), "attention_bias=True"),
+    (LLAMA, dict(mlp_bias=True), "mlp_bias=True"),
+    (DENSE, dict(quantization_config={"bits": 4}), "quantization_config"),
+    (DENSE, dict(rope_scaling={"type": "yarn"}), "rope_scaling.rope_type='yarn'"),
+    (DENSE, dict(rope_scaling={"rope_type": "llama3"}), "rope_scaling.rope_type='llama3'"),
+    (DENSE, dict(rope_parameters={"factor": 2.0}), "rope_parameters.factor"),
+    (DENSE, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
+    (DENSE, dict(rope_parameters={"rope_theta": 1e4}), "rope_theta is given twice"),
+    (MOE, dict(num_local_experts=4), "num_experts is given twice, as 4 and as 8"),
+  ],
+)
+def test_what_is_not_supported_is_named(config, changes, message, tmp_path):
+  write(tmp_path, config, **changes)
+  with pytest.raises(hf.CheckpointError, match=message) as error:
+    hf.load_config(tmp_path)
+  assert "config.json" in str(error.value)
+
+
+def test_both_forms_of_config_json(tmp_path):
+  """As published with Qwen3, and as transformers 5 writes it."""
+  write(tmp_path, MOE)
+  assert hf.load_config(tmp_path) == MOE
+  theta = dict(rope_type="default", rope_theta=MOE.rope_theta)
+  renamed = dict(num_experts=..., num_local_experts=8, rope_theta=..., rope_scaling=...)
+  write(tmp_path, MOE, **renamed, rope_parameters=theta)
+  assert hf.load_config(tmp_path) == MOE
+  both = dict(num_local_experts=8, rope_parameters=theta, rope_theta=1_000_000)
+  write(tmp_path, MOE, **both, decoder_sparse_step=...)
+  assert hf.load_config(tmp_path) == MOE
+  assert isinstance(hf.load_config(tmp_path).rope_theta, float)
+
+
+def test_keys_that_published_files_leave_out(tmp_path):
+  llama = dataclasses.replace(LLAMA, rope_theta=1e4, num_heads=8, num_kv_heads=8, head_dim=16)
+  write(tmp_path, llama, rope_theta=..., num_key_value_heads=..., head_dim=..., mlp_bias=...)
+  assert hf.load_config(tmp_path) == llama
+  theta = dict(rope_type="default", rope_theta=5e5)
+  write(tmp_path, llama, rope_theta=..., rope_parameters=theta)  # the default gives way
+  assert hf.load_config(tmp_path) == dataclasses.replace(llama, rope_theta=5e5)
+  qwen2 = dataclasses.replace(QWEN2, num_heads=8, head_dim=16)
+  write(tmp_path, qwen2, head_dim=..., sliding_window=131_072, max_window_layers=28)
+  assert hf.load_config(tmp_path) == qwen2

@@ -1,0 +1,341 @@
+"""The report does in a browser what it promises: filters, colours, readings, comparison."""
+
+import fcntl
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import test_page as cases
+
+from gspo_jax.report import data as report_data
+from gspo_jax.report import page as rollout_viewer
+from gspo_jax.report import rollouts as report_rollouts
+from gspo_jax.runs import metrics
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROME = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROME is None, reason=f"needs a browser, one of {NAMES}")
+SECONDS = 30
+
+
+class Browser:
+  """One headless page, driven over the DevTools protocol on two pipes: no port, no package."""
+
+  def __init__(self, profile):
+    to_child, self._out = os.pipe()
+    self._in, from_child = os.pipe()
+    # The browser speaks on its descriptors 3 and 4. Out of their way first, lest putting one in its
+    # place closes the other.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_child, from_child)]
+    command = [
+      CHROME, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+      "--disable-background-networking", "--disable-component-update", "--disable-sync",
+      f"--user-data-dir={profile}", "--remote-debugging-pipe", "--window-size=1400,900",
+    ]  # fmt: skip
+    place = "import os, sys; a, b, *c = sys.argv[1:]"
+    place += "; os.dup2(int(a), 3); os.dup2(int(b), 4); os.execv(c[0], c)"
+    self._process = subprocess.Popen(
+      [sys.executable, "-S", "-c", place, *map(str, high), *command],
+      pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for fd in (to_child, from_child, *high):
+      os.close(fd)
+    self._numbers, self._buffer, self._session = itertools.count(1), b"", {}
+    self.errors = []
+    target = self.call("Target.createTarget", url="about:blank")["targetId"]
+    session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    self._session = {"sessionId": session}
+    for domain in ("Page", "Runtime", "Log"):
+      self.call(f"{domain}.enable")
+
+  def close(self):
+    self._process.terminate()
+    self._process.wait(SECONDS)
+    os.close(self._in)
+    os.close(self._out)
+
+  def call(self, method, **parameters):
+    number = next(self._numbers)
+    message = {"id": number, "method": method, "params": parameters, **self._session}
+    os.write(self._out, json.dumps(message).encode() + b"\0")
+    while True:
+      answer = self._read()
+      if answer.get("id") == number:
+        assert "error" not in answer, (method, answer["error"])
+        return answer["result"]
+      self._note(answer)
+
+  def evaluate(self, expression):
+    answer = self.call(
+      "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+    )
+    assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
+    return answer["result"].get("value")
+
+  def wait(self, expression):
+    deadline = time.monotonic() + SECONDS
+    while not (value := self.evaluate(expression)):
+      assert time.monotonic() < deadline, f"never came true: {expression}"
+      time.sleep(0.02)
+    return value
+
+  def open(self, path):
+    self.errors = []
+    self.call("Page.navigate", url=path.as_uri())
+    self.wait("document.documentElement?.dataset.ready === 'yes'")
+
+  def point(self, x, y):
+    self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
+
+  def _read(self):
+    deadline = time.monotonic() + SECONDS
+    while b"\0" not in self._buffer:
+      ready, _, _ = select.select([self._in], [], [], max(0, deadline - time.monotonic()))
+      assert ready, "the browser does not answer"
+      chunk = os.read(self._in, 1 << 20)
+      assert chunk, f"the browser ended with {self._process.poll()}"
+      self._buffer += chunk
+    message, _, self._buffer = self._buffer.partition(b"\0")
+    return json.loads(message)
+
+  def _note(self, event):
+    kind, details = event.get("method"), event.get("params")
+    if kind in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
+      self.errors.append(details)
+
+  def choose(self, name, value):
+    """Sets a filter as a user does and waits until the responses are drawn again."""
+    self.evaluate(f"""(() => {{
+      const box = document.querySelector('[name="{name}"]');
+      box.value = {json.dumps(value)};
+      box.dispatchEvent(new Event(box.tagName === "SELECT" ? "change" : "input"));
+      return new Promise((done) => setTimeout(done, 250));
+    }})()""")
+
+  def texts(self, selector):
+    return self.evaluate(
+      f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.textContent)"
+    )
+
+  def figure(self, title, what):
+    """What an expression says of the chart `f` with this title."""
+    return self.evaluate(f"""(() => {{
+      const titled = (f) => f.querySelector("h3").textContent === {json.dumps(title)};
+      const f = [...document.querySelectorAll("figure")].find(titled);
+      return {what};
+    }})()""")
+
+  def point_at_step(self, step, title):
+    """Moves the pointer over a chart of the steps 1 to 20."""
+    self.figure(title, "f.scrollIntoView({ block: 'center' })")
+    box = self.figure(title, "f.querySelector('.curve').getBoundingClientRect().toJSON()")
+    self.point(box["x"] + box["width"] * (step - 1) / 19, box["y"] + box["height"] / 2)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+  browser = Browser(tmp_path_factory.mktemp("profile"))
+  yield browser
+  browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+  """The browser; no script of the test's page may have failed or said anything."""
+  yield browser
+  browser.evaluate("0")  # what it has to report comes before this answer
+  assert browser.errors == []
+
+
+def write_run(folder, scale=1.0, steps=20, **config):
+  """Twenty steps, if not fewer; two prompts with four responses each at the steps 10 and 20."""
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(config))
+  with metrics.Writer(folder) as writer:
+    for step in range(1, steps + 1):
+      row = {"phase": "rl", "step": step, "entropy": scale * step, "loss": -step}
+      row |= {f"minibatch/{i}/loss": step + i for i in range(3)}
+      row |= {"time/sample": 2.0, "time/update": 1.0, "grad_norm": 1.0}
+      row |= {"time/score": 1.0} if scale > 1 else {}
+      row |= {"warning/entropy": 1.0} if step in (3, 4, 5, 9) else {}
+      writer.write(row)
+    for step in (10, 20):
+      writer.dump_rollouts("rl", step, [response(step, p, i) for p in (1, 2) for i in range(4)])
+    writer.dump_rollouts("eval", 20, [cases.record(20, 9, 0, eval=True, response="held out")])
+  return folder
+
+
+def response(step, prompt, i):
+  """The i-th has 10 i + 3 tokens; every second one was clipped, the last one was cut."""
+  tokens = ["two", "\n", "lines", *(f" {n}" for n in range(10 * i))]
+  ratios = [-0.02, 0.0, 0.01, *(0.001 * (n % 5) for n in range(10 * i))]
+  return cases.record(
+    step, prompt, i, response="".join(tokens), tokens=tokens, log_ratio=ratios, length=len(tokens),
+    ratio=1.01, clipped=i % 2 == 1, truncated=i == 3,
+  )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory):
+  return rollout_viewer.write_report(write_run(tmp_path_factory.mktemp("runs") / "one"))
+
+
+@pytest.fixture(scope="module")
+def comparison_page(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("runs")
+  runs = [write_run(folder / "one", seed=1), write_run(folder / "two", 2.0, seed=2)]
+  return rollout_viewer.write_comparison(runs, folder / "compare.html")
+
+
+def found(tab):
+  return int(tab.texts(".found")[0].split()[0])
+
+
+def test_all_charts_are_drawn_and_text_stays_text(tab, tmp_path):
+  page = rollout_viewer.write_report(cases.make_run(tmp_path))
+  tab.open(page)
+  report = cases.embedded(page.read_text("utf-8"), "report")
+  assert tab.texts("figure h3") == [title for _, title in cases.figures(report)]
+  assert tab.evaluate("document.querySelectorAll('figure > svg path').length") > 50
+  assert tab.evaluate("document.title") == "a <b>run</b>"  # no response took it
+  assert found(tab) == 25 and "NaN" not in tab.evaluate("document.getElementById('page').innerHTML")
+
+
+def test_responses_by_length(tab, run_page):
+  tab.open(run_page)
+  assert found(tab) == 17
+  tab.choose("shortest", "13")
+  assert found(tab) == 12
+  tab.choose("longest", "23")
+  assert found(tab) == 8
+  assert set(tab.texts(".sample:not(.titles) .cell[data-label=tokens]")) == {"13", "23"}
+  tab.choose("shortest", "")
+  assert found(tab) == 13  # the held-out one has three tokens
+
+
+def test_responses_by_clipping_and_by_end(tab, run_page):
+  tab.open(run_page)
+  tab.choose("clip", "clipped")
+  assert found(tab) == 8
+  assert set(tab.texts(".sample:not(.titles) .flag")) == {"clipped", "clipped, truncated"}
+  tab.choose("ending", "whole")
+  assert set(tab.texts(".sample:not(.titles) .flag")) == {"clipped"}
+  tab.choose("clip", "unclipped")
+  assert found(tab) == 8  # the held-out one is neither clipped nor not
+  tab.choose("reward", "1,1")
+  assert found(tab) == 0 and tab.texts(".empty") == ["No response matches these filters."]
+
+
+def test_tokens_are_coloured_on_request(tab, run_page):
+  tab.open(run_page)
+  tab.choose("query", "lines")
+  assert set(tab.texts(".sample mark")) == {"lines"} and tab.texts(".sample .token") == []
+  tab.choose("kind", "train")
+  tab.choose("tokens", "colored")
+  assert tab.evaluate("document.querySelectorAll('mark').length") == 0
+  assert tab.texts(".sample pre")[0] == "two\nlines"
+  assert set(tab.texts(".sample .token.lower")) == {"two"}  # and no newline: it did not change
+  first = "document.querySelectorAll('.sample pre')[0].children"
+  backs = tab.evaluate(f"[...{first}].map((node) => getComputedStyle(node).backgroundColor)")
+  assert len(set(backs)) == 3
+  box = tab.evaluate(f"""(() => {{
+    {first}[0].scrollIntoView({{ block: "center" }});
+    return {first}[0].getBoundingClientRect().toJSON();
+  }})()""")
+  assert tab.evaluate("document.querySelector('.tip').hidden")
+  tab.point(box["x"] + 4, box["y"] + 4)
+  assert tab.texts(".tip:not([hidden])") == ['"two"log-ratio −0.02 · ×0.9802 · less probable']
+  tab.point(box["x"] + 4, box["y"] - 200)
+  assert tab.evaluate("document.querySelector('.tip').hidden")
+
+
+def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
+  tokens = [f" word{i}" for i in range(400)]
+  with metrics.Writer(tmp_path) as writer:
+    ratios = [0.001] * 400
+    record = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
+    writer.dump_rollouts("rl", 1, [record])
+  tab.open(rollout_viewer.write_report(tmp_path))
+  tab.choose("tokens", "colored")
+  assert 50 < len(tab.texts(".sample .token")) < 400
+  tab.evaluate("document.querySelector('.more').click()")
+  assert tab.texts(".sample .token") == tokens
+
+
+def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
+  run = write_run(tmp_path / "run")
+  rollouts = report_rollouts.read_rollouts([run / "rollouts"], 100, 60)
+  report = report_data.describe([report_data.Run("run", [], {})])
+  page = tmp_path / "page.html"
+  page.write_text(rollout_viewer.render(report, rollouts), "utf-8")
+  tab.open(page)
+  assert not tab.evaluate("document.querySelector('.scale').checkVisibility()")
+  tab.choose("tokens", "colored")
+  assert tab.evaluate("document.querySelector('.scale').checkVisibility()")
+  assert "Only the newest 3 of 16 such responses" in tab.texts(".scale")[0]
+  assert tab.evaluate("document.querySelectorAll('.sample pre:has(.token)').length") == 3
+
+
+def test_pointing_at_a_chart_reads_all_charts_at_that_step(tab, run_page):
+  tab.open(run_page)
+  assert tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "20"  # at the end
+  tab.point_at_step(7, "Entropy")
+  assert tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "7"
+  assert tab.figure("Loss", "f.querySelector('.legend b').textContent") == "−7"
+  assert tab.figure("Loss", "f.querySelector('.at').textContent") == "step 7"
+  assert tab.figure("Loss", "f.querySelector('.cross').style.visibility") == "visible"
+  tab.point(2, 2)
+  assert tab.figure("Loss", "f.querySelector('.legend b').textContent") == "−20"
+
+
+def test_warnings_are_on_top(tab, run_page, tmp_path):
+  tab.open(run_page)
+  assert tab.texts(".warnings li") == ["step 3–5: entropy", "step 9: entropy"]
+  tab.open(rollout_viewer.write_report(cases.make_run(tmp_path)))
+  assert tab.texts(".warnings") == []
+
+
+def test_a_comparison_draws_the_curves_of_all_runs_in_one_chart(tab, comparison_page):
+  tab.open(comparison_page)
+  curves = "[...f.querySelectorAll('svg > .curve')]"
+  colors = f"{curves}.map((c) => getComputedStyle(c).stroke)"
+  assert len(set(tab.figure("Entropy", colors))) == 2
+  legends = "[...f.querySelectorAll('.legend')].map((l) => l.textContent)"
+  assert tab.figure("Entropy", legends) == ["one 20", "two 40"]
+  # Of several lines each, the runs have their colours, and in a sequence the lines their shades.
+  assert len(set(tab.figure("Loss by mini-batch", colors))) == 6
+  keys = "[...f.querySelectorAll('.legend')].map((l) => [...l.children].map((k) => k.textContent))"
+  expected = ["two", "mini-batch 0 20", "mini-batch 1 21", "mini-batch 2 22"]
+  assert tab.figure("Loss by mini-batch", keys)[1] == expected
+  assert tab.texts("figure h3").count("Time per stage") == 2  # bars cannot lie over each other
+  stacks = "[...document.querySelectorAll('figure')].filter((g) => g.querySelector('.bar'))"
+  fills = "[...g.querySelectorAll('.bar')].map((bar) => getComputedStyle(bar).fill)"
+  one, two = tab.evaluate(f"{stacks}.map((g) => {fills})")
+  assert one[0] == two[0] and one[-1] == two[-1] and len(one) == 2 and len(two) == 3
+  tab.point_at_step(7, "Entropy")
+  assert tab.figure("Entropy", legends) == ["one 7", "two 14"]
+
+
+def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
+  runs = [write_run(tmp_path / "long"), write_run(tmp_path / "short", steps=10)]
+  tab.open(rollout_viewer.write_comparison(runs, tmp_path / "compare.html"))
+  legends = "[...f.querySelectorAll('.legend')].map((l) => l.textContent)"
+  assert tab.figure("Entropy", legends) == ["long 20", "short 10"]
+  tab.point_at_step(15, "Entropy")
+  assert tab.figure("Entropy", legends) == ["long 15", "short –"]
+
+
+def test_a_comparison_tells_the_runs_apart(tab, comparison_page):
+  tab.open(comparison_page)
+  assert tab.texts("thead th") == ["one", "two"]
+  assert tab.texts("details tbody tr") == ["seed12"]
+  assert found(tab) == 34
+  tab.choose("run", "1")
+  assert found(tab) == 17 and set(tab.texts(".group .of")) == {"two"}

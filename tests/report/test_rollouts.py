@@ -1,0 +1,95 @@
+"""Which responses a report holds, and how their tokens are written."""
+
+import pytest
+from test_page import record
+
+from gspo_jax.report import rollouts as report_rollouts
+from gspo_jax.runs import metrics
+
+
+def colored(step, prompt, tokens, ratios, **changes):
+  return record(step, prompt, 0, tokens=tokens, log_ratio=ratios, **changes)
+
+
+def read_records(folder, records, *limits):
+  with metrics.Writer(folder) as writer:
+    for step in sorted({r["step"] for r in records}):
+      writer.dump_rollouts("rl", step, [r for r in records if r["step"] == step])
+  rollouts = report_rollouts.read_rollouts([folder / "rollouts"], *limits)
+  return rollouts["colors"], [s for g in rollouts["groups"] for s in g["samples"]]
+
+
+@pytest.mark.parametrize("limit", [1, 8, 12, 100])
+def test_at_most_max_rollouts_spread_over_the_run(tmp_path, limit):
+  with metrics.Writer(tmp_path) as writer:
+    for step in range(1, 11):
+      records = [record(step, prompt, sample) for prompt in range(5) for sample in range(4)]
+      writer.dump_rollouts("rl", step, records)
+  rollouts = report_rollouts.read_rollouts([tmp_path / "rollouts"], limit)
+  groups = rollouts["groups"]
+  count = sum(len(group["samples"]) for group in groups)
+  assert rollouts["total"] == 200 and limit // 2 <= count <= limit
+  assert groups[-1]["step"] == 10  # the newest dump is always among them
+  assert len({group["step"] for group in groups}) == min(10, limit)
+
+
+def test_long_responses_are_shortened_and_say_so(tmp_path):
+  text = "start" + "." * 50_000 + "end"
+  _, (sample,) = read_records(tmp_path, [record(1, 1, 0, response=text)], 10)
+  shown = sample["response"]
+  assert len(shown) < 5000 and shown.startswith("start") and shown.endswith("end")
+  assert "46,008 characters left out" in shown
+
+
+def test_tokens_that_make_up_the_response_are_embedded_as_lengths(tmp_path):
+  tokens = ["né", "\n", "😀!", ""]  # as JavaScript counts, the face is two
+  ratios = [0.0123456, -0.02, None, float("nan")]
+  colors, (sample,) = read_records(
+    tmp_path, [colored(1, 1, tokens, ratios, response="".join(tokens))], 10
+  )
+  assert sample["spans"] == "2 1 3 0" and "tokens" not in sample
+  values = [float(v) * colors["unit"] for v in sample["log_ratio"].split(",") if v]
+  assert values == pytest.approx([0.0123456, -0.02], rel=1e-3)
+  assert sample["log_ratio"].endswith(",,") and len(sample["log_ratio"]) < 13
+  assert colors["scale"] == pytest.approx(0.02, rel=0.05) and colors["colored"] == 1
+
+
+def test_tokens_that_do_not_make_up_the_response_keep_their_texts(tmp_path):
+  records = [colored(1, 1, ["\ufffd", "\ufffd", "<end>"], [0.0, 0.0, 0.0], response="é")]
+  colors, (sample,) = read_records(tmp_path, records, 10)
+  assert sample["tokens"] == ["\ufffd", "\ufffd", "<end>"] and sample["response"] == "é"
+  assert sample["log_ratio"] == "0,0,0" and colors["scale"] > 0
+
+
+def test_tokens_of_a_long_response_are_cut_where_it_is(tmp_path):
+  tokens = [f" word{i}" for i in range(5000)]
+  ratios = [i / 5000 for i in range(5000)]
+  colors, (sample,) = read_records(
+    tmp_path, [colored(1, 1, tokens, ratios, response="".join(tokens))], 10
+  )
+  assert len(sample["response"]) < 4100 and sample["response"].endswith(" word4999")
+  spans = [int(n) for n in sample["spans"].split()]
+  values = sample["log_ratio"].split(",")
+  assert sum(spans) == len(sample["response"]) and len(spans) == len(values)
+  gap = values.index("")
+  assert "left out" in sample["response"][sum(spans[:gap]) : sum(spans[: gap + 1])]
+  assert float(values[-1]) * colors["unit"] == pytest.approx(4999 / 5000, rel=1e-3)
+
+
+def test_the_newest_tokens_get_the_room_there_is(tmp_path):
+  records = [colored(step, p, ["4", "2"], [0.1, 0.2]) for step in range(1, 7) for p in range(2)]
+  colors, samples = read_records(tmp_path, records, 100, 7)
+  assert ["log_ratio" in sample for sample in samples] == [False] * 8 + [True, False, True, True]
+  assert (colors["colored"], colors["known"]) == (3, 12)
+  assert all(sample["response"] == "42" for sample in samples)
+
+
+def test_records_without_or_with_broken_ratios_stay_plain(tmp_path):
+  records = [
+    record(1, 1, 0),
+    colored(1, 2, ["4", "2"], [0.1]),
+    record(1, 3, 0, ratio=float("inf"), tokens=["4"]),
+  ]
+  colors, samples = read_records(tmp_path, records, 10)
+  assert not any({"log_ratio", "spans", "tokens", "ratio"} & set(sample) for sample in samples)
+  assert colors["colored"] == colors["known"] == 0

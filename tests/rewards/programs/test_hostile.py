@@ -1,0 +1,305 @@
+"""Hostile programs, in both isolations. Nothing here may harm the machine, broken filter or not."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.sandboxes import LIMITS, ROOT, available, mentioning, processes_of, run, session, stdin
+
+from gspo_jax.rewards.programs import cases, process
+from gspo_jax.rewards.programs import verifier as code_sandbox
+from gspo_jax.rewards.programs.verifier import Outcome, Verdict
+
+# Programs that do not. What they print is expected to show whether they got anywhere.
+
+
+def test_no_network(isolation):
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+    socket.create_connection(("127.0.0.1", port)).close()  # it does listen
+    program = f"import socket; socket.create_connection(('127.0.0.1', {port})); print('in')"
+    report = run(isolation, program)
+    assert report["status"] == 1 and "in" not in report["stdout"]
+    assert "PermissionError" in report["stderr"], report
+
+
+@pytest.mark.skipif(not available("namespaces"), reason="no namespaces here")
+def test_the_network_namespace_refuses_without_the_filter_too():
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    program = f"""
+import socket, sys
+sys.path.insert(0, {str(ROOT / "gspo_jax" / "rewards")!r})
+from sandbox import isolation
+socket.create_connection(("127.0.0.1", {server.getsockname()[1]})).close()
+isolation.enter_namespaces()
+try:
+  socket.create_connection(("127.0.0.1", {server.getsockname()[1]}))
+except OSError as error:
+  print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert "unreachable" in done.stdout, done
+
+
+def test_no_files_and_no_environment_of_the_parent(isolation, tmp_path, monkeypatch):
+  secret = tmp_path / "secret"
+  secret.write_text("hunter2")
+  secret.chmod(0o644)
+  monkeypatch.setenv("GSPO_TOKEN", "hunter2")
+  program = f"""
+import glob, os
+found = [dict(os.environ)]
+paths = [{str(secret)!r}, "/proc/self/environ", f"/proc/{{os.getppid()}}/environ", "/etc/passwd",
+  "/proc/1/environ", "/proc/{os.getpid()}/environ", {str(ROOT / "setup.py")!r}]
+for path in paths + glob.glob("/proc/[0-9]*/environ"):
+  try:
+    found.append(open(path).read())
+  except OSError as error:
+    found.append(error.strerror)
+for path in ({str(tmp_path)!r}, "/", "/usr/lib", "/root", "/home"):
+  try:
+    open(path + "/gspo_jax_mark", "w")
+    found.append("written")
+    os.unlink(path + "/gspo_jax_mark")
+  except OSError:
+    pass
+  try:
+    os.chmod({str(secret)!r}, 0)
+    found.append("written")
+  except OSError:
+    pass
+print(found)
+"""
+  report = run(isolation, program)
+  assert report["status"] == 0, report
+  for trace in ("hunter2", "written", "root:", "setuptools", "PYTHONPATH"):
+    assert trace not in report["stdout"], report["stdout"]
+  assert secret.stat().st_mode & 0o777 == 0o644 and not os.listdir(tmp_path)[1:]
+
+
+def test_its_directory_is_private_small_and_goes_away(isolation):
+  with process.Sandbox(isolation, LIMITS) as sandbox:
+    directory = sandbox._directory
+    big = "open('a', 'wb').write(bytes(2 << 20))"
+    assert "OSError" in sandbox.run({"kind": "stdin", "code": big})["stderr"]
+    many = "for i in range(9): open(str(i), 'wb').write(bytes(1 << 20))"
+    if isolation == "namespaces":  # elsewhere the files are bounded, their number is not
+      assert "No space left" in sandbox.run({"kind": "stdin", "code": many})["stderr"]
+      assert (
+        sandbox.run(
+          {"kind": "stdin", "code": "print(os.listdir() == [])\n".replace("os", "__import__('os')")}
+        )["stdout"]
+        == "True\n"
+      )
+    locked = "import os; os.makedirs('d/e'); os.mkdir('d/f', 0); print(os.getcwd())"
+    assert sandbox.run({"kind": "stdin", "code": locked})["status"] == 0
+  assert not os.path.exists(directory)
+
+
+BOMB = """
+import os, time
+children = 0
+try:
+  while children < 200:
+    if os.fork() == 0:
+      time.sleep(30)
+      os._exit(0)
+    children += 1
+except OSError:
+  pass
+print(children)
+"""
+
+
+def test_fork_bomb_finds_the_door_locked(isolation):
+  assert run(isolation, BOMB)["stdout"] == "0\n"
+
+
+@pytest.mark.skipif(not available("namespaces"), reason="no namespaces here")
+def test_fork_bomb_is_counted_and_killed_where_processes_are_allowed():
+  limits = dataclasses.replace(LIMITS, processes=4)
+  report = run("namespaces", f"{BOMB}\nprint(os.getuid())", limits)
+  children, user = map(int, report["stdout"].split())
+  assert 0 < children <= limits.processes + limits.threads
+  assert not processes_of(user)
+
+
+def test_a_program_cannot_start_another(isolation):
+  report = run(isolation, "import subprocess; print(subprocess.run(['/usr/bin/env']))")
+  assert report["status"] == 1 and "PermissionError" in report["stderr"], report
+
+
+def test_threads_are_counted(isolation):
+  if isolation == "seccomp":
+    pytest.skip("there only memory bounds threads")
+  program = """
+import threading
+event, started = threading.Event(), 0
+try:
+  for _ in range(100):
+    threading.Thread(target=event.wait, daemon=True).start()
+    started += 1
+except RuntimeError:
+  pass
+print(started)
+"""
+  assert int(run(isolation, program)["stdout"]) <= LIMITS.threads
+
+
+def test_signals_reach_nobody(isolation):
+  """What a broken filter costs is the keeper and a bystander: to all others goes signal 0, which
+  does nothing and needs the same permission."""
+  other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+  program = f"""
+import fcntl, os, resource, signal
+keeper, trainer, other = os.getppid(), {os.getpid()}, {other.pid}
+reader, writer = os.pipe()
+attempts = [lambda send=send, target=target: send(target, 0)
+  for send in (os.kill, os.killpg) for target in (trainer, 1, 0, -1)]
+for target in (other, keeper):
+  attempts += [
+    lambda target=target: os.kill(target, signal.SIGKILL),
+    lambda target=target: resource.prlimit(target, resource.RLIMIT_CPU, (1, 1)),
+    lambda target=target: fcntl.fcntl(reader, fcntl.F_SETOWN, target),
+    lambda target=target: os.sched_setaffinity(target, [0]),
+    lambda target=target: os.setpriority(os.PRIO_PROCESS, target, 19),
+  ]
+attempts.append(lambda: fcntl.fcntl(reader, 10, signal.SIGKILL))  # F_SETSIG
+for number, attempt in enumerate(attempts):
+  try:
+    attempt()
+    print("reached", number)
+  except OSError:
+    pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))  # its own
+print(7)
+"""
+  try:
+    assert run(isolation, program)["stdout"] == "7\n"
+    assert other.poll() is None
+  finally:
+    other.kill()
+    other.wait()
+
+
+def test_the_keeper_cannot_be_debugged_or_read(isolation):
+  program = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+keeper = os.getppid()
+print([libc.ptrace(16, keeper or 1, 0, 0), os.path.exists(f"/proc/{keeper}/fd/0")])
+print([libc.unshare(0x10000000), libc.syscall(438, 3, 0, 0), libc.syscall(425, 8, 0)])
+"""
+  assert run(isolation, program)["stdout"] == "[-1, False]\n[-1, -1, -1]\n"
+
+
+FORGERIES = {
+  "prints markers": "print('passed'); print('{\"value\": 7}'); print('ok 1')",
+  "exits early": "raise SystemExit(0)",
+  "exits early, hard": "import os; os._exit(0)",
+  "claims to have been checked": "import os; os._exit(105)",
+  "writes to every descriptor": """
+import os
+for fd in range(1, 256):
+  try:
+    os.write(fd, b'{"value": 7, "reason": "ended", "status": 0, "stdout": "7"}')
+  except OSError:
+    pass
+os._exit(0)""",
+  "patches the harness": """
+import sys, json, builtins
+for module in list(sys.modules.values()):
+  for name in ("same_text", "same_value", "_failure", "_judge", "encode", "decode", "dumps"):
+    if hasattr(module, name):
+      setattr(module, name, lambda *a, **k: True)
+builtins.print = lambda *a: None""",
+  "looks for what is expected": """
+import gc, sys
+print([x for x in gc.get_objects() if isinstance(x, dict) and "outputs" in x])
+frame = sys._getframe()
+while frame:
+  print([v for v in frame.f_locals.values() if isinstance(v, (str, list, dict)) and "7" == v])
+  frame = frame.f_back""",
+}
+
+
+@pytest.mark.parametrize("how", FORGERIES)
+def test_forged_output_is_not_right(verifier, how):
+  assert verifier.verdicts(FORGERIES[how], stdin(("3 4", "7")))[0] != Verdict.PASSED
+
+
+def test_no_value_equals_everything(verifier):
+  tests = cases.Tests("call", ([1],), (7,), "f")
+  liar = "class Any(int):\n  def __eq__(self, other): return True\n  __hash__ = None\n"
+  for value in ("Any(3)", "type('A', (), {'__eq__': lambda *a: True})()", "exit", "float('nan')"):
+    assert verifier.verdicts(f"{liar}def f(x): return {value}", tests) == [Verdict.WRONG], value
+  for forged in ("raise SystemExit", "os._exit(0)", "os.write(3, b'{\"value\":7}'); 1 / 0"):
+    found = verifier.verdicts(f"import os\ndef f(x):\n  {forged}", tests)
+    assert found == [Verdict.ERROR], forged
+
+
+def test_closing_ends_what_runs(isolation):
+  program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(60)"
+  sandbox = process.Sandbox(isolation, dataclasses.replace(LIMITS, wall_s=60.0))
+  sandbox.start({"kind": "stdin", "code": program})
+  time.sleep(0.3)
+  assert len(mentioning(sandbox._directory)) >= 2
+  sandbox.close()
+  deadline = time.monotonic() + 5
+  while mentioning(sandbox._directory) and time.monotonic() < deadline:
+    time.sleep(0.02)
+  assert not mentioning(sandbox._directory)
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0], ids=["running", "starting"])
+def test_an_interrupt_ends_what_runs(isolation, delay, monkeypatch):
+  class Slow(code_sandbox.Sandbox):  # on a busy machine a sandbox takes a while to begin
+    def __init__(self, *arguments):
+      time.sleep(delay)
+      super().__init__(*arguments)
+
+  monkeypatch.setattr(code_sandbox, "Sandbox", Slow)
+  answer = json.dumps({"inputs": [""], "outputs": ["7"]})
+  limits = dataclasses.replace(LIMITS, wall_s=60.0)
+  with code_sandbox.CodeVerifier(2, limits, isolation) as verifier:
+    responses = [f"```\nimport time; time.sleep(60)  # {i}\n```" for i in range(6)]
+    main = threading.main_thread().ident
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+      verifier.score(responses, [answer] * 6)
+    directories = [sandbox._directory for sandbox in verifier._open]
+    assert verifier.score(["```\nprint(7)\n```"], [answer]) == [Outcome.RIGHT]
+  assert time.monotonic() - started < 20
+  assert not any(map(mentioning, directories))
+
+
+def test_nothing_runs_on_after_the_trainer(isolation):
+  """A trainer that is killed takes its sandboxes with it."""
+  program = f"""
+import sys
+from gspo_jax.rewards import sandbox_process
+sandbox = sandbox_process.Sandbox({isolation!r}, sandbox_process.Limits(wall_s=60, cpu_s=60))
+print(sandbox._process.pid, flush=True)
+sandbox.run({{"kind": "stdin", "code": "while True: pass"}})
+"""
+  trainer = subprocess.Popen(
+    [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+  )  # fmt: skip
+  outer = int(trainer.stdout.readline())
+  time.sleep(0.5)
+  assert session(outer)
+  trainer.kill()
+  trainer.communicate()
+  deadline = time.monotonic() + 10
+  while session(outer) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not session(outer)

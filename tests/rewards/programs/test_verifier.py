@@ -1,0 +1,222 @@
+"""Programs that mean well, their verdicts, assertions in Python, and failures of the verifier."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from support.sandboxes import LIMITS, run, stdin
+
+from gspo_jax.rewards.programs import cases, process
+from gspo_jax.rewards.programs import verifier as code_sandbox
+from gspo_jax.rewards.programs.verifier import Outcome, Verdict
+
+# Programs that mean well.
+
+
+def test_standard_input_and_output(verifier):
+  program = "n = int(input())\nprint(sum(map(int, sys.stdin.read().split())), n)"
+  tests = stdin(("2\n3 4\n", "7 2\n"), ("0\n", "0 0"), ("1\n5", "5 2"), ("1\n1", "1 1"))
+  found = verifier.verdicts(program, tests)
+  assert found == [Verdict.PASSED, Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED]
+
+
+def test_what_programs_of_contests_rely_on(isolation):
+  program = """
+import threading
+from dataclasses import dataclass
+@dataclass
+class Point:
+  x: int
+def main():
+  n, *rest = open(0).read().split()
+  print(gcd(int(n), 12), Counter(rest)["a"], deque([1])[0], Point(3).x)
+  depth = lambda n: n and depth(n - 1)
+  print(depth(20000))
+  sys.stdout.buffer.write("é\\n".encode()) if sys.stdout.flush() is None else 0
+  open("scratch", "w").write("x" * 1000)
+  print(len(open("scratch").read()))
+if __name__ == "__main__":
+  threading.stack_size(2**26)
+  threading.Thread(target=main).start()
+"""
+  report = run(isolation, program, stdin="18\na b a\n")
+  assert report["stdout"] == "6 2 1 3\n0\né\n1000\n", report
+  assert report["status"] == 0
+
+
+def test_numpy_is_there(isolation):
+  limits = dataclasses.replace(LIMITS, memory_bytes=1 << 30, cpu_s=5, wall_s=20.0)
+  program = "import numpy as np, tempfile; print(np.arange(4) @ np.ones(4), tempfile.mkdtemp()[:1])"
+  assert run(isolation, program, limits)["stdout"] == "6.0 /\n"
+
+
+def test_function_calls(verifier):
+  tests = cases.parse(
+    json.dumps(
+      {"inputs": ['[1, 2]\n"a"', '[]\n"b"'], "outputs": ['["a", 3]', "[]"], "fn_name": "f"}
+    )
+  )
+  method = "class Solution:\n  def f(self, x: List[int], s: str):\n    return (s, sum(x))"
+  assert verifier.verdicts(method, tests) == [Verdict.PASSED, Verdict.WRONG]
+  function = "def f(x, s):\n  return [s, sum(x)] if x else x"
+  assert verifier.verdicts(function, tests) == [Verdict.PASSED, Verdict.PASSED]
+
+
+def test_a_verdict_for_every_test_if_wanted(verifier):
+  with code_sandbox.CodeVerifier(1, LIMITS, verifier.isolation, stop_early=False) as thorough:
+    tests = stdin(("1", "1"), ("2", "3"), ("0", "0"), ("4", "4"), ("9", ""))
+    program = "n = int(input()); 1 // n; print(n) if n < 9 else os.kill"
+    found = thorough.verdicts(program, tests)
+  assert found == [*"passed wrong error passed error".split()]
+
+
+@pytest.mark.parametrize(
+  "program, verdict",
+  {
+    "raise ValueError('no')": "error",
+    "def broken(": "error",
+    "x = bytearray(1 << 30)": "memory",
+    "x = [0]\nwhile True: x += x": "memory",
+    "while True: pass": "timeout",
+    "import time; time.sleep(60)": "timeout",
+    "while True: print('x' * 4096)": "error",
+    "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass": "timeout",
+  }.items(),
+)
+def test_failures_have_names(verifier, program, verdict):
+  started = time.monotonic()
+  assert verifier.verdicts(program, stdin(("", "7"))) == [verdict]
+  assert time.monotonic() - started < 20
+
+
+# Assertions in Python.
+
+CHECK = {
+  "prompt": "from typing import List\n\ndef helper(x):\n  return x + 1\n\n"
+  'def f(x: List[int]) -> int:\n  """The sum plus one."""\n',
+  "test": "METADATA = {}\n\ndef check(candidate):\n  assert candidate([1, 2]) == 4, 'first'\n"
+  "  assert candidate([helper(1)]) == 3\n",
+  "entry_point": "f",
+}
+CHECK_TESTS = cases.parse(json.dumps(CHECK))
+
+
+@pytest.mark.parametrize(
+  "program, verdict",
+  [
+    ("def f(x):\n  return sum(x) + 1", "passed"),
+    ("  return helper(sum(x))", "passed"),  # continues the prompt
+    ("def f(x: List[int]):\n  return helper(sum(x))", "passed"),  # relies on its imports
+    ("def f(x):\n  return None", "wrong"),
+    ("def f(x):\n  return [][1]", "error"),
+    ("def f(x):\n  raise AssertionError", "error"),
+    ("def f(x):\n  while True: pass", "timeout"),
+    ("def f(x):\n  return bytearray(1 << 30)", "memory"),
+    ("def g(x):\n  return 4", "wrong"),  # f is still the prompt's
+    ("import os; os._exit(0)", "error"),
+    ("import sys; sys.exit(0)\ndef f(x): pass", "error"),
+    ("import os; os._exit(105)", "error"),
+    ("def f(x):\n  import os; os._exit(0)", "error"),
+    ("class Any:\n  def __eq__(self, other): return True\ndef f(x): return Any()", "wrong"),
+    ("class Any(int):\n  def __eq__(self, other): return True\ndef f(x): return Any(1)", "wrong"),
+    (
+      "import builtins, sys\nbuiltins.AssertionError = ValueError\ndef check(c): pass\n"
+      "def helper(x): return 0\nsys.modules['tests'] = 0\ndef f(x): return 0",
+      "wrong",
+    ),
+    ("import os\ndef f(x):\n  os.close(4)\n  return 4", "error"),
+    ("import os\ndef f(x):\n  os.write(4, bytes(8))\n  return 4", "wrong"),
+    ("import os\ndef f(x):\n  os.write(4, b'\\xff' * 8)\n  return 4", "wrong"),
+  ],
+)
+def test_assertions_run_where_no_candidate_does(verifier, program, verdict):
+  found = verifier.verdicts(program, CHECK_TESTS)
+  assert found == [verdict]
+
+
+# The verifier itself.
+
+
+def test_outcomes_of_responses(verifier):
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  fence = "Think.\n```python\n{}\n```\nDone."
+  programs = [
+    "print(2)",
+    "print(3)",
+    "print(",
+    "while 1: pass",
+    "x = bytearray(1 << 30)",
+    "print(2)",
+  ]
+  responses = [fence.format(program) for program in programs] + ["print(2)", "```python\nprint(2)"]
+  found = verifier.score(responses, [answer] * len(responses))
+  assert found == [*"right wrong error timeout memory right unparsable unparsable".split()]
+  with pytest.raises(ValueError, match="JSON"):
+    verifier.score(["x"], ["42"])
+
+
+def test_a_crash_of_the_verifier_is_not_a_wrong_answer(verifier, monkeypatch):
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  starts = []
+  original = process.Sandbox.__init__
+
+  def dying(self, *args):
+    original(self, *args)
+    starts.append(self)
+    if len(starts) in broken:
+      os.killpg(self._process.pid, signal.SIGKILL)
+
+  monkeypatch.setattr(process.Sandbox, "__init__", dying)
+  broken = {1}  # once is the machine's doing
+  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.RIGHT]
+  starts.clear()
+  broken = {1, 2}
+  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
+
+
+def test_a_machine_that_starts_no_process_is_a_crash_too(verifier, monkeypatch):
+  def refuse(*_, **__):
+    raise BlockingIOError("Resource temporarily unavailable")
+
+  monkeypatch.setattr(process.subprocess, "Popen", refuse)
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
+
+
+def test_from_several_threads_and_queueing_takes_no_time(isolation):
+  """Six programs of 0.7 s in two sandboxes at once: each has 2 s, and all of them need 2.1 s."""
+  answer = json.dumps({"inputs": [""], "outputs": ["7"]})
+  program = "```\nimport time; time.sleep(0.7); print(7)  # {}\n```"
+  with code_sandbox.CodeVerifier(2, LIMITS, isolation) as verifier:
+    found = [None, None]
+
+    def score(n):
+      found[n] = verifier.score([program.format(3 * n + i) for i in range(3)], [answer] * 3)
+
+    threads = [threading.Thread(target=score, args=(n,)) for n in range(2)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  assert found == [[Outcome.RIGHT] * 3] * 2
+
+
+def test_it_refuses_to_run_unconfined(monkeypatch):
+  original = process.Sandbox.__init__
+
+  def denied(self, isolation, *args):
+    if isolation != "none":
+      raise process.SandboxError("unshare: Operation not permitted")
+    original(self, isolation, *args)
+
+  monkeypatch.setattr(process.Sandbox, "__init__", denied)
+  with pytest.raises(RuntimeError, match=r"namespaces: unshare.*seccomp: .*reward.isolation=none"):
+    code_sandbox.CodeVerifier(1)
+  with code_sandbox.CodeVerifier(1, LIMITS, "none") as verifier:
+    assert verifier.verdicts("print(7)", stdin(("", "7"))) == [Verdict.PASSED]
+  with pytest.raises(ValueError, match=r"reward\.isolation='jail'"):
+    code_sandbox.CodeVerifier(1, isolation="jail")

@@ -1,0 +1,82 @@
+"""Warnings come when a run goes wrong, once, and the same after an interruption."""
+
+import math
+
+import pytest
+
+from gspo_jax.runs.alarms import AlarmConfig, Alarms
+
+CONFIG = AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, reward=0.3)
+
+
+def healthy(step, **changes):
+  row = {"phase": "rl", "step": step, "grad_norm": 1.0 + 0.1 * (step % 3), "entropy": 0.8}
+  return row | {"ratio/deviation": 1e-3, "reward/mean": 0.5 + 0.01 * step} | changes
+
+
+def run(rows, alarms=None):
+  """({warning: steps in which it holds}, the lines that were printed)."""
+  alarms, held, printed = alarms or Alarms(CONFIG), {}, []
+  for row in rows:
+    metrics, begun = alarms(row)
+    printed += begun
+    for name in metrics:
+      held.setdefault(name, []).append(row["step"])
+  return held, printed
+
+
+def test_a_healthy_run_is_left_alone():
+  assert run(healthy(step) for step in range(30)) == ({}, [])
+
+
+TROUBLE = {
+  "grad_norm": (dict(grad_norm=7.0), "gradient norm 7"),
+  "entropy": (dict(entropy=0.05), "entropy is down to 0.05"),
+  "ratio": ({"ratio/deviation": 0.02}, "off 1 by 0.02"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_each_trouble_is_told_once_and_marked_while_it_lasts(name):
+  changes, text = TROUBLE[name]
+  rows = [healthy(step, **(changes if step in (10, 11, 20) else {})) for step in range(30)]
+  held, printed = run(rows)
+  assert held == {f"warning/{name}": [10, 11, 20]}
+  assert len(printed) == 2 and "step 10" in printed[0] and "step 20" in printed[1]
+  assert text in printed[0]
+
+
+def test_a_reward_that_falls_is_told_when_its_mean_has_fallen():
+  rewards = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]
+  held, printed = run(healthy(s, **{"reward/mean": r}) for s, r in enumerate(rewards))
+  # The best mean of four is 0.8; it is 0.4, more than 0.3 below, when two of four have fallen.
+  assert held == {"warning/reward": [8, 9, 10, 11]} and "from 0.8" in printed[0]
+
+
+def test_a_slow_rise_of_the_gradient_norm_is_none_of_its_business():
+  assert run(healthy(s, grad_norm=1.3**s) for s in range(40)) == ({}, [])
+
+
+def test_zero_turns_a_warning_off():
+  off = Alarms(AlarmConfig(window=2, grad_norm=0, entropy=0, ratio=0, reward=0))
+  rows = [healthy(s, **TROUBLE["entropy"][0]) for s in range(5)]
+  rows += [{"phase": "rl", "step": 5, "grad_norm": 1e9, "ratio/deviation": 9.0, "reward/mean": -9}]
+  assert run(rows, off) == ({}, [])
+
+
+@pytest.mark.parametrize("cut", [3, 9, 11, 15])
+def test_a_resumed_run_warns_as_the_uninterrupted_one(cut):
+  rows = [healthy(s, entropy=0.05 if 8 <= s < 14 else 0.8) for s in range(20)]
+  rows[5]["grad_norm"] = math.nan  # an update that was left out; null on file
+  whole = run(rows)
+  on_file = [row | ({"grad_norm": None} if row["step"] == 5 else {}) for row in rows[:cut]]
+  held, printed = run(rows[cut:], Alarms(CONFIG, on_file))
+  assert held == {k: [s for s in v if s >= cut] for k, v in whole[0].items() if max(v) >= cut}
+  assert printed == [line for line in whole[1] if int(line.split()[3].rstrip(":")) >= cut]
+
+
+def test_senseless_thresholds_are_refused():
+  with pytest.raises(ValueError, match=r"alarms\.ratio=-1"):
+    AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=-1, reward=0.3)
+  with pytest.raises(ValueError, match=r"alarms\.window=1"):
+    AlarmConfig(window=1, grad_norm=5.0, entropy=0.1, ratio=1, reward=0.3)

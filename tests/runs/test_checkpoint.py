@@ -1,0 +1,227 @@
+"""What was saved comes back bit for bit, onto any mesh, or not at all."""
+
+import dataclasses
+import os
+import shutil
+import signal
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import tiny_moe
+from gspo_jax.run import new_state
+from gspo_jax.runs import checkpoint
+from gspo_jax.runs.mirror import Mirror
+
+MODEL = dataclasses.replace(
+  tiny_moe(64), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, moe_intermediate_size=16
+)
+TX = optax.adamw(1e-3)
+CONFIG = checkpoint.CheckpointConfig(
+  directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0
+)
+
+
+def state_on(mesh, model=MODEL, seed=0):
+  shardings = transformer.shardings(model, sharding.TRAIN, mesh)
+  init = jax.jit(lambda key: transformer.init(model, key), out_shardings=shardings)
+  return new_state(init(jax.random.key(seed)), TX)
+
+
+def mesh_of(*sizes):
+  return sharding.make_mesh(sharding.MeshConfig(*sizes))
+
+
+def save(directory, state, steps=(1,), host=None, config=CONFIG):
+  checkpoints = checkpoint.Checkpointer(directory, "rl", config)
+  for step in steps:
+    checkpoints.save(step, state, host or {"data": {"next": step}})
+  checkpoints.close()
+
+
+def restore(directory, like, mesh, config=CONFIG):
+  checkpoints = checkpoint.Checkpointer(directory, "rl", config)
+  step = checkpoints.latest()
+  state, host = checkpoints.restore(step, checkpoint.abstract(like, mesh))
+  checkpoints.close()
+  return step, state, host
+
+
+@pytest.mark.parametrize("devices", [8, 4, 1])
+def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
+  with jax.set_mesh(mesh_of(1, 2, 2, 2)):
+    saved = state_on(jax.sharding.get_mesh())
+    save(tmp_path, saved, steps=(1, 2, 3))
+  sizes = sharding.MeshConfig(max(1, devices // 4), min(4, devices), 1, 1)
+  mesh = sharding.make_mesh(sizes, jax.devices()[:devices])
+  with jax.set_mesh(mesh):
+    other = state_on(mesh, seed=1)
+    step, restored, host = restore(tmp_path, other, mesh)
+    assert step == 3 and host == {"data": {"next": 3}}
+    chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(saved))
+    chex.assert_trees_all_equal(jax.tree.map(jax.typeof, restored), jax.tree.map(jax.typeof, other))
+  assert sorted(p.name for p in (tmp_path / "checkpoints" / "rl").iterdir()) == ["2", "3"]  # keep=2
+
+
+def test_ctrl_c_while_a_save_begins_comes_when_it_has_begun(tmp_path, monkeypatch):
+  begin = ocp.StandardCheckpointHandler.async_save
+
+  async def interrupted(*args, **kwargs):
+    signal.raise_signal(signal.SIGINT)
+    return await begin(*args, **kwargs)
+
+  monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", interrupted)
+  state = {"x": jnp.arange(4.0)}
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
+  with pytest.raises(KeyboardInterrupt):
+    checkpoints.save(1, state, {})
+  checkpoints.close()
+  assert checkpoint.Checkpointer(tmp_path, "rl", CONFIG).latest() == 1
+
+
+def test_a_donated_state_is_saved_as_it_was(tmp_path):
+  mesh = mesh_of(8, 1, 1, 1)
+  with jax.set_mesh(mesh):
+    state = state_on(mesh)
+    expected = jax.tree.map(jnp.copy, state)
+    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
+    checkpoints.save(1, state, {})
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 7, s), donate_argnums=0)
+    jax.block_until_ready(overwrite(state))
+    checkpoints.close()
+    _, restored, _ = restore(tmp_path, expected, mesh)
+    chex.assert_trees_all_equal(restored, expected)
+
+
+def test_a_half_written_checkpoint_is_not_read(tmp_path):
+  mesh = mesh_of(8, 1, 1, 1)
+  with jax.set_mesh(mesh):
+    state = state_on(mesh)
+    save(tmp_path, state, steps=(1,))
+    # What a kill in the middle of a write leaves: the directory before its final rename.
+    (tmp_path / "checkpoints" / "rl" / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    step, restored, _ = restore(tmp_path, state, mesh)
+    assert step == 1
+    chex.assert_trees_all_equal(restored, state)
+
+
+def test_another_model_is_refused_with_both_shapes(tmp_path):
+  mesh = mesh_of(8, 1, 1, 1)
+  with jax.set_mesh(mesh):
+    save(tmp_path, state_on(mesh))
+    wider = state_on(mesh, dataclasses.replace(MODEL, vocab_size=128))
+    with pytest.raises(ValueError, match=r"embed has shape \(64, 32\).*wants \(128, 32\)"):
+      restore(tmp_path, wider, mesh)
+
+
+def kept(workdir):
+  folder = workdir / "checkpoints" / "rl"
+  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+  """(mesh, workdir with steps 1 and 2 of different states, these states)."""
+  workdir, mesh = tmp_path_factory.mktemp("two"), mesh_of(8, 1, 1, 1)
+  with jax.set_mesh(mesh):
+    states = {step: state_on(mesh, seed=step) for step in (1, 2)}
+    for step, state in states.items():
+      save(workdir, state, (step,))
+  return mesh, workdir, states
+
+
+def test_a_checkpoint_with_any_file_shortened_is_set_aside(two_checkpoints, tmp_path, capsys):
+  mesh, whole, states = two_checkpoints
+  of_state = whole / "checkpoints" / "rl" / "2"
+  names = [p.relative_to(of_state) for p in of_state.rglob("*") if p.is_file()]
+  shortened = 0
+  with jax.set_mesh(mesh):
+    for number, name in enumerate(sorted(names)):
+      workdir = tmp_path / str(number)
+      shutil.copytree(whole, workdir)
+      path = workdir / "checkpoints" / "rl" / "2" / name
+      size = path.stat().st_size
+      os.truncate(path, size // 2)
+      step, restored, host = restore(workdir, states[1], mesh)
+      # Orbax's own marks at the top may be damaged without harm; then nothing is lost.
+      assert step == 1 or name.parts[0] not in ("state", "host", checkpoint.SIZES), name
+      assert host == {"data": {"next": step}}
+      chex.assert_trees_all_equal(restored, states[step])
+      if step == 1:
+        shortened += 1
+        assert f"rl/2 is damaged and set aside: {path}" in capsys.readouterr().err.replace("\n", "")
+        save(workdir, states[2], (2,))  # which can then be written once more
+        assert restore(workdir, states[1], mesh)[0] == 2
+  assert shortened >= 8
+
+
+def test_a_missing_file_is_found_out_too(two_checkpoints, tmp_path, capsys):
+  mesh, whole, states = two_checkpoints
+  shutil.copytree(whole, tmp_path / "run")
+  data = next(p for p in (tmp_path / "run/checkpoints/rl/2/state").rglob("d/*") if p.is_file())
+  data.unlink()
+  with jax.set_mesh(mesh):
+    assert restore(tmp_path / "run", states[1], mesh)[0] == 1
+  assert f"no {data}" in capsys.readouterr().err
+
+
+def test_what_is_kept(tmp_path):
+  """The last two, every fourth, and the best; steps without the metric are never the best."""
+  config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy")
+  mesh, accuracy = mesh_of(8, 1, 1, 1), {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}
+  with jax.set_mesh(mesh):
+    state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
+    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)
+    for step in range(1, 8):
+      metrics = {"eval/accuracy": jnp.float32(accuracy[step])} if step in accuracy else {}
+      checkpoints.save(step, state, {}, metrics | {"loss": 1.0})
+    checkpoints.close()
+    assert kept(tmp_path) == [3, 4, 6, 7]
+    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)  # a resumed run remembers
+    for step in range(8, 11):
+      checkpoints.save(step, state, {}, {"eval/accuracy": accuracy.get(step, -1.0)})
+    assert 0 < checkpoints.metrics()["checkpoint/seconds"] < 60
+    checkpoints.close()
+    assert kept(tmp_path) == [3, 4, 8, 9, 10]
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path):
+  mesh = mesh_of(8, 1, 1, 1)
+  with jax.set_mesh(mesh):
+    first, second = state_on(mesh), state_on(mesh, seed=1)
+    save(tmp_path, first, (4,), {"n": 1})
+    save(tmp_path, second, (4,), {"n": 2})
+    step, restored, host = restore(tmp_path, first, mesh)
+    assert (step, host) == (4, {"n": 2})
+    chex.assert_trees_all_equal(restored, second)
+
+
+def test_a_directory_of_their_own_holds_all_that_is_needed(tmp_path):
+  """Checkpoints elsewhere, and with each of them what the workdir tells."""
+  config = dataclasses.replace(CONFIG, directory=str(tmp_path / "bucket"))
+  workdir, mesh = tmp_path / "run", mesh_of(8, 1, 1, 1)
+  (workdir / "rollouts").mkdir(parents=True)
+  for name, text in ("config.json", "{}"), ("metrics.jsonl", "1\n"), ("rollouts/a.jsonl", "a"):
+    (workdir / name).write_text(text)
+  (workdir / "failures").mkdir()
+  (workdir / "failures" / "large").write_text("not copied")
+  with jax.set_mesh(mesh):
+    state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
+    save(workdir, state, (1,), config=config)
+    (workdir / "metrics.jsonl").write_text("1\n2\n")
+    (workdir / "rollouts" / "b.jsonl.tmp").write_text("half")
+    save(workdir, state, (2,), config=config)
+    assert not (workdir / "checkpoints").exists()
+    shutil.rmtree(workdir)
+    assert Mirror(workdir, config.directory).back()
+    found = {p.relative_to(workdir).as_posix(): p.read_text() for p in workdir.rglob("*.json*")}
+    expected = {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
+    assert found == expected
+    assert not Mirror(workdir, config.directory).back()  # it holds a run now
+    assert restore(workdir, state, mesh, config)[0] == 2

@@ -1,0 +1,132 @@
+"""A run that is killed, over and over, ends as if nobody had touched it.
+
+`pytest -m slow tests/test_kills.py` kills at fifty random points, and says what was going on there.
+"""
+
+import collections
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import chex
+import pytest
+from support.command_line import (
+  ROOT,
+  SMALL,
+  command,
+  environment,
+  figures,
+  parameters,
+  run,
+  run_until,
+)
+
+from gspo_jax.runs.preemption import EXIT_CODE
+
+# A run with all that can be cut off: many evaluations in many parts, and a checkpoint per step.
+RUN = """
+  rl.iterations=6 rl.dump_every=1 eval.problems=32 eval.samples=4 eval.batch=4 eval.every=2
+  checkpoint.every=1 checkpoint.keep=1 checkpoint.keep_every=4 checkpoint.best=eval/accuracy
+""".split()
+PARTIAL = """
+  rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
+  eval.greedy=False
+""".split()
+
+
+def assert_same_run(got, expected):
+  assert figures(got) == figures(expected)
+  chex.assert_trees_all_equal(parameters(got, 6), parameters(expected, 6))
+  for folder in "rollouts", "checkpoints/sft", "checkpoints/rl":
+    ours, theirs = ({p.name for p in (run / folder).iterdir()} for run in (got, expected))
+    # SIGTERM may have saved the start; the last removal of an old checkpoint may have been cut off.
+    assert ours - {"0"} == theirs or (folder != "rollouts" and ours > theirs)
+  for path in (expected / "rollouts").iterdir():
+    assert (got / "rollouts" / path.name).read_text() == path.read_text()
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("untouched")
+  run(workdir, *SMALL, *RUN)
+  return workdir
+
+
+def test_sigterm_saves_and_ends_with_its_code(untouched, tmp_path):
+  """In the middle of an iteration, which no periodic checkpoint covers, and of an evaluation."""
+  flags = [*SMALL, *RUN]
+  rare = ["checkpoint.every=1000", "resume=force"]
+  for phase, step in ("sft", 4), ("rl", 1), ("rl", 4):
+    stderr, code = run_until(tmp_path, phase, step, signal.SIGTERM, [*flags, *rare])
+    assert code == EXIT_CODE and "the same command continues" in stderr, stderr
+    steps = [int(p.name) for p in (tmp_path / "checkpoints" / phase).iterdir()]
+    assert max(steps) >= step
+  run(tmp_path, *flags, "resume=force")
+  assert figures(tmp_path) == figures(untouched)
+  chex.assert_trees_all_equal(parameters(tmp_path, 6), parameters(untouched, 6))
+
+
+def going_on(workdir):
+  """What a killed run was at, as far as its directory tells."""
+  if any(workdir.glob("checkpoints/*/*tmp*")):
+    return "writing a checkpoint"
+  if not (workdir / "metrics.jsonl").exists():
+    return "starting"
+  if any(workdir.glob("**/*.tmp")):
+    return "writing another file"
+  evaluations = [p.stat().st_mtime for p in workdir.glob("evaluations/unfinished.jsonl")]
+  rest = [p.stat().st_mtime for p in (workdir / "metrics.jsonl", *workdir.glob("checkpoints/*/*"))]
+  return "evaluating" if evaluations and evaluations[0] > max(rest) else "between those"
+
+
+def kill_at(process, workdir, moment, rng, seconds):
+  """Kills with -9 (one time in five, SIGTERM): after a random time, or a random moment after a
+  checkpoint or an evaluation is seen in the making. False if the run was over before."""
+  deadline = time.monotonic() + rng.uniform(0.5, seconds)
+  seen = {
+    "checkpoint": lambda: any(workdir.glob("checkpoints/*/*tmp*")),
+    "evaluation": lambda: any(workdir.glob("evaluations/unfinished.jsonl*")),
+    "time": lambda: False,
+  }[moment]
+  while process.poll() is None:
+    if time.monotonic() > deadline or seen():
+      time.sleep(rng.uniform(0, 0.03) if moment != "time" else 0)
+      process.send_signal(rng.choice([signal.SIGKILL] * 4 + [signal.SIGTERM]))
+      code = process.wait(60)
+      assert code in (0, EXIT_CODE, -signal.SIGKILL, -signal.SIGTERM), process.stderr.read()
+      return code != 0
+    time.sleep(0.001)
+  assert process.returncode == 0, process.stderr.read()[-3000:]
+  return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], PARTIAL], ids=["whole", "partial"])
+def test_fifty_kills(flags, tmp_path):
+  flags = [*SMALL, *RUN, *flags]
+  run(tmp_path / "untouched", *flags)
+  begun = time.monotonic()
+  run(tmp_path / "again", *flags)  # with everything compiled
+  seconds = time.monotonic() - begun
+  rng, kills, found = random.Random(0), 0, collections.Counter()
+  while kills < 50:
+    workdir = tmp_path / "killed"
+    shutil.rmtree(workdir, ignore_errors=True)
+    alive, moments = True, 0
+    while alive:
+      process = subprocess.Popen(
+        command(workdir, *flags), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+      )
+      moment = ("time", "checkpoint", "evaluation")[moments % 3] if moments < 12 else "time"
+      # The first moment is one of the start; later, a busy machine would never come to the end.
+      patience = seconds * (1 + moments / 8) if moments else 1.0
+      alive = kill_at(process, workdir, moment, rng, patience)
+      moments += 1
+      if alive:
+        kills += 1
+        found[going_on(workdir)] += 1
+    assert_same_run(workdir, tmp_path / "untouched")
+  print(f"{kills} kills: {dict(found)}")  # noqa: T201
+  assert {"writing a checkpoint", "starting"} < set(found)

@@ -1,0 +1,157 @@
+"""NaN stops a run before it has done harm, and what it met can be seen again."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.command_line import ROOT, SMALL, environment, rows_of, run
+
+from configs import tiny
+from gspo_jax import config, sharding
+from gspo_jax.learner import step as train_step
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE, tiny_dense
+from gspo_jax.run import new_state
+from gspo_jax.runs import nonfinite
+from gspo_jax.runs.checkpoint import abstract, restore_state
+from gspo_jax.structs import TrainBatch
+
+MODEL = dataclasses.replace(
+  tiny_dense(32), hidden_size=16, num_layers=1, num_heads=2, head_dim=8, intermediate_size=16
+)
+TX = optax.adam(1e-2)
+
+
+def batch(seed=0, bad=False):
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(1, 32, (8, 6)).astype(np.int32)
+  mask = np.ones((8, 6), np.float32)
+  if bad:
+    mask[3, 2] = np.inf
+  zeros = np.zeros((8, 6), np.float32)
+  return TrainBatch(tokens, np.ones((8, 6), np.int32), mask, zeros[:, 0], zeros, zeros)
+
+
+def update(on_nonfinite, microbatches=1):
+  learner = train_step.Learner(MODEL, REFERENCE, 1.0, microbatches, 0.0, on_nonfinite)
+  return train_step.make_sft_step(learner, TX)
+
+
+def start():
+  return new_state(transformer.init(MODEL, jax.random.key(0)), TX)
+
+
+def after(step, batches):
+  state, skipped = start(), []
+  for one in batches:
+    state, metrics = step(state, one)
+    skipped.append(int(train_step.summarize((metrics,))["updates_skipped"]))
+  return state, skipped
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_skip_leaves_the_bad_update_out_and_goes_on(microbatches):
+  state, skipped = after(update("skip", microbatches), [batch(0), batch(1, bad=True), batch(2)])
+  expected, _ = after(update("skip", microbatches), [batch(0), batch(2)])
+  assert skipped == [0, 1, 1]
+  chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
+
+
+def test_stop_keeps_the_state_that_met_the_bad_batch():
+  state, skipped = after(update("stop"), [batch(0), batch(1, bad=True), batch(2)])
+  expected, _ = after(update("stop"), [batch(0)])
+  assert skipped == [0, 1, 2]
+  chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
+
+
+def context(workdir, on_nonfinite):
+  c = config.from_dict(tiny.get_config().to_dict())
+  return SimpleNamespace(config=dataclasses.replace(c, on_nonfinite=on_nonfinite), workdir=workdir)
+
+
+def row(step, **metrics):
+  return dict(phase="sft", step=step, updates_skipped=0.0) | metrics
+
+
+def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
+  step, state = update("stop"), start()
+  guard = nonfinite.Guard(context(tmp_path, "stop"), state, updates=1, keep=4)
+  for number, bad in (1, False), (2, True), (3, False):
+    one = batch(number, bad)
+    guard.hold(number, [one])
+    state, _ = step(state, one)
+  guard.check(row(1, loss=1.0), state)
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 2: its update was left") as caught:
+    guard.check(row(3, loss=2.0, updates_skipped=2.0), state)  # rows of 1 and 3 only were logged
+  assert str(tmp_path / "failures" / "sft_000002") in str(caught.value)
+  about, batches = nonfinite.load(tmp_path / "failures" / "sft_000002")
+  assert (about["phase"], about["step"]) == ("sft", 2)
+  (found,) = batches
+  chex.assert_trees_all_equal(found, batch(2, bad=True))
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  like = abstract(jax.eval_shape(lambda: state), mesh)
+  restored = restore_state(tmp_path / "failures" / "sft_000002" / "state", like)
+  assert int(restored.step) == 1
+  chex.assert_trees_all_equal(restored.params, after(update("stop"), [batch(1)])[0].params)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
+  guard = nonfinite.Guard(context(tmp_path, on_nonfinite), start(), updates=1, keep=2)
+  guard.hold(5, [batch(5)])
+  guard.check(row(5, loss=1e30), start())
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 5: entropy is inf") as caught:
+    guard.check(row(5, loss=1.0, entropy=jnp.inf), start())
+  assert caught.value.names == ("entropy",)
+
+
+def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
+  guard = nonfinite.Guard(context(tmp_path, "skip"), start(), updates=2, keep=2)
+  guard.check(row(5, loss=np.nan, grad_norm=np.nan, updates_skipped=2.0), start())
+  assert "sft step 5: of its updates, 2 not finite and left out (loss, grad_norm)" in (
+    capsys.readouterr().err
+  )
+  guard.check(row(6, loss=1.0, updates_skipped=2.0), start())
+  assert capsys.readouterr().err == "" and not (tmp_path / "failures").exists()
+
+
+def replay(directory):
+  return subprocess.run(
+    [sys.executable, "-m", "gspo_jax.replay", str(directory)],
+    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
+  )  # fmt: skip
+
+
+def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
+  """A learning rate of 1e10 breaks the model in the first update; the second one meets it."""
+  wild = [*SMALL, "job=rl", "eval.greedy=False", "rl_optimizer.learning_rate=1e10"]
+  stderr = run(tmp_path, *wild, ok=False)
+  assert "Traceback" not in stderr
+  (found,) = re.findall(r"python -m gspo_jax.replay (\S+)", stderr)
+  assert "not finite at rl step 1: " in stderr and "grad_norm is nan" in stderr
+  assert [r["step"] for r in rows_of(tmp_path, "rl")] == [0]
+  seen = replay(found)
+  assert seen.returncode == 1, seen.stderr[-2000:]
+  assert re.search("mini-batch 0: .*grad_norm", seen.stdout)
+  assert len(nonfinite.load(found)[1]) == 3  # the first of four updates was sound
+
+
+def test_a_run_may_leave_such_updates_out(tmp_path):
+  wild = [*SMALL, "job=sft", "sft_optimizer.learning_rate=1e30", "on_nonfinite=skip"]
+  stderr = run(tmp_path, *wild)
+  assert "warning at sft step 2" in stderr
+  last = rows_of(tmp_path, "sft")[-1]
+  assert last["step"] == 8 and last["updates_skipped"] == 7 and last["loss"] is None
+
+
+def test_replay_says_what_is_missing(tmp_path):
+  seen = replay(tmp_path)
+  assert seen.returncode == 2 and "it has no failure.json" in seen.stderr

@@ -1,0 +1,327 @@
+"""Continuous batching: slots are never left idle, and nothing of it shows in what is sampled."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import tiny_moe
+from gspo_jax.sampling import Request, SamplingConfig, Scheduler, Usage, generate
+from gspo_jax.sampling import slots as engine
+from gspo_jax.sampling.requests import DEFAULT
+
+MODEL = dataclasses.replace(
+  tiny_moe(64),
+  hidden_size=32,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=16,
+  moe_intermediate_size=16,
+)
+PARAMS = transformer.init(MODEL, jax.random.key(0))
+PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=12)
+STOP = (1, 2, 3, 4, 5, 6)
+RNG = np.random.default_rng(0)
+PROMPTS = [tuple(RNG.integers(8, 64, n).tolist()) for n in (3, 40, 1, 17, 9, 24)]
+
+
+def scheduler(params=PARAMS, sampling=PLAIN, window=64, context=48, **changes):
+  config = {
+    k: changes.pop(k) for k in ("slots", "steps", "prefill_tokens", "cache_dtype") if k in changes
+  }
+  config = dataclasses.replace(DEFAULT, **dict(slots=4, steps=3) | config)
+  options = dict(window=window, context=context, group_size=3, stop_ids=len(STOP)) | changes
+  return Scheduler(params, MODEL, sampling, config, **options)
+
+
+def requests(prompts=PROMPTS, **changes):
+  options = dict(max_new_tokens=12, samples=3, seed=5, stop_ids=STOP) | changes
+  return [Request(prompt, tag=i, **options) for i, prompt in enumerate(prompts)]
+
+
+def run(s, asked):
+  for request in asked:
+    s.submit(request)
+  return {(r.request.prompt, r.sample): r for r in s.run()}
+
+
+def same(found, expected):
+  assert found.keys() == expected.keys()
+  for key in found:
+    np.testing.assert_array_equal(found[key].tokens, expected[key].tokens)
+    np.testing.assert_allclose(found[key].logp, expected[key].logp, atol=1e-5)
+    assert found[key].stopped == expected[key].stopped
+
+
+@pytest.fixture(scope="module")
+def expected():
+  return run(scheduler(slots=18), requests())
+
+
+def test_responses_are_worth_comparing(expected):
+  assert len(expected) == 18
+  lengths = [len(r.tokens) for r in expected.values()]
+  assert min(lengths) < 6 and max(lengths) == 12
+  assert {r.stopped for r in expected.values()} == {True, False}
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(slots=1),
+    dict(slots=5, steps=1),
+    dict(slots=7, steps=64),
+    dict(prefill_tokens=16),  # the longest prompts in three pieces
+    dict(window=200, context=130),
+    dict(group_size=1),
+  ],
+  ids=str,
+)
+def test_slots_and_pieces_change_nothing(expected, changes):
+  same(run(scheduler(**changes), requests()), expected)
+
+
+def test_neither_order_nor_company_matter(expected):
+  same(run(scheduler(), requests()[::-1]), expected)
+  one = run(scheduler(), [requests()[3]])
+  same(one, {key: expected[key] for key in one})
+  second = run(scheduler(), requests(PROMPTS[:1], samples=1, first_sample=2))
+  same(second, {(PROMPTS[0], 2): expected[PROMPTS[0], 2]})
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 2, 2, 2), (1, 1, 4, 2)], ids=str)
+def test_nor_does_the_mesh(expected, shape):
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
+    found = run(scheduler(params, slots=5, prefill_tokens=16), requests())
+  same(found, expected)
+
+
+def test_two_runs_are_the_same_to_the_bit():
+  first, second = (run(scheduler(), requests()) for _ in range(2))
+  for key in first:
+    np.testing.assert_array_equal(first[key].logp, second[key].logp)
+    np.testing.assert_array_equal(first[key].tokens, second[key].tokens)
+
+
+def test_a_free_slot_is_taken_in_the_next_step(expected):
+  """The number of steps is that of a machine that never waits."""
+  s = scheduler(slots=4, steps=64, group_size=1)  # four contexts wait at most: enough for this
+  asked = requests(PROMPTS[:4])
+  run(s, asked)
+  waiting = [[len(expected[p, g].tokens) for g in range(3)] for p in PROMPTS[:4]]
+  # Prompts are prefilled by length, and lie in the queue in that order.
+  waiting = [waiting[i] for i in (0, 2, 3, 1)] if s.usage.padded else waiting
+  free_at = [0] * 4
+  while any(waiting):
+    longest = max(range(4), key=lambda i: len(waiting[i]))
+    slot = free_at.index(min(free_at))
+    free_at[slot] += waiting[longest].pop(0)
+  assert s.usage.steps == max(free_at)
+  assert s.usage.tokens == sum(len(expected[p, g].tokens) for p in PROMPTS[:4] for g in range(3))
+  assert s.usage.metrics()["sampling/slot_utilisation"] == s.usage.tokens / (4 * s.usage.steps)
+
+
+def test_nothing_is_compiled_after_the_first_batches():
+  run(scheduler(), requests())
+  before = engine.decode._cache_size(), engine.prefill._cache_size(), engine.new_state._cache_size()
+  for seed in range(3):
+    lengths = np.random.default_rng(seed).integers(1, 48, 9)
+    prompts = [tuple(RNG.integers(8, 64, n).tolist()) for n in lengths]
+    run(scheduler(), requests(prompts, seed=seed, samples=2, max_new_tokens=5))
+  after = engine.decode._cache_size(), engine.prefill._cache_size(), engine.new_state._cache_size()
+  assert after == before
+
+
+def test_prompts_are_not_padded_to_the_longest():
+  s = scheduler()
+  run(s, requests())
+  used = sum(len(p) - 1 for p in PROMPTS)
+  assert s.usage.prefilled == used  # once per prompt, not once per response
+  assert s.usage.padded <= 6 * 16 + 4 * 32 + 2 * 64
+
+
+def test_every_request_has_limits_of_its_own(expected):
+  limits = (2, 12, 5)
+  asked = [
+    Request(PROMPTS[i], limit, seed=5, stop_ids=stop)
+    for i, (limit, stop) in enumerate(zip(limits, [STOP, STOP[:1], ()]))
+  ]
+  found = run(scheduler(), asked)
+  for i, limit in enumerate(limits):
+    response = found[PROMPTS[i], 0]
+    assert len(response.tokens) <= limit
+    assert response.stopped == (response.tokens[-1] in asked[i].stop_ids)
+    both = min(len(response.tokens), len(expected[PROMPTS[i], 0].tokens))
+    np.testing.assert_array_equal(response.tokens[:both], expected[PROMPTS[i], 0].tokens[:both])
+  assert len(found[PROMPTS[2], 0].tokens) == 5  # nothing stops it
+
+
+def text(tokens):
+  return "".join(chr(ord("0") + t % 10) for t in tokens)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 64])
+def test_a_stop_string_ends_a_response(steps):
+  strings = ("13", "7", "04")
+  free = run(scheduler(), requests(stop_ids=()))
+  s = scheduler(steps=steps, slots=2, detokenize=text)
+  found = run(s, requests(stop_ids=(), stop_strings=strings))
+  ends = set()
+  for key, response in found.items():
+    whole = text(free[key].tokens)
+    first = [whole.find(x) + len(x) for x in strings if x in whole]
+    end = min(first, default=len(whole))
+    assert text(response.tokens) == whole[:end]
+    assert response.stopped == bool(first)
+    np.testing.assert_allclose(response.logp, free[key].logp[:end], atol=1e-5)
+    ends.add(end)
+  assert len(ends) > 4
+  assert s.usage.tokens == sum(len(r.tokens) for r in found.values())
+
+
+def trainers(found, temperature=1.0):
+  """The log-probability of every sampled token in one pass of the trainer, and what was found."""
+  tokens = np.zeros((len(found), 64), np.int32)
+  for row, ((prompt, _), response) in enumerate(found.items()):
+    tokens[row, : len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
+  logits = jax.jit(transformer.logits, static_argnums=1)(PARAMS, MODEL, tokens)
+  logp = np.asarray(jax.nn.log_softmax(logits / temperature))
+  for row, ((prompt, _), response) in enumerate(found.items()):
+    at = np.arange(len(response.tokens)) + len(prompt) - 1
+    yield logp[row, at, response.tokens], response
+
+
+@pytest.mark.parametrize(
+  "changes", [dict(temperature=0.7), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1)], ids=str
+)
+def test_log_probs_are_the_trainers(changes):
+  sampling = dataclasses.replace(PLAIN, **changes)
+  found = run(scheduler(sampling=sampling), requests())
+  more = 0
+  for expected, response in trainers(found, sampling.temperature):
+    np.testing.assert_allclose(response.full_logp, expected, atol=1e-4)
+    if sampling.whole:
+      np.testing.assert_array_equal(response.logp, response.full_logp)
+    assert (response.logp >= response.full_logp - 1e-6).all()
+    more += (response.logp > response.full_logp + 1e-3).sum()
+  assert (more > 0) != sampling.whole
+
+
+def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
+  s = scheduler()
+  for request in requests():
+    s.submit(request)
+  done = {}
+  for response in s.run():
+    done[response.request.prompt, response.sample] = response
+    if len(done) == 5:
+      break
+  rest, again = scheduler(), {}
+  for part in s.stop():
+    key = part.request.prompt, part.sample
+    if part.finished:
+      done[key] = part
+      continue
+    again[key] = part
+    tokens = tuple(part.tokens.tolist())
+    left = dict(max_new_tokens=12 - len(tokens), samples=1, first_sample=part.sample)
+    rest.submit(dataclasses.replace(part.request, begun=tokens, **left))
+  assert len(done) + len(again) == 18
+  assert any(len(part.tokens) for part in again.values())
+  for response in rest.run():
+    key = response.request.prompt, response.sample
+    joined = [
+      np.concatenate([getattr(x, f) for x in (again[key], response)]) for f in ("tokens", "logp")
+    ]
+    done[key] = dataclasses.replace(response, tokens=joined[0], logp=joined[1])
+  same(done, expected)
+
+
+def test_more_can_be_asked_for_while_it_runs(expected):
+  s, asked, found = scheduler(), requests(), {}
+  s.submit(asked.pop())
+  for response in s.run():
+    found[response.request.prompt, response.sample] = response
+    if asked:
+      s.submit(asked.pop())
+  same(found, expected)
+
+
+def test_memory_is_slots_by_window():
+  for dtype, width in (("float32", 4), ("bfloat16", 2)):
+    s = scheduler(slots=6, window=64, context=20, cache_dtype=dtype)
+    caches = jax.tree.leaves((s._state.cache, s._state.staged))
+    assert s.usage.cache_bytes == sum(x.nbytes for x in caches)
+    slots = 6 * 64 * 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * width
+    assert slots < s.usage.cache_bytes < 2 * slots
+
+
+def test_a_cache_of_half_the_width_is_near():
+  found = run(scheduler(cache_dtype="bfloat16"), requests())
+  gaps = [np.abs(expected - response.logp).mean() for expected, response in trainers(found)]
+  assert 0 < np.mean(gaps) < 0.05  # with a router between, some tokens are further off
+
+
+def test_usage_adds_up():
+  usage = Usage()
+  options = dict(group_size=2, max_new_tokens=4, prompt_length=48, usage=usage)
+  first = generate(PARAMS, MODEL, PROMPTS, **options)
+  once = dataclasses.replace(usage)
+  second = generate(PARAMS, MODEL, PROMPTS, seed=1, **options)
+  assert usage.tokens == first.lengths.sum() + second.lengths.sum()
+  assert usage.prefilled == 2 * once.prefilled and usage.cache_bytes == once.cache_bytes
+  row = usage.metrics()
+  assert row["sampling/slot_utilisation"] == 1.0 and row["time/sample/decode"] > 0
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(prompt=()), "prompt is empty"),
+    (dict(prompt=(7,) * 49), "context of 49 tokens .* contexts of 48 tokens in a window of 64"),
+    (dict(max_new_tokens=62), "max_new_tokens=62 does not fit .* window of 64"),
+    (dict(stop_ids=tuple(range(9))), "9 stop ids, more than stop_ids=6"),
+    (dict(stop_strings=("x",)), "need detokenize"),
+    (dict(samples=0), "nothing"),
+  ],
+)
+def test_impossible_requests(changes, message):
+  request = dataclasses.replace(Request((7, 8, 9), 4), **changes)
+  with pytest.raises(ValueError, match=message):
+    scheduler().submit(request)
+
+
+@pytest.mark.parametrize(
+  "key, value",
+  [
+    ("slots", -1),
+    ("steps", 0),
+    ("prefill_tokens", 8),
+    ("prefill_tokens", 48),
+    ("cache_dtype", "x"),
+  ],
+)
+def test_impossible_settings(key, value):
+  with pytest.raises(ValueError, match=f"engine.{key}={value!r}"):
+    dataclasses.replace(DEFAULT, **{key: value})
+
+
+def test_a_scheduler_has_slots():
+  with pytest.raises(ValueError, match=r"engine.slots=0"):
+    scheduler(slots=0)
+
+
+def test_the_longest_context_is_not_padded_beyond_itself():
+  s = scheduler(window=50, context=45)
+  assert s._state.cache.length == 50 and s._state.staged.length == 44
+
+
+def test_a_window_beyond_the_model():
+  with pytest.raises(ValueError, match=r"window of 4096 .*max_position_embeddings=2048"):
+    scheduler(window=4096)

@@ -1,0 +1,87 @@
+"""Runs of the command line, whole and cut off, for the tests."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parents[2]
+SMALL = """
+  model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
+  model.moe_intermediate_size=16 sft.steps=8 sft.batch=16 sft.log_every=2 rl.iterations=8
+  rl.prompts=8 rl.group_size=4 rl.dump_every=4 eval.problems=8 eval.every=4 eval.batch=8
+  checkpoint.every=2 sft_optimizer.warmup_steps=2 rl_optimizer.warmup_steps=2
+  objective.entropy_coef=0.01
+""".split()  # so small a model earns no reward; the bonus for entropy gives it a gradient
+
+
+def command(workdir, *overrides, config="configs/tiny.py"):
+  flags = [f"--config.{flag}" for flag in overrides]
+  module = [sys.executable, "-m", "gspo_jax.main", f"--config={config}", f"--workdir={workdir}"]
+  return [*module, *flags]
+
+
+def environment(**more):
+  # One device: eight simulated ones compile three times as long, and other tests have them.
+  ours = dict(
+    JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="true", PYTHONPATH=str(ROOT)
+  )  # compilation is most of the time
+  return os.environ | ours | more
+
+
+def run(workdir, *overrides, config="configs/tiny.py", ok=True, **more):
+  done = subprocess.run(
+    command(workdir, *overrides, config=config),
+    cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert (done.returncode == 0) == ok, done.stderr[-3000:]
+  return done.stderr
+
+
+def rows(workdir):
+  path = workdir / "metrics.jsonl"
+  lines = path.read_text().split("\n")[:-1] if path.exists() else []
+  return [json.loads(line) for line in lines]
+
+
+def rows_of(workdir, phase):
+  return [row for row in rows(workdir) if row["phase"] == phase]
+
+
+OF_THE_MACHINE = ("time/", "tokens_per_second", "flops_per_second", "memory/", "checkpoint/")
+
+
+def figures(workdir):
+  """What two runs of one seed must agree on."""
+  return [
+    {k: v for k, v in row.items() if not k.startswith(OF_THE_MACHINE)} for row in rows(workdir)
+  ]
+
+
+def run_until(workdir, phase, step, how, flags=SMALL, **more):
+  """Starts a run and ends it with a signal once `phase` has come to `step`."""
+  process = subprocess.Popen(
+    command(workdir, *flags), cwd=ROOT, env=environment(**more), stderr=subprocess.PIPE, text=True
+  )
+  deadline = time.monotonic() + 200
+  while not any(r["phase"] == phase and r["step"] >= step for r in rows(workdir)):
+    assert process.poll() is None and time.monotonic() < deadline, "ended too early"
+    time.sleep(0.02)
+  process.send_signal(how)
+  _, stderr = process.communicate(timeout=60)
+  return stderr, process.returncode
+
+
+def parameters(workdir, step):
+  """The whole training state of a checkpoint, as arrays on the host."""
+  path = workdir / "checkpoints" / "rl" / str(step) / "state"
+  with ocp.PyTreeCheckpointer() as reader:
+    tree = reader.metadata(path).item_metadata.tree
+    whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    return reader.restore(path, restore_args=whole)

@@ -1,0 +1,78 @@
+"""What the tests of sandboxes share."""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from gspo_jax.rewards.programs import cases as code_tests
+from gspo_jax.rewards.programs import process
+
+ROOT = pathlib.Path(__file__).parents[2]
+LIMITS = process.Limits(
+  cpu_s=1, wall_s=2.0, memory_bytes=256 << 20, output_bytes=1 << 20, file_bytes=1 << 20,
+  scratch_bytes=4 << 20, open_files=32, threads=8,
+)  # fmt: skip
+
+
+def available(isolation):
+  """Whether this kernel lets us, found out without the code under test."""
+  libc = ctypes.CDLL(None)
+  if isolation == "seccomp":
+    return libc.syscall(444, None, 0, 1) > 0  # the version of Landlock
+  flags = 0x6C020000 | (0x10000000 if os.geteuid() else 0)  # namespaces; for users one of their own
+  unshare = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
+  return subprocess.run([sys.executable, "-c", unshare]).returncode == 0
+
+
+ISOLATIONS = [
+  pytest.param(name, marks=pytest.mark.skipif(not available(name), reason=f"no {name} here"))
+  for name in ("namespaces", "seccomp")
+]
+
+
+def stdin(*cases):
+  inputs, outputs = zip(*cases)
+  return code_tests.Tests("stdin", inputs, outputs)
+
+
+def run(isolation, code, limits=LIMITS, **request):
+  """The report on one program."""
+  with process.Sandbox(isolation, limits) as sandbox:
+    return sandbox.run({"kind": "stdin", "code": code, **request})
+
+
+def mentioning(text):
+  """Processes whose command line holds `text`; those that are forked keep their parent's."""
+  found = []
+  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+      found += [path] if text in path.read_text(errors="replace") else []
+  return found
+
+
+def processes_of(user):
+  """Processes of one user; every sandbox has one of its own, other tests' too."""
+  found = []
+  for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+    with contextlib.suppress(OSError):
+      uid = next(line for line in status.read_text().splitlines() if line.startswith("Uid:"))
+      if int(uid.split()[1]) == user:
+        found.append(status)
+  return found
+
+
+def session(outer):
+  """Processes that `outer` leads or has started, zombies apart."""
+  found, parents = [], {outer}
+  for stat in sorted(pathlib.Path("/proc").glob("[0-9]*/stat"), key=lambda p: int(p.parent.name)):
+    with contextlib.suppress(OSError):
+      pid, state, parent = int(stat.parent.name), *stat.read_text().rpartition(")")[2].split()[:2]
+      if (pid == outer or int(parent) in parents) and state != "Z":
+        found.append(pid)
+        parents.add(pid)
+  return found

@@ -1,0 +1,79 @@
+"""The embedded task: exact, disjoint, and taught by a pupil who forgets carries."""
+
+import random
+
+import pytest
+
+from configs import common
+from gspo_jax.rewards import RewardConfig, open_scorer
+from gspo_jax.tasks import arithmetic
+
+
+def test_splits_are_disjoint_whatever_the_order_of_the_terms():
+  train, held = (arithmetic.problems(split, 2) for split in ("train", "heldout"))
+  pair = lambda row: tuple(sorted(row["id"].split("+")))  # noqa: E731
+  trained, held_out = ({pair(s[i]) for i in range(len(s))} for s in (train, held))
+  assert len(train) + len(held) == 90**2
+  assert 0.01 < len(held) / 90**2 < 0.04
+  assert not trained & held_out
+
+
+def test_problems_are_sums():
+  source = arithmetic.problems("train", 3)
+  for i in random.Random(0).sample(range(len(source)), 200):
+    row = source[i]
+    a, b = row["id"].split("+")
+    assert 100 <= int(a) <= 999 and 100 <= int(b) <= 999
+    assert row["question"] == f"{a}+{b}=" and int(row["answer"]) == int(a) + int(b)
+
+
+def test_a_pupil_who_forgets_nothing_is_always_right():
+  source = arithmetic.problems("train", 3)
+  for i in range(0, len(source), 4001):
+    text = arithmetic.demonstration(source[i], 0.0, seed=i)
+    assert arithmetic.verify(text, source[i]["answer"])
+    working, answer = text.split(":")
+    assert int(working[::-1]) == int(answer)
+
+
+def test_a_pupil_who_forgets_is_right_sometimes_and_wrong_often():
+  source = arithmetic.problems("train", 3)
+  rows = [source[i] for i in range(0, len(source), 997)]
+  right = [arithmetic.verify(arithmetic.demonstration(r, 0.5, seed=0), r["answer"]) for r in rows]
+  assert 0.3 < sum(right) / len(right) < 0.6
+  wrong = next(r for r, ok in zip(rows, right) if not ok)
+  carries = [int(x) + int(y) >= 10 for x, y in zip(*wrong["id"].split("+"))]
+  assert any(carries)
+  assert arithmetic.demonstration(wrong, 0.5, 0) == arithmetic.demonstration(wrong, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+  "response, right",
+  [
+    ("5231:1325", True),
+    ("1325", True),
+    (": 1325 ", True),
+    ("5231:1326", False),
+    ("5231:13250", False),
+    ("1325:", False),
+    ("", False),
+    ("5231:1325.0", False),
+    ("5231:1325:x", False),
+    ("1325 or 1326", False),
+  ],
+)
+def test_only_the_exact_sum_after_the_last_colon_counts(response, right):
+  assert arithmetic.verify(response, "1325") is right
+
+
+def test_scorer_gives_rewards_and_outcomes():
+  with open_scorer(RewardConfig(**common.reward("arithmetic", 0, 1.0))) as score:
+    scores = score([":3", ":4", ":3"], ["3", "3", "3"])
+  assert scores.reward.tolist() == [1, 0, 1]
+  assert scores.outcomes == {"right": 2, "wrong": 1}
+
+
+@pytest.mark.parametrize("split, digits", [("test", 2), ("train", 0), ("train", 4)])
+def test_bad_settings_are_errors(split, digits):
+  with pytest.raises(ValueError, match=r"arithmetic:|data\.digits"):
+    arithmetic.problems(split, digits)

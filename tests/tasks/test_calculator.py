@@ -1,0 +1,97 @@
+"""The embedded task with a calculator: problems, demonstrations, and what the environment says."""
+
+import collections
+
+import pytest
+from support.data_cases import config
+
+from gspo_jax.data import sources
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.structs import Prompt
+from gspo_jax.tasks import arithmetic, calculator, environments
+
+TOK = ByteTokenizer()
+
+
+def environment(question="37*58+46=", answer="2192"):
+  prompt = Prompt("37*58+46", question, answer, tuple(TOK.encode(question)))
+  return environments.find("calculator", TOK)(prompt)
+
+
+def ask(one, text):
+  observation, reward, done = one.step([*TOK.encode(text), *TOK.stop_ids])
+  return TOK.decode(observation), reward, done
+
+
+def test_the_splits_are_apart_and_whole():
+  train, held = (calculator.problems(split, 1) for split in ("train", "heldout"))
+  ids = [{source[i]["id"] for i in range(len(source))} for source in (train, held)]
+  assert len(ids[0]) + len(ids[1]) == 9**3 and not ids[0] & ids[1] and ids[1]
+  mirrored = {f"{b}*{rest}" for b, rest in ((i[2], i[0] + i[3:]) for i in ids[1])}
+  assert mirrored == ids[1]
+  with pytest.raises(ValueError, match="digits=3"):
+    calculator.problems("train", 3)
+  with pytest.raises(ValueError, match="calculator:train and calculator:heldout"):
+    calculator.problems("test", 2)
+
+
+def test_demonstrations_are_conversations_that_the_environment_would_have_had():
+  source = calculator.problems("train", 2)
+  turns, right = collections.Counter(), collections.Counter()
+  for i in range(0, len(source), 3001):
+    row = source[i]
+    pieces = calculator.demonstration(row, 0.5, seed=i)
+    assert pieces == calculator.demonstration(row, 0.5, seed=i)
+    one = environment(row["question"], row["answer"])
+    for said, heard in zip(pieces[:-1:2], pieces[1::2]):
+      assert ask(one, said) == (heard, 0.0, False)
+    _, reward, done = ask(one, pieces[-1])
+    assert done and reward == arithmetic.verify(pieces[-1], row["answer"])
+    turns[len(pieces)] += 1
+    right[len(pieces)] += int(reward)
+    careful = calculator.demonstration(row, 0.0, seed=i)
+    assert careful[-1] == row["answer"]
+  assert set(turns) == {1, 3, 5} and right[5] == turns[5]
+  assert right[1] < 0.6 * turns[1] and right[3] < 0.8 * turns[3]
+  assert turns[1] > turns[3] > turns[5]
+
+
+def test_the_calculator_answers_and_judges():
+  one = environment()
+  assert TOK.decode(one.reset()) == "37*58+46="
+  assert one.figures() == dict(correct=False, tool_use=False, tool_calls=0)
+  assert ask(one, "[37*58]") == ("2146;", 0.0, False)
+  assert ask(one, "[12-15]") == ("-3;", 0.0, False)
+  assert ask(one, "[2146+46]") == ("2192;", 0.0, False)
+  assert ask(one, "2192") == ("", 1.0, True)
+  assert one.figures() == dict(correct=True, tool_use=True, tool_calls=3)
+  for text in ("[37*58", "[37**58]", "[a]", "[1+2+3]", "[1234567+1]", "[37*58]2192"):
+    assert ask(environment(), text) == ("?;", calculator.NOT_UNDERSTOOD, False)
+  for text in ("2191", "", "37*58", "2146;2192"):
+    one = environment()
+    assert ask(one, text) == ("", 0.0, True)
+    assert not one.figures()["correct"] and not one.figures()["tool_use"]
+
+
+def test_environments_by_name(tmp_path, monkeypatch):
+  assert environments.find("", TOK) is None
+  (tmp_path / "my_game.py").write_text("make = lambda prompt, tok: (prompt.id, tok)")
+  monkeypatch.syspath_prepend(tmp_path)
+  prompt = Prompt("x", "q", "a", (1,))
+  assert environments.find("my_game:make", TOK)(prompt) == ("x", TOK)
+  for name in ("calculater", "my_game:", "no_such_module:make", "my_game:other"):
+    with pytest.raises(ValueError, match=r"environment\.name"):
+      environments.find(name, TOK)
+
+
+def test_a_cold_start_learns_the_turns_and_not_what_the_calculator_says():
+  source = sources.load(config(train="calculator:train", carry_errors=0.5), TOK, "train")
+  prompt = next(p for p in map(source.__getitem__, range(999)) if len(p.demonstration) == 5)
+  said = ["", ""]
+  tokens, mask = sources.pack_demonstrations([prompt], TOK, 60)
+  for token, kept in zip(tokens[0, len(prompt.tokens) :], mask[0, len(prompt.tokens) :]):
+    said[int(kept)] += "|" if token == TOK.stop_ids[0] else TOK.decode([token])
+  asked, first, again, second, answer = prompt.demonstration
+  assert said == [first + second, f"{asked}|{again}|{answer}|"]
+  with pytest.raises(sources.DataError, match=r"data\.digits=3"):
+    sources.load(config(train="calculator:train", digits=3), TOK, "train")
