@@ -5,14 +5,16 @@ Every key is in the config file; nothing has a default here. Unknown and missing
 
 import dataclasses
 import difflib
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.evaluator import EvalConfig
+from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import OptimizerConfig
-from gspo_jax.learner.step import Learner, ObjectiveConfig
+from gspo_jax.learner.step import Learner
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
@@ -170,7 +172,7 @@ class RunConfig:
     else:
       temperature, section = self.sampling.temperature, self.rl
       balance = self.objective.load_balance_coef
-      group = (self.rl.group_size, self.data.max_prompt_tokens)
+      group = (self.rl.group_size, self.data.max_prompt_tokens, self.sampling.max_new_tokens)
     common = (section.microbatches, balance, self.on_nonfinite)
     return Learner(self.model, self.compute, temperature, *common, *group)
 
@@ -192,24 +194,32 @@ class RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
   """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
+  if isinstance(values.get("objective"), Mapping):
+    values = dict(values) | dict(objective=effective(values["objective"]))
   return _build(RunConfig, values, "")
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-  types = typing.get_type_hints(cls)
-  names = [field.name for field in dataclasses.fields(cls)]
+  kinds = typing.get_type_hints(cls)
+  fields = dataclasses.fields(cls)
+  names = [field.name for field in fields]
   for key in values:
     if key not in names:
       near = difflib.get_close_matches(key, names, n=1)
       hint = f"; did you mean {path}{near[0]}?" if near else ""
       raise ValueError(f"unknown config key {path}{key}{hint}")
-  missing = [f"{path}{name}" for name in names if name not in values]
+  needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+  missing = [f"{path}{name}" for name in needed if name not in values]
   if missing:
     raise ValueError(f"missing config keys: {', '.join(missing)}")
-  return cls(**{name: _convert(types[name], values[name], path + name) for name in names})
+  return cls(**{k: _convert(kinds[k], value, path + k) for k, value in values.items()})
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
+  if typing.get_origin(kind) is types.UnionType:  # X | None
+    if value is None:
+      return None
+    kind, _ = typing.get_args(kind)
   if dataclasses.is_dataclass(kind):
     return _build(kind, value, f"{path}.")
   if typing.get_origin(kind) is tuple:

@@ -33,9 +33,9 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
   if routes_BTlk is not None:  # whatever padding holds was not chosen by anybody
     kept = segments_BT[:, :, None, None] > 0
     routes_BTlk = np.where(kept, pad(routes_BTlk), routes_BTlk.dtype.type(routing.NO_ROUTE))
-  turn_BT = advantage_BT = None
+  unit_BT = advantage_BT = None
   if rollout.turns is not None:
-    turn_BT = pad(np.where(rollout.mask > 0, rollout.turns, -1), -1)
+    unit_BT = pad(np.where(rollout.mask > 0, rollout.turns, -1), -1)
     advantage_BT = pad(multi_turn.advantages(context, rollout))
   # Conversations may begin differently. What was carried over went through the prompt again, with
   # other weights, so that each response may have other routes there.
@@ -48,7 +48,7 @@ def train_batch(context: Context, rollout: Rollout, advantage_PG: np.ndarray) ->
     advantage_B=advantage_PG.reshape(-1).astype(np.float32),
     old_logp_BT=logp_BT,
     sampler_logp_BT=logp_BT,
-    turn_BT=turn_BT,
+    unit_BT=unit_BT,
     advantage_BT=advantage_BT,
     sampler_routing_BTlk=routes_BTlk,
     prompt_B=rollout.prompt_lengths if alike else None,

@@ -87,7 +87,9 @@ class TrainBatch:
   old_logp_BT: Array  # float32: fixed when the rollout is made, the denominator of the ratio
   sampler_logp_BT: Array  # float32: what the sampler returned
   ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
-  turn_BT: Array | None = None  # int32: turn of each trained token; None: there is one
+  # int32: which part of its response each trained token is in, of those that have an importance
+  # ratio of their own in objective "segment" (learner/segments.py); None: there is one
+  unit_BT: Array | None = None
   advantage_BT: Array | None = None  # float32: of each token, for losses that take such
   # int8 or int16, -1 for no route: the experts that the old policy used on these tokens
   routing_BTlk: Array | None = None  # as the trainer computes it
