@@ -30,7 +30,7 @@ class SftConfig:
   steps: int  # updates
   batch: int  # demonstrations per update
   microbatches: int  # per update; more of them need less memory
-  max_tokens: int  # of prompt and demonstration together
+  max_tokens: int  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens
   log_every: int  # updates between rows of metrics.jsonl
   load_balance_coef: float  # router auxiliary loss
 
@@ -192,7 +192,24 @@ class RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
   """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
-  return _build(RunConfig, values, "")
+  return derived(_build(RunConfig, values, ""))
+
+
+def derived(config: RunConfig) -> RunConfig:
+  """The configuration, with the lengths that follow from others in the place of 0."""
+  new = config.sampling.max_new_tokens
+  window = config.data.max_prompt_tokens + new
+
+  def filled(section: Any, **lengths: int) -> Any:
+    missing = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
+    return dataclasses.replace(section, **missing)
+
+  return dataclasses.replace(
+    config,
+    sft=filled(config.sft, max_tokens=window),
+    reward=filled(config.reward, overlong_max=new),
+    eval=filled(config.eval, max_new_tokens=new),
+  )
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
