@@ -32,7 +32,7 @@ class SftConfig:
   steps: int  # updates
   batch: int  # demonstrations per update
   microbatches: int  # per update; more of them need less memory
-  max_tokens: int  # of prompt and demonstration together
+  max_tokens: int  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens
   log_every: int  # updates between rows of metrics.jsonl
   load_balance_coef: float  # router auxiliary loss
 
@@ -196,23 +196,38 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
   """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
   if isinstance(values.get("objective"), Mapping):
     values = dict(values) | dict(objective=effective(values["objective"]))
-  return _build(RunConfig, values, "")
+  return derived(_build(RunConfig, values, ""))
+
+
+def derived(config: RunConfig) -> RunConfig:
+  """The configuration, with the lengths that follow from others in the place of 0."""
+  new = config.sampling.max_new_tokens
+  window = config.data.max_prompt_tokens + new
+
+  def filled(section: Any, **lengths: int) -> Any:
+    missing = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
+    return dataclasses.replace(section, **missing)
+
+  return dataclasses.replace(
+    config,
+    sft=filled(config.sft, max_tokens=window),
+    reward=filled(config.reward, overlong_max=new),
+    eval=filled(config.eval, max_new_tokens=new),
+  )
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
   kinds = typing.get_type_hints(cls)
-  fields = dataclasses.fields(cls)
-  names = [field.name for field in fields]
+  names = [field.name for field in dataclasses.fields(cls)]
   for key in values:
     if key not in names:
       near = difflib.get_close_matches(key, names, n=1)
       hint = f"; did you mean {path}{near[0]}?" if near else ""
       raise ValueError(f"unknown config key {path}{key}{hint}")
-  needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-  missing = [f"{path}{name}" for name in needed if name not in values]
+  missing = [f"{path}{name}" for name in names if name not in values]
   if missing:
     raise ValueError(f"missing config keys: {', '.join(missing)}")
-  return cls(**{k: _convert(kinds[k], value, path + k) for k, value in values.items()})
+  return cls(**{name: _convert(kinds[name], values[name], path + name) for name in names})
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

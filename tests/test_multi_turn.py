@@ -125,14 +125,18 @@ def test_advantages_of_turns_against_loops(batch, rollout):
         assert found[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+WIDE = dict(clip_low=0.2, clip_high=0.28)
+
+
 def objective(name, **changes):
-  values = dict(name=name, clip_low=0.2, clip_high=0.28) | changes
-  return dataclasses.replace(CONFIG.objective, **values)
+  ranges = {k: v for k, v in WIDE.items() if k in O.POLICY_LOSSES[name].options}
+  unset = dict.fromkeys(O.POLICY_LOSSES[CONFIG.objective.name].options)
+  return dataclasses.replace(CONFIG.objective, **unset | ranges | changes, name=name)
 
 
 def loss(name, logp_BT, batch, **changes):
   total, metrics = train_step.policy_loss(
-    objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch
+    objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch, 30
   )
   return total.numerator / total.denominator, compute(metrics)
 
@@ -143,7 +147,7 @@ def moved(batch):
   return batch.sampler_logp_BT + 0.1 * noise
 
 
-@pytest.mark.parametrize("name", train_step.OBJECTIVES)
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_observations_have_no_gradient_and_no_say(batch, name):
   logp_BT = moved(batch)
   value, grad_BT = jax.value_and_grad(lambda x: loss(name, x, batch)[0])(logp_BT)

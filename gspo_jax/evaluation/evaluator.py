@@ -63,7 +63,7 @@ class EvalConfig:
   top_k: int  # 0: all tokens
   top_p: float  # 1: all tokens
   min_p: float  # 0: all tokens
-  max_new_tokens: int
+  max_new_tokens: int  # 0: sampling.max_new_tokens, which `config.derived` fills in
   greedy: bool  # one greedy response per problem as well
   batch: int  # problems that are scored and written down together
   benchmarks: dict[str, BenchmarkConfig]  # further ones, by name

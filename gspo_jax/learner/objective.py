@@ -70,7 +70,7 @@ class ObjectiveConfig:
   load_balance_coef: float  # router auxiliary loss
   replay: str  # Routing Replay: "none" | "R2": what the recomputation chose | "R3": the sampler
   volatility: bool  # record routes when the rollout is made, for router/volatility/*
-  correction: CorrectionConfig = CorrectionConfig("none")  # noqa: RUF009
+  correction: CorrectionConfig = CorrectionConfig("none")
   off_policy_threshold: float | None = None  # off_policy_mask, in nats per token; unset: no mask
   segment_unit: str | None = None  # one of SEGMENT_UNITS: what has an importance ratio of its own
   segment_tokens: int | None = None  # of a segment, where that is the unit
@@ -141,12 +141,16 @@ class ObjectiveConfig:
 
   def options(self) -> dict[str, Any]:
     """The loss's options that are set. ValueError for one that it does not have."""
-    had, every = options_of(self.name), {key for name in LOSSES for key in options_of(name)}
+    had, every = (
+      options_of(self.name),
+      dict.fromkeys(k for name in LOSSES for k in options_of(name)),
+    )
     found = {key: getattr(self, key) for key in every if getattr(self, key) is not None}
-    for key in sorted(found.keys() - had.keys()):
-      raise ValueError(
-        f"objective.{key}={found[key]!r}: {self.name} has no such option; it has {', '.join(had)}"
-      )
+    for key, value in found.items():
+      if key not in had:
+        raise ValueError(
+          f"objective.{key}={value!r}: {self.name} has no such option; it has {', '.join(had)}"
+        )
     return found
 
   @property
@@ -174,9 +178,9 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
   if name not in LOSSES:
     return section  # ObjectiveConfig says so
   section = _filled(section, options_of(name) | dict(tuned.get(name, {})))
-  correction = section.get("correction", {})
-  if correction.get("name") in CORRECTIONS:
-    section["correction"] = _filled(correction, _correction_defaults(name, correction["name"]))
+  correction = section.get("correction")
+  if isinstance(correction, Mapping):
+    section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
   return section
 
 
