@@ -279,8 +279,8 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray, collections.Counter]:
   """Rewards [P, G], raw correctness [P, G], and the counts of the verifier's outcomes."""
   group = context.config.rl.group_size
-  answers = [p.answer for p in prompts for _ in range(group)]
-  scores = context.score(responses, answers, lengths.tolist())
+  repeated = [p for p in prompts for _ in range(group)]
+  scores = context.score(responses, repeated, lengths.tolist())
   reward_B, correct_B = scores.reward, scores.correct
   if jax.process_count() > 1:
     # A time limit may strike on one host and not on another: the first one's word counts.

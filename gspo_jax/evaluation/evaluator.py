@@ -252,7 +252,7 @@ class Evaluator:
     responses = [self.tokenizer.decode(response.tokens.tolist()) for response in sampled]
     started = time.perf_counter()
     if benchmark.environment is None:
-      scores = benchmark.score(responses, [p.answer for p in problems for _ in range(samples)])
+      scores = benchmark.score(responses, [p for p in problems for _ in range(samples)])
       outcomes, correct, reported = dict(scores.outcomes), scores.correct, [{}] * len(sampled)
     else:
       reported = [figures(one.environment, one.rewards.sum()) for one in sampled]
@@ -278,9 +278,10 @@ class Evaluator:
 
   def _key(self, params: Any) -> str:
     """Changes with everything that a response or its score depends on."""
+    crc = lambda text: zlib.crc32(text.encode())  # noqa: E731
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
     sets = [
-      (b.name, b.config, [(p.id, p.tokens, zlib.crc32(p.answer.encode())) for p in b.problems])
+      (b.name, b.config, [(p.id, p.tokens, crc(repr((p.answer, p.info)))) for p in b.problems])
       for b in self.benchmarks
     ]
     rest = (self.model, self.compute, self.prompt_length, self.seed, self.tokenizer.stop_ids)
@@ -342,7 +343,7 @@ def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
   for i, problem in enumerate(benchmark.problems):
     mine = records[i * k : (i + 1) * k]
     right = sum(record["reward"] > 0 for record in mine)
-    yield dict(
+    yield dict(problem.info) | dict(
       id=problem.id,
       benchmark=benchmark.name or "eval",
       samples=k,
@@ -350,7 +351,6 @@ def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
       accuracy=right / k,
       response_length=sum(record["length"] for record in mine) / k,
       truncated=sum(record["truncated"] for record in mine),
-      **dict(problem.info),
     )
 
 

@@ -64,7 +64,33 @@ def test_documented_rows_give_the_documented_answers(tmp_path, name):
   assert text == (own or "Q: {question}").replace("{question}", prompt.question)
   ids = {"dapo_math": "9a9b6eb4", "humaneval": "HumanEval/0", "svamp": "chal-1", "apps": "4"}
   assert prompt.id == ids.get(name, prompt.id)
-  assert dict(prompt.info).keys() == {k for k in FORMATS[name].info if k in row}
+  further = dict(
+    math="level",
+    livecodebench="starter_code contest_date difficulty platform",
+    apps="starter_code difficulty",
+    humaneval="canonical_solution",
+    codeforces="contest_id index rating",
+    svamp="Equation",
+  )
+  expected = {key for key in further.get(name, "").split() if row[key]}
+  assert dict(prompt.info) == {key: str(row[key]) for key in expected}
+
+
+def test_further_fields_stay_with_a_prompt(tmp_path):
+  row = dict(id=7, question="a", answer="1", tolerance=0.01, exact=False, none=None, empty="")
+  row |= dict(tests=["1"], extra=dict(split="train", deep=dict(rating=1000), tests=[1]))
+  row |= dict(long="x" * formats.MAX_INFO, too_long="x" * (formats.MAX_INFO + 1))
+  (prompt,) = load(write(tmp_path / "a.jsonl", [row]))
+  assert dict(prompt.info) == {
+    "tolerance": "0.01",
+    "exact": "False",
+    "extra.split": "train",
+    "extra.deep.rating": "1000",
+    "long": "x" * formats.MAX_INFO,
+  }
+  (prompt,) = load(f"{tmp_path}/a.jsonl", answer_field="extra.split", question_field="{question}!")
+  assert {"answer", "extra.deep.rating"} <= dict(prompt.info).keys()
+  assert not {"question", "extra.split", "id"} & dict(prompt.info).keys()
 
 
 def test_starter_code_changes_the_prompt(tmp_path):
