@@ -14,7 +14,8 @@ from gspo_jax.learner.step import make_sft_step, summarize
 from gspo_jax.run import Context, abstract_state, new_state
 from gspo_jax.runs import nonfinite, preemption
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.runs.metrics import Deferred, Progress
+from gspo_jax.runs.metrics import Deferred
+from gspo_jax.runs.progress import Progress
 from gspo_jax.structs import Prompt, TrainBatch
 
 

@@ -26,7 +26,8 @@ from gspo_jax.run import Context, abstract_state, new_state
 from gspo_jax.runs import nonfinite, preemption
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.runs.metrics import Deferred, Progress, Stopwatch, compute, memory
+from gspo_jax.runs.metrics import Deferred, Stopwatch, compute, memory
+from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import Usage, generate
 from gspo_jax.structs import Prompt, Rollout, TrainBatch
 

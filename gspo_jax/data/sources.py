@@ -7,7 +7,7 @@ ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS da
   [format@]path[:weight] [where condition [and condition ...]], ...
 
 as in `gsm8k@gsm8k/train.jsonl:0.7, dapo_math@dapo/*.parquet:0.3 where prompt_tokens<=512`. A format
-is a name in `data_rows.FORMATS`; without one the fields are those of the `data` section. Rows
+is a name in `formats.FORMATS`; without one the fields are those of the `data` section. Rows
 become `Prompt`s before training starts, so that a bad row costs no accelerator time.
 """
 
@@ -37,7 +37,7 @@ _SPEC = re.compile(
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Where problems come from, and the format of files that name none of their own (see
-  `data_rows.Format` for what field names may be)."""
+  `formats.Format` for what field names may be)."""
 
   train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
   eval: str

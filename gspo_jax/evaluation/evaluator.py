@@ -22,10 +22,11 @@ import numpy as np
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation import elo
-from gspo_jax.evaluation.resume import Unfinished, checksums, write
+from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.rewards import Scorer
-from gspo_jax.runs import metrics
+from gspo_jax.runs.files import write_whole
+from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import EngineConfig, Request, Response, SamplingConfig, Scheduler
 from gspo_jax.sampling.conversation import Conversation, Conversations, EnvironmentConfig, figures
 from gspo_jax.structs import Prompt
@@ -296,7 +297,7 @@ class Evaluator:
     for benchmark, sampled in zip(self.benchmarks, results):
       rows = problem_rows(benchmark, sampled)
       name = f"{benchmark.name or 'eval'}_{step:06d}.jsonl"
-      write(self.directory / name, "".join(json.dumps(row) + "\n" for row in rows))
+      write_whole(self.directory / name, (json.dumps(row) + "\n" for row in rows))
 
 
 def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
@@ -394,7 +395,7 @@ class _Bar:
 
   PATIENCE_S = 5.0
 
-  def __init__(self, problems: int, progress: Callable[..., Any] = metrics.Progress):
+  def __init__(self, problems: int, progress: Callable[..., Any] = Progress):
     self._done, self._started = 0, time.monotonic()
     self._make = functools.partial(progress, "eval", problems)
     self._progress = None

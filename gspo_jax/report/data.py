@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_jax.report.figures import SECTIONS, STAGES, Figure, Line, Section
 from gspo_jax.runs import metrics
+from gspo_jax.runs.progress import clock_text
 
 Row = dict[str, Any]
 ByPhase = Mapping[str, Sequence[Row]]
@@ -125,7 +126,7 @@ def headline(by_phase: ByPhase, titles: Mapping[str, str]) -> list[Row]:
       items.append({"label": f"{titles[phase]} steps", "value": f"{rows[-1]['step']:,}"})
   times = [v for row in (*sft, *rl) for k, v in row.items() if k.startswith("time/") and v]
   if times:
-    items.append({"label": "Time in stages", "value": metrics.clock_text(sum(times))})
+    items.append({"label": "Time in stages", "value": clock_text(sum(times))})
   return items
 
 
@@ -191,7 +192,7 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
     for key, _ in _expand(pattern, keys[phase])
   }
   other = [
-    Figure(key, "", (phase,), (Line(key, "", color),))
+    Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
     for phase, color in (("rl", "blue"), ("sft", "amber"))
     for key in sorted(keys[phase] - {"phase", "step"})
     if (phase, key) not in named and not _undrawn(phase, key)
@@ -299,29 +300,21 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
       yield f"{prefix}{key}", value
 
 
-SUMMARY = (
-  (r"objective\.name", "{}"),
-  (r"clip_low", "clip −{}"),
-  (r"clip_high", "+{}"),
-  (r"model\.(name|size)", "{}"),
-  (r"prompts(_per_step)?|batch_size", "{} prompts"),
-  (r"group_size", "{} responses each"),
-  (r"mini_?batches", "{} mini-batches"),
-  (r"learning_rate", "learning rate {}"),
-  (r"seed", "seed {}"),
-)
+SUMMARY = {
+  "objective.name": "{}",
+  "objective.clip_low": "clip −{}",
+  "objective.clip_high": "+{}",
+  "rl.prompts": "{} prompts",
+  "rl.group_size": "{} responses each",
+  "rl.minibatches": "{} mini-batches",
+  "rl_optimizer.learning_rate": "learning rate {}",
+  "seed": "seed {}",
+}
 
 
 def summarize(flat: Mapping[str, Any]) -> list[str]:
-  """The settings that tell one run from another, for those that the config names."""
-  found = []
-  for pattern, text in SUMMARY:
-    keys = [key for key in flat if re.search(rf"(^|\.)({pattern})$", key)]
-    # The cold start has settings of the same names; the RL ones tell the run.
-    keys.sort(key=lambda key: key.startswith("sft"))
-    if keys and not isinstance(flat[keys[0]], list | tuple) and flat[keys[0]] is not None:
-      found.append(text.format(_text(flat[keys[0]])))
-  return found
+  """The settings that tell one run from another, for those that the config has."""
+  return [text.format(flat[key]) for key, text in SUMMARY.items() if flat.get(key) is not None]
 
 
 def _round(value: float | None) -> float | None:
