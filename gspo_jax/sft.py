@@ -28,7 +28,7 @@ def run(context: Context) -> Any:
   prompts = sources.fitting(
     context.train_prompts, context.tokenizer, c.sft.max_tokens, c.data.on_error
   )
-  batches = sources.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
+  batches = sources.Batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
   checkpoints = Checkpointer(context.workdir, "sft", c.checkpoint)
 
   done = checkpoints.latest()

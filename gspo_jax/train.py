@@ -50,7 +50,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
   tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
   programs = Programs.of(context, tx)
   sampling = Sampling(
-    sources.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
+    sources.Batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
     QuerySet(c.data.query_set),
     partial.InFlight(),
   )

@@ -39,6 +39,7 @@ class Section:
 
 
 BOTH = ("sft", "rl")
+HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
 STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
 
@@ -78,7 +79,7 @@ SECTIONS = (
       "Held-out accuracy",
       "average over k samples per held-out problem, with its confidence interval, and greedy",
       {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
-      ("eval/accuracy/low", "eval/accuracy/high"), phases=BOTH, unit="percent", zero=False,
+      ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
       wide=True,
     ),
     _chart("Reward", "mean over the responses of a rollout",
@@ -88,13 +89,13 @@ SECTIONS = (
            {"environment/{name}": "{name} cycle"}),
     _chart("Response length", "tokens",
            {"response_length/mean": "mean blue", "response_length/max": "longest grey",
-            "eval/response_length/mean": "held out orange"}, phases=BOTH),
+            "eval/response_length/mean": "held out orange"}, phases=HELD_OUT),
     _chart("Entropy", "nats per token", "entropy"),
     _chart(
       "Wasted samples",
       "responses cut at the limit; groups whose rewards are all equal, so without advantage",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
-       "eval/truncated_fraction": "truncated, held out amber"}, unit="percent",
+       "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
     ),
     _chart(
       "Verifier", "a crash or a timeout is not a wrong answer",

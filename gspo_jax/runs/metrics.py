@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from gspo_jax.runs.files import write_whole
 
 Row = dict[str, Any]
 
-# A run trains in this order; 'eval' rows belong to the training phase that they follow.
-PHASES = ("sft", "rl")
+PHASES = ("sft", "rl", "eval")  # a run trains in this order; or it evaluates, and nothing else
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
@@ -166,18 +165,22 @@ class Writer:
     """
     if not self._active:
       return 0
-    rows = read_rows(self._path)
-    keep = covered(rows, phase_steps)
-    dropped = [row for row, kept in zip(rows, keep) if not kept]
+    if unknown := phase_steps.keys() - set(PHASES):
+      raise ValueError(f"unknown phases {sorted(unknown)}; a checkpoint has one of {PHASES}")
+    newest = max(map(PHASES.index, phase_steps), default=0)
+    limits = dict.fromkeys(PHASES[:newest], math.inf) | dict(phase_steps)
+    kept, dropped = [], []
+    for row in read_rows(self._path):
+      covered = row["step"] <= limits.get(row["phase"], -math.inf)
+      (kept if covered else dropped).append(row)
     # TensorBoard hides what lies at or above the purge step of its own phase.
-    self._purge = {phase: 0 for phase in {row["phase"] for row in dropped}}
-    for row, kept in zip(rows, keep):
-      if kept and row["phase"] in self._purge:
+    self._purge = dict.fromkeys((row["phase"] for row in dropped), 0)
+    for row in kept:
+      if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       self.close()
-      kept_rows = (row for row, kept in zip(rows, keep) if kept)
-      write_whole(self._path, (json.dumps(row) + "\n" for row in kept_rows))
+      write_whole(self._path, (json.dumps(row) + "\n" for row in kept))
       self._file = open(self._path, "ab")  # noqa: SIM115
     return len(dropped)
 
@@ -229,35 +232,6 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
     except ValueError as error:
       raise ValueError(f"{path}:{number} is not a JSON object: {error}") from error
   return rows
-
-
-def covered(rows: Sequence[Row], phase_steps: Mapping[str, int]) -> list[bool]:
-  """Which rows lie at or before a checkpoint; see `Writer.truncate`."""
-  unknown = set(phase_steps) - set(PHASES)
-  if unknown:
-    raise ValueError(f"unknown phases {sorted(unknown)}; a checkpoint has one of {PHASES}")
-  newest = max((PHASES.index(phase) for phase in phase_steps), default=-1)
-  whole = {phase: math.inf for phase in PHASES[: max(newest, 0)]}
-  limits = whole | dict(phase_steps)
-  phases = training_phases(rows)
-  return [row["step"] <= limits.get(phase, -math.inf) for row, phase in zip(rows, phases)]
-
-
-def training_phases(rows: Iterable[Row]) -> list[str]:
-  """The phase whose steps each row counts: its own, or, for evaluation, the one it is part of.
-
-  An evaluation whose step lies behind starts a new phase: the one before the first step of rl
-  (step 0) is written after the last row of sft.
-  """
-  current, last, phases = 0, 0, []
-  for row in rows:
-    if row["phase"] in PHASES:
-      current, last = PHASES.index(row["phase"]), row["step"]
-      phases.append(row["phase"])
-    else:
-      behind = row["step"] < last
-      phases.append(PHASES[min(current + behind, len(PHASES) - 1)])
-  return phases
 
 
 def _is_reduction(value: Any) -> bool:

@@ -38,8 +38,7 @@ def test_every_metric_of_the_rows_is_drawn(workdir):
   bands = {"ratio/min", "ratio/max", "eval/accuracy/low", "eval/accuracy/high"}
   rl_keys = set(rl_row(1)) | set(eval_keys(0))
   assert {key for phase, key in drawn if phase == "rl"} == rl_keys - bands - {"phase", "step"}
-  sft_keys = set(sft_row(1)) | set(eval_keys(0))
-  assert {key for phase, key in drawn if phase == "sft"} == sft_keys - bands - {"phase", "step"}
+  assert {key for phase, key in drawn if phase == "sft"} == set(sft_row(1)) - {"phase", "step"}
   expected = {
     "Held-out accuracy", "Reward", "Response length", "Entropy", "Wasted samples",
     "Importance ratio", "Ratio deviation by mini-batch", "Clipped sequences", "Clipped tokens",
@@ -53,8 +52,7 @@ def test_every_metric_of_the_rows_is_drawn(workdir):
 
 def test_curves_hold_the_values_of_the_rows(workdir):
   run = embedded(write_report(workdir))
-  before, during = figures(run)["Learning", "Held-out accuracy"]["series"][::2]
-  assert (before["phase"], before["x"], before["y"]) == ("sft", [3], [0.2])
+  during, _ = figures(run)["Learning", "Held-out accuracy"]["series"]
   assert (during["phase"], during["x"], during["y"]) == ("rl", [0, 2, 4], [0.25, 0.4, 0.8])
   assert during["low"] == pytest.approx([0.2, 0.35, 0.75])
   by_minibatch = figures(run)["Ratio and clipping", "Ratio deviation by mini-batch"]["series"]
@@ -74,15 +72,23 @@ def test_headline_tells_accuracy_before_and_after_the_rl(workdir):
   assert run["name"] == "a <b>run" and "4 responses each" in run["runs"][0]["summary"]
 
 
-def test_before_is_the_end_of_the_cold_start_where_step_0_was_not_evaluated():
-  rows = [
-    sft_row(1) | eval_keys(0.1),
-    sft_row(2) | eval_keys(0.3),
-    rl_row(1),
-    rl_row(5) | eval_keys(0.7),
-  ]
-  accuracy = describe(rows)["runs"][0]["headline"][0]
-  assert (accuracy["before"], accuracy["after"]) == (0.3, 0.7)
+def test_an_evaluation_alone_has_its_figures():
+  row = {"phase": "eval", "step": 0, "eval/aime24/accuracy": 0.3, "time/eval/score": 2.0}
+  described = describe([row | eval_keys(0.7)])
+  accuracy = described["runs"][0]["headline"][0]
+  assert accuracy == {"label": "Held-out accuracy, avg@k", "after": 0.7}
+  assert described["phases"] == {"eval": {"title": "Evaluation", "from": 0, "to": 0}}
+  assert ("Other metrics", "eval/aime24/accuracy") in figures(described)
+  assert figures(described)["Learning", "Held-out accuracy"]["phases"] == ["eval"]
+
+
+def test_parts_of_a_stage_are_not_counted_twice():
+  row = {"phase": "rl", "step": 1, "time/sample": 50.0, "time/sample/decode": 45.0, "time/save": 15}
+  described = describe([row])
+  assert described["runs"][0]["headline"][-1] == {"label": "Time in stages", "value": "1:05"}
+  stages = figures(described)["Time", "Time per stage"]
+  assert [series["label"] for series in stages["series"]] == ["sample", "save"]
+  assert ("Other metrics", "time/sample/decode") in figures(described)
 
 
 def test_the_page_is_self_contained(workdir):

@@ -179,18 +179,15 @@ def test_an_inactive_writer_touches_nothing(tmp_path):
 
 
 def whole_run():
-  """The rows of an uninterrupted run, evaluation rows in the phase's own steps."""
+  """The rows of an uninterrupted run; an evaluation is part of the row of its step."""
   yield from ({"phase": "sft", "step": i, "loss": 1 / i} for i in range(1, 6))
-  yield {"phase": "eval", "step": 5, "eval/accuracy": 0.2}
-  yield {"phase": "eval", "step": 0, "eval/accuracy": 0.25}  # before the first step of rl
+  yield {"phase": "rl", "step": 0, "eval/accuracy": 0.25}  # before the first step of rl
   for i in range(1, 9):
-    yield rl_row(i, loss=0.1 * i)
-    if i % 4 == 0:
-      yield {"phase": "eval", "step": i, "eval/accuracy": 0.1 * i}
+    yield rl_row(i, loss=0.1 * i) | ({} if i % 4 else {"eval/accuracy": 0.1 * i})
 
 
 @pytest.mark.parametrize("phase, step", [("sft", 2), ("sft", 5), ("rl", 0), ("rl", 4), ("rl", 8)])
-@pytest.mark.parametrize("killed_after", [9, 12, 17])
+@pytest.mark.parametrize("killed_after", [8, 11, 14])
 def test_resumed_rows_equal_uninterrupted_rows(tmp_path, phase, step, killed_after):
   rows = list(whole_run())
   with metrics.Writer(tmp_path / "whole") as writer:
@@ -202,10 +199,7 @@ def test_resumed_rows_equal_uninterrupted_rows(tmp_path, phase, step, killed_aft
   with open(tmp_path / "resumed" / "metrics.jsonl", "ab") as file:
     file.write(b'{"phase": "rl", "step": 9, "rew')  # kill -9 in the middle of a line
 
-  # What the checkpoint covers: rows up to and with the evaluation of (phase, step).
-  sft_rows = {2: 2, 5: 6}
-  rl_rows = {0: 7, 4: 12, 8: 17}
-  done = min(sft_rows[step] if phase == "sft" else rl_rows[step], killed_after)
+  done = min(step if phase == "sft" else 6 + step, killed_after)  # what the checkpoint covers
   with metrics.Writer(tmp_path / "resumed") as writer:
     writer.truncate({phase: step})
     assert metrics.read_rows(tmp_path / "resumed" / "metrics.jsonl") == rows[:done]
@@ -221,7 +215,7 @@ def test_truncate_to_nothing_and_unknown_phase(tmp_path):
       writer.write(row)
     with pytest.raises(ValueError, match="dpo"):
       writer.truncate({"dpo": 3})
-    assert writer.truncate({}) == 17
+    assert writer.truncate({}) == 14
     assert metrics.read_rows(tmp_path / "metrics.jsonl") == []
     writer.write(rl_row(1))
   assert metrics.read_rows(tmp_path / "metrics.jsonl") == [rl_row(1)]

@@ -55,15 +55,15 @@ def record(step, prompt, sample, **changes):
 
 
 def make_run(tmp_path):
-  """A run of three sft steps and four rl steps, evaluated before, during and after."""
+  """A run of three sft steps and four rl steps, evaluated before, during and after them."""
   folder = tmp_path / "a <b>run"
   folder.mkdir()
   config = {"objective": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}}
   (folder / "config.json").write_text(json.dumps(config | {"rl": {"group_size": 4}}))
   with metrics.Writer(folder) as writer:
     for step in (1, 2, 3):
-      writer.write(sft_row(step) | (eval_keys(0.2) if step == 3 else {}))
-    writer.write({"phase": "eval", "step": 0, **eval_keys(0.25)})
+      writer.write(sft_row(step))
+    writer.write({"phase": "rl", "step": 0, **eval_keys(0.25)})
     for step in (1, 2, 3, 4):
       writer.write(rl_row(step) | (eval_keys(0.2 * step) if step % 2 == 0 else {}))
     for step in (1, 4):
