@@ -14,7 +14,8 @@ from gspo_jax.learner.step import make_sft_step, summarize
 from gspo_jax.run import Context, abstract_state, new_state
 from gspo_jax.runs import nonfinite, preemption
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.runs.metrics import Deferred, Progress
+from gspo_jax.runs.metrics import Deferred
+from gspo_jax.runs.progress import Progress
 from gspo_jax.structs import Prompt, TrainBatch
 
 
@@ -27,7 +28,7 @@ def run(context: Context) -> Any:
   prompts = sources.fitting(
     context.train_prompts, context.tokenizer, c.sft.max_tokens, c.data.on_error
   )
-  batches = sources.batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
+  batches = sources.Batches(prompts, c.sft.batch, seed=context.seed("sft", "data"))
   checkpoints = Checkpointer(context.workdir, "sft", c.checkpoint)
 
   done = checkpoints.latest()

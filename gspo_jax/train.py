@@ -26,7 +26,8 @@ from gspo_jax.run import Context, abstract_state, new_state
 from gspo_jax.runs import nonfinite, preemption
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.runs.metrics import Deferred, Progress, Stopwatch, compute, memory
+from gspo_jax.runs.metrics import Deferred, Stopwatch, compute, memory
+from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import Usage, generate
 from gspo_jax.structs import Prompt, Rollout, TrainBatch
 
@@ -49,7 +50,7 @@ def run(context: Context, start_params: Callable[[], Any]) -> Any:
   tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
   programs = Programs.of(context, tx)
   sampling = Sampling(
-    sources.batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
+    sources.Batches(context.train_prompts, c.rl.prompts, seed=context.seed("rl", "data")),
     QuerySet(c.data.query_set),
     partial.InFlight(),
   )
@@ -279,8 +280,8 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray, collections.Counter]:
   """Rewards [P, G], raw correctness [P, G], and the counts of the verifier's outcomes."""
   group = context.config.rl.group_size
-  answers = [p.answer for p in prompts for _ in range(group)]
-  scores = context.score(responses, answers, lengths.tolist())
+  repeated = [p for p in prompts for _ in range(group)]
+  scores = context.score(responses, repeated, lengths.tolist())
   reward_B, correct_B = scores.reward, scores.correct
   if jax.process_count() > 1:
     # A time limit may strike on one host and not on another: the first one's word counts.

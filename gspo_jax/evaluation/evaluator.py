@@ -22,10 +22,11 @@ import numpy as np
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation import elo
-from gspo_jax.evaluation.resume import Unfinished, checksums, write
+from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.rewards import Scorer
-from gspo_jax.runs import metrics
+from gspo_jax.runs.files import write_whole
+from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import EngineConfig, Request, Response, SamplingConfig, Scheduler
 from gspo_jax.sampling.conversation import Conversation, Conversations, EnvironmentConfig, figures
 from gspo_jax.structs import Prompt
@@ -252,7 +253,7 @@ class Evaluator:
     responses = [self.tokenizer.decode(response.tokens.tolist()) for response in sampled]
     started = time.perf_counter()
     if benchmark.environment is None:
-      scores = benchmark.score(responses, [p.answer for p in problems for _ in range(samples)])
+      scores = benchmark.score(responses, [p for p in problems for _ in range(samples)])
       outcomes, correct, reported = dict(scores.outcomes), scores.correct, [{}] * len(sampled)
     else:
       reported = [figures(one.environment, one.rewards.sum()) for one in sampled]
@@ -278,9 +279,10 @@ class Evaluator:
 
   def _key(self, params: Any) -> str:
     """Changes with everything that a response or its score depends on."""
+    crc = lambda text: zlib.crc32(text.encode())  # noqa: E731
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
     sets = [
-      (b.name, b.config, [(p.id, p.tokens, zlib.crc32(p.answer.encode())) for p in b.problems])
+      (b.name, b.config, [(p.id, p.tokens, crc(repr((p.answer, p.info)))) for p in b.problems])
       for b in self.benchmarks
     ]
     rest = (self.model, self.compute, self.prompt_length, self.seed, self.tokenizer.stop_ids)
@@ -295,7 +297,7 @@ class Evaluator:
     for benchmark, sampled in zip(self.benchmarks, results):
       rows = problem_rows(benchmark, sampled)
       name = f"{benchmark.name or 'eval'}_{step:06d}.jsonl"
-      write(self.directory / name, "".join(json.dumps(row) + "\n" for row in rows))
+      write_whole(self.directory / name, (json.dumps(row) + "\n" for row in rows))
 
 
 def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
@@ -342,7 +344,7 @@ def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
   for i, problem in enumerate(benchmark.problems):
     mine = records[i * k : (i + 1) * k]
     right = sum(record["reward"] > 0 for record in mine)
-    yield dict(
+    yield dict(problem.info) | dict(
       id=problem.id,
       benchmark=benchmark.name or "eval",
       samples=k,
@@ -350,7 +352,6 @@ def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
       accuracy=right / k,
       response_length=sum(record["length"] for record in mine) / k,
       truncated=sum(record["truncated"] for record in mine),
-      **dict(problem.info),
     )
 
 
@@ -394,7 +395,7 @@ class _Bar:
 
   PATIENCE_S = 5.0
 
-  def __init__(self, problems: int, progress: Callable[..., Any] = metrics.Progress):
+  def __init__(self, problems: int, progress: Callable[..., Any] = Progress):
     self._done, self._started = 0, time.monotonic()
     self._make = functools.partial(progress, "eval", problems)
     self._progress = None
