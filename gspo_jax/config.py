@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.data.sources import DataConfig
-from gspo_jax.evaluation.evaluator import EvalConfig
+from gspo_jax.evaluation.benchmarks import EvalConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import OptimizerConfig
 from gspo_jax.learner.step import Learner
