@@ -22,7 +22,7 @@ from configs import tiny
 from gspo_jax import config as configuration
 from gspo_jax import train
 from gspo_jax.main import compiled_programs_stay
-from gspo_jax.run import open_context
+from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.checkpoint import Checkpointer
 
@@ -57,7 +57,7 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
     for owner, name in WRITING:
       patched = mock.patch.object(owner, name, sometimes(getattr(owner, name)))
       stack.enter_context(patched)
-    context = stack.enter_context(open_context(config, workdir))
+    context = stack.enter_context(open_run(config, workdir))
     train.run(context, context.initial_params)
   found: dict[bool, list[float]] = {True: [], False: []}
   marks = begun[every // 2 - 1 :: every][1:]  # what comes before compiles

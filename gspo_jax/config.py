@@ -117,18 +117,6 @@ class RunConfig:
     )
     for key in ("extra_prompts", "token_budget"):
       _require(getattr(rl, key) >= 0, f"rl.{key}={getattr(rl, key)} must not be negative")
-    for key, wanted, given in (
-      ("objective.old_logp", "sampler", self.objective.old_logp),
-      ("objective.replay", "none", self.objective.replay),
-      ("objective.volatility", False, self.objective.volatility),
-      ("data.query_set.extra_rounds", 0, self.data.query_set.extra_rounds),
-      ("environment.name", "", self.environment.name),
-    ):
-      _require(
-        not rl.partial or wanted == given,
-        f"rl.extra_prompts={rl.extra_prompts}, rl.token_budget={rl.token_budget} carry responses "
-        f"over: that needs {key}={wanted!r}, not {given!r}",
-      )
     _require(
       self.objective.replay == "none" or self.model.num_experts > 0,
       f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",

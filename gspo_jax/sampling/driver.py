@@ -59,7 +59,7 @@ class Driver:
     engine: Engine,
     workload: Workload,
     *,
-    vocab_size: int,
+    vocab_size: int = 2**31,
     max_turns: int = 1,
     workers: int = 0,
   ):

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.sampling import sample as generate
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
-from gspo_jax.run import new_state
-from gspo_jax.sampling import generate
 from gspo_jax.structs import TrainBatch
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
