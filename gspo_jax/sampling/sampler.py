@@ -17,9 +17,7 @@ class SamplingConfig:
   temperature: NonNegativeFloat  # 0: greedy
   top_k: NonNegativeInt  # keep the k likeliest tokens; 0: all
   top_p: ranges.PositiveFraction  # keep the smallest set of probability >= top_p; 1: all
-  min_p: (
-    ranges.FractionBelowOne
-  )  # keep tokens that are this much as likely as the likeliest; 0: all
+  min_p: ranges.FractionBelowOne  # keep tokens so much as likely as the likeliest; 0: all
   max_new_tokens: PositiveInt  # per response
 
   def __post_init__(self):
