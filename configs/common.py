@@ -58,7 +58,7 @@ def base() -> ConfigDict:
         prompt_template="{question}",
         max_prompt_tokens=8,  # "999+999="
         on_error="raise",  # a bad row: raise | skip (and count)
-        digits=3,  # of an operand of the embedded task
+        digits=3,  # of an operand of the embedded task: 1 to 3, with the calculator 1 or 2
         carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
         query_set=dict(
           drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
@@ -70,7 +70,7 @@ def base() -> ConfigDict:
         name="arithmetic",  # arithmetic | math | code | string | package.module:function
         workers=0,  # processes that verify at the same time; arithmetic and string need none
         time_limit_s=1.0,  # per answer, without queueing; code: CPU time per test
-        memory_mb=1024,  # code: address space of a program
+        memory_mb=1024,  # code: address space of a program; at least 64
         isolation="auto",  # code: namespaces | seccomp | auto: either | none: with your rights
         format="none",  # think | think_answer: tags that a response must have
         format_weight=0.0,  # added to the reward of a response that has them
@@ -89,7 +89,7 @@ def base() -> ConfigDict:
         workers=0,  # threads that environments run in; 0: none, for those that never wait
       ),
       sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
-        temperature=1.0,  # above 0: greedy responses of a group are all the same
+        temperature=1.0,  # above 0: greedy responses of a group would all be the same
         top_k=0,  # 0: all tokens
         top_p=1.0,  # 1: all tokens
         min_p=0.0,  # 0: all tokens
