@@ -176,8 +176,13 @@ def base() -> ConfigDict:
 def unset(section: type) -> dict:
   """The keys of a dataclass whose values may be left out, without one."""
   kinds = typing.get_type_hints(section)
-  optional = [field.name for field in dataclasses.fields(section) if field.default is None]
-  return {name: config_dict.placeholder(typing.get_args(kinds[name])[0]) for name in optional}
+  keys = {}
+  for field in dataclasses.fields(section):
+    if field.default is None:
+      kind, _ = typing.get_args(kinds[field.name])  # or None
+      word = typing.get_origin(kind) is typing.Literal
+      keys[field.name] = config_dict.placeholder(str if word else kind)
+  return keys
 
 
 def optimizer(learning_rate: float) -> ConfigDict:

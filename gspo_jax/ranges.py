@@ -65,6 +65,8 @@ def check_value(kind: Any, value: Any, key: str) -> None:
   if origin is tuple:
     for entry in value:
       check_value(arguments[0], entry, key)
+  if origin is typing.Union and value is not None:  # a type with a range, or None
+    check_value(arguments[0], value, key)
   if origin is Annotated and value not in arguments[1]:
     raise ValueError(f"{key}={value!r} must be {arguments[1]}")
   if origin is Literal and value not in arguments:
