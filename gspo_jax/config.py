@@ -205,7 +205,7 @@ def derived(config: RunConfig) -> RunConfig:
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
-  kinds = ranges.types(cls)
+  kinds = ranges.kinds(cls)
   _of_type(Mapping, values, path.rstrip("."), "a section")
   for key in values:
     if key not in kinds:

@@ -13,6 +13,7 @@ class EngineConfig:
 import dataclasses
 import functools
 import math
+import types
 import typing
 from typing import Annotated, Any, Literal
 
@@ -55,17 +56,18 @@ FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
 def check(section: Any, name: str) -> None:
   """Raises ValueError if a value of the dataclass is not one that its type allows; the message
   names the key, with `name` for the section."""
-  for field, kind in types(type(section)).items():
+  for field, kind in kinds(type(section)).items():
     check_value(kind, getattr(section, field), f"{name}.{field}")
 
 
 def check_value(kind: Any, value: Any, key: str) -> None:
-  """The same for one value, of a type as in the module's example, or of a tuple of such."""
+  """The same for one value, of a type as in the module's example, of a tuple of such, or None
+  where the type is that or None."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if origin is tuple:
     for entry in value:
       check_value(arguments[0], entry, key)
-  if origin is typing.Union and value is not None:  # a type with a range, or None
+  if origin in (typing.Union, types.UnionType) and value is not None:
     check_value(arguments[0], value, key)
   if origin is Annotated and value not in arguments[1]:
     raise ValueError(f"{key}={value!r} must be {arguments[1]}")
@@ -74,6 +76,6 @@ def check_value(kind: Any, value: Any, key: str) -> None:
 
 
 @functools.cache
-def types(section: type) -> dict[str, Any]:
+def kinds(section: type) -> dict[str, Any]:
   """The types of a dataclass's fields by name, with their ranges."""
   return typing.get_type_hints(section, include_extras=True)

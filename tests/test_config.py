@@ -35,7 +35,7 @@ def kinds(kind=configuration.RunConfig, key=""):
   if typing.get_origin(kind) is dict:
     yield from kinds(typing.get_args(kind)[1], BENCHMARK)
   if dataclasses.is_dataclass(kind):
-    for name, declared in ranges.types(kind).items():
+    for name, declared in ranges.kinds(kind).items():
       yield from kinds(declared, f"{key}.{name}".lstrip("."))
 
 
@@ -119,6 +119,24 @@ def test_ranges_say_what_they_allow():
   assert not any(value in share for value in (0, 1.1, -0.5, math.nan, -math.inf))
   assert math.nan not in ranges.Range(0)
   assert str(share) == "above 0 and at most 1, or -1: it is a share"
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+  rate: ranges.PositiveFloat | None
+  sizes: tuple[ranges.PositiveInt, ...]
+  kind: Literal["a", "b"]
+
+
+def test_a_section_checks_itself():
+  ranges.check(Section(None, (1, 2), "a"), "section")
+  for section, message in (
+    (Section(0.0, (), "a"), r"section\.rate=0\.0 must be above 0"),
+    (Section(1.0, (1, 0), "a"), r"section\.sizes=0 must be at least 1"),
+    (Section(1.0, (), "c"), r"section\.kind='c' is not one of a, b"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      ranges.check(section, "section")
 
 
 COMMAND_LINE = """
