@@ -12,6 +12,7 @@ import pytest
 from etils import epath
 from support.command_line import SMALL, figures, run
 from support.small_updates import (
+  GSPO,
   LENGTHS,
   MICROBATCHES,
   MODELS,
@@ -34,6 +35,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.batch import in_rollout_order, minibatches
 from gspo_jax.learner.state import new_state
+from gspo_jax.learner.step import make_review
 from gspo_jax.runs import nonfinite
 from gspo_jax.structs import TrainBatch
 
@@ -81,6 +83,18 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   routes_BTlk = packing.in_order(found["routing_BTlk"], packed.order_B)
   np.testing.assert_array_equal(routes_BTlk, expected["routing_BTlk"])
   assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
+
+
+def test_a_packed_review_clips_the_same_tokens():
+  batch = make_batch()
+  packed = packing.plan(batch, 1)
+  expected, found = (
+    make_review(learner("dense", microbatches), GSPO)(initial("dense"), b)
+    for microbatches, b in ((1, batch), (MICROBATCHES, packed))
+  )
+  clipped_BT = packing.in_order(np.asarray(found["clipped_BT"]), packed.order_B)
+  np.testing.assert_array_equal(clipped_BT, expected["clipped_BT"])
+  assert 0 < clipped_BT.sum() < batch.mask_BT.sum()
 
 
 def test_another_number_of_micro_batches_compiles_nothing():
