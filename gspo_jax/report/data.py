@@ -169,30 +169,24 @@ def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
   """The charts for which the runs have metrics; metrics that no chart names come last."""
-  keys = {phase: {k for run in runs for row in run[phase] for k in row} for phase in metrics.PHASES}
-  named = {
-    (phase, key)
-    for section in SECTIONS
-    for figure in section.figures
-    for phase in figure.phases
-    for line in figure.lines
-    for pattern in (line.key, line.low, line.high)
-    if pattern
-    for key, _ in _expand(pattern, keys[phase])
-  }
+  figures = [figure for section in SECTIONS for figure in section.figures]
+  bands = {edge for figure in figures for line in figure.lines for edge in (line.low, line.high)}
+  built = {figure: _build_figures(figure, runs) for figure in figures}
+  drawn = {(s["phase"], s["key"]) for parts in built.values() for f in parts for s in f["series"]}
   other = [
     Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
     for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
-    for key in sorted(keys[phase] - {"phase", "step"})
-    if (phase, key) not in named and not _undrawn(phase, key)
+    for key in sorted({k for run in runs for row in run[phase] for k in row} - bands)
+    if (phase, key) not in drawn and key not in ("phase", "step") and not _undrawn(phase, key)
   ]
+  built |= {figure: _build_figures(figure, runs) for figure in other}
   sections = []
   for section in (*SECTIONS, Section("Other metrics", "", tuple(other))):
-    figures = [built for figure in section.figures for built in _build_figures(figure, runs)]
-    for figure in figures:
-      figure["marks"] = list(ratio_marks) if figure["unit"] == "ratio" else []
-    if figures:
-      sections.append({"title": section.title, "note": section.note, "figures": figures})
+    parts = [part for figure in section.figures for part in built[figure]]
+    for part in parts:
+      part["marks"] = list(ratio_marks) if part["unit"] == "ratio" else []
+    if parts:
+      sections.append({"title": section.title, "note": section.note, "figures": parts})
   return sections
 
 
