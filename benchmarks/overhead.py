@@ -22,6 +22,7 @@ from configs import tiny
 from gspo_jax import config as configuration
 from gspo_jax import train
 from gspo_jax.main import compiled_programs_stay
+from gspo_jax.report import page
 from gspo_jax.run import open_context
 from gspo_jax.runs import metrics
 from gspo_jax.runs.checkpoint import Checkpointer
@@ -30,7 +31,7 @@ WRITING = (
   (Checkpointer, "save"),
   (metrics.Writer, "write"),
   (metrics.Writer, "dump_rollouts"),
-  (train.rollout_viewer, "write_report"),
+  (page, "write_report"),
   (train, "rollout_records"),
 )
 
@@ -83,8 +84,8 @@ def main() -> None:
   print(f"medians {with_:.2f} and {without:.2f} s: {100 * (with_ / without - 1):+.1f} %")
   rows = [json.loads(line) for line in lines]
   for name in ("time/save", "time/report", "checkpoint/seconds"):
-    median = statistics.median(row[name] for row in rows if row.get(name, 0) > 1e-3)
-    print(f"{name}: {1000 * median:.0f} ms, median where there is any")
+    if seconds := [row[name] for row in rows if row.get(name, 0) > 1e-3]:
+      print(f"{name}: {1000 * statistics.median(seconds):.0f} ms, median where there is any")
   print(f"{jax.devices()[0].device_kind}, {jax.device_count()} devices")
 
 
