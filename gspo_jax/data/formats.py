@@ -100,9 +100,7 @@ FORMATS = {
     "prompt.0.content", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
   "livecodebench": Format(
-    "question_content",
-    "json:public_test_cases,private_test_cases,metadata",
-    **_PROGRAM,
+    "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
   ),
   "apps": Format("question", "input_output", **_PROGRAM),  # and TACO
   "humaneval": Format(

@@ -346,12 +346,7 @@ def _load_rows(
   for place, default_id, decode in read(path, key):
     try:
       prompt = formats.prompt(
-        decode(),
-        form,
-        tok,
-        where=where,
-        max_tokens=config.max_prompt_tokens,
-        default_id=default_id,
+        decode(), form, tok, where=where, max_tokens=config.max_prompt_tokens, default_id=default_id
       )
       if prompt is not None and prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")

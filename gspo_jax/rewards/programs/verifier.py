@@ -79,11 +79,7 @@ class CodeVerifier:
   """
 
   def __init__(
-    self,
-    workers: int,
-    limits: Limits = DEFAULTS,
-    isolation: str = "auto",
-    stop_early: bool = True,
+    self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto", stop_early: bool = True
   ):
     if workers < 1:
       raise ValueError(f"reward.workers={workers}: programs need 1 or more")
