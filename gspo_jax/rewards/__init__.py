@@ -40,7 +40,7 @@ class RewardConfig:
   format: str  # tags that a response must have: none | think | think_answer
   format_weight: float  # what keeping the format adds to the reward
   overlong_weight: float  # what a response of overlong_max tokens and more loses; 0: nothing
-  overlong_max: int  # tokens
+  overlong_max: int  # tokens; 0: sampling.max_new_tokens, which `config.derived` fills in
   overlong_buffer: int  # tokens before overlong_max over which the loss grows
   false_positive: float  # share of the responses that are not right and are rewarded as if
   false_negative: float  # share of the right responses that are not rewarded
@@ -64,7 +64,9 @@ class RewardConfig:
     for key in "false_positive", "false_negative":
       if not 0 <= getattr(self, key) <= 1:
         raise ValueError(f"reward.{key}={getattr(self, key)} must lie between 0 and 1")
-    if self.overlong_weight and not 0 < self.overlong_buffer <= self.overlong_max:
+    if self.overlong_weight and not 0 < self.overlong_buffer <= (
+      self.overlong_max or self.overlong_buffer
+    ):
       raise ValueError(
         f"reward.overlong_buffer={self.overlong_buffer} must lie between 1 and "
         f"reward.overlong_max={self.overlong_max}"
