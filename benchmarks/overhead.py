@@ -21,9 +21,10 @@ import jax
 from configs import tiny
 from gspo_jax import config as configuration
 from gspo_jax import train
+from gspo_jax.collect import Collector
 from gspo_jax.main import compiled_programs_stay
 from gspo_jax.report import page
-from gspo_jax.run import open_context
+from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.checkpoint import Checkpointer
 
@@ -32,7 +33,7 @@ WRITING = (
   (metrics.Writer, "write"),
   (metrics.Writer, "dump_rollouts"),
   (page, "write_report"),
-  (train, "rollout_records"),
+  (train, "records"),
 )
 
 
@@ -44,22 +45,22 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
   config = configuration.from_dict(values.to_dict())
   begun: list[float] = []
   writes = lambda: (len(begun) + every // 2) // every % 2 == 0  # noqa: E731
-  groups = train.Sampling.groups
+  collect = Collector.collect
 
   def timed(*arguments):
     begun.append(time.perf_counter())
-    return groups(*arguments)
+    return collect(*arguments)
 
   def sometimes(function):
     return lambda *args, **kwargs: function(*args, **kwargs) if writes() else None
 
   with contextlib.ExitStack() as stack:
-    stack.enter_context(mock.patch.object(train.Sampling, "groups", timed))
+    stack.enter_context(mock.patch.object(Collector, "collect", timed))
     for owner, name in WRITING:
       patched = mock.patch.object(owner, name, sometimes(getattr(owner, name)))
       stack.enter_context(patched)
-    context = stack.enter_context(open_context(config, workdir))
-    train.run(context, context.initial_params)
+    run = stack.enter_context(open_run(config, workdir))
+    train.train(run, run.initial_params)
   found: dict[bool, list[float]] = {True: [], False: []}
   marks = begun[every // 2 - 1 :: every][1:]  # what comes before compiles
   for number, (start, end) in enumerate(itertools.pairwise(marks)):

@@ -13,9 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gspo_jax import sharding
+from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.run import new_state
 from gspo_jax.runs import checkpoint
 from gspo_jax.runs.mirror import Mirror
 
@@ -56,7 +56,7 @@ def save(directory, state, steps=(1,), host=None, config=CONFIG):
 def restore(directory, like, mesh, config=CONFIG):
   checkpoints = checkpoint.Checkpointer(directory, "rl", config)
   step = checkpoints.latest()
-  state, host = checkpoints.restore(step, checkpoint.abstract(like, mesh))
+  state, host = checkpoints.restore(step, abstract(like, mesh))
   checkpoints.close()
   return step, state, host
 
