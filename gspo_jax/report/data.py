@@ -1,4 +1,4 @@
-"""What a report says of its runs, as JSON values: figures on top, warnings, differences, charts.
+"""Content of a report of runs, as JSON values: figures on top, warnings, differences, charts.
 
 A report shows one run or compares several: the curves of a metric then share one chart.
 """
@@ -24,7 +24,7 @@ MAX_POINTS = 1200  # of the curves of one metric
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run's directory holds besides its responses."""
+  """A run's directory, without its responses."""
 
   name: str
   rows: Sequence[Row]
@@ -37,12 +37,12 @@ class Run:
 
   @property
   def provenance(self) -> Row:
-    """Which code and packages ran, and how they were started."""
+    """Code and packages that ran, and how they were started."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
 def describe(runs: Sequence[Run]) -> Row:
-  """Everything on the page but the responses."""
+  """Collects everything on the page but the responses."""
   by_phases = [
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
@@ -78,7 +78,7 @@ def _ends(rows: Sequence[Row]) -> list[int]:
 
 
 def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
-  """What the page says of one run without its charts."""
+  """One run's part of the page, without its charts."""
   return {
     "name": run.name,
     "summary": [*summarize(run.flat), *_commit(run.provenance)],

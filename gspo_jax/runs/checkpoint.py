@@ -41,7 +41,7 @@ class CheckpointConfig:
       raise ValueError(f"checkpoint.keep_every={self.keep_every} must not be negative")
 
   def of(self, workdir: str | Path, phase: str) -> epath.Path:
-    """Where the checkpoints of a phase are."""
+    """The directory of the checkpoints of a phase."""
     return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
@@ -199,8 +199,8 @@ def _sizes(path: epath.Path) -> dict[str, int]:
 
 
 def _begins(name: str, step: int) -> bool:
-  """Whether a directory is that of an unfinished checkpoint: of another name where a rename will
-  finish it, of the final one on gs://, where a file will."""
+  """Tells an unfinished checkpoint by its directory's name: another one where a rename will finish
+  it, the final one on gs://, where a file will."""
   return name == str(step) or name.startswith(f"{step}.orbax-checkpoint-tmp")
 
 
