@@ -25,7 +25,7 @@ import numpy as np
 
 from gspo_jax import ranges, structs
 from gspo_jax.data import formats, tokenizer
-from gspo_jax.data.embedded import TASKS, Embedded, spread
+from gspo_jax.data.embedded import TASKS, Embedded, probe
 from gspo_jax.data.files import BadRow, DataError, read
 from gspo_jax.data.prompt_filter import QuerySetConfig
 from gspo_jax.ranges import Fraction, PositiveInt, Range
@@ -37,7 +37,7 @@ _SPEC = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where problems come from, and the format of files that name none of their own (see
+  """Sources of problems, and the format of files that name none of their own (see
   `formats.Format` for what field names may be)."""
 
   train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
@@ -243,10 +243,10 @@ class Batches:
 
 
 def _contents(source: Source) -> str:
-  """What the order depends on: the number of rows, their ids, and the weights of a mixture."""
+  """All that the order depends on: the number of rows, their ids, the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
-  indices = spread(len(source)) if isinstance(source, Embedded) else range(len(source))
+  indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for i in indices:
     checksum = zlib.crc32(source[i].id.encode() + b"\n", checksum)
@@ -254,15 +254,15 @@ def _contents(source: Source) -> str:
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """The metric that tells of bad rows; nothing where there were none."""
+  """Returns the metric that tells of bad rows; nothing where there were none."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
 def demonstration_tokens(
   prompt: structs.Prompt, tok: tokenizer.Tokenizer
 ) -> tuple[list[int], list[int]]:
-  """What comes after the prompt, and 1 where supervised fine-tuning learns to write it: texts and
-  the stop after each; 0 on what an environment says between them."""
+  """Tokens that come after the prompt, and 1 where supervised fine-tuning learns to write them:
+  texts and the stop after each; 0 on what an environment says between them."""
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
     written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
@@ -304,7 +304,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
     return Mixture(parts, source.weights)
   rows = []
-  for index in spread(len(source)) if isinstance(source, Embedded) else range(len(source)):
+  for index in probe(len(source)) if isinstance(source, Embedded) else range(len(source)):
     prompt = source[index]
     end = len(prompt.tokens) + len(demonstration_tokens(prompt, tok)[0])
     if not prompt.demonstration:
@@ -347,12 +347,7 @@ def _load_rows(
   for place, default_id, decode in read(path, key):
     try:
       prompt = formats.prompt(
-        decode(),
-        form,
-        tok,
-        where=where,
-        max_tokens=config.max_prompt_tokens,
-        default_id=default_id,
+        decode(), form, tok, where=where, max_tokens=config.max_prompt_tokens, default_id=default_id
       )
       if prompt is not None and prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")

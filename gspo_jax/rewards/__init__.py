@@ -97,10 +97,7 @@ class Scores:
 
 class Scorer(Protocol):
   def __call__(
-    self,
-    responses: Sequence[str],
-    prompts: Sequence[Prompt],
-    lengths: Sequence[int] | None = None,
+    self, responses: Sequence[str], prompts: Sequence[Prompt], lengths: Sequence[int] | None = None
   ) -> Scores:
     """Scores B responses to B prompts, which repeat where a prompt has several responses.
 

@@ -40,7 +40,7 @@ class CheckpointConfig:
     ranges.check(self, "checkpoint")
 
   def of(self, workdir: str | Path, phase: str) -> epath.Path:
-    """Where the checkpoints of a phase are."""
+    """The directory of the checkpoints of a phase."""
     return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
@@ -198,8 +198,8 @@ def _sizes(path: epath.Path) -> dict[str, int]:
 
 
 def _begins(name: str, step: int) -> bool:
-  """Whether a directory is that of an unfinished checkpoint: of another name where a rename will
-  finish it, of the final one on gs://, where a file will."""
+  """Tells an unfinished checkpoint by its directory's name: another one where a rename will finish
+  it, the final one on gs://, where a file will."""
   return name == str(step) or name.startswith(f"{step}.orbax-checkpoint-tmp")
 
 
