@@ -118,8 +118,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   import numpy as np
   import tokenizers
 
-  from gspo_jax import hardware
-  from gspo_jax.models import hf, sizes, transformer
+  from gspo_jax.models import flops, hf, sizes, transformer
 
   config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
   directory = Path(spec["directory"])
@@ -135,10 +134,10 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   lines = [json.dumps(dict(question=text, answer="none")) for text in texts]
   Path(spec["data"]).write_text("\n".join(lines) + "\n")
   length = PROMPT + NEW
-  prefill = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
-  decode = hardware.work(config, ROWS, NEW, length).forward()
-  prompts = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
-  update = prompts + hardware.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
+  prefill = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
+  decode = flops.work(config, ROWS, NEW, length).forward()
+  prompts = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
+  update = prompts + flops.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
   return dict(
     config=dataclasses.asdict(config),
     useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`
