@@ -34,7 +34,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
         remat="full",  # recompute each layer in the backward pass
         logits_chunk=512,  # time steps whose 151,936 logits exist at once
-        unroll=False,  # True: no loop over layers; faster on CPU, longer to compile
       ),
       mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; -1: all
       data=dict(

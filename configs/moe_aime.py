@@ -37,7 +37,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         expert_chunk=1024,  # tokens of a chip that go through the experts at once
         remat="full",  # recompute each layer in the backward pass: activations of 48 layers
         logits_chunk=512,  # time steps whose 151,936 logits exist at once
-        unroll=False,  # True: no loop over layers; faster on CPU, longer to compile
       ),
       mesh=dict(data=1, fsdp=16, expert=4, tensor=1),  # 64 chips: 4x4 and 4 of the torus
       data=dict(

@@ -30,7 +30,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
         remat="none",  # none | full | attention | dots: what the backward pass recomputes
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
-        unroll=False,  # True: no loop over layers; faster on CPU, longer to compile
       ),
       mesh=dict(data=-1, fsdp=1, expert=1, tensor=1),  # devices per axis; -1: what is left
       data=dict(

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import ModelConfig
 
@@ -43,11 +45,23 @@ def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: in
   experts *= config.hidden_size * config.moe_intermediate_size
   vocabulary = config.vocab_size * config.hidden_size
   dense = active - experts - vocabulary * (1 if config.tie_word_embeddings else 2)
-  seen = keys - (queries - 1) / 2  # on average
-  scores = 4 * config.num_layers * config.num_heads * config.head_dim * seen
+  local = sum(config.is_local(layer) for layer in range(config.num_layers))
+  pairs = (config.num_layers - local) * _pairs(queries, keys)
+  if local:
+    pairs = pairs + local * _pairs(queries, keys, config.sliding_window)
   return Work(
     dense=2 * tokens * dense,
     experts=2 * tokens * experts,
-    attention=tokens * scores,
+    attention=sequences * 4 * config.num_heads * config.head_dim * pairs,
     head=2 * (heads or tokens) * vocabulary,
   )
+
+
+def _pairs(queries, keys, window: int | None = None):
+  """Pairs of a query and a key that it sees, of the last `queries` of `keys` positions."""
+
+  def up_to(n):
+    near = n if window is None else np.minimum(n, window)  # from there on as many for each query
+    return near * (near + 1) / 2 + (n - near) * near
+
+  return up_to(keys) - up_to(keys - queries)

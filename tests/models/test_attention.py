@@ -97,7 +97,7 @@ def test_windows_and_bounds_in_every_formulation(name, kind, scores, monkeypatch
 
 @pytest.mark.parametrize("name", ["plain", "blockwise"])
 def test_a_window_of_a_tree_skips_the_padding_of_its_trunk(name, monkeypatch):
-  """Prompts of 3 and 8 tokens in a trunk of 8, with two branches of 10, against rows of their own."""
+  """Prompts of 3 and 8 tokens in a trunk of 8, two branches of 10, against rows of their own."""
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: 4)
   tree, prompts, branch = attention.Tree(8, 2), (3, 8), 10
   q, k, v = inputs(B=4, T=14)

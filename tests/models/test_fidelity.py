@@ -138,7 +138,7 @@ def assert_close(logits, expected):
 
 
 def test_logits_are_those_of_transformers(case):
-  logits = transformer.head_logits(case.params, case.out.hidden_BTD)
+  logits = transformer.head_logits(case.params, case.config, case.out.hidden_BTD)
   assert_close(logits, hf_logits(case.model, case.tokens))
 
 
