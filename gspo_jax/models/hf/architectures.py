@@ -28,7 +28,6 @@ _MOE_FIELDS = dict(
 )
 _GEMMA_FIELDS = dict(
   query_pre_attn_scalar=("query_pre_attn_scalar", int),
-  attn_logit_softcapping=("attn_logit_softcapping", float),
   final_logit_softcapping=("final_logit_softcapping", float),
   sliding_window=("sliding_window", int),
   sliding_window_pattern=("sliding_window_pattern", int),
@@ -100,14 +99,15 @@ ARCHITECTURES = {  # by model_type
   "gemma3_text": Architecture(
     "Gemma3ForCausalLM",
     _FIELDS | _GEMMA_FIELDS | dict(local_rope_theta=("rope_local_base_freq", float)),
-    implied=_GEMMA,
-    fixed=dict(hidden_activation=_GELU, hidden_act=_GELU) | _NO_BIAS,
+    implied=_GEMMA | dict(attn_logit_softcapping=0.0),
+    # A bound on scores is read by transformers, and then left out.
+    fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, attn_logit_softcapping=None) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS
     | dict(rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6),
   ),
   "gemma2": Architecture(
     "Gemma2ForCausalLM",
-    _FIELDS | _GEMMA_FIELDS,
+    _FIELDS | _GEMMA_FIELDS | dict(attn_logit_softcapping=("attn_logit_softcapping", float)),
     implied=_GEMMA | dict(qk_norm=False),
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS | dict(rope_theta=1e4, sliding_window_pattern=2),
