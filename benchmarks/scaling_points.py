@@ -21,6 +21,7 @@ from machine import busy_seconds
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.run import new_state
@@ -35,17 +36,10 @@ MOE = DENSE | dict(num_experts=16, experts_per_token=2, moe_intermediate_size=12
 COMPUTE = dataclasses.replace(REFERENCE, logits_chunk=128)
 WHOLE = dataclasses.replace(REFERENCE, attention="plain")  # all scores and all logits at once
 
-OBJECTIVE = train_step.ObjectiveConfig(
+OBJECTIVE = ObjectiveConfig(
   name="gspo",
-  clip_low=3e-4,
-  clip_high=4e-4,
-  dual_clip=0.0,
-  max_length=0,
   advantage="std",
   old_logp="sampler",
-  kl_coef=0.0,
-  kl="k3",
-  entropy_coef=0.0,
   load_balance_coef=0.0,
   replay="none",
   volatility=False,

@@ -15,52 +15,36 @@ the two data files only, and its reward stays near 0.
 """
 
 from configs import common, moe_aime
-from gspo_jax.models import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
-  config = moe_aime.get_config()  # every key is there, with its unit or reason
+  config = moe_aime.get_config(arg)
   config.update(
-    dict(
-      data=dict(
-        train="",  # to be set: apps@FILES (APPS, TACO), or files that the next keys describe
-        eval="",  # to be set: livecodebench@FILES where (window of §5.1: 2024-10 to 2025-02)
-        question_field="question",
-        answer_field="input_output",  # tests: docs/rewards.md has the forms
-        prompt_template="{question}",  # the formats above have their own
-        on_error="skip",  # TACO has rows without tests; they are counted
-      ),
-      reward=common.reward(
-        "code",
-        workers=32,  # programs that run at the same time on a host
-        time_limit_s=6.0,  # CPU time per test: LiveCodeBench's limit
-        memory_mb=4096,  # LiveCodeBench's
-        overlong_max=30_720,  # sampling.max_new_tokens; no weight, so nothing is lost
-        overlong_buffer=4096,  # DAPO's
-      ),
-      eval=dict(
-        problems=0,  # all of the window
-        samples=8,  # §5.1: average Pass@1 over 8 samplings
-        batch=32,  # problems that are scored and written down together
-      ),
-    )
+    data=dict(
+      train="",  # to be set: apps@FILES (APPS, TACO), or files that the next keys describe
+      eval="",  # to be set: livecodebench@FILES where (window of §5.1: 2024-10 to 2025-02)
+      question_field="question",
+      answer_field="input_output",  # tests: docs/rewards.md has the forms
+      prompt_template="{question}",  # the formats above have their own
+      on_error="skip",  # TACO has rows without tests; they are counted
+    ),
+    reward=dict(
+      name="code",
+      workers=32,  # programs that run at the same time on a host
+      time_limit_s=6.0,  # LiveCodeBench's
+      memory_mb=4096,  # LiveCodeBench's
+      overlong_buffer=4096,  # DAPO's, should overlong_weight be set
+    ),
+    eval=dict(samples=8, batch=32),  # §5.1: average Pass@1 over 8 samplings
   )
   if common.variant(arg, "tiny"):
     config.update(
-      dict(
-        distributed=False,
-        weights="random",
-        tokenizer="bytes",
-        model=common.model(sizes.tiny_moe(vocab_size=264)),
-        compute=dict(logits_chunk=128),
-        mesh=dict(data=1, fsdp=-1, expert=1),
-        data=dict(max_prompt_tokens=1920),  # bytes; longer problems are left out
-        reward=dict(workers=2, memory_mb=1024, overlong_max=64, overlong_buffer=16),
-        sampling=dict(max_new_tokens=64),
-        objective=dict(max_length=64),
-        rl=dict(iterations=4, prompts=4, group_size=4, microbatches=2, packed=False, dump_every=2),
-        eval=dict(every=2, problems=8, samples=2, max_new_tokens=64, batch=4),
-        checkpoint=dict(every=2),
-      )
+      compute=dict(logits_chunk=128),
+      data=dict(max_prompt_tokens=1920),  # bytes; longer problems are left out
+      reward=dict(workers=2, memory_mb=1024, overlong_buffer=16),
+      sampling=dict(max_new_tokens=64),
+      objective=dict(volatility=False),
+      rl=dict(iterations=4, prompts=4, group_size=4),
+      eval=dict(every=2, samples=2, batch=4),
     )
   return config

@@ -1,63 +1,187 @@
-"""What config files share: every key with its unit or reason, and the sections of named models."""
+"""Every key of a configuration, once, with its unit or reason: `base()`. The files next to this one
+are differences from it.
+
+`base()` itself runs anywhere: GSPO with the paper's numbers, on sums, with a toy model of random
+weights. "0: all" and the like say what a value that stands for another means; ranges stand with the
+keys' declarations, in the dataclasses that `gspo_jax.config.RunConfig` is made of.
+"""
 
 import dataclasses
+import typing
 
 import ml_collections
+from ml_collections import config_dict
 
+from gspo_jax.learner.objective import CorrectionConfig, ObjectiveConfig
+from gspo_jax.models import sizes
 from gspo_jax.models.sizes import ModelConfig
 
 ConfigDict = ml_collections.ConfigDict
 
-# What Qwen's own evaluations ask of a mathematical problem.
+# The instruction of Qwen's own evaluations for mathematical problems.
 BOXED = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-def model(sizes: ModelConfig) -> ConfigDict:
-  """A named size as a section; each of its numbers can be overridden."""
-  return ConfigDict(dataclasses.asdict(sizes))
-
-
-def reward(name: str, workers: int, time_limit_s: float, **changes) -> ConfigDict:
-  """A verifier, and nothing added to what it says: 1 for a right response and 0 for any other."""
-  section = ConfigDict(
+def base() -> ConfigDict:
+  """The default run, with all keys."""
+  return ConfigDict(
     dict(
-      name=name,  # arithmetic | math | code | string | package.module:function
-      workers=workers,  # processes that verify at the same time; arithmetic and string need none
-      time_limit_s=time_limit_s,  # per answer, without queueing; code: CPU time per test
-      memory_mb=1024,  # code: address space of a program
-      isolation="auto",  # code: namespaces | seccomp | auto: either | none: with your rights
-      format="none",  # think | think_answer: tags that a response must have
-      format_weight=0.0,  # what having them adds to the reward
-      overlong_weight=0.0,  # what a response of overlong_max tokens loses; DAPO has 1
-      overlong_max=0,  # tokens: sampling.max_new_tokens
-      overlong_buffer=0,  # tokens below that over which the loss grows from 0
-      false_positive=0.0,  # noise for experiments: share of other responses rewarded as right
-      false_negative=0.0,  # share of right responses that are not rewarded
-      noise_seed=0,  # the same seed misjudges the same responses
+      job="rl",  # sft+rl | sft | rl | eval
+      seed=0,  # of everything random
+      distributed=False,  # several hosts: call jax.distributed.initialize
+      resume="same",  # a workdir of another config: same refuses it | force goes on
+      on_nonfinite="stop",  # NaN or infinity in an update: stop the run | skip the update
+      profile=0,  # iteration that JAX's profiler traces; 0: none
+      wandb="",  # project of Weights & Biases, beside TensorBoard; "": none
+      weights="random",  # random | Hugging Face directory to start from
+      tokenizer="bytes",  # bytes | Hugging Face directory
+      # A named size, whose keys are those of ModelConfig. 264: 256 bytes, 3 special tokens, and a
+      # multiple of 8.
+      model=model(sizes.tiny_moe(vocab_size=264)),
+      compute=dict(
+        dtype="float32",  # of activations and matmul inputs: float32 | bfloat16 (on accelerators)
+        attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
+        experts="auto",  # blocks | batched | ragged | megablox | auto: by platform and load
+        expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
+        remat="none",  # none | full | attention | dots: layer parts the backward pass recomputes
+        logits_chunk=0,  # time steps whose logits exist at once; 0: all
+      ),
+      mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
+      data=dict(
+        train="arithmetic:train",  # embedded task | [format@]path [where ...]; docs/data.md
+        eval="arithmetic:heldout",  # the same
+        question_field="question",
+        answer_field="answer",
+        answer_pattern="",  # regex whose group 1 is the gold answer; boxed; "": the whole field
+        demonstration_field="",  # imitated by the cold start; "": the answer field
+        prompt_template="{question}",
+        max_prompt_tokens=8,  # "999+999="
+        on_error="raise",  # a bad row: raise | skip (and count)
+        digits=3,  # of an operand of the embedded task
+        carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
+        query_set=dict(
+          drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
+          readmit_after=0,  # iterations until it gets another chance; 0: never
+          extra_rounds=0,  # of sampling, until all groups have different rewards (DAPO)
+        ),
+      ),
+      reward=dict(  # of the verifier: 1 for a right response and 0 for any other
+        name="arithmetic",  # arithmetic | math | code | string | package.module:function
+        workers=0,  # processes that verify at the same time; arithmetic and string need none
+        time_limit_s=1.0,  # per answer, without queueing; code: CPU time per test
+        memory_mb=1024,  # code: address space of a program
+        isolation="auto",  # code: namespaces | seccomp | auto: either | none: with your rights
+        format="none",  # think | think_answer: tags that a response must have
+        format_weight=0.0,  # added to the reward of a response that has them
+        overlong_weight=0.0,  # taken from a response of overlong_max tokens; DAPO has 1
+        overlong_max=0,  # tokens; 0: sampling.max_new_tokens
+        overlong_buffer=0,  # tokens below overlong_max over which the loss grows from 0
+        false_positive=0.0,  # noise for experiments: share of other responses rewarded as right
+        false_negative=0.0,  # share of right responses that are not rewarded
+        noise_seed=0,  # the same seed misjudges the same responses
+      ),
+      environment=dict(
+        name="",  # calculator | package.module:function | "": one turn, judged by the verifier
+        max_turns=1,  # of the policy; a conversation that is not over by then is cut off
+        stop_strings=(),  # that end a turn, besides stop tokens
+        discount=1.0,  # of rewards of later turns in the advantage of an earlier one
+        workers=0,  # threads that environments run in; 0: none, for those that never wait
+      ),
+      sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
+        temperature=1.0,  # above 0: greedy responses of a group are all the same
+        top_k=0,  # 0: all tokens
+        top_p=1.0,  # 1: all tokens
+        min_p=0.0,  # 0: all tokens
+        max_new_tokens=10,  # per response: "8991:1998" (sums are written in reverse) and the end
+      ),
+      engine=dict(
+        slots=0,  # responses decoded at once, over all devices; 0: all of a batch
+        steps=16,  # of decoding between two looks of the host, which prefills for free slots
+        prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
+        cache_dtype="float32",  # of keys and values: float32 | bfloat16
+      ),
+      objective=dict(
+        # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo
+        name="gspo",
+        # What the loss is told, in docs/objectives.md: clip_low, clip_high, dual_clip, aggregate,
+        # length_exponent, tau_pos, tau_neg, kl_coef, kl, entropy_coef, off_policy_threshold,
+        # segment_unit, segment_tokens. Unset, each is what the loss was published with, or nothing.
+        **unset(ObjectiveConfig),
+        # {loss: {option: value}} that suit the other settings of a file, in the place of published
+        # ones; the options above go before them.
+        tuned=dict(),
+        # Importance weights for a trainer that differs from the sampler: none | truncated | masked;
+        # level, cap, low, high as in docs/objectives.md
+        correction=dict(name="none", **unset(CorrectionConfig)),
+        advantage="std",  # std | none | leave_one_out
+        old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
+        load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
+        replay="none",  # Routing Replay: none | R2: the trainer's old routes | R3: the sampler's
+        volatility=False,  # True: record routes, for router/volatility/*
+      ),
+      sft=dict(  # the cold start
+        steps=0,  # updates
+        batch=64,  # demonstrations per update
+        microbatches=1,  # per update; more of them need less memory
+        max_tokens=0,  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens
+        log_every=10,  # updates
+        load_balance_coef=0.0,  # of the router; from scratch, experts collapse without it
+      ),
+      sft_optimizer=optimizer(learning_rate=1e-5),
+      rl=dict(
+        iterations=300,  # rollout batches
+        prompts=64,  # P, per rollout batch; a multiple of minibatches
+        group_size=8,  # G, responses per prompt; at least 2, since advantages are relative
+        extra_prompts=0,  # under way beyond `prompts`; unfinished responses are carried over
+        token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
+        minibatches=4,  # updates per rollout batch: §5.1
+        microbatches=1,  # per update; more of them need less memory
+        packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
+        dump_every=10,  # iterations between dumped rollouts
+      ),
+      rl_optimizer=optimizer(learning_rate=1e-6),
+      eval=dict(
+        every=20,  # iterations
+        problems=0,  # of the held-out set, evenly spread over it; 0: all
+        samples=4,  # k of avg@k
+        temperature=1.0,  # 0: greedy
+        top_k=0,  # 0: all tokens
+        top_p=1.0,  # 1: all tokens
+        min_p=0.0,  # 0: all tokens
+        max_new_tokens=0,  # 0: sampling.max_new_tokens
+        greedy=True,  # and one greedy response per problem
+        batch=64,  # problems that are scored and written down together
+        benchmarks=dict(),  # further ones, by name: benchmark()
+      ),
+      checkpoint=dict(
+        directory="",  # local or gs://...; "": checkpoints/ of the workdir
+        every=20,  # iterations or updates
+        keep=2,  # of the newest
+        keep_every=0,  # those of steps that this divides stay as well; 0: none
+        best="",  # the one with the largest value of this metric stays as well; "": none
+        grace_s=30.0,  # seconds from SIGTERM to the end of the process
+      ),
+      alarms=dict(  # warnings of a run in trouble; 0 turns one off, except for the window
+        window=10,  # iterations that medians and means are taken over; at least 2
+        grad_norm=10.0,  # times its median
+        entropy=0.03,  # nats per token, below which the policy has collapsed
+        ratio=0.005,  # mean |importance ratio - 1|: the policy runs away from the one that sampled
+        reward=0.2,  # that the mean reward lies below the best it has been
+      ),
     )
   )
-  section.update(changes)
-  return section
 
 
-def environment(name: str = "", **changes) -> ConfigDict:
-  """What responses are conversations with; by default nothing: each is one turn."""
-  section = ConfigDict(
-    dict(
-      name=name,  # calculator | package.module:function | "": none, a verifier judges responses
-      max_turns=1,  # of the policy; a conversation that is not over by then is cut off
-      stop_strings=(),  # that end a turn, besides stop tokens
-      discount=1.0,  # of rewards of later turns in the advantage of an earlier one
-      workers=0,  # threads that environments run in; 0: none, for those that never wait
-    )
-  )
-  section.update(changes)
-  return section
+def unset(section: type) -> dict:
+  """The keys of a dataclass whose values may be left out, without one."""
+  kinds = typing.get_type_hints(section)
+  optional = [field.name for field in dataclasses.fields(section) if field.default is None]
+  return {name: config_dict.placeholder(typing.get_args(kinds[name])[0]) for name in optional}
 
 
-def optimizer(learning_rate: float, **changes) -> ConfigDict:
-  """AdamW as RL of language models commonly uses it."""
-  section = ConfigDict(
+def optimizer(learning_rate: float) -> ConfigDict:
+  """AdamW as RL of language models commonly uses it: sft_optimizer and rl_optimizer."""
+  return ConfigDict(
     dict(
       learning_rate=learning_rate,  # peak
       schedule="constant",  # after the warm-up: constant | linear | cosine
@@ -70,39 +194,6 @@ def optimizer(learning_rate: float, **changes) -> ConfigDict:
       clip_norm=1.0,  # global gradient norm; 0: no bound
     )
   )
-  section.update(changes)
-  return section
-
-
-def checkpoint(every: int, keep: int, **changes) -> ConfigDict:
-  """What is kept of a run; docs/running.md."""
-  section = ConfigDict(
-    dict(
-      directory="",  # local or gs://...; "": checkpoints/ of the workdir
-      every=every,  # iterations or updates
-      keep=keep,  # of the newest
-      keep_every=0,  # those of steps that this divides stay as well; 0: none
-      best="",  # the one with the largest value of this metric stays as well; "": none
-      grace_s=30.0,  # from SIGTERM to the end of the process
-    )
-  )
-  section.update(changes)
-  return section
-
-
-def alarms(entropy: float, ratio: float, **changes) -> ConfigDict:
-  """When a run says that it is in trouble; 0 turns a warning off."""
-  section = ConfigDict(
-    dict(
-      window=10,  # iterations that medians and means are taken over
-      grad_norm=10.0,  # times its median
-      entropy=entropy,  # nats per token, below which the policy has collapsed
-      ratio=ratio,  # mean |importance ratio - 1|: the policy runs away from the one that sampled
-      reward=0.2,  # that the mean reward lies below the best it has been
-    )
-  )
-  section.update(changes)
-  return section
 
 
 def benchmark(samples: int, **changes) -> ConfigDict:
@@ -113,7 +204,7 @@ def benchmark(samples: int, **changes) -> ConfigDict:
       reward="",  # verifier, as reward.name; "": the one of the run
       problems=0,  # evenly spread over the set; 0: all
       samples=samples,  # per problem
-      pass_at=(),  # k of pass@k, besides the average over all samples
+      pass_at=(),  # k of pass@k, each at most `samples`, besides the average over all samples
       rating=False,  # Elo rating against the field `rating` of the problems
       standings="",  # JSON lines of contests: a rating against those who took part
     )
@@ -123,7 +214,7 @@ def benchmark(samples: int, **changes) -> ConfigDict:
 
 
 def paper_benchmarks() -> ConfigDict:
-  """What the paper evaluates besides AIME'24 (arXiv:2507.18071, §5.1)."""
+  """Evaluations of the paper besides AIME'24 (arXiv:2507.18071, §5.1)."""
   return ConfigDict(
     dict(
       # Average Pass@1 over 8 samplings, 202410-202502. Data: livecodebench@FILES where
@@ -133,6 +224,11 @@ def paper_benchmarks() -> ConfigDict:
       codeforces=benchmark(samples=8, reward="code", rating=True),
     )
   )
+
+
+def model(size: ModelConfig) -> ConfigDict:
+  """A named size as a section; each of its numbers can be overridden."""
+  return ConfigDict(dataclasses.asdict(size))
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:

@@ -19,12 +19,12 @@ from configs import common, moe_aime
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
-  arg = common.variant(arg, "tiny")
   config = moe_aime.get_config(arg)
-  config.job = "eval"
-  config.distributed = False  # a single host
-  config.data.eval = ""  # the benchmarks below are all there is
-  config.data.prompt_template = common.BOXED
+  config.update(
+    job="eval",
+    distributed=False,  # a single host
+    data=dict(eval="", prompt_template=common.BOXED),  # the benchmarks below are all there is
+  )
   config.eval.benchmarks = dict(
     aime24=common.benchmark(samples=32),  # §5.1: average Pass@1 over 32 samplings
     **common.paper_benchmarks(),
@@ -32,11 +32,12 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     math=common.benchmark(samples=4),
     humaneval=common.benchmark(samples=20, pass_at=(1, 10), reward="code"),
   )
-  if arg == "tiny":
-    config.data.max_prompt_tokens = 1920  # bytes
-    config.eval.batch = 10
-    config.reward.workers = 2
-    config.reward.name = "math"
+  if common.variant(arg, "tiny"):
+    config.update(
+      data=dict(max_prompt_tokens=1920),  # bytes
+      reward=dict(workers=2),
+      eval=dict(batch=10),
+    )
   else:
-    config.mesh.update(dict(data=1, fsdp=1, expert=-1))
+    config.update(mesh=dict(fsdp=1, expert=-1))
   return config

@@ -5,14 +5,16 @@ Every key is in the config file; nothing has a default here. Unknown and missing
 
 import dataclasses
 import difflib
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.data.sources import DataConfig
-from gspo_jax.evaluation.evaluator import EvalConfig
+from gspo_jax.evaluation.benchmarks import EvalConfig
+from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import OptimizerConfig
-from gspo_jax.learner.step import Learner, ObjectiveConfig
+from gspo_jax.learner.step import Learner
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
@@ -30,7 +32,7 @@ class SftConfig:
   steps: int  # updates
   batch: int  # demonstrations per update
   microbatches: int  # per update; more of them need less memory
-  max_tokens: int  # of prompt and demonstration together
+  max_tokens: int  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens
   log_every: int  # updates between rows of metrics.jsonl
   load_balance_coef: float  # router auxiliary loss
 
@@ -170,7 +172,7 @@ class RunConfig:
     else:
       temperature, section = self.sampling.temperature, self.rl
       balance = self.objective.load_balance_coef
-      group = (self.rl.group_size, self.data.max_prompt_tokens)
+      group = (self.rl.group_size, self.data.max_prompt_tokens, self.sampling.max_new_tokens)
     common = (section.microbatches, balance, self.on_nonfinite)
     return Learner(self.model, self.compute, temperature, *common, *group)
 
@@ -192,11 +194,30 @@ class RunConfig:
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
   """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
-  return _build(RunConfig, values, "")
+  if isinstance(values.get("objective"), Mapping):
+    values = dict(values) | dict(objective=effective(values["objective"]))
+  return derived(_build(RunConfig, values, ""))
+
+
+def derived(config: RunConfig) -> RunConfig:
+  """The configuration, with the lengths that follow from others in the place of 0."""
+  new = config.sampling.max_new_tokens
+  window = config.data.max_prompt_tokens + new
+
+  def filled(section: Any, **lengths: int) -> Any:
+    missing = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
+    return dataclasses.replace(section, **missing)
+
+  return dataclasses.replace(
+    config,
+    sft=filled(config.sft, max_tokens=window),
+    reward=filled(config.reward, overlong_max=new),
+    eval=filled(config.eval, max_new_tokens=new),
+  )
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-  types = typing.get_type_hints(cls)
+  kinds = typing.get_type_hints(cls)
   names = [field.name for field in dataclasses.fields(cls)]
   for key in values:
     if key not in names:
@@ -206,10 +227,14 @@ def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
   missing = [f"{path}{name}" for name in names if name not in values]
   if missing:
     raise ValueError(f"missing config keys: {', '.join(missing)}")
-  return cls(**{name: _convert(types[name], values[name], path + name) for name in names})
+  return cls(**{name: _convert(kinds[name], values[name], path + name) for name in names})
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
+  if typing.get_origin(kind) is types.UnionType:  # X | None
+    if value is None:
+      return None
+    kind, _ = typing.get_args(kind)
   if dataclasses.is_dataclass(kind):
     return _build(kind, value, f"{path}.")
   if typing.get_origin(kind) is tuple:

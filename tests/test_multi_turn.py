@@ -101,7 +101,7 @@ def test_the_batch_holds_whole_conversations(batch, rollout):
     assert batch.mask_BT[row].sum() == rollout.lengths[row]
     assert observed[row].sum() == end - rollout.lengths[row]
     assert observed[row, start:].sum() == 3 * rollout.turns[row].max()
-  assert (batch.turn_BT >= 0).sum() == batch.mask_BT.sum()
+  assert (batch.unit_BT >= 0).sum() == batch.mask_BT.sum()
   assert not batch.advantage_BT[batch.mask_BT == 0].any()
   assert rollout.turns.max() == 2
   assert batch.prompt_B is None, "conversations of a group may begin differently"
@@ -125,14 +125,18 @@ def test_advantages_of_turns_against_loops(batch, rollout):
         assert found[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+WIDE = dict(clip_low=0.2, clip_high=0.28)
+
+
 def objective(name, **changes):
-  values = dict(name=name, clip_low=0.2, clip_high=0.28) | changes
-  return dataclasses.replace(CONFIG.objective, **values)
+  ranges = {k: v for k, v in WIDE.items() if k in O.POLICY_LOSSES[name].options}
+  unset = dict.fromkeys(O.POLICY_LOSSES[CONFIG.objective.name].options)
+  return dataclasses.replace(CONFIG.objective, **unset | ranges | changes, name=name)
 
 
 def loss(name, logp_BT, batch, **changes):
   total, metrics = train_step.policy_loss(
-    objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch
+    objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch, 30
   )
   return total.numerator / total.denominator, compute(metrics)
 
@@ -143,7 +147,7 @@ def moved(batch):
   return batch.sampler_logp_BT + 0.1 * noise
 
 
-@pytest.mark.parametrize("name", train_step.OBJECTIVES)
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_observations_have_no_gradient_and_no_say(batch, name):
   logp_BT = moved(batch)
   value, grad_BT = jax.value_and_grad(lambda x: loss(name, x, batch)[0])(logp_BT)
@@ -160,7 +164,7 @@ def test_a_ratio_per_turn(batch):
   """Against NumPy: |turn| and |y| count what was sampled, and nothing else."""
   logp_BT = moved(batch)
   rows, bounds = [], (1 - 0.2, 1 + 0.28)
-  for row, turns in enumerate(np.asarray(batch.turn_BT)):
+  for row, turns in enumerate(np.asarray(batch.unit_BT)):
     per_turn = []
     for u in range(turns.max() + 1):
       mine = turns == u
@@ -173,7 +177,7 @@ def test_a_ratio_per_turn(batch):
     rows.append(values.mean())
   assert loss("segment", logp_BT, batch)[0] == pytest.approx(-np.mean(rows), rel=1e-4)
   by_hand = O.segment_loss(
-    logp_BT, batch.old_logp_BT, batch.advantage_BT, batch.mask_BT, batch.turn_BT, 0.2, 0.28
+    logp_BT, batch.old_logp_BT, batch.advantage_BT, batch.mask_BT, batch.unit_BT, 0.2, 0.28
   )[0]
   assert loss("segment", logp_BT, batch)[0] == pytest.approx(float(by_hand), rel=1e-6)
 
@@ -189,7 +193,7 @@ def test_a_ratio_per_conversation_and_an_advantage_per_turn(batch):
 
 
 def test_without_turns_a_segment_is_the_response(batch):
-  logp_BT, plain = moved(batch), batch.replace(turn_BT=None, advantage_BT=None)
+  logp_BT, plain = moved(batch), batch.replace(unit_BT=None, advantage_BT=None)
   segment, token = loss("segment", logp_BT, plain), loss("gspo_token", logp_BT, plain)
   assert segment[0] == pytest.approx(float(token[0]), rel=1e-5)
   assert token[0] != pytest.approx(float(loss("gspo_token", logp_BT, batch)[0]), rel=1e-2)

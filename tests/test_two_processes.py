@@ -25,6 +25,7 @@ from support.command_line import OF_THE_MACHINE, parameters
 
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_moe
 from gspo_jax.run import new_state
@@ -45,12 +46,10 @@ MODEL = dataclasses.replace(
 # data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
 # the processes runs through the first axis that is not 1. (The job below has it through data.)
 MESHES = dict(expert=(1, 1, 4, 2), fsdp=(1, 2, 2, 2))
-GSPO = train_step.ObjectiveConfig(
+GSPO = ObjectiveConfig(
   name="gspo",
   clip_low=0.2,
   clip_high=0.2,
-  dual_clip=0.0,
-  max_length=4,
   advantage="std",
   old_logp="recompute",
   kl_coef=0.0,

@@ -7,7 +7,7 @@ ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS da
   [format@]path[:weight] [where condition [and condition ...]], ...
 
 as in `gsm8k@gsm8k/train.jsonl:0.7, dapo_math@dapo/*.parquet:0.3 where prompt_tokens<=512`. A format
-is a name in `data_rows.FORMATS`; without one the fields are those of the `data` section. Rows
+is a name in `formats.FORMATS`; without one the fields are those of the `data` section. Rows
 become `Prompt`s before training starts, so that a bad row costs no accelerator time.
 """
 
@@ -37,7 +37,7 @@ _SPEC = re.compile(
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Where problems come from, and the format of files that name none of their own (see
-  `data_rows.Format` for what field names may be)."""
+  `formats.Format` for what field names may be)."""
 
   train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
   eval: str
@@ -175,34 +175,22 @@ def _load_part(
   return _load_rows(config, tok, path, key, config.format(name), where, prefix)
 
 
-def batches(
-  source: Source, batch_size: int, *, seed: int, process_index: int = 0, process_count: int = 1
-) -> "Batches":
+class Batches:
   """An endless iterator over lists of `batch_size` prompts, shuffled anew in every epoch.
 
-  All processes cut one global order, so at every step they hold disjoint parts of it, and the
-  prompts of a step do not depend on how many processes share them. Epochs follow each other
-  without a gap: a batch may span two, and one larger than the source repeats prompts. The sources
-  of a mixture have epochs of their own, and are interleaved in a fixed order.
-  """
-  if batch_size < 1 or not 0 <= process_index < process_count:
-    raise ValueError(f"batch size {batch_size}, process {process_index} of {process_count}")
-  return Batches(source, batch_size, seed, process_index, process_count)
-
-
-class Batches:
-  """See `batches`. `get_state()` is a dict that JSON can hold; `set_state` continues from there.
+  Epochs follow each other without a gap: a batch may span two, and one larger than the source
+  repeats prompts. The sources of a mixture have epochs of their own, and are interleaved in a fixed
+  order. `get_state()` is a dict that JSON can hold; `set_state` continues from there.
 
   A source that has changed since (a new file that a pattern matches, lines added, weights) has
   another order, in which the old position means nothing. The epoch is then given up: a new one
   starts, in an order of its own, and all rows, old and new, come up in it once.
   """
 
-  def __init__(
-    self, source: Source, batch_size: int, seed: int, process_index: int, process_count: int
-  ):
+  def __init__(self, source: Source, batch_size: int, *, seed: int):
+    if batch_size < 1:
+      raise ValueError(f"a batch size of {batch_size}")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._process_index, self._process_count = process_index, process_count
     self._contents = _contents(source)
     self._start(0)
 
@@ -216,8 +204,6 @@ class Batches:
     dataset = shuffled[0]
     if len(shuffled) > 1:
       dataset = grain.MapDataset.mix(shuffled, self._source.weights)
-    if self._process_count > 1:
-      dataset = dataset[self._process_index :: self._process_count]
     # Prompts are in memory or cheap to make: threads that read ahead would only add latency.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._prompts = iter(dataset.to_iter_dataset(options))

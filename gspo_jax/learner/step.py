@@ -1,4 +1,4 @@
-"""The update: log-probabilities, objective, gradient over micro-batches, Optax, metrics."""
+"""The update: log-probabilities, gradient over micro-batches, Optax, metrics."""
 
 import dataclasses
 import functools
@@ -13,97 +13,12 @@ from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
+from gspo_jax.learner.objective import ObjectiveConfig, clipped_tokens, policy_loss
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch, TrainState
-
-# name -> loss; all take (logp, old_logp, advantage, mask) and the options of objectives.terms.
-OBJECTIVES = dict(
-  gspo=O.gspo_loss,
-  gspo_token=O.gspo_token_loss,
-  grpo=O.grpo_loss,
-  ppo_clip=O.ppo_loss,  # with group-relative advantages instead of a critic's
-  dapo=O.dapo_loss,
-  dr_grpo=O.dr_grpo_loss,
-  cispo=O.cispo_loss,
-  gmpo=O.gmpo_loss,
-  segment=O.segment_loss,  # a ratio per turn; also takes segment_BT
-)
-BY_TOKEN = ("gspo_token", "ppo_clip", "segment")  # whose advantages may differ between turns
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectiveConfig:
-  name: str  # one of OBJECTIVES
-  clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-  clip_high: float
-  dual_clip: float  # bound on the ratio for negative advantages, not cispo or gmpo; 0: none
-  max_length: int  # dr_grpo divides every response by it: sampling.max_new_tokens
-  advantage: str  # group_advantages: "std" | "none" | "leave_one_out"
-  old_logp: str  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
-  kl_coef: float  # penalty on KL(policy || cold start); 0: no reference policy is kept
-  kl: str  # its estimate: "k1" | "k2" | "k3"
-  entropy_coef: float  # reward for entropy
-  load_balance_coef: float  # router auxiliary loss
-  replay: str  # Routing Replay: "none" | "R2": what the recomputation chose | "R3": the sampler
-  volatility: bool  # record routes when the rollout is made, for router/volatility/*
-
-  def __post_init__(self):
-    for key, allowed in dict(
-      name=tuple(OBJECTIVES),
-      advantage=("std", "none", "leave_one_out"),
-      old_logp=("sampler", "recompute"),
-      kl=("k1", "k2", "k3"),
-      replay=("none", "R2", "R3"),
-    ).items():
-      if getattr(self, key) not in allowed:
-        raise ValueError(
-          f"objective.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}"
-        )
-    for key in ("clip_low", "clip_high", "dual_clip", "kl_coef", "load_balance_coef"):
-      if getattr(self, key) < 0:
-        raise ValueError(f"objective.{key}={getattr(self, key)} must not be negative")
-    if self.replay == "R2" and self.old_logp != "recompute":
-      raise ValueError(
-        f"objective.replay='R2' replays what the recomputation pass chose, which "
-        f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
-      )
-
-  @property
-  def needs_sampler_routing(self) -> bool:
-    return self.replay == "R3" or self.volatility
-
-
-def policy_loss(
-  config: ObjectiveConfig, logp_BT: jax.Array, entropy_BT: jax.Array, batch: TrainBatch
-) -> tuple[Mean, dict[str, Any]]:
-  """The configured objective as undivided sums."""
-  options = dict(entropy_BT=entropy_BT, entropy_coef=config.entropy_coef)
-  if config.kl_coef:
-    options |= dict(ref_logp_BT=batch.ref_logp_BT, kl=config.kl, kl_coef=config.kl_coef)
-  if config.dual_clip:
-    options |= dict(dual_clip=config.dual_clip)
-  if config.name == "dr_grpo":
-    options |= dict(max_length=config.max_length)
-  if config.name == "segment":
-    no_turns = batch.turn_BT is None
-    options |= dict(segment_BT=jnp.zeros_like(batch.tokens_BT) if no_turns else batch.turn_BT)
-  advantage = batch.advantage_B
-  if config.name in BY_TOKEN:
-    advantage = batch.advantage_BT
-    if advantage is None:
-      advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
-  return OBJECTIVES[config.name].sums(
-    logp_BT,
-    batch.old_logp_BT,
-    advantage,
-    batch.mask_BT,
-    clip_low=config.clip_low,
-    clip_high=config.clip_high,
-    **options,
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +36,7 @@ class Learner:
   # Of rollouts: as many sequences begin with the same prompt, and so many tokens it has at most.
   group_size: int = 1
   prompt_tokens: int = 0
+  response_tokens: int = 0  # and a response: what some objectives divide by
 
 
 def log_probs(
@@ -195,6 +111,22 @@ def make_old_policy(
   return jax.jit(by_part(old_policy, learner))
 
 
+def make_review(
+  learner: Learner, objective: ObjectiveConfig
+) -> Callable[[Any, TrainBatch], dict[str, jax.Array]]:
+  """A jitted pass without gradient, for dumps of rollouts: `logp_BT` under these parameters, as an
+  update computes it, and `clipped_BT`, the tokens that its loss would clip there. [B, T] each."""
+
+  def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
+    rows = rows_of(batch, learner)
+    replay_RTlk = routes_to_replay(rows, objective.replay)
+    logp_BT, entropy_BT, _ = log_probs(params, rows, learner, replay_RTlk)
+    clipped_BT = clipped_tokens(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
+    return dict(logp_BT=logp_BT, clipped_BT=clipped_BT)
+
+  return jax.jit(by_part(review, learner))
+
+
 def by_part(function: Callable, learner: Learner) -> Callable:
   """`function(params, batch)`, a tree of arrays [B, ...], with no more rows at once than an update
   takes, should the batch be packed."""
@@ -238,7 +170,7 @@ def make_rl_step(
     rows = rows_of(batch, learner)
     replay_RTlk = routes_to_replay(rows, objective.replay)
     logp_BT, entropy_BT, out = log_probs(params, rows, learner, replay_RTlk)
-    total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch)
+    total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)

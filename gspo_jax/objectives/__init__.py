@@ -20,6 +20,7 @@ from gspo_jax.objectives.corrections import (
   off_policy_mask,
   truncated_weight,
 )
+from gspo_jax.objectives.critic import value_loss
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.length_penalty import overlong_penalty, token_cost
 from gspo_jax.objectives.losses import (
@@ -31,7 +32,7 @@ from gspo_jax.objectives.losses import (
   ppo_loss,
   segment_loss,
 )
-from gspo_jax.objectives.other_losses import cispo_loss, gmpo_loss, sapo_loss, spo_loss, value_loss
+from gspo_jax.objectives.other_losses import cispo_loss, gmpo_loss, sapo_loss, spo_loss
 from gspo_jax.objectives.ratios import gspo_token_ratio, segment_ratio, sequence_ratio, token_ratio
 from gspo_jax.objectives.reductions import (
   EffectiveSize,
@@ -45,6 +46,20 @@ from gspo_jax.objectives.reductions import (
   merge,
   psum,
   reduced,
+)
+
+# The name of each policy loss in a configuration. Each declares its options (terms.policy_loss).
+POLICY_LOSSES = dict(
+  gspo=gspo_loss,
+  gspo_token=gspo_token_loss,
+  segment=segment_loss,
+  grpo=grpo_loss,
+  ppo_clip=ppo_loss,  # with group-relative advantages instead of a critic's
+  dapo=dapo_loss,
+  dr_grpo=dr_grpo_loss,
+  cispo=cispo_loss,
+  gmpo=gmpo_loss,
+  sapo=sapo_loss,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The clipped policy losses: GSPO, GSPO-token, segments, GRPO, DAPO, Dr. GRPO and PPO.
 
-Each is the negated objective, to be minimised, and returns (loss, metrics); its `.sums` returns the
-same undivided (reductions.py). In all of them:
+Each is the negated objective, to be minimised, and returns (loss, metrics). It declares its options
+and what it clips, and gives its sums undivided (`terms.policy_loss`). In all of them:
 
 - logp_BT is differentiated; old log-probabilities, advantages and weights are constants.
 - Masked positions may hold anything. A response without unmasked tokens does not count.
@@ -10,7 +10,7 @@ same undivided (reductions.py). In all of them:
 - ValueError or TypeError name the argument whose shape, dtype or value is wrong.
 """
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens, spread
-from gspo_jax.objectives.reductions import Mean, Metrics, reduced
-from gspo_jax.objectives.terms import Options
+from gspo_jax.objectives.reductions import Mean
+from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Options, Sums, policy_loss
 
 
-@reduced
+@policy_loss(levels=BY_RESPONSE)
 def gspo_loss(
   logp_BT,
   old_logp_BT,
@@ -34,7 +34,7 @@ def gspo_loss(
   length_exponent=1.0,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
 
@@ -60,10 +60,11 @@ def gspo_loss(
   counts_BU = jax.tree.map(lambda flag_BU: flag_BU * length_BU, clipped_BU)
   metrics = batch.metrics | terms.clip_metrics(counts_BU, tokens)
   metrics |= terms.ratio_metrics(log_ratio_BU, length_BU > 0)
-  return Mean(loss, tokens.responses()), metrics
+  clipped_BX = jax.tree.map(lambda flag_BU: spread(flag_BU, tokens.response_BT), clipped_BU)
+  return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BX, tokens)
 
 
-@reduced
+@policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
 def gspo_token_loss(
   logp_BT,
   old_logp_BT,
@@ -75,7 +76,7 @@ def gspo_token_loss(
   length_exponent=1.0,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
   s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)].
 
@@ -87,13 +88,13 @@ def gspo_token_loss(
   Differs: `length_exponent` as in `gspo_loss`.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
-  loss_BT, _, metrics = _segment_loss(
+  loss_BT, _, metrics, clipped_BT = _segment_loss(
     batch, batch.tokens.response_BT, clip_low, clip_high, dual_clip, length_exponent
   )
-  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics
+  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, clipped_BT
 
 
-@reduced
+@policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
 def segment_loss(
   logp_BT,
   old_logp_BT,
@@ -102,13 +103,13 @@ def segment_loss(
   segment_BT,
   clip_low=3e-4,
   clip_high=4e-4,
-  aggregate="sequence",
+  aggregate: Literal["sequence", "segment", "token", "constant"] = "sequence",
   *,
   max_length=None,
   length_exponent=1.0,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
 
@@ -126,19 +127,20 @@ def segment_loss(
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
-  loss_BT, length_BX, metrics = _segment_loss(
+  loss_BT, length_BX, metrics, clipped_BT = _segment_loss(
     batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent
   )
   if aggregate not in ("sequence", "segment"):
-    return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
+    return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
   segments_BU = jnp.round(batch.tokens.sums(1 / length_BX))  # each token's share of its segment
   loss_BU = batch.tokens.sums(loss_BT / length_BX)
   if aggregate == "segment":
-    return Mean(loss_BU.sum(), segments_BU.sum()), metrics
-  return Mean((loss_BU / jnp.maximum(segments_BU, 1)).sum(), batch.tokens.responses()), metrics
+    return Mean(loss_BU.sum(), segments_BU.sum()), metrics, clipped_BT
+  loss_BU /= jnp.maximum(segments_BU, 1)
+  return Mean(loss_BU.sum(), batch.tokens.responses()), metrics, clipped_BT
 
 
-@reduced
+@policy_loss(levels=BY_TOKEN)
 def grpo_loss(
   logp_BT,
   old_logp_BT,
@@ -146,12 +148,12 @@ def grpo_loss(
   mask_BT,
   clip_low=0.2,
   clip_high=0.27,
-  aggregate="sequence",
+  aggregate: Literal["sequence", "token", "constant"] = "sequence",
   *,
   max_length=None,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/G Σ_i 1/|y_i| Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
   w_it = π_θ(y_it)/π_old(y_it).
 
@@ -162,11 +164,11 @@ def grpo_loss(
   Reference: arXiv:2402.03300; as restated in arXiv:2507.18071, Eq. 2 and 3, ranges from its §5.1.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
+  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), *rest
 
 
-@reduced
+@policy_loss(levels=BY_TOKEN)
 def dapo_loss(
   logp_BT,
   old_logp_BT,
@@ -177,7 +179,7 @@ def dapo_loss(
   *,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
   The mean over tokens rather than responses, and the wider upper range. Dynamic sampling is the
@@ -187,11 +189,11 @@ def dapo_loss(
   Reference: arXiv:2503.14476.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, "token"), metrics
+  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, "token"), *rest
 
 
-@reduced
+@policy_loss(levels=BY_TOKEN)
 def dr_grpo_loss(
   logp_BT,
   old_logp_BT,
@@ -203,7 +205,7 @@ def dr_grpo_loss(
   max_length,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
   L is `max_length`, a constant: dividing by |y_i| instead favours short right and long wrong
@@ -213,11 +215,11 @@ def dr_grpo_loss(
   Reference: arXiv:2503.20783.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, "constant", max_length), metrics
+  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, "constant", max_length), *rest
 
 
-@reduced
+@policy_loss(levels=BY_TOKEN, by_token=True)
 def ppo_loss(
   logp_BT,
   old_logp_BT,
@@ -225,12 +227,12 @@ def ppo_loss(
   mask_BT,
   clip_low=0.2,
   clip_high=0.2,
-  aggregate="sequence",
+  aggregate: Literal["sequence", "token", "constant"] = "sequence",
   *,
   max_length=None,
   dual_clip=None,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
 
   `grpo_loss` but for where its advantages come from (`gae`) and the ranges.
@@ -239,12 +241,12 @@ def ppo_loss(
   Reference: arXiv:1707.06347; as restated in arXiv:2507.18071, Eq. 1, with a mean per response.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
-  loss_BT, metrics = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics
+  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), *rest
 
 
 def _token_loss(batch, clip_low, clip_high, dual_clip):
-  """The clipped loss of each token with a ratio of its own, [B,T], and the metrics."""
+  """The clipped loss of each token with a ratio of its own, [B,T], the metrics, what is clipped."""
   ratio_BT, clipped_BT = terms.clip(
     ratios.bounded_exp(batch.log_ratio_BT),
     stop_gradient(batch.log_ratio_BT),
@@ -255,11 +257,13 @@ def _token_loss(batch, clip_low, clip_high, dual_clip):
   )
   metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
   metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, batch.tokens), batch.tokens)
-  return terms.token_loss(batch, batch.advantage_BX * ratio_BT), metrics
+  loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
+  return loss_BT, metrics, terms.either(clipped_BT, batch.tokens)
 
 
 def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent):
-  """The clipped loss of each token with its segment's ratio, the segment's length, the metrics."""
+  """The clipped loss of each token with its segment's ratio, the segment's length, metrics, what is
+  clipped."""
   mask_BT = batch.tokens.mask_BT
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, mask_BT, segment_BT, length_exponent
@@ -276,4 +280,5 @@ def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_expo
   )
   metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, length_BU > 0)
   metrics |= terms.clip_metrics(terms.token_counts(clipped_BX, batch.tokens), batch.tokens)
-  return terms.token_loss(batch, batch.advantage_BX * ratio_BT), length_BX, metrics
+  loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
+  return loss_BT, length_BX, metrics, terms.either(clipped_BX, batch.tokens)

@@ -1,4 +1,4 @@
-"""Losses that bound the update in another way than by clipping the objective; and PPO's critic.
+"""Losses that bound the update in another way than by clipping the objective.
 
 What the head of losses.py says of the arguments holds here too.
 """
@@ -12,10 +12,17 @@ from jax.nn import sigmoid
 from gspo_jax.objectives import aggregation, checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens
 from gspo_jax.objectives.reductions import Mean, Metrics, reduced
-from gspo_jax.objectives.terms import Clipped, Options
+from gspo_jax.objectives.terms import (
+  BY_RESPONSE,
+  BY_TOKEN,
+  Clipped,
+  Options,
+  Sums,
+  policy_loss,
+)
 
 
-@reduced
+@policy_loss(levels=BY_TOKEN)
 def cispo_loss(
   logp_BT,
   old_logp_BT,
@@ -24,7 +31,7 @@ def cispo_loss(
   clip_low=None,
   clip_high=0.27,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
 
   REINFORCE with clipped importance weights: tokens outside the range keep a gradient. `clip_low`
@@ -44,13 +51,14 @@ def cispo_loss(
     low_BT = log_ratio_BT < jnp.log1p(-jnp.minimum(clip_low, 1))
     ratio_BT = jnp.where(low_BT, 1 - clip_low, ratio_BT)
   objective_BT = ratios.finite(ratio_BT * batch.advantage_BX) * ratios.difference(batch.logp_BT, 0)
-  counts_BU = terms.token_counts(Clipped(high_BT, low_BT, None), batch.tokens)
+  clipped_BT = Clipped(high_BT, low_BT, None)
   metrics = batch.metrics | terms.ratio_metrics(log_ratio_BT, batch.tokens.mask_BT)
-  metrics |= terms.clip_metrics(counts_BU, batch.tokens)
-  return aggregate_tokens(terms.token_loss(batch, objective_BT), batch.tokens, "token"), metrics
+  metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, batch.tokens), batch.tokens)
+  total = aggregate_tokens(terms.token_loss(batch, objective_BT), batch.tokens, "token")
+  return total, metrics, terms.either(clipped_BT, batch.tokens)
 
 
-@reduced
+@policy_loss(levels=BY_RESPONSE)
 def gmpo_loss(
   logp_BT,
   old_logp_BT,
@@ -59,7 +67,7 @@ def gmpo_loss(
   clip_low=0.4,
   clip_high=0.4,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ), where c_it is log w_it bounded before the mean:
   min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
 
@@ -90,10 +98,10 @@ def gmpo_loss(
     loss += tokens.means(batch.penalty_BT).sum()
   metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, live_BU)
   metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, tokens), tokens)
-  return Mean(loss, tokens.responses()), metrics
+  return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BT, tokens)
 
 
-@reduced
+@policy_loss(levels=BY_TOKEN)
 def sapo_loss(
   logp_BT,
   old_logp_BT,
@@ -102,11 +110,12 @@ def sapo_loss(
   tau_pos=1.0,
   tau_neg=1.05,
   **options: Unpack[Options],
-) -> tuple[Mean, Metrics]:
+) -> Sums:
   """J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
   τ = tau_pos for Â > 0 and tau_neg otherwise.
 
-  A soft gate in the place of the clip: f' = 4 σ(1 − σ) is 1 at w = 1 and falls off on both sides.
+  A soft gate in the place of the clip: f' = 4 σ(1 − σ) is 1 at w = 1 and falls off on both sides;
+  nothing counts as clipped.
   The value has no meaning of its own: f(1) = 2/τ.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
@@ -122,7 +131,8 @@ def sapo_loss(
   gate_BT = 1 - sigmoid(tau_BX * (1 - ratios.bounded_exp(batch.log_ratio_BT)))
   loss_BT = terms.token_loss(batch, scale_BX * gate_BT * batch.advantage_BX)
   metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
-  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics
+  nowhere_BT = jnp.zeros_like(batch.tokens.mask_BT)
+  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, nowhere_BT
 
 
 @reduced
@@ -156,44 +166,3 @@ def spo_loss(
     "spo/error": Mean(stop_gradient(error_BU).sum(), number),
   }
   return Mean((error_BU**2).sum(), number), metrics
-
-
-@reduced
-def value_loss(
-  value_BT,
-  old_value_BT,
-  return_BT,
-  mask_BT,
-  clip=0.2,
-  aggregate="token",
-  *,
-  max_length=None,
-  response_BT=None,
-) -> tuple[Mean, Metrics]:
-  """L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
-
-  The critic's loss of PPO; `clip` None is the plain squared error.
-
-  Shapes: [B,T] ×4 -> scalar.
-  Reference: arXiv:2005.12729 (its code-level optimisations; arXiv:1707.06347 does not clip values).
-  """
-  value_BT = checks.log_probs(value_BT, "value_BT")
-  dtype = value_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, value_BT.shape, dtype)
-  value_BT = checks.tokens(value_BT, "value_BT", tokens.mask_BT, dtype)
-  old_value_BT = checks.constant(old_value_BT, "old_value_BT", tokens.mask_BT, dtype, ("BT",))
-  return_BT = checks.constant(return_BT, "return_BT", tokens.mask_BT, dtype, ("BT",))
-  error_BT = ratios.difference(value_BT, return_BT)
-  clipped_BT = jnp.zeros_like(tokens.mask_BT)
-  if clip is not None:
-    checks.require(clip >= 0, "clip must not be negative")
-    near_BT = jnp.clip(value_BT, old_value_BT - clip, old_value_BT + clip)
-    near_error_BT = ratios.difference(near_BT, return_BT)
-    clipped_BT = abs(near_error_BT) > abs(error_BT)
-    error_BT = jnp.where(clipped_BT, near_error_BT, error_BT)
-  metrics = {
-    "clip_fraction/value": Mean(clipped_BT.sum(dtype=dtype), tokens.number()),
-    "value/mean": Mean(stop_gradient(value_BT).sum(), tokens.number()),
-    "return/mean": Mean(return_BT.sum(), tokens.number()),
-  }
-  return aggregate_tokens(0.5 * error_BT**2, tokens, aggregate, max_length), metrics

@@ -1,6 +1,10 @@
-"""What the policy losses share: their arguments, the clip gate, the penalties and the metrics."""
+"""What the policy losses share: how they are declared, their arguments, the clip gate, the
+penalties and the metrics."""
 
-from typing import NamedTuple, TypedDict
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypedDict, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +14,16 @@ from jax.lax import stop_gradient
 from gspo_jax.objectives import aggregation, checks, ratios
 from gspo_jax.objectives.aggregation import Tokens
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
-from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std
+from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
 _KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+# Levels of importance correction (corrections.py): a loss with a ratio per response, or one weight
+# for all of it, takes the first two; a loss with a ratio per token all three.
+BY_RESPONSE = ("geometric", "sequence")
+BY_TOKEN = ("token", "sequence", "geometric")
+
+Sums = tuple[Mean, Metrics, Array]  # the loss undivided, its metrics, and what is clipped [B, T]
 
 
 class Options(TypedDict, total=False):
@@ -25,6 +36,41 @@ class Options(TypedDict, total=False):
   kl_coef: float  # its factor (default 0)
   entropy_BT: Array  # the policy's entropy at each token
   entropy_coef: float  # the factor of the reward for it (default 0)
+
+
+def policy_loss(*, levels: tuple[str, ...], by_token: bool = False) -> Callable:
+  """Declares a policy loss, which is written as a function that returns `Sums`.
+
+  Called, it returns (scalar, dict of scalars). A trainer reads of it:
+
+    sums        the same arguments -> (Mean, metrics), undivided (reductions.py)
+    clipped     the same arguments -> bool [B, T]: tokens whose ratio a bound has replaced, so that
+                they have no gradient (in `cispo_loss`: a bounded one)
+    options     {name: published default} of the numbers and words it takes, KL and entropy included
+    choices     {name: words allowed} of those that are words
+    by_token    whether it is made for advantages that differ between the tokens of a response
+    levels      of importance correction that it may be weighted by, its own first
+  """
+
+  def declare(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def sums(*args, **kwargs) -> tuple[Mean, Metrics]:
+      return function(*args, **kwargs)[:2]
+
+    @functools.wraps(function)
+    def clipped(*args, **kwargs) -> Array:
+      return function(*args, **kwargs)[2]
+
+    own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
+    options = [p for p in (*own, *shared) if p.default is not p.empty and "_BT" not in p.name]
+    loss = reduced(sums)
+    loss.clipped = clipped
+    loss.options = {p.name: p.default for p in options}
+    loss.choices = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
+    loss.by_token, loss.levels = by_token, levels
+    return loss
+
+  return declare
 
 
 class Batch(NamedTuple):
@@ -103,6 +149,12 @@ def clip(ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None) -> tu
   return jnp.where(dual, dual_clip, ratio), Clipped(high, low, dual)
 
 
+def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
+  """Tokens whose ratio any of the bounds has replaced, bool [B, T]."""
+  flags = [flag_BX for flag_BX in clipped_BX if flag_BX is not None]
+  return functools.reduce(jnp.logical_or, flags) & tokens.mask_BT
+
+
 def token_counts(clipped_BX: Clipped, tokens: Tokens) -> Clipped:
   """How many tokens of each response are clipped, [B, U], from flags of tokens."""
   dtype = tokens.length_BU.dtype
@@ -156,7 +208,7 @@ def _penalty(
   tokens,
   *,
   ref_logp_BT=None,
-  kl="k3",
+  kl: Literal["k1", "k2", "k3"] = "k3",
   kl_coef=0.0,
   entropy_BT=None,
   entropy_coef=0.0,

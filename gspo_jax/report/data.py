@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_jax.report.figures import SECTIONS, STAGES, Figure, Line, Section
 from gspo_jax.runs import metrics
+from gspo_jax.runs.progress import clock_text
 
 Row = dict[str, Any]
 ByPhase = Mapping[str, Sequence[Row]]
@@ -42,15 +43,22 @@ class Run:
 
 def describe(runs: Sequence[Run]) -> Row:
   """Everything on the page but the responses."""
-  by_phases = [join_steps(run.rows) for run in runs]
-  titles = {"sft": "Cold start", "rl": _objective(runs)}
-  described = [describe_run(run, by_phase, titles) for run, by_phase in zip(runs, by_phases)]
+  by_phases = [
+    {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
+    for run in runs
+  ]
+  titles = {"sft": "Cold start", "rl": _objective(runs), "eval": "Evaluation"}
   names = [run.name for run in runs]
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
+  found = {phase: [step for one in by_phases for step in _ends(one[phase])] for phase in titles}
   return {
     "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
-    "runs": described,
-    "phases": join_phases([run["phases"] for run in described], titles),
+    "runs": [describe_run(run, by_phase, titles) for run, by_phase in zip(runs, by_phases)],
+    "phases": {
+      phase: {"title": titles[phase], "from": min(steps), "to": max(steps)}
+      for phase, steps in found.items()
+      if steps
+    },
     "differences": {
       "settings": differences([run.flat for run in runs]),
       "code": differences([_code(run.provenance) for run in runs]),
@@ -64,6 +72,11 @@ def _objective(runs: Sequence[Run]) -> str:
   return names.pop() if len(names) == 1 else "RL"
 
 
+def _ends(rows: Sequence[Row]) -> list[int]:
+  """The first and the last step, if there is any."""
+  return [rows[0]["step"], rows[-1]["step"]] if rows else []
+
+
 def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
   """What the page says of one run without its charts."""
   return {
@@ -74,59 +87,36 @@ def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
     "headline": headline(by_phase, titles),
     "warnings": list(warnings(by_phase)),
     "phases": {
-      phase: {"from": rows[0]["step"], "to": rows[-1]["step"]}
-      for phase, rows in by_phase.items()
-      if rows
+      phase: dict(zip(("from", "to"), _ends(rows))) for phase, rows in by_phase.items() if rows
     },
-  }
-
-
-def join_steps(rows: Sequence[Row]) -> dict[str, list[Row]]:
-  """The rows of each training phase by step, those of one step (say, its evaluation) joined."""
-  joined: dict[str, dict[int, Row]] = {phase: {} for phase in metrics.PHASES}
-  for row, phase in zip(rows, metrics.training_phases(rows)):
-    joined[phase].setdefault(row["step"], {}).update(row)
-  return {phase: [steps[step] for step in sorted(steps)] for phase, steps in joined.items()}
-
-
-def join_phases(phases: Sequence[Mapping[str, Row]], titles: Mapping[str, str]) -> Row:
-  """The steps of each phase over all runs."""
-  found = {phase: [one[phase] for one in phases if phase in one] for phase in metrics.PHASES}
-  return {
-    phase: {
-      "title": titles[phase],
-      "from": min(one["from"] for one in ones),
-      "to": max(one["to"] for one in ones),
-    }
-    for phase, ones in found.items()
-    if ones
   }
 
 
 def headline(by_phase: ByPhase, titles: Mapping[str, str]) -> list[Row]:
   """The figures on top: accuracy before and after the RL, steps, time."""
-  sft, rl = by_phase["sft"], by_phase["rl"]
   items = []
   for key, label in (("eval/accuracy", "Held-out accuracy, avg@k"), ("eval/greedy", "Greedy")):
-    trained = [row[key] for row in rl if row.get(key) is not None]
-    cold = [row[key] for row in sft if row.get(key) is not None]
-    # Before the RL: measured at its step 0, or else at the end of the cold start.
-    at_zero = any(row["step"] == 0 and row.get(key) is not None for row in rl)
-    if trained:
-      before = trained[0] if at_zero or not cold else cold[-1]
-      items.append({"label": label, "before": before, "after": trained[-1]})
-    elif cold:
-      items.append({"label": f"{label}, cold start", "after": cold[-1]})
-  rewards = [row["reward/mean"] for row in rl if row.get("reward/mean") is not None]
+    rl, alone = (_known(by_phase[phase], key) for phase in ("rl", "eval"))
+    if rl:  # the first one is that of step 0
+      items.append({"label": label, "before": rl[0], "after": rl[-1]})
+    elif alone:
+      items.append({"label": label, "after": alone[-1]})
+  rewards = _known(by_phase["rl"], "reward/mean")
   if rewards and not items:
     items.append({"label": "Reward", "value": f"{rewards[0]:.3g} → {rewards[-1]:.3g}"})
-  for rows, phase in ((rl, "rl"), (sft, "sft")):
-    if rows:
+  for phase in ("rl", "sft"):
+    if rows := by_phase[phase]:
       items.append({"label": f"{titles[phase]} steps", "value": f"{rows[-1]['step']:,}"})
-  times = [v for row in (*sft, *rl) for k, v in row.items() if k.startswith("time/") and v]
+  times = [
+    v for row in by_phase["rl"] for k, v in row.items() if re.fullmatch("time/[^/]+", k) and v
+  ]
   if times:
-    items.append({"label": "Time in stages", "value": metrics.clock_text(sum(times))})
+    items.append({"label": "Time in stages", "value": clock_text(sum(times))})
   return items
+
+
+def _known(rows: Sequence[Row], key: str) -> list[float]:
+  return [row[key] for row in rows if row.get(key) is not None]
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
@@ -191,8 +181,8 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
     for key, _ in _expand(pattern, keys[phase])
   }
   other = [
-    Figure(key, "", (phase,), (Line(key, "", color),))
-    for phase, color in (("rl", "blue"), ("sft", "amber"))
+    Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
+    for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
     for key in sorted(keys[phase] - {"phase", "step"})
     if (phase, key) not in named and not _undrawn(phase, key)
   ]
@@ -267,7 +257,7 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
   """(metric, what the braces stand for) for each metric that a pattern names."""
   if "{" not in pattern:
     return [(pattern, "")] if pattern in keys else []
-  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"(.+)")
+  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
   pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
   if "{i}" in pattern:
     return sorted(pairs, key=lambda pair: int(pair[1]))
@@ -299,29 +289,21 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
       yield f"{prefix}{key}", value
 
 
-SUMMARY = (
-  (r"objective\.name", "{}"),
-  (r"clip_low", "clip −{}"),
-  (r"clip_high", "+{}"),
-  (r"model\.(name|size)", "{}"),
-  (r"prompts(_per_step)?|batch_size", "{} prompts"),
-  (r"group_size", "{} responses each"),
-  (r"mini_?batches", "{} mini-batches"),
-  (r"learning_rate", "learning rate {}"),
-  (r"seed", "seed {}"),
-)
+SUMMARY = {
+  "objective.name": "{}",
+  "objective.clip_low": "clip −{}",
+  "objective.clip_high": "+{}",
+  "rl.prompts": "{} prompts",
+  "rl.group_size": "{} responses each",
+  "rl.minibatches": "{} mini-batches",
+  "rl_optimizer.learning_rate": "learning rate {}",
+  "seed": "seed {}",
+}
 
 
 def summarize(flat: Mapping[str, Any]) -> list[str]:
-  """The settings that tell one run from another, for those that the config names."""
-  found = []
-  for pattern, text in SUMMARY:
-    keys = [key for key in flat if re.search(rf"(^|\.)({pattern})$", key)]
-    # The cold start has settings of the same names; the RL ones tell the run.
-    keys.sort(key=lambda key: key.startswith("sft"))
-    if keys and not isinstance(flat[keys[0]], list | tuple) and flat[keys[0]] is not None:
-      found.append(text.format(_text(flat[keys[0]])))
-  return found
+  """The settings that tell one run from another, for those that the config has."""
+  return [text.format(flat[key]) for key, text in SUMMARY.items() if flat.get(key) is not None]
 
 
 def _round(value: float | None) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any
 from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics
+from gspo_jax.runs.files import write_whole
 
 Row = dict[str, Any]
 
@@ -32,7 +33,6 @@ def write_report(
   """Writes the report of a run, whole or not at all; returns its path (DIR/report.html)."""
   workdir = Path(workdir)
   run = _read_run(workdir, workdir.resolve().name)
-  run = Run(str(run.config.get("name", run.name)), run.rows, run.config)
   return _write([run], [workdir], max_rollouts, output or workdir / "report.html")
 
 
@@ -76,10 +76,7 @@ def _write(
 ) -> Path:
   output = Path(output)
   rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
-  temporary = output.with_name(output.name + ".tmp")
-  with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-    file.write(render(describe(runs), rollouts))
-  os.replace(temporary, output)
+  write_whole(output, [render(describe(runs), rollouts)])
   return output
 
 

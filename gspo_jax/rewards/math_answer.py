@@ -7,12 +7,14 @@ processes that can be killed. A verifier that hangs or dies must not look like a
 `Outcome` has five values.
 """
 
+import contextlib
 import enum
 import fractions
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from gspo_jax.rewards import pool
 
@@ -27,6 +29,16 @@ class Outcome(enum.StrEnum):
   UNPARSABLE = "unparsable"  # no answer found, or one that is not mathematics
   TIMEOUT = "timeout"  # of the verifier
   CRASH = "crash"  # of the verifier
+
+
+OUTCOMES = tuple(Outcome)
+
+
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  with MathVerifier(config.workers, config.time_limit_s) as verifier:
+    yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
 
 
 class MathVerifier:

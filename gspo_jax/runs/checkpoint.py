@@ -17,7 +17,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from gspo_jax.runs import preemption
@@ -220,13 +219,3 @@ def save_state(directory: str | Path, state: Any) -> None:
 def restore_state(directory: str | Path, like: Any) -> Any:
   with ocp.StandardCheckpointer() as reader:
     return reader.restore(epath.Path(directory).absolute(), like)
-
-
-def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  """ShapeDtypeStructs on real devices: `jax.eval_shape` leaves them on an abstract mesh."""
-
-  def one(x):
-    pspec = getattr(x.sharding, "spec", jax.P())
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, pspec))
-
-  return jax.tree.map(one, tree)

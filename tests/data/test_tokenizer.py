@@ -77,7 +77,7 @@ def test_plain_template_leaves_other_braces_alone():
   tok = tokenizer.ByteTokenizer()
   template = "Q: {question}\nAnswer in \\boxed{}: "
   assert tok.render("{1, 2}?", template=template) == "Q: {1, 2}?\nAnswer in \\boxed{}: "
-  assert tok.render("a", system="s") == "s\na"
+  assert tok.chat([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]) == "s\na"
 
 
 def test_hf_round_trip_and_ids(checkpoint):
@@ -95,12 +95,12 @@ def test_hf_round_trip_and_ids(checkpoint):
 
 def test_hf_chat_template(checkpoint):
   tok = tokenizer.load(str(checkpoint))
-  text = tok.render("1 < 2?", system="Be brief.", template="{question} Use \\boxed{}.")
-  assert text == (
-    "<|im_start|>system\nBe brief.<|im_end|>\n"
-    "<|im_start|>user\n1 < 2? Use \\boxed{}.<|im_end|>\n"
-    "<|im_start|>assistant\n"
-  )
+  text = tok.render("1 < 2?", template="{question} Use \\boxed{}.")
+  user = "<|im_start|>user\n1 < 2? Use \\boxed{}.<|im_end|>\n"
+  assert text == f"{user}<|im_start|>assistant\n"
+  system = {"role": "system", "content": "Be brief."}
+  text = tok.chat([system, {"role": "user", "content": "1 < 2? Use \\boxed{}."}])
+  assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{user}<|im_start|>assistant\n"
   ids = tok.encode(text)
   assert ids[0] == 1 and ids.count(2) == 2  # special tokens are single ids
 

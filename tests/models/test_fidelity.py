@@ -79,7 +79,7 @@ CASES = dict(
     decoder_sparse_step=2,
     mlp_only_layers=[1],
   ),
-  gemma3=lambda: gemma("Gemma3Text", 3, 8),
+  gemma3=lambda: gemma("Gemma3Text", 3, 7),
   gemma3_bound_gqa8=lambda: gemma(
     "Gemma3Text",
     2,

@@ -10,6 +10,7 @@ import optax
 
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
 from gspo_jax.run import new_state
@@ -22,12 +23,10 @@ MODELS = dict(
 )
 B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4
 LENGTHS = (5, 20, 3, 0, 9, 4, 12, 6, 4, 3, 7, 5, 10, 3, 4, 6)  # 101 tokens: 6 rows, 2 micro-batches
-GSPO = train_step.ObjectiveConfig(
+GSPO = ObjectiveConfig(
   name="gspo",
   clip_low=0.1,
   clip_high=0.1,
-  dual_clip=0.0,
-  max_length=T,
   advantage="std",
   old_logp="recompute",
   kl_coef=0.1,

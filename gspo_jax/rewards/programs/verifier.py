@@ -16,7 +16,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspo_jax.rewards.programs import cases
@@ -53,13 +53,24 @@ class Outcome(enum.StrEnum):
   CRASH = "crash"  # of the verifier
 
 
+OUTCOMES = tuple(Outcome)
+
+
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """A `CodeVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  limits = Limits.of(config.time_limit_s, config.memory_mb)
+  with CodeVerifier(config.workers, limits, config.isolation) as verifier:
+    yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
+
+
 class CodeVerifier:
   """Scores responses that hold programs.
 
   Args:
     workers: candidates that run at the same time.
     limits: what a test may use.
-    isolation: one of `sandbox_process.ISOLATIONS`; "auto" takes the strongest that works, and
+    isolation: one of `process.ISOLATIONS`; "auto" takes the strongest that works, and
       never "none".
     stop_early: leave out the tests after the first failure, as LiveCodeBench does.
 

@@ -1,0 +1,294 @@
+"""Section `objective` of a configuration, and the policy loss that it describes.
+
+What a loss can be told is what it declares (`objectives.terms.policy_loss`): every option that one
+of them declares is a key of the section, and a loss that does not have it refuses it.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import objectives as O
+from gspo_jax.objectives.reductions import Mean, Metrics
+from gspo_jax.structs import TrainBatch
+
+LOSSES = O.POLICY_LOSSES
+CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
+SEGMENT_UNITS = ("turn", "line", "tokens")
+
+LEAST = dict(dual_clip=1.0, entropy_coef=-math.inf)  # value of an option; of all others 0
+POSITIVE = ("tau_pos", "tau_neg", "correction.cap")
+
+
+def options_of(name: str) -> dict[str, Any]:
+  """What loss `name` can be told in a configuration, and its published default.
+
+  Not `max_length`, which is `sampling.max_new_tokens`.
+  """
+  loss = LOSSES[name]
+  options = {key: default for key, default in loss.options.items() if key != "max_length"}
+  if "segment_BT" in inspect.signature(loss).parameters:
+    options |= dict(segment_unit="turn", segment_tokens=None)
+  return options
+
+
+def with_options(cls: type) -> type:
+  """Adds a field for every option that a loss declares: text or a number, None where unset."""
+  for name in LOSSES:
+    for key, default in options_of(name).items():
+      if key not in cls.__annotations__:
+        cls.__annotations__[key] = (str if isinstance(default, str) else float) | None
+        setattr(cls, key, None)
+  return cls
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionConfig:
+  """Importance weights for a trainer whose probabilities are not the sampler's: π_old of the one
+  over π of the other. Unset: `level` is the loss's own, the others as in `objectives`."""
+
+  name: str  # "none" | "truncated" (TIS) | "masked" (MIS; at level "token" IcePop)
+  level: str | None = None  # "token" | "sequence" | "geometric"
+  cap: float | None = None  # truncated: weights are cut off there
+  low: float | None = None  # masked: weights outside [low, high] are 0
+  high: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+@with_options  # clip_low, clip_high, kl_coef, ...: docs/objectives.md
+class ObjectiveConfig:
+  name: str  # one of LOSSES
+  advantage: str  # group_advantages: "std" | "none" | "leave_one_out"
+  old_logp: str  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
+  load_balance_coef: float  # router auxiliary loss
+  replay: str  # Routing Replay: "none" | "R2": what the recomputation chose | "R3": the sampler
+  volatility: bool  # record routes when the rollout is made, for router/volatility/*
+  correction: CorrectionConfig = CorrectionConfig("none")
+  off_policy_threshold: float | None = None  # off_policy_mask, in nats per token; unset: no mask
+  segment_unit: str | None = None  # one of SEGMENT_UNITS: what has an importance ratio of its own
+  segment_tokens: int | None = None  # of a segment, where that is the unit
+
+  def __post_init__(self):
+    one_of = dict(
+      name=tuple(LOSSES),
+      advantage=("std", "none", "leave_one_out"),
+      old_logp=("sampler", "recompute"),
+      replay=("none", "R2", "R3"),
+    )
+    for key, allowed in one_of.items():
+      _require_one_of(key, getattr(self, key), allowed)
+    _require_least("load_balance_coef", self.load_balance_coef)
+    self._check_options()
+    self._check_correction()
+    if self.off_policy_threshold is not None:
+      _require_least("off_policy_threshold", self.off_policy_threshold)
+    if self.replay == "R2" and self.old_logp != "recompute":
+      raise ValueError(
+        f"objective.replay='R2' replays what the recomputation pass chose, which "
+        f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
+      )
+
+  def _check_options(self) -> None:
+    choices = self.loss.choices | dict(segment_unit=SEGMENT_UNITS)
+    for key, value in self.options().items():
+      if key in choices:
+        _require_one_of(key, value, choices[key])
+      else:
+        _require_least(key, value)
+    if (self.segment_unit == "tokens") != (self.segment_tokens is not None):
+      raise ValueError(
+        f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
+        f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
+      )
+
+  def _check_correction(self) -> None:
+    given, had = self.correction, _correction_options(self)
+    _require_one_of("correction.name", given.name, ("none", *CORRECTIONS))
+    for key in ("level", "cap", "low", "high"):
+      value = getattr(given, key)
+      if value is None:
+        continue
+      if key not in had:
+        raise ValueError(
+          f"objective.correction.{key}={value!r}: correction {given.name!r} has no such option; it "
+          f"has {', '.join(had) or 'none'}"
+        )
+      if key == "level":
+        _require_one_of("correction.level", value, self.loss.levels, f", which {self.name} takes")
+      else:
+        _require_least(f"correction.{key}", value)
+    if had.get("high", 0) < had.get("low", 0):
+      raise ValueError(
+        f"objective.correction.high={had['high']} is smaller than objective.correction.low="
+        f"{had['low']}"
+      )
+    if had and self.old_logp == "sampler":
+      raise ValueError(
+        f"objective.correction.name={given.name!r} weighs by the trainer's old log-probs against "
+        "the sampler's, which objective.old_logp='sampler' takes for the same: set it to recompute"
+      )
+
+  @property
+  def loss(self) -> Callable:
+    return LOSSES[self.name]
+
+  def options(self) -> dict[str, Any]:
+    """The loss's options that are set. ValueError for one that it does not have."""
+    had, every = (
+      options_of(self.name),
+      dict.fromkeys(k for name in LOSSES for k in options_of(name)),
+    )
+    found = {key: getattr(self, key) for key in every if getattr(self, key) is not None}
+    for key, value in found.items():
+      if key not in had:
+        raise ValueError(
+          f"objective.{key}={value!r}: {self.name} has no such option; it has {', '.join(had)}"
+        )
+    return found
+
+  @property
+  def needs_sampler_routing(self) -> bool:
+    return self.replay == "R3" or self.volatility
+
+
+def effective(section: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of an ObjectiveConfig, with what will hold where the section leaves something unset.
+
+  An option of the loss is the section's own key, else what `tuned` has for this loss (a mapping
+  from loss to options: what suits the other settings of this configuration), else the published
+  default. So another loss than the configuration's comes with its own ranges.
+  """
+  section = dict(section)
+  tuned, name = section.pop("tuned", {}), section.get("name")
+  for loss, options in tuned.items():
+    _require_one_of("tuned", loss, tuple(LOSSES))
+    for key in options:
+      if key not in options_of(loss):
+        raise ValueError(
+          f"objective.tuned.{loss}.{key}: {loss} has no such option; it has "
+          f"{', '.join(options_of(loss))}"
+        )
+  if name not in LOSSES:
+    return section  # ObjectiveConfig says so
+  section = _filled(section, options_of(name) | dict(tuned.get(name, {})))
+  correction = section.get("correction")
+  if isinstance(correction, Mapping):
+    section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
+  return section
+
+
+def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  return dict(section) | {k: v for k, v in defaults.items() if section.get(k) is None}
+
+
+def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
+  """Options of a correction, with the values that they have for a loss if they are not set."""
+  if correction not in CORRECTIONS:
+    return {}
+  parameters = inspect.signature(CORRECTIONS[correction]).parameters
+  defaults = {key: parameters[key].default for key in ("cap", "low", "high") if key in parameters}
+  return dict(level=LOSSES[loss].levels[0]) | defaults
+
+
+def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
+  defaults = _correction_defaults(config.name, config.correction.name)
+  filled = _filled(vars(config.correction), defaults)
+  return {key: filled[key] for key in defaults}
+
+
+def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:
+  if value not in allowed:
+    raise ValueError(f"objective.{key}={value!r} is not one of {', '.join(allowed)}{note}")
+
+
+def _require_least(key: str, value: float) -> None:
+  least = LEAST.get(key, 0.0)
+  if not (value > least if key in POSITIVE else value >= least):
+    raise ValueError(
+      f"objective.{key}={value} must be {'above' if key in POSITIVE else 'at least'} {least:g}"
+    )
+
+
+def policy_loss(
+  config: ObjectiveConfig,
+  logp_BT: jax.Array,
+  entropy_BT: jax.Array,
+  batch: TrainBatch,
+  max_length: int = 0,
+) -> tuple[Mean, Metrics]:
+  """The configured objective as undivided sums.
+
+  Args:
+    max_length: tokens that a response has at most, by which some aggregations divide.
+  """
+  arguments, options, metrics = _arguments(config, logp_BT, entropy_BT, batch, max_length)
+  total, of_loss = config.loss.sums(*arguments, **options)
+  return total, metrics | of_loss
+
+
+def clipped_tokens(
+  config: ObjectiveConfig,
+  logp_BT: jax.Array,
+  entropy_BT: jax.Array,
+  batch: TrainBatch,
+  max_length: int = 0,
+) -> jax.Array:
+  """Tokens whose ratio `policy_loss` of the same arguments has clipped, bool [B, T]."""
+  arguments, options, _ = _arguments(config, logp_BT, entropy_BT, batch, max_length)
+  return config.loss.clipped(*arguments, **options)
+
+
+def _arguments(config, logp_BT, entropy_BT, batch, max_length):
+  """The loss's arguments, positional and by keyword, and metrics of the weights among them."""
+  loss, takes = config.loss, inspect.signature(config.loss).parameters
+  options = {key: value for key, value in config.options().items() if key in loss.options}
+  options |= dict(entropy_BT=entropy_BT)
+  if config.kl_coef:
+    options |= dict(ref_logp_BT=batch.ref_logp_BT)
+  if "max_length" in takes:
+    options |= dict(max_length=max_length)
+  if "segment_BT" in takes:
+    one = jnp.zeros_like(batch.tokens_BT)
+    options |= dict(segment_BT=one if batch.unit_BT is None else batch.unit_BT)
+  advantage = batch.advantage_B
+  if loss.by_token:
+    advantage = batch.advantage_BT
+    if advantage is None:
+      advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
+  weight, metrics = _weight(config, logp_BT, advantage, batch)
+  arguments = logp_BT, batch.old_logp_BT, advantage, batch.mask_BT
+  return arguments, options | dict(weight=weight), metrics
+
+
+def _weight(config, logp_BT, advantage, batch) -> tuple[jax.Array | None, Metrics]:
+  """What the objective is multiplied by, [B] or [B, T]; None: by nothing. And metrics of it."""
+  factors, metrics, mask_BT = [], {}, batch.mask_BT
+  if options := _correction_options(config):
+    name = config.correction.name
+    weight = CORRECTIONS[name](batch.old_logp_BT, batch.sampler_logp_BT, mask_BT, **options)
+    metrics["correction/weight"] = _mean(weight, mask_BT)
+    cut = weight >= options["cap"] if name == "truncated" else weight == 0
+    metrics[f"correction/{name}"] = _mean(cut, mask_BT)
+    factors.append(weight)
+  if config.off_policy_threshold is not None:
+    kept = O.off_policy_mask(
+      logp_BT, batch.sampler_logp_BT, advantage, mask_BT, config.off_policy_threshold
+    )
+    metrics["off_policy/masked"] = _mean(kept == 0, mask_BT)
+    factors.append(kept)
+  if any(factor.ndim == 2 for factor in factors):
+    factors = [factor if factor.ndim == 2 else factor[:, None] for factor in factors]
+  return functools.reduce(operator.mul, factors) if factors else None, metrics
+
+
+def _mean(x: jax.Array, mask_BT: jax.Array) -> Mean:
+  """Over tokens of [B, T]; of [B] over responses that have any."""
+  live = mask_BT > 0 if x.ndim == 2 else (mask_BT > 0).any(axis=1)
+  return Mean(jnp.where(live, x, 0).sum(dtype=jnp.float32), live.sum(dtype=jnp.float32))

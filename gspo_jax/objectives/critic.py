@@ -1,0 +1,49 @@
+"""The loss of a critic, the value model of PPO. Its advantages are `gae` (advantages.py)."""
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspo_jax.objectives import aggregation, checks, ratios
+from gspo_jax.objectives.aggregation import aggregate_tokens
+from gspo_jax.objectives.reductions import Mean, Metrics, reduced
+
+
+@reduced
+def value_loss(
+  value_BT,
+  old_value_BT,
+  return_BT,
+  mask_BT,
+  clip=0.2,
+  aggregate="token",
+  *,
+  max_length=None,
+  response_BT=None,
+) -> tuple[Mean, Metrics]:
+  """L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
+
+  `clip` None is the plain squared error.
+
+  Shapes: [B,T] ×4 -> scalar.
+  Reference: arXiv:2005.12729 (its code-level optimisations; arXiv:1707.06347 does not clip values).
+  """
+  value_BT = checks.log_probs(value_BT, "value_BT")
+  dtype = value_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, value_BT.shape, dtype)
+  value_BT = checks.tokens(value_BT, "value_BT", tokens.mask_BT, dtype)
+  old_value_BT = checks.constant(old_value_BT, "old_value_BT", tokens.mask_BT, dtype, ("BT",))
+  return_BT = checks.constant(return_BT, "return_BT", tokens.mask_BT, dtype, ("BT",))
+  error_BT = ratios.difference(value_BT, return_BT)
+  clipped_BT = jnp.zeros_like(tokens.mask_BT)
+  if clip is not None:
+    checks.require(clip >= 0, "clip must not be negative")
+    near_BT = jnp.clip(value_BT, old_value_BT - clip, old_value_BT + clip)
+    near_error_BT = ratios.difference(near_BT, return_BT)
+    clipped_BT = abs(near_error_BT) > abs(error_BT)
+    error_BT = jnp.where(clipped_BT, near_error_BT, error_BT)
+  metrics = {
+    "clip_fraction/value": Mean(clipped_BT.sum(dtype=dtype), tokens.number()),
+    "value/mean": Mean(stop_gradient(value_BT).sum(), tokens.number()),
+    "return/mean": Mean(return_BT.sum(), tokens.number()),
+  }
+  return aggregate_tokens(0.5 * error_BT**2, tokens, aggregate, max_length), metrics
