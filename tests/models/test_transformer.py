@@ -12,7 +12,7 @@ import pytest
 from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
+from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
 
 TINY = dict(
   hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16
@@ -20,9 +20,18 @@ TINY = dict(
 MOE = dataclasses.replace(tiny_moe(64), **TINY)
 MIXED = dataclasses.replace(MOE, mlp_only_layers=(1,), intermediate_size=48)
 DENSE = dataclasses.replace(tiny_dense(64), **TINY | dict(moe_intermediate_size=0))
-CONFIGS = pytest.mark.parametrize("config", [MOE, MIXED, DENSE], ids=["moe", "mixed", "dense"])
+GEMMA = dataclasses.replace(  # layers local, local, global; rows are longer than the window
+  tiny_gemma(64),
+  **TINY | dict(moe_intermediate_size=0, num_layers=4),
+  sliding_window=4,
+  attn_logit_softcapping=2.0,
+  final_logit_softcapping=1.5,
+)
+CONFIGS = pytest.mark.parametrize(
+  "config", [MOE, MIXED, DENSE, GEMMA], ids=["moe", "mixed", "dense", "gemma"]
+)
 MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)]
-LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(MIXED, MESHES[4]), (DENSE, MESHES[4])]
+LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(c, MESHES[4]) for c in (MIXED, DENSE, GEMMA)]
 
 
 def params_of(config, seed=0):
@@ -74,15 +83,16 @@ def test_prefill_and_decode_equal_one_forward(config):
   np.testing.assert_allclose(jnp.concatenate(hidden, 1), whole, atol=2e-5)
 
 
-def test_packed_segments_equal_separate_rows():
-  params, tokens = params_of(MOE), tokens_of(MOE)
+@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+def test_packed_segments_equal_separate_rows(config):
+  params, tokens = params_of(config), tokens_of(config)
   first, second = tokens[:, :4], tokens[:, 4:]
   segments = np.repeat(np.array([[1] * 4 + [2] * 6]), len(tokens), 0)
   positions = np.repeat(np.array([[*range(4), *range(6)]]), len(tokens), 0)
   packed = transformer.forward(
-    params, MOE, tokens, segments=jnp.asarray(segments), positions=jnp.asarray(positions)
+    params, config, tokens, segments=jnp.asarray(segments), positions=jnp.asarray(positions)
   ).hidden_BTD
-  apart = [transformer.forward(params, MOE, part).hidden_BTD for part in (first, second)]
+  apart = [transformer.forward(params, config, part).hidden_BTD for part in (first, second)]
   np.testing.assert_allclose(packed, jnp.concatenate(apart, 1), atol=2e-5)
 
 
@@ -103,7 +113,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
   chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))
 
 
-@pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
 def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeypatch):
   """Few layers are unrolled on CPU: with a mesh and without, the loop is what a pod runs."""
   params, tokens = params_of(config), tokens_of(config)
@@ -146,11 +156,12 @@ def test_formulations_agree():
     chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
-def test_token_logp_is_log_softmax():
-  params, tokens = params_of(MOE), tokens_of(MOE)
-  hidden = transformer.forward(params, MOE, tokens).hidden_BTD
-  logp, entropy = transformer.token_logp(params, MOE, hidden, tokens, temperature=0.7)
-  reference = jax.nn.log_softmax(transformer.logits(params, MOE, tokens) / 0.7, axis=-1)
+@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+def test_token_logp_is_log_softmax(config):
+  params, tokens = params_of(config), tokens_of(config)
+  hidden = transformer.forward(params, config, tokens).hidden_BTD
+  logp, entropy = transformer.token_logp(params, config, hidden, tokens, temperature=0.7)
+  reference = jax.nn.log_softmax(transformer.logits(params, config, tokens) / 0.7, axis=-1)
   np.testing.assert_allclose(
     logp, jnp.take_along_axis(reference, tokens[..., None], -1)[..., 0], atol=1e-5
   )
