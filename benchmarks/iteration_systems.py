@@ -34,8 +34,8 @@ from benchmarks.iteration_work import (
 def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> None:
   """`gspo_jax.main` with a configuration made from configs/tiny.py.
 
-  Two things differ from it: no token ends a response, and there is no evaluation. The loop over
-  layers is unrolled, and the dense model's gradients are taken in two parts: docs/speed.md.
+  Two things differ from it: no token ends a response, and there is no evaluation. The dense
+  model's gradients are taken in two parts: docs/speed.md.
   """
   import dataclasses
 
@@ -53,7 +53,6 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     weights=spec["directory"],
     tokenizer=spec["directory"],
     model=spec["config"],
-    compute=dict(unroll=True),
     data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=PROMPT),
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
     sampling=dict(max_new_tokens=NEW),

@@ -8,6 +8,7 @@ keys' declarations, in the dataclasses that `gspo_jax.config.RunConfig` is made 
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import ml_collections
 from ml_collections import config_dict
@@ -229,6 +230,17 @@ def paper_benchmarks() -> ConfigDict:
 def model(size: ModelConfig) -> ConfigDict:
   """A named size as a section; each of its numbers can be overridden."""
   return ConfigDict(dataclasses.asdict(size))
+
+
+def size(name: str) -> ModelConfig:
+  """A published size by its name in `sizes.PUBLISHED`, or that of a Hugging Face directory."""
+  if Path(name).is_dir():
+    from gspo_jax.models import hf  # needs safetensors
+
+    return hf.load_config(name)
+  if name not in sizes.PUBLISHED:
+    raise ValueError(f"{name!r} is neither a directory nor one of {', '.join(sizes.PUBLISHED)}")
+  return sizes.PUBLISHED[name]
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:

@@ -117,18 +117,22 @@ def attend(
     k = norm(k, w.k_norm, config.rms_norm_eps)
   theta = config.local_rope_theta if local else config.rope_theta
   q, k = rotate(q, positions_BT, theta), rotate(k, positions_BT, theta)
-  scores = Scores(
-    scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
-    window=config.sliding_window if local else 0,
-    cap=config.attn_logit_softcapping,
-  )
-  run = _on_each_device(compute, scores, kv, tree, from_start)
+  run = _on_each_device(compute, scores_of(config, local), kv, tree, from_start)
   y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT)
   # Heads as one axis: left to itself, XLA may turn the weight around, at every step.
   B, T, N, H = y_BTNH.shape
   y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
   o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
   return sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH)), kv
+
+
+def scores_of(config: ModelConfig, local: bool) -> Scores:
+  """How a global layer, or a local one, makes its scores."""
+  return Scores(
+    scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+    window=config.sliding_window if local else 0,
+    cap=config.attn_logit_softcapping,
+  )
 
 
 def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start) -> Callable:

@@ -47,6 +47,16 @@ def table(config: ModelConfig) -> Params:
   )
 
 
+def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
+  """ValueError where the attention that `compute` names lacks what the model's layers need.
+
+  shared_prompts: whether updates take `tree`s.
+  """
+  for kind, _ in config.runs():
+    scores = layers.scores_of(config, kind.local)
+    attention.choose(compute.attention, 1, compute.dtype, scores, gaps=shared_prompts)
+
+
 def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
   """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
   return weights.shardings(table(config), rules, mesh)
