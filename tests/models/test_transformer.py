@@ -190,3 +190,16 @@ def test_mesh_sizes_must_multiply_to_the_devices():
 def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
   with pytest.raises(ValueError, match="two of its axes"):
     sharding.spec("DF", dict(D="fsdp", F="fsdp"))
+
+
+def test_attention_that_lacks_a_window_is_refused_by_name():
+  named = lambda name: dataclasses.replace(REFERENCE, attention=name)  # noqa: E731
+  transformer.check(GEMMA, named("auto"), shared_prompts=True)
+  transformer.check(DENSE, named("cudnn"), shared_prompts=True)
+  transformer.check(GEMMA, named("splash"), shared_prompts=False)
+  for name, message in (
+    ("cudnn", "no soft bound"),
+    ("splash", "no sliding window where responses"),
+  ):
+    with pytest.raises(ValueError, match=f"compute.attention='{name}' has {message}"):
+      transformer.check(GEMMA, named(name), shared_prompts=True)
