@@ -18,16 +18,17 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import grain
 import numpy as np
 
-from gspo_jax import structs
+from gspo_jax import ranges, structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.embedded import TASKS, Embedded, probe
 from gspo_jax.data.files import BadRow, DataError, read
 from gspo_jax.data.prompt_filter import QuerySetConfig
+from gspo_jax.ranges import Fraction, PositiveInt, Range
 
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
@@ -46,20 +47,20 @@ class DataConfig:
   answer_pattern: str  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
   demonstration_field: str  # what supervised fine-tuning learns to write; '': the answer field
   prompt_template: str  # holds {question}; the user's turn where the tokenizer has a chat template
-  max_prompt_tokens: int
-  on_error: str  # what a bad row does: 'raise' stops the run, 'skip' leaves it out and counts it
-  digits: int  # embedded tasks: digits of the operands
-  carry_errors: float  # embedded tasks: probability that a demonstration forgets a carry
+  max_prompt_tokens: PositiveInt
+  on_error: Literal["raise", "skip"]  # a bad row stops the run, or is left out and counted
+  digits: Annotated[int, Range(1, 3)]  # embedded tasks: digits of the operands
+  carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
   query_set: QuerySetConfig  # which prompts stay in use while the policy learns
 
   def __post_init__(self):
+    try:
+      ranges.check(self, "data")
+    except ValueError as error:
+      raise DataError(str(error)) from None
     if "{question}" not in self.prompt_template:
       raise DataError(f"data.prompt_template={self.prompt_template!r} must hold {{question}}")
     self.format("")  # checks the pattern
-    if self.on_error not in ("raise", "skip"):
-      raise DataError(f"data.on_error={self.on_error!r} is not raise or skip")
-    if self.max_prompt_tokens < 1:
-      raise DataError(f"data.max_prompt_tokens={self.max_prompt_tokens} must be at least 1")
 
   def format(self, name: str) -> formats.Format:
     """A format by name, or the one this section describes; with the configured template, unless it

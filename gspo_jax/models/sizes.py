@@ -1,33 +1,38 @@
 """What a model is: hyper-parameters of the Qwen3 family, and named sizes."""
 
 import dataclasses
+from typing import Annotated, Literal
+
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A Qwen3 (dense) or Qwen3-MoE Transformer. Field names follow Hugging Face's config.json."""
 
-  vocab_size: int
-  hidden_size: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  intermediate_size: int  # of dense layers
-  num_experts: int  # 0: every layer is dense
-  experts_per_token: int
-  moe_intermediate_size: int  # of one expert
+  vocab_size: PositiveInt
+  hidden_size: PositiveInt
+  num_layers: PositiveInt
+  num_heads: PositiveInt
+  num_kv_heads: PositiveInt
+  head_dim: Annotated[int, Range(2)]
+  intermediate_size: PositiveInt  # of dense layers
+  num_experts: NonNegativeInt  # 0: every layer is dense
+  experts_per_token: NonNegativeInt
+  moe_intermediate_size: NonNegativeInt  # of one expert
   norm_topk_prob: bool  # gate weights of the chosen experts sum to 1
-  decoder_sparse_step: int  # every n-th layer is a MoE layer
-  mlp_only_layers: tuple[int, ...]  # layers that are dense whatever decoder_sparse_step says
-  rope_theta: float
-  rms_norm_eps: float
+  decoder_sparse_step: PositiveInt  # every n-th layer is a MoE layer
+  mlp_only_layers: tuple[NonNegativeInt, ...]  # dense whatever decoder_sparse_step says
+  rope_theta: PositiveFloat
+  rms_norm_eps: NonNegativeFloat
   qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
   attention_bias: bool  # biases on the q, k and v projections (Qwen2)
   tie_word_embeddings: bool
-  max_position_embeddings: int
+  max_position_embeddings: PositiveInt
 
   def __post_init__(self):
+    ranges.check(self, "model")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"model.num_heads={self.num_heads} is not a multiple of "
@@ -38,6 +43,8 @@ class ModelConfig:
         f"model.experts_per_token={self.experts_per_token} must be between 1 and "
         f"model.num_experts={self.num_experts}"
       )
+    if self.num_experts and not self.moe_intermediate_size:
+      raise ValueError(f"model.moe_intermediate_size=0: model.num_experts={self.num_experts}")
     if self.head_dim % 2:
       raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
 
@@ -62,26 +69,16 @@ class ModelConfig:
 class ComputeConfig:
   """How the model is computed; none of it changes what is computed beyond round-off."""
 
-  dtype: str  # of activations and matmul inputs: "float32" | "bfloat16"
-  attention: str  # "plain" | "blockwise" | "splash" | "cudnn" | "auto" (by length and platform)
-  experts: str  # "blocks" | "batched" | "ragged" | "megablox" | "auto" (by platform and load)
-  expert_chunk: int  # tokens of a device that go through the experts at once; 0: all
-  remat: str  # what the backward pass recomputes of a layer, see transformer.REMAT
-  logits_chunk: int  # time steps whose logits exist at once; 0: all
+  dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"]  # auto: by length, platform
+  experts: Literal["auto", "blocks", "batched", "ragged", "megablox"]  # auto: by platform, load
+  expert_chunk: NonNegativeInt  # tokens of a device that go through the experts at once; 0: all
+  remat: Literal["none", "full", "attention", "dots"]  # recomputed backwards: transformer.REMAT
+  logits_chunk: NonNegativeInt  # time steps whose logits exist at once; 0: all
   unroll: bool  # layers one after the other, not in a loop: faster on CPU, longer to compile
 
   def __post_init__(self):
-    for key, allowed in dict(
-      dtype=("float32", "bfloat16"),
-      attention=("auto", "plain", "blockwise", "splash", "cudnn"),
-      experts=("auto", "blocks", "batched", "ragged", "megablox"),
-      remat=("none", "full", "attention", "dots"),
-    ).items():
-      if getattr(self, key) not in allowed:
-        raise ValueError(f"compute.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}")
-    for key in ("expert_chunk", "logits_chunk"):
-      if getattr(self, key) < 0:
-        raise ValueError(f"compute.{key}={getattr(self, key)} must not be negative; 0: all at once")
+    ranges.check(self, "compute")
 
 
 REFERENCE = ComputeConfig(

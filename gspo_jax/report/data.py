@@ -155,7 +155,12 @@ def _commit(provenance: Mapping[str, Any]) -> list[str]:
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
-  """The clip range as levels to mark in a chart of the ratio, where the config has one."""
+  """The clip range as levels to mark in a chart of the ratio, where the config has one.
+
+  Not GMPO's, which is of the log-ratios of tokens.
+  """
+  if flat.get("objective.name") == "gmpo":
+    return []
   bounds = (
     (flat.get("objective.clip_low"), -1, "1 − ε"),
     (flat.get("objective.clip_high"), 1, "1 + ε"),

@@ -11,25 +11,24 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, Range
 
 
 @dataclasses.dataclass(frozen=True)
 class AlarmConfig:
   """Thresholds; 0 turns one off."""
 
-  window: int  # iterations that medians and means are taken over
-  grad_norm: float  # gradient norm, as a multiple of its median over the window before
-  entropy: float  # nats per token that the policy's entropy falls below
-  ratio: float  # mean |importance ratio - 1| over an iteration's updates that is exceeded
-  reward: float  # how far the mean reward over a window lies below the highest such mean so far
+  window: Annotated[int, Range(2)]  # iterations that medians and means are taken over
+  grad_norm: NonNegativeFloat  # gradient norm, as a multiple of its median over the window before
+  entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
+  ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
+  reward: NonNegativeFloat  # that the mean over a window lies below the highest such mean so far
 
   def __post_init__(self):
-    if self.window < 2:
-      raise ValueError(f"alarms.window={self.window} must be at least 2")
-    for name, value in dataclasses.asdict(self).items():
-      if value < 0:
-        raise ValueError(f"alarms.{name}={value} must not be negative")
+    ranges.check(self, "alarms")
 
 
 class Alarms:

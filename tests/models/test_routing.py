@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.sampling import sample as generate
 
 from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.sampling import generate
 
 MODEL = dataclasses.replace(
   tiny_moe(64),

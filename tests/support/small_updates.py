@@ -11,9 +11,9 @@ import optax
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
-from gspo_jax.run import new_state
 from gspo_jax.structs import TrainBatch
 
 SMALL_MODEL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
