@@ -20,7 +20,7 @@ from scaling_points import ADAMW, init, make_step, random_batch, read_weights
 from gspo_jax import hardware, sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
-from gspo_jax.models import transformer
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.sizes import REFERENCE, ModelConfig, qwen3_1_7b
 from gspo_jax.sampling import EngineConfig, Usage, generate
@@ -45,7 +45,7 @@ def count(spec: dict[str, Any]) -> dict[str, Any]:
   needed = dict(parameters=total, active=active, hf_config=hf_config.to_hf(config, "bfloat16"))
   if spec["task"] == "train":
     rows, length = spec["rows"], spec["length"]
-    operations = hardware.work(config, rows, length, length).training()
+    operations = flops.work(config, rows, length, length).training()
     return needed | dict(tokens=rows * length, operations=operations)
   rows = spec["prompts"] * spec["group"]
   seen = spec["prompt"] + (spec["new"] - 1) / 2  # positions of a row, on average over the steps

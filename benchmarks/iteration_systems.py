@@ -34,8 +34,8 @@ from benchmarks.iteration_work import (
 def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> None:
   """`gspo_jax.main` with a configuration made from configs/tiny.py.
 
-  Two things differ from it: no token ends a response, and there is no evaluation. The loop over
-  layers is unrolled, and the dense model's gradients are taken in two parts: docs/speed.md.
+  Two things differ from it: no token ends a response, and there is no evaluation. The dense
+  model's gradients are taken in two parts: docs/speed.md.
   """
   import dataclasses
 
@@ -53,7 +53,6 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     weights=spec["directory"],
     tokenizer=spec["directory"],
     model=spec["config"],
-    compute=dict(unroll=True),
     data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=PROMPT),
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
     sampling=dict(max_new_tokens=NEW),
@@ -118,8 +117,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   import numpy as np
   import tokenizers
 
-  from gspo_jax import hardware
-  from gspo_jax.models import hf, sizes, transformer
+  from gspo_jax.models import flops, hf, sizes, transformer
 
   config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
   directory = Path(spec["directory"])
@@ -135,10 +133,10 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   lines = [json.dumps(dict(question=text, answer="none")) for text in texts]
   Path(spec["data"]).write_text("\n".join(lines) + "\n")
   length = PROMPT + NEW
-  prefill = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
-  decode = hardware.work(config, ROWS, NEW, length).forward()
-  prompts = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
-  update = prompts + hardware.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
+  prefill = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
+  decode = flops.work(config, ROWS, NEW, length).forward()
+  prompts = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
+  update = prompts + flops.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
   return dict(
     config=dataclasses.asdict(config),
     useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from machine import busy_seconds
 
-from gspo_jax import hardware, sharding
+from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
-from gspo_jax.models import transformer
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.sampling import EngineConfig, Usage, generate
 from gspo_jax.structs import TrainBatch
@@ -120,7 +120,7 @@ def update(point: Point) -> list[dict[str, Any]]:
     line=point.line,
     seconds=statistics.median(seconds),
     tokens=point.rows * point.length,
-    operations=hardware.work(config, point.rows, point.length, point.length).training(),
+    operations=flops.work(config, point.rows, point.length, point.length).training(),
     # Weights twice, gradients written and read, and weights and two moments read and written.
     bytes=4 * total * (2 + 2 + 6),
     memory=step.memory_analysis().temp_size_in_bytes,
@@ -158,9 +158,9 @@ def sampling(point: Point) -> list[dict[str, Any]]:
   usages = usages[1:]  # without the call that compiled
   if {usage.tokens for usage in usages} != {rows * point.new}:
     raise ValueError(f"{rows} responses of {point.new} tokens, but {usages[0].tokens} were sampled")
-  prefill = hardware.work(config, point.prompts, point.prompt - 1, point.prompt - 1)
+  prefill = flops.work(config, point.prompts, point.prompt - 1, point.prompt - 1)
   prefill = prefill.forward() - prefill.head  # nothing is predicted there
-  decode = hardware.work(config, rows, point.new, point.length - 1).forward()
+  decode = flops.work(config, rows, point.new, point.length - 1).forward()
   written, read = cache_bytes(config, point)
   weights = 4 * read_weights(config, rows)
   parts = dict(

@@ -133,6 +133,8 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     _join_hosts()
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
+  shared = "rl" in config.job and not config.rl.packed
+  transformer.check(config.model, config.compute, shared_prompts=shared)
   layout = transformer.shardings(config.model, sharding.ROLLOUT, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():

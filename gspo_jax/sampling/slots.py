@@ -236,7 +236,7 @@ def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, C
     cache=state.cache,
     compute=compute,
   )
-  logits_BV = transformer.head_logits(params, out.hidden_BTD, compute)[:, 0]
+  logits_BV = transformer.head_logits(params, model, out.hidden_BTD, compute)[:, 0]
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
   key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1

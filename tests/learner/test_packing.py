@@ -43,6 +43,7 @@ from gspo_jax.structs import TrainBatch
 @pytest.mark.parametrize("name, shape, replay", [
   ("dense", None, "none"),
   ("dense", (2, 2, 1, 2), "none"),
+  ("gemma", None, "none"),
   pytest.param("moe", None, "none", marks=pytest.mark.slow),  # the next one has all of it
   ("moe", None, "R2"),
   ("moe", (1, 2, 2, 2), "R3"),

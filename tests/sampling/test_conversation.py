@@ -100,7 +100,7 @@ def test_logp_is_the_trainers_on_the_whole_conversation(temperature):
   out, _ = talk(temperature=temperature)
   hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
   logp, _ = transformer.token_logp(
-    PARAMS, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
+    PARAMS, CONFIG, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
   )
   assert (np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]).max() < 1e-4
 

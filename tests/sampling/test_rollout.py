@@ -60,7 +60,7 @@ def test_logp_is_the_trainers(temperature):
   out = sample(temperature=temperature)
   hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
   logp, _ = transformer.token_logp(
-    PARAMS, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
+    PARAMS, CONFIG, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
   )
   difference = np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]
   assert difference.max() < 1e-4
