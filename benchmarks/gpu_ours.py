@@ -19,10 +19,10 @@ from scaling_points import ADAMW, init, make_step, random_batch, read_weights
 
 from gspo_jax import hardware, sharding
 from gspo_jax.learner import optimizer
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.sizes import REFERENCE, ModelConfig, qwen3_1_7b
-from gspo_jax.run import new_state
 from gspo_jax.sampling import EngineConfig, Usage, generate
 
 # "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest

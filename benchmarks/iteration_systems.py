@@ -44,7 +44,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   from configs import tiny
   from gspo_jax import config as configuration
   from gspo_jax import main, train
-  from gspo_jax.run import Context, open_context
+  from gspo_jax.run import Context, open_run
   from gspo_jax.runs import metrics, preemption
 
   values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
@@ -80,7 +80,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
         record.begin()
       return super().seed(*names)
 
-  with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
+  with open_run(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
     score = context.score
 
     def count(responses, answers, lengths):

@@ -22,9 +22,9 @@ from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
-from gspo_jax.run import new_state
 from gspo_jax.sampling import EngineConfig, Usage, generate
 from gspo_jax.structs import TrainBatch
 

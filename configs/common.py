@@ -58,7 +58,7 @@ def base() -> ConfigDict:
         prompt_template="{question}",
         max_prompt_tokens=8,  # "999+999="
         on_error="raise",  # a bad row: raise | skip (and count)
-        digits=3,  # of an operand of the embedded task
+        digits=3,  # of an operand of the embedded task: 1 to 3, with the calculator 1 or 2
         carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
         query_set=dict(
           drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
@@ -70,7 +70,7 @@ def base() -> ConfigDict:
         name="arithmetic",  # arithmetic | math | code | string | package.module:function
         workers=0,  # processes that verify at the same time; arithmetic and string need none
         time_limit_s=1.0,  # per answer, without queueing; code: CPU time per test
-        memory_mb=1024,  # code: address space of a program
+        memory_mb=1024,  # code: address space of a program; at least 64
         isolation="auto",  # code: namespaces | seccomp | auto: either | none: with your rights
         format="none",  # think | think_answer: tags that a response must have
         format_weight=0.0,  # added to the reward of a response that has them
@@ -89,7 +89,7 @@ def base() -> ConfigDict:
         workers=0,  # threads that environments run in; 0: none, for those that never wait
       ),
       sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
-        temperature=1.0,  # above 0: greedy responses of a group are all the same
+        temperature=1.0,  # above 0: greedy responses of a group would all be the same
         top_k=0,  # 0: all tokens
         top_p=1.0,  # 1: all tokens
         min_p=0.0,  # 0: all tokens
@@ -176,8 +176,13 @@ def base() -> ConfigDict:
 def unset(section: type) -> dict:
   """The keys of a dataclass whose values may be left out, without one."""
   kinds = typing.get_type_hints(section)
-  optional = [field.name for field in dataclasses.fields(section) if field.default is None]
-  return {name: config_dict.placeholder(typing.get_args(kinds[name])[0]) for name in optional}
+  keys = {}
+  for field in dataclasses.fields(section):
+    if field.default is None:
+      kind, _ = typing.get_args(kinds[field.name])  # or None
+      word = typing.get_origin(kind) is typing.Literal
+      keys[field.name] = config_dict.placeholder(str if word else kind)
+  return keys
 
 
 def optimizer(learning_rate: float) -> ConfigDict:

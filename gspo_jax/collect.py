@@ -122,7 +122,7 @@ class Collector:
       metrics["dynamic_sampling/rounds"] = float(rounds)
       metrics["dynamic_sampling/discarded_groups"] = float(len(sampled) - len(chosen))
       metrics["dynamic_sampling/filled_groups"] = float(sum(not g.mixed for g in chosen))
-    if c.environment.name:
+    if self._environment:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
       metrics |= self._partial_metrics(sampled, step)

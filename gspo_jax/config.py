@@ -5,49 +5,50 @@ Every key is in the config file; nothing has a default here. Unknown and missing
 
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from gspo_jax import ranges
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import EvalConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import OptimizerConfig
 from gspo_jax.learner.step import Learner
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
 from gspo_jax.runs.checkpoint import CheckpointConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.sharding import MeshConfig
 
-JOBS = ("sft+rl", "sft", "rl", "eval")
-
 
 @dataclasses.dataclass(frozen=True)
 class SftConfig:
   """Supervised fine-tuning on demonstrations: the cold start."""
 
-  steps: int  # updates
-  batch: int  # demonstrations per update
-  microbatches: int  # per update; more of them need less memory
-  max_tokens: int  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens
-  log_every: int  # updates between rows of metrics.jsonl
-  load_balance_coef: float  # router auxiliary loss
+  steps: NonNegativeInt  # updates
+  batch: PositiveInt  # demonstrations per update
+  microbatches: PositiveInt  # per update; more of them need less memory
+  max_tokens: NonNegativeInt  # of prompt and demonstration; 0: as long as prompt and response
+  log_every: PositiveInt  # updates between rows of metrics.jsonl
+  load_balance_coef: NonNegativeFloat  # router auxiliary loss
 
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-  iterations: int  # rollout batches
-  prompts: int  # P, per rollout batch
-  group_size: int  # G, responses per prompt
-  extra_prompts: int  # under way beyond `prompts`; what is unfinished then is carried over
-  token_budget: int  # sampled per iteration; what is unfinished then is carried over; 0: none
-  minibatches: int  # updates per rollout batch
-  microbatches: int  # per update; more of them need less memory
+  iterations: PositiveInt  # rollout batches
+  prompts: PositiveInt  # P, per rollout batch
+  group_size: Annotated[int, Range(2, why="advantages are relative to a group")]  # G, per prompt
+  extra_prompts: NonNegativeInt  # under way beyond `prompts`; unfinished responses are carried over
+  token_budget: NonNegativeInt  # sampled per iteration, the rest is carried over; 0: none
+  minibatches: PositiveInt  # updates per rollout batch
+  microbatches: PositiveInt  # per update; more of them need less memory
   packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
-  dump_every: int  # iterations between dumped rollouts
+  dump_every: PositiveInt  # iterations between dumped rollouts
 
   @property
   def partial(self) -> bool:
@@ -57,12 +58,12 @@ class RLConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  job: str  # one of JOBS
-  seed: int
+  job: Literal["sft+rl", "sft", "rl", "eval"]
+  seed: NonNegativeInt
   distributed: bool  # call jax.distributed.initialize: several hosts
-  resume: str  # a workdir of another config: "same" refuses it | "force" goes on with this one
-  on_nonfinite: str  # an update with NaN or infinity: "stop" the run | "skip" the update
-  profile: int  # iteration whose JAX profiler trace goes to workdir/profile; 0: none
+  resume: Literal["same", "force"]  # a workdir of another config: refuse it | go on with this one
+  on_nonfinite: Literal["stop", "skip"]  # NaN or infinity: stop the run | skip the update
+  profile: NonNegativeInt  # iteration whose JAX profiler trace goes to workdir/profile; 0: none
   wandb: str  # project of Weights & Biases that metrics go to as well; "": none
   weights: str  # Hugging Face directory to start from | "random"
   tokenizer: str  # "bytes" | a Hugging Face directory
@@ -85,17 +86,7 @@ class RunConfig:
 
   def __post_init__(self):
     """Everything that can be seen to be wrong before any device is touched."""
-    _require(self.job in JOBS, f"job={self.job!r} is not one of {', '.join(JOBS)}")
-    _require(self.resume in ("same", "force"), f"resume={self.resume!r} is not same or force")
-    _require(
-      self.on_nonfinite in ("stop", "skip"),
-      f"on_nonfinite={self.on_nonfinite!r} is not stop or skip",
-    )
     rl, rows = self.rl, self.rl.prompts * self.rl.group_size
-    _require(
-      rl.group_size >= 2,
-      f"rl.group_size={rl.group_size}: advantages are relative to a group, which needs 2 or more",
-    )
     _require(
       rl.prompts % rl.minibatches == 0,
       f"rl.prompts={rl.prompts} does not divide into rl.minibatches={rl.minibatches}: groups stay "
@@ -115,20 +106,6 @@ class RunConfig:
       self.sft.batch % self.sft.microbatches == 0,
       f"sft.batch={self.sft.batch} does not divide into sft.microbatches={self.sft.microbatches}",
     )
-    for key in ("extra_prompts", "token_budget"):
-      _require(getattr(rl, key) >= 0, f"rl.{key}={getattr(rl, key)} must not be negative")
-    for key, wanted, given in (
-      ("objective.old_logp", "sampler", self.objective.old_logp),
-      ("objective.replay", "none", self.objective.replay),
-      ("objective.volatility", False, self.objective.volatility),
-      ("data.query_set.extra_rounds", 0, self.data.query_set.extra_rounds),
-      ("environment.name", "", self.environment.name),
-    ):
-      _require(
-        not rl.partial or wanted == given,
-        f"rl.extra_prompts={rl.extra_prompts}, rl.token_budget={rl.token_budget} carry responses "
-        f"over: that needs {key}={wanted!r}, not {given!r}",
-      )
     _require(
       self.objective.replay == "none" or self.model.num_experts > 0,
       f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",
@@ -161,8 +138,6 @@ class RunConfig:
       f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "
       "different orders; set it to 0",
     )
-    for name, steps in ("checkpoint.every", self.checkpoint.every), ("eval.every", self.eval.every):
-      _require(steps >= 1, f"{name}={steps} must be at least 1")
 
   def learner(self, phase: str) -> Learner:
     """What the updates of "sft" or "rl" need besides their arrays."""
@@ -193,7 +168,8 @@ class RunConfig:
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-  """The configuration. ValueError names a key that is unknown, missing or of a wrong type."""
+  """The configuration. ValueError names a key that is unknown, missing, of a wrong type or out of
+  its range."""
   if isinstance(values.get("objective"), Mapping):
     values = dict(values) | dict(objective=effective(values["objective"]))
   return derived(_build(RunConfig, values, ""))
@@ -216,37 +192,50 @@ def derived(config: RunConfig) -> RunConfig:
   )
 
 
-def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-  kinds = typing.get_type_hints(cls)
-  names = [field.name for field in dataclasses.fields(cls)]
+def _build(cls: type, values: Any, path: str) -> Any:
+  kinds = ranges.kinds(cls)
+  _of_type(Mapping, values, path.rstrip("."), "a section")
   for key in values:
-    if key not in names:
-      near = difflib.get_close_matches(key, names, n=1)
+    if key not in kinds:
+      near = difflib.get_close_matches(key, kinds, n=1)
       hint = f"; did you mean {path}{near[0]}?" if near else ""
       raise ValueError(f"unknown config key {path}{key}{hint}")
-  missing = [f"{path}{name}" for name in names if name not in values]
+  missing = [f"{path}{name}" for name in kinds if name not in values]
   if missing:
     raise ValueError(f"missing config keys: {', '.join(missing)}")
-  return cls(**{name: _convert(kinds[name], values[name], path + name) for name in names})
+  return cls(**{name: _convert(kinds[name], values[name], path + name) for name in kinds})
 
 
-def _convert(kind: Any, value: Any, path: str) -> Any:
-  if typing.get_origin(kind) is types.UnionType:  # X | None
-    if value is None:
-      return None
-    kind, _ = typing.get_args(kind)
+def _convert(kind: Any, value: Any, key: str) -> Any:
+  """The value as the type that is declared for its key."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if dataclasses.is_dataclass(kind):
-    return _build(kind, value, f"{path}.")
-  if typing.get_origin(kind) is tuple:
-    return tuple(value)
-  if typing.get_origin(kind) is dict:
-    _, kind = typing.get_args(kind)
-    return {name: _convert(kind, entry, f"{path}.{name}") for name, entry in value.items()}
-  if kind is float and type(value) is int:
-    return float(value)
-  if type(value) is not kind:
-    raise ValueError(f"config key {path}={value!r} must be {kind.__name__}")
+    return _build(kind, value, f"{key}.")
+  if origin is dict:
+    _of_type(Mapping, value, key, "a section")
+    return {name: _convert(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
+  if origin is tuple:
+    _of_type((tuple, list), value, key, "a tuple")
+    return tuple(_convert(arguments[0], entry, key) for entry in value)
+  if origin in (typing.Union, types.UnionType):  # the type and None
+    return None if value is None else _convert(arguments[0], value, key)
+  if origin is Annotated:
+    value = _convert(arguments[0], value, key)
+  elif origin is Literal:
+    _of_type(str, value, key, "str")
+  elif kind is float:
+    _of_type((int, float), value, key, "float")
+    _require(abs(value) <= sys.float_info.max, f"config key {key}={value!r} must be finite")
+    value = float(value)
+  else:
+    _of_type(kind, value, key, kind.__name__)
+  ranges.check_value(kind, value, key)
   return value
+
+
+def _of_type(kind: type | tuple[type, ...], value: Any, key: str, name: str) -> None:
+  number = not isinstance(value, bool) or kind is bool  # Python's True is an int
+  _require(isinstance(value, kind) and number, f"config key {key}={value!r} must be {name}")
 
 
 def _require(ok: bool, message: str) -> None:

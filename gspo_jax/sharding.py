@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from gspo_jax import ranges
+from gspo_jax.ranges import Range
 
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
@@ -37,10 +40,13 @@ ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor"
 class MeshConfig:
   """Devices per axis; one of them may be -1: whatever is left."""
 
-  data: int
-  fsdp: int
-  expert: int
-  tensor: int
+  data: Annotated[int, Range(1, also=-1)]
+  fsdp: Annotated[int, Range(1, also=-1)]
+  expert: Annotated[int, Range(1, also=-1)]
+  tensor: Annotated[int, Range(1, also=-1)]
+
+  def __post_init__(self):
+    ranges.check(self, "mesh")
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.Mesh:
@@ -48,8 +54,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.M
   devices = jax.devices() if devices is None else devices
   sizes = [getattr(config, axis) for axis in AXES]
   named = ", ".join(f"mesh.{a}={n}" for a, n in zip(AXES, sizes))
-  if sizes.count(-1) > 1 or any(n < 1 and n != -1 for n in sizes):
-    raise ValueError(f"{named}: axes are positive, and at most one may be -1 (what is left)")
+  if sizes.count(-1) > 1:
+    raise ValueError(f"{named}: at most one may be -1 (what is left)")
   if -1 in sizes:
     known = -math.prod(sizes)
     sizes[sizes.index(-1)] = len(devices) // known

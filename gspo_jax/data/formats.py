@@ -31,8 +31,8 @@ MAX_INFO = 1000  # characters of a further field: less memory than a prompt's to
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """Where a row keeps what. Field names may be dotted (`info.answer`, `messages.0.content`), and
-  one with braces is a text made of fields (`{Body} {Question}`).
+  """The fields in which a row keeps its parts. Names may be dotted (`info.answer`,
+  `messages.0.content`), and one with braces is a text made of fields (`{Body} {Question}`).
   """
 
   question: str
@@ -100,9 +100,7 @@ FORMATS = {
     "prompt.0.content", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
   "livecodebench": Format(
-    "question_content",
-    "json:public_test_cases,private_test_cases,metadata",
-    **_PROGRAM,
+    "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
   ),
   "apps": Format("question", "input_output", **_PROGRAM),  # and TACO
   "humaneval": Format(
@@ -125,7 +123,7 @@ def prompt(
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
-  """The prompt that a row holds; None where the filter leaves it out.
+  """Makes the prompt that a row holds; None where the filter leaves it out.
 
   Raises:
     BadRow: says what is wrong with the row, and what to do about it.
@@ -265,7 +263,7 @@ def _text(value: Any, numbers: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """What JSON has no word for: NumPy values, the bytes of TFDS, dates of Parquet."""
+  """Values that JSON has no word for: NumPy values, the bytes of TFDS, dates of Parquet."""
   if isinstance(value, bytes):
     return value.decode("utf-8")
   return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

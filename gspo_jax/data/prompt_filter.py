@@ -10,21 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeInt
 from gspo_jax.structs import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class QuerySetConfig:
-  drop_after: (
-    int  # groups, all of them right or all of them wrong, that end a prompt's use; 0: none
-  )
-  readmit_after: int  # iterations until a dropped prompt gets another chance; 0: never
-  extra_rounds: int  # of sampling, at most, to find P groups with spread; 0: take what comes
+  drop_after: NonNegativeInt  # groups, all right or all wrong, that end a prompt's use; 0: none
+  readmit_after: NonNegativeInt  # iterations until a dropped prompt gets another chance; 0: never
+  extra_rounds: NonNegativeInt  # of sampling, at most, to find P groups with spread
 
   def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value < 0:
-        raise ValueError(f"data.query_set.{name}={value} must not be negative")
+    ranges.check(self, "data.query_set")
     if self.readmit_after and not self.drop_after:
       raise ValueError("data.query_set.readmit_after is set, and drop_after=0 drops nothing")
 

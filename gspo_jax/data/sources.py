@@ -18,16 +18,17 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import grain
 import numpy as np
 
-from gspo_jax import structs
+from gspo_jax import ranges, structs
 from gspo_jax.data import formats, tokenizer
-from gspo_jax.data.embedded import TASKS, Embedded, spread
+from gspo_jax.data.embedded import TASKS, Embedded, probe
 from gspo_jax.data.files import BadRow, DataError, read
 from gspo_jax.data.prompt_filter import QuerySetConfig
+from gspo_jax.ranges import Fraction, PositiveInt, Range
 
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
@@ -36,7 +37,7 @@ _SPEC = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where problems come from, and the format of files that name none of their own (see
+  """Sources of problems, and the format of files that name none of their own (see
   `formats.Format` for what field names may be)."""
 
   train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
@@ -46,20 +47,20 @@ class DataConfig:
   answer_pattern: str  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
   demonstration_field: str  # what supervised fine-tuning learns to write; '': the answer field
   prompt_template: str  # holds {question}; the user's turn where the tokenizer has a chat template
-  max_prompt_tokens: int
-  on_error: str  # what a bad row does: 'raise' stops the run, 'skip' leaves it out and counts it
-  digits: int  # embedded tasks: digits of the operands
-  carry_errors: float  # embedded tasks: probability that a demonstration forgets a carry
+  max_prompt_tokens: PositiveInt
+  on_error: Literal["raise", "skip"]  # a bad row stops the run, or is left out and counted
+  digits: Annotated[int, Range(1, 3)]  # embedded tasks: digits of the operands
+  carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
   query_set: QuerySetConfig  # which prompts stay in use while the policy learns
 
   def __post_init__(self):
+    try:
+      ranges.check(self, "data")
+    except ValueError as error:
+      raise DataError(str(error)) from None
     if "{question}" not in self.prompt_template:
       raise DataError(f"data.prompt_template={self.prompt_template!r} must hold {{question}}")
     self.format("")  # checks the pattern
-    if self.on_error not in ("raise", "skip"):
-      raise DataError(f"data.on_error={self.on_error!r} is not raise or skip")
-    if self.max_prompt_tokens < 1:
-      raise DataError(f"data.max_prompt_tokens={self.max_prompt_tokens} must be at least 1")
 
   def format(self, name: str) -> formats.Format:
     """A format by name, or the one this section describes; with the configured template, unless it
@@ -242,10 +243,10 @@ class Batches:
 
 
 def _contents(source: Source) -> str:
-  """What the order depends on: the number of rows, their ids, and the weights of a mixture."""
+  """All that the order depends on: the number of rows, their ids, the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
-  indices = spread(len(source)) if isinstance(source, Embedded) else range(len(source))
+  indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for i in indices:
     checksum = zlib.crc32(source[i].id.encode() + b"\n", checksum)
@@ -253,15 +254,15 @@ def _contents(source: Source) -> str:
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """The metric that tells of bad rows; nothing where there were none."""
+  """Returns the metric that tells of bad rows; nothing where there were none."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
 def demonstration_tokens(
   prompt: structs.Prompt, tok: tokenizer.Tokenizer
 ) -> tuple[list[int], list[int]]:
-  """What comes after the prompt, and 1 where supervised fine-tuning learns to write it: texts and
-  the stop after each; 0 on what an environment says between them."""
+  """Tokens that come after the prompt, and 1 where supervised fine-tuning learns to write them:
+  texts and the stop after each; 0 on what an environment says between them."""
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
     written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
@@ -303,7 +304,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
     return Mixture(parts, source.weights)
   rows = []
-  for index in spread(len(source)) if isinstance(source, Embedded) else range(len(source)):
+  for index in probe(len(source)) if isinstance(source, Embedded) else range(len(source)):
     prompt = source[index]
     end = len(prompt.tokens) + len(demonstration_tokens(prompt, tok)[0])
     if not prompt.demonstration:
@@ -346,12 +347,7 @@ def _load_rows(
   for place, default_id, decode in read(path, key):
     try:
       prompt = formats.prompt(
-        decode(),
-        form,
-        tok,
-        where=where,
-        max_tokens=config.max_prompt_tokens,
-        default_id=default_id,
+        decode(), form, tok, where=where, max_tokens=config.max_prompt_tokens, default_id=default_id
       )
       if prompt is not None and prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")

@@ -4,7 +4,9 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from gspo_jax import ranges
 from gspo_jax.evaluation import elo
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 from gspo_jax.rewards import Scorer
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks.environments import Make
@@ -16,32 +18,34 @@ class BenchmarkConfig:
 
   data: str  # a source, as data.eval; "": the benchmark is left out
   reward: str  # verifier, as reward.name; "": the one of the run
-  problems: int  # to use, evenly spread over the set; 0: all
-  samples: int  # k, per problem
-  pass_at: tuple[int, ...]  # pass@k as well, for k up to `samples`
+  problems: NonNegativeInt  # to use, evenly spread over the set; 0: all
+  samples: PositiveInt  # k, per problem
+  pass_at: tuple[PositiveInt, ...]  # pass@k as well, for k up to `samples`
   rating: bool  # a rating against the problems' own, their field `rating`
   standings: str  # file of contests, for a rating against those who took part (elo.read_standings)
 
   def __post_init__(self):
-    if self.samples < 1 or self.problems < 0:
-      raise ValueError(f"a benchmark with samples={self.samples}, problems={self.problems}")
     if not all(1 <= k <= self.samples for k in self.pass_at):
       raise ValueError(f"pass_at={self.pass_at} must lie between 1 and samples={self.samples}")
+    ranges.check(self, "eval.benchmarks")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-  every: int  # iterations between evaluations while training
-  problems: int  # held-out problems to use, evenly spread over the set; 0: all
-  samples: int  # k, per problem
-  temperature: float
-  top_k: int  # 0: all tokens
-  top_p: float  # 1: all tokens
-  min_p: float  # 0: all tokens
-  max_new_tokens: int  # 0: sampling.max_new_tokens, which `config.derived` fills in
+  every: PositiveInt  # iterations between evaluations while training
+  problems: NonNegativeInt  # to use of the held-out ones, evenly spread over the set; 0: all
+  samples: PositiveInt  # k, per problem
+  temperature: NonNegativeFloat
+  top_k: NonNegativeInt  # 0: all tokens
+  top_p: ranges.PositiveFraction  # 1: all tokens
+  min_p: ranges.FractionBelowOne  # 0: all tokens
+  max_new_tokens: NonNegativeInt  # 0: sampling.max_new_tokens, by `config.derived`
   greedy: bool  # one greedy response per problem as well
-  batch: int  # problems that are scored and written down together
+  batch: PositiveInt  # problems that are scored and written down together
   benchmarks: dict[str, BenchmarkConfig]  # further ones, by name
+
+  def __post_init__(self):
+    ranges.check(self, "eval")
 
 
 @dataclasses.dataclass(frozen=True)

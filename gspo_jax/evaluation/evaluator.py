@@ -49,7 +49,7 @@ class Evaluator:
   tokenizer: Tokenizer
   prompt_length: int
   seed: int
-  environment: EnvironmentConfig  # for benchmarks that have one
+  environment: EnvironmentConfig | None = None  # for benchmarks that have one
   directory: Path | None = None  # of results and of unfinished evaluations; None: neither
   identity: str = ""  # what else the responses and their scores depend on
 
@@ -149,8 +149,10 @@ class Evaluator:
       stop_strings=self.environment.stop_strings if talks else (),
       several_turns=talks,
     )
-    turns = dict(max_turns=self.environment.max_turns, workers=self.environment.workers)
-    driver = Driver(engine, workload, vocab_size=self.model.vocab_size, **turns if talks else {})
+    turns = {}
+    if talks:
+      turns = dict(max_turns=self.environment.max_turns, workers=self.environment.workers)
+    driver = Driver(engine, workload, vocab_size=self.model.vocab_size, **turns)
     for index in indices:
       make, render = benchmark.environment, self._render
       group = new_group(

@@ -10,21 +10,27 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import objectives as O
+from gspo_jax import ranges
 from gspo_jax.objectives.reductions import Mean, Metrics
+from gspo_jax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from gspo_jax.structs import TrainBatch
 
 LOSSES = O.POLICY_LOSSES
 CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
-SEGMENT_UNITS = ("turn", "line", "tokens")
 
-LEAST = dict(dual_clip=1.0, entropy_coef=-math.inf)  # value of an option; of all others 0
-POSITIVE = ("tau_pos", "tau_neg", "correction.cap")
+# Of the options that are numbers; all others are not negative.
+RANGES = dict(
+  dual_clip=Annotated[float, Range(1)],
+  entropy_coef=Annotated[float, Range(-math.inf)],
+  tau_pos=PositiveFloat,
+  tau_neg=PositiveFloat,
+)
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -40,11 +46,18 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def with_options(cls: type) -> type:
-  """Adds a field for every option that a loss declares: text or a number, None where unset."""
-  for name in LOSSES:
-    for key, default in options_of(name).items():
-      if key not in cls.__annotations__:
-        cls.__annotations__[key] = (str if isinstance(default, str) else float) | None
+  """Adds a field for every option that a loss declares, None where it is unset."""
+  for name, loss in LOSSES.items():
+    for key in options_of(name):
+      if key in loss.choices:
+        words = dict.fromkeys(
+          word for other in LOSSES.values() for word in other.choices.get(key, ())
+        )
+        kind = Literal[*words]
+      else:
+        kind = RANGES.get(key, NonNegativeFloat)
+      if not hasattr(cls, key):
+        cls.__annotations__[key] = kind | None
         setattr(cls, key, None)
   return cls
 
@@ -54,82 +67,65 @@ class CorrectionConfig:
   """Importance weights for a trainer whose probabilities are not the sampler's: π_old of the one
   over π of the other. Unset: `level` is the loss's own, the others as in `objectives`."""
 
-  name: str  # "none" | "truncated" (TIS) | "masked" (MIS; at level "token" IcePop)
-  level: str | None = None  # "token" | "sequence" | "geometric"
-  cap: float | None = None  # truncated: weights are cut off there
-  low: float | None = None  # masked: weights outside [low, high] are 0
-  high: float | None = None
+  name: Literal["none", "truncated", "masked"]  # TIS, MIS; IcePop is masked at level "token"
+  level: Literal["token", "sequence", "geometric"] | None = None
+  cap: PositiveFloat | None = None  # truncated: weights are cut off there
+  low: NonNegativeFloat | None = None  # masked: weights outside [low, high] are 0
+  high: NonNegativeFloat | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 @with_options  # clip_low, clip_high, kl_coef, ...: docs/objectives.md
 class ObjectiveConfig:
-  name: str  # one of LOSSES
-  advantage: str  # group_advantages: "std" | "none" | "leave_one_out"
-  old_logp: str  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
-  load_balance_coef: float  # router auxiliary loss
-  replay: str  # Routing Replay: "none" | "R2": what the recomputation chose | "R3": the sampler
+  name: Literal[*LOSSES]
+  advantage: Literal["std", "none", "leave_one_out"]  # group_advantages
+  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
+  old_logp: Literal["sampler", "recompute"]
+  load_balance_coef: NonNegativeFloat  # router auxiliary loss
+  # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
+  replay: Literal["none", "R2", "R3"]
   volatility: bool  # record routes when the rollout is made, for router/volatility/*
   correction: CorrectionConfig = CorrectionConfig("none")
-  off_policy_threshold: float | None = None  # off_policy_mask, in nats per token; unset: no mask
-  segment_unit: str | None = None  # one of SEGMENT_UNITS: what has an importance ratio of its own
-  segment_tokens: int | None = None  # of a segment, where that is the unit
+  off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
+  segment_unit: Literal["turn", "line", "tokens"] | None = None  # what has a ratio of its own
+  segment_tokens: PositiveInt | None = None  # of a segment, where that is the unit
 
   def __post_init__(self):
-    one_of = dict(
-      name=tuple(LOSSES),
-      advantage=("std", "none", "leave_one_out"),
-      old_logp=("sampler", "recompute"),
-      replay=("none", "R2", "R3"),
-    )
-    for key, allowed in one_of.items():
-      _require_one_of(key, getattr(self, key), allowed)
-    _require_least("load_balance_coef", self.load_balance_coef)
-    self._check_options()
+    ranges.check(self, "objective")
+    ranges.check(self.correction, "objective.correction")
+    for key, value in self.options().items():
+      if key in self.loss.choices:
+        _require_one_of(key, value, self.loss.choices[key], f", which {self.name} takes")
+    if (self.segment_unit == "tokens") != (self.segment_tokens is not None):
+      raise ValueError(
+        f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
+        f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
+      )
     self._check_correction()
-    if self.off_policy_threshold is not None:
-      _require_least("off_policy_threshold", self.off_policy_threshold)
     if self.replay == "R2" and self.old_logp != "recompute":
       raise ValueError(
         f"objective.replay='R2' replays what the recomputation pass chose, which "
         f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
       )
 
-  def _check_options(self) -> None:
-    choices = self.loss.choices | dict(segment_unit=SEGMENT_UNITS)
-    for key, value in self.options().items():
-      if key in choices:
-        _require_one_of(key, value, choices[key])
-      else:
-        _require_least(key, value)
-    if (self.segment_unit == "tokens") != (self.segment_tokens is not None):
-      raise ValueError(
-        f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
-        f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
-      )
-
   def _check_correction(self) -> None:
     given, had = self.correction, _correction_options(self)
-    _require_one_of("correction.name", given.name, ("none", *CORRECTIONS))
-    for key in ("level", "cap", "low", "high"):
-      value = getattr(given, key)
-      if value is None:
-        continue
-      if key not in had:
+    for key, value in vars(given).items():
+      if key != "name" and value is not None and key not in had:
         raise ValueError(
           f"objective.correction.{key}={value!r}: correction {given.name!r} has no such option; it "
           f"has {', '.join(had) or 'none'}"
         )
-      if key == "level":
-        _require_one_of("correction.level", value, self.loss.levels, f", which {self.name} takes")
-      else:
-        _require_least(f"correction.{key}", value)
+    if not had:
+      return
+    levels = self.loss.levels
+    _require_one_of("correction.level", had["level"], levels, f", which {self.name} takes")
     if had.get("high", 0) < had.get("low", 0):
       raise ValueError(
         f"objective.correction.high={had['high']} is smaller than objective.correction.low="
         f"{had['low']}"
       )
-    if had and self.old_logp == "sampler":
+    if self.old_logp == "sampler":
       raise ValueError(
         f"objective.correction.name={given.name!r} weighs by the trainer's old log-probs against "
         "the sampler's, which objective.old_logp='sampler' takes for the same: set it to recompute"
@@ -166,7 +162,19 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
   default. So another loss than the configuration's comes with its own ranges.
   """
   section = dict(section)
-  tuned, name = section.pop("tuned", {}), section.get("name")
+  tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")
+  _check_tuned(tuned)
+  if name not in (*LOSSES,):
+    return section  # as ObjectiveConfig will say
+  section = _filled(section, options_of(name) | dict(tuned.get(name, {})))
+  if isinstance(correction, Mapping):
+    section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
+  return section
+
+
+def _check_tuned(tuned: Any) -> None:
+  if not isinstance(tuned, Mapping) or not all(isinstance(o, Mapping) for o in tuned.values()):
+    raise ValueError(f"config key objective.tuned={tuned!r} must be a section of sections")
   for loss, options in tuned.items():
     _require_one_of("tuned", loss, tuple(LOSSES))
     for key in options:
@@ -175,13 +183,6 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
           f"objective.tuned.{loss}.{key}: {loss} has no such option; it has "
           f"{', '.join(options_of(loss))}"
         )
-  if name not in LOSSES:
-    return section  # ObjectiveConfig says so
-  section = _filled(section, options_of(name) | dict(tuned.get(name, {})))
-  correction = section.get("correction")
-  if isinstance(correction, Mapping):
-    section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
-  return section
 
 
 def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
   """Options of a correction, with the values that they have for a loss if they are not set."""
-  if correction not in CORRECTIONS:
+  if correction not in (*CORRECTIONS,):
     return {}
   parameters = inspect.signature(CORRECTIONS[correction]).parameters
   defaults = {key: parameters[key].default for key in ("cap", "low", "high") if key in parameters}
@@ -198,6 +199,7 @@ def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
 
 
 def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
+  """The same for a configuration, with those that are set."""
   defaults = _correction_defaults(config.name, config.correction.name)
   filled = _filled(vars(config.correction), defaults)
   return {key: filled[key] for key in defaults}
@@ -206,14 +208,6 @@ def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
 def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:
   if value not in allowed:
     raise ValueError(f"objective.{key}={value!r} is not one of {', '.join(allowed)}{note}")
-
-
-def _require_least(key: str, value: float) -> None:
-  least = LEAST.get(key, 0.0)
-  if not (value > least if key in POSITIVE else value >= least):
-    raise ValueError(
-      f"objective.{key}={value} must be {'above' if key in POSITIVE else 'at least'} {least:g}"
-    )
 
 
 def policy_loss(

@@ -1,30 +1,30 @@
 """AdamW with a schedule and a gradient-norm bound, from Optax."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  learning_rate: float  # peak
-  schedule: str  # after the warm-up: "constant" | "linear" | "cosine" down to final_fraction
-  warmup_steps: int  # gradient updates, linear from 0
-  final_fraction: float  # of the peak, at the last update
-  b1: float
-  b2: float
-  eps: float
-  weight_decay: float  # decoupled; not on norms and biases
-  clip_norm: float  # global gradient norm; 0: no bound
+  learning_rate: PositiveFloat  # peak
+  schedule: Literal["constant", "linear", "cosine"]  # after the warm-up, down to final_fraction
+  warmup_steps: NonNegativeInt  # gradient updates, linear from 0
+  final_fraction: ranges.Fraction  # of the peak, at the last update
+  b1: ranges.FractionBelowOne
+  b2: ranges.FractionBelowOne
+  eps: PositiveFloat
+  weight_decay: NonNegativeFloat  # decoupled; not on norms and biases
+  clip_norm: NonNegativeFloat  # global gradient norm; 0: no bound
 
   def __post_init__(self):
-    if self.schedule not in ("constant", "linear", "cosine"):
-      raise ValueError(f"optimizer.schedule={self.schedule!r} is not constant, linear or cosine")
-    if self.learning_rate <= 0:
-      raise ValueError(f"optimizer.learning_rate={self.learning_rate} must be positive")
+    ranges.check(self, "optimizer")
 
 
 def schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:

@@ -19,7 +19,7 @@ def segment_ids(
 
   Args:
     turn_BT: turn of each sampled token, where there are several.
-    ends_line_V: bool, tokens with a line break in their text.
+    ends_line_V: bool, tokens with a line break in their text; those beyond it have none.
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)
@@ -33,7 +33,7 @@ def segment_ids(
   if unit == "tokens":
     begins_X |= (place_X - _latest(place_X, begins_X)) % size == 0
   if unit == "line":
-    begins_X[1:] |= ends_line_V[tokens_BT[row_X, time_X]][:-1]
+    begins_X[1:] |= np.isin(tokens_BT[row_X, time_X], np.flatnonzero(ends_line_V))[:-1]
   number_X = np.cumsum(begins_X)
   ids_BT[row_X, time_X] = number_X - _latest(number_X, new_row_X)
   return ids_BT

@@ -1,7 +1,10 @@
 """What a model is: its family, hyper-parameters, and named sizes."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
 class Kind(NamedTuple):
@@ -16,33 +19,34 @@ class ModelConfig:
   """Hyper-parameters of a Transformer. Field names follow Hugging Face's config.json."""
 
   family: str  # "qwen3": and Qwen2, Llama | "gemma": Gemma 2 and 3; transformer.FAMILIES
-  vocab_size: int
-  hidden_size: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  intermediate_size: int  # of dense layers
-  num_experts: int  # 0: every layer is dense
-  experts_per_token: int
-  moe_intermediate_size: int  # of one expert
+  vocab_size: PositiveInt
+  hidden_size: PositiveInt
+  num_layers: PositiveInt
+  num_heads: PositiveInt
+  num_kv_heads: PositiveInt
+  head_dim: Annotated[int, Range(2)]
+  intermediate_size: PositiveInt  # of dense layers
+  num_experts: NonNegativeInt  # 0: every layer is dense
+  experts_per_token: NonNegativeInt
+  moe_intermediate_size: NonNegativeInt  # of one expert
   norm_topk_prob: bool  # gate weights of the chosen experts sum to 1
-  decoder_sparse_step: int  # every n-th layer is a MoE layer
-  mlp_only_layers: tuple[int, ...]  # layers that are dense whatever decoder_sparse_step says
-  rope_theta: float
-  rms_norm_eps: float
+  decoder_sparse_step: PositiveInt  # every n-th layer is a MoE layer
+  mlp_only_layers: tuple[NonNegativeInt, ...]  # dense whatever decoder_sparse_step says
+  rope_theta: PositiveFloat
+  rms_norm_eps: NonNegativeFloat
   qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
   attention_bias: bool  # biases on the q, k and v projections (Qwen2)
   tie_word_embeddings: bool
-  max_position_embeddings: int
-  query_pre_attn_scalar: int  # scores are q kᵀ over its root; 0: head_dim
-  attn_logit_softcapping: float  # soft bound c · tanh(x / c) on scores; 0: none
-  final_logit_softcapping: float  # the same on logits
-  sliding_window: int  # positions that a token of a local layer sees, itself included; 0: no window
-  sliding_window_pattern: int  # every n-th layer is global, the others local
-  local_rope_theta: float  # rope_theta of local layers
+  max_position_embeddings: PositiveInt
+  query_pre_attn_scalar: NonNegativeInt  # scores are q kᵀ over its root; 0: head_dim
+  attn_logit_softcapping: NonNegativeFloat  # soft bound c · tanh(x / c) on scores; 0: none
+  final_logit_softcapping: NonNegativeFloat  # the same on logits
+  sliding_window: NonNegativeInt  # positions that a local layer's token sees, with itself; 0: all
+  sliding_window_pattern: PositiveInt  # every n-th layer is global, the others local
+  local_rope_theta: PositiveFloat  # rope_theta of local layers
 
   def __post_init__(self):
+    ranges.check(self, "model")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"model.num_heads={self.num_heads} is not a multiple of "
@@ -53,11 +57,8 @@ class ModelConfig:
         f"model.experts_per_token={self.experts_per_token} must be between 1 and "
         f"model.num_experts={self.num_experts}"
       )
-    if self.sliding_window and self.sliding_window_pattern < 1:
-      raise ValueError(
-        f"model.sliding_window_pattern={self.sliding_window_pattern} must be at least 1: every "
-        "n-th layer is global"
-      )
+    if self.num_experts and not self.moe_intermediate_size:
+      raise ValueError(f"model.moe_intermediate_size=0: model.num_experts={self.num_experts}")
     if self.head_dim % 2:
       raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
 
@@ -86,25 +87,15 @@ class ModelConfig:
 class ComputeConfig:
   """How the model is computed; none of it changes what is computed beyond round-off."""
 
-  dtype: str  # of activations and matmul inputs: "float32" | "bfloat16"
-  attention: str  # "plain" | "blockwise" | "splash" | "cudnn" | "auto" (by length and platform)
-  experts: str  # "blocks" | "batched" | "ragged" | "megablox" | "auto" (by platform and load)
-  expert_chunk: int  # tokens of a device that go through the experts at once; 0: all
-  remat: str  # what the backward pass recomputes of a layer, see transformer.REMAT
-  logits_chunk: int  # time steps whose logits exist at once; 0: all
+  dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"]  # auto: by length, platform
+  experts: Literal["auto", "blocks", "batched", "ragged", "megablox"]  # auto: by platform, load
+  expert_chunk: NonNegativeInt  # tokens of a device that go through the experts at once; 0: all
+  remat: Literal["none", "full", "attention", "dots"]  # recomputed backwards: transformer.REMAT
+  logits_chunk: NonNegativeInt  # time steps whose logits exist at once; 0: all
 
   def __post_init__(self):
-    for key, allowed in dict(
-      dtype=("float32", "bfloat16"),
-      attention=("auto", "plain", "blockwise", "splash", "cudnn"),
-      experts=("auto", "blocks", "batched", "ragged", "megablox"),
-      remat=("none", "full", "attention", "dots"),
-    ).items():
-      if getattr(self, key) not in allowed:
-        raise ValueError(f"compute.{key}={getattr(self, key)!r} is not one of {', '.join(allowed)}")
-    for key in ("expert_chunk", "logits_chunk"):
-      if getattr(self, key) < 0:
-        raise ValueError(f"compute.{key}={getattr(self, key)} must not be negative; 0: all at once")
+    ranges.check(self, "compute")
 
 
 REFERENCE = ComputeConfig(

@@ -1,4 +1,4 @@
-"""What a report says of its runs, as JSON values: figures on top, warnings, differences, charts.
+"""Content of a report of runs, as JSON values: figures on top, warnings, differences, charts.
 
 A report shows one run or compares several: the curves of a metric then share one chart.
 """
@@ -24,7 +24,7 @@ MAX_POINTS = 1200  # of the curves of one metric
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run's directory holds besides its responses."""
+  """A run's directory, without its responses."""
 
   name: str
   rows: Sequence[Row]
@@ -37,12 +37,12 @@ class Run:
 
   @property
   def provenance(self) -> Row:
-    """Which code and packages ran, and how they were started."""
+    """Code and packages that ran, and how they were started."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
 def describe(runs: Sequence[Run]) -> Row:
-  """Everything on the page but the responses."""
+  """Collects everything on the page but the responses."""
   by_phases = [
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
@@ -78,7 +78,7 @@ def _ends(rows: Sequence[Row]) -> list[int]:
 
 
 def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
-  """What the page says of one run without its charts."""
+  """One run's part of the page, without its charts."""
   return {
     "name": run.name,
     "summary": [*summarize(run.flat), *_commit(run.provenance)],
@@ -155,7 +155,12 @@ def _commit(provenance: Mapping[str, Any]) -> list[str]:
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
-  """The clip range as levels to mark in a chart of the ratio, where the config has one."""
+  """The clip range as levels to mark in a chart of the ratio, where the config has one.
+
+  Not GMPO's, which is of the log-ratios of tokens.
+  """
+  if flat.get("objective.name") == "gmpo":
+    return []
   bounds = (
     (flat.get("objective.clip_low"), -1, "1 − ε"),
     (flat.get("objective.clip_high"), 1, "1 + ε"),
@@ -169,30 +174,24 @@ def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
   """The charts for which the runs have metrics; metrics that no chart names come last."""
-  keys = {phase: {k for run in runs for row in run[phase] for k in row} for phase in metrics.PHASES}
-  named = {
-    (phase, key)
-    for section in SECTIONS
-    for figure in section.figures
-    for phase in figure.phases
-    for line in figure.lines
-    for pattern in (line.key, line.low, line.high)
-    if pattern
-    for key, _ in _expand(pattern, keys[phase])
-  }
+  figures = [figure for section in SECTIONS for figure in section.figures]
+  bands = {edge for figure in figures for line in figure.lines for edge in (line.low, line.high)}
+  built = {figure: _build_figures(figure, runs) for figure in figures}
+  drawn = {(s["phase"], s["key"]) for parts in built.values() for f in parts for s in f["series"]}
   other = [
     Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
     for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
-    for key in sorted(keys[phase] - {"phase", "step"})
-    if (phase, key) not in named and not _undrawn(phase, key)
+    for key in sorted({k for run in runs for row in run[phase] for k in row} - bands)
+    if (phase, key) not in drawn and key not in ("phase", "step") and not _undrawn(phase, key)
   ]
+  built |= {figure: _build_figures(figure, runs) for figure in other}
   sections = []
   for section in (*SECTIONS, Section("Other metrics", "", tuple(other))):
-    figures = [built for figure in section.figures for built in _build_figures(figure, runs)]
-    for figure in figures:
-      figure["marks"] = list(ratio_marks) if figure["unit"] == "ratio" else []
-    if figures:
-      sections.append({"title": section.title, "note": section.note, "figures": figures})
+    parts = [part for figure in section.figures for part in built[figure]]
+    for part in parts:
+      part["marks"] = list(ratio_marks) if part["unit"] == "ratio" else []
+    if parts:
+      sections.append({"title": section.title, "note": section.note, "figures": parts})
   return sections
 
 

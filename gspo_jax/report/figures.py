@@ -110,7 +110,7 @@ SECTIONS = (
     "How far the policy moves from the one that sampled, and what clipping makes of it.",
     _chart("Importance ratio", "mean, with the band from smallest to largest",
            {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False),
-    _chart("Spread of the ratio", "over all mini-batches",
+    _chart("Deviation of the ratio", "over all mini-batches",
            {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
     _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
     _clipped("sequence", "share of responses outside the clip range"),

@@ -25,10 +25,7 @@ MAX_RUNS = 8  # more colours nobody can tell apart
 
 
 def write_report(
-  workdir: str | os.PathLike,
-  *,
-  max_rollouts: int = 10_000,
-  output: str | os.PathLike | None = None,
+  workdir: str | os.PathLike, *, max_rollouts: int = 10_000, output: str | os.PathLike | None = None
 ) -> Path:
   """Writes the report of a run, whole or not at all; returns its path (DIR/report.html)."""
   workdir = Path(workdir)
@@ -37,10 +34,7 @@ def write_report(
 
 
 def write_comparison(
-  workdirs: Sequence[str | os.PathLike],
-  output: str | os.PathLike,
-  *,
-  max_rollouts: int = 10_000,
+  workdirs: Sequence[str | os.PathLike], output: str | os.PathLike, *, max_rollouts: int = 10_000
 ) -> Path:
   """Writes one report of several runs, named by their directories; returns its path."""
   folders = [Path(workdir) for workdir in workdirs]

@@ -1,4 +1,4 @@
-"""The responses of a report: grouped by prompt, shortened, with the log-ratios of their tokens."""
+"""The responses of a report: grouped by prompt, shortened, with what became of their tokens."""
 
 import itertools
 import json
@@ -103,34 +103,41 @@ def _plain(record: Row) -> Row:
 
 
 def _color(record: Row) -> Row:
-  """The same with its tokens and their log-ratios.
+  """The same with its tokens, their log-ratios, and a 1 for each that was clipped, if any was.
 
   `spans` are the tokens' lengths in `response`; where they do not add up to it (a byte of a
   character, a mark that decoding leaves out), `tokens` are their texts.
   """
   tokens = [_spell(token) for token in record["tokens"]]
   whole = "".join(tokens) == _spell(record["response"])
-  tokens, ratios = _cut(tokens, record["log_ratio"])
+  clipped = record.get("clipped_tokens") or []
+  if len(clipped) != len(tokens):
+    clipped = [0] * len(tokens)
+  tokens, ratios, clipped = _cut(tokens, record["log_ratio"], clipped)
   colored = _plain(record) | {"log_ratio": ratios}
+  if any(clipped):
+    colored["clipped_tokens"] = "".join("1" if one else "0" for one in clipped)
   if not whole:
     return colored | {"tokens": tokens}
   return colored | {"response": "".join(tokens), "spans": " ".join(str(_units(t)) for t in tokens)}
 
 
-def _cut(tokens: list[str], ratios: Sequence[float | None]) -> tuple[list[str], list[float | None]]:
+def _cut(tokens: list[str], ratios: Sequence[float | None], clipped: Sequence[int]) -> list[list]:
   """Leaves out tokens in the middle as `_shorten` leaves out characters."""
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
-    return tokens, list(ratios)
+    return [tokens, list(ratios), list(clipped)]
   head = sum(end <= MAX_CHARACTERS * 3 // 4 for end in ends)
   tail = max(head, sum(end <= ends[-1] - MAX_CHARACTERS // 4 for end in ends))
   left_out = sum(map(len, tokens[head:tail]))
   # What stands for them was never sampled and has no ratio.
-  return [*tokens[:head], _gap(left_out), *tokens[tail:]], [*ratios[:head], None, *ratios[tail:]]
+  gap = ((tokens, _gap(left_out)), (ratios, None), (clipped, 0))
+  return [[*values[:head], between, *values[tail:]] for values, between in gap]
 
 
 def _quantize(samples: Iterable[Row]) -> Row:
-  """Writes the log-ratios as whole multiples of a `unit`; `scale` is where colours end."""
+  """Writes the log-ratios as whole multiples of a `unit`; `scale` is where colours end, `clipped`
+  whether any token was."""
   colored = [sample for sample in samples if "log_ratio" in sample]
   sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)]
   # A few tokens move much further than the others and would leave those without colour.
@@ -140,7 +147,10 @@ def _quantize(samples: Iterable[Row]) -> Row:
   for sample in colored:
     values = (str(round(v / unit)) if _finite(v) else "" for v in sample["log_ratio"])
     sample["log_ratio"] = ",".join(values)  # nothing between commas: no ratio
-  return {"colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit}
+  clipped = any("clipped_tokens" in sample for sample in colored)
+  return {
+    "colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit, "clipped": clipped,
+  }  # fmt: skip
 
 
 def _finite(value: float | None) -> bool:

@@ -11,10 +11,12 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
+from gspo_jax import ranges
+from gspo_jax.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
 from gspo_jax.rewards import shaping
 from gspo_jax.rewards.programs.process import ISOLATIONS
 
@@ -33,37 +35,30 @@ class RewardConfig:
   """The verifier, and what is added to its reward. docs/rewards.md has more."""
 
   name: str  # one of VERIFIERS | the user's own package.module:function
-  workers: int  # processes that verify; arithmetic and string need none
-  time_limit_s: float  # seconds for one answer without queueing; code: CPU time for one test
-  memory_mb: int  # code: address space of one test
-  isolation: str  # code: auto | namespaces | seccomp | none (runs programs with your rights)
-  format: str  # tags that a response must have: none | think | think_answer
-  format_weight: float  # what keeping the format adds to the reward
-  overlong_weight: float  # what a response of overlong_max tokens and more loses; 0: nothing
-  overlong_max: int  # tokens; 0: sampling.max_new_tokens, which `config.derived` fills in
-  overlong_buffer: int  # tokens before overlong_max over which the loss grows
-  false_positive: float  # share of the responses that are not right and are rewarded as if
-  false_negative: float  # share of the right responses that are not rewarded
-  noise_seed: int  # of those two
+  workers: NonNegativeInt  # processes that verify; arithmetic and string need none
+  time_limit_s: PositiveFloat  # for one answer without queueing; code: CPU time for one test
+  memory_mb: Annotated[int, Range(64, why="Python needs them")]  # code: address space of one test
+  isolation: Literal[ISOLATIONS]  # code; none: programs run with your rights
+  format: Literal["none", "think", "think_answer"]  # tags that a response must have
+  format_weight: NonNegativeFloat  # what keeping the format adds to the reward
+  overlong_weight: NonNegativeFloat  # taken from a response of overlong_max tokens and more
+  overlong_max: NonNegativeInt  # tokens; 0: sampling.max_new_tokens, by `config.derived`
+  overlong_buffer: NonNegativeInt  # tokens before overlong_max over which the loss grows
+  false_positive: Fraction  # share of other responses rewarded as if right
+  false_negative: Fraction  # share of the right responses not rewarded
+  noise_seed: NonNegativeInt  # of those two
 
   def __post_init__(self):
+    ranges.check(self, "reward")
     if self.name not in VERIFIERS and not _DOTTED.fullmatch(self.name):
       names = ", ".join(VERIFIERS)
       raise ValueError(
         f"reward.name={self.name!r} is not one of {names}, nor package.module:function"
       )
-    if self.format != "none" and self.format not in shaping.FORMATS:
-      names = ", ".join(("none", *shaping.FORMATS))
-      raise ValueError(f"reward.format={self.format!r} is not one of {names}")
+    if self.workers == 0 and self.name not in ("arithmetic", "string"):
+      raise ValueError(f"reward.workers=0: reward.name={self.name!r} needs at least 1")
     if self.format_weight and self.format == "none":
       raise ValueError("reward.format_weight needs reward.format=think or think_answer")
-    if self.isolation not in ISOLATIONS:
-      raise ValueError(f"reward.isolation={self.isolation!r} is not one of {', '.join(ISOLATIONS)}")
-    if self.memory_mb < 64:
-      raise ValueError(f"reward.memory_mb={self.memory_mb} must be at least 64: Python needs them")
-    for key in "false_positive", "false_negative":
-      if not 0 <= getattr(self, key) <= 1:
-        raise ValueError(f"reward.{key}={getattr(self, key)} must lie between 0 and 1")
     if self.overlong_weight and not 0 < self.overlong_buffer <= (
       self.overlong_max or self.overlong_buffer
     ):
@@ -102,10 +97,7 @@ class Scores:
 
 class Scorer(Protocol):
   def __call__(
-    self,
-    responses: Sequence[str],
-    prompts: Sequence[Prompt],
-    lengths: Sequence[int] | None = None,
+    self, responses: Sequence[str], prompts: Sequence[Prompt], lengths: Sequence[int] | None = None
   ) -> Scores:
     """Scores B responses to B prompts, which repeat where a prompt has several responses.
 

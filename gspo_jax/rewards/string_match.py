@@ -19,7 +19,7 @@ def open_verifier(config: Any) -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str) -> str:
-  """Whether they agree: "right", "wrong", or "unparsable" where the response gives no answer."""
+  """Compares both: "right", "wrong", or "unparsable" where the response gives no answer."""
   found = extract(response)
   if found is None:
     return "unparsable"

@@ -1,4 +1,4 @@
-"""What a run says before it dies: warnings by configured thresholds.
+"""Warnings by configured thresholds, before a run dies.
 
 Runs of GRPO with long responses or experts die slowly and look alive meanwhile: the entropy goes,
 the ratio runs away from 1, the gradient jumps, the reward falls and does not come back
@@ -11,25 +11,24 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, Range
 
 
 @dataclasses.dataclass(frozen=True)
 class AlarmConfig:
   """Thresholds; 0 turns one off."""
 
-  window: int  # iterations that medians and means are taken over
-  grad_norm: float  # gradient norm, as a multiple of its median over the window before
-  entropy: float  # nats per token that the policy's entropy falls below
-  ratio: float  # mean |importance ratio - 1| over an iteration's updates that is exceeded
-  reward: float  # how far the mean reward over a window lies below the highest such mean so far
+  window: Annotated[int, Range(2)]  # iterations that medians and means are taken over
+  grad_norm: NonNegativeFloat  # gradient norm, as a multiple of its median over the window before
+  entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
+  ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
+  reward: NonNegativeFloat  # that the mean over a window lies below the highest such mean so far
 
   def __post_init__(self):
-    if self.window < 2:
-      raise ValueError(f"alarms.window={self.window} must be at least 2")
-    for name, value in dataclasses.asdict(self).items():
-      if value < 0:
-        raise ValueError(f"alarms.{name}={value} must not be negative")
+    ranges.check(self, "alarms")
 
 
 class Alarms:

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -19,6 +19,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from gspo_jax.runs import preemption
 from gspo_jax.runs.mirror import Mirror, files_below
 
@@ -28,20 +30,17 @@ SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
   directory: str  # local or gs://..., seen by all hosts (mirror.py); "": workdir/checkpoints
-  every: int  # iterations (rl) or updates (sft) between checkpoints
-  keep: int  # how many of the newest are kept
-  keep_every: int  # checkpoints of steps that this divides are kept as well; 0: none
+  every: PositiveInt  # iterations (rl) or updates (sft) between checkpoints
+  keep: Annotated[int, Range(1, why="a run resumes from it")]  # how many of the newest are kept
+  keep_every: NonNegativeInt  # checkpoints of steps that this divides are kept as well; 0: none
   best: str  # the one where this metric is largest is kept as well, e.g. eval/accuracy; "": none
-  grace_s: float  # seconds from SIGTERM to the end of the process, at the latest
+  grace_s: NonNegativeFloat  # seconds from SIGTERM to the end of the process, at the latest
 
   def __post_init__(self):
-    if self.keep < 1:
-      raise ValueError(f"checkpoint.keep={self.keep} must be at least 1: a run resumes from it")
-    if self.keep_every < 0:
-      raise ValueError(f"checkpoint.keep_every={self.keep_every} must not be negative")
+    ranges.check(self, "checkpoint")
 
   def of(self, workdir: str | Path, phase: str) -> epath.Path:
-    """Where the checkpoints of a phase are."""
+    """The directory of the checkpoints of a phase."""
     return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
@@ -199,8 +198,8 @@ def _sizes(path: epath.Path) -> dict[str, int]:
 
 
 def _begins(name: str, step: int) -> bool:
-  """Whether a directory is that of an unfinished checkpoint: of another name where a rename will
-  finish it, of the final one on gs://, where a file will."""
+  """Tells an unfinished checkpoint by its directory's name: another one where a rename will finish
+  it, the final one on gs://, where a file will."""
   return name == str(step) or name.startswith(f"{step}.orbax-checkpoint-tmp")
 
 

@@ -151,7 +151,7 @@ class Writer:
       self._log({f"{phase}/step": step} | shown)
 
   def rows(self, phase: str) -> list[Row]:
-    """What has been written of a phase; nothing on hosts that write nothing."""
+    """Returns what has been written of a phase; nothing on hosts that write nothing."""
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row["phase"] == phase]
 

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines in a log."""
+"""Progress of a run: a bar on a terminal, plain lines in a log."""
 
 import sys
 import time

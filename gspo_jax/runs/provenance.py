@@ -1,4 +1,4 @@
-"""What a run was made with: configuration, commit, and the versions that figures depend on."""
+"""Origin of a run: configuration, commit, and the versions that figures depend on."""
 
 import importlib.metadata
 import json
@@ -81,7 +81,7 @@ def _begun(workdir: Path) -> dict[str, Any]:
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """As it is read back: tuples are lists."""
+  """The configuration as it is read back: tuples are lists."""
   return json.loads(json.dumps(config))
 
 

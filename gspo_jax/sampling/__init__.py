@@ -5,7 +5,7 @@ from gspo_jax.sampling.driver import Driver, EnvironmentConfig
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.local import LocalEngine
 from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
-from gspo_jax.sampling.rollout import generate
+from gspo_jax.sampling.rollout import generate, sample_rollout
 from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sampling.trajectory import Environment, SingleTurn, Trajectory, assemble
 
@@ -25,4 +25,5 @@ __all__ = [
   "Workload",
   "assemble",
   "generate",
+  "sample_rollout",
 ]

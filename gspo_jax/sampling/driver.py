@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax import ranges
+from gspo_jax.ranges import Fraction, NonNegativeInt, PositiveInt
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.requests import Request, Response, Workload
 from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
@@ -25,19 +27,13 @@ class EnvironmentConfig:
   """Whether responses are conversations, and with whom. docs/multi_turn.md has more."""
 
   name: str  # calculator | package.module:function | "": none; a verifier looks at one response
-  max_turns: int  # of the policy; a conversation that is not over by then is cut off
+  max_turns: PositiveInt  # of the policy; a conversation that is not over by then is cut off
   stop_strings: tuple[str, ...]  # they end a turn, as stop tokens do
-  discount: float  # of rewards of later turns in the advantage of an earlier one
-  workers: int  # threads that environments run in; 0: none, for those that do not wait for anything
+  discount: Fraction  # of rewards of later turns in the advantage of an earlier one
+  workers: NonNegativeInt  # threads that environments run in; 0: none, if they do not wait
 
   def __post_init__(self):
-    if self.max_turns < 1 or self.workers < 0:
-      raise ValueError(
-        f"environment.max_turns={self.max_turns} must be at least 1, environment.workers="
-        f"{self.workers} not negative"
-      )
-    if not 0 <= self.discount <= 1:
-      raise ValueError(f"environment.discount={self.discount} must lie between 0 and 1")
+    ranges.check(self, "environment")
 
 
 class Driver:
@@ -59,7 +55,7 @@ class Driver:
     engine: Engine,
     workload: Workload,
     *,
-    vocab_size: int,
+    vocab_size: int = 2**31,
     max_turns: int = 1,
     workers: int = 0,
   ):

@@ -1,10 +1,12 @@
 """Requests, responses and the cost of sampling: what an engine and the host loop exchange."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
 from gspo_jax.sampling.sampler import SamplingConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
@@ -14,19 +16,15 @@ SHORTEST = 16  # tokens that a prefill is padded to at least
 class EngineConfig:
   """How sampling is carried out; none of it changes what is sampled beyond round-off."""
 
-  slots: int  # responses that are decoded at once, over all devices; 0: all that are asked for
-  steps: int  # decode steps per call, between two looks of the host
-  prefill_tokens: int  # of a device that are prefilled at once; longer prompts go in pieces
-  cache_dtype: str  # of keys and values: "float32" | "bfloat16"
+  slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
+  steps: PositiveInt  # decode steps per call, between two looks of the host
+  prefill_tokens: Annotated[int, Range(SHORTEST)]  # of a device at once; longer prompts in pieces
+  cache_dtype: Literal["float32", "bfloat16"]  # of keys and values
 
   def __post_init__(self):
-    for key, least in dict(slots=0, steps=1, prefill_tokens=SHORTEST).items():
-      if getattr(self, key) < least:
-        raise ValueError(f"engine.{key}={getattr(self, key)} must be at least {least}")
+    ranges.check(self, "engine")
     if self.prefill_tokens & (self.prefill_tokens - 1):
       raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")
-    if self.cache_dtype not in ("float32", "bfloat16"):
-      raise ValueError(f"engine.cache_dtype={self.cache_dtype!r} is not float32 or bfloat16")
 
   def slots_for(self, trajectories: int) -> int:
     """Slots that are used for so many trajectories: no more than there are."""

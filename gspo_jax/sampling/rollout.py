@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sampling.driver import Driver
+from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.local import LocalEngine
 from gspo_jax.sampling.requests import DEFAULT, EngineConfig, Workload
 from gspo_jax.sampling.sampler import SamplingConfig
@@ -33,8 +34,8 @@ def generate(
 
   A response depends on the weights, `seed`, its prompt's tokens and its index in the group, and on
   nothing else: not on the other prompts, the slots or the devices. Under a mesh (`jax.set_mesh`)
-  the slots are split over its batch axes. For stop strings, several turns, recorded routing or an
-  engine that stays: `Driver`.
+  the slots are split over its batch axes. `sample_rollout` is for stop strings, recorded routing
+  and an engine that stays, `Driver` for several turns.
 
   Args:
     prompts: token ids, none empty.
@@ -62,10 +63,25 @@ def generate(
   )
   local = LocalEngine(model_config, engine, compute)
   local.load(params, version=0)
-  driver = Driver(local, workload, vocab_size=model_config.vocab_size)
-  trajectories = []
+  return sample_rollout(local, workload, prompts, seed, pad_id)
+
+
+def sample_rollout(
+  engine: Engine,
+  workload: Workload,
+  prompts: Sequence[Sequence[int]],
+  seed: int = 0,
+  pad_id: int = 0,
+) -> Rollout:
+  """Samples single turns with an engine that has its weights; `workload` says all about them.
+
+  Returns:
+    Rows as long as the workload's window, in the prompts' order.
+  """
+  driver, trajectories = Driver(engine, workload), []
   for index, prompt in enumerate(prompts):
-    group = [Trajectory(prompt, g, seed, SingleTurn(prompt), index) for g in range(group_size)]
+    environments = (SingleTurn(prompt) for _ in range(workload.group_size))
+    group = [Trajectory(prompt, g, seed, one, index) for g, one in enumerate(environments)]
     driver.begin(group)
     trajectories += group
   for _ in driver.run():

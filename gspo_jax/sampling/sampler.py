@@ -6,28 +6,22 @@ import math
 import jax
 import jax.numpy as jnp
 
+from gspo_jax import ranges
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
   """The sampling distribution and when to end."""
 
-  temperature: float  # 0: greedy
-  top_k: int  # keep the k likeliest tokens; 0: all
-  top_p: float  # keep the smallest set of probability >= top_p; 1: all
-  min_p: float  # keep tokens at least min_p times as likely as the likeliest one; 0: all
-  max_new_tokens: int  # per response
+  temperature: NonNegativeFloat  # 0: greedy
+  top_k: NonNegativeInt  # keep the k likeliest tokens; 0: all
+  top_p: ranges.PositiveFraction  # keep the smallest set of probability >= top_p; 1: all
+  min_p: ranges.FractionBelowOne  # keep tokens so much as likely as the likeliest; 0: all
+  max_new_tokens: PositiveInt  # per response
 
   def __post_init__(self):
-    if self.temperature < 0:
-      raise ValueError(f"sampling.temperature={self.temperature} must be >= 0 (0 is greedy)")
-    if self.top_k < 0:
-      raise ValueError(f"sampling.top_k={self.top_k} must be >= 0 (0 keeps all tokens)")
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f"sampling.top_p={self.top_p} must be in (0, 1] (1 keeps all tokens)")
-    if not 0 <= self.min_p < 1:
-      raise ValueError(f"sampling.min_p={self.min_p} must be in [0, 1) (0 keeps all tokens)")
-    if self.max_new_tokens < 1:
-      raise ValueError(f"sampling.max_new_tokens={self.max_new_tokens} must be at least 1")
+    ranges.check(self, "sampling")
 
   @property
   def whole(self) -> bool:

@@ -118,6 +118,8 @@ class Trajectory:
   def add(self, response: Response) -> None:
     """Appends what was sampled of the turn under way."""
     n = len(response.tokens)
+    if not n:  # nobody has begun it, though its prompt may have been prefilled
+      return
     self._extend(
       tokens=response.tokens,
       turns=np.full(n, self.turn, np.int32),

@@ -70,6 +70,6 @@ def open_verifier(config: Any) -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Whether the number after the last colon is exactly `answer`."""
+  """Tells whether the number after the last colon is exactly `answer`."""
   match = _ANSWER.fullmatch(response.rsplit(":", 1)[-1])
   return match is not None and int(match[1]) == int(answer)

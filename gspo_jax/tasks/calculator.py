@@ -100,5 +100,5 @@ class Calculator:
     return self._tokenizer.encode(f"{result};"), 0.0, False
 
   def figures(self) -> dict[str, float]:
-    """Whether the answer was right, whether the calculator was asked, and how often."""
+    """Figures for the metrics: the answer was right, the calculator was asked, and how often."""
     return dict(correct=self._correct, tool_use=self._calls > 0, tool_calls=self._calls)

@@ -1,7 +1,6 @@
 """Formats of public data sets, filters, mixtures, and sources that grow."""
 
 import datetime
-import functools
 import itertools
 import json
 import re
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support import data_cases
+from support.data_cases import BYTES, write
 
-from gspo_jax.data import formats, sources, tokenizer
+from gspo_jax.data import formats, sources
 from gspo_jax.data.formats import FORMATS
 
-BYTES = tokenizer.ByteTokenizer()
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 DOCUMENTED = {
   name: (json.loads(row), answer)
@@ -23,23 +22,15 @@ DOCUMENTED = {
 }
 
 
-config = functools.partial(
-  data_cases.config, prompt_template="Q: {question}", max_prompt_tokens=900
-)
-
-
-def write(path, rows):
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return str(path)
-
-
 def numbered(start, count, **more):
   rows = range(start, start + count)
   return [dict(question=f"{i}?", answer=str(i), level=i % 5) | more for i in rows]
 
 
 def load(spec, **changes):
-  return sources.load_spec(config(**changes), BYTES, spec, "data.train")
+  return data_cases.load(
+    spec, **dict(prompt_template="Q: {question}", max_prompt_tokens=900) | changes
+  )
 
 
 def take(batches, count):

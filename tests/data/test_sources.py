@@ -7,26 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from support.data_cases import config
+from support.data_cases import BYTES, config, load, write
 
-from gspo_jax.data import sources, tokenizer
+from gspo_jax.data import sources
 
-BYTES = tokenizer.ByteTokenizer()
 GSM8K = [
   {"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i:,}"}
   for i in range(700, 710)
 ]
-
-
-def write(path, rows):
-  """JSON lines; a row that is bytes is written as it is."""
-  lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-  path.write_bytes(b"\n".join(lines) + b"\n")
-  return str(path)
-
-
-def load(path, **changes):
-  return sources.load(config(train=str(path), **changes), BYTES, "train")
 
 
 # Rows.

@@ -146,8 +146,7 @@ def test_without_chat_template(tmp_path):
   assert tok.stop_ids == (0,)
   assert tok.pad_id == 0  # none configured: the stop token, masks being explicit
   write_checkpoint(
-    tmp_path,
-    {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True},
+    tmp_path, {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True}
   )
   assert tokenizer.load(str(tmp_path)).render("q") == "<|im_start|>q"
 
@@ -167,11 +166,7 @@ def test_stop_id_from_generation_config_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "config, message",
-  [
-    ({}, "no stop token"),
-    ({"eos_token": "<nope>"}, "'<nope>'"),
-  ],
+  "config, message", [({}, "no stop token"), ({"eos_token": "<nope>"}, "'<nope>'")]
 )
 def test_no_usable_stop_token(tmp_path, config, message):
   write_checkpoint(tmp_path, config)

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.sampling import sample as generate
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
-from gspo_jax.run import new_state
-from gspo_jax.sampling import generate
 from gspo_jax.structs import TrainBatch
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -345,6 +345,35 @@ def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
       name = f"router/volatility/{name}"
       assert row[name] == pytest.approx(expected[name], abs=1e-5) and expected[name] > 0
     assert row["ratio/mean"] == pytest.approx(expected["ratio/mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "cispo", "gmpo"])
+def test_a_review_says_what_the_loss_clips_at_these_parameters(name):
+  objective = dataclasses.replace(GSPO, name=name, clip_high=0.01)
+  batch, moved = rollout_batch(DENSE), jax.tree.map(lambda x: 1.01 * x, initial(DENSE))
+  found = jax.device_get(train_step.make_review(learner(DENSE), objective)(moved, batch))
+  logp_BT = score_of(learner(DENSE))(moved, batch)
+  mask_BT = batch.mask_BT > 0
+  np.testing.assert_allclose(found["logp_BT"][mask_BT], logp_BT[mask_BT], atol=1e-6)
+  loss = O.POLICY_LOSSES[name]
+  args = logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT
+  np.testing.assert_array_equal(found["clipped_BT"], loss.clipped(*args, clip_high=0.01))
+  step = update(learner(DENSE), objective, SGD)
+  _, metrics = step(new_state(moved, SGD), batch)
+  share = found["clipped_BT"].sum() / mask_BT.sum()
+  assert scalars(metrics)["clip_fraction/token"] == pytest.approx(share) and 0 < share < 1
+
+
+def test_a_review_is_of_the_network_that_is_replayed():
+  params = initial()
+  objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
+  found = train_step.make_review(learner(), objective)(params, batch)
+  mask_BT = batch.mask_BT > 0
+  np.testing.assert_array_equal(found["logp_BT"][mask_BT], batch.old_logp_BT[mask_BT])
+  moved = drifted(params)
+  free = dataclasses.replace(objective, replay="none")
+  pair = [train_step.make_review(learner(), o)(moved, batch)["logp_BT"] for o in (objective, free)]
+  assert np.abs(np.asarray(pair[0] - pair[1])[mask_BT]).max() > 1e-3
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8, 1), (1, 2, 2, 2)], ids=str)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.sampling import sample as generate
 
 from gspo_jax import sharding
 from gspo_jax.learner.step import router_metrics
@@ -14,7 +15,6 @@ from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.objectives import reductions
-from gspo_jax.sampling import generate
 
 MODEL = dataclasses.replace(
   tiny_moe(64),

@@ -1,6 +1,7 @@
-"""Every loss and its gradient against the papers' equations in float64 NumPy."""
+"""Every loss, its gradient and what it clips against the papers' equations in float64 NumPy."""
 
 import functools
+import inspect
 
 import jax
 import numpy as np
@@ -107,3 +108,157 @@ def test_sapo_keeps_its_digits_where_the_gate_is_closed():
   w = np.exp(log_ratio.astype(np.float32).astype(np.float64))
   expected = -w / np.cosh((w - 1) / 2) ** 2 / 6
   np.testing.assert_allclose(f(log_ratio.astype(np.float32)), expected, rtol=2e-5)
+
+
+SEGMENTS = np.arange(12) // 3  # four to a response of `paper.case`
+
+
+def beyond(ratio, advantage, low, high, dual=np.inf):
+  """Where min(r Â, clip(r) Â), and the dual clip c Â for Â < 0, do not depend on r."""
+  upper, lower = (advantage > 0) & (ratio > 1 + high), (advantage < 0) & (ratio < 1 - low)
+  return upper | lower | (advantage < 0) & (ratio > dual)
+
+
+def of_response(log_ratio, advantage, ids, low=3e-4, high=4e-4, dual=np.inf, alpha=1):
+  """Eq. 5: one geometric mean for all tokens."""
+  ratio = np.exp(log_ratio.sum() / len(log_ratio) ** alpha)
+  return beyond(ratio, advantage, low, high, dual)
+
+
+def of_segments(log_ratio, advantage, ids, **ranges):
+  flags = np.zeros(len(ids), bool)
+  for k in np.unique(ids):
+    flags[ids == k] = of_response(log_ratio[ids == k], advantage[ids == k], ids[ids == k], **ranges)
+  return flags
+
+
+def of_tokens(log_ratio, advantage, ids, low=0.2, high=0.27, dual=np.inf):
+  """Eq. 2 and 3."""
+  return beyond(np.exp(log_ratio), advantage, low, high, dual)
+
+
+def of_weights(log_ratio, advantage, ids, low=np.inf, high=0.27):
+  """arXiv:2506.13585, Eq. 5: the weight is bounded whatever the advantage is."""
+  ratio = np.exp(log_ratio)
+  return (ratio > 1 + high) | (ratio < 1 - low)
+
+
+def of_log_ratios(log_ratio, advantage, ids, low=0.4, high=0.4):
+  """arXiv:2507.20673: the range is that of log w."""
+  return (advantage > 0) & (log_ratio > high) | (advantage < 0) & (log_ratio < -low)
+
+
+def of_nothing(log_ratio, advantage, ids):
+  return np.zeros(len(ids), bool)
+
+
+# name: (loss, its options, the rule, the rule's options)
+CASES = {
+  "gspo": ("gspo", {}, of_response, {}),
+  "gspo_raw_dual": (
+    "gspo",
+    dict(length_exponent=0.0, clip_low=0.1, clip_high=0.2, dual_clip=1.5),
+    of_response,
+    dict(alpha=0, low=0.1, high=0.2, dual=1.5),
+  ),
+  "gspo_token": ("gspo_token", {}, of_response, {}),
+  "segment": ("segment", {}, of_segments, {}),
+  "segment_dual": ("segment", dict(dual_clip=1.2), of_segments, dict(dual=1.2)),
+  "grpo": ("grpo", {}, of_tokens, {}),
+  "grpo_dual": ("grpo", dict(dual_clip=1.5), of_tokens, dict(dual=1.5)),
+  "ppo_clip": ("ppo_clip", {}, of_tokens, dict(high=0.2)),
+  "dapo": ("dapo", {}, of_tokens, dict(high=0.28)),
+  "dr_grpo": ("dr_grpo", dict(max_length=12), of_tokens, dict(high=0.2)),
+  "cispo": ("cispo", {}, of_weights, {}),
+  "cispo_low": ("cispo", dict(clip_low=0.3), of_weights, dict(low=0.3)),
+  "gmpo": ("gmpo", {}, of_log_ratios, {}),
+  "gmpo_narrow": ("gmpo", dict(clip_low=0.05), of_log_ratios, dict(low=0.05)),
+  "sapo": ("sapo", {}, of_nothing, {}),
+}
+
+
+def arguments(name, case, per_token):
+  loss = O.POLICY_LOSSES[name]
+  args = [case["logp"], case["old"], case["advantage_bt" if per_token else "advantage"]]
+  args.append(case["mask"])
+  if "segment_BT" in inspect.signature(loss).parameters:
+    args.append(np.broadcast_to(SEGMENTS, case["mask"].shape))
+  return loss, args
+
+
+def test_every_loss_has_a_case():
+  assert {name for name, *_ in CASES.values()} == O.POLICY_LOSSES.keys()
+
+
+@pytest.mark.parametrize("spread", ["near", "mixed"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_clipped_against_the_papers_rules(name, spread):
+  loss_name, options, rule, ranges = CASES[name]
+  for seed in range(3):
+    case = paper.case(seed, spread=spread)
+    loss, args = arguments(loss_name, case, O.POLICY_LOSSES[loss_name].by_token)
+    found = np.asarray(jax.jit(functools.partial(loss.clipped, **options))(*args))
+    wide = {k: np.asarray(case[k], np.float64) for k in ("logp", "old")}
+    advantage = np.broadcast_to(args[2].T, case["mask"].T.shape).T
+    expected = np.zeros(case["mask"].shape, bool)
+    for i, live in enumerate(case["mask"]):
+      if live.any():
+        log_ratio = wide["logp"][i, live] - wide["old"][i, live]
+        expected[i, live] = rule(log_ratio, advantage[i, live], SEGMENTS[live], **ranges)
+    assert found.dtype == bool
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
+  loss_name, options, _, _ = CASES[name]
+  case = paper.case(4)
+  loss, args = arguments(loss_name, case, False)
+  f = functools.partial(loss, **options)
+  (_, metrics), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
+  clipped = np.asarray(loss.clipped(*args, **options))
+  if loss_name != "cispo":  # which bounds the weight of a gradient
+    live = case["mask"] & (np.nan_to_num(case["advantage"]) != 0)[:, None]
+    np.testing.assert_array_equal((np.asarray(grad) == 0) & live, clipped)
+  counted = sum(metrics.get(f"clip_fraction/token{side}", 0.0) for side in ("", "/dual"))
+  np.testing.assert_allclose(counted, clipped.sum() / case["mask"].sum(), rtol=1e-6)
+  assert clipped.any() == (loss_name != "sapo")
+
+
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+def test_of_packed_responses_the_same_tokens_are_clipped(name):
+  case = paper.case(4)
+  loss, unpacked = arguments(name, case, False)
+  *args, mask = unpacked[:4]
+  B, T = mask.shape
+  args[2] = np.broadcast_to(args[2][:, None], (B, T))
+  ids = np.repeat([0, 1], T) * np.ones((B // 2, 1), int)
+  more = () if name != "segment" else (np.tile(SEGMENTS, 2) + 4 * ids,)
+  options = dict(max_length=T) if name == "dr_grpo" else {}
+  packed = [x.reshape(B // 2, 2 * T) for x in (*args, mask)]
+  found = loss.clipped(*packed, *more, response_BT=ids, **options)
+  plain = loss.clipped(*unpacked, **options)
+  np.testing.assert_array_equal(np.asarray(found).reshape(B, T), plain)
+
+
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+def test_a_loss_declares_its_keyword_options(name):
+  loss = O.POLICY_LOSSES[name]
+  parameters = inspect.signature(loss).parameters
+  own = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+  shared = dict(kl="k3", kl_coef=0.0, entropy_coef=0.0)
+  assert loss.options == own | shared
+  for option, words in loss.choices.items():
+    assert loss.options[option] in words
+  assert loss.choices.keys() == {k for k, v in loss.options.items() if isinstance(v, str)}
+  assert set(loss.levels) <= {"token", "sequence", "geometric"}
+
+
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+def test_a_loss_takes_weights_of_the_levels_that_it_declares(name):
+  case = paper.case(4)
+  loss, args = arguments(name, case, O.POLICY_LOSSES[name].by_token)
+  options = dict(max_length=12) if name == "dr_grpo" else {}
+  for level in loss.levels:
+    weight = O.truncated_weight(case["logp"], case["old"], case["mask"], level)
+    assert np.isfinite(loss(*args, weight=weight, **options)[0])

@@ -76,6 +76,25 @@ def test_tokens_of_a_long_response_are_cut_where_it_is(tmp_path):
   assert float(values[-1]) * colors["unit"] == pytest.approx(4999 / 5000, rel=1e-3)
 
 
+def test_clipped_tokens_are_marked_where_they_are(tmp_path):
+  tokens = [f" word{i}" for i in range(5000)]
+  flags = [int(i in (1, 2500, 4999)) for i in range(5000)]
+  whole = colored(1, 1, tokens, [0.1] * 5000, response="".join(tokens), clipped_tokens=flags)
+  others = [
+    colored(1, 2, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1, 0]),
+    colored(1, 3, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1]),  # of something else
+    colored(1, 4, ["4", "2"], [0.1, 0.2], response="42"),
+  ]
+  colors, (long, short, *unknown) = read_records(tmp_path, [whole, *others], 10)
+  marks = long["clipped_tokens"]
+  assert len(marks) == len(long["spans"].split()) < 5000
+  assert [i for i, mark in enumerate(marks) if mark == "1"] == [1, len(marks) - 1]
+  assert short["clipped_tokens"] == "10" and colors["clipped"]
+  assert not any("clipped_tokens" in sample for sample in unknown)
+  (tmp_path / "none").mkdir()
+  assert not read_records(tmp_path / "none", others[1:], 10)[0]["clipped"]
+
+
 def test_the_newest_tokens_get_the_room_there_is(tmp_path):
   records = [colored(step, p, ["4", "2"], [0.1, 0.2]) for step in range(1, 7) for p in range(2)]
   colors, samples = read_records(tmp_path, records, 100, 7)

@@ -151,10 +151,7 @@ def test_weights_and_biases_gets_the_rows_with_the_step_of_their_phase(tmp_path,
   with metrics.Writer(tmp_path / "run", **options) as writer:
     writer.write({"phase": "sft", "step": 8, "loss": 1.5})
     writer.write({"phase": "rl", "step": 1, "loss": math.nan, "reward/mean": 0.5})
-  assert stub.logged == [
-    {"sft/step": 8, "sft/loss": 1.5},
-    {"rl/step": 1, "rl/reward/mean": 0.5},
-  ]
+  assert stub.logged == [{"sft/step": 8, "sft/loss": 1.5}, {"rl/step": 1, "rl/reward/mean": 0.5}]
   assert stub.axes["rl/*"] == "rl/step" and stub.finished == 1
   first = stub.settings
   assert (first["project"], first["config"], first["name"]) == ("project", {"seed": 0}, "run")

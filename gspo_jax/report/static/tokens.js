@@ -1,24 +1,25 @@
-// Tokens coloured by how much more or less probable an update made them.
+// Tokens coloured by how much more or less probable an update made them, framed where clipped.
 
 const TOKENS_FIRST = 600; // characters of a folded response
 
-// [text, log-ratio or null] of each token; null where the response has none.
+// [text, log-ratio or null, clipped or not] of each token; null where the response has none.
 function tokensOf(sample, unit) {
   if (sample.log_ratio == null) return null;
   const ratios = sample.log_ratio.split(",").map((v) => (v === "" ? null : Number(v) * unit));
-  if (sample.tokens) return sample.tokens.map((text, i) => [text, ratios[i]]);
+  const clipped = ratios.map((_, i) => sample.clipped_tokens?.[i] === "1");
+  if (sample.tokens) return sample.tokens.map((text, i) => [text, ratios[i], clipped[i]]);
   let end = 0;
   return sample.spans.split(" ").map((length, i) => {
     const start = end;
     end += Number(length);
-    return [sample.response.slice(start, end), ratios[i]];
+    return [sample.response.slice(start, end), ratios[i], clipped[i]];
   });
 }
 
 // `limit`: characters after which a folded response shows no more.
 function drawTokens(node, tokens, scale, limit) {
   let drawn = 0;
-  for (const [text, ratio] of tokens) {
+  for (const [text, ratio, clipped] of tokens) {
     if (drawn > limit) break;
     drawn += Math.max(1, text.length);
     if (ratio == null) {
@@ -28,9 +29,11 @@ function drawTokens(node, tokens, scale, limit) {
     const share = Math.min(1, Math.abs(ratio) / scale);
     const kinds = ["token", ratio < 0 ? "lower" : "higher"];
     if (share > 0.5) kinds.push("far");
+    if (clipped) kinds.push("clipped");
     if (!text.trim() && text.includes("\n")) kinds.push("newline");
     const span = make("span", { class: kinds.join(" "), style: `--share: ${percent(share)}` }, text);
     span.ratio = ratio;
+    span.clipped = clipped;
     node.append(span);
   }
   return node;
@@ -54,7 +57,7 @@ function tokenTip(list) {
     const kind = token.ratio < 0 ? "less probable" : token.ratio > 0 ? "more probable" : "unchanged";
     tip.replaceChildren(
       make("code", {}, JSON.stringify(token.textContent)),
-      make("div", {}, `${ratioText(token.ratio)} · ${kind}`),
+      make("div", {}, `${ratioText(token.ratio)} · ${kind}${token.clipped ? " · clipped" : ""}`),
     );
     const box = token.getClientRects()[0];
     const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
@@ -73,7 +76,7 @@ function tokenTip(list) {
   return tip;
 }
 
-function tokenLegend({ scale, colored, known }) {
+function tokenLegend({ scale, colored, known, clipped }) {
   const end = number(scale, 2);
   const part =
     colored < known
@@ -85,10 +88,11 @@ function tokenLegend({ scale, colored, known }) {
     make("span", { class: "token lower far", style: "--share: 100%" }, `−${end}`),
     make("span", { class: "ramp", "aria-hidden": "true" }),
     make("span", { class: "token higher far", style: "--share: 100%" }, `+${end}`),
+    clipped ? make("span", { class: "token clipped", style: "--share: 0%" }, "clipped") : null,
     make(
       "span",
       { class: "meta" },
-      "Log-ratio of each token: its log-probability after the iteration's updates minus that before. Blue: less probable than before, orange: more; from half the scale on also underlined, dotted or solid. Responses without colours carry no log-ratios." +
+      "Log-ratio of each token: its log-probability after the iteration's updates minus that before. Blue: less probable than before, orange: more; from half the scale on also underlined, dotted or solid. Framed: clipped by the loss, at those parameters. Responses without colours carry no log-ratios." +
         part,
     ),
   );

@@ -1,4 +1,4 @@
-"""Does a program pass its tests? Imports no jax; works from any thread.
+"""Verifier of programs by their tests. Imports no jax; works from any thread.
 
 Every candidate gets a sandbox of its own (sandbox/isolation.py says what confines it), and every
 test in it a process of its own. Whether a test passed is decided here, outside: the sandbox returns
@@ -31,7 +31,7 @@ from gspo_jax.rewards.programs.sandbox import runner, wire
 
 
 class Verdict(enum.StrEnum):
-  """How one test ended."""
+  """The end of one test."""
 
   PASSED = "passed"
   WRONG = "wrong"
@@ -42,7 +42,7 @@ class Verdict(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-  """What a response is counted as: all tests passed, or how the first one failed."""
+  """A response is counted as this: all tests passed, or how the first one failed."""
 
   RIGHT = "right"
   WRONG = "wrong"
@@ -79,11 +79,7 @@ class CodeVerifier:
   """
 
   def __init__(
-    self,
-    workers: int,
-    limits: Limits = DEFAULTS,
-    isolation: str = "auto",
-    stop_early: bool = True,
+    self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto", stop_early: bool = True
   ):
     if workers < 1:
       raise ValueError(f"reward.workers={workers}: programs need 1 or more")
@@ -96,7 +92,7 @@ class CodeVerifier:
     atexit.register(self.close)
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
-    """One outcome per response, in order. Equal programs for equal tests run once.
+    """Returns one outcome per response, in order. Equal programs for equal tests run once.
 
     Raises:
       ValueError: if the lengths differ or an answer holds no tests.
@@ -121,7 +117,7 @@ class CodeVerifier:
       raise
 
   def verdicts(self, program: str, tests: cases.Tests) -> list[Verdict]:
-    """How each test of a program ended.
+    """Tells how each test of a program ended.
 
     Raises:
       SandboxError: if the verifier failed, and not the program.
@@ -215,7 +211,7 @@ def _passed(right: bool) -> Verdict:
 
 
 def _failure(report: dict[str, Any]) -> Verdict | None:
-  """How a program failed to come to its end; None if it came there."""
+  """The failure that kept a program from its end; None if it came there."""
   status, reason = report["status"], report["reason"]
   if reason == "timeout" or status == -signal.SIGXCPU:
     return Verdict.TIMEOUT

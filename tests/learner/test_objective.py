@@ -1,0 +1,336 @@
+"""Section `objective`: what a loss is told, what it is weighted by, and what is refused."""
+
+import dataclasses
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import objectives_reference as paper
+
+from configs import common, dense_math, moe_aime, tiny, tiny_tools
+from gspo_jax import config as configuration
+from gspo_jax import objectives as O
+from gspo_jax.learner.objective import (
+  CorrectionConfig,
+  ObjectiveConfig,
+  clipped_tokens,
+  options_of,
+  policy_loss,
+)
+from gspo_jax.learner.segments import segment_ids
+from gspo_jax.structs import TrainBatch
+
+LOSSES = O.POLICY_LOSSES
+OPTIONS = sorted({option for name in LOSSES for option in options_of(name)})
+OTHER = dict(kl="k2", aggregate="token", segment_unit="line", segment_tokens=4, dual_clip=1.5)
+CASE = paper.case(4)
+B, T = CASE["mask"].shape
+SEGMENTS = np.broadcast_to(np.arange(T) // 3, (B, T))
+MAX = 20
+NOISE = np.sin(np.arange(B * T, dtype=np.float32)).reshape(B, T)
+DRIFT = np.float32([-0.1, 0, -0.2, 0.1, -0.12, 0.15, 0.2, 0.05])[:, None]
+SAMPLER = CASE["old"] + 0.3 * NOISE + DRIFT
+
+
+def objective(name, **changes):
+  base = dict(advantage="std", old_logp="recompute", load_balance_coef=0.0, replay="none")
+  return ObjectiveConfig(name=name, volatility=False, **base | changes)
+
+
+def configured(config=common.base, **keys):
+  """From a config file's values, as the command line changes them: `objective__name="grpo"`."""
+  values = config()
+  flat = {key.replace("__", "."): value for key, value in keys.items()}
+  values.update_from_flattened_dict({f"objective.{key}": value for key, value in flat.items()})
+  return configuration.from_dict(values.to_dict())
+
+
+def batch(**changes):
+  zero = np.zeros((B, T), np.int32)
+  return TrainBatch(
+    tokens_BT=zero,
+    segments_BT=zero + 1,
+    mask_BT=CASE["mask"].astype(np.float32),
+    advantage_B=CASE["advantage"],
+    old_logp_BT=CASE["old"],
+    sampler_logp_BT=SAMPLER,
+    ref_logp_BT=CASE["ref"],
+    unit_BT=SEGMENTS,
+  ).replace(**changes)
+
+
+ENTROPY = np.where(CASE["mask"], 0.5, np.nan).astype(np.float32)
+
+
+def value_and_gradient(config, some):
+  def numerator(logp_BT):
+    sums = policy_loss(config, logp_BT, ENTROPY, some, MAX)
+    return sums[0].numerator, sums
+
+  @jax.jit
+  def both(logp_BT):
+    grad, sums = jax.grad(numerator, has_aux=True)(logp_BT)
+    return *O.compute(sums), grad / sums[0].denominator
+
+  return jax.device_get(both(CASE["logp"]))
+
+
+def by_hand(name, some, weight=None, **options):
+  """The loss itself with a batch's arrays."""
+  loss = LOSSES[name]
+  takes = inspect.signature(loss).parameters
+  if "max_length" in takes:
+    options["max_length"] = MAX
+  if "segment_BT" in takes:
+    options["segment_BT"] = SEGMENTS
+  if options.get("kl_coef"):
+    options["ref_logp_BT"] = some.ref_logp_BT
+  advantage = some.advantage_B
+  if loss.by_token:
+    advantage = np.repeat(advantage[:, None], T, axis=1)
+  args = some.old_logp_BT, advantage, some.mask_BT
+  f = lambda x: loss(x, *args, weight=weight, entropy_BT=ENTROPY, **options)[0]  # noqa: E731
+  return jax.device_get(jax.jit(jax.value_and_grad(f))(CASE["logp"]))
+
+
+@functools.cache
+def as_published(name):
+  return by_hand(name, batch())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_name_alone_is_the_loss_as_published(name):
+  config = configured(name=name).objective
+  declared = {k: v for k, v in options_of(name).items() if v is not None}
+  assert config.options() == declared
+  for option in options_of(name):
+    assert getattr(config, option) == options_of(name)[option]
+  parameters = inspect.signature(LOSSES[name]).parameters.items()
+  own = {k: p.default for k, p in parameters if p.default is not p.empty and k != "max_length"}
+  assert own.items() <= options_of(name).items()
+  unset = objective(name)  # not from a file: the loss fills in what is not there
+  for one in config, unset:
+    loss, _, grad = value_and_gradient(one, batch())
+    expected, expected_grad = as_published(name)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
+    assert np.any(grad)
+
+
+def test_the_ranges_of_a_file_are_those_of_the_losses_that_it_names():
+  at = lambda **keys: (lambda o: (o.clip_low, o.clip_high))(configured(**keys).objective)  # noqa: E731
+  assert at() == (3e-4, 4e-4)
+  assert at(config=tiny.get_config) == (0.03, 0.04)
+  assert at(config=tiny.get_config, name="grpo") == (0.2, 0.27)
+  assert at(config=tiny.get_config, name="cispo") == (None, 0.27)
+  assert at(config=tiny.get_config, clip_low=0.1) == (0.1, 0.04)
+  assert at(config=tiny.get_config, name="grpo", clip_high=0.4) == (0.2, 0.4)
+  assert at(config=tiny_tools.get_config, name="segment") == (0.03, 0.04)
+  for file in moe_aime, dense_math:
+    assert at(config=file.get_config) == (3e-4, 4e-4)
+
+
+def other_value(name, option):
+  return OTHER[option] if option in OTHER else (options_of(name)[option] or 0.0) * 2 + 0.1
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_option_reaches_its_loss_and_no_other_one(name, option):
+  if option not in options_of(name):
+    with pytest.raises(ValueError, match=rf"objective\.{option}=.*: {name} has no such option; it"):
+      configured(name=name, **{option: OTHER.get(option, 0.1)})
+    return
+  changes = {option: other_value(name, option)}
+  if option == "kl":
+    changes["kl_coef"] = 0.3
+  if option.startswith("segment"):
+    changes = dict(segment_unit="tokens", segment_tokens=4)
+  config = configured(name=name, **changes).objective
+  for key, value in changes.items():
+    assert getattr(config, key) == value
+  if option.startswith("segment"):
+    return  # ids, which the host makes
+  loss, _, grad = value_and_gradient(config, batch())
+  expected, expected_grad = by_hand(name, batch(), **changes)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
+  plain, _ = as_published(name)
+  assert option == "dual_clip" or loss != pytest.approx(float(plain), rel=1e-6)
+
+
+def test_a_configuration_in_json_is_the_same_configuration():
+  for name in LOSSES:
+    config = configured(name=name, old_logp="recompute", correction__name="masked")
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert configuration.from_dict(values) == config
+
+
+REFUSED = [
+  (dict(name="gsop"), r"objective\.name='gsop' is not one of gspo"),
+  (dict(name="gmpo", dual_clip=3.0), r"objective\.dual_clip=3\.0: gmpo has no such option"),
+  (dict(name="sapo", clip_low=0.1), r"sapo has no such option; it has tau_pos, tau_neg, kl"),
+  (
+    dict(name="grpo", aggregate="row"),
+    r"aggregate='row' is not one of sequence, segment, token, constant",
+  ),
+  (
+    dict(name="grpo", aggregate="segment"),
+    r"aggregate='segment' is not one of sequence, token, constant, which grpo",
+  ),
+  (dict(clip_low=-0.1), r"objective\.clip_low=-0\.1 must be at least 0"),
+  (dict(clip_low=float("nan")), r"objective\.clip_low=nan must"),
+  (dict(dual_clip=0.5), r"objective\.dual_clip=0\.5 must be at least 1"),
+  (dict(name="sapo", tau_neg=0.0), r"objective\.tau_neg=0\.0 must be above 0"),
+  (dict(off_policy_threshold=-1.0), r"objective\.off_policy_threshold=-1\.0 must"),
+  (dict(name="segment", segment_unit="word"), r"segment_unit='word' is not one of turn, line"),
+  (dict(name="segment", segment_unit="tokens"), r"segment_tokens=None.*need both"),
+  (dict(name="segment", segment_tokens=4), r"segment_unit='turn'.*need both"),
+  (dict(correction__name="tis"), r"correction\.name='tis' is not one of none, truncated, masked"),
+  (dict(correction__cap=2.0), r"correction\.cap=2\.0: correction 'none' has no such option"),
+  (dict(correction__name="truncated", correction__low=0.1), r"correction\.low=0\.1.*level, cap"),
+  (dict(correction__name="masked", correction__cap=2.0), r"correction\.cap.*level, low, high"),
+  (dict(correction__name="masked", correction__low=6.0), r"high=5\.0 is smaller than .*low=6\.0"),
+  (dict(correction__name="truncated", correction__cap=0.0), r"correction\.cap=0\.0 must be above"),
+  (dict(correction__name="truncated", correction__level="token"), r"geometric, sequence.*gspo"),
+  (
+    dict(old_logp="sampler", correction__name="truncated"),
+    r"correction\.name='truncated'.*objective\.old_logp='sampler'.*set it to recompute",
+  ),
+]
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(changes, message):
+  with pytest.raises(ValueError, match=message):
+    configured(**dict(old_logp="recompute") | changes)
+
+
+def test_a_files_options_have_to_be_the_losses():
+  for tuned, message in (
+    (dict(gspo=dict(tau_pos=1.0)), r"objective\.tuned\.gspo\.tau_pos: gspo has no such option"),
+    (dict(gsop=dict(clip_low=1.0)), r"objective\.tuned='gsop' is not one of gspo"),
+  ):
+    values = common.base()
+    values.update(objective=dict(tuned=tuned))
+    with pytest.raises(ValueError, match=message):
+      configuration.from_dict(values.to_dict())
+
+
+def test_responses_are_divided_by_what_they_have_at_most():
+  assert configured(name="dr_grpo").learner("rl").response_tokens == 10
+  values = common.base()
+  values.update(sampling=dict(max_new_tokens=24), objective=dict(name="dr_grpo"))
+  assert configuration.from_dict(values.to_dict()).learner("rl").response_tokens == 24
+  config = objective("dr_grpo")
+  losses = [policy_loss(config, CASE["logp"], ENTROPY, batch(), n)[0].compute() for n in (10, 20)]
+  assert losses[0] == pytest.approx(2 * float(losses[1]), rel=1e-6)
+
+
+RATIO = np.where(CASE["mask"], CASE["old"] - np.where(CASE["mask"], batch().sampler_logp_BT, 0), 0)
+LENGTH = np.maximum(CASE["mask"].sum(1), 1)
+LEVELS = {
+  "token": np.exp(RATIO),
+  "sequence": np.exp(RATIO.sum(1)),
+  "geometric": np.exp(RATIO.sum(1) / LENGTH),
+}
+
+
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_correction_weighs_the_objective(name, kind):
+  """By the trainer's old policy over the sampler, at the loss's own level and the others it has."""
+  for level in (None, *LOSSES[name].levels):
+    options = dict(cap=1.05) if kind == "truncated" else dict(low=0.95, high=1.2)
+    config = objective(name, correction=CorrectionConfig(kind, level, **options))
+    loss, metrics, grad = value_and_gradient(config, batch())
+    ratio = LEVELS[level or LOSSES[name].levels[0]]
+    inside = (ratio >= 0.95) & (ratio <= 1.2)
+    weight = np.minimum(ratio, 1.05) if kind == "truncated" else np.where(inside, ratio, 0)
+    if LOSSES[name].by_token and weight.ndim == 1:
+      weight = np.repeat(weight[:, None], T, axis=1)
+    expected, expected_grad = by_hand(name, batch(), weight=weight.astype(np.float32))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-7)
+    live = CASE["mask"] if ratio.ndim == 2 else CASE["mask"].any(1)
+    cut = (ratio > 1.05 if kind == "truncated" else ~inside)[live]
+    assert metrics[f"correction/{kind}"] == pytest.approx(cut.mean(), rel=1e-5)
+    assert 0 < cut.mean() < 1
+    seen = np.minimum(ratio, 1.05) if kind == "truncated" else np.where(inside, ratio, 0)
+    assert metrics["correction/weight"] == pytest.approx(seen[live].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_the_policy_has_left_behind_teaches_nothing(name):
+  """DeepSeek-V3.2: responses with Â < 0 of which log π_sampler/π_θ is above the threshold."""
+  config = objective(name, off_policy_threshold=0.05)
+  loss, metrics, grad = value_and_gradient(config, batch())
+  mask = CASE["mask"]
+  gap = np.where(mask, batch().sampler_logp_BT - np.where(mask, CASE["logp"], 0), 0).sum(1) / LENGTH
+  dropped = (np.nan_to_num(CASE["advantage"]) < 0) & (gap > 0.05)
+  assert 0 < dropped.sum() < B
+  assert not np.any(np.asarray(grad)[dropped])
+  weight = np.repeat(1.0 - dropped[:, None], T, axis=1) if LOSSES[name].by_token else 1.0 - dropped
+  expected, expected_grad = by_hand(name, batch(), weight=weight)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
+  share = dropped[:, None] & mask if LOSSES[name].by_token else dropped
+  live = mask if LOSSES[name].by_token else mask.any(1)
+  assert metrics["off_policy/masked"] == pytest.approx(share.sum() / live.sum(), rel=1e-5)
+
+
+def test_correction_and_mask_multiply():
+  weight = CorrectionConfig("truncated", "token", cap=1.05)
+  config = objective("grpo", correction=weight, off_policy_threshold=0.05)
+  one, other = (
+    value_and_gradient(dataclasses.replace(config, **without), batch())[2]
+    for without in (
+      dict(off_policy_threshold=None),
+      dict(correction=CorrectionConfig("none")),
+    )
+  )
+  both = value_and_gradient(config, batch())[2]
+  kept = np.any(np.asarray(other), axis=1)[:, None]
+  np.testing.assert_allclose(both, np.where(kept, one, 0), rtol=1e-6)
+
+
+def test_what_is_clipped_is_what_the_loss_clips():
+  for name, loss in LOSSES.items():
+    config = objective(name, correction=CorrectionConfig("truncated"))
+    found = clipped_tokens(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
+    args = CASE["logp"], CASE["old"], CASE["advantage"], CASE["mask"]
+    options = dict(segment_BT=SEGMENTS) if name == "segment" else {}
+    options |= dict(max_length=MAX) if name == "dr_grpo" else {}
+    np.testing.assert_array_equal(found, loss.clipped(*args, **options))
+    assert np.any(found) == (name != "sapo")
+
+
+@pytest.mark.parametrize("unit", ["turn", "line", "tokens"])
+@pytest.mark.parametrize("turns", [False, True])
+def test_segments_against_loops(unit, turns):
+  rng = np.random.default_rng(3)
+  B, T, size, ends_line_V = 20, 40, 3, np.arange(6) < 2
+  tokens_BT = rng.integers(0, 8, (B, T))
+  mask_BT = (rng.random((B, T)) < 0.7) & (np.arange(T) >= 4)
+  mask_BT[5] = False
+  turn_BT = np.where(mask_BT, np.cumsum(rng.random((B, T)) < 0.1, axis=1), -1) if turns else None
+  ids_BT = segment_ids(
+    unit, tokens_BT, mask_BT, turn_BT=turn_BT, size=size, ends_line_V=ends_line_V
+  )
+  for b in range(B):
+    number, before, inside = -1, None, 0
+    for t in np.flatnonzero(mask_BT[b]):
+      turn = turn_BT[b, t] if turns else 0
+      new = before is None or turn != before[1]
+      new |= unit == "line" and before is not None and before[0] < 2
+      new |= unit == "tokens" and inside == size
+      number, inside = number + new, 1 if new else inside + 1
+      assert ids_BT[b, t] == number
+      before = tokens_BT[b, t], turn
+  assert ids_BT.dtype == np.int32 and not ids_BT[~mask_BT].any() and ids_BT.max() < T
+  assert (ids_BT.max() > 0) == (turns or unit != "turn")
+  assert not segment_ids(unit, tokens_BT, np.zeros((B, T)), ends_line_V=ends_line_V).any()
