@@ -44,7 +44,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   from configs import tiny
   from gspo_jax import config as configuration
   from gspo_jax import main, train
-  from gspo_jax.run import Context, open_run
+  from gspo_jax.run import Run, open_run
   from gspo_jax.runs import metrics, preemption
 
   values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
@@ -74,30 +74,30 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   main.compiled_programs_stay()
   config, workdir = configuration.from_dict(values.to_dict()), Path(spec["workdir"])
 
-  class Timed(Context):
+  class Timed(Run):
     def seed(self, *names: str | int) -> int:
       if names[:2] == ("rl", "sample"):  # asked for once in an iteration, when it begins
         record.begin()
       return super().seed(*names)
 
-  with open_run(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
-    score = context.score
+  with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+    score = run.score
 
-    def count(responses, answers, lengths):
+    def count(responses, prompts, lengths):
       record.sampled[-1] += sum(lengths)
       record.trained[-1] += sum(lengths) + len(lengths) * PROMPT
-      return score(responses, answers, lengths)
+      return score(responses, prompts, lengths)
 
     changes = dict(
-      tokenizer=dataclasses.replace(context.tokenizer, stop_ids=()),
-      evaluate=lambda params, step: ({}, []),
+      tokenizer=dataclasses.replace(run.tokenizer, stop_ids=()),
+      evaluate=dataclasses.replace(run.evaluate, benchmarks=[]),
       score=count,
     )
-    context = Timed(**vars(context) | changes)
-    if {len(prompt.tokens) for prompt in context.train_prompts} != {PROMPT}:
+    run = Timed(**vars(run) | changes)
+    if {len(prompt.tokens) for prompt in run.train_prompts} != {PROMPT}:
       raise ValueError(f"prompts are not {PROMPT} tokens long")
-    params = train.run(context, context.initial_params)
-    record.moved = distance(*map(jax.tree.leaves, (params, context.initial_params())))
+    params = train.train(run, run.initial_params)
+    record.moved = distance(*map(jax.tree.leaves, (params, run.initial_params())))
   rows = [row for row in metrics.read_rows(workdir / "metrics.jsonl") if row["step"]]
   for stages, row in zip(record.stages, rows, strict=True):
     stages["sample"] = row["time/sample"]

@@ -25,7 +25,7 @@ from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
-from gspo_jax.sampling import EngineConfig, Usage, generate
+from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
 from gspo_jax.structs import TrainBatch
 
 # The models of benchmarks/iteration.py: 4 layers; MoE: 2 experts per token of width 128.
@@ -137,21 +137,15 @@ def sampling(point: Point) -> list[dict[str, Any]]:
   params = init(config, sharding.ROLLOUT)
   prompts = transformer.example_tokens(config, point.prompts, point.prompt).tolist()
   slots = EngineConfig(slots=rows, steps=16, prefill_tokens=4096, cache_dtype="float32")
-  usages = []
+  engine, usages = LocalEngine(config, slots), []
+  engine.load(params, version=0)
+  distribution = SamplingConfig(1.0, 0, 1.0, 0.0, point.new)
+  workload = Workload(distribution, point.prompt, rows, point.group)
 
   def call() -> float:
-    usages.append(Usage())
     started = time.perf_counter()
-    generate(
-      params,
-      config,
-      prompts,
-      group_size=point.group,
-      max_new_tokens=point.new,
-      seed=len(usages),
-      engine=slots,
-      usage=usages[-1],
-    )
+    sample_rollout(engine, workload, prompts, seed=len(usages))
+    usages.append(engine.usage)
     return time.perf_counter() - started
 
   seconds, foreign = repeat(call, point.seconds)

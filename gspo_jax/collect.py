@@ -10,6 +10,7 @@ product of what the sampler said: GSPO's importance ratio takes it as it is (arX
 """
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,11 @@ from gspo_jax import objectives as O
 from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.run import Run
-from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Driver, SingleTurn, Trajectory, Usage, assemble
 from gspo_jax.sampling.driver import new_group
 from gspo_jax.structs import Prompt, Rollout
+
+Stages = Callable[[str], contextlib.AbstractContextManager]
 
 # Jitted: one small program instead of twenty.
 group_advantages = jax.jit(O.group_advantages, static_argnames="normalize")
@@ -89,8 +91,8 @@ class Collector:
     self._filter = PromptFilter(self._config.data.query_set)
     self._under_way: list[Group] = []
 
-  def collect(self, step: int, stages: Stopwatch) -> Collected:
-    """Samples and scores the groups of an iteration.
+  def collect(self, step: int, stages: Stages) -> Collected:
+    """Samples and scores the groups of an iteration; `stages(name)` times its two stages.
 
     Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
     first. The mixed ones are trained on, in the order in which they were sampled; where there are
