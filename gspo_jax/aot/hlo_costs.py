@@ -36,7 +36,7 @@ class Costs:
 
 
 def costs(text: str) -> Costs:
-  """Of the program whose compiled text this is (`compiled.as_text()`)."""
+  """Counts a program's costs in its compiled text (`compiled.as_text()`)."""
   computations, entry = _split(text)
   total = Costs()
   _walk(entry, 1.0, computations, total)
@@ -168,7 +168,7 @@ def _called(key: str, text: str) -> str:
 
 
 def _trips(condition: list[str]) -> int:
-  """How often a loop runs: the constant that its counter is compared with; 1 if there is none."""
+  """Turns of a loop: the constant that its counter is compared with; 1 if there is none."""
   found = re.findall(r"s32\[\]\S* constant\((\d+)\)", "\n".join(condition))
   return int(found[0]) if len(found) == 1 else 1
 

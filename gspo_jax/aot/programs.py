@@ -24,7 +24,7 @@ PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is compiled: a configuration at one batch shape."""
+  """A configuration at one batch shape."""
 
   config: configuration.RunConfig
   sequences: int  # per update
@@ -127,7 +127,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
-  """Without shared prompts, so that every length can be asked for: what a run needs at most."""
+  """A batch without shared prompts, for any length: the most that a run needs."""
   field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
   routes, model = None, case.model

@@ -75,7 +75,7 @@ def choose(
 
 
 def lacks(implementation: str | None, scores: Scores | None, gaps: bool) -> str:
-  """Names what a kernel cannot do of such scores; "": nothing."""
+  """Names the part of such scores that a kernel does not have; "": it has all."""
   if scores is None:
     return ""
   if implementation == "cudnn" and scores.cap:
@@ -124,7 +124,7 @@ def attend_self(
 
 
 class Tree(NamedTuple):
-  """How each `branches` rows are read as one, [trunk, branch, branch, ...]: every branch continues
+  """Layout of each `branches` rows read as one, [trunk, branch, branch, ...]: a branch continues
   the trunk and knows of no other."""
 
   trunk: int  # positions, a multiple of `branches`

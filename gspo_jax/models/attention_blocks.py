@@ -17,7 +17,7 @@ RESIDUAL = "attention"  # name of what the backward pass needs, for rematerialis
 
 
 class Scores(NamedTuple):
-  """How scores are made: cap · tanh(q kᵀ · scale / cap), of keys less than `window` before."""
+  """Scores of queries and keys: cap · tanh(q kᵀ · scale / cap), of the last `window` keys."""
 
   scale: float  # H^(-1/2), as a rule
   window: int = 0  # positions, the query's own included; 0: all

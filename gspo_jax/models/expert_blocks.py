@@ -101,7 +101,7 @@ def hidden_gradients(a_RF, u_RF, dh_RF):
 
 
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
-  """Of `_swiglu` with respect to x, gate and, in a `dtype` of their own, the weights."""
+  """Gradients of `_swiglu` for x, gate and, in a `dtype` of their own, the weights."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
   gate_R1, dh_RF = gate_R[:, None], dy_RD @ w.down.T
   h_RF, da_RF, du_RF = hidden_gradients(x_RD @ w.gate, x_RD @ w.up, dh_RF * gate_R1)
@@ -112,7 +112,7 @@ def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
 
 
 def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
-  """What the tokens of these assignments have in each array, and last their gates; 0 for padding,
+  """Rows of each array for the tokens of these assignments, and last their gates; 0 for padding,
   which is out of range: A // k = X."""
   rows = (take(a, choice // gate_Xk.shape[1]) for a in arrays_XD)
   return *rows, take(gate_Xk.reshape(-1), choice)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, by part: what utilisation is measured against."""
+"""Floating-point operations of a model, by part."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class Work:
     return self.dense + self.experts + self.attention + self.head
 
   def training(self) -> float:
-    """Forward and backward without recomputation: what utilisation is measured against."""
+    """Forward and backward without recomputation, as utilisation counts them."""
     return 3 * self.forward()
 
   def executed(self, remat: str) -> float:

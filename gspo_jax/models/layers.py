@@ -20,7 +20,7 @@ Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """Functions that make a family of models; `transformer` does with them what all families do.
+  """Functions in which families of models differ; `transformer` has what they share.
 
   block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
     for a run of layers, stacked on l. It has a field `attention_norm`.
@@ -28,7 +28,7 @@ class Family:
     None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
     weights of a MoE layer)` know the setting of the pass: positions, cache, precision.
   norm: of queries and keys, of each layer and of the last hidden states.
-  embed_scale: (config) -> factor on what is looked up in the embedding.
+  embed_scale: (config) -> factor on rows of the embedding.
   """
 
   block_table: Callable[[ModelConfig, bool, int], Any]
@@ -98,7 +98,7 @@ def attend(
   tree: Tree | None,
   from_start: bool,
 ) -> tuple[jax.Array, Any]:
-  """Grouped-query attention with its projections, [B, T, D], and the cache with what is new.
+  """Grouped-query attention with its projections, [B, T, D], and the cache with the new ones.
 
   Args:
     kv: of all layers of the run, [l, B, K, H, S] and [l, B, K, S, H], or None.
@@ -127,7 +127,7 @@ def attend(
 
 
 def scores_of(config: ModelConfig, local: bool) -> Scores:
-  """How a global layer, or a local one, makes its scores."""
+  """Scores of a global layer, or of a local one."""
   return Scores(
     scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
     window=config.sliding_window if local else 0,

@@ -37,13 +37,13 @@ def route(
   router_DE: jax.Array,
   config: ModelConfig,
   valid_BT: jax.Array,
-  replay_BTk: jax.Array | None = None,
+  replayed_BTk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
   """Gate weights and expert indices of every token, [B, T, k] each, and router statistics.
 
   Softmax over all experts in float32, top-k, renormalised if `norm_topk_prob`, as Qwen3-MoE does.
-  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replay_BTk`, of any
-  integer type, replaces the choice of the tokens that have a route in it (-1: none). Only indices
+  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_BTk`, of any
+  integer type, replaces the choice of the tokens that have experts in it (-1: none). Only indices
   are replayed. The gate weights are always those of the current router, gathered from the dense
   probabilities: gathered from its own top-k, those of other experts would be 0 without a gradient.
   """
@@ -54,9 +54,9 @@ def route(
   valid_BT = valid_BT.astype(jnp.float32)
   _, index_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
   replay_stats = {}
-  if replay_BTk is not None:
-    share_BT, has_BT = routing.changed(index_BTk, replay_BTk)
-    index_BTk = jnp.where(routing.recorded(replay_BTk)[..., None], replay_BTk, index_BTk)
+  if replayed_BTk is not None:
+    share_BT, has_BT = routing.changed(index_BTk, replayed_BTk)
+    index_BTk = jnp.where(routing.recorded(replayed_BTk)[..., None], replayed_BTk, index_BTk)
     replay_stats = dict(overridden=(share_BT * valid_BT).sum(), replayed=(has_BT * valid_BT).sum())
   one_hot_BTkE = jax.nn.one_hot(index_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)

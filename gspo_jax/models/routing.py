@@ -1,8 +1,8 @@
-"""Routes as data: which experts a token used, and how far two policies differ in that.
+"""Chosen experts as data: which ones a token used, and how far two policies differ in that.
 
-A route is the k expert indices of one token in one layer; their order means nothing. -1 in all k
-places says that there is no route: padding, or a position that nobody recorded. (Not expert 0,
-which would be replayed as if somebody had chosen it.)
+The experts of one token in one layer are k indices; their order means nothing. -1 in all k places
+says that none are recorded: padding, or a position that nobody looked at. (Not expert 0, which
+would be replayed as if somebody had chosen it.)
 """
 
 import jax
@@ -19,19 +19,20 @@ def storage_dtype(num_experts: int) -> np.dtype:
   return np.min_scalar_type(-max(num_experts, 1))
 
 
-def recorded(route_k: Array) -> Array:
-  """Where there is a route: [..., k] -> bool [...]."""
-  return (route_k >= 0).all(-1)
+def recorded(experts_k: Array) -> Array:
+  """True for tokens whose experts are recorded: [..., k] -> bool [...]."""
+  return (experts_k >= 0).all(-1)
 
 
-def changed(route_k: Array, other_k: Array) -> tuple[jax.Array, jax.Array]:
-  """Share of a token's experts that the other route does not use: 1 - |A ∩ B| / k.
+def changed(experts_k: Array, other_k: Array) -> tuple[jax.Array, jax.Array]:
+  """Share of a token's experts that are not among the others: 1 - |A ∩ B| / k.
 
-  Shapes: [..., k] ×2 -> float32 [...], 0 where either has no route, and bool [...], where both do.
+  Shapes: [..., k] ×2 -> float32 [...], 0 where either is not recorded, and bool [...], where both
+  are.
   """
-  both = recorded(route_k) & recorded(other_k)
-  k = route_k.shape[-1]
-  same_kk = route_k.astype(jnp.int32)[..., :, None] == other_k.astype(jnp.int32)[..., None, :]
+  both = recorded(experts_k) & recorded(other_k)
+  k = experts_k.shape[-1]
+  same_kk = experts_k.astype(jnp.int32)[..., :, None] == other_k.astype(jnp.int32)[..., None, :]
   missing = k - same_kk.any(-1).sum(-1)
   return jnp.where(both, missing / k, 0.0).astype(jnp.float32), both
 
@@ -57,7 +58,7 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
   choices of k out of E differ by 1 - k/E.  GSPO, arXiv:2507.18071, §5.3, reports about 0.10 after
   one gradient update of a 48-layer model; it gives no formula, this is ours.
 
-  Tokens are compared where both sides have a route and `where_BT` is not 0; a layer without any
+  Tokens are compared where both sides are recorded and `where_BT` is not 0; a layer without any
   such token has 0.
 
   Shapes: [l,B,T,k] ×2, [B,T] -> float32 [l].

@@ -1,4 +1,4 @@
-"""What a model is: its family, hyper-parameters, and named sizes."""
+"""Hyper-parameters of a model, its precision and formulations, and named sizes."""
 
 import dataclasses
 from typing import Annotated, Literal, NamedTuple
@@ -8,7 +8,7 @@ from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 
 class Kind(NamedTuple):
-  """How a layer differs from others of its model."""
+  """Differences between the layers of a model."""
 
   moe: bool  # experts instead of a dense feed-forward layer
   local: bool  # attention with a sliding window
@@ -68,7 +68,7 @@ class ModelConfig:
     return sparse and layer not in self.mlp_only_layers
 
   def is_local(self, layer: int) -> bool:
-    """Whether a layer has the sliding window."""
+    """True for a layer with the sliding window."""
     return self.sliding_window > 0 and (layer + 1) % self.sliding_window_pattern != 0
 
   def runs(self) -> list[tuple[Kind, int]]:
@@ -85,7 +85,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeConfig:
-  """How the model is computed; none of it changes what is computed beyond round-off."""
+  """Precision and formulations; none of them changes a result beyond round-off."""
 
   dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"]  # auto: by length, platform

@@ -97,22 +97,22 @@ def test_windows_and_bounds_in_every_formulation(name, kind, scores, monkeypatch
 
 @pytest.mark.parametrize("name", ["plain", "blockwise"])
 def test_a_window_of_a_tree_skips_the_padding_of_its_trunk(name, monkeypatch):
-  """Prompts of 3 and 8 tokens in a trunk of 8, two branches of 10, against rows of their own."""
-  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 4)
-  tree, prompts, branch = attention.Tree(8, 2), (3, 8), 10
-  q, k, v = inputs(B=4, T=14)
-  flat = lambda x: x.reshape(2, 28, *x.shape[2:])  # noqa: E731, a tree as one row
-  ids, position = np.zeros((2, 28), np.int32), np.zeros((2, 28), np.int32)
+  """Prompts of 3 and 24 tokens in a trunk of 24, branches of 20, against rows of their own."""
+  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
+  tree, prompts, branch = attention.Tree(24, 2), (3, 24), 20
+  q, k, v = inputs(B=4, T=32)
+  flat = lambda x: x.reshape(2, 64, *x.shape[2:])  # noqa: E731, a tree as one row
+  ids, position = np.zeros((2, 64), np.int32), np.zeros((2, 64), np.int32)
   for row, prompt in enumerate(prompts):
-    places = [*range(prompt), *range(8, 28)]
+    places = [*range(prompt), *range(24, 64)]
     ids[row, places] = 1
     position[row, places] = [*range(prompt), *[*range(prompt, prompt + branch)] * 2]
-  rows = lambda x: jnp.asarray(x.reshape(4, 14))  # noqa: E731
+  rows = lambda x: jnp.asarray(x.reshape(4, 32))  # noqa: E731
   options = dict(implementation=name, scores=LOCAL, position_BT=rows(position))
   got = flat(attention.attend_tree(q, k, v, rows(ids), tree, **options))
   for row, prompt in enumerate(prompts):
     for member in range(2):
-      places = np.array([*range(prompt), *(8 + member * branch + np.arange(branch))])
+      places = np.array([*range(prompt), *(24 + member * branch + np.arange(branch))])
       alone = [flat(x)[row : row + 1, places] for x in (q, k, v)]
       one = jnp.ones((1, len(places)), jnp.int32)
       expected = attention.attend_self(*alone, one, "plain", LOCAL)

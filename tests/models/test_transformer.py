@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from gspo_jax import sharding
+from gspo_jax.models import attention, transformer
 from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
+from gspo_jax.sampling import generate
+from gspo_jax.sampling.requests import DEFAULT
 
 TINY = dict(
   hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16
@@ -203,3 +205,27 @@ def test_attention_that_lacks_a_window_is_refused_by_name():
   ):
     with pytest.raises(ValueError, match=f"compute.attention='{name}' has {message}"):
       transformer.check(GEMMA, named(name), shared_prompts=True)
+
+
+@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
+  """In pieces that look back at the cache, by blocks and on a mesh: each token is the most likely
+  one of a forward pass over the whole row."""
+  monkeypatch.setattr(attention, "PLAIN", 4)
+  params = params_of(GEMMA)
+  prompts = [tokens_of(GEMMA, 1, n)[0].tolist() for n in (27, 3, 40)]
+  engine = dataclasses.replace(DEFAULT, prefill_tokens=16)
+  options = dict(group_size=1, max_new_tokens=6, temperature=0, engine=engine)
+  if shape is None:
+    rollout = generate(params, GEMMA, prompts, **options)
+  else:
+    mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+    with jax.set_mesh(mesh):
+      placed = jax.device_put(params, transformer.shardings(GEMMA, sharding.ROLLOUT, mesh))
+      rollout = generate(placed, GEMMA, prompts, **options)
+  for row, prompt in enumerate(prompts):
+    response = rollout.response(row)
+    logits = transformer.logits(params, GEMMA, np.array([prompt + response]))[0, len(prompt) - 1 :]
+    np.testing.assert_array_equal(response, np.argmax(logits[:-1], axis=-1))
+    logp = jax.nn.log_softmax(logits[:-1])[np.arange(6), np.array(response)]
+    np.testing.assert_allclose(rollout.logp[row][rollout.mask[row] > 0], logp, atol=1e-4)

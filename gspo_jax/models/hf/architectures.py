@@ -59,7 +59,7 @@ _NO_BIAS = dict(attention_bias=False)
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """An architecture of transformers: what its config.json says, and what it implies."""
+  """An architecture of transformers: keys of its config.json, and what its name implies."""
 
   name: str
   fields: Mapping[str, tuple[str, type]]

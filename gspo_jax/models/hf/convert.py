@@ -203,7 +203,7 @@ def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin
 
 
 def _slice(files: hf_files.Files, leaf: _Leaf, name: str, part: dict[str, range]) -> np.ndarray:
-  """What `part` names of one tensor, its merged axes taken apart."""
+  """The `part` of one tensor, its merged axes taken apart."""
   outer, inner, shape = [], [], []
   for first, *others in leaf.axes:
     width = math.prod(leaf.sizes[x] for x in others)
