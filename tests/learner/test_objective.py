@@ -140,7 +140,7 @@ def other_value(name, option):
   default = options_of(name).get(option)
   if option in WORDS:
     return next(word for word in LOSSES[name].choices.get(option, WORDS[option]) if word != default)
-  return OTHER.get(option, (default or 0.0) * 2 + 0.1)
+  return OTHER[option] if option in OTHER else (default or 0.0) * 2 + 0.1
 
 
 @pytest.mark.parametrize("option", OPTIONS)
