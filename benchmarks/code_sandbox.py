@@ -15,9 +15,7 @@ import pathlib
 import sys
 import time
 
-from gspo_jax.rewards.programs import verifier as code_sandbox
-
-Outcome = code_sandbox.Outcome
+from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome
 
 
 def main() -> int:
@@ -27,7 +25,7 @@ def main() -> int:
   parser.add_argument("--programs", type=int, default=200)
   parser.add_argument("--data", type=pathlib.Path)
   args = parser.parse_args()
-  with code_sandbox.CodeVerifier(args.workers, isolation=args.isolation) as verifier:
+  with CodeVerifier(args.workers, isolation=args.isolation) as verifier:
     print(f"isolation: {verifier.isolation}; {args.workers} workers")
     if not args.data:
       measure(verifier, args.programs)
@@ -35,7 +33,7 @@ def main() -> int:
     return check(verifier, args.data)
 
 
-def measure(verifier: code_sandbox.CodeVerifier, count: int) -> None:
+def measure(verifier: CodeVerifier, count: int) -> None:
   """Prints programs and tests per second for short programs, each one new."""
   for tests in (1, 20):
     inputs = [f"{i} {i + 1}\n" for i in range(tests)]
@@ -56,7 +54,7 @@ def measure(verifier: code_sandbox.CodeVerifier, count: int) -> None:
       )
 
 
-def check(verifier: code_sandbox.CodeVerifier, data: pathlib.Path) -> int:
+def check(verifier: CodeVerifier, data: pathlib.Path) -> int:
   """Prints how many canonical solutions pass and how many mutants do."""
   rows = [json.loads(line) for line in data.read_text().splitlines()]
   fields = ("prompt", "test", "entry_point")

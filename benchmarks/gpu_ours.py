@@ -19,11 +19,11 @@ from scaling_points import ADAMW, init, make_step, random_batch, read_weights
 
 from gspo_jax import hardware, sharding
 from gspo_jax.learner import optimizer
-from gspo_jax.models import transformer
+from gspo_jax.learner.state import new_state
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.sizes import REFERENCE, ModelConfig, qwen3_1_7b
-from gspo_jax.run import new_state
-from gspo_jax.sampling import EngineConfig, Usage, generate
+from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
 
 # "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest
 # again, which is cheap. Logits of 8 sequences take 2.5 GB.
@@ -45,7 +45,7 @@ def count(spec: dict[str, Any]) -> dict[str, Any]:
   needed = dict(parameters=total, active=active, hf_config=hf_config.to_hf(config, "bfloat16"))
   if spec["task"] == "train":
     rows, length = spec["rows"], spec["length"]
-    operations = hardware.work(config, rows, length, length).training()
+    operations = flops.work(config, rows, length, length).training()
     return needed | dict(tokens=rows * length, operations=operations)
   rows = spec["prompts"] * spec["group"]
   seen = spec["prompt"] + (spec["new"] - 1) / 2  # positions of a row, on average over the steps
@@ -79,24 +79,20 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
   make = jax.jit(transformer.init, static_argnums=(0, 2), out_shardings=layout)
   params = make(config, jax.random.key(0), jnp.bfloat16)
   prompts = transformer.example_tokens(config, spec["prompts"], spec["prompt"]).tolist()
-  engine = EngineConfig(slots=rows, steps=64, prefill_tokens=8192, cache_dtype="bfloat16")
+  slots = EngineConfig(slots=rows, steps=64, prefill_tokens=8192, cache_dtype="bfloat16")
+
+  compute = dataclasses.replace(COMPUTE, experts=spec["experts"])
+  engine = LocalEngine(config, slots, compute)
+  engine.load(params, version=0)
 
   def call(new: int, seed: int) -> float:
-    usage, started = Usage(), time.perf_counter()
-    generate(
-      params,
-      config,
-      prompts,
-      group_size=spec["group"],
-      max_new_tokens=new,
-      seed=seed,
-      compute=dataclasses.replace(COMPUTE, experts=spec["experts"]),
-      engine=engine,
-      usage=usage,
-    )
+    distribution = SamplingConfig(1.0, 0, 1.0, 0.0, new)
+    workload = Workload(distribution, spec["prompt"], rows, spec["group"])
+    started = time.perf_counter()
+    sample_rollout(engine, workload, prompts, seed)
     seconds = time.perf_counter() - started
-    if usage.tokens != rows * new:
-      raise ValueError(f"{usage.tokens} tokens were sampled, not {rows * new}")
+    if engine.usage.tokens != rows * new:
+      raise ValueError(f"{engine.usage.tokens} tokens were sampled, not {rows * new}")
     return seconds
 
   calls = range(spec["calls"] + 1)

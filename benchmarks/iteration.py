@@ -1,7 +1,7 @@
 """A whole RL iteration against TRL's (torch) and Tunix's (JAX): seconds, tokens/s, memory, start.
 
 Command:   python benchmarks/iteration.py [--systems=ours,nopass,trl,tunix] [--models=dense,moe]
-             [--rounds=3] [--iterations=8] [--cold=1] [--cores=2] [--pages=large|small]
+             [--rounds=3] [--iterations=8] [--cold=1] [--cores=2] [--pages=small|large]
              [--save=FILE.json]
 An iteration samples 8 responses of exactly 128 tokens to each of 4 prompts of 32, scores them with
 a Python function, and makes four GSPO updates with AdamW, each on 8 sequences of 160 tokens, in
@@ -10,8 +10,8 @@ float32, from the same random weights (4 layers; dense, and 16 experts of which 
 cannot do the same, stands in iteration_peers.py. `nopass` is ours without the pass for the old
 policy's log-probabilities, which TRL makes and Tunix does not: objective.old_logp="sampler", as in
 the full-size configurations. Evaluations, checkpoints and dumps of rollouts are outside the
-iterations that count; metrics are written in all of them. All systems run with what
-gspo_jax/huge_pages.py asks of malloc, or all without (--pages=small).
+iterations that count; metrics are written in all of them. --pages=large has malloc ask for pages of
+2 MiB, in all systems.
 
 Every run is a process of its own on the same cores, and the systems take turns. The first two
 iterations of a process and the last do not count. Printed are medians over all others, and the
@@ -46,8 +46,6 @@ from typing import Any
 
 from machine import busy_seconds, environment, installed
 
-from gspo_jax import huge_pages
-
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = dict(ours=("jax",), nopass=("jax",), trl=("trl", "torch", "datasets"), tunix=("tunix",))
 OURS = ("ours", "nopass")
@@ -56,6 +54,10 @@ PACKAGES = ("jax", "torch", "transformers", "trl", "google-tunix")
 FOREIGN = 0.1  # share of the machine that other processes may take
 FIRST = 2  # iterations of a process that do not count
 PAUSE = 0.5  # seconds between processes
+PAGES = dict(  # GLIBC_TUNABLES: what malloc asks of Linux
+  large=f"glibc.malloc.hugetlb=1:glibc.malloc.arena_max={os.cpu_count()}",
+  small="glibc.malloc.hugetlb=0",
+)
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def main() -> None:
   parser.add_argument("--iterations", type=int, default=8, help="of a process, at least 4")
   parser.add_argument("--cold", type=int, default=1, help="starts without a compilation cache")
   parser.add_argument("--cores", type=int, default=2)
-  parser.add_argument("--pages", choices=("large", "small"), default="large")
+  parser.add_argument("--pages", choices=("large", "small"), default="small")
   parser.add_argument("--save", default="", help="file for the figures of every run, as JSON")
   options = parser.parse_args()
   if hasattr(os, "sched_setaffinity"):
@@ -75,8 +77,7 @@ def main() -> None:
     parser.error(f"--iterations={options.iterations} leaves none that counts")
   if options.cold < 1:
     parser.error(f"--cold={options.cold}: the first start fills the cache of the others")
-  small = f"{huge_pages.SETTING}=0"
-  os.environ["GLIBC_TUNABLES"] = huge_pages.settings() if options.pages == "large" else small
+  os.environ["GLIBC_TUNABLES"] = PAGES[options.pages]
   systems = [system for system in options.systems.split(",") if installed(system, NEEDS[system])]
   print(about := environment(PACKAGES), flush=True)
   results = []

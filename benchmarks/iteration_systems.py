@@ -34,8 +34,8 @@ from benchmarks.iteration_work import (
 def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> None:
   """`gspo_jax.main` with a configuration made from configs/tiny.py.
 
-  Two things differ from it: no token ends a response, and there is no evaluation. The loop over
-  layers is unrolled, and the dense model's gradients are taken in two parts: docs/speed.md.
+  Two things differ from it: no token ends a response, and there is no evaluation. The dense
+  model's gradients are taken in two parts: docs/speed.md.
   """
   import dataclasses
 
@@ -44,7 +44,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   from configs import tiny
   from gspo_jax import config as configuration
   from gspo_jax import main, train
-  from gspo_jax.run import Context, open_context
+  from gspo_jax.run import Run, open_run
   from gspo_jax.runs import metrics, preemption
 
   values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
@@ -53,7 +53,6 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     weights=spec["directory"],
     tokenizer=spec["directory"],
     model=spec["config"],
-    compute=dict(unroll=True),
     data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=PROMPT),
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
     sampling=dict(max_new_tokens=NEW),
@@ -75,30 +74,30 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   main.compiled_programs_stay()
   config, workdir = configuration.from_dict(values.to_dict()), Path(spec["workdir"])
 
-  class Timed(Context):
+  class Timed(Run):
     def seed(self, *names: str | int) -> int:
       if names[:2] == ("rl", "sample"):  # asked for once in an iteration, when it begins
         record.begin()
       return super().seed(*names)
 
-  with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
-    score = context.score
+  with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+    score = run.score
 
-    def count(responses, answers, lengths):
+    def count(responses, prompts, lengths):
       record.sampled[-1] += sum(lengths)
       record.trained[-1] += sum(lengths) + len(lengths) * PROMPT
-      return score(responses, answers, lengths)
+      return score(responses, prompts, lengths)
 
     changes = dict(
-      tokenizer=dataclasses.replace(context.tokenizer, stop_ids=()),
-      evaluate=lambda params, step: ({}, []),
+      tokenizer=dataclasses.replace(run.tokenizer, stop_ids=()),
+      evaluate=dataclasses.replace(run.evaluate, benchmarks=[]),
       score=count,
     )
-    context = Timed(**vars(context) | changes)
-    if {len(prompt.tokens) for prompt in context.train_prompts} != {PROMPT}:
+    run = Timed(**vars(run) | changes)
+    if {len(prompt.tokens) for prompt in run.train_prompts} != {PROMPT}:
       raise ValueError(f"prompts are not {PROMPT} tokens long")
-    params = train.run(context, context.initial_params)
-    record.moved = distance(*map(jax.tree.leaves, (params, context.initial_params())))
+    params = train.train(run, run.initial_params)
+    record.moved = distance(*map(jax.tree.leaves, (params, run.initial_params())))
   rows = [row for row in metrics.read_rows(workdir / "metrics.jsonl") if row["step"]]
   for stages, row in zip(record.stages, rows, strict=True):
     stages["sample"] = row["time/sample"]
@@ -118,8 +117,7 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   import numpy as np
   import tokenizers
 
-  from gspo_jax import hardware
-  from gspo_jax.models import hf, sizes, transformer
+  from gspo_jax.models import flops, hf, sizes, transformer
 
   config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
   directory = Path(spec["directory"])
@@ -135,10 +133,10 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   lines = [json.dumps(dict(question=text, answer="none")) for text in texts]
   Path(spec["data"]).write_text("\n".join(lines) + "\n")
   length = PROMPT + NEW
-  prefill = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
-  decode = hardware.work(config, ROWS, NEW, length).forward()
-  prompts = hardware.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
-  update = prompts + hardware.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
+  prefill = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
+  decode = flops.work(config, ROWS, NEW, length).forward()
+  prompts = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
+  update = prompts + flops.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
   return dict(
     config=dataclasses.asdict(config),
     useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`

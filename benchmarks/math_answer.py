@@ -18,9 +18,7 @@ import random
 import sys
 import time
 
-from gspo_jax.rewards import math_answer
-
-Outcome = math_answer.Outcome
+from gspo_jax.rewards.math_answer import MathVerifier, Outcome, extract
 
 FORMS = {
   "boxed": lambda plain, grouped: rf"Adding up, we get \boxed{{{plain}}}.",
@@ -46,7 +44,7 @@ def main() -> int:
   parser.add_argument("--symbolic", action="store_true")
   args = parser.parse_args()
   start = time.perf_counter()
-  with math_answer.MathVerifier(args.workers, args.time_limit_s) as verifier:
+  with MathVerifier(args.workers, args.time_limit_s) as verifier:
     print(f"start of {args.workers} workers: {time.perf_counter() - start:.2f} s")
     if not args.data:
       measure(verifier, args.answers)
@@ -54,7 +52,7 @@ def main() -> int:
     return check(verifier, args.data, args.symbolic)
 
 
-def measure(verifier: math_answer.MathVerifier, count: int) -> None:
+def measure(verifier: MathVerifier, count: int) -> None:
   """Prints answers per second for three mixtures of short answers; none repeats."""
   rng = random.Random(0)
   forms = list(FORMS.values())
@@ -88,7 +86,7 @@ def measure(verifier: math_answer.MathVerifier, count: int) -> None:
     )
 
 
-def check(verifier: math_answer.MathVerifier, data: pathlib.Path, symbolic: bool) -> int:
+def check(verifier: MathVerifier, data: pathlib.Path, symbolic: bool) -> int:
   """Prints how many gold answers verify in each form, and how many perturbed ones do."""
   failures = 0
   for name, golds in read_golds(data):
@@ -102,7 +100,7 @@ def check(verifier: math_answer.MathVerifier, data: pathlib.Path, symbolic: bool
         cases += [(form, write(f"{w:f}", f"{w:,f}"), gold, False) for w in wrong]
     failures += report(name, cases, verifier.score([c[1] for c in cases], [c[2] for c in cases]))
     if symbolic:
-      unique = list({(math_answer.extract(r), g): right for _, r, g, right in cases}.items())
+      unique = list({(extract(r), g): right for _, r, g, right in cases}.items())
       # The verifier's own pool, past the comparison of plain numbers.
       results = verifier._pool.map([list(pair) for pair, _ in unique])
       rows = [("through math-verify", *pair, right) for pair, right in unique]

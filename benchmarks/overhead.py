@@ -21,8 +21,10 @@ import jax
 from configs import tiny
 from gspo_jax import config as configuration
 from gspo_jax import train
+from gspo_jax.collect import Collector
 from gspo_jax.main import compiled_programs_stay
-from gspo_jax.run import open_context
+from gspo_jax.report import page
+from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.checkpoint import Checkpointer
 
@@ -30,8 +32,8 @@ WRITING = (
   (Checkpointer, "save"),
   (metrics.Writer, "write"),
   (metrics.Writer, "dump_rollouts"),
-  (train.rollout_viewer, "write_report"),
-  (train, "rollout_records"),
+  (page, "write_report"),
+  (train, "records"),
 )
 
 
@@ -43,22 +45,22 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
   config = configuration.from_dict(values.to_dict())
   begun: list[float] = []
   writes = lambda: (len(begun) + every // 2) // every % 2 == 0  # noqa: E731
-  groups = train.Sampling.groups
+  collect = Collector.collect
 
   def timed(*arguments):
     begun.append(time.perf_counter())
-    return groups(*arguments)
+    return collect(*arguments)
 
   def sometimes(function):
     return lambda *args, **kwargs: function(*args, **kwargs) if writes() else None
 
   with contextlib.ExitStack() as stack:
-    stack.enter_context(mock.patch.object(train.Sampling, "groups", timed))
+    stack.enter_context(mock.patch.object(Collector, "collect", timed))
     for owner, name in WRITING:
       patched = mock.patch.object(owner, name, sometimes(getattr(owner, name)))
       stack.enter_context(patched)
-    context = stack.enter_context(open_context(config, workdir))
-    train.run(context, context.initial_params)
+    run = stack.enter_context(open_run(config, workdir))
+    train.train(run, run.initial_params)
   found: dict[bool, list[float]] = {True: [], False: []}
   marks = begun[every // 2 - 1 :: every][1:]  # what comes before compiles
   for number, (start, end) in enumerate(itertools.pairwise(marks)):
@@ -83,8 +85,8 @@ def main() -> None:
   print(f"medians {with_:.2f} and {without:.2f} s: {100 * (with_ / without - 1):+.1f} %")
   rows = [json.loads(line) for line in lines]
   for name in ("time/save", "time/report", "checkpoint/seconds"):
-    median = statistics.median(row[name] for row in rows if row.get(name, 0) > 1e-3)
-    print(f"{name}: {1000 * median:.0f} ms, median where there is any")
+    if seconds := [row[name] for row in rows if row.get(name, 0) > 1e-3]:
+      print(f"{name}: {1000 * statistics.median(seconds):.0f} ms, median where there is any")
   print(f"{jax.devices()[0].device_kind}, {jax.device_count()} devices")
 
 

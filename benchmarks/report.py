@@ -13,12 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from gspo_jax.report import page as rollout_viewer
+from gspo_jax.report.page import write_report
 from gspo_jax.runs import metrics
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 WORDS = "so we add the two sides and see that x is equal to 7 because of what was said".split()
+STEPS, METRICS, DUMPS = 500, 100, 50  # of the run; half of the dumps have log-ratios
 
 # Put before the page's own script: when the responses are in the page, and when each has its place.
 # The page then empties itself, lest its text in the browser's output be measured too.
@@ -34,32 +35,27 @@ new MutationObserver(() => {
 """
 
 
-def make_run(folder: Path, options: argparse.Namespace) -> None:
-  """A run of `steps` steps; its responses lie in `dumps` files, some with log-ratios."""
+def make_run(folder: Path, responses: int, length: int) -> None:
+  """A run with so many responses, of `length` tokens each, in groups of eight."""
   chance = random.Random(0)
-  names = ["reward/mean", "loss", "entropy", "grad_norm", "ratio/mean", "ratio/min", "ratio/max"]
-  names += [f"time/{name}" for name in ("sample", "score", "logp", "update", "publish")]
-  names += [f"minibatch/{i}/{k}" for i in range(16) for k in ("loss", "ratio/deviation")]
-  names += [f"extra/{i}" for i in range(options.metrics - len(names))]
   with metrics.Writer(folder) as writer:
-    for step in range(1, options.steps + 1):
-      row = {name: chance.random() for name in names}
-      writer.write({"phase": "rl", "step": step, **row})
-    per_dump = options.responses // options.dumps
-    for i in range(1, options.dumps + 1):
-      step = i * options.steps // options.dumps
-      with_ratios = i > options.dumps * (1 - options.share)
-      records = [make_record(chance, n, options.tokens, with_ratios) for n in range(per_dump)]
-      writer.dump_rollouts("rl", step, records)
+    for step in range(1, STEPS + 1):
+      row = {f"minibatch/{i}/loss": chance.random() for i in range(16)}
+      row |= {f"extra/{i}": chance.random() for i in range(METRICS - len(row))}
+      writer.write({"phase": "rl", "step": step, "reward/mean": chance.random(), **row})
+    for i in range(1, DUMPS + 1):
+      with_ratios = i > DUMPS // 2
+      records = [make_record(chance, n, length, with_ratios) for n in range(responses // DUMPS)]
+      writer.dump_rollouts("rl", i * STEPS // DUMPS, records)
 
 
-def make_record(chance: random.Random, n: int, count: int, with_ratios: bool) -> dict:
-  """One response, the `n`-th of its dump, in groups of eight."""
-  tokens = [f" {word}" for word in chance.choices(WORDS, k=count)]
+def make_record(chance: random.Random, n: int, length: int, with_ratios: bool) -> dict:
+  """One response, the `n`-th of its dump."""
+  tokens = [f" {word}" for word in chance.choices(WORDS, k=length)]
   record = {
     "prompt_id": n // 8, "sample": n % 8, "prompt": f"What is {n // 8} + 1?", "answer": "7",
     "response": "".join(tokens), "reward": float(n % 2), "advantage": chance.gauss(0, 1),
-    "length": count, "truncated": n % 50 == 0, "eval": False,
+    "length": length, "truncated": n % 50 == 0, "eval": False,
   }  # fmt: skip
   if with_ratios:
     ratios = [chance.gauss(0, 0.01) for _ in tokens]
@@ -90,17 +86,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--responses", type=int, default=10_000)
   parser.add_argument("--tokens", type=int, default=300, help="of each response")
-  parser.add_argument("--share", type=float, default=0.5, help="of the dumps, with log-ratios")
-  parser.add_argument("--dumps", type=int, default=50)
-  parser.add_argument("--steps", type=int, default=500)
-  parser.add_argument("--metrics", type=int, default=100)
   parser.add_argument("--repeats", type=int, default=3)
   options = parser.parse_args()
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    make_run(folder, options)
+    make_run(folder, options.responses, options.tokens)
     start = time.perf_counter()
-    page = rollout_viewer.write_report(folder)
+    page = write_report(folder)
     print(f"written in {time.perf_counter() - start:.2f} s, {page.stat().st_size / 1e6:.1f} MB")
     if not BROWSER:
       print(f"not opened: no browser on PATH, none of {BROWSERS}")

@@ -30,7 +30,7 @@ from machine import busy_seconds, environment
 
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.sizes import ModelConfig, tiny_moe
-from gspo_jax.sampling import Usage, generate
+from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload, sample_rollout
 from gspo_jax.sampling.requests import DEFAULT
 
 SLOTS, GROUP, PROMPT, NEW, VOCABULARY = 32, 8, 32, 128, 512
@@ -95,22 +95,20 @@ def main() -> None:
 
 
 def ours(config: ModelConfig, params: transformer.Params, _: str) -> Sampler:
+  engine = LocalEngine(config, dataclasses.replace(DEFAULT, slots=SLOTS))
+  engine.load(params, version=0)
+
   def sample(load: Load, seed: int) -> Sampled:
-    usage = Usage()
-    rollout = generate(
-      params,
-      config,
-      load.prompts,
+    workload = Workload(
+      SamplingConfig(load.temperature, 0, 1.0, 0.0, load.tokens),
+      prompt_length=max(map(len, load.prompts)),
+      trajectories=len(load.prompts) * load.group,
       group_size=load.group,
-      max_new_tokens=load.tokens,
-      temperature=load.temperature,
       stop_ids=load.stop_ids,
-      seed=seed,
-      engine=dataclasses.replace(DEFAULT, slots=SLOTS),
-      usage=usage,
     )
+    rollout = sample_rollout(engine, workload, load.prompts, seed)
     responses = [np.array(rollout.response(row)) for row in range(len(rollout.lengths))]
-    return Sampled(responses, usage.metrics()["sampling/slot_utilisation"])
+    return Sampled(responses, engine.usage.metrics()["sampling/slot_utilisation"])
 
   return sample
 

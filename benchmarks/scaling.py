@@ -37,11 +37,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import huge_pages
-
-if __name__ == "__main__":
-  huge_pages.restart_with()  # as training does
-
 import scaling_points
 from machine import environment
 from scaling_plot import svg

@@ -18,14 +18,14 @@ import jax
 import numpy as np
 from machine import busy_seconds
 
-from gspo_jax import hardware, sharding
+from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
-from gspo_jax.models import transformer
+from gspo_jax.learner.state import new_state
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
-from gspo_jax.run import new_state
-from gspo_jax.sampling import EngineConfig, Usage, generate
+from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
 from gspo_jax.structs import TrainBatch
 
 # The models of benchmarks/iteration.py: 4 layers; MoE: 2 experts per token of width 128.
@@ -120,7 +120,7 @@ def update(point: Point) -> list[dict[str, Any]]:
     line=point.line,
     seconds=statistics.median(seconds),
     tokens=point.rows * point.length,
-    operations=hardware.work(config, point.rows, point.length, point.length).training(),
+    operations=flops.work(config, point.rows, point.length, point.length).training(),
     # Weights twice, gradients written and read, and weights and two moments read and written.
     bytes=4 * total * (2 + 2 + 6),
     memory=step.memory_analysis().temp_size_in_bytes,
@@ -137,30 +137,24 @@ def sampling(point: Point) -> list[dict[str, Any]]:
   params = init(config, sharding.ROLLOUT)
   prompts = transformer.example_tokens(config, point.prompts, point.prompt).tolist()
   slots = EngineConfig(slots=rows, steps=16, prefill_tokens=4096, cache_dtype="float32")
-  usages = []
+  engine, usages = LocalEngine(config, slots), []
+  engine.load(params, version=0)
+  distribution = SamplingConfig(1.0, 0, 1.0, 0.0, point.new)
+  workload = Workload(distribution, point.prompt, rows, point.group)
 
   def call() -> float:
-    usages.append(Usage())
     started = time.perf_counter()
-    generate(
-      params,
-      config,
-      prompts,
-      group_size=point.group,
-      max_new_tokens=point.new,
-      seed=len(usages),
-      engine=slots,
-      usage=usages[-1],
-    )
+    sample_rollout(engine, workload, prompts, seed=len(usages))
+    usages.append(engine.usage)
     return time.perf_counter() - started
 
   seconds, foreign = repeat(call, point.seconds)
   usages = usages[1:]  # without the call that compiled
   if {usage.tokens for usage in usages} != {rows * point.new}:
     raise ValueError(f"{rows} responses of {point.new} tokens, but {usages[0].tokens} were sampled")
-  prefill = hardware.work(config, point.prompts, point.prompt - 1, point.prompt - 1)
+  prefill = flops.work(config, point.prompts, point.prompt - 1, point.prompt - 1)
   prefill = prefill.forward() - prefill.head  # nothing is predicted there
-  decode = hardware.work(config, rows, point.new, point.length - 1).forward()
+  decode = flops.work(config, rows, point.new, point.length - 1).forward()
   written, read = cache_bytes(config, point)
   weights = 4 * read_weights(config, rows)
   parts = dict(

@@ -8,6 +8,7 @@ keys' declarations, in the dataclasses that `gspo_jax.config.RunConfig` is made 
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import ml_collections
 from ml_collections import config_dict
@@ -45,7 +46,6 @@ def base() -> ConfigDict:
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
         remat="none",  # none | full | attention | dots: layer parts the backward pass recomputes
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
-        unroll=False,  # True: no loop over layers; faster on CPU, longer to compile
       ),
       mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
       data=dict(
@@ -235,6 +235,17 @@ def paper_benchmarks() -> ConfigDict:
 def model(size: ModelConfig) -> ConfigDict:
   """A named size as a section; each of its numbers can be overridden."""
   return ConfigDict(dataclasses.asdict(size))
+
+
+def size(name: str) -> ModelConfig:
+  """A published size by its name in `sizes.PUBLISHED`, or that of a Hugging Face directory."""
+  if Path(name).is_dir():
+    from gspo_jax.models import hf  # needs safetensors
+
+    return hf.load_config(name)
+  if name not in sizes.PUBLISHED:
+    raise ValueError(f"{name!r} is neither a directory nor one of {', '.join(sizes.PUBLISHED)}")
+  return sizes.PUBLISHED[name]
 
 
 def variant(arg: str | None, *allowed: str) -> str | None:

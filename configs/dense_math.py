@@ -6,6 +6,9 @@ Command:   python -m gspo_jax.main --config=configs/dense_math.py --workdir=DIR 
 Hardware:  a TPU v5p or v6e host of 4 or 8 chips
 Expected:  not run by us at this size
 
+configs/dense_math.py:NAME trains another model, named in gspo_jax.models.sizes.PUBLISHED or by the
+directory that holds it: configs/dense_math.py:gemma-3-1b-pt.
+
 configs/dense_math.py:tiny has random weights of toy size and the byte tokenizer; it needs the two
 data files only, and its reward stays near 0.
 """
@@ -26,7 +29,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     reward=dict(name="math", time_limit_s=5.0),
     checkpoint=dict(best="eval/accuracy"),
   )
-  if common.variant(arg, "tiny"):
+  if arg == "tiny":
     config.update(
       model=common.model(sizes.tiny_dense(vocab_size=264)),
       compute=dict(logits_chunk=128),
@@ -41,7 +44,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       weights="",  # to be set: Qwen3-1.7B or its Base
       tokenizer="",  # to be set: the same directory
-      model=common.model(sizes.qwen3_1_7b()),
+      model=common.model(common.size(arg or "Qwen3-1.7B-Base")),
       compute=dict(dtype="bfloat16", remat="full", logits_chunk=512),  # of 151,936 logits each
       data=dict(max_prompt_tokens=512),
       reward=dict(workers=8),

@@ -3,14 +3,18 @@
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
 Hardware:  any machine with two CPU cores; about 3 minutes
 Paper:     arXiv:2507.18071
+
+configs/tiny.py:gemma is the same with a small Gemma 3.
 """
 
 from configs import common
+from gspo_jax.models import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
-  common.variant(arg)
   config = common.base()
+  if common.variant(arg, "gemma"):
+    config.update(model=common.model(sizes.tiny_gemma(vocab_size=264)))
   config.update(
     job="sft+rl",
     mesh=dict(data=-1, fsdp=1),  # so small a model is not split

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from gspo_jax import ranges
 from gspo_jax.data.sources import DataConfig
-from gspo_jax.evaluation.evaluator import EvalConfig
+from gspo_jax.evaluation.benchmarks import EvalConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import OptimizerConfig
 from gspo_jax.learner.step import Learner
@@ -106,18 +106,6 @@ class RunConfig:
       self.sft.batch % self.sft.microbatches == 0,
       f"sft.batch={self.sft.batch} does not divide into sft.microbatches={self.sft.microbatches}",
     )
-    for key, wanted, given in (
-      ("objective.old_logp", "sampler", self.objective.old_logp),
-      ("objective.replay", "none", self.objective.replay),
-      ("objective.volatility", False, self.objective.volatility),
-      ("data.query_set.extra_rounds", 0, self.data.query_set.extra_rounds),
-      ("environment.name", "", self.environment.name),
-    ):
-      _require(
-        not rl.partial or wanted == given,
-        f"rl.extra_prompts={rl.extra_prompts}, rl.token_budget={rl.token_budget} carry responses "
-        f"over: that needs {key}={wanted!r}, not {given!r}",
-      )
     _require(
       self.objective.replay == "none" or self.model.num_experts > 0,
       f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",

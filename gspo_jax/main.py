@@ -4,11 +4,6 @@ The only module that knows flags and ConfigDict. Running the same command again 
 continues where it stopped.
 """
 
-from gspo_jax import huge_pages
-
-if __name__ == "__main__":
-  huge_pages.restart_with()  # before anything that takes time or memory
-
 import os
 import runpy
 import sys
@@ -22,7 +17,7 @@ from ml_collections import config_flags
 from gspo_jax import config as configuration
 from gspo_jax import sft, train
 from gspo_jax.report import page
-from gspo_jax.run import Context, open_context
+from gspo_jax.run import Run, open_run
 from gspo_jax.runs import nonfinite, preemption, provenance
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
@@ -41,8 +36,8 @@ def main(argv: list[str]) -> None:
     workdir = Path(_WORKDIR.value)
     for line in provenance.difference(as_in_the_file(), values):
       sys.stderr.write(f"config {line}\n")
-    with open_context(config, workdir) as context, preemption.watch(config.checkpoint.grace_s):
-      run(context)
+    with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+      do(run)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")
   except (ValueError, nonfinite.NonFiniteError) as error:
@@ -71,20 +66,24 @@ def as_in_the_file() -> dict[str, Any]:
   return (get_config(argument) if argument else get_config()).to_dict()
 
 
-def run(context: Context) -> None:
+def do(run: Run) -> None:
   """The configured job."""
-  job = context.config.job
+  job = run.config.job
   if job == "eval":
-    row, records = context.evaluate(context.rollout_params(context.initial_params()))
-    context.writer.truncate({})  # the same command again ends with the same single row
-    context.writer.dump_rollouts("eval", 0, records)
-    context.writer.write(dict(phase="eval", step=0) | row)
-  if job == "sft" or (job == "sft+rl" and not sft.finished(context)):
-    sft.run(context)
+    params = run.initial_params()
+    key = run.evaluate.key(params)
+    run.engine.load(params, version=0)
+    del params  # the engine has its own
+    row, records = run.evaluate(run.engine, key)
+    run.writer.truncate({})  # the same command again ends with the same single row
+    run.writer.dump_rollouts("eval", 0, records)
+    run.writer.write(dict(phase="eval", step=0) | row)
+  if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
+    sft.sft(run)
   if job == "rl":
-    train.run(context, context.initial_params)
+    train.train(run, run.initial_params)
   if job == "sft+rl":
-    train.run(context, lambda: sft.params_after(context))
+    train.train(run, lambda: sft.params_after(run))
 
 
 def parse(argv: list[str]) -> list[str]:

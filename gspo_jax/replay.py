@@ -19,6 +19,7 @@ from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.learner import optimizer, packing
+from gspo_jax.learner.state import abstract_state
 from gspo_jax.learner.step import (
   Learner,
   log_probs,
@@ -28,7 +29,6 @@ from gspo_jax.learner.step import (
   rows_of,
   summarize,
 )
-from gspo_jax.run import abstract_state
 from gspo_jax.runs import metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch

@@ -1,7 +1,8 @@
-"""What every job is given: the configuration, and what is built from it once."""
+"""Opens a run: everything that can fail before training, cheap checks first."""
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import zlib
@@ -10,26 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+from etils import epath
 
 from gspo_jax import rewards, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import sources, tokenizer
-from gspo_jax.evaluation.evaluator import Benchmark, BenchmarkConfig, Evaluator, choose
+from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
+from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import ModelConfig
-from gspo_jax.runs import metrics, provenance
-from gspo_jax.runs.checkpoint import abstract
+from gspo_jax.runs import provenance
+from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
-from gspo_jax.sampling.conversation import prompt_of
-from gspo_jax.structs import Prompt, TrainState
+from gspo_jax.runs.nonfinite import Guard
+from gspo_jax.runs.phase import Phase
+from gspo_jax.sampling import Engine, LocalEngine, Workload
+from gspo_jax.sampling.driver import first_tokens
+from gspo_jax.structs import Prompt
 from gspo_jax.tasks import environments
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class Run:
+  """What the phases of a run are made from; each hands on what its parts need."""
+
   config: RunConfig
   workdir: Path
   mesh: jax.sharding.Mesh
@@ -37,13 +43,36 @@ class Context:
   train_prompts: Sequence[Prompt]
   score: rewards.Scorer
   environment: environments.Make | None  # None: a response is one turn, and `score` judges it
+  engine: Engine
   evaluate: Evaluator
-  writer: metrics.Writer
+  writer: Writer
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
     text = "/".join(map(str, (self.config.seed, *names)))
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+  @property
+  def workload(self) -> Workload:
+    """What RL asks of the engine."""
+    c = self.config
+    return Workload(
+      c.sampling,
+      prompt_length=c.data.max_prompt_tokens,
+      trajectories=(c.rl.prompts + c.rl.extra_prompts) * c.rl.group_size,
+      group_size=c.rl.group_size,
+      stop_ids=tuple(self.tokenizer.stop_ids),
+      stop_strings=c.environment.stop_strings if self.environment else (),
+      several_turns=self.environment is not None,
+      partial=c.rl.partial,
+      record_routing=c.objective.needs_sampler_routing,
+    )
+
+  @functools.cached_property
+  def line_ends(self) -> np.ndarray:
+    """bool [V]: tokens with a line break in their text."""
+    tok = self.tokenizer
+    return np.array(["\n" in tok.decode([i]) for i in range(tok.vocab_size)])
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
@@ -59,39 +88,31 @@ class Context:
     init = jax.jit(lambda key: transformer.init(c.model, key), out_shardings=shardings)
     return init(jax.random.key(self.seed("init")))
 
-  def rollout_params(self, params: Any) -> Any:
-    """A copy as the sampler wants it: in the rollout layout and in the dtype of computation."""
+  def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
+    """A phase of `total` steps with `updates` gradient updates each; their mini-batches are kept
+    for `keep` steps."""
     c = self.config
-    shardings = transformer.shardings(c.model, sharding.ROLLOUT, self.mesh)
-    return sharding.publisher(shardings, np.dtype(c.compute.dtype))(params)
-
-
-def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
-  """A training state at step 0; the optimizer's moments are laid out as the parameters."""
-  zero = jnp.zeros((), jnp.int32)
-  return TrainState(zero, params, jax.jit(tx.init)(params), skipped=jnp.zeros_like(zero))
-
-
-def abstract_state(
-  model: ModelConfig, mesh: jax.sharding.Mesh, tx: optax.GradientTransformation
-) -> TrainState:
-  """Shapes and shardings of a training state, for restoring one without making one first."""
-  shardings = transformer.shardings(model, sharding.TRAIN, mesh)
-  shapes = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
-  params = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-  )
-  return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
+    home = epath.Path(c.checkpoint.directory or self.workdir.absolute())
+    values = dataclasses.asdict(c)
+    return Phase(
+      name,
+      total,
+      Checkpointer(self.workdir, name, c.checkpoint),
+      self.writer,
+      Guard(home, values, c.on_nonfinite, updates=updates, keep=keep),
+      c.alarms if name == "rl" else None,
+    )
 
 
 @contextlib.contextmanager
-def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
-  """Builds everything that can fail before training starts, cheap checks first.
+def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
+  """Opens a run in its directory.
 
   Raises:
     ValueError: weights, tokenizer, data, mesh and model do not fit together, or the workdir belongs
       to a run of another configuration; says what to change.
   """
+  workdir = Path(workdir)
   _require_paths(config)
   tok = tokenizer.load(config.tokenizer)
   if tok.vocab_size > config.model.vocab_size:
@@ -107,52 +128,61 @@ def open_context(config: RunConfig, workdir: str | Path) -> Iterator[Context]:
   environment = environments.find(config.environment.name, tok)
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
-    prompt_of(environment(train_prompts[0]), render, config.data.max_prompt_tokens)
+    first_tokens(environment(train_prompts[0]), config.data.max_prompt_tokens, render)
   if config.distributed:
     _join_hosts()
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
+  shared = "rl" in config.job and not config.rl.packed
+  transformer.check(config.model, config.compute, shared_prompts=shared)
+  layout = transformer.shardings(config.model, sharding.ROLLOUT, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
-  provenance.check(Path(workdir), dataclasses.asdict(config))
+  values = dataclasses.asdict(config)
+  provenance.check(workdir, values)
+  active = jax.process_index() == 0
   with (
     jax.set_mesh(mesh),
     _open_scorers(config) as scorers,
-    metrics.Writer(
-      workdir,
-      active=jax.process_index() == 0,
-      wandb=config.wandb,
-      config=dataclasses.asdict(config),
-    ) as writer,
+    Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
   ):
-    score = scorers[config.reward.name]
+    publish = sharding.publisher(layout, np.dtype(config.compute.dtype))
+    engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
+    benchmarks = [
+      Benchmark(
+        name,
+        b,
+        problems[name],
+        scorers[b.reward or config.reward.name],
+        None if b.reward else environment,
+      )
+      for name, b, _ in _benchmarks(config)
+    ]
     evaluator = Evaluator(
       config=config.eval,
       model=config.model,
-      compute=config.compute,
-      engine=config.engine,
-      benchmarks=[
-        Benchmark(
-          name,
-          b,
-          problems[name],
-          scorers[b.reward or config.reward.name],
-          None if b.reward else environment,
-        )
-        for name, b, _ in _benchmarks(config)
-      ],
+      benchmarks=benchmarks,
       tokenizer=tok,
       prompt_length=config.data.max_prompt_tokens,
       seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
-      directory=Path(workdir) / "evaluations",
-      identity=repr((config.reward, config.tokenizer, config.environment)),
       environment=config.environment,
+      directory=workdir / "evaluations",
+      identity=repr((config.compute, config.reward, config.tokenizer, config.environment)),
     )
     if jax.process_index() == 0:
-      provenance.record(Path(workdir), dataclasses.asdict(config))
-    yield Context(
-      config, Path(workdir), mesh, tok, train_prompts, score, environment, evaluator, writer
+      provenance.record(workdir, values)
+    yield Run(
+      config,
+      workdir,
+      mesh,
+      tok,
+      train_prompts,
+      scorers[config.reward.name],
+      environment,
+      engine,
+      evaluator,
+      writer,
     )
 
 

@@ -17,7 +17,6 @@ mask is padding and is in no numerator and in no denominator.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -38,41 +37,30 @@ class Prompt:
   # What supervised fine-tuning learns to write; "" where there is none. Of several turns: response,
   # observation, response, ...
   demonstration: str | tuple[str, ...] = ""
-  info: tuple[tuple[str, str], ...] = ()  # further fields, for evaluation: rating, contest, ...
+  info: tuple[tuple[str, str], ...] = ()  # further fields of the row: rating, tolerance, ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-  """What the sampler did, on the host: P·G rows in the prompts' order, G rows per prompt."""
+  """Trajectories as arrays on the host: P·G rows in the prompts' order, G rows per prompt."""
 
   tokens: np.ndarray  # int32 [B, L]: prompt, then response or conversation, right-padded
   mask: np.ndarray  # float32 [B, L]: 1 on sampled tokens, the stop token included
+  turns: np.ndarray  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
   logp: np.ndarray  # float32 [B, L]: log-prob under the sampling distribution, 0 off the mask
   full_logp: np.ndarray  # float32 [B, L]: the same without top-k, top-p and min-p
+  version: np.ndarray  # int32 [B, L]: of the weights that sampled the token; -1 off the mask
+  rewards: np.ndarray  # float32 [B, L]: of each turn, at its last token; 0 elsewhere
   prompt_lengths: np.ndarray  # int32 [B]
   lengths: np.ndarray  # int32 [B]: sampled tokens, |y_i|
+  ends: np.ndarray  # int32 [B]: tokens of the prompt and of all that follows it
   stopped: np.ndarray  # bool [B]: ended by a stop token; False: cut off at max_new_tokens
   # int8 or int16 [B, L, l, k]: the experts that the sampler used, -1 where it fed no token (padding
   # and each row's last token); None where nobody asked, or where there are no experts
   routing: np.ndarray | None = None
-  # int32 [B, L]: iteration whose weights sampled the token, -1 off the mask; None: all the same
-  version: np.ndarray | None = None
-  # Of conversations with an environment, whose observations stand between the sampled tokens:
-  turns: np.ndarray | None = (
-    None  # int32 [B, L]: turn of each sampled token, 0, 1, ...; -1 elsewhere
-  )
-  rewards: np.ndarray | None = None  # float32 [B, L]: of each turn, at its last token; 0 elsewhere
-
-  @functools.cached_property
-  def ends(self) -> np.ndarray:
-    """int32 [B]: tokens of the prompt and of all that follows it, observations included."""
-    if self.turns is None:
-      return self.prompt_lengths + self.lengths
-    return (self.mask.shape[1] - np.argmax(self.mask[:, ::-1] > 0, axis=1)).astype(np.int32)
 
   def response(self, row: int) -> list[int]:
-    """What follows the prompt of one row: all that was sampled, the stop token included, and the
-    observations in between."""
+    """Returns what follows the prompt of one row, observations included."""
     return self.tokens[row, self.prompt_lengths[row] : self.ends[row]].tolist()
 
 
@@ -84,7 +72,8 @@ class TrainBatch:
   segments_BT: Array  # int32: 0 is padding; tokens attend within their own segment only
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
-  old_logp_BT: Array  # float32: fixed when the rollout is made, the denominator of the ratio
+  # float32: fixed when the rollout is made, the denominator of the ratio; None: not yet decided
+  old_logp_BT: Array | None
   sampler_logp_BT: Array  # float32: what the sampler returned
   ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
   # int32: which part of its response each trained token is in, of those that have an importance

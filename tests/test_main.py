@@ -13,7 +13,7 @@ from support.command_line import ROOT, SMALL, figures, rows, rows_of, run, run_u
 
 from configs import tiny
 from gspo_jax import config as configuration
-from gspo_jax.run import open_context
+from gspo_jax.run import open_run
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
   values = tiny.get_config().to_dict() | dict(wandb="project")
   with (
     pytest.raises(ValueError, match=r"another configuration .*wandb: None -> 'project'"),
-    open_context(configuration.from_dict(values), tmp_path),
+    open_run(configuration.from_dict(values), tmp_path),
   ):
     pass
   assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path)
   values.update_from_flattened_dict(changes)
   with (
     pytest.raises(ValueError, match=message),
-    open_context(configuration.from_dict(values.to_dict()), tmp_path / "run"),
+    open_run(configuration.from_dict(values.to_dict()), tmp_path / "run"),
   ):
     pass
   assert not (tmp_path / "run").exists()

@@ -15,20 +15,21 @@ import numpy as np
 import optax
 import pytest
 from support.command_line import environment
+from support.sampling import sample
 
 from configs import tiny_tools
-from gspo_jax import config, minibatches, multi_turn
+from gspo_jax import collect, config
 from gspo_jax import objectives as O
-from gspo_jax.data.prompt_filter import Groups
 from gspo_jax.data.tokenizer import ByteTokenizer
-from gspo_jax.evaluation import evaluator
-from gspo_jax.evaluation.evaluator import BenchmarkConfig
+from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig
+from gspo_jax.evaluation.evaluator import Evaluator
+from gspo_jax.learner import batch as batches
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
 from gspo_jax.objectives.reductions import compute
-from gspo_jax.run import new_state
-from gspo_jax.sampling import converse
+from gspo_jax.sampling import LocalEngine, Response, Trajectory
 from gspo_jax.structs import Prompt
 
 ROOT = Path(__file__).parents[1]
@@ -60,35 +61,17 @@ def params():
 @pytest.fixture(scope="module")
 def rollout(params):
   environments = [Teacher([30 + p] * (1 + p % 3)) for p in range(4) for _ in range(G)]
-  return converse(
-    params,
-    MODEL,
-    environments,
-    config=TALK,
-    group_size=G,
-    max_new_tokens=24,
-    stop_ids=tuple(range(16)),
-    prompt_length=3,
-  )
+  options = dict(group_size=G, max_new_tokens=30, stop_ids=tuple(range(16)), prompt_length=3)
+  return sample(params, MODEL, environments=environments, max_turns=TALK.max_turns, **options)
 
 
 @pytest.fixture(scope="module")
-def context():
-  c = dataclasses.replace(
-    CONFIG,
-    environment=TALK,
-    data=dataclasses.replace(CONFIG.data, max_prompt_tokens=3),
-    sampling=dataclasses.replace(CONFIG.sampling, max_new_tokens=30),
-    rl=dataclasses.replace(CONFIG.rl, group_size=G),
-  )
-  tokenizer = ByteTokenizer(pad_id=0)
-  return types.SimpleNamespace(config=c, tokenizer=tokenizer, environment=lambda prompt: None)
-
-
-@pytest.fixture(scope="module")
-def batch(context, rollout):
-  reward_PG = rollout.rewards.sum(1).reshape(-1, G)
-  return minibatches.train_batch(context, rollout, np.asarray(O.group_advantages(reward_PG)))
+def batch(rollout):
+  advantage_PG = np.asarray(O.group_advantages(rollout.rewards.sum(1).reshape(-1, G)))
+  advantage_BL = collect.turn_advantages(rollout, G, TALK.max_turns, TALK.discount, "std")
+  turns_BL = np.where(rollout.mask > 0, rollout.turns, -1)
+  made = batches.train_batch(rollout, advantage_PG, advantage_BL, turns_BL, shared_prompts=False)
+  return made.replace(old_logp_BT=made.sampler_logp_BT)
 
 
 def test_the_batch_holds_whole_conversations(batch, rollout):
@@ -210,17 +193,24 @@ def test_an_update_on_conversations(params, batch, name):
   assert row["ratio/deviation"] < 1e-4 and row["grad_norm"] > 0
 
 
-def test_metrics_count_conversations(rollout):
-  B = len(rollout.lengths)
-  groups = Groups([], rollout, [""] * B, None, None, None, dict(tool_use=4.0))
-  row = multi_turn.metrics(groups)
-  assert row["environment/tool_use"] == 4 / B
-  assert row["environment/turns"] == pytest.approx((rollout.turns.max(1) + 1).mean())
-  observed = 3 * rollout.turns.max(1).sum()
-  share = observed / (rollout.lengths.sum() + observed)
-  assert row["environment/observation_fraction"] == pytest.approx(share)
-  single = dataclasses.replace(rollout, turns=None, rewards=None)
-  assert multi_turn.metrics(dataclasses.replace(groups, rollout=single)) == {}
+def test_metrics_count_conversations():
+  def trajectory(turns, asked):
+    one = Trajectory((5, 6), 0, 0, Teacher([5, 6]))
+    for turn in range(turns):
+      response = Response(None, 0, *[np.zeros(4)] * 3, np.zeros(4, np.int32), True, True, None)
+      one.add(response)
+      one.end_turn(0.5)
+      if turn < turns - 1:
+        one.observe([20, 21, 22])
+    one.environment.figures = lambda: dict(tool_use=asked)
+    one.finish(True)
+    return one
+
+  group = collect.Group(None, [trajectory(1, 0), trajectory(3, 1)])
+  row = collect.environment_metrics([group])
+  assert row["environment/tool_use"] == 0.5 and row["environment/correct"] == 1
+  assert row["environment/turns"] == 2
+  assert row["environment/observation_fraction"] == pytest.approx(6 / (6 + 16))
 
 
 def test_evaluation_holds_conversations(params):
@@ -231,13 +221,13 @@ def test_evaluation_holds_conversations(params):
   tok = types.SimpleNamespace(
     stop_ids=tuple(range(16)), pad_id=0, decode=lambda ids: str(list(ids))
   )
-  judge = evaluator.Evaluator(
+  engine = LocalEngine(MODEL, dataclasses.replace(CONFIG.engine, slots=3))
+  engine.load(params, version=0)
+  judge = Evaluator(
     config=eval_config,
     model=MODEL,
-    compute=REFERENCE,
-    engine=dataclasses.replace(CONFIG.engine, slots=3),
     benchmarks=[
-      evaluator.Benchmark(
+      Benchmark(
         "",
         BenchmarkConfig("x", "", 0, G, (), False, ""),
         prompts,
@@ -250,12 +240,12 @@ def test_evaluation_holds_conversations(params):
     seed=5,
     environment=TALK,
   )
-  row, records = judge(params)
-  out = converse(
+  row, records = judge(engine)
+  out = sample(
     params,
     MODEL,
-    [Teacher(p.tokens) for p in prompts for _ in range(G)],
-    config=TALK,
+    environments=[Teacher(p.tokens) for p in prompts for _ in range(G)],
+    max_turns=TALK.max_turns,
     group_size=G,
     max_new_tokens=24,
     stop_ids=tok.stop_ids,

@@ -22,15 +22,15 @@ import numpy as np
 import optax
 import pytest
 from support.command_line import OF_THE_MACHINE, parameters
+from support.sampling import sample as generate
 
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_moe
-from gspo_jax.run import new_state
 from gspo_jax.runs.preemption import EXIT_CODE
-from gspo_jax.sampling import generate
 from gspo_jax.structs import TrainBatch
 
 ROOT = Path(__file__).parents[1]

@@ -24,8 +24,8 @@ from jax.experimental import topologies
 from ml_collections import config_flags
 
 from gspo_jax import config as configuration
-from gspo_jax import hardware, sharding
-from gspo_jax.aot import hlo_costs
+from gspo_jax import sharding
+from gspo_jax.aot import chips, hlo_costs
 from gspo_jax.aot.programs import PROGRAMS, Case, Program, make_case, programs
 from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
 
 def devices_of(topology: str) -> list:
   """Descriptions of the devices of a topology. ValueError without libtpu or with a wrong name."""
-  chip, _ = hardware.parse(topology)
+  chip, _ = chips.parse(topology)
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
@@ -112,8 +112,8 @@ def check(case: Case, mesh: jax.sharding.Mesh) -> None:
 
 def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
   """Memory per chip, work, traffic and the time that they need at least."""
-  chip, chips = hardware.parse(topology)
-  per_chip = jax.sharding.get_mesh().size / chips  # devices: two on chips whose cores are apart
+  chip, number = chips.parse(topology)
+  per_chip = jax.sharding.get_mesh().size / number  # devices: two on chips whose cores are apart
   started = time.perf_counter()
   row: dict[str, Any] = dict(fits=False, hbm_gib=chip.hbm / GIB)
   try:
@@ -144,7 +144,7 @@ def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
       kind: dict(count=costs.count[kind], bytes=costs.moved[kind] * per_chip)
       for kind in sorted(costs.count)
     },
-    **hardware.bound(chip, chips, flops, useful, *traffic),
+    **chips.bound(chip, number, flops, useful, *traffic),
   )
 
 
@@ -176,7 +176,7 @@ def fewest_microbatches(
   case: Case, topology: str, mesh_config: sharding.MeshConfig, devices: list
 ) -> Iterator[dict[str, Any]]:
   """A row for each number of micro-batches, up to the first that fits."""
-  chip, chips = hardware.parse(topology)
+  chip, number = chips.parse(topology)
   mesh = sharding.make_mesh(mesh_config, devices)
   shape = "x".join(str(n) for n in mesh.devices.shape)
   config = dataclasses.replace(case.config, mesh=mesh_config)
@@ -189,7 +189,7 @@ def fewest_microbatches(
     name = dict(program=f"{shape}, {microbatches} micro")
     with jax.set_mesh(mesh):
       _, program = next(programs(tried, mesh, ["train"]))
-      least = least_memory(tried, mesh, program.arguments[0]) * len(devices) / chips
+      least = least_memory(tried, mesh, program.arguments[0]) * len(devices) / number
       if least > chip.hbm:  # there is no need to compile it
         error = f"needs more than {least / GIB:.0f} GiB a chip of {chip.hbm / GIB:.0f}"
         yield dict(**name, fits=False, hbm_gib=chip.hbm / GIB, error=error)

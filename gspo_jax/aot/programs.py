@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import config as configuration
-from gspo_jax import hardware, sharding
+from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import routing, transformer
+from gspo_jax.models import flops, routing, transformer
 from gspo_jax.sampling import slots
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch, TrainState
@@ -45,7 +45,7 @@ class Case:
 class Program:
   function: Callable
   arguments: tuple[Any, ...]
-  work: hardware.Work | None  # None: moves data only
+  work: flops.Work | None  # None: moves data only
   trains: bool = False
 
 
@@ -74,13 +74,13 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       count = shaped((), jnp.int32, mesh, P())
       state = TrainState(count, train_params, moments, skipped=count)
       step = train_step.make_rl_step(learner, c.objective, tx)
-      work = hardware.work(case.model, case.sequences, case.length, case.length)
+      work = flops.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
       arguments = train_params, batch_of(case, mesh, rows)
-      work = hardware.work(case.model, rows, case.length, case.length)
+      work = flops.work(case.model, rows, case.length, case.length)
       yield name, Program(train_step.make_score(learner), arguments, work)
     if name == "publish":
       layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
@@ -112,7 +112,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   if name == "decode":
     whole = dataclasses.replace(c.sampling, top_k=0, top_p=1.0, min_p=0.0)
     step = functools.partial(slots.decode, steps=1, sampling=whole, **options)
-    work = hardware.work(case.model, rows, 1, case.length)
+    work = flops.work(case.model, rows, 1, case.length)
     cancelled = shaped((rows,), jnp.int32, mesh, P())
     return Program(jax.jit(step, donate_argnums=1), (params, state, cancelled), work)
   prompts = max(1, c.engine.prefill_tokens // prompt) * sharding.batch_shards(mesh)
@@ -122,7 +122,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   )
   fill = functools.partial(slots.prefill, piece=c.engine.prefill_tokens, **options)
   arguments = params, state, by_row(prompt), fields, by_row(), by_row()
-  work = hardware.work(case.model, prompts, prompt, prompt, heads=1)
+  work = flops.work(case.model, prompts, prompt, prompt, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 

@@ -31,7 +31,7 @@ class Embedded:
       self._problems = self._task.problems(split, digits)
     except ValueError as error:
       raise DataError(f"{key}: {error}") from error
-    for index in spread(len(self)):
+    for index in probe(len(self)):
       prompt = self[index]
       if len(prompt.tokens) > max_tokens:
         raise DataError(
@@ -55,6 +55,6 @@ class Embedded:
     )
 
 
-def spread(length: int) -> range:
+def probe(length: int) -> range:
   """About 500 indices all over a source."""
   return range(0, length, max(1, length // 500))

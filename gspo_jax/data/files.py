@@ -24,7 +24,7 @@ class DataError(ValueError):
 
 
 class BadRow(ValueError):
-  """What is wrong with a row, and what to do about it."""
+  """A fault of one row; the message says what to do about it."""
 
 
 def read(spec: str, key: str) -> Iterator[Row]:

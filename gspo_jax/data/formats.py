@@ -4,12 +4,14 @@ A format says which fields of a row hold what. `FORMATS` names those of public d
 section of a config describes one more, for files of one's own. docs/data.md shows all of them.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,12 +26,13 @@ BOXED = "boxed"  # as an answer pattern: what the last \boxed{} of the field hol
 # Before an answer's fields: a JSON object of them, as verifiers of programs want it. `name=field`
 # gives one another name there, and `tests.*.input` is the list of all inputs.
 JSON = "json:"
+MAX_INFO = 1000  # characters of a further field: less memory than a prompt's tokens take
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """Where a row keeps what. Field names may be dotted (`info.answer`, `messages.0.content`), and
-  one with braces is a text made of fields (`{Body} {Question}`).
+  """The fields in which a row keeps its parts. Names may be dotted (`info.answer`,
+  `messages.0.content`), and one with braces is a text made of fields (`{Body} {Question}`).
   """
 
   question: str
@@ -40,7 +43,6 @@ class Format:
   starter: str = ""  # field of code to start from; where a row has some, the next template is used
   starter_template: str = ""  # holds {question} and {starter}
   id: str = ""  # "": the first of ID_FIELDS that the row has, else file and line
-  info: tuple[str, ...] = ()  # fields that evaluation looks at, kept where a row has them
 
   def __post_init__(self):
     if self.answer_pattern and self.answer_pattern != BOXED:
@@ -98,12 +100,9 @@ FORMATS = {
     "prompt.0.content", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
   "livecodebench": Format(
-    "question_content",
-    "json:public_test_cases,private_test_cases,metadata",
-    info=("contest_date", "difficulty", "platform"),
-    **_PROGRAM,
+    "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
   ),
-  "apps": Format("question", "input_output", info=("difficulty",), **_PROGRAM),  # and TACO
+  "apps": Format("question", "input_output", **_PROGRAM),  # and TACO
   "humaneval": Format(
     "prompt", "json:prompt,test,entry_point", demonstration="canonical_solution", template=_FUNCTION
   ),
@@ -111,7 +110,6 @@ FORMATS = {
     "{description}\n\nInput\n{input_format}\n\nOutput\n{output_format}",
     "json:inputs=official_tests.*.input,outputs=official_tests.*.output",
     template=_STDIN,
-    info=("rating", "contest_id", "index", "points"),
   ),
 }
 
@@ -125,7 +123,7 @@ def prompt(
   max_tokens: int,
   default_id: str,
 ) -> structs.Prompt | None:
-  """The prompt that a row holds; None where the filter leaves it out.
+  """Makes the prompt that a row holds; None where the filter leaves it out.
 
   Raises:
     BadRow: says what is wrong with the row, and what to do about it.
@@ -153,8 +151,30 @@ def prompt(
     )
   name = form.id or next((name for name in ID_FIELDS if row.get(name) is not None), None)
   row_id = text_of(row, name, name) if name else default_id
-  info = tuple((n, _as_text(row[n])) for n in form.info if row.get(n) not in (None, ""))
+  info = tuple(_further(row, {*_fields(form.question), *_fields(form.answer), name}))
   return structs.Prompt(row_id, question, answer, tokens, demonstration, info)
+
+
+def _further(
+  row: Mapping[str, Any], used: Collection[str | None], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+  """The other fields of a row as texts, those of objects in it under dotted names: for verifiers
+  and evaluation. Lists and texts over MAX_INFO are left out; `json:` in the answer brings them."""
+  for name, value in row.items():
+    if isinstance(value, Mapping):
+      yield from _further(value, used, f"{prefix}{name}.")
+    elif prefix + name not in used and not isinstance(value, list | tuple | np.ndarray):
+      with contextlib.suppress(UnicodeError):  # bytes that are no text
+        text = "" if value is None else _as_text(value)
+        if 0 < len(text) <= MAX_INFO:
+          yield sys.intern(prefix + name), text  # one name for all rows
+
+
+def _fields(spec: str) -> list[str]:
+  """The fields that a question or an answer is made of."""
+  if spec.startswith(JSON):
+    return [pair.rpartition("=")[2] for pair in spec.removeprefix(JSON).split(",")]
+  return re.findall(r"\{([^{}]+)\}", spec) or [spec]
 
 
 def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
@@ -243,7 +263,7 @@ def _text(value: Any, numbers: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """What JSON has no word for: NumPy values, the bytes of TFDS, dates of Parquet."""
+  """Values that JSON has no word for: NumPy values, the bytes of TFDS, dates of Parquet."""
   if isinstance(value, bytes):
     return value.decode("utf-8")
   return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

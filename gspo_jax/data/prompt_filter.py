@@ -1,20 +1,18 @@
-"""Which prompts are worth sampling: solve rates per prompt, and batches in which every group has
-spread (the dynamic sampling of DAPO, arXiv:2503.14476, §3.2).
+"""Which prompts are worth sampling, by how often each was solved.
 
-Both look at raw correctness, never at the shaped reward: a bonus for short answers gives spread to
-a group in which all are right, and nothing to learn from.
+Raw correctness counts, never the shaped reward: a bonus for short answers gives different rewards
+to a group in which all are right, and nothing to learn from.
 """
 
-import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gspo_jax import ranges
 from gspo_jax.ranges import NonNegativeInt
-from gspo_jax.structs import Prompt, Rollout
+from gspo_jax.structs import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class QuerySetConfig:
       raise ValueError("data.query_set.readmit_after is set, and drop_after=0 drops nothing")
 
 
-class QuerySet:
+class PromptFilter:
   """How often each prompt was solved since it came into use. Its state is JSON, and goes into the
   checkpoint: a resumed run leaves out the same prompts."""
 
@@ -81,100 +79,3 @@ class QuerySet:
   def set_state(self, state: dict[str, Any]) -> None:
     self._tried = {k: list(v) for k, v in state["tried"].items()}
     self._dropped = dict(state["dropped"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Groups:
-  """Prompts with their sampled and scored responses, G rows per prompt."""
-
-  prompts: list[Prompt]
-  rollout: Rollout
-  responses: list[str]
-  reward_PG: np.ndarray
-  correct_PG: np.ndarray  # raw correctness: reward before any shaping
-  outcomes: collections.Counter  # of the verifier
-  figures: dict[str, float] = dataclasses.field(default_factory=dict)  # of environments: sums
-
-  def take(self, index: Sequence[int]) -> "Groups":
-    """Some of the groups; outcomes and figures, which are not known by group, stay whole."""
-    group = self.reward_PG.shape[1]
-    rows = (np.asarray(index, int)[:, None] * group + np.arange(group)).reshape(-1)
-    return Groups(
-      [self.prompts[i] for i in index],
-      _each(lambda x: x[rows], [self.rollout]),
-      [self.responses[row] for row in rows],
-      self.reward_PG[index],
-      self.correct_PG[index],
-      self.outcomes,
-      self.figures,
-    )
-
-
-def join(rounds: Sequence[Groups]) -> Groups:
-  """All groups of several rounds, in order."""
-  if len(rounds) == 1:
-    return rounds[0]
-  length = max(r.rollout.tokens.shape[1] for r in rounds)
-
-  def stack(*arrays: np.ndarray) -> np.ndarray:
-    wide = rounds[0].rollout.tokens.shape[1]
-    if arrays[0].ndim > 1 and arrays[0].shape[1] == wide:  # a time axis: pad to the longest
-      arrays = [
-        np.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)) for x in arrays
-      ]
-    return np.concatenate(arrays)
-
-  return Groups(
-    [prompt for r in rounds for prompt in r.prompts],
-    _each(stack, [r.rollout for r in rounds]),
-    [response for r in rounds for response in r.responses],
-    np.concatenate([r.reward_PG for r in rounds]),
-    np.concatenate([r.correct_PG for r in rounds]),
-    sum((r.outcomes for r in rounds), collections.Counter()),
-    {name: sum(r.figures[name] for r in rounds) for name in rounds[0].figures},
-  )
-
-
-def fill(
-  round_of_groups: Callable[[int], Groups], extra_rounds: int
-) -> tuple[Groups, Groups, dict[str, float]]:
-  """A batch of P groups with spread, from as many rounds of P prompts as that takes.
-
-  Args:
-    round_of_groups: samples and scores P new prompts in round 0, 1, ...
-    extra_rounds: how many rounds there may be after the first.
-
-  Returns:
-    The P groups to train on, in the order they were sampled (the first ones with spread; where the
-    rounds did not yield P of them, the first ones without fill the batch: their advantages are 0),
-    all groups that were sampled, and metrics.
-  """
-  rounds = [round_of_groups(0)]
-  wanted = len(rounds[0].prompts)
-  if extra_rounds == 0:
-    return rounds[0], rounds[0], {}
-  while sum(_spread(r).sum() for r in rounds) < wanted and len(rounds) <= extra_rounds:
-    rounds.append(round_of_groups(len(rounds)))
-  sampled = join(rounds)
-  spread_P = _spread(sampled)
-  kept = np.sort(np.argsort(~spread_P, kind="stable")[:wanted])
-  metrics = {
-    "dynamic_sampling/rounds": float(len(rounds)),
-    "dynamic_sampling/discarded_groups": float(len(spread_P) - wanted),
-    "dynamic_sampling/filled_groups": float((~spread_P[kept]).sum()),
-  }
-  return sampled.take(kept.tolist()), sampled, metrics
-
-
-def _spread(groups: Groups) -> np.ndarray:
-  """Whether each group has right and wrong responses."""
-  return np.ptp(groups.correct_PG, axis=1) > 0
-
-
-def _each(function: Callable[..., np.ndarray], rollouts: Sequence[Rollout]) -> Rollout:
-  """`function` of each field's arrays; fields that the sampler left out stay out."""
-  values = {}
-  for field in dataclasses.fields(Rollout):
-    arrays = [getattr(r, field.name) for r in rollouts]
-    values[field.name] = None if arrays[0] is None else function(*arrays)
-  return Rollout(**values)

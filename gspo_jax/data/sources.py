@@ -7,7 +7,7 @@ ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS da
   [format@]path[:weight] [where condition [and condition ...]], ...
 
 as in `gsm8k@gsm8k/train.jsonl:0.7, dapo_math@dapo/*.parquet:0.3 where prompt_tokens<=512`. A format
-is a name in `data_rows.FORMATS`; without one the fields are those of the `data` section. Rows
+is a name in `formats.FORMATS`; without one the fields are those of the `data` section. Rows
 become `Prompt`s before training starts, so that a bad row costs no accelerator time.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from gspo_jax import ranges, structs
 from gspo_jax.data import formats, tokenizer
-from gspo_jax.data.embedded import TASKS, Embedded, spread
+from gspo_jax.data.embedded import TASKS, Embedded, probe
 from gspo_jax.data.files import BadRow, DataError, read
 from gspo_jax.data.prompt_filter import QuerySetConfig
 from gspo_jax.ranges import Fraction, PositiveInt, Range
@@ -37,8 +37,8 @@ _SPEC = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where problems come from, and the format of files that name none of their own (see
-  `data_rows.Format` for what field names may be)."""
+  """Sources of problems, and the format of files that name none of their own (see
+  `formats.Format` for what field names may be)."""
 
   train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
   eval: str
@@ -176,34 +176,22 @@ def _load_part(
   return _load_rows(config, tok, path, key, config.format(name), where, prefix)
 
 
-def batches(
-  source: Source, batch_size: int, *, seed: int, process_index: int = 0, process_count: int = 1
-) -> "Batches":
+class Batches:
   """An endless iterator over lists of `batch_size` prompts, shuffled anew in every epoch.
 
-  All processes cut one global order, so at every step they hold disjoint parts of it, and the
-  prompts of a step do not depend on how many processes share them. Epochs follow each other
-  without a gap: a batch may span two, and one larger than the source repeats prompts. The sources
-  of a mixture have epochs of their own, and are interleaved in a fixed order.
-  """
-  if batch_size < 1 or not 0 <= process_index < process_count:
-    raise ValueError(f"batch size {batch_size}, process {process_index} of {process_count}")
-  return Batches(source, batch_size, seed, process_index, process_count)
-
-
-class Batches:
-  """See `batches`. `get_state()` is a dict that JSON can hold; `set_state` continues from there.
+  Epochs follow each other without a gap: a batch may span two, and one larger than the source
+  repeats prompts. The sources of a mixture have epochs of their own, and are interleaved in a fixed
+  order. `get_state()` is a dict that JSON can hold; `set_state` continues from there.
 
   A source that has changed since (a new file that a pattern matches, lines added, weights) has
   another order, in which the old position means nothing. The epoch is then given up: a new one
   starts, in an order of its own, and all rows, old and new, come up in it once.
   """
 
-  def __init__(
-    self, source: Source, batch_size: int, seed: int, process_index: int, process_count: int
-  ):
+  def __init__(self, source: Source, batch_size: int, *, seed: int):
+    if batch_size < 1:
+      raise ValueError(f"a batch size of {batch_size}")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._process_index, self._process_count = process_index, process_count
     self._contents = _contents(source)
     self._start(0)
 
@@ -217,8 +205,6 @@ class Batches:
     dataset = shuffled[0]
     if len(shuffled) > 1:
       dataset = grain.MapDataset.mix(shuffled, self._source.weights)
-    if self._process_count > 1:
-      dataset = dataset[self._process_index :: self._process_count]
     # Prompts are in memory or cheap to make: threads that read ahead would only add latency.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._prompts = iter(dataset.to_iter_dataset(options))
@@ -257,10 +243,10 @@ class Batches:
 
 
 def _contents(source: Source) -> str:
-  """What the order depends on: the number of rows, their ids, and the weights of a mixture."""
+  """All that the order depends on: the number of rows, their ids, the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
-  indices = spread(len(source)) if isinstance(source, Embedded) else range(len(source))
+  indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for i in indices:
     checksum = zlib.crc32(source[i].id.encode() + b"\n", checksum)
@@ -268,15 +254,15 @@ def _contents(source: Source) -> str:
 
 
 def skipped_rows(source: Source) -> dict[str, float]:
-  """The metric that tells of bad rows; nothing where there were none."""
+  """Returns the metric that tells of bad rows; nothing where there were none."""
   return {"data/skipped_rows": float(source.skipped)} if source.skipped else {}
 
 
 def demonstration_tokens(
   prompt: structs.Prompt, tok: tokenizer.Tokenizer
 ) -> tuple[list[int], list[int]]:
-  """What comes after the prompt, and 1 where supervised fine-tuning learns to write it: texts and
-  the stop after each; 0 on what an environment says between them."""
+  """Tokens that come after the prompt, and 1 where supervised fine-tuning learns to write them:
+  texts and the stop after each; 0 on what an environment says between them."""
   turns, tokens, mask = prompt.demonstration, [], []
   for i, text in enumerate((turns,) if isinstance(turns, str) else turns):
     written = [*tok.encode(text), *tok.stop_ids[:1]] if i % 2 == 0 else tok.encode(text)
@@ -318,7 +304,7 @@ def fitting(source: Source, tok: tokenizer.Tokenizer, length: int, on_error: str
     parts = tuple(fitting(part, tok, length, on_error) for part in source.sources)
     return Mixture(parts, source.weights)
   rows = []
-  for index in spread(len(source)) if isinstance(source, Embedded) else range(len(source)):
+  for index in probe(len(source)) if isinstance(source, Embedded) else range(len(source)):
     prompt = source[index]
     end = len(prompt.tokens) + len(demonstration_tokens(prompt, tok)[0])
     if not prompt.demonstration:
@@ -361,12 +347,7 @@ def _load_rows(
   for place, default_id, decode in read(path, key):
     try:
       prompt = formats.prompt(
-        decode(),
-        form,
-        tok,
-        where=where,
-        max_tokens=config.max_prompt_tokens,
-        default_id=default_id,
+        decode(), form, tok, where=where, max_tokens=config.max_prompt_tokens, default_id=default_id
       )
       if prompt is not None and prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")

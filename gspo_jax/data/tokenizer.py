@@ -39,10 +39,9 @@ class ByteTokenizer:
     """Text of the bytes among `ids`; special tokens are skipped, broken UTF-8 becomes U+FFFD."""
     return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
-  def render(self, question: str, *, system: str = "", template: str = "{question}") -> str:
-    """The text of a prompt: `template` with the question in it, after the system text if any."""
-    text = fill(template, question)
-    return f"{system}\n{text}" if system else text
+  def render(self, question: str, *, template: str = "{question}") -> str:
+    """The text of a prompt: `template` with the question in it."""
+    return fill(template, question)
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages: one after another, on lines of their own."""
@@ -71,19 +70,16 @@ class HFTokenizer:
     known = [int(i) for i in ids if 0 <= i < self.vocab_size]
     return self.tokenizer.decode(known, skip_special_tokens=True)
 
-  def render(self, question: str, *, system: str = "", template: str = "{question}") -> str:
+  def render(self, question: str, *, template: str = "{question}") -> str:
     """The text of a prompt, ready for `encode`.
 
-    With a chat template: one user turn holding `template` filled with the question (after a system
-    turn if `system` is given), up to where the assistant begins to speak. Without: the filled
-    template alone, as `ByteTokenizer` does it.
+    With a chat template: one user turn holding `template` filled with the question, up to where the
+    assistant begins to speak. Without: the filled template alone, as `ByteTokenizer` does it.
     """
     text = fill(template, question)
-    if not self.chat_template:
-      bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
-      return bos + (f"{system}\n{text}" if system else text)
-    messages = [{"role": "system", "content": system}] if system else []
-    return self.chat([*messages, {"role": "user", "content": text}])
+    if self.chat_template:
+      return self.chat([{"role": "user", "content": text}])
+    return (self.special_tokens.get("bos_token", "") if self.add_bos else "") + text
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages, up to where the assistant begins to speak;

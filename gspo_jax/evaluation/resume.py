@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspo_jax.runs.files import write_whole
+
 
 class Unfinished:
   """The chunks of the evaluation in progress: a line with its key, then one line per chunk.
@@ -29,7 +31,7 @@ class Unfinished:
     if jax.process_index() == 0:
       directory.mkdir(parents=True, exist_ok=True)
       kept = [json.dumps(dict(key=key)), *map(json.dumps, self._chunks)]
-      write(self._path, "".join(line + "\n" for line in kept))
+      write_whole(self._path, (line + "\n" for line in kept))
 
   def find(self, name: str) -> list[dict[str, Any]]:
     """Those that were added under this name."""
@@ -42,13 +44,6 @@ class Unfinished:
       file.write(json.dumps(chunk) + "\n")
       file.flush()
       os.fsync(file.fileno())
-
-
-def write(path: Path, text: str) -> None:
-  """Whole or not at all."""
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(text, encoding="utf-8", newline="\n")
-  os.replace(temporary, path)
 
 
 def _from_first_process(path: Path) -> bytes:

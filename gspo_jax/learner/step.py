@@ -59,6 +59,7 @@ def log_probs(
   )
   both = transformer.token_logp(
     params,
+    learner.model,
     out.hidden_BTD,
     rows.targets_RT,
     temperature=learner.temperature,

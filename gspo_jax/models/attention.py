@@ -10,21 +10,24 @@ Four formulations of the same sum, chosen by `ComputeConfig.attention`:
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
-from gspo_jax.sharding import AXES
+from gspo_jax.models.attention_blocks import (
+  NEGATIVE,
+  RESIDUAL,
+  Scores,
+  attend_blockwise,
+  pad,
+  softcap,
+)
 
-NEGATIVE = -1e30  # finite: a row that may look at nothing gives a mean, not NaN
 PLAIN = 128  # up to so many queries kernels bring nothing; blocks, up to twice as many
 SLAB = 64  # queries of `plain` that share a product: about half of the scores are never made
-BLOCK = 512  # queries and keys whose scores exist at once, of `blockwise`; on CPU at most
-RESIDUAL = "attention"  # name of what the backward pass needs, for rematerialisation policies
 
 
 def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
@@ -45,16 +48,43 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
   return turned.astype(x_BTNH.dtype)
 
 
-def choose(implementation: str, queries: int, dtype) -> str:
-  """The named formulation, or for "auto" what suits the length and the platform of the mesh."""
+def choose(
+  implementation: str, queries: int, dtype: Any, scores: Scores | None = None, gaps: bool = False
+) -> str:
+  """Names the formulation: the one asked for, or what suits the length and the mesh's platform.
+
+  Args:
+    implementation: as `ComputeConfig.attention`.
+    scores: None: without window and bound.
+    gaps: whether padding may lie between the keys of a segment.
+
+  Raises:
+    ValueError: a formulation by name that does not have such scores.
+  """
+  missing = lacks(implementation, scores, gaps)
+  if missing:
+    raise ValueError(f"compute.attention={implementation!r} has no {missing}: set it to auto")
   if implementation != "auto":
     return implementation
   kernel = dict(tpu="splash", gpu="cudnn", cuda="cudnn").get(sharding.platform())
-  if kernel == "cudnn" and jnp.dtype(dtype).itemsize > 2:
+  if lacks(kernel, scores, gaps) or (kernel == "cudnn" and jnp.dtype(dtype).itemsize > 2):
     kernel = None
   if queries <= (PLAIN if kernel else 2 * PLAIN):
     return "plain"
   return kernel or "blockwise"
+
+
+def lacks(implementation: str | None, scores: Scores | None, gaps: bool) -> str:
+  """Names what a kernel cannot do of such scores; "": nothing."""
+  if scores is None:
+    return ""
+  if implementation == "cudnn" and scores.cap:
+    return "soft bound on scores"
+  if implementation == "cudnn" and scores.window:
+    return "sliding window"
+  # The kernel measures by places in the row.
+  by_place = implementation == "splash" and scores.window and gaps
+  return "sliding window where responses share their prompt" if by_place else ""
 
 
 def attend_self(
@@ -63,32 +93,39 @@ def attend_self(
   v_BTKH: jax.Array,
   segment_BT: jax.Array,
   implementation: str = "plain",
+  scores: Scores | None = None,
+  position_BT: jax.Array | None = None,
 ) -> jax.Array:
   """Causal attention of a sequence to itself, within segments of equal id; [B, T, N, H].
 
   softmax(q kᵀ / √H) v over the keys at or before the query and of its segment, softmax in float32;
-  N/K queries share each key.
+  N/K queries share each key. `scores` says what else there is to a score, `position_BT` what its
+  window is measured by; default: the place in the row.
   """
-  T = q_BTNH.shape[1]
+  T, scores = q_BTNH.shape[1], scores or Scores(q_BTNH.shape[3] ** -0.5)
+  order_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], segment_BT.shape)
+  position_BT = order_BT if position_BT is None else position_BT
   if implementation == "plain":
     order_T, parts = np.arange(T), []
     for first in range(0, T, SLAB):  # to no key that comes after all of a slab's queries
       rows, keys = slice(first, first + SLAB), slice(first + SLAB)
       visible = (order_T[rows, None] >= order_T[None, keys])[None]
       visible &= segment_BT[:, rows, None] == segment_BT[:, None, keys]
-      parts.append(attend(q_BTNH[:, rows], k_BTKH[:, keys], v_BTKH[:, keys], visible))
+      if scores.window:
+        visible &= position_BT[:, rows, None] - position_BT[:, None, keys] < scores.window
+      parts.append(attend(q_BTNH[:, rows], k_BTKH[:, keys], v_BTKH[:, keys], visible, scores))
     return jnp.concatenate(parts, axis=1)
   if implementation == "splash":
-    return attend_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    return attend_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT, scores)
   if implementation == "cudnn":
-    return attend_cudnn(q_BTNH, k_BTKH, v_BTKH, segment_BT)
-  order_BT = jnp.broadcast_to(jnp.arange(T)[None], segment_BT.shape)
-  return attend_blockwise(q_BTNH, k_BTKH, v_BTKH, order_BT, segment_BT, segment_BT)
+    return attend_cudnn(q_BTNH, k_BTKH, v_BTKH, segment_BT, scores)
+  of_rows = order_BT, segment_BT, segment_BT, scores, position_BT, position_BT
+  return attend_blockwise(q_BTNH, k_BTKH, v_BTKH, *of_rows)
 
 
 class Tree(NamedTuple):
-  """What each `branches` rows hold, read as one: [trunk, branch, branch, ...]; every branch
-  continues the trunk and knows of no other."""
+  """How each `branches` rows are read as one, [trunk, branch, branch, ...]: every branch continues
+  the trunk and knows of no other."""
 
   trunk: int  # positions, a multiple of `branches`
   branches: int
@@ -101,8 +138,13 @@ def attend_tree(
   segment_BT: jax.Array,
   tree: Tree,
   implementation: str = "plain",
+  scores: Scores | None = None,
+  position_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """`attend_self` of every path, which is the trunk and one of its branches; [B, T, N, H]."""
+  """`attend_self` of every path, which is the trunk and one of its branches; [B, T, N, H].
+
+  Between a short trunk and its branches lies padding: a window needs `position_BT`.
+  """
   S, G = tree
 
   def paths(x_BT):
@@ -113,194 +155,65 @@ def attend_tree(
     path_RGX = jnp.concatenate([trunk_RGS, branch_RGU], axis=2)
     return path_RGX.reshape(len(x_BT), -1, *x_BT.shape[2:])
 
-  y_BX = attend_self(*map(paths, (q_BTNH, k_BTKH, v_BTKH, segment_BT)), implementation)
+  position_BX = None if position_BT is None else paths(position_BT)
+  along = map(paths, (q_BTNH, k_BTKH, v_BTKH, segment_BT))
+  y_BX = attend_self(*along, implementation, scores, position_BX)
   y_RGX = y_BX.reshape(-1, G, *y_BX.shape[1:])
   branch_RX = y_RGX[:, :, S:].reshape(len(y_RGX), -1, *y_BX.shape[2:])
   return jnp.concatenate([y_RGX[:, 0, :S], branch_RX], axis=1).reshape(q_BTNH.shape)
 
 
 def attend_cache(
-  q_BTNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, position_BT: jax.Array
+  q_BTNH: jax.Array,
+  k_BKHS: jax.Array,
+  v_BKSH: jax.Array,
+  position_BT: jax.Array,
+  scores: Scores | None = None,
 ) -> jax.Array:
   """Queries at `position_BT` to the slots 0..position of a cache; [B, T, N, H]."""
   (B, T, N, H), (K, S) = q_BTNH.shape, v_BKSH.shape[1:3]
+  scores = scores or Scores(H**-0.5)
+  slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
   if T > PLAIN and T * S > PLAIN * PLAIN:
     one = jnp.ones((B, 1), jnp.int32)
     segments = (jnp.broadcast_to(one, (B, n)) for n in (T, S))
     k_BSKH, v_BSKH = jnp.moveaxis(k_BKHS, 3, 1), jnp.moveaxis(v_BKSH, 2, 1)
-    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, position_BT, *segments)
-  q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+    places = scores, position_BT, jnp.broadcast_to(slot_1S, (B, S))
+    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, position_BT, *segments, *places)
+  q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * scores.scale
   score = jnp.einsum("BTKnH,BKHS->BKTnS", q_BTKnH, k_BKHS, preferred_element_type=jnp.float32)
-  visible_BTS = position_BT[:, :, None] >= jnp.arange(S)[None, None]
-  score = jnp.where(visible_BTS[:, None, :, None], score, NEGATIVE)
+  visible_BTS = position_BT[:, :, None] >= slot_1S[None]
+  if scores.window:
+    visible_BTS &= position_BT[:, :, None] - slot_1S[None] < scores.window
+  score = jnp.where(visible_BTS[:, None, :, None], softcap(score, scores.cap), NEGATIVE)
   weight = jax.nn.softmax(score, axis=-1).astype(v_BKSH.dtype)
   y_BKTnH = jnp.einsum("BKTnS,BKSH->BKTnH", weight, v_BKSH)
   return jnp.swapaxes(y_BKTnH, 1, 2).reshape(B, T, N, H)
 
 
 def attend(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  visible_BTS: jax.Array,
+  scores: Scores | None = None,
 ) -> jax.Array:
   """softmax(q kᵀ / √H) v over the visible keys, softmax in float32; N/K queries share each key."""
   B, T, N, H = q_BTNH.shape
-  K = k_BSKH.shape[2]
-  q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+  K, scores = k_BSKH.shape[2], scores or Scores(H**-0.5)
+  q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * scores.scale
   score = jnp.einsum("BTKnH,BSKH->BKnTS", q_BTKnH, k_BSKH, preferred_element_type=jnp.float32)
-  score = jnp.where(visible_BTS[:, None, None], score, NEGATIVE)
+  score = jnp.where(visible_BTS[:, None, None], softcap(score, scores.cap), NEGATIVE)
   weight = jax.nn.softmax(score, axis=-1).astype(v_BSKH.dtype)
   return jnp.einsum("BKnTS,BSKH->BTKnH", weight, v_BSKH).reshape(B, T, N, H)
 
 
-def attend_blockwise(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  order_BT: jax.Array,
-  segment_BT: jax.Array,
-  segment_BS: jax.Array,
-  block: int = 0,
-) -> jax.Array:
-  """`attend` in blocks: query t sees key s if s <= order_t and their segments are equal.
-
-  Scores exist for one block of queries and one of keys at a time, forward and backward, and blocks
-  beyond the last visible key are skipped. FlashAttention, arXiv:2205.14135, algorithms 1 and 4.
-  `block` is the number of queries and of keys; 0: what suits the platform.
-  """
-  B, T, N, H = q_BTNH.shape
-  S, K = k_BSKH.shape[1:3]
-  block = block or block_size(B * N)
-  R, C = _even(T, block), _even(S, block)
-  # Padded queries come first of all (order -1: no block of keys), padded keys are of no segment.
-  q = _blocks(q_BTNH * (H**-0.5), R).reshape(-1, B, R, K, N // K, H)
-  order, query_segment = _blocks(order_BT, R, -1), _blocks(segment_BT, R, -1)
-  k, v = _pad(k_BSKH, C), _pad(v_BSKH, C)
-  y_iBRKnH = _flash(q, k, v, order, query_segment, _pad(segment_BS, C, -2), C)
-  return jnp.moveaxis(y_iBRKnH, 0, 1).reshape(B, -1, N, H)[:, :T].astype(q_BTNH.dtype)
-
-
-def block_size(rows: int) -> int:
-  """A power of two. On CPU, scores of `rows` heads that stay in a core's cache, about a megabyte:
-  blocks of 512 take twice as long."""
-  if sharding.platform() != "cpu":
-    return BLOCK
-  fits = math.isqrt(max(2**18 // rows, 64**2))
-  return min(BLOCK, 1 << (fits.bit_length() - 1))
-
-
-def _even(length: int, block: int) -> int:
-  """About `block`, so that blocks of equal size have little padding; a multiple of 8 if several."""
-  parts = round(length / block)
-  return length if parts <= 1 else -(-length // parts // 8) * 8
-
-
-def _pad(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
-  """Axis 1 to a multiple of `size`."""
-  width = [(0, 0), (0, -x_BT.shape[1] % size)] + [(0, 0)] * (x_BT.ndim - 2)
-  return jnp.pad(x_BT, width, constant_values=value)
-
-
-def _blocks(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
-  """[B, T, ...] -> [T / size, B, size, ...], padded."""
-  x = _pad(x_BT, size, value)
-  return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _flash(q, k, v, order, query_segment, key_segment, C):
-  return _flash_forward(q, k, v, order, query_segment, key_segment, C)[0]
-
-
-def _keys(j, C, *arrays):
-  return (jax.lax.dynamic_slice_in_dim(x, j * C, C, axis=1) for x in arrays)
-
-
-def _scores(q_BRKnH, k_BCKH, order_BR, query_segment_BR, key_segment_BC, j):
-  """Masked float32 scores [B, K, n, R, C] of one block of queries and block j of keys."""
-  score = jnp.einsum("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH, preferred_element_type=jnp.float32)
-  C = k_BCKH.shape[1]
-  visible = order_BR[:, :, None] >= (j * C + jnp.arange(C))[None, None]
-  visible &= query_segment_BR[:, :, None] == key_segment_BC[:, None, :]
-  return jnp.where(visible[:, None, None], score, NEGATIVE)
-
-
-def _flash_forward(q, k, v, order, query_segment, key_segment, C):
-  """q [i, B, R, K, n, H]; k, v [B, S, K, H] -> float32 output like q, and residuals."""
-  _, B, R, K, n, H = q.shape
-
-  def one(block):
-    q_BRKnH, order_BR, segment_BR = block
-
-    def body(j, carry):
-      most, total, sum_BKnRH = carry
-      k_BCKH, v_BCKH, segment_BC = _keys(j, C, k, v, key_segment)
-      score = _scores(q_BRKnH, k_BCKH, order_BR, segment_BR, segment_BC, j)
-      new = jnp.maximum(most, score.max(-1))
-      weight = jnp.exp(score - new[..., None])
-      scale = jnp.exp(most - new)
-      part = jnp.einsum(
-        "BKnRC,BCKH->BKnRH",
-        weight.astype(v.dtype),
-        v_BCKH,
-        preferred_element_type=jnp.float32,
-      )
-      total = total * scale + weight.sum(-1)
-      return new, total, sum_BKnRH * scale[..., None] + part
-
-    full = lambda value, *more: jnp.full((B, K, n, R, *more), value, jnp.float32)  # noqa: E731
-    start = sharding.vary((full(NEGATIVE), full(0.0), full(0.0, H)), AXES)
-    last = jnp.minimum(order_BR.max() // C + 1, k.shape[1] // C)
-    most, total, sum_BKnRH = jax.lax.fori_loop(0, last, body, start)
-    total = jnp.maximum(total, 1e-30)
-    y = jnp.moveaxis(sum_BKnRH / total[..., None], 3, 1)
-    return y, most + jnp.log(total)
-
-  y, lse = jax.lax.map(one, (q, order, query_segment))
-  y, lse = (checkpoint_name(x, RESIDUAL) for x in (y.astype(q.dtype), lse))
-  return y, (q, k, v, order, query_segment, key_segment, y, lse)
-
-
-def _flash_backward(C, residuals, dy):
-  q, k, v, order, query_segment, key_segment, y, lse = residuals
-  wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-  def one(carry, block):
-    q_BRKnH, order_BR, segment_BR, y_BRKnH, lse_BKnR, dy_BRKnH = block
-    delta_BRKn = jnp.sum(dy_BRKnH.astype(jnp.float32) * y_BRKnH, axis=-1)
-    delta_BKnR = jnp.moveaxis(delta_BRKn, 1, 3)
-
-    def body(j, carry):
-      dq, dk, dv = carry
-      k_BCKH, v_BCKH, segment_BC = _keys(j, C, k, v, key_segment)
-      score = _scores(q_BRKnH, k_BCKH, order_BR, segment_BR, segment_BC, j)
-      weight = jnp.exp(score - lse_BKnR[..., None])
-      dweight = wide("BRKnH,BCKH->BKnRC", dy_BRKnH, v_BCKH)
-      dscore = (weight * (dweight - delta_BKnR[..., None])).astype(q.dtype)
-      dq = dq + wide("BKnRC,BCKH->BRKnH", dscore, k_BCKH)
-      dk_BCKH = wide("BKnRC,BRKnH->BCKH", dscore, q_BRKnH)
-      dv_BCKH = wide("BKnRC,BRKnH->BCKH", weight.astype(q.dtype), dy_BRKnH)
-      old = _keys(j, C, dk, dv)
-      dk, dv = (
-        jax.lax.dynamic_update_slice_in_dim(total, before + part, j * C, axis=1)
-        for total, before, part in zip((dk, dv), old, (dk_BCKH, dv_BCKH))
-      )
-      return dq, dk, dv
-
-    dq = sharding.vary(jnp.zeros(q_BRKnH.shape, jnp.float32), AXES)
-    last = jnp.minimum(order_BR.max() // C + 1, k.shape[1] // C)
-    dq, dk, dv = jax.lax.fori_loop(0, last, body, (dq, *carry))
-    return (dk, dv), dq.astype(q.dtype)
-
-  zeros = sharding.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), AXES)
-  blocks = (q, order, query_segment, y, lse, dy)
-  (dk, dv), dq = jax.lax.scan(one, zeros, blocks)
-  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
-
-
-_flash.defvjp(_flash_forward, _flash_backward)
-
-
 def attend_splash(
-  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_BT: jax.Array,
+  scores: Scores,
 ) -> jax.Array:
   """The Pallas kernel of JAX for TPU; interpreted on other platforms.
 
@@ -310,23 +223,23 @@ def attend_splash(
 
   _, T, N, H = q_BTNH.shape
   block = 512 if T >= 512 else 128
-  segments = splash.SegmentIds(*[_pad(segment_BT, block, -1)] * 2)
+  segments = splash.SegmentIds(*[pad(segment_BT, block, -1)] * 2)
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % 128))
-  q, k, v = (
-    jnp.swapaxes(jnp.pad(_pad(x, block), lanes), 1, 2) for x in (q_BTNH * (H**-0.5), k_BTKH, v_BTKH)
-  )
-  kernel = _splash_kernel(N, q.shape[2], block, sharding.platform() != "tpu")
+  heads_first = lambda x: jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # noqa: E731
+  q, k, v = map(heads_first, (q_BTNH * scores.scale, k_BTKH, v_BTKH))
+  kernel = _splash_kernel(N, q.shape[2], block, scores, sharding.platform() != "tpu")
   y_BNTH = jax.vmap(kernel)(q, k, v, segments)
   return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
 
 
-def _splash_kernel(heads: int, length: int, block: int, interpret: bool):
+def _splash_kernel(heads: int, length: int, block: int, scores: Scores, interpret: bool):
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   mask = splash.CausalMask((length, length))
-  largest = math.gcd(
-    length, 1024
-  )  # keys that stay in fast memory; scores exist for `block` of them
+  if scores.window:
+    mask = splash.LocalMask((length, length), (scores.window - 1, 0), offset=0)
+  # Keys that stay in fast memory; scores exist for `block` of them.
+  largest = math.gcd(length, 1024)
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
     head_shards=1,
@@ -341,24 +254,32 @@ def _splash_kernel(heads: int, length: int, block: int, interpret: bool):
       block_q_dq=block,
       block_kv_dq=block,
     ),
+    attn_logits_soft_cap=scores.cap or None,
     residual_checkpoint_name=RESIDUAL,
     interpret=interpret,
   )
 
 
 def attend_cudnn(
-  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_BT: jax.Array,
+  scores: Scores,
 ) -> jax.Array:
   """cuDNN's flash attention, for rows of one segment that may be followed by padding.
 
   There a causal mask is enough: padding comes last, so that no token sees it. cuDNN takes no
-  segments without a [T, T] array, so packed rows, seen at run time, go through `attend_blockwise`.
+  segments without a [T, T] array, so other rows, seen at run time, go through `attend_blockwise`:
+  packed ones, and prompts that are shared by responses and shorter than their place.
   """
 
   def fused(q, k, v, _):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+      q, k, v, scale=scores.scale, is_causal=True, implementation="cudnn"
+    )
 
-  first_B1 = segment_BT[:, :1]
-  padded = jnp.all((segment_BT == first_B1) | (segment_BT == 0))
-  by_blocks = functools.partial(attend_self, implementation="blockwise")
+  before_BT, after_BT = segment_BT[:, :-1], segment_BT[:, 1:]
+  padded = jnp.all((after_BT == before_BT) | (after_BT == 0))
+  by_blocks = functools.partial(attend_self, implementation="blockwise", scores=scores)
   return jax.lax.cond(padded, fused, by_blocks, q_BTNH, k_BTKH, v_BTKH, segment_BT)

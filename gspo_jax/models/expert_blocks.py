@@ -102,14 +102,13 @@ def hidden_gradients(a_RF, u_RF, dh_RF):
 
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
   """Of `_swiglu` with respect to x, gate and, in a `dtype` of their own, the weights."""
-  transposed = lambda m: jnp.swapaxes(m, -1, -2)  # noqa: E731
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
-  gate_R1, dh_RF = gate_R[..., None], dy_RD @ transposed(w.down)
+  gate_R1, dh_RF = gate_R[:, None], dy_RD @ w.down.T
   h_RF, da_RF, du_RF = hidden_gradients(x_RD @ w.gate, x_RD @ w.up, dh_RF * gate_R1)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
-  dw = ExpertWeights(*[outer(transposed(x), y) for x, y in pairs])
-  return da_RF @ transposed(w.gate) + du_RF @ transposed(w.up), dgate_R, dw
+  dw = ExpertWeights(*[outer(x.T, y) for x, y in pairs])
+  return da_RF @ w.gate.T + du_RF @ w.up.T, dgate_R, dw
 
 
 def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
@@ -184,22 +183,10 @@ def apply_batched(
 ) -> jax.Array:
   """SwiGLU experts all at once with C rows each, and a loop over blocks of what is left over.
 
-  `sink` as in `apply_blocks`.
+  `sink` and the backward pass as in `apply_blocks`: a backward pass of all experts at once did not
+  make an update faster.
   """
   return _batched_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
-
-
-def _left_over(layout: Layout, w: ExpertWeights, C: int, R: int, start: Any, block: Callable):
-  """Loops `block(carry, assignments, slot of the first, expert, its weights)`."""
-
-  def body(i, carry):
-    expert = jnp.sum(layout.end_E <= i)  # the first that has more
-    slot = len(layout.end_E) * C + i * R
-    choice_R = jax.lax.dynamic_slice(layout.choice_Z, (slot,), (R,))
-    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
-    return block(carry, choice_R, slot, expert, of_expert)
-
-  return jax.lax.fori_loop(0, layout.end_E[-1], body, start)
 
 
 def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
@@ -207,37 +194,16 @@ def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
   C, R = batched_rows(index_Xk, w)
   layout = block_layout(index_Xk, E, R, C)
 
-  def block(y_ZD, choice_R, slot, _, w):
-    return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), slot)
+  def left_over(i, y_ZD):
+    expert = jnp.sum(layout.end_E <= i)  # the first that has more
+    choice_R = jax.lax.dynamic_slice(layout.choice_Z, (E * C + i * R,), (R,))
+    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
+    return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), of_expert), E * C + i * R)
 
   y_ECD = _swiglu(*_rows(layout.choice_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
   y_ZD = jnp.pad(y_ECD.reshape(E * C, D), ((0, len(layout.choice_Z) - E * C), (0, 0)))
-  y_ZD = _left_over(layout, w, C, R, y_ZD, block)
+  y_ZD = jax.lax.fori_loop(0, layout.end_E[-1], left_over, y_ZD)
   return take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1), (x_XD, gate_Xk, index_Xk, w, sink)
 
 
-def _batched_backward(residuals, dy_XD):
-  x_XD, gate_Xk, index_Xk, w, sink = residuals
-  (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
-  C, R = batched_rows(index_Xk, w)
-  layout = block_layout(index_Xk, E, R, C)
-
-  def gradients(choice, w):
-    return _swiglu_gradients(*_rows(choice, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
-
-  def block(carry, choice_R, slot, expert, w):
-    dx_ZD, dgate_Z, dw = carry
-    dx_RD, dgate_R, parts = gradients(choice_R, w)
-    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, parts)
-    return _put(dx_ZD, dx_RD, slot), _put(dgate_Z, dgate_R, slot), dw
-
-  dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
-  more = len(layout.choice_Z) - E * C
-  dx_ZD = jnp.pad(dx_ECD.reshape(E * C, D), ((0, more), (0, 0)))
-  dgate_Z = jnp.pad(dgate_EC.reshape(E * C), (0, more))
-  dx_ZD, dgate_Z, dw = _left_over(layout, w, C, R, (dx_ZD, dgate_Z, dw), block)
-  dx_XD = take(dx_ZD, layout.slot_A).reshape(X, k, D).sum(1)
-  return dx_XD, take(dgate_Z, layout.slot_A).reshape(X, k), None, None, dw
-
-
-apply_batched.defvjp(_batched_forward, _batched_backward)
+apply_batched.defvjp(_batched_forward, _blocks_backward)

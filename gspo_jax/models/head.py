@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
+from gspo_jax.models.attention_blocks import softcap
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -46,16 +47,17 @@ def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
 
 
 def head_logits(
-  params: Any, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
+  params: Any, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE, cap: float = 0.0
 ) -> jax.Array:
-  """float32 logits [B, T, V], split over V; compute them for a few time steps at once."""
-  return sharding.einsum(
+  """float32 logits [B, T, V], split over V, with the soft bound `cap`."""
+  logits_BTV = sharding.einsum(
     "BTD,DV->BTV",
     hidden_BTD,
     sharding.gather(head_weight(params, compute), P(None, "tensor")),
     out=P(BATCH, None, "tensor"),
     preferred_element_type=jnp.float32,
   )
+  return softcap(logits_BTV, cap)
 
 
 def token_logp(
@@ -65,6 +67,7 @@ def token_logp(
   *,
   temperature: float = 1.0,
   compute: ComputeConfig = REFERENCE,
+  cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
   """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
 
@@ -81,7 +84,7 @@ def token_logp(
 
     @jax.checkpoint
     def chunk(hidden_BtD, targets_Bt):
-      logits_BtV = project(hidden_BtD, *head) / temperature
+      logits_BtV = softcap(project(hidden_BtD, *head), cap) / temperature
       most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
       over_vocabulary = lambda x_BtV: sharding.psum(x_BtV.sum(-1), "tensor")  # noqa: E731
       lse_Bt = most_Bt + jnp.log(over_vocabulary(jnp.exp(logits_BtV - most_Bt[..., None])))

@@ -19,17 +19,17 @@ from gspo_jax.sharding import BATCH, P
 
 @flax.struct.dataclass
 class RouterStats:
-  """Sums over the real tokens of a batch, per layer where stacked; divided once, by `summary`."""
+  """Sums over the real tokens of a batch, per layer where stacked; divided once, when reported."""
 
   load_E: jax.Array  # assignments to each expert
   probability_E: jax.Array  # router probability of each expert
   entropy: jax.Array  # of the router distribution, nats
-  z: jax.Array  # (logsumexp of the router logits)²
+  z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
   tokens: jax.Array
   dropped: jax.Array  # assignments that no expert computes: 0, since dispatch is dropless
   # With replay only:
   overridden: jax.Array | None = None  # share of the router's own choices that replay replaced
-  replayed: jax.Array | None = None  # tokens that had a route to replay
+  replayed: jax.Array | None = None  # tokens that had experts to replay
 
 
 def route(
@@ -86,29 +86,6 @@ def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
   tokens = jnp.maximum(stats.tokens, 1)[..., None]
   f = stats.load_E / (tokens * config.experts_per_token)
   return jnp.mean(config.num_experts * jnp.sum(f * stats.probability_E / tokens, axis=-1))
-
-
-def summary(stats: RouterStats, config: ModelConfig) -> dict[str, jax.Array]:
-  """The statistics as values, over all layers unless it says otherwise; of stacked `stats`.
-
-  load_balance   see there
-  z_loss         mean of (log Σ_e exp logit_e)²; ST-MoE, arXiv:2202.08906, eq. 5
-  entropy        of the router distribution, nats; log E when it does not care
-  load_lE        [l, E], share of a layer's assignments that went to each expert; rows sum to 1
-  dropped        assignments that no expert computed
-  overridden_l   [l], with replay only: share of the router's own choices that it replaced
-  """
-  tokens = jnp.maximum(stats.tokens.sum(), 1)
-  values = dict(
-    load_balance=load_balance(stats, config),
-    z_loss=stats.z.sum() / tokens,
-    entropy=stats.entropy.sum() / tokens,
-    load_lE=stats.load_E / jnp.maximum(stats.load_E.sum(-1, keepdims=True), 1),
-    dropped=stats.dropped.sum(),
-  )
-  if stats.overridden is not None:
-    values |= dict(overridden_l=stats.overridden / jnp.maximum(stats.replayed, 1))
-  return values
 
 
 def experts(

@@ -1,16 +1,24 @@
-"""What a model is: hyper-parameters of the Qwen3 family, and named sizes."""
+"""What a model is: its family, hyper-parameters, and named sizes."""
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from gspo_jax import ranges
 from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 
+class Kind(NamedTuple):
+  """How a layer differs from others of its model."""
+
+  moe: bool  # experts instead of a dense feed-forward layer
+  local: bool  # attention with a sliding window
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A Qwen3 (dense) or Qwen3-MoE Transformer. Field names follow Hugging Face's config.json."""
+  """Hyper-parameters of a Transformer. Field names follow Hugging Face's config.json."""
 
+  family: str  # "qwen3": and Qwen2, Llama | "gemma": Gemma 2 and 3; transformer.FAMILIES
   vocab_size: PositiveInt
   hidden_size: PositiveInt
   num_layers: PositiveInt
@@ -30,6 +38,12 @@ class ModelConfig:
   attention_bias: bool  # biases on the q, k and v projections (Qwen2)
   tie_word_embeddings: bool
   max_position_embeddings: PositiveInt
+  query_pre_attn_scalar: NonNegativeInt  # scores are q kᵀ over its root; 0: head_dim
+  attn_logit_softcapping: NonNegativeFloat  # soft bound c · tanh(x / c) on scores; 0: none
+  final_logit_softcapping: NonNegativeFloat  # the same on logits
+  sliding_window: NonNegativeInt  # positions that a local layer's token sees, with itself; 0: all
+  sliding_window_pattern: PositiveInt  # every n-th layer is global, the others local
+  local_rope_theta: PositiveFloat  # rope_theta of local layers
 
   def __post_init__(self):
     ranges.check(self, "model")
@@ -53,11 +67,15 @@ class ModelConfig:
     sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
     return sparse and layer not in self.mlp_only_layers
 
-  def runs(self) -> list[tuple[bool, int]]:
-    """Consecutive layers of one kind, as (is MoE, number of layers): each run is one scan."""
-    runs: list[tuple[bool, int]] = []
+  def is_local(self, layer: int) -> bool:
+    """Whether a layer has the sliding window."""
+    return self.sliding_window > 0 and (layer + 1) % self.sliding_window_pattern != 0
+
+  def runs(self) -> list[tuple[Kind, int]]:
+    """Consecutive layers of one kind, and their number: each run is one scan."""
+    runs: list[tuple[Kind, int]] = []
     for layer in range(self.num_layers):
-      kind = self.is_moe(layer)
+      kind = Kind(self.is_moe(layer), self.is_local(layer))
       if runs and runs[-1][0] == kind:
         runs[-1] = (kind, runs[-1][1] + 1)
       else:
@@ -75,7 +93,6 @@ class ComputeConfig:
   expert_chunk: NonNegativeInt  # tokens of a device that go through the experts at once; 0: all
   remat: Literal["none", "full", "attention", "dots"]  # recomputed backwards: transformer.REMAT
   logits_chunk: NonNegativeInt  # time steps whose logits exist at once; 0: all
-  unroll: bool  # layers one after the other, not in a loop: faster on CPU, longer to compile
 
   def __post_init__(self):
     ranges.check(self, "compute")
@@ -88,12 +105,12 @@ REFERENCE = ComputeConfig(
   expert_chunk=0,
   remat="none",
   logits_chunk=0,
-  unroll=False,
 )
 
 
 def _qwen3(**sizes) -> ModelConfig:
   shared = dict(
+    family="qwen3",
     vocab_size=151_936,
     head_dim=128,
     num_experts=0,
@@ -108,8 +125,29 @@ def _qwen3(**sizes) -> ModelConfig:
     attention_bias=False,
     tie_word_embeddings=False,
     max_position_embeddings=32_768,
+    query_pre_attn_scalar=0,
+    attn_logit_softcapping=0.0,
+    final_logit_softcapping=0.0,
+    sliding_window=0,
+    sliding_window_pattern=1,
+    local_rope_theta=1e4,
   )
   return ModelConfig(**(shared | sizes))
+
+
+def _gemma3(**sizes) -> ModelConfig:
+  shared = dict(
+    family="gemma",
+    vocab_size=262_144,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256,
+    sliding_window=512,
+    sliding_window_pattern=6,
+  )
+  return _qwen3(**(shared | sizes))
 
 
 def _dense(width: int, layers: int, heads: int, ffn: int, tied: bool) -> ModelConfig:
@@ -152,7 +190,10 @@ def _published() -> dict[str, ModelConfig]:
     "Qwen3-30B-A3B": _moe(2048, 48, 32, 6144, 768),
     "Qwen3-235B-A22B": _moe(4096, 94, 64, 12_288, 1536),
   }
-  models = {}
+  models = {
+    "gemma-3-270m": _gemma3(hidden_size=640, num_layers=18, intermediate_size=2048),
+    "gemma-3-1b-pt": _gemma3(hidden_size=1152, num_layers=26, intermediate_size=6912),
+  }
   for name, config in base.items():
     if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
       models[f"{name}-Base"] = config
@@ -199,4 +240,16 @@ def tiny_dense(vocab_size: int) -> ModelConfig:
   """The shape of Qwen3 (dense) at laptop size: about 1.1 M parameters."""
   return dataclasses.replace(
     tiny_moe(vocab_size), num_experts=0, experts_per_token=0, moe_intermediate_size=0
+  )
+
+
+def tiny_gemma(vocab_size: int) -> ModelConfig:
+  """The shape of Gemma 3 at laptop size: two of three layers see 32 tokens back."""
+  return dataclasses.replace(
+    tiny_dense(vocab_size),
+    family="gemma",
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=32,
+    sliding_window=32,
+    sliding_window_pattern=3,
   )

@@ -1,4 +1,4 @@
-"""What a report says of its runs, as JSON values: figures on top, warnings, differences, charts.
+"""Content of a report of runs, as JSON values: figures on top, warnings, differences, charts.
 
 A report shows one run or compares several: the curves of a metric then share one chart.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_jax.report.figures import SECTIONS, STAGES, Figure, Line, Section
 from gspo_jax.runs import metrics
+from gspo_jax.runs.progress import clock_text
 
 Row = dict[str, Any]
 ByPhase = Mapping[str, Sequence[Row]]
@@ -23,7 +24,7 @@ MAX_POINTS = 1200  # of the curves of one metric
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run's directory holds besides its responses."""
+  """A run's directory, without its responses."""
 
   name: str
   rows: Sequence[Row]
@@ -36,21 +37,28 @@ class Run:
 
   @property
   def provenance(self) -> Row:
-    """Which code and packages ran, and how they were started."""
+    """Code and packages that ran, and how they were started."""
     return dict(flatten(self.config.get("provenance") or {}))
 
 
 def describe(runs: Sequence[Run]) -> Row:
-  """Everything on the page but the responses."""
-  by_phases = [join_steps(run.rows) for run in runs]
-  titles = {"sft": "Cold start", "rl": _objective(runs)}
-  described = [describe_run(run, by_phase, titles) for run, by_phase in zip(runs, by_phases)]
+  """Collects everything on the page but the responses."""
+  by_phases = [
+    {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
+    for run in runs
+  ]
+  titles = {"sft": "Cold start", "rl": _objective(runs), "eval": "Evaluation"}
   names = [run.name for run in runs]
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
+  found = {phase: [step for one in by_phases for step in _ends(one[phase])] for phase in titles}
   return {
     "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
-    "runs": described,
-    "phases": join_phases([run["phases"] for run in described], titles),
+    "runs": [describe_run(run, by_phase, titles) for run, by_phase in zip(runs, by_phases)],
+    "phases": {
+      phase: {"title": titles[phase], "from": min(steps), "to": max(steps)}
+      for phase, steps in found.items()
+      if steps
+    },
     "differences": {
       "settings": differences([run.flat for run in runs]),
       "code": differences([_code(run.provenance) for run in runs]),
@@ -64,8 +72,13 @@ def _objective(runs: Sequence[Run]) -> str:
   return names.pop() if len(names) == 1 else "RL"
 
 
+def _ends(rows: Sequence[Row]) -> list[int]:
+  """The first and the last step, if there is any."""
+  return [rows[0]["step"], rows[-1]["step"]] if rows else []
+
+
 def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
-  """What the page says of one run without its charts."""
+  """One run's part of the page, without its charts."""
   return {
     "name": run.name,
     "summary": [*summarize(run.flat), *_commit(run.provenance)],
@@ -74,59 +87,36 @@ def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
     "headline": headline(by_phase, titles),
     "warnings": list(warnings(by_phase)),
     "phases": {
-      phase: {"from": rows[0]["step"], "to": rows[-1]["step"]}
-      for phase, rows in by_phase.items()
-      if rows
+      phase: dict(zip(("from", "to"), _ends(rows))) for phase, rows in by_phase.items() if rows
     },
-  }
-
-
-def join_steps(rows: Sequence[Row]) -> dict[str, list[Row]]:
-  """The rows of each training phase by step, those of one step (say, its evaluation) joined."""
-  joined: dict[str, dict[int, Row]] = {phase: {} for phase in metrics.PHASES}
-  for row, phase in zip(rows, metrics.training_phases(rows)):
-    joined[phase].setdefault(row["step"], {}).update(row)
-  return {phase: [steps[step] for step in sorted(steps)] for phase, steps in joined.items()}
-
-
-def join_phases(phases: Sequence[Mapping[str, Row]], titles: Mapping[str, str]) -> Row:
-  """The steps of each phase over all runs."""
-  found = {phase: [one[phase] for one in phases if phase in one] for phase in metrics.PHASES}
-  return {
-    phase: {
-      "title": titles[phase],
-      "from": min(one["from"] for one in ones),
-      "to": max(one["to"] for one in ones),
-    }
-    for phase, ones in found.items()
-    if ones
   }
 
 
 def headline(by_phase: ByPhase, titles: Mapping[str, str]) -> list[Row]:
   """The figures on top: accuracy before and after the RL, steps, time."""
-  sft, rl = by_phase["sft"], by_phase["rl"]
   items = []
   for key, label in (("eval/accuracy", "Held-out accuracy, avg@k"), ("eval/greedy", "Greedy")):
-    trained = [row[key] for row in rl if row.get(key) is not None]
-    cold = [row[key] for row in sft if row.get(key) is not None]
-    # Before the RL: measured at its step 0, or else at the end of the cold start.
-    at_zero = any(row["step"] == 0 and row.get(key) is not None for row in rl)
-    if trained:
-      before = trained[0] if at_zero or not cold else cold[-1]
-      items.append({"label": label, "before": before, "after": trained[-1]})
-    elif cold:
-      items.append({"label": f"{label}, cold start", "after": cold[-1]})
-  rewards = [row["reward/mean"] for row in rl if row.get("reward/mean") is not None]
+    rl, alone = (_known(by_phase[phase], key) for phase in ("rl", "eval"))
+    if rl:  # the first one is that of step 0
+      items.append({"label": label, "before": rl[0], "after": rl[-1]})
+    elif alone:
+      items.append({"label": label, "after": alone[-1]})
+  rewards = _known(by_phase["rl"], "reward/mean")
   if rewards and not items:
     items.append({"label": "Reward", "value": f"{rewards[0]:.3g} → {rewards[-1]:.3g}"})
-  for rows, phase in ((rl, "rl"), (sft, "sft")):
-    if rows:
+  for phase in ("rl", "sft"):
+    if rows := by_phase[phase]:
       items.append({"label": f"{titles[phase]} steps", "value": f"{rows[-1]['step']:,}"})
-  times = [v for row in (*sft, *rl) for k, v in row.items() if k.startswith("time/") and v]
+  times = [
+    v for row in by_phase["rl"] for k, v in row.items() if re.fullmatch("time/[^/]+", k) and v
+  ]
   if times:
-    items.append({"label": "Time in stages", "value": metrics.clock_text(sum(times))})
+    items.append({"label": "Time in stages", "value": clock_text(sum(times))})
   return items
+
+
+def _known(rows: Sequence[Row], key: str) -> list[float]:
+  return [row[key] for row in rows if row.get(key) is not None]
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
@@ -184,30 +174,24 @@ def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
 
 def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
   """The charts for which the runs have metrics; metrics that no chart names come last."""
-  keys = {phase: {k for run in runs for row in run[phase] for k in row} for phase in metrics.PHASES}
-  named = {
-    (phase, key)
-    for section in SECTIONS
-    for figure in section.figures
-    for phase in figure.phases
-    for line in figure.lines
-    for pattern in (line.key, line.low, line.high)
-    if pattern
-    for key, _ in _expand(pattern, keys[phase])
-  }
+  figures = [figure for section in SECTIONS for figure in section.figures]
+  bands = {edge for figure in figures for line in figure.lines for edge in (line.low, line.high)}
+  built = {figure: _build_figures(figure, runs) for figure in figures}
+  drawn = {(s["phase"], s["key"]) for parts in built.values() for f in parts for s in f["series"]}
   other = [
-    Figure(key, "", (phase,), (Line(key, "", color),))
-    for phase, color in (("rl", "blue"), ("sft", "amber"))
-    for key in sorted(keys[phase] - {"phase", "step"})
-    if (phase, key) not in named and not _undrawn(phase, key)
+    Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
+    for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
+    for key in sorted({k for run in runs for row in run[phase] for k in row} - bands)
+    if (phase, key) not in drawn and key not in ("phase", "step") and not _undrawn(phase, key)
   ]
+  built |= {figure: _build_figures(figure, runs) for figure in other}
   sections = []
   for section in (*SECTIONS, Section("Other metrics", "", tuple(other))):
-    figures = [built for figure in section.figures for built in _build_figures(figure, runs)]
-    for figure in figures:
-      figure["marks"] = list(ratio_marks) if figure["unit"] == "ratio" else []
-    if figures:
-      sections.append({"title": section.title, "note": section.note, "figures": figures})
+    parts = [part for figure in section.figures for part in built[figure]]
+    for part in parts:
+      part["marks"] = list(ratio_marks) if part["unit"] == "ratio" else []
+    if parts:
+      sections.append({"title": section.title, "note": section.note, "figures": parts})
   return sections
 
 
@@ -272,7 +256,7 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
   """(metric, what the braces stand for) for each metric that a pattern names."""
   if "{" not in pattern:
     return [(pattern, "")] if pattern in keys else []
-  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"(.+)")
+  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
   pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
   if "{i}" in pattern:
     return sorted(pairs, key=lambda pair: int(pair[1]))
@@ -304,29 +288,21 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
       yield f"{prefix}{key}", value
 
 
-SUMMARY = (
-  (r"objective\.name", "{}"),
-  (r"clip_low", "clip −{}"),
-  (r"clip_high", "+{}"),
-  (r"model\.(name|size)", "{}"),
-  (r"prompts(_per_step)?|batch_size", "{} prompts"),
-  (r"group_size", "{} responses each"),
-  (r"mini_?batches", "{} mini-batches"),
-  (r"learning_rate", "learning rate {}"),
-  (r"seed", "seed {}"),
-)
+SUMMARY = {
+  "objective.name": "{}",
+  "objective.clip_low": "clip −{}",
+  "objective.clip_high": "+{}",
+  "rl.prompts": "{} prompts",
+  "rl.group_size": "{} responses each",
+  "rl.minibatches": "{} mini-batches",
+  "rl_optimizer.learning_rate": "learning rate {}",
+  "seed": "seed {}",
+}
 
 
 def summarize(flat: Mapping[str, Any]) -> list[str]:
-  """The settings that tell one run from another, for those that the config names."""
-  found = []
-  for pattern, text in SUMMARY:
-    keys = [key for key in flat if re.search(rf"(^|\.)({pattern})$", key)]
-    # The cold start has settings of the same names; the RL ones tell the run.
-    keys.sort(key=lambda key: key.startswith("sft"))
-    if keys and not isinstance(flat[keys[0]], list | tuple) and flat[keys[0]] is not None:
-      found.append(text.format(_text(flat[keys[0]])))
-  return found
+  """The settings that tell one run from another, for those that the config has."""
+  return [text.format(flat[key]) for key, text in SUMMARY.items() if flat.get(key) is not None]
 
 
 def _round(value: float | None) -> float | None:

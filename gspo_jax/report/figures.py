@@ -1,7 +1,7 @@
-"""What a run's report draws: each chart, with the metrics it shows, in the order of the page."""
+"""The charts of a report: each with the metrics it shows, in the order of the page."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Figure:
 
   title: str
   note: str
-  phases: tuple[str, ...]
   lines: tuple[Line, ...]
+  phases: tuple[str, ...] = ("rl",)
   unit: str = "number"  # number, percent, seconds, ratio: how values are written
   kind: str = "line"  # or "stack"
-  zero: bool = False  # the axis includes 0
+  zero: bool = True  # the axis includes 0
   wide: bool = False
 
 
@@ -38,229 +38,127 @@ class Section:
   figures: tuple[Figure, ...]
 
 
-def _clip(level: str, note: str) -> Figure:
-  key = f"clip_fraction/{level}"
-  lines = (
-    Line(key, "all", "blue"),
-    Line(f"{key}/low", "low (A < 0)", "teal"),
-    Line(f"{key}/high", "high (A > 0)", "orange"),
-  )
-  return Figure(f"Clipped {level}s", note, ("rl",), lines, "percent", zero=True)
-
-
-def _per_minibatch(
-  title: str, note: str, key: str, unit: str = "number", zero: bool = True
-) -> Figure:
-  lines = (Line(f"minibatch/{{i}}/{key}", "mini-batch {i}", "sequence"),)
-  return Figure(title, note, ("rl",), lines, unit, zero=zero)
-
-
-def _plain(title: str, note: str, key: str, phase: str = "rl", **options: Any) -> Figure:
-  line = Line(key, title.lower(), "blue" if phase == "rl" else "amber")
-  return Figure(title, note, (phase,), (line,), **options)
-
-
-def _both(title: str, note: str, *lines: Line, **options: Any) -> Figure:
-  return Figure(title, note, ("sft", "rl"), lines, **options)
-
-
-def _router(title: str, note: str, key: str, **options: Any) -> Figure:
-  return _both(title, note, Line(f"router/{key}", key, "blue"), **options)
-
-
+BOTH = ("sft", "rl")
+HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
 STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
-TIMES = (Line("time/{name}", "{name}", "cycle"),)
-OUTCOMES = tuple(
-  Line(f"verifier/{name}", name, color)
-  for name, color in zip(
-    ("right", "wrong", "unparsable", "timeout", "crash"),
-    ("teal", "grey", "violet", "amber", "orange"),
-  )
-)
-ACCURACY = Line("eval/accuracy", "avg@k", "blue", "eval/accuracy/low", "eval/accuracy/high")
+
+
+def _chart(
+  title: str, note: str, lines: Mapping[str, str] | str, band: tuple[str, str] = ("", ""), **options
+) -> Figure:
+  """A chart of `{metric: "label color"}`, or of one metric; `band` is that of the first line."""
+  if isinstance(lines, str):
+    color = "amber" if options.get("phases") == ("sft",) else "blue"
+    lines = {lines: f"{title.lower()} {color}"}
+  split = [(key, *text.rsplit(" ", 1)) for key, text in lines.items()]
+  bands = [band] + [("", "")] * len(split)
+  found = tuple(Line(*line, *edges) for line, edges in zip(split, bands))
+  return Figure(title, note, found, **options)
+
+
+def _clipped(level: str, note: str) -> Figure:
+  key = f"clip_fraction/{level}"
+  sides = {key: "all blue", f"{key}/low": "low (A < 0) teal", f"{key}/high": "high (A > 0) orange"}
+  return _chart(f"Clipped {level}s", note, sides, unit="percent")
+
+
+def _by_minibatch(title: str, note: str, key: str, **options) -> Figure:
+  line = {f"minibatch/{{i}}/{key}": "mini-batch {i} sequence"}
+  return _chart(f"{title} by mini-batch", note, line, **options)
+
+
+def _section(title: str, note: str, *figures: Figure) -> Section:
+  return Section(title, note, figures)
+
 
 SECTIONS = (
-  Section(
-    "Learning",
-    "",
-    (
-      Figure(
-        "Held-out accuracy",
-        "average over k samples per held-out problem, with its confidence interval, and greedy",
-        ("sft", "rl"),
-        (ACCURACY, Line("eval/greedy", "greedy", "orange")),
-        "percent",
-        wide=True,
-      ),
-      Figure(
-        "Reward",
-        "mean over the responses of a rollout",
-        ("rl",),
-        (Line("reward/mean", "mean", "blue"), Line("reward/std", "std", "grey")),
-        zero=True,
-      ),
-      Figure(
-        "Conversations",
-        "what environments report, by name; mean over the conversations of a rollout",
-        ("rl",),
-        (Line("environment/{name}", "{name}", "cycle"),),
-        zero=True,
-      ),
-      Figure(
-        "Response length",
-        "tokens",
-        ("rl",),
-        (
-          Line("response_length/mean", "mean", "blue"),
-          Line("response_length/max", "longest", "grey"),
-          Line("eval/response_length/mean", "held out", "orange"),
-        ),
-        zero=True,
-      ),
-      _plain("Entropy", "nats per token", "entropy", zero=True),
-      Figure(
-        "Wasted samples",
-        "responses cut at the limit; groups whose rewards are all equal, so without advantage",
-        ("rl",),
-        (
-          Line("truncated_fraction", "truncated", "orange"),
-          Line("eval/truncated_fraction", "truncated, held out", "amber"),
-          Line("groups_without_spread", "no spread", "violet"),
-        ),
-        "percent",
-        zero=True,
-      ),
-      Figure(
-        "Verifier",
-        "a crash or a timeout is not a wrong answer",
-        ("rl",),
-        OUTCOMES,
-        "percent",
-        "stack",
-      ),
+  _section(
+    "Learning", "",
+    _chart(
+      "Held-out accuracy",
+      "average over k samples per held-out problem, with its confidence interval, and greedy",
+      {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
+      ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
+      wide=True,
+    ),
+    _chart("Reward", "mean over the responses of a rollout",
+           {"reward/mean": "mean blue", "reward/std": "std grey"}),
+    _chart("Conversations",
+           "what environments report, by name; mean over the conversations of a rollout",
+           {"environment/{name}": "{name} cycle"}),
+    _chart("Response length", "tokens",
+           {"response_length/mean": "mean blue", "response_length/max": "longest grey",
+            "eval/response_length/mean": "held out orange"}, phases=HELD_OUT),
+    _chart("Entropy", "nats per token", "entropy"),
+    _chart(
+      "Wasted samples",
+      "responses cut at the limit; groups whose rewards are all equal, so without advantage",
+      {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
+       "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
+    ),
+    _chart(
+      "Verifier", "a crash or a timeout is not a wrong answer",
+      {"verifier/right": "right teal", "verifier/wrong": "wrong grey",
+       "verifier/unparsable": "unparsable violet", "verifier/error": "error pink",
+       "verifier/timeout": "timeout amber", "verifier/memory": "memory green",
+       "verifier/crash": "crash orange"}, unit="percent", kind="stack",
     ),
   ),
-  Section(
+  _section(
     "Ratio and clipping",
     "How far the policy moves from the one that sampled, and what clipping makes of it.",
-    (
-      Figure(
-        "Importance ratio",
-        "mean, with the band from smallest to largest",
-        ("rl",),
-        (Line("ratio/mean", "mean", "blue", "ratio/min", "ratio/max"),),
-        "ratio",
-      ),
-      Figure(
-        "Spread of the ratio",
-        "over all mini-batches",
-        ("rl",),
-        (Line("ratio/std", "std", "violet"), Line("ratio/deviation", "mean |ratio − 1|", "blue")),
-        zero=True,
-      ),
-      _per_minibatch(
-        "Ratio deviation by mini-batch", "mean |ratio − 1| of each update", "ratio/deviation"
-      ),
-      _clip("sequence", "share of responses outside the clip range"),
-      _clip("token", "share of tokens outside it"),
-      Figure(
-        "Sampler against trainer",
-        "|difference| of their log-probabilities of the same tokens",
-        ("rl",),
-        (
-          Line("mismatch/abs/mean", "mean", "blue"),
-          Line("mismatch/sequence/abs/mean", "per sequence", "teal"),
-          Line("mismatch/abs/max", "largest", "orange"),
-        ),
-        zero=True,
-      ),
-      _per_minibatch(
-        "Clipped sequences by mini-batch",
-        "share of each update",
-        "clip_fraction/sequence",
-        "percent",
-      ),
-      _per_minibatch(
-        "Clipped tokens by mini-batch", "share of each update", "clip_fraction/token", "percent"
-      ),
-      Figure(
-        "KL to the sampling policy",
-        "estimators k1 and k3, nats per token",
-        ("rl",),
-        (Line("kl/k1", "k1", "teal"), Line("kl/k3", "k3", "blue")),
-      ),
-    ),
+    _chart("Importance ratio", "mean, with the band from smallest to largest",
+           {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False),
+    _chart("Deviation of the ratio", "over all mini-batches",
+           {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
+    _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
+    _clipped("sequence", "share of responses outside the clip range"),
+    _clipped("token", "share of tokens outside it"),
+    _chart("Sampler against trainer", "|difference| of their log-probabilities of the same tokens",
+           {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
+            "mismatch/abs/max": "largest orange"}),
+    *(_by_minibatch(f"Clipped {x}s", "share of each update", f"clip_fraction/{x}", unit="percent")
+      for x in ("sequence", "token")),
+    _chart("KL to the sampling policy", "estimators k1 and k3, nats per token",
+           {"kl/k1": "k1 teal", "kl/k3": "k3 blue"}, zero=False),
   ),
-  Section(
-    "Optimisation",
-    "",
-    (
-      _plain("Loss", "the negated objective", "loss"),
-      _per_minibatch("Loss by mini-batch", "", "loss", zero=False),
-      _plain("Gradient norm", "before clipping", "grad_norm", zero=True),
-      _plain("Learning rate", "", "learning_rate", zero=True),
-      _plain("Skipped updates", "of a step, not applied", "updates_skipped", zero=True),
-    ),
+  _section(
+    "Optimisation", "",
+    _chart("Loss", "the negated objective", "loss", zero=False),
+    _by_minibatch("Loss", "", "loss", zero=False),
+    _chart("Gradient norm", "before clipping", "grad_norm"),
+    _chart("Learning rate", "", "learning_rate"),
+    _chart("Skipped updates", "of a step, not applied", "updates_skipped", phases=BOTH),
   ),
-  Section(
-    "Router",
-    "",
-    (
-      _router("Load balance", "1 is even", "load_balance"),
-      _router("Router entropy", "nats", "entropy"),
-      _router("Busiest expert", "its share of the tokens", "busiest_expert", unit="percent"),
-      _router("Router z-loss", "before its coefficient", "z"),
-      _router("Dropped tokens", "must be 0", "dropped_tokens", zero=True),
-    ),
+  _section(
+    "Router", "",
+    _chart("Load balance", "1 is even", "router/load_balance", phases=BOTH, zero=False),
+    _chart("Router entropy", "nats", "router/entropy", phases=BOTH, zero=False),
+    _chart("Busiest expert", "its share of the tokens", "router/busiest_expert", phases=BOTH,
+           unit="percent", zero=False),
+    _chart("Router z-loss", "before its coefficient", "router/z", phases=BOTH, zero=False),
+    _chart("Dropped tokens", "must be 0", "router/dropped_tokens", phases=BOTH),
   ),
-  Section(
-    "Time",
-    "",
-    (
-      Figure("Time per stage", "seconds per step", ("rl",), TIMES, "seconds", "stack", wide=True),
-      _plain("Throughput", "tokens per second", "tokens_per_second", zero=True),
-      _both(
-        "Model FLOPs utilisation",
-        "of the update: its share of what the devices could do",
-        Line("mfu/update", "update", "blue"),
-        unit="percent",
-        zero=True,
-      ),
-      _both(
-        "FLOPS",
-        "floating-point operations per second of the update",
-        Line("flops_per_second/update", "update", "blue"),
-        zero=True,
-      ),
-      _both(
-        "Peak memory",
-        "GiB, since the start",
-        Line("memory/device_peak_gib", "device", "blue"),
-        Line("memory/host_peak_gib", "host", "orange"),
-        zero=True,
-      ),
-      _both(
-        "Checkpoint",
-        "seconds until it is on disk, in the background",
-        Line("checkpoint/seconds", "checkpoint", "blue"),
-        unit="seconds",
-        zero=True,
-      ),
-    ),
+  _section(
+    "Time", "",
+    _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
+           kind="stack", wide=True),
+    _chart("Throughput", "tokens per second", "tokens_per_second"),
+    _chart("Model FLOPs utilisation", "of the update: its share of what the devices could do",
+           "mfu/update", unit="percent"),
+    _chart("FLOPS", "floating-point operations per second of the update",
+           "flops_per_second/update"),
+    _chart("Peak memory", "GiB, since the start",
+           {"memory/device_peak_gib": "device blue", "memory/host_peak_gib": "host orange"}),
+    _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
+           unit="seconds"),
   ),
-  Section(
-    "Cold start",
-    "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
-    (
-      _plain("Loss", "cross-entropy, nats per token", "loss", "sft", zero=True),
-      _plain("Token accuracy", "", "accuracy", "sft", unit="percent"),
-      _plain("Entropy", "nats per token", "entropy", "sft", zero=True),
-      _plain("Gradient norm", "before clipping", "grad_norm", "sft", zero=True),
-      _plain("Learning rate", "", "learning_rate", "sft", zero=True),
-      _plain("Throughput", "tokens per second", "tokens_per_second", "sft", zero=True),
-      _plain("Response length", "held out, tokens", "eval/response_length/mean", "sft", zero=True),
-      Figure("Time per stage", "seconds per step", ("sft",), TIMES, "seconds", "stack"),
-    ),
+  _section(
+    "Cold start", "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
+    _chart("Loss", "cross-entropy, nats per token", "loss", phases=("sft",)),
+    _chart("Entropy", "nats per token", "entropy", phases=("sft",)),
+    _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",)),
+    _chart("Learning rate", "", "learning_rate", phases=("sft",)),
   ),
-)
+)  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics
+from gspo_jax.runs.files import write_whole
 
 Row = dict[str, Any]
 
@@ -24,23 +25,16 @@ MAX_RUNS = 8  # more colours nobody can tell apart
 
 
 def write_report(
-  workdir: str | os.PathLike,
-  *,
-  max_rollouts: int = 10_000,
-  output: str | os.PathLike | None = None,
+  workdir: str | os.PathLike, *, max_rollouts: int = 10_000, output: str | os.PathLike | None = None
 ) -> Path:
   """Writes the report of a run, whole or not at all; returns its path (DIR/report.html)."""
   workdir = Path(workdir)
   run = _read_run(workdir, workdir.resolve().name)
-  run = Run(str(run.config.get("name", run.name)), run.rows, run.config)
   return _write([run], [workdir], max_rollouts, output or workdir / "report.html")
 
 
 def write_comparison(
-  workdirs: Sequence[str | os.PathLike],
-  output: str | os.PathLike,
-  *,
-  max_rollouts: int = 10_000,
+  workdirs: Sequence[str | os.PathLike], output: str | os.PathLike, *, max_rollouts: int = 10_000
 ) -> Path:
   """Writes one report of several runs, named by their directories; returns its path."""
   folders = [Path(workdir) for workdir in workdirs]
@@ -76,10 +70,7 @@ def _write(
 ) -> Path:
   output = Path(output)
   rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
-  temporary = output.with_name(output.name + ".tmp")
-  with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-    file.write(render(describe(runs), rollouts))
-  os.replace(temporary, output)
+  write_whole(output, [render(describe(runs), rollouts)])
   return output
 
 

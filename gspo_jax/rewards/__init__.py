@@ -1,8 +1,14 @@
-"""Verifiers: responses and gold answers in, rewards out. Nothing here imports jax."""
+"""Rewards: responses and their prompts in, a number for each out. Nothing here imports jax.
+
+A verifier is a module with `OUTCOMES`, the names of what it can find, and `open_verifier(config)`,
+a context manager of a `Verify` function; VERIFIERS names those that come with the package.
+"""
 
 import collections
 import contextlib
 import dataclasses
+import functools
+import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, Protocol
@@ -14,13 +20,13 @@ from gspo_jax.ranges import Fraction, NonNegativeFloat, NonNegativeInt, Positive
 from gspo_jax.rewards import shaping
 from gspo_jax.rewards.programs.process import ISOLATIONS
 
-VERIFIERS = {  # their outcomes: each is counted, and the count is 0 rather than missing
-  "arithmetic": "right wrong",  # the embedded task
-  "math": "right wrong unparsable timeout crash",  # math-verify in worker processes
-  "code": "right wrong unparsable error timeout memory crash",  # tests in sandboxes
-  "string": "right wrong unparsable",  # the normalised text
+VERIFIERS = {  # imported when a config names them
+  "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task
+  "math": "gspo_jax.rewards.math_answer",  # math-verify in worker processes
+  "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
+  "string": "gspo_jax.rewards.string_match",  # the normalised text
 }
-_USER = "right wrong timeout crash"  # package.module:function
+_USER = "gspo_jax.rewards.user_function"  # package.module:function
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -62,8 +68,24 @@ class RewardConfig:
       )
 
 
+class Prompt(Protocol):
+  """A prompt as far as rewards look at it (`structs.Prompt` is one)."""
+
+  id: str
+  question: str
+  answer: str  # the gold answer, or tests for programs
+  info: tuple[tuple[str, str], ...]  # further fields of the row in the data set
+
+
+# One outcome per response and its prompt, each one of OUTCOMES; and the values between 0 and 1, or
+# None for 1 where the outcome is "right" and 0 elsewhere.
+Verify = Callable[[Sequence[str], Sequence[Prompt]], tuple[Sequence[str], Sequence[float] | None]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
+  """The rewards of B responses, and how the verifier came to them."""
+
   reward: np.ndarray  # float32 [B]: what is learned from
   outcomes: dict[str, int]  # of the verifier: how many were right, wrong, timeout, ...
   correct: np.ndarray | None = None  # float32 [B]: 1 where the verifier said right; None: reward
@@ -75,20 +97,13 @@ class Scores:
 
 class Scorer(Protocol):
   def __call__(
-    self,
-    responses: Sequence[str],
-    answers: Sequence[str],
-    lengths: Sequence[int] | None = None,
+    self, responses: Sequence[str], prompts: Sequence[Prompt], lengths: Sequence[int] | None = None
   ) -> Scores:
-    """Scores responses against gold answers, or against tests for programs.
+    """Scores B responses to B prompts, which repeat where a prompt has several responses.
 
     `lengths` in tokens are for the overlong punishment; without them none is given, which is for
     evaluation, where `correct` counts and `reward` does not.
     """
-
-
-# Outcomes, and values between 0 and 1.
-_Verify = Callable[[Sequence[str], Sequence[str]], tuple[list[str], Sequence[float]]]
 
 
 @contextlib.contextmanager
@@ -98,66 +113,37 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
   Raises:
     RuntimeError: if a verifier cannot be started, or programs cannot be confined.
   """
-  with contextlib.ExitStack() as stack:
-    yield _scorer(config, _open_verifier(config, stack))
+  verifier = importlib.import_module(VERIFIERS.get(config.name, _USER))
+  with verifier.open_verifier(config) as verify:
+    yield functools.partial(_score, config, verifier.OUTCOMES, verify)
 
 
-def _open_verifier(config: RewardConfig, stack: contextlib.ExitStack) -> _Verify:
-  limits = config.workers, config.time_limit_s
-  if config.name == "arithmetic":
-    from gspo_jax.tasks import arithmetic
-
-    return _binary(lambda r, a: ["right" if x else "wrong" for x in map(arithmetic.verify, r, a)])
-  if config.name == "string":
-    from gspo_jax.rewards import string_match
-
-    return _binary(lambda r, a: list(map(string_match.verify, r, a)))
-  if config.name == "math":
-    from gspo_jax.rewards.math_answer import MathVerifier
-
-    return _binary(stack.enter_context(MathVerifier(*limits)).score)
-  if config.name == "code":
-    from gspo_jax.rewards.programs.verifier import CodeVerifier, Limits
-
-    tests = Limits.of(config.time_limit_s, config.memory_mb)
-    verifier = CodeVerifier(config.workers, tests, config.isolation)
-    return _binary(stack.enter_context(verifier).score)
-  from gspo_jax.rewards.user_function import UserVerifier
-
-  return stack.enter_context(UserVerifier(config.name, *limits)).score
-
-
-def _binary(outcomes: Callable[[Sequence[str], Sequence[str]], list[str]]) -> _Verify:
-  """A verifier without partial credit."""
-
-  def verify(responses, answers):
-    found = [str(outcome) for outcome in outcomes(responses, answers)]
-    return found, [outcome == "right" for outcome in found]
-
-  return verify
-
-
-def _scorer(config: RewardConfig, verify: _Verify) -> Scorer:
-  names = VERIFIERS.get(config.name, _USER).split()
-
-  def score(responses, answers, lengths=None):
-    found, values = verify(responses, answers)
-    outcomes = dict.fromkeys(names, 0) | collections.Counter(found)
-    correct = np.array([outcome == "right" for outcome in found], np.float32)
-    reward = np.array(values, np.float32)
-    if config.false_positive or config.false_negative:
-      noise = config.false_positive, config.false_negative, config.noise_seed
-      flips = shaping.flipped(correct > 0, responses, answers, *noise)
-      reward = np.where(flips, 1 - correct, reward).astype(np.float32)
-      outcomes["false_positive"] = int((flips & (correct == 0)).sum())
-      outcomes["false_negative"] = int((flips & (correct == 1)).sum())
-    if config.format_weight:
-      kept = [shaping.keeps_format(response, config.format) for response in responses]
-      outcomes["format_kept"] = sum(kept)
-      reward += config.format_weight * np.array(kept, np.float32)
-    if config.overlong_weight and lengths is not None:
-      buffer = config.overlong_buffer
-      reward += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
-    return Scores(reward, outcomes, correct)
-
-  return score
+def _score(
+  config: RewardConfig,
+  names: Sequence[str],
+  verify: Verify,
+  responses: Sequence[str],
+  prompts: Sequence[Prompt],
+  lengths: Sequence[int] | None = None,
+) -> Scores:
+  if len(responses) != len(prompts):
+    raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
+  found, values = verify(responses, prompts)
+  # An outcome that did not occur is 0 rather than missing.
+  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(map(str, found))
+  correct = np.array([outcome == "right" for outcome in found], np.float32)
+  reward = correct.copy() if values is None else np.array(values, np.float32)
+  if config.false_positive or config.false_negative:
+    noise = config.false_positive, config.false_negative, config.noise_seed
+    flips = shaping.flipped(correct > 0, responses, [p.answer for p in prompts], *noise)
+    reward = np.where(flips, 1 - correct, reward).astype(np.float32)
+    outcomes["false_positive"] = int((flips & (correct == 0)).sum())
+    outcomes["false_negative"] = int((flips & (correct == 1)).sum())
+  if config.format_weight:
+    kept = [shaping.keeps_format(response, config.format) for response in responses]
+    outcomes["format_kept"] = sum(kept)
+    reward += config.format_weight * np.array(kept, np.float32)
+  if config.overlong_weight and lengths is not None:
+    buffer = config.overlong_buffer
+    reward += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
+  return Scores(reward, outcomes, correct)

@@ -1,4 +1,4 @@
-r"""Is the final answer of a response the right one? Imports no jax; works from any thread.
+r"""Verifier of mathematical answers. Imports no jax; works from any thread.
 
 Three steps: `extract` finds the answer that a response gives (the last `\boxed{...}`, else what an
 "answer is" announces, else the last formula or number); two plain numbers are compared here,
@@ -7,12 +7,14 @@ processes that can be killed. A verifier that hangs or dies must not look like a
 `Outcome` has five values.
 """
 
+import contextlib
 import enum
 import fractions
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from gspo_jax.rewards import pool
 
@@ -27,6 +29,16 @@ class Outcome(enum.StrEnum):
   UNPARSABLE = "unparsable"  # no answer found, or one that is not mathematics
   TIMEOUT = "timeout"  # of the verifier
   CRASH = "crash"  # of the verifier
+
+
+OUTCOMES = tuple(Outcome)
+
+
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  with MathVerifier(config.workers, config.time_limit_s) as verifier:
+    yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
 
 
 class MathVerifier:
@@ -47,7 +59,7 @@ class MathVerifier:
     self._known: dict[tuple[str, str], Outcome] = {}  # (candidate, gold), compared symbolically
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
-    """One outcome per response, in order.
+    """Returns one outcome per response, in order.
 
     Raises:
       ValueError: if the lengths differ or a gold answer is empty.
@@ -108,7 +120,7 @@ _FUNCTIONS = re.compile("sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|a
 
 
 def extract(response: str) -> str | None:
-  r"""The answer a response gives, or None.
+  r"""Finds the answer that a response gives; None if there is none.
 
   Only what follows the last `</think>` counts, if there is one. The last complete `\boxed{}` is the
   answer; a response whose only box is empty or cut off gives none. Without a box: what follows the
@@ -129,7 +141,7 @@ def extract(response: str) -> str | None:
 
 
 def _argument(text: str, start: int) -> str | None:
-  """What the braces at `start` hold, or the one word there; None if they do not close."""
+  """The content of the braces at `start`, or the one word there; None if they do not close."""
   if not text.startswith("{", start):
     word = re.match(r"[^\s{}$]+", text[start : start + MAX_ANSWER])
     return _trim(word[0]) or None if word else None

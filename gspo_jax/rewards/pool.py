@@ -32,7 +32,7 @@ CHUNK = 8  # items sent at once: hides the round trip, small enough to share wor
 
 
 class Failure(enum.Enum):
-  """What stands in the place of a result."""
+  """Stands in the place of a result."""
 
   TIMEOUT = "timeout"
   CRASH = "crash"  # the function raised, or its process died twice on this item

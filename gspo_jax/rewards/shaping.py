@@ -1,4 +1,4 @@
-"""What is added to a verifier's reward, and noise on it. NumPy, and no JAX, as all of rewards.
+"""Additions to a verifier's reward, and noise on it. NumPy, and no JAX, as all of rewards.
 
 The shaped reward of a response is
 
@@ -25,7 +25,7 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 
 
 def keeps_format(response: str, name: str) -> bool:
-  """Whether the tags stand where they should, once each.
+  """Tells whether the tags stand where they should, once each.
 
   "think": reasoning, `</think>`, and then something. "think_answer": after it exactly
   `<answer>something</answer>`. Reference: arXiv:2501.12948 (format rewards).
@@ -56,7 +56,7 @@ def flipped(
   false_negative: float,
   seed: int,
 ) -> np.ndarray:
-  """Which verdicts a verifier of these error rates gets wrong, bool [B].
+  """Draws the verdicts that a verifier of these error rates gets wrong, bool [B].
 
   A verdict depends on the seed, the answer and the text of the response and on nothing else, as
   those of a bad verifier do: the same response is misjudged again whenever it comes up.

@@ -1,15 +1,25 @@
 """A verifier without a model or a parser: the response's answer is the gold text, normalised."""
 
+import contextlib
 import re
 import unicodedata
+from collections.abc import Callable, Iterator
+from typing import Any
 
+OUTCOMES = ("right", "wrong", "unparsable")
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 _AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
 
 
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """`verify` of many; there is nothing to configure."""
+  yield lambda responses, prompts: ([verify(r, p.answer) for r, p in zip(responses, prompts)], None)
+
+
 def verify(response: str, answer: str) -> str:
-  """ "right", "wrong", or "unparsable" where the response gives no answer."""
+  """Compares both: "right", "wrong", or "unparsable" where the response gives no answer."""
   found = extract(response)
   if found is None:
     return "unparsable"
@@ -17,7 +27,7 @@ def verify(response: str, answer: str) -> str:
 
 
 def extract(response: str) -> str | None:
-  """What the last `<answer>` holds, else the last line, without "the answer is"; None if empty.
+  """The content of the last `<answer>`, else the last line, without "the answer is"; None if empty.
 
   Only what follows the last `</think>` counts.
   """
@@ -29,8 +39,8 @@ def extract(response: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-  """Compatible characters (NFKC) made one, case folded, white space single, no quotes or full stops
-  around it. Signs and points inside stay: -1.5 is neither 1.5 nor 15."""
+  """Makes compatible characters one (NFKC), folds case, leaves single spaces, and takes away quotes
+  and full stops around the text. Signs and points inside stay: -1.5 is neither 1.5 nor 15."""
   text = unicodedata.normalize("NFKC", text).casefold().replace("−", "-")
   start = text.strip().lstrip(_AROUND.replace(".", "")).rstrip(_AROUND)
   return " ".join(start.split())

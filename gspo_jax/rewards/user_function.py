@@ -1,64 +1,69 @@
 """A verifier of the user's own, named `package.module:function`, in processes that can be killed.
 
-The function takes the texts of a response and of an answer and returns a bool or a number from 0 to
-1, where 1 is right and anything less is wrong with partial credit. It runs in worker processes: one
-that hangs is a timeout, one that raises or returns something else is a crash, and neither is a
-wrong answer.
+The function takes the text of a response and the record of its prompt, and returns a bool or a
+number from 0 to 1, where 1 is right and anything less is wrong with partial credit. The record is a
+dict of texts: `id`, `question`, `answer`, and the further fields of the row in the data set. The
+function runs in worker processes: one that hangs is a timeout, one that raises or returns something
+else is a crash, and neither is a wrong answer.
 """
 
+import contextlib
 import functools
 import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from gspo_jax.rewards import pool
 
+OUTCOMES = ("right", "wrong", "timeout", "crash")
 
-class UserVerifier:
-  """Scores responses by the function `name` in `workers` processes.
+
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """The function `config.name` in `config.workers` processes.
 
   Raises:
     RuntimeError: if the function cannot be imported, with the traceback.
   """
+  name = config.name
+  limits = config.workers, config.time_limit_s
+  with pool.Pool(f"{__name__}:call", *limits, warm_up=[name]) as workers:
 
-  def __init__(self, name: str, workers: int, time_limit_s: float):
-    self._name = name
-    self._pool = pool.Pool(f"{__name__}:call", workers, time_limit_s, warm_up=[name])
+    def verify(responses, prompts):
+      results = workers.map([[name, r, record(p)] for r, p in zip(responses, prompts)])
+      failed = [isinstance(result, pool.Failure) for result in results]
+      outcomes = [
+        result.value if bad else "right" if result == 1 else "wrong"
+        for result, bad in zip(results, failed)
+      ]
+      return outcomes, [0.0 if bad else result for result, bad in zip(results, failed)]
 
-  def score(
-    self, responses: Sequence[str], answers: Sequence[str]
-  ) -> tuple[list[str], list[float]]:
-    """Outcomes and values of all responses, in order."""
-    results = self._pool.map([[self._name, r, a] for r, a in zip(responses, answers)])
-    outcomes = [
-      result.value if isinstance(result, pool.Failure) else "right" if result == 1 else "wrong"
-      for result in results
-    ]
-    return outcomes, [0.0 if isinstance(r, pool.Failure) else r for r in results]
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    self._pool.close()
+    yield verify
 
 
-def call(item: list[str]) -> float:
-  """In a worker: `[name, response, answer]` to a value; `[name]` only imports the function."""
-  name, *texts = item
+def record(prompt: Any) -> dict[str, str]:
+  """A prompt as the function gets it; further fields do not hide `id`, `question` and `answer`."""
+  own = dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
+  return dict(prompt.info) | own
+
+
+def call(item: list[Any]) -> float:
+  """In a worker: `[name, response, record]` to a value; `[name]` only imports the function."""
+  name, *arguments = item
   function = _find(name)
-  if not texts:
+  if not arguments:
     return 0.0
-  value = float(function(*texts))
+  value = float(function(*arguments))
   if not (math.isfinite(value) and 0 <= value <= 1):
     raise ValueError(f"{name} returned {value}, and rewards lie between 0 and 1")
   return value
 
 
 @functools.cache
-def _find(name: str) -> Callable[[str, str], float]:
+def _find(name: str) -> Callable[[str, Mapping[str, str]], float]:
   sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
   module, _, function = name.partition(":")
   return getattr(importlib.import_module(module), function)

@@ -1,4 +1,4 @@
-"""What a run says before it dies: warnings by configured thresholds.
+"""Warnings by configured thresholds, before a run dies.
 
 Runs of GRPO with long responses or experts die slowly and look alive meanwhile: the entropy goes,
 the ratio runs away from 1, the gradient jumps, the reward falls and does not come back

@@ -17,7 +17,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from gspo_jax import ranges
@@ -41,7 +40,7 @@ class CheckpointConfig:
     ranges.check(self, "checkpoint")
 
   def of(self, workdir: str | Path, phase: str) -> epath.Path:
-    """Where the checkpoints of a phase are."""
+    """The directory of the checkpoints of a phase."""
     return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
@@ -199,8 +198,8 @@ def _sizes(path: epath.Path) -> dict[str, int]:
 
 
 def _begins(name: str, step: int) -> bool:
-  """Whether a directory is that of an unfinished checkpoint: of another name where a rename will
-  finish it, of the final one on gs://, where a file will."""
+  """Tells an unfinished checkpoint by its directory's name: another one where a rename will finish
+  it, the final one on gs://, where a file will."""
   return name == str(step) or name.startswith(f"{step}.orbax-checkpoint-tmp")
 
 
@@ -219,13 +218,3 @@ def save_state(directory: str | Path, state: Any) -> None:
 def restore_state(directory: str | Path, like: Any) -> Any:
   with ocp.StandardCheckpointer() as reader:
     return reader.restore(epath.Path(directory).absolute(), like)
-
-
-def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  """ShapeDtypeStructs on real devices: `jax.eval_shape` leaves them on an abstract mesh."""
-
-  def one(x):
-    pspec = getattr(x.sharding, "spec", jax.P())
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, pspec))
-
-  return jax.tree.map(one, tree)

@@ -3,7 +3,7 @@
 A metric is a *reduction*, any pytree with `.merge(other)` and `.compute()` (a mean carries its
 numerator and denominator, so merging two of them is never a mean of means), or a plain scalar.
 They stay on the device until the next step has been dispatched (`Deferred`), come over in one
-transfer (`compute`), and end in `metrics.jsonl`, TensorBoard and the progress bar.
+transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
 """
 
 import contextlib
@@ -11,21 +11,19 @@ import json
 import math
 import os
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from gspo_jax.runs import tracking
+from gspo_jax.runs.files import write_whole
 
 Row = dict[str, Any]
 
-# A run trains in this order; 'eval' rows belong to the training phase that they follow.
-PHASES = ("sft", "rl")
+PHASES = ("sft", "rl", "eval")  # a run trains in this order; or it evaluates, and nothing else
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
@@ -153,7 +151,7 @@ class Writer:
       self._log({f"{phase}/step": step} | shown)
 
   def rows(self, phase: str) -> list[Row]:
-    """What has been written of a phase; nothing on hosts that write nothing."""
+    """Returns what has been written of a phase; nothing on hosts that write nothing."""
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row["phase"] == phase]
 
@@ -167,18 +165,22 @@ class Writer:
     """
     if not self._active:
       return 0
-    rows = read_rows(self._path)
-    keep = covered(rows, phase_steps)
-    dropped = [row for row, kept in zip(rows, keep) if not kept]
+    if unknown := phase_steps.keys() - set(PHASES):
+      raise ValueError(f"unknown phases {sorted(unknown)}; a checkpoint has one of {PHASES}")
+    newest = max(map(PHASES.index, phase_steps), default=0)
+    limits = dict.fromkeys(PHASES[:newest], math.inf) | dict(phase_steps)
+    kept, dropped = [], []
+    for row in read_rows(self._path):
+      covered = row["step"] <= limits.get(row["phase"], -math.inf)
+      (kept if covered else dropped).append(row)
     # TensorBoard hides what lies at or above the purge step of its own phase.
-    self._purge = {phase: 0 for phase in {row["phase"] for row in dropped}}
-    for row, kept in zip(rows, keep):
-      if kept and row["phase"] in self._purge:
+    self._purge = dict.fromkeys((row["phase"] for row in dropped), 0)
+    for row in kept:
+      if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       self.close()
-      kept_rows = (row for row, kept in zip(rows, keep) if kept)
-      _write_lines(self._path, (json.dumps(row) for row in kept_rows))
+      write_whole(self._path, (json.dumps(row) + "\n" for row in kept))
       self._file = open(self._path, "ab")  # noqa: SIM115
     return len(dropped)
 
@@ -188,9 +190,9 @@ class Writer:
       return
     path = self._workdir / "rollouts" / f"{phase}_{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    # Readable in any script: only what UTF-8 cannot hold (lone surrogates) is escaped.
     stamped = ({"step": step} | dict(record) for record in records)
-    _write_lines(path, (json.dumps(r, ensure_ascii=False, default=_plain) for r in stamped))
+    lines = (json.dumps(r, ensure_ascii=False, default=lambda x: x.tolist()) for r in stamped)
+    write_whole(path, (line + "\n" for line in lines))  # readable in any script
 
   def close(self) -> None:
     """Flushes and closes everything."""
@@ -217,92 +219,6 @@ class Writer:
     return self._boards[phase]
 
 
-class Progress:
-  """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
-  as for all processes but one."""
-
-  def __init__(
-    self,
-    phase: str,
-    total: int,
-    *,
-    start: int = 0,
-    active: bool = True,
-    interval: float = 10.0,
-    stream: TextIO | None = None,
-    clock: Callable[[], float] = time.monotonic,
-  ):
-    self._phase, self._total, self._start, self._step = phase, total, start, start
-    self._interval, self._clock = interval, clock
-    self._stream = sys.stderr if stream is None else stream
-    self._accuracy: float | None = None
-    self._first: tuple[int, float] | None = None  # (step, time); compilation lies before it
-    self._printed: tuple[int, float] | None = None
-    self._active, self._bar = active, None
-    if active and self._stream.isatty():
-      layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {postfix}"
-      self._bar = tqdm(
-        desc=phase, total=total, initial=start, file=self._stream, bar_format=layout,
-        dynamic_ncols=True,
-      )  # fmt: skip
-
-  def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
-    """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
-    if not self._active:
-      return
-    for line in warnings:
-      tqdm.write(line, file=self._stream)
-    now = self._clock()
-    self._step = step
-    if self._first is None and step > self._start:
-      self._first = (step, now)
-    self._accuracy = row.get("eval/accuracy", self._accuracy)
-    text = "  ".join([*self._figures(row), f"left {self._left(now)}"])
-    if self._bar is not None:
-      self._bar.n = step
-      self._bar.set_postfix_str(text, refresh=True)
-    elif self._printed is None or step >= self._total or now - self._printed[1] >= self._interval:
-      print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
-      self._printed = (step, now)
-
-  def close(self) -> None:
-    """Leaves the bar as it stands."""
-    if self._bar is not None:
-      self._bar.close()
-
-  def __enter__(self) -> "Progress":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _figures(self, row: Mapping[str, Any]) -> Iterator[str]:
-    if "reward/mean" in row:
-      yield f"reward {row['reward/mean']:.3f}"
-    elif "loss" in row:
-      yield f"loss {row['loss']:.4g}"
-    if self._accuracy is not None:
-      yield f"accuracy {self._accuracy:.3f}"
-    clipped = row.get("clip_fraction/token", row.get("clip_fraction/sequence"))
-    if clipped is not None:
-      yield f"clipped {clipped:.3f}"
-    if "tokens_per_second" in row:
-      yield f"{row['tokens_per_second']:,.0f} tokens/s"
-
-  def _left(self, now: float) -> str:
-    step, since = self._first or (self._step, now)
-    if self._step == step:
-      return "?"
-    return clock_text((now - since) / (self._step - step) * max(self._total - self._step, 0))
-
-
-def clock_text(seconds: float) -> str:
-  """Seconds as m:ss or h:mm:ss."""
-  minutes, second = divmod(round(seconds), 60)
-  hours, minute = divmod(minutes, 60)
-  return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
 def read_rows(path: str | os.PathLike) -> list[Row]:
   """Reads JSON lines; an incomplete last line (kill -9 while writing) is left out."""
   path = Path(path)
@@ -318,35 +234,6 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
   return rows
 
 
-def covered(rows: Sequence[Row], phase_steps: Mapping[str, int]) -> list[bool]:
-  """Which rows lie at or before a checkpoint; see `Writer.truncate`."""
-  unknown = set(phase_steps) - set(PHASES)
-  if unknown:
-    raise ValueError(f"unknown phases {sorted(unknown)}; a checkpoint has one of {PHASES}")
-  newest = max((PHASES.index(phase) for phase in phase_steps), default=-1)
-  whole = {phase: math.inf for phase in PHASES[: max(newest, 0)]}
-  limits = whole | dict(phase_steps)
-  phases = training_phases(rows)
-  return [row["step"] <= limits.get(phase, -math.inf) for row, phase in zip(rows, phases)]
-
-
-def training_phases(rows: Iterable[Row]) -> list[str]:
-  """The phase whose steps each row counts: its own, or, for evaluation, the one it is part of.
-
-  An evaluation whose step lies behind starts a new phase: the one before the first step of rl
-  (step 0) is written after the last row of sft.
-  """
-  current, last, phases = 0, 0, []
-  for row in rows:
-    if row["phase"] in PHASES:
-      current, last = PHASES.index(row["phase"]), row["step"]
-      phases.append(row["phase"])
-    else:
-      behind = row["step"] < last
-      phases.append(PHASES[min(current + behind, len(PHASES) - 1)])
-  return phases
-
-
 def _is_reduction(value: Any) -> bool:
   return hasattr(value, "merge") and hasattr(value, "compute")
 
@@ -358,23 +245,8 @@ def _number(name: str, value: Any) -> float:
     raise TypeError(f"metric {name!r} is not a number: {value!r}") from error
 
 
-def _plain(value: Any) -> Any:
-  """NumPy scalars and arrays as JSON values."""
-  return value.tolist()
-
-
 def _cut_half_written_line(path: Path) -> None:
   if path.exists():
     data = path.read_bytes()
     if not data.endswith(b"\n"):
       os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _write_lines(path: Path, lines: Iterable[str]) -> None:
-  """Writes a file beside `path` and moves it there: a reader never sees half of it."""
-  temporary = path.with_name(path.name + ".tmp")
-  with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-    file.writelines(line + "\n" for line in lines)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)

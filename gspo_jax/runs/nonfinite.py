@@ -6,7 +6,6 @@ makes the updates again and says where it comes from.
 """
 
 import collections
-import dataclasses
 import json
 import math
 import numbers
@@ -20,7 +19,6 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import sharding
-from gspo_jax.run import Context
 from gspo_jax.runs import checkpoint
 from gspo_jax.structs import TrainBatch, TrainState
 
@@ -38,18 +36,32 @@ class NonFiniteError(ArithmeticError):
 class Guard:
   """Looks at every row of metrics, which comes a step late, and meanwhile keeps the batches.
 
-  The update itself has left out what was not finite (`train_step.make_step`), and with `stop` all
+  The update itself has left out what was not finite (`learner.step.make_step`), and with "stop" all
   that followed: the state is still the one that the offending batch met.
 
   Args:
-    state: the one that the phase starts or goes on with.
+    home: directory that `failures/` is made in.
+    config: of the run, as JSON.
+    on_nonfinite: "stop" the run | "skip" the update.
     updates: gradient updates per step of the phase.
     keep: for how many steps the batches are kept: until their metrics are there.
   """
 
-  def __init__(self, context: Context, state: TrainState, *, updates: int, keep: int):
-    self._context, self._updates = context, updates
+  def __init__(
+    self,
+    home: epath.Path,
+    config: Mapping[str, Any],
+    on_nonfinite: str,
+    *,
+    updates: int,
+    keep: int,
+  ):
+    self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
+    self._updates, self._skipped = updates, 0
     self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
+
+  def start(self, state: TrainState) -> None:
+    """Takes the state that the phase starts or goes on with."""
     self._skipped = int(jax.device_get(state.skipped))
 
   def hold(self, step: int, batches: Sequence[TrainBatch]) -> None:
@@ -61,7 +73,7 @@ class Guard:
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     more, self._skipped = skipped - self._skipped, skipped
     where = f"{row['phase']} step {row['step']}"
-    if self._context.config.on_nonfinite == "skip":
+    if self._on_nonfinite == "skip":
       if more > 0:
         what = f"{more} not finite and left out ({', '.join(names)}); {skipped} in all"
         sys.stderr.write(f"warning at {where}: of its updates, {what}\n")
@@ -74,7 +86,7 @@ class Guard:
     batches = dict(self._held).get(step, ())[index:]
     what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
     why = f"not finite at {row['phase']} step {step}: {what}"
-    directory = dump(self._context, dict(row) | dict(step=step), why, state, batches)
+    directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
 
 
@@ -84,15 +96,14 @@ def nonfinite(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def dump(
-  context: Context,
+  home: epath.Path,
+  config: Mapping[str, Any],
   row: Mapping[str, Any],
   why: str,
   state: TrainState,
   batches: Sequence[TrainBatch],
 ) -> epath.Path:
   """Writes the directory and returns it. All hosts call it; the first one writes the batches."""
-  config = context.config
-  home = epath.Path(config.checkpoint.directory or context.workdir.absolute())
   directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
@@ -103,7 +114,7 @@ def dump(
         np.savez(file, **arrays)
     figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN
     about = dict(phase=row["phase"], step=row["step"], why=why, row=figures)
-    about |= dict(config=dataclasses.asdict(config))
+    about |= dict(config=config)
     (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
   return directory
 

@@ -1,8 +1,7 @@
-"""What a run was made with: configuration, commit, and the versions that figures depend on."""
+"""Origin of a run: configuration, commit, and the versions that figures depend on."""
 
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from gspo_jax.runs.files import write_whole
 
 FILE = "config.json"
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
@@ -34,9 +35,8 @@ def record(workdir: Path, config: Mapping[str, Any]) -> None:
   if begun := _begun(workdir):
     for line in changes(begun.get("provenance", {}), made_with):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
-  temporary = workdir / f"{FILE}.tmp"
-  temporary.write_text(json.dumps(_as_json(config) | dict(provenance=made_with), indent=2) + "\n")
-  os.replace(temporary, workdir / FILE)  # another process that looks finds nothing, or all of it
+  text = json.dumps(_as_json(config) | dict(provenance=made_with), indent=2)
+  write_whole(workdir / FILE, [text, "\n"])  # another process that looks finds nothing, or all
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -81,7 +81,7 @@ def _begun(workdir: Path) -> dict[str, Any]:
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """As it is read back: tuples are lists."""
+  """The configuration as it is read back: tuples are lists."""
   return json.loads(json.dumps(config))
 
 

@@ -1,4 +1,4 @@
-"""Where rows go beside metrics.jsonl: TensorBoard, and Weights & Biases for those who want it."""
+"""TensorBoard, and Weights & Biases for those who want it, beside metrics.jsonl."""
 
 import importlib
 import sys

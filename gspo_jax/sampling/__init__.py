@@ -1,21 +1,29 @@
-"""Sampling responses: `generate` for everybody, `converse` for several turns with an environment,
-`Scheduler` for those with requests of their own, `sampler` for the distribution itself."""
+"""Sampling: `generate` for everybody; `Driver` with an `Engine` for several turns and partial
+rollouts; `sampler` for the distribution itself."""
 
-from gspo_jax.sampling.conversation import Environment, EnvironmentConfig, converse
-from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage
-from gspo_jax.sampling.rollout import generate
+from gspo_jax.sampling.driver import Driver, EnvironmentConfig
+from gspo_jax.sampling.engine import Engine
+from gspo_jax.sampling.local import LocalEngine
+from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
+from gspo_jax.sampling.rollout import generate, sample_rollout
 from gspo_jax.sampling.sampler import SamplingConfig
-from gspo_jax.sampling.scheduler import Scheduler
+from gspo_jax.sampling.trajectory import Environment, SingleTurn, Trajectory, assemble
 
 __all__ = [
+  "Driver",
+  "Engine",
   "EngineConfig",
   "Environment",
   "EnvironmentConfig",
+  "LocalEngine",
   "Request",
   "Response",
   "SamplingConfig",
-  "Scheduler",
+  "SingleTurn",
+  "Trajectory",
   "Usage",
-  "converse",
+  "Workload",
+  "assemble",
   "generate",
+  "sample_rollout",
 ]

@@ -1,4 +1,4 @@
-"""What sampling is asked for, what comes back, and what it cost."""
+"""Requests, responses and the cost of sampling: what an engine and the host loop exchange."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -7,6 +7,7 @@ import numpy as np
 
 from gspo_jax import ranges
 from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
+from gspo_jax.sampling.sampler import SamplingConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
 
@@ -16,7 +17,7 @@ class EngineConfig:
   """How sampling is carried out; none of it changes what is sampled beyond round-off."""
 
   slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
-  steps: PositiveInt  # of decoding between two looks of the host
+  steps: PositiveInt  # decode steps per call, between two looks of the host
   prefill_tokens: Annotated[int, Range(SHORTEST)]  # of a device at once; longer prompts in pieces
   cache_dtype: Literal["float32", "bfloat16"]  # of keys and values
 
@@ -25,19 +26,53 @@ class EngineConfig:
     if self.prefill_tokens & (self.prefill_tokens - 1):
       raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")
 
-  def for_rows(self, rows: int) -> "EngineConfig":
-    """No more slots than there are responses."""
-    return dataclasses.replace(self, slots=min(self.slots or rows, rows))
+  def slots_for(self, trajectories: int) -> int:
+    """Slots that are used for so many trajectories: no more than there are."""
+    return min(self.slots or trajectories, trajectories)
 
 
 DEFAULT = EngineConfig(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-  """Responses to one prompt, or what is left of one that was begun.
+class Workload:
+  """What an engine is going to be asked for: it sizes its slots and compiles its programs by this.
 
-  A response depends on the weights, `seed`, the prompt and its index in the group alone.
+  Equal workloads compile nothing anew. The one place where the lengths of sampling are derived.
+  """
+
+  sampling: SamplingConfig  # max_new_tokens: all that follows the prompt, observations included
+  prompt_length: int  # tokens of the longest prompt
+  trajectories: int  # under way at once, at most
+  group_size: int = 1  # trajectories that begin with the same prompt
+  stop_ids: tuple[int, ...] = ()  # tokens that end a turn; they belong to it
+  stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these
+  several_turns: bool = False  # an environment answers, and the trajectory goes on
+  partial: bool = False  # trajectories may be put aside and gone on with
+  record_routing: bool = False  # keep the experts that prefill and decoding chose
+
+  @property
+  def window(self) -> int:
+    """Positions of a slot: the longest prompt and all that may follow it."""
+    return self.prompt_length + self.sampling.max_new_tokens
+
+  @property
+  def prefix_length(self) -> int:
+    """Tokens of the longest prefix: what comes back is prefilled again, all but its last token."""
+    return self.window - 1 if self.several_turns or self.partial else self.prompt_length
+
+  @property
+  def samples(self) -> int:
+    """Responses of a typical request. Turns come back one by one, each to a place in the queue."""
+    return 1 if self.several_turns else self.group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """Responses that continue one prefix: a prompt, or what a trajectory holds so far.
+
+  A response depends on the weights, `seed`, the prompt, its index in the group and the prefix, and
+  on nothing else.
   """
 
   prompt: tuple[int, ...]
@@ -48,33 +83,32 @@ class Request:
   stop_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()  # it also ends with the token that completes one of them
   begun: tuple[int, ...] = ()  # tokens after the prompt that are there already
+  unfinished: int = 0  # of these, the last ones, which belong to the turn that is gone on with
   tag: Any = None  # for whoever asked
 
   @property
-  def context(self) -> tuple[int, ...]:
+  def prefix(self) -> tuple[int, ...]:
     return (*self.prompt, *self.begun)
 
   @property
-  def context_length(self) -> int:
+  def prefix_length(self) -> int:
     return len(self.prompt) + len(self.begun)
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
+  """What was sampled for one of a request's responses."""
+
   request: Request
   sample: int  # index in the group
   tokens: np.ndarray  # int32 [n]: sampled now, the stop token included
   logp: np.ndarray  # float32 [n]: under the distribution they were drawn from
   full_logp: np.ndarray  # float32 [n]: under the one without top-k, top-p and min-p
+  version: np.ndarray  # int32 [n]: of the weights that sampled each token
   stopped: bool  # by a stop token or a stop string; False: by its length, or not yet finished
-  finished: bool  # False: `Scheduler.stop` came before its end
-  # int8 or int16 [context + n - 1, l, k]: experts of every token that was fed; None: not recorded
+  finished: bool  # False: `Engine.stop` came before its end
+  # int8 or int16 [prefix + n - 1, l, k]: experts of every token that was fed; None: not recorded
   routing: np.ndarray | None
-
-  @property
-  def length(self) -> int:
-    """Sampled tokens."""
-    return len(self.tokens)
 
 
 @dataclasses.dataclass
@@ -82,7 +116,7 @@ class Usage:
   """What sampling cost; sums, which several runs add up."""
 
   tokens: int = 0  # sampled
-  prefilled: int = 0  # tokens of contexts
+  prefilled: int = 0  # tokens of prefixes
   padded: int = 0  # tokens that prefilling computed, padding included
   steps: int = 0  # of decoding
   slot_steps: int = 0  # of decoding, over all slots; `tokens` of them were of use

@@ -20,9 +20,15 @@ from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
-from gspo_jax.sampling import slots as engine
-from gspo_jax.sampling.requests import SHORTEST, EngineConfig, Request, Response, Usage
-from gspo_jax.sampling.sampler import SamplingConfig
+from gspo_jax.sampling.requests import (
+  SHORTEST,
+  EngineConfig,
+  Request,
+  Response,
+  Usage,
+  Workload,
+)
+from gspo_jax.sampling.slots import Rows, Sampled, decode, new_state, prefill
 from gspo_jax.sharding import P
 
 
@@ -33,14 +39,14 @@ class _Live:
   request: Request
   sample: int
   shard: int
-  prefix_routing: list[np.ndarray]  # of the context; filled when it has been fetched
+  prefix_routing: list[np.ndarray]  # filled when it has been fetched
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0
 
   def response(
-    self, count: int | None = None, stopped: bool = False, finished: bool = False
+    self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
   ) -> Response:
-    """The first `count` tokens of it; all of them by default."""
+    """Returns the first `count` tokens; all of them by default."""
     nothing = [np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)]
     columns = [np.concatenate([x, *xs]) for x, xs in zip(nothing, zip(*self.parts))] or nothing
     routes = None
@@ -48,64 +54,56 @@ class _Live:
       routes = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
       routes = routes[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
     columns = [column[:count] for column in columns]
-    return Response(self.request, self.sample, *columns, stopped, finished, routes)
+    versions = np.full(len(columns[0]), version, np.int32)
+    return Response(self.request, self.sample, *columns, versions, stopped, finished, routes)
 
 
 class Scheduler:
-  """Keeps the slots of `engine` busy.
-
-    scheduler = Scheduler(params, ...)
-    scheduler.submit(request); ...
-    for response in scheduler.run():  # as they are finished; more may be submitted meanwhile
-      ...
+  """Keeps the slots of the devices busy with requests for one workload and one set of weights.
 
   Args:
-    window: positions of a slot: the longest context and response together.
-    context: the longest context.
-    group_size: of a typical request; it decides how many contexts wait in the queue.
-    stop_ids: the most that a request has.
-    detokenize: from tokens to text, where a request has stop strings.
+    params: in the rollout layout; on CPU unstacked, or every decode step copies them.
+    version: of these weights.
+    detokenize: from tokens to text, where the workload has stop strings.
+
+  Raises:
+    ValueError: the workload's window exceeds the model's positions.
   """
 
   def __init__(
     self,
     params: transformer.Params,
+    version: int,
     model: ModelConfig,
-    sampling: SamplingConfig,
+    workload: Workload,
     config: EngineConfig,
-    *,
-    window: int,
-    context: int,
-    group_size: int = 1,
-    stop_ids: int = 1,
     compute: ComputeConfig = REFERENCE,
-    record_routing: bool = False,
     detokenize: Callable[[list[int]], str] | None = None,
   ):
-    if not config.slots:
-      raise ValueError("engine.slots=0: a Scheduler has to be told how many, as by `for_rows`")
+    window = workload.window
     if window > model.max_position_embeddings:
       raise ValueError(
         f"a window of {window} tokens exceeds the model's max_position_embeddings="
         f"{model.max_position_embeddings}"
       )
-    # On CPU a loop over stacked layers copies each one's weights at every step.
-    self._params = _unstacked(params) if sharding.platform() == "cpu" else params
-    self._config, self._stop_width = config, max(1, stop_ids)
+    self._params, self._version = params, version
+    self._config, self._workload = config, workload
+    self._stop_width = max(1, len(workload.stop_ids))
     self._detokenize = detokenize
     self._shards = 1
     if not sharding.without_mesh():
       self._shards = sharding.batch_shards(jax.sharding.get_mesh())
-    self.window, self._context = window, context
-    slots = -(-config.slots // self._shards)  # of one device
-    self._slots, self._rows = slots * self._shards, -(-slots // group_size)
+    slots = -(-config.slots_for(workload.trajectories) // self._shards)  # of one device
+    self._slots, self._rows = slots * self._shards, -(-slots // workload.samples)
     self._entries = max(2, min(2 * self._rows, slots))  # of one device's queue
-    staged = self._bucket(context)
-    common = dict(model=model, compute=compute, record_routing=record_routing)
-    self._prefill = functools.partial(engine.prefill, piece=config.prefill_tokens, **common)
-    self._decode = functools.partial(engine.decode, steps=config.steps, sampling=sampling, **common)
+    staged = self._bucket(workload.prefix_length)
+    common = dict(model=model, compute=compute, record_routing=workload.record_routing)
+    self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
+    self._decode = functools.partial(
+      decode, steps=config.steps, sampling=workload.sampling, **common
+    )
     dtype, rows = config.cache_dtype, self._shards * self._entries
-    self._state = engine.new_state(
+    self._state = new_state(
       model,
       tuple(len(block.attention_norm) for block in self._params.blocks),
       slots=self._slots,
@@ -131,16 +129,19 @@ class Scheduler:
 
   def submit(self, request: Request) -> None:
     """ValueError if it does not fit the window, or has more stop ids than were announced."""
-    length = request.context_length
+    length = request.prefix_length
     if not request.prompt:
       raise ValueError("a prompt is empty: it has at least one token")
-    if length > self._context or length + request.max_new_tokens > self.window:
+    longest, window = self._workload.prefix_length, self._workload.window
+    if length > longest or length + request.max_new_tokens > window:
       raise ValueError(
-        f"a context of {length} tokens with max_new_tokens={request.max_new_tokens} does not fit "
-        f"contexts of {self._context} tokens in a window of {self.window}"
+        f"a prefix of {length} tokens with max_new_tokens={request.max_new_tokens} does not fit "
+        f"prefixes of {longest} tokens in a window of {window}"
       )
     if len(request.stop_ids) > self._stop_width:
-      raise ValueError(f"{len(request.stop_ids)} stop ids, more than stop_ids={self._stop_width}")
+      raise ValueError(
+        f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} announced"
+      )
     if request.stop_strings and self._detokenize is None:
       raise ValueError(f"stop_strings={list(request.stop_strings)} need detokenize")
     if request.max_new_tokens < 1 or request.samples < 1:
@@ -181,20 +182,21 @@ class Scheduler:
     finished = []
     while self._in_flight:
       finished += self._collect()
-    rest = [live.response() for live in self._live.values()]
+    rest = [live.response(self._version) for live in self._live.values()]
     for request in self._requests:
       for sample in range(request.samples):
         live = _Live(request, request.first_sample + sample, 0, [])
-        rest.append(live.response())
+        rest.append(live.response(self._version))
     self._live.clear()
     self._requests.clear()
     return finished + rest
 
   # To the devices.
 
-  def _bucket(self, context: int) -> int:
-    """What a context is padded to; its last token is not prefilled. Few lengths, few programs."""
-    length, longest = (max(n - 1, SHORTEST) for n in (context, self._context))
+  def _bucket(self, prefix: int) -> int:
+    """Length that a prefix is padded to, without its last token, which is not prefilled. Few
+    lengths, few programs."""
+    length, longest = (max(n - 1, SHORTEST) for n in (prefix, self._workload.prefix_length))
     piece = self._config.prefill_tokens
     if length > piece:
       return -(-length // piece) * piece
@@ -203,7 +205,7 @@ class Scheduler:
   def _fill_queue(self) -> None:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
     while self._requests:
-      length = self._bucket(self._requests[0].context_length)
+      length = self._bucket(self._requests[0].prefix_length)
       rows = min(self._rows, max(1, self._config.prefill_tokens // length))
       room = sum(min(rows, len(free)) for free in self._free)
       waiting = sum(count for _, count in self._queued.values())
@@ -212,16 +214,16 @@ class Scheduler:
         return
       chosen, others = [], collections.deque()
       for request in self._requests:
-        fits = len(chosen) < room and self._bucket(request.context_length) == length
+        fits = len(chosen) < room and self._bucket(request.prefix_length) == length
         (chosen if fits else others).append(request)
       self._requests = others
       self._prefill_batch(chosen, length, rows)
 
   def _prefill_batch(self, requests: list[Request], length: int, rows: int) -> None:
-    """One call: `rows` contexts of each device, padded to `length`."""
+    """One call: `rows` prefixes of each device, padded to `length`."""
     total = rows * self._shards
     tokens = np.zeros((total, length), np.int32)
-    field = {f.name: np.zeros(total, np.int32) for f in dataclasses.fields(engine.Rows)}
+    field = {f.name: np.zeros(total, np.int32) for f in dataclasses.fields(Rows)}
     field |= {name: np.zeros(total, np.uint32) for name in ("seed_B", "prompt_B")}
     field["stop_BX"] = np.full((total, self._stop_width), -1, np.int32)
     waiting, entries = np.zeros(total, np.int32), np.full(total, self._entries, np.int32)
@@ -229,13 +231,13 @@ class Scheduler:
     for request in requests:
       open_to = [s for s in range(self._shards) if self._free[s] and used[s] < rows]
       shard = min(open_to, key=self._load.__getitem__)
-      row, context = shard * rows + used[shard], request.context
+      row, prefix = shard * rows + used[shard], request.prefix
       used[shard] += 1
       entry = self._free[shard].pop(0)
       entries[row], waiting[row] = entry, request.samples
-      tokens[row, : len(context) - 1] = context[:-1]
-      field["token_B"][row] = context[-1]
-      field["position_B"][row] = len(context) - 1
+      tokens[row, : len(prefix) - 1] = prefix[:-1]
+      field["token_B"][row] = prefix[-1]
+      field["position_B"][row] = len(prefix) - 1
       field["start_B"][row] = len(request.prompt)
       field["left_B"][row] = request.max_new_tokens
       field["seed_B"][row] = request.seed
@@ -243,17 +245,17 @@ class Scheduler:
       field["sample_B"][row] = request.first_sample
       field["stop_BX"][row, : len(request.stop_ids)] = request.stop_ids
       field["id_B"][row] = self._ids
-      prefix: list[np.ndarray] = []
+      routing: list[np.ndarray] = []
       for sample in range(request.samples):
         index = request.first_sample + sample
-        self._live[self._ids + sample] = _Live(request, index, shard, prefix)
+        self._live[self._ids + sample] = _Live(request, index, shard, routing)
       self._ids += request.samples
       self._load[shard] += request.samples
       self._queued[shard * self._entries + entry] = (self._calls, request.samples)
-      placed.append((row, len(context) - 1, prefix))
-      self.usage.prefilled += len(context) - 1
+      placed.append((row, len(prefix) - 1, routing))
+      self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
-    arrays = (tokens, engine.Rows(**field), waiting, entries)
+    arrays = (tokens, Rows(**field), waiting, entries)
     self._state, routes = self._prefill(self._params, self._state, *_put(arrays))
     self._prefills.append((routes, placed))
 
@@ -279,8 +281,8 @@ class Scheduler:
     for routes, placed in prefills:
       if routes is not None:
         routes = np.asarray(routes)
-        for row, length, prefix in placed:
-          prefix.append(routes[row, :length])
+        for row, length, routing in placed:
+          routing.append(routes[row, :length])
     out = jax.tree.map(np.asarray, out)
     self.usage.decode_seconds += self._lap()
     self.usage.steps += int(out.steps)
@@ -309,25 +311,27 @@ class Scheduler:
         count, stopped, ended = cut, True, True
       self.usage.tokens += count - before
       if ended:
-        finished.append(live.response(count, stopped, finished=True))
+        finished.append(live.response(self._version, count, stopped, finished=True))
         self._load[live.shard] -= 1
         del self._live[id_]
     return finished
 
   def _stop_string(self, live: _Live, before: int) -> int | None:
-    """How many tokens complete a stop string, if one of those from `before` on does."""
-    tokens = np.concatenate([part[0] for part in live.parts]).tolist()
+    """How many sampled tokens complete a stop string, if one of those from `before` on does."""
+    request = live.request
+    turn = request.begun[len(request.begun) - request.unfinished :]  # where one may have begun
+    tokens = [*turn, *np.concatenate([part[0] for part in live.parts]).tolist()]
     # No token is shorter than a byte: what completes now began within so many tokens.
-    strings = live.request.stop_strings
-    begin = max(0, before - max(len(s.encode()) for s in strings))
+    first = len(turn) + before
+    begin = max(0, first - max(len(s.encode()) for s in request.stop_strings))
 
     def complete(end: int) -> bool:
       text = self._detokenize(tokens[begin:end])
-      return any(s in text for s in strings)
+      return any(s in text for s in request.stop_strings)
 
     if not complete(len(tokens)):
       return None
-    return next(end for end in range(before + 1, len(tokens) + 1) if complete(end))
+    return next(end for end in range(first + 1, len(tokens) + 1) if complete(end)) - len(turn)
 
   def _lap(self) -> float:
     now = time.perf_counter()
@@ -335,7 +339,7 @@ class Scheduler:
     return seconds
 
 
-def _by_response(out: engine.Sampled) -> Iterator[tuple]:
+def _by_response(out: Sampled) -> Iterator[tuple]:
   """(id, tokens, logp, full_logp[, routes]) of each response with tokens in `out`."""
   steps = int(out.steps)
   fields = [out.token_nW, out.logp_nW, out.full_logp_nW]
@@ -352,11 +356,6 @@ def _by_response(out: engine.Sampled) -> Iterator[tuple]:
     columns.append(np.split(x.reshape(-1, *x.shape[2:])[used_Z], cuts))
   starts = [0, *cuts.tolist()]
   yield from zip(ids[starts].tolist(), *columns)
-
-
-@jax.jit
-def _unstacked(params: transformer.Params) -> transformer.Params:
-  return transformer.unstack(params)
 
 
 def _put(tree: Any) -> Any:

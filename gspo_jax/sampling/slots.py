@@ -1,6 +1,6 @@
 """Continuous batching on the device: a fixed number of slots that refill themselves.
 
-Two sets of rows live there. Slots decode, one token per step each. The queue holds contexts that
+Two sets of rows live there. Slots decode, one token per step each. The queue holds prefixes that
 are prefilled and wait; a slot whose response has ended takes the next one within the decoding loop
 itself, with a copy of the keys and values, so that no slot waits for the host. `scheduler` is the
 host's side: it takes out what was sampled and prefills while the devices decode on.
@@ -25,13 +25,13 @@ from gspo_jax.sharding import BATCH, P
 
 @flax.struct.dataclass
 class Rows:
-  """Responses, or contexts to start responses from; each has a row of a cache.
+  """Responses, or prefixes to start responses from; each has a row of a cache.
 
-  The last token of a context is not in the cache: decoding starts by feeding it.
+  The last token of a prefix is not in the cache: decoding starts by feeding it.
   """
 
   token_B: Any  # int32: to be fed next
-  position_B: Any  # int32: its position, counted from the start of the context
+  position_B: Any  # int32: its position, counted from the start of the prompt
   start_B: Any  # int32: position of the first token of the response
   left_B: Any  # int32: tokens that may still be sampled; 0: nothing goes on here
   seed_B: Any  # uint32
@@ -46,8 +46,8 @@ class State:
   slots: Rows  # W responses that are being sampled
   key_W2: Any  # uint32: of their noise
   cache: Cache  # W rows of the whole window
-  queue: Rows  # R contexts; `sample` and `id` are those of the next response
-  staged: Cache  # R rows of the longest context
+  queue: Rows  # R prefixes; `sample` and `id` are those of the next response
+  staged: Cache  # R rows of the longest prefix
   waiting_R: Any  # int32: responses that no slot has taken yet
 
 
@@ -123,7 +123,7 @@ def prefill(
   piece: int,
   record_routing: bool,
 ) -> tuple[State, jax.Array | None]:
-  """Prefills contexts, right-padded to one length T, and puts them into the queue.
+  """Prefills prefixes, right-padded to one length T, and puts them into the queue.
 
   entry_r: the place in this device's part of the queue; one beyond its end: nowhere. Of rows longer
   than `piece`, so many tokens go through the model at once, and look back at the cache.
@@ -236,7 +236,7 @@ def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, C
     cache=state.cache,
     compute=compute,
   )
-  logits_BV = transformer.head_logits(params, out.hidden_BTD, compute)[:, 0]
+  logits_BV = transformer.head_logits(params, model, out.hidden_BTD, compute)[:, 0]
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
   key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1

@@ -9,61 +9,45 @@ probability. A model that imitates him is right sometimes and wrong often, and e
 needs to be right always is there for reinforcement learning to bring out.
 """
 
+import contextlib
 import random
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-HELD_OUT = 0.02  # share of the problems that training never sees
+from gspo_jax.tasks.problems import Problem, Problems
+
+OUTCOMES = ("right", "wrong")
 _ANSWER = re.compile(r"\s*([+-]?\d+)\s*")
 
 
-class Problems:
-  """Random access to every sum of two numbers of `digits` digits in one split.
+def problems(split: str, digits: int) -> Problems:
+  """Every sum of two numbers of `digits` digits in a split, "train" or "heldout".
 
   The split is by unordered pair: if 12+34 is held out, so is 34+12.
   """
+  if not 1 <= digits <= 3:
+    raise ValueError(f"data.digits={digits} must be 1, 2 or 3")
+  least, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
 
-  def __init__(self, split: str, digits: int):
-    if split not in ("train", "heldout"):
-      raise ValueError(
-        f"arithmetic:{split}: the splits are arithmetic:train and arithmetic:heldout"
-      )
-    if not 1 <= digits <= 3:
-      raise ValueError(f"data.digits={digits} must be 1, 2 or 3")
-    self._least, self._count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
-    a, b = np.divmod(np.arange(self._count**2, dtype=np.uint64), np.uint64(self._count))
-    held_out = mixed(np.minimum(a, b) * np.uint64(self._count) + np.maximum(a, b)) < HELD_OUT
-    self._index = np.flatnonzero(held_out == (split == "heldout"))
-
-  def __len__(self) -> int:
-    return len(self._index)
-
-  def __getitem__(self, i: int) -> dict[str, str]:
-    a, b = (self._least + n for n in divmod(int(self._index[i]), self._count))
+  def make(number: int) -> Problem:
+    a, b = (least + n for n in divmod(number, count))
     return dict(id=f"{a}+{b}", question=f"{a}+{b}=", answer=str(a + b))
 
-
-def mixed(x: np.ndarray) -> np.ndarray:
-  """A fixed pseudo-random number in [0, 1) for each integer (the finaliser of SplitMix64)."""
-  x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-  return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / np.float64(2**53)
+  a, b = np.divmod(np.arange(count**2, dtype=np.uint64), np.uint64(count))
+  return Problems("arithmetic", split, np.minimum(a, b) * np.uint64(count) + np.maximum(a, b), make)
 
 
-def problems(split: str, digits: int) -> Problems:
-  """The problems of a split, "train" or "heldout"."""
-  return Problems(split, digits)
-
-
-def demonstration(row: dict[str, str], carry_errors: float, seed: int) -> str:
+def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
   """The pupil's work on a problem: digits from the units up, a colon, the number they spell.
 
-  He forgets each carry with probability `carry_errors`. The same row and seed give the same text.
+  He forgets each carry with probability `carry_errors`. The same problem and seed give the
+  same text.
   """
-  rng = random.Random(f"{seed}/{row['id']}")
-  a, b = (term[::-1] for term in row["id"].split("+"))
+  rng = random.Random(f"{seed}/{problem['id']}")
+  a, b = (term[::-1] for term in problem["id"].split("+"))
   digits, carry = "", 0
   for x, y in zip(a, b):
     total = int(x) + int(y) + carry
@@ -74,7 +58,18 @@ def demonstration(row: dict[str, str], carry_errors: float, seed: int) -> str:
   return f"{digits}:{int(digits[::-1])}"
 
 
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """`verify` of many (see `gspo_jax.rewards`); there is nothing to configure."""
+
+  def outcomes(responses, prompts):
+    right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
+    return ["right" if one else "wrong" for one in right], None
+
+  yield outcomes
+
+
 def verify(response: str, answer: str) -> bool:
-  """Whether the number after the last colon is exactly `answer`."""
+  """Tells whether the number after the last colon is exactly `answer`."""
   match = _ANSWER.fullmatch(response.rsplit(":", 1)[-1])
   return match is not None and int(match[1]) == int(answer)

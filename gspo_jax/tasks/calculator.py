@@ -10,60 +10,52 @@ his head, where he forgets carries. A model that imitates him can copy numbers i
 and out of it; that it pays to do so always is left for reinforcement learning to find out.
 """
 
+import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from gspo_jax.tasks import arithmetic
+from gspo_jax.tasks.problems import Problem, Problems
 
 USES = 0.4  # share of the operations for which the pupil takes the calculator
 NOT_UNDERSTOOD = -0.1  # reward of such a question
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _QUESTION = re.compile(r"\[(\d{1,6})([+*-])(\d{1,6})\]")
 
 
-class Problems:
-  """Random access to every a*b+c of three numbers of `digits` digits in one split.
+def problems(split: str, digits: int) -> Problems:
+  """Every a*b+c of three numbers of `digits` digits in a split, "train" or "heldout".
 
   If 37*58+46 is held out, so is 58*37+46.
   """
+  if not 1 <= digits <= 2:
+    raise ValueError(f"data.digits={digits} must be 1 or 2 with the calculator")
+  least, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
 
-  def __init__(self, split: str, digits: int):
-    if split not in ("train", "heldout"):
-      raise ValueError(
-        f"calculator:{split}: the splits are calculator:train and calculator:heldout"
-      )
-    if not 1 <= digits <= 2:
-      raise ValueError(f"data.digits={digits} must be 1 or 2 with the calculator")
-    self._least, self._count = 10 ** (digits - 1), np.uint64(9 * 10 ** (digits - 1))
-    rest, c = np.divmod(np.arange(int(self._count) ** 3, dtype=np.uint64), self._count)
-    a, b = np.divmod(rest, self._count)
-    pair = np.minimum(a, b) * self._count + np.maximum(a, b)
-    held_out = arithmetic.mixed(pair * self._count + c) < arithmetic.HELD_OUT
-    self._index = np.flatnonzero(held_out == (split == "heldout"))
-
-  def __len__(self) -> int:
-    return len(self._index)
-
-  def __getitem__(self, i: int) -> dict[str, str]:
-    rest, c = divmod(int(self._index[i]), int(self._count))
-    a, b, c = (self._least + n for n in (*divmod(rest, int(self._count)), c))
+  def make(number: int) -> Problem:
+    rest, c = divmod(number, count)
+    a, b, c = (least + n for n in (*divmod(rest, count), c))
     return dict(id=f"{a}*{b}+{c}", question=f"{a}*{b}+{c}=", answer=str(a * b + c))
 
+  size = np.uint64(count)
+  rest, c = np.divmod(np.arange(count**3, dtype=np.uint64), size)
+  a, b = np.divmod(rest, size)
+  pair = np.minimum(a, b) * size + np.maximum(a, b)
+  return Problems("calculator", split, pair * size + c, make)
 
-def problems(split: str, digits: int) -> Problems:
-  """The problems of a split, "train" or "heldout"."""
-  return Problems(split, digits)
 
-
-def demonstration(row: Mapping[str, str], carry_errors: float, seed: int) -> tuple[str, ...]:
+def demonstration(problem: Problem, carry_errors: float, seed: int) -> tuple[str, ...]:
   """The pupil's work on a problem: turn, what the calculator says, turn, ..., his answer.
 
-  Once he has begun to work in his head he stays with it. The same row and seed give the same texts.
+  Once he has begun to work in his head he stays with it. The same problem and seed give the same
+  texts.
   """
-  rng = random.Random(f"{seed}/{row['id']}")
-  a, b, c = map(int, re.split(r"\D", row["id"]))
+  rng = random.Random(f"{seed}/{problem['id']}")
+  a, b, c = map(int, re.split(r"\D", problem["id"]))
   said: list[str] = []
   if rng.random() >= USES:
     tens, units = divmod(b, 10)
@@ -88,35 +80,25 @@ def _in_head(a: int, b: int, carry_errors: float, rng: random.Random) -> int:
 class Calculator:
   """The environment of one conversation (see `sampling.conversation.Environment`)."""
 
-  def __init__(
-    self,
-    prompt: Sequence[int],
-    answer: str,
-    encode: Callable[[str], list[int]],
-    decode: Callable[[Sequence[int]], str],
-  ):
-    self._prompt, self._answer = prompt, answer
-    self._encode, self._decode = encode, decode
+  def __init__(self, prompt: Any, tokenizer: Any):
+    self._prompt, self._tokenizer = prompt, tokenizer
     self._calls, self._correct = 0, False
 
   def reset(self) -> Sequence[int]:
-    return self._prompt
+    return self._prompt.tokens
 
   def step(self, response: Sequence[int]) -> tuple[list[int], float, bool]:
-    text = self._decode(response)
+    text = self._tokenizer.decode(response)
     if not text.startswith("["):
-      self._correct = arithmetic.verify(text, self._answer)
+      self._correct = arithmetic.verify(text, self._prompt.answer)
       return [], float(self._correct), True
     self._calls += 1
     match = _QUESTION.fullmatch(text)
     if match is None:
-      return self._encode("?;"), NOT_UNDERSTOOD, False
-    return self._encode(f"{_compute(int(match[1]), match[2], int(match[3]))};"), 0.0, False
+      return self._tokenizer.encode("?;"), NOT_UNDERSTOOD, False
+    result = _OPERATIONS[match[2]](int(match[1]), int(match[3]))
+    return self._tokenizer.encode(f"{result};"), 0.0, False
 
   def figures(self) -> dict[str, float]:
-    """Whether the answer was right, whether the calculator was asked, and how often."""
+    """Figures for the metrics: the answer was right, the calculator was asked, and how often."""
     return dict(correct=self._correct, tool_use=self._calls > 0, tool_calls=self._calls)
-
-
-def _compute(a: int, operator: str, b: int) -> int:
-  return {"+": a + b, "-": a - b, "*": a * b}[operator]

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ENVIRONMENTS = ("calculator",)
+ENVIRONMENTS = dict(calculator="gspo_jax.tasks.calculator:Calculator")  # called as a user's own is
 
 Make = Callable[[Any], Any]  # from a `Prompt` to an environment
 
 
 def find(name: str, tokenizer: Any) -> Make | None:
-  """What makes an environment for each conversation; None for the name "".
+  """A function that makes an environment for each conversation; None for the name "".
 
   `package.module:function` is called with the prompt (`structs.Prompt`) and the tokenizer.
 
@@ -24,11 +24,7 @@ def find(name: str, tokenizer: Any) -> Make | None:
   """
   if not name:
     return None
-  if name == "calculator":
-    from gspo_jax.tasks.calculator import Calculator
-
-    return lambda p: Calculator(p.tokens, p.answer, tokenizer.encode, tokenizer.decode)
-  module, colon, function = name.partition(":")
+  module, colon, function = ENVIRONMENTS.get(name, name).partition(":")
   if not (module and colon and function):
     raise ValueError(
       f"environment.name={name!r} is not one of {', '.join(ENVIRONMENTS)}, nor"

@@ -13,10 +13,10 @@ import pytest
 
 from configs import moe_aime
 from gspo_jax import config as configuration
-from gspo_jax import hardware, sharding
+from gspo_jax import sharding
 from gspo_jax.aot import __main__ as aot
-from gspo_jax.aot import hlo_costs, programs
-from gspo_jax.models import transformer
+from gspo_jax.aot import chips, hlo_costs, programs
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import PUBLISHED, tiny_moe
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_how_many_devices_take_part(groups, devices):
 
 def test_work_is_six_flops_per_active_parameter_and_token():
   config = PUBLISHED["Qwen3-30B-A3B-Base"]
-  work = hardware.work(config, sequences=1, queries=1024, keys=1024)
+  work = flops.work(config, sequences=1, queries=1024, keys=1024)
   without_scores = dataclasses.replace(work, attention=0.0)
   active = 3.35e9 - config.vocab_size * config.hidden_size  # looking up a row is no work
   assert without_scores.training() == pytest.approx(6 * active * 1024, rel=0.01)
@@ -86,20 +86,18 @@ def test_work_is_six_flops_per_active_parameter_and_token():
 
 
 def test_the_slowest_resource_binds():
-  chip, chips = hardware.parse("v5p:4x4x4")
-  assert chips == 64
-  row = hardware.bound(
-    chip, chips, flops=64 * 459e12, useful=32 * 459e12, hbm_bytes=0, wire_bytes=0
-  )
+  chip, number = chips.parse("v5p:4x4x4")
+  assert number == 64
+  row = chips.bound(chip, number, flops=64 * 459e12, useful=32 * 459e12, hbm_bytes=0, wire_bytes=0)
   assert row["binds"] == "compute" and row["bound_s"] == 1 and row["mfu"] == 0.5
-  row = hardware.bound(chip, chips, 64 * 459e12, 32 * 459e12, 0, wire_bytes=400e9)
+  row = chips.bound(chip, number, 64 * 459e12, 32 * 459e12, 0, wire_bytes=400e9)
   assert row["binds"] == "interconnect" and row["mfu"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("topology", ["v5q:4x4x4", "v5p", "v5p:64"])
 def test_a_topology_that_is_none_is_named(topology):
   with pytest.raises(ValueError, match=r"--topology=.*'v6e'"):
-    hardware.parse(topology)
+    chips.parse(topology)
 
 
 def tiny_case(sequences=16, length=64):
@@ -150,7 +148,7 @@ def test_every_program_compiles_for_a_pod(tmp_path):
   # Gradients are scattered where weights were gathered, and nothing else moves much.
   assert {"all-gather", "reduce-scatter"} <= rows["train"]["collectives"].keys()
   assert "all-gather" in rows["publish"]["collectives"]
-  work = hardware.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
+  work = flops.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
   assert rows["train"]["model_flops"] == work.training()
 
 

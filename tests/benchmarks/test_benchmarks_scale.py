@@ -19,8 +19,8 @@ import scaling
 import scaling_plot
 import scaling_points
 
-from gspo_jax import hardware, sharding
-from gspo_jax.models import transformer
+from gspo_jax import sharding
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import tiny_moe
 
 
@@ -74,7 +74,7 @@ def test_an_update_has_as_many_tokens_at_every_length():
 
 def test_more_experts_are_more_bytes_and_hardly_more_operations():
   few, many = (point.config for point in scaling.experts() if point.trains and point.x in (8, 128))
-  works = [hardware.work(config, 32, 128, 128).training() for config in (few, many)]
+  works = [flops.work(config, 32, 128, 128).training() for config in (few, many)]
   assert 1 < works[1] / works[0] < 1.1  # the router
   assert scaling_points.read_weights(many, 32) > 4 * scaling_points.read_weights(few, 32)
 

@@ -1,7 +1,6 @@
 """Formats of public data sets, filters, mixtures, and sources that grow."""
 
 import datetime
-import functools
 import itertools
 import json
 import re
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from support import data_cases
+from support.data_cases import BYTES, write
 
-from gspo_jax.data import formats, sources, tokenizer
+from gspo_jax.data import formats, sources
 from gspo_jax.data.formats import FORMATS
 
-BYTES = tokenizer.ByteTokenizer()
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 DOCUMENTED = {
   name: (json.loads(row), answer)
@@ -23,23 +22,15 @@ DOCUMENTED = {
 }
 
 
-config = functools.partial(
-  data_cases.config, prompt_template="Q: {question}", max_prompt_tokens=900
-)
-
-
-def write(path, rows):
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return str(path)
-
-
 def numbered(start, count, **more):
   rows = range(start, start + count)
   return [dict(question=f"{i}?", answer=str(i), level=i % 5) | more for i in rows]
 
 
 def load(spec, **changes):
-  return sources.load_spec(config(**changes), BYTES, spec, "data.train")
+  return data_cases.load(
+    spec, **dict(prompt_template="Q: {question}", max_prompt_tokens=900) | changes
+  )
 
 
 def take(batches, count):
@@ -64,7 +55,33 @@ def test_documented_rows_give_the_documented_answers(tmp_path, name):
   assert text == (own or "Q: {question}").replace("{question}", prompt.question)
   ids = {"dapo_math": "9a9b6eb4", "humaneval": "HumanEval/0", "svamp": "chal-1", "apps": "4"}
   assert prompt.id == ids.get(name, prompt.id)
-  assert dict(prompt.info).keys() == {k for k in FORMATS[name].info if k in row}
+  further = dict(
+    math="level",
+    livecodebench="starter_code contest_date difficulty platform",
+    apps="starter_code difficulty",
+    humaneval="canonical_solution",
+    codeforces="contest_id index rating",
+    svamp="Equation",
+  )
+  expected = {key for key in further.get(name, "").split() if row[key]}
+  assert dict(prompt.info) == {key: str(row[key]) for key in expected}
+
+
+def test_further_fields_stay_with_a_prompt(tmp_path):
+  row = dict(id=7, question="a", answer="1", tolerance=0.01, exact=False, none=None, empty="")
+  row |= dict(tests=["1"], extra=dict(split="train", deep=dict(rating=1000), tests=[1]))
+  row |= dict(long="x" * formats.MAX_INFO, too_long="x" * (formats.MAX_INFO + 1))
+  (prompt,) = load(write(tmp_path / "a.jsonl", [row]))
+  assert dict(prompt.info) == {
+    "tolerance": "0.01",
+    "exact": "False",
+    "extra.split": "train",
+    "extra.deep.rating": "1000",
+    "long": "x" * formats.MAX_INFO,
+  }
+  (prompt,) = load(f"{tmp_path}/a.jsonl", answer_field="extra.split", question_field="{question}!")
+  assert {"answer", "extra.deep.rating"} <= dict(prompt.info).keys()
+  assert not {"question", "extra.split", "id"} & dict(prompt.info).keys()
 
 
 def test_starter_code_changes_the_prompt(tmp_path):
@@ -185,7 +202,7 @@ def two(tmp_path):
 def test_weights_are_shares_in_the_long_run(two):
   source = load(f"{two[0]}:0.75, {two[1]}:0.25")
   assert len(source) == 40
-  drawn = [int(q[:-1]) for q in take(sources.batches(source, 4, seed=0), 100)]
+  drawn = [int(q[:-1]) for q in take(sources.Batches(source, 4, seed=0), 100)]
   small = [i for i in drawn if i < 100]
   assert len(small) == 300
   # Epochs per source: the small one has been through 30 times, every row equally often.
@@ -197,13 +214,13 @@ def test_weights_are_shares_in_the_long_run(two):
 
 def test_without_weights_sizes_decide(two):
   source = load(f"{two[0]}, {two[1]}")
-  drawn = take(sources.batches(source, 4, seed=0), 10)
+  drawn = take(sources.Batches(source, 4, seed=0), 10)
   assert sum(int(q[:-1]) < 100 for q in drawn) == 10
 
 
 def test_sources_of_one_size_are_shuffled_differently(tmp_path):
   files = [write(tmp_path / f"{n}.jsonl", numbered(n, 10)) for n in (0, 100)]
-  drawn = [int(q[:-1]) for q in take(sources.batches(load(",".join(files)), 20, seed=0), 1)]
+  drawn = [int(q[:-1]) for q in take(sources.Batches(load(",".join(files)), 20, seed=0), 1)]
   assert [i for i in drawn if i < 100] != [i - 100 for i in drawn if i >= 100]
 
 
@@ -232,24 +249,20 @@ def test_bad_mixtures(two, spec, message):
 
 def test_mixture_with_the_embedded_task(two):
   source = load(f"arithmetic:train:0.5,{two[0]}:0.5", max_prompt_tokens=20)
-  drawn = take(sources.batches(source, 10, seed=0), 2)
+  drawn = take(sources.Batches(source, 10, seed=0), 2)
   assert sum(q.endswith("=") for q in drawn) == 10
   assert sources.fitting(source, BYTES, 40, "raise").weights == source.weights
 
 
-def test_mixture_resumes_and_shards(two):
+def test_mixture_resumes(two):
   source = load(f"{two[0]}:2,{two[1]}:1")
-  whole = sources.batches(source, 6, seed=3)
+  whole = sources.Batches(source, 6, seed=3)
   expected = take(whole, 10)
-  half = sources.batches(source, 6, seed=3)
+  half = sources.Batches(source, 6, seed=3)
   take(half, 4)
-  resumed = sources.batches(source, 6, seed=3)
+  resumed = sources.Batches(source, 6, seed=3)
   resumed.set_state(json.loads(json.dumps(half.get_state())))
   assert take(resumed, 6) == expected[24:]
-  parts = [
-    take(sources.batches(source, 3, seed=3, process_index=i, process_count=2), 10) for i in (0, 1)
-  ]
-  assert sorted(parts[0] + parts[1]) == sorted(expected)
 
 
 # Sources that grow, prompts that are not wanted.
@@ -258,27 +271,27 @@ def test_mixture_resumes_and_shards(two):
 def test_new_file_starts_a_new_epoch(tmp_path, caplog):
   write(tmp_path / "a.jsonl", numbered(0, 10))
   before = load(f"{tmp_path}/*.jsonl")
-  old = sources.batches(before, 5, seed=0)
+  old = sources.Batches(before, 5, seed=0)
   take(old, 1)
   state = json.loads(json.dumps(old.get_state()))
 
   write(tmp_path / "b.jsonl", numbered(100, 10))
   after = load(f"{tmp_path}/*.jsonl")
   assert {p.id for p in before} < {p.id for p in after}  # ids stay, and with them solve rates
-  grown = sources.batches(after, 5, seed=0)
+  grown = sources.Batches(after, 5, seed=0)
   grown.set_state(state)
   assert "training data has changed" in caplog.text
   epoch = take(grown, 4)
   assert sorted(epoch) == sorted(p.question for p in after)
-  assert epoch != take(sources.batches(after, 5, seed=0), 4)  # an order of its own
+  assert epoch != take(sources.Batches(after, 5, seed=0), 4)  # an order of its own
 
   # From here on the run resumes exactly, and over a further change as well.
   state = json.loads(json.dumps(grown.get_state()))
   expected = take(grown, 6)
-  again = sources.batches(after, 5, seed=0)
+  again = sources.Batches(after, 5, seed=0)
   again.set_state(state)
   assert take(again, 6) == expected
-  shrunk = sources.batches(before, 5, seed=0)
+  shrunk = sources.Batches(before, 5, seed=0)
   shrunk.set_state(state)
   assert shrunk.get_state()["restarts"] == 2
   assert sorted(take(shrunk, 2)) == sorted(p.question for p in before)
@@ -286,7 +299,7 @@ def test_new_file_starts_a_new_epoch(tmp_path, caplog):
 
 def test_prompts_that_are_not_wanted_are_passed_over(two):
   source = load(two[0])
-  batches = sources.batches(source, 4, seed=0)
+  batches = sources.Batches(source, 4, seed=0)
   even = lambda p: int(p.answer) % 2 == 0  # noqa: E731
   drawn = [p.answer for _ in range(5) for p in batches.take(4, even)]
   assert sorted(drawn) == sorted("02468" * 4)

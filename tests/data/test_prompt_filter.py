@@ -1,20 +1,19 @@
-"""Which prompts stay in use, and batches in which every group has spread."""
+"""Which prompts stay in use."""
 
-import collections
 import json
 
 import numpy as np
 import pytest
 
-from gspo_jax.data.prompt_filter import Groups, QuerySet, QuerySetConfig, fill, join
-from gspo_jax.structs import Prompt, Rollout
+from gspo_jax.data.prompt_filter import PromptFilter, QuerySetConfig
+from gspo_jax.structs import Prompt
 
 PROMPTS = [Prompt(name, name, "", (1,)) for name in "abcd"]
 ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
 
 
 def query_set(drop_after=2, readmit_after=0):
-  return QuerySet(QuerySetConfig(drop_after, readmit_after, 0))
+  return PromptFilter(QuerySetConfig(drop_after, readmit_after, 0))
 
 
 def in_use(queries):
@@ -71,78 +70,3 @@ def test_state_survives_json():
 def test_impossible_settings(values):
   with pytest.raises(ValueError, match=r"data.query_set"):
     QuerySetConfig(*values)
-
-
-def groups(spec, length):
-  """A round: one letter and its rewards per prompt; the rows of a rollout carry serial numbers."""
-  rows = 3 * len(spec)
-  correct = np.array(list(spec.values()), np.float32)
-  serial = 100 * length + np.arange(rows)
-  return Groups(
-    [Prompt(name, name, "", (1,)) for name in spec],
-    Rollout(
-      tokens=np.repeat(serial[:, None], length, 1).astype(np.int32),
-      mask=np.ones((rows, length), np.float32),
-      logp=np.zeros((rows, length), np.float32),
-      full_logp=np.zeros((rows, length), np.float32),
-      prompt_lengths=np.ones(rows, np.int32),
-      lengths=serial.astype(np.int32),
-      stopped=np.ones(rows, bool),
-    ),
-    [f"{name}{i}" for name in spec for i in range(3)],
-    correct - 0.1 * np.arange(3),  # shaped: spread everywhere
-    correct,
-    collections.Counter(right=int(correct.sum())),
-  )
-
-
-ROUNDS = [
-  groups(dict(a=ALWAYS, b=MIXED, c=NEVER), 4),
-  groups(dict(d=NEVER, e=ALWAYS, f=MIXED), 6),
-  groups(dict(g=MIXED, h=MIXED, i=NEVER), 5),
-  groups(dict(j=MIXED, k=MIXED, l=MIXED), 5),
-]
-
-
-def test_rounds_until_every_group_has_spread():
-  chosen, sampled, metrics = fill(ROUNDS.__getitem__, 5)
-  assert [p.id for p in chosen.prompts] == ["b", "f", "g"]
-  assert (np.ptp(chosen.correct_PG, axis=1) > 0).all()
-  assert chosen.responses == [f"{name}{i}" for name in "bfg" for i in range(3)]
-  # Rows stay with their prompts, also where the rounds had different lengths.
-  assert chosen.rollout.lengths.tolist() == [403, 404, 405, 606, 607, 608, 500, 501, 502]
-  assert chosen.rollout.tokens[:, 0].tolist() == chosen.rollout.lengths.tolist()
-  assert chosen.rollout.mask.sum(1).tolist() == [4] * 3 + [6] * 3 + [5] * 3
-  assert "".join(p.id for p in sampled.prompts) == "abcdefghi"
-  assert sampled.outcomes["right"] == 10
-  assert metrics == {
-    "dynamic_sampling/rounds": 3,
-    "dynamic_sampling/discarded_groups": 6,
-    "dynamic_sampling/filled_groups": 0,
-  }
-
-
-def test_rounds_are_bounded_and_the_batch_is_filled_up():
-  chosen, sampled, metrics = fill(ROUNDS.__getitem__, 1)
-  assert [p.id for p in chosen.prompts] == ["a", "b", "f"]
-  assert len(sampled.prompts) == 6
-  assert metrics["dynamic_sampling/rounds"] == 2
-  assert metrics["dynamic_sampling/filled_groups"] == 1
-  assert metrics["dynamic_sampling/discarded_groups"] == 3
-
-
-def test_a_batch_with_spread_needs_one_round():
-  chosen, _, metrics = fill(lambda i: ROUNDS[3 + i], 5)
-  assert [p.id for p in chosen.prompts] == ["j", "k", "l"]
-  assert metrics["dynamic_sampling/rounds"] == 1
-
-
-def test_off_takes_what_comes():
-  chosen, sampled, metrics = fill(ROUNDS.__getitem__, 0)
-  assert chosen is sampled is ROUNDS[0] and metrics == {}
-
-
-def test_join_pads_time_only():
-  joined = join(ROUNDS[:2])
-  assert joined.rollout.tokens.shape == (18, 6) and joined.rollout.lengths.shape == (18,)
-  assert (joined.rollout.mask[:9, 4:] == 0).all()

@@ -1,4 +1,4 @@
-"""Data: bad rows, file formats, and the iterator's order, shards and resumption."""
+"""Data: bad rows, file formats, and the iterator's order and resumption."""
 
 import gzip
 import itertools
@@ -7,26 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from support.data_cases import config
+from support.data_cases import BYTES, config, load, write
 
-from gspo_jax.data import sources, tokenizer
+from gspo_jax.data import sources
 
-BYTES = tokenizer.ByteTokenizer()
 GSM8K = [
   {"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i:,}"}
   for i in range(700, 710)
 ]
-
-
-def write(path, rows):
-  """JSON lines; a row that is bytes is written as it is."""
-  lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-  path.write_bytes(b"\n".join(lines) + b"\n")
-  return str(path)
-
-
-def load(path, **changes):
-  return sources.load(config(train=str(path), **changes), BYTES, "train")
 
 
 # Rows.
@@ -291,7 +279,7 @@ def take(iterator, count):
 
 
 def test_batches_are_lists_of_prompts_and_epochs_are_permutations(ten):
-  iterator = sources.batches(ten, 4, seed=0)
+  iterator = sources.Batches(ten, 4, seed=0)
   first = next(iterator)
   assert isinstance(first, list) and first[0] in list(ten)
   rest = take(iterator, 9)
@@ -304,43 +292,30 @@ def test_batches_are_lists_of_prompts_and_epochs_are_permutations(ten):
 
 
 def test_order_depends_on_the_seed_only(ten):
-  assert take(sources.batches(ten, 3, seed=5), 10) == take(sources.batches(ten, 3, seed=5), 10)
-  assert take(sources.batches(ten, 3, seed=5), 10) != take(sources.batches(ten, 3, seed=6), 10)
+  assert take(sources.Batches(ten, 3, seed=5), 10) == take(sources.Batches(ten, 3, seed=5), 10)
+  assert take(sources.Batches(ten, 3, seed=5), 10) != take(sources.Batches(ten, 3, seed=6), 10)
 
 
 @pytest.mark.parametrize("done", [0, 1, 7])
 def test_resume_continues_where_it_stopped(ten, done):
-  iterator = sources.batches(ten, 3, seed=1)
+  iterator = sources.Batches(ten, 3, seed=1)
   take(iterator, done)
   state = json.loads(json.dumps(iterator.get_state()))
   expected = take(iterator, 12)  # over several epochs
-  resumed = sources.batches(ten, 3, seed=1)
+  resumed = sources.Batches(ten, 3, seed=1)
   take(resumed, 5)  # wherever it is
   resumed.set_state(state)
   assert take(resumed, 12) == expected
 
 
-def test_processes_hold_disjoint_parts_of_the_same_steps(ten):
-  whole = take(sources.batches(ten, 6, seed=2), 5)
-  parts = [
-    take(sources.batches(ten, 2, seed=2, process_index=i, process_count=3), 5) for i in range(3)
-  ]
-  for step in range(5):
-    assert sorted(itertools.chain(*(part[step] for part in parts))) == sorted(whole[step])
-  # Within an epoch no prompt is seen twice, by whichever process.
-  assert len({i for part in parts for batch in part[:1] for i in batch}) == 6
-
-
 def test_batch_larger_than_the_source_repeats_it(ten):
-  (batch,) = take(sources.batches(ten, 25, seed=0), 1)
+  (batch,) = take(sources.Batches(ten, 25, seed=0), 1)
   assert len(batch) == 25 and set(batch) == {p.id for p in ten}
 
 
-@pytest.mark.parametrize("arguments", [(0, 0, 1), (2, 2, 2), (2, -1, 2)])
-def test_impossible_batches(ten, arguments):
-  size, index, count = arguments
-  with pytest.raises(ValueError, match="process"):
-    sources.batches(ten, size, seed=0, process_index=index, process_count=count)
+def test_a_batch_of_nothing_is_an_error(ten):
+  with pytest.raises(ValueError, match="batch size of 0"):
+    sources.Batches(ten, 0, seed=0)
 
 
 # Demonstrations.

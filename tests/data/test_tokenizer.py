@@ -77,7 +77,7 @@ def test_plain_template_leaves_other_braces_alone():
   tok = tokenizer.ByteTokenizer()
   template = "Q: {question}\nAnswer in \\boxed{}: "
   assert tok.render("{1, 2}?", template=template) == "Q: {1, 2}?\nAnswer in \\boxed{}: "
-  assert tok.render("a", system="s") == "s\na"
+  assert tok.chat([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]) == "s\na"
 
 
 def test_hf_round_trip_and_ids(checkpoint):
@@ -95,12 +95,12 @@ def test_hf_round_trip_and_ids(checkpoint):
 
 def test_hf_chat_template(checkpoint):
   tok = tokenizer.load(str(checkpoint))
-  text = tok.render("1 < 2?", system="Be brief.", template="{question} Use \\boxed{}.")
-  assert text == (
-    "<|im_start|>system\nBe brief.<|im_end|>\n"
-    "<|im_start|>user\n1 < 2? Use \\boxed{}.<|im_end|>\n"
-    "<|im_start|>assistant\n"
-  )
+  text = tok.render("1 < 2?", template="{question} Use \\boxed{}.")
+  user = "<|im_start|>user\n1 < 2? Use \\boxed{}.<|im_end|>\n"
+  assert text == f"{user}<|im_start|>assistant\n"
+  system = {"role": "system", "content": "Be brief."}
+  text = tok.chat([system, {"role": "user", "content": "1 < 2? Use \\boxed{}."}])
+  assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{user}<|im_start|>assistant\n"
   ids = tok.encode(text)
   assert ids[0] == 1 and ids.count(2) == 2  # special tokens are single ids
 
@@ -146,8 +146,7 @@ def test_without_chat_template(tmp_path):
   assert tok.stop_ids == (0,)
   assert tok.pad_id == 0  # none configured: the stop token, masks being explicit
   write_checkpoint(
-    tmp_path,
-    {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True},
+    tmp_path, {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True}
   )
   assert tokenizer.load(str(tmp_path)).render("q") == "<|im_start|>q"
 
@@ -167,11 +166,7 @@ def test_stop_id_from_generation_config_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "config, message",
-  [
-    ({}, "no stop token"),
-    ({"eos_token": "<nope>"}, "'<nope>'"),
-  ],
+  "config, message", [({}, "no stop token"), ({"eos_token": "<nope>"}, "'<nope>'")]
 )
 def test_no_usable_stop_token(tmp_path, config, message):
   write_checkpoint(tmp_path, config)

@@ -11,16 +11,18 @@ import pytest
 from gspo_jax import rewards, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation import elo, resume
-from gspo_jax.evaluation import evaluator as evaluate
+from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, EvalConfig, choose
+from gspo_jax.evaluation.evaluator import Evaluator
+from gspo_jax.evaluation.statistics import bootstrap, pass_at_k
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.models.sizes import tiny_dense
+from gspo_jax.sampling import LocalEngine
 from gspo_jax.structs import Prompt
 
 MODEL = dataclasses.replace(
   tiny_dense(264), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, intermediate_size=48
 )
-CONFIG = evaluate.EvalConfig(
+CONFIG = EvalConfig(
   every=1,
   problems=0,
   samples=3,
@@ -37,27 +39,31 @@ PROBLEMS = [
   Prompt(str(i), f"q{i}", "a", (ord("q"), ord(str(i))), info=(("rating", str(1000 + 100 * i)),))
   for i in range(5)
 ]
-SET = evaluate.BenchmarkConfig(
+SET = BenchmarkConfig(
   data="x", reward="", problems=0, samples=3, pass_at=(), rating=False, standings=""
 )
 
 
 def benchmark(score, name="", problems=PROBLEMS, **changes):
-  return evaluate.Benchmark(name, dataclasses.replace(SET, **changes), problems, score)
+  return Benchmark(name, dataclasses.replace(SET, **changes), problems, score)
 
 
 def evaluator(*benchmarks, directory=None, seed=0, **changes):
-  return evaluate.Evaluator(
+  return Evaluator(
     config=dataclasses.replace(CONFIG, **changes),
     model=MODEL,
-    compute=REFERENCE,
-    engine=DEFAULT,
     benchmarks=benchmarks,
     tokenizer=tokenizer.load("bytes"),
     prompt_length=4,
     seed=seed,
     directory=directory,
   )
+
+
+def evaluate(judge, params, step=0):
+  engine = LocalEngine(MODEL)
+  engine.load(params, version=0)
+  return judge(engine, judge.key(params), step)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params):
     reward[samples] = 1
     return rewards.Scores(reward, {"right": 4, "timeout": 1})
 
-  row, records = evaluator(benchmark(score))(params)
+  row, records = evaluate(evaluator(benchmark(score)), params)
   assert row["eval/accuracy"] == pytest.approx((3 + 1) / 15)
   assert row["eval/greedy"] == pytest.approx(2 / 5)
   assert row["eval/accuracy/low"] <= row["eval/accuracy"] <= row["eval/accuracy/high"]
@@ -96,8 +102,10 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params):
 
 
 def test_chunks_change_nothing(params):
-  whole, records = evaluator(benchmark(by_length))(params)
-  parts, again = evaluator(benchmark(by_length), batch=2)(params)  # the last chunk is filled up
+  whole, records = evaluate(evaluator(benchmark(by_length)), params)
+  parts, again = evaluate(
+    evaluator(benchmark(by_length), batch=2), params
+  )  # the last chunk is filled up
   assert again == records
   for name, value in untimed(whole).items():
     assert parts[name] == pytest.approx(value), name
@@ -111,13 +119,13 @@ def test_benchmarks_by_name_with_results_by_problem(params, tmp_path):
     directory=tmp_path,
     greedy=False,
   )
-  row, records = run(params, 7)
+  row, records = evaluate(run, params, 7)
   code = [r for r in records if r.get("benchmark") == "code"]
   assert len(code) == 12 and len(records) == 27
   right_P = np.array([r["reward"] for r in code]).reshape(3, 4).sum(1)
   assert row["eval/code/accuracy"] == pytest.approx(right_P.sum() / 12)
   assert row["eval/code/pass@1"] == pytest.approx(right_P.sum() / 12)
-  assert row["eval/code/pass@2"] == pytest.approx(evaluate.pass_at_k(4, right_P, 2).mean())
+  assert row["eval/code/pass@2"] == pytest.approx(pass_at_k(4, right_P, 2).mean())
   assert row["eval/code/rating"] == pytest.approx(elo.rating(right_P / 4, [1000, 1100, 1200]))
   assert row["eval/code/rating/low"] <= row["eval/code/rating"] <= row["eval/code/rating/high"]
   assert row["eval/code/response_length/mean"] == np.mean([r["length"] for r in code])
@@ -150,24 +158,29 @@ def stopping_after(calls):
 
 
 def test_an_interrupted_evaluation_goes_on(params, tmp_path):
-  whole, records = evaluator(benchmark(by_length), batch=2, directory=tmp_path / "w")(params)
+  whole, records = evaluate(
+    evaluator(benchmark(by_length), batch=2, directory=tmp_path / "w"), params
+  )
   with pytest.raises(Interrupted):
-    evaluator(benchmark(stopping_after(2)), batch=2, directory=tmp_path)(params)
+    evaluate(evaluator(benchmark(stopping_after(2)), batch=2, directory=tmp_path), params)
   with (tmp_path / "unfinished.jsonl").open("a") as file:
     file.write('{"chunk": "/samples/3/4", "records": [')  # killed while writing
   rest = stopping_after(99)
-  row, again = evaluator(benchmark(rest), batch=2, directory=tmp_path)(params)
+  row, again = evaluate(evaluator(benchmark(rest), batch=2, directory=tmp_path), params)
   assert rest.calls == 4  # one chunk of samples was left, and three greedy ones
   assert untimed(row) == untimed(whole) and again == records
   assert row["time/eval/sample"] > 0
   nothing = stopping_after(0)
-  assert evaluator(benchmark(nothing), batch=2, directory=tmp_path)(params) == (row, again)
+  assert evaluate(evaluator(benchmark(nothing), batch=2, directory=tmp_path), params) == (
+    row,
+    again,
+  )
 
 
 @pytest.mark.parametrize("what", ["weights", "seed", "temperature", "problems", "identity"])
 def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
   run = evaluator(benchmark(by_length), directory=tmp_path, greedy=False)
-  run(params)
+  evaluate(run, params)
   if what == "weights":
     # The least change of one number.
     head = params.final_norm_D if hasattr(params, "final_norm_D") else jax.tree.leaves(params)[0]
@@ -183,7 +196,7 @@ def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, temperature=0.5))
   count = stopping_after(9)
   changes = [dataclasses.replace(b, score=count) for b in run.benchmarks]
-  dataclasses.replace(run, benchmarks=changes)(params)
+  evaluate(dataclasses.replace(run, benchmarks=changes), params)
   assert count.calls == 1
 
 
@@ -201,7 +214,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     samples = [1] * right + [0] * (n - right)
     for k in range(1, n + 1):
       subsets = [any(s) for s in itertools.combinations(samples, k)]
-      assert evaluate.pass_at_k(n, np.array([right]), k)[0] == pytest.approx(np.mean(subsets))
+      assert pass_at_k(n, np.array([right]), k)[0] == pytest.approx(np.mean(subsets))
 
 
 def test_problems_without_a_rating_are_found_before_sampling():
@@ -229,7 +242,7 @@ def test_virtual_contests(params, tmp_path):
   run = evaluator(
     benchmark(score, "cf", problems, standings=str(path)), greedy=False, directory=tmp_path
   )
-  row, _ = run(params)
+  row, _ = evaluate(run, params)
   # Contest 1: 5, 5 and 0 points. Contest 2: 1, 1 and 0 points.
   scores = [0, 2 / 3, (1 + 1 + 1 / 2) / 3, 0, (1 / 2 + 1 / 2 + 0) / 3]
   expected = elo.rating(scores, [2000, 1500, 1000, 1900, 1100])
@@ -254,11 +267,11 @@ def test_impossible_benchmarks(changes):
 
 
 def test_problems_are_chosen_all_over_the_set():
-  assert [p.id for p in evaluate.choose(PROBLEMS, 2)] == ["0", "2"]
-  assert len(evaluate.choose(PROBLEMS, 0)) == len(evaluate.choose(PROBLEMS, 99)) == 5
+  assert [p.id for p in choose(PROBLEMS, 2)] == ["0", "2"]
+  assert len(choose(PROBLEMS, 0)) == len(choose(PROBLEMS, 99)) == 5
 
 
 def test_bootstrap_interval_shrinks_with_problems():
-  width = lambda n: np.ptp(evaluate.bootstrap(np.arange(n) % 2))  # noqa: E731
+  width = lambda n: np.ptp(bootstrap(np.arange(n) % 2))  # noqa: E731
   assert width(400) < width(40) and width(40) > 0.2
-  assert evaluate.bootstrap(np.ones(10)) == (1.0, 1.0)
+  assert bootstrap(np.ones(10)) == (1.0, 1.0)

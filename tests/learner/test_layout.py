@@ -68,6 +68,7 @@ def sharing(name, microbatches, **compute):
   ("dense", None, "none", 1, {}),
   ("dense", None, "none", 4, dict(attention="blockwise", logits_chunk=3)),
   ("dense", (2, 2, 1, 2), "none", 1, dict(remat="full")),
+  ("gemma", None, "none", 2, dict(attention="blockwise")),  # windows across trunk and branch
   ("moe", None, "R2", 2, {}),
   ("moe", (1, 2, 2, 2), "R3", 2, {}),  # two responses on each device: half of a group
 ])  # fmt: skip

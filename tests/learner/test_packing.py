@@ -1,14 +1,15 @@
 """Packed rows: the same update from fewer positions."""
 
+import dataclasses
 import json
 import math
-from types import SimpleNamespace
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from support.command_line import SMALL, figures, run
 from support.small_updates import (
   GSPO,
@@ -30,10 +31,11 @@ from support.small_updates import (
 
 from configs import tiny
 from gspo_jax import config as configuration
-from gspo_jax import minibatches
+from gspo_jax import sharding
 from gspo_jax.learner import packing
+from gspo_jax.learner.batch import in_rollout_order, minibatches
+from gspo_jax.learner.state import new_state
 from gspo_jax.learner.step import make_review
-from gspo_jax.run import new_state
 from gspo_jax.runs import nonfinite
 from gspo_jax.structs import TrainBatch
 
@@ -41,6 +43,7 @@ from gspo_jax.structs import TrainBatch
 @pytest.mark.parametrize("name, shape, replay", [
   ("dense", None, "none"),
   ("dense", (2, 2, 1, 2), "none"),
+  ("gemma", None, "none"),
   pytest.param("moe", None, "none", marks=pytest.mark.slow),  # the next one has all of it
   ("moe", None, "R2"),
   ("moe", (1, 2, 2, 2), "R3"),
@@ -171,16 +174,16 @@ def test_at_heavy_tailed_lengths_a_tenth_is_padding(shards, seed):
 
 
 def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
-  rl = SimpleNamespace(prompts=8, group_size=4, minibatches=2)
   rows = 28  # a group is missing
   old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
   ends = 1 + np.arange(rows) * 7 % T
   segments = (np.arange(T)[None] < ends[:, None]).astype(np.int32)
   batch = TrainBatch(segments, segments, segments.astype(np.float32), old[:, 0], old, old)
-  parts = minibatches.split(minibatches.fill_up(batch, rl), 2)
-  parts = [packing.plan(part, 4) for part in parts]
+  mesh = sharding.make_mesh(sharding.MeshConfig(4, 1, 1, 1), jax.devices()[:4])
+  parts = minibatches(batch, 2, prompts=8, group_size=4, mesh=mesh, packed=True)
   assert not (parts[0].order_B == np.arange(16)).all()
-  found = minibatches.log_ratios(parts, [3 * p.old_logp_BT + 1 for p in parts], rows, rl)
+  ratios = [2 * p.old_logp_BT + 1 for p in parts]
+  found = in_rollout_order(ratios, parts, rows, group_size=4)
   np.testing.assert_array_equal(found, 2 * old + 1)
 
 
@@ -189,7 +192,8 @@ def test_a_dump_keeps_the_plan(tmp_path):
   batch = make_batch()
   planned = packing.plan(batch, 4)
   directory = nonfinite.dump(
-    SimpleNamespace(config=config, workdir=tmp_path),
+    epath.Path(tmp_path),
+    dataclasses.asdict(config),
     dict(phase="rl", step=1),
     "a test",
     new_state(dict(w=jnp.zeros(1)), SGD),

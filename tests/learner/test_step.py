@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.sampling import sample as generate
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
-from gspo_jax.run import new_state
-from gspo_jax.sampling import generate
 from gspo_jax.structs import TrainBatch
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -231,7 +231,7 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
   out = transformer.forward(
     moved, MODEL, jnp.asarray(batch.tokens_BT), routing=routing.by_layer(jnp.asarray(routes))
   )
-  logits_BTV = transformer.head_logits(moved, out.hidden_BTD)[:, :-1]
+  logits_BTV = transformer.head_logits(moved, MODEL, out.hidden_BTD)[:, :-1]
   target = jnp.asarray(batch.tokens_BT)[:, 1:, None]
   logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), target, -1)[..., 0]
   mask_BT = batch.mask_BT[:, 1:]
@@ -380,9 +380,8 @@ def test_a_review_is_of_the_network_that_is_replayed():
 def test_the_state_keeps_the_declared_shardings(shape):
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    declared = transformer.specs(MODEL, sharding.TRAIN)
-    specs = jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, sharding.P))
     shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    specs = [declared.spec for declared in jax.tree.leaves(shardings)]
     params = jax.device_put(transformer.init(MODEL, jax.random.key(0)), shardings)
     batch = sharding.put_batch(rollout_batch(), mesh)
     state = new_state(params, TX)

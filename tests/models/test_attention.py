@@ -11,7 +11,8 @@ import pytest
 from jax.extend import core
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, transformer
+from gspo_jax.models import attention, attention_blocks, transformer
+from gspo_jax.models.attention import Scores
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
 
 
@@ -44,13 +45,113 @@ def values_and_gradients(attend, q, k, v, real):
 @pytest.mark.parametrize("name, block", [("blockwise", 8), ("blockwise", 64), ("splash", None)])
 def test_every_formulation_is_the_plain_one(name, block, kind, monkeypatch):
   if block:
-    monkeypatch.setattr(attention.attend_blockwise, "__defaults__", (block,))
+    monkeypatch.setattr(attention_blocks, "block_size", lambda _: block)
   q, k, v = inputs()
   ids = segments(kind, 2, 37)
   run = lambda name: values_and_gradients(  # noqa: E731
     functools.partial(attention.attend_self, segment_BT=ids, implementation=name), q, k, v, ids > 0
   )
   chex.assert_trees_all_close(run(name), run("plain"), atol=2e-5, rtol=1e-4)
+
+
+LOCAL = Scores(0.3, window=7)
+BOUNDED = Scores(0.3, cap=0.8)
+BOTH = Scores(0.3, window=20, cap=0.8)
+
+
+def by_hand(q, k, v, visible, scores):
+  """One [T, S] array and a loop over heads, in NumPy's float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  out = np.zeros(q.shape)
+  for n in range(q.shape[2]):
+    of_key = n * k.shape[2] // q.shape[2]
+    score = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, of_key]) * scores.scale
+    if scores.cap:
+      score = scores.cap * np.tanh(score / scores.cap)
+    weight = np.where(visible, np.exp(score), 0)
+    weight /= weight.sum(-1, keepdims=True)
+    out[:, :, n] = np.einsum("bts,bsh->bth", weight, v[:, :, of_key])
+  return out
+
+
+@pytest.mark.parametrize("scores", [LOCAL, BOUNDED, BOTH], ids=["window", "bound", "both"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("name", ["plain", "blockwise", "splash"])
+def test_windows_and_bounds_in_every_formulation(name, kind, scores, monkeypatch):
+  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
+  T = attention.SLAB + 9
+  q, k, v = inputs(T=T)
+  ids = segments(kind, 2, T)
+  distance = np.arange(T)[:, None] - np.arange(T)[None]
+  visible = (distance >= 0) & (distance < (scores.window or T))
+  visible = visible[None] & np.asarray(ids[:, :, None] == ids[:, None, :])
+  run = lambda name: values_and_gradients(  # noqa: E731
+    functools.partial(attention.attend_self, segment_BT=ids, implementation=name, scores=scores),
+    *(q, k, v, ids > 0),
+  )
+  y, gradient = run(name)
+  real = np.asarray(ids > 0)[..., None, None]
+  np.testing.assert_allclose(y, by_hand(q, k, v, visible, scores) * real, atol=1e-5)
+  chex.assert_trees_all_close(gradient, run("plain")[1], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["plain", "blockwise"])
+def test_a_window_of_a_tree_skips_the_padding_of_its_trunk(name, monkeypatch):
+  """Prompts of 3 and 8 tokens in a trunk of 8, two branches of 10, against rows of their own."""
+  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 4)
+  tree, prompts, branch = attention.Tree(8, 2), (3, 8), 10
+  q, k, v = inputs(B=4, T=14)
+  flat = lambda x: x.reshape(2, 28, *x.shape[2:])  # noqa: E731, a tree as one row
+  ids, position = np.zeros((2, 28), np.int32), np.zeros((2, 28), np.int32)
+  for row, prompt in enumerate(prompts):
+    places = [*range(prompt), *range(8, 28)]
+    ids[row, places] = 1
+    position[row, places] = [*range(prompt), *[*range(prompt, prompt + branch)] * 2]
+  rows = lambda x: jnp.asarray(x.reshape(4, 14))  # noqa: E731
+  options = dict(implementation=name, scores=LOCAL, position_BT=rows(position))
+  got = flat(attention.attend_tree(q, k, v, rows(ids), tree, **options))
+  for row, prompt in enumerate(prompts):
+    for member in range(2):
+      places = np.array([*range(prompt), *(8 + member * branch + np.arange(branch))])
+      alone = [flat(x)[row : row + 1, places] for x in (q, k, v)]
+      one = jnp.ones((1, len(places)), jnp.int32)
+      expected = attention.attend_self(*alone, one, "plain", LOCAL)
+      np.testing.assert_allclose(got[row, places], expected[0], atol=1e-5)
+
+
+def test_padding_between_tokens_keeps_cudnn_from_its_causal_mask(monkeypatch):
+  """As in the trunk of a tree: the kernel, for which the plain one stands, knows no segments."""
+
+  def kernel(q, k, v, **_):
+    return attention.attend_self(q, k, v, jnp.ones(q.shape[:2], jnp.int32))
+
+  monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+  q, k, v = inputs(T=12)
+  for ids in ([1] * 12, [1] * 9 + [0] * 3, [1] * 4 + [0] * 3 + [1] * 5, [1] * 5 + [2] * 7):
+    ids = jnp.broadcast_to(jnp.asarray(ids, jnp.int32)[None], (2, 12))
+    expected = attention.attend_self(q, k, v, ids)
+    got = attention.attend_self(q, k, v, ids, "cudnn")
+    real = np.asarray(ids > 0)[..., None, None]
+    np.testing.assert_allclose(got * real, expected * real, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "name, scores, gaps, message",
+  [
+    ("cudnn", LOCAL, False, "compute.attention='cudnn' has no sliding window: set it to auto"),
+    ("cudnn", BOUNDED, False, "compute.attention='cudnn' has no soft bound"),
+    ("splash", LOCAL, True, "compute.attention='splash' has no sliding window where responses"),
+  ],
+)
+def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
+  name, scores, gaps, message, monkeypatch
+):
+  with pytest.raises(ValueError, match=message):
+    attention.choose(name, 4096, "bfloat16", scores, gaps)
+  platform = dict(cudnn="gpu", splash="tpu")[name]
+  monkeypatch.setattr(sharding, "platform", lambda: platform)
+  assert attention.choose("auto", 4096, "bfloat16", scores, gaps) == "blockwise"
+  assert attention.choose("auto", 4096, "bfloat16", Scores(0.3), gaps) == name
 
 
 @pytest.mark.parametrize("kind", ["one", "padded", "packed"])
@@ -80,22 +181,24 @@ def test_blockwise_against_a_cache():
   q, k, v = inputs(T=6, S=40)
   position = jnp.array([[3], [30]]) + jnp.arange(6)[None]
   ones = jnp.ones((2, 6), jnp.int32), jnp.ones((2, 40), jnp.int32)
-  got = attention.attend_blockwise(q, k, v, position, *ones, block=4)
+  got = attention.attend_blockwise(q, k, v, position, *ones, Scores(16**-0.5), block=4)
   visible = position[:, :, None] >= jnp.arange(40)[None, None]
   expected = attention.attend(q, k, v, visible)
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("scores", [Scores(0.3), LOCAL, BOTH], ids=["all", "window", "both"])
 @pytest.mark.parametrize("length", [1, 6, 200])
-def test_queries_to_a_cache(length, monkeypatch):
+def test_queries_to_a_cache(length, scores, monkeypatch):
   """As the cache keeps them: keys across the slots, values along them. Long ones go by blocks."""
   monkeypatch.setattr(attention, "PLAIN", 64)
   q, k, v = inputs(T=length, S=240)
   position = jnp.array([[3], [30]]) + jnp.arange(length)[None]
-  visible = position[:, :, None] >= jnp.arange(240)[None, None]
+  distance = position[:, :, None] - jnp.arange(240)[None, None]
+  visible = (distance >= 0) & (distance < (scores.window or 240))
   k_BKHS, v_BKSH = jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2)
-  got = attention.attend_cache(q, k_BKHS, v_BKSH, position)
-  np.testing.assert_allclose(got, attention.attend(q, k, v, visible), atol=1e-5)
+  got = attention.attend_cache(q, k_BKHS, v_BKSH, position, scores)
+  np.testing.assert_allclose(got, by_hand(q, k, v, visible, scores), atol=1e-5)
 
 
 def test_blockwise_in_bfloat16_is_as_exact_as_the_plain_one():
@@ -121,7 +224,7 @@ def test_no_square_array_forward_or_backward():
   largest = 0
   for equation in equations(jaxpr.jaxpr):
     largest = max([largest, *(v.aval.size for v in equation.outvars if hasattr(v.aval, "size"))])
-  assert largest <= 4 * attention.BLOCK**2 * 4 < T * T
+  assert largest <= 4 * attention_blocks.BLOCK**2 * 4 < T * T
 
 
 def equations(jaxpr):

@@ -43,6 +43,18 @@ def config(kind, base, theta, tied=False, **changes):
   return getattr(transformers, f"{kind}Config")(**keys)
 
 
+# Rows of 24 tokens and continuations of 64 go well beyond the windows.
+GEMMA = BASE | dict(num_hidden_layers=5, query_pre_attn_scalar=20, attn_implementation="eager")
+
+
+def gemma(kind, pattern, window, theta=1e6, local_theta=1e4, **changes):
+  full, local = (dict(rope_type="default", rope_theta=t) for t in (theta, local_theta))
+  ropes = dict(full_attention=full, sliding_attention=local) if kind == "Gemma3Text" else full
+  types = ["full_attention" if i % pattern == 0 else "sliding_attention" for i in range(1, 6)]
+  keys = GEMMA | dict(layer_types=types, sliding_window=window, rope_parameters=ropes) | changes
+  return config(kind, keys, theta, tied=True, rope_parameters=ropes)
+
+
 # Query heads per key/value head are num_attention_heads=8 over num_key_value_heads.
 CASES = dict(
   dense_gqa2=lambda: config("Qwen3", BASE, 1e6),
@@ -67,6 +79,18 @@ CASES = dict(
     decoder_sparse_step=2,
     mlp_only_layers=[1],
   ),
+  gemma3=lambda: gemma("Gemma3Text", 3, 7),
+  gemma3_bound_gqa8=lambda: gemma(
+    "Gemma3Text",
+    2,
+    5,
+    local_theta=2e4,
+    num_key_value_heads=1,
+    final_logit_softcapping=3.0,
+  ),
+  gemma2=lambda: gemma(
+    "Gemma2", 2, 8, theta=1e4, attn_logit_softcapping=3.0, final_logit_softcapping=4.0
+  ),
 )
 SAVE = dict(  # other ways in which transformers writes a directory
   dense_gqa2=dict(max_shard_size="20KB"),
@@ -86,7 +110,7 @@ def random_model(hf_config, seed=4):
   for name, p in model.named_parameters():
     noise = torch.randn(p.shape, generator=generator)
     if name.endswith("norm.weight"):
-      p.data = 1 + 0.3 * noise
+      p.data = 0.3 * noise + (0 if "gemma" in hf_config.model_type else 1)  # theirs adds 1 itself
     elif name.endswith(".bias"):
       p.data = 0.5 * noise
     elif name.endswith("embed_tokens.weight"):
@@ -138,7 +162,7 @@ def assert_close(logits, expected):
 
 
 def test_logits_are_those_of_transformers(case):
-  logits = transformer.head_logits(case.params, case.out.hidden_BTD)
+  logits = transformer.head_logits(case.params, case.config, case.out.hidden_BTD)
   assert_close(logits, hf_logits(case.model, case.tokens))
 
 
@@ -178,7 +202,10 @@ def test_what_is_saved_opens_in_transformers(case, tmp_path):
   hf.save(tmp_path, case.params, case.config, shard_size_bytes=30_000)
   assert (tmp_path / "model.safetensors.index.json").exists()
   opened, report = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path, dtype="auto", output_loading_info=True
+    tmp_path,
+    dtype="auto",
+    output_loading_info=True,
+    attn_implementation=case.model.config._attn_implementation,  # whose round-off is the same
   )
   assert type(opened) is type(case.model)
   assert opened.dtype == torch.float32

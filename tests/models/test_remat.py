@@ -29,7 +29,9 @@ def loss(params, remat, attention):
   compute = dataclasses.replace(REFERENCE, remat=remat, attention=attention)
   tokens = transformer.example_tokens(CONFIG, B, T)
   hidden = transformer.forward(params, CONFIG, tokens, compute=compute).hidden_BTD
-  logp, entropy = transformer.token_logp(params, hidden, jnp.roll(tokens, -1, 1), compute=compute)
+  logp, entropy = transformer.token_logp(
+    params, CONFIG, hidden, jnp.roll(tokens, -1, 1), compute=compute
+  )
   return -logp.mean() + 0.1 * entropy.mean()
 
 

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.sampling import sample as generate
 
 from gspo_jax import sharding
+from gspo_jax.learner.step import router_metrics
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.sampling import generate
+from gspo_jax.objectives import reductions
 
 MODEL = dataclasses.replace(
   tiny_moe(64),
@@ -191,22 +193,22 @@ def _is_router(path):
 
 def test_router_statistics_as_values():
   stats = forward(PARAMS, segments=jnp.ones(TOKENS.shape).at[:, 5:].set(0)).stats
-  values = moe.summary(stats, MODEL)
-  assert values["load_lE"].shape == (3, 8) and values["dropped"] == 0
-  np.testing.assert_allclose(values["load_lE"].sum(-1), 1, rtol=1e-6)
   own = np.asarray(own_routes())[:, :, :5]
   counts = np.stack([np.bincount(layer.reshape(-1), minlength=8) for layer in own])
-  np.testing.assert_allclose(values["load_lE"], counts / counts.sum(-1, keepdims=True), rtol=1e-6)
-  assert 0 < values["entropy"] < np.log(8) and values["load_balance"] >= 1 and values["z_loss"] > 0
-  assert "overridden_l" not in values
-  assert moe.summary(forward(PARAMS, routing=own_routes()).stats, MODEL)["overridden_l"].shape == (
-    3,
-  )
+  np.testing.assert_array_equal(stats.load_E, counts)
+  values = reductions.compute(router_metrics(stats, MODEL))
+  assert 0 < values["router/entropy"] < np.log(8) and values["router/z"] > 0
+  assert values["router/load_balance"] >= 1 and values["router/dropped_tokens"] == 0
+  share = counts.max(-1) / counts.sum(-1)
+  assert values["router/busiest_expert"] == pytest.approx(share.max(), rel=1e-6)
+  assert stats.overridden is None
+  assert forward(PARAMS, routing=own_routes()).stats.overridden.shape == (3,)
 
 
 def test_an_expert_that_is_not_there_is_counted_as_dropped():
   wrong = own_routes().at[1, 0, 2].set(99)
-  assert moe.summary(forward(PARAMS, routing=wrong).stats, MODEL)["dropped"] == 2
+  values = router_metrics(forward(PARAMS, routing=wrong).stats, MODEL)
+  assert reductions.compute(values)["router/dropped_tokens"] == 2
 
 
 # Capture.

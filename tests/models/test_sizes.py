@@ -14,6 +14,8 @@ from gspo_jax.sampling import generate
 # Model: parameters, active ones, without embedding and head. The exact totals are those of the
 # published files; the rounded figures (in billions) those of the papers and model cards.
 FIGURES = {
+  "gemma-3-270m": (268_098_176, None, 0.10),
+  "gemma-3-1b": (999_885_952, None, 0.698),
   "Qwen3-0.6B": (596_049_920, None, 0.44),
   "Qwen3-1.7B": (1_720_574_976, None, 1.4),
   "Qwen3-4B": (4_022_468_096, None, 3.6),
@@ -29,7 +31,7 @@ FIGURES = {
 def test_parameter_counts(name):
   exact, active_billions, body_billions = FIGURES[name]
   variants = [n for n in PUBLISHED if n == name or n.startswith(name + "-")]
-  assert len(variants) >= 2 or name == "Qwen3-32B"
+  assert len(variants) >= 2 or name == "Qwen3-32B" or (variants and name.startswith("gemma"))
   for variant in variants:
     config = PUBLISHED[variant]
     total, active = transformer.count(config)
@@ -63,13 +65,14 @@ def test_variants_differ_where_the_published_ones_do():
   }
   for name, figures in expected.items():
     assert (PUBLISHED[name].rope_theta, PUBLISHED[name].max_position_embeddings) == figures
-  assert all(config.vocab_size == 151_936 for config in PUBLISHED.values())
+  assert {config.vocab_size for config in PUBLISHED.values()} == {151_936, 262_144}
   assert sizes.qwen3_30b_a3b() == PUBLISHED["Qwen3-30B-A3B-Base"]
   assert sizes.qwen3_1_7b() == PUBLISHED["Qwen3-1.7B-Base"]
 
 
 # The smallest model in which every hyper-parameter has something to do: layers MoE, dense, MoE.
 CONFIG = ModelConfig(
+  family="qwen3",
   vocab_size=32,
   hidden_size=16,
   num_layers=3,
@@ -89,6 +92,12 @@ CONFIG = ModelConfig(
   attention_bias=False,
   tie_word_embeddings=False,
   max_position_embeddings=24,
+  query_pre_attn_scalar=0,
+  attn_logit_softcapping=0.0,
+  final_logit_softcapping=0.0,
+  sliding_window=5,
+  sliding_window_pattern=2,
+  local_rope_theta=1e4,
 )
 CHANGED = dict(
   vocab_size=33,
@@ -109,6 +118,12 @@ CHANGED = dict(
   qk_norm=False,
   attention_bias=True,
   tie_word_embeddings=True,
+  query_pre_attn_scalar=20,
+  attn_logit_softcapping=0.5,
+  final_logit_softcapping=1.0,
+  sliding_window=3,
+  sliding_window_pattern=1,
+  local_rope_theta=10.0,
 )
 
 
@@ -139,6 +154,12 @@ def test_every_field_has_an_effect(field, params):
     with pytest.raises(ValueError, match="max_position_embeddings=24"):
       generate(params, CONFIG, [[1] * 21], **options)
     return
+  if field == "family":  # tests/models/test_fidelity.py has what each computes
+    with pytest.raises(ValueError, match=r"model\.family='gpt' is not one of qwen3, gemma"):
+      shapes(dataclasses.replace(CONFIG, family="gpt"))
+    with pytest.raises(ValueError, match=r"model\.family='gemma' has no experts"):
+      shapes(dataclasses.replace(CONFIG, family="gemma"))
+    return
   changed = dataclasses.replace(CONFIG, **{field: CHANGED[field]})
   if shapes(changed) != shapes(CONFIG):
     return
@@ -151,6 +172,7 @@ def test_inconsistent_sizes_are_named():
     (dict(num_kv_heads=3), r"num_heads=4 is not a multiple of model\.num_kv_heads=3"),
     (dict(experts_per_token=5), "experts_per_token=5 must be between 1 and"),
     (dict(head_dim=7), "head_dim=7 must be even"),
+    (dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be at least 1"),
   ]:
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(CONFIG, **changes)

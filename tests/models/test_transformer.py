@@ -12,7 +12,7 @@ import pytest
 from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
+from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
 
 TINY = dict(
   hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16
@@ -20,9 +20,18 @@ TINY = dict(
 MOE = dataclasses.replace(tiny_moe(64), **TINY)
 MIXED = dataclasses.replace(MOE, mlp_only_layers=(1,), intermediate_size=48)
 DENSE = dataclasses.replace(tiny_dense(64), **TINY | dict(moe_intermediate_size=0))
-CONFIGS = pytest.mark.parametrize("config", [MOE, MIXED, DENSE], ids=["moe", "mixed", "dense"])
+GEMMA = dataclasses.replace(  # layers local, local, global; rows are longer than the window
+  tiny_gemma(64),
+  **TINY | dict(moe_intermediate_size=0, num_layers=4),
+  sliding_window=4,
+  attn_logit_softcapping=2.0,
+  final_logit_softcapping=1.5,
+)
+CONFIGS = pytest.mark.parametrize(
+  "config", [MOE, MIXED, DENSE, GEMMA], ids=["moe", "mixed", "dense", "gemma"]
+)
 MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)]
-LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(MIXED, MESHES[4]), (DENSE, MESHES[4])]
+LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(c, MESHES[4]) for c in (MIXED, DENSE, GEMMA)]
 
 
 def params_of(config, seed=0):
@@ -36,7 +45,7 @@ def tokens_of(config, batch=8, length=10):
 def loss(params, config, tokens, compute=REFERENCE):
   out = transformer.forward(params, config, tokens, compute=compute)
   logp, entropy = transformer.token_logp(
-    params, out.hidden_BTD, jnp.roll(tokens, -1, 1), compute=compute
+    params, config, out.hidden_BTD, jnp.roll(tokens, -1, 1), compute=compute
   )
   return -logp.mean() + 0.1 * entropy.mean()
 
@@ -74,15 +83,16 @@ def test_prefill_and_decode_equal_one_forward(config):
   np.testing.assert_allclose(jnp.concatenate(hidden, 1), whole, atol=2e-5)
 
 
-def test_packed_segments_equal_separate_rows():
-  params, tokens = params_of(MOE), tokens_of(MOE)
+@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+def test_packed_segments_equal_separate_rows(config):
+  params, tokens = params_of(config), tokens_of(config)
   first, second = tokens[:, :4], tokens[:, 4:]
   segments = np.repeat(np.array([[1] * 4 + [2] * 6]), len(tokens), 0)
   positions = np.repeat(np.array([[*range(4), *range(6)]]), len(tokens), 0)
   packed = transformer.forward(
-    params, MOE, tokens, segments=jnp.asarray(segments), positions=jnp.asarray(positions)
+    params, config, tokens, segments=jnp.asarray(segments), positions=jnp.asarray(positions)
   ).hidden_BTD
-  apart = [transformer.forward(params, MOE, part).hidden_BTD for part in (first, second)]
+  apart = [transformer.forward(params, config, part).hidden_BTD for part in (first, second)]
   np.testing.assert_allclose(packed, jnp.concatenate(apart, 1), atol=2e-5)
 
 
@@ -103,15 +113,20 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
   chex.assert_trees_all_equal(jax.tree.map(jax.typeof, got), jax.tree.map(jax.typeof, sharded))
 
 
-def test_unrolled_layers_have_the_same_gradients_on_a_mesh():
-  params, tokens = params_of(MIXED), tokens_of(MIXED)
+@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeypatch):
+  """Few layers are unrolled on CPU: with a mesh and without, the loop is what a pod runs."""
+  params, tokens = params_of(config), tokens_of(config)
+  expected = single_device(config)
+  monkeypatch.setattr(transformer, "UNROLLED", 0)
+  got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, config, t))(params, tokens)
+  chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 4, 2, 1))
-  compute = dataclasses.replace(REFERENCE, unroll=True)
   with jax.set_mesh(mesh):
-    sharded = jax.device_put(params, transformer.shardings(MIXED, sharding.TRAIN, mesh))
-    step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, MIXED, t, compute)))
+    sharded = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
+    step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
     got = step(sharded, sharding.put_batch(tokens, mesh))
-  chex.assert_trees_all_close(jax.device_get(got), single_device(MIXED), atol=2e-5, rtol=1e-4)
+  chex.assert_trees_all_close(jax.device_get(got), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])
@@ -135,18 +150,18 @@ def test_formulations_agree():
     dict(experts="blocks"),
     dict(experts="batched"),
     dict(logits_chunk=3),
-    dict(unroll=True),
   ):
     compute = dataclasses.replace(REFERENCE, **change)
     got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, MIXED, t, compute))(params, tokens)  # noqa: B023
     chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
 
 
-def test_token_logp_is_log_softmax():
-  params, tokens = params_of(MOE), tokens_of(MOE)
-  hidden = transformer.forward(params, MOE, tokens).hidden_BTD
-  logp, entropy = transformer.token_logp(params, hidden, tokens, temperature=0.7)
-  reference = jax.nn.log_softmax(transformer.logits(params, MOE, tokens) / 0.7, axis=-1)
+@pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+def test_token_logp_is_log_softmax(config):
+  params, tokens = params_of(config), tokens_of(config)
+  hidden = transformer.forward(params, config, tokens).hidden_BTD
+  logp, entropy = transformer.token_logp(params, config, hidden, tokens, temperature=0.7)
+  reference = jax.nn.log_softmax(transformer.logits(params, config, tokens) / 0.7, axis=-1)
   np.testing.assert_allclose(
     logp, jnp.take_along_axis(reference, tokens[..., None], -1)[..., 0], atol=1e-5
   )
@@ -175,3 +190,16 @@ def test_mesh_sizes_must_multiply_to_the_devices():
 def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
   with pytest.raises(ValueError, match="two of its axes"):
     sharding.spec("DF", dict(D="fsdp", F="fsdp"))
+
+
+def test_attention_that_lacks_a_window_is_refused_by_name():
+  named = lambda name: dataclasses.replace(REFERENCE, attention=name)  # noqa: E731
+  transformer.check(GEMMA, named("auto"), shared_prompts=True)
+  transformer.check(DENSE, named("cudnn"), shared_prompts=True)
+  transformer.check(GEMMA, named("splash"), shared_prompts=False)
+  for name, message in (
+    ("cudnn", "no soft bound"),
+    ("splash", "no sliding window where responses"),
+  ):
+    with pytest.raises(ValueError, match=f"compute.attention='{name}' has {message}"):
+      transformer.check(GEMMA, named(name), shared_prompts=True)

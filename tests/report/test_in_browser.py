@@ -1,142 +1,16 @@
 """The report does in a browser what it promises: filters, colours, readings, comparison."""
 
-import fcntl
-import itertools
 import json
-import os
-import select
-import shutil
-import subprocess
-import sys
-import time
 
 import pytest
-import test_page as cases
+from support import reported_runs as cases
+from support.browser import CHROME, Browser
 
-from gspo_jax.report import data as report_data
-from gspo_jax.report import page as rollout_viewer
-from gspo_jax.report import rollouts as report_rollouts
+from gspo_jax.report import data, page, rollouts
+from gspo_jax.report.page import write_comparison, write_report
 from gspo_jax.runs import metrics
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-CHROME = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(CHROME is None, reason=f"needs a browser, one of {NAMES}")
-SECONDS = 30
-
-
-class Browser:
-  """One headless page, driven over the DevTools protocol on two pipes: no port, no package."""
-
-  def __init__(self, profile):
-    to_child, self._out = os.pipe()
-    self._in, from_child = os.pipe()
-    # The browser speaks on its descriptors 3 and 4. Out of their way first, lest putting one in its
-    # place closes the other.
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_child, from_child)]
-    command = [
-      CHROME, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-      "--disable-background-networking", "--disable-component-update", "--disable-sync",
-      f"--user-data-dir={profile}", "--remote-debugging-pipe", "--window-size=1400,900",
-    ]  # fmt: skip
-    place = "import os, sys; a, b, *c = sys.argv[1:]"
-    place += "; os.dup2(int(a), 3); os.dup2(int(b), 4); os.execv(c[0], c)"
-    self._process = subprocess.Popen(
-      [sys.executable, "-S", "-c", place, *map(str, high), *command],
-      pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    for fd in (to_child, from_child, *high):
-      os.close(fd)
-    self._numbers, self._buffer, self._session = itertools.count(1), b"", {}
-    self.errors = []
-    target = self.call("Target.createTarget", url="about:blank")["targetId"]
-    session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-    self._session = {"sessionId": session}
-    for domain in ("Page", "Runtime", "Log"):
-      self.call(f"{domain}.enable")
-
-  def close(self):
-    self._process.terminate()
-    self._process.wait(SECONDS)
-    os.close(self._in)
-    os.close(self._out)
-
-  def call(self, method, **parameters):
-    number = next(self._numbers)
-    message = {"id": number, "method": method, "params": parameters, **self._session}
-    os.write(self._out, json.dumps(message).encode() + b"\0")
-    while True:
-      answer = self._read()
-      if answer.get("id") == number:
-        assert "error" not in answer, (method, answer["error"])
-        return answer["result"]
-      self._note(answer)
-
-  def evaluate(self, expression):
-    answer = self.call(
-      "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
-    )
-    assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
-    return answer["result"].get("value")
-
-  def wait(self, expression):
-    deadline = time.monotonic() + SECONDS
-    while not (value := self.evaluate(expression)):
-      assert time.monotonic() < deadline, f"never came true: {expression}"
-      time.sleep(0.02)
-    return value
-
-  def open(self, path):
-    self.errors = []
-    self.call("Page.navigate", url=path.as_uri())
-    self.wait("document.documentElement?.dataset.ready === 'yes'")
-
-  def point(self, x, y):
-    self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
-
-  def _read(self):
-    deadline = time.monotonic() + SECONDS
-    while b"\0" not in self._buffer:
-      ready, _, _ = select.select([self._in], [], [], max(0, deadline - time.monotonic()))
-      assert ready, "the browser does not answer"
-      chunk = os.read(self._in, 1 << 20)
-      assert chunk, f"the browser ended with {self._process.poll()}"
-      self._buffer += chunk
-    message, _, self._buffer = self._buffer.partition(b"\0")
-    return json.loads(message)
-
-  def _note(self, event):
-    kind, details = event.get("method"), event.get("params")
-    if kind in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
-      self.errors.append(details)
-
-  def choose(self, name, value):
-    """Sets a filter as a user does and waits until the responses are drawn again."""
-    self.evaluate(f"""(() => {{
-      const box = document.querySelector('[name="{name}"]');
-      box.value = {json.dumps(value)};
-      box.dispatchEvent(new Event(box.tagName === "SELECT" ? "change" : "input"));
-      return new Promise((done) => setTimeout(done, 250));
-    }})()""")
-
-  def texts(self, selector):
-    return self.evaluate(
-      f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.textContent)"
-    )
-
-  def figure(self, title, what):
-    """What an expression says of the chart `f` with this title."""
-    return self.evaluate(f"""(() => {{
-      const titled = (f) => f.querySelector("h3").textContent === {json.dumps(title)};
-      const f = [...document.querySelectorAll("figure")].find(titled);
-      return {what};
-    }})()""")
-
-  def point_at_step(self, step, title):
-    """Moves the pointer over a chart of the steps 1 to 20."""
-    self.figure(title, "f.scrollIntoView({ block: 'center' })")
-    box = self.figure(title, "f.querySelector('.curve').getBoundingClientRect().toJSON()")
-    self.point(box["x"] + box["width"] * (step - 1) / 19, box["y"] + box["height"] / 2)
+pytestmark = pytest.mark.skipif(CHROME is None, reason="needs Chrome or Chromium")
 
 
 @pytest.fixture(scope="module")
@@ -184,14 +58,14 @@ def response(step, prompt, i):
 
 @pytest.fixture(scope="module")
 def run_page(tmp_path_factory):
-  return rollout_viewer.write_report(write_run(tmp_path_factory.mktemp("runs") / "one"))
+  return write_report(write_run(tmp_path_factory.mktemp("runs") / "one"))
 
 
 @pytest.fixture(scope="module")
 def comparison_page(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs")
   runs = [write_run(folder / "one", seed=1), write_run(folder / "two", 2.0, seed=2)]
-  return rollout_viewer.write_comparison(runs, folder / "compare.html")
+  return write_comparison(runs, folder / "compare.html")
 
 
 def found(tab):
@@ -199,12 +73,12 @@ def found(tab):
 
 
 def test_all_charts_are_drawn_and_text_stays_text(tab, tmp_path):
-  page = rollout_viewer.write_report(cases.make_run(tmp_path))
-  tab.open(page)
-  report = cases.embedded(page.read_text("utf-8"), "report")
+  path = write_report(cases.make_run(tmp_path))
+  tab.open(path)
+  report = cases.embedded(path)
   assert tab.texts("figure h3") == [title for _, title in cases.figures(report)]
   assert tab.evaluate("document.querySelectorAll('figure > svg path').length") > 50
-  assert tab.evaluate("document.title") == "a <b>run</b>"  # no response took it
+  assert tab.evaluate("document.title") == "a <b>run"  # no response took it
   assert found(tab) == 25 and "NaN" not in tab.evaluate("document.getElementById('page').innerHTML")
 
 
@@ -262,7 +136,7 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
     ratios = [0.001] * 400
     record = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
     writer.dump_rollouts("rl", 1, [record])
-  tab.open(rollout_viewer.write_report(tmp_path))
+  tab.open(write_report(tmp_path))
   tab.choose("tokens", "colored")
   assert 50 < len(tab.texts(".sample .token")) < 400
   tab.evaluate("document.querySelector('.more').click()")
@@ -271,11 +145,10 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
 
 def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
   run = write_run(tmp_path / "run")
-  rollouts = report_rollouts.read_rollouts([run / "rollouts"], 100, 60)
-  report = report_data.describe([report_data.Run("run", [], {})])
-  page = tmp_path / "page.html"
-  page.write_text(rollout_viewer.render(report, rollouts), "utf-8")
-  tab.open(page)
+  found = rollouts.read_rollouts([run / "rollouts"], 100, 60)
+  path = tmp_path / "page.html"
+  path.write_text(page.render(data.describe([data.Run("run", [], {})]), found), "utf-8")
+  tab.open(path)
   assert not tab.evaluate("document.querySelector('.scale').checkVisibility()")
   tab.choose("tokens", "colored")
   assert tab.evaluate("document.querySelector('.scale').checkVisibility()")
@@ -298,7 +171,7 @@ def test_pointing_at_a_chart_reads_all_charts_at_that_step(tab, run_page):
 def test_warnings_are_on_top(tab, run_page, tmp_path):
   tab.open(run_page)
   assert tab.texts(".warnings li") == ["step 3–5: entropy", "step 9: entropy"]
-  tab.open(rollout_viewer.write_report(cases.make_run(tmp_path)))
+  tab.open(write_report(cases.make_run(tmp_path)))
   assert tab.texts(".warnings") == []
 
 
@@ -325,7 +198,7 @@ def test_a_comparison_draws_the_curves_of_all_runs_in_one_chart(tab, comparison_
 
 def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
   runs = [write_run(tmp_path / "long"), write_run(tmp_path / "short", steps=10)]
-  tab.open(rollout_viewer.write_comparison(runs, tmp_path / "compare.html"))
+  tab.open(write_comparison(runs, tmp_path / "compare.html"))
   legends = "[...f.querySelectorAll('.legend')].map((l) => l.textContent)"
   assert tab.figure("Entropy", legends) == ["long 20", "short 10"]
   tab.point_at_step(15, "Entropy")

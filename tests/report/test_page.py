@@ -1,62 +1,24 @@
 """The report holds what the run has, nothing else, and opens without a network."""
 
-import json
 import re
 
 import pytest
-
-from gspo_jax.report import data as report_data
-from gspo_jax.report import page as rollout_viewer
-from gspo_jax.report.__main__ import main
-from gspo_jax.runs import metrics
-
-HOSTILE = (
-  "</script><script>document.title='taken'</script><!-- <img src=x onerror=alert(1)> {{run}}"
+from support.reported_runs import (
+  HOSTILE,
+  STAGES,
+  embedded,
+  eval_keys,
+  figures,
+  make_run,
+  record,
+  rl_row,
+  sft_row,
 )
-NAMES = (
-  "reward/mean", "reward/std", "response_length/mean", "response_length/max", "truncated_fraction",
-  "groups_without_spread", "loss", "grad_norm", "learning_rate", "entropy", "tokens_per_second",
-  "ratio/mean", "ratio/min", "ratio/max", "ratio/std", "ratio/deviation", "kl/k1", "kl/k3",
-  "mismatch/abs/mean", "mismatch/abs/max",
-  "mismatch/sequence/abs/mean", "router/load_balance", "router/entropy",
-  "router/dropped_tokens", "router/busiest_expert", "verifier/right", "verifier/crash",
-)  # fmt: skip
-STAGES = ("sample", "score", "logp", "update", "publish")
 
-
-def eval_keys(accuracy):
-  return {
-    "eval/accuracy": accuracy,
-    "eval/accuracy/low": accuracy - 0.05,
-    "eval/accuracy/high": accuracy + 0.05,
-    "eval/greedy": accuracy + 0.1,
-    "eval/response_length/mean": 5.0,
-  }
-
-
-def sft_row(step):
-  names = ("loss", "accuracy", "grad_norm", "learning_rate", "tokens_per_second")
-  return {"phase": "sft", "step": step, **{name: 1.0 / step for name in names}}
-
-
-def rl_row(step):
-  row = {"phase": "rl", "step": step}
-  names = [*NAMES]
-  names += [f"clip_fraction/{a}{b}" for a in ("sequence", "token") for b in ("", "/low", "/high")]
-  names += [f"time/{stage}" for stage in STAGES]
-  for i in range(12):
-    names += [f"minibatch/{i}/{k}" for k in ("ratio/deviation", "clip_fraction/sequence")]
-    names += [f"minibatch/{i}/clip_fraction/token"]
-  return row | {name: step / 10 for name in names}
-
-
-def record(step, prompt, sample, **changes):
-  usual = {
-    "step": step, "prompt_id": prompt, "sample": sample, "prompt": f"{prompt} + 1 = ",
-    "response": "42", "answer": str(prompt + 1), "reward": float(sample % 2), "advantage": 0.5,
-    "length": 3, "truncated": False, "stop_reason": "stop", "eval": False,
-  }  # fmt: skip
-  return usual | changes
+from gspo_jax.report import data
+from gspo_jax.report.__main__ import main
+from gspo_jax.report.page import unique_names, write_comparison, write_report
+from gspo_jax.runs import metrics
 
 
 @pytest.fixture
@@ -64,61 +26,33 @@ def workdir(tmp_path):
   return make_run(tmp_path)
 
 
-def make_run(tmp_path):
-  """A run of three sft steps and four rl steps, evaluated before, during and after."""
-  config = {
-    "name": "a <b>run</b>",
-    "objective": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
-  }
-  (tmp_path / "config.json").write_text(json.dumps(config | {"rl": {"group_size": 4}}))
-  with metrics.Writer(tmp_path) as writer:
-    for step in (1, 2, 3):
-      writer.write(sft_row(step) | (eval_keys(0.2) if step == 3 else {}))
-    writer.write({"phase": "eval", "step": 0, **eval_keys(0.25)})
-    for step in (1, 2, 3, 4):
-      writer.write(rl_row(step) | (eval_keys(0.2 * step) if step % 2 == 0 else {}))
-    for step in (1, 4):
-      records = [record(step, prompt, sample) for prompt in range(3) for sample in range(4)]
-      records[5] |= {"response": HOSTILE, "ratio": 1.0002, "clipped": True}
-      writer.dump_rollouts("rl", step, records)
-    writer.dump_rollouts("eval", 4, [record(4, 9, 0, eval=True, response="lone \udc80 \u2028")])
-  return tmp_path
-
-
-def embedded(page, name):
-  (text,) = re.findall(rf'<script type="application/json" id="{name}">(.*?)</script>', page, re.S)
-  return json.loads(text)
-
-
-def figures(run):
-  return {(s["title"], f["title"]): f for s in run["sections"] for f in s["figures"]}
+def describe(rows, config=None):
+  return data.describe([data.Run("run", rows, config or {})])
 
 
 def test_every_metric_of_the_rows_is_drawn(workdir):
-  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "report")
+  run = embedded(write_report(workdir))
   drawn = {
     (series["phase"], series["key"]) for f in figures(run).values() for series in f["series"]
   }
   bands = {"ratio/min", "ratio/max", "eval/accuracy/low", "eval/accuracy/high"}
   rl_keys = set(rl_row(1)) | set(eval_keys(0))
   assert {key for phase, key in drawn if phase == "rl"} == rl_keys - bands - {"phase", "step"}
-  sft_keys = set(sft_row(1)) | set(eval_keys(0))
-  assert {key for phase, key in drawn if phase == "sft"} == sft_keys - bands - {"phase", "step"}
+  assert {key for phase, key in drawn if phase == "sft"} == set(sft_row(1)) - {"phase", "step"}
   expected = {
     "Held-out accuracy", "Reward", "Response length", "Entropy", "Wasted samples",
     "Importance ratio", "Ratio deviation by mini-batch", "Clipped sequences", "Clipped tokens",
     "Clipped sequences by mini-batch", "Clipped tokens by mini-batch", "Sampler against trainer",
     "KL to the sampling policy", "Loss", "Gradient norm", "Load balance", "Time per stage",
-    "Throughput", "Token accuracy",
+    "Throughput", "Skipped updates",
   }  # fmt: skip
   assert expected <= {title for _, title in figures(run)}
   assert "Other metrics" not in {section["title"] for section in run["sections"]}
 
 
 def test_curves_hold_the_values_of_the_rows(workdir):
-  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "report")
-  before, during = figures(run)["Learning", "Held-out accuracy"]["series"][::2]
-  assert (before["phase"], before["x"], before["y"]) == ("sft", [3], [0.2])
+  run = embedded(write_report(workdir))
+  during, _ = figures(run)["Learning", "Held-out accuracy"]["series"]
   assert (during["phase"], during["x"], during["y"]) == ("rl", [0, 2, 4], [0.25, 0.4, 0.8])
   assert during["low"] == pytest.approx([0.2, 0.35, 0.75])
   by_minibatch = figures(run)["Ratio and clipping", "Ratio deviation by mini-batch"]["series"]
@@ -130,27 +64,35 @@ def test_curves_hold_the_values_of_the_rows(workdir):
 
 
 def test_headline_tells_accuracy_before_and_after_the_rl(workdir):
-  run = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "report")
+  run = embedded(write_report(workdir))
   accuracy = run["runs"][0]["headline"][0]
   assert (accuracy["before"], accuracy["after"]) == (0.25, 0.8)
   values = {item["label"]: item.get("value") for item in run["runs"][0]["headline"]}
   assert values["GSPO steps"] == "4" and values["Cold start steps"] == "3"
-  assert run["name"] == "a <b>run</b>" and "4 responses each" in run["runs"][0]["summary"]
+  assert run["name"] == "a <b>run" and "4 responses each" in run["runs"][0]["summary"]
 
 
-def test_before_is_the_end_of_the_cold_start_where_step_0_was_not_evaluated():
-  rows = [
-    sft_row(1) | eval_keys(0.1),
-    sft_row(2) | eval_keys(0.3),
-    rl_row(1),
-    rl_row(5) | eval_keys(0.7),
-  ]
-  accuracy = report_data.describe([report_data.Run("run", rows, {})])["runs"][0]["headline"][0]
-  assert (accuracy["before"], accuracy["after"]) == (0.3, 0.7)
+def test_an_evaluation_alone_has_its_figures():
+  row = {"phase": "eval", "step": 0, "eval/aime24/accuracy": 0.3, "time/eval/score": 2.0}
+  described = describe([row | eval_keys(0.7)])
+  accuracy = described["runs"][0]["headline"][0]
+  assert accuracy == {"label": "Held-out accuracy, avg@k", "after": 0.7}
+  assert described["phases"] == {"eval": {"title": "Evaluation", "from": 0, "to": 0}}
+  assert ("Other metrics", "eval/aime24/accuracy") in figures(described)
+  assert figures(described)["Learning", "Held-out accuracy"]["phases"] == ["eval"]
+
+
+def test_parts_of_a_stage_are_not_counted_twice():
+  row = {"phase": "rl", "step": 1, "time/sample": 50.0, "time/sample/decode": 45.0, "time/save": 15}
+  described = describe([row])
+  assert described["runs"][0]["headline"][-1] == {"label": "Time in stages", "value": "1:05"}
+  stages = figures(described)["Time", "Time per stage"]
+  assert [series["label"] for series in stages["series"]] == ["sample", "save"]
+  assert ("Other metrics", "time/sample/decode") in figures(described)
 
 
 def test_the_page_is_self_contained(workdir):
-  page = rollout_viewer.write_report(workdir).read_text("utf-8")
+  page = write_report(workdir).read_text("utf-8")
   shell = re.sub(
     r'(<script type="application/json"[^>]*>).*?(</script>)', r"\1\2", page, flags=re.S
   )
@@ -163,10 +105,10 @@ def test_the_page_is_self_contained(workdir):
 
 
 def test_hostile_text_stays_text(workdir):
-  page = rollout_viewer.write_report(workdir).read_text("utf-8")
+  page = write_report(workdir).read_text("utf-8")
   assert page.count("<script") == page.count("</script>") == 3
   assert "<img" not in page and "<b>" not in page
-  assert "<title>a &lt;b&gt;run&lt;/b&gt;</title>" in page
+  assert "<title>a &lt;b&gt;run</title>" in page
   samples = [s for g in embedded(page, "rollouts")["groups"] for s in g["samples"]]
   assert [s["response"] for s in samples].count(HOSTILE) == 2  # and unchanged
   assert "lone \\udc80 \u2028" in [
@@ -175,7 +117,7 @@ def test_hostile_text_stays_text(workdir):
 
 
 def test_responses_are_grouped_by_prompt(workdir):
-  rollouts = embedded(rollout_viewer.write_report(workdir).read_text("utf-8"), "rollouts")
+  rollouts = embedded(write_report(workdir), "rollouts")
   groups = rollouts["groups"]
   assert rollouts["total"] == 25 and len(groups) == 7
   assert [(g["step"], g["id"], g["eval"]) for g in groups[3:]] == [
@@ -191,7 +133,7 @@ def test_missing_metrics_leave_their_charts_out(tmp_path):
   with metrics.Writer(tmp_path) as writer:
     writer.write({"phase": "rl", "step": 1, "reward/mean": 0.5, "reward/std": float("nan")})
     writer.write({"phase": "rl", "step": 2, "reward/mean": 0.75, "something/new": 3.0})
-  run = embedded(rollout_viewer.write_report(tmp_path).read_text("utf-8"), "report")
+  run = embedded(write_report(tmp_path))
   assert list(figures(run)) == [("Learning", "Reward"), ("Other metrics", "something/new")]
   assert figures(run)["Learning", "Reward"]["series"][1]["y"] == [None]  # a gap
   assert run["runs"][0]["headline"][0] == {"label": "Reward", "value": "0.5 → 0.75"}
@@ -199,9 +141,9 @@ def test_missing_metrics_leave_their_charts_out(tmp_path):
 
 
 def test_an_empty_run_and_a_half_written_line_still_give_a_page(tmp_path):
-  assert rollout_viewer.write_report(tmp_path).exists()
+  assert write_report(tmp_path).exists()
   (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 1, "loss": 1.0}\n{"phase": "r')
-  run = embedded(rollout_viewer.write_report(tmp_path).read_text("utf-8"), "report")
+  run = embedded(write_report(tmp_path))
   assert list(figures(run)) == [("Optimisation", "Loss")]
   assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
 
@@ -212,14 +154,14 @@ def test_warnings_join_consecutive_rows():
 
   rows = [sft_row(1) | {"warning/grad_norm": 1.0}, row(2), row(4, "entropy")]
   rows += [row(6, "entropy", "ratio"), row(8), row(10, "entropy") | {"warning/ratio": 0.0}]
-  described = report_data.describe([report_data.Run("run", rows, {})])
+  described = describe(rows)
   warned = [(w["phase"], w["from"], w["to"], w["name"]) for w in described["runs"][0]["warnings"]]
   assert warned == [
     ("sft", 1, 1, "grad_norm"), ("rl", 4, 6, "entropy"), ("rl", 6, 6, "ratio"),
     ("rl", 10, 10, "entropy"),
   ]  # fmt: skip
   assert {key for _, key in figures(described)} == {
-    "Loss", "Token accuracy", "Gradient norm", "Learning rate", "Throughput"
+    "Loss", "Entropy", "Gradient norm", "Learning rate", "Skipped updates", "Router entropy"
   }  # fmt: skip
 
 
@@ -229,7 +171,7 @@ def test_the_machine_and_skipped_updates_have_their_charts():
     "memory/host_peak_gib", "checkpoint/seconds", "time/report",
   )  # fmt: skip
   rows = [{"phase": "rl", "step": 1, **dict.fromkeys(keys, 1.0)}]
-  drawn = figures(report_data.describe([report_data.Run("run", rows, {})]))
+  drawn = figures(describe(rows))
   assert {series["key"] for f in drawn.values() for series in f["series"]} == set(keys)
   assert "Other metrics" not in {section for section, _ in drawn}
 
@@ -239,21 +181,21 @@ PROVENANCE = {"commit": "0123456789ab", "dirty": True, "versions": {"jax": "1"},
 
 def test_provenance_is_apart_from_the_settings():
   config = {"seed": 3, "provenance": PROVENANCE}
-  (run,) = report_data.describe([report_data.Run("run", [], config)])["runs"]
+  (run,) = describe([], config)["runs"]
   assert run["summary"] == ["seed 3", "commit 01234567 with changes"]
   assert run["config"] == [["seed", "3"]]
   assert ["versions.jax", "1"] in run["provenance"] and ["command", "a"] in run["provenance"]
   no_git = {"provenance": PROVENANCE | {"commit": None}}
-  assert report_data.describe([report_data.Run("run", [], no_git)])["runs"][0]["summary"] == []
+  assert describe([], no_git)["runs"][0]["summary"] == []
 
 
 def test_a_comparison_lists_what_differs_and_joins_the_curves():
   def run(name, last, commit, **config):
     rows = [rl_row(step) for step in range(1, last + 1)]
     provenance = PROVENANCE | {"commit": commit, "command": name}
-    return report_data.Run(name, rows, {"seed": 1, **config, "provenance": provenance})
+    return data.Run(name, rows, {"seed": 1, **config, "provenance": provenance})
 
-  described = report_data.describe(
+  described = data.describe(
     [run("a", 4, "x", rl={"lr": 0.1}), run("b", 6, "y", rl={"lr": 0.2}), run("c", 2, "y", new=[])]
   )
   assert described["differences"] == {
@@ -274,11 +216,11 @@ def test_a_comparison_lists_what_differs_and_joins_the_curves():
 
 def test_runs_are_named_by_what_tells_their_directories_apart(tmp_path):
   folders = [tmp_path / name for name in ("x/run", "y/run", "other", "z/y/run")]
-  assert rollout_viewer.unique_names(folders) == [
+  assert unique_names(folders) == [
     "x/run", f"{tmp_path.name}/y/run", "other", "z/y/run",
   ]  # fmt: skip
   with pytest.raises(ValueError, match="given twice"):
-    rollout_viewer.unique_names([tmp_path, tmp_path / "x" / ".."])
+    unique_names([tmp_path, tmp_path / "x" / ".."])
 
 
 def test_runs_of_a_comparison_share_the_room_for_responses(tmp_path):
@@ -286,10 +228,8 @@ def test_runs_of_a_comparison_share_the_room_for_responses(tmp_path):
     with metrics.Writer(tmp_path / name) as writer:
       writer.write({"phase": "rl", "step": 1, "loss": 1.0})
       writer.dump_rollouts("rl", 1, [record(1, p, i) for p in range(10) for i in range(2)])
-  page = rollout_viewer.write_comparison(
-    [tmp_path / "a", tmp_path / "b"], tmp_path / "page.html", max_rollouts=20
-  )
-  rollouts = embedded(page.read_text("utf-8"), "rollouts")
+  page = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html", max_rollouts=20)
+  rollouts = embedded(page, "rollouts")
   runs = [g["run"] for g in rollouts["groups"] for _ in g["samples"]]
   assert rollouts["total"] == 40 and sorted(runs) == [0] * 10 + [1] * 10
 
@@ -298,10 +238,10 @@ def test_long_curves_are_thinned_and_bands_keep_their_extremes():
   count = 10_000
   curve = {"x": list(range(count)), "y": [0.0] * count, "low": [0.0] * count, "high": [0.0] * count}
   curve["y"][5000], curve["low"][17], curve["high"][9000] = None, -7.0, 9.0
-  thin = report_data.thin(curve, 100)
+  thin = data.thin(curve, 100)
   assert len(thin["x"]) == len(thin["y"]) == 100 and thin["x"][-1] == count - 1
   assert min(thin["low"]) == -7 and max(thin["high"]) == 9
-  assert report_data.thin(curve, count) is curve
+  assert data.thin(curve, count) is curve
 
 
 def test_command_line(workdir, tmp_path, capsys):
@@ -318,7 +258,7 @@ def test_command_line_of_a_comparison(workdir, tmp_path, capsys):
     writer.write(rl_row(1))
   output = tmp_path / "compare.html"
   main([str(workdir), str(other), "--output", str(output)])
-  report = embedded(output.read_text("utf-8"), "report")
+  report = embedded(output)
   assert [run["name"] for run in report["runs"]] == [workdir.name, "other"]
   for arguments, message in (
     ([str(workdir), str(other)], "--output=compare.html"),

@@ -1,7 +1,7 @@
 """Which responses a report holds, and how their tokens are written."""
 
 import pytest
-from test_page import record
+from support.reported_runs import record
 
 from gspo_jax.report import rollouts as report_rollouts
 from gspo_jax.runs import metrics

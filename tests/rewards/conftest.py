@@ -3,12 +3,12 @@
 import pytest
 from support.sandboxes import ISOLATIONS, LIMITS
 
-from gspo_jax.rewards.programs import verifier as code_sandbox
+from gspo_jax.rewards.programs.verifier import CodeVerifier
 
 
 @pytest.fixture(scope="module", params=ISOLATIONS)
 def verifier(request):
-  with code_sandbox.CodeVerifier(1, LIMITS, request.param) as verifier:
+  with CodeVerifier(1, LIMITS, request.param) as verifier:
     yield verifier
 
 

@@ -1,14 +1,18 @@
 """Rewards put together by the config: verifier, format, length, noise; raw correctness beside."""
 
 import dataclasses
+import importlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from support.prompts import prompts
 
 from configs import common
 from gspo_jax import rewards
 from gspo_jax.rewards import shaping, string_match
+from gspo_jax.structs import Prompt
 
 
 def config(name="string", **changes):
@@ -18,7 +22,7 @@ def config(name="string", **changes):
 
 def score(responses, answers, lengths=None, **changes):
   with rewards.open_scorer(config(**changes)) as scorer:
-    return scorer(responses, answers, lengths)
+    return scorer(responses, prompts(answers), lengths)
 
 
 def test_the_verifier_alone():
@@ -136,19 +140,42 @@ def test_string_match(response, answer, outcome):
 
 
 def test_a_function_of_the_users(monkeypatch):
-  monkeypatch.chdir(__file__.rpartition("/")[0])
+  monkeypatch.chdir(Path(__file__).parents[1])
   responses = ["abcd", "ab", "raise", "hang", "nan", "text", "abcd"]
-  scores = score(responses, ["wxyz"] * 7, name="user_rewards:by_length")
+  scores = score(responses, ["wxyz"] * 7, name="support.user_rewards:by_length")
   assert scores.reward.tolist() == [1, 0.5, 0, 0, 0, 0, 1]
   assert scores.correct.tolist() == [1, 0, 0, 0, 0, 0, 1]
   assert scores.outcomes == {"right": 2, "wrong": 1, "timeout": 1, "crash": 3}
-  scores = score(["a", "b"], ["a", "a"], name="user_rewards:is_equal")
+  scores = score(["a", "b"], ["a", "a"], name="support.user_rewards:is_equal")
   assert scores.reward.tolist() == [1, 0]
 
 
+def test_a_function_gets_the_whole_prompt(monkeypatch):
+  monkeypatch.chdir(Path(__file__).parents[1])
+  info = (("tolerance", "0.01"), ("id", "hidden by the prompt's own"))
+  prompt = Prompt("own", "π?", "3.14159", (1,), info=info)
+  with rewards.open_scorer(config("support.user_rewards:is_close")) as scorer:
+    scores = scorer(["3.14", "3.1"], [prompt] * 2)
+  assert scores.outcomes == {"right": 1, "wrong": 1, "timeout": 0, "crash": 0}
+  assert scores.reward.tolist() == [1, 0]
+
+
+def test_responses_without_prompts_are_an_error():
+  with pytest.raises(ValueError, match="2 responses and 1 prompts"):
+    score(["a", "b"], ["a"])
+
+
+@pytest.mark.parametrize("name", rewards.VERIFIERS)
+def test_verifiers_say_what_they_find(name):
+  outcomes = importlib.import_module(rewards.VERIFIERS[name]).OUTCOMES
+  assert {"right", "wrong"} <= set(outcomes)
+  with rewards.open_scorer(config(name)) as scorer:
+    assert scorer([], []).outcomes == dict.fromkeys(outcomes, 0)
+
+
 def test_a_function_that_kills_its_process(monkeypatch):
-  monkeypatch.chdir(__file__.rpartition("/")[0])
-  scores = score(["die", "abcd"], ["wxyz"] * 2, name="user_rewards:by_length")
+  monkeypatch.chdir(Path(__file__).parents[1])
+  scores = score(["die", "abcd"], ["wxyz"] * 2, name="support.user_rewards:by_length")
   assert scores.outcomes == {"right": 1, "wrong": 0, "timeout": 0, "crash": 1}
 
 

@@ -13,9 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gspo_jax import sharding
+from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.run import new_state
 from gspo_jax.runs import checkpoint
 from gspo_jax.runs.mirror import Mirror
 
@@ -38,6 +38,14 @@ def mesh_of(*sizes):
   return sharding.make_mesh(sharding.MeshConfig(*sizes))
 
 
+@pytest.fixture
+def mesh():
+  """Eight devices, as data parallel as can be, in use."""
+  mesh = mesh_of(8, 1, 1, 1)
+  with jax.set_mesh(mesh):
+    yield mesh
+
+
 def save(directory, state, steps=(1,), host=None, config=CONFIG):
   checkpoints = checkpoint.Checkpointer(directory, "rl", config)
   for step in steps:
@@ -48,7 +56,7 @@ def save(directory, state, steps=(1,), host=None, config=CONFIG):
 def restore(directory, like, mesh, config=CONFIG):
   checkpoints = checkpoint.Checkpointer(directory, "rl", config)
   step = checkpoints.latest()
-  state, host = checkpoints.restore(step, checkpoint.abstract(like, mesh))
+  state, host = checkpoints.restore(step, abstract(like, mesh))
   checkpoints.close()
   return step, state, host
 
@@ -85,39 +93,33 @@ def test_ctrl_c_while_a_save_begins_comes_when_it_has_begun(tmp_path, monkeypatc
   assert checkpoint.Checkpointer(tmp_path, "rl", CONFIG).latest() == 1
 
 
-def test_a_donated_state_is_saved_as_it_was(tmp_path):
-  mesh = mesh_of(8, 1, 1, 1)
-  with jax.set_mesh(mesh):
-    state = state_on(mesh)
-    expected = jax.tree.map(jnp.copy, state)
-    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
-    checkpoints.save(1, state, {})
-    overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 7, s), donate_argnums=0)
-    jax.block_until_ready(overwrite(state))
-    checkpoints.close()
-    _, restored, _ = restore(tmp_path, expected, mesh)
-    chex.assert_trees_all_equal(restored, expected)
+def test_a_donated_state_is_saved_as_it_was(mesh, tmp_path):
+  state = state_on(mesh)
+  expected = jax.tree.map(jnp.copy, state)
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
+  checkpoints.save(1, state, {})
+  overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 7, s), donate_argnums=0)
+  jax.block_until_ready(overwrite(state))
+  checkpoints.close()
+  _, restored, _ = restore(tmp_path, expected, mesh)
+  chex.assert_trees_all_equal(restored, expected)
 
 
-def test_a_half_written_checkpoint_is_not_read(tmp_path):
-  mesh = mesh_of(8, 1, 1, 1)
-  with jax.set_mesh(mesh):
-    state = state_on(mesh)
-    save(tmp_path, state, steps=(1,))
-    # What a kill in the middle of a write leaves: the directory before its final rename.
-    (tmp_path / "checkpoints" / "rl" / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-    step, restored, _ = restore(tmp_path, state, mesh)
-    assert step == 1
-    chex.assert_trees_all_equal(restored, state)
+def test_a_half_written_checkpoint_is_not_read(mesh, tmp_path):
+  state = state_on(mesh)
+  save(tmp_path, state, steps=(1,))
+  # What a kill in the middle of a write leaves: the directory before its final rename.
+  (tmp_path / "checkpoints" / "rl" / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+  step, restored, _ = restore(tmp_path, state, mesh)
+  assert step == 1
+  chex.assert_trees_all_equal(restored, state)
 
 
-def test_another_model_is_refused_with_both_shapes(tmp_path):
-  mesh = mesh_of(8, 1, 1, 1)
-  with jax.set_mesh(mesh):
-    save(tmp_path, state_on(mesh))
-    wider = state_on(mesh, dataclasses.replace(MODEL, vocab_size=128))
-    with pytest.raises(ValueError, match=r"embed has shape \(64, 32\).*wants \(128, 32\)"):
-      restore(tmp_path, wider, mesh)
+def test_another_model_is_refused_with_both_shapes(mesh, tmp_path):
+  save(tmp_path, state_on(mesh))
+  wider = state_on(mesh, dataclasses.replace(MODEL, vocab_size=128))
+  with pytest.raises(ValueError, match=r"embed has shape \(64, 32\).*wants \(128, 32\)"):
+    restore(tmp_path, wider, mesh)
 
 
 def kept(workdir):
@@ -171,57 +173,53 @@ def test_a_missing_file_is_found_out_too(two_checkpoints, tmp_path, capsys):
   assert f"no {data}" in capsys.readouterr().err
 
 
-def test_what_is_kept(tmp_path):
+def test_what_is_kept(mesh, tmp_path):
   """The last two, every fourth, and the best; steps without the metric are never the best."""
   config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy")
-  mesh, accuracy = mesh_of(8, 1, 1, 1), {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}
-  with jax.set_mesh(mesh):
-    state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
-    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)
-    for step in range(1, 8):
-      metrics = {"eval/accuracy": jnp.float32(accuracy[step])} if step in accuracy else {}
-      checkpoints.save(step, state, {}, metrics | {"loss": 1.0})
-    checkpoints.close()
-    assert kept(tmp_path) == [3, 4, 6, 7]
-    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)  # a resumed run remembers
-    for step in range(8, 11):
-      checkpoints.save(step, state, {}, {"eval/accuracy": accuracy.get(step, -1.0)})
-    assert 0 < checkpoints.metrics()["checkpoint/seconds"] < 60
-    checkpoints.close()
-    assert kept(tmp_path) == [3, 4, 8, 9, 10]
+  accuracy = {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}
+  state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)
+  for step in range(1, 8):
+    metrics = {"eval/accuracy": jnp.float32(accuracy[step])} if step in accuracy else {}
+    checkpoints.save(step, state, {}, metrics | {"loss": 1.0})
+  checkpoints.close()
+  assert kept(tmp_path) == [3, 4, 6, 7]
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)  # a resumed run remembers
+  for step in range(8, 11):
+    checkpoints.save(step, state, {}, {"eval/accuracy": accuracy.get(step, -1.0)})
+  assert 0 < checkpoints.metrics()["checkpoint/seconds"] < 60
+  checkpoints.close()
+  assert kept(tmp_path) == [3, 4, 8, 9, 10]
 
 
-def test_a_step_that_is_saved_again_is_replaced(tmp_path):
-  mesh = mesh_of(8, 1, 1, 1)
-  with jax.set_mesh(mesh):
-    first, second = state_on(mesh), state_on(mesh, seed=1)
-    save(tmp_path, first, (4,), {"n": 1})
-    save(tmp_path, second, (4,), {"n": 2})
-    step, restored, host = restore(tmp_path, first, mesh)
-    assert (step, host) == (4, {"n": 2})
-    chex.assert_trees_all_equal(restored, second)
+def test_a_step_that_is_saved_again_is_replaced(mesh, tmp_path):
+  first, second = state_on(mesh), state_on(mesh, seed=1)
+  save(tmp_path, first, (4,), {"n": 1})
+  save(tmp_path, second, (4,), {"n": 2})
+  step, restored, host = restore(tmp_path, first, mesh)
+  assert (step, host) == (4, {"n": 2})
+  chex.assert_trees_all_equal(restored, second)
 
 
-def test_a_directory_of_their_own_holds_all_that_is_needed(tmp_path):
+def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
   """Checkpoints elsewhere, and with each of them what the workdir tells."""
   config = dataclasses.replace(CONFIG, directory=str(tmp_path / "bucket"))
-  workdir, mesh = tmp_path / "run", mesh_of(8, 1, 1, 1)
+  workdir = tmp_path / "run"
   (workdir / "rollouts").mkdir(parents=True)
   for name, text in ("config.json", "{}"), ("metrics.jsonl", "1\n"), ("rollouts/a.jsonl", "a"):
     (workdir / name).write_text(text)
   (workdir / "failures").mkdir()
   (workdir / "failures" / "large").write_text("not copied")
-  with jax.set_mesh(mesh):
-    state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
-    save(workdir, state, (1,), config=config)
-    (workdir / "metrics.jsonl").write_text("1\n2\n")
-    (workdir / "rollouts" / "b.jsonl.tmp").write_text("half")
-    save(workdir, state, (2,), config=config)
-    assert not (workdir / "checkpoints").exists()
-    shutil.rmtree(workdir)
-    assert Mirror(workdir, config.directory).back()
-    found = {p.relative_to(workdir).as_posix(): p.read_text() for p in workdir.rglob("*.json*")}
-    expected = {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
-    assert found == expected
-    assert not Mirror(workdir, config.directory).back()  # it holds a run now
-    assert restore(workdir, state, mesh, config)[0] == 2
+  state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
+  save(workdir, state, (1,), config=config)
+  (workdir / "metrics.jsonl").write_text("1\n2\n")
+  (workdir / "rollouts" / "b.jsonl.tmp").write_text("half")
+  save(workdir, state, (2,), config=config)
+  assert not (workdir / "checkpoints").exists()
+  shutil.rmtree(workdir)
+  assert Mirror(workdir, config.directory).back()
+  found = {p.relative_to(workdir).as_posix(): p.read_text() for p in workdir.rglob("*.json*")}
+  expected = {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
+  assert found == expected
+  assert not Mirror(workdir, config.directory).back()  # it holds a run now
+  assert restore(workdir, state, mesh, config)[0] == 2

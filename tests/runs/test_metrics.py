@@ -1,6 +1,5 @@
 """Metrics keep their weights, a resumed run keeps its rows, and logs stay readable."""
 
-import io
 import json
 import math
 import os
@@ -152,10 +151,7 @@ def test_weights_and_biases_gets_the_rows_with_the_step_of_their_phase(tmp_path,
   with metrics.Writer(tmp_path / "run", **options) as writer:
     writer.write({"phase": "sft", "step": 8, "loss": 1.5})
     writer.write({"phase": "rl", "step": 1, "loss": math.nan, "reward/mean": 0.5})
-  assert stub.logged == [
-    {"sft/step": 8, "sft/loss": 1.5},
-    {"rl/step": 1, "rl/reward/mean": 0.5},
-  ]
+  assert stub.logged == [{"sft/step": 8, "sft/loss": 1.5}, {"rl/step": 1, "rl/reward/mean": 0.5}]
   assert stub.axes["rl/*"] == "rl/step" and stub.finished == 1
   first = stub.settings
   assert (first["project"], first["config"], first["name"]) == ("project", {"seed": 0}, "run")
@@ -180,18 +176,15 @@ def test_an_inactive_writer_touches_nothing(tmp_path):
 
 
 def whole_run():
-  """The rows of an uninterrupted run, evaluation rows in the phase's own steps."""
+  """The rows of an uninterrupted run; an evaluation is part of the row of its step."""
   yield from ({"phase": "sft", "step": i, "loss": 1 / i} for i in range(1, 6))
-  yield {"phase": "eval", "step": 5, "eval/accuracy": 0.2}
-  yield {"phase": "eval", "step": 0, "eval/accuracy": 0.25}  # before the first step of rl
+  yield {"phase": "rl", "step": 0, "eval/accuracy": 0.25}  # before the first step of rl
   for i in range(1, 9):
-    yield rl_row(i, loss=0.1 * i)
-    if i % 4 == 0:
-      yield {"phase": "eval", "step": i, "eval/accuracy": 0.1 * i}
+    yield rl_row(i, loss=0.1 * i) | ({} if i % 4 else {"eval/accuracy": 0.1 * i})
 
 
 @pytest.mark.parametrize("phase, step", [("sft", 2), ("sft", 5), ("rl", 0), ("rl", 4), ("rl", 8)])
-@pytest.mark.parametrize("killed_after", [9, 12, 17])
+@pytest.mark.parametrize("killed_after", [8, 11, 14])
 def test_resumed_rows_equal_uninterrupted_rows(tmp_path, phase, step, killed_after):
   rows = list(whole_run())
   with metrics.Writer(tmp_path / "whole") as writer:
@@ -203,10 +196,7 @@ def test_resumed_rows_equal_uninterrupted_rows(tmp_path, phase, step, killed_aft
   with open(tmp_path / "resumed" / "metrics.jsonl", "ab") as file:
     file.write(b'{"phase": "rl", "step": 9, "rew')  # kill -9 in the middle of a line
 
-  # What the checkpoint covers: rows up to and with the evaluation of (phase, step).
-  sft_rows = {2: 2, 5: 6}
-  rl_rows = {0: 7, 4: 12, 8: 17}
-  done = min(sft_rows[step] if phase == "sft" else rl_rows[step], killed_after)
+  done = min(step if phase == "sft" else 6 + step, killed_after)  # what the checkpoint covers
   with metrics.Writer(tmp_path / "resumed") as writer:
     writer.truncate({phase: step})
     assert metrics.read_rows(tmp_path / "resumed" / "metrics.jsonl") == rows[:done]
@@ -222,7 +212,7 @@ def test_truncate_to_nothing_and_unknown_phase(tmp_path):
       writer.write(row)
     with pytest.raises(ValueError, match="dpo"):
       writer.truncate({"dpo": 3})
-    assert writer.truncate({}) == 17
+    assert writer.truncate({}) == 14
     assert metrics.read_rows(tmp_path / "metrics.jsonl") == []
     writer.write(rl_row(1))
   assert metrics.read_rows(tmp_path / "metrics.jsonl") == [rl_row(1)]
@@ -231,7 +221,7 @@ def test_truncate_to_nothing_and_unknown_phase(tmp_path):
 
 WRITES_A_ROW = """
 import sys
-from gspo_jax import metrics
+from gspo_jax.runs import metrics
 with metrics.Writer(sys.argv[1]) as writer:
   writer.write(dict(phase="rl", step=1, x=2.0))
 import torch
@@ -304,7 +294,7 @@ def test_dumped_rollouts_are_replaced_when_a_step_is_redone(tmp_path):
   assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-# --- time and progress
+# --- time
 
 
 def test_stopwatch_charges_each_second_once():
@@ -327,48 +317,3 @@ def test_stopwatch_charges_each_second_once():
     raise RuntimeError
   assert watch.lap() == {"time/sample": 5, "time/evaluate": 2, "time/save": 4}
   assert watch.lap() == {}
-
-
-class Terminal(io.StringIO):
-  def isatty(self):
-    return True
-
-
-def test_progress_in_a_log_is_plain_lines_at_intervals():
-  now, log = [0.0], io.StringIO()
-  figures = {"reward/mean": 0.5, "clip_fraction/token": 0.125, "tokens_per_second": 8000.0}
-  with metrics.Progress("rl", 60, interval=10, stream=log, clock=lambda: now[0]) as progress:
-    for step in range(1, 61):
-      now[0] += 2.0
-      progress.update(step, figures | ({"eval/accuracy": 0.25} if step == 2 else {}))
-  lines = log.getvalue().splitlines()
-  assert not any(c < " " for c in log.getvalue() if c != "\n")
-  assert len(lines) == 1 + 59 * 2 // 10 + 1  # the first, one per ten seconds, the last
-  assert lines[0] == "rl 1/60  reward 0.500  clipped 0.125  8,000 tokens/s  left ?"
-  assert lines[1] == (
-    "rl 6/60  reward 0.500  accuracy 0.250  clipped 0.125  8,000 tokens/s  left 1:48"
-  )
-  assert lines[-1].startswith("rl 60/60") and lines[-1].endswith("left 0:00")
-
-
-def test_time_left_does_not_count_compilation():
-  now, log = [0.0], io.StringIO()
-  progress = metrics.Progress("rl", 10, interval=0, stream=log, clock=lambda: now[0])
-  for step, seconds in ((0, 0.0), (1, 100.0), (2, 1.0)):  # step 1 compiles
-    now[0] += seconds
-    progress.update(step, {"reward/mean": 0.5})
-  assert [line.split("left ")[1] for line in log.getvalue().splitlines()] == ["?", "?", "0:08"]
-
-
-def test_progress_on_a_terminal_is_one_bar():
-  screen = Terminal()
-  with metrics.Progress("sft", 4, start=2, stream=screen) as progress:
-    progress.update(3, {"loss": 1.25, "tokens_per_second": 99.0})
-    progress.update(4, {"loss": 1.0, "tokens_per_second": 99.0})
-  shown = screen.getvalue().split("\r")
-  assert any("sft 3/4" in text and "loss 1.25" in text for text in shown)
-  assert any("sft 4/4" in text and "left 0:00" in text for text in shown)
-
-
-def test_clock_text():
-  assert [metrics.clock_text(s) for s in (0, 61.4, 3600)] == ["0:00", "1:01", "1:00:00"]

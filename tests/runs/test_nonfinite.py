@@ -4,7 +4,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -12,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from support.command_line import ROOT, SMALL, environment, rows_of, run
 
 from configs import tiny
 from gspo_jax import config, sharding
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, tiny_dense
-from gspo_jax.run import new_state
 from gspo_jax.runs import nonfinite
-from gspo_jax.runs.checkpoint import abstract, restore_state
+from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch
 
 MODEL = dataclasses.replace(
@@ -72,9 +72,9 @@ def test_stop_keeps_the_state_that_met_the_bad_batch():
   chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
 
 
-def context(workdir, on_nonfinite):
-  c = config.from_dict(tiny.get_config().to_dict())
-  return SimpleNamespace(config=dataclasses.replace(c, on_nonfinite=on_nonfinite), workdir=workdir)
+def guard_of(workdir, on_nonfinite, **options):
+  values = dataclasses.asdict(config.from_dict(tiny.get_config().to_dict()))
+  return nonfinite.Guard(epath.Path(workdir), values, on_nonfinite, **options)
 
 
 def row(step, **metrics):
@@ -83,7 +83,7 @@ def row(step, **metrics):
 
 def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
   step, state = update("stop"), start()
-  guard = nonfinite.Guard(context(tmp_path, "stop"), state, updates=1, keep=4)
+  guard = guard_of(tmp_path, "stop", updates=1, keep=4)
   for number, bad in (1, False), (2, True), (3, False):
     one = batch(number, bad)
     guard.hold(number, [one])
@@ -105,7 +105,7 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
-  guard = nonfinite.Guard(context(tmp_path, on_nonfinite), start(), updates=1, keep=2)
+  guard = guard_of(tmp_path, on_nonfinite, updates=1, keep=2)
   guard.hold(5, [batch(5)])
   guard.check(row(5, loss=1e30), start())
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 5: entropy is inf") as caught:
@@ -114,7 +114,7 @@ def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_pat
 
 
 def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
-  guard = nonfinite.Guard(context(tmp_path, "skip"), start(), updates=2, keep=2)
+  guard = guard_of(tmp_path, "skip", updates=2, keep=2)
   guard.check(row(5, loss=np.nan, grad_norm=np.nan, updates_skipped=2.0), start())
   assert "sft step 5: of its updates, 2 not finite and left out (loss, grad_norm)" in (
     capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_without_a_watch_nothing_is_caught():
 
 STUCK = """
 import time
-from gspo_jax import preemption
+from gspo_jax.runs import preemption
 with preemption.watch(grace_s=1.0):
   print("ready", flush=True)
   while True:

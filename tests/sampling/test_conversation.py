@@ -8,20 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.sampling import sample
 
 from gspo_jax import sharding
 from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.sampling import (
-  EnvironmentConfig,
-  Request,
-  SamplingConfig,
-  Scheduler,
-  Usage,
-  converse,
-  generate,
-)
+from gspo_jax.sampling import EnvironmentConfig, Request, SamplingConfig, Usage, Workload, generate
 from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling.scheduler import Scheduler
 
 CONFIG = dataclasses.replace(
   tiny_moe(64),
@@ -61,7 +55,8 @@ class Parrot:
 def talk(environments=None, prompts=PROMPTS, params=PARAMS, config=TALK, **changes):
   environments = environments or [Parrot(p) for p in prompts for _ in range(4)]
   options = dict(group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7, prompt_length=5) | changes
-  return converse(params, CONFIG, environments, config=config, **options), environments
+  turns = dict(max_turns=config.max_turns, workers=config.workers, stop_strings=config.stop_strings)
+  return sample(params, CONFIG, environments=environments, **turns, **options), environments
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +100,7 @@ def test_logp_is_the_trainers_on_the_whole_conversation(temperature):
   out, _ = talk(temperature=temperature)
   hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
   logp, _ = transformer.token_logp(
-    PARAMS, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
+    PARAMS, CONFIG, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
   )
   assert (np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]).max() < 1e-4
 
@@ -168,8 +163,8 @@ def test_a_turn_is_what_is_left_of_the_response(base):
   one, start = environments[row], out.prompt_lengths[row]
   begun = tuple(one.heard[0] + one.said[0] + one.heard[1] + one.said[1])
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 40)
-  limits = dict(window=45, context=44, stop_ids=len(STOP))
-  scheduler = Scheduler(PARAMS, CONFIG, sampling, DEFAULT.for_rows(1), **limits)
+  workload = Workload(sampling, 5, trajectories=1, stop_ids=STOP, several_turns=True)
+  scheduler = Scheduler(PARAMS, 0, CONFIG, workload, DEFAULT)
   scheduler.submit(
     Request(one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun)
   )
@@ -185,9 +180,8 @@ def test_one_turn_is_what_generate_samples():
   usage = Usage()
   one, _ = talk(config=dataclasses.replace(TALK, max_turns=1), usage=usage)
   assert usage.prefilled == sum(len(p) - 1 for p in PROMPTS)
-  plain = generate(
-    PARAMS, CONFIG, PROMPTS, group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7, prompt_length=5
-  )
+  options = dict(group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7)
+  plain = generate(PARAMS, CONFIG, PROMPTS, **options)
   np.testing.assert_array_equal(one.tokens, plain.tokens)
   np.testing.assert_array_equal(one.lengths, plain.lengths)
   np.testing.assert_allclose(one.logp, plain.logp, atol=1e-5)
@@ -276,7 +270,10 @@ class Broken(Endless):
 @pytest.mark.parametrize(
   "environment, message",
   [
-    (Answer([], 0.0, False), r"Answer of conversation 0, turn 1.*empty.*at least, or done=True"),
+    (
+      Answer([], 0.0, False),
+      r"Answer of prompt 0, sample 0, turn 1.*empty.*at least, or done=True",
+    ),
     (Answer([20] * 40, 0.0, False), "40 tokens.*max_new_tokens=40.*shorten"),
     (Answer([64], 0.0, False), "ids from 64 to 64.*0 to 63.*tokenizer"),
     (Answer([-1], 0.0, False), "ids from -1"),
@@ -285,7 +282,7 @@ class Broken(Endless):
     (Answer([20], None, False), "reward None"),
     (Answer([], 0.0, True, prompt=()), r"Answer.reset\(\) begins with 0 tokens.*max_prompt"),
     (Answer([], 0.0, True, prompt=(5,) * 6), "begins with 6 tokens.*data.max_prompt_tokens=5"),
-    (Broken(), "Broken of conversation 0, turn 1.*no network"),
+    (Broken(), "Broken of prompt 0, sample 0, turn 1.*no network"),
   ],
   ids=lambda x: "" if isinstance(x, str) else None,
 )

@@ -27,7 +27,7 @@ STOP = (1, 2, 3)
 
 
 def sample(prompts=PROMPTS, params=PARAMS, **changes):
-  options = dict(group_size=4, max_new_tokens=6, stop_ids=STOP, seed=7, prompt_length=5) | changes
+  options = dict(group_size=4, max_new_tokens=6, stop_ids=STOP, seed=7) | changes
   return generate(params, CONFIG, prompts, **options)
 
 
@@ -60,7 +60,7 @@ def test_logp_is_the_trainers(temperature):
   out = sample(temperature=temperature)
   hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
   logp, _ = transformer.token_logp(
-    PARAMS, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
+    PARAMS, CONFIG, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
   )
   difference = np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]
   assert difference.max() < 1e-4
@@ -92,7 +92,7 @@ def test_a_response_depends_on_seed_prompt_and_index_only():
   for new, old in enumerate((2, 0, 3, 1)):
     for g in range(4):
       assert shuffled.response(4 * new + g) == base.response(4 * old + g)
-  alone = sample([PROMPTS[1]], group_size=2, max_new_tokens=4, prompt_length=3)
+  alone = sample([PROMPTS[1]], group_size=2, max_new_tokens=4)
   for g in range(2):
     assert alone.response(g) == base.response(4 + g)[:4]
   np.testing.assert_array_equal(sample().tokens, base.tokens)
@@ -115,7 +115,6 @@ def test_every_mesh_samples_the_same_tokens(shape):
   "prompts, changes, message",
   [
     ([[1], []], {}, "prompt 1 is empty"),
-    ([[1] * 6], {}, "prompt 0 has 6 tokens.*prompt_length=5"),
     ([], {}, "0 prompts"),
     ([[1]], dict(max_new_tokens=4096), "max_position_embeddings=2048"),
   ],

@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from support.sampling import sample
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import tiny_moe
-from gspo_jax.sampling import Request, SamplingConfig, Scheduler, Usage, generate
-from gspo_jax.sampling import slots as engine
+from gspo_jax.sampling import Request, SamplingConfig, Usage, Workload, slots
 from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling.scheduler import Scheduler
 
 MODEL = dataclasses.replace(
   tiny_moe(64),
@@ -29,13 +30,14 @@ RNG = np.random.default_rng(0)
 PROMPTS = [tuple(RNG.integers(8, 64, n).tolist()) for n in (3, 40, 1, 17, 9, 24)]
 
 
-def scheduler(params=PARAMS, sampling=PLAIN, window=64, context=48, **changes):
+def scheduler(params=PARAMS, sampling=PLAIN, detokenize=None, **changes):
   config = {
     k: changes.pop(k) for k in ("slots", "steps", "prefill_tokens", "cache_dtype") if k in changes
   }
   config = dataclasses.replace(DEFAULT, **dict(slots=4, steps=3) | config)
-  options = dict(window=window, context=context, group_size=3, stop_ids=len(STOP)) | changes
-  return Scheduler(params, MODEL, sampling, config, **options)
+  workload = Workload(sampling, prompt_length=48, trajectories=100, group_size=3, stop_ids=STOP)
+  workload = dataclasses.replace(workload, **changes)
+  return Scheduler(params, 0, MODEL, workload, config, detokenize=detokenize)
 
 
 def requests(prompts=PROMPTS, **changes):
@@ -76,7 +78,8 @@ def test_responses_are_worth_comparing(expected):
     dict(slots=5, steps=1),
     dict(slots=7, steps=64),
     dict(prefill_tokens=16),  # the longest prompts in three pieces
-    dict(window=200, context=130),
+    dict(prompt_length=188),
+    dict(partial=True),
     dict(group_size=1),
   ],
   ids=str,
@@ -129,12 +132,12 @@ def test_a_free_slot_is_taken_in_the_next_step(expected):
 
 def test_nothing_is_compiled_after_the_first_batches():
   run(scheduler(), requests())
-  before = engine.decode._cache_size(), engine.prefill._cache_size(), engine.new_state._cache_size()
+  before = slots.decode._cache_size(), slots.prefill._cache_size(), slots.new_state._cache_size()
   for seed in range(3):
     lengths = np.random.default_rng(seed).integers(1, 48, 9)
     prompts = [tuple(RNG.integers(8, 64, n).tolist()) for n in lengths]
     run(scheduler(), requests(prompts, seed=seed, samples=2, max_new_tokens=5))
-  after = engine.decode._cache_size(), engine.prefill._cache_size(), engine.new_state._cache_size()
+  after = slots.decode._cache_size(), slots.prefill._cache_size(), slots.new_state._cache_size()
   assert after == before
 
 
@@ -222,7 +225,7 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
     done[response.request.prompt, response.sample] = response
     if len(done) == 5:
       break
-  rest, again = scheduler(), {}
+  rest, again = scheduler(partial=True), {}
   for part in s.stop():
     key = part.request.prompt, part.sample
     if part.finished:
@@ -255,7 +258,8 @@ def test_more_can_be_asked_for_while_it_runs(expected):
 
 def test_memory_is_slots_by_window():
   for dtype, width in (("float32", 4), ("bfloat16", 2)):
-    s = scheduler(slots=6, window=64, context=20, cache_dtype=dtype)
+    sampling = dataclasses.replace(PLAIN, max_new_tokens=44)
+    s = scheduler(sampling=sampling, slots=6, prompt_length=20, cache_dtype=dtype)
     caches = jax.tree.leaves((s._state.cache, s._state.staged))
     assert s.usage.cache_bytes == sum(x.nbytes for x in caches)
     slots = 6 * 64 * 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * width
@@ -271,9 +275,9 @@ def test_a_cache_of_half_the_width_is_near():
 def test_usage_adds_up():
   usage = Usage()
   options = dict(group_size=2, max_new_tokens=4, prompt_length=48, usage=usage)
-  first = generate(PARAMS, MODEL, PROMPTS, **options)
+  first = sample(PARAMS, MODEL, PROMPTS, **options)
   once = dataclasses.replace(usage)
-  second = generate(PARAMS, MODEL, PROMPTS, seed=1, **options)
+  second = sample(PARAMS, MODEL, PROMPTS, seed=1, **options)
   assert usage.tokens == first.lengths.sum() + second.lengths.sum()
   assert usage.prefilled == 2 * once.prefilled and usage.cache_bytes == once.cache_bytes
   row = usage.metrics()
@@ -284,9 +288,9 @@ def test_usage_adds_up():
   "changes, message",
   [
     (dict(prompt=()), "prompt is empty"),
-    (dict(prompt=(7,) * 49), "context of 49 tokens .* contexts of 48 tokens in a window of 64"),
-    (dict(max_new_tokens=62), "max_new_tokens=62 does not fit .* window of 64"),
-    (dict(stop_ids=tuple(range(9))), "9 stop ids, more than stop_ids=6"),
+    (dict(prompt=(7,) * 49), "prefix of 49 tokens .* prefixes of 48 tokens in a window of 60"),
+    (dict(max_new_tokens=62), "max_new_tokens=62 does not fit .* window of 60"),
+    (dict(stop_ids=tuple(range(9))), "9 stop ids, more than the 6 announced"),
     (dict(stop_strings=("x",)), "need detokenize"),
     (dict(samples=0), "nothing"),
   ],
@@ -312,16 +316,18 @@ def test_impossible_settings(key, value):
     dataclasses.replace(DEFAULT, **{key: value})
 
 
-def test_a_scheduler_has_slots():
-  with pytest.raises(ValueError, match=r"engine.slots=0"):
-    scheduler(slots=0)
+def test_there_are_no_more_slots_than_trajectories():
+  for count, trajectories, used in ((0, 7, 7), (4, 7, 4), (9, 7, 7)):
+    s = scheduler(slots=count, trajectories=trajectories)
+    assert len(s._state.slots.id_B) == used
 
 
-def test_the_longest_context_is_not_padded_beyond_itself():
-  s = scheduler(window=50, context=45)
+def test_the_longest_prefix_is_not_padded_beyond_itself():
+  sampling = dataclasses.replace(PLAIN, max_new_tokens=5)
+  s = scheduler(sampling=sampling, prompt_length=45)
   assert s._state.cache.length == 50 and s._state.staged.length == 44
 
 
 def test_a_window_beyond_the_model():
   with pytest.raises(ValueError, match=r"window of 4096 .*max_position_embeddings=2048"):
-    scheduler(window=4096)
+    scheduler(prompt_length=4084)

@@ -1,7 +1,11 @@
-"""What the tests of data share."""
+"""Configurations and files of data for the tests."""
 
-from gspo_jax.data import sources
+import json
+
+from gspo_jax.data import sources, tokenizer
 from gspo_jax.data.prompt_filter import QuerySetConfig
+
+BYTES = tokenizer.ByteTokenizer()
 
 
 def config(**changes) -> sources.DataConfig:
@@ -21,3 +25,15 @@ def config(**changes) -> sources.DataConfig:
     query_set=QuerySetConfig(0, 0, 0),
   )
   return sources.DataConfig(**values | changes)
+
+
+def write(path, rows):
+  """JSON lines; a row that is bytes is written as it is. Returns the path as text."""
+  lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+  path.write_bytes(b"\n".join(lines) + b"\n")
+  return str(path)
+
+
+def load(spec, **changes):
+  """The prompts of a source for training."""
+  return sources.load_spec(config(**changes), BYTES, str(spec), "data.train")

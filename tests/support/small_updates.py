@@ -11,14 +11,21 @@ import optax
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
-from gspo_jax.run import new_state
+from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
 from gspo_jax.structs import TrainBatch
 
 SMALL_MODEL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
 MODELS = dict(
   dense=dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL_MODEL),
+  gemma=dataclasses.replace(
+    tiny_gemma(64),
+    intermediate_size=48,
+    sliding_window=4,
+    sliding_window_pattern=2,
+    **SMALL_MODEL,
+  ),
   moe=dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL_MODEL),
 )
 B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4

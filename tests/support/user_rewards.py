@@ -4,7 +4,7 @@ import os
 import time
 
 
-def by_length(response: str, answer: str) -> float:
+def by_length(response, prompt) -> float:
   """Right if as long as the answer; half a point if half as long."""
   if response == "raise":
     raise KeyError(response)
@@ -16,8 +16,14 @@ def by_length(response: str, answer: str) -> float:
     return float("nan")
   if response == "text":
     return "right"
-  return min(1.0, len(response) / len(answer))
+  return min(1.0, len(response) / len(prompt["answer"]))
 
 
-def is_equal(response: str, answer: str) -> bool:
-  return response == answer
+def is_equal(response, prompt) -> bool:
+  return response == prompt["answer"]
+
+
+def is_close(response, prompt) -> bool:
+  """Right within the tolerance that the row of the data set gives."""
+  assert prompt["id"] == "own" and prompt["question"] == "π?"
+  return abs(float(response) - float(prompt["answer"])) <= float(prompt["tolerance"])

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from support.prompts import prompts
 
 from configs import common
 from gspo_jax.rewards import RewardConfig, open_scorer
@@ -68,7 +69,7 @@ def test_only_the_exact_sum_after_the_last_colon_counts(response, right):
 
 def test_scorer_gives_rewards_and_outcomes():
   with open_scorer(RewardConfig(**common.base().reward)) as score:
-    scores = score([":3", ":4", ":3"], ["3", "3", "3"])
+    scores = score([":3", ":4", ":3"], prompts(["3"] * 3))
   assert scores.reward.tolist() == [1, 0, 1]
   assert scores.outcomes == {"right": 2, "wrong": 1}
 

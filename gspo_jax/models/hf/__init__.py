@@ -1,5 +1,6 @@
 """Hugging Face directories: `load` and `save`."""
 
+from gspo_jax.models.hf.config import CheckpointError, load_config
 from gspo_jax.models.hf.convert import load, save
 
-__all__ = ["load", "save"]
+__all__ = ["CheckpointError", "load", "load_config", "save"]

@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig, for the Hugging Face architectures that the model here computes."""
+"""config.json <-> ModelConfig, for the architectures of Hugging Face that a family here has."""
 
 import dataclasses
 import json
@@ -6,70 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.models.hf.architectures import ARCHITECTURES, FIXED, Architecture
 from gspo_jax.models.sizes import ModelConfig
 
 
 class CheckpointError(ValueError):
   """A directory that does not hold exactly a model that can be computed here."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-  """What `model_type` implies without a key of its own, and what transformers takes as default."""
-
-  architecture: str
-  moe: bool
-  qk_norm: bool
-  attention_bias: bool
-  defaults: dict[str, Any]
-
-
-_FAMILIES = {
-  "qwen3_moe": _Family("Qwen3MoeForCausalLM", True, True, False, {}),
-  "qwen3": _Family("Qwen3ForCausalLM", False, True, False, dict(head_dim=128)),
-  "qwen2": _Family("Qwen2ForCausalLM", False, False, True, {}),
-  # Llama 1 and 2 were published without a rope_theta.
-  "llama": _Family("LlamaForCausalLM", False, False, False, dict(rope_theta=1e4)),
-}
-# ModelConfig field -> key of config.json, type
-_FIELDS = dict(
-  vocab_size=("vocab_size", int),
-  hidden_size=("hidden_size", int),
-  num_layers=("num_hidden_layers", int),
-  num_heads=("num_attention_heads", int),
-  num_kv_heads=("num_key_value_heads", int),
-  head_dim=("head_dim", int),
-  intermediate_size=("intermediate_size", int),
-  rope_theta=("rope_theta", float),
-  rms_norm_eps=("rms_norm_eps", float),
-  tie_word_embeddings=("tie_word_embeddings", bool),
-  max_position_embeddings=("max_position_embeddings", int),
-)
-_MOE_FIELDS = dict(
-  num_experts=("num_experts", int),
-  experts_per_token=("num_experts_per_tok", int),
-  moe_intermediate_size=("moe_intermediate_size", int),
-  norm_topk_prob=("norm_topk_prob", bool),
-  decoder_sparse_step=("decoder_sparse_step", int),
-  mlp_only_layers=("mlp_only_layers", list),
-)
-_DENSE = dict(
-  num_experts=0,
-  experts_per_token=0,
-  moe_intermediate_size=0,
-  norm_topk_prob=True,
-  decoder_sparse_step=1,
-  mlp_only_layers=(),
-)
-# Keys that change what is computed, with the one value under which they do not.
-_MUST_BE = dict(
-  hidden_act="silu",
-  use_sliding_window=False,
-  use_mrope=False,
-  mlp_bias=False,
-  partial_rotary_factor=1.0,
-  quantization_config=None,
-)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,16 +43,20 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
 
 
 def _from_hf(raw: dict[str, Any]) -> ModelConfig:
-  family = _FAMILIES.get(raw.get("model_type"))
-  if family is None:
-    raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {', '.join(_FAMILIES)}")
-  _check_supported(raw, family)
+  architecture = ARCHITECTURES.get(raw.get("model_type"))
+  if architecture is None:
+    known = ", ".join(ARCHITECTURES)
+    raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {known}")
+  _check_supported(raw, architecture)
   raw = {key: value for key, value in raw.items() if value is not None}
-  ropes = (raw.get(key, {}) for key in ("rope_parameters", "rope_scaling"))
-  raw["rope_theta"] = _one_of("rope_theta", raw, *ropes)
+  whole, local = _ropes(raw)
+  raw["rope_theta"] = _one_of("rope_theta", raw, *whole)
+  raw["rope_local_base_freq"] = _one_of(
+    "rope_local_base_freq", raw, dict(rope_local_base_freq=local.get("rope_theta"))
+  )
   raw["num_experts"] = _one_of("num_experts", raw, dict(num_experts=raw.get("num_local_experts")))
   # Where transformers' configuration classes have these defaults and published files use them.
-  raw = family.defaults | {key: value for key, value in raw.items() if value is not None}
+  raw = architecture.defaults | {key: value for key, value in raw.items() if value is not None}
   raw.setdefault("tie_word_embeddings", False)
   raw.setdefault("mlp_only_layers", [])
   raw.setdefault("decoder_sparse_step", 1)
@@ -118,25 +64,48 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   if "head_dim" not in raw:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
 
-  fields = _FIELDS | (_MOE_FIELDS if family.moe else {})
-  values = {field: _take(raw, key, kind) for field, (key, kind) in fields.items()}
-  if family.moe:
+  values = {field: _take(raw, key, kind) for field, (key, kind) in architecture.fields.items()}
+  values.setdefault("local_rope_theta", values["rope_theta"])
+  if "mlp_only_layers" in values:
     values["mlp_only_layers"] = tuple(values["mlp_only_layers"])
-  implied = dict(qk_norm=family.qk_norm, attention_bias=family.attention_bias)
-  return ModelConfig(**(_DENSE | values | implied))
+  config = ModelConfig(**(values | dict(architecture.implied)))
+  types = raw.get("layer_types")
+  if types is None or types == layer_types(config):
+    return config
+  # The pattern of these layers is not the usual one.
+  first = types.index(_GLOBAL) if _GLOBAL in types else len(types)
+  config = dataclasses.replace(config, sliding_window_pattern=first + 1)
+  if "sliding_window_pattern" not in values or types != layer_types(config):
+    allowed = f"every n-th {_GLOBAL}" if "sliding_window_pattern" in values else f"only {_GLOBAL}"
+    raise ValueError(f"layer_types={types} is not supported, {allowed}")
+  return config
 
 
-def _check_supported(raw: dict[str, Any], family: _Family) -> None:
-  must_be = dict(_MUST_BE)
-  if not family.attention_bias:
-    must_be["attention_bias"] = False  # would also be on the output projection; Qwen2's are not
-  for key, value in must_be.items():
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+  """Kinds of attention by layer, as config.json names them."""
+  return [_LOCAL if config.is_local(layer) else _GLOBAL for layer in range(config.num_layers)]
+
+
+def _ropes(raw: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  """Rotary parameters of global layers, from each place that may hold them, and of local ones."""
+  nested = raw.get("rope_parameters") or {}
+  whole = nested.get(_GLOBAL, {} if _LOCAL in nested else nested)
+  return [whole, raw.get("rope_scaling") or {}], nested.get(_LOCAL) or {}
+
+
+def _check_supported(raw: dict[str, Any], architecture: Architecture) -> None:
+  for key, value in (FIXED | dict(architecture.fixed)).items():
     if raw.get(key) not in (None, value):
       raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
-  if set(raw.get("layer_types") or ()) - {"full_attention"}:
-    raise ValueError(f"layer_types={raw['layer_types']} is not supported, only full_attention")
-  for key in ("rope_scaling", "rope_parameters"):
-    rope = raw.get(key) or {}
+  (parameters, scaling), local = _ropes(raw)
+  for key, rope in (
+    ("rope_scaling", scaling),
+    ("rope_parameters", parameters),
+    ("rope_parameters", local),
+  ):
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
       raise ValueError(f"{key}.rope_type={kind!r} is not supported, only default")
@@ -166,37 +135,57 @@ def _take(raw: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-  """config.json in the form in which Qwen3 was published, which transformers 4 and 5 both read.
+  """config.json in the form in which models were published, which transformers 4 and 5 both read.
 
   ValueError for a combination of features that no supported architecture has.
   """
-  moe = config.num_experts > 0
-  implied = (moe, config.qk_norm, config.attention_bias)
-  matching = [t for t, f in _FAMILIES.items() if (f.moe, f.qk_norm, f.attention_bias) == implied]
-  if not matching:
-    raise ValueError(
-      f"no Hugging Face architecture has num_experts={config.num_experts}, "
-      f"qk_norm={config.qk_norm} and attention_bias={config.attention_bias} together"
-    )
-  model_type = matching[0]
-  if model_type == "llama" and config.hidden_size % config.num_heads:
-    raise ValueError(
-      f"Hugging Face's Llama needs hidden_size={config.hidden_size} to be a multiple of "
-      f"num_heads={config.num_heads}"
-    )
-  fields = _FIELDS | (_MOE_FIELDS if moe else {})
-  values = {key: getattr(config, field) for field, (key, _) in fields.items()}
-  if moe:
+  # Qwen3-MoE comes first and would also take models without experts.
+  for model_type, architecture in reversed(ARCHITECTURES.items()):
+    content = _write(config, model_type, architecture, dtype)
+    try:
+      if _from_hf(content) != config:
+        continue
+    except ValueError:
+      continue
+    if model_type == "llama" and config.hidden_size % config.num_heads:
+      raise ValueError(
+        f"Hugging Face's Llama needs hidden_size={config.hidden_size} to be a multiple of "
+        f"num_heads={config.num_heads}"
+      )
+    return content
+  features = ("num_experts", "family", "qk_norm", "attention_bias", *_OPTIONS)
+  raise ValueError(
+    "no Hugging Face architecture has "
+    + ", ".join(f"{field}={getattr(config, field)!r}" for field in features)
+    + " together"
+  )
+
+
+_OPTIONS = (
+  "sliding_window",
+  "sliding_window_pattern",
+  "local_rope_theta",
+  "query_pre_attn_scalar",
+  "attn_logit_softcapping",
+  "final_logit_softcapping",
+)
+
+
+def _write(
+  config: ModelConfig, model_type: str, architecture: Architecture, dtype: str
+) -> dict[str, Any]:
+  values = {key: getattr(config, field) for field, (key, _) in architecture.fields.items()}
+  if "mlp_only_layers" in values:
     values["mlp_only_layers"] = list(config.mlp_only_layers)
+  if "sliding_window" in values:
+    values["layer_types"] = layer_types(config)
   return dict(
-    architectures=[_FAMILIES[model_type].architecture],
+    architectures=[architecture.name],
     model_type=model_type,
-    **values,
+    **{key: None if key.endswith("softcapping") and not v else v for key, v in values.items()},
     attention_dropout=0.0,
-    hidden_act="silu",
     rope_scaling=None,
     torch_dtype=dtype,
     use_cache=True,
-    **({} if model_type == "qwen2" else dict(attention_bias=False)),
-    **(dict(mlp_bias=False) if model_type == "llama" else dict(use_sliding_window=False)),
+    **architecture.fixed,
   )

@@ -4,7 +4,8 @@ One table says how each parameter lies in the files; `load` reads it in one dire
 the other. Both stream: `load` copies slices of memory-mapped files straight into each device's part
 of a parameter, `save` writes one tensor after the other.
 
-Qwen3, Qwen3-MoE, Qwen2 and Llama-like models, as published and as transformers 5 writes them.
+Qwen3, Qwen3-MoE, Qwen2, Llama-like models, Gemma 2 and 3 (text), as published and as transformers 5
+writes them.
 """
 
 import dataclasses
@@ -25,45 +26,10 @@ from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
+from gspo_jax.models.hf.architectures import EMBED, FUSED, HEAD, NAMES
 from gspo_jax.models.hf.config import CheckpointError, load_config
 from gspo_jax.models.sizes import ModelConfig
 
-__all__ = ["CheckpointError", "load", "load_config", "save"]
-
-_LAYER = "model.layers.{l}."
-# Parameter -> (name in the files, axes there). Letters that share an axis are merged into it, as
-# N and H are in q_proj; a letter in braces is in the name: one tensor per layer and expert.
-_NAMES = {
-  "embed": ("model.embed_tokens.weight", "V D"),
-  "attention_norm": (_LAYER + "input_layernorm.weight", "D"),
-  "attention.q": (_LAYER + "self_attn.q_proj.weight", "NH D"),
-  "attention.k": (_LAYER + "self_attn.k_proj.weight", "KH D"),
-  "attention.v": (_LAYER + "self_attn.v_proj.weight", "KH D"),
-  "attention.o": (_LAYER + "self_attn.o_proj.weight", "D NH"),
-  "attention.q_norm": (_LAYER + "self_attn.q_norm.weight", "H"),
-  "attention.k_norm": (_LAYER + "self_attn.k_norm.weight", "H"),
-  "attention.q_bias": (_LAYER + "self_attn.q_proj.bias", "NH"),
-  "attention.k_bias": (_LAYER + "self_attn.k_proj.bias", "KH"),
-  "attention.v_bias": (_LAYER + "self_attn.v_proj.bias", "KH"),
-  "ffn_norm": (_LAYER + "post_attention_layernorm.weight", "D"),
-  "Dense.gate": (_LAYER + "mlp.gate_proj.weight", "F D"),
-  "Dense.up": (_LAYER + "mlp.up_proj.weight", "F D"),
-  "Dense.down": (_LAYER + "mlp.down_proj.weight", "D F"),
-  "Moe.router": (_LAYER + "mlp.gate.weight", "E D"),
-  "Moe.gate": (_LAYER + "mlp.experts.{E}.gate_proj.weight", "F D"),
-  "Moe.up": (_LAYER + "mlp.experts.{E}.up_proj.weight", "F D"),
-  "Moe.down": (_LAYER + "mlp.experts.{E}.down_proj.weight", "D F"),
-  "final_norm": ("model.norm.weight", "D"),
-  "head": ("lm_head.weight", "V D"),
-}
-# What transformers 5 writes on request (save_original_format=False), and how it holds experts in
-# memory: all of a layer in one tensor, gate and up as the halves of one axis, "2".
-_FUSED = {
-  "Moe.gate": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
-  "Moe.up": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
-  "Moe.down": (_LAYER + "mlp.experts.down_proj", "E D F"),
-}
-_EMBED, _HEAD = _NAMES["embed"][0], _NAMES["head"][0]
 _SAVED = ("float32", "bfloat16", "float16")
 _PARTIAL = ".partial"  # suffix of files that are being written
 _READ = 2**24  # elements copied at once: bounds what is in host memory besides the parameter
@@ -74,7 +40,7 @@ _ALIGN = 64  # bytes; JAX takes such a buffer over on CPU instead of copying it
 class _Leaf:
   """One parameter and its place in the files."""
 
-  key: str  # of _NAMES
+  key: str  # of NAMES[family]
   letters: str
   shape: tuple[int, ...]
   name: str
@@ -148,11 +114,11 @@ def load(
   config = load_config(directory)
   files = hf_files.Files(Path(directory))
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
-  names = _NAMES | (_FUSED if fused else {})
+  names = NAMES[config.family] | (FUSED if fused else {})
   twin = None  # a second copy of a tied embedding
-  if config.tie_word_embeddings and _HEAD in files.file_of:
-    if _EMBED in files.file_of:
-      twin = _HEAD
+  if config.tie_word_embeddings and HEAD in files.file_of:
+    if EMBED in files.file_of:
+      twin = HEAD
     else:
       names = names | {"embed": names["head"]}
   leaves = _leaves(config, names)
@@ -162,7 +128,7 @@ def load(
     for position in leaf.positions(_whole(leaf))
   }
   if twin:
-    shapes[twin] = shapes[_EMBED]
+    shapes[twin] = shapes[EMBED]
   files.check_names(shapes)
   layout = [None] * len(leaves)
   if mesh is not None:
@@ -278,7 +244,7 @@ def save(
       no Hugging Face architecture has.
   """
   directory = Path(directory)
-  leaves, arrays = _leaves(model_config, _NAMES), _checked(params, model_config)
+  leaves, arrays = _leaves(model_config, NAMES[model_config.family]), _checked(params, model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")

@@ -4,19 +4,30 @@ const NS = "http://www.w3.org/2000/svg";
 const report = JSON.parse(document.getElementById("report").textContent);
 const comparing = report.runs.length > 1;
 
-function make(tag, attributes = {}, ...children) {
+// `make("div.note", { title }, "text", node)`: classes, attributes (functions of `on...` listen),
+// children in any number, or lists of them; null stands for nothing.
+function make(name, ...parts) {
+  const [tag, ...classes] = name.split(".");
   const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== false && value != null) node.setAttribute(name, value === true ? "" : value);
+  if (classes.length) node.className = classes.join(" ");
+  for (const part of parts.flat()) {
+    if (part == null) continue;
+    if (typeof part !== "object" || part instanceof Node) {
+      node.append(part);
+      continue;
+    }
+    for (const [key, value] of Object.entries(part)) {
+      if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+      else if (value !== false && value != null) node.setAttribute(key, value === true ? "" : value);
+    }
   }
-  node.append(...children.filter((child) => child != null));
   return node;
 }
 
-function draw(tag, attributes, parent) {
+function draw(tag, attributes, parent, text = "") {
   const node = document.createElementNS(NS, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text) node.textContent = text;
   parent.append(node);
   return node;
 }

@@ -39,13 +39,11 @@ function legendOf(figure, labels, stack) {
   const ends = [labels[0], labels[labels.length - 1]];
   const keys = [];
   const rows = runs.map((run) => {
-    const row = make("div", { class: "legend" });
+    const row = make("div.legend");
     const name = report.runs[run].name;
     const lines = labels.filter((label) => !comparing || !sequence || ends.includes(label));
-    if (comparing && labels.length > 1) {
-      const style = `--color: ${runColor(run)}`;
-      row.append(make("span", { class: "of", style }, name));
-    }
+    if (comparing && labels.length > 1)
+      row.append(make("span.of", { style: `--color: ${runColor(run)}` }, name));
     for (const label of lines) {
       const series = figure.series.find((s) => s.label === label && s.run === run);
       if (!series) continue;
@@ -54,10 +52,9 @@ function legendOf(figure, labels, stack) {
       const shown = comparing && labels.length === 1 ? name : named ? label : "";
       const style = `--color: ${series.paint}`;
       const sign = comparing && !stack && labels.length > 1 ? sample(series) : null;
-      const key = make("span", { class: sign ? "key drawn" : "key", style });
-      key.append(...[sign, shown ? `${shown} ` : "", value].filter((part) => part != null));
+      const kind = sign ? "span.key.drawn" : "span.key";
       keys.push({ run, label, value });
-      row.append(key);
+      row.append(make(kind, { style }, sign, shown ? `${shown} ` : "", value));
     }
     return row;
   });
@@ -65,8 +62,7 @@ function legendOf(figure, labels, stack) {
 }
 
 function sample(series) {
-  const svg = document.createElementNS(NS, "svg");
-  svg.setAttribute("viewBox", "0 0 24 8");
+  const svg = draw("svg", { viewBox: "0 0 24 8" }, document.createDocumentFragment());
   const line = { class: "curve", x1: 0, x2: 24, y1: 4, y2: 4, "stroke-dasharray": series.dash };
   draw("line", { ...line, style: `stroke: ${series.paint}` }, svg);
   return svg;
@@ -92,23 +88,20 @@ function chart(figure) {
     s.paint = stack ? ownPaint(s, index) : paintOf(s, index, labels.length);
     s.dash = stack ? "" : dashOf(s, index);
   }
-  const at = make("span", { class: "at" });
+  const at = make("span.at");
   const { rows, keys } = legendOf(figure, labels, stack);
   const total = make("b");
   if (stack && labels.length > 1 && figure.unit !== "percent")
-    rows[0].append(make("span", {}, "total ", total));
-  const svg = document.createElementNS(NS, "svg");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", figure.title);
+    rows[0].append(make("span", "total ", total));
   const single = figure.phases.length === 1 ? figure.phases[0] : "both";
   const node = make(
-    "figure",
-    { class: `${single} ${figure.wide ? "wide" : ""}` },
-    make("div", { class: "top" }, make("h3", {}, figure.title), at),
-    figure.note ? make("p", { class: "note" }, figure.note) : null,
-    ...rows,
-    svg,
+    figure.wide ? `figure.${single}.wide` : `figure.${single}`,
+    make("div.top", make("h3", figure.title), at),
+    figure.note ? make("p.note", figure.note) : null,
+    rows,
   );
+  const svg = draw("svg", { role: "img", "aria-label": figure.title }, node);
+  const add = (tag, attributes, text) => draw(tag, attributes, svg, text);
 
   let parts = [];
   let dots = [];
@@ -135,13 +128,8 @@ function chart(figure) {
     const names = domain.list.map((v) => tickLabel(v, domain.step, figure.unit));
     box.left = 12 + Math.max(...names.map((name) => name.length)) * 6.3;
     domain.list.forEach((v, i) => {
-      draw(
-        "line",
-        { class: i ? "gridline" : "base", x1: box.left, x2: box.right, y1: y(v), y2: y(v) },
-        svg,
-      );
-      draw("text", { x: box.left - 7, y: y(v) + 4, "text-anchor": "end" }, svg).textContent =
-        names[i];
+      across(i ? "gridline" : "base", v, box);
+      add("text", { x: box.left - 7, y: y(v) + 4, "text-anchor": "end" }, names[i]);
     });
     parts = xParts(box);
     parts.forEach((part, i) => drawSteps(part, i, box));
@@ -149,13 +137,13 @@ function chart(figure) {
     if (stack) drawStack();
     else for (const s of figure.series) drawSeries(s);
     for (const mark of figure.marks) drawMark(mark, domain, box);
-    cross = draw("line", { class: "cross", y1: box.top, y2: box.bottom }, svg);
-    dots = stack
-      ? []
-      : figure.series.map((s) =>
-          draw("circle", { class: "dot", r: 4, style: `fill: ${s.paint}` }, svg),
-        );
+    cross = add("line", { class: "cross", y1: box.top, y2: box.bottom });
+    const dot = (s) => add("circle", { class: "dot", r: 4, style: `fill: ${s.paint}` });
+    dots = stack ? [] : figure.series.map(dot);
   }
+
+  const across = (kind, v, box) =>
+    add("line", { class: kind, x1: box.left, x2: box.right, y1: y(v), y2: y(v) });
 
   function yDomain() {
     let values = figure.series
@@ -189,97 +177,60 @@ function chart(figure) {
     return figure.phases.map((phase, i) => {
       const { from, to, title } = report.phases[phase];
       const right = left + shares[i] * (box.right - box.left);
-      const part = {
-        phase,
-        title,
-        from,
-        to,
-        left: left + (i ? GAP : 4),
-        right: i < shares.length - 1 ? right - GAP : right - 4,
-      };
-      part.x = (step) =>
-        part.left + (to > from ? (step - from) / (to - from) : 0.5) * (part.right - part.left);
+      const [first, last] = [left + (i ? GAP : 4), right - (i < shares.length - 1 ? GAP : 4)];
+      const x = (step) => first + (to > from ? (step - from) / (to - from) : 0.5) * (last - first);
       left = right;
-      return part;
+      return { phase, title, from, to, left: first, right: last, x };
     });
   }
 
   function drawSteps(part, index, box) {
     const { list } = stepTicks(part.from, part.to, Math.floor((part.right - part.left) / 56));
     for (const step of list) {
-      const x = part.x(step);
-      const anchor = x > box.right - 14 ? "end" : "middle";
-      draw(
-        "text",
-        { x: anchor === "end" ? box.right : x, y: box.bottom + 16, "text-anchor": anchor },
-        svg,
-      ).textContent = tickLabel(step, 1);
+      const atEnd = part.x(step) > box.right - 14;
+      const place = { x: atEnd ? box.right : part.x(step), y: box.bottom + 16 };
+      add("text", { ...place, "text-anchor": atEnd ? "end" : "middle" }, tickLabel(step, 1));
     }
     if (figure.phases.length < 2) return;
-    if (index)
-      draw(
-        "line",
-        { class: "division", x1: part.left - GAP, x2: part.left - GAP, y1: 4, y2: box.bottom },
-        svg,
-      );
-    const color = part.phase === "sft" ? "amber" : "blue";
-    const label = draw(
-      "text",
-      { class: "part", x: part.left, y: 13, style: `fill: var(--${color})` },
-      svg,
-    );
-    label.textContent = part.title;
+    const x = part.left - GAP;
+    if (index) add("line", { class: "division", x1: x, x2: x, y1: 4, y2: box.bottom });
+    const style = `fill: var(--${part.phase === "sft" ? "amber" : "blue"})`;
+    add("text", { class: "part", x: part.left, y: 13, style }, part.title);
   }
 
-  function partOf(s) {
-    return parts.find((part) => part.phase === s.phase);
-  }
+  const xOf = (s, i) => parts.find((part) => part.phase === s.phase).x(s.x[i]);
+  const placeOf = (s, i, values) => `${xOf(s, i).toFixed(1)} ${y(values[i]).toFixed(1)}`;
 
   function path(s, values) {
-    const { x } = partOf(s);
-    let pen = "M";
-    let d = "";
-    values.forEach((v, i) => {
-      if (v == null) pen = "M";
-      else {
-        d += `${pen}${x(s.x[i]).toFixed(1)} ${y(v).toFixed(1)}`;
-        pen = "L";
-      }
-    });
-    return d;
+    const known = (i) => values[i] != null;
+    const pen = (i) => (i && known(i - 1) ? "L" : "M");
+    return values.map((_, i) => (known(i) ? pen(i) + placeOf(s, i, values) : "")).join("");
   }
 
   function drawSeries(s) {
     const style = `stroke: ${s.paint}; stroke-dasharray: ${s.dash || "none"}`;
+    const fill = { style: `fill: ${s.paint}` };
     if (s.low) {
-      const known = s.x.map((_, i) => i).filter((i) => s.low[i] != null && s.high[i] != null);
-      const corner = (values) => (i) =>
-        `${partOf(s).x(s.x[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`;
-      const outline = [...known.map(corner(s.high)), ...known.reverse().map(corner(s.low))];
-      draw("path", { class: "band", d: `M${outline.join("L")}Z`, style: `fill: ${s.paint}` }, svg);
+      const known = [...s.x.keys()].filter((i) => s.low[i] != null && s.high[i] != null);
+      const outline = known.map((i) => placeOf(s, i, s.high));
+      outline.push(...known.reverse().map((i) => placeOf(s, i, s.low)));
+      add("path", { class: "band", d: `M${outline.join("L")}Z`, ...fill });
     }
-    if (smoothing) draw("path", { class: "curve raw", d: path(s, s.y), style }, svg);
-    draw("path", { class: "curve", d: path(s, s.shown), style }, svg);
-    // Few measurements: show where they are.
-    if (s.x.length <= (comparing ? 15 : 40)) {
-      s.x.forEach((step, i) => {
-        if (s.shown[i] == null) return;
-        draw(
-          "circle",
-          { cx: partOf(s).x(step), cy: y(s.shown[i]), r: 2.4, style: `fill: ${s.paint}` },
-          svg,
-        );
-      });
-    }
+    if (smoothing) add("path", { class: "curve raw", d: path(s, s.y), style });
+    add("path", { class: "curve", d: path(s, s.shown), style });
+    if (s.x.length > (comparing ? 15 : 40)) return;
+    s.shown.forEach((v, i) => {
+      // Few measurements: show where they are.
+      if (v != null) add("circle", { cx: xOf(s, i), cy: y(v), r: 2.4, ...fill });
+    });
   }
 
   // A level that means something, such as a clip bound.
   function drawMark({ at: level, label }, domain, box) {
     if (level < domain.low || level > domain.high) return;
-    const line = { class: "division", x1: box.left, x2: box.right, y1: y(level), y2: y(level) };
-    draw("line", line, svg);
+    across("division", level, box);
     const place = { x: box.right, y: y(level) - 4, "text-anchor": "end", class: "halo" };
-    draw("text", place, svg).textContent = label;
+    add("text", place, label);
   }
 
   function drawStack() {
@@ -296,7 +247,7 @@ function chart(figure) {
         d += `M${left.toFixed(1)} ${y(base[i]).toFixed(1)}h${wide.toFixed(2)}V${y(base[i] + v).toFixed(1)}h${(-wide).toFixed(2)}z`;
         base[i] += v;
       });
-      draw("path", { class: "bar", d, style: `fill: ${s.paint}` }, svg);
+      add("path", { class: "bar", d, style: `fill: ${s.paint}` });
     }
   }
 
@@ -323,7 +274,7 @@ function chart(figure) {
       sum += s.shown[i] || 0;
       if (place == null || Math.abs(s.x[i] - step) < Math.abs(place - step)) place = s.x[i];
       if (step == null || !dot || s.shown[i] == null) return;
-      dot.setAttribute("cx", partOf(s).x(s.x[i]));
+      dot.setAttribute("cx", xOf(s, i));
       dot.setAttribute("cy", y(s.shown[i]));
       dot.style.visibility = "visible";
     });

@@ -11,85 +11,61 @@ function figureText({ before, after, value }) {
   if (value != null) return [value];
   if (before == null) return [`${points(after)}%`];
   const gain = 100 * (after - before);
-  const sign = gain < 0 ? "−" : "+";
+  const text = `${gain < 0 ? "−" : "+"}${Math.abs(gain).toFixed(1)} points`;
   return [
-    make("i", {}, `${points(before)}% → `),
+    make("i", `${points(before)}% → `),
     `${points(after)}%`,
-    make(
-      "span",
-      { class: gain < 0 ? "gain loss" : "gain" },
-      `${sign}${Math.abs(gain).toFixed(1)} points`,
-    ),
+    make(gain < 0 ? "span.gain.loss" : "span.gain", text),
   ];
 }
 
-function headlineItem(item) {
-  const label = make("div", { class: "label" }, item.label);
-  return make("div", {}, label, make("div", { class: "value" }, ...figureText(item)));
-}
+const headlineItem = (item) =>
+  make("div", make("div.label", item.label), make("div.value", figureText(item)));
 
 function settings(run, title) {
   if (!run.config.length && !run.provenance.length) return null;
-  const table = (entries) =>
-    make(
-      "dl",
-      {},
-      ...entries.map(([key, value]) => make("div", {}, make("dt", {}, key), make("dd", {}, value))),
-    );
+  const entry = ([key, value]) => make("div", make("dt", key), make("dd", value));
   return make(
-    "details",
-    { class: "config" },
-    make("summary", {}, title),
-    table(run.config),
-    ...(run.provenance.length ? [make("h3", {}, "Code"), table(run.provenance)] : []),
+    "details.config",
+    make("summary", title),
+    make("dl", run.config.map(entry)),
+    run.provenance.length ? [make("h3", "Code"), make("dl", run.provenance.map(entry))] : null,
   );
 }
+
+const nameOf = (run, index, kind = "span.of") =>
+  make(kind, { style: `--color: ${runColor(index)}` }, run.name);
 
 const span = ({ from, to }) => (from === to ? `step ${from}` : `step ${from}–${to}`);
 
 function alarms() {
-  const found = report.runs.flatMap((run, i) => run.warnings.map((w) => ({ ...w, run, color: i })));
-  if (!found.length) return null;
-  const items = found.map(({ run, color, ...warning }) => {
-    const name = make("span", { class: "of", style: `--color: ${runColor(color)}` }, run.name);
-    const phase = Object.keys(run.phases).length > 1 ? `${report.phases[warning.phase].title} ` : "";
-    return make("li", {}, comparing ? name : null, `${phase}${span(warning)}: ${warning.name}`);
-  });
+  const items = report.runs.flatMap((run, i) =>
+    run.warnings.map((warning) => {
+      const several = Object.keys(run.phases).length > 1;
+      const phase = several ? `${report.phases[warning.phase].title} ` : "";
+      const text = `${phase}${span(warning)}: ${warning.name}`;
+      return make("li", comparing ? nameOf(run, i) : null, text);
+    }),
+  );
+  if (!items.length) return null;
   const rest = items.splice(WARNINGS_SHOWN);
+  const more = () => make("details", make("summary", `${rest.length} more`), make("ul", rest));
   return make(
-    "div",
-    { class: "warnings", role: "note" },
-    make("h2", {}, "Warnings"),
-    make("ul", {}, ...items),
-    rest.length
-      ? make(
-          "details",
-          {},
-          make("summary", {}, `${rest.length} more`),
-          make("ul", {}, ...rest),
-        )
-      : null,
+    "div.warnings",
+    { role: "note" },
+    make("h2", "Warnings"),
+    make("ul", items),
+    rest.length ? more() : null,
   );
 }
 
 // Runs as columns.
 function tableOf(rows, head) {
   const columns = Array.from({ length: report.runs.length + 1 }, () => make("col"));
-  const lines = rows.map(([name, ...cells]) =>
-    make(
-      "tr",
-      {},
-      make("th", { scope: "row" }, name),
-      ...cells.map((parts) => make("td", {}, ...parts)),
-    ),
-  );
-  return make(
-    "table",
-    { style: `--columns: ${columns.length}` },
-    make("colgroup", {}, ...columns),
-    head,
-    make("tbody", {}, ...lines),
-  );
+  const line = ([name, ...cells]) =>
+    make("tr", make("th", { scope: "row" }, name), ...cells.map((parts) => make("td", parts)));
+  const style = `--columns: ${columns.length}`;
+  return make("table", { style }, make("colgroup", columns), head, make("tbody", rows.map(line)));
 }
 
 // The runs' figures, then what they do not have in common.
@@ -100,24 +76,17 @@ function comparison() {
     const items = runs.map((run) => run.headline.find((item) => item.label === label));
     return [label, ...items.map((item) => (item ? figureText(item) : ["–"]))];
   });
-  const names = runs.map(({ name }, i) =>
-    make(
-      "th",
-      { scope: "col" },
-      make("span", { class: "of key", style: `--color: ${runColor(i)}` }, name),
-    ),
-  );
+  const names = runs.map((run, i) => make("th", { scope: "col" }, nameOf(run, i, "span.of.key")));
   const part = (name, rows) =>
     make(
       "details",
       { open: rows.length <= ROWS_SHOWN },
-      make("summary", {}, rows.length ? `${name} (${rows.length})` : `${name}: none`),
+      make("summary", rows.length ? `${name} (${rows.length})` : `${name}: none`),
       tableOf(rows.map(({ key, values }) => [key, ...values.map((value) => [value ?? "–"])])),
     );
   return make(
-    "div",
-    { class: "table" },
-    tableOf(figures, make("thead", {}, make("tr", {}, make("td"), ...names))),
+    "div.table",
+    tableOf(figures, make("thead", make("tr", make("td"), names))),
     part("Different settings", differences.settings),
     part("Different code", differences.code),
   );
@@ -127,68 +96,52 @@ function header() {
   const [run] = report.runs;
   if (comparing) {
     return make(
-      "header",
-      { class: "wrap" },
-      make("h1", {}, `Comparison of ${report.runs.length} runs`),
+      "header.wrap",
+      make("h1", `Comparison of ${report.runs.length} runs`),
       alarms(),
       comparison(),
-      ...report.runs.map((one) => settings(one, `${CONFIG} of ${one.name}`)),
+      report.runs.map((one) => settings(one, `${CONFIG} of ${one.name}`)),
     );
   }
+  const summary = run.summary.map((text) => make("span", text));
   return make(
-    "header",
-    { class: "wrap" },
-    make("h1", {}, run.name),
-    make("p", { class: "summary" }, ...run.summary.map((text) => make("span", {}, text))),
-    make("div", { class: "headline" }, ...run.headline.map(headlineItem)),
+    "header.wrap",
+    make("h1", run.name),
+    make("p.summary", summary),
+    make("div.headline", run.headline.map(headlineItem)),
     alarms(),
     settings(run, CONFIG),
   );
 }
 
 function navigation(titles) {
-  const slider = make("input", {
-    type: "range",
-    min: 0,
-    max: 0.95,
-    step: 0.05,
-    value: 0,
-    oninput: (event) => {
-      smoothing = Number(event.target.value);
-      layoutAll();
-    },
-  });
+  const oninput = (event) => {
+    smoothing = Number(event.target.value);
+    layoutAll();
+  };
+  const slider = make("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, oninput });
   const links = titles.map((title) => make("a", { href: `#${anchor(title)}` }, title));
-  return make(
-    "nav",
-    {},
-    make("div", { class: "wrap" }, ...links, make("label", {}, "Smoothing", slider)),
-  );
+  return make("nav", make("div.wrap", links, make("label", "Smoothing", slider)));
 }
 
 function sectionOf({ title, note, figures }) {
   const phases = [...new Set(figures.flatMap((figure) => figure.phases))];
-  const chips = phases.map((phase) =>
-    make("span", { class: `chip ${phase}` }, report.phases[phase].title),
+  const titles = phases.map((phase) => report.phases[phase].title);
+  const chips = phases.map((phase, i) => make(`span.chip.${phase}`, titles[i]));
+  const heading = make(
+    "div.heading",
+    make("h2", title),
+    title === titles[0] ? null : chips,
+    note ? make("p.note", note) : null,
   );
-  return make(
-    "section",
-    { class: "wrap", id: anchor(title) },
-    make(
-      "div",
-      { class: "heading" },
-      make("h2", {}, title),
-      ...(chips.length && title !== report.phases[phases[0]].title ? chips : []),
-      note ? make("p", { class: "note" }, note) : null,
-    ),
-    make("div", { class: "grid" }, ...figures.map(chart)),
-  );
+  const grid = make("div.grid", figures.map(chart));
+  return make("section.wrap", { id: anchor(title) }, heading, grid);
 }
 
 const page = document.getElementById("page");
 const titles = report.sections.map((section) => section.title);
 page.append(header(), navigation([...titles, "Responses"]), ...report.sections.map(sectionOf));
-if (!titles.length) page.append(make("p", { class: "wrap empty" }, "No metrics yet."));
+if (!titles.length) page.append(make("p.wrap.empty", "No metrics yet."));
 layoutAll();
 let width = window.innerWidth;
 window.addEventListener("resize", () => {
@@ -198,6 +151,6 @@ window.addEventListener("resize", () => {
 });
 // The charts are on the screen before the responses are read.
 setTimeout(() => {
-  page.append(responses(), make("footer", { class: "wrap" }, "Written by gspo_jax."));
+  page.append(responses(), make("footer.wrap", "Written by gspo_jax."));
   document.documentElement.dataset.ready = "yes";
 }, 0);

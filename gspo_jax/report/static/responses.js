@@ -7,21 +7,10 @@ function responses() {
   const rewards = groups.flatMap((g) => g.samples.map((s) => s.reward)).filter((r) => r != null);
   const low = rewards.reduce((a, b) => Math.min(a, b), Infinity);
   const high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
-  const count = groups.reduce((sum, g) => sum + g.samples.length, 0);
-  const state = {
-    run: "",
-    step: "",
-    kind: "",
-    reward: "",
-    shortest: "",
-    longest: "",
-    clip: "",
-    ending: "",
-    order: "new",
-    tokens: "plain",
-    query: "",
-    page: 0,
-  };
+  const dumped = groups.reduce((sum, g) => sum + g.samples.length, 0);
+  const count = (n) => n.toLocaleString("en");
+  const state = { run: "", step: "", kind: "", reward: "", shortest: "", longest: "" };
+  Object.assign(state, { clip: "", ending: "", order: "new", tokens: "plain", query: "", page: 0 });
 
   function grade(reward) {
     if (reward == null) return "mid";
@@ -34,10 +23,8 @@ function responses() {
     const distinct = [...new Set(rewards)].sort((a, b) => a - b);
     if (distinct.length <= 8) return distinct.map((r) => [`${r},${r}`, format(r)]);
     const edge = (i) => low + (i * (high - low)) / 5;
-    return [0, 1, 2, 3, 4].map((i) => [
-      `${edge(i)},${edge(i + 1)}`,
-      `${format(edge(i))} to ${format(edge(i + 1))}`,
-    ]);
+    const ends = [0, 1, 2, 3, 4].map((i) => [edge(i), edge(i + 1)]);
+    return ends.map(([from, to]) => [`${from},${to}`, `${format(from)} to ${format(to)}`]);
   }
 
   function keeps() {
@@ -81,7 +68,7 @@ function responses() {
     const lower = value.toLowerCase();
     let done = 0;
     for (let i = query ? lower.indexOf(query) : -1; i >= 0; i = lower.indexOf(query, done)) {
-      node.append(value.slice(done, i), make("mark", {}, value.slice(i, i + query.length)));
+      node.append(value.slice(done, i), make("mark", value.slice(i, i + query.length)));
       done = i + query.length;
     }
     node.append(value.slice(done));
@@ -90,7 +77,7 @@ function responses() {
 
   function sampleNode(sample) {
     const pre = make("pre");
-    const body = make("div", { class: "body" }, pre);
+    const body = make("div.body", pre);
     const tokens = state.tokens === "colored" ? tokensOf(sample, colors.unit) : null;
     const fill = (limit) => {
       pre.replaceChildren();
@@ -101,95 +88,55 @@ function responses() {
     fill(long ? TOKENS_FIRST : Infinity);
     if (long) {
       pre.className = "folded";
-      const more = make(
-        "button",
-        {
-          class: "more",
-          onclick: () => {
-            const folded = pre.classList.toggle("folded");
-            more.textContent = folded ? "Show all" : "Show less";
-            fill(folded ? TOKENS_FIRST : Infinity);
-          },
-        },
-        "Show all",
-      );
+      const onclick = () => {
+        const folded = pre.classList.toggle("folded");
+        more.textContent = folded ? "Show all" : "Show less";
+        fill(folded ? TOKENS_FIRST : Infinity);
+      };
+      const more = make("button.more", { onclick }, "Show all");
       body.append(more);
     }
-    const cells = columns.map((column) => {
-      const value = sample[column.name];
-      return make(
-        "span",
-        { class: "cell", "data-label": column.label },
-        value == null ? "" : column.show(value),
-      );
-    });
-    const flags = [
-      sample.clipped && "clipped",
-      sample.truncated
-        ? "truncated"
-        : !/^(stop|eos)$/.test(sample.stop_reason || "stop") && sample.stop_reason,
-    ];
-    const pill = make("span", { class: `pill ${grade(sample.reward)}` }, format(sample.reward));
-    const flag = make("span", { class: "cell flag" }, flags.filter(Boolean).join(", "));
-    return make("div", { class: "sample" }, pill, body, ...cells, flag);
+    const cells = columns.map(({ name, label, show }) =>
+      make("span.cell", { "data-label": label }, sample[name] == null ? "" : show(sample[name])),
+    );
+    const odd = !/^(stop|eos)$/.test(sample.stop_reason || "stop") && sample.stop_reason;
+    const flags = [sample.clipped && "clipped", sample.truncated ? "truncated" : odd];
+    const pill = make(`span.pill.${grade(sample.reward)}`, format(sample.reward));
+    const flag = make("span.cell.flag", flags.filter(Boolean).join(", "));
+    return make("div.sample", pill, body, cells, flag);
   }
 
   const stepName = ({ phase, step }) =>
     `${report.phases[phase]?.title || "Evaluation"} step ${step}`;
-  const runName = (group) => report.runs[group.run].name;
   const signed = (v) => `${v < 0 ? "−" : "+"}${Math.abs(v).toFixed(2)}`;
 
   function titles() {
     const names = ["reward", "response", ...columns.map((column) => column.label), ""];
-    const cells = names.map((name, i) => make("span", { class: i > 1 ? "cell" : "" }, name));
-    return make("div", { class: "sample titles", "aria-hidden": "true" }, ...cells);
+    const cells = names.map((name, i) => make(i > 1 ? "span.cell" : "span", name));
+    return make("div.sample.titles", { "aria-hidden": "true" }, cells);
   }
 
   function groupNode({ group, samples, mean }) {
     const color = { good: "good", bad: "bad", mid: "amber" };
-    const marks = group.samples.map((s) =>
-      make("span", {
-        class: "mark",
-        style: `--color: var(--${color[grade(s.reward)]})`,
-        title: `reward ${format(s.reward)}`,
-      }),
-    );
-    const shown =
-      samples.length < group.samples.length
-        ? ` · ${samples.length} of ${group.samples.length} shown`
-        : "";
+    const marks = group.samples.map((s) => {
+      const style = `--color: var(--${color[grade(s.reward)]})`;
+      return make("span.mark", { style, title: `reward ${format(s.reward)}` });
+    });
+    const all = group.samples.length;
+    const shown = samples.length < all ? ` · ${samples.length} of ${all} shown` : "";
     const answer = group.answer && group.answer.length <= 60 ? ` · answer ${group.answer}` : "";
-    return make(
-      "article",
-      { class: "group" },
-      make(
-        "div",
-        { class: "top" },
-        make(
-          "div",
-          { class: "line" },
-          comparing
-            ? make("span", { class: "of", style: `--color: ${runColor(group.run)}` }, runName(group))
-            : null,
-          make("span", { class: `chip ${group.phase}` }, stepName(group)),
-          make(
-            "span",
-            { class: "meta" },
-            `${group.eval ? "held out" : "training"} · prompt ${group.id}${answer}${shown}`,
-          ),
-          make(
-            "span",
-            { class: "marks" },
-            ...marks,
-            make("span", { class: "meta mean" }, `mean ${format(mean)}`),
-          ),
-        ),
-        text(make("pre", { class: "prompt" }), group.prompt),
-        group.answer && !answer ? make("pre", { class: "meta" }, `answer: ${group.answer}`) : null,
-      ),
-      titles(),
-      ...samples.map(sampleNode),
+    const kind = group.eval ? "held out" : "training";
+    const line = make(
+      "div.line",
+      comparing ? nameOf(report.runs[group.run], group.run) : null,
+      make(`span.chip.${group.phase}`, stepName(group)),
+      make("span.meta", `${kind} · prompt ${group.id}${answer}${shown}`),
+      make("span.marks", marks, make("span.meta.mean", `mean ${format(mean)}`)),
     );
+    const prompt = text(make("pre.prompt"), group.prompt);
+    const below = group.answer && !answer ? make("pre.meta", `answer: ${group.answer}`) : null;
+    const top = make("div.top", line, prompt, below);
+    return make("article.group", top, titles(), samples.map(sampleNode));
   }
 
   const columns = [
@@ -202,8 +149,8 @@ function responses() {
   const bars = [pager(), pager()];
 
   function pager() {
-    const found = make("span", { class: "found", "aria-live": "polite" });
-    const place = make("span", { class: "meta" });
+    const found = make("span.found", { "aria-live": "polite" });
+    const place = make("span.meta");
     const turn = (by) => () => {
       state.page += by;
       update();
@@ -211,13 +158,7 @@ function responses() {
     };
     const back = make("button", { onclick: turn(-1) }, "Previous");
     const next = make("button", { onclick: turn(1) }, "Next");
-    return {
-      node: make("div", { class: "pages" }, found, place, back, next),
-      found,
-      place,
-      back,
-      next,
-    };
+    return { node: make("div.pages", found, place, back, next), found, place, back, next };
   }
 
   function update() {
@@ -227,11 +168,10 @@ function responses() {
     const start = state.page * PER_PAGE;
     legend.hidden = state.tokens === "plain";
     list.replaceChildren(...found.slice(start, start + PER_PAGE).map(groupNode));
-    if (!found.length)
-      list.append(make("p", { class: "empty" }, "No response matches these filters."));
+    if (!found.length) list.append(make("p.empty", "No response matches these filters."));
     const matching = found.reduce((sum, f) => sum + f.samples.length, 0);
     for (const bar of bars) {
-      bar.found.textContent = `${matching.toLocaleString("en")} responses to ${found.length.toLocaleString("en")} prompts`;
+      bar.found.textContent = `${count(matching)} responses to ${count(found.length)} prompts`;
       bar.place.textContent = `page ${state.page + 1} of ${pages}`;
       bar.back.disabled = state.page === 0;
       bar.next.disabled = state.page >= pages - 1;
@@ -250,12 +190,8 @@ function responses() {
   }
 
   function choice(label, name, options) {
-    const box = make(
-      "select",
-      { name, onchange: change(name) },
-      ...options.map(([value, shown]) => make("option", { value }, shown)),
-    );
-    return make("label", {}, label, box);
+    const shown = options.map(([value, text]) => make("option", { value }, text));
+    return make("label", label, make("select", { name, onchange: change(name) }, shown));
   }
 
   function bound(name, placeholder) {
@@ -266,84 +202,41 @@ function responses() {
   const steps = [...new Map(groups.map((g) => [`${g.phase} ${g.step}`, g])).entries()].map(
     ([value, g]) => [value, stepName(g)],
   );
-  const filters = [choice("Step", "step", [["", "all"], ...steps])];
-  if (comparing) {
-    const names = report.runs.map(({ name }, i) => [String(i), name]);
-    filters.unshift(choice("Run", "run", [["", "all"], ...names]));
-  }
-  if (groups.some((g) => g.eval) && groups.some((g) => !g.eval)) {
-    filters.push(
-      choice("Problems", "kind", [
-        ["", "all"],
-        ["train", "training"],
-        ["eval", "held out"],
-      ]),
-    );
-  }
-  filters.push(choice("Reward", "reward", [["", "any"], ...rewardChoices()]));
   const has = (test) => groups.some((g) => g.samples.some(test));
-  if (has((s) => s.length != null)) {
-    const both = [bound("shortest", "fewest"), "–", bound("longest", "most")];
-    filters.push(
-      make("div", { class: "filter" }, "Tokens", make("div", { class: "range" }, ...both)),
-    );
-  }
-  if (has((s) => s.clipped != null)) {
-    const states = [
-      ["", "any"],
-      ["clipped", "clipped"],
-      ["unclipped", "not clipped"],
-    ];
-    filters.push(choice("Clipping", "clip", states));
-  }
-  if (has((s) => s.truncated)) {
-    const states = [
-      ["", "any"],
-      ["truncated", "truncated"],
-      ["whole", "not truncated"],
-    ];
-    filters.push(choice("End", "ending", states));
-  }
-  filters.push(
-    choice("Order", "order", [
-      ["new", "latest first"],
-      ["old", "earliest first"],
-      ["low", "lowest reward"],
-      ["high", "highest reward"],
-    ]),
-  );
-  if (colors.colored) {
-    const ways = [
-      ["plain", "plain"],
-      ["colored", "coloured by log-ratio"],
-    ];
-    filters.push(choice("Text", "tokens", ways));
-  }
-  filters.push(
+  const names = report.runs.map(({ name }, i) => [String(i), name]);
+  const kinds = [["train", "training"], ["eval", "held out"]];
+  const clipping = [["clipped", "clipped"], ["unclipped", "not clipped"]];
+  const endings = [["truncated", "truncated"], ["whole", "not truncated"]];
+  const orders = [["new", "latest first"], ["old", "earliest first"]];
+  orders.push(["low", "lowest reward"], ["high", "highest reward"]);
+  const ways = [["plain", "plain"], ["colored", "coloured by log-ratio"]];
+  const range = () => make("div.range", bound("shortest", "fewest"), "–", bound("longest", "most"));
+  const bothKinds = groups.some((g) => g.eval) && groups.some((g) => !g.eval);
+  const filters = [
+    comparing && choice("Run", "run", [["", "all"], ...names]),
+    choice("Step", "step", [["", "all"], ...steps]),
+    bothKinds && choice("Problems", "kind", [["", "all"], ...kinds]),
+    choice("Reward", "reward", [["", "any"], ...rewardChoices()]),
+    has((s) => s.length != null) && make("div.filter", "Tokens", range()),
+    has((s) => s.clipped != null) && choice("Clipping", "clip", [["", "any"], ...clipping]),
+    has((s) => s.truncated) && choice("End", "ending", [["", "any"], ...endings]),
+    choice("Order", "order", orders),
+    colors.colored > 0 && choice("Text", "tokens", ways),
     make(
-      "label",
-      { class: "search" },
+      "label.search",
       "Prompt or response contains",
       make("input", { type: "search", name: "query", oninput: change("query") }),
     ),
-  );
-  const kept =
-    count < total
-      ? `${count.toLocaleString("en")} of the ${total.toLocaleString("en")} responses dumped, spread evenly over the run.`
-      : "";
+  ].filter(Boolean);
+  const kept = `${count(dumped)} of the ${count(total)} responses dumped, spread evenly over the run.`;
+  const note = dumped < total ? make("p.note", kept) : null;
   update();
   return make(
-    "section",
-    { class: "wrap", id: "responses" },
-    make(
-      "div",
-      { class: "heading" },
-      make("h2", {}, "Responses"),
-      kept ? make("p", { class: "note" }, kept) : null,
-    ),
-    count ? make("div", { class: "filters" }, ...filters) : null,
-    ...(count
-      ? [legend, bars[0].node, list, bars[1].node, tokenTip(list)]
-      : [make("p", { class: "empty" }, "No responses were dumped.")]),
+    "section.wrap",
+    { id: "responses" },
+    make("div.heading", make("h2", "Responses"), note),
+    dumped
+      ? [make("div.filters", filters), legend, bars[0].node, list, bars[1].node, tokenTip(list)]
+      : make("p.empty", "No responses were dumped."),
   );
 }

@@ -27,7 +27,7 @@ _HUMANEVAL = ("prompt", "test", "entry_point")
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-  """What a program has to do."""
+  """The task of a program."""
 
   kind: str  # "stdin": whole programs | "call": one function | "check": assertions
   inputs: tuple[Any, ...] = ()  # stdin: texts; call: lists of arguments; check: one placeholder

@@ -29,7 +29,7 @@ START_LIMIT_S = 60.0  # for a sandbox to be ready, and for a report that is over
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one test may use."""
+  """Resources that one test may use."""
 
   cpu_s: int = 6  # LiveCodeBench's limit per test; whole seconds, as the kernel counts
   wall_s: float = 15.0  # a busy machine must not fail a program that computes
@@ -113,7 +113,7 @@ class Sandbox:
       raise SandboxError(f"the sandbox died: {error!r}") from error
 
   def report(self) -> dict[str, Any]:
-    """How the test that was started ended: runner._run has the fields.
+    """Tells how the test that was started ended: runner._run has the fields.
 
     Raises:
       SandboxError: if the sandbox died, or did not report although the test is long overdue.
@@ -174,7 +174,7 @@ _ENVIRONMENT = {
 
 
 def _packages() -> list[str]:
-  """Where a program finds NumPy, if the trainer has it."""
+  """Directories in which a program finds NumPy, if the trainer has it."""
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
@@ -190,7 +190,7 @@ def _readable() -> list[str]:
 
 
 def choose_isolation(wanted: str) -> str:
-  """`wanted`, or for "auto" the strongest isolation that works on this machine.
+  """Returns `wanted`, or for "auto" the strongest isolation that works on this machine.
 
   Raises:
     ValueError: for an unknown name.

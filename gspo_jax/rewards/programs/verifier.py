@@ -1,4 +1,4 @@
-"""Does a program pass its tests? Imports no jax; works from any thread.
+"""Verifier of programs by their tests. Imports no jax; works from any thread.
 
 Every candidate gets a sandbox of its own (sandbox/isolation.py says what confines it), and every
 test in it a process of its own. Whether a test passed is decided here, outside: the sandbox returns
@@ -16,7 +16,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspo_jax.rewards.programs import cases
@@ -31,7 +31,7 @@ from gspo_jax.rewards.programs.sandbox import runner, wire
 
 
 class Verdict(enum.StrEnum):
-  """How one test ended."""
+  """The end of one test."""
 
   PASSED = "passed"
   WRONG = "wrong"
@@ -42,7 +42,7 @@ class Verdict(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-  """What a response is counted as: all tests passed, or how the first one failed."""
+  """A response is counted as this: all tests passed, or how the first one failed."""
 
   RIGHT = "right"
   WRONG = "wrong"
@@ -53,13 +53,24 @@ class Outcome(enum.StrEnum):
   CRASH = "crash"  # of the verifier
 
 
+OUTCOMES = tuple(Outcome)
+
+
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """A `CodeVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  limits = Limits.of(config.time_limit_s, config.memory_mb)
+  with CodeVerifier(config.workers, limits, config.isolation) as verifier:
+    yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
+
+
 class CodeVerifier:
   """Scores responses that hold programs.
 
   Args:
     workers: candidates that run at the same time.
     limits: what a test may use.
-    isolation: one of `sandbox_process.ISOLATIONS`; "auto" takes the strongest that works, and
+    isolation: one of `process.ISOLATIONS`; "auto" takes the strongest that works, and
       never "none".
     stop_early: leave out the tests after the first failure, as LiveCodeBench does.
 
@@ -68,11 +79,7 @@ class CodeVerifier:
   """
 
   def __init__(
-    self,
-    workers: int,
-    limits: Limits = DEFAULTS,
-    isolation: str = "auto",
-    stop_early: bool = True,
+    self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto", stop_early: bool = True
   ):
     if workers < 1:
       raise ValueError(f"reward.workers={workers}: programs need 1 or more")
@@ -85,7 +92,7 @@ class CodeVerifier:
     atexit.register(self.close)
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
-    """One outcome per response, in order. Equal programs for equal tests run once.
+    """Returns one outcome per response, in order. Equal programs for equal tests run once.
 
     Raises:
       ValueError: if the lengths differ or an answer holds no tests.
@@ -110,7 +117,7 @@ class CodeVerifier:
       raise
 
   def verdicts(self, program: str, tests: cases.Tests) -> list[Verdict]:
-    """How each test of a program ended.
+    """Tells how each test of a program ended.
 
     Raises:
       SandboxError: if the verifier failed, and not the program.
@@ -204,7 +211,7 @@ def _passed(right: bool) -> Verdict:
 
 
 def _failure(report: dict[str, Any]) -> Verdict | None:
-  """How a program failed to come to its end; None if it came there."""
+  """The failure that kept a program from its end; None if it came there."""
   status, reason = report["status"], report["reason"]
   if reason == "timeout" or status == -signal.SIGXCPU:
     return Verdict.TIMEOUT

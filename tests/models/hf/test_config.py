@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from configs import dense_math
+from gspo_jax import config as configuration
 from gspo_jax.models import hf, sizes
 from gspo_jax.models.hf import config as hf_config
 
@@ -12,6 +14,16 @@ MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
 DENSE = sizes.tiny_dense(64)
 QWEN2 = dataclasses.replace(DENSE, qk_norm=False, attention_bias=True, tie_word_embeddings=True)
 LLAMA = dataclasses.replace(DENSE, qk_norm=False)
+GEMMA3 = dataclasses.replace(sizes.tiny_gemma(64), num_layers=7)
+GEMMA2 = dataclasses.replace(
+  GEMMA3,
+  qk_norm=False,
+  sliding_window_pattern=2,
+  local_rope_theta=GEMMA3.rope_theta,
+  attn_logit_softcapping=50.0,
+  final_logit_softcapping=30.0,
+)
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def write(directory, config, **changes):
@@ -45,6 +57,14 @@ def write(directory, config, **changes):
     (DENSE, dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
     (DENSE, dict(rope_parameters={"rope_theta": 1e4}), "rope_theta is given twice"),
     (MOE, dict(num_local_experts=4), "num_experts is given twice, as 4 and as 8"),
+    (GEMMA3, dict(layer_types=[LOCAL, GLOBAL, GLOBAL, *[LOCAL] * 4]), "every n-th full_attention"),
+    (GEMMA3, dict(hidden_activation="gelu"), "hidden_activation='gelu'"),
+    (GEMMA3, dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+    # transformers reads it and leaves it out of what Gemma 3 computes.
+    (GEMMA3, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
+    (GEMMA3, dict(rope_scaling=dict(rope_type="linear", factor=8.0)), "rope_type='linear'"),
+    (GEMMA3, dict(rope_parameters={LOCAL: {"factor": 8.0}}), "rope_parameters.factor"),
+    (GEMMA2, dict(sliding_window=...), "no sliding_window"),
   ],
 )
 def test_what_is_not_supported_is_named(config, changes, message, tmp_path):
@@ -78,3 +98,43 @@ def test_keys_that_published_files_leave_out(tmp_path):
   qwen2 = dataclasses.replace(QWEN2, num_heads=8, head_dim=16)
   write(tmp_path, qwen2, head_dim=..., sliding_window=131_072, max_window_layers=28)
   assert hf.load_config(tmp_path) == qwen2
+
+
+def test_keys_of_gemma_that_published_files_leave_out(tmp_path):
+  plain = dataclasses.replace(GEMMA3, sliding_window_pattern=6, rope_theta=1e6)
+  write(tmp_path, plain, layer_types=..., rope_theta=..., tie_word_embeddings=..., hidden_act=...)
+  assert hf.load_config(tmp_path) == plain
+  ropes = {GLOBAL: dict(rope_theta=1e6), LOCAL: dict(rope_type="default", rope_theta=3e4)}
+  new = dict(rope_theta=..., rope_local_base_freq=..., rope_scaling=..., rope_parameters=ropes)
+  write(tmp_path, plain, **new)
+  assert hf.load_config(tmp_path) == dataclasses.replace(plain, local_rope_theta=3e4)
+  write(tmp_path, plain, layer_types=[LOCAL] * 3 + [GLOBAL] + [LOCAL] * 3)
+  assert hf.load_config(tmp_path) == dataclasses.replace(plain, sliding_window_pattern=4)
+  write(tmp_path, GEMMA2, layer_types=..., sliding_window_pattern=..., rope_theta=...)
+  assert hf.load_config(tmp_path) == dataclasses.replace(
+    GEMMA2, rope_theta=1e4, local_rope_theta=1e4
+  )
+
+
+def test_what_no_architecture_has_is_not_written():
+  for config, change in (
+    (GEMMA2, dict(local_rope_theta=3e4)),
+    (GEMMA3, dict(attn_logit_softcapping=50.0)),
+    (DENSE, dict(sliding_window=8, sliding_window_pattern=2)),
+    (DENSE, dict(query_pre_attn_scalar=8)),
+  ):
+    with pytest.raises(ValueError, match="no Hugging Face architecture has num_experts=0, family="):
+      hf_config.to_hf(dataclasses.replace(config, **change), "float32")
+
+
+def test_a_directory_names_the_model_of_a_run(tmp_path):
+  write(tmp_path, GEMMA3)
+  for argument, expected in (
+    (str(tmp_path), GEMMA3),
+    ("gemma-3-1b-pt", sizes.PUBLISHED["gemma-3-1b-pt"]),
+    (None, sizes.qwen3_1_7b()),
+  ):
+    values = dense_math.get_config(argument).to_dict()
+    assert configuration.from_dict(values).model == expected
+  with pytest.raises(ValueError, match="'gemma-9' is neither a directory nor one of gemma-3-270m"):
+    dense_math.get_config("gemma-9")

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from gspo_jax import sharding
 from gspo_jax.models import hf, sizes, transformer
+from gspo_jax.models.hf import convert
 from gspo_jax.models.hf import files as hf_files
 
 SMALL = dict(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=24)
@@ -114,7 +115,7 @@ def test_dtypes(tmp_path):
   ],
 )
 def test_a_mesh_changes_nothing_but_the_layout(mesh_sizes, rules, fused, tmp_path, monkeypatch):
-  monkeypatch.setattr(hf, "_READ", 100)  # tensors are read in several pieces
+  monkeypatch.setattr(convert, "_READ", 100)  # tensors are read in several pieces
   params = saved(tmp_path, MOE)
   if fused:
     edit_tensors(tmp_path, fuse_experts)
@@ -162,7 +163,7 @@ def test_loading_needs_the_model_and_less_than_one_tensor(mesh_sizes, tmp_path, 
   """On CPU the model's own memory is host memory, and tracemalloc sees it: JAX takes the buffers
   over. A loader that stacked layers or experts would need the largest parameter, 4 MiB, twice; one
   that read whole tensors the largest of them, 2 MiB."""
-  monkeypatch.setattr(hf, "_READ", 2**14)
+  monkeypatch.setattr(convert, "_READ", 2**14)
   config = dataclasses.replace(
     MOE, vocab_size=4096, hidden_size=128, moe_intermediate_size=256, mlp_only_layers=()
   )

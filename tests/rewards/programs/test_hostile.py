@@ -14,7 +14,7 @@ import pytest
 from support.sandboxes import LIMITS, ROOT, available, mentioning, processes_of, run, session, stdin
 
 from gspo_jax.rewards.programs import cases, process
-from gspo_jax.rewards.programs import verifier as code_sandbox
+from gspo_jax.rewards.programs import verifier as programs
 from gspo_jax.rewards.programs.verifier import Outcome, Verdict
 
 # Programs that do not. What they print is expected to show whether they got anywhere.
@@ -35,7 +35,7 @@ def test_the_network_namespace_refuses_without_the_filter_too():
   with socket.create_server(("127.0.0.1", 0)) as server:
     program = f"""
 import socket, sys
-sys.path.insert(0, {str(ROOT / "gspo_jax" / "rewards")!r})
+sys.path.insert(0, {str(ROOT / "gspo_jax" / "rewards" / "programs")!r})
 from sandbox import isolation
 socket.create_connection(("127.0.0.1", {server.getsockname()[1]})).close()
 isolation.enter_namespaces()
@@ -260,15 +260,15 @@ def test_closing_ends_what_runs(isolation):
 
 @pytest.mark.parametrize("delay", [0.0, 1.0], ids=["running", "starting"])
 def test_an_interrupt_ends_what_runs(isolation, delay, monkeypatch):
-  class Slow(code_sandbox.Sandbox):  # on a busy machine a sandbox takes a while to begin
+  class Slow(programs.Sandbox):  # on a busy machine a sandbox takes a while to begin
     def __init__(self, *arguments):
       time.sleep(delay)
       super().__init__(*arguments)
 
-  monkeypatch.setattr(code_sandbox, "Sandbox", Slow)
+  monkeypatch.setattr(programs, "Sandbox", Slow)
   answer = json.dumps({"inputs": [""], "outputs": ["7"]})
   limits = dataclasses.replace(LIMITS, wall_s=60.0)
-  with code_sandbox.CodeVerifier(2, limits, isolation) as verifier:
+  with programs.CodeVerifier(2, limits, isolation) as verifier:
     responses = [f"```\nimport time; time.sleep(60)  # {i}\n```" for i in range(6)]
     main = threading.main_thread().ident
     threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
@@ -285,8 +285,8 @@ def test_nothing_runs_on_after_the_trainer(isolation):
   """A trainer that is killed takes its sandboxes with it."""
   program = f"""
 import sys
-from gspo_jax.rewards import sandbox_process
-sandbox = sandbox_process.Sandbox({isolation!r}, sandbox_process.Limits(wall_s=60, cpu_s=60))
+from gspo_jax.rewards.programs import process
+sandbox = process.Sandbox({isolation!r}, process.Limits(wall_s=60, cpu_s=60))
 print(sandbox._process.pid, flush=True)
 sandbox.run({{"kind": "stdin", "code": "while True: pass"}})
 """

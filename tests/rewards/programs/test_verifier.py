@@ -11,8 +11,7 @@ import pytest
 from support.sandboxes import LIMITS, run, stdin
 
 from gspo_jax.rewards.programs import cases, process
-from gspo_jax.rewards.programs import verifier as code_sandbox
-from gspo_jax.rewards.programs.verifier import Outcome, Verdict
+from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome, Verdict
 
 # Programs that mean well.
 
@@ -67,7 +66,7 @@ def test_function_calls(verifier):
 
 
 def test_a_verdict_for_every_test_if_wanted(verifier):
-  with code_sandbox.CodeVerifier(1, LIMITS, verifier.isolation, stop_early=False) as thorough:
+  with CodeVerifier(1, LIMITS, verifier.isolation, stop_early=False) as thorough:
     tests = stdin(("1", "1"), ("2", "3"), ("0", "0"), ("4", "4"), ("9", ""))
     program = "n = int(input()); 1 // n; print(n) if n < 9 else os.kill"
     found = thorough.verdicts(program, tests)
@@ -191,7 +190,7 @@ def test_from_several_threads_and_queueing_takes_no_time(isolation):
   """Six programs of 0.7 s in two sandboxes at once: each has 2 s, and all of them need 2.1 s."""
   answer = json.dumps({"inputs": [""], "outputs": ["7"]})
   program = "```\nimport time; time.sleep(0.7); print(7)  # {}\n```"
-  with code_sandbox.CodeVerifier(2, LIMITS, isolation) as verifier:
+  with CodeVerifier(2, LIMITS, isolation) as verifier:
     found = [None, None]
 
     def score(n):
@@ -215,8 +214,8 @@ def test_it_refuses_to_run_unconfined(monkeypatch):
 
   monkeypatch.setattr(process.Sandbox, "__init__", denied)
   with pytest.raises(RuntimeError, match=r"namespaces: unshare.*seccomp: .*reward.isolation=none"):
-    code_sandbox.CodeVerifier(1)
-  with code_sandbox.CodeVerifier(1, LIMITS, "none") as verifier:
+    CodeVerifier(1)
+  with CodeVerifier(1, LIMITS, "none") as verifier:
     assert verifier.verdicts("print(7)", stdin(("", "7"))) == [Verdict.PASSED]
   with pytest.raises(ValueError, match=r"reward\.isolation='jail'"):
-    code_sandbox.CodeVerifier(1, isolation="jail")
+    CodeVerifier(1, isolation="jail")

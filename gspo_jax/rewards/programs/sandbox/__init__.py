@@ -1,1 +1,1 @@
-"""What runs inside a sandbox. Standard library only: it is loaded without the package above it."""
+"""The inside of a sandbox. Standard library only: it is loaded without the package above it."""

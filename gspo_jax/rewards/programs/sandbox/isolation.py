@@ -1,4 +1,4 @@
-"""What the kernel is asked for to confine a candidate program. Linux on x86-64 and AArch64.
+"""Confinement of a candidate program by the kernel. Linux on x86-64 and AArch64.
 
 Two ways to be cut off from the machine, both with the same system-call filter and resource limits:
 

@@ -37,7 +37,7 @@ _PLAIN = [name for name in _STAR if name not in ("builtins", "typing")]
 
 
 def main(settings: str) -> None:
-  """The outer process. `settings`: JSON of what `code_sandbox.Sandbox` passes."""
+  """The outer process. `settings`: JSON of what `process.Sandbox` passes."""
   s = json.loads(settings)
   s["uid"] = isolation.UID + os.getpid()
   root = False

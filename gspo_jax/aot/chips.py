@@ -1,0 +1,36 @@
+"""Topologies of TPU chips, and the time that a program needs on one at least."""
+
+import math
+import re
+
+from gspo_jax.hardware import CHIPS, Chip
+
+
+def parse(topology: str) -> tuple[Chip, int]:
+  """The chip and their number of e.g. "v5p:4x4x4". ValueError says what is known."""
+  name, _, shape = topology.partition(":")
+  if name not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+    raise ValueError(f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}")
+  return CHIPS[name], math.prod(int(n) for n in shape.split("x"))
+
+
+def bound(
+  chip: Chip, chips: int, flops: float, useful: float, hbm_bytes: float, wire_bytes: float
+) -> dict[str, float | str]:
+  """Seconds that each resource needs at least, which one binds, and utilisation if it were reached.
+
+  `flops` and `useful` are of the whole batch; the bytes are per chip. A collective is taken to run
+  over one axis of the torus, both ways: what a mesh axis laid along it gets.
+  """
+  seconds = dict(
+    compute=flops / chips / chip.flops,
+    hbm=hbm_bytes / chip.hbm_speed,
+    interconnect=wire_bytes / (chip.ici_speed / 2 / chip.axes),
+  )
+  binds = max(seconds, key=seconds.get)
+  return dict(
+    **{f"{name}_s": value for name, value in seconds.items()},
+    binds=binds,
+    bound_s=seconds[binds],
+    mfu=useful / chips / chip.flops / max(seconds[binds], 1e-12),
+  )

@@ -1,0 +1,283 @@
+"""The groups of an iteration: sampled, scored, and chosen (the dynamic sampling of DAPO).
+
+Long responses would keep an iteration waiting. With `rl.extra_prompts` more groups are under way
+than an iteration trains on: it ends when enough of them are finished. With `rl.token_budget` it
+also ends when so many tokens have been sampled. What is not finished is put aside, each token with
+its log-probability and the version of the weights that sampled it; its prefix is prefilled again
+under the new weights. So the old policy of such a trajectory is a mixture, and its likelihood the
+product of what the sampler said: GSPO's importance ratio takes it as it is (arXiv:2507.18071,
+§5.4).
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gspo_jax import objectives as O
+from gspo_jax.data import sources
+from gspo_jax.data.prompt_filter import PromptFilter
+from gspo_jax.run import Run
+from gspo_jax.sampling import Driver, SingleTurn, Trajectory, Usage, assemble
+from gspo_jax.sampling.driver import new_group
+from gspo_jax.structs import Prompt, Rollout
+
+Stages = Callable[[str], contextlib.AbstractContextManager]
+
+# Jitted: one small program instead of twenty.
+group_advantages = jax.jit(O.group_advantages, static_argnames="normalize")
+
+
+@dataclasses.dataclass
+class Group:
+  """A prompt with its trajectories, and what they are worth once they have been scored."""
+
+  prompt: Prompt
+  trajectories: list[Trajectory]
+  responses: Sequence[str] = ()
+  reward_G: np.ndarray | None = None  # float32
+  correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
+
+  @property
+  def finished(self) -> bool:
+    return all(one.finished for one in self.trajectories)
+
+  @property
+  def mixed(self) -> bool:
+    """Whether there are right and wrong responses, and so something to learn from."""
+    return np.ptp(self.correct_G) > 0
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns JSON, of a group that has not been scored."""
+    trajectories = [one.get_state() for one in self.trajectories]
+    return dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
+
+  @classmethod
+  def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
+    """A group as `get_state` left it, with environments that `make` makes."""
+    info = tuple((key, value) for key, value in state["prompt"]["info"])
+    prompt = Prompt(**state["prompt"] | dict(tokens=tuple(state["prompt"]["tokens"]), info=info))
+    trajectories = [Trajectory.from_state(one, make(prompt)) for one in state["trajectories"]]
+    return cls(prompt, trajectories)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+  """What an iteration trains on, and the metrics of all that was sampled for it."""
+
+  groups: list[Group]
+  rollout: Rollout  # of these groups
+  reward_PG: np.ndarray
+  advantage_PG: np.ndarray
+  advantage_BL: np.ndarray | None  # of each token, where trajectories have several turns
+  tokens: int  # that were sampled
+  metrics: dict[str, float]
+
+
+class Collector:
+  """Where prompts come from, what is known of them, and the groups that are under way."""
+
+  def __init__(self, run: Run):
+    self._config, self._seed, self._engine = run.config, run.seed, run.engine
+    self._tokenizer, self._score, self._environment = run.tokenizer, run.score, run.environment
+    self._prompts, self._workload = run.train_prompts, run.workload
+    seed = run.seed("rl", "data")
+    self._batches = sources.Batches(run.train_prompts, self._config.rl.prompts, seed=seed)
+    self._filter = PromptFilter(self._config.data.query_set)
+    self._under_way: list[Group] = []
+
+  def collect(self, step: int, stages: Stages) -> Collected:
+    """Samples and scores the groups of an iteration; `stages(name)` times its two stages.
+
+    Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
+    first. The mixed ones are trained on, in the order in which they were sampled; where there are
+    not enough, the first others fill the batch: their advantages are 0. Where trajectories may be
+    put aside there can be fewer than P groups.
+
+    Raises:
+      ValueError: a reward is not finite.
+    """
+    c, usage, outcomes = self._config, Usage(), collections.Counter()
+    self._filter.readmit(step)
+    sampled: list[Group] = []
+    rounds, most = 0, 1 + c.data.query_set.extra_rounds
+    while rounds < most and (rounds == 0 or sum(g.mixed for g in sampled) < c.rl.prompts):
+      with stages("sample"):
+        groups = self._sample(step, rounds, usage)
+      with stages("score"):
+        outcomes.update(self._judge(groups))
+      sampled += groups
+      rounds += 1
+    self._filter.update([g.prompt for g in sampled], [g.correct_G for g in sampled], step)
+    first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
+    chosen = sampled
+    if most > 1:
+      chosen = [sampled[i] for i in sorted(first[: c.rl.prompts])]
+    metrics = rollout_metrics(sampled, outcomes) | usage.metrics() | self._filter.metrics()
+    metrics |= sources.skipped_rows(self._prompts)
+    if most > 1:
+      metrics["dynamic_sampling/rounds"] = float(rounds)
+      metrics["dynamic_sampling/discarded_groups"] = float(len(sampled) - len(chosen))
+      metrics["dynamic_sampling/filled_groups"] = float(sum(not g.mixed for g in chosen))
+    if self._environment:
+      metrics |= environment_metrics(sampled)
+    if c.rl.partial:
+      metrics |= self._partial_metrics(sampled, step)
+    return self._collected(chosen, usage.tokens, metrics)
+
+  def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
+    """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
+    most P, and one per mini-batch at least."""
+    rl, engine = self._config.rl, self._engine
+    missing = rl.prompts + rl.extra_prompts - len(self._under_way)
+    # A prompt that comes up again in one step gets other responses.
+    seed = self._seed("rl", "sample", step, *([attempt] if attempt else []))
+    make, render = self._environment, self._render
+    for prompt in self._batches.take(max(0, missing), self._filter.wants):
+      options = rl.group_size, seed, self._workload.prompt_length, make, render, prompt.id
+      self._under_way.append(Group(prompt, new_group(prompt, *options)))
+
+    def enough() -> bool:
+      finished = sum(group.finished for group in self._under_way)
+      spent = rl.token_budget and engine.usage.tokens >= rl.token_budget
+      return finished >= rl.prompts or bool(spent and finished >= rl.minibatches)
+
+    turns, workers = self._config.environment.max_turns, self._config.environment.workers
+    vocabulary = self._config.model.vocab_size
+    driver = Driver(engine, self._workload, vocab_size=vocabulary, max_turns=turns, workers=workers)
+    for group in self._under_way:
+      driver.begin(group.trajectories)
+    for _ in driver.run(enough):
+      pass
+    usage.add(engine.usage)
+    done = [group for group in self._under_way if group.finished][: rl.prompts]
+    handed_out = {id(group) for group in done}
+    self._under_way = [group for group in self._under_way if id(group) not in handed_out]
+    return done
+
+  def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    return self._tokenizer.encode(self._tokenizer.chat(messages))
+
+  def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
+    """Gives finished groups their rewards, by the verifier or by their environments; returns how
+    often the verifier came to each of its outcomes."""
+    G, outcomes = self._config.rl.group_size, {}
+    trajectories = [one for group in groups for one in group.trajectories]
+    texts = [self._tokenizer.decode(one.tokens.tolist()) for one in trajectories]
+    if self._environment:
+      reward_B = np.array([one.rewards.sum() for one in trajectories], np.float32)
+      correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
+    else:
+      prompts = [group.prompt for group in groups for _ in group.trajectories]
+      scores = self._score(texts, prompts, [one.length for one in trajectories])
+      reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
+      if jax.process_count() > 1:
+        # A time limit may strike on one host and not on another: the first one's word counts.
+        reward_B, correct_B = multihost_utils.broadcast_one_to_all((reward_B, correct_B))
+    for i, group in enumerate(groups):
+      mine = slice(i * G, (i + 1) * G)
+      group.responses = texts[mine]
+      group.reward_G, group.correct_G = reward_B[mine], correct_B[mine]
+      if not np.isfinite(group.reward_G).all():
+        raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
+    return outcomes
+
+  def _collected(self, groups: list[Group], tokens: int, metrics: dict[str, float]) -> Collected:
+    c = self._config
+    trajectories = [one for group in groups for one in group.trajectories]
+    rollout = assemble(trajectories, self._workload.window, self._tokenizer.pad_id)
+    if self._environment and jax.process_count() > 1:
+      # Every host runs all environments, and the tokens have to be the same on all of them.
+      multihost_utils.assert_equal(
+        rollout.tokens, "an environment says different things on two hosts"
+      )
+    reward_PG = np.stack([group.reward_G for group in groups])
+    advantage_PG = np.asarray(group_advantages(reward_PG, normalize=c.objective.advantage))
+    advantage_BL = None
+    if self._environment:
+      options = c.environment.max_turns, c.environment.discount, c.objective.advantage
+      advantage_BL = turn_advantages(rollout, c.rl.group_size, *options)
+    return Collected(groups, rollout, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
+
+  def _partial_metrics(self, sampled: Sequence[Group], step: int) -> dict[str, float]:
+    """How many tokens older weights sampled, how much older the oldest, and what is under way."""
+    versions = [one.version[one.turns >= 0] for group in sampled for one in group.trajectories]
+    version = np.concatenate(versions)
+    left = [one.length for group in self._under_way for one in group.trajectories]
+    return {
+      "partial/stale_tokens": float((version < step).mean()),
+      "partial/oldest": float(step - version.min()),
+      "partial/finished_groups": float(len(sampled)),
+      "partial/tokens_in_flight": float(sum(left)),
+    }
+
+  def position(self) -> Callable[[], dict[str, Any]]:
+    """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
+    batches, known = self._batches.get_state(), self._filter.get_state()
+    groups = [Group(g.prompt, [one.copy() for one in g.trajectories]) for g in self._under_way]
+    return lambda: dict(
+      batches=batches, prompt_filter=known, under_way=[group.get_state() for group in groups]
+    )
+
+  def set_position(self, state: Mapping[str, Any]) -> None:
+    """Goes on from what `position` made."""
+    self._batches.set_state(state["batches"])
+    self._filter.set_state(state["prompt_filter"])
+    make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
+    self._under_way = [Group.from_state(group, make) for group in state["under_way"]]
+
+
+def turn_advantages(
+  rollout: Rollout, group_size: int, max_turns: int, discount: float, normalize: str
+) -> np.ndarray:
+  """float32 [B, L]: of each sampled token that of its turn (`objectives.turn_advantages`); 0
+  elsewhere."""
+  turns_BL, U = rollout.turns, max_turns
+  reward_BU, valid_BU = (np.zeros((len(turns_BL), U), np.float32) for _ in range(2))
+  row_X, column_X = np.nonzero(turns_BL >= 0)
+  turn_X = turns_BL[row_X, column_X]
+  np.add.at(reward_BU, (row_X, turn_X), rollout.rewards[row_X, column_X])
+  valid_BU[row_X, turn_X] = 1
+  by_group = lambda x_BU: x_BU.reshape(-1, group_size, U)  # noqa: E731
+  advantage_PGU = O.turn_advantages(
+    by_group(reward_BU), by_group(valid_BU), discount=discount, normalize=normalize
+  )
+  advantage_BL = np.zeros(turns_BL.shape, np.float32)
+  advantage_BL[row_X, column_X] = np.asarray(advantage_PGU).reshape(-1, U)[row_X, turn_X]
+  return advantage_BL
+
+
+def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
+  """Of everything that was sampled, which with dynamic sampling is more than is trained on."""
+  trajectories = [one for group in groups for one in group.trajectories]
+  reward_PG = np.stack([group.reward_G for group in groups])
+  lengths = [one.length for one in trajectories]
+  row = {
+    "reward/mean": float(reward_PG.mean()),
+    "reward/std": float(reward_PG.std()),
+    "groups_without_spread": float((np.ptp(reward_PG, axis=1) == 0).mean()),
+    "response_length/mean": float(np.mean(lengths)),
+    "response_length/max": float(max(lengths)),
+    "truncated_fraction": float(1 - np.mean([one.stopped for one in trajectories])),
+  }
+  total = len(trajectories)
+  return row | {f"verifier/{name}": n / total for name, n in sorted(outcomes.items())}
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Means over conversations."""
+  trajectories = [one for group in groups for one in group.trajectories]
+  mean = lambda values: float(np.mean(list(values)))  # noqa: E731
+  row = {
+    f"environment/{name}": mean(one.figures[name] for one in trajectories)
+    for name in trajectories[0].figures
+  }
+  row["environment/turns"] = mean(one.turn for one in trajectories)
+  sampled = sum(one.length for one in trajectories)
+  following = sum(len(one.tokens) for one in trajectories)
+  return row | {"environment/observation_fraction": 1 - sampled / following}

@@ -1,0 +1,83 @@
+"""Benchmarks: their settings, problems and verifiers."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from gspo_jax import ranges
+from gspo_jax.evaluation import elo
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+from gspo_jax.rewards import Scorer
+from gspo_jax.structs import Prompt
+from gspo_jax.tasks.environments import Make
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig:
+  """One benchmark beside `data.eval`; its metrics are eval/<name>/..."""
+
+  data: str  # a source, as data.eval; "": the benchmark is left out
+  reward: str  # verifier, as reward.name; "": the one of the run
+  problems: NonNegativeInt  # to use, evenly spread over the set; 0: all
+  samples: PositiveInt  # k, per problem
+  pass_at: tuple[PositiveInt, ...]  # pass@k as well, for k up to `samples`
+  rating: bool  # a rating against the problems' own, their field `rating`
+  standings: str  # file of contests, for a rating against those who took part (elo.read_standings)
+
+  def __post_init__(self):
+    if not all(1 <= k <= self.samples for k in self.pass_at):
+      raise ValueError(f"pass_at={self.pass_at} must lie between 1 and samples={self.samples}")
+    ranges.check(self, "eval.benchmarks")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  every: PositiveInt  # iterations between evaluations while training
+  problems: NonNegativeInt  # to use of the held-out ones, evenly spread over the set; 0: all
+  samples: PositiveInt  # k, per problem
+  temperature: NonNegativeFloat
+  top_k: NonNegativeInt  # 0: all tokens
+  top_p: ranges.PositiveFraction  # 1: all tokens
+  min_p: ranges.FractionBelowOne  # 0: all tokens
+  max_new_tokens: NonNegativeInt  # 0: sampling.max_new_tokens, by `config.derived`
+  greedy: bool  # one greedy response per problem as well
+  batch: PositiveInt  # problems that are scored and written down together
+  benchmarks: dict[str, BenchmarkConfig]  # further ones, by name
+
+  def __post_init__(self):
+    ranges.check(self, "eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+  """A benchmark with its problems and verifier; the one without a name is `data.eval`."""
+
+  name: str
+  config: BenchmarkConfig
+  problems: Sequence[Prompt]
+  score: Scorer
+  environment: Make | None = None  # where responses are conversations, which it judges
+
+  def __post_init__(self):
+    without = [p.id for p in self.problems if self.config.rating and "rating" not in dict(p.info)]
+    if without:
+      raise ValueError(
+        f"eval.benchmarks.{self.name}: the problem {without[0]} has no rating, and"
+        f" {len(without) - 1} more; filter them out (`where rating>0`) or set rating=False"
+      )
+    unknown = sorted({dict(p.info).get("contest_id", "") for p in self.problems} - {*self.contests})
+    if self.config.standings and unknown:
+      raise ValueError(
+        f"eval.benchmarks.{self.name}: problems of the contests {', '.join(unknown)}, which"
+        f" {self.config.standings} does not have"
+      )
+
+  @functools.cached_property
+  def contests(self) -> dict[str, elo.Contest]:
+    return elo.read_standings(self.config.standings) if self.config.standings else {}
+
+
+def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:
+  """`problems` of the held-out set, evenly spread over it; all of them for 0."""
+  count = len(source) if problems == 0 else min(problems, len(source))
+  return [source[i * len(source) // count] for i in range(count)]

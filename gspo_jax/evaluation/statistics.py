@@ -1,0 +1,97 @@
+"""What a benchmark's scored samples come to: average and pass@k with intervals, ratings."""
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.evaluation import elo
+from gspo_jax.evaluation.benchmarks import Benchmark
+
+Row = dict[str, Any]
+
+
+def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
+  """What a benchmark comes to, by name."""
+  right_PG, records = right_answers(benchmark, sampled), sampled["records"]
+  accuracy_P = right_PG.mean(1)
+  names = records[0].get("figures", {})
+  row = {name: float(np.mean([r["figures"][name] for r in records])) for name in names}
+  row |= _interval("accuracy", accuracy_P)
+  for k in benchmark.config.pass_at:
+    row |= _interval(f"pass@{k}", pass_at_k(right_PG.shape[1], right_PG.sum(1), k))
+  if benchmark.config.rating:
+    rating_P = np.array([float(dict(p.info)["rating"]) for p in benchmark.problems])
+    picks = _resamples(len(rating_P))
+    low, high = np.percentile(elo.rating(accuracy_P[picks], rating_P[picks]), [2.5, 97.5])
+    row |= {"rating": float(elo.rating(accuracy_P, rating_P))}
+    row |= {"rating/low": float(low), "rating/high": float(high)}
+  if benchmark.config.standings:
+    values = elo.virtual_rating(*_participations(benchmark, right_PG))
+    row |= dict(zip(("contest_rating", "contest_rating/low", "contest_rating/high"), values))
+  row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
+  row["truncated_fraction"] = float(np.mean([r["truncated"] for r in records]))
+  for name, count in sorted(sampled["outcomes"].items()):
+    row[f"verifier/{name}"] = count / len(records)
+  return row
+
+
+def _participations(
+  benchmark: Benchmark, right_PG: np.ndarray
+) -> tuple[list[np.ndarray], list[elo.Contest]]:
+  """Points of each virtual participation, by contest: in sample g, the problems that it solved."""
+  points: dict[str, np.ndarray] = {}
+  for problem, right_G in zip(benchmark.problems, right_PG):
+    info = dict(problem.info)
+    gained_G = right_G * float(info.get("points", 1))
+    points[info["contest_id"]] = points.get(info["contest_id"], 0) + gained_G
+  return list(points.values()), [benchmark.contests[name] for name in points]
+
+
+def problem_rows(benchmark: Benchmark, sampled: Row) -> Iterator[Row]:
+  """One row per problem: how many of its samples were right, how long they were."""
+  records = sampled["records"]
+  k = benchmark.config.samples
+  for i, problem in enumerate(benchmark.problems):
+    mine = records[i * k : (i + 1) * k]
+    right = sum(record["reward"] > 0 for record in mine)
+    yield dict(problem.info) | dict(
+      id=problem.id,
+      benchmark=benchmark.name or "eval",
+      samples=k,
+      right=right,
+      accuracy=right / k,
+      response_length=sum(record["length"] for record in mine) / k,
+      truncated=sum(record["truncated"] for record in mine),
+    )
+
+
+def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
+  """The probability that k samples hold a right one, by problem, without bias: of n samples, c of
+  them right, 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1)."""
+  total = math.comb(samples, k)
+  return np.array([1 - math.comb(samples - int(c), k) / total for c in right_P])
+
+
+def bootstrap(value_P: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
+  """95 % interval of the mean by resampling problems (not samples: they share their problem)."""
+  low, high = np.percentile(value_P[_resamples(len(value_P), resamples)].mean(1), [2.5, 97.5])
+  return float(low), float(high)
+
+
+def _resamples(problems: int, resamples: int = 1000) -> np.ndarray:
+  rng = np.random.default_rng(zlib.crc32(b"bootstrap"))
+  return rng.integers(0, problems, (resamples, problems))
+
+
+def _interval(name: str, value_P: np.ndarray) -> dict[str, float]:
+  low, high = bootstrap(value_P)
+  return {name: float(value_P.mean()), f"{name}/low": low, f"{name}/high": high}
+
+
+def right_answers(benchmark: Benchmark, sampled: Row) -> np.ndarray:
+  """1 where a sample was right, [problems, samples]."""
+  right = [record["reward"] for record in sampled["records"]]
+  return np.array(right, np.float32).reshape(len(benchmark.problems), -1)

@@ -1,0 +1,92 @@
+"""From what was sampled to the mini-batches of an iteration, and back to its order."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from gspo_jax import sharding
+from gspo_jax.learner import packing
+from gspo_jax.models import routing
+from gspo_jax.structs import Rollout, TrainBatch
+
+
+def train_batch(
+  rollout: Rollout,
+  advantage_PG: np.ndarray,
+  advantage_BL: np.ndarray | None = None,
+  unit_BL: np.ndarray | None = None,
+  *,
+  shared_prompts: bool,
+) -> TrainBatch:
+  """The rollout as the learner sees it; its old log-probabilities are still to be decided.
+
+  Args:
+    advantage_BL: of each token, where they differ within a trajectory.
+    unit_BL: segments of each trajectory, where they have importance ratios of their own.
+    shared_prompts: the trajectories of a group begin with the same tokens, for which the sampler
+      used the same experts.
+  """
+  length = rollout.tokens.shape[1]
+  segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
+  routing_BTlk = rollout.routing
+  if routing_BTlk is not None:  # whatever padding holds was not chosen by anybody
+    kept = segments_BT[:, :, None, None] > 0
+    routing_BTlk = np.where(kept, routing_BTlk, routing_BTlk.dtype.type(routing.NO_ROUTE))
+  return TrainBatch(
+    tokens_BT=rollout.tokens,
+    segments_BT=segments_BT,
+    mask_BT=rollout.mask,
+    advantage_B=advantage_PG.reshape(-1).astype(np.float32),
+    old_logp_BT=None,
+    sampler_logp_BT=rollout.logp,
+    unit_BT=unit_BL,
+    advantage_BT=advantage_BL,
+    sampler_routing_BTlk=routing_BTlk,
+    prompt_B=rollout.prompt_lengths if shared_prompts else None,
+  )
+
+
+def minibatches(
+  batch: TrainBatch,
+  parts: int,
+  prompts: int,
+  group_size: int,
+  mesh: jax.sharding.Mesh,
+  packed: bool,
+) -> list[TrainBatch]:
+  """Mini-batches of whole groups on the devices, packed if `packed`.
+
+  Where there are fewer than `prompts` groups, padding takes the place of the missing ones, evenly
+  in all mini-batches.
+  """
+  missing = prompts * group_size - len(batch.tokens_BT)
+  if missing:
+    place = _places(prompts, group_size, parts)
+    widen = lambda x: np.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
+    batch = jax.tree.map(lambda x: widen(x)[place], batch)
+  cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
+  structure = jax.tree.structure(batch)
+  batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
+  if packed:
+    batches = [packing.plan(one, sharding.batch_shards(mesh)) for one in batches]
+  return [sharding.put_batch(one, mesh) for one in batches]
+
+
+def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
+  """Which row of a rollout, made `prompts` groups long, each row of the batch is."""
+  group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
+  return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
+
+
+def in_rollout_order(
+  values: Sequence[jax.Array], batches: Sequence[TrainBatch], rows: int, group_size: int
+) -> np.ndarray:
+  """Fetches [B, ...] values of mini-batches as [rows, ...] in the order of the rollout that they
+  were made from, without the padding."""
+  pairs = [sharding.fetch((value, batch.order_B)) for value, batch in zip(values, batches)]
+  all_B = np.concatenate([packing.in_order(value, order) for value, order in pairs])
+  if rows < len(all_B):
+    place = _places(len(all_B) // group_size, group_size, len(batches))
+    all_B = all_B[np.argsort(place)]
+  return all_B[:rows]

@@ -1,0 +1,214 @@
+"""Attention in blocks of queries and keys: an online softmax of any length, no [T, S] array."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gspo_jax import sharding
+from gspo_jax.sharding import AXES
+
+NEGATIVE = -1e30  # finite: a query that may look at nothing gets a mean, not NaN
+BLOCK = 512  # queries and keys whose scores exist at once; on CPU at most
+RESIDUAL = "attention"  # name of what the backward pass needs, for rematerialisation policies
+
+
+class Scores(NamedTuple):
+  """How scores are made: cap · tanh(q kᵀ · scale / cap), of keys less than `window` before."""
+
+  scale: float  # H^(-1/2), as a rule
+  window: int = 0  # positions, the query's own included; 0: all
+  cap: float = 0.0  # soft bound on a score; 0: none
+
+
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+  """cap · tanh(x / cap), and x itself for cap = 0."""
+  return cap * jnp.tanh(x / cap) if cap else x
+
+
+def attend_blockwise(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  order_BT: jax.Array,
+  segment_BT: jax.Array,
+  segment_BS: jax.Array,
+  scores: Scores,
+  position_BT: jax.Array | None = None,
+  position_BS: jax.Array | None = None,
+  block: int = 0,
+) -> jax.Array:
+  """Attention of query t to key s if s <= order_t and their segments are equal; [B, T, N, H].
+
+  Scores exist for one block of queries and one of keys at a time, forward and backward, and blocks
+  before the first and beyond the last visible key are skipped. FlashAttention, arXiv:2205.14135,
+  algorithms 1 and 4.
+
+  Args:
+    position_BT, position_BS: of queries and keys, if `scores.window` is measured by them. Between
+      the keys of a segment lies nothing but padding (segment 0).
+    block: number of queries and of keys; 0: what suits the platform.
+  """
+  B, T, N, H = q_BTNH.shape
+  S, K = k_BSKH.shape[1:3]
+  block = block or block_size(B * N)
+  R, C = _even(T, block), _even(S, block)
+  # Padded queries see no block of keys, and padded keys are of no segment.
+  query = Queries(_blocks(order_BT, R, -1), _blocks(segment_BT, R, -1))
+  key = Keys(pad(segment_BS, C, -2))
+  if scores.window:
+    padding_BS = jnp.cumsum(segment_BS == 0, axis=1, dtype=jnp.int32)
+    between_BT = jnp.take_along_axis(padding_BS, order_BT, axis=1)
+    first_BT = jnp.maximum(order_BT - (scores.window - 1) - between_BT, 0)
+    query = query._replace(first=_blocks(first_BT, R, S), position=_blocks(position_BT, R))
+    key = key._replace(position=pad(position_BS, C))
+  q = _blocks(q_BTNH * scores.scale, R).reshape(-1, B, R, K, N // K, H)
+  y_iBRKnH = _flash(q, pad(k_BSKH, C), pad(v_BSKH, C), query, key, C, scores)
+  return jnp.moveaxis(y_iBRKnH, 0, 1).reshape(B, -1, N, H)[:, :T].astype(q_BTNH.dtype)
+
+
+class Queries(NamedTuple):
+  """Blocks of queries, [i, B, R] each."""
+
+  last: jax.Array  # key that one may see
+  segment: jax.Array
+  first: jax.Array | None = None  # key that one may see, or one before it; with a window only
+  position: jax.Array | None = None  # with a window only
+
+
+class Keys(NamedTuple):
+  segment: jax.Array  # [B, S]
+  position: jax.Array | None = None  # with a window only
+
+
+def block_size(rows: int) -> int:
+  """A power of two. On CPU, scores of `rows` heads that stay in a core's cache, about a megabyte:
+  blocks of 512 take twice as long."""
+  if sharding.platform() != "cpu":
+    return BLOCK
+  fits = math.isqrt(max(2**18 // rows, 64**2))
+  return min(BLOCK, 1 << (fits.bit_length() - 1))
+
+
+def _even(length: int, block: int) -> int:
+  """About `block`, so that blocks of equal size have little padding; a multiple of 8 if several."""
+  parts = round(length / block)
+  return length if parts <= 1 else -(-length // parts // 8) * 8
+
+
+def pad(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
+  """Axis 1 to a multiple of `size`."""
+  width = [(0, 0), (0, -x_BT.shape[1] % size)] + [(0, 0)] * (x_BT.ndim - 2)
+  return jnp.pad(x_BT, width, constant_values=value)
+
+
+def _blocks(x_BT: jax.Array, size: int, value: int = 0) -> jax.Array:
+  """[B, T, ...] -> [T / size, B, size, ...], padded."""
+  x = pad(x_BT, size, value)
+  return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def _slice(j, C, arrays):
+  return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, j * C, C, axis=1), arrays)
+
+
+def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
+  """Float32 scores [B, K, n, R, C] of one block of queries and block j of keys: masked, and before
+  they are."""
+  score = jnp.einsum("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH, preferred_element_type=jnp.float32)
+  score, C = softcap(score, scores.cap), k_BCKH.shape[1]
+  visible = query.last[:, :, None] >= (j * C + jnp.arange(C))[None, None]
+  visible &= query.segment[:, :, None] == key.segment[:, None, :]
+  if scores.window:
+    visible &= query.position[:, :, None] - key.position[:, None, :] < scores.window
+  return jnp.where(visible[:, None, None], score, NEGATIVE), score
+
+
+def _range(query: Queries, C: int, S: int):
+  """Blocks of keys that a block of queries may see any of."""
+  first = 0 if query.first is None else query.first.min() // C
+  return first, jnp.minimum(query.last.max() // C + 1, S // C)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _flash(q, k, v, query, key, C, scores):
+  return _flash_forward(q, k, v, query, key, C, scores)[0]
+
+
+def _flash_forward(q, k, v, query, key, C, scores):
+  """q [i, B, R, K, n, H]; k, v [B, S, K, H] -> float32 output like q, and residuals."""
+  _, B, R, K, n, H = q.shape
+
+  def one(block):
+    q_BRKnH, query = block
+
+    def body(j, carry):
+      most, total, sum_BKnRH = carry
+      k_BCKH, v_BCKH, key_BC = _slice(j, C, (k, v, key))
+      score, _ = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
+      new = jnp.maximum(most, score.max(-1))
+      weight = jnp.exp(score - new[..., None])
+      scale = jnp.exp(most - new)
+      part = jnp.einsum(
+        "BKnRC,BCKH->BKnRH",
+        weight.astype(v.dtype),
+        v_BCKH,
+        preferred_element_type=jnp.float32,
+      )
+      total = total * scale + weight.sum(-1)
+      return new, total, sum_BKnRH * scale[..., None] + part
+
+    full = lambda value, *more: jnp.full((B, K, n, R, *more), value, jnp.float32)  # noqa: E731
+    start = sharding.vary((full(NEGATIVE), full(0.0), full(0.0, H)), AXES)
+    most, total, sum_BKnRH = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, start)
+    total = jnp.maximum(total, 1e-30)
+    y = jnp.moveaxis(sum_BKnRH / total[..., None], 3, 1)
+    return y, most + jnp.log(total)
+
+  y, lse = jax.lax.map(one, (q, query))
+  y, lse = (checkpoint_name(x, RESIDUAL) for x in (y.astype(q.dtype), lse))
+  return y, (q, k, v, query, key, y, lse)
+
+
+def _flash_backward(C, scores, residuals, dy):
+  q, k, v, query, key, y, lse = residuals
+  wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+  def one(carry, block):
+    q_BRKnH, query, y_BRKnH, lse_BKnR, dy_BRKnH = block
+    delta_BRKn = jnp.sum(dy_BRKnH.astype(jnp.float32) * y_BRKnH, axis=-1)
+    delta_BKnR = jnp.moveaxis(delta_BRKn, 1, 3)
+
+    def body(j, carry):
+      dq, dk, dv = carry
+      k_BCKH, v_BCKH, key_BC = _slice(j, C, (k, v, key))
+      score, whole = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
+      weight = jnp.exp(score - lse_BKnR[..., None])
+      dweight = wide("BRKnH,BCKH->BKnRC", dy_BRKnH, v_BCKH)
+      dscore = weight * (dweight - delta_BKnR[..., None])
+      if scores.cap:
+        dscore = dscore * (1 - (whole / scores.cap) ** 2)  # tanh' = 1 - tanh²
+      dscore = dscore.astype(q.dtype)
+      dq = dq + wide("BKnRC,BCKH->BRKnH", dscore, k_BCKH)
+      dk_BCKH = wide("BKnRC,BRKnH->BCKH", dscore, q_BRKnH)
+      dv_BCKH = wide("BKnRC,BRKnH->BCKH", weight.astype(q.dtype), dy_BRKnH)
+      old = _slice(j, C, (dk, dv))
+      dk, dv = (
+        jax.lax.dynamic_update_slice_in_dim(total, before + part, j * C, axis=1)
+        for total, before, part in zip((dk, dv), old, (dk_BCKH, dv_BCKH))
+      )
+      return dq, dk, dv
+
+    dq = sharding.vary(jnp.zeros(q_BRKnH.shape, jnp.float32), AXES)
+    dq, dk, dv = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, (dq, *carry))
+    return (dk, dv), dq.astype(q.dtype)
+
+  zeros = sharding.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), AXES)
+  (dk, dv), dq = jax.lax.scan(one, zeros, (q, query, y, lse, dy))
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)

@@ -1,0 +1,67 @@
+"""Floating-point operations of a model, by part: what utilisation is measured against."""
+
+import dataclasses
+
+import numpy as np
+
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """Floating-point operations of one pass over the whole batch, by part of the model."""
+
+  dense: float  # projections and dense feed-forward layers
+  experts: float
+  attention: float  # scores and their sum over values
+  head: float
+
+  def forward(self) -> float:
+    return self.dense + self.experts + self.attention + self.head
+
+  def training(self) -> float:
+    """Forward and backward without recomputation: what utilisation is measured against."""
+    return 3 * self.forward()
+
+  def executed(self, remat: str) -> float:
+    """With recomputation. Experts and the head recompute their own; attention's backward pass has
+    five products to the forward pass's two."""
+    again = 0 if remat in ("none", "dots") else 1
+    scores = 0 if remat in ("none", "attention") else 1
+    dense, attention = 3 + again, 3.5 + scores
+    return dense * self.dense + 11 / 3 * self.experts + attention * self.attention + 4 * self.head
+
+
+def work(config: ModelConfig, sequences: int, queries: int, keys: int, heads: int = 0) -> Work:
+  """Work for `queries` new tokens of each sequence, the last of which sees `keys` positions.
+
+  `heads`: at how many positions logits are needed; 0: at all.
+  """
+  tokens = sequences * queries
+  _, active = transformer.count(config)
+  moe_layers = sum(config.is_moe(layer) for layer in range(config.num_layers))
+  experts = moe_layers * config.experts_per_token * 3
+  experts *= config.hidden_size * config.moe_intermediate_size
+  vocabulary = config.vocab_size * config.hidden_size
+  dense = active - experts - vocabulary * (1 if config.tie_word_embeddings else 2)
+  local = sum(config.is_local(layer) for layer in range(config.num_layers))
+  pairs = (config.num_layers - local) * _pairs(queries, keys)
+  if local:
+    pairs = pairs + local * _pairs(queries, keys, config.sliding_window)
+  return Work(
+    dense=2 * tokens * dense,
+    experts=2 * tokens * experts,
+    attention=sequences * 4 * config.num_heads * config.head_dim * pairs,
+    head=2 * (heads or tokens) * vocabulary,
+  )
+
+
+def _pairs(queries, keys, window: int | None = None):
+  """Pairs of a query and a key that it sees, of the last `queries` of `keys` positions."""
+
+  def up_to(n):
+    near = n if window is None else np.minimum(n, window)  # from there on as many for each query
+    return near * (near + 1) / 2 + (n - near) * near
+
+  return up_to(keys) - up_to(keys - queries)

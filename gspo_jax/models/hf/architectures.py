@@ -1,0 +1,168 @@
+"""Tables of the Hugging Face architectures: keys of config.json, names and axes of tensors."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# ModelConfig field -> key of config.json, type
+_FIELDS = dict(
+  vocab_size=("vocab_size", int),
+  hidden_size=("hidden_size", int),
+  num_layers=("num_hidden_layers", int),
+  num_heads=("num_attention_heads", int),
+  num_kv_heads=("num_key_value_heads", int),
+  head_dim=("head_dim", int),
+  intermediate_size=("intermediate_size", int),
+  rope_theta=("rope_theta", float),
+  rms_norm_eps=("rms_norm_eps", float),
+  tie_word_embeddings=("tie_word_embeddings", bool),
+  max_position_embeddings=("max_position_embeddings", int),
+)
+_MOE_FIELDS = dict(
+  num_experts=("num_experts", int),
+  experts_per_token=("num_experts_per_tok", int),
+  moe_intermediate_size=("moe_intermediate_size", int),
+  norm_topk_prob=("norm_topk_prob", bool),
+  decoder_sparse_step=("decoder_sparse_step", int),
+  mlp_only_layers=("mlp_only_layers", list),
+)
+_GEMMA_FIELDS = dict(
+  query_pre_attn_scalar=("query_pre_attn_scalar", int),
+  final_logit_softcapping=("final_logit_softcapping", float),
+  sliding_window=("sliding_window", int),
+  sliding_window_pattern=("sliding_window_pattern", int),
+)
+_DENSE = dict(
+  num_experts=0,
+  experts_per_token=0,
+  moe_intermediate_size=0,
+  norm_topk_prob=True,
+  decoder_sparse_step=1,
+  mlp_only_layers=(),
+)
+_WHOLE = dict(  # attention to everything before
+  query_pre_attn_scalar=0,
+  attn_logit_softcapping=0.0,
+  final_logit_softcapping=0.0,
+  sliding_window=0,
+  sliding_window_pattern=1,
+  local_rope_theta=1e4,
+)
+_GEMMA_DEFAULTS = dict(
+  tie_word_embeddings=True, attn_logit_softcapping=0.0, final_logit_softcapping=0.0
+)
+_QWEN3 = dict(family="qwen3", qk_norm=True, attention_bias=False) | _WHOLE
+_GEMMA = dict(family="gemma", qk_norm=True, attention_bias=False) | _DENSE
+_SILU, _GELU = "silu", "gelu_pytorch_tanh"
+_NO_BIAS = dict(attention_bias=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """An architecture of transformers: what its config.json says, and what it implies."""
+
+  name: str
+  fields: Mapping[str, tuple[str, type]]
+  implied: Mapping[str, Any]  # ModelConfig fields without a key
+  fixed: Mapping[str, Any]  # keys of which one value is supported
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of keys left out
+
+
+ARCHITECTURES = {  # by model_type
+  "qwen3_moe": Architecture(
+    "Qwen3MoeForCausalLM",
+    _FIELDS | _MOE_FIELDS,
+    implied=_QWEN3,
+    fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
+  ),
+  "qwen3": Architecture(
+    "Qwen3ForCausalLM",
+    _FIELDS,
+    implied=_QWEN3 | _DENSE,
+    fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
+    defaults=dict(head_dim=128),
+  ),
+  "qwen2": Architecture(
+    "Qwen2ForCausalLM",
+    _FIELDS,
+    implied=_QWEN3 | _DENSE | dict(qk_norm=False, attention_bias=True),
+    fixed=dict(hidden_act=_SILU, use_sliding_window=False),
+  ),
+  "llama": Architecture(
+    "LlamaForCausalLM",
+    _FIELDS,
+    implied=_QWEN3 | _DENSE | dict(qk_norm=False),
+    # A bias would also be on the output projection; Qwen2's are not.
+    fixed=dict(hidden_act=_SILU, mlp_bias=False) | _NO_BIAS,
+    defaults=dict(rope_theta=1e4),  # Llama 1 and 2 were published without
+  ),
+  "gemma3_text": Architecture(
+    "Gemma3ForCausalLM",
+    _FIELDS | _GEMMA_FIELDS | dict(local_rope_theta=("rope_local_base_freq", float)),
+    implied=_GEMMA | dict(attn_logit_softcapping=0.0),
+    # A bound on scores is read by transformers, and then left out.
+    fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, attn_logit_softcapping=None) | _NO_BIAS,
+    defaults=_GEMMA_DEFAULTS
+    | dict(rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6),
+  ),
+  "gemma2": Architecture(
+    "Gemma2ForCausalLM",
+    _FIELDS | _GEMMA_FIELDS | dict(attn_logit_softcapping=("attn_logit_softcapping", float)),
+    implied=_GEMMA | dict(qk_norm=False),
+    fixed=dict(hidden_activation=_GELU, hidden_act=_GELU) | _NO_BIAS,
+    defaults=_GEMMA_DEFAULTS | dict(rope_theta=1e4, sliding_window_pattern=2),
+  ),
+}
+# Keys of any architecture that change what is calculated, with the value under which they do not.
+FIXED = dict(
+  use_sliding_window=False,
+  use_bidirectional_attention=False,
+  use_mrope=False,
+  mlp_bias=False,
+  partial_rotary_factor=1.0,
+  quantization_config=None,
+)
+
+_LAYER = "model.layers.{l}."
+# Parameter -> (name in the files, axes there). Letters that share an axis are merged into it, as
+# N and H are in q_proj; a letter in braces is in the name: one tensor per layer and expert.
+_NAMES = {
+  "embed": ("model.embed_tokens.weight", "V D"),
+  "attention_norm": (_LAYER + "input_layernorm.weight", "D"),
+  "attention.q": (_LAYER + "self_attn.q_proj.weight", "NH D"),
+  "attention.k": (_LAYER + "self_attn.k_proj.weight", "KH D"),
+  "attention.v": (_LAYER + "self_attn.v_proj.weight", "KH D"),
+  "attention.o": (_LAYER + "self_attn.o_proj.weight", "D NH"),
+  "attention.q_norm": (_LAYER + "self_attn.q_norm.weight", "H"),
+  "attention.k_norm": (_LAYER + "self_attn.k_norm.weight", "H"),
+  "attention.q_bias": (_LAYER + "self_attn.q_proj.bias", "NH"),
+  "attention.k_bias": (_LAYER + "self_attn.k_proj.bias", "KH"),
+  "attention.v_bias": (_LAYER + "self_attn.v_proj.bias", "KH"),
+  "ffn_norm": (_LAYER + "post_attention_layernorm.weight", "D"),
+  "Dense.gate": (_LAYER + "mlp.gate_proj.weight", "F D"),
+  "Dense.up": (_LAYER + "mlp.up_proj.weight", "F D"),
+  "Dense.down": (_LAYER + "mlp.down_proj.weight", "D F"),
+  "Moe.router": (_LAYER + "mlp.gate.weight", "E D"),
+  "Moe.gate": (_LAYER + "mlp.experts.{E}.gate_proj.weight", "F D"),
+  "Moe.up": (_LAYER + "mlp.experts.{E}.up_proj.weight", "F D"),
+  "Moe.down": (_LAYER + "mlp.experts.{E}.down_proj.weight", "D F"),
+  "final_norm": ("model.norm.weight", "D"),
+  "head": ("lm_head.weight", "V D"),
+}
+NAMES = dict(
+  qwen3=_NAMES,
+  gemma=_NAMES
+  | {
+    "attention_post_norm": (_LAYER + "post_attention_layernorm.weight", "D"),
+    "ffn_norm": (_LAYER + "pre_feedforward_layernorm.weight", "D"),
+    "ffn_post_norm": (_LAYER + "post_feedforward_layernorm.weight", "D"),
+  },
+)
+# How transformers 5 holds experts in memory, and writes them on request (save_original_format=
+# False): all of a layer in one tensor, gate and up as the halves of one axis, "2".
+FUSED = {
+  "Moe.gate": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
+  "Moe.up": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
+  "Moe.down": (_LAYER + "mlp.experts.down_proj", "E D F"),
+}
+EMBED, HEAD = _NAMES["embed"][0], _NAMES["head"][0]

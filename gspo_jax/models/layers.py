@@ -1,0 +1,171 @@
+"""Parts of a layer that families share, and the record of functions that makes a family."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models import attention
+from gspo_jax.models.attention import Scores, Tree, rotate
+from gspo_jax.models.cache import SPEC
+from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.models.weights import Attention, Dense, Weight
+from gspo_jax.sharding import BATCH, P
+
+Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> like x
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """Functions that make a family of models; `transformer` does with them what all families do.
+
+  block_table: (config, whether the layers are MoE layers, their number) -> a dataclass of `Weight`
+    for a run of layers, stacked on l. It has a field `attention_norm`.
+  layer: (x_BTD, weights of one layer, config, attend, experts) -> (x_BTD, cache, experts chosen or
+    None, router statistics or None). `attend(y_BTD, attention weights, norm)` and `experts(y_BTD,
+    weights of a MoE layer)` know the setting of the pass: positions, cache, precision.
+  norm: of queries and keys, of each layer and of the last hidden states.
+  embed_scale: (config) -> factor on what is looked up in the embedding.
+  """
+
+  block_table: Callable[[ModelConfig, bool, int], Any]
+  layer: Callable[..., tuple[jax.Array, Any, jax.Array | None, Any]]
+  norm: Norm
+  embed_scale: Callable[[ModelConfig], float]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """x / sqrt(mean x² + eps) · scale over the last axis, statistics in float32."""
+  return _normalised(x, eps).astype(x.dtype) * _last_axis(scale.astype(x.dtype), x)
+
+
+def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """x / sqrt(mean x² + eps) · (1 + scale) over the last axis, all of it in float32."""
+  return (_normalised(x, eps) * (1 + _last_axis(scale.astype(jnp.float32), x))).astype(x.dtype)
+
+
+def _normalised(x: jax.Array, eps: float) -> jax.Array:
+  wide = x.astype(jnp.float32)
+  return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
+  return scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
+  """(activation(x gate) · (x up)) down."""
+  split = P(BATCH, None, "tensor")
+  a_BTF = sharding.project("BTD,DF->BTF", x_BTD, w.gate, split)
+  u_BTF = sharding.project("BTD,DF->BTF", x_BTD, w.up, split)
+  return sharding.project("BTF,FD->BTD", activation(a_BTF) * u_BTF, w.down, P(BATCH))
+
+
+def gather(table: Any, block: Any, dtype: Any) -> Any:
+  """FSDP: the weights of one layer, cast and gathered over D just before they are used.
+
+  They stay split over heads and F; the transpose reduces and scatters their gradients. The router
+  is small: it keeps its float32. Experts gather theirs where they multiply.
+  """
+
+  def one(path, weight: Weight, w: jax.Array) -> jax.Array:
+    if path[-1].name == "router":
+      return sharding.reshard(w, P())
+    if "E" in weight.letters:
+      return w.astype(dtype)
+    together = sharding.spec(weight.letters[1:], sharding.ROLLOUT)
+    collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
+    return collect(w.astype(dtype), together)
+
+  return jax.tree.map_with_path(one, table, block)
+
+
+def attend(
+  x_BTD: jax.Array,
+  w: Attention,
+  norm: Norm,
+  kv: Any,
+  layer: Any,
+  *,
+  config: ModelConfig,
+  compute: ComputeConfig,
+  local: bool,
+  positions_BT: jax.Array,
+  segments_BT: jax.Array,
+  tree: Tree | None,
+  from_start: bool,
+) -> tuple[jax.Array, Any]:
+  """Grouped-query attention with its projections, [B, T, D], and the cache with what is new.
+
+  Args:
+    kv: of all layers of the run, [l, B, K, H, S] and [l, B, K, S, H], or None.
+    layer: its number in the run, where `kv` is written.
+    local: whether the layer has the sliding window.
+    from_start: nothing in the cache is older than these tokens.
+  """
+  heads = P(BATCH, None, "tensor", None)
+  q = sharding.project("BTD,DNH->BTNH", x_BTD, w.q, heads)
+  k = sharding.project("BTD,DKH->BTKH", x_BTD, w.k, heads)
+  v = sharding.project("BTD,DKH->BTKH", x_BTD, w.v, heads)
+  if w.q_bias is not None:
+    q, k, v = q + w.q_bias[None, None], k + w.k_bias[None, None], v + w.v_bias[None, None]
+  if w.q_norm is not None:
+    q = norm(q, w.q_norm, config.rms_norm_eps)
+    k = norm(k, w.k_norm, config.rms_norm_eps)
+  theta = config.local_rope_theta if local else config.rope_theta
+  q, k = rotate(q, positions_BT, theta), rotate(k, positions_BT, theta)
+  run = _on_each_device(compute, scores_of(config, local), kv, tree, from_start)
+  y_BTNH, kv = run(q, k, v, kv, layer, positions_BT, segments_BT)
+  # Heads as one axis: left to itself, XLA may turn the weight around, at every step.
+  B, T, N, H = y_BTNH.shape
+  y_BTX = sharding.reshape(y_BTNH, (B, T, N * H), P(BATCH, None, "tensor"))
+  o_XD = sharding.reshape(w.o, (N * H, w.o.shape[-1]), P("tensor"))
+  return sharding.project("BTX,XD->BTD", y_BTX, o_XD, P(BATCH)), kv
+
+
+def scores_of(config: ModelConfig, local: bool) -> Scores:
+  """How a global layer, or a local one, makes its scores."""
+  return Scores(
+    scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
+    window=config.sliding_window if local else 0,
+    cap=config.attn_logit_softcapping,
+  )
+
+
+def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start) -> Callable:
+  """Attention as a function of new queries, keys and values [B, T, ...], per device.
+
+  With a cache the new keys and values are written into it first. From position 0 on there is
+  nothing else to look at, so prefilling reads none of it.
+  """
+
+  def one(q, k, v, kv, layer, positions_BT, segments_BT):
+    length = q.shape[1]
+    if tree is not None:
+      length += tree.trunk - tree.trunk // tree.branches
+    name = attention.choose(compute.attention, length, q.dtype, scores, gaps=tree is not None)
+    if kv is not None:
+      row = jnp.arange(q.shape[0])[:, None]
+      k_lBKHS, v_lBKSH = kv
+      kv = (
+        k_lBKHS.at[layer, row, :, :, positions_BT].set(k.astype(k_lBKHS.dtype)),
+        v_lBKSH.at[layer, row, :, positions_BT].set(v.astype(v_lBKSH.dtype)),
+      )
+    if tree is not None:
+      return attention.attend_tree(q, k, v, segments_BT, tree, name, scores, positions_BT), kv
+    if kv is None or from_start:
+      return attention.attend_self(q, k, v, segments_BT, name, scores), kv
+    k_BKHS, v_BKSH = (c[layer].astype(q.dtype) for c in kv)
+    return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
+
+  heads = P(BATCH, None, "tensor", None)
+  kv_specs = None if kv is None else (SPEC,) * 2
+  return sharding.shard_map(
+    one,
+    in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),
+    out_specs=(heads, kv_specs),
+    check=sharding.platform() != "tpu" and compute.attention != "splash",
+  )

@@ -1,0 +1,117 @@
+"""The parameters of a model: one table declares each weight once, by letters.
+
+Shape, initialiser and sharding derive from it.
+"""
+
+import functools
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from gspo_jax import sharding
+from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.sharding import Rules
+
+
+@flax.struct.dataclass
+class Params:
+  embed: Any  # V D
+  blocks: tuple[Any, ...]  # of the family, one per run of layers of one kind, stacked on l
+  final_norm: Any  # D
+  head: Any  # D V; None: the transposed embedding
+
+
+@flax.struct.dataclass
+class Attention:
+  q: Any  # l D N H
+  k: Any  # l D K H
+  v: Any  # l D K H
+  o: Any  # l N H D
+  q_norm: Any  # l H, with qk_norm
+  k_norm: Any  # l H, with qk_norm
+  q_bias: Any  # l N H, with attention_bias
+  k_bias: Any  # l K H, with attention_bias
+  v_bias: Any  # l K H, with attention_bias
+
+
+@flax.struct.dataclass
+class Dense:
+  gate: Any  # l D F
+  up: Any  # l D F
+  down: Any  # l F D
+
+
+class Weight:
+  """One line of the table: letters, their sizes, and how many axes before the output are inputs."""
+
+  def __init__(self, letters: str, sizes: dict[str, int], fan_in: str = "", constant: float = 0.0):
+    self.letters, self.constant = letters, constant
+    self.shape = tuple(sizes[letter] for letter in letters)
+    self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
+
+  def init(self, key: jax.Array, dtype: Any) -> jax.Array:
+    """Normal of standard deviation fan_in^(-1/2), or a constant where there is no fan-in."""
+    if self.fan_in is None:
+      return jnp.full(self.shape, self.constant, dtype)
+    return jax.random.normal(key, self.shape, dtype) * self.fan_in**-0.5
+
+
+def of_sizes(c: ModelConfig, **more: int) -> functools.partial:
+  """`Weight` of the model's letters, and of `more` of them."""
+  sizes = dict(
+    V=c.vocab_size,
+    D=c.hidden_size,
+    N=c.num_heads,
+    K=c.num_kv_heads,
+    H=c.head_dim,
+    E=c.num_experts,
+  )
+  return functools.partial(Weight, sizes=sizes | more)
+
+
+def attention_table(c: ModelConfig, w: functools.partial, norm: float) -> Attention:
+  """Projections of grouped-query attention; scales of norms begin at `norm`."""
+  return Attention(
+    q=w("lDNH", fan_in="D"),
+    k=w("lDKH", fan_in="D"),
+    v=w("lDKH", fan_in="D"),
+    o=w("lNHD", fan_in="NH"),
+    q_norm=w("lH", constant=norm) if c.qk_norm else None,
+    k_norm=w("lH", constant=norm) if c.qk_norm else None,
+    q_bias=w("lNH") if c.attention_bias else None,
+    k_bias=w("lKH") if c.attention_bias else None,
+    v_bias=w("lKH") if c.attention_bias else None,
+  )
+
+
+def dense_table(w: functools.partial) -> Dense:
+  """A gated feed-forward layer."""
+  return Dense(gate=w("lDF", fan_in="D"), up=w("lDF", fan_in="D"), down=w("lFD", fan_in="F"))
+
+
+def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
+  """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
+
+  def one(path, w: Weight) -> NamedSharding:
+    pspec = sharding.spec(w.letters, rules)
+    for letter, size, axis in zip(w.letters, w.shape, pspec):
+      if axis and size % mesh.shape[axis]:
+        raise ValueError(
+          f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} "
+          f"[{' '.join(w.letters)}] = {w.shape}: {letter}={size} is not divisible by "
+          f"mesh.{axis}={mesh.shape[axis]}"
+        )
+    return NamedSharding(mesh, pspec)
+
+  return jax.tree.map_with_path(one, table)
+
+
+def init(table: Params, key: jax.Array, dtype: Any) -> Params:
+  """Random parameters, each weight from a key of its own."""
+  leaves, treedef = jax.tree.flatten(table)
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(treedef, [w.init(k, dtype) for w, k in zip(leaves, keys)])

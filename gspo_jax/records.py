@@ -1,0 +1,54 @@
+"""Dumps of rollouts: what a person wants to read of each response that was trained on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.collect import Collected
+
+TOKENS = 200_000  # of one dump that are written with their log-ratios
+
+
+def rollout_records(
+  collected: Collected,
+  log_ratio_BT: np.ndarray,
+  clipped_BT: np.ndarray,
+  decode: Callable[[list[int]], str],
+) -> list[dict[str, Any]]:
+  """Returns a JSON object for each response.
+
+  Args:
+    log_ratio_BT: log π_new/π_old after the iteration's updates, in the order of the rollout.
+    clipped_BT: the tokens whose objective the loss clipped, there.
+    decode: from tokens to text.
+  """
+  rollout, G = collected.rollout, collected.advantage_PG.shape[1]
+  used_BL = rollout.mask > 0
+  texts = {i: decode([i]) for i in np.unique(rollout.tokens[used_BL]).tolist()}
+  records, written = [], 0
+  for row, advantage in enumerate(collected.advantage_PG.flat):
+    group, sample = collected.groups[row // G], row % G
+    used_L = used_BL[row]
+    ratio_X, clipped_X = log_ratio_BT[row][used_L], clipped_BT[row][used_L]
+    record = dict(
+      prompt_id=group.prompt.id,
+      sample=sample,
+      prompt=group.prompt.question,
+      response=group.responses[sample],
+      answer=group.prompt.answer[:1000],  # the tests of a program take megabytes
+      reward=float(group.reward_G[sample]),
+      advantage=round(float(advantage), 4),
+      length=int(rollout.lengths[row]),
+      truncated=not bool(rollout.stopped[row]),
+      ratio=round(float(np.exp(ratio_X.mean())), 6),
+      clipped=bool(clipped_X.any()),
+      eval=False,
+    )
+    written += len(ratio_X)
+    if written <= TOKENS:
+      record["tokens"] = [texts[i] for i in rollout.tokens[row][used_L].tolist()]
+      record["log_ratio"] = [round(x, 4) for x in ratio_X.tolist()]
+      record["clipped_tokens"] = clipped_X.astype(int).tolist()
+    records.append(record)
+  return records

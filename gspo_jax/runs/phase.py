@@ -1,0 +1,136 @@
+"""One phase of a run, "sft" or "rl": where it resumes, what it reports and what it saves."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from gspo_jax.runs import preemption
+from gspo_jax.runs.alarms import AlarmConfig, Alarms
+from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.metrics import Deferred, Stopwatch, Writer, compute
+from gspo_jax.runs.nonfinite import Guard
+from gspo_jax.runs.progress import Progress
+from gspo_jax.structs import TrainState
+
+Row = dict[str, Any]
+
+
+class Phase:
+  """What the loops of the cold start and of RL have in common.
+
+    phase = Phase("rl", iterations, ...)
+    step, state, host = phase.resume(...)
+    with phase:  # a notice that the machine goes is answered by saving where the phase stands
+      phase.stand(step, state, position)
+      for step in phase.steps():
+        state, row = ...
+        phase.stand(step, state, position)
+        phase.report(row)
+        phase.save(row)
+
+  Args:
+    total: steps of the phase.
+    alarms: warnings that rows may give rise to; None: none.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    total: int,
+    checkpoints: Checkpointer,
+    writer: Writer,
+    guard: Guard,
+    alarms: AlarmConfig | None = None,
+  ):
+    self._name, self._total = name, total
+    self._alarm_config, self._alarms = alarms, None
+    self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
+    self._deferred, self.stages = Deferred(), Stopwatch()
+
+  def resume(
+    self, like: Callable[[], TrainState], start: Callable[[], TrainState]
+  ) -> tuple[int, TrainState, Row | None]:
+    """Returns the last step that a checkpoint covers, the state after it, and the `position` and
+    `pending` that were saved with it; 0, `start()` and None where there is none. Rows that it does
+    not cover are dropped."""
+    step, host = self._checkpoints.latest(), None
+    if step is None:
+      step, state, reported = 0, start(), -1
+    else:
+      state, host = self._checkpoints.restore(step, like())
+      reported = step if host["pending"] is None else step - 1
+    self._writer.truncate({self._name: reported})
+    self._guard.start(state)
+    if self._alarm_config:
+      self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
+    self._done = step
+    active = jax.process_index() == 0
+    self._progress = Progress(self._name, self._total, start=step, active=active)
+    return step, state, host
+
+  def steps(self) -> Iterator[int]:
+    """Yields the numbers of the steps that are left. Raises `Preempted` between them."""
+    for step in range(self._done + 1, self._total + 1):
+      self._pending = None  # an interruption of this step goes back to the end of the last one
+      preemption.check()
+      yield step
+
+  def hold(self, step: int, batches: Any) -> None:
+    """Keeps the mini-batches of a step until its metrics are known to be finite."""
+    self._guard.hold(step, batches)
+
+  def stand(
+    self,
+    step: int,
+    state: TrainState,
+    position: Callable[[], Mapping[str, Any]],
+    pending: Row | None = None,
+  ) -> None:
+    """Says where the phase stands: what to save should the machine go.
+
+    Args:
+      position: makes JSON of where the data and the like stood after `step`.
+      pending: the row of a step that is still to be evaluated and reported.
+    """
+    self._step, self._state, self._position, self._pending = step, state, position, pending
+
+  def check(self, row: Row) -> None:
+    """Raises `NonFiniteError`, after a dump, if the row holds NaN or infinity."""
+    self._guard.check(dict(phase=self._name) | row, self._state)
+
+  def report(self, row: Row) -> None:
+    """Writes the row of the step before, now that the devices are busy with another one."""
+    self._write(self._deferred.push(dict(phase=self._name) | row | self._checkpoints.metrics()))
+
+  def flush(self) -> None:
+    """Writes the row that is still held back."""
+    self._write(self._deferred.flush())
+
+  def save(self, row: Row | None = None) -> None:
+    """Saves where the phase stands; `row` has the metric that decides which checkpoint is best."""
+    self.flush()
+    pending = None if self._pending is None else compute(self._pending)
+    host = dict(position=self._position(), pending=pending)
+    self._checkpoints.save(self._step, self._state, host, row)
+
+  def _write(self, row: Row | None) -> None:
+    if row is None:
+      return
+    self._guard.check(row, self._state)
+    warnings, begun = self._alarms(row) if self._alarms else ({}, [])
+    self._writer.write(row | warnings)
+    self._progress.update(row["step"], row, begun)
+
+  def __enter__(self) -> "Phase":
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+      if kind is preemption.Preempted:
+        self.flush()
+        if self._step != self._checkpoints.latest():
+          self.save()
+    finally:  # what is being saved is finished in any case
+      self._checkpoints.close()
+      self._progress.close()

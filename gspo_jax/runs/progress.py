@@ -1,0 +1,94 @@
+"""Progress of a run: a bar on a terminal, plain lines in a log."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+
+class Progress:
+  """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
+  as for all processes but one."""
+
+  def __init__(
+    self,
+    phase: str,
+    total: int,
+    *,
+    start: int = 0,
+    active: bool = True,
+    interval: float = 10.0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._phase, self._total, self._start, self._step = phase, total, start, start
+    self._interval, self._clock = interval, clock
+    self._stream = sys.stderr if stream is None else stream
+    self._accuracy: float | None = None
+    self._first: tuple[int, float] | None = None  # (step, time); compilation lies before it
+    self._printed: tuple[int, float] | None = None
+    self._active, self._bar = active, None
+    if active and self._stream.isatty():
+      layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {postfix}"
+      self._bar = tqdm(
+        desc=phase, total=total, initial=start, file=self._stream, bar_format=layout,
+        dynamic_ncols=True,
+      )  # fmt: skip
+
+  def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
+    """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
+    if not self._active:
+      return
+    for line in warnings:
+      tqdm.write(line, file=self._stream)
+    now = self._clock()
+    self._step = step
+    if self._first is None and step > self._start:
+      self._first = (step, now)
+    self._accuracy = row.get("eval/accuracy", self._accuracy)
+    text = "  ".join([*self._figures(row), f"left {self._left(now)}"])
+    if self._bar is not None:
+      self._bar.n = step
+      self._bar.set_postfix_str(text, refresh=True)
+    elif self._printed is None or step >= self._total or now - self._printed[1] >= self._interval:
+      print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
+      self._printed = (step, now)
+
+  def close(self) -> None:
+    """Leaves the bar as it stands."""
+    if self._bar is not None:
+      self._bar.close()
+
+  def __enter__(self) -> "Progress":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _figures(self, row: Mapping[str, Any]) -> Iterator[str]:
+    if "reward/mean" in row:
+      yield f"reward {row['reward/mean']:.3f}"
+    elif "loss" in row:
+      yield f"loss {row['loss']:.4g}"
+    if self._accuracy is not None:
+      yield f"accuracy {self._accuracy:.3f}"
+    clipped = row.get("clip_fraction/token", row.get("clip_fraction/sequence"))
+    if clipped is not None:
+      yield f"clipped {clipped:.3f}"
+    if "tokens_per_second" in row:
+      yield f"{row['tokens_per_second']:,.0f} tokens/s"
+
+  def _left(self, now: float) -> str:
+    step, since = self._first or (self._step, now)
+    if self._step == step:
+      return "?"
+    return clock_text((now - since) / (self._step - step) * max(self._total - self._step, 0))
+
+
+def clock_text(seconds: float) -> str:
+  """Seconds as m:ss or h:mm:ss."""
+  minutes, second = divmod(round(seconds), 60)
+  hours, minute = divmod(minutes, 60)
+  return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,242 @@
+"""The host loop: trajectories through an engine, turn by turn, with their environments.
+
+A turn that has ended goes to its environment at once, and the next turn of that trajectory into the
+engine's queue, so that no slot waits for another trajectory.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax import ranges
+from gspo_jax.ranges import Fraction, NonNegativeInt, PositiveInt
+from gspo_jax.sampling.engine import Engine
+from gspo_jax.sampling.requests import Request, Response, Workload
+from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
+from gspo_jax.structs import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentConfig:
+  """Whether responses are conversations, and with whom. docs/multi_turn.md has more."""
+
+  name: str  # calculator | package.module:function | "": none; a verifier looks at one response
+  max_turns: PositiveInt  # of the policy; a conversation that is not over by then is cut off
+  stop_strings: tuple[str, ...]  # they end a turn, as stop tokens do
+  discount: Fraction  # of rewards of later turns in the advantage of an earlier one
+  workers: NonNegativeInt  # threads that environments run in; 0: none, if they do not wait
+
+  def __post_init__(self):
+    ranges.check(self, "environment")
+
+
+class Driver:
+  """Takes trajectories of one workload to their end.
+
+    driver = Driver(engine, workload, vocab_size=V)
+    driver.begin(group); ...
+    for trajectory in driver.run():  # as they are finished
+      ...
+
+  Args:
+    vocab_size: that the token ids of observations must lie in.
+    max_turns: of the policy, after which a trajectory is cut off.
+    workers: threads that environments run in; 0: none.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    workload: Workload,
+    *,
+    vocab_size: int = 2**31,
+    max_turns: int = 1,
+    workers: int = 0,
+  ):
+    self._engine, self._workload = engine, workload
+    self._vocab_size, self._max_turns, self._workers = vocab_size, max_turns, workers
+    self._asked: list[tuple[Trajectory, Response, concurrent.futures.Future]] = []
+    engine.start(workload)
+
+  def begin(self, group: Sequence[Trajectory]) -> None:
+    """Submits a group: new trajectories, or what is not finished of ones that were put aside. A
+    prompt that all of them begin with is prefilled once."""
+    alike = all(one.prompt is group[0].prompt or one.prompt == group[0].prompt for one in group)
+    if alike and not any(len(one.tokens) for one in group):
+      self._submit(group)
+      return
+    for one in group:
+      if not one.finished:
+        self._submit([one])
+
+  def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
+    """Yields trajectories as they are finished, until all are or `enough()` is true.
+
+    Those that are not finished by then keep what they have, and `begin` goes on with them.
+
+    Raises:
+      ValueError: an environment whose observation or reward cannot be used.
+      RuntimeError: an environment raised.
+    """
+    with contextlib.ExitStack() as stack:
+      pool = _Here()
+      if self._workers:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(self._workers))
+      while (self._engine.busy or self._asked) and not enough():
+        for response in self._engine.step() if self._engine.busy else ():
+          self._hand_over(response, pool)
+          yield from self._answered()
+        if self._asked and not self._engine.busy:  # the devices have nothing to do
+          futures = [future for *_, future in self._asked]
+          concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+          yield from self._answered()
+      for response in self._engine.stop():
+        self._hand_over(response, pool)
+      concurrent.futures.wait([future for *_, future in self._asked])
+      yield from self._answered(go_on=False)
+
+  def _submit(self, trajectories: Sequence[Trajectory]) -> None:
+    """One request: new trajectories of one prompt in the order of their samples, or any one."""
+    first, load = trajectories[0], self._workload
+    self._engine.submit(
+      Request(
+        first.prompt,
+        load.sampling.max_new_tokens - len(first.tokens),
+        samples=len(trajectories),
+        first_sample=first.sample,
+        seed=first.seed,
+        stop_ids=load.stop_ids,
+        stop_strings=load.stop_strings,
+        begun=tuple(first.tokens.tolist()),
+        unfinished=len(first.turn_tokens),
+        tag=trajectories,
+      )
+    )
+
+  def _hand_over(self, response: Response, pool: Any) -> None:
+    """What was sampled to its trajectory, and a turn that is over to the environment."""
+    trajectory = response.request.tag[response.sample - response.request.first_sample]
+    trajectory.add(response)
+    if response.finished:
+      future = pool.submit(trajectory.environment.step, trajectory.turn_tokens)
+      self._asked.append((trajectory, response, future))
+
+  def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
+    """The next turn of every trajectory whose environment has answered, or its end."""
+    answered = [asked for asked in self._asked if asked[-1].done()]
+    self._asked = [asked for asked in self._asked if not asked[-1].done()]
+    for trajectory, response, future in answered:
+      name = f"the environment {type(trajectory.environment).__name__} of prompt {trajectory.tag}"
+      name = f"{name}, sample {trajectory.sample}, turn {trajectory.turn + 1},"
+      try:
+        observation, reward, done = future.result()
+      except Exception as error:
+        raise RuntimeError(
+          f"{name} raised {error!r}: let it answer with an observation instead"
+        ) from error
+      if not (isinstance(reward, (int, float, np.number)) and math.isfinite(reward)):
+        raise ValueError(f"{name} gave the reward {reward!r}: return a finite number")
+      trajectory.end_turn(float(reward))
+      if not done and response.stopped and trajectory.turn < self._max_turns:
+        observation = self._checked(observation, name)
+        if len(trajectory.tokens) + len(observation) < self._workload.sampling.max_new_tokens:
+          trajectory.observe(observation)
+          if go_on:
+            self._submit([trajectory])
+          continue
+      trajectory.finish(bool(done and response.stopped))
+      yield trajectory
+
+  def _checked(self, observation: Sequence[int], name: str) -> list[int]:
+    try:
+      tokens = list(map(operator.index, observation))
+    except TypeError as error:
+      raise ValueError(
+        f"{name} answered with {observation!r:.60}: encode it, an observation is token ids"
+      ) from error
+    if not tokens:
+      raise ValueError(
+        f"{name} is not done and its observation is empty: the next turn could not be told "
+        "from this one; return a token at least, or done=True"
+      )
+    room = self._workload.sampling.max_new_tokens
+    if len(tokens) >= room:
+      raise ValueError(
+        f"{name} answered with {len(tokens)} tokens, and a whole conversation has "
+        f"max_new_tokens={room}: shorten the observation, or raise sampling.max_new_tokens "
+        "and eval.max_new_tokens"
+      )
+    if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+      raise ValueError(
+        f"{name} answered with token ids from {min(tokens)} to {max(tokens)}: the model has 0 "
+        f"to {self._vocab_size - 1}; use the run's tokenizer"
+      )
+    return tokens
+
+
+def new_group(
+  prompt: Prompt,
+  size: int,
+  seed: int,
+  longest: int,
+  make: Callable[[Prompt], Environment] | None,
+  render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+  tag: Any = None,
+) -> list[Trajectory]:
+  """Begins `size` trajectories about a prompt.
+
+  Args:
+    longest: tokens that a prompt may have.
+    make: an environment for each; None: they are single turns.
+    render: from messages to token ids, for environments that begin with messages.
+    tag: for whoever asked, and for messages.
+
+  Raises:
+    ValueError: an environment begins with nothing, with too many tokens, or with messages where
+      there is no `render` for them.
+  """
+  if make is None:
+    return [Trajectory(prompt.tokens, g, seed, SingleTurn(prompt.tokens), tag) for g in range(size)]
+  environments = [make(prompt) for _ in range(size)]
+  return [
+    Trajectory(first_tokens(one, longest, render), g, seed, one, tag)
+    for g, one in enumerate(environments)
+  ]
+
+
+def first_tokens(
+  environment: Environment,
+  longest: int,
+  render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+) -> tuple[int, ...]:
+  """Resets an environment and returns the prompt that it begins with; raises as `new_group`."""
+  first = environment.reset()
+  if len(first) and isinstance(first[0], Mapping):
+    if render is None:
+      raise ValueError("an environment begins with messages, and there is no `render` for them")
+    first = render(first)
+  prompt = tuple(map(int, first))
+  if not 0 < len(prompt) <= longest:
+    raise ValueError(
+      f"{type(environment).__name__}.reset() begins with {len(prompt)} tokens: it must be 1 to "
+      f"data.max_prompt_tokens={longest} of them"
+    )
+  return prompt
+
+
+class _Here:
+  """An executor that does what it is given at once, so that all is in a fixed order."""
+
+  def submit(self, function: Callable, *arguments: Any) -> concurrent.futures.Future:
+    future = concurrent.futures.Future()
+    try:
+      future.set_result(function(*arguments))
+    except Exception as error:
+      future.set_exception(error)
+    return future

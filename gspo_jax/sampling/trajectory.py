@@ -1,0 +1,233 @@
+"""Trajectories: what sampling makes, whoever asks, and the arrays that they become.
+
+A response to a prompt is a trajectory whose environment ends it after one turn. A conversation has
+more turns, with observations between them. A partial rollout is a trajectory that is put aside and
+gone on with under other weights. They are the same thing at different moments.
+"""
+
+import base64
+import copy
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gspo_jax.models import routing
+from gspo_jax.sampling.requests import Response
+from gspo_jax.structs import Rollout
+
+Message = Mapping[str, str]  # role and content
+
+
+class Environment(Protocol):
+  """The other side of one trajectory. Host code; one object per trajectory, used once."""
+
+  def reset(self) -> Sequence[Message] | Sequence[int]:
+    """Returns what the policy answers first: messages to be rendered, or the prompt's token ids."""
+    ...
+
+  def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
+    """Takes the tokens of a turn: observation tokens, the turn's reward, whether that was the last.
+
+    A turn ends with a stop token, or with a stop string; one that has neither was cut off because
+    the trajectory may not become longer. The next turn goes on right after the observation, so
+    what the model expects to see there (a chat template's headers) belongs to it. After the last
+    turn the observation is not looked at.
+
+    A run that is resumed in the middle of a trajectory makes a new environment and repeats the
+    turns: the same turns must be answered in the same way.
+    """
+    ...
+
+  def figures(self) -> Mapping[str, float]:
+    """May be left out. Numbers of a trajectory that is over, whose means are logged by these
+    names. `correct`, 0 or 1, is what accuracy counts; without it, whether rewards sum to above 0.
+    """
+    return {}
+
+
+class SingleTurn:
+  """The environment of responses that a verifier judges afterwards: one turn, and it is over."""
+
+  def __init__(self, prompt: Sequence[int]):
+    self._prompt = prompt
+
+  def reset(self) -> Sequence[int]:
+    return self._prompt
+
+  def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
+    return (), 0.0, True
+
+  def figures(self) -> dict[str, float]:
+    return {}
+
+
+COLUMNS = dict(  # of the n tokens that follow the prompt
+  tokens=np.int32,
+  turns=np.int32,  # 0, 1, ... on sampled tokens, -1 on observations
+  logp=np.float32,  # under the distribution that it was drawn from; 0 on observations
+  full_logp=np.float32,  # under the one without top-k, top-p and min-p
+  version=np.int32,  # of the weights that sampled it, -1 on observations
+  rewards=np.float32,  # of a turn, at its last token
+)
+
+
+class Trajectory:
+  """One response or conversation, under way or over.
+
+  Attributes:
+    prompt: token ids; `tokens` and the other columns follow it.
+    sample: index in its group.
+    seed: of its noise; with the prompt and `sample` it decides every token.
+    turn: turns that are over, which is also the number of the one under way.
+    finished: the environment ended it, or it was cut off, by its length or its turns.
+    stopped: the environment ended it.
+    routing: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
+      where they are not recorded.
+    figures: what the environment says of it once it is over.
+    columns: by the names of COLUMNS, [n] each.
+  """
+
+  def __init__(
+    self, prompt: Sequence[int], sample: int, seed: int, environment: Environment, tag: Any = None
+  ):
+    self.prompt, self.sample, self.seed = tuple(prompt), sample, seed
+    self.environment, self.tag = environment, tag
+    self.turn, self.finished, self.stopped = 0, False, False
+    self.figures: dict[str, float] = {}
+    self.routing: np.ndarray | None = None
+    self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+    self._begun = 0  # tokens after the prompt when the turn under way began
+
+  tokens = property(lambda self: self.columns["tokens"])
+  turns = property(lambda self: self.columns["turns"])
+  rewards = property(lambda self: self.columns["rewards"])
+  version = property(lambda self: self.columns["version"])
+
+  @property
+  def length(self) -> int:
+    """Sampled tokens."""
+    return int((self.turns >= 0).sum())
+
+  @property
+  def turn_tokens(self) -> list[int]:
+    """Tokens of the turn under way."""
+    return self.tokens[self._begun :].tolist()
+
+  def add(self, response: Response) -> None:
+    """Appends what was sampled of the turn under way."""
+    n = len(response.tokens)
+    if not n:  # nobody has begun it, though its prompt may have been prefilled
+      return
+    self._extend(
+      tokens=response.tokens,
+      turns=np.full(n, self.turn, np.int32),
+      logp=response.logp,
+      full_logp=response.full_logp,
+      version=response.version,
+      rewards=np.zeros(n, np.float32),
+    )
+    if response.routing is not None:
+      # A prefix is prefilled anew in every turn; what counts is how each token was fed at first.
+      seen = 0 if self.routing is None else len(self.routing)
+      new = response.routing[seen:]
+      self.routing = np.concatenate([self.routing, new]) if seen else new
+
+  def end_turn(self, reward: float) -> None:
+    rewards = self.rewards.copy()  # of which a copy of the trajectory may know
+    rewards[-1] = reward
+    self.columns["rewards"] = rewards
+    self.turn += 1
+    self._begun = len(self.tokens)
+
+  def observe(self, tokens: Sequence[int]) -> None:
+    """Appends what the environment said, which the next turn follows."""
+    n = len(tokens)
+    self._extend(
+      tokens=np.array(tokens, np.int32),
+      turns=np.full(n, -1, np.int32),
+      logp=np.zeros(n, np.float32),
+      full_logp=np.zeros(n, np.float32),
+      version=np.full(n, -1, np.int32),
+      rewards=np.zeros(n, np.float32),
+    )
+    self._begun = len(self.tokens)
+
+  def finish(self, stopped: bool) -> None:
+    self.finished, self.stopped = True, stopped
+    reported = dict(getattr(self.environment, "figures", dict)())
+    if not isinstance(self.environment, SingleTurn):
+      reported = dict(correct=float(self.rewards.sum() > 0)) | reported
+    self.figures = {name: float(value) for name, value in reported.items()}
+
+  def copy(self) -> "Trajectory":
+    """A trajectory that stays as it is now while this one goes on; with the same environment."""
+    other = copy.copy(self)
+    other.columns = dict(self.columns)
+    return other
+
+  def _extend(self, **parts: np.ndarray) -> None:
+    for name, part in parts.items():
+      old = self.columns[name]
+      self.columns[name] = np.concatenate([old, part]) if len(old) else part
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns JSON, for a checkpoint; all but the environment."""
+    arrays = dict(self.columns) | ({} if self.routing is None else dict(routing=self.routing))
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    plain = ("prompt", "sample", "seed", "turn", "finished", "stopped", "figures", "_begun")
+    state = {name: getattr(self, name) for name in plain}
+    return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
+
+  @classmethod
+  def from_state(cls, state: Mapping[str, Any], environment: Environment) -> "Trajectory":
+    """A trajectory as `get_state` left it; `environment` is new, and is told the turns again."""
+    state = dict(state)
+    arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
+    own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment)
+    own.routing = arrays.pop("routing", None)
+    own.columns = arrays
+    vars(own).update(state)
+    if not own.finished:
+      environment.reset()
+      for turn in range(own.turn):
+        environment.step(own.tokens[own.turns == turn].tolist())
+    return own
+
+
+def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Rollout:
+  """Puts each trajectory into one row of `length`: its prompt, what follows it, then padding.
+
+  Args:
+    trajectories: finished ones, all with routing or none.
+  """
+  B = len(trajectories)
+  fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}
+  fields["tokens"][:] = pad_id
+  fields["turns"][:] = fields["version"][:] = -1
+  routed = None
+  if trajectories[0].routing is not None:
+    # The last token of a trajectory was never fed to the sampler: no experts were chosen for it,
+    # and none are needed, since nothing is predicted from it.
+    first = trajectories[0].routing
+    routed = np.full((B, length, *first.shape[1:]), routing.NO_ROUTE, first.dtype)
+  prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
+  for row, one in enumerate(trajectories):
+    prompts[row], ends[row] = start, end = len(one.prompt), len(one.prompt) + len(one.tokens)
+    fields["tokens"][row, :start] = one.prompt
+    for name, column in one.columns.items():
+      fields[name][row, start:end] = column
+    if routed is not None:
+      routed[row, : end - 1] = one.routing
+  mask = (fields["turns"] >= 0).astype(np.float32)
+  return Rollout(
+    **fields,
+    mask=mask,
+    prompt_lengths=prompts,
+    lengths=mask.sum(1).astype(np.int32),
+    ends=ends,
+    stopped=np.array([one.stopped for one in trajectories]),
+    routing=routed,
+  )

@@ -1,0 +1,41 @@
+"""Splits of the embedded tasks: problems by number, each made when it is read."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+HELD_OUT = 0.02  # share of the problems that training never sees
+Problem = dict[str, str]  # id, question, answer
+
+
+class Problems:
+  """Random access to the problems of one split.
+
+  Args:
+    task, split: names, as in `arithmetic:train`.
+    keys: uint64, by the problem's number; problems of the same key are in the same split.
+    make: from a problem's number to the problem.
+
+  Raises:
+    ValueError: if there is no such split.
+  """
+
+  def __init__(self, task: str, split: str, keys: np.ndarray, make: Callable[[int], Problem]):
+    if split not in ("train", "heldout"):
+      raise ValueError(f"{task}:{split}: the splits are {task}:train and {task}:heldout")
+    self._numbers = np.flatnonzero((_mixed(keys) < HELD_OUT) == (split == "heldout"))
+    self._make = make
+
+  def __len__(self) -> int:
+    return len(self._numbers)
+
+  def __getitem__(self, index: int) -> Problem:
+    return self._make(int(self._numbers[index]))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+  """A fixed pseudo-random number in [0, 1) for each integer (the finaliser of SplitMix64)."""
+  x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / np.float64(2**53)

@@ -1,0 +1,50 @@
+"""Logs stay readable, and the time left is an honest guess."""
+
+import io
+
+from gspo_jax.runs.progress import Progress, clock_text
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_progress_in_a_log_is_plain_lines_at_intervals():
+  now, log = [0.0], io.StringIO()
+  figures = {"reward/mean": 0.5, "clip_fraction/token": 0.125, "tokens_per_second": 8000.0}
+  with Progress("rl", 60, interval=10, stream=log, clock=lambda: now[0]) as progress:
+    for step in range(1, 61):
+      now[0] += 2.0
+      progress.update(step, figures | ({"eval/accuracy": 0.25} if step == 2 else {}))
+  lines = log.getvalue().splitlines()
+  assert not any(c < " " for c in log.getvalue() if c != "\n")
+  assert len(lines) == 1 + 59 * 2 // 10 + 1  # the first, one per ten seconds, the last
+  assert lines[0] == "rl 1/60  reward 0.500  clipped 0.125  8,000 tokens/s  left ?"
+  assert lines[1] == (
+    "rl 6/60  reward 0.500  accuracy 0.250  clipped 0.125  8,000 tokens/s  left 1:48"
+  )
+  assert lines[-1].startswith("rl 60/60") and lines[-1].endswith("left 0:00")
+
+
+def test_time_left_does_not_count_compilation():
+  now, log = [0.0], io.StringIO()
+  progress = Progress("rl", 10, interval=0, stream=log, clock=lambda: now[0])
+  for step, seconds in ((0, 0.0), (1, 100.0), (2, 1.0)):  # step 1 compiles
+    now[0] += seconds
+    progress.update(step, {"reward/mean": 0.5})
+  assert [line.split("left ")[1] for line in log.getvalue().splitlines()] == ["?", "?", "0:08"]
+
+
+def test_progress_on_a_terminal_is_one_bar():
+  screen = Terminal()
+  with Progress("sft", 4, start=2, stream=screen) as progress:
+    progress.update(3, {"loss": 1.25, "tokens_per_second": 99.0})
+    progress.update(4, {"loss": 1.0, "tokens_per_second": 99.0})
+  shown = screen.getvalue().split("\r")
+  assert any("sft 3/4" in text and "loss 1.25" in text for text in shown)
+  assert any("sft 4/4" in text and "left 0:00" in text for text in shown)
+
+
+def test_clock_text():
+  assert [clock_text(s) for s in (0, 61.4, 3600)] == ["0:00", "1:01", "1:00:00"]

@@ -1,0 +1,59 @@
+"""Sampling with every option of a workload: conversations, stop strings, recorded routing."""
+
+from gspo_jax.sampling import Driver, LocalEngine, SamplingConfig, Workload, assemble
+from gspo_jax.sampling.driver import new_group
+from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.structs import Prompt
+
+
+def sample(
+  params,
+  model,
+  prompts=(),
+  environments=None,
+  *,
+  group_size,
+  max_new_tokens,
+  temperature=1.0,
+  seed=0,
+  pad_id=0,
+  prompt_length=5,
+  stop_ids=(),
+  stop_strings=(),
+  detokenize=None,
+  render=None,
+  max_turns=1,
+  workers=0,
+  record_routing=False,
+  engine=DEFAULT,
+  usage=None,
+):
+  """A rollout of `group_size` trajectories for each prompt, or of one for each environment."""
+  count = len(environments) // group_size if environments else len(prompts)
+  workload = Workload(
+    SamplingConfig(temperature, 0, 1.0, 0.0, max_new_tokens),
+    prompt_length,
+    trajectories=count * group_size,
+    group_size=group_size,
+    stop_ids=stop_ids,
+    stop_strings=stop_strings,
+    several_turns=environments is not None,
+    record_routing=record_routing,
+  )
+  local = LocalEngine(model, engine, detokenize=detokenize)
+  local.load(params, version=0)
+  turns = dict(max_turns=max_turns, workers=workers)
+  driver = Driver(local, workload, vocab_size=model.vocab_size, **turns)
+  left, groups = iter(environments or ()), []
+  for i in range(count):
+    make = (lambda prompt: next(left)) if environments else None
+    tokens = () if environments else tuple(prompts[i])
+    prompt = Prompt(str(i), "", "", tokens)
+    groups.append(new_group(prompt, group_size, seed, prompt_length, make, render, i))
+    driver.begin(groups[-1])
+  for _ in driver.run():
+    pass
+  if usage is not None:
+    usage.add(local.usage)
+  length = max(len(one.prompt) for group in groups for one in group) + max_new_tokens
+  return assemble([one for group in groups for one in group], length, pad_id)
