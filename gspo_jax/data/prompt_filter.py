@@ -28,7 +28,7 @@ class QuerySetConfig:
 
 
 class PromptFilter:
-  """Counts how often each prompt was solved since it came into use. Its state is JSON, and goes into the
+  """Counts how often each prompt was solved since it came into use. Its state is JSON, in the
   checkpoint: a resumed run leaves out the same prompts."""
 
   def __init__(self, config: QuerySetConfig):
