@@ -68,7 +68,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """What an iteration trains on, and the metrics of all that was sampled for it."""
+  """Groups that an iteration trains on, and the metrics of all that was sampled for it."""
 
   groups: list[Group]
   rollout: Rollout  # of these groups
@@ -80,7 +80,7 @@ class Collected:
 
 
 class Collector:
-  """Where prompts come from, what is known of them, and the groups that are under way."""
+  """Source of scored groups: draws prompts, and keeps the groups that are under way."""
 
   def __init__(self, run: Run):
     self._config, self._seed, self._engine = run.config, run.seed, run.engine
@@ -205,7 +205,7 @@ class Collector:
     return Collected(groups, rollout, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
 
   def _partial_metrics(self, sampled: Sequence[Group], step: int) -> dict[str, float]:
-    """How many tokens older weights sampled, how much older the oldest, and what is under way."""
+    """Share of tokens that older weights sampled, age of the oldest, tokens under way."""
     versions = [one.version[one.turns >= 0] for group in sampled for one in group.trajectories]
     version = np.concatenate(versions)
     left = [one.length for group in self._under_way for one in group.trajectories]

@@ -140,7 +140,7 @@ class RunConfig:
     )
 
   def learner(self, phase: str) -> Learner:
-    """What the updates of "sft" or "rl" need besides their arrays."""
+    """Settings of the updates of "sft" or "rl"."""
     if phase == "sft":
       temperature, section, balance = 1.0, self.sft, self.sft.load_balance_coef
       group = ()

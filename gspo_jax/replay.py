@@ -35,7 +35,7 @@ from gspo_jax.structs import TrainBatch
 
 
 def replay(directory: epath.Path) -> bool:
-  """Whether everything was finite; what was not is printed."""
+  """Makes the updates of a dump again and prints what is not finite; True if all is."""
   about, batches = nonfinite.load(directory)
   config = configuration.from_dict(about["config"])
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")

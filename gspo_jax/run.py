@@ -34,7 +34,7 @@ from gspo_jax.tasks import environments
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What the phases of a run are made from; each hands on what its parts need."""
+  """The parts of an open run, from which its phases are made; each hands on what its parts need."""
 
   config: RunConfig
   workdir: Path
@@ -54,7 +54,7 @@ class Run:
 
   @property
   def workload(self) -> Workload:
-    """What RL asks of the engine."""
+    """The requests that RL makes of the engine."""
     c = self.config
     return Workload(
       c.sampling,

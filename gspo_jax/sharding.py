@@ -85,7 +85,7 @@ def without_mesh() -> bool:
 
 
 def platform() -> str:
-  """What the mesh is made of: "cpu", "tpu", "gpu"; the default backend where there is no mesh."""
+  """Kind of the mesh's devices: "cpu", "tpu", "gpu"; the default backend without a mesh."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
 
@@ -145,7 +145,7 @@ def _cotangent_spec(x: jax.Array) -> P:
 
 
 def spec_of(x: jax.Array) -> P:
-  """How the array is split over the mesh, padded with None to its rank."""
+  """PartitionSpec of the array, padded with None to its rank."""
   pspec = () if without_mesh() else jax.typeof(x).sharding.spec
   return P(*pspec, *[None] * (x.ndim - len(pspec)))
 
@@ -242,7 +242,7 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def rows_of_a_device(rows: int) -> int:
-  """How many of so many rows of a batch each device of the mesh in use has."""
+  """Rows of a batch of so many that each device of the mesh in use has."""
   return rows // math.prod(axis_size(axis) for axis in BATCH)
 
 

@@ -66,7 +66,7 @@ class Rollout:
 
 @flax.struct.dataclass
 class TrainBatch:
-  """What the learner needs of B sequences; position t of every [B, T] field speaks of token t."""
+  """B sequences as the learner needs them; position t of every [B, T] field speaks of token t."""
 
   tokens_BT: Array  # int32
   segments_BT: Array  # int32: 0 is padding; tokens attend within their own segment only

@@ -160,7 +160,7 @@ def records(
   minibatches: list[TrainBatch],
   reviews: list[dict[str, jax.Array]],
 ) -> list[dict[str, Any]]:
-  """What the dump says of each response: `reviews` are of the policy after the updates."""
+  """Records of the dump for each response; `reviews` are of the policy after the updates."""
   ratios = [one["logp_BT"] - b.old_logp_BT for one, b in zip(reviews, minibatches)]
   clipped = [one["clipped_BT"] for one in reviews]
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size

@@ -98,15 +98,54 @@ PARTIAL = """
 """.split()
 
 
+# Conversations that are put aside, replayed, recomputed and sampled in several rounds.
+TOGETHER = """
+  job=rl rl.extra_prompts=4 rl.token_budget=150 rl.iterations=4 eval.every=9 eval.greedy=False
+  objective.old_logp=recompute objective.replay=R3 objective.volatility=True
+  data.query_set.extra_rounds=1 environment.name=talk:Talk environment.max_turns=4
+  environment.stop_strings=('1','7') sampling.max_new_tokens=40
+""".split()
+TALK = """
+class Talk:
+  def __init__(self, prompt, tok):
+    self.prompt, self.tok, self.heard = prompt, tok, 0
+  def reset(self):
+    return self.prompt.tokens
+  def step(self, response):
+    self.heard += 1
+    return self.tok.encode("so?"), len(response) % 5 / 5, self.heard == 3
+"""
+
+
+def talking(folder):
+  """The environment variable with which runs find the environment of TOGETHER."""
+  (folder / "talk.py").write_text(TALK)
+  return dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
+
+
+def test_partial_rollouts_go_with_everything_else(tmp_path):
+  run(tmp_path / "run", *SMALL, *TOGETHER, **talking(tmp_path))
+  training = [row for row in rows_of(tmp_path / "run", "rl") if row["step"]]
+  assert [row["step"] for row in training] == [1, 2, 3, 4]
+  for row in training:
+    assert row["minibatch/0/ratio/deviation"] < 1e-6, "recomputed with the replayed experts"
+    assert row["environment/turns"] > 1 and row["router/dropped_tokens"] == 0
+  assert {row["dynamic_sampling/rounds"] for row in training} <= {1, 2}
+  assert any(row["dynamic_sampling/rounds"] == 2 for row in training)
+  assert training[0]["partial/stale_tokens"] == 0 and training[0]["mismatch/abs/max"] < 1e-4
+  assert max(row["partial/stale_tokens"] for row in training) > 0
+  assert max(row["partial/oldest"] for row in training) >= 1
+
+
 @pytest.mark.slow
-def test_a_run_with_partial_rollouts_also_ends_as_if_it_had_not_been_killed(tmp_path):
-  flags = [*SMALL, *PARTIAL]
-  run(tmp_path / "whole", *flags)
+@pytest.mark.parametrize("flags", [PARTIAL, TOGETHER], ids=["alone", "with everything else"])
+def test_a_run_with_partial_rollouts_also_ends_as_if_it_had_not_been_killed(flags, tmp_path):
+  flags, more = [*SMALL, *flags], talking(tmp_path)
+  run(tmp_path / "whole", *flags, **more)
   training = [row for row in rows_of(tmp_path / "whole", "rl") if row["step"]]
   assert max(row["partial/stale_tokens"] for row in training) > 0
-  assert all(row["mismatch/abs/max"] < 1e-4 for row in training[:1])  # later ones: other weights
-  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags)
-  run(tmp_path / "killed", *flags)
+  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags, **more)
+  run(tmp_path / "killed", *flags, **more)
   assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
 
 
@@ -125,7 +164,7 @@ def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(t
     (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
   # A third of whatever a random policy says is right.
   (tmp_path / "one_in_three.py").write_text(
-    "reward = lambda response, answer: float(sum(map(ord, response + answer)) % 3 == 0)"
+    "reward = lambda text, prompt: float(sum(map(ord, text + prompt['answer'])) % 3 == 0)"
   )
   train = f"data.train={tmp_path}/a.jsonl:0.4,{tmp_path}/b.jsonl:0.6"
   flags = [*SMALL, *QUERY_SET, train]

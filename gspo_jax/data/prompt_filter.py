@@ -1,4 +1,4 @@
-"""Which prompts are worth sampling, by how often each was solved.
+"""Choice of the prompts that are worth sampling, by how often each was solved.
 
 Raw correctness counts, never the shaped reward: a bonus for short answers gives different rewards
 to a group in which all are right, and nothing to learn from.
@@ -28,7 +28,7 @@ class QuerySetConfig:
 
 
 class PromptFilter:
-  """How often each prompt was solved since it came into use. Its state is JSON, and goes into the
+  """Counts how often each prompt was solved since it came into use. Its state is JSON, in the
   checkpoint: a resumed run leaves out the same prompts."""
 
   def __init__(self, config: QuerySetConfig):

@@ -41,7 +41,7 @@ SHOWN = 1000  # characters of a gold answer in records: the tests of a program t
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-  """What an evaluation needs besides an engine with the weights."""
+  """Everything that an evaluation needs besides an engine with the weights."""
 
   config: EvalConfig
   model: ModelConfig

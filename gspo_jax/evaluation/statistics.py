@@ -1,4 +1,4 @@
-"""What a benchmark's scored samples come to: average and pass@k with intervals, ratings."""
+"""Statistics of a benchmark's scored samples: average and pass@k with intervals, ratings."""
 
 import math
 import zlib
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
-  """What a benchmark comes to, by name."""
+  """Figures of a benchmark, by name."""
   right_PG, records = right_answers(benchmark, sampled), sampled["records"]
   accuracy_P = right_PG.mean(1)
   names = records[0].get("figures", {})

@@ -74,7 +74,7 @@ def minibatches(
 
 
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
-  """Which row of a rollout, made `prompts` groups long, each row of the batch is."""
+  """Rows of a rollout, made `prompts` groups long, in the order of the batch."""
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")
   return (group_P[:, None] * group_size + np.arange(group_size)).reshape(-1)
 

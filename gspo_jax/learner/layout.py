@@ -1,4 +1,4 @@
-"""What the model reads of a mini-batch, and the way back from its rows to the sequences.
+"""Rows that the model reads of a mini-batch, and the way back from them to the sequences.
 
 The rows are the sequences (`plain`); or trees, where sequences begin alike (`trees`): the responses
 to one prompt share it; or whatever `packing.plan` has put into one row. Losses and metrics never

@@ -34,7 +34,7 @@ RANGES = dict(
 
 
 def options_of(name: str) -> dict[str, Any]:
-  """What loss `name` can be told in a configuration, and its published default.
+  """Options of loss `name` in a configuration, with their published defaults.
 
   Not `max_length`, which is `sampling.max_new_tokens`.
   """
@@ -262,7 +262,7 @@ def _arguments(config, logp_BT, entropy_BT, batch, max_length):
 
 
 def _weight(config, logp_BT, advantage, batch) -> tuple[jax.Array | None, Metrics]:
-  """What the objective is multiplied by, [B] or [B, T]; None: by nothing. And metrics of it."""
+  """Weight of the objective, [B] or [B, T], None for 1, and metrics of it."""
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):
     name = config.correction.name

@@ -35,7 +35,7 @@ def plan(batch: TrainBatch, shards: int) -> TrainBatch:
 
 
 def undo(batch: TrainBatch) -> TrainBatch:
-  """What `plan` was given."""
+  """Undoes `plan`."""
   plain = batch.replace(row_B=None, start_B=None, order_B=None)
   return jax.tree.map(lambda x: in_order(x, batch.order_B), plain)
 

@@ -23,7 +23,7 @@ from gspo_jax.structs import TrainBatch, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """What an update needs besides its arrays."""
+  """Settings of an update: all that it needs besides its arrays."""
 
   model: ModelConfig
   compute: ComputeConfig
@@ -71,7 +71,7 @@ def log_probs(
 
 
 def rows_of(batch: TrainBatch, learner: Learner) -> Rows:
-  """What the model reads of a batch, or of one of its `parts`."""
+  """The rows that the model reads of a batch, or of one of its `parts`."""
   if batch.row_B is not None:
     return packed(batch, len(batch.tokens_BT) // learner.microbatches)
   if batch.prompt_B is not None:
@@ -244,8 +244,8 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
 def parts(
   batch: TrainBatch, learner: Learner
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
-  """How many micro-batches there are, and the i-th of them; of a packed batch, those with tokens
-  in their rows: at most `learner.microbatches`."""
+  """Returns the number of micro-batches, and a function to the i-th of them; of a packed batch,
+  those with tokens in their rows: at most `learner.microbatches`."""
   if batch.row_B is not None:
     R = len(batch.tokens_BT) // learner.microbatches
     return packing.count(batch, R), lambda i: packing.part(batch, i, R)
@@ -303,7 +303,7 @@ VOLATILITY = "router/volatility"
 
 
 def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """How far the routing has moved since the rollout, per layer, and sampler against trainer.
+  """Measures how far the routing has moved since the rollout, per layer, and sampler to trainer.
 
   Without replay: the experts that this forward pass used against those on record for the same
   tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the

@@ -16,7 +16,7 @@ from gspo_jax.objectives.reductions import Mean
 
 
 class Tokens(NamedTuple):
-  """Which tokens count, the response each belongs to, and how many each response has."""
+  """Tokens that count, the response each belongs to, and how many each response has."""
 
   mask_BT: Array  # bool
   response_BT: Array | None
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     return self.sums(x_BT) / jnp.maximum(self.length_BU, 1)
 
   def common(self, x_BX: Array) -> Array:
-    """What the tokens of a response have in common (or their mean): [B, U]; [B, 1] as it is."""
+    """Value that a response's tokens have in common (or their mean): [B, U]; [B, 1] as it is."""
     if x_BX.shape[1] == 1:
       return x_BX
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
@@ -55,7 +55,7 @@ def tokens(mask_BT, response_BT, shape: tuple[int, int], dtype) -> Tokens:
 
 
 def aggregate_tokens(x_BT: Array, tokens: Tokens, how: str, max_length=None) -> Mean:
-  """What a loss per token becomes, not yet divided. Empty responses do not count.
+  """Reduces a loss per token, not yet divided. Empty responses do not count.
 
   "sequence": the mean over responses of the mean over their tokens. "token": the mean over all
   tokens. "constant": the sum over all tokens, divided by the number of responses × `max_length`.
@@ -88,5 +88,5 @@ def unit_max(x_BT: Array, id_BT: Array | None) -> Array:
 
 
 def spread(x_BU: Array, id_BT: Array | None) -> Array:
-  """What belongs to a unit, at each of its tokens: [B, T], or [B, 1] where U is 1."""
+  """Repeats what belongs to a unit at each of its tokens: [B, T], or [B, 1] where U is 1."""
   return x_BU if id_BT is None else jax.vmap(lambda x, i: x[i])(x_BU, id_BT)

@@ -1,4 +1,4 @@
-"""What arguments must be, and the replacing of what is masked. Every message names the argument.
+"""Checks of arguments, and the replacing of what is masked. Every message names the argument.
 
 Shapes and dtypes are always checked; values where they can be seen: not those that `jit` or `grad`
 trace, nor an array of which this process holds only a part.

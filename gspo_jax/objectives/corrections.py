@@ -1,4 +1,4 @@
-"""Where the sampler's probabilities are not the trainer's: correcting weights, and measures.
+"""Corrections for a sampler whose probabilities are not the trainer's: weights, and measures.
 
 Weights are constants of shape [B, T] at token level and [B] at sequence level ([B, T] for packed
 rows), 0 at masked positions and for empty rows, and go into a loss as its `weight`. A dropped token
@@ -70,7 +70,7 @@ def off_policy_mask(
 
 @reduced
 def mismatch(logp_BT, sampler_logp_BT, mask_BT, *, response_BT=None) -> Metrics:
-  """How far the trainer is from the sampler, with Δ = log π_train − log π_sampler.
+  """Distance of the trainer from the sampler, with Δ = log π_train − log π_sampler.
 
   mismatch/abs/mean, /max      |Δ| of the tokens
   mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)

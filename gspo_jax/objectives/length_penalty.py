@@ -1,4 +1,4 @@
-"""What length costs: terms to add to a reward before advantages are made of it.
+"""Costs of length: terms to add to a reward before advantages are made of it.
 
 Filter groups (dynamic sampling) and report accuracy by the reward without them.
 """

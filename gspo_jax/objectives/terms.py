@@ -1,4 +1,4 @@
-"""What the policy losses share: how they are declared, their arguments, the clip gate, the
+"""Parts that the policy losses share: how they are declared, their arguments, the clip gate, the
 penalties and the metrics."""
 
 import functools
@@ -89,7 +89,7 @@ class Batch(NamedTuple):
 
 
 class Clipped(NamedTuple):
-  """Where the upper, lower or dual bound took the ratio's place; or how many tokens that is."""
+  """Flags where the upper, lower or dual bound took the ratio's place; or counts of such tokens."""
 
   high: Array
   low: Array
@@ -156,7 +156,7 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
 
 
 def token_counts(clipped_BX: Clipped, tokens: Tokens) -> Clipped:
-  """How many tokens of each response are clipped, [B, U], from flags of tokens."""
+  """Counts the clipped tokens of each response, [B, U], from flags of tokens."""
   dtype = tokens.length_BU.dtype
   return jax.tree.map(lambda flag_BX: tokens.sums(flag_BX.astype(dtype)), clipped_BX)
 

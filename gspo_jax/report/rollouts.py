@@ -96,7 +96,7 @@ def _has_ratios(record: Row) -> bool:
 
 
 def _plain(record: Row) -> Row:
-  """What the page shows of a record."""
+  """The fields of a record that the page shows."""
   known = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in known if isinstance(v, str) or _finite(v)}
   return sample | {"response": _shorten(_spell(record["response"]))}

@@ -153,28 +153,21 @@ class Checkpointer:
         )
 
 
-def set_aside_damaged(directory: epath.Path) -> list[int]:
-  """Renames checkpoints whose files are not as long as they were, newest first, until one is whole;
-  returns their steps."""
+def set_aside_damaged(directory: epath.Path) -> None:
+  """Renames checkpoints with files shorter than they were, newest first, until one is whole."""
   if not directory.exists():
-    return []
-  damaged = []
-  paths = [path for path in directory.iterdir() if path.name.isdigit()]
-  whole = [
-    path for path in paths if ocp.utils.is_checkpoint_finalized(path)
-  ]  # by the file on gs://
-  for step in sorted((int(path.name) for path in whole), reverse=True):
-    path = directory / str(step)
+    return
+  found = [path for path in directory.iterdir() if path.name.isdigit()]
+  finished = [path for path in found if ocp.utils.is_checkpoint_finalized(path)]  # a file on gs://
+  for path in sorted(finished, key=lambda path: int(path.name), reverse=True):
     wrong = _wrong_file(path)
     if wrong is None:
-      break
-    damaged.append(step)
+      return
     sys.stderr.write(f"checkpoint {path} is damaged and set aside: {wrong}\n")
-    aside = directory / f"damaged_{step}"
+    aside = directory / f"damaged_{path.name}"
     if aside.exists():
       aside.rmtree()
     path.rename(aside)
-  return damaged
 
 
 def _wrong_file(path: epath.Path) -> str | None:
@@ -210,11 +203,12 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def save_state(directory: str | Path, state: Any) -> None:
-  """One state by itself, for `restore_state`."""
+  """Writes one state by itself, for `restore_state`."""
   with ocp.StandardCheckpointer() as writer:
     writer.save(epath.Path(directory), state, force=True)
 
 
 def restore_state(directory: str | Path, like: Any) -> Any:
+  """Reads what `save_state` wrote, laid out as the abstract state `like` says."""
   with ocp.StandardCheckpointer() as reader:
     return reader.restore(epath.Path(directory).absolute(), like)

@@ -120,7 +120,7 @@ def dump(
 
 
 def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
-  """What `dump` wrote, but for the state. ValueError where there is none of it."""
+  """Reads what `dump` wrote, but for the state. Raises ValueError where there is none of it."""
   directory = epath.Path(directory)
   if not (directory / ABOUT).exists():
     raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")

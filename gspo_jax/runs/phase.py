@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 class Phase:
-  """What the loops of the cold start and of RL have in common.
+  """The part that the loops of the cold start and of RL have in common.
 
     phase = Phase("rl", iterations, ...)
     step, state, host = phase.resume(...)

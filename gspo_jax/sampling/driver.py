@@ -24,7 +24,7 @@ from gspo_jax.structs import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig:
-  """Whether responses are conversations, and with whom. docs/multi_turn.md has more."""
+  """Section `environment`: with whom responses are conversations, if at all. docs/multi_turn.md."""
 
   name: str  # calculator | package.module:function | "": none; a verifier looks at one response
   max_turns: PositiveInt  # of the policy; a conversation that is not over by then is cut off
@@ -120,7 +120,7 @@ class Driver:
     )
 
   def _hand_over(self, response: Response, pool: Any) -> None:
-    """What was sampled to its trajectory, and a turn that is over to the environment."""
+    """Gives what was sampled to its trajectory, and a turn that is over to the environment."""
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)
     if response.finished:
@@ -128,7 +128,7 @@ class Driver:
       self._asked.append((trajectory, response, future))
 
   def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
-    """The next turn of every trajectory whose environment has answered, or its end."""
+    """Asks for the next turn of every trajectory whose environment has answered, or ends it."""
     answered = [asked for asked in self._asked if asked[-1].done()]
     self._asked = [asked for asked in self._asked if not asked[-1].done()]
     for trajectory, response, future in answered:

@@ -14,7 +14,7 @@ SHORTEST = 16  # tokens that a prefill is padded to at least
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """How sampling is carried out; none of it changes what is sampled beyond round-off."""
+  """Section `engine`: ways to sample; none of them changes what is sampled beyond round-off."""
 
   slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
   steps: PositiveInt  # decode steps per call, between two looks of the host
@@ -36,7 +36,7 @@ DEFAULT = EngineConfig(slots=0, steps=16, prefill_tokens=4096, cache_dtype="floa
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What an engine is going to be asked for: it sizes its slots and compiles its programs by this.
+  """The kind of requests to come: an engine sizes its slots and compiles its programs by it.
 
   Equal workloads compile nothing anew. The one place where the lengths of sampling are derived.
   """
@@ -97,7 +97,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-  """What was sampled for one of a request's responses."""
+  """Tokens sampled for one of the responses of a request."""
 
   request: Request
   sample: int  # index in the group
@@ -113,7 +113,7 @@ class Response:
 
 @dataclasses.dataclass
 class Usage:
-  """What sampling cost; sums, which several runs add up."""
+  """Cost of sampling; sums, which several workloads add up."""
 
   tokens: int = 0  # sampled
   prefilled: int = 0  # tokens of prefixes

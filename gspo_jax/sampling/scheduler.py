@@ -273,7 +273,7 @@ class Scheduler:
   # From the devices.
 
   def _collect(self) -> list[Response]:
-    """What the oldest call sampled."""
+    """Fetches what the oldest call sampled."""
     call, prefills, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
@@ -317,7 +317,7 @@ class Scheduler:
     return finished
 
   def _stop_string(self, live: _Live, before: int) -> int | None:
-    """How many sampled tokens complete a stop string, if one of those from `before` on does."""
+    """Number of sampled tokens that complete a stop string, if one from `before` on does."""
     request = live.request
     turn = request.begun[len(request.begun) - request.unfinished :]  # where one may have begun
     tokens = [*turn, *np.concatenate([part[0] for part in live.parts]).tolist()]

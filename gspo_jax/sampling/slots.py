@@ -53,7 +53,7 @@ class State:
 
 @flax.struct.dataclass
 class Sampled:
-  """What n steps did, whole on every process. Row i, column w: slot w in step i."""
+  """Tokens of n decode steps, whole on every process. Row i, column w: slot w in step i."""
 
   id_nW: Any  # int32: the response that the token belongs to; -1: the slot was free
   token_nW: Any  # int32

@@ -78,7 +78,7 @@ def _in_head(a: int, b: int, carry_errors: float, rng: random.Random) -> int:
 
 
 class Calculator:
-  """The environment of one conversation (see `sampling.conversation.Environment`)."""
+  """The environment of one conversation (see `sampling.Environment`)."""
 
   def __init__(self, prompt: Any, tokenizer: Any):
     self._prompt, self._tokenizer = prompt, tokenizer

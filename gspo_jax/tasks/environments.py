@@ -1,6 +1,6 @@
 """Environments by name: from a problem to the other side of a conversation about it.
 
-What an environment is says `sampling.conversation.Environment`; nothing here needs to know.
+What an environment is says `sampling.Environment`; nothing here needs to know.
 """
 
 import importlib

@@ -26,7 +26,8 @@ from gspo_jax.structs import TrainBatch
 
 LOSSES = O.POLICY_LOSSES
 OPTIONS = sorted({option for name in LOSSES for option in options_of(name)})
-OTHER = dict(kl="k2", aggregate="token", segment_unit="line", segment_tokens=4, dual_clip=1.5)
+WORDS = {option: words for loss in LOSSES.values() for option, words in loss.choices.items()}
+OTHER = dict(segment_unit="line", segment_tokens=4, dual_clip=1.5)
 CASE = paper.case(4)
 B, T = CASE["mask"].shape
 SEGMENTS = np.broadcast_to(np.arange(T) // 3, (B, T))
@@ -135,7 +136,11 @@ def test_the_ranges_of_a_file_are_those_of_the_losses_that_it_names():
 
 
 def other_value(name, option):
-  return OTHER[option] if option in OTHER else (options_of(name)[option] or 0.0) * 2 + 0.1
+  """What the option is not by default."""
+  default = options_of(name).get(option)
+  if option in WORDS:
+    return next(word for word in LOSSES[name].choices.get(option, WORDS[option]) if word != default)
+  return OTHER[option] if option in OTHER else (default or 0.0) * 2 + 0.1
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -143,7 +148,7 @@ def other_value(name, option):
 def test_an_option_reaches_its_loss_and_no_other_one(name, option):
   if option not in options_of(name):
     with pytest.raises(ValueError, match=rf"objective\.{option}=.*: {name} has no such option; it"):
-      configured(name=name, **{option: OTHER.get(option, 0.1)})
+      configured(name=name, **{option: other_value(name, option)})
     return
   changes = {option: other_value(name, option)}
   if option == "kl":
@@ -306,7 +311,7 @@ def test_what_is_clipped_is_what_the_loss_clips():
     options = dict(segment_BT=SEGMENTS) if name == "segment" else {}
     options |= dict(max_length=MAX) if name == "dr_grpo" else {}
     np.testing.assert_array_equal(found, loss.clipped(*args, **options))
-    assert np.any(found) == (name != "sapo")
+    assert np.any(found) == ("clip_high" in loss.options)
 
 
 @pytest.mark.parametrize("unit", ["turn", "line", "tokens"])

@@ -3,7 +3,7 @@
 import pytest
 from support.reported_runs import record
 
-from gspo_jax.report import rollouts as report_rollouts
+from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics
 
 
@@ -15,7 +15,7 @@ def read_records(folder, records, *limits):
   with metrics.Writer(folder) as writer:
     for step in sorted({r["step"] for r in records}):
       writer.dump_rollouts("rl", step, [r for r in records if r["step"] == step])
-  rollouts = report_rollouts.read_rollouts([folder / "rollouts"], *limits)
+  rollouts = read_rollouts([folder / "rollouts"], *limits)
   return rollouts["colors"], [s for g in rollouts["groups"] for s in g["samples"]]
 
 
@@ -25,7 +25,7 @@ def test_at_most_max_rollouts_spread_over_the_run(tmp_path, limit):
     for step in range(1, 11):
       records = [record(step, prompt, sample) for prompt in range(5) for sample in range(4)]
       writer.dump_rollouts("rl", step, records)
-  rollouts = report_rollouts.read_rollouts([tmp_path / "rollouts"], limit)
+  rollouts = read_rollouts([tmp_path / "rollouts"], limit)
   groups = rollouts["groups"]
   count = sum(len(group["samples"]) for group in groups)
   assert rollouts["total"] == 200 and limit // 2 <= count <= limit

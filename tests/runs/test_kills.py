@@ -1,6 +1,7 @@
 """A run that is killed, over and over, ends as if nobody had touched it.
 
-`pytest -m slow tests/test_kills.py` kills at fifty random points, and says what was going on there.
+`pytest -m slow tests/runs/test_kills.py` kills at fifty random points, and says what was going on
+there.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""The notice, and what comes of it; tests/test_kills.py has whole runs."""
+"""The notice, and what comes of it; tests/runs/test_kills.py has whole runs."""
 
 import os
 import signal

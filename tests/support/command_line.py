@@ -67,7 +67,11 @@ def figures(workdir):
 def run_until(workdir, phase, step, how, flags=SMALL, **more):
   """Starts a run and ends it with a signal once `phase` has come to `step`."""
   process = subprocess.Popen(
-    command(workdir, *flags), cwd=ROOT, env=environment(**more), stderr=subprocess.PIPE, text=True
+    command(workdir, *flags),
+    cwd=ROOT,
+    env=environment(**more),
+    stderr=subprocess.PIPE,
+    text=True,
   )
   deadline = time.monotonic() + 200
   while not any(r["phase"] == phase and r["step"] >= step for r in rows(workdir)):

@@ -1,0 +1,146 @@
+"""The host loop with an engine that is none of ours."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from gspo_jax.sampling import Driver, Response, SamplingConfig, Usage, Workload
+from gspo_jax.sampling.driver import new_group
+from gspo_jax.structs import Prompt
+
+STOP = 9
+
+
+class Echo:
+  """Continues a prefix with its last token, counted down; a token of each request in every step."""
+
+  def __init__(self):
+    self.usage, self.version = Usage(), None
+    self.calls = []
+
+  def load(self, params, version):
+    self.version = version
+
+  def release(self):
+    self.version = None
+
+  def start(self, workload):
+    self.usage, self.workload, self.under_way = Usage(), workload, []
+    self.calls.append("start")
+
+  def submit(self, request):
+    self.calls.append(request)
+    self.under_way += [(request, request.first_sample + g, []) for g in range(request.samples)]
+
+  @property
+  def busy(self):
+    return bool(self.under_way)
+
+  def step(self):
+    for request, sample, tokens in self.under_way:
+      before = [*request.prefix, *tokens][-1]
+      first = not request.begun and not tokens
+      tokens.append(STOP if before == 1 else before - 1 + sample * first)
+      self.usage.tokens += 1
+    over = [one for one in self.under_way if self.over(*one)]
+    self.under_way = [one for one in self.under_way if not self.over(*one)]
+    return [self.response(*one, finished=True) for one in over]
+
+  def over(self, request, sample, tokens):
+    return tokens[-1] == STOP or len(tokens) == request.max_new_tokens
+
+  def stop(self):
+    left, self.under_way = self.under_way, []
+    self.calls.append("stop")
+    return [self.response(*one, finished=False) for one in left]
+
+  def response(self, request, sample, tokens, finished):
+    logp = -np.arange(1, len(tokens) + 1, dtype=np.float32)
+    version = np.full(len(tokens), self.version, np.int32)
+    stopped = finished and tokens[-1] == STOP
+    return Response(
+      request, sample, np.array(tokens, np.int32), logp, logp, version, stopped, finished, None
+    )
+
+
+class Twice:
+  """Says 5 after the first turn and ends with the second."""
+
+  def __init__(self, prompt):
+    self.prompt, self.heard = prompt, []
+
+  def reset(self):
+    return self.prompt.tokens
+
+  def step(self, response):
+    self.heard.append(response)
+    return [5], float(len(response)), len(self.heard) == 2
+
+
+WORKLOAD = Workload(SamplingConfig(1.0, 0, 1.0, 0.0, 12), 4, 6, 2, stop_ids=(STOP,), partial=True)
+
+
+def started(make=None, first=3):
+  engine = Echo()
+  engine.load(None, version=7)
+  group = new_group(Prompt("a", "", "", (4, first)), 2, 0, 4, make, tag="a")
+  driver = Driver(engine, dataclasses.replace(WORKLOAD, several_turns=bool(make)), max_turns=3)
+  driver.begin(group)
+  return engine, driver, group
+
+
+def test_a_group_is_one_request_and_a_single_turn_one_response():
+  engine, driver, group = started()
+  assert [one.sample for one in driver.run()] == [0, 1]
+  start, request, stop = engine.calls
+  assert (start, stop) == ("start", "stop") and request.samples == 2
+  assert group[0].tokens.tolist() == [2, 1, STOP] and group[1].tokens.tolist() == [3, 2, 1, STOP]
+  assert all(one.finished and one.stopped and one.turn == 1 for one in group)
+  assert group[0].version.tolist() == [7] * 3 and group[0].columns["logp"].tolist() == [-1, -2, -3]
+
+
+def test_turns_go_back_and_forth():
+  engine, driver, group = started(Twice)
+  done = list(driver.run())
+  assert {id(one) for one in done} == {id(one) for one in group}
+  one = group[0]
+  assert one.tokens.tolist() == [2, 1, STOP, 5, 4, 3, 2, 1, STOP]
+  assert one.turns.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 1]
+  assert one.version.tolist() == [7, 7, 7, -1, 7, 7, 7, 7, 7]
+  assert one.rewards.tolist() == [0, 0, 3, 0, 0, 0, 0, 0, 5]
+  assert one.environment.heard == [[2, 1, STOP], [4, 3, 2, 1, STOP]]
+  later = engine.calls[2]
+  assert later.begun == (2, 1, STOP, 5) and later.max_new_tokens == 8 and later.unfinished == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
+def test_what_is_put_aside_goes_on_where_it_was(steps):
+  """In the middle of a turn, and between two of them; the environment hears whole turns."""
+  _, driver, expected = started(Twice)
+  list(driver.run())
+  engine, driver, group = started(Twice)
+  rounds = 0
+  while not all(one.finished for one in group):
+    count = iter(range(100))
+    list(driver.run(lambda count=count: next(count) == steps))
+    rounds += 1
+    driver = Driver(engine, driver._workload, max_turns=3)
+    engine.load(None, version=7 + rounds)
+    driver.begin(group)
+    for request in (x for x in engine.calls[-2:] if not isinstance(x, str)):
+      of_turn = list(request.begun)[len(request.begun) - request.unfinished :]
+      assert request.tag[0].turn_tokens == of_turn
+  assert rounds > 1
+  for one, whole in zip(group, expected):
+    assert one.tokens.tolist() == whole.tokens.tolist()
+    assert one.environment.heard == whole.environment.heard
+    assert one.rewards.tolist() == whole.rewards.tolist()
+    versions = one.version[one.turns >= 0]
+    assert versions[0] == 7 and versions[-1] > 7 and (np.diff(versions) >= 0).all()
+
+
+def test_usage_is_the_engines():
+  engine, driver, group = started()
+  list(driver.run())
+  assert engine.usage.tokens == sum(one.length for one in group) == 7
