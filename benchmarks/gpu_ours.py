@@ -22,7 +22,7 @@ from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.hf import config as hf_config
-from gspo_jax.models.sizes import REFERENCE, ModelConfig, qwen3_1_7b
+from gspo_jax.models.sizes import PUBLISHED, REFERENCE, ModelConfig
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
 
 # "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest
@@ -103,7 +103,7 @@ def sample(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(spec: dict[str, Any]) -> ModelConfig:
-  return dataclasses.replace(qwen3_1_7b(), **spec["model"])
+  return dataclasses.replace(PUBLISHED["Qwen3-1.7B-Base"], **spec["model"])
 
 
 def peak_bytes() -> int | None:

@@ -14,7 +14,6 @@ instead of AIME, a minute on two CPU cores.
 """
 
 from configs import common
-from gspo_jax.models import sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
@@ -43,7 +42,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       distributed=True,
       weights="",  # to be set: a cold start fine-tuned from Qwen3-30B-A3B-Base (§5.1)
       tokenizer="",  # to be set: the directory with its tokenizer.json
-      model=common.model(sizes.qwen3_30b_a3b()),
+      model=common.model(common.size("Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=512),  # of 151,936 logits each
       mesh=dict(fsdp=16, expert=4),  # 64 chips: 4x4 and 4 of the torus
       data=dict(

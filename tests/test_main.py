@@ -156,7 +156,7 @@ QUERY_SET = """
 """.split()
 
 
-@pytest.mark.slow  # what is saved of the choice is read back in test_query_set.py
+@pytest.mark.slow  # what is saved of the choice is read back in test_prompt_filter.py
 def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(tmp_path):
   # 27 prompts from two files, so that they come up again and again.
   rows = [dict(id=f"{i}", question=f"{i}+{i}=", answer=str(2 * i)) for i in range(27)]

@@ -209,16 +209,6 @@ def _published() -> dict[str, ModelConfig]:
 PUBLISHED = _published()
 
 
-def qwen3_30b_a3b() -> ModelConfig:
-  """Qwen3-30B-A3B-Base: 30.5 B parameters, 3.3 B active; the model of the GSPO paper."""
-  return PUBLISHED["Qwen3-30B-A3B-Base"]
-
-
-def qwen3_1_7b() -> ModelConfig:
-  """Qwen3-1.7B-Base: dense, tied embeddings."""
-  return PUBLISHED["Qwen3-1.7B-Base"]
-
-
 def tiny_moe(vocab_size: int) -> ModelConfig:
   """The shape of Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
   return _qwen3(

@@ -135,12 +135,15 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
   with metrics.Writer(tmp_path) as writer:
     ratios = [0.001] * 400
     record = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
+    record["clipped_tokens"] = [int(i in (1, 399)) for i in range(400)]
     writer.dump_rollouts("rl", 1, [record])
   tab.open(write_report(tmp_path))
   tab.choose("tokens", "colored")
   assert 50 < len(tab.texts(".sample .token")) < 400
   tab.evaluate("document.querySelector('.more').click()")
   assert tab.texts(".sample .token") == tokens
+  assert tab.texts(".sample .token.clipped") == [" word1", " word399"]
+  assert tab.texts(".scale .clipped") == ["clipped"]
 
 
 def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):

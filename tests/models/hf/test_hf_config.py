@@ -132,7 +132,7 @@ def test_a_directory_names_the_model_of_a_run(tmp_path):
   for argument, expected in (
     (str(tmp_path), GEMMA3),
     ("gemma-3-1b-pt", sizes.PUBLISHED["gemma-3-1b-pt"]),
-    (None, sizes.qwen3_1_7b()),
+    (None, sizes.PUBLISHED["Qwen3-1.7B-Base"]),
   ):
     values = dense_math.get_config(argument).to_dict()
     assert configuration.from_dict(values).model == expected
