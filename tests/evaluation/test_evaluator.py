@@ -1,7 +1,6 @@
 """avg@k counts what it says, in chunks as at once, interrupted or not."""
 
 import dataclasses
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -15,9 +14,9 @@ from support.small_models import DENSE, initial
 from gspo_jax import rewards, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation import elo, resume
-from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, EvalConfig, choose
+from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, EvalConfig
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.evaluation.statistics import bootstrap, pass_at_k
+from gspo_jax.evaluation.statistics import pass_at_k
 from gspo_jax.models import transformer
 from gspo_jax.sampling import LocalEngine
 from gspo_jax.sampling.requests import DEFAULT
@@ -247,21 +246,6 @@ def test_checksum_does_not_depend_on_the_layout(params):
   assert jax.device_get(spread) == jax.device_get(resume.checksums(params))
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
-  n = 6
-  for right in range(n + 1):
-    samples = [1] * right + [0] * (n - right)
-    for k in range(1, n + 1):
-      subsets = [any(s) for s in itertools.combinations(samples, k)]
-      assert pass_at_k(n, np.array([right]), k)[0] == pytest.approx(np.mean(subsets))
-
-
-def test_problems_without_a_rating_are_found_before_sampling():
-  with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no rating"):
-    plain = dataclasses.replace(PROBLEMS[1], info=())
-    benchmark(by_length, "cf", [PROBLEMS[0], plain], rating=True)
-
-
 def test_virtual_contests(params, tmp_path):
   contests = [
     dict(contest_id="1", points=[9, 2, 0], ratings=[2000, 1500, 1000]),
@@ -297,20 +281,3 @@ def test_virtual_contests(params, tmp_path):
     benchmark(score, "cf", problems, standings=str(path))
   with pytest.raises(ValueError, match=r"no file .*nowhere"):
     benchmark(score, "cf", problems, standings=str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize("changes", [dict(samples=0), dict(pass_at=(4,)), dict(pass_at=(0,))])
-def test_impossible_benchmarks(changes):
-  with pytest.raises(ValueError, match="samples"):
-    dataclasses.replace(SET, **changes)
-
-
-def test_problems_are_chosen_all_over_the_set():
-  assert [p.id for p in choose(PROBLEMS, 2)] == ["0", "2"]
-  assert len(choose(PROBLEMS, 0)) == len(choose(PROBLEMS, 99)) == 5
-
-
-def test_bootstrap_interval_shrinks_with_problems():
-  width = lambda n: np.ptp(bootstrap(np.arange(n) % 2))  # noqa: E731
-  assert width(400) < width(40) and width(40) > 0.2
-  assert bootstrap(np.ones(10)) == (1.0, 1.0)

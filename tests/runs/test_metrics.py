@@ -2,19 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-import threading
-import types
-from pathlib import Path
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto import event_pb2
 
 from gspo_jax.runs import metrics
 
@@ -43,21 +36,6 @@ def rl_row(step, **extra):
 
 def read_lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def read_scalars(directory):
-  """(tag, step, value) of all TensorBoard events, and the steps at which sessions restarted."""
-  scalars, restarts = [], []
-  for path in sorted(directory.glob("**/events*"), key=lambda p: p.stat().st_mtime_ns):
-    data, at = path.read_bytes(), 0
-    while at < len(data):
-      (size,) = np.frombuffer(data[at : at + 8], "<u8")  # length, crc, record, crc
-      event = event_pb2.Event.FromString(data[at + 12 : at + 12 + int(size)])
-      at += 16 + int(size)
-      scalars += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
-      if event.session_log.status == event_pb2.SessionLog.START:
-        restarts.append(event.step)
-  return scalars, restarts
 
 
 # --- reductions
@@ -110,63 +88,6 @@ def test_a_value_that_is_not_a_number_is_named(tmp_path):
   assert read_lines(tmp_path / "metrics.jsonl") == []
 
 
-def test_tensorboard_gets_phase_and_key_at_step(tmp_path):
-  with metrics.Writer(tmp_path) as writer:
-    writer.write({"phase": "sft", "step": 7, "loss": 2.0})
-    writer.write({"phase": "eval", "step": 8, "eval/accuracy": 0.5})
-    writer.write(rl_row(8, loss=math.inf))
-  scalars, _ = read_scalars(tmp_path / "tensorboard")
-  assert set(scalars) == {
-    ("sft/loss", 7, 2.0),
-    ("eval/accuracy", 8, 0.5),
-    ("rl/reward/mean", 8, 1.0),
-  }
-
-
-class Wandb(types.ModuleType):
-  """Stands in for the package: it needs an account, or an hour of patience offline."""
-
-  def __init__(self):
-    super().__init__("wandb")
-    self.logged, self.settings, self.axes, self.finished = [], {}, {}, 0
-
-  def init(self, **settings):
-    self.settings = settings
-    return self
-
-  def define_metric(self, name, step_metric):
-    self.axes[name] = step_metric
-
-  def log(self, row):
-    self.logged.append(row)
-
-  def finish(self):
-    self.finished += 1
-
-
-def test_weights_and_biases_gets_the_rows_with_the_step_of_their_phase(tmp_path, monkeypatch):
-  stub = Wandb()
-  monkeypatch.setitem(sys.modules, "wandb", stub)
-  options = dict(wandb="project", config={"seed": 0})
-  with metrics.Writer(tmp_path / "run", **options) as writer:
-    writer.write({"phase": "sft", "step": 8, "loss": 1.5})
-    writer.write({"phase": "rl", "step": 1, "loss": math.nan, "reward/mean": 0.5})
-  assert stub.logged == [{"sft/step": 8, "sft/loss": 1.5}, {"rl/step": 1, "rl/reward/mean": 0.5}]
-  assert stub.axes["rl/*"] == "rl/step" and stub.finished == 1
-  first = stub.settings
-  assert (first["project"], first["config"], first["name"]) == ("project", {"seed": 0}, "run")
-  metrics.Writer(tmp_path / "run", **options).close()
-  assert stub.settings["id"] == first["id"] and stub.settings["resume"] == "allow"
-  metrics.Writer(tmp_path / "other" / "run", **options).close()
-  assert stub.settings["id"] != first["id"]
-
-
-def test_weights_and_biases_that_is_not_installed_says_how(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(ValueError, match=r"wandb=project.*pip install 'gspo-jax\[wandb\]'"):
-    metrics.Writer(tmp_path, wandb="project")
-
-
 def test_an_inactive_writer_touches_nothing(tmp_path):
   with metrics.Writer(tmp_path / "run", active=False) as writer:
     writer.write(rl_row(1))
@@ -217,49 +138,6 @@ def test_truncate_to_nothing_and_unknown_phase(tmp_path):
     writer.write(rl_row(1))
   assert metrics.read_rows(tmp_path / "metrics.jsonl") == [rl_row(1)]
   assert not list(tmp_path.glob("*.tmp"))
-
-
-WRITES_A_ROW = """
-import sys
-from gspo_jax.runs import metrics
-with metrics.Writer(sys.argv[1]) as writer:
-  writer.write(dict(phase="rl", step=1, x=2.0))
-import torch
-"""
-
-
-def test_pytorch_is_not_loaded_for_tensorboard(tmp_path):
-  (tmp_path / "torch.py").write_text("print('loaded')")
-  path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-  done = subprocess.run(
-    [sys.executable, "-v", "-c", WRITES_A_ROW, str(tmp_path)],
-    env=os.environ | dict(PYTHONPATH=path), capture_output=True, text=True,
-  )  # fmt: skip
-  assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr[-2000:]
-  imports = [line.split("'")[1] for line in done.stderr.split("\n") if line.startswith("import '")]
-  assert imports.index("tensorboardX") < imports.index("torch")
-
-
-def test_tensorboard_has_a_row_before_the_file_is_closed_and_no_thread_writes_it(tmp_path):
-  threads = threading.active_count()
-  writer = metrics.Writer(tmp_path)
-  writer.write(rl_row(8, loss=2.0))
-  scalars, _ = read_scalars(tmp_path / "tensorboard")
-  assert scalars == [("rl/loss", 8, 2.0), ("rl/reward/mean", 8, 1.0)]
-  assert threading.active_count() == threads  # an interrupted hand-over to one never ended
-  writer.close()
-
-
-def test_truncate_hides_dropped_steps_from_tensorboard(tmp_path):
-  with metrics.Writer(tmp_path) as writer:
-    for row in whole_run():
-      writer.write(row)
-  with metrics.Writer(tmp_path) as writer:
-    writer.truncate({"rl": 4})
-    writer.write(rl_row(5))
-  _, restarts = read_scalars(tmp_path / "tensorboard" / "rl")
-  assert restarts == [5]  # TensorBoard purges what an earlier session wrote at or above it
-  assert read_scalars(tmp_path / "tensorboard" / "sft")[1] == []
 
 
 def test_a_half_written_line_is_cut_even_without_truncate(tmp_path):

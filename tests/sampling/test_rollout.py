@@ -85,7 +85,10 @@ def test_a_response_depends_on_seed_prompt_and_index_only():
   assert len({tuple(base.response(g)) for g in range(4)}) > 1
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 2, 2, 2)], ids=str)
+# Other meshes are in test_scheduler.py.
+@pytest.mark.parametrize(
+  "shape", [(8, 1, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_every_mesh_samples_the_same_tokens(shape):
   base = sample()
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))

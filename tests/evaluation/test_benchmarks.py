@@ -1,0 +1,30 @@
+"""Problem sets of an evaluation, and what they refuse."""
+
+import dataclasses
+
+import pytest
+
+from configs import common
+from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
+from gspo_jax.structs import Prompt
+
+SET = BenchmarkConfig(**common.benchmark(samples=3))
+PROBLEMS = [Prompt(str(i), f"q{i}", "a", (1,), info=(("rating", "1000"),)) for i in range(5)]
+
+
+@pytest.mark.parametrize("changes", [dict(samples=0), dict(pass_at=(4,)), dict(pass_at=(0,))])
+def test_impossible_benchmarks(changes):
+  with pytest.raises(ValueError, match="samples"):
+    dataclasses.replace(SET, **changes)
+
+
+def test_problems_are_chosen_all_over_the_set():
+  assert [p.id for p in choose(PROBLEMS, 2)] == ["0", "2"]
+  assert len(choose(PROBLEMS, 0)) == len(choose(PROBLEMS, 99)) == 5
+
+
+def test_problems_without_a_rating_are_found_before_sampling():
+  rated, plain = dataclasses.replace(SET, rating=True), dataclasses.replace(PROBLEMS[1], info=())
+  Benchmark("cf", rated, PROBLEMS, None)
+  with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no rating"):
+    Benchmark("cf", rated, [PROBLEMS[0], plain], None)
