@@ -118,7 +118,7 @@ class RunConfig:
     )
     _require(
       "rl" not in self.job or self.sampling.temperature > 0,
-      "sampling.temperature=0: a group of greedy responses has no spread to learn from",
+      "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
     )
     _require(
       "rl" not in self.job or self.sampling.whole,

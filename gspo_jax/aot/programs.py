@@ -130,11 +130,11 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """A batch without shared prompts, for any length: the most that a run needs."""
   field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
-  routes, model = None, case.model
+  experts, model = None, case.model
   if case.config.objective.replay != "none":
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     stored = routing.storage_dtype(model.num_experts)
-    routes = field(stored, case.length, layers, model.experts_per_token)
+    experts = field(stored, case.length, layers, model.experts_per_token)
   place = field(jnp.int32) if case.config.rl.packed else None
   return TrainBatch(
     tokens_BT=tokens,
@@ -144,8 +144,8 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_logp_BT=real,
     sampler_logp_BT=real,
     ref_logp_BT=real if case.config.objective.kl_coef else None,
-    routing_BTlk=routes,
-    sampler_routing_BTlk=routes,
+    routing_BTlk=experts,
+    sampler_routing_BTlk=experts,
     row_B=place,
     start_B=place,
     order_B=place,

@@ -84,7 +84,7 @@ class ObjectiveConfig:
   load_balance_coef: NonNegativeFloat  # router auxiliary loss
   # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
   replay: Literal["none", "R2", "R3"]
-  volatility: bool  # record routes when the rollout is made, for router/volatility/*
+  volatility: bool  # record experts when the rollout is made, for router/volatility/*
   correction: CorrectionConfig = CorrectionConfig("none")
   off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
   segment_unit: Literal["turn", "line", "tokens"] | None = None  # what has a ratio of its own

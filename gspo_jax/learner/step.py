@@ -105,7 +105,7 @@ def make_old_policy(
     fields = dict(old_logp_BT=logp_BT)
     if keeps_routing and out.routing_lBTk is not None:
       routes_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
-      fields["routing_BTlk"] = by_sequence(routes_RTlk, rows, routing.NO_ROUTE)
+      fields["routing_BTlk"] = by_sequence(routes_RTlk, rows, routing.NO_EXPERT)
     return fields
 
   return jax.jit(by_part(old_policy, learner))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks, ratios, terms
-from gspo_jax.objectives.aggregation import aggregate_tokens, spread
+from gspo_jax.objectives.aggregation import aggregate_tokens, at_tokens
 from gspo_jax.objectives.reductions import Mean
 from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Options, Sums, policy_loss
 
@@ -60,7 +60,7 @@ def gspo_loss(
   counts_BU = jax.tree.map(lambda flag_BU: flag_BU * length_BU, clipped_BU)
   metrics = batch.metrics | terms.clip_metrics(counts_BU, tokens)
   metrics |= terms.ratio_metrics(log_ratio_BU, length_BU > 0)
-  clipped_BX = jax.tree.map(lambda flag_BU: spread(flag_BU, tokens.response_BT), clipped_BU)
+  clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
   return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BX, tokens)
 
 
@@ -268,8 +268,8 @@ def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_expo
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, mask_BT, segment_BT, length_exponent
   )
-  log_ratio_BX = spread(log_ratio_BU, segment_BT)
-  length_BX = jnp.maximum(spread(length_BU, segment_BT), 1)
+  log_ratio_BX = at_tokens(log_ratio_BU, segment_BT)
+  length_BX = jnp.maximum(at_tokens(length_BU, segment_BT), 1)
   ratio_BT, clipped_BX = terms.clip(
     ratios.detached_ratio(log_ratio_BX, ratios.scale(length_BX, length_exponent), batch.logp_BT),
     log_ratio_BX,
