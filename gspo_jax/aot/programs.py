@@ -13,11 +13,12 @@ from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import flops, routing, transformer
 from gspo_jax.sampling import slots
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.structs import TrainBatch
 
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
@@ -63,16 +64,14 @@ def make_case(config: configuration.RunConfig, sequences: int = 0, length: int =
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
-  train_params = abstract_params(case, mesh, sharding.TRAIN, jnp.float32)
+  train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
   dtype = jnp.dtype(c.compute.dtype)
-  sample_params = abstract_params(case, mesh, sharding.ROLLOUT, dtype)
+  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
       tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-      moments = jax.tree.map(lambda x: abstract(x, mesh), jax.eval_shape(tx.init, train_params))
-      count = shaped((), jnp.int32, mesh, P())
-      state = TrainState(count, train_params, moments, skipped=count)
+      state = abstract_state(c.model, mesh, tx)
       step = train_step.make_rl_step(learner, c.objective, tx)
       work = flops.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
@@ -150,16 +149,6 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     start_B=place,
     order_B=place,
   )
-
-
-def abstract_params(case: Case, mesh, rules: sharding.Rules, dtype) -> Any:
-  shapes = jax.eval_shape(lambda: transformer.init(case.model, jax.random.key(0)))
-  layout = transformer.shardings(case.model, rules, mesh)
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), shapes, layout)
-
-
-def abstract(x: jax.ShapeDtypeStruct, mesh) -> jax.ShapeDtypeStruct:
-  return shaped(x.shape, x.dtype, mesh, P() if x.sharding is None else x.sharding.spec)
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:
