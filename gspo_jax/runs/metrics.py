@@ -1,7 +1,7 @@
 """Metrics on their way from the device to the run's directory.
 
-A metric is a *reduction*, any pytree with `.merge(other)` and `.compute()` (a mean carries its
-numerator and denominator, so merging two of them is never a mean of means), or a plain scalar.
+A metric is a *reduction*, any pytree with `.compute()` (a mean carries its numerator and
+denominator, so merging two of them is never a mean of means), or a plain scalar.
 They stay on the device until the next step has been dispatched (`phase.Phase`), come over in one
 transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
 """
@@ -213,7 +213,7 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
 
 
 def _is_reduction(value: Any) -> bool:
-  return hasattr(value, "merge") and hasattr(value, "compute")
+  return hasattr(value, "compute")
 
 
 def _number(name: str, value: Any) -> float:
