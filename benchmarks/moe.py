@@ -13,7 +13,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.models.expert_products import FORMS, PALLAS, ExpertWeights
+from gspo_jax.models.expert_blocks import ExpertWeights
+from gspo_jax.models.moe import FORMS
 
 SHAPES = {  # tokens, D, E, k, F
   "train": (4096, 512, 32, 4, 256),
@@ -32,7 +33,7 @@ def main() -> None:
   options = parser.parse_args()
   forms = {name: FORMS[name] for name in options.forms.split(",")}
   if jax.default_backend() != "tpu":
-    forms = {name: form for name, form in forms.items() if form not in PALLAS}
+    forms.pop("megablox", None)
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
   print(f"{jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}")

@@ -117,8 +117,8 @@ def base() -> ConfigDict:
         advantage="std",  # std | none | leave_one_out
         old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
-        replay="none",  # Routing Replay: none | R2: the trainer's old routes | R3: the sampler's
-        volatility=False,  # True: record routes, for router/volatility/*
+        replay="none",  # Routing Replay: none | R2: the trainer's old experts | R3: the sampler's
+        volatility=False,  # True: record experts, for router/volatility/*
       ),
       sft=dict(  # the cold start
         steps=0,  # updates

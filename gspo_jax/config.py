@@ -118,7 +118,7 @@ class RunConfig:
     )
     _require(
       "rl" not in self.job or self.sampling.temperature > 0,
-      "sampling.temperature=0: a group of greedy responses has no spread to learn from",
+      "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
     )
     _require(
       "rl" not in self.job or self.sampling.whole,
@@ -141,25 +141,29 @@ class RunConfig:
 
   def learner(self, phase: str) -> Learner:
     """Settings of the updates of "sft" or "rl"."""
+    both = dict(model=self.model, compute=self.compute, on_nonfinite=self.on_nonfinite)
     if phase == "sft":
-      temperature, section, balance = 1.0, self.sft, self.sft.load_balance_coef
-      group = ()
-    else:
-      temperature, section = self.sampling.temperature, self.rl
-      balance = self.objective.load_balance_coef
-      group = (self.rl.group_size, self.data.max_prompt_tokens, self.sampling.max_new_tokens)
-    common = (section.microbatches, balance, self.on_nonfinite)
-    return Learner(self.model, self.compute, temperature, *common, *group)
+      balance = self.sft.load_balance_coef
+      return Learner(
+        temperature=1.0, microbatches=self.sft.microbatches, load_balance_coef=balance, **both
+      )
+    return Learner(
+      temperature=self.sampling.temperature,
+      microbatches=self.rl.microbatches,
+      load_balance_coef=self.objective.load_balance_coef,
+      group_size=self.rl.group_size,
+      prompt_tokens=self.data.max_prompt_tokens,
+      response_tokens=self.sampling.max_new_tokens,
+      **both,
+    )
 
   def check_devices(self, batch_shards: int) -> None:
     """Rows of every step must divide over the devices that share them."""
     rows = self.rl.prompts * self.rl.group_size // (self.rl.minibatches * self.rl.microbatches)
-    for name, count in dict(
-      [
-        ("rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)", rows),
-        ("sft.batch / sft.microbatches", self.sft.batch // self.sft.microbatches),
-      ]
-    ).items():
+    for name, count in (
+      ("rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)", rows),
+      ("sft.batch / sft.microbatches", self.sft.batch // self.sft.microbatches),
+    ):
       _require(
         count % batch_shards == 0,
         f"{name} = {count} rows do not divide over the {batch_shards} devices of mesh.data × "

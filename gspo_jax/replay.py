@@ -1,7 +1,7 @@
 """Makes the updates again that were not finite, and says where that comes from.
 
-`python -m gspo_jax.replay RUN/failures/rl_000012` reads what the run left there (failures.py). It
-ends with 1 if something is not finite this time too, and with 0 if all is.
+`python -m gspo_jax.replay RUN/failures/rl_000012` reads what the run left there
+(runs/nonfinite.py). It ends with 1 if something is not finite this time too, and with 0 if all is.
 """
 
 import argparse
@@ -20,15 +20,7 @@ from gspo_jax import sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.state import abstract_state
-from gspo_jax.learner.step import (
-  Learner,
-  log_probs,
-  make_rl_step,
-  make_sft_step,
-  routes_to_replay,
-  rows_of,
-  summarize,
-)
+from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_step, summarize
 from gspo_jax.runs import metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch
@@ -76,8 +68,7 @@ def _update(config: RunConfig, phase: str):
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
   """Log-probabilities [B, T] as the update computes them, and those it compares them with."""
-  rows = rows_of(batch, learner)
-  logp_BT, _, _ = log_probs(params, rows, learner, routes_to_replay(rows, replay))
+  logp_BT, *_ = log_probs(params, batch, learner, replay)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
 

@@ -258,7 +258,7 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Device arrays to host, whole, on every process: one gather if they are spread over hosts."""
+  """Device arrays to host, whole, on every process: one gather if hosts hold different parts."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
   from jax.experimental import multihost_utils

@@ -80,7 +80,7 @@ class TrainBatch:
   # ratio of their own in objective "segment" (learner/segments.py); None: there is one
   unit_BT: Array | None = None
   advantage_BT: Array | None = None  # float32: of each token, for losses that take such
-  # int8 or int16, -1 for no route: the experts that the old policy used on these tokens
+  # int8 or int16, -1 for none: the experts that the old policy used on these tokens
   routing_BTlk: Array | None = None  # as the trainer computes it
   sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them
   # int32: tokens of the prompt, which all sequences of a group share; None: nothing is shared
@@ -88,7 +88,7 @@ class TrainBatch:
   # Where `packing.plan` puts each sequence; None: it has a row of its own
   row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
   start_B: Array | None = None  # int32: the position there of its first token
-  order_B: Array | None = None  # int32: which sequence it was before they were spread over devices
+  order_B: Array | None = None  # int32: which sequence it was before `packing.plan`
 
 
 @flax.struct.dataclass

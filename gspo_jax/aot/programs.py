@@ -13,11 +13,12 @@ from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import flops, routing, transformer
 from gspo_jax.sampling import slots
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.structs import TrainBatch
 
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
@@ -63,16 +64,14 @@ def make_case(config: configuration.RunConfig, sequences: int = 0, length: int =
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
-  train_params = abstract_params(case, mesh, sharding.TRAIN, jnp.float32)
+  train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
   dtype = jnp.dtype(c.compute.dtype)
-  sample_params = abstract_params(case, mesh, sharding.ROLLOUT, dtype)
+  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
       tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-      moments = jax.tree.map(lambda x: abstract(x, mesh), jax.eval_shape(tx.init, train_params))
-      count = shaped((), jnp.int32, mesh, P())
-      state = TrainState(count, train_params, moments, skipped=count)
+      state = abstract_state(c.model, mesh, tx)
       step = train_step.make_rl_step(learner, c.objective, tx)
       work = flops.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
@@ -130,11 +129,11 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """A batch without shared prompts, for any length: the most that a run needs."""
   field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
-  routes, model = None, case.model
+  experts, model = None, case.model
   if case.config.objective.replay != "none":
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     stored = routing.storage_dtype(model.num_experts)
-    routes = field(stored, case.length, layers, model.experts_per_token)
+    experts = field(stored, case.length, layers, model.experts_per_token)
   place = field(jnp.int32) if case.config.rl.packed else None
   return TrainBatch(
     tokens_BT=tokens,
@@ -144,22 +143,12 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_logp_BT=real,
     sampler_logp_BT=real,
     ref_logp_BT=real if case.config.objective.kl_coef else None,
-    routing_BTlk=routes,
-    sampler_routing_BTlk=routes,
+    routing_BTlk=experts,
+    sampler_routing_BTlk=experts,
     row_B=place,
     start_B=place,
     order_B=place,
   )
-
-
-def abstract_params(case: Case, mesh, rules: sharding.Rules, dtype) -> Any:
-  shapes = jax.eval_shape(lambda: transformer.init(case.model, jax.random.key(0)))
-  layout = transformer.shardings(case.model, rules, mesh)
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), shapes, layout)
-
-
-def abstract(x: jax.ShapeDtypeStruct, mesh) -> jax.ShapeDtypeStruct:
-  return shaped(x.shape, x.dtype, mesh, P() if x.sharding is None else x.sharding.spec)
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:

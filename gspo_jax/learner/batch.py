@@ -32,7 +32,7 @@ def train_batch(
   routing_BTlk = rollout.routing
   if routing_BTlk is not None:  # whatever padding holds was not chosen by anybody
     kept = segments_BT[:, :, None, None] > 0
-    routing_BTlk = np.where(kept, routing_BTlk, routing_BTlk.dtype.type(routing.NO_ROUTE))
+    routing_BTlk = np.where(kept, routing_BTlk, routing_BTlk.dtype.type(routing.NO_EXPERT))
   return TrainBatch(
     tokens_BT=rollout.tokens,
     segments_BT=segments_BT,

@@ -115,13 +115,13 @@ def arrange(
     x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
     return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
-  segments_BT, *routes = of_each_token
+  segments_BT, *experts = of_each_token
   time_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], place_BT.shape)
   return Rows(
     put(tokens_BT, 0),
     put(_next(tokens_BT), 0),
     put(segments_BT, 0),
-    *(put(x, routing.NO_ROUTE) for x in routes),
+    *(put(x, routing.NO_EXPERT) for x in experts),
     put(time_BT, 0),
     place_BT,
   )

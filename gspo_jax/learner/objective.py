@@ -24,12 +24,14 @@ from gspo_jax.structs import TrainBatch
 LOSSES = O.POLICY_LOSSES
 CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
-# Of the options that are numbers; all others are not negative.
-RANGES = dict(
+# Types of the options that are neither words nor just numbers that are not negative.
+KINDS = dict(
   dual_clip=Annotated[float, Range(1)],
   entropy_coef=Annotated[float, Range(-math.inf)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
+  segment_unit=Literal["turn", "line", "tokens"],  # what has an importance ratio of its own
+  segment_tokens=PositiveInt,  # of a segment, where that is the unit
 )
 
 
@@ -47,19 +49,17 @@ def options_of(name: str) -> dict[str, Any]:
 
 def with_options(cls: type) -> type:
   """Adds a field for every option that a loss declares, None where it is unset."""
-  for name, loss in LOSSES.items():
-    for key in options_of(name):
-      if key in loss.choices:
-        words = dict.fromkeys(
-          word for other in LOSSES.values() for word in other.choices.get(key, ())
-        )
-        kind = Literal[*words]
-      else:
-        kind = RANGES.get(key, NonNegativeFloat)
-      if not hasattr(cls, key):
-        cls.__annotations__[key] = kind | None
-        setattr(cls, key, None)
+  for option in every_option():
+    words = [word for loss in LOSSES.values() for word in loss.choices.get(option, ())]
+    kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
+    cls.__annotations__[option] = kind | None
+    setattr(cls, option, None)
   return cls
+
+
+def every_option() -> list[str]:
+  """Names of the options of all losses, each once."""
+  return list(dict.fromkeys(option for name in LOSSES for option in options_of(name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +84,9 @@ class ObjectiveConfig:
   load_balance_coef: NonNegativeFloat  # router auxiliary loss
   # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
   replay: Literal["none", "R2", "R3"]
-  volatility: bool  # record routes when the rollout is made, for router/volatility/*
+  volatility: bool  # record experts when the rollout is made, for router/volatility/*
   correction: CorrectionConfig = CorrectionConfig("none")
   off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
-  segment_unit: Literal["turn", "line", "tokens"] | None = None  # what has a ratio of its own
-  segment_tokens: PositiveInt | None = None  # of a segment, where that is the unit
 
   def __post_init__(self):
     ranges.check(self, "objective")
@@ -111,11 +109,8 @@ class ObjectiveConfig:
   def _check_correction(self) -> None:
     given, had = self.correction, _correction_options(self)
     for key, value in vars(given).items():
-      if key != "name" and value is not None and key not in had:
-        raise ValueError(
-          f"objective.correction.{key}={value!r}: correction {given.name!r} has no such option; it "
-          f"has {', '.join(had) or 'none'}"
-        )
+      if key != "name" and value is not None:
+        _require_option(key, had, f"correction.{key}={value!r}: correction {given.name!r}")
     if not had:
       return
     levels = self.loss.levels
@@ -137,16 +132,10 @@ class ObjectiveConfig:
 
   def options(self) -> dict[str, Any]:
     """The loss's options that are set. ValueError for one that it does not have."""
-    had, every = (
-      options_of(self.name),
-      dict.fromkeys(k for name in LOSSES for k in options_of(name)),
-    )
-    found = {key: getattr(self, key) for key in every if getattr(self, key) is not None}
+    had = options_of(self.name)
+    found = {key: getattr(self, key) for key in every_option() if getattr(self, key) is not None}
     for key, value in found.items():
-      if key not in had:
-        raise ValueError(
-          f"objective.{key}={value!r}: {self.name} has no such option; it has {', '.join(had)}"
-        )
+      _require_option(key, had, f"{key}={value!r}: {self.name}")
     return found
 
   @property
@@ -178,11 +167,7 @@ def _check_tuned(tuned: Any) -> None:
   for loss, options in tuned.items():
     _require_one_of("tuned", loss, tuple(LOSSES))
     for key in options:
-      if key not in options_of(loss):
-        raise ValueError(
-          f"objective.tuned.{loss}.{key}: {loss} has no such option; it has "
-          f"{', '.join(options_of(loss))}"
-        )
+      _require_option(key, options_of(loss), f"tuned.{loss}.{key}: {loss}")
 
 
 def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,6 +188,12 @@ def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
   defaults = _correction_defaults(config.name, config.correction.name)
   filled = _filled(vars(config.correction), defaults)
   return {key: filled[key] for key in defaults}
+
+
+def _require_option(key: str, had: Mapping[str, Any], what: str) -> None:
+  if key not in had:
+    options = ", ".join(had) or "none"
+    raise ValueError(f"objective.{what} has no such option; it has {options}")
 
 
 def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:

@@ -27,7 +27,7 @@ def plan(batch: TrainBatch, shards: int) -> TrainBatch:
   """
   T = batch.tokens_BT.shape[1]
   length_B = (batch.segments_BT > 0).sum(1)
-  order_B = spread(length_B, shards)
+  order_B = balanced_order(length_B, shards)
   places = [first_fit(length_b, T) for length_b in np.split(length_B[order_B], shards)]
   row_B, start_B = (np.concatenate(x) for x in zip(*places))
   batch = jax.tree.map(lambda x: x[order_B], batch)
@@ -45,7 +45,7 @@ def in_order(x_B: np.ndarray, order_B: np.ndarray | None) -> np.ndarray:
   return x_B if order_B is None else x_B[np.argsort(order_B)]
 
 
-def spread(length_B: np.ndarray, shards: int) -> np.ndarray:
+def balanced_order(length_B: np.ndarray, shards: int) -> np.ndarray:
   """int32 [B]: the responses of the first device, of the second, ...; B / shards of each.
 
   From the longest to the shortest, one for each device in turn: the longer, the fewer tokens the

@@ -19,15 +19,20 @@ def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
   return TrainState(zero, params, jax.jit(tx.init)(params), skipped=jnp.zeros_like(zero))
 
 
+def abstract_params(
+  model: ModelConfig, mesh: jax.sharding.Mesh, rules: sharding.Rules, dtype: Any
+) -> Any:
+  """Shapes and shardings of a model's parameters."""
+  layout = transformer.shardings(model, rules, mesh)
+  one = lambda w, s: jax.ShapeDtypeStruct(w.shape, dtype, sharding=s)  # noqa: E731
+  return jax.tree.map(one, transformer.table(model), layout)
+
+
 def abstract_state(
   model: ModelConfig, mesh: jax.sharding.Mesh, tx: optax.GradientTransformation
 ) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first."""
-  shardings = transformer.shardings(model, sharding.TRAIN, mesh)
-  shapes = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
-  params = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-  )
+  params = abstract_params(model, mesh, sharding.TRAIN, jnp.float32)
   return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
 
 

@@ -40,13 +40,15 @@ class Learner:
 
 
 def log_probs(
-  params: Any, rows: Rows, learner: Learner, replay_RTlk: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, transformer.Output]:
-  """log π(token t | tokens before it) and the entropy there, [B, T] each, and the forward pass.
+  params: Any, batch: TrainBatch, learner: Learner, replay: str = "none"
+) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
+  """log π(token t | tokens before it) and the entropy there, [B, T] each, the forward pass and the
+  rows that it read. Position 0 has no probability and holds 0.
 
-  Position 0 has no probability and holds 0. With `replay_RTlk`, π is the network that these routes
-  activate, with the gate weights of the router in `params`.
+  With `replay`, π is the network that the experts on record make, with the gate weights of the
+  router in `params`; ValueError if the batch has no such record.
   """
+  rows = rows_of(batch, learner)
   out = transformer.forward(
     params,
     learner.model,
@@ -54,7 +56,7 @@ def log_probs(
     positions=rows.positions_RT,
     segments=rows.segments_RT,
     tree=rows.tree,
-    routing=routing.by_layer(replay_RTlk),
+    routing=routing.by_layer(experts_to_replay(rows, replay)),
     compute=learner.compute,
   )
   both = transformer.token_logp(
@@ -67,7 +69,7 @@ def log_probs(
   )
   of_next = (by_sequence(x_RT, rows) for x_RT in both)
   logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
-  return logp_BT, entropy_BT, out
+  return logp_BT, entropy_BT, out, rows
 
 
 def rows_of(batch: TrainBatch, learner: Learner) -> Rows:
@@ -79,11 +81,22 @@ def rows_of(batch: TrainBatch, learner: Learner) -> Rows:
   return plain(batch)
 
 
+def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
+  """The experts that mode `replay` forces upon the policy; ValueError if the batch has none."""
+  if replay == "none":
+    return None
+  name = dict(R2="routing", R3="sampler_routing")[replay]
+  experts_RTlk = getattr(rows, f"{name}_RTlk")
+  if experts_RTlk is None:
+    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}_BTlk")
+  return experts_RTlk
+
+
 def make_score(learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
   """A jitted pass without gradient: the trainer's log-probabilities [B, T] of a batch."""
 
   def logp(params: Any, batch: TrainBatch) -> jax.Array:
-    return log_probs(params, rows_of(batch, learner), learner)[0]
+    return log_probs(params, batch, learner)[0]
 
   return jax.jit(by_part(logp, learner))
 
@@ -94,18 +107,17 @@ def make_old_policy(
   """A jitted pass without gradient: the fields of a batch that say what its old policy is.
 
   `old_logp_BT` under its own routing, and that routing; with R3, under the sampler's routing. So
-  the first mini-batch, replaying the same routes with the same weights, has a ratio of exactly 1.
+  the first mini-batch, replaying the same experts with the same weights, has a ratio of exactly 1.
   """
   keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
   def old_policy(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
-    rows = rows_of(batch, learner)
-    replay = routes_to_replay(rows, "R3") if objective.replay == "R3" else None
-    logp_BT, _, out = log_probs(params, rows, learner, replay)
+    replay = "R3" if objective.replay == "R3" else "none"
+    logp_BT, _, out, rows = log_probs(params, batch, learner, replay)
     fields = dict(old_logp_BT=logp_BT)
     if keeps_routing and out.routing_lBTk is not None:
-      routes_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
-      fields["routing_BTlk"] = by_sequence(routes_RTlk, rows, routing.NO_ROUTE)
+      experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
+      fields["routing_BTlk"] = by_sequence(experts_RTlk, rows, routing.NO_EXPERT)
     return fields
 
   return jax.jit(by_part(old_policy, learner))
@@ -118,9 +130,7 @@ def make_review(
   update computes it, and `clipped_BT`, the tokens that its loss would clip there. [B, T] each."""
 
   def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
-    rows = rows_of(batch, learner)
-    replay_RTlk = routes_to_replay(rows, objective.replay)
-    logp_BT, entropy_BT, _ = log_probs(params, rows, learner, replay_RTlk)
+    logp_BT, entropy_BT, _, _ = log_probs(params, batch, learner, objective.replay)
     clipped_BT = clipped_tokens(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     return dict(logp_BT=logp_BT, clipped_BT=clipped_BT)
 
@@ -150,26 +160,13 @@ def by_part(function: Callable, learner: Learner) -> Callable:
   return whole
 
 
-def routes_to_replay(rows: Rows, replay: str) -> jax.Array | None:
-  """The routes that mode `replay` forces upon the policy; ValueError if the batch has none."""
-  if replay == "none":
-    return None
-  name = dict(R2="routing", R3="sampler_routing")[replay]
-  routes_RTlk = getattr(rows, f"{name}_RTlk")
-  if routes_RTlk is None:
-    raise ValueError(f"objective.replay={replay!r}, but the batch has no {name}_BTlk")
-  return routes_RTlk
-
-
 def make_rl_step(
   learner: Learner, objective: ObjectiveConfig, tx: optax.GradientTransformation
 ) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]:
   """The jitted policy update on one mini-batch; the state is donated."""
 
   def loss(params, batch):
-    rows = rows_of(batch, learner)
-    replay_RTlk = routes_to_replay(rows, objective.replay)
-    logp_BT, entropy_BT, out = log_probs(params, rows, learner, replay_RTlk)
+    logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
     total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
@@ -186,7 +183,7 @@ def make_sft_step(
   """The jitted supervised update: mean over tokens of -log π(token); the state is donated."""
 
   def loss(params, batch):
-    logp_BT, entropy_BT, out = log_probs(params, rows_of(batch, learner), learner)
+    logp_BT, entropy_BT, out, _ = log_probs(params, batch, learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
     return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
@@ -246,23 +243,16 @@ def parts(
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function to the i-th of them; of a packed batch,
   those with tokens in their rows: at most `learner.microbatches`."""
+  number = learner.microbatches
   if batch.row_B is not None:
-    R = len(batch.tokens_BT) // learner.microbatches
+    R = len(batch.tokens_BT) // number
     return packing.count(batch, R), lambda i: packing.part(batch, i, R)
-  if learner.microbatches == 1:
-    return 1, lambda i: batch
-  stacked = split(batch, learner.microbatches)
-  return learner.microbatches, lambda i: jax.tree.map(lambda x: x[i], stacked)
 
+  def on_each_device(batch):  # every part has rows of every device: those of a group stay together
+    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
 
-def split(batch: TrainBatch, parts: int) -> TrainBatch:
-  """[B, ...] -> [parts, B/parts, ...], every part with rows of every device, side by side as they
-  are there: rows of a group stay together."""
-
-  def on_each_device(batch):
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-
-  return sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
+  stacked = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
+  return number, lambda i: jax.tree.map(lambda x: x[i], stacked)
 
 
 def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
@@ -308,7 +298,7 @@ def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict
   Without replay: the experts that this forward pass used against those on record for the same
   tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
   router would have chosen, on the replayed network's hidden states, against the replayed ones.
-  Nothing is computed again, and nothing is said where no routes were recorded.
+  Nothing is computed again, and nothing is said where no experts were recorded.
   """
   if out.routing_lBTk is None:
     return {}

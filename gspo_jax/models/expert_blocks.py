@@ -1,7 +1,7 @@
 """Expert products without a kernel: SwiGLU experts on blocks of rows that share an expert.
 
 `apply_blocks` loops over all blocks; `apply_batched` multiplies C rows of every expert at once and
-loops over what is left. `expert_products` says what they take and return.
+loops over what is left. `moe` says what they take and return.
 """
 
 import functools

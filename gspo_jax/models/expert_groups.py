@@ -1,6 +1,6 @@
 """Expert products by grouped kernels: rows sorted by expert, each group times its own matrix.
 
-`expert_products` says what `apply_ragged` and `apply_megablox` take and return.
+`moe` says what `apply_ragged` and `apply_megablox` take and return.
 """
 
 import functools

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models.attention_blocks import softcap
-from gspo_jax.models.sizes import REFERENCE, ComputeConfig
+from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 
@@ -47,9 +47,9 @@ def head_weight(params: Any, compute: ComputeConfig) -> jax.Array:
 
 
 def head_logits(
-  params: Any, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE, cap: float = 0.0
+  params: Any, config: ModelConfig, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
 ) -> jax.Array:
-  """float32 logits [B, T, V], split over V, with the soft bound `cap`."""
+  """float32 logits [B, T, V], split over V; call it for a few time steps at once."""
   logits_BTV = sharding.einsum(
     "BTD,DV->BTV",
     hidden_BTD,
@@ -57,17 +57,17 @@ def head_logits(
     out=P(BATCH, None, "tensor"),
     preferred_element_type=jnp.float32,
   )
-  return softcap(logits_BTV, cap)
+  return softcap(logits_BTV, config.final_logit_softcapping)
 
 
 def token_logp(
   params: Any,
+  config: ModelConfig,
   hidden_BTD: jax.Array,
   targets_BT: jax.Array,
   *,
   temperature: float = 1.0,
   compute: ComputeConfig = REFERENCE,
-  cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
   """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
 
@@ -84,7 +84,8 @@ def token_logp(
 
     @jax.checkpoint
     def chunk(hidden_BtD, targets_Bt):
-      logits_BtV = softcap(project(hidden_BtD, *head), cap) / temperature
+      logits_BtV = project(hidden_BtD, *head)
+      logits_BtV = softcap(logits_BtV, config.final_logit_softcapping) / temperature
       most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
       over_vocabulary = lambda x_BtV: sharding.psum(x_BtV.sum(-1), "tensor")  # noqa: E731
       lse_Bt = most_Bt + jnp.log(over_vocabulary(jnp.exp(logits_BtV - most_Bt[..., None])))

@@ -2,19 +2,36 @@
 
 The router is computed in the global view. Dispatch and experts run in `shard_map`: devices on the
 `expert` axis gather each other's tokens, every device applies the experts it holds to whichever of
-these tokens chose them (`expert_products`), and the sum over devices is scattered back. No buffer
-depends on the routing, so no token is ever dropped.
+these tokens chose them, and the sum over devices is scattered back. No buffer depends on the
+routing, so no token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
+
+  blocks    a loop over blocks of rows that share an expert: on CPU for many tokens
+  batched   one batched product with some rows of every expert: the fastest on CPU for few tokens
+  ragged    `lax.ragged_dot` on rows sorted by expert
+  megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
+
+All take x [X, D], gate weights and expert indices [X, k], and the weights of the E experts that
+this device holds; index E means: held by another device. They return, in x's dtype, [X, D]:
+Σ_k gate_k · expert_{index_k}(x) over the held experts.
 """
+
+import math
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models import expert_products, routing
-from gspo_jax.models.expert_products import ExpertWeights
+from gspo_jax.models import routing
+from gspo_jax.models.expert_blocks import ExpertWeights, apply_batched, apply_blocks, share
+from gspo_jax.models.expert_groups import apply_megablox, apply_ragged
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sharding import BATCH, P
+
+FORMS = dict(
+  blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
+)
+FEW = 256  # assignments per expert up to which `batched` is faster than `blocks` on CPU
 
 
 @flax.struct.dataclass
@@ -88,6 +105,15 @@ def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
   return jnp.mean(config.num_experts * jnp.sum(f * stats.probability_E / tokens, axis=-1))
 
 
+def choose(implementation: str, load: float = math.inf):
+  """The named form, or for "auto" what suits the platform of the mesh and the load: assignments
+  per expert."""
+  if implementation == "auto":
+    on_cpu = "batched" if load <= FEW else "blocks"
+    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "ragged")
+  return FORMS[implementation]
+
+
 def experts(
   x_BTD: jax.Array,
   gate_BTk: jax.Array,
@@ -119,7 +145,7 @@ def experts(
       local_Xk = index_Xk - held * sharding.axis_index("expert")
       local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
       tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-      apply = expert_products.choose(implementation, expert_products.share(index_Xk, weights))
+      apply = choose(implementation, share(index_Xk, weights))
       y_XD = apply(*tokens, weights, sink)
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
@@ -144,6 +170,6 @@ def experts(
     on_each_device,
     in_specs=(batch, batch, batch, split),
     out_specs=batch,
-    check=expert_products.choose(implementation) not in expert_products.PALLAS,
+    check=choose(implementation) is not apply_megablox,
   )
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, weights)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-NO_ROUTE = -1
+NO_EXPERT = -1
 
 Array = jax.Array | np.ndarray
 
@@ -76,5 +76,5 @@ def by_row(routing_lBTk: jax.Array, valid_BT: jax.Array | None, num_experts: int
   """[l,B,T,k] to [B,T,l,k] in the storage type, -1 where `valid_BT` is 0."""
   routing_BTlk = jnp.moveaxis(routing_lBTk, 0, 2)
   if valid_BT is not None:
-    routing_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], routing_BTlk, NO_ROUTE)
+    routing_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], routing_BTlk, NO_EXPERT)
   return routing_BTlk.astype(storage_dtype(num_experts))

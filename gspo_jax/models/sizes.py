@@ -14,9 +14,13 @@ class Kind(NamedTuple):
   local: bool  # attention with a sliding window
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Hyper-parameters of a Transformer. Field names follow Hugging Face's config.json."""
+  """Hyper-parameters of a Transformer. Field names follow Hugging Face's config.json.
+
+  The defaults, for code only, are those of a dense model with full attention; a configuration has
+  every key.
+  """
 
   family: str  # "qwen3": and Qwen2, Llama | "gemma": Gemma 2 and 3; transformer.FAMILIES
   vocab_size: PositiveInt
@@ -26,24 +30,24 @@ class ModelConfig:
   num_kv_heads: PositiveInt
   head_dim: Annotated[int, Range(2)]
   intermediate_size: PositiveInt  # of dense layers
-  num_experts: NonNegativeInt  # 0: every layer is dense
-  experts_per_token: NonNegativeInt
-  moe_intermediate_size: NonNegativeInt  # of one expert
-  norm_topk_prob: bool  # gate weights of the chosen experts sum to 1
-  decoder_sparse_step: PositiveInt  # every n-th layer is a MoE layer
-  mlp_only_layers: tuple[NonNegativeInt, ...]  # dense whatever decoder_sparse_step says
+  num_experts: NonNegativeInt = 0  # 0: every layer is dense
+  experts_per_token: NonNegativeInt = 0
+  moe_intermediate_size: NonNegativeInt = 0  # of one expert
+  norm_topk_prob: bool = True  # gate weights of the chosen experts sum to 1
+  decoder_sparse_step: PositiveInt = 1  # every n-th layer is a MoE layer
+  mlp_only_layers: tuple[NonNegativeInt, ...] = ()  # dense whatever decoder_sparse_step says
   rope_theta: PositiveFloat
   rms_norm_eps: NonNegativeFloat
   qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
-  attention_bias: bool  # biases on the q, k and v projections (Qwen2)
-  tie_word_embeddings: bool
+  attention_bias: bool = False  # biases on the q, k and v projections (Qwen2)
+  tie_word_embeddings: bool = False
   max_position_embeddings: PositiveInt
-  query_pre_attn_scalar: NonNegativeInt  # scores are q kᵀ over its root; 0: head_dim
-  attn_logit_softcapping: NonNegativeFloat  # soft bound c · tanh(x / c) on scores; 0: none
-  final_logit_softcapping: NonNegativeFloat  # the same on logits
-  sliding_window: NonNegativeInt  # positions that a local layer's token sees, with itself; 0: all
-  sliding_window_pattern: PositiveInt  # every n-th layer is global, the others local
-  local_rope_theta: PositiveFloat  # rope_theta of local layers
+  query_pre_attn_scalar: NonNegativeInt = 0  # scores are q kᵀ over its root; 0: head_dim
+  attn_logit_softcapping: NonNegativeFloat = 0.0  # soft bound c · tanh(x / c) on scores; 0: none
+  final_logit_softcapping: NonNegativeFloat = 0.0  # the same on logits
+  sliding_window: NonNegativeInt = 0  # positions a local layer's token sees, with itself; 0: all
+  sliding_window_pattern: PositiveInt = 1  # every n-th layer is global, the others local
+  local_rope_theta: PositiveFloat = 1e4  # rope_theta of local layers
 
   def __post_init__(self):
     ranges.check(self, "model")
@@ -113,24 +117,10 @@ def _qwen3(**sizes) -> ModelConfig:
     family="qwen3",
     vocab_size=151_936,
     head_dim=128,
-    num_experts=0,
-    experts_per_token=0,
-    moe_intermediate_size=0,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=(),
     rope_theta=1e6,
     rms_norm_eps=1e-6,
     qk_norm=True,
-    attention_bias=False,
-    tie_word_embeddings=False,
     max_position_embeddings=32_768,
-    query_pre_attn_scalar=0,
-    attn_logit_softcapping=0.0,
-    final_logit_softcapping=0.0,
-    sliding_window=0,
-    sliding_window_pattern=1,
-    local_rope_theta=1e4,
   )
   return ModelConfig(**(shared | sizes))
 

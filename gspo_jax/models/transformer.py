@@ -17,6 +17,7 @@ from gspo_jax import sharding
 from gspo_jax.models import attention, gemma, head, layers, moe, qwen3, weights
 from gspo_jax.models.attention import Tree
 from gspo_jax.models.cache import Cache
+from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
 from gspo_jax.models.moe import ExpertWeights, RouterStats
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.models.weights import Params
@@ -220,27 +221,6 @@ def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, *
   block = layers.gather(kind.block_table(config, is_moe, 1), block, x_BTD.dtype)
   x_BTD, kv, chosen, stats = kind.layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (chosen, stats)
-
-
-def head_logits(
-  params: Params, config: ModelConfig, hidden_BTD: jax.Array, compute: ComputeConfig = REFERENCE
-) -> jax.Array:
-  """float32 logits [B, T, V], split over V; call it for a few time steps at once."""
-  return head.head_logits(params, hidden_BTD, compute, config.final_logit_softcapping)
-
-
-def token_logp(
-  params: Params,
-  config: ModelConfig,
-  hidden_BTD: jax.Array,
-  targets_BT: jax.Array,
-  *,
-  temperature: float = 1.0,
-  compute: ComputeConfig = REFERENCE,
-) -> tuple[jax.Array, jax.Array]:
-  """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T]."""
-  options = dict(temperature=temperature, compute=compute, cap=config.final_logit_softcapping)
-  return head.token_logp(params, hidden_BTD, targets_BT, **options)
 
 
 def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:

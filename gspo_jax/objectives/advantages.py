@@ -17,8 +17,8 @@ def group_advantages(reward_PG, normalize="std", epsilon=1e-6, *, valid_PG=None)
   `normalize`: "std", by the sample standard deviation (ddof 1); "none", r_i − mean{r} alone
   (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO).
 
-  A member that is not valid is in no mean and gets 0, whatever its reward. A group without spread,
-  or with one valid member, gets 0.
+  A member that is not valid is in no mean and gets 0, whatever its reward. A group of equal
+  rewards, or with one valid member, gets 0.
 
   Reference: arXiv:2507.18071, Eq. 6, which does not say which standard deviation it means and has
   no ε; arXiv:2503.20783; arXiv:2402.14740.
@@ -48,9 +48,9 @@ def constrained_advantages(
 ) -> Array:
   """Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k), with Z the standardisation within the group.
 
-  Advantages are combined, not rewards: in a sum of rewards each counts by its spread in the group,
-  σ_j/σ, beside its weight. `rewards` and `costs` are sequences of [P,G], `reward_weights` and
-  `multipliers` (the Lagrange multipliers λ_k ≥ 0) numbers, as many of each.
+  Advantages are combined, not rewards: in a sum of rewards each counts by its deviation in the
+  group, σ_j/σ, beside its weight. `rewards` and `costs` are sequences of [P,G], `reward_weights`
+  and `multipliers` (the Lagrange multipliers λ_k ≥ 0) numbers, as many of each.
 
   Shapes: [P,G] × (J + K), [J], [K] -> [P,G].
   Reference: arXiv:2602.05863 (constrained GRPO), where J is 1 and w_1 the reward's multiplier.

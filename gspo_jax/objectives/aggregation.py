@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
     largest_BU = unit_max(jnp.where(self.mask_BT, x_BX, -jnp.inf), self.response_BT)
     largest_BU = jnp.where(self.length_BU > 0, largest_BU, 0)
     # The sum of the distances is exactly 0 where a sum of equal numbers would have been rounded.
-    return largest_BU + self.means(x_BX - spread(largest_BU, self.response_BT))
+    return largest_BU + self.means(x_BX - at_tokens(largest_BU, self.response_BT))
 
   def number(self) -> Array:
     return self.length_BU.sum()
@@ -87,6 +87,6 @@ def unit_max(x_BT: Array, id_BT: Array | None) -> Array:
   return jax.vmap(lambda x, i: jax.ops.segment_max(x, i, x.shape[0]))(x_BT, id_BT)
 
 
-def spread(x_BU: Array, id_BT: Array | None) -> Array:
+def at_tokens(x_BU: Array, id_BT: Array | None) -> Array:
   """Repeats what belongs to a unit at each of its tokens: [B, T], or [B, 1] where U is 1."""
   return x_BU if id_BT is None else jax.vmap(lambda x, i: x[i])(x_BU, id_BT)

@@ -11,7 +11,7 @@ from jax.lax import stop_gradient
 from jax.nn import logsumexp
 
 from gspo_jax.objectives import aggregation, checks, ratios
-from gspo_jax.objectives.aggregation import Tokens, spread
+from gspo_jax.objectives.aggregation import Tokens, at_tokens
 from gspo_jax.objectives.reductions import EffectiveSize, Max, Mean, Metrics, reduced
 
 
@@ -62,7 +62,7 @@ def off_policy_mask(
   """
   log_ratio_BT, tokens = _difference(logp_BT, "old_logp_BT", old_logp_BT, mask_BT, response_BT)
   advantage_BX = checks.constant(advantage, "advantage", tokens.mask_BT, log_ratio_BT.dtype)
-  drift_BX = spread(-tokens.means(log_ratio_BT), tokens.response_BT)
+  drift_BX = at_tokens(-tokens.means(log_ratio_BT), tokens.response_BT)
   drop_BX = (advantage_BX < 0) & (drift_BX > threshold)
   weight_BX = 1 - drop_BX.astype(log_ratio_BT.dtype)
   return weight_BX[:, 0] if jnp.ndim(advantage) == 1 and response_BT is None else weight_BX
@@ -126,7 +126,7 @@ def _shaped(weight: Array, tokens: Tokens, level: str) -> Array:
     return weight
   if tokens.response_BT is None:
     return weight[:, 0]
-  return jnp.where(tokens.mask_BT, spread(weight, tokens.response_BT), 0)
+  return jnp.where(tokens.mask_BT, at_tokens(weight, tokens.response_BT), 0)
 
 
 def _difference(logp_BT, name, other_logp_BT, mask_BT, response_BT) -> tuple[Array, Tokens]:

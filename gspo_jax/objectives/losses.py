@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks, ratios, terms
-from gspo_jax.objectives.aggregation import aggregate_tokens, spread
+from gspo_jax.objectives.aggregation import aggregate_tokens, at_tokens
 from gspo_jax.objectives.reductions import Mean
 from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Options, Sums, policy_loss
 
@@ -57,10 +57,8 @@ def gspo_loss(
   loss = jnp.where(length_BU > 0, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
     loss += tokens.means(batch.penalty_BT).sum()
-  counts_BU = jax.tree.map(lambda flag_BU: flag_BU * length_BU, clipped_BU)
-  metrics = batch.metrics | terms.clip_metrics(counts_BU, tokens)
-  metrics |= terms.ratio_metrics(log_ratio_BU, length_BU > 0)
-  clipped_BX = jax.tree.map(lambda flag_BU: spread(flag_BU, tokens.response_BT), clipped_BU)
+  clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
+  metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
   return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BX, tokens)
 
 
@@ -255,8 +253,7 @@ def _token_loss(batch, clip_low, clip_high, dual_clip):
     clip_high,
     dual_clip,
   )
-  metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
-  metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, batch.tokens), batch.tokens)
+  metrics = terms.update_metrics(batch, batch.log_ratio_BT, batch.tokens.mask_BT, clipped_BT)
   loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
   return loss_BT, metrics, terms.either(clipped_BT, batch.tokens)
 
@@ -268,8 +265,8 @@ def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_expo
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, mask_BT, segment_BT, length_exponent
   )
-  log_ratio_BX = spread(log_ratio_BU, segment_BT)
-  length_BX = jnp.maximum(spread(length_BU, segment_BT), 1)
+  log_ratio_BX = at_tokens(log_ratio_BU, segment_BT)
+  length_BX = jnp.maximum(at_tokens(length_BU, segment_BT), 1)
   ratio_BT, clipped_BX = terms.clip(
     ratios.detached_ratio(log_ratio_BX, ratios.scale(length_BX, length_exponent), batch.logp_BT),
     log_ratio_BX,
@@ -278,7 +275,6 @@ def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_expo
     clip_high,
     dual_clip,
   )
-  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, length_BU > 0)
-  metrics |= terms.clip_metrics(terms.token_counts(clipped_BX, batch.tokens), batch.tokens)
+  metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
   loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
   return loss_BT, length_BX, metrics, terms.either(clipped_BX, batch.tokens)

@@ -52,8 +52,7 @@ def cispo_loss(
     ratio_BT = jnp.where(low_BT, 1 - clip_low, ratio_BT)
   objective_BT = ratios.finite(ratio_BT * batch.advantage_BX) * ratios.difference(batch.logp_BT, 0)
   clipped_BT = Clipped(high_BT, low_BT, None)
-  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BT, batch.tokens.mask_BT)
-  metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, batch.tokens), batch.tokens)
+  metrics = terms.update_metrics(batch, log_ratio_BT, batch.tokens.mask_BT, clipped_BT)
   total = aggregate_tokens(terms.token_loss(batch, objective_BT), batch.tokens, "token")
   return total, metrics, terms.either(clipped_BT, batch.tokens)
 
@@ -96,8 +95,7 @@ def gmpo_loss(
   loss = jnp.where(live_BU, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
     loss += tokens.means(batch.penalty_BT).sum()
-  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, live_BU)
-  metrics |= terms.clip_metrics(terms.token_counts(clipped_BT, tokens), tokens)
+  metrics = terms.update_metrics(batch, log_ratio_BU, live_BU, clipped_BT)
   return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BT, tokens)
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks
-from gspo_jax.objectives.aggregation import spread, unit_sum
+from gspo_jax.objectives.aggregation import at_tokens, unit_sum
 
 # No log-probability is as large as this: only garbage is cut. It keeps the sums over a batch, and
 # the squares, of whatever finite numbers come in finite in float32.
@@ -119,6 +119,6 @@ def _log_ratio(logp_BT, old_logp_BT, mask_BT) -> tuple[Array, Array, Array]:
 
 def _detached(logp_BT, log_ratio_BT, mask_BT, id_BT, length_exponent) -> Array:
   log_ratio_BU, length_BU = unit_log_ratio(log_ratio_BT, mask_BT, id_BT, length_exponent)
-  scale_BX = scale(spread(length_BU, id_BT), length_exponent)
-  ratio_BT = detached_ratio(spread(log_ratio_BU, id_BT), scale_BX, logp_BT)
+  scale_BX = scale(at_tokens(length_BU, id_BT), length_exponent)
+  ratio_BT = detached_ratio(at_tokens(log_ratio_BU, id_BT), scale_BX, logp_BT)
   return jnp.where(mask_BT, ratio_BT, 1)

@@ -21,20 +21,37 @@ from jax import Array
 from jax.nn import logsumexp
 
 
+class _Over(NamedTuple):
+  """How a field of a reduction is reduced: of two values, of an array's axis, of a mapped axis."""
+
+  both: Callable  # (x, y)
+  axis: Callable  # (x, axis)
+  devices: Callable  # (x, axis name)
+
+
+def _log_psum(log_x: Array, axis_name) -> Array:
+  largest = jax.lax.pmax(log_x, axis_name)
+  largest = jnp.where(largest == -jnp.inf, 0, largest)
+  return largest + jnp.log(jax.lax.psum(jnp.exp(log_x - largest), axis_name))
+
+
+_SUM = _Over(jnp.add, jnp.sum, jax.lax.psum)
+_MAX = _Over(jnp.maximum, jnp.max, jax.lax.pmax)
+_MIN = _Over(jnp.minimum, jnp.min, jax.lax.pmin)
+_LOG_SUM = _Over(jnp.logaddexp, logsumexp, _log_psum)
+_LAST = _Over(
+  lambda _, y: y,
+  lambda x, axis: jax.lax.index_in_dim(x, -1, axis, keepdims=False),
+  lambda x, _: x,  # all devices know the same
+)
+
+
 class Mean(NamedTuple):
   """numerator / denominator, and 0 where there was nothing to average."""
 
   numerator: Array
   denominator: Array
-
-  def merge(self, other: "Mean") -> "Mean":
-    return Mean(self.numerator + other.numerator, self.denominator + other.denominator)
-
-  def psum(self, axis_name) -> "Mean":
-    return jax.lax.psum(self, axis_name)
-
-  def collapse(self, axis: int = 0) -> "Mean":
-    return Mean(self.numerator.sum(axis), self.denominator.sum(axis))
+  over = (_SUM, _SUM)
 
   def compute(self) -> Array:
     return _divide(self.numerator, self.denominator)
@@ -44,15 +61,7 @@ class Max(NamedTuple):
   """The largest value; -inf is the largest of none and is reported as 0."""
 
   value: Array
-
-  def merge(self, other: "Max") -> "Max":
-    return Max(jnp.maximum(self.value, other.value))
-
-  def psum(self, axis_name) -> "Max":
-    return Max(jax.lax.pmax(self.value, axis_name))
-
-  def collapse(self, axis: int = 0) -> "Max":
-    return Max(self.value.max(axis))
+  over = (_MAX,)
 
   def compute(self) -> Array:
     return jnp.where(self.value == -jnp.inf, 0, self.value)
@@ -62,33 +71,17 @@ class Min(NamedTuple):
   """The smallest value; +inf is the smallest of none and is reported as 0."""
 
   value: Array
-
-  def merge(self, other: "Min") -> "Min":
-    return Min(jnp.minimum(self.value, other.value))
-
-  def psum(self, axis_name) -> "Min":
-    return Min(jax.lax.pmin(self.value, axis_name))
-
-  def collapse(self, axis: int = 0) -> "Min":
-    return Min(self.value.min(axis))
+  over = (_MIN,)
 
   def compute(self) -> Array:
     return jnp.where(self.value == jnp.inf, 0, self.value)
 
 
 class Last(NamedTuple):
-  """The latest value; all devices know the same."""
+  """The latest value."""
 
   value: Array
-
-  def merge(self, other: "Last") -> "Last":
-    return other
-
-  def psum(self, axis_name) -> "Last":
-    return self
-
-  def collapse(self, axis: int = 0) -> "Last":
-    return Last(jax.lax.index_in_dim(self.value, -1, axis, keepdims=False))
+  over = (_LAST,)
 
   def compute(self) -> Array:
     return self.value
@@ -97,21 +90,13 @@ class Last(NamedTuple):
 class Std(NamedTuple):
   """√(Σwx²/Σw − (Σwx/Σw)²). Give x as the distance from a value that it stays near: for ratios, 1.
 
-  (In float32 the squares of ratios like 1.0003 have no digits left for their spread.)
+  (In float32 the squares of ratios like 1.0003 have no digits left for how much they differ.)
   """
 
   weight: Array
   first: Array
   second: Array
-
-  def merge(self, other: "Std") -> "Std":
-    return Std(*(a + b for a, b in zip(self, other)))
-
-  def psum(self, axis_name) -> "Std":
-    return jax.lax.psum(self, axis_name)
-
-  def collapse(self, axis: int = 0) -> "Std":
-    return Std(*(moment.sum(axis) for moment in self))
+  over = (_SUM, _SUM, _SUM)
 
   def compute(self) -> Array:
     mean, square = _divide(self.first, self.weight), _divide(self.second, self.weight)
@@ -127,25 +112,7 @@ class EffectiveSize(NamedTuple):
   number: Array
   log_first: Array
   log_second: Array
-
-  def merge(self, other: "EffectiveSize") -> "EffectiveSize":
-    return EffectiveSize(
-      self.number + other.number,
-      jnp.logaddexp(self.log_first, other.log_first),
-      jnp.logaddexp(self.log_second, other.log_second),
-    )
-
-  def psum(self, axis_name) -> "EffectiveSize":
-    return EffectiveSize(
-      jax.lax.psum(self.number, axis_name),
-      _log_psum(self.log_first, axis_name),
-      _log_psum(self.log_second, axis_name),
-    )
-
-  def collapse(self, axis: int = 0) -> "EffectiveSize":
-    return EffectiveSize(
-      self.number.sum(axis), logsumexp(self.log_first, axis), logsumexp(self.log_second, axis)
-    )
+  over = (_SUM, _LOG_SUM, _LOG_SUM)
 
   def compute(self) -> Array:
     return _divide(jnp.exp(2 * self.log_first - self.log_second), self.number)
@@ -157,17 +124,17 @@ Metrics = dict[str, Reduction]
 
 def merge(tree, other):
   """Two trees of reductions, for example of two micro-batches, as one."""
-  return jax.tree.map(lambda a, b: a.merge(b), tree, other, is_leaf=_is_reduction)
+  return _field_by_field(lambda over, x, y: over.both(x, y), tree, other)
 
 
 def psum(tree, axis_name):
   """The reductions of all devices along a mapped axis as one."""
-  return jax.tree.map(lambda a: a.psum(axis_name), tree, is_leaf=_is_reduction)
+  return _field_by_field(lambda over, x: over.devices(x, axis_name), tree)
 
 
 def collapse(tree, axis: int = 0):
   """Reductions stacked by `lax.scan` or `vmap` as one."""
-  return jax.tree.map(lambda a: a.collapse(axis), tree, is_leaf=_is_reduction)
+  return _field_by_field(lambda over, x: over.axis(x, axis), tree)
 
 
 def compute(tree):
@@ -190,10 +157,11 @@ def _is_reduction(x) -> bool:
   return isinstance(x, Reduction)
 
 
-def _log_psum(log_x: Array, axis_name) -> Array:
-  largest = jax.lax.pmax(log_x, axis_name)
-  largest = jnp.where(largest == -jnp.inf, 0, largest)
-  return largest + jnp.log(jax.lax.psum(jnp.exp(log_x - largest), axis_name))
+def _field_by_field(reduce: Callable, *trees):
+  def one(*reductions):
+    return type(reductions[0])(*map(reduce, reductions[0].over, *reductions))
+
+  return jax.tree.map(one, *trees, is_leaf=_is_reduction)
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypedDict, get_args
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
@@ -89,7 +88,7 @@ class Batch(NamedTuple):
 
 
 class Clipped(NamedTuple):
-  """Flags where the upper, lower or dual bound took the ratio's place; or counts of such tokens."""
+  """Flags where the upper, lower or dual bound took the ratio's place."""
 
   high: Array
   low: Array
@@ -155,21 +154,21 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
   return functools.reduce(jnp.logical_or, flags) & tokens.mask_BT
 
 
-def token_counts(clipped_BX: Clipped, tokens: Tokens) -> Clipped:
-  """Counts the clipped tokens of each response, [B, U], from flags of tokens."""
-  dtype = tokens.length_BU.dtype
-  return jax.tree.map(lambda flag_BX: tokens.sums(flag_BX.astype(dtype)), clipped_BX)
+def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
+  """Metrics of a clipped objective: of its ratios where they are `live`, and what is clipped."""
+  clipped = clip_metrics(clipped_BX, batch.tokens)
+  return batch.metrics | ratio_metrics(log_ratio, live) | clipped
 
 
-def clip_metrics(count_BU: Clipped, tokens: Tokens) -> Metrics:
+def clip_metrics(clipped_BX: Clipped, tokens: Tokens) -> Metrics:
   """Clip fractions of tokens, and of responses: each by the share of its tokens that is clipped."""
-  sides = {"": count_BU.high + count_BU.low}
-  sides |= {f"/{side}": count for side, count in count_BU._asdict().items() if count is not None}
+  sides = {"": clipped_BX.high | clipped_BX.low}
+  sides |= {f"/{side}": flag for side, flag in clipped_BX._asdict().items() if flag is not None}
   metrics = {}
-  for side, count_BU in sides.items():
-    share_BU = count_BU / jnp.maximum(tokens.length_BU, 1)
-    metrics[f"clip_fraction/token{side}"] = Mean(count_BU.sum(), tokens.number())
-    metrics[f"clip_fraction/sequence{side}"] = Mean(share_BU.sum(), tokens.responses())
+  for side, flag_BX in sides.items():
+    flag_BX = flag_BX.astype(tokens.length_BU.dtype)
+    metrics[f"clip_fraction/token{side}"] = Mean(tokens.sums(flag_BX).sum(), tokens.number())
+    metrics[f"clip_fraction/sequence{side}"] = Mean(tokens.means(flag_BX).sum(), tokens.responses())
   return metrics
 
 

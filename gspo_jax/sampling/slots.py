@@ -202,7 +202,7 @@ def decode(
   if record_routing and model.num_experts:
     moe_layers = sum(map(model.is_moe, range(model.num_layers)))
     shape = (steps, W, moe_layers, model.experts_per_token)
-    nothing = jnp.full(shape, routing.NO_ROUTE, routing.storage_dtype(model.num_experts))
+    nothing = jnp.full(shape, routing.NO_EXPERT, routing.storage_dtype(model.num_experts))
     out = out.replace(route_nWlk=by_step(nothing))
 
   def going_on(carry):

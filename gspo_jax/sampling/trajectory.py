@@ -212,7 +212,7 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
     # The last token of a trajectory was never fed to the sampler: no experts were chosen for it,
     # and none are needed, since nothing is predicted from it.
     first = trajectories[0].routing
-    routed = np.full((B, length, *first.shape[1:]), routing.NO_ROUTE, first.dtype)
+    routed = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
   for row, one in enumerate(trajectories):
     prompts[row], ends[row] = start, end = len(one.prompt), len(one.prompt) + len(one.tokens)

@@ -100,7 +100,7 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
   routes, expected_routes = (np.asarray(x["routing_BTlk"]) for x in (found, expected))
   np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
-  assert (routes[~read_BT] == routing.NO_ROUTE).all()
+  assert (routes[~read_BT] == routing.NO_EXPERT).all()
 
 
 def test_the_model_reads_every_prompt_once():

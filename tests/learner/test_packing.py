@@ -165,7 +165,7 @@ def test_at_heavy_tailed_lengths_a_tenth_is_padding(shards, seed):
   rng = np.random.default_rng(seed)
   length_B = np.clip(rng.lognormal(np.log(size / 9), 1.0, responses), 8, size).astype(int)
   assert 0.13 < length_B.mean() / size < 0.19 and length_B.max() > 0.9 * size
-  order_B = packing.spread(length_B, shards)
+  order_B = packing.balanced_order(length_B, shards)
   rows = [packing.first_fit(x, size)[0].max() + 1 for x in np.split(length_B[order_B], shards)]
   per_device = R // shards
   positions = math.ceil(max(rows) / per_device) * R * size

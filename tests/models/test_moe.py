@@ -10,7 +10,7 @@ import pytest
 from support.small_models import SMALLER_MOE
 
 from gspo_jax import sharding
-from gspo_jax.models import expert_blocks, expert_groups, expert_products, moe, transformer
+from gspo_jax.models import expert_blocks, expert_groups, moe, transformer
 
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
 
@@ -49,11 +49,11 @@ def scalar(f, index):
   )
 
 
-@pytest.mark.parametrize("name", expert_products.FORMS)
+@pytest.mark.parametrize("name", moe.FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradient_equal_the_plain_sum(name, case):
   x, gate, index, w = inputs(expert=CASES[case])
-  form = expert_products.FORMS[name]
+  form = moe.FORMS[name]
 
   def apply(x, gate, index, w):  # the gradient of the weights goes to the last argument
     return form(x, gate, index, jax.lax.stop_gradient(w), w)
@@ -62,7 +62,7 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
   chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", expert_products.FORMS)
+@pytest.mark.parametrize("name", moe.FORMS)
 @pytest.mark.parametrize("case", ["mixed", "all_to_one"])
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
@@ -89,17 +89,17 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
   x, gate, index, w = inputs(tokens=256)
   assert expert_groups._pieces(index, 8)[1] == 128
-  got = scalar(lambda *a: expert_products.FORMS[name](*a, a[-1]), index)(x, gate, w)
+  got = scalar(lambda *a: moe.FORMS[name](*a, a[-1]), index)(x, gate, w)
   np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
 
 
 def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   def chosen(share):
-    return expert_products.choose("auto", share)
+    return moe.choose("auto", share)
 
-  assert chosen(expert_products.FEW) is expert_blocks.apply_batched
-  assert chosen(expert_products.FEW + 1) is expert_blocks.apply_blocks
-  assert expert_products.choose("batched", 1000) is expert_blocks.apply_batched
+  assert chosen(moe.FEW) is expert_blocks.apply_batched
+  assert chosen(moe.FEW + 1) is expert_blocks.apply_blocks
+  assert moe.choose("batched", 1000) is expert_blocks.apply_batched
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
   assert chosen(1) is chosen(1000) is expert_groups.apply_megablox
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")

@@ -240,15 +240,15 @@ def test_clip_fractions_of_token_losses():
 
 
 def test_reductions():
-  mean = O.Mean(jnp.float32(1), jnp.float32(2)).merge(O.Mean(jnp.float32(5), jnp.float32(1)))
+  mean = O.merge(O.Mean(jnp.float32(1), jnp.float32(2)), O.Mean(jnp.float32(5), jnp.float32(1)))
   assert mean.compute() == 2  # not (0.5 + 5) / 2
   assert O.Mean(jnp.float32(0), jnp.float32(0)).compute() == 0
-  assert O.Max(jnp.float32(-1)).merge(O.Max(jnp.float32(-jnp.inf))).compute() == -1
-  assert O.Min(jnp.float32(3)).merge(O.Min(jnp.float32(jnp.inf))).compute() == 3
-  assert O.Last(jnp.int32(3)).merge(O.Last(jnp.int32(2))).compute() == 2
-  assert O.Last(jnp.array([[3, 4], [5, 1]])).collapse().compute().tolist() == [5, 1]
+  assert O.merge(O.Max(jnp.float32(-1)), O.Max(jnp.float32(-jnp.inf))).compute() == -1
+  assert O.merge(O.Min(jnp.float32(3)), O.Min(jnp.float32(jnp.inf))).compute() == 3
+  assert O.merge(O.Last(jnp.int32(3)), O.Last(jnp.int32(2))).compute() == 2
+  assert O.collapse(O.Last(jnp.array([[3, 4], [5, 1]]))).compute().tolist() == [5, 1]
   x = np.random.default_rng(0).normal(size=(4, 10)).astype(np.float32)
   stacked = O.Std(jnp.full(4, 10.0), jnp.asarray(x.sum(1)), jnp.asarray((x**2).sum(1)))
-  np.testing.assert_allclose(stacked.collapse().compute(), x.std(), rtol=1e-6)
+  np.testing.assert_allclose(O.collapse(stacked).compute(), x.std(), rtol=1e-6)
   grad = jax.grad(lambda n: O.Mean(n, jnp.float32(0)).compute())(1.0)
   assert grad == 0

@@ -38,7 +38,8 @@ def test_nothing_but_jax_is_imported():
         assert ours or root == "jax" or root in sys.stdlib_module_names, (path.name, name)
 
 
-def test_every_name_is_public_once_and_documented():
-  assert sorted(O.__all__) == O.__all__
-  for name in O.__all__:
-    assert getattr(O, name).__doc__, name
+def test_every_public_name_is_documented():
+  public = [x for x in vars(O).values() if getattr(x, "__module__", "").startswith(O.__name__)]
+  assert len(public) > 30
+  for one in public:
+    assert one.__doc__, one.__name__

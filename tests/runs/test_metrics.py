@@ -56,15 +56,6 @@ def test_compute_fetches_everything_at_once(monkeypatch):
   assert len(with_device_values) == 1
 
 
-def test_deferred_hands_over_the_step_before():
-  late = metrics.Deferred()
-  assert late.flush() is None
-  assert late.push(rl_row(1, loss=mean(3, 2))) is None
-  assert late.push(rl_row(2, loss=mean(5, 2))) == rl_row(1, loss=1.5)
-  assert late.flush() == rl_row(2, loss=2.5)
-  assert late.flush() is None
-
-
 # --- the run's directory
 
 

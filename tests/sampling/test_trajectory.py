@@ -96,7 +96,7 @@ def test_routes_are_on_record_for_every_token_that_was_fed():
   taken = forward(PARAMS, MOE, out.tokens).routing_lBTk
   taken_BLlk = np.moveaxis(np.asarray(taken), 0, 2)
   for row, end in enumerate(out.ends):
-    assert (out.routing[row, end - 1 :] == routing.NO_ROUTE).all()
+    assert (out.routing[row, end - 1 :] == routing.NO_EXPERT).all()
     np.testing.assert_array_equal(out.routing[row, : end - 1], taken_BLlk[row, : end - 1])
 
 

@@ -2,5 +2,3 @@
 
 from gspo_jax.models.hf.config import CheckpointError, load_config
 from gspo_jax.models.hf.convert import load, save
-
-__all__ = ["CheckpointError", "load", "load_config", "save"]

@@ -32,27 +32,9 @@ _GEMMA_FIELDS = dict(
   sliding_window=("sliding_window", int),
   sliding_window_pattern=("sliding_window_pattern", int),
 )
-_DENSE = dict(
-  num_experts=0,
-  experts_per_token=0,
-  moe_intermediate_size=0,
-  norm_topk_prob=True,
-  decoder_sparse_step=1,
-  mlp_only_layers=(),
-)
-_WHOLE = dict(  # attention to everything before
-  query_pre_attn_scalar=0,
-  attn_logit_softcapping=0.0,
-  final_logit_softcapping=0.0,
-  sliding_window=0,
-  sliding_window_pattern=1,
-  local_rope_theta=1e4,
-)
 _GEMMA_DEFAULTS = dict(
   tie_word_embeddings=True, attn_logit_softcapping=0.0, final_logit_softcapping=0.0
 )
-_QWEN3 = dict(family="qwen3", qk_norm=True, attention_bias=False) | _WHOLE
-_GEMMA = dict(family="gemma", qk_norm=True, attention_bias=False) | _DENSE
 _SILU, _GELU = "silu", "gelu_pytorch_tanh"
 _NO_BIAS = dict(attention_bias=False)
 
@@ -63,7 +45,7 @@ class Architecture:
 
   name: str
   fields: Mapping[str, tuple[str, type]]
-  implied: Mapping[str, Any]  # ModelConfig fields without a key
+  implied: Mapping[str, Any]  # ModelConfig fields without a key, where not the default
   fixed: Mapping[str, Any]  # keys of which one value is supported
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of keys left out
 
@@ -72,26 +54,26 @@ ARCHITECTURES = {  # by model_type
   "qwen3_moe": Architecture(
     "Qwen3MoeForCausalLM",
     _FIELDS | _MOE_FIELDS,
-    implied=_QWEN3,
+    implied=dict(family="qwen3", qk_norm=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
   ),
   "qwen3": Architecture(
     "Qwen3ForCausalLM",
     _FIELDS,
-    implied=_QWEN3 | _DENSE,
+    implied=dict(family="qwen3", qk_norm=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
     defaults=dict(head_dim=128),
   ),
   "qwen2": Architecture(
     "Qwen2ForCausalLM",
     _FIELDS,
-    implied=_QWEN3 | _DENSE | dict(qk_norm=False, attention_bias=True),
+    implied=dict(family="qwen3", qk_norm=False, attention_bias=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False),
   ),
   "llama": Architecture(
     "LlamaForCausalLM",
     _FIELDS,
-    implied=_QWEN3 | _DENSE | dict(qk_norm=False),
+    implied=dict(family="qwen3", qk_norm=False),
     # A bias would also be on the output projection; Qwen2's are not.
     fixed=dict(hidden_act=_SILU, mlp_bias=False) | _NO_BIAS,
     defaults=dict(rope_theta=1e4),  # Llama 1 and 2 were published without
@@ -99,7 +81,7 @@ ARCHITECTURES = {  # by model_type
   "gemma3_text": Architecture(
     "Gemma3ForCausalLM",
     _FIELDS | _GEMMA_FIELDS | dict(local_rope_theta=("rope_local_base_freq", float)),
-    implied=_GEMMA | dict(attn_logit_softcapping=0.0),
+    implied=dict(family="gemma", qk_norm=True),
     # A bound on scores is read by transformers, and then left out.
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, attn_logit_softcapping=None) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS
@@ -107,8 +89,13 @@ ARCHITECTURES = {  # by model_type
   ),
   "gemma2": Architecture(
     "Gemma2ForCausalLM",
-    _FIELDS | _GEMMA_FIELDS | dict(attn_logit_softcapping=("attn_logit_softcapping", float)),
-    implied=_GEMMA | dict(qk_norm=False),
+    _FIELDS
+    | _GEMMA_FIELDS
+    | dict(
+      attn_logit_softcapping=("attn_logit_softcapping", float),
+      local_rope_theta=("rope_theta", float),
+    ),
+    implied=dict(family="gemma", qk_norm=False),
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS | dict(rope_theta=1e4, sliding_window_pattern=2),
   ),

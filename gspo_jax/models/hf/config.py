@@ -65,7 +65,6 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
 
   values = {field: _take(raw, key, kind) for field, (key, kind) in architecture.fields.items()}
-  values.setdefault("local_rope_theta", values["rope_theta"])
   if "mlp_only_layers" in values:
     values["mlp_only_layers"] = tuple(values["mlp_only_layers"])
   config = ModelConfig(**(values | dict(architecture.implied)))
