@@ -83,8 +83,8 @@ def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
   return {
     "name": run.name,
     "summary": summarize(run),
-    "config": [[key, _text(value)] for key, value in run.flat.items()],
-    "provenance": [[key, _text(value)] for key, value in run.provenance.items()],
+    "config": [[key, as_text(value)] for key, value in run.flat.items()],
+    "provenance": [[key, as_text(value)] for key, value in run.provenance.items()],
     "headline": headline(by_phase, titles),
     "warnings": list(warnings(by_phase)),
     "phases": {
@@ -136,7 +136,7 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
   """The keys whose values are not the same in all runs; a missing one is null."""
   keys = dict.fromkeys(key for run in runs for key in run)
-  values = {key: [_text(run[key]) if key in run else None for run in runs] for key in keys}
+  values = {key: [as_text(run[key]) if key in run else None for run in runs] for key in keys}
   return [{"key": key, "values": each} for key, each in values.items() if len(set(each)) > 1]
 
 
@@ -298,5 +298,6 @@ def _round(value: float | None) -> float | None:
   return float(f"{value:.7g}")
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+  """A text as it is, anything else as JSON."""
   return value if isinstance(value, str) else json.dumps(value)

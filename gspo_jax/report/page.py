@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
-from gspo_jax.runs import metrics
+from gspo_jax.runs import metrics, provenance
 from gspo_jax.runs.files import write_whole
 
 Row = dict[str, Any]
@@ -41,7 +41,10 @@ def write_report(
     raise ValueError(f"{len(folders)} runs are too many for one page: at most {MAX_RUNS}")
   if len(folders) > 1 and output is None:
     raise ValueError("several runs belong to no one's directory: say --output=compare.html")
-  runs = [_read_run(folder, name) for folder, name in zip(folders, unique_names(folders))]
+  runs = [
+    Run(name, metrics.read_rows(folder / "metrics.jsonl"), provenance.begun(folder))
+    for folder, name in zip(folders, unique_names(folders))
+  ]
   rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
   path = Path(output or folders[0] / "report.html")
   write_whole(path, [render(describe(runs), rollouts)])
@@ -61,12 +64,6 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
       count += 1
     names.append("/".join(own[-count:]).replace("//", "/"))
   return names
-
-
-def _read_run(workdir: Path, name: str) -> Run:
-  path = workdir / "config.json"
-  config = json.loads(path.read_text("utf-8")) if path.exists() else {}
-  return Run(name, metrics.read_rows(workdir / "metrics.jsonl"), config)
 
 
 def render(report: Row, rollouts: Row) -> str:

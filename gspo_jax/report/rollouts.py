@@ -1,7 +1,6 @@
 """The responses of a report: grouped by prompt, shortened, with what became of their tokens."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.report.data import as_text
 from gspo_jax.runs import metrics
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
       groups[identity] = {
         "phase": phase, "step": record["step"], "id": str(record["prompt_id"]),
         "eval": bool(record.get("eval")), "prompt": _shorten(_spell(record["prompt"])),
-        "answer": _shorten(_spell(_text(record.get("answer", "")))), "samples": [],
+        "answer": _shorten(_spell(as_text(record.get("answer", "")))), "samples": [],
       }  # fmt: skip
     groups[identity]["samples"].append(record)
   return list(groups.values())
@@ -155,10 +155,6 @@ def _quantize(samples: Iterable[Row]) -> Row:
 
 def _finite(value: float | None) -> bool:
   return value is not None and math.isfinite(value)
-
-
-def _text(value: Any) -> str:
-  return value if isinstance(value, str) else json.dumps(value)
 
 
 def _spell(text: str) -> str:
