@@ -5,28 +5,31 @@ import itertools
 import json
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
+from support.configs import config_of
 from support.sampling import sample
+from support.small_models import MOE, forward, initial, next_logp
 
 from configs import common
-from gspo_jax import config as configuration
-from gspo_jax.collect import Collector, Group
+from gspo_jax.collect import Collector, Group, environment_metrics
 from gspo_jax.data.sources import Prompts
-from gspo_jax.models import transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.rewards import Scores
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import LocalEngine, SingleTurn, Trajectory
+from gspo_jax.sampling import (
+  Driver,
+  LocalEngine,
+  Response,
+  SamplingConfig,
+  SingleTurn,
+  Trajectory,
+  Workload,
+)
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.structs import Prompt
 
-MODEL = dataclasses.replace(
-  tiny_moe(64), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, moe_intermediate_size=16
-)
-PARAMS, OTHER = (transformer.init(MODEL, jax.random.key(i)) for i in range(2))
+PARAMS, OTHER = initial(MOE), initial(MOE, seed=1)
 STOP = (1, 2, 3, 4)
 NEW, G = 24, 3
 ENGINE = dataclasses.replace(DEFAULT, slots=6, steps=2)
@@ -61,16 +64,18 @@ def score(responses, prompts, lengths):
 
 
 def collector(environment=None, extra_rounds=0, routing=False, **changes):
-  values = common.base()
-  values.update(
-    data=dict(max_prompt_tokens=3, query_set=dict(extra_rounds=extra_rounds)),
-    sampling=dict(max_new_tokens=NEW),
-    environment=dict(max_turns=4 if environment else 1),
-    objective=dict(volatility=routing),
-    rl=dict(prompts=4, group_size=G, extra_prompts=4, minibatches=2) | changes,
+  keys = dict(prompts=4, group_size=G, extra_prompts=4, minibatches=2) | changes
+  config = config_of(
+    common.base,
+    data__max_prompt_tokens=3,
+    data__query_set__extra_rounds=extra_rounds,
+    sampling__max_new_tokens=NEW,
+    environment__max_turns=4 if environment else 1,
+    objective__volatility=routing,
+    **{f"rl__{key}": value for key, value in keys.items()},
   )
-  config = dataclasses.replace(configuration.from_dict(values.to_dict()), model=MODEL)
-  engine = LocalEngine(MODEL, ENGINE)
+  config = dataclasses.replace(config, model=MOE)
+  engine = LocalEngine(MOE, ENGINE)
   run = Run(config, None, None, tokenizer(), PROMPTS, score, environment, engine, None, None)
   return Collector(run), engine
 
@@ -99,7 +104,7 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
     prompt, seed = group.prompt, group.trajectories[0].seed
     turns = dict(environments=[make(prompt) for _ in range(G)], max_turns=4) if make else {}
     whole = sample(
-      PARAMS, MODEL, [prompt.tokens], **turns, group_size=G, max_new_tokens=NEW, stop_ids=STOP,
+      PARAMS, MOE, [prompt.tokens], **turns, group_size=G, max_new_tokens=NEW, stop_ids=STOP,
       seed=seed, prompt_length=3, record_routing=True,
     )  # fmt: skip
     for g in range(G):
@@ -128,15 +133,9 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
   out, _ = iterate(5, weights=weights, environment=ENVIRONMENTS[kind])
   both = 0
   for rollout in (one.rollout for one in out):
-    logits = {
-      p: transformer.logits(q, MODEL, rollout.tokens) for p, q in enumerate((OTHER, PARAMS))
-    }
-    logp = {p: np.asarray(jax.nn.log_softmax(x))[:, :-1] for p, x in logits.items()}
-    chosen = {
-      p: np.take_along_axis(x, rollout.tokens[:, 1:, None], 2)[..., 0] for p, x in logp.items()
-    }
+    even, odd = (next_logp(params, MOE, rollout.tokens) for params in (OTHER, PARAMS))
     version = rollout.version[:, 1:]
-    expected = np.where(version % 2, chosen[1], chosen[0])
+    expected = np.where(version % 2, odd, even)
     sampled = rollout.mask[:, 1:] > 0
     np.testing.assert_allclose(rollout.logp[:, 1:][sampled], expected[sampled], atol=1e-4)
     both += sum(len(set((v[v >= 0] % 2).tolist())) == 2 for v in version)
@@ -149,7 +148,7 @@ def test_routing_is_that_of_the_weights_that_fed_a_token_first():
   carried = 0
   for rollout in (one.rollout for one in out):
     taken = [
-      np.moveaxis(np.asarray(transformer.forward(p, MODEL, rollout.tokens).routing_lBTk), 0, 2)
+      np.moveaxis(np.asarray(forward(p, MOE, rollout.tokens).routing_lBTk), 0, 2)
       for p in (OTHER, PARAMS)
     ]
     for row, end in enumerate(rollout.ends):
@@ -201,11 +200,9 @@ def test_the_state_of_a_checkpoint_goes_on_in_the_same_way(kind):
 def test_stop_strings_are_found_where_a_turn_was_put_aside():
   """One that begins before and ends afterwards counts."""
   text = lambda tokens: "".join(chr(48 + token % 10) for token in tokens)  # noqa: E731
-  from gspo_jax.sampling import Driver, SamplingConfig, Workload
-
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, NEW)
   load = Workload(sampling, 3, 6, stop_strings=("12", "345", "07", "88"), partial=True)
-  engine = LocalEngine(MODEL, dataclasses.replace(ENGINE, steps=1), detokenize=text)
+  engine = LocalEngine(MOE, dataclasses.replace(ENGINE, steps=1), detokenize=text)
   engine.load(PARAMS, version=0)
   trajectories = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
   whole = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
@@ -237,6 +234,26 @@ def test_metrics_count_stale_tokens():
   whole, _ = iterate(1, extra_prompts=0)
   assert not any(name.startswith("partial/") for name in whole[0].metrics)
   assert whole[0].tokens == whole[0].rollout.lengths.sum()
+
+
+def test_metrics_count_conversations():
+  def trajectory(turns, asked):
+    one = Trajectory((5, 6), 0, 0, Counting(PROMPTS[0]))
+    for turn in range(turns):
+      response = Response(None, 0, *[np.zeros(4)] * 3, np.zeros(4, np.int32), True, True, None)
+      one.add(response)
+      one.end_turn(0.5)
+      if turn < turns - 1:
+        one.observe([20, 21, 22])
+    one.environment.figures = lambda: dict(tool_use=asked)
+    one.finish(True)
+    return one
+
+  group = Group(None, [trajectory(1, 0), trajectory(3, 1)])
+  row = environment_metrics([group])
+  assert row["environment/tool_use"] == 0.5 and row["environment/correct"] == 1
+  assert row["environment/turns"] == 2
+  assert row["environment/observation_fraction"] == pytest.approx(6 / (6 + 16))
 
 
 ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]

@@ -13,8 +13,9 @@ import typing
 from typing import Annotated, Literal
 
 import pytest
+from support.configs import values_of
 
-from configs import common
+from configs import common, tiny_tools
 from gspo_jax import config as configuration
 from gspo_jax import ranges
 
@@ -43,8 +44,8 @@ KINDS = dict(kinds())
 KEYS = [key for key in KINDS if key]
 
 
-def changed(key, value):
-  result = owner = values()
+def changed(key, value, given=None):
+  result = owner = given or values()
   *path, name = key.split(".")
   for part in path:
     owner = owner[part]
@@ -225,3 +226,24 @@ def test_the_overlong_buffer_is_compared_with_the_length_that_follows():
   given["reward"]["overlong_buffer"] = 11
   with pytest.raises(ValueError, match=r"reward\.overlong_buffer=11.*reward\.overlong_max=10"):
     configuration.from_dict(given)
+
+
+@pytest.mark.parametrize(
+  "key, value, message",
+  [
+    ("environment.max_turns", 0, r"environment\.max_turns=0"),
+    ("environment.max_turn", 1, r"unknown config key environment\.max_turn.*max_turns"),
+    ("reward.overlong_weight", 0.5, r"reward\.overlong_weight=0\.5.*environment\.name"),
+    ("distributed", True, r"environment\.workers=2.*distributed"),
+  ],
+)
+def test_what_does_not_go_with_an_environment(key, value, message):
+  given = values_of(
+    tiny_tools.get_config,
+    reward__overlong_max=36,
+    reward__overlong_buffer=8,
+    environment__workers=2,
+  )
+  assert configuration.from_dict(given).environment.name
+  with pytest.raises(ValueError, match=message):
+    configuration.from_dict(changed(key, value, given))

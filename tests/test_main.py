@@ -1,7 +1,6 @@
 """The command line: a whole run, interrupted and not, and what bad input gets."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -9,10 +8,20 @@ import subprocess
 import sys
 
 import pytest
-from support.command_line import ROOT, SMALL, figures, rows, rows_of, run, run_until
+from support.command_line import (
+  ROOT,
+  SMALL,
+  SMALL_MODEL,
+  figures,
+  modules_in,
+  rows,
+  rows_of,
+  run,
+  run_until,
+)
+from support.configs import config_of
 
 from configs import tiny
-from gspo_jax import config as configuration
 from gspo_jax.run import open_run
 
 
@@ -118,9 +127,9 @@ class Talk:
 
 
 def talking(folder):
-  """The environment variable with which runs find the environment of TOGETHER."""
+  """What a run is started with that finds the environment of TOGETHER."""
   (folder / "talk.py").write_text(TALK)
-  return dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
+  return modules_in(folder)
 
 
 def test_partial_rollouts_go_with_everything_else(tmp_path):
@@ -168,7 +177,7 @@ def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(t
   )
   train = f"data.train={tmp_path}/a.jsonl:0.4,{tmp_path}/b.jsonl:0.6"
   flags = [*SMALL, *QUERY_SET, train]
-  more = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+  more = modules_in(tmp_path)
   run(tmp_path / "whole", *flags, **more)
   run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags, **more)
   run(tmp_path / "killed", *flags, **more)
@@ -178,11 +187,13 @@ def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(t
   assert any(r["dynamic_sampling/rounds"] > 1 for r in rows_of(tmp_path / "whole", "rl")[1:])
 
 
-EVALUATION = """
-  model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
-  model.moe_intermediate_size=16 data.max_prompt_tokens=160 eval.max_new_tokens=4 eval.batch=2
+EVALUATION = (
+  SMALL_MODEL
+  + """
+  data.max_prompt_tokens=160 eval.max_new_tokens=4 eval.batch=2
   reward.workers=1 eval.benchmarks.aime24.samples=4
 """.split()
+)
 
 
 def test_an_evaluation_job_of_several_benchmarks(tmp_path):
@@ -229,7 +240,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   config["provenance"]["versions"]["jax"] = "0.4.1"
   (workdir / "config.json").write_text(json.dumps(config))
   stderr = run(workdir, *SMALL, "profile=3")
-  assert re.search(r"warning: this run was begun with another jax: 0\.4\.1 -> \d", stderr)
+  assert re.search(r"warning: this run was begun with another jax: '0\.4\.1' -> '\d", stderr)
   assert figures(workdir) == figures(finished[0])
 
 
@@ -244,10 +255,9 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
   for name, content in files.items():
     (tmp_path / name).write_bytes(content)
   monkeypatch.setitem(sys.modules, "wandb", None)  # fails where it is imported
-  values = tiny.get_config().to_dict() | dict(wandb="project")
   with (
     pytest.raises(ValueError, match=r"another configuration .*wandb: None -> 'project'"),
-    open_run(configuration.from_dict(values), tmp_path),
+    open_run(config_of(tiny.get_config, wandb="project"), tmp_path),
   ):
     pass
   assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
@@ -281,6 +291,7 @@ REFUSED = {
   "greedy training": ({"sampling.temperature": 0.0}, r"sampling\.temperature=0"),
   "truncated training": ({"sampling.top_k": 5}, r"sampling\.top_k=5"),
   "group of one": ({"rl.group_size": 1}, r"rl\.group_size=1"),
+  "no such environment": ({"environment.name": "talk:Talk"}, r"environment\.name='talk:Talk'"),
   "window beyond the model": ({"sampling.max_new_tokens": 9999}, "max_position_embeddings=2048"),
 }
 
@@ -288,11 +299,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path):
   changes, message = REFUSED[case]
-  values = tiny.get_config()
-  values.update_from_flattened_dict(changes)
   with (
     pytest.raises(ValueError, match=message),
-    open_run(configuration.from_dict(values.to_dict()), tmp_path / "run"),
+    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
   ):
     pass
   assert not (tmp_path / "run").exists()

@@ -14,73 +14,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import chex
 import jax
 import numpy as np
 import optax
 import pytest
-from support.command_line import OF_THE_MACHINE, parameters
-from support.sampling import sample as generate
+from support.command_line import ROOT, command, environment, figures, parameters, run
+from support.sampling import sample
+from support.small_models import SMALLER_MOE, on_host
+from support.small_updates import GSPO, batch_of, learner, scalars
 
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
-from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_moe
 from gspo_jax.runs.preemption import EXIT_CODE
-from gspo_jax.structs import TrainBatch
 
-ROOT = Path(__file__).parents[1]
-MODEL = dataclasses.replace(
-  tiny_moe(32),
-  hidden_size=16,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=2,
-  head_dim=8,
-  moe_intermediate_size=8,
-)
 # data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
 # the processes runs through the first axis that is not 1. (The job below has it through data.)
 MESHES = dict(expert=(1, 1, 4, 2), fsdp=(1, 2, 2, 2))
-GSPO = ObjectiveConfig(
-  name="gspo",
-  clip_low=0.2,
-  clip_high=0.2,
-  advantage="std",
-  old_logp="recompute",
-  kl_coef=0.0,
-  kl="k3",
-  entropy_coef=0.0,
-  load_balance_coef=0.01,
-  replay="R3",
-  volatility=True,
+OBJECTIVE = dataclasses.replace(
+  GSPO, clip_low=0.2, clip_high=0.2, load_balance_coef=0.01, replay="R3"
 )
-LEARNER = train_step.Learner(MODEL, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.01)
+LEARNER = learner(SMALLER_MOE, load_balance_coef=0.01)
 TX = optax.chain(optax.trace(0.9), optax.scale(-0.1))  # a state to lay out; linear in the gradient
 
 
 def sampled(params):
   prompts = [[1 + i, 20 - i, 3][: 1 + i % 3] for i in range(8)]
   options = dict(group_size=2, max_new_tokens=4, stop_ids=(7, 8, 9), prompt_length=3)
-  return generate(params, MODEL, prompts, record_routing=True, **options)
-
-
-def train_batch(rollout):
-  ends_B = rollout.prompt_lengths + rollout.lengths
-  steps = np.arange(rollout.tokens.shape[1])[None]
-  return TrainBatch(
-    tokens_BT=rollout.tokens,
-    segments_BT=(steps < ends_B[:, None]).astype(np.int32),
-    mask_BT=rollout.mask,
-    advantage_B=np.random.default_rng(0).normal(size=len(ends_B)).astype(np.float32),
-    old_logp_BT=rollout.logp,
-    sampler_logp_BT=rollout.logp,
-    sampler_routing_BTlk=rollout.routing,
-  )
+  return sample(params, SMALLER_MOE, prompts, record_routing=True, **options)
 
 
 def work(shape=None):
@@ -94,26 +58,22 @@ def work(shape=None):
 
 def measure(mesh):
   def put(tree, rules):
-    shardings = None if mesh is None else transformer.shardings(MODEL, rules, mesh)
+    shardings = None if mesh is None else transformer.shardings(SMALLER_MOE, rules, mesh)
     return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
-  def weights():
-    return jax.tree.map(np.asarray, transformer.init(MODEL, jax.random.key(0)))
-
   with jax.default_device(jax.local_devices()[0]), jax.set_mesh(None):
-    start = weights()
+    start = on_host(SMALLER_MOE)
   rollout = sampled(put(start, sharding.ROLLOUT))
-  batch = train_batch(rollout)
+  batch = batch_of(rollout)
   if mesh is not None:
     batch = sharding.put_batch(batch, mesh)
   params = put(start, sharding.TRAIN)
-  old = train_step.make_old_policy(LEARNER, GSPO)(params, batch)
+  old = train_step.make_old_policy(LEARNER, OBJECTIVE)(params, batch)
   batch = batch.replace(**old)
   state = new_state(params, TX)
   before = jax.tree.map(jax.typeof, state)
-  state, metrics = train_step.make_rl_step(LEARNER, GSPO, TX)(state, batch)
+  state, metrics = train_step.make_rl_step(LEARNER, OBJECTIVE, TX)(state, batch)
   assert jax.tree.map(jax.typeof, state) == before, "the update changed a sharding"
-  row = {k: np.asarray(v) for k, v in train_step.summarize((metrics,)).items()}
   # The trace after one update is the gradient itself.
   names = ("params", "gradient")
   trees = dict(zip(names, sharding.fetch((state.params, state.opt_state[0].trace))))
@@ -125,7 +85,7 @@ def measure(mesh):
   rest = dict(
     tokens=rollout.tokens, routing=rollout.routing, logp=sharding.fetch(old)["old_logp_BT"]
   )
-  return arrays | rest | {f"metric/{k}": v for k, v in row.items()}
+  return arrays | rest | {f"metric/{k}": v for k, v in scalars(metrics).items()}
 
 
 def free_port():
@@ -134,28 +94,25 @@ def free_port():
     return s.getsockname()[1]
 
 
-def start_two_processes(command, devices):
-  """Starts `command(process)` twice, connected."""
-  shared = dict(
-    JAX_PLATFORMS="cpu",
+def start_two_processes(start, devices):
+  """Starts `start(process)` twice, connected."""
+  shared = environment(
     JAX_NUM_CPU_DEVICES=str(devices),
-    JAX_DISABLE_MOST_OPTIMIZATIONS="true",
     JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port()}",
     JAX_NUM_PROCESSES="2",
-    PYTHONPATH=str(ROOT),
   )
   return [
     subprocess.Popen(
-      command(i), cwd=ROOT, env=os.environ | shared | dict(JAX_PROCESS_ID=str(i)),
+      start(i), cwd=ROOT, env=shared | dict(JAX_PROCESS_ID=str(i)),
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )
     for i in range(2)
   ]  # fmt: skip
 
 
-def on_two_processes(command, devices, timeout=240):
-  """Runs `command(process)` twice at once, connected; returns both outputs."""
-  processes = start_two_processes(command, devices)
+def on_two_processes(start, devices, timeout=240):
+  """Runs `start(process)` twice at once, connected; returns both outputs."""
+  processes = start_two_processes(start, devices)
   try:
     outputs = [p.communicate(timeout=timeout)[0] for p in processes]
   finally:
@@ -211,31 +168,14 @@ JOB = """
 """.split()
 
 
-def job(workdir, *overrides):
-  flags = [f"--config.{flag}" for flag in (*JOB, *overrides)]
-  module = [sys.executable, "-m", "gspo_jax.main", "--config=configs/tiny.py"]
-  return [*module, f"--workdir={workdir}", *flags]
-
-
-def rows(workdir):
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  keep = lambda name: name != "phase" and not name.startswith(OF_THE_MACHINE)  # noqa: E731
-  return [{k: v for k, v in json.loads(line).items() if keep(k)} for line in lines]
+def job(workdir):
+  return command(workdir, *JOB)
 
 
 @pytest.fixture(scope="module")
 def job_on_one_process(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("one")
-  environment = dict(
-    JAX_PLATFORMS="cpu",
-    JAX_NUM_CPU_DEVICES="4",
-    JAX_DISABLE_MOST_OPTIMIZATIONS="true",
-    PYTHONPATH=str(ROOT),
-  )
-  subprocess.run(
-    job(workdir, "distributed=false"), cwd=ROOT, env=os.environ | environment, check=True,
-    capture_output=True, timeout=240,
-  )  # fmt: skip
+  run(workdir, *JOB, "distributed=false", JAX_NUM_CPU_DEVICES="4")
   return workdir
 
 
@@ -250,9 +190,11 @@ def same_rollouts(two, one):
 
 
 def same_run(two, one):
-  assert [r["step"] for r in rows(one)] == [0, 1, 2]
-  assert {"router/volatility/sampler", "minibatch/1/router/volatility/mean"} <= rows(one)[1].keys()
-  for got, expected in zip(rows(two), rows(one), strict=True):
+  assert [r["step"] for r in figures(one)] == [0, 1, 2]
+  assert {"router/volatility/sampler", "minibatch/1/router/volatility/mean"} <= figures(one)[
+    1
+  ].keys()
+  for got, expected in zip(figures(two), figures(one), strict=True):
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
   for name in ("eval_000002.jsonl", "rl_000002.jsonl"):
     same_rollouts(two / "rollouts" / name, one / "rollouts" / name)
@@ -293,7 +235,7 @@ def saved(workdir, step):
 
 def test_a_notice_to_one_process_stops_both_at_the_same_step(job_on_one_process, tmp_path):
   """While they sample for the first iteration: no checkpoint is due there."""
-  begun = lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) > 0  # noqa: E731
+  begun = lambda: (tmp_path / "metrics.jsonl").exists() and len(figures(tmp_path)) > 0  # noqa: E731
   codes, outputs = interrupted(tmp_path, signal.SIGTERM, begun)
   assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(o[-3000:] for o in outputs)
   assert all("the same command continues" in output for output in outputs)

@@ -7,12 +7,11 @@ is the same: the weights (by a checksum), the problems, the verifier and the set
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,9 @@ class Evaluator:
     log = Unfinished(self.directory, key)
     passes = [(b, b.config.samples, c.temperature) for b in self.benchmarks]
     passes += [(b, 1, 0.0) for b in self.benchmarks if c.greedy]
-    with _Bar(sum(len(b.problems) for b, _, _ in passes)) as bar:
-      results = [self._pass(engine, *args, log, bar) for args in passes]
+    total, active = sum(len(b.problems) for b, _, _ in passes), jax.process_index() == 0
+    with Progress("eval", total, delay=5.0, active=active) as progress:
+      results = [self._pass(engine, *args, log, progress) for args in passes]
     for benchmark, sampled in zip(self.benchmarks, results):
       prefix = f"eval/{benchmark.name}/" if benchmark.name else "eval/"
       row |= {prefix + name: value for name, value in summary(benchmark, sampled).items()}
@@ -105,20 +105,20 @@ class Evaluator:
     samples: int,
     temperature: float,
     log: Unfinished,
-    bar: "_Bar",
+    progress: Progress,
   ) -> Row:
     """`samples` responses to each problem, scored: their records, and sums over them."""
     name = f"{benchmark.name}/{'samples' if temperature else 'greedy'}/{samples}"
     chunks = log.find(name)
     done = {index for chunk in chunks for index in chunk["problems"]}
-    bar.advance(len(done))
+    progress.update(progress.step + len(done), {})
     left = [i for i in range(len(benchmark.problems)) if i not in done]
     for indices, responses, seconds in self._sample(engine, benchmark, left, samples, temperature):
       chunk = self._scored(benchmark, indices, responses) | dict(chunk=name, problems=indices)
       chunk["seconds"]["sample"] = seconds
       log.add(chunk)
       chunks.append(chunk)
-      bar.advance(len(indices))
+      progress.update(progress.step + len(indices), {})
 
     by_problem = {
       i: chunk["records"][n * samples :][:samples]
@@ -214,28 +214,3 @@ class Evaluator:
       rows = problem_rows(benchmark, sampled)
       name = f"{benchmark.name or 'eval'}_{step:06d}.jsonl"
       write_whole(self.directory / name, (json.dumps(row) + "\n" for row in rows))
-
-
-class _Bar:
-  """Progress over problems, for evaluations that take longer than a few seconds."""
-
-  PATIENCE_S = 5.0
-
-  def __init__(self, problems: int, progress: Callable[..., Any] = Progress):
-    self._done, self._started = 0, time.monotonic()
-    self._make = functools.partial(progress, "eval", problems)
-    self._progress = None
-
-  def advance(self, problems: int) -> None:
-    self._done += problems
-    if self._progress is None and time.monotonic() - self._started > self.PATIENCE_S:
-      self._progress = self._make(start=self._done - problems)
-    if self._progress is not None and jax.process_index() == 0:
-      self._progress.update(self._done, {})
-
-  def __enter__(self) -> "_Bar":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    if self._progress is not None:
-      self._progress.close()

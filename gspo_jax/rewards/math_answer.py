@@ -64,11 +64,9 @@ class MathVerifier:
     Raises:
       ValueError: if the lengths differ or a gold answer is empty.
     """
-    if len(responses) != len(answers):
-      raise ValueError(f"{len(responses)} responses and {len(answers)} answers")
     if any(not answer.strip() for answer in answers):
       raise ValueError("a gold answer is empty")
-    pairs = [(extract(r), a) for r, a in zip(responses, answers)]
+    pairs = [(extract(r), a) for r, a in zip(responses, answers, strict=True)]
     # Responses to one prompt often agree: each different answer is compared once.
     outcomes = {pair: self._known.get(pair) or quick_judge(*pair) for pair in pairs}
     slow = [pair for pair, outcome in outcomes.items() if outcome is None]
@@ -81,19 +79,11 @@ class MathVerifier:
         outcomes[pair] = self._known[pair] = Outcome(result)
     return [outcomes[pair] for pair in pairs]
 
-  @property
-  def pids(self) -> list[int]:
-    """Process ids of the workers."""
-    return self._pool.pids
-
-  def close(self) -> None:
-    self._pool.close()
-
   def __enter__(self):
     return self
 
   def __exit__(self, *_):
-    self.close()
+    self._pool.close()
 
 
 # Finding the answer. Every pattern is linear in the text: no nested or overlapping repetitions.

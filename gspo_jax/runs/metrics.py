@@ -2,7 +2,7 @@
 
 A metric is a *reduction*, any pytree with `.compute()` (a mean carries its numerator and
 denominator, so merging two of them is never a mean of means), or a plain scalar.
-They stay on the device until the next step has been dispatched (`Deferred`), come over in one
+They stay on the device until the next step has been dispatched (`phase.Phase`), come over in one
 transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
 """
 
@@ -32,28 +32,6 @@ def compute(metrics: Mapping[str, Any]) -> Row:
   # Once more for reductions whose `compute` is written with jnp; a no-op for NumPy values.
   values = jax.device_get({k: v.compute() if _is_reduction(v) else v for k, v in host.items()})
   return {k: v if isinstance(v, str | int) else float(v) for k, v in values.items()}
-
-
-class Deferred:
-  """Holds the metrics of step n on the device until those of step n + 1 are pushed.
-
-  Fetching a value that was just dispatched makes the device wait for the host, so push first
-  after dispatching. Flush before a checkpoint is saved as well: otherwise a run that is killed
-  right after it lacks the row of a step that the checkpoint covers.
-  """
-
-  def __init__(self):
-    self._held: Mapping[str, Any] | None = None
-
-  def push(self, row: Mapping[str, Any]) -> Row | None:
-    """Takes step n + 1 (device values, `phase`, `step`, host floats); returns step n, fetched."""
-    held, self._held = self._held, dict(row)
-    return None if held is None else compute(held)
-
-  def flush(self) -> Row | None:
-    """Returns the row still held, fetched, if there is one."""
-    held, self._held = self._held, None
-    return None if held is None else compute(held)
 
 
 class Stopwatch:

@@ -8,7 +8,7 @@ import jax
 from gspo_jax.runs import preemption
 from gspo_jax.runs.alarms import AlarmConfig, Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.runs.metrics import Deferred, Stopwatch, Writer, compute
+from gspo_jax.runs.metrics import Stopwatch, Writer, compute
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.progress import Progress
 from gspo_jax.structs import TrainState
@@ -46,7 +46,8 @@ class Phase:
     self._name, self._total = name, total
     self._alarm_config, self._alarms = alarms, None
     self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
-    self._deferred, self.stages = Deferred(), Stopwatch()
+    self._held: Row | None = None  # the newest row, on the device
+    self.stages = Stopwatch()
 
   def resume(
     self, like: Callable[[], TrainState], start: Callable[[], TrainState]
@@ -100,27 +101,28 @@ class Phase:
     self._guard.check(dict(phase=self._name) | row, self._state)
 
   def report(self, row: Row) -> None:
-    """Writes the row of the step before, now that the devices are busy with another one."""
-    self._write(self._deferred.push(dict(phase=self._name) | row | self._checkpoints.metrics()))
+    """Writes the row of the step before, now that the devices are busy with another one: they would
+    have to wait for the host if values were fetched that have just been dispatched."""
+    self.flush()
+    self._held = dict(phase=self._name) | row | self._checkpoints.metrics()
 
   def flush(self) -> None:
     """Writes the row that is still held back."""
-    self._write(self._deferred.flush())
-
-  def save(self, row: Row | None = None) -> None:
-    """Saves where the phase stands; `row` has the metric that decides which checkpoint is best."""
-    self.flush()
-    pending = None if self._pending is None else compute(self._pending)
-    host = dict(position=self._position(), pending=pending)
-    self._checkpoints.save(self._step, self._state, host, row)
-
-  def _write(self, row: Row | None) -> None:
-    if row is None:
+    held, self._held = self._held, None
+    if held is None:
       return
+    row = compute(held)
     self._guard.check(row, self._state)
     warnings, begun = self._alarms(row) if self._alarms else ({}, [])
     self._writer.write(row | warnings)
     self._progress.update(row["step"], row, begun)
+
+  def save(self, row: Row | None = None) -> None:
+    """Saves where the phase stands; `row` has the metric that decides which checkpoint is best."""
+    self.flush()  # no checkpoint may cover a step whose row is not on file
+    pending = None if self._pending is None else compute(self._pending)
+    host = dict(position=self._position(), pending=pending)
+    self._checkpoints.save(self._step, self._state, host, row)
 
   def __enter__(self) -> "Phase":
     return self

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 class Progress:
   """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
-  as for all processes but one."""
+  as for all processes but one, and nothing in the first `delay` seconds."""
 
   def __init__(
     self,
@@ -20,41 +20,42 @@ class Progress:
     start: int = 0,
     active: bool = True,
     interval: float = 10.0,
+    delay: float = 0.0,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    self._phase, self._total, self._start, self._step = phase, total, start, start
+    self._phase, self._total, self._start, self.step = phase, total, start, start
     self._interval, self._clock = interval, clock
+    self._due, self._printed = clock() + delay, False  # the next line of a log
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
     self._first: tuple[int, float] | None = None  # (step, time); compilation lies before it
-    self._printed: tuple[int, float] | None = None
     self._active, self._bar = active, None
     if active and self._stream.isatty():
-      layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {postfix}"
       self._bar = tqdm(
-        desc=phase, total=total, initial=start, file=self._stream, bar_format=layout,
-        dynamic_ncols=True,
+        desc=phase, total=total, initial=start, file=self._stream, delay=delay,
+        mininterval=0, miniters=0, dynamic_ncols=True,
+        bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {postfix}",
       )  # fmt: skip
 
   def update(self, step: int, row: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
     """Shows that `step` steps are done, with the figures of `row`, after any warnings."""
+    self.step = step
     if not self._active:
       return
     for line in warnings:
       tqdm.write(line, file=self._stream)
     now = self._clock()
-    self._step = step
     if self._first is None and step > self._start:
       self._first = (step, now)
     self._accuracy = row.get("eval/accuracy", self._accuracy)
     text = "  ".join([*self._figures(row), f"left {self._left(now)}"])
     if self._bar is not None:
-      self._bar.n = step
-      self._bar.set_postfix_str(text, refresh=True)
-    elif self._printed is None or step >= self._total or now - self._printed[1] >= self._interval:
+      self._bar.set_postfix_str(text, refresh=False)
+      self._bar.update(step - self._bar.n)
+    elif now >= self._due or (self._printed and step >= self._total):
       print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
-      self._printed = (step, now)
+      self._due, self._printed = now + self._interval, True
 
   def close(self) -> None:
     """Leaves the bar as it stands."""
@@ -81,10 +82,10 @@ class Progress:
       yield f"{row['tokens_per_second']:,.0f} tokens/s"
 
   def _left(self, now: float) -> str:
-    step, since = self._first or (self._step, now)
-    if self._step == step:
+    step, since = self._first or (self.step, now)
+    if self.step == step:
       return "?"
-    return clock_text((now - since) / (self._step - step) * max(self._total - self._step, 0))
+    return clock_text((now - since) / (self.step - step) * max(self._total - self.step, 0))
 
 
 def clock_text(seconds: float) -> str:

@@ -33,7 +33,7 @@ def record(workdir: Path, config: Mapping[str, Any]) -> None:
   """Writes config.json; warns if the run was begun with other code or packages."""
   made_with = provenance()
   if begun := _begun(workdir):
-    for line in changes(begun.get("provenance", {}), made_with):
+    for line in difference(_code(begun.get("provenance", {})), _code(made_with)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=made_with), indent=2)
   write_whole(workdir / FILE, [text, "\n"])  # another process that looks finds nothing, or all
@@ -66,13 +66,9 @@ def provenance() -> dict[str, Any]:
   return dict(commit=commit, dirty=dirty, versions=versions, command=shlex.join(sys.argv))
 
 
-def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-  """Lines `name: old -> new` for code and packages that are not those a run was begun with."""
-  a = dict(old.get("versions", {}), commit=old.get("commit"))
-  b = dict(new["versions"], commit=new["commit"])
-  return [
-    f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)
-  ]
+def _code(made_with: Mapping[str, Any]) -> dict[str, str | None]:
+  """The packages and the commit."""
+  return dict(made_with.get("versions", {}), commit=made_with.get("commit"))
 
 
 def _begun(workdir: Path) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from support.environments import TALK, Teacher
+from support.sampling import sample
+from support.small_models import DENSE, initial
 
 from gspo_jax import rewards, sharding
 from gspo_jax.data import tokenizer
@@ -15,13 +19,11 @@ from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, EvalConfi
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.evaluation.statistics import bootstrap, pass_at_k
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import tiny_dense
 from gspo_jax.sampling import LocalEngine
+from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.structs import Prompt
 
-MODEL = dataclasses.replace(
-  tiny_dense(264), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, intermediate_size=48
-)
+MODEL = dataclasses.replace(DENSE, vocab_size=264)
 CONFIG = EvalConfig(
   every=1,
   problems=0,
@@ -68,7 +70,7 @@ def evaluate(judge, params, step=0):
 
 @pytest.fixture(scope="module")
 def params():
-  return transformer.init(MODEL, jax.random.key(0))
+  return initial(MODEL)
 
 
 def by_length(responses, answers):
@@ -198,6 +200,43 @@ def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
   changes = [dataclasses.replace(b, score=count) for b in run.benchmarks]
   evaluate(dataclasses.replace(run, benchmarks=changes), params)
   assert count.calls == 1
+
+
+def test_evaluation_holds_conversations():
+  params, samples = initial(DENSE), 4
+  prompts = [Prompt(str(i), "?", "", (40 + i,)) for i in range(5)]
+  tok = SimpleNamespace(stop_ids=tuple(range(16)), pad_id=0, decode=lambda ids: str(list(ids)))
+  make = lambda prompt: Teacher(prompt.tokens)  # noqa: E731
+  settings = dict(samples=samples, max_new_tokens=24, greedy=False, batch=2)
+  judge = Evaluator(
+    config=dataclasses.replace(CONFIG, **settings),
+    model=DENSE,
+    benchmarks=[Benchmark("", dataclasses.replace(SET, samples=samples), prompts, None, make)],
+    tokenizer=tok,
+    prompt_length=3,
+    seed=5,
+    environment=TALK,
+  )
+  engine = LocalEngine(DENSE, dataclasses.replace(DEFAULT, slots=3, steps=4))
+  engine.load(params, version=0)
+  row, records = judge(engine)
+  out = sample(
+    params,
+    DENSE,
+    environments=[make(prompt) for prompt in prompts for _ in range(samples)],
+    max_turns=TALK.max_turns,
+    group_size=samples,
+    max_new_tokens=24,
+    stop_ids=tok.stop_ids,
+    prompt_length=3,
+    seed=5,
+  )
+  right = out.rewards.sum(1) > 0
+  assert 0 < right.mean() < 1 and row["eval/accuracy"] == pytest.approx(right.mean())
+  assert [r["reward"] for r in records] == right.tolist()
+  assert [r["length"] for r in records] == out.lengths.tolist()
+  assert [r["response"] for r in records] == [str(out.response(i)) for i in range(len(records))]
+  assert row["eval/truncated_fraction"] == pytest.approx(1 - out.stopped.mean())
 
 
 def test_checksum_does_not_depend_on_the_layout(params):

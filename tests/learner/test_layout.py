@@ -5,24 +5,25 @@ import dataclasses
 import chex
 import numpy as np
 import pytest
+from support.small_models import DENSE, MODELS, MOE, initial
 from support.small_updates import (
-  GSPO,
+  ALL_TERMS,
   MICROBATCHES,
-  MODELS,
   SGD,
   B,
   T,
   after,
-  initial,
   learner,
   make_batch,
   old_policy,
+  rl_step,
+  score_pass,
   update,
 )
 
 from gspo_jax.learner import layout
-from gspo_jax.learner import step as train_step
 from gspo_jax.models import routing
+from gspo_jax.models.sizes import REFERENCE
 
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing
@@ -58,10 +59,10 @@ def grouped_batch(model):
   )
 
 
-def sharing(name, microbatches, **compute):
-  plain = learner(name, microbatches)
-  compute = dataclasses.replace(plain.compute, **compute)
-  return dataclasses.replace(plain, group_size=GROUP, prompt_tokens=PROMPT, compute=compute)
+def sharing(model, microbatches=1, **compute):
+  compute = dataclasses.replace(REFERENCE, **compute)
+  shared = dict(group_size=GROUP, prompt_tokens=PROMPT)
+  return learner(model, microbatches=microbatches, compute=compute, **shared)
 
 
 @pytest.mark.parametrize("name, shape, replay, microbatches, compute", [
@@ -73,11 +74,12 @@ def sharing(name, microbatches, **compute):
   ("moe", (1, 2, 2, 2), "R3", 2, {}),  # two responses on each device: half of a group
 ])  # fmt: skip
 def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microbatches, compute):
-  batch = grouped_batch(MODELS[name])
-  objective = dataclasses.replace(GSPO, replay=replay)
-  shared = train_step.make_rl_step(sharing(name, microbatches, **compute), objective, SGD)
-  params, row = after(update(name, 1, replay=replay), name, batch.replace(prompt_B=None))
-  shared_params, shared_row = after(shared, name, batch, shape)
+  model = MODELS[name]
+  batch = grouped_batch(model)
+  objective = dataclasses.replace(ALL_TERMS, replay=replay)
+  shared = rl_step(sharing(model, microbatches, **compute), objective, SGD)
+  params, row = after(update(model, 1, replay=replay), model, batch.replace(prompt_B=None))
+  shared_params, shared_row = after(shared, model, batch, shape)
   chex.assert_trees_all_close(shared_params, params, rtol=2e-4, atol=5e-6)
   assert row.keys() == shared_row.keys()
   for metric, value in row.items():
@@ -88,9 +90,9 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
 
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
 def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
-  batch = grouped_batch(MODELS["moe"])
-  expected = old_policy(learner("moe", 1), "moe", batch.replace(prompt_B=None))
-  found = old_policy(sharing("moe", 1), "moe", batch, shape)
+  batch = grouped_batch(MOE)
+  expected = old_policy(learner(MOE), batch.replace(prompt_B=None))
+  found = old_policy(sharing(MOE), batch, shape)
   trained = batch.mask_BT > 0
   assert trained.sum() > 40
   logp, expected_logp = (x["old_logp_BT"][trained] for x in (found, expected))
@@ -103,7 +105,7 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
 
 def test_the_model_reads_every_prompt_once():
   """All but its last token, in rows that are shorter by that; and all that predicts a token."""
-  batch = grouped_batch(MODELS["dense"])
+  batch = grouped_batch(DENSE)
   found = layout.trees(batch, GROUP, PROMPT)
   assert found.tree == (8, GROUP)  # seven tokens, in rows of the same length
   assert found.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
@@ -120,17 +122,17 @@ def test_the_model_reads_every_prompt_once():
     np.testing.assert_array_equal(
       np.where(read_BT, layout.by_sequence(of_rows, found), 0), np.where(read_BT, of_batch, 0)
     )
-  _, row = after(train_step.make_rl_step(sharing("dense", MICROBATCHES), GSPO, SGD), "dense", batch)
+  _, row = after(rl_step(sharing(DENSE, MICROBATCHES), ALL_TERMS, SGD), DENSE, batch)
   assert row["padding"] == pytest.approx(1 - distinct / found.tokens_RT.size)
 
 
 def test_a_response_knows_of_no_other():
-  batch = grouped_batch(MODELS["moe"])
-  score = train_step.make_score(sharing("moe", 1))
+  batch = grouped_batch(MOE)
+  score = score_pass(sharing(MOE))
   tokens_BT = np.array(batch.tokens_BT)
   tokens_BT[1, PROMPTS[0] : 15] = (tokens_BT[1, PROMPTS[0] : 15] + 1) % 64
   one, other = (
-    np.where(batch.mask_BT, score(initial("moe"), b), 0)
+    np.where(batch.mask_BT, score(initial(MOE), b), 0)
     for b in (batch, batch.replace(tokens_BT=tokens_BT))
   )
   changed = np.abs(one - other).max(1) > 0

@@ -11,31 +11,30 @@ import numpy as np
 import pytest
 from etils import epath
 from support.command_line import SMALL, figures, run
+from support.configs import config_of
+from support.small_models import DENSE, MODELS, MOE, initial
 from support.small_updates import (
-  GSPO,
+  ALL_TERMS,
   LENGTHS,
   MICROBATCHES,
-  MODELS,
   PER_MICRO_BATCH,
   SGD,
   B,
   T,
   after,
-  initial,
   learner,
   make_batch,
   old_policy,
+  review_pass,
   scalars,
   update,
 )
 
 from configs import tiny
-from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.batch import in_rollout_order, minibatches
 from gspo_jax.learner.state import new_state
-from gspo_jax.learner.step import make_review
 from gspo_jax.runs import nonfinite
 from gspo_jax.structs import TrainBatch
 
@@ -49,11 +48,12 @@ from gspo_jax.structs import TrainBatch
   ("moe", (1, 2, 2, 2), "R3"),
 ])  # fmt: skip
 def test_a_packed_update_is_the_update(name, shape, replay):
-  batch = make_batch(MODELS[name])
+  model = MODELS[name]
+  batch = make_batch(model)
   shards = 1 if shape is None else math.prod(shape[:3])
   packed = packing.plan(batch, shards)
-  params, row = after(update(name, 1, replay=replay), name, batch)
-  packed_params, packed_row = after(update(name, replay=replay), name, packed, shape)
+  params, row = after(update(model, 1, replay=replay), model, batch)
+  packed_params, packed_row = after(update(model, replay=replay), model, packed, shape)
   chex.assert_trees_all_close(packed_params, params, rtol=2e-4, atol=5e-6)
   assert row.keys() == packed_row.keys()
   for metric, value in row.items():
@@ -70,10 +70,10 @@ def test_a_packed_update_is_the_update(name, shape, replay):
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
 def test_a_packed_pass_finds_the_same_old_policy(shape):
   """Log-probabilities and routes, which no response has from another one's tokens."""
-  batch = make_batch(MODELS["moe"])
+  batch = make_batch(MOE)
   packed = packing.plan(batch, 1 if shape is None else 4)
-  expected = old_policy(learner("moe", 1), "moe", batch)
-  found = old_policy(learner("moe"), "moe", packed, shape)
+  expected = old_policy(learner(MOE), batch)
+  found = old_policy(learner(MOE, microbatches=MICROBATCHES), packed, shape)
   real_BT = batch.segments_BT > 0
   logp_BT, expected_BT = (
     np.where(real_BT, x, 0)
@@ -90,7 +90,7 @@ def test_a_packed_review_clips_the_same_tokens():
   batch = make_batch()
   packed = packing.plan(batch, 1)
   expected, found = (
-    make_review(learner("dense", microbatches), GSPO)(initial("dense"), b)
+    review_pass(learner(DENSE, microbatches=microbatches), ALL_TERMS)(initial(DENSE), b)
     for microbatches, b in ((1, batch), (MICROBATCHES, packed))
   )
   clipped_BT = packing.in_order(np.asarray(found["clipped_BT"]), packed.order_B)
@@ -99,8 +99,8 @@ def test_a_packed_review_clips_the_same_tokens():
 
 
 def test_another_number_of_micro_batches_compiles_nothing():
-  step, counts = update("dense"), []
-  state = new_state(jax.tree.map(jnp.array, initial("dense")), SGD)
+  step, counts = update(DENSE), []
+  state = new_state(initial(DENSE), SGD)
   for lengths in (LENGTHS, (3,) * B, (T,) * B, (0,) * B):
     batch = packing.plan(make_batch(lengths=lengths), 1)
     counts.append(int(packing.count(batch, B // MICROBATCHES)))
@@ -121,10 +121,10 @@ def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
   mask = np.array(batch.mask_BT)
   mask[5] = 0
   packed = packing.plan(batch.replace(old_logp_BT=bad), 1)
-  _, row = after(update("dense"), "dense", packed)
+  _, row = after(update(DENSE), DENSE, packed)
   assert row["updates_skipped"] == 1
   packed = packing.plan(batch.replace(old_logp_BT=bad, mask_BT=mask), 1)
-  _, row = after(update("dense"), "dense", packed)
+  _, row = after(update(DENSE), DENSE, packed)
   assert row["updates_skipped"] == 0 and np.isfinite(list(row.values())).all()
 
 
@@ -188,12 +188,11 @@ def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
 
 
 def test_a_dump_keeps_the_plan(tmp_path):
-  config = configuration.from_dict(tiny.get_config().to_dict())
   batch = make_batch()
   planned = packing.plan(batch, 4)
   directory = nonfinite.dump(
     epath.Path(tmp_path),
-    dataclasses.asdict(config),
+    dataclasses.asdict(config_of(tiny.get_config)),
     dict(phase="rl", step=1),
     "a test",
     new_state(dict(w=jnp.zeros(1)), SGD),
@@ -206,10 +205,8 @@ def test_a_dump_keeps_the_plan(tmp_path):
 
 
 def test_packing_into_one_micro_batch_is_refused():
-  values = tiny.get_config()
-  values.rl.packed = True
   with pytest.raises(ValueError, match=r"rl\.packed=True.*rl\.microbatches"):
-    configuration.from_dict(values.to_dict())
+    config_of(tiny.get_config, rl__packed=True)
 
 
 @pytest.mark.slow  # updates, dumps and passes of the old policy are compared above, one by one

@@ -9,89 +9,46 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.sampling import sample as generate
+from support.sampling import sample
+from support.small_models import DENSE, MOE, forward, initial
+from support.small_updates import (
+  GSPO,
+  SGD,
+  batch_of,
+  learner,
+  old_policy_pass,
+  review_pass,
+  rl_step,
+  scalars,
+  score_pass,
+)
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
-from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import routing, transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_moe
-from gspo_jax.structs import TrainBatch
 
-SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
-MODEL = dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL)
-DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)
-GSPO = ObjectiveConfig(
-  name="gspo",
-  advantage="std",
-  old_logp="recompute",
-  load_balance_coef=0.0,
-  replay="none",
-  volatility=True,
-)
-TX, SGD = optax.adamw(1e-2), optax.sgd(1.0)
-
-
-def learner(model=MODEL, **changes):
-  base = train_step.Learner(model, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.0)
-  return dataclasses.replace(base, **changes)
-
-
-# Programs and rollouts that several tests need are made once.
-update = functools.cache(train_step.make_rl_step)
-score_of = functools.cache(train_step.make_score)
-old_policy_of = functools.cache(train_step.make_old_policy)
+TX = optax.adamw(1e-2)
 
 
 @functools.cache
-def on_host(model):
-  return jax.device_get(transformer.init(model, jax.random.key(0)))
-
-
-def initial(model=MODEL):
-  return jax.tree.map(jnp.array, on_host(model))  # updates donate their state
-
-
-@functools.cache
-def rollout_batch(model=MODEL, prompts=4, group=4):
-  """Real responses with random advantages; the sampler's log-probs are the old ones."""
-  out = generate(
-    initial(model),
-    model,
-    [[10 + i, 20 + i] for i in range(prompts)],
-    group_size=group,
-    max_new_tokens=6,
-    stop_ids=tuple(range(16)),
-    record_routing=True,
-  )
-  ends = out.prompt_lengths + out.lengths
-  advantage = np.random.default_rng(0).normal(size=len(out.lengths)).astype(np.float32)
-  return TrainBatch(
-    tokens_BT=out.tokens,
-    segments_BT=(np.arange(out.tokens.shape[1])[None] < ends[:, None]).astype(np.int32),
-    mask_BT=out.mask,
-    advantage_B=advantage,
-    old_logp_BT=out.logp,
-    sampler_logp_BT=out.logp,
-    sampler_routing_BTlk=out.routing,
-  )
-
-
-def scalars(metrics):
-  return {k: float(v) for k, v in train_step.summarize((metrics,)).items()}
+def rollout_batch(model=MOE, prompts=4, group=4):
+  """Real responses, with experts."""
+  options = dict(group_size=group, max_new_tokens=6, stop_ids=tuple(range(16)))
+  prompts = [[10 + i, 20 + i] for i in range(prompts)]
+  return batch_of(sample(initial(model), model, prompts, record_routing=True, **options))
 
 
 def test_the_ratio_leaves_one_after_the_first_update():
-  params = initial()
+  params = initial(MOE)
   batch = rollout_batch()
-  old = score_of(learner())(params, batch)
+  old = score_pass(learner(MOE))(params, batch)
   batch = batch.replace(old_logp_BT=old)
-  step = update(learner(), GSPO, TX)
+  step = rl_step(learner(MOE), GSPO, TX)
   state, first = step(new_state(params, TX), batch)
   state, second = step(state, batch)
-  row = {k: float(v) for k, v in train_step.summarize((first, second)).items()}
+  row = scalars(first, second)
   assert row["minibatch/0/ratio/deviation"] < 1e-6
   assert row["minibatch/0/clip_fraction/sequence"] == 0
   assert row["minibatch/1/ratio/deviation"] > 1e-3
@@ -102,11 +59,11 @@ def test_the_ratio_leaves_one_after_the_first_update():
 
 
 def test_the_update_raises_what_had_a_positive_advantage():
-  params = initial()
+  params = initial(MOE)
   batch = rollout_batch()
-  score = score_of(learner())
+  score = score_pass(learner(MOE))
   before = np.asarray(score(params, batch))
-  state, _ = update(learner(), GSPO, optax.sgd(1e-2))(
+  state, _ = rl_step(learner(MOE), GSPO, optax.sgd(1e-2))(
     new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch
   )
   change_B = (np.asarray(score(state.params, batch)) - before).sum(1)
@@ -123,7 +80,7 @@ def test_micro_batches_change_nothing(parts):
   batch = batch.replace(mask_BT=mask)
   states, rows = [], []
   for microbatches in (1, parts):
-    step = update(learner(DENSE, microbatches=microbatches), GSPO, SGD)
+    step = rl_step(learner(DENSE, microbatches=microbatches), GSPO, SGD)
     start = new_state(jax.tree.map(jnp.copy, params), SGD)
     state, metrics = step(start, batch)
     states.append(state.params)
@@ -137,7 +94,7 @@ def test_micro_batches_change_nothing(parts):
 def test_every_objective_by_name(name):
   params = initial(DENSE)
   batch = rollout_batch(DENSE)
-  step = update(learner(DENSE, response_tokens=6), dataclasses.replace(GSPO, name=name), TX)
+  step = rl_step(learner(DENSE, response_tokens=6), dataclasses.replace(GSPO, name=name), TX)
   _, metrics = step(new_state(params, TX), batch)
   row = scalars(metrics)
   assert np.isfinite(list(row.values())).all()
@@ -154,7 +111,7 @@ def test_gspo_and_gspo_token_make_the_same_update():
   batch = batch.replace(old_logp_BT=batch.old_logp_BT + drift * batch.mask_BT)
   after = []
   for name in ("gspo", "gspo_token"):
-    step = update(learner(DENSE), dataclasses.replace(GSPO, name=name), SGD)
+    step = rl_step(learner(DENSE), dataclasses.replace(GSPO, name=name), SGD)
     state, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
     after.append((state.params, {k: v for k, v in scalars(metrics).items() if "clip" in k}))
   chex.assert_trees_all_close(*after, rtol=1e-4, atol=1e-6)
@@ -166,26 +123,28 @@ def test_the_kl_penalty_pulls_back_to_the_reference():
   batch = rollout_batch(DENSE)
   batch = batch.replace(advantage_B=0 * batch.advantage_B, ref_logp_BT=batch.old_logp_BT + 0.5)
   objective = dataclasses.replace(GSPO, kl_coef=1.0, kl="k2")
-  step = update(learner(DENSE), objective, optax.sgd(1e-2))
+  step = rl_step(learner(DENSE), objective, optax.sgd(1e-2))
   state, metrics = step(new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch)
   row = scalars(metrics)
   assert row["loss"] == pytest.approx(0.125, rel=1e-3)  # ½ · 0.5²
-  score = score_of(learner(DENSE))
+  score = score_pass(learner(DENSE))
   gap = lambda p: np.abs((score(p, batch) - batch.ref_logp_BT) * batch.mask_BT).sum()  # noqa: E731
   assert gap(state.params) < gap(params)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
 def test_a_sharded_update_is_the_update_of_one_device(shape):
-  params = initial()
+  params = initial(MOE)
   batch = rollout_batch()
-  expected, row = update(learner(), GSPO, TX)(new_state(jax.tree.map(jnp.copy, params), TX), batch)
+  expected, row = rl_step(learner(MOE), GSPO, TX)(
+    new_state(jax.tree.map(jnp.copy, params), TX), batch
+  )
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    sharded = jax.device_put(params, transformer.shardings(MODEL, sharding.TRAIN, mesh))
+    sharded = jax.device_put(params, transformer.shardings(MOE, sharding.TRAIN, mesh))
     state = new_state(sharded, TX)
     types = jax.tree.map(jax.typeof, state)
-    step = update(learner(microbatches=2), GSPO, TX)
+    step = rl_step(learner(MOE, microbatches=2), GSPO, TX)
     state, metrics = step(state, sharding.put_batch(batch, mesh))
     chex.assert_trees_all_equal(jax.tree.map(jax.typeof, state), types)
     got = scalars(metrics)
@@ -197,27 +156,25 @@ def test_a_sharded_update_is_the_update_of_one_device(shape):
 
 
 def drifted(params, seed=5):
-  return jax.tree.map(
-    lambda a, b: a + 0.2 * b, params, transformer.init(MODEL, jax.random.key(seed))
-  )
+  return jax.tree.map(lambda a, b: a + 0.2 * b, params, transformer.init(MOE, jax.random.key(seed)))
 
 
 def with_old_policy(params, batch, **changes):
   objective = dataclasses.replace(GSPO, **changes)
-  fields = old_policy_of(learner(), objective)(params, batch)
+  fields = old_policy_pass(learner(MOE), objective)(params, batch)
   return objective, batch.replace(**fields)
 
 
 def first_metrics(params, batch, objective, **changes):
   """The metrics of a mini-batch under `params`; the update that they come with is thrown away."""
-  step = update(learner(**changes), objective, SGD)
+  step = rl_step(learner(MOE, **changes), objective, SGD)
   _, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
   return scalars(metrics)
 
 
 @pytest.mark.parametrize("replay", ["R2", "R3"])
 def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_network(replay):
-  params = initial()
+  params = initial(MOE)
   batch = rollout_batch()
   if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
     other = np.asarray(batch.sampler_routing_BTlk)
@@ -228,10 +185,8 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
 
   moved = drifted(params)
   routes = batch.routing_BTlk if replay == "R2" else batch.sampler_routing_BTlk
-  out = transformer.forward(
-    moved, MODEL, jnp.asarray(batch.tokens_BT), routing=routing.by_layer(jnp.asarray(routes))
-  )
-  logits_BTV = transformer.head_logits(moved, MODEL, out.hidden_BTD)[:, :-1]
+  out = forward(moved, MOE, batch.tokens_BT, routing=routing.by_layer(jnp.asarray(routes)))
+  logits_BTV = transformer.head_logits(moved, MOE, out.hidden_BTD)[:, :-1]
   target = jnp.asarray(batch.tokens_BT)[:, 1:, None]
   logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), target, -1)[..., 0]
   mask_BT = batch.mask_BT[:, 1:]
@@ -244,11 +199,11 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
 
 
 def test_replay_with_the_same_weights_is_the_update_without():
-  params = initial()
+  params = initial(MOE)
   after = {}
   for replay in ("none", "R2", "R3"):
     objective, batch = with_old_policy(params, rollout_batch(), replay=replay)
-    step = update(learner(), objective, SGD)
+    step = rl_step(learner(MOE), objective, SGD)
     state, metrics = step(new_state(jax.tree.map(jnp.copy, params), SGD), batch)
     after[replay] = (state.params, scalars(metrics))
   for replay in ("R2", "R3"):
@@ -259,16 +214,16 @@ def test_replay_with_the_same_weights_is_the_update_without():
 
 
 def test_volatility_is_0_at_first_and_then_what_the_update_changed():
-  params = initial()
+  params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch())
   real_BT = jnp.asarray(batch.segments_BT)
-  own = lambda p: transformer.forward(p, MODEL, jnp.asarray(batch.tokens_BT)).routing_lBTk  # noqa: E731
-  step = update(learner(), objective, TX)
+  own = lambda p: forward(p, MOE, batch.tokens_BT).routing_lBTk  # noqa: E731
+  step = rl_step(learner(MOE), objective, TX)
   state = new_state(jax.tree.map(jnp.copy, params), TX)
   state, first = step(state, batch)
   expected_l = routing.volatility(own(state.params), own(params), real_BT)
   _, second = step(state, batch)
-  row = {k: float(v) for k, v in train_step.summarize((first, second)).items()}
+  row = scalars(first, second)
   assert row["minibatch/0/router/volatility/mean"] == 0 == row["router/volatility/sampler"]
   assert row["minibatch/1/router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
   assert row["minibatch/1/router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
@@ -277,13 +232,13 @@ def test_volatility_is_0_at_first_and_then_what_the_update_changed():
 
 
 def test_volatility_under_replay_is_what_the_router_would_have_chosen():
-  params = initial()
+  params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
   moved, tokens = drifted(params), jnp.asarray(batch.tokens_BT)
   old = routing.by_layer(batch.routing_BTlk)
   free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
   choice = [
-    transformer.forward(moved, MODEL, tokens, routing=r).routing_lBTk[layer]
+    forward(moved, MOE, tokens, routing=r).routing_lBTk[layer]
     for layer, r in enumerate((None, free_above))
   ]
   expected_l = routing.volatility(jnp.stack(choice), old)
@@ -295,12 +250,12 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
 
 @pytest.mark.parametrize("replay", ["none", "R3"])
 def test_the_samplers_routing_is_compared_with_the_trainers(replay):
-  params = initial()
+  params = initial(MOE)
   batch = rollout_batch()
   routes = np.array(batch.sampler_routing_BTlk)
   routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
   fed = routes[:, :, 0, 0] >= 0
-  own = np.asarray(transformer.forward(params, MODEL, batch.tokens_BT).routing_lBTk)[0]
+  own = np.asarray(forward(params, MOE, batch.tokens_BT).routing_lBTk)[0]
   expected = float(routing.volatility(own[None], routes[None, :, :, 0], fed)[0]) / 2
   objective, batch = with_old_policy(
     params, batch.replace(sampler_routing_BTlk=routes), replay=replay
@@ -313,7 +268,7 @@ def test_the_samplers_routing_is_compared_with_the_trainers(replay):
 
 
 def test_without_records_there_is_no_volatility():
-  params = initial()
+  params = initial(MOE)
   batch = rollout_batch().replace(sampler_routing_BTlk=None)
   objective, batch = with_old_policy(params, batch, volatility=False)
   assert batch.routing_BTlk is None
@@ -328,7 +283,7 @@ def test_without_records_there_is_no_volatility():
 
 @pytest.mark.parametrize("replay", ["none", pytest.param("R3", marks=pytest.mark.slow)])
 def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
-  params = initial()
+  params = initial(MOE)
   sampled = rollout_batch()
   objective, batch = with_old_policy(params, sampled, replay=replay)
   moved = drifted(params)
@@ -336,7 +291,7 @@ def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
   rows = [first_metrics(moved, batch, objective, microbatches=4)]
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
-    shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    shardings = transformer.shardings(MOE, sharding.TRAIN, mesh)
     on_mesh = sharding.put_batch(sampled, mesh)
     _, on_mesh = with_old_policy(jax.device_put(params, shardings), on_mesh, replay=replay)
     rows.append(first_metrics(jax.device_put(moved, shardings), on_mesh, objective))
@@ -351,41 +306,41 @@ def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
 def test_a_review_says_what_the_loss_clips_at_these_parameters(name):
   objective = dataclasses.replace(GSPO, name=name, clip_high=0.01)
   batch, moved = rollout_batch(DENSE), jax.tree.map(lambda x: 1.01 * x, initial(DENSE))
-  found = jax.device_get(train_step.make_review(learner(DENSE), objective)(moved, batch))
-  logp_BT = score_of(learner(DENSE))(moved, batch)
+  found = jax.device_get(review_pass(learner(DENSE), objective)(moved, batch))
+  logp_BT = score_pass(learner(DENSE))(moved, batch)
   mask_BT = batch.mask_BT > 0
   np.testing.assert_allclose(found["logp_BT"][mask_BT], logp_BT[mask_BT], atol=1e-6)
   loss = O.POLICY_LOSSES[name]
   args = logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT
   np.testing.assert_array_equal(found["clipped_BT"], loss.clipped(*args, clip_high=0.01))
-  step = update(learner(DENSE), objective, SGD)
+  step = rl_step(learner(DENSE), objective, SGD)
   _, metrics = step(new_state(moved, SGD), batch)
   share = found["clipped_BT"].sum() / mask_BT.sum()
   assert scalars(metrics)["clip_fraction/token"] == pytest.approx(share) and 0 < share < 1
 
 
 def test_a_review_is_of_the_network_that_is_replayed():
-  params = initial()
+  params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
-  found = train_step.make_review(learner(), objective)(params, batch)
+  found = review_pass(learner(MOE), objective)(params, batch)
   mask_BT = batch.mask_BT > 0
   np.testing.assert_array_equal(found["logp_BT"][mask_BT], batch.old_logp_BT[mask_BT])
   moved = drifted(params)
   free = dataclasses.replace(objective, replay="none")
-  pair = [train_step.make_review(learner(), o)(moved, batch)["logp_BT"] for o in (objective, free)]
+  pair = [review_pass(learner(MOE), o)(moved, batch)["logp_BT"] for o in (objective, free)]
   assert np.abs(np.asarray(pair[0] - pair[1])[mask_BT]).max() > 1e-3
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 8, 1), (1, 2, 2, 2)], ids=str)
-def test_the_state_keeps_the_declared_shardings(shape):
+@pytest.mark.parametrize("shape, microbatches", [((1, 1, 8, 1), 1), ((1, 2, 2, 2), 2)], ids=str)
+def test_the_state_keeps_the_declared_shardings(shape, microbatches):
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    shardings = transformer.shardings(MODEL, sharding.TRAIN, mesh)
+    shardings = transformer.shardings(MOE, sharding.TRAIN, mesh)
     specs = [declared.spec for declared in jax.tree.leaves(shardings)]
-    params = jax.device_put(transformer.init(MODEL, jax.random.key(0)), shardings)
+    params = jax.device_put(initial(MOE), shardings)
     batch = sharding.put_batch(rollout_batch(), mesh)
     state = new_state(params, TX)
-    step = update(learner(), GSPO, TX)
+    step = rl_step(learner(MOE, microbatches=microbatches), GSPO, TX)
     for _ in range(2):
       adam = state.opt_state[0]
       for tree in (state.params, adam.mu, adam.nu):

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.small_models import SMALLER_MOE
 
 from gspo_jax import sharding
 from gspo_jax.models import expert_blocks, expert_groups, moe, transformer
-from gspo_jax.models.sizes import tiny_moe
 
-CONFIG = dataclasses.replace(
-  tiny_moe(64), hidden_size=16, num_layers=2, num_heads=2, head_dim=8, moe_intermediate_size=12
-)
+CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
 
 
 def inputs(tokens=37, E=8, k=2, D=16, F=12, seed=0, expert=None):

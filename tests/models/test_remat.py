@@ -8,20 +8,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from support.small_models import MOE
 
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_moe
+from gspo_jax.models.sizes import REFERENCE
 
 LAYERS, B, T, N, K, H, D, E = 2, 3, 12, 4, 2, 16, 32, 8
-CONFIG = dataclasses.replace(
-  tiny_moe(64),
-  hidden_size=D,
-  num_layers=LAYERS,
-  num_heads=N,
-  num_kv_heads=K,
-  head_dim=H,
-  moe_intermediate_size=24,
-)
+CONFIG = dataclasses.replace(MOE, num_heads=N, moe_intermediate_size=24)
 POLICIES = ["full", "attention", "dots"]
 
 

@@ -7,31 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.sampling import PROMPTS
 from support.sampling import sample as generate
+from support.small_models import MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.learner.step import router_metrics
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import moe, routing, transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.objectives import reductions
 
-MODEL = dataclasses.replace(
-  tiny_moe(64),
-  hidden_size=32,
-  num_layers=4,
-  mlp_only_layers=(1,),  # the routes of three layers, in two scans
-  intermediate_size=32,
-  num_heads=2,
-  num_kv_heads=2,
-  head_dim=16,
-  moe_intermediate_size=16,
-)
-PARAMS = transformer.init(MODEL, jax.random.key(0))
-OTHER = transformer.init(MODEL, jax.random.key(1))
+# Experts of three layers, in two scans.
+MODEL = dataclasses.replace(MOE, num_layers=4, mlp_only_layers=(1,), intermediate_size=32)
+PARAMS, OTHER = initial(MODEL), initial(MODEL, seed=1)
 DRIFTED = jax.tree.map(lambda a, b: a + 0.3 * b, PARAMS, OTHER)
 TOKENS = transformer.example_tokens(MODEL, 4, 7)
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
 @jax.jit

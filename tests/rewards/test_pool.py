@@ -50,7 +50,7 @@ def test_a_hanging_item_is_killed_alone(hang):
   with evaluator(workers=1, time_limit_s=0.5) as evaluate:
     (pid,) = evaluate.pids
     start = time.monotonic()
-    # One worker: the items behind it were in the same chunk.
+    # One worker: the items behind it wait for it.
     assert evaluate.map(["1", hang, "2", "3"]) == [1, Failure.TIMEOUT, 2, 3]
     assert time.monotonic() - start < 10
     assert not alive(pid)

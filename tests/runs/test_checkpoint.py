@@ -11,24 +11,21 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from support.small_models import MOE
 
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.runs import checkpoint
 from gspo_jax.runs.mirror import Mirror
 
-MODEL = dataclasses.replace(
-  tiny_moe(64), hidden_size=32, num_layers=2, num_heads=2, head_dim=16, moe_intermediate_size=16
-)
 TX = optax.adamw(1e-3)
 CONFIG = checkpoint.CheckpointConfig(
   directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0
 )
 
 
-def state_on(mesh, model=MODEL, seed=0):
+def state_on(mesh, model=MOE, seed=0):
   shardings = transformer.shardings(model, sharding.TRAIN, mesh)
   init = jax.jit(lambda key: transformer.init(model, key), out_shardings=shardings)
   return new_state(init(jax.random.key(seed)), TX)
@@ -117,7 +114,7 @@ def test_a_half_written_checkpoint_is_not_read(mesh, tmp_path):
 
 def test_another_model_is_refused_with_both_shapes(mesh, tmp_path):
   save(tmp_path, state_on(mesh))
-  wider = state_on(mesh, dataclasses.replace(MODEL, vocab_size=128))
+  wider = state_on(mesh, dataclasses.replace(MOE, vocab_size=128))
   with pytest.raises(ValueError, match=r"embed has shape \(64, 32\).*wants \(128, 32\)"):
     restore(tmp_path, wider, mesh)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from gspo_jax.runs import metrics
+from gspo_jax.runs import metrics, phase
 
 
 @flax.struct.dataclass
@@ -78,13 +78,23 @@ def test_compute_fetches_everything_at_once(monkeypatch):
   assert len(with_device_values) == 1
 
 
-def test_deferred_hands_over_the_step_before():
-  late = metrics.Deferred()
-  assert late.flush() is None
-  assert late.push(rl_row(1, loss=mean(3, 2))) is None
-  assert late.push(rl_row(2, loss=mean(5, 2))) == rl_row(1, loss=1.5)
-  assert late.flush() == rl_row(2, loss=2.5)
-  assert late.flush() is None
+def test_a_row_is_written_when_the_next_one_is_there():
+  rows = []
+  part = types.SimpleNamespace(
+    latest=lambda: None, metrics=dict, truncate=dict, start=bool, check=lambda *_: None,
+    write=rows.append,
+  )  # fmt: skip
+  running = phase.Phase("rl", 2, part, part, part)
+  running.resume(like=None, start=dict)
+  running.stand(0, None, dict)
+  running.flush()
+  running.report(dict(step=1, loss=mean(3, 2)))
+  assert rows == []
+  running.report(dict(step=2, loss=mean(5, 2)))
+  assert rows == [dict(phase="rl", step=1, loss=1.5)]
+  running.flush()
+  running.flush()
+  assert rows[1:] == [dict(phase="rl", step=2, loss=2.5)]
 
 
 # --- the run's directory
@@ -221,7 +231,7 @@ def test_truncate_to_nothing_and_unknown_phase(tmp_path):
 
 WRITES_A_ROW = """
 import sys
-from gspo_jax.runs import metrics
+from gspo_jax.runs import metrics, phase
 with metrics.Writer(sys.argv[1]) as writer:
   writer.write(dict(phase="rl", step=1, x=2.0))
 import torch

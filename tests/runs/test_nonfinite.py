@@ -13,20 +13,18 @@ import optax
 import pytest
 from etils import epath
 from support.command_line import ROOT, SMALL, environment, rows_of, run
+from support.configs import config_of
+from support.small_models import SMALLER_DENSE, initial
+from support.small_updates import learner
 
 from configs import tiny
-from gspo_jax import config, sharding
+from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract, new_state
-from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense
 from gspo_jax.runs import nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch
 
-MODEL = dataclasses.replace(
-  tiny_dense(32), hidden_size=16, num_layers=1, num_heads=2, head_dim=8, intermediate_size=16
-)
 TX = optax.adam(1e-2)
 
 
@@ -41,12 +39,12 @@ def batch(seed=0, bad=False):
 
 
 def update(on_nonfinite, microbatches=1):
-  learner = train_step.Learner(MODEL, REFERENCE, 1.0, microbatches, 0.0, on_nonfinite)
-  return train_step.make_sft_step(learner, TX)
+  settings = dict(microbatches=microbatches, on_nonfinite=on_nonfinite)
+  return train_step.make_sft_step(learner(SMALLER_DENSE, **settings), TX)
 
 
 def start():
-  return new_state(transformer.init(MODEL, jax.random.key(0)), TX)
+  return new_state(initial(SMALLER_DENSE), TX)
 
 
 def after(step, batches):
@@ -73,7 +71,7 @@ def test_stop_keeps_the_state_that_met_the_bad_batch():
 
 
 def guard_of(workdir, on_nonfinite, **options):
-  values = dataclasses.asdict(config.from_dict(tiny.get_config().to_dict()))
+  values = dataclasses.asdict(config_of(tiny.get_config))
   return nonfinite.Guard(epath.Path(workdir), values, on_nonfinite, **options)
 
 

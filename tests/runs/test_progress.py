@@ -48,3 +48,17 @@ def test_progress_on_a_terminal_is_one_bar():
 
 def test_clock_text():
   assert [clock_text(s) for s in (0, 61.4, 3600)] == ["0:00", "1:01", "1:00:00"]
+
+
+def test_what_is_over_soon_shows_no_progress():
+  now, log, screen = [0.0], io.StringIO(), Terminal()
+  for stream in (log, screen):
+    with Progress("eval", 2, delay=5, stream=stream, clock=lambda: now[0]) as progress:
+      progress.update(1, {})
+      progress.update(2, {})
+  assert log.getvalue() == screen.getvalue() == ""
+  progress = Progress("eval", 3, delay=5, stream=log, clock=lambda: now[0])
+  for step in (1, 2, 3):
+    now[0] += 4
+    progress.update(step, {})
+  assert [line[:8] for line in log.getvalue().splitlines()] == ["eval 2/3", "eval 3/3"]

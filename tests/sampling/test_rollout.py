@@ -1,34 +1,23 @@
 """Responses can be believed: their log-probs are the trainer's, and only what should matters."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.sampling import PROMPTS
+from support.small_models import MOE, initial, logits, next_logp
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.sampling import generate
 
-CONFIG = dataclasses.replace(
-  tiny_moe(64),
-  hidden_size=32,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=2,
-  head_dim=16,
-  moe_intermediate_size=16,
-)
-PARAMS = transformer.init(CONFIG, jax.random.key(0))
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+PARAMS = initial(MOE)
 STOP = (1, 2, 3)
 
 
 def sample(prompts=PROMPTS, params=PARAMS, **changes):
   options = dict(group_size=4, max_new_tokens=6, stop_ids=STOP, seed=7) | changes
-  return generate(params, CONFIG, prompts, **options)
+  return generate(params, MOE, prompts, **options)
 
 
 def test_rows_hold_prompt_then_response_then_padding():
@@ -37,7 +26,7 @@ def test_rows_hold_prompt_then_response_then_padding():
   for row in range(16):
     prompt, length = PROMPTS[row // 4], out.lengths[row]
     end = len(prompt) + length
-    assert out.tokens[row, : len(prompt)].tolist() == prompt
+    assert out.tokens[row, : len(prompt)].tolist() == list(prompt)
     expected = np.zeros(11)
     expected[len(prompt) : end] = 1
     np.testing.assert_array_equal(out.mask[row], expected)
@@ -58,31 +47,27 @@ def test_the_stop_token_ends_a_response_and_belongs_to_it():
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logp_is_the_trainers(temperature):
   out = sample(temperature=temperature)
-  hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
-  logp, _ = transformer.token_logp(
-    PARAMS, CONFIG, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
-  )
+  logp = next_logp(PARAMS, MOE, out.tokens, temperature=temperature)
   difference = np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]
   assert difference.max() < 1e-4
 
 
 def test_truncated_logp_is_renormalised():
   out = sample(top_k=3)
-  logits = transformer.logits(PARAMS, CONFIG, out.tokens)[:, :-1]
-  kept = jax.lax.top_k(logits, 3)[0]
-  target = jnp.take_along_axis(logits, jnp.asarray(out.tokens)[:, 1:, None], -1)[..., 0]
+  logits_BTV = logits(PARAMS, MOE, out.tokens)[:, :-1]
+  kept = jax.lax.top_k(logits_BTV, 3)[0]
+  target = jnp.take_along_axis(logits_BTV, jnp.asarray(out.tokens)[:, 1:, None], -1)[..., 0]
   expected = target - jax.nn.logsumexp(kept, axis=-1)
   np.testing.assert_allclose(out.logp[:, 1:], expected * out.mask[:, 1:], atol=1e-4)
 
 
 def test_greedy_is_the_argmax_of_the_plain_forward():
   out = sample(group_size=1, temperature=0.0, stop_ids=())
-  logits = jax.jit(lambda tokens: transformer.logits(PARAMS, CONFIG, tokens))
   for row, prompt in enumerate(PROMPTS):
     tokens = list(prompt)
     for _ in range(6):
       padded = np.array([tokens + [0] * (11 - len(tokens))])  # one shape, so one compilation
-      tokens.append(int(logits(padded)[0, len(tokens) - 1].argmax()))
+      tokens.append(int(logits(PARAMS, MOE, padded)[0, len(tokens) - 1].argmax()))
     assert out.tokens[row, : len(tokens)].tolist() == tokens
 
 
@@ -105,7 +90,7 @@ def test_every_mesh_samples_the_same_tokens(shape):
   base = sample()
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(CONFIG, sharding.ROLLOUT, mesh))
+    params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
     out = sample(params=params)  # four prompts over eight or four devices: padded
   np.testing.assert_array_equal(out.tokens, base.tokens)
   np.testing.assert_allclose(out.logp, base.logp, atol=1e-5)

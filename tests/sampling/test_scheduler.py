@@ -6,24 +6,15 @@ import jax
 import numpy as np
 import pytest
 from support.sampling import sample
+from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.sampling import Request, SamplingConfig, Usage, Workload, slots
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.sampling.scheduler import Scheduler
 
-MODEL = dataclasses.replace(
-  tiny_moe(64),
-  hidden_size=32,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=2,
-  head_dim=16,
-  moe_intermediate_size=16,
-)
-PARAMS = transformer.init(MODEL, jax.random.key(0))
+PARAMS = initial(MOE)
 PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=12)
 STOP = (1, 2, 3, 4, 5, 6)
 RNG = np.random.default_rng(0)
@@ -37,7 +28,7 @@ def scheduler(params=PARAMS, sampling=PLAIN, detokenize=None, **changes):
   config = dataclasses.replace(DEFAULT, **dict(slots=4, steps=3) | config)
   workload = Workload(sampling, prompt_length=48, trajectories=100, group_size=3, stop_ids=STOP)
   workload = dataclasses.replace(workload, **changes)
-  return Scheduler(params, 0, MODEL, workload, config, detokenize=detokenize)
+  return Scheduler(params, 0, MOE, workload, config, detokenize=detokenize)
 
 
 def requests(prompts=PROMPTS, **changes):
@@ -100,7 +91,7 @@ def test_neither_order_nor_company_matter(expected):
 def test_nor_does_the_mesh(expected, shape):
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
+    params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
     found = run(scheduler(params, slots=5, prefill_tokens=16), requests())
   same(found, expected)
 
@@ -193,8 +184,7 @@ def trainers(found, temperature=1.0):
   tokens = np.zeros((len(found), 64), np.int32)
   for row, ((prompt, _), response) in enumerate(found.items()):
     tokens[row, : len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
-  logits = jax.jit(transformer.logits, static_argnums=1)(PARAMS, MODEL, tokens)
-  logp = np.asarray(jax.nn.log_softmax(logits / temperature))
+  logp = np.asarray(jax.nn.log_softmax(logits(PARAMS, MOE, tokens) / temperature))
   for row, ((prompt, _), response) in enumerate(found.items()):
     at = np.arange(len(response.tokens)) + len(prompt) - 1
     yield logp[row, at, response.tokens], response
@@ -262,7 +252,7 @@ def test_memory_is_slots_by_window():
     s = scheduler(sampling=sampling, slots=6, prompt_length=20, cache_dtype=dtype)
     caches = jax.tree.leaves((s._state.cache, s._state.staged))
     assert s.usage.cache_bytes == sum(x.nbytes for x in caches)
-    slots = 6 * 64 * 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * width
+    slots = 6 * 64 * 2 * MOE.num_layers * MOE.num_kv_heads * MOE.head_dim * width
     assert slots < s.usage.cache_bytes < 2 * slots
 
 
@@ -275,9 +265,9 @@ def test_a_cache_of_half_the_width_is_near():
 def test_usage_adds_up():
   usage = Usage()
   options = dict(group_size=2, max_new_tokens=4, prompt_length=48, usage=usage)
-  first = sample(PARAMS, MODEL, PROMPTS, **options)
+  first = sample(PARAMS, MOE, PROMPTS, **options)
   once = dataclasses.replace(usage)
-  second = sample(PARAMS, MODEL, PROMPTS, seed=1, **options)
+  second = sample(PARAMS, MOE, PROMPTS, seed=1, **options)
   assert usage.tokens == first.lengths.sum() + second.lengths.sum()
   assert usage.prefilled == 2 * once.prefilled and usage.cache_bytes == once.cache_bytes
   row = usage.metrics()

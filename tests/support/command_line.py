@@ -12,13 +12,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 ROOT = Path(__file__).parents[2]
-SMALL = """
+SMALL_MODEL = """
   model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
-  model.moe_intermediate_size=16 sft.steps=8 sft.batch=16 sft.log_every=2 rl.iterations=8
+  model.moe_intermediate_size=16
+""".split()
+SMALL = (
+  SMALL_MODEL
+  + """
+  sft.steps=8 sft.batch=16 sft.log_every=2 rl.iterations=8
   rl.prompts=8 rl.group_size=4 rl.dump_every=4 eval.problems=8 eval.every=4 eval.batch=8
   checkpoint.every=2 sft_optimizer.warmup_steps=2 rl_optimizer.warmup_steps=2
   objective.entropy_coef=0.01
-""".split()  # so small a model earns no reward; the bonus for entropy gives it a gradient
+""".split()
+)  # so small a model earns no reward; the bonus for entropy gives it a gradient
 
 
 def command(workdir, *overrides, config="configs/tiny.py"):
@@ -33,6 +39,11 @@ def environment(**more):
     JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="true", PYTHONPATH=str(ROOT)
   )  # compilation is most of the time
   return os.environ | ours | more
+
+
+def modules_in(folder):
+  """The environment variable with which a run finds modules in a folder."""
+  return dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
 
 
 def run(workdir, *overrides, config="configs/tiny.py", ok=True, **more):

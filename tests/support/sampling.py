@@ -5,6 +5,8 @@ from gspo_jax.sampling.driver import new_group
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.structs import Prompt
 
+PROMPTS = ((5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15))
+
 
 def sample(
   params,

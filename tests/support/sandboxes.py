@@ -55,17 +55,6 @@ def mentioning(text):
   return found
 
 
-def processes_of(user):
-  """Processes of one user; every sandbox has one of its own, other tests' too."""
-  found = []
-  for status in pathlib.Path("/proc").glob("[0-9]*/status"):
-    with contextlib.suppress(OSError):
-      uid = next(line for line in status.read_text().splitlines() if line.startswith("Uid:"))
-      if int(uid.split()[1]) == user:
-        found.append(status)
-  return found
-
-
 def session(outer):
   """Processes that `outer` leads or has started, zombies apart."""
   found, parents = [], {outer}

@@ -4,50 +4,55 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.batch import train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
-from gspo_jax.structs import TrainBatch
+from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.structs import Rollout, TrainBatch
+from support.small_models import DENSE, initial
 
-SMALL_MODEL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
-MODELS = dict(
-  dense=dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL_MODEL),
-  gemma=dataclasses.replace(
-    tiny_gemma(64),
-    intermediate_size=48,
-    sliding_window=4,
-    sliding_window_pattern=2,
-    **SMALL_MODEL,
-  ),
-  moe=dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL_MODEL),
-)
 B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4
 LENGTHS = (5, 20, 3, 0, 9, 4, 12, 6, 4, 3, 7, 5, 10, 3, 4, 6)  # 101 tokens: 6 rows, 2 micro-batches
 GSPO = ObjectiveConfig(
   name="gspo",
-  clip_low=0.1,
-  clip_high=0.1,
   advantage="std",
   old_logp="recompute",
-  kl_coef=0.1,
-  kl="k3",
-  entropy_coef=0.01,
   load_balance_coef=0.0,
   replay="none",
   volatility=True,
+)
+ALL_TERMS = dataclasses.replace(
+  GSPO, clip_low=0.1, clip_high=0.1, kl_coef=0.1, kl="k3", entropy_coef=0.01
 )
 PER_MICRO_BATCH = ("router/load_balance", "router/busiest_expert", "padding")
 SGD = optax.sgd(1.0)
 
 
-def make_batch(model=MODELS["dense"], lengths=LENGTHS, seed=0) -> TrainBatch:
+def learner(model, **changes) -> train_step.Learner:
+  base = train_step.Learner(model, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.0)
+  return dataclasses.replace(base, **changes)
+
+
+# Programs that several tests need are compiled once.
+rl_step = functools.cache(train_step.make_rl_step)
+old_policy_pass = functools.cache(train_step.make_old_policy)
+score_pass = functools.cache(train_step.make_score)
+review_pass = functools.cache(train_step.make_review)
+
+
+def update(model, microbatches=MICROBATCHES, **changes):
+  """The program of an update with all terms of an objective."""
+  objective = dataclasses.replace(ALL_TERMS, **changes)
+  return rl_step(learner(model, microbatches=microbatches), objective, SGD)
+
+
+def make_batch(model=DENSE, lengths=LENGTHS, seed=0) -> TrainBatch:
   rng = np.random.default_rng(seed)
   lengths, time_T = np.array(lengths), np.arange(T)
   real_BT = time_T[None] < lengths[:, None]
@@ -73,47 +78,35 @@ def make_batch(model=MODELS["dense"], lengths=LENGTHS, seed=0) -> TrainBatch:
   return batch.replace(routing_BTlk=route(), sampler_routing_BTlk=route())
 
 
-@functools.cache
-def learner(name, microbatches=MICROBATCHES):
-  return train_step.Learner(MODELS[name], REFERENCE, 1.0, microbatches, load_balance_coef=0.0)
+def batch_of(rollout: Rollout) -> TrainBatch:
+  """Random advantages; the sampler's log-probs are the old ones."""
+  advantage_B = np.random.default_rng(0).normal(size=len(rollout.lengths))
+  return train_batch(rollout, advantage_B, shared_prompts=False).replace(old_logp_BT=rollout.logp)
 
 
-@functools.cache
-def update(name, microbatches=MICROBATCHES, **changes):
-  objective = dataclasses.replace(GSPO, **changes)
-  return train_step.make_rl_step(learner(name, microbatches), objective, SGD)
-
-
-@functools.cache
-def initial(name):
-  return jax.device_get(transformer.init(MODELS[name], jax.random.key(0)))
-
-
-def after(step, name, batch, shape=None):
+def after(step, model, batch, shape=None):
   """Parameters and metrics after one update, on a mesh if there is a shape of it."""
-  params = jax.tree.map(jnp.array, initial(name))
+  params = initial(model)
   if shape is None:
     state, metrics = step(new_state(params, SGD), batch)
     return jax.device_get(state.params), scalars(metrics)
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    params = jax.device_put(params, transformer.shardings(MODELS[name], sharding.TRAIN, mesh))
+    params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
     state, metrics = step(new_state(params, SGD), sharding.put_batch(batch, mesh))
     return jax.device_get(state.params), scalars(metrics)
 
 
-def old_policy(learner, name, batch, shape=None):
+def old_policy(learner, batch, shape=None):
   """What one pass of the trainer says of the old policy, on a mesh if there is a shape of it."""
-  find = train_step.make_old_policy(learner, GSPO)
+  find, params = old_policy_pass(learner, ALL_TERMS), initial(learner.model)
   if shape is None:
-    return find(initial(name), batch)
+    return find(params, batch)
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    params = jax.device_put(
-      initial(name), transformer.shardings(MODELS[name], sharding.TRAIN, mesh)
-    )
+    params = jax.device_put(params, transformer.shardings(learner.model, sharding.TRAIN, mesh))
     return jax.device_get(find(params, sharding.put_batch(batch, mesh)))
 
 
-def scalars(metrics):
-  return {k: float(v) for k, v in train_step.summarize((metrics,)).items()}
+def scalars(*metrics):
+  return {k: float(v) for k, v in train_step.summarize(metrics).items()}

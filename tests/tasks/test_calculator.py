@@ -73,17 +73,6 @@ def test_the_calculator_answers_and_judges():
     assert not one.figures()["correct"] and not one.figures()["tool_use"]
 
 
-def test_environments_by_name(tmp_path, monkeypatch):
-  assert environments.find("", TOK) is None
-  (tmp_path / "my_game.py").write_text("make = lambda prompt, tok: (prompt.id, tok)")
-  monkeypatch.syspath_prepend(tmp_path)
-  prompt = Prompt("x", "q", "a", (1,))
-  assert environments.find("my_game:make", TOK)(prompt) == ("x", TOK)
-  for name in ("calculater", "my_game:", "no_such_module:make", "my_game:other"):
-    with pytest.raises(ValueError, match=r"environment\.name"):
-      environments.find(name, TOK)
-
-
 def test_a_cold_start_learns_the_turns_and_not_what_the_calculator_says():
   source = sources.load(config(train="calculator:train", carry_errors=0.5), TOK, "train")
   prompt = next(p for p in map(source.__getitem__, range(999)) if len(p.demonstration) == 5)

@@ -39,7 +39,6 @@ class Limits:
   scratch_bytes: int = 64 << 20  # of all files; they lie in memory
   open_files: int = 64
   threads: int = 64
-  processes: int = 0  # that a program may start; more than 0 needs isolation "namespaces"
 
   @classmethod
   def of(cls, cpu_s: float, memory_mb: int) -> "Limits":

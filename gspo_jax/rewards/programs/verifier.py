@@ -8,7 +8,6 @@ that sends its arguments to the first one; so no code of the candidate's ever sh
 an assertion, and ending early, patching builtins or forging messages cannot make one pass.
 """
 
-import atexit
 import concurrent.futures
 import contextlib
 import enum
@@ -30,25 +29,14 @@ from gspo_jax.rewards.programs.process import (
 from gspo_jax.rewards.programs.sandbox import runner, wire
 
 
-class Verdict(enum.StrEnum):
-  """The end of one test."""
-
-  PASSED = "passed"
-  WRONG = "wrong"
-  ERROR = "error"  # an exception, a signal, no result, or too much output
-  TIMEOUT = "timeout"  # of the program: CPU or wall-clock time
-  MEMORY = "memory"
-  SKIPPED = "skipped"  # an earlier test had failed
-
-
 class Outcome(enum.StrEnum):
   """A response is counted as this: all tests passed, or how the first one failed."""
 
   RIGHT = "right"
   WRONG = "wrong"
   UNPARSABLE = "unparsable"  # it holds no program
-  ERROR = "error"
-  TIMEOUT = "timeout"
+  ERROR = "error"  # an exception, a signal, no result, or too much output
+  TIMEOUT = "timeout"  # of the program: CPU or wall-clock time
   MEMORY = "memory"
   CRASH = "crash"  # of the verifier
 
@@ -72,24 +60,18 @@ class CodeVerifier:
     limits: what a test may use.
     isolation: one of `process.ISOLATIONS`; "auto" takes the strongest that works, and
       never "none".
-    stop_early: leave out the tests after the first failure, as LiveCodeBench does.
 
   Raises:
     RuntimeError: if programs cannot be confined.
   """
 
-  def __init__(
-    self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto", stop_early: bool = True
-  ):
-    if workers < 1:
-      raise ValueError(f"reward.workers={workers}: programs need 1 or more")
+  def __init__(self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto"):
     self.isolation = choose_isolation(isolation)
-    self._limits, self._stop_early = limits, stop_early
+    self._limits = limits
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()
     self._kills = 0
     self._asked = threading.local()  # in each thread, what `_kills` was when its work was asked for
-    atexit.register(self.close)
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
     """Returns one outcome per response, in order. Equal programs for equal tests run once.
@@ -97,15 +79,13 @@ class CodeVerifier:
     Raises:
       ValueError: if the lengths differ or an answer holds no tests.
     """
-    if len(responses) != len(answers):
-      raise ValueError(f"{len(responses)} responses and {len(answers)} answers")
     tests = {text: cases.parse(text) for text in set(answers)}
     pairs = [
       (cases.extract(response, fences=tests[text].kind != "check"), text)
-      for response, text in zip(responses, answers)
+      for response, text in zip(responses, answers, strict=True)
     ]
     futures = {
-      pair: self._threads.submit(self._outcome, pair[0], tests[pair[1]], self._kills)
+      pair: self._threads.submit(self._try_twice, pair[0], tests[pair[1]], self._kills)
       for pair in dict.fromkeys(pairs)
     }
     try:
@@ -116,59 +96,51 @@ class CodeVerifier:
       self._kill()
       raise
 
-  def verdicts(self, program: str, tests: cases.Tests) -> list[Verdict]:
-    """Tells how each test of a program ended.
+  def outcome(self, program: str, tests: cases.Tests) -> Outcome:
+    """Runs a program on its tests up to the first that fails, as LiveCodeBench does.
 
     Raises:
       SandboxError: if the verifier failed, and not the program.
     """
     if tests.kind == "check":
-      return [self._check(program, tests)]
-    found = []
+      return self._check(program, tests)
     with self._sandbox() as sandbox:
       for given, expected in zip(tests.inputs, tests.outputs):
-        if self._stop_early and found and found[-1] != Verdict.PASSED:
-          break
         if tests.kind == "stdin":
           report = sandbox.run({"kind": "stdin", "code": program, "stdin": given})
-          verdict = _passed(cases.same_text(report["stdout"], expected))
+          right = cases.same_text(report["stdout"], expected)
         else:
           request = {"kind": "call", "code": program, "function": tests.function}
           report = sandbox.run(request | {"arguments": given})
-          verdict = _passed(_same_result(report["result"], expected, tests.wrapped))
+          right = _same_result(report["result"], expected, tests.wrapped)
+        if failure := _failure(report):
+          return failure
         if tests.kind == "call" and not report["result"]:
-          verdict = Verdict.ERROR  # it ended early, whatever its status says
-        found.append(_failure(report) or verdict)
-    return found + [Verdict.SKIPPED] * (len(tests.inputs) - len(found))
-
-  def close(self) -> None:
-    """Kills everything that runs. The verifier cannot be used again."""
-    atexit.unregister(self.close)
-    self._threads.shutdown(wait=False, cancel_futures=True)
-    self._kill()
+          return Outcome.ERROR  # it ended early, whatever its status says
+        if not right:
+          return Outcome.WRONG
+    return Outcome.RIGHT
 
   def __enter__(self):
     return self
 
   def __exit__(self, *_):
-    self.close()
+    self._threads.shutdown(wait=False, cancel_futures=True)
+    self._kill()
 
-  def _outcome(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
+  def _try_twice(self, program: str | None, tests: cases.Tests, kills: int) -> Outcome:
     """`kills`: what `_kills` was when this was asked for; what was asked before a kill ends."""
     if program is None:
       return Outcome.UNPARSABLE
     self._asked.kills = kills
-    for last in (False, True):
-      try:
-        verdicts = self.verdicts(program, tests)
+    for _ in range(2):  # once may be the machine's doing (out of memory); twice is ours
+      with contextlib.suppress(SandboxError):
+        return self.outcome(program, tests)
+      if kills != self._kills:
         break
-      except SandboxError:  # once may be the machine's doing (out of memory); twice is ours
-        if last or kills != self._kills:
-          return Outcome.CRASH
-    failed = next((v for v in verdicts if v != Verdict.PASSED), None)
-    return Outcome(failed.value) if failed else Outcome.RIGHT
+    return Outcome.CRASH
 
-  def _check(self, program: str, tests: cases.Tests) -> Verdict:
+  def _check(self, program: str, tests: cases.Tests) -> Outcome:
     """Assertions in one sandbox, the program in another, a socket between them."""
     ours, theirs = socket.socketpair()
     with ours, theirs, self._sandbox(ours) as asserting, self._sandbox(theirs) as candidate:
@@ -182,12 +154,12 @@ class CodeVerifier:
       checked = asserting.run(request | assertions)
       report = candidate.report()
     if checked["reason"] == "ended" and checked["status"] == runner.CHECKED:
-      return Verdict.PASSED
+      return Outcome.RIGHT
     if failure := _failure(report):
       return failure
     if checked["reason"] == "ended" and checked["status"] == runner.ASSERTION:
-      return Verdict.WRONG
-    return _failure(checked) or Verdict.ERROR
+      return Outcome.WRONG
+    return _failure(checked) or Outcome.ERROR
 
   @contextlib.contextmanager
   def _sandbox(self, channel: socket.socket | None = None) -> Iterator[Sandbox]:
@@ -206,20 +178,16 @@ class CodeVerifier:
       sandbox.close()
 
 
-def _passed(right: bool) -> Verdict:
-  return Verdict.PASSED if right else Verdict.WRONG
-
-
-def _failure(report: dict[str, Any]) -> Verdict | None:
+def _failure(report: dict[str, Any]) -> Outcome | None:
   """The failure that kept a program from its end; None if it came there."""
   status, reason = report["status"], report["reason"]
   if reason == "timeout" or status == -signal.SIGXCPU:
-    return Verdict.TIMEOUT
+    return Outcome.TIMEOUT
   if status == -signal.SIGKILL and reason == "ended":
-    return Verdict.TIMEOUT if report["cpu_s"] >= report["cpu_limit_s"] else Verdict.MEMORY
+    return Outcome.TIMEOUT if report["cpu_s"] >= report["cpu_limit_s"] else Outcome.MEMORY
   if status == runner.OUT_OF_MEMORY:
-    return Verdict.MEMORY
-  return Verdict.ERROR if status != 0 or reason == "output" else None
+    return Outcome.MEMORY
+  return Outcome.ERROR if status != 0 or reason == "output" else None
 
 
 def _same_result(result: str, expected: Any, wrapped: bool) -> bool:

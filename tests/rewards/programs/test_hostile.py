@@ -11,11 +11,11 @@ import threading
 import time
 
 import pytest
-from support.sandboxes import LIMITS, ROOT, available, mentioning, processes_of, run, session, stdin
+from support.sandboxes import LIMITS, ROOT, available, mentioning, run, session, stdin
 
 from gspo_jax.rewards.programs import cases, process
 from gspo_jax.rewards.programs import verifier as programs
-from gspo_jax.rewards.programs.verifier import Outcome, Verdict
+from gspo_jax.rewards.programs.verifier import Outcome
 
 # Programs that do not. What they print is expected to show whether they got anywhere.
 
@@ -122,15 +122,6 @@ def test_fork_bomb_finds_the_door_locked(isolation):
   assert run(isolation, BOMB)["stdout"] == "0\n"
 
 
-@pytest.mark.skipif(not available("namespaces"), reason="no namespaces here")
-def test_fork_bomb_is_counted_and_killed_where_processes_are_allowed():
-  limits = dataclasses.replace(LIMITS, processes=4)
-  report = run("namespaces", f"{BOMB}\nprint(os.getuid())", limits)
-  children, user = map(int, report["stdout"].split())
-  assert 0 < children <= limits.processes + limits.threads
-  assert not processes_of(user)
-
-
 def test_a_program_cannot_start_another(isolation):
   report = run(isolation, "import subprocess; print(subprocess.run(['/usr/bin/env']))")
   assert report["status"] == 1 and "PermissionError" in report["stderr"], report
@@ -232,17 +223,17 @@ while frame:
 
 @pytest.mark.parametrize("how", FORGERIES)
 def test_forged_output_is_not_right(verifier, how):
-  assert verifier.verdicts(FORGERIES[how], stdin(("3 4", "7")))[0] != Verdict.PASSED
+  assert verifier.outcome(FORGERIES[how], stdin(("3 4", "7"))) != Outcome.RIGHT
 
 
 def test_no_value_equals_everything(verifier):
   tests = cases.Tests("call", ([1],), (7,), "f")
   liar = "class Any(int):\n  def __eq__(self, other): return True\n  __hash__ = None\n"
   for value in ("Any(3)", "type('A', (), {'__eq__': lambda *a: True})()", "exit", "float('nan')"):
-    assert verifier.verdicts(f"{liar}def f(x): return {value}", tests) == [Verdict.WRONG], value
+    assert verifier.outcome(f"{liar}def f(x): return {value}", tests) == Outcome.WRONG, value
   for forged in ("raise SystemExit", "os._exit(0)", "os.write(3, b'{\"value\":7}'); 1 / 0"):
-    found = verifier.verdicts(f"import os\ndef f(x):\n  {forged}", tests)
-    assert found == [Verdict.ERROR], forged
+    found = verifier.outcome(f"import os\ndef f(x):\n  {forged}", tests)
+    assert found == Outcome.ERROR, forged
 
 
 def test_closing_ends_what_runs(isolation):

@@ -1,4 +1,4 @@
-"""Programs that mean well, their verdicts, assertions in Python, and failures of the verifier."""
+"""Programs that mean well, their outcomes, assertions in Python, and failures of the verifier."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 from support.sandboxes import LIMITS, run, stdin
 
 from gspo_jax.rewards.programs import cases, process
-from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome, Verdict
+from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome
 
 # Programs that mean well.
 
@@ -19,8 +19,9 @@ from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome, Verdict
 def test_standard_input_and_output(verifier):
   program = "n = int(input())\nprint(sum(map(int, sys.stdin.read().split())), n)"
   tests = stdin(("2\n3 4\n", "7 2\n"), ("0\n", "0 0"), ("1\n5", "5 2"), ("1\n1", "1 1"))
-  found = verifier.verdicts(program, tests)
-  assert found == [Verdict.PASSED, Verdict.PASSED, Verdict.WRONG, Verdict.SKIPPED]
+  assert verifier.outcome(program, tests) == Outcome.WRONG
+  right = dataclasses.replace(tests, outputs=(*tests.outputs[:2], "5 1", "1 1"))
+  assert verifier.outcome(program, right) == Outcome.RIGHT
 
 
 def test_what_programs_of_contests_rely_on(isolation):
@@ -60,21 +61,13 @@ def test_function_calls(verifier):
     )
   )
   method = "class Solution:\n  def f(self, x: List[int], s: str):\n    return (s, sum(x))"
-  assert verifier.verdicts(method, tests) == [Verdict.PASSED, Verdict.WRONG]
+  assert verifier.outcome(method, tests) == Outcome.WRONG
   function = "def f(x, s):\n  return [s, sum(x)] if x else x"
-  assert verifier.verdicts(function, tests) == [Verdict.PASSED, Verdict.PASSED]
-
-
-def test_a_verdict_for_every_test_if_wanted(verifier):
-  with CodeVerifier(1, LIMITS, verifier.isolation, stop_early=False) as thorough:
-    tests = stdin(("1", "1"), ("2", "3"), ("0", "0"), ("4", "4"), ("9", ""))
-    program = "n = int(input()); 1 // n; print(n) if n < 9 else os.kill"
-    found = thorough.verdicts(program, tests)
-  assert found == [*"passed wrong error passed error".split()]
+  assert verifier.outcome(function, tests) == Outcome.RIGHT
 
 
 @pytest.mark.parametrize(
-  "program, verdict",
+  "program, outcome",
   {
     "raise ValueError('no')": "error",
     "def broken(": "error",
@@ -86,9 +79,9 @@ def test_a_verdict_for_every_test_if_wanted(verifier):
     "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass": "timeout",
   }.items(),
 )
-def test_failures_have_names(verifier, program, verdict):
+def test_failures_have_names(verifier, program, outcome):
   started = time.monotonic()
-  assert verifier.verdicts(program, stdin(("", "7"))) == [verdict]
+  assert verifier.outcome(program, stdin(("", "7"))) == outcome
   assert time.monotonic() - started < 20
 
 
@@ -105,11 +98,11 @@ CHECK_TESTS = cases.parse(json.dumps(CHECK))
 
 
 @pytest.mark.parametrize(
-  "program, verdict",
+  "program, outcome",
   [
-    ("def f(x):\n  return sum(x) + 1", "passed"),
-    ("  return helper(sum(x))", "passed"),  # continues the prompt
-    ("def f(x: List[int]):\n  return helper(sum(x))", "passed"),  # relies on its imports
+    ("def f(x):\n  return sum(x) + 1", "right"),
+    ("  return helper(sum(x))", "right"),  # continues the prompt
+    ("def f(x: List[int]):\n  return helper(sum(x))", "right"),  # relies on its imports
     ("def f(x):\n  return None", "wrong"),
     ("def f(x):\n  return [][1]", "error"),
     ("def f(x):\n  raise AssertionError", "error"),
@@ -132,9 +125,8 @@ CHECK_TESTS = cases.parse(json.dumps(CHECK))
     ("import os\ndef f(x):\n  os.write(4, b'\\xff' * 8)\n  return 4", "wrong"),
   ],
 )
-def test_assertions_run_where_no_candidate_does(verifier, program, verdict):
-  found = verifier.verdicts(program, CHECK_TESTS)
-  assert found == [verdict]
+def test_assertions_run_where_no_candidate_does(verifier, program, outcome):
+  assert verifier.outcome(program, CHECK_TESTS) == outcome
 
 
 # The verifier itself.
@@ -216,6 +208,6 @@ def test_it_refuses_to_run_unconfined(monkeypatch):
   with pytest.raises(RuntimeError, match=r"namespaces: unshare.*seccomp: .*reward.isolation=none"):
     CodeVerifier(1)
   with CodeVerifier(1, LIMITS, "none") as verifier:
-    assert verifier.verdicts("print(7)", stdin(("", "7"))) == [Verdict.PASSED]
+    assert verifier.outcome("print(7)", stdin(("", "7"))) == Outcome.RIGHT
   with pytest.raises(ValueError, match=r"reward\.isolation='jail'"):
     CodeVerifier(1, isolation="jail")

@@ -9,7 +9,7 @@ Two ways to be cut off from the machine, both with the same system-call filter a
               same directories; the filter alone denies network, processes and signals.
 
 Both deny sockets, ptrace, signals to other processes, new namespaces, mounts, io_uring, BPF, shared
-memory, and the starting of processes unless that is allowed.
+memory, and the starting of processes.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ _DENIED = dict(
   chown=(92, None), fchown=(93, 55), lchown=(94, None), fchownat=(260, 54), utime=(132, None),
   utimes=(235, None), futimesat=(261, None), utimensat=(280, 88), setxattr=(188, 5),
   lsetxattr=(189, 6), fsetxattr=(190, 7), setxattrat=(463, 463),
+  fork=(57, None), vfork=(58, None), execve=(59, 221), execveat=(322, 281),  # and clone, below
 )  # fmt: skip
-_PROCESSES = dict(fork=(57, None), vfork=(58, None), execve=(59, 221), execveat=(322, 281))
 # Calls that are denied for some values of one argument: numbers, which argument, the values.
 # F_SETOWN, F_SETSIG, F_SETOWN_EX have the kernel send a signal of one's choice to anybody, and so
 # have FIOSETOWN and SIOCSPGRP; TIOCSTI and TIOCLINUX type into a terminal.
@@ -70,7 +70,7 @@ _DENIED_VALUES = (
 _PRLIMIT = (302, 261)  # allowed for process 0, which is the caller
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE_THREAD, _CLONE_NEW_ANY = 0x00010000, 0x7E020000
+_CLONE_THREAD = 0x00010000
 _EPERM, _ENOSYS = 1, 38
 
 
@@ -213,8 +213,8 @@ def restrict_files(readable: list[str], writable: str) -> None:
   os.close(ruleset)
 
 
-def filter_calls(processes: bool) -> None:
-  """Denies the system calls above; with `processes`, those that start processes stay allowed.
+def filter_calls() -> None:
+  """Denies the system calls above, and `clone` of anything but threads.
 
   Raises:
     OSError: on another architecture, or where the kernel has no seccomp filters.
@@ -235,8 +235,7 @@ def filter_calls(processes: bool) -> None:
     (equal, 0, 1, _CLONE3[column]),  # its flags lie in memory; the C library falls back to clone
     (back, 0, 0, refuse | _ENOSYS),
   ]
-  denied = _DENIED if processes else _DENIED | _PROCESSES
-  for numbers in denied.values():
+  for numbers in _DENIED.values():
     if numbers[column] is not None:
       program += [(equal, 0, 1, numbers[column]), (back, 0, 0, refuse | _EPERM)]
   for numbers, argument, values in _DENIED_VALUES:
@@ -253,7 +252,7 @@ def filter_calls(processes: bool) -> None:
     (back, 0, 0, allow),
     (equal, 0, 3, _CLONE[column]),
     (load, 0, 0, 16),  # the flags
-    (any_bit, 0, 1, _CLONE_NEW_ANY) if processes else (any_bit, 1, 0, _CLONE_THREAD),
+    (any_bit, 1, 0, _CLONE_THREAD),
     (back, 0, 0, refuse | _EPERM),
     (back, 0, 0, allow),
   ]

@@ -260,13 +260,13 @@ def _confine(s: dict, root: bool) -> None:
     limits["memory_bytes"],
     limits["file_bytes"],
     limits["open_files"],
-    1 + limits["threads"] + limits["processes"] if alone else None,
+    1 + limits["threads"] if alone else None,
   )
   if s["isolation"] != "none":
     isolation.drop_capabilities()
     if s["isolation"] == "seccomp":
       isolation.restrict_files(s["readable"], s["directory"])
-    isolation.filter_calls(processes=limits["processes"] > 0)
+    isolation.filter_calls()
 
 
 def _load(request: dict, name: str, names: dict) -> dict:

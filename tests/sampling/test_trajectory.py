@@ -5,29 +5,18 @@ import random
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.sampling import sample
+from support.sampling import PROMPTS, sample
+from support.small_models import MOE, forward, initial, next_logp
 
 from gspo_jax import sharding
 from gspo_jax.models import routing, transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.sampling import EnvironmentConfig, Request, SamplingConfig, Usage, Workload, generate
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.sampling.scheduler import Scheduler
 
-CONFIG = dataclasses.replace(
-  tiny_moe(64),
-  hidden_size=32,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=2,
-  head_dim=16,
-  moe_intermediate_size=16,
-)
-PARAMS = transformer.init(CONFIG, jax.random.key(0))
-PROMPTS = [(5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15)]
+PARAMS = initial(MOE)
 STOP = tuple(range(12))  # a turn has about five tokens
 TALK = EnvironmentConfig("", max_turns=4, stop_strings=(), discount=1.0, workers=0)
 
@@ -56,7 +45,7 @@ def talk(environments=None, prompts=PROMPTS, params=PARAMS, config=TALK, **chang
   environments = environments or [Parrot(p) for p in prompts for _ in range(4)]
   options = dict(group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7, prompt_length=5) | changes
   turns = dict(max_turns=config.max_turns, workers=config.workers, stop_strings=config.stop_strings)
-  return sample(params, CONFIG, environments=environments, **turns, **options), environments
+  return sample(params, MOE, environments=environments, **turns, **options), environments
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +87,13 @@ def test_a_row_is_the_conversation_and_only_what_the_policy_said_is_masked_in(ba
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logp_is_the_trainers_on_the_whole_conversation(temperature):
   out, _ = talk(temperature=temperature)
-  hidden = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).hidden_BTD
-  logp, _ = transformer.token_logp(
-    PARAMS, CONFIG, hidden[:, :-1], jnp.asarray(out.tokens[:, 1:]), temperature=temperature
-  )
+  logp = next_logp(PARAMS, MOE, out.tokens, temperature=temperature)
   assert (np.abs(np.asarray(logp) - out.logp[:, 1:]) * out.mask[:, 1:]).max() < 1e-4
 
 
 def test_routes_are_on_record_for_every_token_that_was_fed():
   out, _ = talk(record_routing=True)
-  taken = transformer.forward(PARAMS, CONFIG, jnp.asarray(out.tokens)).routing_lBTk
+  taken = forward(PARAMS, MOE, out.tokens).routing_lBTk
   taken_BLlk = np.moveaxis(np.asarray(taken), 0, 2)
   for row, end in enumerate(out.ends):
     assert (out.routing[row, end - 1 :] == routing.NO_EXPERT).all()
@@ -141,7 +127,7 @@ def test_no_conversation_depends_on_another(base, changes):
 def test_a_mesh_says_the_same(base):
   mesh = sharding.make_mesh(sharding.MeshConfig(4, 1, 2, 1))
   with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(CONFIG, sharding.ROLLOUT, mesh))
+    params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
     out, _ = talk(params=params)
   np.testing.assert_array_equal(out.tokens, base[0].tokens)
 
@@ -164,7 +150,7 @@ def test_a_turn_is_what_is_left_of_the_response(base):
   begun = tuple(one.heard[0] + one.said[0] + one.heard[1] + one.said[1])
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 40)
   workload = Workload(sampling, 5, trajectories=1, stop_ids=STOP, several_turns=True)
-  scheduler = Scheduler(PARAMS, 0, CONFIG, workload, DEFAULT)
+  scheduler = Scheduler(PARAMS, 0, MOE, workload, DEFAULT)
   scheduler.submit(
     Request(one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun)
   )
@@ -181,7 +167,7 @@ def test_one_turn_is_what_generate_samples():
   one, _ = talk(config=dataclasses.replace(TALK, max_turns=1), usage=usage)
   assert usage.prefilled == sum(len(p) - 1 for p in PROMPTS)
   options = dict(group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7)
-  plain = generate(PARAMS, CONFIG, PROMPTS, **options)
+  plain = generate(PARAMS, MOE, PROMPTS, **options)
   np.testing.assert_array_equal(one.tokens, plain.tokens)
   np.testing.assert_array_equal(one.lengths, plain.lengths)
   np.testing.assert_allclose(one.logp, plain.logp, atol=1e-5)

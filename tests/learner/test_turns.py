@@ -1,0 +1,161 @@
+"""Learning from conversations: what is trained on, and by how much."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.configs import config_of
+from support.environments import TALK, Teacher
+from support.sampling import sample
+from support.small_models import DENSE, initial
+from support.small_updates import learner, rl_step, scalars
+
+from configs import tiny_tools
+from gspo_jax import collect
+from gspo_jax import objectives as O
+from gspo_jax.learner import batch as batches
+from gspo_jax.learner import step as train_step
+from gspo_jax.learner.state import new_state
+from gspo_jax.objectives.reductions import compute
+
+OBJECTIVE = config_of(tiny_tools.get_config).objective
+G = 4
+
+
+@pytest.fixture(scope="module")
+def rollout():
+  environments = [Teacher([30 + p] * (1 + p % 3)) for p in range(4) for _ in range(G)]
+  options = dict(group_size=G, max_new_tokens=30, stop_ids=tuple(range(16)), prompt_length=3)
+  return sample(
+    initial(DENSE), DENSE, environments=environments, max_turns=TALK.max_turns, **options
+  )
+
+
+@pytest.fixture(scope="module")
+def batch(rollout):
+  advantage_PG = np.asarray(O.group_advantages(rollout.rewards.sum(1).reshape(-1, G)))
+  advantage_BL = collect.turn_advantages(rollout, G, TALK.max_turns, TALK.discount, "std")
+  turns_BL = np.where(rollout.mask > 0, rollout.turns, -1)
+  made = batches.train_batch(rollout, advantage_PG, advantage_BL, turns_BL, shared_prompts=False)
+  return made.replace(old_logp_BT=made.sampler_logp_BT)
+
+
+def test_the_batch_holds_whole_conversations(batch, rollout):
+  B, T = batch.tokens_BT.shape
+  assert T == 33
+  observed = (batch.segments_BT == 1) & (batch.mask_BT == 0)
+  for row in range(B):
+    end, start = rollout.ends[row], rollout.prompt_lengths[row]
+    assert batch.segments_BT[row].sum() == end
+    assert batch.mask_BT[row].sum() == rollout.lengths[row]
+    assert observed[row].sum() == end - rollout.lengths[row]
+    assert observed[row, start:].sum() == 3 * rollout.turns[row].max()
+  assert (batch.unit_BT >= 0).sum() == batch.mask_BT.sum()
+  assert not batch.advantage_BT[batch.mask_BT == 0].any()
+  assert rollout.turns.max() == 2
+  assert batch.prompt_B is None, "conversations of a group may begin differently"
+
+
+def test_advantages_of_turns_against_loops(batch, rollout):
+  """Every token has the advantage of its turn: its discounted return, compared in its group."""
+  turns, rewards = rollout.turns, rollout.rewards
+  for first in range(0, len(turns), G):
+    for u in range(3):
+      returns = {
+        row: sum(0.5 ** (v - u) * rewards[row][turns[row] == v].sum() for v in range(u, 3))
+        for row in range(first, first + G)
+        if (turns[row] == u).any()
+      }
+      values = np.array([*returns.values()])
+      for row, value in returns.items():
+        found = batch.advantage_BT[row, : turns.shape[1]][turns[row] == u]
+        assert np.ptp(found) == 0
+        expected = (value - values.mean()) / (values.std(ddof=1) + 1e-6) if len(values) > 1 else 0
+        assert found[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+WIDE = dict(clip_low=0.2, clip_high=0.28)
+
+
+def objective(name, **changes):
+  ranges = {k: v for k, v in WIDE.items() if k in O.POLICY_LOSSES[name].options}
+  unset = dict.fromkeys(O.POLICY_LOSSES[OBJECTIVE.name].options)
+  return dataclasses.replace(OBJECTIVE, **unset | ranges | changes, name=name)
+
+
+def loss(name, logp_BT, batch, **changes):
+  total, metrics = train_step.policy_loss(
+    objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch, 30
+  )
+  return total.numerator / total.denominator, compute(metrics)
+
+
+def moved(batch):
+  """Log-probabilities that have drifted since, observations included."""
+  noise = np.random.default_rng(0).normal(size=batch.mask_BT.shape).astype(np.float32)
+  return batch.sampler_logp_BT + 0.1 * noise
+
+
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+def test_observations_have_no_gradient_and_no_say(batch, name):
+  logp_BT = moved(batch)
+  value, grad_BT = jax.value_and_grad(lambda x: loss(name, x, batch)[0])(logp_BT)
+  off = batch.mask_BT == 0
+  assert not np.any(np.asarray(grad_BT)[off]) and np.any(np.asarray(grad_BT)[~off])
+  garbage = np.where(off, np.nan, 1)
+  other = batch.replace(
+    old_logp_BT=batch.old_logp_BT * garbage, advantage_BT=batch.advantage_BT * garbage
+  )
+  assert loss(name, logp_BT * garbage, other)[0] == pytest.approx(float(value), rel=1e-6)
+
+
+def test_a_ratio_per_turn(batch):
+  """Against NumPy: |turn| and |y| count what was sampled, and nothing else."""
+  logp_BT = moved(batch)
+  rows, bounds = [], (1 - 0.2, 1 + 0.28)
+  for row, turns in enumerate(np.asarray(batch.unit_BT)):
+    per_turn = []
+    for u in range(turns.max() + 1):
+      mine = turns == u
+      ratio = np.exp((logp_BT[row] - batch.old_logp_BT[row])[mine].mean())
+      advantage = batch.advantage_BT[row][mine][0]
+      clipped = np.clip(ratio, *bounds)
+      per_turn.append((mine.sum(), min(ratio * advantage, clipped * advantage)))
+    lengths, values = map(np.array, zip(*per_turn))
+    assert lengths.sum() == batch.mask_BT[row].sum()
+    rows.append(values.mean())
+  assert loss("segment", logp_BT, batch)[0] == pytest.approx(-np.mean(rows), rel=1e-4)
+  by_hand = O.segment_loss(
+    logp_BT, batch.old_logp_BT, batch.advantage_BT, batch.mask_BT, batch.unit_BT, 0.2, 0.28
+  )[0]
+  assert loss("segment", logp_BT, batch)[0] == pytest.approx(float(by_hand), rel=1e-6)
+
+
+def test_a_ratio_per_conversation_and_an_advantage_per_turn(batch):
+  logp_BT = moved(batch)
+  rows = []
+  for row, mask in enumerate(batch.mask_BT > 0):
+    ratio = np.exp((logp_BT[row] - batch.old_logp_BT[row])[mask].mean())
+    advantage = batch.advantage_BT[row][mask]
+    rows.append(np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage).mean())
+  assert loss("gspo_token", logp_BT, batch)[0] == pytest.approx(-np.mean(rows), rel=1e-4)
+
+
+def test_without_turns_a_segment_is_the_response(batch):
+  logp_BT, plain = moved(batch), batch.replace(unit_BT=None, advantage_BT=None)
+  segment, token = loss("segment", logp_BT, plain), loss("gspo_token", logp_BT, plain)
+  assert segment[0] == pytest.approx(float(token[0]), rel=1e-5)
+  assert token[0] != pytest.approx(float(loss("gspo_token", logp_BT, batch)[0]), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["gspo_token", "segment"])
+def test_an_update_on_conversations(batch, name):
+  tx = optax.sgd(1e-2)
+  step = rl_step(learner(DENSE, microbatches=2), objective(name), tx)
+  _, metrics = step(new_state(initial(DENSE), tx), jax.tree.map(jnp.asarray, batch))
+  row = scalars(metrics)
+  assert row["mismatch/abs/max"] < 1e-4  # the trainer's log-probs are the sampler's
+  assert row["ratio/deviation"] < 1e-4 and row["grad_norm"] > 0

@@ -1,0 +1,18 @@
+"""An environment for the tests: the other side of small models' conversations."""
+
+from gspo_jax.sampling import EnvironmentConfig
+
+TALK = EnvironmentConfig("", max_turns=3, stop_strings=(), discount=0.5, workers=0)
+
+
+class Teacher:
+  """Three words to everything; rewards short turns, and large numbers."""
+
+  def __init__(self, prompt):
+    self.prompt = prompt
+
+  def reset(self):
+    return self.prompt
+
+  def step(self, response):
+    return [20, 21, 22], response[0] / 64 - len(response) / 8, response[0] % 3 == 0

@@ -1,0 +1,47 @@
+"""Small models and their weights."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import ModelConfig, tiny_dense, tiny_gemma, tiny_moe
+
+SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
+DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)
+GEMMA = dataclasses.replace(
+  tiny_gemma(64), intermediate_size=48, sliding_window=4, sliding_window_pattern=2, **SMALL
+)
+MOE = dataclasses.replace(tiny_moe(64), moe_intermediate_size=16, **SMALL)
+MODELS = dict(dense=DENSE, gemma=GEMMA, moe=MOE)
+
+SMALLER = dict(hidden_size=16, head_dim=8)
+SMALLER_DENSE = dataclasses.replace(
+  DENSE, vocab_size=32, num_layers=1, intermediate_size=16, **SMALLER
+)
+SMALLER_MOE = dataclasses.replace(MOE, vocab_size=32, moe_intermediate_size=8, **SMALLER)
+
+
+@functools.cache
+def on_host(model: ModelConfig, seed: int = 0) -> transformer.Params:
+  return jax.device_get(transformer.init(model, jax.random.key(seed)))
+
+
+def initial(model: ModelConfig, seed: int = 0) -> transformer.Params:
+  """Random weights, in arrays of their own: updates donate what they are given."""
+  return jax.tree.map(jnp.array, on_host(model, seed))
+
+
+# The model by itself, compiled once for all tests of a process.
+forward = jax.jit(transformer.forward, static_argnums=1)
+logits = jax.jit(transformer.logits, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=1, static_argnames="temperature")
+def next_logp(params, model, tokens_BT, temperature=1.0):
+  """Log-probabilities of all tokens but the first, [B, T - 1], as the trainer finds them."""
+  hidden_BTD = transformer.forward(params, model, tokens_BT).hidden_BTD[:, :-1]
+  targets = tokens_BT[:, 1:]
+  return transformer.token_logp(params, model, hidden_BTD, targets, temperature=temperature)[0]
