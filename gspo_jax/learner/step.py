@@ -13,7 +13,7 @@ from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
-from gspo_jax.learner.objective import ObjectiveConfig, clipped_tokens, policy_loss
+from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
@@ -130,7 +130,7 @@ def make_review(
 
   def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
     logp_BT, entropy_BT, _, _ = log_probs(params, batch, learner, objective.replay)
-    clipped_BT = clipped_tokens(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
+    _, _, clipped_BT = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     return dict(logp_BT=logp_BT, clipped_BT=clipped_BT)
 
   return jax.jit(by_part(review, learner))
@@ -166,7 +166,7 @@ def make_rl_step(
 
   def loss(params, batch):
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
-    total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
+    total, metrics, _ = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
