@@ -60,7 +60,7 @@ def tokenizer():
 
 def score(responses, prompts, lengths):
   reward = np.array([len(text) % 2 for text in responses], np.float32)
-  return Scores(reward, dict(right=int(reward.sum()), wrong=int((1 - reward).sum())))
+  return Scores(reward, dict(right=int(reward.sum()), wrong=int((1 - reward).sum())), reward)
 
 
 def collector(environment=None, extra_rounds=0, routing=False, **changes):
@@ -342,7 +342,8 @@ def test_partial_rollouts_and_dynamic_sampling_go_together():
 
 def test_a_reward_that_is_not_finite_names_its_prompt():
   made, engine = collector(extra_prompts=0)
-  made._score = lambda responses, *_: Scores(np.full(len(responses), np.nan), {})
+  nan = lambda responses: np.full(len(responses), np.nan)  # noqa: E731
+  made._score = lambda responses, *_: Scores(nan(responses), {}, nan(responses))
   engine.load(PARAMS, version=1)
   with pytest.raises(ValueError, match=r"reward of prompt \d+ is .*nan.*must be finite"):
     made.collect(1, Stopwatch())

@@ -128,8 +128,7 @@ def load(config: DataConfig, tok: tokenizer.Tokenizer, split: str) -> Source:
     DataError: for a bad file, an empty data set, and for the first bad row unless
       `config.on_error` is 'skip'.
   """
-  spec, key = {"train": (config.train, "data.train"), "eval": (config.eval, "data.eval")}[split]
-  return load_spec(config, tok, spec, key)
+  return load_spec(config, tok, getattr(config, split), f"data.{split}")
 
 
 def load_spec(config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str) -> Source:

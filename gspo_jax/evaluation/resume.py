@@ -65,9 +65,6 @@ def _from_first_process(path: Path) -> bytes:
 @jax.jit
 def checksums(params: Any) -> list[jax.Array]:
   """Each array's bits, added up modulo 2^32: the same for every layout over devices."""
-  return [_checksum(x) for x in jax.tree.leaves(params)]
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-  bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-  return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+  unsigned = lambda x: jnp.dtype(f"uint{8 * x.dtype.itemsize}")  # noqa: E731
+  bits = [jax.lax.bitcast_convert_type(x, unsigned(x)) for x in jax.tree.leaves(params)]
+  return [jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32) for x in bits]

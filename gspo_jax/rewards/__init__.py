@@ -88,11 +88,7 @@ class Scores:
 
   reward: np.ndarray  # float32 [B]: what is learned from
   outcomes: dict[str, int]  # of the verifier: how many were right, wrong, timeout, ...
-  correct: np.ndarray | None = None  # float32 [B]: 1 where the verifier said right; None: reward
-
-  def __post_init__(self):
-    if self.correct is None:
-      object.__setattr__(self, "correct", self.reward)
+  correct: np.ndarray  # float32 [B]: 1 where the verifier said right
 
 
 class Scorer(Protocol):

@@ -113,8 +113,7 @@ def dump(
       with (directory / f"batch_{i}.npz").open("wb") as file:
         np.savez(file, **arrays)
     figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN
-    about = dict(phase=row["phase"], step=row["step"], why=why, row=figures)
-    about |= dict(config=config)
+    about = dict(phase=row["phase"], step=row["step"], why=why, row=figures, config=config)
     (directory / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
   return directory
 

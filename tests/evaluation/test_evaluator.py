@@ -74,7 +74,8 @@ def params():
 
 def by_length(responses, answers):
   reward = np.array([len(r) % 2 for r in responses], np.float32)
-  return rewards.Scores(reward, {"right": int(reward.sum()), "wrong": int((1 - reward).sum())})
+  outcomes = {"right": int(reward.sum()), "wrong": int((1 - reward).sum())}
+  return rewards.Scores(reward, outcomes, reward)
 
 
 def untimed(row):
@@ -90,7 +91,7 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params):
     samples = len(responses) // 5
     reward[:samples] = 1
     reward[samples] = 1
-    return rewards.Scores(reward, {"right": 4, "timeout": 1})
+    return rewards.Scores(reward, {"right": 4, "timeout": 1}, reward)
 
   row, records = evaluate(evaluator(benchmark(score)), params)
   assert row["eval/accuracy"] == pytest.approx((3 + 1) / 15)
@@ -260,7 +261,8 @@ def test_virtual_contests(params, tmp_path):
   ]
 
   def score(responses, answers):  # samples 0 and 1 of each problem, sample 2 of none
-    return rewards.Scores(np.array([1, 1, 0] * 3, np.float32), {})
+    reward = np.array([1, 1, 0] * 3, np.float32)
+    return rewards.Scores(reward, {}, reward)
 
   run = evaluator(
     benchmark(score, "cf", problems, standings=str(path)), greedy=False, directory=tmp_path

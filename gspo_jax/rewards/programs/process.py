@@ -7,7 +7,6 @@ has nothing of our environment.
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -39,12 +38,6 @@ class Limits:
   scratch_bytes: int = 64 << 20  # of all files; they lie in memory
   open_files: int = 64
   threads: int = 64
-
-  @classmethod
-  def of(cls, cpu_s: float, memory_mb: int) -> "Limits":
-    """CPU seconds, rounded up, with twice as long by the clock; the rest as it is."""
-    cpu_s = math.ceil(cpu_s)
-    return cls(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=memory_mb << 20)
 
 
 DEFAULTS = Limits()

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import enum
 import json
+import math
 import signal
 import socket
 import threading
@@ -47,7 +48,8 @@ OUTCOMES = tuple(Outcome)
 @contextlib.contextmanager
 def open_verifier(config: Any) -> Iterator[Callable]:
   """A `CodeVerifier` that takes prompts; see `gspo_jax.rewards`."""
-  limits = Limits.of(config.time_limit_s, config.memory_mb)
+  cpu_s = math.ceil(config.time_limit_s)
+  limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=config.memory_mb << 20)
   with CodeVerifier(config.workers, limits, config.isolation) as verifier:
     yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
 
