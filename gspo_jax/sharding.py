@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
@@ -249,11 +248,8 @@ def rows_of_a_device(rows: int) -> int:
 def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
   """Host arrays, the same on every process, onto the devices; axis 0 split over `BATCH`, or as
   `pspec` says."""
-
-  def put(x: np.ndarray) -> jax.Array:
-    sharding = NamedSharding(mesh, pspec)
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
+  layout = NamedSharding(mesh, pspec)
+  put = lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__)  # noqa: E731
   return jax.tree.map(put, tree)
 
 

@@ -1,5 +1,7 @@
 """The tasks that need no files: problems and demonstrations are made as they are read."""
 
+from typing import Any
+
 from gspo_jax import structs
 from gspo_jax.data import tokenizer
 from gspo_jax.data.files import DataError
@@ -9,34 +11,24 @@ TASKS = dict(arithmetic=arithmetic, calculator=calculator)
 
 
 class Embedded:
-  """A task of TASKS. DataError, with `key`, for what it does not have and what does not fit."""
+  """A task of TASKS, by a `sources.DataConfig`. DataError, with `key`, for what it does not have
+  and what does not fit."""
 
   skipped = 0
 
-  def __init__(
-    self,
-    path: str,
-    tok: tokenizer.Tokenizer,
-    *,
-    digits: int,
-    carry_errors: float,
-    template: str,
-    max_tokens: int,
-    key: str,
-  ):
+  def __init__(self, config: Any, tok: tokenizer.Tokenizer, path: str, key: str):
     task, _, split = path.partition(":")
-    self._tok, self._task, self._template = tok, TASKS[task], template
-    self._carry_errors = carry_errors
+    self._config, self._tok, self._task = config, tok, TASKS[task]
     try:
-      self._problems = self._task.problems(split, digits)
+      self._problems = self._task.problems(split, config.digits)
     except ValueError as error:
       raise DataError(f"{key}: {error}") from error
     for index in probe(len(self)):
       prompt = self[index]
-      if len(prompt.tokens) > max_tokens:
+      if len(prompt.tokens) > config.max_prompt_tokens:
         raise DataError(
           f"{key}: the prompt {prompt.question!r} takes {len(prompt.tokens)} tokens, more than"
-          f" data.max_prompt_tokens={max_tokens}"
+          f" data.max_prompt_tokens={config.max_prompt_tokens}"
         )
 
   def __len__(self) -> int:
@@ -44,14 +36,14 @@ class Embedded:
 
   def __getitem__(self, index: int) -> structs.Prompt:
     row = self._problems[index]
-    text = self._tok.render(row["question"], template=self._template)
+    text = self._tok.render(row["question"], template=self._config.prompt_template)
     return structs.Prompt(
       id=row["id"],
       question=row["question"],
       answer=row["answer"],
       tokens=tuple(self._tok.encode(text)),
       # The same problem is always demonstrated in the same way, right or wrong.
-      demonstration=self._task.demonstration(row, self._carry_errors, seed=index),
+      demonstration=self._task.demonstration(row, self._config.carry_errors, seed=index),
     )
 
 

@@ -164,15 +164,7 @@ def _load_part(
   if path.partition(":")[0] in TASKS:
     if where or name:
       raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
-    return Embedded(
-      path,
-      tok,
-      digits=config.digits,
-      carry_errors=config.carry_errors,
-      template=config.prompt_template,
-      max_tokens=config.max_prompt_tokens,
-      key=key,
-    )
+    return Embedded(config, tok, path, key)
   return _load_rows(config, tok, path, key, config.format(name), where, prefix)
 
 

@@ -1,8 +1,8 @@
 """Rows that the model reads of a mini-batch, and the way back from them to the sequences.
 
 The rows are the sequences (`plain`); or trees, where sequences begin alike (`trees`): the responses
-to one prompt share it; or whatever `packing.plan` has put into one row. Losses and metrics never
-see anything but [B, T]. A sequence lies on the device that has its row: nothing is sent.
+to one prompt share it; or whatever `packing.plan` has put into one row. Losses and metrics see
+[B, T] only. A sequence is on the device that has its row, so nothing moves between devices.
 """
 
 import math
@@ -48,7 +48,7 @@ def _of_each_token(batch: TrainBatch) -> tuple[Array | None, ...]:
 
 
 def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
-  """As many rows, but shorter: those of one group on one device share its prompt.
+  """As many rows as sequences, but shorter: a group's rows on one device share its prompt.
 
   The trunk is the prompt without its last token. That one begins every branch, since what it
   predicts is another token in each. As Prefix Grouper does it, arXiv:2506.05433. The last

@@ -207,31 +207,12 @@ def policy_loss(
   entropy_BT: jax.Array,
   batch: TrainBatch,
   max_length: int = 0,
-) -> tuple[Mean, Metrics]:
-  """The configured objective as undivided sums.
+) -> tuple[Mean, Metrics, jax.Array]:
+  """The configured objective undivided, its metrics, and the tokens it has clipped, bool [B, T].
 
   Args:
     max_length: tokens that a response has at most, by which some aggregations divide.
   """
-  arguments, options, metrics = _arguments(config, logp_BT, entropy_BT, batch, max_length)
-  total, of_loss = config.loss.sums(*arguments, **options)
-  return total, metrics | of_loss
-
-
-def clipped_tokens(
-  config: ObjectiveConfig,
-  logp_BT: jax.Array,
-  entropy_BT: jax.Array,
-  batch: TrainBatch,
-  max_length: int = 0,
-) -> jax.Array:
-  """Tokens whose ratio `policy_loss` of the same arguments has clipped, bool [B, T]."""
-  arguments, options, _ = _arguments(config, logp_BT, entropy_BT, batch, max_length)
-  return config.loss.clipped(*arguments, **options)
-
-
-def _arguments(config, logp_BT, entropy_BT, batch, max_length):
-  """The loss's arguments, positional and by keyword, and metrics of the weights among them."""
   loss, takes = config.loss, inspect.signature(config.loss).parameters
   options = {key: value for key, value in config.options().items() if key in loss.options}
   options |= dict(entropy_BT=entropy_BT)
@@ -249,7 +230,8 @@ def _arguments(config, logp_BT, entropy_BT, batch, max_length):
       advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
   weight, metrics = _weight(config, logp_BT, advantage, batch)
   arguments = logp_BT, batch.old_logp_BT, advantage, batch.mask_BT
-  return arguments, options | dict(weight=weight), metrics
+  total, of_loss, clipped_BT = loss.undivided(*arguments, weight=weight, **options)
+  return total, metrics | of_loss, clipped_BT
 
 
 def _weight(config, logp_BT, advantage, batch) -> tuple[jax.Array | None, Metrics]:

@@ -1,12 +1,12 @@
 """Several responses in one row, for the model only: fewer rows hold all tokens of a mini-batch.
 
 Lengths of responses are heavy-tailed: a row for each of them, as long as the longest may become, is
-mostly padding, and the model works on padding as on anything else. So the host plans where each
-response goes (`plan`), and the model reads `rows.packed`.
+mostly padding, and padding costs as much as tokens. So the host plans where each response goes
+(`plan`), and the model reads `layout.packed`.
 
 Shapes are fixed. What varies is how many micro-batches of R rows there is something to do for
-(`count`), the same number on all devices. A response's row lies on the device that holds the
-response, so nothing is sent.
+(`count`), the same number on all devices. A response's row is on the device that holds the
+response, so nothing moves between devices.
 
   R  rows of a micro-batch, over all devices
 """

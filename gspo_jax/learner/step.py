@@ -13,7 +13,7 @@ from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
-from gspo_jax.learner.objective import ObjectiveConfig, clipped_tokens, policy_loss
+from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
@@ -30,13 +30,12 @@ class Learner:
   temperature: float  # of the policy: the one that its responses are sampled at
   microbatches: int
   load_balance_coef: float
-  # An update whose loss or gradient is NaN or infinite is left out. "skip": and the next one is
-  # made; "stop": and so are all that follow, so that the state stays the one it happened in.
+  # An update whose loss or gradient is NaN or infinite is left out. "skip": the next one is made as
+  # usual. "stop": all later ones are left out too, so that the state stays as it was.
   on_nonfinite: str = "stop"
-  # Of rollouts: as many sequences begin with the same prompt, and so many tokens it has at most.
-  group_size: int = 1
-  prompt_tokens: int = 0
-  response_tokens: int = 0  # and a response: what some objectives divide by
+  group_size: int = 1  # sequences that share a prompt
+  prompt_tokens: int = 0  # of a prompt, at most
+  response_tokens: int = 0  # of a response, at most: some objectives divide by it
 
 
 def log_probs(
@@ -131,15 +130,15 @@ def make_review(
 
   def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
     logp_BT, entropy_BT, _, _ = log_probs(params, batch, learner, objective.replay)
-    clipped_BT = clipped_tokens(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
+    _, _, clipped_BT = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     return dict(logp_BT=logp_BT, clipped_BT=clipped_BT)
 
   return jax.jit(by_part(review, learner))
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """`function(params, batch)`, a tree of arrays [B, ...], with no more rows at once than an update
-  takes, should the batch be packed."""
+  """`function(params, batch)`, which returns arrays [B, ...]; of a packed batch by micro-batch, so
+  that it needs no more memory than an update."""
 
   def whole(params: Any, batch: TrainBatch) -> Any:
     if batch.row_B is None:
@@ -167,7 +166,7 @@ def make_rl_step(
 
   def loss(params, batch):
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
-    total, metrics = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
+    total, metrics, _ = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
@@ -256,8 +255,10 @@ def parts(
 
 
 def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
-  """combine(combine(function(0), function(1)), function(2)), ... of `number` results, one at a
-  time; of `most` at most, while `number` may be known at run time only."""
+  """combine(combine(function(0), function(1)), function(2)) and so on, over `number` results.
+
+  `number` may be known at run time only; it is at most `most`.
+  """
   if most == 1:
     return function(0)
   none = jax.tree.map(
@@ -298,7 +299,7 @@ def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict
   Without replay: the experts that this forward pass used against those on record for the same
   tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
   router would have chosen, on the replayed network's hidden states, against the replayed ones.
-  Nothing is computed again, and nothing is said where no experts were recorded.
+  Nothing is computed again; without a record of experts there is no metric.
   """
   if out.routing_lBTk is None:
     return {}

@@ -39,7 +39,6 @@ def attend_blockwise(
   scores: Scores,
   position_BT: jax.Array | None = None,
   position_BS: jax.Array | None = None,
-  block: int = 0,
 ) -> jax.Array:
   """Attention of query t to key s if s <= order_t and their segments are equal; [B, T, N, H].
 
@@ -50,11 +49,10 @@ def attend_blockwise(
   Args:
     position_BT, position_BS: of queries and keys, if `scores.window` is measured by them. Between
       the keys of a segment lies nothing but padding (segment 0).
-    block: number of queries and of keys; 0: what suits the platform.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
-  block = block or block_size(B * N)
+  block = block_size(B * N)
   R, C = _even(T, block), _even(S, block)
   # Padded queries see no block of keys, and padded keys are of no segment.
   query = Queries(_blocks(order_BT, R, -1), _blocks(segment_BT, R, -1))

@@ -27,10 +27,6 @@ class Cache:
   v_lBKSH: tuple[jax.Array, ...]
 
   @property
-  def length(self) -> int:
-    return self.v_lBKSH[0].shape[3]
-
-  @property
   def dtype(self) -> Any:
     return self.v_lBKSH[0].dtype
 

@@ -64,14 +64,13 @@ def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total:
   return total + tgmm(x_RD.T, y_RF, count_E, total.dtype, tiles, interpret=interpret)
 
 
-# name: (rows of each group times its matrix, a total plus their outer products)
-GROUPED = dict(ragged=(_ragged, _ragged_outer), megablox=(_megablox, _megablox_outer))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(name, x_XD, gate_Xk, index_Xk, w, sink):
-  """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills."""
-  return _grouped_forward(name, x_XD, gate_Xk, index_Xk, w, sink)[0]
+def _grouped(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+  """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills.
+
+  kernels: the rows of each group times its matrix, and a total plus their outer products.
+  """
+  return _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink)[0]
 
 
 class Pieces(NamedTuple):
@@ -101,10 +100,10 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
-def _grouped_forward(name, x_XD, gate_Xk, index_Xk, w, sink):
+def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
   (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(index_Xk, w.gate.shape[0])
-  times = GROUPED[name][0]
+  times, _ = kernels
 
   def body(i, y_XD):
     row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
@@ -120,11 +119,11 @@ def _grouped_forward(name, x_XD, gate_Xk, index_Xk, w, sink):
   return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, index_Xk, w, sink)
 
 
-def _grouped_backward(name, residuals, dy_XD):
+def _grouped_backward(kernels, residuals, dy_XD):
   x_XD, gate_Xk, index_Xk, w, sink = residuals
   (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
   pieces, R = _pieces(index_Xk, w.gate.shape[0])
-  times, outer = GROUPED[name]
+  times, outer = kernels
 
   def body(i, carry):
     dx_XD, dgate_A, dw = carry
@@ -152,5 +151,5 @@ def _grouped_backward(name, residuals, dy_XD):
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
-apply_ragged = functools.partial(_grouped, "ragged")
-apply_megablox = functools.partial(_grouped, "megablox")
+apply_ragged = functools.partial(_grouped, (_ragged, _ragged_outer))
+apply_megablox = functools.partial(_grouped, (_megablox, _megablox_outer))

@@ -72,9 +72,8 @@ def by_layer(routing_BTlk: Array | None) -> Array | None:
   return None if routing_BTlk is None else jnp.moveaxis(routing_BTlk, 2, 0)
 
 
-def by_row(routing_lBTk: jax.Array, valid_BT: jax.Array | None, num_experts: int) -> jax.Array:
+def by_row(routing_lBTk: jax.Array, valid_BT: jax.Array, num_experts: int) -> jax.Array:
   """[l,B,T,k] to [B,T,l,k] in the storage type, -1 where `valid_BT` is 0."""
   routing_BTlk = jnp.moveaxis(routing_lBTk, 0, 2)
-  if valid_BT is not None:
-    routing_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], routing_BTlk, NO_EXPERT)
+  routing_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], routing_BTlk, NO_EXPERT)
   return routing_BTlk.astype(storage_dtype(num_experts))

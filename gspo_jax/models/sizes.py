@@ -112,7 +112,7 @@ REFERENCE = ComputeConfig(
 )
 
 
-def _qwen3(**sizes) -> ModelConfig:
+def _qwen3(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more) -> ModelConfig:
   shared = dict(
     family="qwen3",
     vocab_size=151_936,
@@ -122,46 +122,14 @@ def _qwen3(**sizes) -> ModelConfig:
     qk_norm=True,
     max_position_embeddings=32_768,
   )
-  return ModelConfig(**(shared | sizes))
-
-
-def _gemma3(**sizes) -> ModelConfig:
-  shared = dict(
-    family="gemma",
-    vocab_size=262_144,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=256,
-    tie_word_embeddings=True,
-    query_pre_attn_scalar=256,
-    sliding_window=512,
-    sliding_window_pattern=6,
-  )
-  return _qwen3(**(shared | sizes))
-
-
-def _dense(width: int, layers: int, heads: int, ffn: int, tied: bool) -> ModelConfig:
-  return _qwen3(
+  sizes = dict(
     hidden_size=width,
     num_layers=layers,
     num_heads=heads,
-    num_kv_heads=8,
-    intermediate_size=ffn,
-    tie_word_embeddings=tied,
+    num_kv_heads=kv_heads,
+    intermediate_size=ffn,  # unused where every layer holds experts
   )
-
-
-def _moe(width: int, layers: int, heads: int, ffn: int, expert: int) -> ModelConfig:
-  return _qwen3(
-    hidden_size=width,
-    num_layers=layers,
-    num_heads=heads,
-    num_kv_heads=4,
-    intermediate_size=ffn,  # unused: every layer holds experts
-    num_experts=128,
-    experts_per_token=8,
-    moe_intermediate_size=expert,
-  )
+  return ModelConfig(**(shared | sizes | more))
 
 
 def _published() -> dict[str, ModelConfig]:
@@ -170,19 +138,29 @@ def _published() -> dict[str, ModelConfig]:
   The April 2025 models share a shape and rope_theta 1e6 with their Base; the ones of July 2025
   ("2507") have a larger rope_theta, which differs between them, and an eightfold context.
   """
+  tied, moe = dict(tie_word_embeddings=True), dict(num_experts=128, experts_per_token=8)
   base = {
-    "Qwen3-0.6B": _dense(1024, 28, 16, 3072, tied=True),
-    "Qwen3-1.7B": _dense(2048, 28, 16, 6144, tied=True),
-    "Qwen3-4B": _dense(2560, 36, 32, 9728, tied=True),
-    "Qwen3-8B": _dense(4096, 36, 32, 12_288, tied=False),
-    "Qwen3-14B": _dense(5120, 40, 40, 17_408, tied=False),
-    "Qwen3-32B": _dense(5120, 64, 64, 25_600, tied=False),
-    "Qwen3-30B-A3B": _moe(2048, 48, 32, 6144, 768),
-    "Qwen3-235B-A22B": _moe(4096, 94, 64, 12_288, 1536),
+    "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, **tied),
+    "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, **tied),
+    "Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, **tied),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12_288),
+    "Qwen3-14B": _qwen3(5120, 40, 40, 8, 17_408),
+    "Qwen3-32B": _qwen3(5120, 64, 64, 8, 25_600),
+    "Qwen3-30B-A3B": _qwen3(2048, 48, 32, 4, 6144, moe_intermediate_size=768, **moe),
+    "Qwen3-235B-A22B": _qwen3(4096, 94, 64, 4, 12_288, moe_intermediate_size=1536, **moe),
   }
+  gemma = dict(
+    family="gemma",
+    vocab_size=262_144,
+    head_dim=256,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256,
+    sliding_window=512,
+    sliding_window_pattern=6,
+  )
   models = {
-    "gemma-3-270m": _gemma3(hidden_size=640, num_layers=18, intermediate_size=2048),
-    "gemma-3-1b-pt": _gemma3(hidden_size=1152, num_layers=26, intermediate_size=6912),
+    "gemma-3-270m": _qwen3(640, 18, 4, 1, 2048, **gemma),
+    "gemma-3-1b-pt": _qwen3(1152, 26, 4, 1, 6912, **gemma),
   }
   for name, config in base.items():
     if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
@@ -202,13 +180,13 @@ PUBLISHED = _published()
 def tiny_moe(vocab_size: int) -> ModelConfig:
   """The shape of Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
   return _qwen3(
+    width=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    ffn=512,
     vocab_size=vocab_size,
-    hidden_size=128,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=32,
-    intermediate_size=512,
     num_experts=8,
     experts_per_token=2,
     moe_intermediate_size=256,

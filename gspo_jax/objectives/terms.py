@@ -45,6 +45,7 @@ def policy_loss(*, levels: tuple[str, ...], by_token: bool = False) -> Callable:
     sums        the same arguments -> (Mean, metrics), undivided (reductions.py)
     clipped     the same arguments -> bool [B, T]: tokens whose ratio a bound has replaced, so that
                 they have no gradient (in `cispo_loss`: a bounded one)
+    undivided   the same arguments -> `Sums`: both of them
     options     {name: published default} of the numbers and words it takes, KL and entropy included
     choices     {name: words allowed} of those that are words
     by_token    whether it is made for advantages that differ between the tokens of a response
@@ -63,7 +64,7 @@ def policy_loss(*, levels: tuple[str, ...], by_token: bool = False) -> Callable:
     own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
     options = [p for p in (*own, *shared) if p.default is not p.empty and "_BT" not in p.name]
     loss = reduced(sums)
-    loss.clipped = clipped
+    loss.clipped, loss.undivided = clipped, function
     loss.options = {p.name: p.default for p in options}
     loss.choices = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
     loss.by_token, loss.levels = by_token, levels

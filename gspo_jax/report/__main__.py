@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_jax.report.page import write_comparison, write_report
+from gspo_jax.report.page import write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,15 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (Path(workdir) / "metrics.jsonl").exists():
       parser.error(f"{workdir} holds no metrics.jsonl: is it the directory of a run?")
   limit, output = options.max_rollouts, options.output
-  if len(options.workdirs) == 1:
-    path = write_report(options.workdirs[0], max_rollouts=limit, output=output)
-  elif output is None:
-    parser.error("several runs belong to no one's directory: say --output=compare.html")
-  else:
-    try:
-      path = write_comparison(options.workdirs, output, max_rollouts=limit)
-    except ValueError as error:
-      parser.error(str(error))
+  try:
+    path = write_report(*options.workdirs, output=output, max_rollouts=limit)
+  except ValueError as error:
+    parser.error(str(error))
   sys.stdout.write(f"{path}\n")
 
 

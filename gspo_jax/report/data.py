@@ -61,7 +61,8 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
-      "code": differences([_code(run.provenance) for run in runs]),
+      # Without the command, which differs between any two runs.
+      "code": differences([{**run.provenance, "command": None} for run in runs]),
     },
     "sections": build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]]),
   }
@@ -81,9 +82,9 @@ def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
   """One run's part of the page, without its charts."""
   return {
     "name": run.name,
-    "summary": [*summarize(run.flat), *_commit(run.provenance)],
-    "config": [[key, _text(value)] for key, value in run.flat.items()],
-    "provenance": [[key, _text(value)] for key, value in run.provenance.items()],
+    "summary": summarize(run),
+    "config": [[key, as_text(value)] for key, value in run.flat.items()],
+    "provenance": [[key, as_text(value)] for key, value in run.provenance.items()],
     "headline": headline(by_phase, titles),
     "warnings": list(warnings(by_phase)),
     "phases": {
@@ -135,23 +136,8 @@ def warnings(by_phase: ByPhase) -> Iterable[Row]:
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
   """The keys whose values are not the same in all runs; a missing one is null."""
   keys = dict.fromkeys(key for run in runs for key in run)
-  found = ({"key": key, "values": [_value(run, key) for run in runs]} for key in keys)
-  return [row for row in found if len(set(row["values"])) > 1]
-
-
-def _value(run: Mapping[str, Any], key: str) -> str | None:
-  return _text(run[key]) if key in run else None
-
-
-def _code(provenance: Mapping[str, Any]) -> Row:
-  """Without the command, which differs between any two runs."""
-  return {key: value for key, value in provenance.items() if key != "command"}
-
-
-def _commit(provenance: Mapping[str, Any]) -> list[str]:
-  commit = provenance.get("commit")
-  changed = " with changes" if provenance.get("dirty") else ""
-  return [f"commit {commit[:8]}{changed}"] if commit else []
+  values = {key: [as_text(run[key]) if key in run else None for run in runs] for key in keys}
+  return [{"key": key, "values": each} for key, each in values.items() if len(set(each)) > 1]
 
 
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
@@ -182,7 +168,8 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
     Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
     for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
     for key in sorted({k for run in runs for row in run[phase] for k in row} - bands)
-    if (phase, key) not in drawn and key not in ("phase", "step") and not _undrawn(phase, key)
+    if (phase, key) not in drawn and key not in ("phase", "step")
+    if not key.startswith("warning/") and not (phase == "sft" and key.startswith("minibatch/"))
   ]
   built |= {figure: _build_figures(figure, runs) for figure in other}
   sections = []
@@ -193,10 +180,6 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
     if parts:
       sections.append({"title": section.title, "note": section.note, "figures": parts})
   return sections
-
-
-def _undrawn(phase: str, key: str) -> bool:
-  return key.startswith("warning/") or (phase == "sft" and key.startswith("minibatch/"))
 
 
 def _build_figures(figure: Figure, runs: Sequence[ByPhase]) -> list[Row]:
@@ -300,9 +283,13 @@ SUMMARY = {
 }
 
 
-def summarize(flat: Mapping[str, Any]) -> list[str]:
-  """The settings that tell one run from another, for those that the config has."""
-  return [text.format(flat[key]) for key, text in SUMMARY.items() if flat.get(key) is not None]
+def summarize(run: Run) -> list[str]:
+  """The settings that tell one run from another, for those that the config has, and the commit."""
+  flat, code = run.flat, run.provenance
+  found = [text.format(flat[key]) for key, text in SUMMARY.items() if flat.get(key) is not None]
+  if commit := code.get("commit"):
+    found.append(f"commit {commit[:8]}{' with changes' if code.get('dirty') else ''}")
+  return found
 
 
 def _round(value: float | None) -> float | None:
@@ -311,5 +298,6 @@ def _round(value: float | None) -> float | None:
   return float(f"{value:.7g}")
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+  """A text as it is, anything else as JSON."""
   return value if isinstance(value, str) else json.dumps(value)

@@ -57,12 +57,6 @@ def _chart(
   return Figure(title, note, found, **options)
 
 
-def _clipped(level: str, note: str) -> Figure:
-  key = f"clip_fraction/{level}"
-  sides = {key: "all blue", f"{key}/low": "low (A < 0) teal", f"{key}/high": "high (A > 0) orange"}
-  return _chart(f"Clipped {level}s", note, sides, unit="percent")
-
-
 def _by_minibatch(title: str, note: str, key: str, **options) -> Figure:
   line = {f"minibatch/{{i}}/{key}": "mini-batch {i} sequence"}
   return _chart(f"{title} by mini-batch", note, line, **options)
@@ -113,8 +107,10 @@ SECTIONS = (
     _chart("Deviation of the ratio", "over all mini-batches",
            {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
     _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
-    _clipped("sequence", "share of responses outside the clip range"),
-    _clipped("token", "share of tokens outside it"),
+    *(_chart(f"Clipped {x}s", f"share of {what} outside the clip range",
+             {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
+              f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent")
+      for x, what in (("sequence", "responses"), ("token", "tokens"))),
     _chart("Sampler against trainer", "|difference| of their log-probabilities of the same tokens",
            {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
             "mismatch/abs/max": "largest orange"}),

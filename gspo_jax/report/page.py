@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
-from gspo_jax.runs import metrics
+from gspo_jax.runs import metrics, provenance
 from gspo_jax.runs.files import write_whole
 
 Row = dict[str, Any]
@@ -25,23 +25,30 @@ MAX_RUNS = 8  # more colours nobody can tell apart
 
 
 def write_report(
-  workdir: str | os.PathLike, *, max_rollouts: int = 10_000, output: str | os.PathLike | None = None
+  *workdirs: str | os.PathLike, output: str | os.PathLike | None = None, max_rollouts: int = 10_000
 ) -> Path:
-  """Writes the report of a run, whole or not at all; returns its path (DIR/report.html)."""
-  workdir = Path(workdir)
-  run = _read_run(workdir, workdir.resolve().name)
-  return _write([run], [workdir], max_rollouts, output or workdir / "report.html")
+  """Writes the report of a run, or one of several runs, whole or not at all; returns its path.
 
+  Args:
+    output: the path; None: DIR/report.html, of one run only.
+    max_rollouts: responses on the page.
 
-def write_comparison(
-  workdirs: Sequence[str | os.PathLike], output: str | os.PathLike, *, max_rollouts: int = 10_000
-) -> Path:
-  """Writes one report of several runs, named by their directories; returns its path."""
+  Raises:
+    ValueError: too many runs, one given twice, or several without `output`.
+  """
   folders = [Path(workdir) for workdir in workdirs]
   if len(folders) > MAX_RUNS:
     raise ValueError(f"{len(folders)} runs are too many for one page: at most {MAX_RUNS}")
-  runs = [_read_run(folder, name) for folder, name in zip(folders, unique_names(folders))]
-  return _write(runs, folders, max_rollouts, output)
+  if len(folders) > 1 and output is None:
+    raise ValueError("several runs belong to no one's directory: say --output=compare.html")
+  runs = [
+    Run(name, metrics.read_rows(folder / "metrics.jsonl"), provenance.begun(folder))
+    for folder, name in zip(folders, unique_names(folders))
+  ]
+  rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
+  path = Path(output or folders[0] / "report.html")
+  write_whole(path, [render(describe(runs), rollouts)])
+  return path
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
@@ -57,21 +64,6 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
       count += 1
     names.append("/".join(own[-count:]).replace("//", "/"))
   return names
-
-
-def _read_run(workdir: Path, name: str) -> Run:
-  path = workdir / "config.json"
-  config = json.loads(path.read_text("utf-8")) if path.exists() else {}
-  return Run(name, metrics.read_rows(workdir / "metrics.jsonl"), config)
-
-
-def _write(
-  runs: Sequence[Run], folders: Sequence[Path], max_rollouts: int, output: str | os.PathLike
-) -> Path:
-  output = Path(output)
-  rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
-  write_whole(output, [render(describe(runs), rollouts)])
-  return output
 
 
 def render(report: Row, rollouts: Row) -> str:

@@ -1,7 +1,6 @@
 """The responses of a report: grouped by prompt, shortened, with what became of their tokens."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_jax.report.data import as_text
 from gspo_jax.runs import metrics
 
 Row = dict[str, Any]
@@ -71,7 +71,7 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
       groups[identity] = {
         "phase": phase, "step": record["step"], "id": str(record["prompt_id"]),
         "eval": bool(record.get("eval")), "prompt": _shorten(_spell(record["prompt"])),
-        "answer": _shorten(_spell(_text(record.get("answer", "")))), "samples": [],
+        "answer": _shorten(_spell(as_text(record.get("answer", "")))), "samples": [],
       }  # fmt: skip
     groups[identity]["samples"].append(record)
   return list(groups.values())
@@ -105,8 +105,8 @@ def _plain(record: Row) -> Row:
 def _color(record: Row) -> Row:
   """The same with its tokens, their log-ratios, and a 1 for each that was clipped, if any was.
 
-  `spans` are the tokens' lengths in `response`; where they do not add up to it (a byte of a
-  character, a mark that decoding leaves out), `tokens` are their texts.
+  The response itself is left out where it is its tokens one after another. It is not where one is a
+  byte of a character, or a mark that decoding leaves out.
   """
   tokens = [_spell(token) for token in record["tokens"]]
   whole = "".join(tokens) == _spell(record["response"])
@@ -114,19 +114,19 @@ def _color(record: Row) -> Row:
   if len(clipped) != len(tokens):
     clipped = [0] * len(tokens)
   tokens, ratios, clipped = _cut(tokens, record["log_ratio"], clipped)
-  colored = _plain(record) | {"log_ratio": ratios}
+  colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
   if any(clipped):
-    colored["clipped_tokens"] = "".join("1" if one else "0" for one in clipped)
-  if not whole:
-    return colored | {"tokens": tokens}
-  return colored | {"response": "".join(tokens), "spans": " ".join(str(_units(t)) for t in tokens)}
+    colored["clipped_tokens"] = clipped
+  if whole:
+    del colored["response"]
+  return colored
 
 
-def _cut(tokens: list[str], ratios: Sequence[float | None], clipped: Sequence[int]) -> list[list]:
+def _cut(tokens: list[str], ratios: list[float | None], clipped: list[int]) -> list[list]:
   """Leaves out tokens in the middle as `_shorten` leaves out characters."""
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
-    return [tokens, list(ratios), list(clipped)]
+    return [tokens, ratios, clipped]
   head = sum(end <= MAX_CHARACTERS * 3 // 4 for end in ends)
   tail = max(head, sum(end <= ends[-1] - MAX_CHARACTERS // 4 for end in ends))
   left_out = sum(map(len, tokens[head:tail]))
@@ -145,8 +145,8 @@ def _quantize(samples: Iterable[Row]) -> Row:
   scale = scale or 1.0
   unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
   for sample in colored:
-    values = (str(round(v / unit)) if _finite(v) else "" for v in sample["log_ratio"])
-    sample["log_ratio"] = ",".join(values)  # nothing between commas: no ratio
+    values = sample["log_ratio"]
+    sample["log_ratio"] = [round(v / unit) if _finite(v) else None for v in values]
   clipped = any("clipped_tokens" in sample for sample in colored)
   return {
     "colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit, "clipped": clipped,
@@ -155,15 +155,6 @@ def _quantize(samples: Iterable[Row]) -> Row:
 
 def _finite(value: float | None) -> bool:
   return value is not None and math.isfinite(value)
-
-
-def _units(text: str) -> int:
-  """Its length as JavaScript counts: characters beyond 16 bits are two."""
-  return len(text) + (0 if text.isascii() else sum(c > "\uffff" for c in text))
-
-
-def _text(value: Any) -> str:
-  return value if isinstance(value, str) else json.dumps(value)
 
 
 def _spell(text: str) -> str:

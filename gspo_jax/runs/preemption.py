@@ -57,7 +57,7 @@ def watch(grace_s: float) -> Iterator[None]:
   _watch = current = _Watch(grace_s)
   before = {}
   if threading.current_thread() is threading.main_thread():
-    if not _distributed():
+    if not jax.distributed.is_initialized():
       before[signal.SIGTERM] = signal.signal(signal.SIGTERM, current.notice)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
       before[signal.SIGINT] = signal.signal(signal.SIGINT, current.interrupt)
@@ -77,7 +77,9 @@ def check() -> None:
     return
   if _watch.interrupted:
     raise KeyboardInterrupt
-  if _distributed() and multihost_utils.reached_preemption_sync_point(next(_watch.checks)):
+  if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(
+    next(_watch.checks)
+  ):
     _watch.notice()
   if _watch.noticed:
     raise Preempted
@@ -97,10 +99,6 @@ def interrupts_wait() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
     if came:
       signal.raise_signal(signal.SIGINT)
-
-
-def _distributed() -> bool:
-  return jax.distributed.is_initialized()
 
 
 def _give_up(grace_s: float) -> None:

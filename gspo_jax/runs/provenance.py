@@ -19,10 +19,10 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 def check(workdir: Path, config: Mapping[str, Any]) -> None:
   """Raises ValueError if the workdir holds a run of another configuration, unless `resume` is
   "force"."""
-  if config["resume"] == "force" or not (begun := _begun(workdir)):
+  if config["resume"] == "force" or not (was := begun(workdir)):
     return
-  begun.pop("provenance", None)
-  if changed := difference(begun, _as_json(config)):
+  was.pop("provenance", None)
+  if changed := difference(was, _as_json(config)):
     raise ValueError(
       f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
       "another --workdir, or --config.resume=force to go on with this one"
@@ -32,8 +32,8 @@ def check(workdir: Path, config: Mapping[str, Any]) -> None:
 def record(workdir: Path, config: Mapping[str, Any]) -> None:
   """Writes config.json; warns if the run was begun with other code or packages."""
   made_with = provenance()
-  if begun := _begun(workdir):
-    for line in difference(_code(begun.get("provenance", {})), _code(made_with)):
+  if was := begun(workdir):
+    for line in difference(_code(was.get("provenance", {})), _code(made_with)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=made_with), indent=2)
   write_whole(workdir / FILE, [text, "\n"])  # another process that looks finds nothing, or all
@@ -71,9 +71,10 @@ def _code(made_with: Mapping[str, Any]) -> dict[str, str | None]:
   return dict(made_with.get("versions", {}), commit=made_with.get("commit"))
 
 
-def _begun(workdir: Path) -> dict[str, Any]:
+def begun(workdir: Path) -> dict[str, Any]:
+  """The config.json of a workdir; {} where there is none."""
   path = workdir / FILE
-  return json.loads(path.read_text()) if path.exists() else {}
+  return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from gspo_jax import objectives as O
 from gspo_jax.learner.objective import (
   CorrectionConfig,
   ObjectiveConfig,
-  clipped_tokens,
   options_of,
   policy_loss,
 )
@@ -69,7 +68,7 @@ ENTROPY = np.where(CASE["mask"], 0.5, np.nan).astype(np.float32)
 
 def value_and_gradient(config, some):
   def numerator(logp_BT):
-    sums = policy_loss(config, logp_BT, ENTROPY, some, MAX)
+    *sums, _ = policy_loss(config, logp_BT, ENTROPY, some, MAX)
     return sums[0].numerator, sums
 
   @jax.jit
@@ -306,7 +305,7 @@ def test_correction_and_mask_multiply():
 def test_what_is_clipped_is_what_the_loss_clips():
   for name, loss in LOSSES.items():
     config = objective(name, correction=CorrectionConfig("truncated"))
-    found = clipped_tokens(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
+    *_, found = policy_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
     args = CASE["logp"], CASE["old"], CASE["advantage"], CASE["mask"]
     options = dict(segment_BT=SEGMENTS) if name == "segment" else {}
     options |= dict(max_length=MAX) if name == "dr_grpo" else {}

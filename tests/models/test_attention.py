@@ -176,12 +176,13 @@ def test_splash_over_several_blocks():
   chex.assert_trees_all_close(run("splash"), run("plain"), atol=2e-5, rtol=1e-4)
 
 
-def test_blockwise_against_a_cache():
+def test_blockwise_against_a_cache(monkeypatch):
   """Queries somewhere in the middle of the keys, each row elsewhere."""
+  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 4)
   q, k, v = inputs(T=6, S=40)
   position = jnp.array([[3], [30]]) + jnp.arange(6)[None]
   ones = jnp.ones((2, 6), jnp.int32), jnp.ones((2, 40), jnp.int32)
-  got = attention.attend_blockwise(q, k, v, position, *ones, Scores(16**-0.5), block=4)
+  got = attention.attend_blockwise(q, k, v, position, *ones, Scores(16**-0.5))
   visible = position[:, :, None] >= jnp.arange(40)[None, None]
   expected = attention.attend(q, k, v, visible)
   np.testing.assert_allclose(got, expected, atol=1e-5)

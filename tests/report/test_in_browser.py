@@ -7,7 +7,7 @@ from support import reported_runs as cases
 from support.browser import CHROME, Browser
 
 from gspo_jax.report import data, page, rollouts
-from gspo_jax.report.page import write_comparison, write_report
+from gspo_jax.report.page import write_report
 from gspo_jax.runs import metrics
 
 pytestmark = pytest.mark.skipif(CHROME is None, reason="needs Chrome or Chromium")
@@ -65,7 +65,7 @@ def run_page(tmp_path_factory):
 def comparison_page(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs")
   runs = [write_run(folder / "one", seed=1), write_run(folder / "two", 2.0, seed=2)]
-  return write_comparison(runs, folder / "compare.html")
+  return write_report(*runs, output=folder / "compare.html")
 
 
 def found(tab):
@@ -201,7 +201,7 @@ def test_a_comparison_draws_the_curves_of_all_runs_in_one_chart(tab, comparison_
 
 def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
   runs = [write_run(tmp_path / "long"), write_run(tmp_path / "short", steps=10)]
-  tab.open(write_comparison(runs, tmp_path / "compare.html"))
+  tab.open(write_report(*runs, output=tmp_path / "compare.html"))
   legends = "[...f.querySelectorAll('.legend')].map((l) => l.textContent)"
   assert tab.figure("Entropy", legends) == ["long 20", "short 10"]
   tab.point_at_step(15, "Entropy")

@@ -17,7 +17,7 @@ from support.reported_runs import (
 
 from gspo_jax.report import data
 from gspo_jax.report.__main__ import main
-from gspo_jax.report.page import unique_names, write_comparison, write_report
+from gspo_jax.report.page import unique_names, write_report
 from gspo_jax.runs import metrics
 
 
@@ -228,7 +228,9 @@ def test_runs_of_a_comparison_share_the_room_for_responses(tmp_path):
     with metrics.Writer(tmp_path / name) as writer:
       writer.write({"phase": "rl", "step": 1, "loss": 1.0})
       writer.dump_rollouts("rl", 1, [record(1, p, i) for p in range(10) for i in range(2)])
-  page = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html", max_rollouts=20)
+  page = write_report(
+    tmp_path / "a", tmp_path / "b", output=tmp_path / "page.html", max_rollouts=20
+  )
   rollouts = embedded(page, "rollouts")
   runs = [g["run"] for g in rollouts["groups"] for _ in g["samples"]]
   assert rollouts["total"] == 40 and sorted(runs) == [0] * 10 + [1] * 10

@@ -152,22 +152,20 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         f"num_heads={config.num_heads}"
       )
     return content
-  features = ("num_experts", "family", "qk_norm", "attention_bias", *_OPTIONS)
-  raise ValueError(
-    "no Hugging Face architecture has "
-    + ", ".join(f"{field}={getattr(config, field)!r}" for field in features)
-    + " together"
+  features = (
+    "num_experts",
+    "family",
+    "qk_norm",
+    "attention_bias",
+    "sliding_window",
+    "sliding_window_pattern",
+    "local_rope_theta",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
   )
-
-
-_OPTIONS = (
-  "sliding_window",
-  "sliding_window_pattern",
-  "local_rope_theta",
-  "query_pre_attn_scalar",
-  "attn_logit_softcapping",
-  "final_logit_softcapping",
-)
+  had = ", ".join(f"{field}={getattr(config, field)!r}" for field in features)
+  raise ValueError(f"no Hugging Face architecture has {had} together")
 
 
 def _write(

@@ -4,6 +4,8 @@ const PER_PAGE = 10;
 
 function responses() {
   const { total, groups, colors } = JSON.parse(document.getElementById("rollouts").textContent);
+  for (const group of groups)
+    for (const sample of group.samples) sample.response ??= sample.tokens.join("");
   const rewards = groups.flatMap((g) => g.samples.map((s) => s.reward)).filter((r) => r != null);
   const low = rewards.reduce((a, b) => Math.min(a, b), Infinity);
   const high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);

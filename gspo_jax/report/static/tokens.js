@@ -5,15 +5,9 @@ const TOKENS_FIRST = 600; // characters of a folded response
 // [text, log-ratio or null, clipped or not] of each token; null where the response has none.
 function tokensOf(sample, unit) {
   if (sample.log_ratio == null) return null;
-  const ratios = sample.log_ratio.split(",").map((v) => (v === "" ? null : Number(v) * unit));
-  const clipped = ratios.map((_, i) => sample.clipped_tokens?.[i] === "1");
-  if (sample.tokens) return sample.tokens.map((text, i) => [text, ratios[i], clipped[i]]);
-  let end = 0;
-  return sample.spans.split(" ").map((length, i) => {
-    const start = end;
-    end += Number(length);
-    return [sample.response.slice(start, end), ratios[i], clipped[i]];
-  });
+  const ratio = (units) => (units == null ? null : units * unit);
+  const clipped = (i) => sample.clipped_tokens?.[i] === 1;
+  return sample.tokens.map((text, i) => [text, ratio(sample.log_ratio[i]), clipped(i)]);
 }
 
 // `limit`: characters after which a folded response shows no more.

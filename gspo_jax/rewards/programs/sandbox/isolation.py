@@ -155,23 +155,22 @@ def hide_from_debuggers() -> None:
   _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
-def set_limits(
-  cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int, tasks: int | None
-) -> None:
-  """Resource limits of this process; `tasks` counts processes and threads of this user."""
-  limits = {
-    resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # SIGXCPU, and SIGKILL for who catches that
-    resource.RLIMIT_AS: (memory_bytes, memory_bytes),
-    resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
-    resource.RLIMIT_NOFILE: (open_files, open_files),
-    resource.RLIMIT_CORE: (0, 0),
-    resource.RLIMIT_MEMLOCK: (0, 0),
+def set_limits(limits: dict, tasks: int | None) -> None:
+  """Sets `process.Limits` for this process; `tasks` counts processes and threads of this user."""
+  most_of = {
+    resource.RLIMIT_CPU: limits["cpu_s"],
+    resource.RLIMIT_AS: limits["memory_bytes"],
+    resource.RLIMIT_FSIZE: limits["file_bytes"],
+    resource.RLIMIT_NOFILE: limits["open_files"],
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_MEMLOCK: 0,
     # Deep recursion in C, which solutions do rely on.
-    resource.RLIMIT_STACK: (min(memory_bytes // 4, 1 << 28),) * 2,
+    resource.RLIMIT_STACK: min(limits["memory_bytes"] // 4, 1 << 28),
   }
   if tasks is not None:
-    limits[resource.RLIMIT_NPROC] = (tasks, tasks)
-  for kind, (soft, hard) in limits.items():
+    most_of[resource.RLIMIT_NPROC] = tasks
+  for kind, soft in most_of.items():
+    hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU, and SIGKILL for who catches that
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
       soft, hard = min(soft, most), min(hard, most)

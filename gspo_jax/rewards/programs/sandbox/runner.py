@@ -250,18 +250,11 @@ def _report(error: BaseException) -> None:
 
 
 def _confine(s: dict, root: bool) -> None:
-  limits = s["limits"]
   if s["isolation"] == "namespaces" and root:
     isolation.take_identity(s["uid"])
   # Where processes cannot be started, the limit would count the user's processes elsewhere too.
   alone = s["isolation"] == "namespaces"
-  isolation.set_limits(
-    limits["cpu_s"],
-    limits["memory_bytes"],
-    limits["file_bytes"],
-    limits["open_files"],
-    1 + limits["threads"] if alone else None,
-  )
+  isolation.set_limits(s["limits"], 1 + s["limits"]["threads"] if alone else None)
   if s["isolation"] != "none":
     isolation.drop_capabilities()
     if s["isolation"] == "seccomp":

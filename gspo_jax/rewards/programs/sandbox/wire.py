@@ -61,8 +61,11 @@ def encode(value: Any) -> Any:
   Raises:
     TypeError: for what is not made of None, numbers, strings and builtin containers.
   """
-  if value is None or isinstance(value, bool | float | str):
-    return value if value is None else _plain(value)
+  if value is None:
+    return None
+  for kind in (bool, float, str):
+    if isinstance(value, kind):
+      return kind(value)
   if isinstance(value, int):
     value = int(value)
     small = -(10**_INT_DIGITS) < value < 10**_INT_DIGITS
@@ -82,10 +85,6 @@ def encode(value: Any) -> Any:
   if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
     return encode(value.item())
   raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
-
-
-def _plain(value: Any) -> Any:
-  return next(kind(value) for kind in (bool, float, str) if isinstance(value, kind))
 
 
 def decode(value: Any) -> Any:
