@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_models import SMALLER_MOE
+from support.small_models import SMALLER_MOE, forward, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import expert_blocks, expert_groups, moe, transformer
@@ -167,13 +167,13 @@ def test_load_balance_is_one_when_even_and_grows_when_not():
 
 
 def test_replaying_the_own_routing_changes_nothing_and_another_one_does():
-  params = transformer.init(CONFIG, jax.random.key(0))
+  params = initial(CONFIG)
   tokens = transformer.example_tokens(CONFIG, 4, 6)
-  out = transformer.forward(params, CONFIG, tokens)
+  out = forward(params, CONFIG, tokens)
   assert out.routing_lBTk.shape == (2, 4, 6, 2)
 
   def hidden(params, routing):
-    return transformer.forward(params, CONFIG, tokens, routing=routing).hidden_BTD
+    return forward(params, CONFIG, tokens, routing=routing).hidden_BTD
 
   np.testing.assert_array_equal(hidden(params, out.routing_lBTk), out.hidden_BTD)
   np.testing.assert_array_equal(hidden(params, -jnp.ones_like(out.routing_lBTk)), out.hidden_BTD)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import attention, transformer
@@ -36,10 +37,6 @@ MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 2, 2, 2), 
 LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(c, MESHES[4]) for c in (MIXED, DENSE, GEMMA)]
 
 
-def params_of(config, seed=0):
-  return transformer.init(config, jax.random.key(seed))
-
-
 def tokens_of(config, batch=8, length=10):
   return transformer.example_tokens(config, batch, length)
 
@@ -54,53 +51,51 @@ def loss(params, config, tokens, compute=REFERENCE):
 
 @functools.cache
 def single_device(config):
-  params, tokens = params_of(config), tokens_of(config)
+  params, tokens = initial(config), tokens_of(config)
   return jax.jit(lambda p, t: jax.value_and_grad(loss)(p, config, t))(params, tokens)
 
 
 @CONFIGS
 def test_a_token_cannot_see_the_future(config):
-  params, tokens = params_of(config), tokens_of(config)
+  params, tokens = initial(config), tokens_of(config)
   changed = tokens.copy()
   changed[:, 6] = (changed[:, 6] + 1) % config.vocab_size
-  a = transformer.logits(params, config, tokens)
-  b = transformer.logits(params, config, changed)
+  a = logits(params, config, tokens)
+  b = logits(params, config, changed)
   np.testing.assert_allclose(a[:, :6], b[:, :6], atol=1e-5)
   assert np.abs(a[:, 6:] - b[:, 6:]).max() > 1e-2
 
 
 @CONFIGS
 def test_prefill_and_decode_equal_one_forward(config):
-  params, tokens = params_of(config), tokens_of(config)
-  whole = transformer.forward(params, config, tokens).hidden_BTD
+  params, tokens = initial(config), tokens_of(config)
+  whole = forward(params, config, tokens).hidden_BTD
   cache = kv_cache.allocate(config, len(tokens), 12, jnp.float32)
-  out = transformer.forward(params, config, tokens[:, :6], cache=cache)
+  out = forward(params, config, tokens[:, :6], cache=cache)
   hidden = [out.hidden_BTD]
   for t in range(6, 10):
     position = jnp.full((len(tokens), 1), t)
-    out = transformer.forward(
-      params, config, tokens[:, t : t + 1], positions=position, cache=out.cache
-    )
+    out = forward(params, config, tokens[:, t : t + 1], positions=position, cache=out.cache)
     hidden.append(out.hidden_BTD)
   np.testing.assert_allclose(jnp.concatenate(hidden, 1), whole, atol=2e-5)
 
 
 @pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
 def test_packed_segments_equal_separate_rows(config):
-  params, tokens = params_of(config), tokens_of(config)
+  params, tokens = initial(config), tokens_of(config)
   first, second = tokens[:, :4], tokens[:, 4:]
   segments = np.repeat(np.array([[1] * 4 + [2] * 6]), len(tokens), 0)
   positions = np.repeat(np.array([[*range(4), *range(6)]]), len(tokens), 0)
-  packed = transformer.forward(
+  packed = forward(
     params, config, tokens, segments=jnp.asarray(segments), positions=jnp.asarray(positions)
   ).hidden_BTD
-  apart = [transformer.forward(params, config, part).hidden_BTD for part in (first, second)]
+  apart = [forward(params, config, part).hidden_BTD for part in (first, second)]
   np.testing.assert_allclose(packed, jnp.concatenate(apart, 1), atol=2e-5)
 
 
 @pytest.mark.parametrize("config, shape", LAYOUTS, ids=lambda x: str(x) if type(x) is tuple else "")
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
-  params, tokens = params_of(config), tokens_of(config)
+  params, tokens = initial(config), tokens_of(config)
   expected, gradient = single_device(config)
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
@@ -118,7 +113,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
 @pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
 def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeypatch):
   """Few layers are unrolled on CPU: with a mesh and without, the loop is what a pod runs."""
-  params, tokens = params_of(config), tokens_of(config)
+  params, tokens = initial(config), tokens_of(config)
   expected = single_device(config)
   monkeypatch.setattr(transformer, "UNROLLED", 0)
   got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, config, t))(params, tokens)
@@ -133,7 +128,7 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
 
 @pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])
 def test_published_parameters_are_the_same_in_the_rollout_layout(config):
-  params = params_of(config)
+  params = initial(config)
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
     training = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
@@ -145,7 +140,7 @@ def test_published_parameters_are_the_same_in_the_rollout_layout(config):
 
 
 def test_formulations_agree():
-  params, tokens = params_of(MIXED), tokens_of(MIXED)
+  params, tokens = initial(MIXED), tokens_of(MIXED)
   expected = single_device(MIXED)
   for change in (
     dict(experts="ragged"),
@@ -160,10 +155,10 @@ def test_formulations_agree():
 
 @pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
 def test_token_logp_is_log_softmax(config):
-  params, tokens = params_of(config), tokens_of(config)
-  hidden = transformer.forward(params, config, tokens).hidden_BTD
+  params, tokens = initial(config), tokens_of(config)
+  hidden = forward(params, config, tokens).hidden_BTD
   logp, entropy = transformer.token_logp(params, config, hidden, tokens, temperature=0.7)
-  reference = jax.nn.log_softmax(transformer.logits(params, config, tokens) / 0.7, axis=-1)
+  reference = jax.nn.log_softmax(logits(params, config, tokens) / 0.7, axis=-1)
   np.testing.assert_allclose(
     logp, jnp.take_along_axis(reference, tokens[..., None], -1)[..., 0], atol=1e-5
   )
@@ -171,7 +166,7 @@ def test_token_logp_is_log_softmax(config):
 
 
 def test_bfloat16_stays_near_float32():
-  params, tokens = params_of(MOE), tokens_of(MOE)
+  params, tokens = initial(MOE), tokens_of(MOE)
   exact = loss(params, MOE, tokens)
   rough = loss(params, MOE, tokens, dataclasses.replace(REFERENCE, dtype="bfloat16"))
   assert 0 < abs(float(exact - rough)) < 0.03 * float(exact)
@@ -212,7 +207,7 @@ def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
   """In pieces that look back at the cache, by blocks and on a mesh: each token is the most likely
   one of a forward pass over the whole row."""
   monkeypatch.setattr(attention, "PLAIN", 4)
-  params = params_of(GEMMA)
+  params = initial(GEMMA)
   prompts = [tokens_of(GEMMA, 1, n)[0].tolist() for n in (27, 3, 40)]
   engine = dataclasses.replace(DEFAULT, prefill_tokens=16)
   options = dict(group_size=1, max_new_tokens=6, temperature=0, engine=engine)
@@ -225,7 +220,7 @@ def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
       rollout = generate(placed, GEMMA, prompts, **options)
   for row, prompt in enumerate(prompts):
     response = rollout.response(row)
-    logits = transformer.logits(params, GEMMA, np.array([prompt + response]))[0, len(prompt) - 1 :]
-    np.testing.assert_array_equal(response, np.argmax(logits[:-1], axis=-1))
-    logp = jax.nn.log_softmax(logits[:-1])[np.arange(6), np.array(response)]
+    logits_TV = logits(params, GEMMA, np.array([prompt + response]))[0, len(prompt) - 1 :]
+    np.testing.assert_array_equal(response, np.argmax(logits_TV[:-1], axis=-1))
+    logp = jax.nn.log_softmax(logits_TV[:-1])[np.arange(6), np.array(response)]
     np.testing.assert_allclose(rollout.logp[row][rollout.mask[row] > 0], logp, atol=1e-4)
