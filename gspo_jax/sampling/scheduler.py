@@ -49,13 +49,13 @@ class _Live:
     """Returns the first `count` tokens; all of them by default."""
     nothing = [np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)]
     columns = [np.concatenate([x, *xs]) for x, xs in zip(nothing, zip(*self.parts))] or nothing
-    routes = None
+    experts = None
     if self.prefix_routing:
-      routes = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
-      routes = routes[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
+      experts = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
+      experts = experts[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
     columns = [column[:count] for column in columns]
     versions = np.full(len(columns[0]), version, np.int32)
-    return Response(self.request, self.sample, *columns, versions, stopped, finished, routes)
+    return Response(self.request, self.sample, *columns, versions, stopped, finished, experts)
 
 
 class Scheduler:
@@ -256,8 +256,8 @@ class Scheduler:
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
     arrays = (tokens, Rows(**field), waiting, entries)
-    self._state, routes = self._prefill(self._params, self._state, *_put(arrays))
-    self._prefills.append((routes, placed))
+    self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
+    self._prefills.append((experts, placed))
 
   def _dispatch(self) -> None:
     cancelled = np.full(self._slots, -1, np.int32)
@@ -278,11 +278,11 @@ class Scheduler:
     if prefills:
       jax.block_until_ready(marker)
       self.usage.prefill_seconds += self._lap()
-    for routes, placed in prefills:
-      if routes is not None:
-        routes = np.asarray(routes)
+    for experts, placed in prefills:
+      if experts is not None:
+        experts = np.asarray(experts)
         for row, length, routing in placed:
-          routing.append(routes[row, :length])
+          routing.append(experts[row, :length])
     out = jax.tree.map(np.asarray, out)
     self.usage.decode_seconds += self._lap()
     self.usage.steps += int(out.steps)
@@ -340,7 +340,7 @@ class Scheduler:
 
 
 def _by_response(out: Sampled) -> Iterator[tuple]:
-  """(id, tokens, logp, full_logp[, routes]) of each response with tokens in `out`."""
+  """(id, tokens, logp, full_logp[, experts]) of each response with tokens in `out`."""
   steps = int(out.steps)
   fields = [out.token_nW, out.logp_nW, out.full_logp_nW]
   fields += [] if out.route_nWlk is None else [out.route_nWlk]

@@ -128,7 +128,7 @@ def prefill(
   entry_r: the place in this device's part of the queue; one beyond its end: nowhere. Of rows longer
   than `piece`, so many tokens go through the model at once, and look back at the cache.
 
-  Returns the state and, if `record_routing`, the routes [r, T, l, k], whole on every process.
+  Returns the state and, if `record_routing`, the experts [r, T, l, k], whole on every process.
   """
   (r, T), layers = tokens_rT.shape, _layers(params)
   cache = kv_cache.allocate(model, r, T, state.staged.dtype, layers)
@@ -160,10 +160,10 @@ def prefill(
   old = (state.queue, state.staged, state.waiting_R)
   new = (rows, waiting_r, entry_r, cache)
   queue, staged, waiting_R = _on_each_device(put, *old, *new, like=old)
-  routes = None
+  experts = None
   if record_routing and routing_lrTk is not None:
-    routes = sharding.reshard(routing.by_row(routing_lrTk, real_rT, model.num_experts), P())
-  return state.replace(queue=queue, staged=staged, waiting_R=waiting_R), routes
+    experts = sharding.reshard(routing.by_row(routing_lrTk, real_rT, model.num_experts), P())
+  return state.replace(queue=queue, staged=staged, waiting_R=waiting_R), experts
 
 
 @functools.partial(

@@ -207,20 +207,20 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
   fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}
   fields["tokens"][:] = pad_id
   fields["turns"][:] = fields["version"][:] = -1
-  routed = None
+  experts_BLlk = None
   if trajectories[0].routing is not None:
     # The last token of a trajectory was never fed to the sampler: no experts were chosen for it,
     # and none are needed, since nothing is predicted from it.
     first = trajectories[0].routing
-    routed = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
+    experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
   for row, one in enumerate(trajectories):
     prompts[row], ends[row] = start, end = len(one.prompt), len(one.prompt) + len(one.tokens)
     fields["tokens"][row, :start] = one.prompt
     for name, column in one.columns.items():
       fields[name][row, start:end] = column
-    if routed is not None:
-      routed[row, : end - 1] = one.routing
+    if experts_BLlk is not None:
+      experts_BLlk[row, : end - 1] = one.routing
   mask = (fields["turns"] >= 0).astype(np.float32)
   return Rollout(
     **fields,
@@ -229,5 +229,5 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
     lengths=mask.sum(1).astype(np.int32),
     ends=ends,
     stopped=np.array([one.stopped for one in trajectories]),
-    routing=routed,
+    routing=experts_BLlk,
   )
