@@ -25,6 +25,7 @@ from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.run import Run
 from gspo_jax.sampling import Driver, SingleTurn, Trajectory, Usage, assemble
 from gspo_jax.sampling.driver import new_group
+from gspo_jax.sampling.trajectory import blank
 from gspo_jax.structs import Prompt, Rollout
 
 Stages = Callable[[str], contextlib.AbstractContextManager]
@@ -203,6 +204,15 @@ class Collector:
       options = c.environment.max_turns, c.environment.discount, c.objective.advantage
       advantage_BL = turn_advantages(rollout, c.rl.group_size, *options)
     return Collected(groups, rollout, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
+
+  def blank(self, prompts: int) -> Collected:
+    """What `collect` returns for so many groups, in everything but its values."""
+    c, G = self._config, self._config.rl.group_size
+    one = blank(c.model, self._workload.record_routing)
+    rollout = assemble([one] * (prompts * G), self._workload.window, self._tokenizer.pad_id)
+    zeros_PG = np.zeros((prompts, G), np.float32)
+    advantage_BL = np.zeros_like(rollout.logp) if self._environment else None
+    return Collected([], rollout, zeros_PG, zeros_PG, advantage_BL, 0, {})
 
   def _partial_metrics(self, sampled: Sequence[Group], step: int) -> dict[str, float]:
     """Share of tokens that older weights sampled, age of the oldest, tokens under way."""

@@ -1,18 +1,22 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
+import concurrent.futures
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
+from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.segments import segment_ids
-from gspo_jax.learner.state import abstract_state, new_state
+from gspo_jax.learner.state import abstract, abstract_state, new_state
 from gspo_jax.learner.step import (
   make_old_policy,
   make_review,
@@ -55,6 +59,16 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   reference = start_params() if c.objective.kl_coef else None
   engine.load(state.params, version=last + 1)
 
+  def prepared(params: Any, batch: TrainBatch) -> TrainBatch:
+    """The batch with the log-probabilities that stay fixed during the updates."""
+    if reference is not None:
+      batch = batch.replace(ref_logp_BT=score(reference, batch))
+    if c.objective.old_logp == "recompute":
+      return batch.replace(**old_policy(params, batch))
+    return batch.replace(old_logp_BT=batch.sampler_logp_BT)
+
+  if last < c.rl.iterations:
+    update, old_policy = ahead(run, collector, prepared, update, old_policy, tx)
   with phase:
     phase.stand(last, state, collector.position(), pending)
     if pending is not None:
@@ -65,13 +79,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       started = time.perf_counter()
       collected = collector.collect(step, phase.stages)
       with phase.stages("logp"):
-        minibatches = place(run, collected)
-        if reference is not None:
-          minibatches = [b.replace(ref_logp_BT=score(reference, b)) for b in minibatches]
-        if c.objective.old_logp == "recompute":
-          minibatches = [b.replace(**old_policy(state.params, b)) for b in minibatches]
-        else:
-          minibatches = [b.replace(old_logp_BT=b.sampler_logp_BT) for b in minibatches]
+        minibatches = place(run, collected, c.rl.minibatches)
+        minibatches = [prepared(state.params, one) for one in minibatches]
         jax.block_until_ready(minibatches)
       phase.hold(step, minibatches)
       phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
@@ -101,15 +110,43 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   return state.params
 
 
-def place(run: Run, collected: Collected) -> list[TrainBatch]:
-  """The mini-batches of an iteration, on the devices."""
+def ahead(
+  run: Run,
+  collector: Collector,
+  prepared: Callable[[Any, TrainBatch], TrainBatch],
+  update: Callable,
+  old_policy: Callable,
+  tx: optax.GradientTransformation,
+) -> tuple[Callable, Callable]:
+  """The two functions, which a thread compiles for the mini-batches of this run."""
+  c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
+  state = abstract_state(c.model, run.mesh, tx)
+
+  @functools.cache
+  def batch() -> TrainBatch:
+    blank = collector.blank(c.rl.prompts // c.rl.minibatches)
+    return abstract(place(run, blank, parts=1)[0], run.mesh)
+
+  if c.objective.old_logp == "recompute":  # else it is never called
+    old_policy = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, batch()))
+
+  def arguments() -> tuple[TrainState, TrainBatch]:
+    return state, abstract(jax.eval_shape(prepared, state.params, batch()), run.mesh)
+
+  update = compile_ahead(pool, run.mesh, update, arguments)
+  pool.shutdown(wait=False)  # the thread ends with its last job
+  return update, old_policy
+
+
+def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
+  """So many mini-batches, on the devices; an iteration has `rl.minibatches` of them."""
   c, rollout = run.config, collected.rollout
   # Conversations may begin differently. What was put aside went through the prompt again, with
   # other weights, so that each trajectory of a group may have other experts there.
   alike = run.environment is None and not (c.rl.partial and rollout.routing is not None)
   advantages = collected.advantage_PG, collected.advantage_BL
   batch = batches.train_batch(rollout, *advantages, segments_of(run, rollout), shared_prompts=alike)
-  sizes = c.rl.minibatches, c.rl.prompts, c.rl.group_size
+  sizes = parts, c.rl.prompts * parts // c.rl.minibatches, c.rl.group_size
   return batches.minibatches(batch, *sizes, run.mesh, c.rl.packed)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gspo_jax.models import routing
+from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
 
@@ -195,6 +196,21 @@ class Trajectory:
       for turn in range(own.turn):
         environment.step(own.tokens[own.turns == turn].tolist())
     return own
+
+
+def blank(model: ModelConfig, record_routing: bool) -> Trajectory:
+  """A finished trajectory of two tokens, of which `assemble` makes arrays of the usual kind."""
+  layers = sum(map(model.is_moe, range(model.num_layers)))
+  experts_lk = None
+  if record_routing and layers:
+    shape = (1, layers, model.experts_per_token)
+    experts_lk = np.zeros(shape, routing.storage_dtype(model.num_experts))
+  token, logp = np.zeros(1, np.int32), np.zeros(1, np.float32)
+  one = Trajectory((0,), 0, 0, SingleTurn((0,)))
+  one.add(Response(None, 0, token, logp, logp, token, True, True, experts_lk))
+  one.end_turn(0.0)
+  one.finish(stopped=True)
+  return one
 
 
 def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Rollout:
