@@ -22,6 +22,7 @@ setuptools.setup(
     "grain>=0.2.18",  # shuffled, sharded, resumable data
     "tensorflow-datasets>=4.9.10",  # data sets by name; works without TensorFlow
     "array_record>=0.8.3",  # record files that TFDS writes
+    "importlib_resources>=6.5.0",  # imported by tensorflow-datasets, which does not ask for it
     "pyarrow>=20.0.0",  # Parquet
     "etils[epath]>=1.14.0",  # gs:// and other paths
     "ml-collections>=1.1.0",  # configuration

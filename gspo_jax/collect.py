@@ -206,7 +206,7 @@ class Collector:
     return Collected(groups, rollout, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
 
   def blank(self, prompts: int) -> Collected:
-    """What `collect` returns for so many groups, in everything but its values."""
+    """Stands in for what `collect` returns for so many groups: alike but for the values."""
     c, G = self._config, self._config.rl.group_size
     one = blank(c.model, self._workload.record_routing)
     rollout = assemble([one] * (prompts * G), self._workload.window, self._tokenizer.pad_id)

@@ -87,7 +87,7 @@ def objective(name, **changes):
 
 
 def loss(name, logp_BT, batch, **changes):
-  total, metrics = train_step.policy_loss(
+  total, metrics, _ = train_step.policy_loss(
     objective(name, **changes), logp_BT, jnp.zeros_like(logp_BT), batch, 30
   )
   return total.numerator / total.denominator, compute(metrics)
