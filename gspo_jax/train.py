@@ -68,7 +68,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     return batch.replace(old_logp_BT=batch.sampler_logp_BT)
 
   if last < c.rl.iterations:
-    update, old_policy = ahead(run, collector, prepared, update, old_policy, tx)
+    update, old_policy, review = ahead(run, collector, prepared, update, old_policy, review, tx)
   with phase:
     phase.stand(last, state, collector.position(), pending)
     if pending is not None:
@@ -116,9 +116,10 @@ def ahead(
   prepared: Callable[[Any, TrainBatch], TrainBatch],
   update: Callable,
   old_policy: Callable,
+  review: Callable,
   tx: optax.GradientTransformation,
-) -> tuple[Callable, Callable]:
-  """The two functions, which a thread compiles for the mini-batches of this run."""
+) -> tuple[Callable, Callable, Callable]:
+  """The three functions, which a thread compiles for the mini-batches of this run."""
   c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
   state = abstract_state(c.model, run.mesh, tx)
 
@@ -130,12 +131,14 @@ def ahead(
   if c.objective.old_logp == "recompute":  # else it is never called
     old_policy = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, batch()))
 
-  def arguments() -> tuple[TrainState, TrainBatch]:
-    return state, abstract(jax.eval_shape(prepared, state.params, batch()), run.mesh)
+  @functools.cache
+  def whole() -> TrainBatch:
+    return abstract(jax.eval_shape(prepared, state.params, batch()), run.mesh)
 
-  update = compile_ahead(pool, run.mesh, update, arguments)
+  update = compile_ahead(pool, run.mesh, update, lambda: (state, whole()))
+  review = compile_ahead(pool, run.mesh, review, lambda: (state.params, whole()))
   pool.shutdown(wait=False)  # the thread ends with its last job
-  return update, old_policy
+  return update, old_policy, review
 
 
 def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:

@@ -48,3 +48,5 @@ def test_nothing_is_compiled_twice(get_config, changes, tmp_path, caplog):
   compiled = [message for message in compiled if message.startswith("Compiling")]
   assert any("decode" in message for message in compiled)
   assert "Compiling jit(step)" not in compiled
+  # Passes without gradient: only that of the reference policy is not compiled ahead.
+  assert compiled.count("Compiling jit(whole)") == bool(config.objective.kl_coef)
