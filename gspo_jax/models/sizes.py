@@ -112,7 +112,8 @@ REFERENCE = ComputeConfig(
 )
 
 
-def _qwen3(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more) -> ModelConfig:
+def _model(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more) -> ModelConfig:
+  """A configuration with what Qwen3 models share, where `more` has nothing else."""
   shared = dict(
     family="qwen3",
     vocab_size=151_936,
@@ -140,14 +141,14 @@ def _published() -> dict[str, ModelConfig]:
   """
   tied, moe = dict(tie_word_embeddings=True), dict(num_experts=128, experts_per_token=8)
   base = {
-    "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, **tied),
-    "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, **tied),
-    "Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, **tied),
-    "Qwen3-8B": _qwen3(4096, 36, 32, 8, 12_288),
-    "Qwen3-14B": _qwen3(5120, 40, 40, 8, 17_408),
-    "Qwen3-32B": _qwen3(5120, 64, 64, 8, 25_600),
-    "Qwen3-30B-A3B": _qwen3(2048, 48, 32, 4, 6144, moe_intermediate_size=768, **moe),
-    "Qwen3-235B-A22B": _qwen3(4096, 94, 64, 4, 12_288, moe_intermediate_size=1536, **moe),
+    "Qwen3-0.6B": _model(1024, 28, 16, 8, 3072, **tied),
+    "Qwen3-1.7B": _model(2048, 28, 16, 8, 6144, **tied),
+    "Qwen3-4B": _model(2560, 36, 32, 8, 9728, **tied),
+    "Qwen3-8B": _model(4096, 36, 32, 8, 12_288),
+    "Qwen3-14B": _model(5120, 40, 40, 8, 17_408),
+    "Qwen3-32B": _model(5120, 64, 64, 8, 25_600),
+    "Qwen3-30B-A3B": _model(2048, 48, 32, 4, 6144, moe_intermediate_size=768, **moe),
+    "Qwen3-235B-A22B": _model(4096, 94, 64, 4, 12_288, moe_intermediate_size=1536, **moe),
   }
   gemma = dict(
     family="gemma",
@@ -159,8 +160,8 @@ def _published() -> dict[str, ModelConfig]:
     sliding_window_pattern=6,
   )
   models = {
-    "gemma-3-270m": _qwen3(640, 18, 4, 1, 2048, **gemma),
-    "gemma-3-1b-pt": _qwen3(1152, 26, 4, 1, 6912, **gemma),
+    "gemma-3-270m": _model(640, 18, 4, 1, 2048, **gemma),
+    "gemma-3-1b-pt": _model(1152, 26, 4, 1, 6912, **gemma),
   }
   for name, config in base.items():
     if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
@@ -179,7 +180,7 @@ PUBLISHED = _published()
 
 def tiny_moe(vocab_size: int) -> ModelConfig:
   """The shape of Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
-  return _qwen3(
+  return _model(
     width=128,
     layers=4,
     heads=4,
