@@ -46,8 +46,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   updates = c.rl.iterations * c.rl.minibatches
   tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
   learner, collector = c.learner("rl"), Collector(run)
-  update, review = make_rl_step(learner, c.objective, tx), make_review(learner, c.objective)
-  score, old_policy = make_score(learner), make_old_policy(learner, c.objective)
+  update, score = make_rl_step(learner, c.objective, tx), make_score(learner)
+  old_policy = make_old_policy(learner, c.objective)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.minibatches, keep=2)
   last, state, host = phase.resume(
     like=lambda: abstract_state(c.model, run.mesh, tx), start=lambda: new_state(start_params(), tx)
@@ -61,14 +61,16 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 
   def prepared(params: Any, batch: TrainBatch) -> TrainBatch:
     """The batch with the log-probabilities that stay fixed during the updates."""
-    if reference is not None:
-      batch = batch.replace(ref_logp_BT=score(reference, batch))
+    fixed = dict(old_logp_BT=batch.sampler_logp_BT)
     if c.objective.old_logp == "recompute":
-      return batch.replace(**old_policy(params, batch))
-    return batch.replace(old_logp_BT=batch.sampler_logp_BT)
+      fixed = old_policy(params, batch)
+    if reference is not None:
+      fixed["ref_logp_BT"] = score(reference, batch)
+    return batch.replace(**fixed)
 
   if last < c.rl.iterations:
-    update, old_policy, review = ahead(run, collector, prepared, update, old_policy, review, tx)
+    update, old_policy = ahead(run, collector, prepared, update, old_policy, tx)
+  review = make_review(learner, c.objective, old_policy)
   with phase:
     phase.stand(last, state, collector.position(), pending)
     if pending is not None:
@@ -116,10 +118,9 @@ def ahead(
   prepared: Callable[[Any, TrainBatch], TrainBatch],
   update: Callable,
   old_policy: Callable,
-  review: Callable,
   tx: optax.GradientTransformation,
-) -> tuple[Callable, Callable, Callable]:
-  """The three functions, which a thread compiles for the mini-batches of this run."""
+) -> tuple[Callable, Callable]:
+  """The two functions, which a thread compiles for the mini-batches of this run."""
   c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
   state = abstract_state(c.model, run.mesh, tx)
 
@@ -128,17 +129,13 @@ def ahead(
     blank = collector.blank(c.rl.prompts // c.rl.minibatches)
     return abstract(place(run, blank, parts=1)[0], run.mesh)
 
-  if c.objective.old_logp == "recompute":  # else it is never called
-    old_policy = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, batch()))
-
-  @functools.cache
   def whole() -> TrainBatch:
     return abstract(jax.eval_shape(prepared, state.params, batch()), run.mesh)
 
+  compiled = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, batch()))
   update = compile_ahead(pool, run.mesh, update, lambda: (state, whole()))
-  review = compile_ahead(pool, run.mesh, review, lambda: (state.params, whole()))
   pool.shutdown(wait=False)  # the thread ends with its last job
-  return update, old_policy, review
+  return update, compiled
 
 
 def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:

@@ -123,17 +123,35 @@ def make_old_policy(
 
 
 def make_review(
-  learner: Learner, objective: ObjectiveConfig
+  learner: Learner,
+  objective: ObjectiveConfig,
+  old_policy: Callable[[Any, TrainBatch], dict[str, jax.Array]],
 ) -> Callable[[Any, TrainBatch], dict[str, jax.Array]]:
-  """A jitted pass without gradient, for dumps of rollouts: `logp_BT` under these parameters, as an
-  update computes it, and `clipped_BT`, the tokens that its loss would clip there. [B, T] each."""
+  """A pass without gradient, for dumps of rollouts: `logp_BT` under these parameters, as an update
+  computes it, and `clipped_BT`, the tokens that its loss would clip there. [B, T] each.
+
+  `old_policy`, which has been compiled, gives the log-probabilities; under R2 an update replays
+  other experts, and needs a pass of its own.
+  """
+
+  def replayed(params: Any, batch: TrainBatch) -> jax.Array:
+    return log_probs(params, batch, learner, objective.replay)[0]
+
+  def clipped(logp_BT: jax.Array, batch: TrainBatch) -> jax.Array:
+    entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
+    return policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)[2]
+
+  replayed, clipped = jax.jit(by_part(replayed, learner)), jax.jit(clipped)
 
   def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
-    logp_BT, entropy_BT, _, _ = log_probs(params, batch, learner, objective.replay)
-    _, _, clipped_BT = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
-    return dict(logp_BT=logp_BT, clipped_BT=clipped_BT)
+    if objective.replay == "R2":
+      logp_BT = replayed(params, batch)
+    else:
+      sampled = batch.replace(old_logp_BT=None, ref_logp_BT=None, routing_BTlk=None)
+      logp_BT = old_policy(params, sampled)["old_logp_BT"]
+    return dict(logp_BT=logp_BT, clipped_BT=clipped(logp_BT, batch))
 
-  return jax.jit(by_part(review, learner))
+  return review
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:

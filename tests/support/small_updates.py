@@ -43,7 +43,11 @@ def learner(model, **changes) -> train_step.Learner:
 rl_step = functools.cache(train_step.make_rl_step)
 old_policy_pass = functools.cache(train_step.make_old_policy)
 score_pass = functools.cache(train_step.make_score)
-review_pass = functools.cache(train_step.make_review)
+
+
+@functools.cache
+def review_pass(learner, objective):
+  return train_step.make_review(learner, objective, old_policy_pass(learner, objective))
 
 
 def update(model, microbatches=MICROBATCHES, **changes):
