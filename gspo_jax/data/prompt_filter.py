@@ -28,12 +28,17 @@ class QuerySetConfig:
 
 
 class PromptFilter:
-  """Counts how often each prompt was solved since it came into use. Its state is JSON, in the
-  checkpoint: a resumed run leaves out the same prompts."""
+  """Counts how often each prompt was solved since it came into use, and drops it after so many
+  groups in a row that are all right, or all wrong.
+
+  Its state is JSON, in the checkpoint: a resumed run leaves out the same prompts.
+  """
 
   def __init__(self, config: QuerySetConfig):
     self.config = config
-    self._tried: dict[str, list[float]] = {}  # id: groups, responses, right ones
+    # id: groups, responses, right ones, and how many groups in a row up to the last one were all
+    # right (above 0) or all wrong (below 0)
+    self._tried: dict[str, list[int]] = {}
     self._dropped: dict[str, int] = {}  # id: iteration
 
   def readmit(self, step: int) -> int:
@@ -47,23 +52,46 @@ class PromptFilter:
   def wants(self, prompt: Prompt) -> bool:
     return prompt.id not in self._dropped
 
-  def update(self, prompts: Sequence[Prompt], correct_PG: np.ndarray, step: int) -> None:
-    """Counts the groups of iteration `step`, and drops whom they speak against."""
+  def update(
+    self,
+    prompts: Sequence[Prompt],
+    correct_PG: np.ndarray,
+    step: int,
+    valid_PG: np.ndarray | None = None,
+  ) -> None:
+    """Counts the groups of iteration `step`, drops whom they speak against, and brings back whom a
+    group that was sampled all the same speaks for.
+
+    Where `valid_PG` is 0 a verdict is unknown: no response to count, and its group adds nothing to
+    those in a row. It does not end them either, unless another response does.
+    """
     if not self.config.drop_after:
       return
-    for prompt, correct_G in zip(prompts, correct_PG):
-      counts = self._tried.setdefault(prompt.id, [0, 0, 0])
-      counts[0] += 1
-      counts[1] += len(correct_G)
-      counts[2] += int((correct_G > 0).sum())
-      if counts[0] >= self.config.drop_after and counts[2] in (0, counts[1]):
+    if valid_PG is None:
+      valid_PG = np.ones_like(correct_PG)
+    for prompt, correct_G, valid_G in zip(prompts, correct_PG, valid_PG):
+      known = np.asarray(correct_G)[np.asarray(valid_G) > 0] > 0
+      if not len(known):
+        continue
+      groups, responses, right, run = self._tried.get(prompt.id, (0, 0, 0, 0))
+      kind = int(known.all()) - int(not known.any())  # 1: all right, -1: all wrong, 0: mixed
+      goes_on = run * kind > 0
+      if len(known) == len(correct_G):
+        run = run + kind if goes_on else kind
+      elif not goes_on:
+        run = 0
+      counts = groups + 1, responses + len(known), right + int(known.sum()), run
+      self._tried[prompt.id] = list(counts)
+      if abs(run) >= self.config.drop_after:
         self._dropped.setdefault(prompt.id, step)
+      else:
+        self._dropped.pop(prompt.id, None)
 
   def metrics(self) -> dict[str, float]:
     """Prompts seen and prompts out, the latter by reason; nothing where nothing is dropped."""
     if not self.config.drop_after:
       return {}
-    always = sum(self._tried[name][2] > 0 for name in self._dropped)
+    always = sum(self._tried[name][3] > 0 for name in self._dropped)
     right, total = (sum(counts[i] for counts in self._tried.values()) for i in (2, 1))
     return {
       "query_set/tried": float(len(self._tried)),
@@ -77,5 +105,14 @@ class PromptFilter:
     return dict(tried={k: list(v) for k, v in self._tried.items()}, dropped=dict(self._dropped))
 
   def set_state(self, state: dict[str, Any]) -> None:
-    self._tried = {k: list(v) for k, v in state["tried"].items()}
+    self._tried = {name: _with_run(counts) for name, counts in state["tried"].items()}
     self._dropped = dict(state["dropped"])
+
+
+def _with_run(counts: Sequence[int]) -> list[int]:
+  """The counts of a prompt; those of an older checkpoint know totals alone, which tell how many
+  groups were alike in a row where all of them were, and else leave it at none."""
+  if len(counts) == 4:
+    return list(counts)
+  groups, responses, right = counts
+  return [groups, responses, right, {0: -groups, responses: groups}.get(right, 0)]

@@ -35,6 +35,71 @@ def test_prompts_always_or_never_solved_are_dropped_after_n_groups():
   }
 
 
+def after(*groups, drop_after=2, **options):
+  """The state of one prompt after these groups."""
+  queries = query_set(drop_after=drop_after)
+  for step, group in enumerate(groups, 1):
+    known = {key: np.array([value[step - 1]]) for key, value in options.items()}
+    queries.update(PROMPTS[:1], np.array([group]), step, **known)
+  return queries
+
+
+@pytest.mark.parametrize(
+  "groups, dropped",
+  [
+    ([MIXED, ALWAYS, ALWAYS], True),  # it was mixed once, and has been learned since
+    ([MIXED, MIXED, MIXED, NEVER, NEVER], True),
+    ([ALWAYS, MIXED, ALWAYS], False),  # two groups, but not in a row
+    ([NEVER, ALWAYS, NEVER, ALWAYS], False),  # each ends the row of the other kind
+    ([NEVER, ALWAYS, ALWAYS], True),
+    ([ALWAYS, ALWAYS, MIXED], False),  # sampled although it was out: it is of use again
+  ],
+)
+def test_groups_in_a_row_count(groups, dropped):
+  assert (after(*groups).metrics()["query_set/dropped"] == 1) == dropped
+
+
+def test_the_reason_is_that_of_the_last_groups():
+  row = after(NEVER, NEVER, NEVER, MIXED, ALWAYS, ALWAYS).metrics()
+  assert row["query_set/dropped/always_solved"] == 1 and row["query_set/dropped/never_solved"] == 0
+  assert row["query_set/solve_rate"] == pytest.approx(7 / 18)
+
+
+YES, SOME, NO = [1, 1, 1], [1, 1, 0], [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+  "groups, valid, dropped",
+  [
+    ([NEVER, NEVER], [YES, NO], False),  # nothing is known of the second one
+    ([NEVER, NEVER], [YES, SOME], False),  # the third response may have been right
+    ([NEVER, NEVER, NEVER], [YES, SOME, YES], True),  # which does not end the row either
+    ([NEVER, NEVER, NEVER], [YES, NO, YES], True),
+    ([NEVER, MIXED, NEVER], [YES, SOME, YES], False),  # it is mixed whatever the third one was
+    ([NEVER, ALWAYS, NEVER], [YES, SOME, YES], False),  # it was not all wrong
+    ([NEVER, ALWAYS, ALWAYS], [YES, SOME, YES], False),
+  ],
+)
+def test_unknown_verdicts_neither_count_nor_end_a_row(groups, valid, dropped):
+  queries = after(*groups, valid_PG=valid)
+  assert (queries.metrics()["query_set/dropped"] == 1) == dropped
+  known = [c for group, v in zip(groups, valid) for c, one in zip(group, v) if one]
+  assert queries.metrics()["query_set/solve_rate"] == pytest.approx(np.mean(known))
+
+
+def test_the_state_of_an_older_checkpoint_is_read():
+  """It has totals alone: groups, responses, right ones."""
+  tried = dict(a=[1, 3, 0], b=[1, 3, 3], c=[4, 12, 7], d=[2, 6, 6])
+  queries = query_set()
+  queries.set_state(dict(tried=tried, dropped=dict(d=5)))
+  assert in_use(queries) == "abc"
+  assert queries.metrics()["query_set/dropped/always_solved"] == 1
+  queries.update(PROMPTS, np.array([NEVER, NEVER, NEVER, ALWAYS]), 6)
+  assert in_use(queries) == "bc"
+  queries.update(PROMPTS[1:3], np.array([NEVER, NEVER]), 7)
+  assert in_use(queries) == ""
+
+
 def test_dropped_prompts_come_back_with_a_clean_slate():
   queries = query_set(drop_after=1, readmit_after=3)
   queries.update(PROMPTS[:1], np.array([NEVER]), 5)
