@@ -87,6 +87,7 @@ class Collector:
     self._config, self._seed, self._engine = run.config, run.seed, run.engine
     self._tokenizer, self._score, self._environment = run.tokenizer, run.score, run.environment
     self._prompts, self._workload = run.train_prompts, run.workload
+    self._shared_prompts = run.shared_prompts
     seed = run.seed("rl", "data")
     self._batches = sources.Batches(run.train_prompts, self._config.rl.prompts, seed=seed)
     self._filter = PromptFilter(self._config.data.query_set)
@@ -121,6 +122,8 @@ class Collector:
       chosen = [sampled[i] for i in sorted(first[: c.rl.prompts])]
     metrics = rollout_metrics(sampled, outcomes) | usage.metrics() | self._filter.metrics()
     metrics |= sources.skipped_rows(self._prompts)
+    if self._shared_prompts:
+      metrics["data/shared_prompts"] = float(self._shared_prompts)
     if most > 1:
       metrics["dynamic_sampling/rounds"] = float(rounds)
       metrics["dynamic_sampling/discarded_groups"] = float(len(sampled) - len(chosen))

@@ -17,6 +17,7 @@ from etils import epath
 from gspo_jax import rewards, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import sources, tokenizer
+from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.models import transformer
@@ -46,6 +47,7 @@ class Run:
   engine: Engine
   evaluate: Evaluator
   writer: Writer
+  shared_prompts: int = 0  # held-out problems that are among `train_prompts`
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
@@ -121,10 +123,13 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
       f"model.vocab_size={config.model.vocab_size}"
     )
   train_prompts = sources.load(config.data, tok, "train") if config.job != "eval" else []
-  problems = {
-    name: choose(sources.load_spec(config.data, tok, b.data, key), b.problems)
-    for name, b, key in _benchmarks(config)
+  held_out = {
+    name: sources.load_spec(config.data, tok, b.data, key) for name, b, key in _benchmarks(config)
   }
+  problems = {name: choose(held_out[name], b.problems) for name, b, _ in _benchmarks(config)}
+  in_both = {}
+  if config.job != "eval":
+    in_both = {n: shared_prompts(train_prompts, held_out[n], problems[n]) for n in problems}
   environment = environments.find(config.environment.name, tok)
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
@@ -139,6 +144,12 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
+  if jax.process_index() == 0 and any(in_both.values()):
+    found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in _benchmarks(config)]
+    sys.stderr.write(
+      f"warning: held-out problems are in data.train too ({', '.join(found)}): accuracy on them "
+      "shows what was memorised; leave them out of one of both\n"
+    )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
   active = jax.process_index() == 0
@@ -183,6 +194,7 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
       engine,
       evaluator,
       writer,
+      sum(in_both.values()),
     )
 
 

@@ -307,6 +307,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path)
   assert not (tmp_path / "run").exists()
 
 
+def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
+  for train, count in ("heldout", 8), ("train", 0):
+    changes = {"data.train": f"arithmetic:{train}", "eval.problems": 8}
+    with open_run(config_of(tiny.get_config, **changes), tmp_path / train) as opened:
+      assert opened.shared_prompts == count
+    warned = [line for line in capsys.readouterr().err.split("\n") if "held-out" in line]
+    assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
+
+
 def test_the_flagship_says_which_paths_to_set(tmp_path):
   stderr = run(tmp_path, config="configs/moe_aime.py", ok=False)
   for key in ("weights", "tokenizer", "data.train", "data.eval"):

@@ -1,5 +1,6 @@
 """The tasks that need no files: problems and demonstrations are made as they are read."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from gspo_jax import structs
@@ -18,6 +19,7 @@ class Embedded:
 
   def __init__(self, config: Any, tok: tokenizer.Tokenizer, path: str, key: str):
     task, _, split = path.partition(":")
+    self.path = path
     self._config, self._tok, self._task = config, tok, TASKS[task]
     try:
       self._problems = self._task.problems(split, config.digits)
@@ -33,6 +35,10 @@ class Embedded:
 
   def __len__(self) -> int:
     return len(self._problems)
+
+  def questions(self) -> Iterator[str]:
+    """Every question, without the rest of its prompt, which takes ten times as long."""
+    return (self._problems[index]["question"] for index in range(len(self)))
 
   def __getitem__(self, index: int) -> structs.Prompt:
     row = self._problems[index]

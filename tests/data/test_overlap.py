@@ -1,0 +1,43 @@
+"""Held-out problems that are trained on as well are found."""
+
+import pytest
+from support.data_cases import BYTES, config, write
+
+from gspo_jax.data import sources
+from gspo_jax.data.overlap import shared_prompts
+
+
+def shared(train, held_out, chosen=slice(None)):
+  both = config(train=train, eval=held_out, digits=1)
+  trained, held = (sources.load(both, BYTES, split) for split in ("train", "eval"))
+  return shared_prompts(trained, held, [held[i] for i in range(len(held))][chosen])
+
+
+def file(path, questions):
+  return write(path, [dict(question=text, answer="0") for text in questions])
+
+
+LONG = "The first eight words of these are alike:"
+
+
+@pytest.mark.parametrize("first, count", [(0, 20), (15, 5), (20, 0)])
+def test_the_same_questions_are_counted(first, count, tmp_path):
+  train = file(tmp_path / "a.jsonl", [f"{LONG} what is {i}+1?" for i in range(20)])
+  held = [f" {LONG}\nwhat  is {i}+1?\r\n" for i in range(first, first + 20)]
+  assert shared(train, file(tmp_path / "b.jsonl", held)) == count
+  assert shared(train, train, slice(3, 10)) == 7
+
+
+def test_mixtures_and_embedded_tasks(tmp_path):
+  sums = [f"{i}+{i}=" for i in range(1, 10)] + ["What is 1+1?"]
+  some = file(tmp_path / "a.jsonl", sums)
+  train, held = "arithmetic:train", "arithmetic:heldout"
+  assert shared(train, held) == 0 and shared(held, train) == 0
+  assert shared("calculator:train", held) == 0
+  everything = shared(held, held)
+  assert everything == len(sources.load(config(eval=held, digits=1), BYTES, "eval"))
+  assert shared(f"{some},{held}", held) == everything  # whatever else is trained on
+  assert shared(train, some) + shared(held, some) == 9  # a sum is in one of the splits
+  other = file(tmp_path / "b.jsonl", ["What is 1+1?", "3+3=", "Who?"])
+  assert shared(f"{some}:0.5,{other}:0.5", other) == 3
+  assert shared(some, f"{some}:0.5,{other}:0.5") == 12
