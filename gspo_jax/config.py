@@ -8,7 +8,7 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from gspo_jax import ranges
@@ -18,12 +18,14 @@ from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import OptimizerConfig
 from gspo_jax.learner.step import Learner
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from gspo_jax.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
 from gspo_jax.runs.checkpoint import CheckpointConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.sharding import MeshConfig
+
+FLOAT_MAX = sys.float_info.max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,9 @@ class SftConfig:
 class RLConfig:
   iterations: PositiveInt  # rollout batches
   prompts: PositiveInt  # P, per rollout batch
-  group_size: Annotated[int, Range(2, why="advantages are relative to a group")]  # G, per prompt
+  group_size: Annotated[int, Range(2, 65_536, why="advantages are relative to a group")]  # G
   extra_prompts: NonNegativeInt  # under way beyond `prompts`; unfinished responses are carried over
-  token_budget: NonNegativeInt  # sampled per iteration, the rest is carried over; 0: none
+  token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
   minibatches: PositiveInt  # updates per rollout batch
   microbatches: PositiveInt  # per update; more of them need less memory
   packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
@@ -59,7 +61,7 @@ class RLConfig:
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
   job: Literal["sft+rl", "sft", "rl", "eval"]
-  seed: NonNegativeInt
+  seed: ranges.Seed
   distributed: bool  # call jax.distributed.initialize: several hosts
   resume: Literal["same", "force"]  # a workdir of another config: refuse it | go on with this one
   on_nonfinite: Literal["stop", "skip"]  # NaN or infinity: stop the run | skip the update
@@ -175,7 +177,11 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
   """The configuration. ValueError names a key that is unknown, missing, of a wrong type or out of
   its range."""
   if isinstance(values.get("objective"), Mapping):
-    values = dict(values) | dict(objective=effective(values["objective"]))
+    kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
+    values = dict(values) | dict(objective=effective(section))
+    for loss, options in section.get("tuned", {}).items():
+      for option, value in options.items():
+        _convert(kinds[option], value, f"objective.tuned.{loss}.{option}")
   return derived(_build(RunConfig, values, ""))
 
 
@@ -196,14 +202,32 @@ def derived(config: RunConfig) -> RunConfig:
   )
 
 
+def kind_of(key: str) -> Any:
+  """The declared type of a key with dots, None if there is no such key."""
+  kind, tuned = RunConfig, "objective.tuned."  # which is not in its dataclass
+  for part in [key, f"objective.{key.rpartition('.')[2]}"][key.startswith(tuned)].split("."):
+    if typing.get_origin(kind) is dict:
+      kind = typing.get_args(kind)[1]
+    else:
+      kind = ranges.kinds(kind).get(part) if dataclasses.is_dataclass(kind) else None
+  return kind
+
+
+def unknown(path: str, key: str, known: Iterable[str]) -> str:
+  """What is said of a key that a section does not have; `path` is the section's, with a dot."""
+  near = difflib.get_close_matches(key, known, n=1)
+  hint = f"did you mean {path}{near[0]}?" if near else f"there are {', '.join(known) or 'none'}"
+  return f"unknown config key {path}{key}; {hint}"
+
+
 def _build(cls: type, values: Any, path: str) -> Any:
   kinds = ranges.kinds(cls)
-  _of_type(Mapping, values, path.rstrip("."), "a section")
+  key = path.rstrip(".")
+  if not isinstance(values, Mapping):
+    raise ValueError(f"{key or 'the configuration'}={values!r} must be a section")
   for key in values:
     if key not in kinds:
-      near = difflib.get_close_matches(key, kinds, n=1)
-      hint = f"; did you mean {path}{near[0]}?" if near else ""
-      raise ValueError(f"unknown config key {path}{key}{hint}")
+      raise ValueError(unknown(path, key, kinds))
   missing = [f"{path}{name}" for name in kinds if name not in values]
   if missing:
     raise ValueError(f"missing config keys: {', '.join(missing)}")
@@ -215,31 +239,21 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
   if dataclasses.is_dataclass(kind):
     return _build(kind, value, f"{key}.")
-  if origin is dict:
-    _of_type(Mapping, value, key, "a section")
-    return {name: _convert(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
-  if origin is tuple:
-    _of_type((tuple, list), value, key, "a tuple")
-    return tuple(_convert(arguments[0], entry, key) for entry in value)
   if origin in (typing.Union, types.UnionType):  # the type and None
     return None if value is None else _convert(arguments[0], value, key)
-  if origin is Annotated:
-    value = _convert(arguments[0], value, key)
-  elif origin is Literal:
-    _of_type(str, value, key, "str")
-  elif kind is float:
-    _of_type((int, float), value, key, "float")
-    _require(abs(value) <= sys.float_info.max, f"config key {key}={value!r} must be finite")
-    value = float(value)
-  else:
-    _of_type(kind, value, key, kind.__name__)
+  plain = str if origin is Literal else arguments[0] if origin is Annotated else origin or kind
+  accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
+  number = not isinstance(value, bool) or plain is bool  # Python's True is an int
+  if not (isinstance(value, accepted) and number):
+    raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
+  if plain is dict:
+    return {name: _convert(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
+  if plain is tuple:
+    return tuple(_convert(arguments[0], entry, key) for entry in value)
+  if plain is float:
+    value = float(max(-FLOAT_MAX, min(FLOAT_MAX, value))) if isinstance(value, int) else value
   ranges.check_value(kind, value, key)
   return value
-
-
-def _of_type(kind: type | tuple[type, ...], value: Any, key: str, name: str) -> None:
-  number = not isinstance(value, bool) or kind is bool  # Python's True is an int
-  _require(isinstance(value, kind) and number, f"config key {key}={value!r} must be {name}")
 
 
 def _require(ok: bool, message: str) -> None:

@@ -5,49 +5,68 @@ continues where it stopped.
 """
 
 import os
+import re
 import runpy
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from gspo_jax import config as configuration
-from gspo_jax import sft, train
+from gspo_jax import ranges, sft, train
+from gspo_jax.config import RunConfig
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run
 from gspo_jax.runs import nonfinite, preemption, provenance
+
+BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
 
 
 def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
   compiled_programs_stay()
-  values = _CONFIG.value.to_dict()
+  config, workdir = configured(), Path(_WORKDIR.value)
   try:
-    config = configuration.from_dict(values)
-    workdir = Path(_WORKDIR.value)
-    for line in provenance.difference(as_in_the_file(), values):
-      sys.stderr.write(f"config {line}\n")
     with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+      for line in provenance.difference(in_file(filename()), _CONFIG.value.to_dict()):
+        sys.stderr.write(f"config {line}\n")
       do(run)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")
-  except (ValueError, nonfinite.NonFiniteError) as error:
-    logging.debug("", exc_info=True)  # the traceback, with --verbosity=1
+  except (ValueError, OSError) as error:
+    refuse(error)
+  except nonfinite.NonFiniteError as error:
     sys.exit(f"gspo_jax: {error}")
   except preemption.Preempted:
     sys.stderr.write("gspo_jax: saved; the same command continues from here\n")
     sys.exit(preemption.EXIT_CODE)
   except KeyboardInterrupt:
     sys.exit("gspo_jax: interrupted; the same command continues from the last checkpoint")
+
+
+def configured() -> RunConfig:
+  """The configuration that the flags give."""
+  try:
+    return configuration.from_dict(_CONFIG.value.to_dict())
+  except ValueError as error:
+    refuse(error)
+
+
+def refuse(error: Exception) -> NoReturn:
+  """Ends the process with `BAD_INPUT` and one line; the traceback comes with --verbosity=1."""
+  logging.debug("", exc_info=error)
+  lines = " ".join(line.strip() for line in str(error).splitlines())
+  sys.stderr.write(f"gspo_jax: {lines}\n")
+  sys.exit(BAD_INPUT)
 
 
 def compiled_programs_stay() -> None:
@@ -59,11 +78,33 @@ def compiled_programs_stay() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones add up
 
 
-def as_in_the_file() -> dict[str, Any]:
-  """The configuration without what the command line changes in it."""
-  path, _, argument = config_flags.get_config_filename(flags.FLAGS["config"]).partition(":")
-  get_config = runpy.run_path(path)["get_config"]
-  return (get_config(argument) if argument else get_config()).to_dict()
+def filename() -> str:
+  """The configuration file, and after a colon its argument."""
+  return config_flags.get_config_filename(flags.FLAGS["config"])
+
+
+def in_file(name: str) -> dict[str, Any]:
+  """The configuration without what the command line changes in it.
+
+  Raises:
+    ValueError: there is no such file, or an error in it; says where.
+  """
+  path, _, argument = name.partition(":")
+  if not Path(path).is_file():
+    raise ValueError(f"--config={name}: there is no file {path!r}; configs/ has some")
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+    return (get_config(argument) if argument else get_config()).to_dict()
+  except ValueError as error:
+    raise ValueError(f"--config={name}: {error}") from error
+  except Exception as error:  # the file is a program of the user's
+    lines = [
+      f":{x.lineno}" for x in traceback.extract_tb(error.__traceback__) if x.filename == path
+    ]
+    what = f"{type(error).__name__}: {error}"
+    raise ValueError(
+      f"--config={name}: {path}{(lines or [''])[-1]}: {what}; get_config() must return a ConfigDict"
+    ) from error
 
 
 def do(run: Run) -> None:
@@ -87,16 +128,47 @@ def do(run: Run) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-  """Flags, with one line instead of a traceback for a config key that is not there."""
+  """Flags; one line instead of a traceback for what is wrong with them."""
+  given = flags.FlagValues()
+  flags.DEFINE_string("config", None, "", flag_values=given)
   try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, TypeError, ValueError) as error:
-    reason = error
-    while isinstance(reason, BaseException) and reason.args:
-      reason = reason.args[0]  # ml_collections wraps its hint in two exceptions
-    sys.exit(f"gspo_jax: --config: {reason}")
+    given(argv, known_only=True)
+    if given.config is not None:
+      _check_keys(argv, in_file(given.config))
+    rest = flags.FLAGS(argv)
+    if rest[1:]:
+      raise ValueError(f"{rest[1]!r} is no flag: write --name=value")
+    for flag, what in dict(config="a file of configs/", workdir="where the run goes").items():
+      if not flags.FLAGS[flag].value:
+        raise ValueError(f"--{flag} must be given: {what}")
+    return rest
+  except (AttributeError, KeyError, OSError, TypeError, ValueError, flags.Error) as error:
+    refuse(ValueError(_of_flag(error)))
+
+
+def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
+  """ValueError for a flag `--config.KEY` if the configuration has no such key."""
+  keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
+  for key in [match[1] for match in keys if match]:
+    found, path = values, ""
+    for part in key.split("."):
+      if not isinstance(found, Mapping):
+        raise ValueError(f"--config.{key}: {path[:-1]} is no section")
+      if part not in found:
+        raise ValueError(configuration.unknown(path, part, found))
+      found, path = found[part], f"{path}{part}."
+
+
+def _of_flag(error: Exception) -> str:
+  """What is wrong with a flag, and what a key of the configuration must be instead."""
+  cause = error.__context__
+  key = re.match(r"flag --config\.([\w.]+)=", str(error))
+  if key and cause and (kind := configuration.kind_of(key[1])):
+    return f"{str(error)[5:].removesuffix(f': {cause}')} must be {ranges.describe(kind)}"
+  while isinstance(error, BaseException) and error.args:
+    error = error.args[0]  # ml_collections wraps its hint in two exceptions
+  return str(error)
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["config", "workdir"])
   app.run(main, flags_parser=parse)

@@ -1,56 +1,90 @@
-"""Ranges of the numbers of a configuration: declared as types of its keys, checked in each section.
+"""Declarations of the keys of a configuration: what a number, word or name may be, as its type.
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
   slots: NonNegativeInt
-  prefill_tokens: Annotated[int, Range(16)]
+  prefill_tokens: Annotated[int, Range(16, 2**20)]
   cache_dtype: Literal["float32", "bfloat16"]
+  window: Annotated[float, Range(0, 60, why="nobody waits for longer")] | None
 
   def __post_init__(self):
     ranges.check(self, "engine")
+
+A number without a range is refused where its section is first looked at, so that no key lacks one.
 """
 
 import dataclasses
 import functools
 import math
+import re
+import struct
 import types
 import typing
 from typing import Annotated, Any, Literal
+
+INT32 = 2**31 - 1
+TINY = 2.0**-126  # the smallest number that float32 holds in full; devices take smaller ones for 0
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
   """Numbers from `low` to `high`, without the bounds in `excluded`, and `also` one outside.
 
-  `why` is added to the message of an error.
+  Floats are compared as float32 too, since that is what they become on the devices. `why` is added
+  to the message of an error.
   """
 
   low: float
-  high: float = math.inf
+  high: float
   excluded: tuple[float, ...] = ()
   also: float | None = None
   why: str = ""
 
   def __contains__(self, value: float) -> bool:
-    inside = self.low <= value <= self.high and value not in self.excluded
-    return inside or value == self.also
+    inside = all(
+      self.low <= x <= self.high and x not in self.excluded for x in (value, _float32(value))
+    )
+    return (inside and (not value or abs(value) >= TINY)) or value == self.also
 
   def __str__(self) -> str:
-    text = f"{'above' if self.low in self.excluded else 'at least'} {self.low}"
-    if self.high < math.inf:
-      text += f" and {'below' if self.high in self.excluded else 'at most'} {self.high}"
+    low = "above" if self.low in self.excluded else "at least"
+    high = "below" if self.high in self.excluded else "at most"
+    text = f"{low} {_written(self.low)} and {high} {_written(self.high)}"
     if self.also is not None:
-      text += f", or {self.also}"
+      text += f", or {_written(self.also)}"
     return f"{text}: {self.why}" if self.why else text
 
 
-PositiveInt = Annotated[int, Range(1)]
-NonNegativeInt = Annotated[int, Range(0)]
-PositiveFloat = Annotated[float, Range(0, excluded=(0,))]
-NonNegativeFloat = Annotated[float, Range(0)]
+@dataclasses.dataclass(frozen=True)
+class Name:
+  """One of `words`, or a `package.module:function` of the user's own."""
+
+  words: tuple[str, ...]
+
+  def __contains__(self, value: str) -> bool:
+    return value in self.words or bool(_DOTTED.fullmatch(value))
+
+  def __str__(self) -> str:
+    return (
+      f"one of {', '.join(word or repr(word) for word in self.words)}, or package.module:function"
+    )
+
+
+# A million of anything that is counted is a typing error; what may be more has a Range of its own.
+PositiveInt = Annotated[int, Range(1, 1_000_000)]
+NonNegativeInt = Annotated[int, Range(0, 1_000_000)]
+PositiveFloat = Annotated[float, Range(0, 1e6, excluded=(0,))]
+NonNegativeFloat = Annotated[float, Range(0, 1e6)]
 Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
+Temperature = Annotated[float, Range(0.01, 100, also=0)]  # logits are divided by it
+Workers = Annotated[int, Range(0, 4096)]
+Seconds = Annotated[float, Range(0, 86_400)]
+Workers = Annotated[int, Range(0, 4096)]  # processes or threads
+Seconds = Annotated[float, Range(0, 86_400)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
 
 
 def check(section: Any, name: str) -> None:
@@ -67,15 +101,71 @@ def check_value(kind: Any, value: Any, key: str) -> None:
   if origin is tuple:
     for entry in value:
       check_value(arguments[0], entry, key)
-  if origin in (typing.Union, types.UnionType) and value is not None:
+  if _optional(origin) and value is not None:
     check_value(arguments[0], value, key)
-  if origin is Annotated and value not in arguments[1]:
-    raise ValueError(f"{key}={value!r} must be {arguments[1]}")
-  if origin is Literal and value not in arguments:
-    raise ValueError(f"{key}={value!r} is not one of {', '.join(map(str, arguments))}")
+  if (origin is Annotated and value not in arguments[1]) or (
+    origin is Literal and value not in arguments
+  ):
+    as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""
+    raise ValueError(f"{key}={value!r} must be {describe(kind)}{as_float32}")
+  if kind is str and "\0" in value:
+    raise ValueError(f"{key}={value!r} must not hold NUL")
+  if kind is str and value.encode(errors="replace").decode() != value:
+    raise ValueError(f"{key}={value!r} must be UTF-8")
+
+
+def describe(kind: Any) -> str:
+  """What a value of a key must be, in words."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated and arguments[0] is str:
+    return str(arguments[1])
+  if origin is Annotated:
+    return f"{describe(arguments[0])}, {arguments[1]}"
+  if origin is Literal:
+    return f"one of {', '.join(word or repr(word) for word in arguments)}"
+  if origin is tuple:
+    return f"a tuple, each {describe(arguments[0])}"
+  if _optional(origin):
+    return f"{describe(arguments[0])}, or None"
+  if origin is dict or dataclasses.is_dataclass(kind):
+    return "a section"
+  return {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}[kind]
 
 
 @functools.cache
 def kinds(section: type) -> dict[str, Any]:
-  """The types of a dataclass's fields by name, with their ranges."""
-  return typing.get_type_hints(section, include_extras=True)
+  """The types of a dataclass's fields by name, with their ranges.
+
+  Raises:
+    TypeError: a number has no range.
+  """
+  found = typing.get_type_hints(section, include_extras=True)
+  for name, kind in found.items():
+    if not _ranged(kind):
+      raise TypeError(f"{section.__name__}.{name}: a number needs a range, like PositiveInt")
+  return found
+
+
+def _ranged(kind: Any) -> bool:
+  """Whether every number that a type has in it has a range."""
+  if typing.get_origin(kind) is Annotated:
+    return isinstance(typing.get_args(kind)[1], Range | Name)
+  return kind not in (int, float, complex) and all(map(_ranged, typing.get_args(kind)))
+
+
+def _written(number: float) -> str:
+  return f"{int(number) if number == int(number) else number:,}"
+
+
+def _optional(origin: Any) -> bool:
+  return origin in (typing.Union, types.UnionType)
+
+
+def _float32(value: float) -> float:
+  """A float as the nearest float32; whole numbers as they are."""
+  if isinstance(value, int):
+    return value
+  try:
+    return struct.unpack("f", struct.pack("f", value))[0]
+  except OverflowError:
+    return math.copysign(math.inf, value)

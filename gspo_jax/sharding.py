@@ -39,10 +39,10 @@ ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor"
 class MeshConfig:
   """Devices per axis; one of them may be -1: whatever is left."""
 
-  data: Annotated[int, Range(1, also=-1)]
-  fsdp: Annotated[int, Range(1, also=-1)]
-  expert: Annotated[int, Range(1, also=-1)]
-  tensor: Annotated[int, Range(1, also=-1)]
+  data: Annotated[int, Range(1, 1_000_000, also=-1)]
+  fsdp: Annotated[int, Range(1, 1_000_000, also=-1)]
+  expert: Annotated[int, Range(1, 1_000_000, also=-1)]
+  tensor: Annotated[int, Range(1, 1_000_000, also=-1)]
 
   def __post_init__(self):
     ranges.check(self, "mesh")

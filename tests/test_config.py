@@ -18,6 +18,7 @@ from support.configs import values_of
 from configs import common, tiny_tools
 from gspo_jax import config as configuration
 from gspo_jax import ranges
+from gspo_jax.models import transformer
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "common")
@@ -54,16 +55,20 @@ def changed(key, value, given=None):
 
 
 def outside(limits):
-  """The numbers next to a range."""
+  """The numbers next to a range, and far from any."""
   yield from limits.excluded
-  for bound, way in (limits.low, -1), (limits.high, 1):
-    if bound not in limits.excluded and math.isfinite(bound):
-      yield bound + way
+  yield limits.low - 1 if limits.low - 1 != limits.also else limits.low - 2
+  yield from (limits.high + 1, 10**20, -(10**20))
+
+
+FLOATS = [math.nan, math.inf, -math.inf, 1e300, 1e39, 1e-50, -1e-50]  # of these float32 has none
 
 
 def wrong(kind):
   """Values that a key of this type must not have."""
   origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated and arguments[0] is str:
+    return ["none of them", "a:b:c", "a.b", 3, True, None]
   if origin is Annotated:
     return [*wrong(arguments[0]), *map(arguments[0], outside(arguments[1]))]
   if origin is Literal:
@@ -76,9 +81,9 @@ def wrong(kind):
     return [3, "text", None]
   return {
     int: ["text", 1.5, True, None],
-    float: ["text", True, None, math.nan, math.inf, -math.inf, 10**400],
+    float: ["text", True, None, 10**400, *FLOATS],
     bool: ["text", 1, None],
-    str: [3, True, None],
+    str: [3, True, None, "\0", "a\udcff"],
   }[kind]
 
 
@@ -107,19 +112,30 @@ def test_an_unknown_or_missing_key_is_named(section):
     configuration.from_dict(every)
 
 
-def test_every_number_has_a_range():
-  """But for the objective's, whose ranges are those of the losses."""
-  of_entries = lambda kind: typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind  # noqa: E731
-  without = [key for key, kind in KINDS.items() if of_entries(kind) in (int, float)]
-  assert [key for key in without if not key.startswith("objective.")] == []
+@dataclasses.dataclass(frozen=True)
+class Careless:
+  slots: ranges.PositiveInt
+  rates: tuple[float, ...] | None  # of a new key the range was forgotten
+
+
+def test_a_number_cannot_be_declared_without_a_range():
+  with pytest.raises(TypeError, match=r"Careless\.rates: a number needs a range"):
+    ranges.kinds(Careless)
+  with pytest.raises(TypeError, match="high"):
+    ranges.Range(0)
+
+
+def test_names_that_stand_with_their_keys_are_those_that_are_there():
+  assert typing.get_args(KINDS["model.family"]) == (*transformer.FAMILIES,)
 
 
 def test_ranges_say_what_they_allow():
   share = ranges.Range(0, 1, excluded=(0,), also=-1, why="it is a share")
   assert 0.5 in share and 1 in share and -1 in share
   assert not any(value in share for value in (0, 1.1, -0.5, math.nan, -math.inf))
-  assert math.nan not in ranges.Range(0)
+  assert 1 - 1e-10 not in ranges.FractionBelowOne.__metadata__[0], "float32 has it as 1"
   assert str(share) == "above 0 and at most 1, or -1: it is a share"
+  assert str(ranges.Range(1, 2e6)) == "at least 1 and at most 2,000,000"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,28 +148,29 @@ class Section:
 def test_a_section_checks_itself():
   ranges.check(Section(None, (1, 2), "a"), "section")
   for section, message in (
-    (Section(0.0, (), "a"), r"section\.rate=0\.0 must be above 0"),
-    (Section(1.0, (1, 0), "a"), r"section\.sizes=0 must be at least 1"),
-    (Section(1.0, (), "c"), r"section\.kind='c' is not one of a, b"),
+    (Section(0.0, (), "a"), r"section\.rate=0\.0 must be a number, above 0"),
+    (Section(1.0, (1, 0), "a"), r"section\.sizes=0 must be a whole number, at least 1"),
+    (Section(1.0, (), "c"), r"section\.kind='c' must be one of a, b"),
   ):
     with pytest.raises(ValueError, match=message):
       ranges.check(section, "section")
 
 
 COMMAND_LINE = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
 from absl import flags
 from gspo_jax import config, main
+main.in_file = functools.cache(main.in_file)  # it is the same all the time
 for argument in json.load(sys.stdin):
-  sys.argv = ["main", "--config=configs/eval_suite.py:tiny", "--workdir=none", argument]
-  said = io.StringIO()
-  try:
-    with contextlib.redirect_stderr(said):
+  sys.argv = ["main", "--config=configs/eval_suite.py:tiny", "--workdir=none", *argument.split("|")]
+  said, code = io.StringIO(), 0
+  with contextlib.redirect_stderr(said):
+    try:
       main.parse(sys.argv)
-    config.from_dict(main._CONFIG.value.to_dict())
-  except (SystemExit, ValueError) as error:
-    said.write(str(error))
-  print(json.dumps(said.getvalue()))
+      main.configured()
+    except SystemExit as end:
+      code = end.code
+  print(json.dumps([code, said.getvalue()]))
   for name in list(flags.FLAGS):
     if name.startswith("config."):
       delattr(flags.FLAGS, name)
@@ -161,32 +178,63 @@ for argument in json.load(sys.stdin):
 """
 
 
-def flags(kind):
-  """Wrong values as they are written on the command line, where any text is a str, 3 is a tuple of
-  one, and 1 is a bool."""
-  if str in (kind, *typing.get_args(kind)[:1]) or dataclasses.is_dataclass(kind):
-    return []
-  if typing.get_origin(kind) is tuple:
-    return flags(typing.get_args(kind)[0])
-  a_bool = lambda value: value is True or (kind is bool and value == 1)  # noqa: E731
-  return {str(value) for value in wrong(kind) if value is not None and not a_bool(value)}
+def said(arguments):
+  """Exit code and standard error of the command line with each of these arguments, up to where a
+  run would be opened: in one process, for their number."""
+  done = subprocess.run(
+    [sys.executable, "-c", COMMAND_LINE],
+    input=json.dumps([*arguments]), cwd=ROOT, capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  return dict(zip(arguments, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def test_the_command_line_refuses_the_same():
+TEXTS = [
+  "0",
+  "-1",
+  "1.5",
+  "1" + "0" * 20,
+  "1e39",
+  "1e-50",
+  "nan",
+  "-inf",
+  "text",
+  "",
+  "[1",
+  "1" * 5000,
+]
+
+
+def allowed(kind, text):
+  """Whether a key of this type may be given so."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin in (typing.Union, types.UnionType):
+    return allowed(arguments[0], text)
+  if origin is Annotated and arguments[0] is not str:
+    try:
+      return arguments[0](text) in arguments[1]
+    except ValueError:
+      return False
+  return text in arguments if origin is Literal else None  # None: not for this test to say
+
+
+def test_the_command_line_refuses_every_bad_value_of_every_key_in_one_line():
   cases = {}
   for key, kind in KINDS.items():
     key = key.replace(BENCHMARK, "eval.benchmarks.math")
-    cases |= {f"--config.{key}={flag}": key for flag in flags(kind)}
+    for text in TEXTS:
+      cases[f"--config.{key}={text}"] = key, allowed(kind, text)
   for section in SECTIONS:
     key = f"{section}.no_such_key".lstrip(".").replace(BENCHMARK, "eval.benchmarks.math")
-    cases[f"--config.{key}=1"] = "no_such_key"
-  script = [sys.executable, "-c", COMMAND_LINE]
-  done = subprocess.run(
-    script, input=json.dumps([*cases]), cwd=ROOT, capture_output=True, text=True, check=True
-  )
-  said = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
-  for flag, key in cases.items():
-    assert key in said[flag] and "Traceback" not in said[flag], (flag, said[flag])
+    cases[f"--config.{key}=1"] = f"unknown config key {key}", False
+  refused = 0
+  for flag, (code, text) in said(cases).items():
+    key, may = cases[flag]
+    assert code in (0, 2) and "Traceback" not in text, (flag, text)
+    assert text.count("\n") == (code != 0), (flag, text)
+    assert not code or key in text, (flag, text)
+    assert may is not False or code == 2, f"{flag} is accepted"
+    refused += code == 2
+  assert refused > 1000
 
 
 VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]

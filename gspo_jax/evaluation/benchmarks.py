@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Annotated
 
 from gspo_jax import ranges
 from gspo_jax.evaluation import elo
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
-from gspo_jax.rewards import Scorer
+from gspo_jax.ranges import Name, NonNegativeInt, PositiveInt, Temperature
+from gspo_jax.rewards import VERIFIERS, Scorer
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks.environments import Make
 
@@ -17,7 +18,7 @@ class BenchmarkConfig:
   """One benchmark beside `data.eval`; its metrics are eval/<name>/..."""
 
   data: str  # a source, as data.eval; "": the benchmark is left out
-  reward: str  # verifier, as reward.name; "": the one of the run
+  reward: Annotated[str, Name(("", *VERIFIERS))]  # verifier, as reward.name; "": that of the run
   problems: NonNegativeInt  # to use, evenly spread over the set; 0: all
   samples: PositiveInt  # k, per problem
   pass_at: tuple[PositiveInt, ...]  # pass@k as well, for k up to `samples`
@@ -25,8 +26,6 @@ class BenchmarkConfig:
   standings: str  # file of contests, for a rating against those who took part (elo.read_standings)
 
   def __post_init__(self):
-    if not all(1 <= k <= self.samples for k in self.pass_at):
-      raise ValueError(f"pass_at={self.pass_at} must lie between 1 and samples={self.samples}")
     ranges.check(self, "eval.benchmarks")
 
 
@@ -35,7 +34,7 @@ class EvalConfig:
   every: PositiveInt  # iterations between evaluations while training
   problems: NonNegativeInt  # to use of the held-out ones, evenly spread over the set; 0: all
   samples: PositiveInt  # k, per problem
-  temperature: NonNegativeFloat
+  temperature: Temperature
   top_k: NonNegativeInt  # 0: all tokens
   top_p: ranges.PositiveFraction  # 1: all tokens
   min_p: ranges.FractionBelowOne  # 0: all tokens
@@ -46,6 +45,10 @@ class EvalConfig:
 
   def __post_init__(self):
     ranges.check(self, "eval")
+    for name, benchmark in self.benchmarks.items():
+      key, k = f"eval.benchmarks.{name}", max(benchmark.pass_at, default=0)
+      if k > benchmark.samples:
+        raise ValueError(f"{key}.pass_at={k} must be at most {key}.samples={benchmark.samples}")
 
 
 @dataclasses.dataclass(frozen=True)

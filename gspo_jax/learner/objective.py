@@ -7,7 +7,6 @@ of them declares is a key of the section, and a loss that does not have it refus
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
@@ -26,10 +25,13 @@ CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 # Types of the options that are neither words nor just numbers that are not negative.
 KINDS = dict(
-  dual_clip=Annotated[float, Range(1)],
-  entropy_coef=Annotated[float, Range(-math.inf)],
+  clip_low=ranges.Fraction,  # of ratios that are 1 on policy; gmpo: of their logarithms
+  clip_high=Annotated[float, Range(0, 1000)],
+  dual_clip=Annotated[float, Range(1, 1000)],
+  entropy_coef=Annotated[float, Range(-1000, 1000)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
+  length_exponent=Annotated[float, Range(0, 10)],
   segment_unit=Literal["turn", "line", "tokens"],  # what has an importance ratio of its own
   segment_tokens=PositiveInt,  # of a segment, where that is the unit
 )

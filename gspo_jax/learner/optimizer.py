@@ -8,18 +8,18 @@ import numpy as np
 import optax
 
 from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  learning_rate: PositiveFloat  # peak
+  learning_rate: ranges.PositiveFraction  # peak
   schedule: Literal["constant", "linear", "cosine"]  # after the warm-up, down to final_fraction
   warmup_steps: NonNegativeInt  # gradient updates, linear from 0
   final_fraction: ranges.Fraction  # of the peak, at the last update
   b1: ranges.FractionBelowOne
   b2: ranges.FractionBelowOne
-  eps: PositiveFloat
+  eps: ranges.PositiveFraction
   weight_decay: NonNegativeFloat  # decoupled; not on norms and biases
   clip_norm: NonNegativeFloat  # global gradient norm; 0: no bound
 

@@ -4,7 +4,10 @@ import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from gspo_jax.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+
+Width = Annotated[int, Range(1, 65_536)]
+Theta = Annotated[float, Range(1, 1e12)]
 
 
 class Kind(NamedTuple):
@@ -22,32 +25,32 @@ class ModelConfig:
   every key.
   """
 
-  family: str  # "qwen3": and Qwen2, Llama | "gemma": Gemma 2 and 3; transformer.FAMILIES
-  vocab_size: PositiveInt
-  hidden_size: PositiveInt
-  num_layers: PositiveInt
-  num_heads: PositiveInt
-  num_kv_heads: PositiveInt
-  head_dim: Annotated[int, Range(2)]
+  family: Literal["qwen3", "gemma"]  # and Qwen2, Llama | Gemma 2 and 3: transformer.FAMILIES
+  vocab_size: Annotated[int, Range(1, 4_194_304)]
+  hidden_size: Width
+  num_layers: Annotated[int, Range(1, 1024)]
+  num_heads: Width
+  num_kv_heads: Width
+  head_dim: Annotated[int, Range(2, 65_536)]
   intermediate_size: PositiveInt  # of dense layers
-  num_experts: NonNegativeInt = 0  # 0: every layer is dense
+  num_experts: Annotated[int, Range(0, 65_536)] = 0  # 0: every layer is dense
   experts_per_token: NonNegativeInt = 0
   moe_intermediate_size: NonNegativeInt = 0  # of one expert
   norm_topk_prob: bool = True  # gate weights of the chosen experts sum to 1
   decoder_sparse_step: PositiveInt = 1  # every n-th layer is a MoE layer
   mlp_only_layers: tuple[NonNegativeInt, ...] = ()  # dense whatever decoder_sparse_step says
-  rope_theta: PositiveFloat
-  rms_norm_eps: NonNegativeFloat
+  rope_theta: Theta
+  rms_norm_eps: ranges.Fraction
   qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
   attention_bias: bool = False  # biases on the q, k and v projections (Qwen2)
   tie_word_embeddings: bool = False
-  max_position_embeddings: PositiveInt
+  max_position_embeddings: Annotated[int, Range(1, INT32)]
   query_pre_attn_scalar: NonNegativeInt = 0  # scores are q kᵀ over its root; 0: head_dim
   attn_logit_softcapping: NonNegativeFloat = 0.0  # soft bound c · tanh(x / c) on scores; 0: none
   final_logit_softcapping: NonNegativeFloat = 0.0  # the same on logits
   sliding_window: NonNegativeInt = 0  # positions a local layer's token sees, with itself; 0: all
   sliding_window_pattern: PositiveInt = 1  # every n-th layer is global, the others local
-  local_rope_theta: PositiveFloat = 1e4  # rope_theta of local layers
+  local_rope_theta: Theta = 1e4  # rope_theta of local layers
 
   def __post_init__(self):
     ranges.check(self, "model")

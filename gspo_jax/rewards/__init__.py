@@ -9,14 +9,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
 from gspo_jax import ranges
-from gspo_jax.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
+from gspo_jax.ranges import Fraction, Name, NonNegativeFloat, NonNegativeInt, Range, Workers
 from gspo_jax.rewards import shaping
 from gspo_jax.rewards.programs.process import ISOLATIONS
 
@@ -27,17 +26,19 @@ VERIFIERS = {  # imported when a config names them
   "string": "gspo_jax.rewards.string_match",  # the normalised text
 }
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+TimeLimit = Annotated[float, Range(0.01, 86_400)]
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
   """The verifier, and what is added to its reward. docs/rewards.md has more."""
 
-  name: str  # one of VERIFIERS | the user's own package.module:function
-  workers: NonNegativeInt  # processes that verify; arithmetic and string need none
-  time_limit_s: PositiveFloat  # for one answer without queueing; code: CPU time for one test
-  memory_mb: Annotated[int, Range(64, why="Python needs them")]  # code: address space of one test
+  name: Annotated[str, Name((*VERIFIERS,))]  # or the user's own
+  workers: Workers  # processes that verify; arithmetic and string need none
+  time_limit_s: TimeLimit  # for one answer without queueing; code: CPU time for one test
+  memory_mb: Annotated[int, Range(64, 1_048_576)]  # code: address space of one test
   isolation: Literal[ISOLATIONS]  # code; none: programs run with your rights
   format: Literal["none", "think", "think_answer"]  # tags that a response must have
   format_weight: NonNegativeFloat  # what keeping the format adds to the reward
@@ -46,15 +47,10 @@ class RewardConfig:
   overlong_buffer: NonNegativeInt  # tokens before overlong_max over which the loss grows
   false_positive: Fraction  # share of other responses rewarded as if right
   false_negative: Fraction  # share of the right responses not rewarded
-  noise_seed: NonNegativeInt  # of those two
+  noise_seed: ranges.Seed  # of those two
 
   def __post_init__(self):
     ranges.check(self, "reward")
-    if self.name not in VERIFIERS and not _DOTTED.fullmatch(self.name):
-      names = ", ".join(VERIFIERS)
-      raise ValueError(
-        f"reward.name={self.name!r} is not one of {names}, nor package.module:function"
-      )
     if self.workers == 0 and self.name not in ("arithmetic", "string"):
       raise ValueError(f"reward.workers=0: reward.name={self.name!r} needs at least 1")
     if self.format_weight and self.format == "none":
@@ -63,8 +59,9 @@ class RewardConfig:
       self.overlong_max or self.overlong_buffer
     ):
       raise ValueError(
-        f"reward.overlong_buffer={self.overlong_buffer} must lie between 1 and "
-        f"reward.overlong_max={self.overlong_max}"
+        f"reward.overlong_weight={self.overlong_weight} needs a buffer:"
+        f" reward.overlong_buffer={self.overlong_buffer} must lie between 1 and"
+        f" reward.overlong_max={self.overlong_max or 'sampling.max_new_tokens'}"
       )
 
 

@@ -21,7 +21,7 @@ from gspo_jax.ranges import NonNegativeFloat, Range
 class AlarmConfig:
   """Thresholds; 0 turns one off."""
 
-  window: Annotated[int, Range(2)]  # iterations that medians and means are taken over
+  window: Annotated[int, Range(2, 1_000_000)]  # iterations that medians and means are taken over
   grad_norm: NonNegativeFloat  # gradient norm, as a multiple of its median over the window before
   entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
   ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from gspo_jax.ranges import NonNegativeInt, PositiveInt, Seconds
 from gspo_jax.runs import preemption
 from gspo_jax.runs.mirror import Mirror, files_below
 
@@ -31,10 +31,10 @@ SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes
 class CheckpointConfig:
   directory: str  # local or gs://..., seen by all hosts (mirror.py); "": workdir/checkpoints
   every: PositiveInt  # iterations (rl) or updates (sft) between checkpoints
-  keep: Annotated[int, Range(1, why="a run resumes from it")]  # how many of the newest are kept
+  keep: PositiveInt  # how many of the newest are kept; a run resumes from them
   keep_every: NonNegativeInt  # checkpoints of steps that this divides are kept as well; 0: none
   best: str  # the one where this metric is largest is kept as well, e.g. eval/accuracy; "": none
-  grace_s: NonNegativeFloat  # seconds from SIGTERM to the end of the process, at the latest
+  grace_s: Seconds  # seconds from SIGTERM to the end of the process, at the latest
 
   def __post_init__(self):
     ranges.check(self, "checkpoint")

@@ -10,27 +10,28 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from gspo_jax import ranges
-from gspo_jax.ranges import Fraction, NonNegativeInt, PositiveInt
+from gspo_jax.ranges import Fraction, Name, PositiveInt, Workers
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.requests import Request, Response, Workload
 from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
 from gspo_jax.structs import Prompt
+from gspo_jax.tasks.environments import ENVIRONMENTS
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig:
   """Section `environment`: with whom responses are conversations, if at all. docs/multi_turn.md."""
 
-  name: str  # calculator | package.module:function | "": none; a verifier looks at one response
+  name: Annotated[str, Name(("", *ENVIRONMENTS))]  # "": none; a verifier looks at one response
   max_turns: PositiveInt  # of the policy; a conversation that is not over by then is cut off
   stop_strings: tuple[str, ...]  # they end a turn, as stop tokens do
   discount: Fraction  # of rewards of later turns in the advantage of an earlier one
-  workers: NonNegativeInt  # threads that environments run in; 0: none, if they do not wait
+  workers: Workers  # threads that environments run in; 0: none, if they do not wait
 
   def __post_init__(self):
     ranges.check(self, "environment")

@@ -10,6 +10,7 @@ from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
 from gspo_jax.sampling.sampler import SamplingConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
+Prefill = Annotated[int, Range(SHORTEST, 2**20)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class EngineConfig:
 
   slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
   steps: PositiveInt  # decode steps per call, between two looks of the host
-  prefill_tokens: Annotated[int, Range(SHORTEST)]  # of a device at once; longer prompts in pieces
+  prefill_tokens: Prefill  # of a device at once; longer prompts in pieces
   cache_dtype: Literal["float32", "bfloat16"]  # of keys and values
 
   def __post_init__(self):

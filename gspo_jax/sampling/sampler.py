@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+from gspo_jax.ranges import NonNegativeInt, PositiveInt, Temperature
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
   """The sampling distribution and when to end."""
 
-  temperature: NonNegativeFloat  # 0: greedy
+  temperature: Temperature  # 0: greedy
   top_k: NonNegativeInt  # keep the k likeliest tokens; 0: all
   top_p: ranges.PositiveFraction  # keep the smallest set of probability >= top_p; 1: all
   min_p: ranges.FractionBelowOne  # keep tokens so much as likely as the likeliest; 0: all
