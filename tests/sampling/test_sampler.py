@@ -60,6 +60,39 @@ def test_tokens_come_at_their_probability():
   np.testing.assert_allclose(full_logp, distribution()[tokens], rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [5, 64, 1000])
+def test_every_token_of_a_vocabulary_comes_at_its_probability(size):
+  """Chi-square over blocks of any size, with one that is not full."""
+  rows, logits = 20_000, np.random.default_rng(size).normal(size=size)
+  keys = row_keys(1, jnp.zeros(rows, jnp.uint32), jnp.arange(rows))
+  tokens, logp, _ = sampler.sample(
+    jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (rows, size)), keys, jnp.arange(rows), PLAIN
+  )
+  p = np.exp(logits) / np.exp(logits).sum()
+  np.testing.assert_allclose(logp, np.log(p)[tokens], atol=1e-5)
+  expected = rows * p
+  chi_square = ((np.bincount(tokens, minlength=size) - expected) ** 2 / expected).sum()
+  assert abs(chi_square - (size - 1)) < 4 * np.sqrt(2 * (size - 1))
+
+
+def test_tokens_that_noise_of_23_bits_cannot_reach_are_drawn():
+  """1 % of the probability, spread over the vocabulary of Qwen3: 6.6e-8 for a token."""
+  vocabulary, rows, batches = 151_936, 32, 192
+  logits_V = jnp.full(vocabulary, jnp.log(0.01 / (vocabulary - 1))).at[7].set(jnp.log(0.99))
+
+  @jax.jit
+  def draw(first):
+    keys = row_keys(2, jnp.zeros(rows, jnp.uint32), first + jnp.arange(rows))
+    logits_BV = jnp.broadcast_to(logits_V, (rows, vocabulary))
+    return sampler.sample(logits_BV, keys, jnp.zeros(rows, jnp.int32), PLAIN)[:2]
+
+  tokens, logp = (np.concatenate(x) for x in zip(*(draw(rows * i) for i in range(batches))))
+  rare = tokens != 7
+  assert 42 < rare.sum() < 80  # 61 are due, give or take 8; 27 come with noise of 23 bits
+  np.testing.assert_allclose(logp[rare], np.log(0.01 / (vocabulary - 1)), atol=1e-3)
+  assert np.ptp(tokens[rare]) > vocabulary / 2
+
+
 def test_noise_depends_on_key_and_position_only():
   logits = jax.random.normal(jax.random.key(0), (6, 50))
   keys = row_keys(3, jnp.arange(6, dtype=jnp.uint32), jnp.zeros(6, jnp.int32))
