@@ -24,7 +24,7 @@ from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.run import Run
 from gspo_jax.sampling import Driver, SingleTurn, Trajectory, Usage, assemble
-from gspo_jax.sampling.driver import new_group
+from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.trajectory import blank
 from gspo_jax.structs import Prompt, Rollout
 
@@ -141,10 +141,10 @@ class Collector:
     missing = rl.prompts + rl.extra_prompts - len(self._under_way)
     # A prompt that comes up again in one step gets other responses.
     seed = self._seed("rl", "sample", step, *([attempt] if attempt else []))
-    make, render = self._environment, self._render
-    for prompt in self._batches.take(max(0, missing), self._filter.wants):
-      options = rl.group_size, seed, self._workload.prompt_length, make, render, prompt.id
-      self._under_way.append(Group(prompt, new_group(prompt, *options)))
+    make, longest = self._environment, self._workload.prompt_length
+    prompts = self._batches.take(max(0, missing), self._filter.wants)
+    groups = new_groups(prompts, rl.group_size, seed, longest, make, self._render)
+    self._under_way += map(Group, prompts, groups)
 
     def enough() -> bool:
       finished = sum(group.finished for group in self._under_way)

@@ -63,7 +63,7 @@ def score(responses, prompts, lengths):
   return Scores(reward, dict(right=int(reward.sum()), wrong=int((1 - reward).sum())), reward)
 
 
-def collector(environment=None, extra_rounds=0, routing=False, **changes):
+def collector(environment=None, extra_rounds=0, routing=False, source=PROMPTS, **changes):
   keys = dict(prompts=4, group_size=G, extra_prompts=4, minibatches=2) | changes
   config = config_of(
     common.base,
@@ -76,7 +76,7 @@ def collector(environment=None, extra_rounds=0, routing=False, **changes):
   )
   config = dataclasses.replace(config, model=MOE)
   engine = LocalEngine(MOE, ENGINE)
-  run = Run(config, None, None, tokenizer(), PROMPTS, score, environment, engine, None, None)
+  run = Run(config, None, None, tokenizer(), source, score, environment, engine, None, None)
   return Collector(run), engine
 
 
@@ -125,6 +125,18 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
   assert carried > 3 and (several > 3) == (kind == "turns")
   ids = [group.prompt.id for group, *_ in groups]
   assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
+  options = dict(source=Prompts(PROMPTS.rows[:2]), environment=ENVIRONMENTS[kind])
+  # All at once; and put aside in the middle, when some of those that begin alike are finished.
+  for changes in (dict(extra_prompts=0), dict(token_budget=60)):
+    found = []
+    for one in iterate(4, **options, **changes)[0]:
+      groups = np.split(np.arange(len(one.rollout.tokens)), len(one.groups))
+      found += [tuple(map(tuple, map(one.rollout.response, rows))) for rows in groups]
+    assert len(set(found)) == len(found) > 8
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)

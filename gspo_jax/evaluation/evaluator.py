@@ -32,7 +32,7 @@ from gspo_jax.sampling import (
   Trajectory,
   Workload,
 )
-from gspo_jax.sampling.driver import new_group
+from gspo_jax.sampling.driver import new_groups
 
 Row = dict[str, Any]
 SHOWN = 1000  # characters of a gold answer in records: the tests of a program take megabytes
@@ -153,12 +153,11 @@ class Evaluator:
     if talks:
       turns = dict(max_turns=self.environment.max_turns, workers=self.environment.workers)
     driver = Driver(engine, workload, vocab_size=self.model.vocab_size, **turns)
+    # Of all problems, those of an earlier process too: numbers of alike ones depend on each other.
+    options = samples, self.seed, self.prompt_length, benchmark.environment, self._render
+    groups = new_groups(benchmark.problems, *options, tags=range(len(benchmark.problems)))
     for index in indices:
-      make, render = benchmark.environment, self._render
-      group = new_group(
-        benchmark.problems[index], samples, self.seed, self.prompt_length, make, render, index
-      )
-      driver.begin(group)
+      driver.begin(groups[index])
     found: dict[int, list[Trajectory]] = collections.defaultdict(list)
     ready: list[int] = []
     started, left = time.perf_counter(), len(indices)

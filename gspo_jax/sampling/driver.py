@@ -4,6 +4,7 @@ A turn that has ended goes to its environment at once, and the next turn of that
 engine's queue, so that no slot waits for another trajectory.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -181,6 +182,44 @@ class Driver:
     return tokens
 
 
+def new_groups(
+  prompts: Sequence[Prompt],
+  size: int,
+  seed: int,
+  longest: int,
+  make: Callable[[Prompt], Environment] | None,
+  render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+  tags: Sequence[Any] | None = None,
+) -> list[list[Trajectory]]:
+  """Begins `size` trajectories about each of the prompts that one seed is for.
+
+  Groups that begin with the same tokens are numbered like one larger group, so that no trajectory
+  has the noise of another.
+
+  Args:
+    longest: tokens that a prompt may have.
+    make: an environment for each; None: they are single turns.
+    render: from messages to token ids, for environments that begin with messages.
+    tags: of the groups, for whoever asked and for messages; by default the prompts' ids.
+
+  Raises:
+    ValueError: an environment begins with nothing, with too many tokens, or with messages where
+      there is no `render` for them.
+  """
+  groups, numbers = [], collections.Counter()  # of trajectories that begin with the same tokens
+  for prompt, tag in zip(prompts, tags or [prompt.id for prompt in prompts], strict=True):
+    if make is None:
+      begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for _ in range(size)]
+    else:
+      environments = [make(prompt) for _ in range(size)]
+      begun = [(first_tokens(one, longest, render), one) for one in environments]
+    first = max(numbers[tokens] for tokens, _ in begun)
+    numbers |= {tokens: first + size for tokens, _ in begun}
+    samples = enumerate(begun, first)
+    groups.append([Trajectory(tokens, g, seed, one, tag) for g, (tokens, one) in samples])
+  return groups
+
+
 def new_group(
   prompt: Prompt,
   size: int,
@@ -190,25 +229,8 @@ def new_group(
   render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
   tag: Any = None,
 ) -> list[Trajectory]:
-  """Begins `size` trajectories about a prompt.
-
-  Args:
-    longest: tokens that a prompt may have.
-    make: an environment for each; None: they are single turns.
-    render: from messages to token ids, for environments that begin with messages.
-    tag: for whoever asked, and for messages.
-
-  Raises:
-    ValueError: an environment begins with nothing, with too many tokens, or with messages where
-      there is no `render` for them.
-  """
-  if make is None:
-    return [Trajectory(prompt.tokens, g, seed, SingleTurn(prompt.tokens), tag) for g in range(size)]
-  environments = [make(prompt) for _ in range(size)]
-  return [
-    Trajectory(first_tokens(one, longest, render), g, seed, one, tag)
-    for g, one in enumerate(environments)
-  ]
+  """Begins the trajectories of one prompt that no other group begins with; see `new_groups`."""
+  return new_groups([prompt], size, seed, longest, make, render, [tag])[0]
 
 
 def first_tokens(

@@ -72,14 +72,14 @@ class Workload:
 class Request:
   """Responses that continue one prefix: a prompt, or what a trajectory holds so far.
 
-  A response depends on the weights, `seed`, the prompt, its index in the group and the prefix, and
-  on nothing else.
+  A response depends on the weights, `seed`, the prompt, its number and the prefix, and on nothing
+  else.
   """
 
   prompt: tuple[int, ...]
   max_new_tokens: int  # of each response, those in `begun` not counted
   samples: int = 1
-  first_sample: int = 0  # index in the group of the first of them
+  first_sample: int = 0  # number of the first of them, of the responses to this prompt
   seed: int = 0
   stop_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()  # it also ends with the token that completes one of them
@@ -101,7 +101,7 @@ class Response:
   """Tokens sampled for one of the responses of a request."""
 
   request: Request
-  sample: int  # index in the group
+  sample: int  # its number: `first_sample`, `first_sample` + 1, ...
   tokens: np.ndarray  # int32 [n]: sampled now, the stop token included
   logp: np.ndarray  # float32 [n]: under the distribution they were drawn from
   full_logp: np.ndarray  # float32 [n]: under the one without top-k, top-p and min-p

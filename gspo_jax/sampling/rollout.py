@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
-from gspo_jax.sampling.driver import Driver
+from gspo_jax.sampling.driver import Driver, new_groups
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.local import LocalEngine
 from gspo_jax.sampling.requests import DEFAULT, EngineConfig, Workload
 from gspo_jax.sampling.sampler import SamplingConfig
-from gspo_jax.sampling.trajectory import SingleTurn, Trajectory, assemble
-from gspo_jax.structs import Rollout
+from gspo_jax.sampling.trajectory import assemble
+from gspo_jax.structs import Prompt, Rollout
 
 
 def generate(
@@ -33,8 +33,9 @@ def generate(
   """Samples `group_size` responses to every prompt; rows in the prompts' order, G per prompt.
 
   A response depends on the weights, `seed`, its prompt's tokens and its index in the group, and on
-  nothing else: not on the other prompts, the slots or the devices. Under a mesh (`jax.set_mesh`)
-  the slots are split over its batch axes. `sample_rollout` is for stop strings, recorded routing
+  nothing else: not on the other prompts, the slots or the devices. (Where a prompt comes again, its
+  groups count on, like one larger group.) Under a mesh (`jax.set_mesh`) the slots are split over
+  its batch axes. `sample_rollout` is for stop strings, recorded routing
   and an engine that stays, `Driver` for several turns.
 
   Args:
@@ -78,12 +79,11 @@ def sample_rollout(
   Returns:
     Rows as long as the workload's window, in the prompts' order.
   """
-  driver, trajectories = Driver(engine, workload), []
-  for index, prompt in enumerate(prompts):
-    environments = (SingleTurn(prompt) for _ in range(workload.group_size))
-    group = [Trajectory(prompt, g, seed, one, index) for g, one in enumerate(environments)]
+  driver = Driver(engine, workload)
+  told = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(prompts)]
+  groups = new_groups(told, workload.group_size, seed, workload.prompt_length, make=None)
+  for group in groups:
     driver.begin(group)
-    trajectories += group
   for _ in driver.run():
     pass
-  return assemble(trajectories, workload.window, pad_id)
+  return assemble([one for group in groups for one in group], workload.window, pad_id)

@@ -36,7 +36,7 @@ class Rows:
   left_B: Any  # int32: tokens that may still be sampled; 0: nothing goes on here
   seed_B: Any  # uint32
   prompt_B: Any  # uint32: hash of the prompt
-  sample_B: Any  # int32: index in the group
+  sample_B: Any  # int32: its number, of the responses to this prompt
   stop_BX: Any  # int32: tokens that end the response; -1: none
   id_B: Any  # int32: the host's number of the response
 

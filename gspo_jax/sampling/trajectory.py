@@ -79,7 +79,8 @@ class Trajectory:
 
   Attributes:
     prompt: token ids; `tokens` and the other columns follow it.
-    sample: index in its group.
+    sample: its number among those that begin with the same prompt: in a group they follow each
+      other.
     seed: of its noise; with the prompt and `sample` it decides every token.
     turn: turns that are over, which is also the number of the one under way.
     finished: the environment ended it, or it was cut off, by its length or its turns.

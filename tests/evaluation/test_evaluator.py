@@ -160,20 +160,31 @@ def stopping_after(calls):
 
 
 def test_an_interrupted_evaluation_goes_on(params, tmp_path):
+  same = [dataclasses.replace(p, id=f"{p.id} again") for p in PROBLEMS[:2]]
+  problems = dict(problems=[*PROBLEMS[:3], *same])  # responses of the same ones hang together
   whole, records = evaluate(
-    evaluator(benchmark(by_length), batch=2, directory=tmp_path / "w"), params
+    evaluator(benchmark(by_length, **problems), batch=2, directory=tmp_path / "w"), params
   )
   with pytest.raises(Interrupted):
-    evaluate(evaluator(benchmark(stopping_after(2)), batch=2, directory=tmp_path), params)
+    evaluate(
+      evaluator(benchmark(stopping_after(2), **problems), batch=2, directory=tmp_path), params
+    )
   with (tmp_path / "unfinished.jsonl").open("a") as file:
     file.write('{"chunk": "/samples/3/4", "records": [')  # killed while writing
   rest = stopping_after(99)
-  row, again = evaluate(evaluator(benchmark(rest), batch=2, directory=tmp_path), params)
+  row, again = evaluate(evaluator(benchmark(rest, **problems), batch=2, directory=tmp_path), params)
   assert rest.calls == 4  # one chunk of samples was left, and three greedy ones
   assert untimed(row) == untimed(whole) and again == records
   assert row["time/eval/sample"] > 0
+  told = {
+    r["prompt_id"]: [x["response"] for x in records if x["prompt_id"] == r["prompt_id"]]
+    for r in records
+  }
+  assert told["0"][:3] != told["0 again"][:3] and told["1"][:3] != told["1 again"][:3]
   nothing = stopping_after(0)
-  assert evaluate(evaluator(benchmark(nothing), batch=2, directory=tmp_path), params) == (
+  assert evaluate(
+    evaluator(benchmark(nothing, **problems), batch=2, directory=tmp_path), params
+  ) == (
     row,
     again,
   )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.sampling import Driver, Response, SamplingConfig, Usage, Workload
-from gspo_jax.sampling.driver import new_group
+from gspo_jax.sampling.driver import new_group, new_groups
 from gspo_jax.structs import Prompt
 
 STOP = 9
@@ -88,6 +88,27 @@ def started(make=None, first=3):
   driver = Driver(engine, dataclasses.replace(WORKLOAD, several_turns=bool(make)), max_turns=3)
   driver.begin(group)
   return engine, driver, group
+
+
+class Begins:
+  """Begins with a token of its own, whatever the prompt."""
+
+  def __init__(self, token):
+    self.token = token
+
+  def reset(self):
+    return [self.token]
+
+
+def test_no_two_trajectories_that_begin_alike_have_one_number():
+  prompts = [Prompt(str(i), "", "", (token,)) for i, token in enumerate((7, 8, 7, 7))]
+  groups = new_groups(prompts, 2, 0, 4, None, tags="abcd")
+  assert [[one.sample for one in group] for group in groups] == [[0, 1], [0, 1], [2, 3], [4, 5]]
+  assert [one.tag for group in groups for one in group] == list("aabbccdd")
+  tokens = iter((1, 2, 2, 2, 3, 1))  # environments may begin as they like
+  groups = new_groups(prompts[:3], 2, 0, 4, lambda prompt: Begins(next(tokens)))
+  assert [[one.sample for one in group] for group in groups] == [[0, 1], [2, 3], [2, 3]]
+  assert [one.tag for group in groups for one in group] == list("001122")
 
 
 def test_a_group_is_one_request_and_a_single_turn_one_response():

@@ -85,6 +85,15 @@ def test_a_response_depends_on_seed_prompt_and_index_only():
   assert len({tuple(base.response(g)) for g in range(4)}) > 1
 
 
+def test_groups_of_the_same_prompt_are_one_larger_group():
+  one, other = PROMPTS[0], PROMPTS[2]
+  twice = sample([one, other, one])
+  whole = sample([one], group_size=8)
+  rows = [0, 1, 2, 3, 8, 9, 10, 11]
+  assert [twice.response(row) for row in rows] == [whole.response(g) for g in range(8)]
+  assert len({tuple(twice.response(row)) for row in rows}) > 4
+
+
 # Other meshes are in test_scheduler.py.
 @pytest.mark.parametrize(
   "shape", [(8, 1, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.slow)], ids=str

@@ -1,7 +1,7 @@
 """Sampling with every option of a workload: conversations, stop strings, recorded routing."""
 
 from gspo_jax.sampling import Driver, LocalEngine, SamplingConfig, Workload, assemble
-from gspo_jax.sampling.driver import new_group
+from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.structs import Prompt
 
@@ -46,13 +46,13 @@ def sample(
   local.load(params, version=0)
   turns = dict(max_turns=max_turns, workers=workers)
   driver = Driver(local, workload, vocab_size=model.vocab_size, **turns)
-  left, groups = iter(environments or ()), []
-  for i in range(count):
-    make = (lambda prompt: next(left)) if environments else None
-    tokens = () if environments else tuple(prompts[i])
-    prompt = Prompt(str(i), "", "", tokens)
-    groups.append(new_group(prompt, group_size, seed, prompt_length, make, render, i))
-    driver.begin(groups[-1])
+  left = iter(environments or ())
+  make = (lambda prompt: next(left)) if environments else None
+  tokens = [()] * count if environments else map(tuple, prompts)
+  told = [Prompt(str(i), "", "", one) for i, one in enumerate(tokens)]
+  groups = new_groups(told, group_size, seed, prompt_length, make, render)
+  for group in groups:
+    driver.begin(group)
   for _ in driver.run():
     pass
   if usage is not None:
