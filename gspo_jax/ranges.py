@@ -103,11 +103,12 @@ def check_value(kind: Any, value: Any, key: str) -> None:
       check_value(arguments[0], entry, key)
   if _optional(origin) and value is not None:
     check_value(arguments[0], value, key)
-  if (origin is Annotated and value not in arguments[1]) or (
-    origin is Literal and value not in arguments
-  ):
+  words = arguments if origin is Literal else arguments[1] if origin is Annotated else None
+  if isinstance(words, tuple | Name) and value not in words:
+    raise ValueError(f"{key}={value!r} is not {describe(kind)}")
+  if isinstance(words, Range) and value not in words:
     as_float32 = " (in float32)" if isinstance(value, float) and value != _float32(value) else ""
-    raise ValueError(f"{key}={value!r} must be {describe(kind)}{as_float32}")
+    raise ValueError(f"{key}={value!r} must be {words}{as_float32}")
   if kind is str and "\0" in value:
     raise ValueError(f"{key}={value!r} must not hold NUL")
   if kind is str and value.encode(errors="replace").decode() != value:

@@ -148,9 +148,9 @@ class Section:
 def test_a_section_checks_itself():
   ranges.check(Section(None, (1, 2), "a"), "section")
   for section, message in (
-    (Section(0.0, (), "a"), r"section\.rate=0\.0 must be a number, above 0"),
-    (Section(1.0, (1, 0), "a"), r"section\.sizes=0 must be a whole number, at least 1"),
-    (Section(1.0, (), "c"), r"section\.kind='c' must be one of a, b"),
+    (Section(0.0, (), "a"), r"section\.rate=0\.0 must be above 0"),
+    (Section(1.0, (1, 0), "a"), r"section\.sizes=0 must be at least 1"),
+    (Section(1.0, (), "c"), r"section\.kind='c' is not one of a, b"),
   ):
     with pytest.raises(ValueError, match=message):
       ranges.check(section, "section")

@@ -6,7 +6,6 @@ wrong with one row does not end the reading of the others.
 
 import functools
 import gzip
-import json
 import re
 import tempfile
 import zlib
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
+
+from gspo_jax import jsons
 
 Row = tuple[str, str, Callable[[], Any]]
 _MAGIC = r"[*?\[]"
@@ -71,11 +72,9 @@ def _files(spec: str, key: str) -> list[epath.Path]:
 
 def _json(line: bytes) -> Any:
   try:
-    return json.loads(line.decode("utf-8-sig"))
-  except UnicodeError as error:
-    raise BadRow(f"it is not UTF-8: {error}. Save the file as UTF-8") from error
+    return jsons.parse(line)
   except ValueError as error:
-    raise BadRow(f"it is not JSON: {error}. Correct the row") from error
+    raise BadRow(f"{error}. Correct the row") from error
 
 
 def _json_lines(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -94,6 +93,8 @@ def _parquet(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
       return {name: batch.column(name)[i].as_py() for name in batch.schema.names}
     except UnicodeError as error:
       raise BadRow(f"it is not UTF-8: {error}. Correct the row") from error
+    except (ArithmeticError, ValueError) as error:  # a date that Python does not have
+      raise BadRow(f"{error}. Correct the row") from error
 
   number = 0
   with file.open("rb") as stream:

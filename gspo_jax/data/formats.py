@@ -52,8 +52,23 @@ class Format:
         raise DataError(f"data.answer_pattern={self.answer_pattern!r}: {error}") from error
       if groups < 1:
         raise DataError(f"data.answer_pattern={self.answer_pattern!r} has no group (...) to take")
-    if self.template and "{question}" not in self.template:
-      raise DataError(f"data.prompt_template={self.template!r} must hold {{question}}")
+    if self.template:
+      check_template(self.template)
+
+
+def check_template(template: str) -> None:
+  """DataError if a template of prompts lacks its question, or has a field that nothing fills.
+
+  LaTeX may stay as it is: its braces follow a command, a script or other braces.
+  """
+  if "{question}" not in template:
+    raise DataError(f"data.prompt_template={template!r} must hold {{question}}")
+  others = set(re.findall(r"(?<![\w^}\]])\{(\w+)\}", template)) - {"question"}
+  if others:
+    raise DataError(
+      f"data.prompt_template={template!r}: nothing fills {{{min(others)}}}, only {{question}};"
+      f" put several fields into data.question_field, and write {{ {min(others)} }} for the text"
+    )
 
 
 # The wording of LiveCodeBench's own prompt (lcb_runner/prompts/code_generation.py).
@@ -220,6 +235,8 @@ def text_of(row: Mapping[str, Any], name: str, key: str, numbers: bool = True) -
     ) from error
   if not text.strip():
     raise BadRow(f"the field {name!r} is empty. Fill it in")
+  if "\0" in text:
+    raise BadRow(f"the field {name!r} holds NUL. Correct the row")
   return text
 
 

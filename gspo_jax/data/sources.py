@@ -58,8 +58,7 @@ class DataConfig:
       ranges.check(self, "data")
     except ValueError as error:
       raise DataError(str(error)) from None
-    if "{question}" not in self.prompt_template:
-      raise DataError(f"data.prompt_template={self.prompt_template!r} must hold {{question}}")
+    formats.check_template(self.prompt_template)
     self.format("")  # checks the pattern
 
   def format(self, name: str) -> formats.Format:
@@ -342,7 +341,7 @@ def _load_rows(
       )
       if prompt is not None and prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
-    except BadRow as error:
+    except (BadRow, RecursionError) as error:  # the latter of objects in objects in objects
       if config.on_error == "raise":
         hint = "or set data.on_error=skip to leave such rows out"
         raise DataError(f"{place}: {error}, {hint}") from error

@@ -18,6 +18,8 @@ import jinja2.sandbox
 import tokenizers
 from etils import epath
 
+from gspo_jax import jsons
+
 
 class TokenizerError(ValueError):
   """Tokenizer files that are missing or cannot be used; the message names the path."""
@@ -94,8 +96,11 @@ class HFTokenizer:
         add_generation_prompt=True,
         **self.special_tokens,
       )
-    except (jinja2.TemplateError, TypeError) as error:
-      raise TokenizerError(f"the chat template of {self.path} failed: {error}") from error
+    except Exception as error:  # it is a program
+      raise TokenizerError(
+        f"the chat template of {self.path} failed: {type(error).__name__}: {error}. Correct it in"
+        " chat_template.jinja or tokenizer_config.json"
+      ) from error
 
 
 Tokenizer = ByteTokenizer | HFTokenizer
@@ -115,6 +120,18 @@ def load(path: str) -> Tokenizer:
       f"no tokenizer.json in {path!r}. Set --config.tokenizer to the directory of a Hugging"
       " Face checkpoint (tokenizer.json and tokenizer_config.json), or to 'bytes'."
     )
+  try:
+    return _load(directory)
+  except TokenizerError:
+    raise
+  except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    raise TokenizerError(
+      f"a file of the tokenizer in {path!r} is damaged: {type(error).__name__}: {error}. Copy the"
+      " files of the checkpoint again"
+    ) from error
+
+
+def _load(directory: epath.Path) -> HFTokenizer:
   config = _read_json(directory / "tokenizer_config.json")
   generation = _read_json(directory / "generation_config.json")
   try:
@@ -133,7 +150,7 @@ def load(path: str) -> Tokenizer:
   stop_ids = _stop_ids(directory, tokenizer, special, generation)
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
   return HFTokenizer(
-    path=str(path),
+    path=str(directory),
     tokenizer=tokenizer,
     chat_template=_chat_template(directory, config),
     special_tokens=special,
@@ -171,6 +188,13 @@ def _stop_ids(
       f"{directory} names no stop token: set eos_token in tokenizer_config.json or eos_token_id in"
       " generation_config.json"
     )
+  known = set(tokenizer.get_vocab(with_added_tokens=True).values())
+  for stop in ids:
+    if type(stop) is not int or stop not in known:
+      raise TokenizerError(
+        f"eos_token_id {stop!r} of {directory / 'generation_config.json'} is no token of"
+        " tokenizer.json"
+      )
   return tuple(dict.fromkeys(ids))
 
 
@@ -195,9 +219,9 @@ def _read_json(file: epath.Path) -> dict[str, Any]:
   if not file.exists():
     return {}
   try:
-    return json.loads(file.read_text())
+    return jsons.read_object(file)
   except ValueError as error:
-    raise TokenizerError(f"{file} is not JSON: {error}") from error
+    raise TokenizerError(str(error)) from error
 
 
 def _content(token: str | dict[str, Any]) -> str:

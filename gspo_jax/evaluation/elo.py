@@ -22,11 +22,12 @@ Two kinds of opponents:
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from gspo_jax import jsons
 
 LOWEST, HIGHEST = 0.0, 4000.0  # where no finite rating is likeliest: all won, or all lost
 
@@ -103,15 +104,17 @@ def read_standings(path: str | Path) -> dict[str, Contest]:
     ValueError: names the file and line of what is no contest.
   """
   contests = {}
-  if not Path(path).exists():
+  if not Path(path).is_file():
     raise ValueError(f"there is no file {path}. Set `standings` to one, or leave it empty")
-  for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+  for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
     try:
-      row = json.loads(line)
+      row = jsons.parse_object(line)
       points, ratings = (np.asarray(row[name], float) for name in ("points", "ratings"))
+      if not (np.isfinite(points).all() and np.isfinite(ratings).all()):
+        raise ValueError("a number that is not finite")
       if points.ndim != 1 or points.shape != ratings.shape or not len(points):
         raise ValueError(f"points of shape {points.shape}, ratings of shape {ratings.shape}")
       contests[str(row["contest_id"])] = Contest(points, ratings)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
       raise ValueError(f"{path}, line {number} is no contest: {error!r}") from error
   return contests

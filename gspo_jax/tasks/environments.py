@@ -33,6 +33,9 @@ def find(name: str, tokenizer: Any) -> Make | None:
   sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
   try:
     make = getattr(importlib.import_module(module), function)
-  except (ImportError, AttributeError) as error:
-    raise ValueError(f"environment.name={name!r} cannot be imported: {error}") from error
+  except Exception as error:  # it is the user's
+    what = f"{type(error).__name__}: {error}"
+    raise ValueError(f"environment.name={name!r} cannot be imported: {what}") from error
+  if not callable(make):
+    raise ValueError(f"environment.name={name!r}: {function} is no function or class, but {make!r}")
   return lambda prompt: make(prompt, tokenizer)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import jsons
 from gspo_jax.models.hf.architectures import ARCHITECTURES, FIXED, Architecture
 from gspo_jax.models.sizes import ModelConfig
 
@@ -19,12 +20,9 @@ def read_json(path: Path) -> dict[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
   try:
-    content = json.loads(path.read_text())
+    return jsons.read_object(path)
   except ValueError as error:
-    raise CheckpointError(f"{path}: not JSON: {error}") from error
-  if not isinstance(content, dict):
-    raise CheckpointError(f"{path}: not a JSON object")
-  return content
+    raise CheckpointError(str(error)) from error
 
 
 def load_config(directory: str | os.PathLike) -> ModelConfig:
@@ -40,6 +38,8 @@ def load_config(directory: str | os.PathLike) -> ModelConfig:
     return _from_hf(raw)
   except ValueError as error:
     raise CheckpointError(f"{path}: {error}") from error
+  except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+    raise CheckpointError(f"{path}: a key is of another type than it should be: {error}") from error
 
 
 def _from_hf(raw: dict[str, Any]) -> ModelConfig:

@@ -34,9 +34,10 @@ class Files:
     self._handles: dict[Path, Any] = {}
     if (directory / INDEX).exists() and not (directory / SINGLE).exists():
       index = read_json(directory / INDEX)
-      if not isinstance(index.get("weight_map"), dict):
-        raise CheckpointError(f"{directory / INDEX}: no weight_map")
-      self.file_of = {name: directory / file for name, file in index["weight_map"].items()}
+      files = index.get("weight_map")
+      if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+        raise CheckpointError(f"{directory / INDEX}: no weight_map from tensors to files")
+      self.file_of = {name: directory / file for name, file in files.items()}
       return
     single = directory / SINGLE
     paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
@@ -52,7 +53,9 @@ class Files:
     if path not in self._handles:
       try:
         self._handles[path] = safetensors.safe_open(path, framework="numpy")
-      except safetensors.SafetensorError as error:
+      except FileNotFoundError:
+        raise
+      except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: not a complete safetensors file: {error}") from error
     return self._handles[path]
 

@@ -1,0 +1,49 @@
+"""JSON that somebody else wrote: read strictly, with errors that a user can act on."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+
+def parse(text: str | bytes) -> Any:
+  """The value that a text holds.
+
+  Raises:
+    ValueError: it is no UTF-8, no JSON, an object has a key twice, or it is nested too deeply.
+  """
+  try:
+    if isinstance(text, bytes):
+      text = text.decode("utf-8-sig")
+    return json.loads(text, object_pairs_hook=_once)
+  except UnicodeError as error:
+    raise ValueError(f"it is not UTF-8: {error}") from error
+  except json.JSONDecodeError as error:
+    raise ValueError(f"it is not JSON: {error}") from error
+  except RecursionError as error:
+    raise ValueError("it is nested too deeply") from error
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+  """The same for an object; anything else is a ValueError."""
+  value = parse(text)
+  if not isinstance(value, dict):
+    raise ValueError(f"it is no JSON object, but {value!r:.40}")
+  return value
+
+
+def read_object(path: Any) -> dict[str, Any]:
+  """The object in a file (`pathlib` or `epath`). ValueError names the file."""
+  try:
+    return parse_object(path.read_bytes())
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+  except OSError as error:
+    raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+    raise ValueError(f"it has the key {twice!r} twice")
+  return found
