@@ -121,7 +121,10 @@ def base() -> ConfigDict:
         volatility=False,  # True: record experts, for router/volatility/*
       ),
       sft=dict(  # the cold start
-        steps=0,  # updates
+        steps=0,  # updates, at most
+        target_loss=0.0,  # nats per token of held-out demonstrations that end it sooner; 0: none
+        check_every=10,  # updates between two looks at the held-out loss
+        check_problems=128,  # demonstrations that are held out for it
         batch=64,  # demonstrations per update
         microbatches=1,  # per update; more of them need less memory
         max_tokens=0,  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens

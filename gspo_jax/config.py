@@ -32,7 +32,10 @@ FLOAT_MAX = sys.float_info.max
 class SftConfig:
   """Supervised fine-tuning on demonstrations: the cold start."""
 
-  steps: NonNegativeInt  # updates
+  steps: NonNegativeInt  # updates, at most
+  target_loss: NonNegativeFloat  # nats per token, held out, that ends it sooner; 0: none
+  check_every: PositiveInt  # updates between two looks at the held-out loss
+  check_problems: PositiveInt  # demonstrations that are held out for it
   batch: PositiveInt  # demonstrations per update
   microbatches: PositiveInt  # per update; more of them need less memory
   max_tokens: NonNegativeInt  # of prompt and demonstration; 0: as long as prompt and response

@@ -1,6 +1,7 @@
 """The cold start: supervised fine-tuning on demonstrations."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +14,18 @@ from gspo_jax.data import sources
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_state, new_state
-from gspo_jax.learner.step import make_sft_step, summarize
+from gspo_jax.learner.step import make_sft_loss, make_sft_step, summarize
 from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.structs import Prompt, TrainBatch
 
 
 def sft(run: Run) -> Any:
-  """Trains for `sft.steps` updates, or what is left of them, and returns the parameters.
+  """Trains until the held-out loss is down to `sft.target_loss`, for at most `sft.steps` updates,
+  and returns the parameters. Warns on the terminal where these were not enough.
 
   Raises:
+    DataError: too few demonstrations to hold any out.
     Preempted: the machine is about to go; where the run stands has been saved.
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
@@ -31,30 +34,83 @@ def sft(run: Run) -> Any:
   update = make_sft_step(c.learner("sft"), tx)
   prompts = sources.fitting(run.train_prompts, tok, c.sft.max_tokens, c.data.on_error)
   batches = sources.Batches(prompts, c.sft.batch, seed=run.seed("sft", "data"))
+  held_out = HeldOut(run, prompts)
   # A row is fetched when the next one is due, so batches are kept for as long.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
     like=lambda: abstract_state(c.model, run.mesh, tx),
     start=lambda: new_state(run.initial_params(), tx),
   )
+  loss = None  # held-out, as far as it has been looked at
   if host is not None:
     batches.set_state(host["position"]["data"])
-  position = lambda: dict(data=batches.get_state())  # noqa: E731
+    loss = host["position"]["held_out_loss"]
+  position = lambda: dict(data=batches.get_state(), held_out_loss=loss)  # noqa: E731
 
   with phase:
     phase.stand(done, state, position)
     for step in phase.steps():
-      batch = train_batch(next(batches), tok, c.sft.max_tokens)
+      if _learned(run, loss):
+        break
+      batch = train_batch(batches.take(c.sft.batch, held_out.others), tok, c.sft.max_tokens)
       batch = sharding.put_batch(batch, run.mesh)
       phase.hold(step, [batch])
       state, metrics = update(state, batch)
+      row = dict(step=step, learning_rate=float(rates[step - 1]))
+      if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
+        row["held_out_loss"] = loss = held_out.loss(state.params)
       phase.stand(step, state, position)
-      if step % c.sft.log_every == 0 or step == c.sft.steps:
-        row = dict(step=step, learning_rate=float(rates[step - 1]))
+      last = step == c.sft.steps or _learned(run, loss)
+      if step % c.sft.log_every == 0 or last or "held_out_loss" in row:
         phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
-      if step % c.checkpoint.every == 0 or step == c.sft.steps:
+      if step % c.checkpoint.every == 0 or last:
         phase.save()
+      done = step
+  if loss is not None and not _learned(run, loss) and jax.process_index() == 0:
+    sys.stderr.write(
+      f"warning: the cold start has not worked: after {done} updates the held-out loss is "
+      f"{loss:.3g}, above sft.target_loss={c.sft.target_loss:g}. Raise sft.steps, or tune "
+      "sft_optimizer\n"
+    )
   return state.params
+
+
+class HeldOut:
+  """Demonstrations that the cold start does not train on, the same ones whatever the seed; none
+  without `sft.target_loss`. DataError if `source` has too few to hold out so many."""
+
+  def __init__(self, run: Run, source: Sequence[Prompt]):
+    c, tok = run.config, run.tokenizer
+    count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
+    self._ids, self._batches, self._loss = frozenset(), [], make_sft_loss(c.learner("sft"))
+    if not c.sft.target_loss:
+      return
+    if len(source) < 2 * count:
+      raise sources.DataError(
+        f"sft.check_problems={count} is more than half of the {len(source)} demonstrations: lower "
+        "it, or set sft.target_loss=0"
+      )
+    prompts = next(sources.Batches(source, count, seed=0))
+    self._ids = frozenset(prompt.id for prompt in prompts)
+    for start in range(0, count, rows):  # as many at once as fit into an update
+      some = prompts[start : start + rows]
+      batch = train_batch(some + prompts[:1] * (rows - len(some)), tok, c.sft.max_tokens)
+      batch.mask_BT[len(some) :] = 0  # rows that only fill the batch
+      self._batches.append(sharding.put_batch(batch, run.mesh))
+
+  def others(self, prompt: Prompt) -> bool:
+    """Whether a demonstration is not among them."""
+    return prompt.id not in self._ids
+
+  def loss(self, params: Any) -> float:
+    """Mean over their tokens of -log π(token), in nats."""
+    sums = jax.device_get([self._loss(params, batch) for batch in self._batches])
+    return float(sum(s.numerator for s in sums) / sum(s.denominator for s in sums))
+
+
+def _learned(run: Run, loss: float | None) -> bool:
+  """Whether a held-out loss is as low as the cold start is to bring it."""
+  return loss is not None and loss <= run.config.sft.target_loss
 
 
 def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> TrainBatch:
@@ -81,7 +137,10 @@ def finished(run: Run) -> bool:
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
   with contextlib.closing(Checkpointer(run.workdir, "sft", c.checkpoint)) as checkpoints:
-    return checkpoints.latest() == c.sft.steps
+    step = checkpoints.latest()
+    if step is None or step == c.sft.steps:
+      return step is not None
+    return _learned(run, checkpoints.host(step)["position"]["held_out_loss"])
 
 
 def params_after(run: Run) -> Any:
@@ -89,7 +148,7 @@ def params_after(run: Run) -> Any:
   c = run.config
   like = abstract_state(c.model, run.mesh, _optimizer(run))
   with contextlib.closing(Checkpointer(run.workdir, "sft", c.checkpoint)) as checkpoints:
-    state, _ = checkpoints.restore(c.sft.steps, like)
+    state, _ = checkpoints.restore(checkpoints.latest(), like)
   return jax.block_until_ready(state.params)
 
 

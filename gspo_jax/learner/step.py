@@ -208,6 +208,16 @@ def make_sft_step(
   return make_step(learner, loss, tx)
 
 
+def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
+  """The jitted loss of `make_sft_step`, without its update."""
+
+  def loss(params, batch):
+    logp_BT = log_probs(params, batch, learner)[0]
+    return Mean(-(logp_BT * batch.mask_BT).sum(), batch.mask_BT.sum())
+
+  return jax.jit(loss)
+
+
 def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation) -> Callable:
   """Gradient of `loss(params, batch) -> (Mean, metrics, router stats)` and one Optax update.
 

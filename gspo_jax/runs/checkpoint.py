@@ -119,6 +119,10 @@ class Checkpointer:
     )
     return restored["state"], restored["host"]
 
+  def host(self, step: int) -> dict[str, Any]:
+    """The host's part alone."""
+    return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
   def metrics(self) -> dict[str, float]:
     """Seconds from the beginning of the last save to the end of its writing, in the background."""
     seconds, self._seconds = self._seconds, None

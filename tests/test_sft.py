@@ -1,0 +1,131 @@
+"""The cold start: when it ends, what it holds out, what it says, how it goes on."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from support.command_line import SMALL_MODEL, figures, rows_of
+from support.configs import config_of
+
+from configs import tiny
+from gspo_jax import sft
+from gspo_jax.data.files import DataError
+from gspo_jax.run import open_run
+from gspo_jax.runs import preemption
+
+MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
+SMALL = MODEL | dict(
+  job="sft",
+  data__digits=1,
+  sft__steps=40,
+  sft__batch=16,
+  sft__log_every=4,
+  sft__check_every=2,
+  sft__check_problems=20,  # more than a batch, and not a multiple of it
+  checkpoint__every=3,
+  sft_optimizer__learning_rate=1e-2,
+  sft_optimizer__warmup_steps=0,
+)
+
+
+@contextlib.contextmanager
+def opened(workdir, **changes):
+  with open_run(config_of(tiny.get_config, **SMALL | changes), workdir) as run:
+    yield run
+
+
+def losses(workdir):
+  """Held-out loss by update."""
+  rows = rows_of(workdir, "sft")
+  return {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+  """A cold start that learns enough: its directory, its target and its parameters."""
+  workdir, target = tmp_path_factory.mktemp("learned"), 3.0
+  with opened(workdir, sft__target_loss=target) as run:
+    params = jax.device_get(sft.sft(run))
+  return workdir, target, params
+
+
+def same(a, b):
+  return jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(a), jax.device_get(b)))
+
+
+def test_it_ends_with_the_first_look_that_finds_the_target_reached(learned, capfd):
+  workdir, target, params = learned
+  *before, last = losses(workdir).items()
+  assert before and all(loss > target for _, loss in before)
+  assert last[1] <= target and last[0] < SMALL["sft__steps"]
+  assert [step for step, _ in before] == list(range(2, last[0], 2))
+  with opened(workdir, sft__target_loss=target) as run:
+    assert sft.finished(run)
+    assert same(sft.params_after(run), params)
+    assert same(sft.sft(run), params)  # the same command again makes no further update
+  assert max(losses(workdir)) == last[0]
+  assert "cold start" not in capfd.readouterr().err
+
+
+def test_interrupted_anywhere_it_ends_as_if_it_had_not_been(learned, tmp_path, monkeypatch):
+  workdir, target, params = learned
+  last = max(losses(workdir))
+  for step in (1, 2, 3, last - 1, last):
+    left = iter(range(step))
+
+    def check(left=left):
+      if next(left, None) is None:
+        raise preemption.Preempted
+
+    monkeypatch.setattr(preemption, "check", check)
+    with opened(tmp_path / str(step), sft__target_loss=target) as run:
+      with pytest.raises(preemption.Preempted):
+        sft.sft(run)
+      assert sft.finished(run) == (step == last)
+      monkeypatch.setattr(preemption, "check", lambda: None)
+      assert same(sft.sft(run), params)
+    assert figures(tmp_path / str(step)) == figures(workdir)
+
+
+def test_one_that_has_not_worked_says_so_in_one_line(tmp_path, capfd):
+  with opened(tmp_path, sft__target_loss=0.01, sft__steps=5) as run:
+    sft.sft(run)
+    assert sft.finished(run)
+  line = [line for line in capfd.readouterr().err.splitlines() if "cold start" in line]
+  assert len(line) == 1
+  assert "after 5 updates the held-out loss is" in line[0] and "sft.target_loss=0.01" in line[0]
+  assert max(losses(tmp_path)) == 5  # looked at last, whatever check_every says
+
+
+def test_without_a_target_it_makes_all_its_updates(tmp_path, capfd):
+  with opened(tmp_path, sft__target_loss=0.0, sft__steps=4) as run:
+    sft.sft(run)
+    assert sft.finished(run)
+  assert not losses(tmp_path) and rows_of(tmp_path, "sft")[-1]["step"] == 4
+  assert "cold start" not in capfd.readouterr().err
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
+  """Data of 30 rows, of which 120 are drawn: all that are not held out come up."""
+  (tmp_path / "data.jsonl").write_text(
+    "".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(30))
+  )
+  seen, pack = [], sft.train_batch
+  monkeypatch.setattr(
+    sft, "train_batch", lambda prompts, *rest: (seen.append(prompts), pack(prompts, *rest))[1]
+  )
+  data = dict(data__train=str(tmp_path / "data.jsonl"), sft__check_problems=10, sft__steps=8)
+  with opened(tmp_path / "run", sft__target_loss=0.01, **data) as run:
+    sft.sft(run)
+  held_out = {prompt.id for prompt in seen[0][:10]}
+  trained = {prompt.id for batch in seen[1:] for prompt in batch}
+  assert len(held_out) == 10 and len(trained) == 20 and not held_out & trained
+
+
+def test_too_few_to_hold_out_is_an_error(tmp_path):
+  with (
+    opened(tmp_path, sft__target_loss=0.1, sft__check_problems=60) as run,
+    pytest.raises(DataError, match=r"sft\.check_problems=60 is more than half of the \d+ demon"),
+  ):
+    sft.sft(run)
