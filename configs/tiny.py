@@ -2,6 +2,7 @@
 
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
 Hardware:  any machine with two CPU cores; about 3 minutes
+Expected:  eval/accuracy 0.4 -> 0.98, whatever the seed (experiments/tiny_gspo)
 Paper:     arXiv:2507.18071
 
 configs/tiny.py:gemma is the same with a small Gemma 3.
@@ -18,11 +19,11 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config.update(
     job="sft+rl",
     model=dict(
-      # A rotation by 10 positions is as large as one of 100,000 is meant to be: with the base of a
-      # window of 32,768, two thirds of the frequencies do not move over the 18 tokens here.
+      # The usual base, a million, is for windows of thousands of tokens: over the 18 of a sum most
+      # frequencies would not move, and heads find the digits to add late, or never.
       rope_theta=10.0,
       local_rope_theta=10.0,
-      num_heads=8,  # of which some begin by looking at the right digits
+      num_heads=8,  # more of them begin near the right digits
       num_kv_heads=4,
     ),
     mesh=dict(data=-1, fsdp=1),  # so small a model is not split
@@ -37,7 +38,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     sft=dict(
       steps=800,
-      target_loss=0.14,  # a pupil's own choice, which carry he forgets, takes 0.125
+      target_loss=0.14,  # which carries the pupil forgets costs 0.125, and nobody can know
       batch=128,
       load_balance_coef=0.01,
     ),

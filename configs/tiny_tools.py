@@ -31,7 +31,11 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     objective=dict(
       name="gspo_token",  # | segment: a ratio per turn | gspo: one advantage for all turns
     ),
-    sft=dict(max_tokens=42),  # a demonstration has no turn to spare: it takes 33
+    sft=dict(
+      steps=400,
+      target_loss=0.0,  # what the pupil has in his head, so small a model never learns
+      max_tokens=42,  # a demonstration has no turn to spare: it takes 33
+    ),
     rl=dict(iterations=40),
     eval=dict(every=5),
     alarms=dict(entropy=0.0005),

@@ -17,6 +17,7 @@ from gspo_jax.runs import preemption
 MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
 SMALL = MODEL | dict(
   job="sft",
+  model__num_layers=1,
   data__digits=1,
   sft__steps=40,
   sft__batch=16,
@@ -71,7 +72,7 @@ def test_it_ends_with_the_first_look_that_finds_the_target_reached(learned, capf
 def test_interrupted_anywhere_it_ends_as_if_it_had_not_been(learned, tmp_path, monkeypatch):
   workdir, target, params = learned
   last = max(losses(workdir))
-  for step in (1, 2, 3, last - 1, last):
+  for step in (3, last):
     left = iter(range(step))
 
     def check(left=left):
