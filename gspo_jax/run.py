@@ -158,7 +158,8 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     _open_scorers(config) as scorers,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
   ):
-    publish = sharding.publisher(layout, np.dtype(config.compute.dtype))
+    read = transformer.dtypes(config.model, config.compute.dtype)
+    publish = sharding.publisher(layout, read)
     engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
     benchmarks = [
       Benchmark(

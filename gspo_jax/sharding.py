@@ -262,16 +262,18 @@ def fetch(tree: Any) -> Any:
   return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def publisher(shardings: Any, dtype: Any) -> Callable[[Any], Any]:
-  """A jitted copy of parameters from the training layout to `shardings`, cast to `dtype`.
+def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
+  """A jitted copy of parameters from the training layout to `shardings`, each cast to its own of
+  `dtypes`: those in which the trainer reads them, or sampler and trainer are two networks.
 
   Stacked layers that are split over "fsdp" are put together one by one: XLA would hold all of them
   a second time, in the order in which the parts arrive.
   """
 
-  def one(x: jax.Array, target: NamedSharding) -> jax.Array:
+  def one(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
     if x.ndim < 3 or "fsdp" not in spec_of(x) or axis_size("fsdp") == 1:
       return x.astype(dtype)
     return jax.lax.map(lambda layer: reshard(layer.astype(dtype), P(*target.spec[1:])), x)
 
-  return jax.jit(lambda params: jax.tree.map(one, params, shardings), out_shardings=shardings)
+  cast = lambda params: jax.tree.map(one, params, shardings, dtypes)  # noqa: E731
+  return jax.jit(cast, out_shardings=shardings)

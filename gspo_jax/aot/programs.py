@@ -65,8 +65,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
-  dtype = jnp.dtype(c.compute.dtype)
-  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, dtype)
+  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -83,7 +82,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       yield name, Program(train_step.make_score(learner), arguments, work)
     if name == "publish":
       layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
-      yield name, Program(sharding.publisher(layout, dtype), (train_params,), None)
+      publish = sharding.publisher(layout, transformer.dtypes(c.model, c.compute.dtype))
+      yield name, Program(publish, (train_params,), None)
     if name in ("prefill", "decode"):
       yield name, sampling_program(name, case, mesh, sample_params)
 

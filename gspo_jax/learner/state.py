@@ -20,12 +20,13 @@ def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
 
 
 def abstract_params(
-  model: ModelConfig, mesh: jax.sharding.Mesh, rules: sharding.Rules, dtype: Any
+  model: ModelConfig, mesh: jax.sharding.Mesh, rules: sharding.Rules, compute_dtype: Any
 ) -> Any:
-  """Shapes and shardings of a model's parameters."""
-  layout = transformer.shardings(model, rules, mesh)
-  one = lambda w, s: jax.ShapeDtypeStruct(w.shape, dtype, sharding=s)  # noqa: E731
-  return jax.tree.map(one, transformer.table(model), layout)
+  """Shapes, shardings and types of a model's parameters, as a pass of that compute type reads
+  them."""
+  layout, read = transformer.shardings(model, rules, mesh), transformer.dtypes(model, compute_dtype)
+  one = lambda w, s, dtype: jax.ShapeDtypeStruct(w.shape, dtype, sharding=s)  # noqa: E731
+  return jax.tree.map(one, transformer.table(model), layout, read)
 
 
 def abstract_state(

@@ -33,10 +33,10 @@ def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   if is_moe:
     raise ValueError(f"model.num_experts={c.num_experts}: model.family='gemma' has no experts")
   w = weights.of_sizes(c, l=layers, F=c.intermediate_size)
-  norm = w("lD", constant=0.0)  # scales are 1 + weight
+  norm = w("lD", constant=0.0, wide=True)  # scales are 1 + weight, all of it in float32
   return Block(
     attention_norm=norm,
-    attention=weights.attention_table(c, w, norm=0.0),
+    attention=weights.attention_table(c, w, norm=0.0, wide_norm=True),
     attention_post_norm=norm,
     ffn_norm=norm,
     ffn=weights.dense_table(w),

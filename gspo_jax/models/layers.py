@@ -67,20 +67,21 @@ def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
 def gather(table: Any, block: Any, dtype: Any) -> Any:
   """FSDP: the weights of one layer, cast and gathered over D just before they are used.
 
-  They stay split over heads and F; the transpose reduces and scatters their gradients. The router
-  is small: it keeps its float32. Experts gather theirs where they multiply.
+  They stay split over heads and F; the transpose reduces and scatters their gradients. What is read
+  in float32 is small, and whole on every device. Experts gather theirs where they multiply.
   """
 
-  def one(path, weight: Weight, w: jax.Array) -> jax.Array:
-    if path[-1].name == "router":
+  def one(weight: Weight, w: jax.Array) -> jax.Array:
+    w = w.astype(weight.read_as(dtype))
+    if weight.wide:
       return sharding.reshard(w, P())
     if "E" in weight.letters:
-      return w.astype(dtype)
+      return w
     together = sharding.spec(weight.letters[1:], sharding.ROLLOUT)
     collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
-    return collect(w.astype(dtype), together)
+    return collect(w, together)
 
-  return jax.tree.map_with_path(one, table, block)
+  return jax.tree.map(one, table, block)
 
 
 def attend(

@@ -32,7 +32,7 @@ def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   """Declares the weights of `layers` layers of one kind, stacked."""
   w = weights.of_sizes(c, l=layers, F=c.moe_intermediate_size if is_moe else c.intermediate_size)
   sparse = Moe(
-    router=w("lDE", fan_in="D"),
+    router=w("lDE", fan_in="D", wide=True),  # rounded, it would choose other experts
     gate=w("lEDF", fan_in="D"),
     up=w("lEDF", fan_in="D"),
     down=w("lEFD", fan_in="F"),

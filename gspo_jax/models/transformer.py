@@ -43,7 +43,9 @@ def table(config: ModelConfig) -> Params:
   return Params(
     embed=w("VD", fan_in="D"),
     blocks=blocks,
-    final_norm=w("D", constant=blocks[0].attention_norm.constant),
+    final_norm=w(
+      "D", constant=blocks[0].attention_norm.constant, wide=blocks[0].attention_norm.wide
+    ),
     head=None if config.tie_word_embeddings else w("DV", fan_in="D"),
   )
 
@@ -61,6 +63,11 @@ def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> 
 def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
   """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
   return weights.shardings(table(config), rules, mesh)
+
+
+def dtypes(config: ModelConfig, compute_dtype: Any) -> Params:
+  """The type in which `forward` and the head read each parameter: what the sampler is given."""
+  return jax.tree.map(lambda w: w.read_as(compute_dtype), table(config))
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
@@ -170,7 +177,7 @@ def forward(
       stats_of.append(stats)
 
   stack = lambda *xs: jnp.concatenate(xs)  # noqa: E731
-  final_norm = sharding.reshard(params.final_norm, P())
+  final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
     hidden_BTD=kind.norm(x_BTD, final_norm, config.rms_norm_eps),
     cache=None if cache is None else Cache(*(tuple(side) for side in zip(*caches))),

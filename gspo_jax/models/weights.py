@@ -1,6 +1,6 @@
 """The parameters of a model: one table declares each weight once, by letters.
 
-Shape, initialiser and sharding derive from it.
+Shape, initialiser, sharding and the type that it is read in derive from it.
 """
 
 import functools
@@ -46,10 +46,18 @@ class Dense:
 
 
 class Weight:
-  """One line of the table: letters, their sizes, and how many axes before the output are inputs."""
+  """One line of the table: letters, their sizes, which of them are inputs, and whether the weight
+  is read in float32 whatever the compute type is: small ones that much depends on."""
 
-  def __init__(self, letters: str, sizes: dict[str, int], fan_in: str = "", constant: float = 0.0):
-    self.letters, self.constant = letters, constant
+  def __init__(
+    self,
+    letters: str,
+    sizes: dict[str, int],
+    fan_in: str = "",
+    constant: float = 0.0,
+    wide: bool = False,
+  ):
+    self.letters, self.constant, self.wide = letters, constant, wide
     self.shape = tuple(sizes[letter] for letter in letters)
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
 
@@ -58,6 +66,10 @@ class Weight:
     if self.fan_in is None:
       return jnp.full(self.shape, self.constant, dtype)
     return jax.random.normal(key, self.shape, dtype) * self.fan_in**-0.5
+
+  def read_as(self, compute_dtype: Any) -> jnp.dtype:
+    """The type in which a pass with this compute type reads the weight: trainer and sampler."""
+    return jnp.dtype(jnp.float32 if self.wide else compute_dtype)
 
 
 def of_sizes(c: ModelConfig, **more: int) -> functools.partial:
@@ -73,15 +85,18 @@ def of_sizes(c: ModelConfig, **more: int) -> functools.partial:
   return functools.partial(Weight, sizes=sizes | more)
 
 
-def attention_table(c: ModelConfig, w: functools.partial, norm: float) -> Attention:
+def attention_table(
+  c: ModelConfig, w: functools.partial, norm: float, wide_norm: bool = False
+) -> Attention:
   """Projections of grouped-query attention; scales of norms begin at `norm`."""
+  scale = w("lH", constant=norm, wide=wide_norm) if c.qk_norm else None
   return Attention(
     q=w("lDNH", fan_in="D"),
     k=w("lDKH", fan_in="D"),
     v=w("lDKH", fan_in="D"),
     o=w("lNHD", fan_in="NH"),
-    q_norm=w("lH", constant=norm) if c.qk_norm else None,
-    k_norm=w("lH", constant=norm) if c.qk_norm else None,
+    q_norm=scale,
+    k_norm=scale,
     q_bias=w("lNH") if c.attention_bias else None,
     k_bias=w("lKH") if c.attention_bias else None,
     v_bias=w("lKH") if c.attention_bias else None,

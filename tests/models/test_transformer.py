@@ -133,8 +133,9 @@ def test_published_parameters_are_the_same_in_the_rollout_layout(config):
   with jax.set_mesh(mesh):
     training = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
     layout = transformer.shardings(config, sharding.ROLLOUT, mesh)
-    got = sharding.publisher(layout, jnp.bfloat16)(training)
-  expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    read = transformer.dtypes(config, jnp.bfloat16)
+    got = sharding.publisher(layout, read)(training)
+  expected = jax.tree.map(jnp.astype, params, read)
   chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(expected))
   chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, got), layout)
 

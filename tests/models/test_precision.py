@@ -1,0 +1,84 @@
+"""Sampler and trainer are one network in bfloat16 too: what is read in float32 is published so."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_models import MODELS, initial
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.models.sizes import REFERENCE
+
+BFLOAT16 = dataclasses.replace(REFERENCE, dtype="bfloat16")
+# Roundings are carried out: XLA may otherwise hide a difference.
+OPTIONS = dict(xla_allow_excess_precision=False)
+MODELS = MODELS | dict(dense=dataclasses.replace(MODELS["dense"], attention_bias=True))
+
+
+def passes(params, model, tokens_BT):
+  """What the trainer computes, and what the sampler does."""
+  out = transformer.forward(params, model, tokens_BT, compute=BFLOAT16)
+  logp_BT, _ = transformer.token_logp(params, model, out.hidden_BTD, tokens_BT, compute=BFLOAT16)
+  logits_BTV = transformer.head_logits(params, model, out.hidden_BTD, BFLOAT16)
+  return out.hidden_BTD, logp_BT, logits_BTV, out.routing_lBTk
+
+
+@functools.cache
+def case(name):
+  """A model with weights of which none is a bfloat16, published weights, tokens."""
+  model = MODELS[name]
+  leaves, structure = jax.tree.flatten(initial(model))
+  keys = jax.random.split(jax.random.key(1), len(leaves))
+  noisy = [x + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys)]
+  params = jax.tree.unflatten(structure, noisy)
+  layout = jax.tree.map(lambda x: x.sharding, params)
+  read = transformer.dtypes(model, BFLOAT16.dtype)
+  published = sharding.publisher(layout, read)(params)
+  tokens = jax.random.randint(jax.random.key(2), (4, 24), 0, model.vocab_size)
+  return model, params, published, tokens
+
+
+@functools.cache
+def compiled(name, which):
+  model, params, published, tokens = case(name)
+  lowered = jax.jit(passes, static_argnums=1).lower(
+    published if which == "published" else params, model, tokens
+  )
+  return lowered.compile(OPTIONS)
+
+
+def same(found, expected):
+  return all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_published_network_is_the_trainers_to_the_bit(name):
+  _, params, published, tokens = case(name)
+  expected = compiled(name, "trainer")(params, tokens)
+  assert same(compiled(name, "published")(published, tokens), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_trainer_reads_every_weight_in_the_type_that_is_published(name):
+  """Rounded to that type, a weight changes nothing; one in float32 is there for a reason."""
+  _, params, published, tokens = case(name)
+  run, wide = compiled(name, "trainer"), []
+  expected = run(params, tokens)
+  paths, structure = jax.tree.flatten_with_path(params)
+  for i, ((path, x), of_sampler) in enumerate(zip(paths, jax.tree.leaves(published))):
+    with_other = lambda y, i=i: run(  # noqa: E731
+      jax.tree.unflatten(structure, [y if i == j else z for j, (_, z) in enumerate(paths)]), tokens
+    )
+    label = jax.tree_util.keystr(path, simple=True, separator=".")
+    assert same(with_other(of_sampler.astype(jnp.float32)), expected), label
+    if of_sampler.dtype == jnp.float32:
+      wide.append(label.rsplit(".")[-1])
+      rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+      assert not same(with_other(rounded), expected), label
+  norms = ["attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "final_norm"]
+  expected = dict(moe={"router"}, gemma={*norms, "q_norm", "k_norm"})
+  assert set(wide) == expected.get(name, set())
