@@ -22,7 +22,7 @@ from gspo_jax import ranges, sft, train
 from gspo_jax.config import RunConfig
 from gspo_jax.report import page
 from gspo_jax.run import Run, open_run
-from gspo_jax.runs import nonfinite, preemption, provenance
+from gspo_jax.runs import files, nonfinite, preemption, provenance
 
 BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
 
@@ -33,6 +33,8 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if i
 def main(argv: list[str]) -> None:
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
+    # What its threads trip over is raised in the main one, and told there in one line.
+    logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
   compiled_programs_stay()
   config, workdir = configured(), Path(_WORKDIR.value)
   try:
@@ -44,8 +46,9 @@ def main(argv: list[str]) -> None:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")
   except (ValueError, OSError) as error:
     refuse(error)
-  except nonfinite.NonFiniteError as error:
-    sys.exit(f"gspo_jax: {error}")
+  except (nonfinite.NonFiniteError, files.WriteError) as error:
+    logging.debug("", exc_info=True)
+    end(f"gspo_jax: {error}")
   except preemption.Preempted:
     sys.stderr.write("gspo_jax: saved; the same command continues from here\n")
     sys.exit(preemption.EXIT_CODE)
@@ -67,6 +70,14 @@ def refuse(error: Exception) -> NoReturn:
   lines = " ".join(line.strip() for line in str(error).splitlines())
   sys.stderr.write(f"gspo_jax: {lines}\n")
   sys.exit(BAD_INPUT)
+
+
+def end(message: str) -> NoReturn:
+  """Ends the process at once: Orbax's threads may still wait for something that will not come, and
+  JAX for the other hosts."""
+  sys.stderr.write(f"{message}\n")
+  sys.stderr.flush()
+  os._exit(1)
 
 
 def compiled_programs_stay() -> None:

@@ -21,7 +21,7 @@ from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.models import transformer
-from gspo_jax.runs import provenance
+from gspo_jax.runs import lock, provenance
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
@@ -112,10 +112,18 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
 
   Raises:
     ValueError: weights, tokenizer, data, mesh and model do not fit together, or the workdir belongs
-      to a run of another configuration; says what to change.
+      to a run of another configuration, or to one that is going on; says what to change.
+    WriteError: the directory cannot be written.
   """
-  workdir = Path(workdir)
   _require_paths(config)
+  if config.distributed:
+    _join_hosts()
+  with lock.alone_in(workdir, config.checkpoint.directory), _opened(config, Path(workdir)) as run:
+    yield run
+
+
+@contextlib.contextmanager
+def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
   tok = tokenizer.load(config.tokenizer)
   if tok.vocab_size > config.model.vocab_size:
     raise ValueError(
@@ -134,8 +142,6 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
     first_tokens(environment(train_prompts[0]), config.data.max_prompt_tokens, render)
-  if config.distributed:
-    _join_hosts()
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
   shared = "rl" in config.job and not config.rl.packed

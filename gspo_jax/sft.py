@@ -44,7 +44,7 @@ def sft(run: Run) -> Any:
   loss = None  # held-out, as far as it has been looked at
   if host is not None:
     batches.set_state(host["position"]["data"])
-    loss = host["position"]["held_out_loss"]
+    loss = host["position"].get("held_out_loss")
   position = lambda: dict(data=batches.get_state(), held_out_loss=loss)  # noqa: E731
 
   with phase:
@@ -130,25 +130,54 @@ def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> Train
 
 
 def finished(run: Run) -> bool:
-  """Whether the cold start of this workdir has come to its end."""
-  c = run.config
-  directory = c.checkpoint.of(run.workdir, "sft")
+  """Whether the cold start of this workdir has come to its end. RL that has begun goes on from its
+  own checkpoints, whatever is left of the cold start's."""
+  begun = _has_checkpoints(run, "rl")
+  if not _has_checkpoints(run, "sft"):
+    if begun and jax.process_index() == 0:
+      gone = run.config.checkpoint.of(run.workdir, "sft")
+      sys.stderr.write(f"{gone} is gone; RL has begun and goes on without it\n")
+    return begun
+  if begun:
+    return True
+  with contextlib.closing(Checkpointer(run.workdir, "sft", run.config.checkpoint)) as checkpoints:
+    return _end(run, checkpoints) is not None
+
+
+def _end(run: Run, checkpoints: Checkpointer) -> int | None:
+  """The update after which the cold start ended; None: it has not."""
+  step = checkpoints.latest_whole()
+  if step is None or step == run.config.sft.steps:
+    return step
+  return step if _learned(run, checkpoints.host(step)["position"].get("held_out_loss")) else None
+
+
+def _has_checkpoints(run: Run, phase: str) -> bool:
+  directory = run.config.checkpoint.of(run.workdir, phase)
   # The first process may have begun to write while another one still looks: its answer counts.
   if not multihost_utils.broadcast_one_to_all(np.int32(directory.exists())):
     return False
-  with contextlib.closing(Checkpointer(run.workdir, "sft", c.checkpoint)) as checkpoints:
-    step = checkpoints.latest()
-    if step is None or step == c.sft.steps:
-      return step is not None
-    return _learned(run, checkpoints.host(step)["position"]["held_out_loss"])
+  with contextlib.closing(Checkpointer(run.workdir, phase, run.config.checkpoint)) as checkpoints:
+    return checkpoints.latest() is not None
 
 
 def params_after(run: Run) -> Any:
-  """The parameters that a finished cold start left in this workdir."""
+  """The parameters that a finished cold start left in this workdir.
+
+  Raises:
+    ValueError: its last checkpoint is gone or damaged.
+  """
   c = run.config
   like = abstract_state(c.model, run.mesh, _optimizer(run))
   with contextlib.closing(Checkpointer(run.workdir, "sft", c.checkpoint)) as checkpoints:
-    state, _ = checkpoints.restore(checkpoints.latest(), like)
+    end = _end(run, checkpoints)
+    if end is None:
+      raise ValueError(
+        f"the last checkpoint in {checkpoints.directory} is gone or damaged, and RL needs the "
+        "parameters that the cold start ended with (the KL penalty does to the end): put it back, "
+        "or use another --workdir"
+      )
+    state, _ = checkpoints.restore(end, like)
   return jax.block_until_ready(state.params)
 
 

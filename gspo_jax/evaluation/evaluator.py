@@ -19,7 +19,7 @@ import jax
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, EvalConfig
-from gspo_jax.evaluation.resume import Unfinished, checksums
+from gspo_jax.evaluation.resume import Unfinished, checksums, from_first_process
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs.files import write_whole
@@ -186,6 +186,7 @@ class Evaluator:
       outcomes, correct = dict(scores.outcomes), scores.correct
     else:
       outcomes, correct = {}, [one.pop("correct") for one in reported]
+    outcomes, correct = from_first_process((outcomes, [float(x) for x in correct]))
     records = []
     for row, response in enumerate(responses):
       problem = problems[row // samples]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from gspo_jax.runs.files import write_whole
+from gspo_jax.runs.files import seal, unseal, write_whole, writing
 
 
 class Unfinished:
   """The chunks of the evaluation in progress: a line with its key, then one line per chunk.
 
   A file with another key is started anew. The lines are whole or missing: the last one of a process
-  that was killed has no end, and is cut off.
+  that was killed has no end, and is cut off. They are sealed: what follows a damaged one is made
+  again.
   """
 
   def __init__(self, directory: Path | None, key: str):
@@ -25,13 +28,15 @@ class Unfinished:
     self._chunks: list[dict[str, Any]] = []
     if self._path is None:
       return
-    lines = _from_first_process(self._path).split(b"\n")[:-1]
-    if lines and json.loads(lines[0]) == dict(key=key):
-      self._chunks = [json.loads(line) for line in lines[1:]]
+    here = jax.process_index() == 0 and self._path.exists()
+    lines = self._read(from_first_process(self._path.read_text(errors="replace") if here else ""))
+    if lines and lines[0] == dict(key=key):
+      self._chunks = lines[1:]
     if jax.process_index() == 0:
-      directory.mkdir(parents=True, exist_ok=True)
-      kept = [json.dumps(dict(key=key)), *map(json.dumps, self._chunks)]
-      write_whole(self._path, (line + "\n" for line in kept))
+      with writing(self._path):
+        directory.mkdir(parents=True, exist_ok=True)
+      kept = [dict(key=key), *self._chunks]
+      write_whole(self._path, (seal(line) + "\n" for line in kept))
 
   def find(self, name: str) -> list[dict[str, Any]]:
     """Those that were added under this name."""
@@ -40,26 +45,38 @@ class Unfinished:
   def add(self, chunk: Mapping[str, Any]) -> None:
     if self._path is None or jax.process_index():
       return
-    with open(self._path, "a", encoding="utf-8") as file:
-      file.write(json.dumps(chunk) + "\n")
+    with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
+      file.write(seal(chunk) + "\n")
       file.flush()
       os.fsync(file.fileno())
 
+  def _read(self, content: str) -> list[dict[str, Any]]:
+    """The lines up to the first damaged one, of which it tells."""
+    found = []
+    for number, line in enumerate(content.split("\n")[:-1], start=1):
+      try:
+        found.append(unseal(line))
+      except ValueError as error:
+        if jax.process_index() == 0:
+          sys.stderr.write(f"{self._path}:{number}: {error}; the rest is evaluated again\n")
+        break
+    return found
 
-def _from_first_process(path: Path) -> bytes:
-  """The file as process 0 sees it (nothing if there is none): all processes must go on at the same
-  chunk."""
-  content = path.read_bytes() if jax.process_index() == 0 and path.exists() else b""
+
+def from_first_process(value: Any) -> Any:
+  """The JSON value that process 0 has, on all processes.
+
+  They must go on at the same chunk, and with the same verdicts: a time limit may strike on one host
+  and not on another, and each would then keep another checkpoint as the best.
+  """
   if jax.process_count() == 1:
-    return content
-  from jax.experimental import multihost_utils
-
+    return value
+  content = json.dumps(value).encode()
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-  if not size:
-    return b""
   padded = np.zeros(size, np.uint8)
-  padded[: len(content)] = np.frombuffer(content, np.uint8)
-  return multihost_utils.broadcast_one_to_all(padded).tobytes()
+  if jax.process_index() == 0:
+    padded[:] = np.frombuffer(content, np.uint8)
+  return json.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
 
 
 @jax.jit

@@ -7,6 +7,7 @@ transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 
 from gspo_jax.runs import tracking
-from gspo_jax.runs.files import write_whole
+from gspo_jax.runs.files import write_whole, writing
 
 Row = dict[str, Any]
 
@@ -95,30 +96,40 @@ class Writer:
     config: Mapping[str, Any] | None = None,
   ):
     """`wandb` is a project of Weights & Biases that rows go to as well, and `config` what is shown
-    with them there."""
+    with them there.
+
+    Raises:
+      ValueError: a line of metrics.jsonl is damaged.
+      WriteError: it cannot be written.
+    """
     self._workdir = Path(workdir)
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self._purge: dict[str, int] = {}
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
-      self._workdir.mkdir(parents=True, exist_ok=True)
-      _cut_half_written_line(self._path)
-      self._file = open(self._path, "ab")  # noqa: SIM115 (lives as long as the run)
+      with writing(self._path):
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        _cut_half_written_line(self._path)
+      read_rows(self._path)  # a damaged one is better found now
+      self._open()
     self._log, self._finish = None, None
     if active and wandb:
       self._log, self._finish = tracking.open_wandb(wandb, self._workdir, config or {})
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null."""
+    """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null.
+
+    Raises:
+      WriteError: it cannot be written, or metrics.jsonl was removed meanwhile.
+    """
     if not self._active:
       return
     phase, step = str(row["phase"]), int(row["step"])
     values = {name: _number(name, row[name]) for name in sorted(row.keys() - {"phase", "step"})}
     finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
     line = json.dumps({"phase": phase, "step": step, **finite}, allow_nan=False) + "\n"
-    self._file.write(line.encode())
-    self._file.flush()  # Survives kill -9: from here on the line is the kernel's.
+    self._append(line.encode())
     shown = {
       name if name.startswith(f"{phase}/") else f"{phase}/{name}": value
       for name, value in values.items()
@@ -131,7 +142,7 @@ class Writer:
   def rows(self, phase: str) -> list[Row]:
     """Returns what has been written of a phase; nothing on hosts that write nothing."""
     rows = read_rows(self._path) if self._active else []
-    return [row for row in rows if row["phase"] == phase]
+    return [row for row in rows if row.get("phase") == phase]
 
   def truncate(self, phase_steps: Mapping[str, int]) -> int:
     """Drops the rows that a restored checkpoint does not cover; returns how many went.
@@ -149,17 +160,17 @@ class Writer:
     limits = dict.fromkeys(PHASES[:newest], math.inf) | dict(phase_steps)
     kept, dropped = [], []
     for row in read_rows(self._path):
-      covered = row["step"] <= limits.get(row["phase"], -math.inf)
+      covered = row["step"] <= limits.get(row.get("phase"), -math.inf)
       (kept if covered else dropped).append(row)
     # TensorBoard hides what lies at or above the purge step of its own phase.
-    self._purge = dict.fromkeys((row["phase"] for row in dropped), 0)
+    self._purge = dict.fromkeys((row.get("phase") for row in dropped), 0)
     for row in kept:
       if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
       self.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in kept))
-      self._file = open(self._path, "ab")  # noqa: SIM115
+      self._open()
     return len(dropped)
 
   def dump_rollouts(self, phase: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:
@@ -167,7 +178,8 @@ class Writer:
     if not self._active:
       return
     path = self._workdir / "rollouts" / f"{phase}_{step:06d}.jsonl"
-    path.parent.mkdir(exist_ok=True)
+    with writing(path):
+      path.parent.mkdir(exist_ok=True)
     stamped = ({"step": step} | dict(record) for record in records)
     lines = (json.dumps(r, ensure_ascii=False, default=lambda x: x.tolist()) for r in stamped)
     write_whole(path, (line + "\n" for line in lines))  # readable in any script
@@ -189,6 +201,18 @@ class Writer:
     if self._finish is not None:
       self._finish()
 
+  def _open(self) -> None:
+    with writing(self._path):  # unbuffered, so that nothing of a failed write is left for `close`
+      self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
+
+  def _append(self, line: bytes) -> None:
+    """From here on the line is the kernel's: it survives kill -9."""
+    with writing(self._path):
+      if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+        raise OSError(errno.ESTALE, "it was replaced while the run went on")
+      while line:
+        line = line[self._file.write(line) :]
+
   def _board(self, phase: str) -> tracking.EventFile:
     """One event directory per phase, so that purging one phase leaves the others alone."""
     if phase not in self._boards:
@@ -198,7 +222,11 @@ class Writer:
 
 
 def read_rows(path: str | os.PathLike) -> list[Row]:
-  """Reads JSON lines; an incomplete last line (kill -9 while writing) is left out."""
+  """Reads JSON lines; an incomplete last line (kill -9 while writing) is left out.
+
+  Raises:
+    ValueError: a line is not an object with a step; names it.
+  """
   path = Path(path)
   if not path.exists():
     return []
@@ -206,9 +234,15 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
   lines = path.read_bytes().split(b"\n")
   for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete
     try:
-      rows.append(json.loads(line))
-    except ValueError as error:
-      raise ValueError(f"{path}:{number} is not a JSON object: {error}") from error
+      row = json.loads(line)
+      if not isinstance(row["step"], int):
+        raise TypeError(f"step is {row['step']!r}")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+      raise ValueError(
+        f"{path}:{number} is not a JSON object with a step ({error or type(error).__name__}): "
+        "remove the line"
+      ) from error
+    rows.append(row)
   return rows
 
 

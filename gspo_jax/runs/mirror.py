@@ -10,8 +10,10 @@ from pathlib import Path
 
 from etils import epath
 
+from gspo_jax.runs.files import writing
+
 FOLDER = "workdir"  # of checkpoint.directory
-LEFT_OUT = ("checkpoints", "failures", "profile", "wandb")
+LEFT_OUT = ("checkpoints", "failures", "profile", "wandb", "lock")
 
 
 class Mirror:
@@ -19,27 +21,28 @@ class Mirror:
 
   def __init__(self, workdir: str | Path, directory: str):
     self._workdir = epath.Path(workdir)
-    self._target = epath.Path(directory) / FOLDER if directory else None
+    self.target = epath.Path(directory) / FOLDER if directory else None
     self._copied: dict[str, tuple[int, float]] = {}
 
   def back(self) -> bool:
     """Fills a workdir that holds no run yet; whether there was anything to fill it with."""
     config = self._workdir / "config.json"
-    if self._target is None or config.exists() or not (self._target / config.name).exists():
+    if self.target is None or config.exists() or not (self.target / config.name).exists():
       return False
-    names = [name for name in _files(self._target) if name != config.name]
+    names = [name for name in _files(self.target) if name != config.name]
     for name in (*names, config.name):  # the one that says that a run is here comes last
-      _copy(self._target / name, self._workdir / name)
+      _copy(self.target / name, self._workdir / name)
     return True
 
   def copy(self) -> None:
-    if self._target is None:
+    """Raises WriteError where a file cannot be copied."""
+    if self.target is None:
       return
     for name in _files(self._workdir):
       stat = (self._workdir / name).stat()
       seen = stat.length, stat.mtime
       if self._copied.get(name) != seen:
-        _copy(self._workdir / name, self._target / name)
+        _copy(self._workdir / name, self.target / name)
         self._copied[name] = seen
 
 
@@ -62,5 +65,6 @@ def files_below(folder: epath.Path, left_out: Sequence[epath.Path] = ()) -> Iter
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
-  target.parent.mkdir(parents=True, exist_ok=True)
-  source.copy(target, overwrite=True)
+  with writing(target):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source.copy(target, overwrite=True)

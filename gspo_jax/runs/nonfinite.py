@@ -86,7 +86,11 @@ class Guard:
     batches = dict(self._held).get(step, ())[index:]
     what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
     why = f"not finite at {row['phase']} step {step}: {what}"
-    directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
+    try:
+      directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
+    except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
+      reason = checkpoint.reason(error)
+      raise NonFiniteError(f"{why}; what led to it cannot be written: {reason}", names) from error
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
 
 

@@ -1,5 +1,7 @@
 """One phase of a run, "sft" or "rl": where it resumes, what it reports and what it saves."""
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -55,13 +57,15 @@ class Phase:
     """Returns the last step that a checkpoint covers, the state after it, and the `position` and
     `pending` that were saved with it; 0, `start()` and None where there is none. Rows that it does
     not cover are dropped."""
-    step, host = self._checkpoints.latest(), None
+    step, host = self._checkpoints.latest_whole(), None
     if step is None:
       step, state, reported = 0, start(), -1
     else:
       state, host = self._checkpoints.restore(step, like())
       reported = step if host["pending"] is None else step - 1
-    self._writer.truncate({self._name: reported})
+    if dropped := self._writer.truncate({self._name: reported}):
+      where = f"{self._name} step {step}"
+      sys.stderr.write(f"{dropped} rows of metrics.jsonl go: the run goes on after {where}\n")
     self._guard.start(state)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
@@ -128,11 +132,8 @@ class Phase:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-    try:
-      if kind is preemption.Preempted:
+    with contextlib.closing(self._progress), contextlib.closing(self._checkpoints):
+      if kind is preemption.Preempted:  # what is being saved is finished in any case
         self.flush()
         if self._step != self._checkpoints.latest():
           self.save()
-    finally:  # what is being saved is finished in any case
-      self._checkpoints.close()
-      self._progress.close()

@@ -72,9 +72,21 @@ def _code(made_with: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def begun(workdir: Path) -> dict[str, Any]:
-  """The config.json of a workdir; {} where there is none."""
+  """The config.json of a workdir; {} where there is none. Raises ValueError if it is damaged."""
   path = workdir / FILE
-  return json.loads(path.read_text("utf-8")) if path.exists() else {}
+  if not path.exists():
+    return {}
+  try:
+    found = json.loads(path.read_text("utf-8"))
+    if isinstance(found, dict) and isinstance(found.get("provenance", {}), dict):
+      return found
+    error = "not an object"
+  except (OSError, ValueError, RecursionError) as reason:
+    error = reason
+  raise ValueError(
+    f"{path} is damaged ({error or type(error).__name__}): put it back, remove it if the "
+    "configuration is the same as before, or use another --workdir"
+  )
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:

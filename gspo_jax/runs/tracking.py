@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.runs.files import writing
+
 Log = Callable[[Mapping[str, float]], None]
 
 
@@ -55,9 +57,10 @@ class EventFile:
     from tensorboardX import event_file_writer
     from tensorboardX.proto import event_pb2
 
-    self._event = event_pb2.Event
-    directory.mkdir(parents=True, exist_ok=True)
-    self._file = event_file_writer.EventsWriter(str(directory / "events"))
+    self._event, self._directory = event_pb2.Event, directory
+    with writing(directory):
+      directory.mkdir(parents=True, exist_ok=True)
+      self._file = event_file_writer.EventsWriter(str(directory / "events"))
     if purge_step is not None:
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       self._append(purge_step, session_log=start)
@@ -68,11 +71,13 @@ class EventFile:
     self._append(step, summary={"value": values})
 
   def close(self) -> None:
-    self._file.close()
+    with writing(self._directory):
+      self._file.close()
 
   def _append(self, step: int, **content: Any) -> None:
-    self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
-    self._file.flush()
+    with writing(self._directory):
+      self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
+      self._file.flush()
 
 
 def _import_tensorboardx() -> None:

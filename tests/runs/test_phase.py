@@ -11,7 +11,7 @@ from gspo_jax.runs import phase
 def test_a_row_is_written_when_the_next_one_is_there():
   rows = []
   part = SimpleNamespace(
-    latest=lambda: None, metrics=dict, truncate=dict, start=bool, check=lambda *_: None,
+    latest_whole=lambda: None, metrics=dict, truncate=dict, start=bool, check=lambda *_: None,
     write=rows.append,
   )  # fmt: skip
   running = phase.Phase("rl", 2, part, part, part)
