@@ -33,8 +33,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if i
 def main(argv: list[str]) -> None:
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
-    # What its threads trip over is raised in the main one, and told there in one line.
-    logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
+    failed_saves_are_told_once()
   compiled_programs_stay()
   config, workdir = configured(), Path(_WORKDIR.value)
   try:
@@ -46,9 +45,12 @@ def main(argv: list[str]) -> None:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")
   except (ValueError, OSError) as error:
     refuse(error)
-  except (nonfinite.NonFiniteError, files.WriteError) as error:
+  except nonfinite.NonFiniteError as error:
     logging.debug("", exc_info=True)
     end(f"gspo_jax: {error}")
+  except files.WriteError as error:
+    logging.debug("", exc_info=True)
+    end(f"gspo_jax: {error}; the same command goes on from the last checkpoint")
   except preemption.Preempted:
     sys.stderr.write("gspo_jax: saved; the same command continues from here\n")
     sys.exit(preemption.EXIT_CODE)
@@ -70,6 +72,14 @@ def refuse(error: Exception) -> NoReturn:
   lines = " ".join(line.strip() for line in str(error).splitlines())
   sys.stderr.write(f"gspo_jax: {lines}\n")
   sys.exit(BAD_INPUT)
+
+
+def failed_saves_are_told_once() -> None:
+  """Leaves out the tracebacks of a save's threads, whose error the main one raises too."""
+  logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
+  before = sys.unraisablehook  # of the files that TensorStore is still at when one has failed
+  closed = "Event loop is closed"
+  sys.unraisablehook = lambda what: None if str(what.exc_value) == closed else before(what)
 
 
 def end(message: str) -> NoReturn:

@@ -166,10 +166,14 @@ def _listed(path: epath.Path) -> Sums:
   """The list of a checkpoint; earlier ones have sizes only. Raises OSError or ValueError where it
   is gone or damaged."""
   text = (path / SIZES).read_text()
-  found = json.loads(text)
-  if isinstance(found, dict) and found and all(isinstance(size, int) for size in found.values()):
-    return {name: (size, None) for name, size in found.items()}
-  return {name: (size, sum_) for name, (size, sum_) in unseal(text).items()}
+  try:
+    return {name: (size, sum_) for name, (size, sum_) in unseal(text).items()}
+  except ValueError:
+    with contextlib.suppress(ValueError, RecursionError):
+      sizes = json.loads(text)
+      if isinstance(sizes, dict) and sizes and all(isinstance(x, int) for x in sizes.values()):
+        return {name: (size, None) for name, size in sizes.items()}
+    raise
 
 
 def _sums(file: epath.Path) -> tuple[int, int]:

@@ -63,9 +63,12 @@ class Phase:
     else:
       state, host = self._checkpoints.restore(step, like())
       reported = step if host["pending"] is None else step - 1
-    if dropped := self._writer.truncate({self._name: reported}):
-      where = f"{self._name} step {step}"
-      sys.stderr.write(f"{dropped} rows of metrics.jsonl go: the run goes on after {where}\n")
+    dropped = self._writer.truncate({self._name: reported})
+    if dropped and host is None:
+      sys.stderr.write(
+        f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "
+        "metrics.jsonl go\n"
+      )
     self._guard.start(state)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))

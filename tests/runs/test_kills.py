@@ -69,6 +69,24 @@ def test_sigterm_saves_and_ends_with_its_code(untouched, tmp_path):
   chex.assert_trees_all_equal(parameters(tmp_path, 6), parameters(untouched, 6))
 
 
+def test_without_its_cold_start_and_its_last_checkpoint_it_goes_on(untouched, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(untouched, workdir)
+  shutil.rmtree(workdir / "checkpoints" / "sft")
+  shutil.copytree(untouched / "checkpoints/rl/6", workdir / "checkpoints/rl/5")  # not this one
+  data = max((workdir / "checkpoints/rl/6/state").rglob("d/*"), key=lambda p: p.stat().st_size)
+  content = bytearray(data.read_bytes())
+  content[len(content) // 2] ^= 1  # a bit flips
+  data.write_bytes(content)
+  (workdir / "checkpoints/rl/5/host/metadata").write_text("{}")
+  said = run(workdir, *SMALL, *RUN)
+  assert "checkpoints/sft is gone; RL has begun and goes on without it\n" in said
+  assert f"checkpoint {workdir}/checkpoints/rl/6 is damaged and set aside: {data} is not" in said
+  assert f"checkpoint {workdir}/checkpoints/rl/5 is damaged and set aside:" in said
+  assert figures(workdir) == figures(untouched)
+  chex.assert_trees_all_equal(parameters(workdir, 6), parameters(untouched, 6))
+
+
 def going_on(workdir):
   """What a killed run was at, as far as its directory tells."""
   if any(workdir.glob("checkpoints/*/*tmp*")):

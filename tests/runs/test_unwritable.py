@@ -1,0 +1,188 @@
+"""What a run has to write and cannot ends it, soon and in one line."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from support.command_line import ROOT, SMALL, command, environment
+
+from gspo_jax.evaluation.resume import Unfinished
+from gspo_jax.runs import checkpoint, files, metrics, nonfinite, provenance
+from gspo_jax.runs.mirror import Mirror
+
+ROW = dict(phase="rl", step=1, loss=2.0)
+CONFIG = checkpoint.CheckpointConfig(
+  directory="", every=1, keep=1, keep_every=0, best="", grace_s=30.0
+)
+STATE = dict(x=jnp.arange(2.0))
+
+
+def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
+  """No file may be longer than 20 KiB, which those of a checkpoint are."""
+  flags = [*SMALL, "job=sft", "checkpoint.every=2"]
+  started = time.monotonic()
+  done = subprocess.run(
+    ["bash", "-c", 'ulimit -f 20 && exec "$@"', "-", *command(tmp_path, *flags)],
+    cwd=ROOT, capture_output=True, text=True, timeout=120,
+    env=environment(JAX_ENABLE_COMPILATION_CACHE="false"),
+  )  # fmt: skip
+  written = time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime
+  lines = [line for line in done.stderr.splitlines() if not line.startswith(("config ", "sft "))]
+  assert done.returncode == 1 and len(lines) == 1, done.stderr[-3000:]
+  assert lines[0].startswith(f"gspo_jax: {tmp_path}/checkpoints/sft/2 cannot be written: File too")
+  assert "the same command goes on" in lines[0]
+  assert written < min(20, time.monotonic() - started)  # the twenty minutes of Orbax are not waited
+
+
+SAVE = """
+import sys, jax.numpy as jnp
+from gspo_jax.runs import checkpoint, files
+config = checkpoint.CheckpointConfig("", 1, 1, 0, "", 30.0)
+checkpoints = checkpoint.Checkpointer(sys.argv[1], "rl", config)
+checkpoints.save(1, dict(x=jnp.arange(2.0)), {})
+checkpoints._wait()
+def refuse(*_, **__):
+  raise PermissionError(1, "Operation not permitted", "there")
+import etils.epath.backend as backend
+for name in "mkdir", "makedirs":
+  setattr(backend._OsPathBackend, name, refuse)
+try:
+  checkpoints.save(2, dict(x=jnp.arange(2.0)), {})
+  checkpoints.close()
+except files.WriteError as error:
+  sys.exit(str(error))
+"""
+
+
+def test_a_directory_that_cannot_be_made_lets_the_process_end(tmp_path):
+  """By itself, even, without `main.end`: no thread waits for what will not come."""
+  done = subprocess.run(
+    [sys.executable, "-c", SAVE, str(tmp_path)],
+    cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment(),
+  )  # fmt: skip
+  assert done.returncode == 1
+  assert f"{tmp_path}/checkpoints/rl/2 cannot be written: Operation not permitted" in done.stderr
+  assert (tmp_path / "checkpoints" / "rl" / "1").exists()  # keep=1: not before there is another one
+
+
+def test_a_save_that_failed_is_told_with_the_next_row(tmp_path, monkeypatch):
+  """Not with the next save, which may be hours away; and the mirror's failures are the save's."""
+  bucket = tmp_path / "bucket"
+  config = checkpoint.CheckpointConfig(**vars(CONFIG) | dict(directory=str(bucket)))
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+  bucket.mkdir()
+  (bucket / "workdir").write_text("a file in the way")
+  checkpoints = checkpoint.Checkpointer(tmp_path / "run", "rl", config)
+  checkpoints.save(1, STATE, {})
+  deadline = time.monotonic() + 30
+  with pytest.raises(files.WriteError, match=f"{bucket}/workdir.* cannot be written: "):
+    while time.monotonic() < deadline:
+      checkpoints.metrics()
+  for again in checkpoints.close, lambda: checkpoints.save(2, STATE, {}):
+    with pytest.raises(files.WriteError, match=f"{bucket}/workdir.* cannot be written: "):
+      again()
+  assert not (bucket / "rl" / "1").exists()  # it is complete with its mirror only
+
+
+def in_the_way(path):
+  """A file in the place of a directory: nobody can write below it, not even root."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("")
+  return path
+
+
+UNWRITABLE = {
+  "workdir": lambda w: metrics.Writer(in_the_way(w / "run")),
+  "metrics": lambda w: (w / "metrics.jsonl").mkdir() or metrics.Writer(w),
+  "tensorboard": lambda w: in_the_way(w / "tensorboard") and metrics.Writer(w).write(ROW),
+  "rollouts": lambda w: in_the_way(w / "rollouts") and metrics.Writer(w).dump_rollouts("rl", 1, []),
+  "config.json": lambda w: provenance.record(in_the_way(w / "run"), {}),
+  "evaluations": lambda w: Unfinished(in_the_way(w / "evaluations"), "key"),
+  "report": lambda w: files.write_whole(in_the_way(w / "run") / "report.html", ["x"]),
+  "checkpoints": lambda w: checkpoint.Checkpointer(in_the_way(w / "run"), "rl", CONFIG),
+  "mirror": lambda w: in_the_way(w / "a") and Mirror(w, str(in_the_way(w / "b"))).copy(),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_every_file_of_a_run_is_named(name, tmp_path):
+  with pytest.raises(files.WriteError, match=rf"{tmp_path}\S* cannot be written: \w+"):
+    UNWRITABLE[name](tmp_path)
+
+
+def test_a_failure_whose_dump_cannot_be_written_is_still_told(tmp_path):
+  home = in_the_way(tmp_path / "home")
+  guard = nonfinite.Guard(checkpoint.epath.Path(home), {}, "stop", updates=1, keep=1)
+  state = type("State", (), dict(step=jnp.int32(0)))()
+  with pytest.raises(nonfinite.NonFiniteError, match="loss is nan; what led to it cannot be writ"):
+    guard.check(ROW | dict(loss=float("nan")), state)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_metrics_that_nobody_would_find_stop_the_run(how, tmp_path):
+  writer = metrics.Writer(tmp_path / "run")
+  writer.write(ROW)
+  path = tmp_path / "run" / "metrics.jsonl"
+  path.unlink()
+  if how == "replaced":
+    path.write_text("")
+  with pytest.raises(files.WriteError, match=f"{path} cannot be written"):
+    writer.write(ROW)
+  writer.close()
+
+
+def test_nothing_is_lost_where_a_row_is_cut_off(tmp_path):
+  """As much of a row as went onto the disk is cut off at the next start."""
+  with metrics.Writer(tmp_path) as writer:
+    writer.write(ROW)
+  path = tmp_path / "metrics.jsonl"
+  path.write_bytes(path.read_bytes() + b'{"phase": "rl", "st')
+  with metrics.Writer(tmp_path) as writer:
+    assert writer.rows("rl") == [ROW]
+
+
+@pytest.mark.parametrize("line", ["garbage", "3", "[]", "{}", '{"step": "1"}', "\0\0", "[" * 10**5])
+def test_a_damaged_row_is_named(line, tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(json.dumps(ROW) + "\n" + line + "\n" + json.dumps(ROW) + "\n")
+  with pytest.raises(ValueError, match=f"{path}:2 is not .*: remove the line") as raised:
+    metrics.Writer(tmp_path)
+  assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["garbage", "3", "[]", '{"provenance": 1}', "\udcff", "[" * 10**5])
+def test_a_damaged_configuration_is_named(text, tmp_path):
+  path = tmp_path / "config.json"
+  path.write_text(text, errors="surrogateescape")
+  with pytest.raises(ValueError, match=f"{path} is damaged .*another --workdir"):
+    provenance.check(tmp_path, dict(resume="auto"))
+
+
+def sealed(directory: Path) -> list[str]:
+  return (directory / "unfinished.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", ["garbage", "3", "{}", '{"chunk": "a"}', "\udcff", "[" * 10**5])
+def test_an_unfinished_evaluation_goes_on_before_its_damage(line, tmp_path, capsys):
+  log = Unfinished(tmp_path, "key")
+  for n in range(3):
+    log.add(dict(chunk="a", n=n, reward=0.1 + n))
+  path, lines = tmp_path / "unfinished.jsonl", sealed(tmp_path)
+  lines[2] = line
+  path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
+  assert Unfinished(tmp_path, "key").find("a") == [dict(chunk="a", n=0, reward=0.1)]
+  assert f"{path}:3: its checksum does not fit; the rest" in capsys.readouterr().err
+  assert len(sealed(tmp_path)) == 2
+
+
+def test_one_bit_of_an_unfinished_evaluation(tmp_path):
+  log = Unfinished(tmp_path, "key")
+  log.add(dict(chunk="a", reward=0.125))
+  path = tmp_path / "unfinished.jsonl"
+  path.write_text(path.read_text().replace("0.125", "0.135"))
+  assert Unfinished(tmp_path, "key").find("a") == []
