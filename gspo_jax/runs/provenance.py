@@ -97,8 +97,10 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def _git(root: Path, *arguments: str) -> str | None:
   try:
     done = subprocess.run(
-      ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
-    )
+      # A run that is killed meanwhile, or has no disk left, must not leave a lock in the repository.
+      ["git", "--no-optional-locks", "-C", str(root), *arguments],
+      capture_output=True, text=True, check=True, timeout=10,
+    )  # fmt: skip
   except (OSError, subprocess.SubprocessError):
     return None
   return done.stdout.strip()
