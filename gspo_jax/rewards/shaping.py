@@ -14,13 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-FORMATS = {
-  # The opening tag may stand at the end of the prompt, as chat templates of reasoning models do it.
-  "think": re.compile(r"\s*(?:<think>)?(?P<think>.*?)</think>(?P<rest>.*\S.*)", re.DOTALL),
-  "think_answer": re.compile(
-    r"\s*(?:<think>)?(?P<think>.*?)</think>\s*<answer>(?P<rest>.*\S.*)</answer>\s*", re.DOTALL
-  ),
-}
 _TAG = re.compile(r"</?(?:think|answer)>")
 
 
@@ -28,14 +21,18 @@ def keeps_format(response: str, name: str) -> bool:
   """Tells whether the tags stand where they should, once each.
 
   "think": reasoning, `</think>`, and then something. "think_answer": after it exactly
-  `<answer>something</answer>`. Reference: arXiv:2501.12948 (format rewards).
+  `<answer>something</answer>`. The opening `<think>` may stand at the end of the prompt, as chat
+  templates of reasoning models have it. Reference: arXiv:2501.12948 (format rewards).
   """
-  match = FORMATS[name].fullmatch(response.removesuffix("<|im_end|>"))
-  if match is None:
+  thought, closed, rest = response.removesuffix("<|im_end|>").partition("</think>")
+  if not closed or _TAG.search(thought.lstrip().removeprefix("<think>")):
     return False
-  tagged = match["think"] + (match["rest"] if name == "think_answer" else "")
-  thoughts = _TAG.findall(match["rest"])
-  return not _TAG.search(tagged) and not any("think" in tag for tag in thoughts)
+  rest = rest.strip()
+  if name == "think":
+    return bool(rest) and "<think>" not in rest and "</think>" not in rest
+  answer = rest.removeprefix("<answer>").removesuffix("</answer>")
+  tagged = len(rest) - len(answer) == len("<answer></answer>")
+  return tagged and bool(answer.strip()) and not _TAG.search(answer)
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:

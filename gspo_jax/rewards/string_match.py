@@ -6,8 +6,11 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gspo_jax.rewards import thought
+
 OUTCOMES = ("right", "wrong", "unparsable")
-_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+MAX_ANSWER = 2000  # characters, or twice the gold answer; longer is no answer
+_TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 _AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
 
@@ -15,27 +18,53 @@ _AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
 @contextlib.contextmanager
 def open_verifier(config: Any) -> Iterator[Callable]:
   """`verify` of many; there is nothing to configure."""
-  yield lambda responses, prompts: ([verify(r, p.answer) for r, p in zip(responses, prompts)], None)
+
+  def outcomes(responses, prompts, finished):
+    given = zip(responses, prompts, finished)
+    return [verify(response, prompt.answer, whole) for response, prompt, whole in given], None
+
+  yield outcomes
 
 
-def verify(response: str, answer: str) -> str:
-  """Compares both: "right", "wrong", or "unparsable" where the response gives no answer."""
-  found = extract(response)
+def verify(response: str, answer: str, finished: bool = True) -> str:
+  """Compares both: "right", "wrong", or "unparsable" where the response gives no answer.
+
+  Raises:
+    ValueError: if nothing of the gold answer is left by `normalise`.
+  """
+  gold = normalise(answer)
+  if not gold:
+    raise ValueError(f"the gold answer {answer!r:.80} is nothing but white space and punctuation")
+  found = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
   if found is None:
     return "unparsable"
-  return "right" if normalise(found) == normalise(answer) else "wrong"
+  return "right" if normalise(found) == gold else "wrong"
 
 
-def extract(response: str) -> str | None:
-  """The content of the last `<answer>`, else the last line, without "the answer is"; None if empty.
+def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:
+  """The content of the last `<answer>`, else the last line, without "the answer is".
 
-  Only what follows the last `</think>` counts.
+  Only what follows the thought counts (`thought.after`), and the last line of a response that was
+  cut off (not `finished`) does not. None where there is nothing, or more than `longest` characters.
   """
-  text = response.rpartition("</think>")[2]
-  tagged = _ANSWER.findall(text)
-  line = tagged[-1] if tagged else text.strip().rpartition("\n")[2]
-  line = _LABEL.sub("\0", line).rpartition("\0")[2]
-  return line if normalise(line) else None
+  text = thought.after(response)
+  line = _last_tagged(text)
+  if line is None:
+    line = text.strip().rpartition("\n")[2] if finished else ""
+  line = line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
+  # The bound is for `normalise`: Unicode's order of combining characters takes quadratic time.
+  return line if len(line) <= longest and normalise(line) else None
+
+
+def _last_tagged(text: str) -> str | None:
+  """What the last pair of `<answer>` and `</answer>` without another one inside holds."""
+  found = start = None
+  for tag in _TAG.finditer(text):
+    if tag[0] == "<answer>":
+      start = tag.end()
+    elif start is not None:
+      found, start = text[start : tag.start()], None
+  return found
 
 
 def normalise(text: str) -> str:

@@ -7,6 +7,7 @@ in the same order, and so do the processes of one run, without a word between th
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -318,20 +319,25 @@ class Scheduler:
 
   def _stop_string(self, live: _Live, before: int) -> int | None:
     """Number of sampled tokens that complete a stop string, if one from `before` on does."""
-    request = live.request
-    turn = request.begun[len(request.begun) - request.unfinished :]  # where one may have begun
-    tokens = [*turn, *np.concatenate([part[0] for part in live.parts]).tolist()]
+    request, new = live.request, live.count - before
     # No token is shorter than a byte: what completes now began within so many tokens.
-    first = len(turn) + before
-    begin = max(0, first - max(len(s.encode()) for s in request.stop_strings))
+    longest = max(len(s.encode()) for s in request.stop_strings)
+    begun = request.begun[len(request.begun) - min(request.unfinished, longest) :]
+    tokens: list[int] = []  # the last ones, so that a long response costs no more than a short one
+    for piece in itertools.chain((part[0].tolist() for part in reversed(live.parts)), [begun]):
+      tokens[:0] = piece
+      if len(tokens) >= longest + new:
+        break
+    tokens = tokens[-(longest + new) :]
+    old = len(tokens) - new
 
     def complete(end: int) -> bool:
-      text = self._detokenize(tokens[begin:end])
+      text = self._detokenize(tokens[:end])
       return any(s in text for s in request.stop_strings)
 
     if not complete(len(tokens)):
       return None
-    return next(end for end in range(first + 1, len(tokens) + 1) if complete(end)) - len(turn)
+    return before + next(n for n in range(1, new + 1) if complete(old + n))
 
   def _lap(self) -> float:
     now = time.perf_counter()

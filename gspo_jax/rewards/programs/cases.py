@@ -21,6 +21,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_jax.rewards import thought
+
 MAX_DECODED = 1 << 30  # bytes of private tests after decompression; the largest have about 100 MB
 _HUMANEVAL = ("prompt", "test", "entry_point")
 
@@ -125,31 +127,40 @@ class _Unpickler(pickle.Unpickler):
     raise pickle.UnpicklingError("the pickle refers to something outside it")
 
 
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^`\n]*")
-
-
 def extract(response: str, fences: bool = True) -> str | None:
   """The program that a response gives, or None.
 
   It is the last complete fenced block that is marked as Python; if none is, the last one without a
-  mark. Only what follows the last `</think>` counts. With `fences=False` a response without any
-  fence is a program as a whole, as base models complete functions.
+  mark. Only what follows the thought counts (`thought.after`). With `fences=False` a response
+  without any fence is a program as a whole, as base models complete functions.
   """
-  text = response.rpartition("</think>")[2]
-  found, block, mark, fence = {}, None, "", ""
+  text = thought.after(response)
+  found, block, mark, opening = {}, None, "", ""
   for line in text.split("\n"):
-    match = _FENCE.fullmatch(line.rstrip("\r"))
-    if match and block is None:
-      block, fence, mark = [], match[1], match[2].strip("{}.").lower()
-    elif match and match[1].startswith(fence) and not match[2]:
-      kind = "python" if mark in ("python", "py", "python3") else mark
-      found[kind], block = "\n".join(block), None
+    fence, label = _fence(line)
+    if fence and block is None:
+      block, opening, mark = [], fence, label.strip("{}.").lower()
+    elif fence.startswith(opening) and fence and not label:
+      found["python" if mark in ("python", "py", "python3") else mark] = block
+      block = None
     elif block is not None:
       block.append(line)
-  program = found.get("python", found.get(""))
+  lines = found.get("python", found.get(""))
+  program = None if lines is None else "\n".join(lines)
   if program is None and not fences and "```" not in text:
     program = text
   return program if program and program.strip() else None
+
+
+def _fence(line: str) -> tuple[str, str]:
+  """The fence that a line consists of, three or more of ` or ~, and its mark; else nothing."""
+  text = line.strip(" \t\r")
+  rest = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
+  fence = text[: len(text) - len(rest)]
+  if len(fence) < 3 or "`" in rest:
+    return "", ""
+  words = rest.split(maxsplit=1)
+  return fence, words[0] if words else ""
 
 
 def completes(program: str, tests: Tests) -> str:

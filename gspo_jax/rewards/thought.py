@@ -1,0 +1,19 @@
+"""Where a response's thought ends and its answer begins, by `<think>` and `</think>`."""
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def after(response: str) -> str:
+  """What follows the last `</think>`; nothing where a thought is still open.
+
+  A response without either tag is an answer as a whole. One that begins within a thought, because
+  its prompt ends with `<think>`, has to be given with that tag (`with_opening`).
+  """
+  text = response.rpartition(CLOSE)[2]
+  return "" if OPEN in text else text
+
+
+def with_opening(response: str, thinks: bool) -> str:
+  """The response to a prompt that ends with `<think>`, with that tag before it, as long as it does
+  not close the thought (then nothing hangs on it)."""
+  return OPEN + response if thinks and CLOSE not in response else response

@@ -1,0 +1,114 @@
+"""Whatever reads a response in the trainer's process takes time that grows with its length only."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.prompts import prompts
+
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.report import page, rollouts
+from gspo_jax.rewards import math_answer, shaping, string_match, thought
+from gspo_jax.rewards.programs import cases
+from gspo_jax.sampling.scheduler import Scheduler
+from gspo_jax.tasks import arithmetic
+from gspo_jax.tasks.calculator import Calculator
+
+LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # characters, by factors of four
+TESTS = cases.Tests("check", function="f", preamble="def f():\n", code="assert f()")
+
+REPEATED = """
+~ ` ```¶ ```python¶ ~~~x¶ ␣ ¶ { } ( [ $ \\( \\[ 9 9␣ 1,000 1. - / 5% = : :␣1 answer␣ answer␣is␣ the␣
+the␣final␣ Final␣Answer:␣ ####␣ \\boxed{ \\boxed{1} \\frac{ \\text{ \\frac{1}{ <think> </think>
+<think></think> <answer> </answer> <answer>x</answer> </think><answer> </think><answer></answer> <
+<|im_end|> def␣ f¶ f␣( async␣ return¶ é ﷺ \u0f73 \\ " &lt; [1+ [1+1]
+"""
+SPACED = """
+<think>|</think>x </think>| </think>|<answer>x</answer> x</think><answer>|</answer> ```|python
+~~~|x` answer|x the|x the|final \\boxed|x \\frac|x \\frac{1}|x 1|x 5|% async|x async|def␣x def|x f|x
+:|1x $|$
+"""
+HOSTILE = [  # what stands first, what is repeated, and what stands last
+  *[("", unit, "") for unit in REPEATED.split()],
+  *[(first, "␣", last) for first, _, last in (ends.partition("|") for ends in SPACED.split())],
+  *[("", unit, "") for unit in ("\r", "\t ", "\0", "\u0345\u0301", "\u1100\u1161")],
+  *[("~~~", "x", "`"), ("```python¶", "x¶", ""), ("```python¶", "x¶", "```"), ("$", "x", "")],
+  *[("</think><answer>", "a", ""), ("x</think><answer>", "a ", "</answer>"), ("<think>", "a", "")],
+  *[("<answer>", "a", ""), (r"\boxed{", "x", "}"), (r"\(", "x", ""), ("a", "\u0301", "")],
+]
+
+
+def text_of(hostile, length):
+  first, unit, last = (part.replace("¶", "\n").replace("␣", " ") for part in hostile)
+  return first + unit * ((length - len(first) - len(last)) // len(unit)) + last
+
+
+def stop_string(text):
+  """The search for a stop string over a whole response, 16 tokens at a time."""
+  tokenizer = ByteTokenizer()
+  tokens = np.array(tokenizer.encode(text), np.int32)
+  request = SimpleNamespace(stop_strings=("</end>", "\n\n\n"), begun=(), unfinished=0)
+  live = SimpleNamespace(request=request, parts=[], count=0)
+  host = SimpleNamespace(_detokenize=tokenizer.decode)
+  for start in range(0, len(tokens), 16):
+    before = live.count
+    live.parts.append((tokens[start : start + 16],))
+    live.count += len(live.parts[-1][0])
+    Scheduler._stop_string(host, live, before)
+
+
+def shown_in_the_report(text):
+  tokens = [text[i : i + 3] for i in range(0, len(text), 3)]
+  record = dict(response=text, tokens=tokens, log_ratio=[0.1] * len(tokens))
+  samples = [rollouts._color(record), rollouts._plain(record)]
+  page._embed(dict(samples=samples, whole=text))
+
+
+def decode(text):
+  tokenizer = ByteTokenizer()
+  tokenizer.decode(tokenizer.encode(text))
+
+
+READERS = {
+  "thought": thought.after,
+  "code": cases.extract,
+  "code of base models": lambda text: cases.extract(text, fences=False),
+  "code that goes on": lambda text: cases.completes(text, TESTS),
+  "printed text": lambda text: cases.same_text(text, text + "x"),
+  "think": lambda text: shaping.keeps_format(text, "think"),
+  "think_answer": lambda text: shaping.keeps_format(text, "think_answer"),
+  "noise": lambda text: shaping.flipped(np.ones(1), [text], ["5"], 0.1, 0.1, 0),
+  "string": lambda text: string_match.verify(text, "5"),
+  "math": lambda text: math_answer.quick_judge(math_answer.extract(text), "5"),
+  "math, cut off": lambda text: math_answer.extract(text, finished=False),
+  "arithmetic": lambda text: arithmetic.verify(text, "5"),
+  "calculator": lambda text: Calculator(prompts("5")[0], ByteTokenizer()).step(text.encode()),
+  "stop strings": stop_string,
+  "report": shown_in_the_report,
+  "tokens": decode,
+}
+
+
+def seconds(read, text):
+  """CPU time of this thread: others may be busy."""
+  start = time.thread_time()
+  read(text)
+  return time.thread_time() - start
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_cost_is_linear(reader):
+  read = READERS[reader]
+  for hostile in HOSTILE if reader != "stop strings" else HOSTILE[::16]:
+    last = 0.0
+    for length in LENGTHS:
+      text = text_of(hostile, length)
+      # Four times the length may take four times as long, quadratic cost takes sixteen times. What
+      # takes less than 10 ms may be anything. A second and a third look: the machine may stutter.
+      bound = 8 * max(last, 0.01)
+      now = seconds(read, text)
+      for _ in range(2):
+        now = min(now, seconds(read, text)) if now > bound else now
+      assert now <= bound, f"{hostile!r}: {length} characters {now:.3f} s, a quarter {last:.3f} s"
+      last = now
