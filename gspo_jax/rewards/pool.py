@@ -10,7 +10,6 @@ computation that holds the interpreter lock.
 
 import collections
 import contextlib
-import enum
 import importlib
 import json
 import os
@@ -27,15 +26,31 @@ from multiprocessing import connection
 from typing import Any
 
 START_LIMIT_S = 120.0  # imports on a busy machine; past it the pool gives up
-START_ATTEMPTS = 3  # in a row; a broken installation must not be retried for ever
+START_ATTEMPTS = 3  # in a row, of one worker in one call: an installation may be broken
 WARM_UP = -1  # the item, by its index, that a new worker begins with
 
 
-class Failure(enum.Enum):
-  """Stands in the place of a result."""
+class Failure(str):
+  """Stands in the place of a result: "timeout" or "crash", with a reason that fits on a line.
 
-  TIMEOUT = "timeout"
-  CRASH = "crash"  # the function raised, or its process died twice on this item
+  A crash: the function raised, or its process died twice on this item, or none could be started.
+  """
+
+  TIMEOUT: "Failure"
+  CRASH: "Failure"
+
+  def __new__(cls, name: str, reason: str = ""):
+    self = super().__new__(cls, name)
+    self.reason = " ".join(reason.split())[:300]
+    return self
+
+  @property
+  def value(self) -> str:
+    """Its name alone."""
+    return str(self)
+
+
+Failure.TIMEOUT, Failure.CRASH = Failure("timeout"), Failure("crash")
 
 
 class Pool:
@@ -64,17 +79,22 @@ class Pool:
     if workers < 1 or not time_limit_s > 0:
       raise ValueError(f"need workers >= 1 and time_limit_s > 0, got {workers} and {time_limit_s}")
     self._time_limit_s = time_limit_s
-    self._failed_starts = 0
     self._lock = threading.Lock()  # map may be called from several threads
     self._workers = [_Worker(function, warm_up, memory_bytes) for _ in range(workers)]
     try:
       self._run([])
+      if lost := [worker for worker in self._workers if not worker.alive]:
+        raise RuntimeError(f"a verifier process does not start: {lost[0].reason}")
     except BaseException:
       self.close()
       raise
 
   def map(self, items: Sequence[Any]) -> list[Any]:
-    """The function's value, or a `Failure`, for every item in order. Safe from any thread."""
+    """The function's value, or a `Failure`, for every item in order. Safe from any thread.
+
+    Whatever happens to the workers, nothing is raised: a call that cannot get any of them to start
+    fails its items, and the next call tries again.
+    """
     with self._lock:
       if not self._workers:
         raise RuntimeError("the pool is closed")
@@ -83,13 +103,13 @@ class Pool:
       except BaseException:  # an interrupt: no late result may reach the next call
         for worker in self._workers:
           if worker.item is not None:
-            worker.restart()
+            worker.kill()
         raise
 
   @property
   def pids(self) -> list[int]:
     """Process ids of the workers."""
-    return [worker.process.pid for worker in self._workers]
+    return [worker.process.pid for worker in self._workers if worker.alive]
 
   def close(self) -> None:
     """Kills the workers. The pool cannot be used again."""
@@ -104,15 +124,24 @@ class Pool:
     self.close()
 
   def _run(self, items: Sequence[Any]) -> list[Any]:
-    """Results of the items; with none, waits until all workers have started."""
+    """Results of the items; with none, waits until all workers have started, or cannot."""
     results, died = [None] * len(items), set()
     waiting = collections.deque(range(len(items)))
+    for worker in self._workers:
+      worker.failed_starts = 0
     while True:
       for worker in self._workers:
-        if waiting and worker.item is None:
+        while not worker.alive and worker.failed_starts < START_ATTEMPTS:
+          worker.start()
+        if waiting and worker.alive and worker.item is None:
           worker.send(waiting[0], items[waiting.popleft()], self._time_limit_s)
       busy = [worker for worker in self._workers if worker.item is not None]
       if not waiting and all(worker.item == WARM_UP and items for worker in busy):
+        return results
+      if not busy:  # there are items, and nobody to give them to
+        reason = f"no verifier process starts: {last_line(self._workers[0].reason)}"
+        for index in waiting:
+          results[index] = Failure("crash", reason)
         return results
       now = time.monotonic()
       connection.wait([w.pipe for w in busy], max(0.0, min(w.deadline for w in busy) - now))
@@ -123,30 +152,25 @@ class Pool:
           continue
         index, worker.item = worker.item, None
         if index == WARM_UP:
-          if not self._started(message):
-            worker.restart()
+          worker.started(message)
           continue
         if message is None:
-          results[index] = Failure.TIMEOUT
+          results[index] = Failure("timeout", f"it took longer than {self._time_limit_s:g} s")
+        elif "value" in message:
+          results[index] = message["value"]
         elif message or index in died:
-          results[index] = message.get("value", Failure.CRASH)
+          text = message.get("error", "its process died twice")
+          results[index] = Failure("crash", last_line(text))
         else:  # once may be somebody else's doing (the kernel out of memory); twice is the item's
           died.add(index)
           waiting.appendleft(index)
         if not message or message.get("last"):
-          worker.restart()
+          worker.kill()  # a new one takes its place
 
-  def _started(self, message: dict[str, Any] | None) -> bool:
-    """Tells from the answer to its warm-up whether a worker has started."""
-    if message and "value" in message:
-      self._failed_starts = 0
-      return True
-    self._failed_starts += 1
-    if self._failed_starts >= START_ATTEMPTS:
-      late = f"it was not ready after {START_LIMIT_S:.0f} s"
-      reason = late if message is None else message.get("error", "it died without a message")
-      raise RuntimeError(f"a verifier process does not start: {reason}")
-    return False
+
+def last_line(text: str) -> str:
+  """What a traceback says in the end."""
+  return text.strip().rpartition("\n")[2]
 
 
 class _Worker:
@@ -154,29 +178,52 @@ class _Worker:
 
   def __init__(self, function: str, warm_up: Any, memory_bytes: int):
     self._arguments, self._warm_up = [function, str(memory_bytes)], warm_up
-    self.start()
+    self.process, self.pipe, self.item, self.deadline = None, None, None, 0.0
+    self.failed_starts, self.reason = 0, ""  # in a row, and why the last one failed
+
+  @property
+  def alive(self) -> bool:
+    """It has a process, as far as is known; whether that has died says `receive`."""
+    return self.process is not None
 
   def start(self) -> None:
-    """Starts the process and its warm-up."""
-    ours, theirs = socket.socketpair()
+    """Starts the process and its warm-up; where that fails there is none, and it is counted."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # Not the terminal's group: Ctrl-C is for the trainer, which then closes the pipe. A fixed hash
     # seed makes SymPy take the same route for the same answer in every worker and every run. BLAS
     # would reserve memory for a thread per core of the machine, and no work here is for it.
     settings = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
-    self.process = subprocess.Popen(
-      [sys.executable, "-m", "gspo_jax.rewards.pool", str(theirs.fileno()), *self._arguments],
-      env={**os.environ, **settings, "PYTHONPATH": path},
-      pass_fds=[theirs.fileno()],
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,  # parsers print complaints; our own errors come through the pipe
-      start_new_session=True,
-    )
-    theirs.close()
-    self.pipe = connection.Connection(ours.detach())
+    try:
+      ours, theirs = socket.socketpair()
+      with ours, theirs:
+        self.process = subprocess.Popen(
+          [sys.executable, "-m", "gspo_jax.rewards.pool", str(theirs.fileno()), *self._arguments],
+          env={**os.environ, **settings, "PYTHONPATH": path},
+          pass_fds=[theirs.fileno()],
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.DEVNULL,
+          stderr=subprocess.DEVNULL,  # parsers print complaints; our errors come through the pipe
+          start_new_session=True,
+        )
+        self.pipe = connection.Connection(ours.detach())
+    except OSError as error:  # too many processes, or files, or no memory for one more
+      self._failed(str(error))
+      return
     self.send(WARM_UP, self._warm_up, START_LIMIT_S)
+
+  def started(self, message: dict[str, Any] | None) -> None:
+    """Takes the answer to the warm-up; a worker without one, or with an error, is killed."""
+    if message is None:
+      self._failed(f"it was not ready after {START_LIMIT_S:.0f} s")
+    elif "value" not in message:
+      self._failed(message.get("error", "it died without a message"))
+    else:
+      self.failed_starts = 0
+
+  def _failed(self, reason: str) -> None:
+    self.failed_starts, self.reason = self.failed_starts + 1, reason
+    self.kill()
 
   def send(self, index: int, item: Any, time_limit_s: float) -> None:
     """Hands over an item, which starts now."""
@@ -188,17 +235,17 @@ class _Worker:
     """The next message, None if there is none yet, {} if the process is gone."""
     try:
       return json.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
-    except (EOFError, OSError):
+    except (EOFError, OSError, ValueError):
       return {}
 
   def kill(self) -> None:
-    self.process.kill()
-    self.process.wait()
-    self.pipe.close()
-
-  def restart(self) -> None:
-    self.kill()
-    self.start()
+    process, pipe = self.process, self.pipe
+    self.process, self.pipe, self.item = None, None, None
+    if process is not None:
+      process.kill()
+      process.wait()
+    if pipe is not None:
+      pipe.close()
 
 
 def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
@@ -218,7 +265,7 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
       except MemoryError as error:  # a fresh process instead of one whose caches are full
         message = {"error": repr(error), "last": True}
       except BaseException:
-        message = {"error": traceback.format_exc()}
+        message = {"error": traceback.format_exc()[-10_000:]}
       pipe.send_bytes(json.dumps(message).encode())
 
 
