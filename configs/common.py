@@ -171,6 +171,7 @@ def base() -> ConfigDict:
         entropy=0.03,  # nats per token, below which the policy has collapsed
         ratio=0.005,  # mean |importance ratio - 1|: the policy runs away from the one that sampled
         reward=0.2,  # that the mean reward lies below the best it has been
+        unknown=0.01,  # share of responses on which the verifier failed, which are not learned from
       ),
     )
   )

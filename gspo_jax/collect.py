@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import objectives as O
+from gspo_jax import rewards
 from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.run import Run
@@ -28,6 +29,7 @@ from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.trajectory import blank
 from gspo_jax.structs import Prompt, Rollout
 
+UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 # Jitted: one small program instead of twenty.
@@ -43,15 +45,21 @@ class Group:
   responses: Sequence[str] = ()
   reward_G: np.ndarray | None = None  # float32
   correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
+  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # as in `rewards.Scores`
 
   @property
   def finished(self) -> bool:
     return all(one.finished for one in self.trajectories)
 
   @property
+  def known_G(self) -> np.ndarray:
+    """bool: there is a verdict on the response. What has none is in no statistic."""
+    return np.array([i not in self.unknown for i in range(len(self.trajectories))], bool)
+
+  @property
   def mixed(self) -> bool:
     """Whether there are right and wrong responses, and so something to learn from."""
-    return np.ptp(self.correct_G) > 0
+    return spread(self.correct_G[self.known_G]) > 0
 
   def get_state(self) -> dict[str, Any]:
     """Returns JSON, of a group that has not been scored."""
@@ -80,13 +88,18 @@ class Collected:
   metrics: dict[str, float]
 
 
+def spread(values: np.ndarray) -> float:
+  """Difference of the largest and the smallest; 0 where there is none."""
+  return float(np.ptp(values)) if len(values) else 0.0
+
+
 class Collector:
   """Source of scored groups: draws prompts, and keeps the groups that are under way."""
 
   def __init__(self, run: Run):
     self._config, self._seed, self._engine = run.config, run.seed, run.engine
     self._tokenizer, self._score, self._environment = run.tokenizer, run.score, run.environment
-    self._prompts, self._workload = run.train_prompts, run.workload
+    self._prompts, self._workload, self._writer = run.train_prompts, run.workload, run.writer
     self._shared_prompts = run.shared_prompts
     seed = run.seed("rl", "data")
     self._batches = sources.Batches(run.train_prompts, self._config.rl.prompts, seed=seed)
@@ -103,6 +116,7 @@ class Collector:
 
     Raises:
       ValueError: a reward is not finite.
+      NoVerdictError: the verifier failed on all responses.
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._filter.readmit(step)
@@ -115,7 +129,10 @@ class Collector:
         outcomes.update(self._judge(groups))
       sampled += groups
       rounds += 1
-    self._filter.update([g.prompt for g in sampled], [g.correct_G for g in sampled], step)
+      self._require_verdicts(sampled, step)
+    # What has no verdict might have been the other kind.
+    told = [g for g in sampled if g.mixed or g.known_G.all()]
+    self._filter.update([g.prompt for g in told], [g.correct_G[g.known_G] for g in told], step)
     first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
     chosen = sampled
     if most > 1:
@@ -170,7 +187,7 @@ class Collector:
   def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
     """Gives finished groups their rewards, by the verifier or by their environments; returns how
     often the verifier came to each of its outcomes."""
-    G, outcomes = self._config.rl.group_size, {}
+    G, outcomes, unknown = self._config.rl.group_size, {}, {}
     trajectories = [one for group in groups for one in group.trajectories]
     texts = [self._tokenizer.decode(one.tokens.tolist()) for one in trajectories]
     if self._environment:
@@ -178,18 +195,35 @@ class Collector:
       correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
     else:
       prompts = [group.prompt for group in groups for _ in group.trajectories]
-      scores = self._score(texts, prompts, [one.length for one in trajectories])
+      lengths, stopped = zip(*((one.length, one.stopped) for one in trajectories))
+      scores = self._score(texts, prompts, lengths, stopped)
       reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
+      unknown, known_B = scores.unknown, scores.known
       if jax.process_count() > 1:
         # A time limit may strike on one host and not on another: the first one's word counts.
-        reward_B, correct_B = multihost_utils.broadcast_one_to_all((reward_B, correct_B))
+        verdicts = reward_B, correct_B, known_B
+        reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
+        elsewhere = dict.fromkeys(np.flatnonzero(~known_B).tolist(), "on another host")
+        unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
     for i, group in enumerate(groups):
       mine = slice(i * G, (i + 1) * G)
       group.responses = texts[mine]
       group.reward_G, group.correct_G = reward_B[mine], correct_B[mine]
+      group.unknown = {g: unknown[i * G + g] for g in range(G) if i * G + g in unknown}
       if not np.isfinite(group.reward_G).all():
         raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
     return outcomes
+
+  def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
+    """Writes down the responses without a verdict; ends the run if there is none at all."""
+    flat = [(group, g) for group in sampled for g in range(len(group.responses))]
+    unknown = {i: group.unknown[g] for i, (group, g) in enumerate(flat) if g in group.unknown}
+    if unknown:
+      responses, prompts = [group.responses[g] for group, g in flat], [g.prompt for g, _ in flat]
+      rows = rewards.describe_unknown(responses, prompts, unknown)
+      self._writer.dump_rollouts("rl", step, rows, folder=UNKNOWN)
+    where = f"{UNKNOWN}/rl_{step:06d}.jsonl of the workdir"
+    rewards.require_verdicts([*unknown.values()], len(flat), where)
 
   def _collected(self, groups: list[Group], tokens: int, metrics: dict[str, float]) -> Collected:
     c = self._config
@@ -201,7 +235,10 @@ class Collector:
         rollout.tokens, "an environment says different things on two hosts"
       )
     reward_PG = np.stack([group.reward_G for group in groups])
-    advantage_PG = np.asarray(group_advantages(reward_PG, normalize=c.objective.advantage))
+    known_PG = np.stack([group.known_G for group in groups])
+    advantage_PG = np.asarray(
+      group_advantages(reward_PG, normalize=c.objective.advantage, valid_PG=known_PG)
+    )
     advantage_BL = None
     if self._environment:
       options = c.environment.max_turns, c.environment.discount, c.objective.advantage
@@ -266,19 +303,23 @@ def turn_advantages(
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
-  """Of everything that was sampled, which with dynamic sampling is more than is trained on."""
+  """Of everything that was sampled, which with dynamic sampling is more than is trained on; rewards
+  of what there is a verdict on."""
   trajectories = [one for group in groups for one in group.trajectories]
-  reward_PG = np.stack([group.reward_G for group in groups])
+  judged = [group.reward_G[group.known_G] for group in groups]
+  reward_X = np.concatenate(judged)
   lengths = [one.length for one in trajectories]
   row = {
-    "reward/mean": float(reward_PG.mean()),
-    "reward/std": float(reward_PG.std()),
-    "groups_without_spread": float((np.ptp(reward_PG, axis=1) == 0).mean()),
+    "reward/mean": float(reward_X.mean()),
+    "reward/std": float(reward_X.std()),
+    "groups_without_spread": float(np.mean([spread(one) == 0 for one in judged if len(one)])),
     "response_length/mean": float(np.mean(lengths)),
     "response_length/max": float(max(lengths)),
     "truncated_fraction": float(1 - np.mean([one.stopped for one in trajectories])),
   }
   total = len(trajectories)
+  if outcomes:
+    row["verifier/unknown"] = 1 - len(reward_X) / total
   return row | {f"verifier/{name}": n / total for name, n in sorted(outcomes.items())}
 
 

@@ -37,7 +37,7 @@ def rollout_records(
       prompt=group.prompt.question,
       response=group.responses[sample],
       answer=group.prompt.answer[:1000],  # the tests of a program take megabytes
-      reward=float(group.reward_G[sample]),
+      reward=None if sample in group.unknown else float(group.reward_G[sample]),
       advantage=round(float(advantage), 4),
       length=int(rollout.lengths[row]),
       truncated=not bool(rollout.stopped[row]),
@@ -45,6 +45,8 @@ def rollout_records(
       clipped=bool(clipped_X.any()),
       eval=False,
     )
+    if sample in group.unknown:
+      record["unknown"] = group.unknown[sample]
     written += len(ratio_X)
     if written <= TOKENS:
       record["tokens"] = [texts[i] for i in rollout.tokens[row][used_L].tolist()]

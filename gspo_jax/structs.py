@@ -38,6 +38,7 @@ class Prompt:
   # observation, response, ...
   demonstration: str | tuple[str, ...] = ""
   info: tuple[tuple[str, str], ...] = ()  # further fields of the row: rating, tolerance, ...
+  thinks: bool = False  # the text ends with <think>: a response begins with a thought
 
 
 @dataclasses.dataclass(frozen=True)

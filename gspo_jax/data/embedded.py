@@ -50,6 +50,7 @@ class Embedded:
       tokens=tuple(self._tok.encode(text)),
       # The same problem is always demonstrated in the same way, right or wrong.
       demonstration=self._task.demonstration(row, self._config.carry_errors, seed=index),
+      thinks=text.rstrip().endswith("<think>"),
     )
 
 

@@ -156,7 +156,8 @@ def prompt(
   starter = row.get(form.starter) if form.starter else None
   if starter:
     template = form.starter_template.replace("{starter}", str(starter))
-  tokens = tuple(tok.encode(tok.render(question, template=template)))
+  text = tok.render(question, template=template)
+  tokens = tuple(tok.encode(text))
   if not all(c.keeps(len(tokens)) for c in where if c.field == TOKENS):
     return None
   if len(tokens) > max_tokens:
@@ -167,7 +168,8 @@ def prompt(
   name = form.id or next((name for name in ID_FIELDS if row.get(name) is not None), None)
   row_id = text_of(row, name, name) if name else default_id
   info = tuple(_further(row, {*_fields(form.question), *_fields(form.answer), name}))
-  return structs.Prompt(row_id, question, answer, tokens, demonstration, info)
+  thinks = text.rstrip().endswith("<think>")
+  return structs.Prompt(row_id, question, answer, tokens, demonstration, info, thinks)
 
 
 def _further(

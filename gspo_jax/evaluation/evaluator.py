@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, EvalConfig
 from gspo_jax.evaluation.resume import Unfinished, checksums, from_first_process
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.rewards import require_verdicts
 from gspo_jax.runs.files import write_whole
 from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import (
@@ -79,6 +81,9 @@ class Evaluator:
       prefix = f"eval/{benchmark.name}/" if benchmark.name else "eval/"
       row[f"{prefix}greedy"] = float(right_answers(benchmark, greedy).mean())
     self._write_problems(results, step)
+    unknown = sum("unknown" in one for sampled in results for one in sampled["records"])
+    if unknown and active:
+      logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
     return row, records
 
   def key(self, params: Any) -> str:
@@ -116,6 +121,7 @@ class Evaluator:
     for indices, responses, seconds in self._sample(engine, benchmark, left, samples, temperature):
       chunk = self._scored(benchmark, indices, responses) | dict(chunk=name, problems=indices)
       chunk["seconds"]["sample"] = seconds
+      self._require_verdicts([*chunks, chunk])
       log.add(chunk)
       chunks.append(chunk)
       progress.update(progress.step + len(indices), {})
@@ -131,6 +137,16 @@ class Evaluator:
     seconds = {key: sum(c["seconds"][key] for c in chunks) for key in ("sample", "score")}
     records = [record for _, mine in sorted(by_problem.items()) for record in mine]
     return dict(records=records, outcomes=outcomes, seconds=seconds)
+
+  def _require_verdicts(self, chunks: Sequence[Row]) -> None:
+    """Ends the evaluation if there has been no verdict yet, with the responses on file."""
+    records = [record for chunk in chunks for record in chunk["records"]]
+    reasons = [record["unknown"] for record in records if "unknown" in record]
+    path = (self.directory or Path()) / "unknown.jsonl"
+    if len(reasons) == len(records) and self.directory and jax.process_index() == 0:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      write_whole(path, (json.dumps(record) + "\n" for record in records))
+    require_verdicts(reasons, len(records), str(path))
 
   def _sample(
     self, engine: Engine, benchmark: Benchmark, indices: list[int], samples: int, temperature: float
@@ -181,9 +197,10 @@ class Evaluator:
     responses = [self.tokenizer.decode(one.tokens.tolist()) for one in sampled]
     started = time.perf_counter()
     reported = [dict(one.figures) for one in sampled]
+    unknown, asked = {}, [p for p in problems for _ in range(samples)]
     if benchmark.environment is None:
-      scores = benchmark.score(responses, [p for p in problems for _ in range(samples)])
-      outcomes, correct = dict(scores.outcomes), scores.correct
+      scores = benchmark.score(responses, asked, finished=[one.stopped for one in sampled])
+      outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
     else:
       outcomes, correct = {}, [one.pop("correct") for one in reported]
     outcomes, correct = from_first_process((outcomes, [float(x) for x in correct]))
@@ -202,6 +219,7 @@ class Evaluator:
         eval=True,
       )
       record |= dict(figures=reported[row]) if reported[row] else {}
+      record |= dict(unknown=unknown[row]) if row in unknown else {}
       records.append(record | (dict(benchmark=benchmark.name) if benchmark.name else {}))
     seconds = dict(score=time.perf_counter() - started)
     return dict(records=records, outcomes=outcomes, seconds=seconds)

@@ -33,6 +33,8 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
     row |= dict(zip(("contest_rating", "contest_rating/low", "contest_rating/high"), values))
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
   row["truncated_fraction"] = float(np.mean([r["truncated"] for r in records]))
+  if sampled["outcomes"]:
+    row["verifier/unknown"] = float(np.mean(["unknown" in record for record in records]))
   for name, count in sorted(sampled["outcomes"].items()):
     row[f"verifier/{name}"] = count / len(records)
   return row

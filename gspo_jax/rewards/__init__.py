@@ -1,6 +1,7 @@
 """Rewards: responses and their prompts in, a number for each out. Nothing here imports jax.
 
-A verifier is a module with `OUTCOMES`, the names of what it can find, and `open_verifier(config)`,
+A verifier is a module with `OUTCOMES`, the names of what it can find, `UNKNOWN`, those of them
+that say nothing of the response ("crash" alone where it is left out), and `open_verifier(config)`,
 a context manager of a `Verify` function; VERIFIERS names those that come with the package.
 """
 
@@ -9,14 +10,16 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
 from gspo_jax import ranges
 from gspo_jax.ranges import Fraction, Name, NonNegativeFloat, NonNegativeInt, Range, Workers
-from gspo_jax.rewards import shaping
+from gspo_jax.rewards import pool, shaping, thought
 from gspo_jax.rewards.programs.process import ISOLATIONS
 
 VERIFIERS = {  # imported when a config names them
@@ -25,6 +28,7 @@ VERIFIERS = {  # imported when a config names them
   "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
   "string": "gspo_jax.rewards.string_match",  # the normalised text
 }
+DESCRIBED = 100  # responses without a verdict that are written down for a batch
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
 
 
@@ -72,30 +76,51 @@ class Prompt(Protocol):
   question: str
   answer: str  # the gold answer, or tests for programs
   info: tuple[tuple[str, str], ...]  # further fields of the row in the data set
+  # thinks: bool, which may be left out; True: it ends with <think>, the response begins within one
 
 
-# One outcome per response and its prompt, each one of OUTCOMES; and the values between 0 and 1, or
-# None for 1 where the outcome is "right" and 0 elsewhere.
-Verify = Callable[[Sequence[str], Sequence[Prompt]], tuple[Sequence[str], Sequence[float] | None]]
+# From responses, their prompts, and whether each ended by itself: one outcome per response, of
+# OUTCOMES; and the values between 0 and 1, or None for 1 where the outcome is "right" and 0
+# elsewhere. An outcome that is unknown may be a `pool.Failure`, which has a reason.
+Verify = Callable[
+  [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
   """The rewards of B responses, and how the verifier came to them."""
 
-  reward: np.ndarray  # float32 [B]: what is learned from
-  outcomes: dict[str, int]  # of the verifier: how many were right, wrong, timeout, ...
+  reward: np.ndarray  # float32 [B]: what is learned from; 0 where nothing is known
+  outcomes: Mapping[str, int]  # of the verifier: how many were right, wrong, timeout, ...
   correct: np.ndarray  # float32 [B]: 1 where the verifier said right
+  # Responses without a verdict, by their index in the batch: outcome and reason. They are neither
+  # right nor wrong.
+  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+  @property
+  def known(self) -> np.ndarray:
+    """bool [B]: there is a verdict."""
+    return np.array([i not in self.unknown for i in range(len(self.reward))], bool)
 
 
 class Scorer(Protocol):
   def __call__(
-    self, responses: Sequence[str], prompts: Sequence[Prompt], lengths: Sequence[int] | None = None
+    self,
+    responses: Sequence[str],
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int] | None = None,
+    finished: Sequence[bool] | None = None,
   ) -> Scores:
     """Scores B responses to B prompts, which repeat where a prompt has several responses.
 
-    `lengths` in tokens are for the overlong punishment; without them none is given, which is for
-    evaluation, where `correct` counts and `reward` does not.
+    Whatever the responses hold, and whatever becomes of the verifier, nothing is raised: there is
+    no verdict then on those that it failed on.
+
+    Args:
+      lengths: in tokens, for the overlong punishment; without them none is given, which is for
+        evaluation, where `correct` counts and `reward` does not.
+      finished: False where a response was cut off; None: all ended by themselves.
     """
 
 
@@ -107,28 +132,42 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
     RuntimeError: if a verifier cannot be started, or programs cannot be confined.
   """
   verifier = importlib.import_module(VERIFIERS.get(config.name, _USER))
+  unknown = getattr(verifier, "UNKNOWN", ("crash",))
   with verifier.open_verifier(config) as verify:
-    yield functools.partial(_score, config, verifier.OUTCOMES, verify)
+    yield functools.partial(_score, config, verifier.OUTCOMES, unknown, verify)
 
 
 def _score(
   config: RewardConfig,
   names: Sequence[str],
+  unknown_names: Sequence[str],
   verify: Verify,
   responses: Sequence[str],
   prompts: Sequence[Prompt],
   lengths: Sequence[int] | None = None,
+  finished: Sequence[bool] | None = None,
 ) -> Scores:
   if len(responses) != len(prompts):
     raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
-  found, values = verify(responses, prompts)
+  finished = [True] * len(responses) if finished is None else finished
+  thinks = [getattr(prompt, "thinks", False) for prompt in prompts]
+  texts = list(map(thought.with_opening, responses, thinks))
+  verdicts = _verdicts(verify, list(zip(texts, prompts, finished, strict=True)))
+  unknown = {
+    i: ": ".join(filter(None, [str(outcome), getattr(outcome, "reason", "")]))
+    for i, (outcome, _) in enumerate(verdicts)
+    if outcome in unknown_names or outcome == "crash"
+  }
   # An outcome that did not occur is 0 rather than missing.
-  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(map(str, found))
+  found = [str(outcome) for outcome, _ in verdicts]
+  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(found)
   correct = np.array([outcome == "right" for outcome in found], np.float32)
-  reward = correct.copy() if values is None else np.array(values, np.float32)
+  reward = np.array([value for _, value in verdicts], np.float32)
+  scores = Scores(reward, outcomes, correct, unknown)
   if config.false_positive or config.false_negative:
     noise = config.false_positive, config.false_negative, config.noise_seed
     flips = shaping.flipped(correct > 0, responses, [p.answer for p in prompts], *noise)
+    flips &= scores.known
     reward = np.where(flips, 1 - correct, reward).astype(np.float32)
     outcomes["false_positive"] = int((flips & (correct == 0)).sum())
     outcomes["false_negative"] = int((flips & (correct == 1)).sum())
@@ -139,4 +178,50 @@ def _score(
   if config.overlong_weight and lengths is not None:
     buffer = config.overlong_buffer
     reward += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
-  return Scores(reward, outcomes, correct)
+  return dataclasses.replace(scores, reward=np.where(scores.known, reward, 0).astype(np.float32))
+
+
+def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tuple[str, float]]:
+  """Outcome and value of each response. Where the verifier raises, halves of the batch are tried,
+  and so on: what it cannot do is left without a verdict, and that alone."""
+  if not batch:
+    return []
+  try:
+    found, values = verify(*map(list, zip(*batch)))
+    values = [float(outcome == "right") for outcome in found] if values is None else values
+    return [pair for pair, _ in zip(zip(found, values, strict=True), batch, strict=True)]
+  except Exception as error:  # of whatever kind: the response may have been made for it
+    if len(batch) == 1:
+      return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), 0.0)]
+  middle = len(batch) // 2
+  return _verdicts(verify, batch[:middle]) + _verdicts(verify, batch[middle:])
+
+
+class NoVerdictError(ValueError):
+  """The verifier failed on all responses of a batch: there is nothing to learn from it."""
+
+
+def describe_unknown(
+  responses: Sequence[str], prompts: Sequence[Prompt], unknown: Mapping[int, str]
+) -> list[dict[str, str]]:
+  """JSON of the responses without a verdict, the first DESCRIBED of them."""
+  return [
+    dict(
+      prompt_id=prompts[i].id,
+      prompt=prompts[i].question,
+      response=responses[i],
+      answer=prompts[i].answer[:1000],  # the tests of a program take megabytes
+      unknown=reason,
+    )
+    for i, reason in itertools.islice(sorted(unknown.items()), DESCRIBED)
+  ]
+
+
+def require_verdicts(reasons: Sequence[str], total: int, where: str) -> None:
+  """Raises `NoVerdictError` if there are as many responses without a verdict as there are any."""
+  if total and len(reasons) == total:
+    (reason, times), *_ = collections.Counter(reasons).most_common(1)
+    raise NoVerdictError(
+      f"the verifier came to no verdict on any of {total} responses ({times} times: {reason}). "
+      f"They are in {where}; correct reward.name, the gold answers or the machine"
+    )

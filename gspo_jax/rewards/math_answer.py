@@ -16,10 +16,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gspo_jax.rewards import pool
+from gspo_jax.rewards import pool, thought
 
 MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer: UNPARSABLE
 MAX_KNOWN = 1 << 16  # symbolic comparisons that are remembered
+_UNREADABLE = "the gold answer is not mathematics"
 TAIL = 2000  # characters at the end of a response that are searched where nothing is boxed
 
 
@@ -28,17 +29,26 @@ class Outcome(enum.StrEnum):
   WRONG = "wrong"
   UNPARSABLE = "unparsable"  # no answer found, or one that is not mathematics
   TIMEOUT = "timeout"  # of the verifier
-  CRASH = "crash"  # of the verifier
+  CRASH = "crash"  # of the verifier, or the gold answer is not mathematics
 
 
-OUTCOMES = tuple(Outcome)
+OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 
 
 @contextlib.contextmanager
 def open_verifier(config: Any) -> Iterator[Callable]:
   """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
   with MathVerifier(config.workers, config.time_limit_s) as verifier:
-    yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
+
+    def verify(responses, prompts, finished):
+      answers = [prompt.answer for prompt in prompts]
+      outcomes = verifier.score(responses, answers, finished)
+      # Without this, gold answers that nobody can read are not noticed while no response has one.
+      broken = verifier.unreadable(answers)
+      found = zip(outcomes, answers)
+      return [o if o == Outcome.RIGHT else broken.get(a, o) for o, a in found], None
+
+    yield verify
 
 
 class MathVerifier:
@@ -57,16 +67,21 @@ class MathVerifier:
       f"{__name__}:_judge_pair", workers, time_limit_s, warm_up=[r"\frac{1}{2}", r"\sqrt{2}"]
     )
     self._known: dict[tuple[str, str], Outcome] = {}  # (candidate, gold), compared symbolically
+    self._readable: dict[str, bool] = {}  # gold answers that were looked at
 
-  def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
-    """Returns one outcome per response, in order.
+  def score(
+    self, responses: Sequence[str], answers: Sequence[str], finished: Sequence[bool] | None = None
+  ) -> list[Outcome]:
+    """Returns one outcome per response, in order; `finished` is False where one was cut off.
 
     Raises:
       ValueError: if the lengths differ or a gold answer is empty.
     """
     if any(not answer.strip() for answer in answers):
       raise ValueError("a gold answer is empty")
-    pairs = [(extract(r), a) for r, a in zip(responses, answers, strict=True)]
+    finished = [True] * len(responses) if finished is None else finished
+    triples = zip(responses, answers, finished, strict=True)
+    pairs = [(extract(response, whole), answer) for response, answer, whole in triples]
     # Responses to one prompt often agree: each different answer is compared once.
     outcomes = {pair: self._known.get(pair) or quick_judge(*pair) for pair in pairs}
     slow = [pair for pair, outcome in outcomes.items() if outcome is None]
@@ -74,10 +89,19 @@ class MathVerifier:
       self._known.clear()
     for pair, result in zip(slow, self._pool.map(slow)):
       if isinstance(result, pool.Failure):
-        outcomes[pair] = Outcome(result.value)  # not remembered: the machine may have been busy
+        outcomes[pair] = result  # not remembered: the machine may have been busy
       else:
         outcomes[pair] = self._known[pair] = Outcome(result)
     return [outcomes[pair] for pair in pairs]
+
+  def unreadable(self, answers: Sequence[str]) -> dict[str, pool.Failure]:
+    """The gold answers that are not mathematics; each is looked at once."""
+    new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
+    slow = [answer for answer in new if quick_judge("0", answer) is None]
+    found = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
+    self._readable |= {a: one for a, one in found.items() if not isinstance(one, pool.Failure)}
+    broken = [answer for answer in set(answers) if self._readable.get(answer) is False]
+    return {a: pool.Failure("crash", f"{_UNREADABLE}: {a!r:.80}") for a in broken}
 
   def __enter__(self):
     return self
@@ -109,14 +133,15 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _FUNCTIONS = re.compile("sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and", re.IGNORECASE)
 
 
-def extract(response: str) -> str | None:
+def extract(response: str, finished: bool = True) -> str | None:
   r"""Finds the answer that a response gives; None if there is none.
 
-  Only what follows the last `</think>` counts, if there is one. The last complete `\boxed{}` is the
+  Only what follows the thought counts (`thought.after`). The last complete `\boxed{}` is the
   answer; a response whose only box is empty or cut off gives none. Without a box: what follows the
-  last "####" or "answer is/:/=", else the last formula or number of the text.
+  last "####" or "answer is/:/=", else the last formula or number of the text. That one is no answer
+  where the response was cut off (not `finished`): it is where the tokens ran out.
   """
-  text = response.rpartition("</think>")[2].replace("−", "-")
+  text = thought.after(response).replace("−", "-")
   boxes = [match.end() for match in _BOX.finditer(text)][-8:]
   if boxes:
     return next(filter(None, (_argument(text, start) for start in reversed(boxes))), None)
@@ -126,6 +151,8 @@ def extract(response: str) -> str | None:
     lines = tail[markers[-1] :].split("\n")
     line = next((line for line in lines if re.search(r"\w", line)), "")
     return _trim(line) if _is_formula(line) else min(_items(line, first=True), default=_NONE)[2]
+  if not finished:
+    return None
   line = tail.strip().rpartition("\n")[2]
   return _trim(line) if _is_formula(line) else max(_items(tail), default=_NONE)[2]
 
@@ -294,17 +321,23 @@ def judge(candidate: str, answer: str) -> Outcome:
 
   logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of absent time limits
   ours, gold = _parse(candidate), _parse(answer)
+  if not gold:
+    raise ValueError(f"{_UNREADABLE}: {answer!r:.80}")
   if not ours:
     return Outcome.UNPARSABLE
   # timeout_seconds=None: with a number the library would set SIGALRM.
-  equal = gold and math_verify.verify(
-    list(gold), list(ours), timeout_seconds=None, raise_on_error=True
-  )
+  equal = math_verify.verify(list(gold), list(ours), timeout_seconds=None, raise_on_error=True)
   return Outcome.RIGHT if equal else Outcome.WRONG
 
 
-def _judge_pair(pair: list[str]) -> str:
-  return judge(*pair).value
+def _judge_pair(pair: list[str | None]) -> str | bool:
+  """The outcome; without a candidate, whether the gold answer can be read at all."""
+  candidate, answer = pair
+  if candidate is not None:
+    return judge(candidate, answer).value
+  with contextlib.suppress(Exception):
+    return bool(_parse(answer))
+  return False
 
 
 @functools.lru_cache(maxsize=1 << 12)

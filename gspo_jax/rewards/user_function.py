@@ -4,7 +4,7 @@ The function takes the text of a response and the record of its prompt, and retu
 number from 0 to 1, where 1 is right and anything less is wrong with partial credit. The record is a
 dict of texts: `id`, `question`, `answer`, and the further fields of the row in the data set. The
 function runs in worker processes: one that hangs is a timeout, one that raises or returns something
-else is a crash, and neither is a wrong answer.
+else is a crash, and neither is a wrong answer: nothing is known about the response then.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 from gspo_jax.rewards import pool
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
+UNKNOWN = ("timeout", "crash")
 
 
 @contextlib.contextmanager
@@ -32,11 +33,11 @@ def open_verifier(config: Any) -> Iterator[Callable]:
   limits = config.workers, config.time_limit_s
   with pool.Pool(f"{__name__}:call", *limits, warm_up=[name]) as workers:
 
-    def verify(responses, prompts):
+    def verify(responses, prompts, finished):
       results = workers.map([[name, r, record(p)] for r, p in zip(responses, prompts)])
       failed = [isinstance(result, pool.Failure) for result in results]
       outcomes = [
-        result.value if bad else "right" if result == 1 else "wrong"
+        result if bad else "right" if result == 1 else "wrong"
         for result, bad in zip(results, failed)
       ]
       return outcomes, [0.0 if bad else result for result, bad in zip(results, failed)]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeFloat, Range
+from gspo_jax.ranges import Fraction, NonNegativeFloat, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class AlarmConfig:
   entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
   ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
   reward: NonNegativeFloat  # that the mean over a window lies below the highest such mean so far
+  unknown: Fraction = 0.0  # share of responses without a verdict that is exceeded
 
   def __post_init__(self):
     ranges.check(self, "alarms")
@@ -76,6 +77,11 @@ class Alarms:
         low = c.reward and mean < self._best - c.reward
         text = f"the reward has fallen to {mean:.3g}, mean of {c.window}, from {self._best:.3g}"
         yield "reward", low and text
+    shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]  # of evaluations too
+    share = max(filter(None, map(_finite, shares)), default=None)
+    if share is not None:
+      high = c.unknown and share > c.unknown
+      yield "unknown", high and f"the verifier failed on {share:.2%} of the responses"
 
 
 def _finite(value: float | None) -> float | None:

@@ -173,11 +173,17 @@ class Writer:
       self._open()
     return len(dropped)
 
-  def dump_rollouts(self, phase: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes `rollouts/<phase>_<step>.jsonl`, whole or not at all; a redone step overwrites."""
+  def dump_rollouts(
+    self,
+    phase: str,
+    step: int,
+    records: Iterable[Mapping[str, Any]],
+    folder: str = "rollouts",
+  ) -> None:
+    """Writes `<folder>/<phase>_<step>.jsonl`, whole or not at all; a redone step overwrites."""
     if not self._active:
       return
-    path = self._workdir / "rollouts" / f"{phase}_{step:06d}.jsonl"
+    path = self._workdir / folder / f"{phase}_{step:06d}.jsonl"
     with writing(path):
       path.parent.mkdir(exist_ok=True)
     stamped = ({"step": step} | dict(record) for record in records)

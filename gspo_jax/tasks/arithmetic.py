@@ -20,7 +20,7 @@ import numpy as np
 from gspo_jax.tasks.problems import Problem, Problems
 
 OUTCOMES = ("right", "wrong")
-_ANSWER = re.compile(r"\s*([+-]?\d+)\s*")
+_ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of thousands of digits
 
 
 def problems(split: str, digits: int) -> Problems:
@@ -62,7 +62,7 @@ def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
 def open_verifier(config: Any) -> Iterator[Callable]:
   """`verify` of many (see `gspo_jax.rewards`); there is nothing to configure."""
 
-  def outcomes(responses, prompts):
+  def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
     return ["right" if one else "wrong" for one in right], None
 
@@ -70,6 +70,7 @@ def open_verifier(config: Any) -> Iterator[Callable]:
 
 
 def verify(response: str, answer: str) -> bool:
-  """Tells whether the number after the last colon is exactly `answer`."""
-  match = _ANSWER.fullmatch(response.rsplit(":", 1)[-1])
-  return match is not None and int(match[1]) == int(answer)
+  """Tells whether the number after the last colon is exactly `answer`; ValueError if that is no
+  integer."""
+  gold, match = int(answer), _ANSWER.fullmatch(response.rsplit(":", 1)[-1])
+  return match is not None and int(match[1]) == gold

@@ -72,7 +72,7 @@ def params():
   return initial(MODEL)
 
 
-def by_length(responses, answers):
+def by_length(responses, answers, finished=None):
   reward = np.array([len(r) % 2 for r in responses], np.float32)
   outcomes = {"right": int(reward.sum()), "wrong": int((1 - reward).sum())}
   return rewards.Scores(reward, outcomes, reward)
@@ -85,7 +85,8 @@ def untimed(row):
 def test_accuracy_is_the_mean_over_samples_and_problems(params):
   seen = []
 
-  def score(responses, answers):  # problem 0 always right, problem 1 right on its first sample
+  # Problem 0 is always right, problem 1 on its first sample.
+  def score(responses, answers, finished):
     seen.append(responses)
     reward = np.zeros(len(responses), np.float32)
     samples = len(responses) // 5
@@ -149,7 +150,7 @@ class Interrupted(Exception):
 def stopping_after(calls):
   """A verifier that counts its calls and fails once there have been so many."""
 
-  def score(responses, answers):
+  def score(responses, answers, finished):
     score.calls += 1
     if score.calls > calls:
       raise Interrupted
@@ -271,7 +272,7 @@ def test_virtual_contests(params, tmp_path):
     for p, (c, n) in zip(PROBLEMS, info)
   ]
 
-  def score(responses, answers):  # samples 0 and 1 of each problem, sample 2 of none
+  def score(responses, answers, finished):  # samples 0 and 1 of each problem, sample 2 of none
     reward = np.array([1, 1, 0] * 3, np.float32)
     return rewards.Scores(reward, {}, reward)
 

@@ -51,7 +51,10 @@ def open_verifier(config: Any) -> Iterator[Callable]:
   cpu_s = math.ceil(config.time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=config.memory_mb << 20)
   with CodeVerifier(config.workers, limits, config.isolation) as verifier:
-    yield lambda responses, prompts: (verifier.score(responses, [p.answer for p in prompts]), None)
+    yield lambda responses, prompts, finished: (
+      verifier.score(responses, [prompt.answer for prompt in prompts]),
+      None,
+    )
 
 
 class CodeVerifier:
