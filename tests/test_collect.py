@@ -14,7 +14,8 @@ from support.small_models import MOE, forward, initial, next_logp
 from configs import common
 from gspo_jax.collect import Collector, Group, environment_metrics
 from gspo_jax.data.sources import Prompts
-from gspo_jax.rewards import Scores
+from gspo_jax.records import rollout_records
+from gspo_jax.rewards import NoVerdictError, Scores
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import (
@@ -359,3 +360,77 @@ def test_a_reward_that_is_not_finite_names_its_prompt():
   engine.load(PARAMS, version=1)
   with pytest.raises(ValueError, match=r"reward of prompt \d+ is .*nan.*must be finite"):
     made.collect(1, Stopwatch())
+
+
+class Dumps:
+  """A writer that keeps what is dumped."""
+
+  def __init__(self):
+    self.files = {}
+
+  def dump_rollouts(self, phase, step, records, folder="rollouts"):
+    self.files[folder, phase, step] = list(records)
+
+
+def judged(verdicts, **changes):
+  """An iteration of groups of three: 1 right, 0 wrong, None no verdict. Of one round each."""
+  rounds, writer = [verdicts] if isinstance(verdicts[0][0], str) else verdicts, Dumps()
+  made, _ = collector(prompts=3, extra_prompts=0, minibatches=3, **changes)
+  made._writer, made._sample = writer, lambda step, attempt, usage: names[attempt]
+  names = [groups(**{name: [0] * G for name, _ in some}) for some in rounds]
+  told = iter([[v for _, mine in some for v in mine] for some in rounds])
+
+  def score(responses, prompts, lengths, finished):
+    verdict_B = next(told)
+    correct = np.array([v == 1 for v in verdict_B], np.float32)
+    shaped = np.array([0 if v is None else v + 0.25 for v in verdict_B], np.float32)
+    unknown = {i: f"crash: {prompts[i].id}" for i, v in enumerate(verdict_B) if v is None}
+    return Scores(shaped, dict(right=int(correct.sum()), crash=len(unknown)), correct, unknown)
+
+  made._score, updates = score, []
+  made._filter.update = lambda prompts, correct_PG, step: updates.append((prompts, correct_PG))
+  collect = lambda: made.collect(1, Stopwatch())  # noqa: E731
+  return collect, writer.files, updates
+
+
+def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
+  collect, files, updates = judged([("a", [1, None, 0]), ("b", [0, None, 0]), ("c", [1, 1, 1])])
+  out = collect()
+  np.testing.assert_allclose(out.advantage_PG[0], [0.70711, 0, -0.70711], atol=1e-3)
+  assert not out.advantage_PG[1:].any()
+  row = out.metrics
+  assert row["reward/mean"] == pytest.approx((4 * 1.25 + 3 * 0.25) / 7)
+  assert row["groups_without_spread"] == pytest.approx(2 / 3)
+  assert row["verifier/crash"] == row["verifier/unknown"] == pytest.approx(2 / 9)
+  # Of b nobody knows whether all were wrong: nothing speaks for dropping it.
+  ((prompts, correct_PG),) = updates
+  assert [prompt.id for prompt in prompts] == ["a", "c"]
+  assert [correct.tolist() for correct in correct_PG] == [[1, 0], [1, 1, 1]]
+  (rows,) = files.values()
+  assert list(files) == [("unknown", "rl", 1)]
+  assert [(r["prompt_id"], r["response"], r["unknown"]) for r in rows] == [
+    (group.prompt.id, group.responses[1], f"crash: {group.prompt.id}") for group in out.groups[:2]
+  ]
+
+
+def test_what_is_unknown_is_no_spread_for_dynamic_sampling():
+  first = [("a", [1, None, 1]), ("b", [0, None, None]), ("c", [1, 0, 1])]
+  more = [("d", [None] * 3), ("e", [1, 0, 0]), ("f", [0, 1, None])]
+  out = judged([first, more], extra_rounds=3)[0]()
+  assert [group.prompt.id for group in out.groups] == ["c", "e", "f"]
+  assert out.metrics["dynamic_sampling/rounds"] == 2
+
+
+def test_a_batch_without_any_verdict_ends_the_run():
+  collect, files, _ = judged([(name, [None] * 3) for name in "abc"], extra_rounds=3)
+  with pytest.raises(NoVerdictError, match=r"any of 9 responses \(3 times: crash: a\).*rl_000001"):
+    collect()
+  assert len(files["unknown", "rl", 1]) == 9
+
+
+def test_the_dump_of_a_rollout_says_what_is_unknown():
+  out = judged([(name, [1, None, 0]) for name in "abc"])[0]()
+  shape = out.rollout.mask.shape
+  made = rollout_records(out, np.zeros(shape), np.zeros(shape, bool), str)
+  assert [record["reward"] for record in made[:3]] == [1.25, None, 0.25]
+  assert made[1]["unknown"] == "crash: a" and "unknown" not in made[0]

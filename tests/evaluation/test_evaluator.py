@@ -104,6 +104,35 @@ def test_accuracy_is_the_mean_over_samples_and_problems(params):
   assert [len(s) for s in seen] == [15, 5]
 
 
+def unknown_for(*problems):
+  """All are right but those that the verifier fails on."""
+
+  def score(responses, prompts, finished):
+    unknown = {i: "crash: it broke" for i, p in enumerate(prompts) if p.id in problems}
+    reward = np.array([i not in unknown for i in range(len(prompts))], np.float32)
+    return rewards.Scores(reward, {"right": int(reward.sum())}, reward, unknown)
+
+  return score
+
+
+def test_what_is_unknown_counts_as_not_right_and_is_told(params, tmp_path):
+  run = evaluator(benchmark(unknown_for("1", "3")), directory=tmp_path, batch=2)
+  row, records = evaluate(run, params)
+  assert row["eval/accuracy"] == row["eval/greedy"] == pytest.approx(3 / 5)
+  assert row["eval/verifier/unknown"] == pytest.approx(2 / 5)
+  assert [r.get("unknown") for r in records[3:7]] == ["crash: it broke"] * 3 + [None]
+  again, _ = evaluate(evaluator(benchmark(by_length)), params)
+  assert again["eval/verifier/unknown"] == 0
+
+
+def test_the_first_chunk_without_any_verdict_ends_the_evaluation(params, tmp_path):
+  everything = evaluator(benchmark(unknown_for(*"01234")), directory=tmp_path, batch=2)
+  with pytest.raises(rewards.NoVerdictError, match=r"any of 6 responses .*it broke.*unknown.jsonl"):
+    evaluate(everything, params)
+  rows = [json.loads(line) for line in (tmp_path / "unknown.jsonl").read_text().splitlines()]
+  assert len(rows) == 6 and all(row["unknown"] == "crash: it broke" for row in rows)
+
+
 def test_chunks_change_nothing(params):
   whole, records = evaluate(evaluator(benchmark(by_length)), params)
   parts, again = evaluate(

@@ -1,23 +1,17 @@
 """Rewards put together by the config: verifier, format, length, noise; raw correctness beside."""
 
-import dataclasses
 import importlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.configs import reward_config as config
 from support.prompts import prompts
 
-from configs import common
 from gspo_jax import rewards
 from gspo_jax.rewards import shaping, string_match
 from gspo_jax.structs import Prompt
-
-
-def config(name="string", **changes):
-  section = rewards.RewardConfig(**common.base().reward)
-  return dataclasses.replace(section, **dict(name=name, workers=1, time_limit_s=2.0) | changes)
 
 
 def score(responses, answers, lengths=None, **changes):

@@ -161,3 +161,61 @@ def test_workers_do_not_outlive_a_killed_parent():
   while any(map(alive, pids)):
     assert time.monotonic() < deadline
     time.sleep(0.1)
+
+
+class Doomed:
+  """Kills workers as soon as they have been started, the first `count` of them."""
+
+  def __init__(self, monkeypatch, count):
+    self.left, start = count, pool._Worker.start
+
+    def started(worker):
+      start(worker)
+      if self.left:
+        self.left -= 1
+        worker.process.kill()
+
+    monkeypatch.setattr(pool._Worker, "start", started)
+
+
+@pytest.mark.parametrize("killed", [1, 4])
+def test_workers_that_are_killed_while_starting_are_started_again(monkeypatch, killed):
+  with evaluator(workers=2) as evaluate:
+    for pid in evaluate.pids:
+      os.kill(pid, signal.SIGKILL)
+    Doomed(monkeypatch, killed)
+    assert evaluate.map(["1", "2", "3"]) == [1, 2, 3]
+
+
+def test_where_none_starts_the_items_fail_and_the_next_call_tries_again(monkeypatch):
+  with evaluator(workers=2) as evaluate:
+    for pid in evaluate.pids:
+      os.kill(pid, signal.SIGKILL)
+    doomed = Doomed(monkeypatch, 1000)
+    results = evaluate.map(["1", "2", "3"])
+    assert results == [Failure.CRASH] * 3
+    assert results[2].reason == "no verifier process starts: it died without a message"
+    assert evaluate.map(["1"]) == [Failure.CRASH]
+    doomed.left = 0
+    assert evaluate.map(["1", "2", "3"]) == [1, 2, 3]
+
+
+def test_no_room_for_a_process_is_no_end_either(monkeypatch):
+  def full(*_, **__):
+    raise OSError(11, "Resource temporarily unavailable")
+
+  with evaluator(workers=2) as evaluate:
+    for pid in evaluate.pids:
+      os.kill(pid, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+      patch.setattr(pool.subprocess, "Popen", full)
+      results = evaluate.map(["1", "2"])
+      assert results == [Failure.CRASH] * 2 and "temporarily unavailable" in results[0].reason
+    assert evaluate.map(["1", "2"]) == [1, 2]
+
+
+def test_failures_have_a_reason():
+  with evaluator(workers=1, time_limit_s=0.5) as evaluate:
+    raised, late, dead = evaluate.map(["{}['key']", SLEEP % 60, EXIT])
+  assert raised.reason == "KeyError: 'key'" and late.reason == "it took longer than 0.5 s"
+  assert dead.reason == "its process died twice"

@@ -6,11 +6,12 @@ import pytest
 
 from gspo_jax.runs.alarms import AlarmConfig, Alarms
 
-CONFIG = AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, reward=0.3)
+CONFIG = AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, reward=0.3, unknown=0.05)
 
 
 def healthy(step, **changes):
   row = {"phase": "rl", "step": step, "grad_norm": 1.0 + 0.1 * (step % 3), "entropy": 0.8}
+  row |= {"verifier/unknown": 0.01, "eval/verifier/unknown": 0.0}
   return row | {"ratio/deviation": 1e-3, "reward/mean": 0.5 + 0.01 * step} | changes
 
 
@@ -33,6 +34,7 @@ TROUBLE = {
   "grad_norm": (dict(grad_norm=7.0), "gradient norm 7"),
   "entropy": (dict(entropy=0.05), "entropy is down to 0.05"),
   "ratio": ({"ratio/deviation": 0.02}, "off 1 by 0.02"),
+  "unknown": ({"eval/verifier/unknown": 0.0625}, "failed on 6.25% of the responses"),
 }
 
 

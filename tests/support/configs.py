@@ -1,11 +1,13 @@
 """Configurations for the tests."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from gspo_jax import config
+from configs import common
+from gspo_jax import config, rewards
 
 
 def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str, Any]:
@@ -18,3 +20,9 @@ def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str,
 
 def config_of(get_config: Callable[[], ConfigDict], **changes: Any) -> config.RunConfig:
   return config.from_dict(values_of(get_config, **changes))
+
+
+def reward_config(name: str = "string", **changes: Any) -> rewards.RewardConfig:
+  """The section `reward` with one worker, and these keys changed."""
+  section = rewards.RewardConfig(**common.base().reward)
+  return dataclasses.replace(section, **dict(name=name, workers=1, time_limit_s=2.0) | changes)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from gspo_jax.rewards import pool
 from gspo_jax.rewards.programs import cases
 from gspo_jax.rewards.programs.process import (
   DEFAULTS,
@@ -137,13 +138,15 @@ class CodeVerifier:
     """`kills`: what `_kills` was when this was asked for; what was asked before a kill ends."""
     if program is None:
       return Outcome.UNPARSABLE
-    self._asked.kills = kills
+    self._asked.kills, reason = kills, ""
     for _ in range(2):  # once may be the machine's doing (out of memory); twice is ours
-      with contextlib.suppress(SandboxError):
+      try:
         return self.outcome(program, tests)
+      except Exception as error:  # a full disk, a directory too deep to delete, ...
+        reason = f"{type(error).__name__}: {error}"
       if kills != self._kills:
         break
-    return Outcome.CRASH
+    return pool.Failure(Outcome.CRASH, reason)
 
   def _check(self, program: str, tests: cases.Tests) -> Outcome:
     """Assertions in one sandbox, the program in another, a socket between them."""

@@ -1,0 +1,210 @@
+"""Verifiers that fail: nothing is raised, and nothing is known about the response."""
+
+import contextlib
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.configs import reward_config as config
+from support.prompts import prompts
+
+from gspo_jax import rewards
+from gspo_jax.rewards import math_answer, string_match, thought
+from gspo_jax.rewards.pool import Failure
+from gspo_jax.rewards.programs import cases
+from gspo_jax.structs import Prompt
+
+RAISED = [OSError(28, "No space left"), RecursionError(), MemoryError(), ValueError("a\nb")]
+RAISED += [UnicodeError("surrogates"), KeyError("x"), StopIteration(), AssertionError()]
+
+
+@pytest.fixture
+def broken(monkeypatch):
+  """A verifier by which "yes" is right, and which raises what a response says, by number."""
+  module, calls = types.ModuleType("broken"), []
+
+  @contextlib.contextmanager
+  def open_verifier(config):
+    def verify(responses, prompts, finished):
+      calls.append(len(responses))
+      for response in responses:
+        if response.isdigit():
+          raise RAISED[int(response)]
+      return ["right" if response == "yes" else "wrong" for response in responses], None
+
+    yield verify
+
+  module.OUTCOMES, module.open_verifier, module.calls = ("right", "wrong"), open_verifier, calls
+  monkeypatch.setitem(sys.modules, "broken", module)
+  monkeypatch.setitem(rewards.VERIFIERS, "string", "broken")
+  return module
+
+
+@pytest.mark.parametrize("number", range(len(RAISED)))
+def test_what_a_verifier_raises_is_an_outcome_of_one_response(broken, number):
+  responses = ["yes", "no", str(number), "yes", "yes"]
+  with rewards.open_scorer(config(format="think", format_weight=0.5)) as score:
+    scores = score(responses, prompts("abcde"))
+  assert scores.reward.tolist() == scores.correct.tolist() == [1, 0, 0, 1, 1]
+  assert scores.known.tolist() == [True, True, False, True, True]
+  assert scores.outcomes == dict(right=3, wrong=1, crash=1, format_kept=0)
+  (reason,) = scores.unknown.values()
+  assert reason.startswith(f"crash: {type(RAISED[number]).__name__}") and "\n" not in reason
+
+
+def test_a_batch_is_not_verified_one_by_one_because_of_one_response(broken):
+  with rewards.open_scorer(config()) as score:
+    scores = score(["yes"] * 100 + ["0"] + ["no"] * 155, prompts(["a"] * 256))
+  assert scores.outcomes == dict(right=100, wrong=155, crash=1)
+  assert list(scores.unknown) == [100]
+  assert len(broken.calls) == 1 + 2 * 8 and sum(broken.calls) < 3 * 256
+
+
+def test_when_everything_fails_nothing_is_raised_either(broken):
+  with rewards.open_scorer(config()) as score:
+    scores = score(["0", "0", "1"], prompts("abc"))
+  assert not scores.known.any() and not scores.reward.any()
+  with pytest.raises(rewards.NoVerdictError) as error:
+    rewards.require_verdicts([*scores.unknown.values()], 3, "a file")
+  assert "any of 3 responses (2 times: crash: OSError: [Errno 28] No space" in str(error.value)
+  assert "a file" in str(error.value) and "\n" not in str(error.value)
+  rewards.require_verdicts([*scores.unknown.values()], 4, "")  # there is one
+  rewards.require_verdicts([], 0, "")
+
+
+def test_what_is_unknown_is_not_shaped_and_not_noisy(broken):
+  shaped = dict(overlong_weight=1.0, overlong_max=10, overlong_buffer=5, format_weight=1.0)
+  noise = dict(false_positive=1.0, false_negative=1.0)
+  with rewards.open_scorer(config(format="think", **shaped, **noise)) as score:
+    scores = score(["0", "1", "yes", "no"], prompts("abcd"), [99] * 4)
+  assert scores.reward.tolist() == [0, 0, -1, 0]
+  assert scores.outcomes["false_positive"] == scores.outcomes["false_negative"] == 1
+
+
+def test_functions_of_the_users_say_why(monkeypatch):
+  monkeypatch.chdir(Path(__file__).parents[1])
+  function = config("support.user_rewards:by_length", time_limit_s=0.5)
+  with rewards.open_scorer(function) as score:
+    scores = score(["abcd", "raise", "hang", "nan", "die", "ab"], prompts(["wxyz"] * 6))
+  assert scores.unknown == {
+    1: "crash: KeyError: 'raise'",
+    2: "timeout: it took longer than 0.5 s",
+    3: "crash: ValueError: support.user_rewards:by_length returned nan, and rewards lie between 0 "
+    "and 1",
+    4: "crash: its process died twice",
+  }
+  np.testing.assert_array_equal(scores.reward, [1, 0, 0, 0, 0, 0.5])
+
+
+def test_mathematics_that_cannot_be_decided_is_unknown(monkeypatch):
+  with rewards.open_scorer(config("math", time_limit_s=1.0)) as score:
+    responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{2}}", "No idea."]
+    scores = score(responses, prompts([r"2\sqrt{2}"] * 4))
+    assert scores.outcomes == dict(right=1, wrong=1, unparsable=1, timeout=1, crash=0)
+    assert scores.unknown == {0: "timeout: it took longer than 1 s"}
+    # With a gold answer that nobody can read there is no verdict, unless it is repeated.
+    gold = r"\frac{"
+    scores = score(
+      [r"\boxed{5}", "No idea.", r"\boxed{x+1}", "5"], prompts([gold, gold, gold, "5"])
+    )
+    assert scores.known.tolist() == [False, False, False, True]
+    assert set(scores.unknown.values()) == {r"crash: the gold answer is not mathematics: '\\frac{'"}
+
+
+@pytest.mark.parametrize("name, gold", [("string", " ... "), ("arithmetic", "five"), ("code", "5")])
+def test_gold_answers_that_cannot_be_read(name, gold):
+  with rewards.open_scorer(config(name)) as score:
+    scores = score(["1:5", "?"], prompts([gold] * 2))
+  assert list(scores.unknown) == [0, 1] and repr(gold) in scores.unknown[1]
+
+
+def test_a_program_that_fails_is_wrong_and_not_unknown():
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  programs = ["print(2)", "while True: pass", "raise ValueError", "x = bytearray(1 << 40)"]
+  responses = [f"```python\n{program}\n```" for program in programs]
+  with rewards.open_scorer(config("code", time_limit_s=1.0)) as score:
+    scores = score(responses, prompts([answer] * 4))
+  assert scores.known.all() and scores.reward.tolist() == [1, 0, 0, 0]
+  assert {k: v for k, v in scores.outcomes.items() if v} == dict(
+    right=1, timeout=1, error=1, memory=1
+  )
+
+
+def test_failures_are_their_names():
+  failure = Failure("crash", "for a\n  reason")
+  assert failure == Failure.CRASH == "crash" == failure.value and failure.reason == "for a reason"
+  assert str(failure) == "crash" and failure != Failure.TIMEOUT
+
+
+# Responses that were cut off.
+
+CODE = "```python\nprint(18)\n```"
+EXTRACTED = {  # what is whole gives an answer, what comes in a thought that is open does not
+  math_answer.extract: "so it is 18",
+  string_match.extract: "18",
+  cases.extract: CODE,
+}
+
+
+@pytest.mark.parametrize("extract", EXTRACTED, ids=lambda extract: extract.__module__)
+@pytest.mark.parametrize("boxed", [False, True])
+def test_an_open_thought_gives_no_answer(extract, boxed):
+  text = EXTRACTED[extract]
+  text = rf"{text}, \boxed{{18}}" if boxed and text is not CODE else text
+  assert extract(text) is not None
+  assert extract(f"<think>hm</think>{text}") is not None
+  assert extract(f"{text}</think>{text}") is not None
+  assert extract(f"<think>{text}") is None
+  assert extract(f"<think>hm</think>{text}<think>{text}") is None
+  assert extract(f"<think>{text}</think>") is None
+
+
+@pytest.mark.parametrize(
+  "response, found",
+  [
+    ("3 * 6 is 18", None),
+    ("3 * 6 = $18$", None),
+    ("It is 18.\n", None),
+    (r"It is \boxed{18}. Let me check: 3 * 5 is 1", "18"),
+    ("#### 18\nLet me check 17", "18"),
+    ("The answer is 18. Now to", "18"),
+    (r"<think>\boxed{17}</think> \boxed{18} or", "18"),
+    (r"<think>\boxed{17}", None),
+  ],
+)
+def test_a_response_that_was_cut_off_is_not_scored_by_its_last_number(response, found):
+  assert math_answer.extract(response, finished=False) == found
+  assert math_answer.extract(response, finished=True) is not None or "<think>" in response
+
+
+def test_the_scorer_knows_what_was_cut_off():
+  gold = prompts(["18"] * 3)
+  with rewards.open_scorer(config("math")) as score:
+    responses = ["3 * 6 is 18", "3 * 6 is 18", r"\boxed{18} and"]
+    assert score(responses, gold, finished=[True, False, False]).correct.tolist() == [1, 0, 1]
+    assert score(responses, gold).correct.tolist() == [1, 1, 1]
+  with rewards.open_scorer(config("string")) as score:
+    responses = ["so\n18", "so\n18", "<answer>18</answer>..."]
+    assert score(responses, gold, None, [True, False, False]).correct.tolist() == [1, 0, 1]
+
+
+def test_a_prompt_may_begin_the_thought():
+  """Chat templates of reasoning models put <think> there, and the response has no opening tag."""
+  thinks = [Prompt("0", "q", "18", (1,), thinks=thinks) for thinks in (True, True, False)]
+  responses = [r"3 * 6 is \boxed{18}, so", r"3 * 6</think>\boxed{18}", r"\boxed{18}"]
+  for name in ("math", "string"):
+    with rewards.open_scorer(config(name)) as score:
+      given = responses if name == "math" else ["18", "x</think>18", "18"]
+      scores = score(given, thinks)
+    assert scores.correct.tolist() == [0, 1, 1]
+    assert scores.outcomes["unparsable"] == 1
+
+
+def test_thought():
+  assert thought.after("a</think>b") == thought.after("<think>a</think>b") == "b"
+  assert thought.after("a") == "a" and thought.after("<think>a") == ""
+  assert thought.with_opening("a</think>b", True) == "a</think>b"
+  assert thought.with_opening("a", True) == "<think>a" and thought.with_opening("a", False) == "a"
