@@ -201,9 +201,9 @@ class Collector:
       unknown, known_B = scores.unknown, scores.known
       if jax.process_count() > 1:
         # A time limit may strike on one host and not on another: the first one's word counts.
-        verdicts = reward_B, correct_B, known_B
+        verdicts = reward_B, correct_B, known_B.astype(np.float32)
         reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
-        elsewhere = dict.fromkeys(np.flatnonzero(~known_B).tolist(), "on another host")
+        elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
         unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
     for i, group in enumerate(groups):
       mine = slice(i * G, (i + 1) * G)

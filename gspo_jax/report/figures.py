@@ -87,12 +87,14 @@ SECTIONS = (
     _chart("Entropy", "nats per token", "entropy"),
     _chart(
       "Wasted samples",
-      "responses cut at the limit; groups whose rewards are all equal, so without advantage",
+      "responses cut at the limit, or without a verdict because the verifier failed; groups whose"
+      " rewards are all equal, so without advantage",
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
+       "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
     ),
     _chart(
-      "Verifier", "a crash or a timeout is not a wrong answer",
+      "Verifier", "share of the responses by outcome",
       {"verifier/right": "right teal", "verifier/wrong": "wrong grey",
        "verifier/unparsable": "unparsable violet", "verifier/error": "error pink",
        "verifier/timeout": "timeout amber", "verifier/memory": "memory green",

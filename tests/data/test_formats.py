@@ -304,3 +304,12 @@ def test_prompts_that_are_not_wanted_are_passed_over(two):
   drawn = [p.answer for _ in range(5) for p in batches.take(4, even)]
   assert sorted(drawn) == sorted("02468" * 4)
   assert len(batches.take(3, lambda p: False)) == 3  # none is wanted: it does not hang
+
+
+@pytest.mark.parametrize(
+  "template, thinks", [("{question}", False), ("{question}\n<think>\n", True)]
+)
+def test_prompts_know_whether_the_response_begins_with_a_thought(tmp_path, template, thinks):
+  path = write(tmp_path / "rows.jsonl", [dict(question="<think> is a tag", answer="1")])
+  assert load(path, prompt_template=template)[0].thinks is thinks
+  assert load("arithmetic:train", prompt_template=template)[0].thinks is thinks
