@@ -99,7 +99,7 @@ class Pool:
       if not self._workers:
         raise RuntimeError("the pool is closed")
       try:
-        return self._run(items)
+        return self._run(items) if items else []
       except BaseException:  # an interrupt: no late result may reach the next call
         for worker in self._workers:
           if worker.item is not None:
