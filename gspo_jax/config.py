@@ -115,11 +115,34 @@ class RunConfig:
       self.objective.replay == "none" or self.model.num_experts > 0,
       f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",
     )
-    window = self.data.max_prompt_tokens + self.sampling.max_new_tokens
+    for key, window in (
+      ("data.max_prompt_tokens + sampling.max_new_tokens", self.sampling.max_new_tokens),
+      ("data.max_prompt_tokens + eval.max_new_tokens", self.eval.max_new_tokens),
+      ("sft.max_tokens", self.sft.max_tokens - self.data.max_prompt_tokens),
+    ):
+      window += self.data.max_prompt_tokens
+      _require(
+        window <= self.model.max_position_embeddings,
+        f"{key} = {window} exceed model.max_position_embeddings="
+        f"{self.model.max_position_embeddings}",
+      )
     _require(
-      window <= self.model.max_position_embeddings,
-      f"data.max_prompt_tokens + sampling.max_new_tokens = {window} exceed "
-      f"model.max_position_embeddings={self.model.max_position_embeddings}",
+      self.profile <= ("rl" in self.job and rl.iterations),
+      f"profile={self.profile} is no iteration: job={self.job!r} has "
+      f"{rl.iterations if 'rl' in self.job else 'none'}; set it to 0",
+    )
+    _require(
+      "sft" not in self.job or self.sft.steps > 0,
+      f"sft.steps=0: job={self.job!r} begins with a cold start; set job=rl to go without",
+    )
+    best, figures = self.checkpoint.best, self.eval.figures()
+    _require(
+      not best.startswith("eval/")
+      or best in figures
+      or "/verifier/" in best
+      or bool(self.environment.name),  # which has figures of its own
+      f"checkpoint.best={best!r} is no figure of the evaluation; did you mean "
+      f"{(difflib.get_close_matches(best, figures, n=1) or figures)[0]}?",
     )
     _require(
       "rl" not in self.job or self.sampling.temperature > 0,

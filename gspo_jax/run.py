@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import sys
 import zlib
@@ -21,6 +22,7 @@ from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.models import transformer
+from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import lock, provenance
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Writer
@@ -82,10 +84,7 @@ class Run:
     if c.weights != "random":
       from gspo_jax.models import hf  # safetensors is only needed here
 
-      params, found = hf.load(c.weights, mesh=self.mesh, rules=sharding.TRAIN)
-      if found != c.model:
-        raise ValueError(f"--config.weights={c.weights} holds {found}, the config says {c.model}")
-      return params
+      return hf.load(c.weights, mesh=self.mesh, rules=sharding.TRAIN)[0]
     shardings = transformer.shardings(c.model, sharding.TRAIN, self.mesh)
     init = jax.jit(lambda key: transformer.init(c.model, key), out_shardings=shardings)
     return init(jax.random.key(self.seed("init")))
@@ -130,6 +129,7 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
       f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
       f"model.vocab_size={config.model.vocab_size}"
     )
+  environment = environments.find(config.environment.name, tok)
   train_prompts = sources.load(config.data, tok, "train") if config.job != "eval" else []
   held_out = {
     name: sources.load_spec(config.data, tok, b.data, key) for name, b, key in _benchmarks(config)
@@ -138,7 +138,6 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
   in_both = {}
   if config.job != "eval":
     in_both = {n: shared_prompts(train_prompts, held_out[n], problems[n]) for n in problems}
-  environment = environments.find(config.environment.name, tok)
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
     first_tokens(environment(train_prompts[0]), config.data.max_prompt_tokens, render)
@@ -147,6 +146,7 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
   shared = "rl" in config.job and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
   layout = transformer.shardings(config.model, sharding.ROLLOUT, mesh)
+  _check_memory(config, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
@@ -219,10 +219,14 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
   """The verifier of the run and those of benchmarks that have another one, by name."""
   names = {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config) if b.reward)}
   with contextlib.ExitStack() as stack:
-    yield {
-      name: stack.enter_context(rewards.open_scorer(dataclasses.replace(config.reward, name=name)))
-      for name in sorted(names)
-    }
+    scorers = {}
+    for name in sorted(names):
+      opened = rewards.open_scorer(dataclasses.replace(config.reward, name=name))
+      try:
+        scorers[name] = stack.enter_context(opened)
+      except RuntimeError as error:  # of a traceback the last line says it
+        raise ValueError(f"reward.name={name!r}: {str(error).strip().splitlines()[-1]}") from error
+    yield scorers
 
 
 def _require_paths(config: RunConfig) -> None:
@@ -237,13 +241,48 @@ def _require_paths(config: RunConfig) -> None:
     del paths["data.train"]
   if _benchmarks(config):
     del paths["data.eval"]
-  missing = [f"  --config.{key}=  {what}" for key, (path, what) in paths.items() if not path]
+  missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
   if missing:
-    raise ValueError("this configuration needs paths of yours:\n" + "\n".join(missing))
-  if config.weights != "random" and not Path(config.weights).is_dir():
+    raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+  for name in {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config))} - {""}:
+    rewards.check_importable(name)
+  if config.weights == "random":
+    return
+  if not Path(config.weights).is_dir():
     raise ValueError(
       f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
       "(config.json and *.safetensors), or to random"
+    )
+  from gspo_jax.models import hf  # safetensors is only needed here
+
+  if (found := hf.check(config.weights)) != config.model:
+    raise ValueError(_other_model(config, found))
+
+
+def _other_model(config: RunConfig, found: ModelConfig) -> str:
+  asked, had = dataclasses.asdict(config.model), dataclasses.asdict(found)
+  keys = [
+    f"model.{key}={asked[key]!r} and not {had[key]!r}" for key in had if had[key] != asked[key]
+  ]
+  return (
+    f"--config.weights={config.weights} holds another model than the configuration, which has "
+    f"{', '.join(keys)}: set these, or name a configuration of this model"
+  )
+
+
+def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+  """ValueError if the parameters alone, with AdamW's moments, are more than the devices hold."""
+  count = sum(math.prod(w.shape) for w in jax.tree.leaves(transformer.table(config.model)))
+  needed = count * (4 if config.job == "eval" else 12)  # bytes, in float32
+  devices = mesh.devices.flat
+  held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
+  if None in held:  # a CPU, whose devices share the memory of the host
+    held = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+  there = sum(held) * len(mesh.devices.flat) // len(mesh.local_devices)
+  if needed > there:
+    raise ValueError(
+      f"the model has {count:,} parameters, which take {needed / 2**30:,.0f} GiB: more than the "
+      f"{there / 2**30:,.0f} GiB of the devices; make model.* smaller, or take more devices"
     )
 
 

@@ -1,6 +1,7 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
 import concurrent.futures
+import difflib
 import functools
 import time
 from collections.abc import Callable
@@ -169,11 +170,13 @@ def conclude(run: Run, phase: Phase, state: TrainState, row: dict[str, Any]) -> 
   """Evaluates, reports and saves what is due after an iteration, whose row of metrics this is."""
   c, step = run.config, row["step"]
   last = step == c.rl.iterations
-  if step % c.eval.every == 0 or last:
+  evaluated = step % c.eval.every == 0 or last
+  if evaluated:
     with phase.stages("evaluate"):
       evaluation, records = run.evaluate(run.engine, run.evaluate.key(state.params), step)
     run.writer.dump_rollouts("eval", step, records)
     row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
+  check_best(c.checkpoint.best, row, evaluated)
   phase.report(row | phase.stages.lap())
   if step and (step % c.checkpoint.every == 0 or last):
     with phase.stages("save"):
@@ -181,6 +184,15 @@ def conclude(run: Run, phase: Phase, state: TrainState, row: dict[str, Any]) -> 
     if jax.process_index() == 0:
       with phase.stages("report"):
         page.write_report(run.workdir)
+
+
+def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
+  """ValueError if the metric `checkpoint.best` is not in the first row that it could be in."""
+  due = evaluated if best.startswith("eval/") else row["step"] > 0
+  if best and due and best not in row:
+    near = difflib.get_close_matches(best, row, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ": metrics.jsonl has those that there are"
+    raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
 
 
 def speed(run: Run, collected: Collected, seconds: float) -> dict[str, float]:

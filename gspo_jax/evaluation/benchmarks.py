@@ -50,6 +50,18 @@ class EvalConfig:
       if k > benchmark.samples:
         raise ValueError(f"{key}.pass_at={k} must be at most {key}.samples={benchmark.samples}")
 
+  def figures(self) -> list[str]:
+    """Names of the metrics of an evaluation, without those of verifiers and environments."""
+    found = []
+    for name, benchmark in [("", None), *self.benchmarks.items()]:
+      names = ["accuracy", *(f"pass@{k}" for k in benchmark.pass_at)] if benchmark else ["accuracy"]
+      names += ["rating"] * (benchmark is not None and benchmark.rating)
+      names += ["contest_rating"] * bool(benchmark and benchmark.standings)
+      names = [figure + end for figure in names for end in ("", "/low", "/high")]
+      names += ["response_length/mean", "truncated_fraction", *["greedy"] * self.greedy]
+      found += [f"eval/{name}/{figure}" if name else f"eval/{figure}" for figure in names]
+    return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:

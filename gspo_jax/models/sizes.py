@@ -66,6 +66,11 @@ class ModelConfig:
       )
     if self.num_experts and not self.moe_intermediate_size:
       raise ValueError(f"model.moe_intermediate_size=0: model.num_experts={self.num_experts}")
+    if max(self.mlp_only_layers, default=0) >= self.num_layers:
+      raise ValueError(
+        f"model.mlp_only_layers={max(self.mlp_only_layers)} must be below "
+        f"model.num_layers={self.num_layers}"
+      )
     if self.head_dim % 2:
       raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
 

@@ -9,9 +9,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import itertools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Protocol
 
@@ -122,6 +124,20 @@ class Scorer(Protocol):
         evaluation, where `correct` counts and `reward` does not.
       finished: False where a response was cut off; None: all ended by themselves.
     """
+
+
+def check_importable(name: str) -> None:
+  """ValueError if a verifier of the user's own is in a module that is not there."""
+  module = name.partition(":")[0]
+  if name in VERIFIERS:
+    return
+  sys.path.append(os.getcwd())  # where workers look too
+  try:
+    found = importlib.util.find_spec(module)
+  except Exception as error:  # a package above it is imported, and is the user's
+    raise ValueError(f"reward.name={name!r}: {type(error).__name__}: {error}") from error
+  if found is None:
+    raise ValueError(f"reward.name={name!r}: there is no module {module} here or on PYTHONPATH")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from support.configs import config_of
 
 from configs import common
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
@@ -12,10 +13,11 @@ SET = BenchmarkConfig(**common.benchmark(samples=3))
 PROBLEMS = [Prompt(str(i), f"q{i}", "a", (1,), info=(("rating", "1000"),)) for i in range(5)]
 
 
-@pytest.mark.parametrize("changes", [dict(samples=0), dict(pass_at=(4,)), dict(pass_at=(0,))])
-def test_impossible_benchmarks(changes):
-  with pytest.raises(ValueError, match="samples"):
-    dataclasses.replace(SET, **changes)
+@pytest.mark.parametrize("key, value", [("samples", 0), ("pass_at", (1, 4)), ("pass_at", (0,))])
+def test_impossible_benchmarks(key, value):
+  sets = dict(aime=common.benchmark(**dict(samples=3) | {key: value}))
+  with pytest.raises(ValueError, match=rf"^eval\.benchmarks\.aime\.{key}=[04] must be "):
+    config_of(common.base, eval__benchmarks=sets)
 
 
 def test_problems_are_chosen_all_over_the_set():

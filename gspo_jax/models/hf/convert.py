@@ -111,25 +111,7 @@ def load(
     CheckpointError: missing, superfluous, misshapen or quantised tensors; an unsupported model.
     ValueError: a parameter that the mesh does not divide.
   """
-  config = load_config(directory)
-  files = hf_files.Files(Path(directory))
-  fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
-  names = NAMES[config.family] | (FUSED if fused else {})
-  twin = None  # a second copy of a tied embedding
-  if config.tie_word_embeddings and HEAD in files.file_of:
-    if EMBED in files.file_of:
-      twin = HEAD
-    else:
-      names = names | {"embed": names["head"]}
-  leaves = _leaves(config, names)
-  shapes = {
-    leaf.tensor(position): leaf.tensor_shape
-    for leaf in leaves
-    for position in leaf.positions(_whole(leaf))
-  }
-  if twin:
-    shapes[twin] = shapes[EMBED]
-  files.check_names(shapes)
+  config, files, leaves, shapes, twin = _plan(directory)
   layout = [None] * len(leaves)
   if mesh is not None:
     layout = jax.tree.leaves(transformer.shardings(config, rules, mesh))
@@ -151,6 +133,43 @@ def load(
     arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, target, parts))
   treedef = jax.tree.structure(transformer.table(config))
   return jax.tree.unflatten(treedef, arrays), config
+
+
+def check(directory: str | os.PathLike) -> ModelConfig:
+  """The hyper-parameters of a Hugging Face directory of which `load` would find all headers right.
+
+  Raises:
+    FileNotFoundError, CheckpointError: as `load`.
+  """
+  config, files, _, shapes, _ = _plan(directory)
+  files.check_headers(shapes, shapes)
+  return config
+
+
+def _plan(
+  directory: str | os.PathLike,
+) -> tuple[ModelConfig, hf_files.Files, list[_Leaf], dict[str, tuple[int, ...]], str | None]:
+  """Hyper-parameters, files, parameters, shapes of the tensors, and the name of a tied one."""
+  config = load_config(directory)
+  files = hf_files.Files(Path(directory))
+  fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
+  names = NAMES[config.family] | (FUSED if fused else {})
+  twin = None  # a second copy of a tied embedding
+  if config.tie_word_embeddings and HEAD in files.file_of:
+    if EMBED in files.file_of:
+      twin = HEAD
+    else:
+      names = names | {"embed": names["head"]}
+  leaves = _leaves(config, names)
+  shapes = {
+    leaf.tensor(position): leaf.tensor_shape
+    for leaf in leaves
+    for position in leaf.positions(_whole(leaf))
+  }
+  if twin:
+    shapes[twin] = shapes[EMBED]
+  files.check_names(shapes)
+  return config, files, leaves, shapes, twin
 
 
 def _whole(leaf: _Leaf) -> dict[str, range]:
