@@ -275,8 +275,8 @@ def _text(value: Any, numbers: bool) -> str:
     return value.decode("utf-8")
   if isinstance(value, np.generic):
     value = value.item()
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  if numbers and number and math.isfinite(value):
+  whole = isinstance(value, int) and not isinstance(value, bool)
+  if numbers and (whole or (isinstance(value, float) and math.isfinite(value))):
     return repr(int(value) if value == int(value) else value)  # 145.0 is the answer 145
   raise TypeError(_kind(value))
 

@@ -21,6 +21,9 @@ from etils import epath
 from gspo_jax import jsons
 
 
+_PROBE = "What is 1+1?"
+
+
 class TokenizerError(ValueError):
   """Tokenizer files that are missing or cannot be used; the message names the path."""
 
@@ -143,13 +146,13 @@ def _load(directory: epath.Path) -> HFTokenizer:
   tokenizer.no_truncation()
   tokenizer.no_padding()
   special = {
-    name: _content(value)
+    name: _content(value, f"{name} of {directory / 'tokenizer_config.json'}")
     for name, value in config.items()
-    if name.endswith("_token") and isinstance(value, str | dict)
+    if name.endswith("_token") and value is not None and not isinstance(value, bool)
   }
   stop_ids = _stop_ids(directory, tokenizer, special, generation)
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
-  return HFTokenizer(
+  found = HFTokenizer(
     path=str(directory),
     tokenizer=tokenizer,
     chat_template=_chat_template(directory, config),
@@ -159,6 +162,12 @@ def _load(directory: epath.Path) -> HFTokenizer:
     stop_ids=stop_ids,
     vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
   )
+  if _PROBE not in found.render(_PROBE):
+    raise TokenizerError(
+      f"the chat template of {directory} leaves out what the user says: put that of the checkpoint"
+      " into chat_template.jinja"
+    )
+  return found
 
 
 def fill(template: str, question: str) -> str:
@@ -224,9 +233,12 @@ def _read_json(file: epath.Path) -> dict[str, Any]:
     raise TokenizerError(str(error)) from error
 
 
-def _content(token: str | dict[str, Any]) -> str:
+def _content(token: Any, name: str) -> str:
   """A special token is written as a string or as an object with its flags."""
-  return token if isinstance(token, str) else token["content"]
+  text = token.get("content") if isinstance(token, dict) else token
+  if not isinstance(text, str):
+    raise TokenizerError(f"{name} is {token!r:.40}, and a text was expected")
+  return text
 
 
 class _Generation(jinja2.ext.Extension):
