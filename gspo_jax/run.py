@@ -244,6 +244,11 @@ def _require_paths(config: RunConfig) -> None:
   missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+  try:
+    epath.Path(config.checkpoint.directory).exists()
+  except Exception as error:  # of a file system
+    what = f"checkpoint.directory={config.checkpoint.directory!r}"
+    raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
   for name in {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config))} - {""}:
     rewards.check_importable(name)
   if config.weights == "random":

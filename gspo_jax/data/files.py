@@ -50,6 +50,13 @@ def read(spec: str, key: str) -> Iterator[Row]:
 
 def _files(spec: str, key: str) -> list[epath.Path]:
   """The files that a path or pattern names, sorted."""
+  try:
+    return _found(spec, key)
+  except (ImportError, KeyError, NotImplementedError, OSError) as error:  # of a file system
+    raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
+
+
+def _found(spec: str, key: str) -> list[epath.Path]:
   magic = re.search(_MAGIC, spec)
   if magic:
     root, _, _ = spec[: magic.start()].rpartition("/")

@@ -52,6 +52,9 @@ class Format:
         raise DataError(f"data.answer_pattern={self.answer_pattern!r}: {error}") from error
       if groups < 1:
         raise DataError(f"data.answer_pattern={self.answer_pattern!r} has no group (...) to take")
+    for name, field in ("question_field", self.question), ("answer_field", self.answer):
+      if "{" in field and not re.search(r"\{[^{}]+\}", field):
+        raise DataError(f"data.{name}={field!r} has braces, and no {{field}} in them")
     if self.template:
       check_template(self.template)
 

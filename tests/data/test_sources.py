@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 import sys
 
 import numpy as np
@@ -75,6 +76,11 @@ BAD_ROWS = [
   ({"question": "1" * 65, "answer": "#### 2"}, r"65 tokens, more than data.max_prompt_tokens=64"),
   ({"question": "\ud83d", "answer": "#### 2"}, r"'question' is not UTF-8"),
   ({"id": True, **GOOD}, r"'id' is True \(bool\)"),
+  ({"question": "1\0", "answer": "#### 2"}, r"'question' holds NUL"),
+  ({"question": "1+1?", "answer": 10**400}, r"finds no answer"),
+  (b'{"question": "1?", "question": "2?", "answer": "#### 2"}', r"it has the key 'question' twice"),
+  (b'{"question": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"it is nested too deeply"),
+  (b'{"question": "1?", "answer": ' + b"9" * 5000 + b"}", r"Exceeds the limit"),
   ([1, 2], r"an object with fields, and this is \[1, 2\] \(list\)"),
   (b'{"question": "1+1?", ', r"it is not JSON"),
   (b'{"question": "\xff", "answer": "#### 2"}', r"it is not UTF-8"),
@@ -354,3 +360,34 @@ def test_embedded_demonstrations_are_checked_in_samples():
   assert sources.fitting(source, BYTES, 32, "raise") is source
   with pytest.raises(sources.DataError, match=r"sft\.max_tokens=8"):
     sources.fitting(source, BYTES, 8, "raise")
+
+
+@pytest.mark.parametrize(
+  "spec",
+  ["http://x/y.jsonl", "**", "nosuch@a.jsonl", "arithmetic:tran", "~nobody/a.jsonl", "\0.jsonl"],
+)
+def test_a_source_that_cannot_be_one_is_named_with_its_key(spec):
+  with pytest.raises(sources.DataError, match=r"^data\.train"):
+    load(spec)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet", ".array_record"])
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, bytes(range(256)) * 8, b"PAR1\x1f\x8b"])
+def test_a_damaged_file_is_named(suffix, content, tmp_path):
+  path = tmp_path / f"a{suffix}"
+  path.write_bytes(content)
+  with pytest.raises(sources.DataError, match=re.escape(str(path))):
+    load(path)
+
+
+LATEX = r"{question} Answer within \boxed{answer}, x^{n} or \frac{a}{b}, and not { so }"
+
+
+def test_a_template_with_a_field_that_nothing_fills_is_refused():
+  assert config(prompt_template=LATEX).prompt_template == LATEX
+  assert config(prompt_template='{question} as {"answer": 1}')
+  for template in ("{question} {other}", "{other}: {question}", "({level}) {question}"):
+    with pytest.raises(sources.DataError, match=r"data\.prompt_template=.*fills \{(oth|lev)"):
+      config(prompt_template=template)
+  with pytest.raises(sources.DataError, match=r"data\.question_field='\{' has braces"):
+    config(question_field="{")

@@ -187,3 +187,41 @@ def test_broken_file_is_named(checkpoint, name):
   (checkpoint / name).write_text("{not json")
   with pytest.raises(tokenizer.TokenizerError, match=name):
     tokenizer.load(str(checkpoint))
+
+
+DAMAGED = [
+  ("tokenizer.json", b""),
+  ("tokenizer.json", b'{"model": 3}'),
+  ("tokenizer.json", b"\xff" * 100),
+  *(
+    (f"{name}_config.json", c)
+    for name in ("tokenizer", "generation")
+    for c in (b"[1]", b"{", b"\xff")
+  ),
+  ("tokenizer_config.json", b"[" * 10**5 + b"]" * 10**5),
+  ("tokenizer_config.json", b'{"eos_token": "a", "eos_token": "b"}'),
+  ("tokenizer_config.json", b'{"eos_token": 3}'),
+  ("tokenizer_config.json", b'{"eos_token": {"content": null}}'),
+  ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+  ("generation_config.json", b'{"eos_token_id": "<|im_end|>"}'),
+  ("generation_config.json", b'{"eos_token_id": [2, 100000]}'),
+  ("chat_template.jinja", b"{% for %}"),
+  ("chat_template.jinja", b"{{ 1 / 0 }}"),
+  ("chat_template.jinja", b"{{ messages[7].content }}"),
+]
+
+
+@pytest.mark.parametrize("file, content", DAMAGED)
+def test_a_damaged_file_is_an_error_that_names_it(file, content, checkpoint):
+  (checkpoint / file).write_bytes(content)
+  with pytest.raises(tokenizer.TokenizerError) as error:
+    tokenizer.load(str(checkpoint)).render("1+1?")
+  assert str(checkpoint) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_directory_in_the_place_of_a_file_is_an_error(file, checkpoint):
+  (checkpoint / file).unlink(missing_ok=True)
+  (checkpoint / file).mkdir()
+  with pytest.raises(tokenizer.TokenizerError, match=str(checkpoint)):
+    tokenizer.load(str(checkpoint))
