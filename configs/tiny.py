@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       load_balance_coef=0.01,
     ),
     sft_optimizer=dict(learning_rate=2e-3, schedule="cosine", warmup_steps=30),
-    rl=dict(iterations=80),
+    rl=dict(iterations=40),
     rl_optimizer=dict(learning_rate=2e-4, schedule="linear"),
     eval=dict(every=10, problems=256, batch=128),
     checkpoint=dict(every=25),

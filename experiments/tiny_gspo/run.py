@@ -124,7 +124,7 @@ def outcome(result: Result) -> str:
 def table(results: list[Result]) -> str:
   """Least, median and largest of all seeds, per precision."""
   lines = [
-    "| | updates of the cold start | accuracy after it | GSPO iteration 10 | 40 | 80 "
+    "| | updates of the cold start | accuracy after it | GSPO iteration 10 | 20 | 40 "
     "| runs that learned |",
     "| --- | --- | --- | --- | --- | --- | --- |",
   ]
@@ -133,7 +133,7 @@ def table(results: list[Result]) -> str:
     if not runs:
       continue
     columns = [spread([r["updates"] for r in runs], "d"), spread([ends(r)[0] for r in runs], ".2f")]
-    for step in (10, 40, 80):
+    for step in (10, 20, 40):
       at = [next((p[1] for p in r["points"] if p[0] == step), 0.0) for r in runs]
       columns.append(spread(at, ".2f"))
     count = f"{sum(map(good, runs))} of {len(runs)}"

@@ -13,7 +13,7 @@ workdir, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 workdir.mkdir(parents=True, exist_ok=True)
 (workdir / "config.json").write_text(json.dumps(dict(provenance=dict(commit="abc"))))
 rows = [dict(phase="sft", step=200 + seed, held_out_loss=0.135)]
-for step in (0, 10, 40, 80):
+for step in (0, 10, 20, 40):
   accuracy = 0.4 if step == 0 else 0.9 + seed / 100
   rows.append({"phase": "rl", "step": step, "eval/accuracy": accuracy, "eval/greedy": 1.0})
 if seed == 2:
