@@ -38,20 +38,16 @@ def command(workdir: Path, dtype: str, seed: int) -> list[str]:
 def make(workdir: Path, dtype: str, seed: int, cores: set[int]) -> Result:
   """One run, on these cores, and what came of it."""
   started = time.monotonic()
-  done = subprocess.run(
-    command(workdir, dtype, seed),
-    cwd=ROOT,
-    stderr=subprocess.PIPE,
-    text=True,
-    errors="replace",
-    preexec_fn=lambda: os.sched_setaffinity(0, cores),
+  process = subprocess.Popen(
+    command(workdir, dtype, seed), cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace"
   )
+  os.sched_setaffinity(process.pid, cores)  # before it has other threads
+  _, stderr = process.communicate()
   seconds = round(time.monotonic() - started)
-  failure = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-  about = dict(
-    seed=seed, dtype=dtype, returncode=done.returncode, cores=len(cores), seconds=seconds
-  )
-  return about | dict(failure=failure[0] if failure else "") | curve(workdir)
+  last = stderr.strip().splitlines()[-1:] if process.returncode else []
+  about = dict(seed=seed, dtype=dtype, cores=len(cores), seconds=seconds)
+  about |= dict(returncode=process.returncode, failure=last[0] if last else "")
+  return about | curve(workdir)
 
 
 def curve(workdir: Path) -> Result:
