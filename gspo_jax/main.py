@@ -69,6 +69,8 @@ def configured() -> RunConfig:
 def refuse(error: Exception) -> NoReturn:
   """Ends the process with `BAD_INPUT` and one line; the traceback comes with --verbosity=1."""
   logging.debug("", exc_info=error)
+  if isinstance(error, OSError) and error.filename:
+    error = f"{error.filename}: {error.strerror}"
   lines = " ".join(line.strip() for line in str(error).splitlines())
   sys.stderr.write(f"gspo_jax: {lines}\n")
   sys.exit(BAD_INPUT)
@@ -124,7 +126,7 @@ def in_file(name: str) -> dict[str, Any]:
     ]
     what = f"{type(error).__name__}: {error}"
     raise ValueError(
-      f"--config={name}: {path}{(lines or [''])[-1]}: {what}; get_config() must return a ConfigDict"
+      f"--config={name}: {path}{(lines or [''])[-1]}: {what}; its get_config() gives a ConfigDict"
     ) from error
 
 
@@ -162,9 +164,19 @@ def parse(argv: list[str]) -> list[str]:
     for flag, what in dict(config="a file of configs/", workdir="where the run goes").items():
       if not flags.FLAGS[flag].value:
         raise ValueError(f"--{flag} must be given: {what}")
+    _check_workdir(Path(_WORKDIR.value))
     return rest
   except (AttributeError, KeyError, OSError, TypeError, ValueError, flags.Error) as error:
     refuse(ValueError(_of_flag(error)))
+
+
+def _check_workdir(workdir: Path) -> None:
+  """ValueError if nothing can be written there; nothing is made yet."""
+  above = next(path for path in (workdir, *workdir.absolute().parents) if os.path.lexists(path))
+  if not above.is_dir():
+    raise ValueError(f"--workdir={workdir}: {above} is no directory; give one, or a new name")
+  if not os.access(above, os.W_OK | os.X_OK):
+    raise ValueError(f"--workdir={workdir}: {above} is not writable; give another one")
 
 
 def _check_keys(argv: list[str], values: dict[str, Any]) -> None:

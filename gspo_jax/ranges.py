@@ -16,6 +16,7 @@ A number without a range is refused where its section is first looked at, so tha
 import dataclasses
 import functools
 import math
+import numbers
 import re
 import struct
 import types
@@ -42,6 +43,8 @@ class Range:
   why: str = ""
 
   def __contains__(self, value: float) -> bool:
+    if not isinstance(value, numbers.Real):
+      return False
     inside = all(
       self.low <= x <= self.high and x not in self.excluded for x in (value, _float32(value))
     )

@@ -140,7 +140,13 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
     in_both = {n: shared_prompts(train_prompts, held_out[n], problems[n]) for n in problems}
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
-    first_tokens(environment(train_prompts[0]), config.data.max_prompt_tokens, render)
+    try:
+      first_tokens(environment(train_prompts[0]), config.data.max_prompt_tokens, render)
+    except ValueError:
+      raise
+    except Exception as error:  # it is the user's
+      what = f"environment.name={config.environment.name!r} fails on {train_prompts[0].id}"
+      raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
   shared = "rl" in config.job and not config.rl.packed
@@ -244,11 +250,13 @@ def _require_paths(config: RunConfig) -> None:
   missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+  directory, key = epath.Path(config.checkpoint.directory), "--config.checkpoint.directory"
   try:
-    epath.Path(config.checkpoint.directory).exists()
+    usable = directory.is_dir() or not directory.exists()
   except Exception as error:  # of a file system
-    what = f"checkpoint.directory={config.checkpoint.directory!r}"
-    raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+    raise ValueError(f"{key}={directory}: {type(error).__name__}: {error}") from error
+  if not usable:
+    raise ValueError(f"{key}={directory} is a file: set it to a directory, or to a new name")
   for name in {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config))} - {""}:
     rewards.check_importable(name)
   if config.weights == "random":

@@ -17,7 +17,7 @@ from support.configs import values_of
 
 from configs import common, tiny_tools
 from gspo_jax import config as configuration
-from gspo_jax import ranges
+from gspo_jax import ranges, train
 from gspo_jax.models import transformer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -295,3 +295,46 @@ def test_what_does_not_go_with_an_environment(key, value, message):
   assert configuration.from_dict(given).environment.name
   with pytest.raises(ValueError, match=message):
     configuration.from_dict(changed(key, value, given))
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(profile=301), r"profile=301 is no iteration: job='rl' has 300; set it to 0"),
+    (dict(job="eval", profile=1), r"profile=1 is no iteration: job='eval' has none"),
+    (dict(job="sft+rl"), r"sft\.steps=0: job='sft\+rl'.*set job=rl"),
+    (dict(eval__max_new_tokens=2041), r"eval\.max_new_tokens = 2049.*embeddings=2048"),
+    (dict(sft__max_tokens=2049), r"sft\.max_tokens = 2049 exceed.*embeddings=2048"),
+    (dict(model__mlp_only_layers=(4,)), r"model\.mlp_only_layers=4.*model\.num_layers=4"),
+    (dict(reward__overlong_weight=1.0), r"reward\.overlong_weight=1\.0 needs a buffer"),
+    (dict(objective__tuned=dict(dapo=dict(clip_low=2.0))), r"tuned\.dapo\.clip_low=2\.0 must be"),
+    (dict(objective__tuned=dict(dapo=dict(clip_low="x"))), r"tuned\.dapo\.clip_low='x' must be"),
+    (dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*did you mean eval/accuracy\?"),
+    (dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),
+  ],
+)
+def test_what_does_not_go_together_is_named(changes, message):
+  given = common.base()
+  given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
+  with pytest.raises(ValueError, match=message) as error:
+    configuration.from_dict(values_of(lambda: given, **changes))
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "best", ["eval/accuracy", "eval/aime/pass@2/low", "eval/verifier/right", "reward/mean"]
+)
+def test_the_best_checkpoint_may_be_of_any_metric(best):
+  given = common.base()
+  given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
+  config = configuration.from_dict(values_of(lambda: given, checkpoint__best=best))
+  assert config.checkpoint.best == best
+
+
+def test_a_best_metric_that_no_row_has_ends_the_first_iteration():
+  train.check_best("eval/accuracy", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)
+  train.check_best("eval/accuracy", {"step": 1, "reward/mean": 0.5}, evaluated=False)
+  train.check_best("reward/mean", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)
+  for best, step, near in ("reward/men", 1, "reward/mean"), ("eval/tool_us", 0, "eval/tool_use"):
+    with pytest.raises(ValueError, match=f"best='{best}' is no metric; did you mean {near}"):
+      train.check_best(best, {"step": step, near: 0.5}, evaluated=True)

@@ -1,17 +1,21 @@
 """The command line: a whole run, interrupted and not, and what bad input gets."""
 
+import dataclasses
 import json
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 from support.command_line import (
   ROOT,
   SMALL,
   SMALL_MODEL,
+  environment,
   figures,
   modules_in,
   rows,
@@ -22,6 +26,7 @@ from support.command_line import (
 from support.configs import config_of
 
 from configs import tiny
+from gspo_jax.models import hf, sizes, transformer
 from gspo_jax.run import open_run
 
 
@@ -264,8 +269,6 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
 
 
 BAD = {
-  "unknown key": (["rl.promts=3"], "promts.*prompts"),
-  "wrong type": (["rl.prompts=many"], "rl.prompts=many"),
   "mesh that does not match": (["mesh.fsdp=3", "mesh.data=1"], "mesh.fsdp=3.*1 are there"),
   "demonstration beyond its window": (["sft.max_tokens=12"], "16 tokens.*sft.max_tokens=12"),
 }
@@ -276,8 +279,110 @@ def test_bad_input_gets_one_line_before_training(case, tmp_path):
   overrides, message = BAD[case]
   stderr = run(tmp_path / "run", *SMALL, *overrides, ok=False)
   assert "Traceback" not in stderr
-  assert re.search(message, stderr.replace("\n", " ")), stderr
+  assert re.search(f"^gspo_jax: .*{message}", stderr, re.MULTILINE), stderr
   assert not rows(tmp_path / "run")
+
+
+WRITTEN = {  # by name; all of them are in the way of a run
+  "file": "",
+  "empty.py": "",
+  "none.py": "def get_config(): pass",
+  "syntax.py": "def get_config(:",
+  "name.py": "def get_config():\n  return undefined",
+  "verifier.py": "def reward(text, prompt):\n  return 1.0\nnumber = 3",
+  "talk.py": "def Talk(prompt, tokenizer):\n  raise KeyError('two\\nlines')",
+}
+COMMANDS = {
+  "--config=configs/tiny.py": r"--workdir must be given",
+  "--workdir=RUN": r"--config must be given",
+  "--config=configs/tiny.py --workdir=RUN eval": r"'eval' is no flag",
+  "--config=nowhere.py --workdir=RUN": r"--config=nowhere.py: there is no file",
+  "--config=configs/tiny.py:small --workdir=RUN": r"variant 'small' is not one of: gemma",
+  "--config=HERE/empty.py --workdir=RUN": r"empty.py: .*get_config",
+  "--config=HERE/none.py --workdir=RUN": r"none.py: .*get_config",
+  "--config=HERE/syntax.py --workdir=RUN": r"SyntaxError: .*syntax.py, line 1",
+  "--config=HERE/name.py --workdir=RUN": r"name.py:2: NameError: .*undefined",
+  "--config=configs/tiny.py --workdir=HERE/file": r"HERE/file is no directory",
+  "--config=configs/tiny.py --workdir=HERE/file/run": r"HERE/file is no directory",
+  "TINY --nothing=1": r"Unknown command line flag 'nothing'",
+  "TINY --config.rl.promts=3": r"unknown config key rl.promts; did you mean rl.prompts\?",
+  "TINY --config.rll.prompts=3": r"unknown config key rll; did you mean rl\?",
+  "TINY --config.rl=3": r"--config.rl=3 must be a section",
+  "TINY --config.rl.prompts=many": r"rl.prompts=many must be a whole number, at least 1",
+  "TINY --config.rl_optimizer.learning_rate=nan": r"rl_optimizer.learning_rate=nan must be above 0",
+  "TINY --config.weights=HERE": r"HERE/config.json: no such file",
+  "TINY --config.weights=HERE/file": r"weights=HERE/file is not a directory",
+  "TINY --config.data.train=HERE/file": r"data.train: HERE/file is none of .jsonl",
+  "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",
+  "TINY --config.reward.name=nowhere:f": r"reward.name='nowhere:f': there is no module nowhere",
+  "TINY --config.reward.name=verifier:number": r"verifier:number'.*is no function",
+  "TINY --config.environment.name=talk:Talk": r"environment.name='talk:Talk' fails .*KeyError",
+  "TINY --config.environment.name=syntax:Talk": r"environment.name='syntax:Talk'.*SyntaxError",
+}
+TINY = "--config=configs/tiny.py --workdir=RUN --config.reward.workers=1"
+
+
+@pytest.fixture(scope="module")
+def in_the_way(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("files")
+  for name, text in WRITTEN.items():
+    (folder / name).write_text(text)
+  return folder
+
+
+FAST = ["--config=HERE/name.py --workdir=RUN"]
+FAST += ["TINY --config.rl.promts=3", "TINY --config.weights=HERE"]
+LINES = [line if line in FAST else pytest.param(line, marks=pytest.mark.slow) for line in COMMANDS]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_bad_command_is_answered_in_one_line_and_at_once(line, in_the_way):
+  names = dict(TINY=TINY, HERE=str(in_the_way), RUN=str(in_the_way / "run"))
+  message = COMMANDS[line].replace("HERE", str(in_the_way))
+  for name, value in names.items():
+    line = line.replace(name, value)
+  before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+  done = subprocess.run(
+    [sys.executable, "-m", "gspo_jax.main", *line.split()],
+    cwd=ROOT, env=environment(**modules_in(in_the_way)), capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+  assert done.returncode == 2 and re.search(f"^gspo_jax: .*{message}.*\n\\Z", done.stderr), (
+    done.stderr
+  )
+  assert not done.stdout and seconds < 10, (
+    "nothing is compiled; of this machine's seconds it takes 2"
+  )
+  assert not (in_the_way / "run").exists() or not rows(in_the_way / "run")
+
+
+def test_weights_are_compared_with_the_configuration_at_the_start(tmp_path):
+  small = dataclasses.replace(sizes.tiny_moe(264), num_layers=1, hidden_size=8)
+  hf.save(tmp_path / "weights", transformer.init(small, jax.random.key(0)), small)
+  changes = {"weights": str(tmp_path / "weights"), "job": "rl"}
+  message = r"model\.hidden_size=128 and not 8, model\.num_layers=4 and not 1: set these"
+  with (
+    pytest.raises(ValueError, match=message),
+    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
+  ):
+    pass
+  changes |= {"model.hidden_size": 8, "model.num_layers": 1}
+  (path,) = (tmp_path / "weights").glob("*.safetensors")
+  path.write_bytes(path.read_bytes()[:-1])
+  with (
+    pytest.raises(ValueError, match=f"{path}: not a complete safetensors file"),
+    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
+  ):
+    pass
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_made(tmp_path):
+  changes = {"model.hidden_size": 65_536, "model.num_layers": 1024}
+  with (
+    pytest.raises(ValueError, match=r"parameters, which take [\d,]+ GiB: more than the \d+ GiB"),
+    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
+  ):
+    pass
 
 
 REFUSED = {

@@ -67,4 +67,7 @@ def call(item: list[Any]) -> float:
 def _find(name: str) -> Callable[[str, Mapping[str, str]], float]:
   sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
   module, _, function = name.partition(":")
-  return getattr(importlib.import_module(module), function)
+  found = getattr(importlib.import_module(module), function)
+  if not callable(found):
+    raise TypeError(f"{name} is no function, but {found!r:.40}")
+  return found

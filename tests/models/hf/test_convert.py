@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import subprocess
@@ -354,6 +355,36 @@ def test_broken_directories(tmp_path):
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(hf.CheckpointError, match="not JSON"):
     hf.load(tmp_path)
+
+
+DAMAGED = {  # file: contents
+  "config.json": [
+    b"",
+    b"[1]",
+    b"[" * 10**5 + b"]" * 10**5,
+    b'{"hidden_size": 8, "hidden_size": 8}',
+    *(dict(hidden_size=size) for size in (0, -8, 1.5, "8", 10**12, [8], math.nan)),
+    *(dict(rope_parameters=rope) for rope in (3, [1], dict(full_attention=3))),
+    dict(model_type=[1]),
+    dict(layer_types=3),
+    dict(mlp_only_layers=["a"]),
+  ],
+  "model.safetensors": [b"", b"\0" * 4096, b"\xff" * 4096, slice(8), slice(-1), slice(100)],
+}
+
+
+@pytest.mark.parametrize(
+  "file, content", [(file, content) for file in DAMAGED for content in DAMAGED[file]]
+)
+def test_a_damaged_directory_is_found_by_its_headers(file, content, tmp_path):
+  saved(tmp_path, MOE)
+  assert hf.check(tmp_path) == MOE
+  path = tmp_path / file
+  if isinstance(content, dict):
+    content = json.dumps(json.loads(path.read_text()) | content).encode()
+  path.write_bytes(path.read_bytes()[content] if isinstance(content, slice) else content)
+  with pytest.raises(hf.CheckpointError, match=f"^{path}: "):
+    hf.check(tmp_path)
 
 
 def test_a_mesh_that_does_not_divide_a_parameter(tmp_path):
