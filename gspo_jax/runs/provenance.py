@@ -97,7 +97,7 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def _git(root: Path, *arguments: str) -> str | None:
   try:
     done = subprocess.run(
-      # A run that is killed meanwhile, or whose disk is full, must not leave a lock behind.
+      # A run that dies meanwhile must not leave a lock in the repository.
       ["git", "--no-optional-locks", "-C", str(root), *arguments],
       capture_output=True, text=True, check=True, timeout=10,
     )  # fmt: skip

@@ -1,0 +1,130 @@
+"""Hosts that see different things come to the same verdicts, keep the same checkpoints, and find
+damage together.
+
+`python tests/runs/test_two_hosts.py WORKDIR RESULTS` is one host; pytest starts it twice.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+if __name__ == "__main__":
+  sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.small_models import DENSE
+from test_two_processes import on_two_processes
+
+from gspo_jax import rewards
+from gspo_jax.data import tokenizer
+from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig
+from gspo_jax.evaluation.evaluator import Evaluator
+from gspo_jax.evaluation.resume import from_first_process
+from gspo_jax.runs import checkpoint, integrity, lock
+from gspo_jax.sampling import Trajectory
+from gspo_jax.structs import Prompt
+
+
+def test_two_hosts(tmp_path):
+  workdir, paths = tmp_path / "run", [tmp_path / f"{i}.json" for i in range(2)]
+  on_two_processes(
+    lambda i: [sys.executable, __file__, str(workdir), str(paths[i])], devices=1, timeout=120
+  )
+  first, second = (json.loads(path.read_text()) for path in paths)
+  assert first.pop("said").count("is damaged and set aside") == 1 and second.pop("said") == ""
+  assert first == second
+  assert first["correct"] == [1.0, 0.0] and first["outcomes"] == dict(right=1, timeout=1)
+  assert first["kept"] == [1, 3]  # 1 is the best by the first host, 2 would be by the second
+  assert first["listed"] == [0, 1]  # who has listed its own files
+  assert first["whole"] == 1
+  assert first["refused"] == ["another run is in"] * 2
+
+
+def verdicts(process):
+  """The same evaluation, of which a time limit strikes on one host."""
+
+  def score(responses, prompts):
+    found = ["right", "timeout"] if process == 0 else ["timeout", "right"]
+    correct = np.array([one == "right" for one in found], np.float32)
+    return rewards.Scores(correct, dict(right=1, timeout=1), correct)
+
+  problems = [Prompt(str(i), "q", "a", (1,)) for i in range(2)]
+  config = BenchmarkConfig("x", "", 0, 1, (), False, "")
+  one = Benchmark("", config, problems, score)
+  evaluator = Evaluator(None, DENSE, [one], tokenizer.load("bytes"), 4, 0)
+  sampled = [Trajectory((1,), 0, 0, None) for _ in problems]
+  chunk = evaluator._scored(one, [0, 1], sampled)
+  return dict(correct=[r["reward"] for r in chunk["records"]], outcomes=chunk["outcomes"])
+
+
+def checkpoints_of(workdir):
+  config = checkpoint.CheckpointConfig("", 1, 1, 0, "score", 30.0)
+  return checkpoint.Checkpointer(workdir, "rl", config)
+
+
+def saved(workdir, process):
+  """Three checkpoints of an array that is on both hosts, which measure different scores."""
+  mesh = jax.make_mesh((2,), ("data",))
+  spread = jax.NamedSharding(mesh, jax.P("data"))
+  whole = np.random.default_rng(0).normal(size=2000).astype(np.float32)
+  state = dict(x=jax.make_array_from_callback(whole.shape, spread, lambda i: whole[i]))
+  checkpoints = checkpoints_of(workdir)
+  listed = []
+  write = integrity.write_list
+  integrity.write_list = lambda path: (
+    listed.extend(int(p.name[0]) for p in sorted(path.glob(f"?.{integrity.SIZES}"))),
+    write(path),
+  )
+  for step, scores in (1, (3.0, 1.0)), (2, (1.0, 3.0)), (3, (0.0, 0.0)):
+    checkpoints.save(step, state, {}, dict(score=scores[process]))
+  checkpoints.close()
+  kept = sorted(checkpoints._manager.all_steps())
+  integrity.write_list = write
+  # Each host reads back half of the files: whichever has this one tells the other.
+  newest = checkpoints.directory / "3"
+  if process == 0:
+    data = max(newest.glob("state/ocdbt.process_1/d/*"), key=lambda p: p.stat().length)
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(bytes(content))
+  multihost_utils.sync_global_devices("damaged")
+  checkpoints = checkpoints_of(workdir)
+  step = checkpoints.latest_whole()
+  restored, _ = checkpoints.restore(step, jax.tree.map(abstract, state))
+  checkpoints.close()
+  for shard in restored["x"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, whole[shard.index])
+  return dict(kept=kept, whole=step, listed=from_first_process(listed[:2]))
+
+
+def abstract(x):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def refused(workdir):
+  """What the second of two runs of two processes hears, while the first one has the directory."""
+  heard = []
+  with lock.alone_in(workdir):
+    for _ in range(2):
+      try:
+        with lock.alone_in(workdir):
+          pass
+      except ValueError as error:
+        heard.append(str(error)[:17])
+  return dict(refused=heard)
+
+
+if __name__ == "__main__":
+  jax.distributed.initialize(
+    num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+    process_id=int(os.environ["JAX_PROCESS_ID"]),
+  )
+  with contextlib.redirect_stderr(io.StringIO()) as said:
+    found = verdicts(jax.process_index())
+    found |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
+  Path(sys.argv[2]).write_text(json.dumps(found | dict(said=said.getvalue())))
