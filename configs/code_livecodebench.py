@@ -5,7 +5,7 @@ Command:   python -m gspo_jax.main --config=configs/code_livecodebench.py --work
              --config.weights=DIR --config.tokenizer=DIR --config.data.train=apps@TACO/*.jsonl \
              "--config.data.eval=livecodebench@LCB/*.jsonl where contest_date>=2024-10-01 and \
                contest_date<2025-03-01 and prompt_tokens<=2048"
-Hardware:  a TPU v5p slice of 64 chips (4x4x4), Linux hosts that allow user namespaces or Landlock
+Hardware:  a TPU v5p slice of 64 chips (4x4x4), Linux hosts that allow namespaces
 Expected:  not run by us at this size
 
 Programs run in sandboxes: docs/rewards.md says what confines them.

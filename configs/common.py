@@ -71,7 +71,7 @@ def base() -> ConfigDict:
         workers=0,  # processes that verify at the same time; arithmetic and string need none
         time_limit_s=1.0,  # per answer, without queueing; code: CPU time per test
         memory_mb=1024,  # code: address space of a program; at least 64
-        isolation="auto",  # code: namespaces | seccomp | auto: either | none: with your rights
+        isolation="auto",  # code: namespaces | auto: the same | none: with your rights
         format="none",  # think | think_answer: tags that a response must have
         format_weight=0.0,  # added to the reward of a response that has them
         overlong_weight=0.0,  # taken from a response of overlong_max tokens; DAPO has 1

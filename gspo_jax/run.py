@@ -130,9 +130,14 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
       f"model.vocab_size={config.model.vocab_size}"
     )
   environment = environments.find(config.environment.name, tok)
-  train_prompts = sources.load(config.data, tok, "train") if config.job != "eval" else []
+  verifier = "" if config.environment.name else config.reward.name  # or it judges
+  check = rewards.answer_check(verifier if "rl" in config.job else "")
+  train_prompts = sources.load(config.data, tok, "train", check) if config.job != "eval" else []
   held_out = {
-    name: sources.load_spec(config.data, tok, b.data, key) for name, b, key in _benchmarks(config)
+    name: sources.load_spec(
+      config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
+    )
+    for name, b, key in _benchmarks(config)
   }
   problems = {name: choose(held_out[name], b.problems) for name, b, _ in _benchmarks(config)}
   in_both = {}
@@ -171,6 +176,8 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
   ):
     read = transformer.dtypes(config.model, config.compute.dtype)
+    for scorer in scorers.values():
+      writer.notes |= scorer.notes
     publish = sharding.publisher(layout, read)
     engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
     benchmarks = [

@@ -120,17 +120,25 @@ class Mixture:
     return self.sources[which][index - (ends[which - 1] if which else 0)]
 
 
-def load(config: DataConfig, tok: tokenizer.Tokenizer, split: str) -> Source:
-  """The prompts of `config.train` (split 'train') or `config.eval` (split 'eval').
+Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot be used
+
+
+def load(
+  config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
+) -> Source:
+  """The prompts of `config.train` (split 'train') or `config.eval` (split 'eval'). A row whose
+  answer does not pass `check` is a bad row.
 
   Raises:
     DataError: for a bad file, an empty data set, and for the first bad row unless
       `config.on_error` is 'skip'.
   """
-  return load_spec(config, tok, getattr(config, split), f"data.{split}")
+  return load_spec(config, tok, getattr(config, split), f"data.{split}", check)
 
 
-def load_spec(config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str) -> Source:
+def load_spec(
+  config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str, check: Check | None = None
+) -> Source:
   """The prompts of a source or mixture; `key` is the config key that holds `spec`."""
   if not spec.strip():
     raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
@@ -144,14 +152,22 @@ def load_spec(config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str)
   if len(weights) not in (0, len(parts)) or not all(weights):
     raise DataError(f"{key}={spec!r}: either every source has a weight above 0, or none has one")
   if len(parts) == 1:
-    return _load_part(config, tok, parts[0], key, "")
+    return _load_part(config, tok, parts[0], key, "", check)
   # The same id may be in two sources; with its source before it, it is nobody else's.
-  sources = [_load_part(config, tok, p, key, f"{p['form'] or ''}@{p['path']}#") for p in parts]
+  sources = [
+    _load_part(config, tok, part, key, f"{part['form'] or ''}@{part['path']}#", check)
+    for part in parts
+  ]
   return Mixture(tuple(sources), tuple(weights or map(float, map(len, sources))))
 
 
 def _load_part(
-  config: DataConfig, tok: tokenizer.Tokenizer, part: re.Match, key: str, prefix: str
+  config: DataConfig,
+  tok: tokenizer.Tokenizer,
+  part: re.Match,
+  key: str,
+  prefix: str,
+  check: Check | None,
 ) -> Source:
   path, name = part["path"], part["form"] or ""
   if name and name not in formats.FORMATS:
@@ -163,7 +179,7 @@ def _load_part(
     if where or name:
       raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
     return Embedded(config, tok, path, key)
-  return _load_rows(config, tok, path, key, config.format(name), where, prefix)
+  return _load_rows(config, tok, path, key, config.format(name), where, prefix, check)
 
 
 class Batches:
@@ -328,6 +344,7 @@ def _load_rows(
   form: formats.Format,
   where: tuple[formats.Condition, ...],
   prefix: str,
+  check: Check | None,
 ) -> Prompts:
   """Reads and checks every row of files or of a TFDS data set."""
   for name, field in ("question_field", form.question), ("answer_field", form.answer):
@@ -341,6 +358,8 @@ def _load_rows(
       )
       if prompt is not None and prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
+      if prompt is not None and check:
+        _require(check, prompt.answer)
     except (BadRow, RecursionError) as error:  # the latter of objects in objects in objects
       if config.on_error == "raise":
         hint = "or set data.on_error=skip to leave such rows out"
@@ -359,3 +378,10 @@ def _load_rows(
   if skipped:
     logging.warning("%s=%s: %d rows left out%s", key, path, skipped, first)
   return Prompts(tuple(prompts), skipped)
+
+
+def _require(check: Check, answer: str) -> None:
+  try:
+    check(answer)
+  except ValueError as error:
+    raise BadRow(f"{error}. Correct the row") from error

@@ -2,7 +2,9 @@
 
 A verifier is a module with `OUTCOMES`, the names of what it can find, `UNKNOWN`, those of them
 that say nothing of the response ("crash" alone where it is left out), and `open_verifier(config)`,
-a context manager of a `Verify` function; VERIFIERS names those that come with the package.
+a context manager of a `Verify` function; VERIFIERS names those that come with the package. It may
+have `check_answer(text)`, which raises ValueError for a gold answer that it could not read; and the
+function may have `notes`, metrics that hold for the whole run.
 """
 
 import collections
@@ -107,6 +109,8 @@ class Scores:
 
 
 class Scorer(Protocol):
+  notes: Mapping[str, float]  # metrics that hold for the whole run: what confines programs
+
   def __call__(
     self,
     responses: Sequence[str],
@@ -140,17 +144,28 @@ def check_importable(name: str) -> None:
     raise ValueError(f"reward.name={name!r}: there is no module {module} here or on PYTHONPATH")
 
 
+def answer_check(name: str) -> Callable[[str], None] | None:
+  """The check of gold answers that a verifier has, by its name as in `RewardConfig`; else None."""
+  if not name:
+    return None
+  module = importlib.import_module(VERIFIERS.get(name, _USER))
+  return getattr(module, "check_answer", None)
+
+
 @contextlib.contextmanager
 def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
   """The configured reward, its processes alive inside the `with` block.
 
   Raises:
-    RuntimeError: if a verifier cannot be started, or programs cannot be confined.
+    RuntimeError: if a verifier cannot be started.
+    ValueError: if programs cannot be confined.
   """
   verifier = importlib.import_module(VERIFIERS.get(config.name, _USER))
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
   with verifier.open_verifier(config) as verify:
-    yield functools.partial(_score, config, verifier.OUTCOMES, unknown, verify)
+    scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify)
+    scorer.notes = getattr(verify, "notes", {})
+    yield scorer
 
 
 def _score(

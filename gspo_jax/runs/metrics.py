@@ -105,6 +105,7 @@ class Writer:
     self._workdir = Path(workdir)
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
+    self.notes: dict[str, float] = {}  # what holds for the whole run: it is in every row
     self._purge: dict[str, int] = {}
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
@@ -125,6 +126,7 @@ class Writer:
     """
     if not self._active:
       return
+    row = {**self.notes, **row}
     phase, step = str(row["phase"]), int(row["step"])
     values = {name: _number(name, row[name]) for name in sorted(row.keys() - {"phase", "step"})}
     finite = {name: v if math.isfinite(v) else None for name, v in values.items()}

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from support import data_cases
 from support.data_cases import BYTES, write
+from support.sandboxes import LIMITS, needs_namespaces
 
+from gspo_jax import rewards
 from gspo_jax.data import formats, sources
 from gspo_jax.data.formats import FORMATS
+from gspo_jax.rewards.programs.verifier import CodeVerifier
 
 DOCS = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 DOCUMENTED = {
@@ -27,9 +30,9 @@ def numbered(start, count, **more):
   return [dict(question=f"{i}?", answer=str(i), level=i % 5) | more for i in rows]
 
 
-def load(spec, **changes):
+def load(spec, check=None, **changes):
   return data_cases.load(
-    spec, **dict(prompt_template="Q: {question}", max_prompt_tokens=900) | changes
+    spec, check, **dict(prompt_template="Q: {question}", max_prompt_tokens=900) | changes
   )
 
 
@@ -313,3 +316,53 @@ def test_prompts_know_whether_the_response_begins_with_a_thought(tmp_path, templ
   path = write(tmp_path / "rows.jsonl", [dict(question="<think> is a tag", answer="1")])
   assert load(path, prompt_template=template)[0].thinks is thinks
   assert load("arithmetic:train", prompt_template=template)[0].thinks is thinks
+
+
+# Rows of programs, whose answers are tests.
+
+CHECK = rewards.answer_check("code")
+BROKEN = {
+  "humaneval": dict(
+    test=["METADATA = {}", "def check(f):\n  pass\n", "def check(f)\n  assert f(1)\n", ""],
+    entry_point=["", None],
+    prompt=["Write a function."],
+  ),
+  "apps": dict(input_output=["{}", "no JSON", '{"inputs": [], "outputs": []}']),
+  "codeforces": dict(official_tests=[[], [{"input": "1"}], "1"]),
+  "livecodebench": dict(
+    private_test_cases=["!!!", "AAAA"], public_test_cases=["[]", "[{}]", ""], metadata=["[1]", "{"]
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_rows_whose_tests_cannot_judge_are_found_when_they_are_loaded(tmp_path, name):
+  good = DOCUMENTED[name][0]
+  broken = [good | {key: value} for key, values in BROKEN[name].items() for value in values]
+  for row in broken:
+    path = write(tmp_path / "a.jsonl", [good, row])
+    with pytest.raises(sources.DataError, match=r"a\.jsonl, line 2: .*data\.on_error=skip"):
+      load(f"{name}@{path}", CHECK)
+  rows = [row | {"id": str(i), "task_id": str(i)} for i, row in enumerate([good, *broken])]
+  for row in rows:
+    row.update({key: row["id"] for key in ("question_id", "problem_id") if key in row})
+  source = load(f"{name}@{write(tmp_path / 'b.jsonl', rows)}", CHECK, on_error="skip")
+  assert len(source) == 1 and source.skipped == len(broken)
+
+
+PROGRAMS = {
+  "humaneval": ("def f(x):\n  return x", "def f(x):\n  return x + 1"),
+  "apps": ("print(2 * int(input()))", "print(3)"),
+  "codeforces": ("print(2 * int(input()))", "print(2)"),
+  "livecodebench": ("print(2 * int(input()))", "print(1)"),
+}
+
+
+@needs_namespaces
+def test_documented_rows_accept_right_programs_and_no_wrong_ones(tmp_path):
+  with CodeVerifier(1, LIMITS) as verifier:
+    for name, programs in PROGRAMS.items():
+      path = write(tmp_path / f"{name}.jsonl", [DOCUMENTED[name][0]])
+      (prompt,) = load(f"{name}@{path}", CHECK)
+      responses = [f"```python\n{program}\n```" for program in programs]
+      assert verifier.score(responses, [prompt.answer] * 2) == ["right", "wrong"], name

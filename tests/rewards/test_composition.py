@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.configs import reward_config as config
 from support.prompts import prompts
+from support.sandboxes import needs_namespaces
 
 from gspo_jax import rewards
 from gspo_jax.rewards import shaping, string_match
@@ -206,3 +207,28 @@ def test_programs_by_config():
 def test_bad_settings_are_errors(changes, message):
   with pytest.raises(ValueError, match=message):
     config(**changes)
+
+
+@needs_namespaces
+def test_programs_say_what_confines_them(capfd):
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  responses = ["```\nprint(2)\n```", "```\nprint(3)\n```", "none"]
+  for isolation, said in (
+    ("auto", "namespaces (tried out"),
+    ("none", "programs run with your rights"),
+  ):
+    with rewards.open_scorer(config("code", isolation=isolation)) as scorer:
+      (line,) = capfd.readouterr().err.splitlines()  # at the start
+      assert line.startswith(f"reward.isolation={isolation}: ") and said in line
+      outcomes = scorer(responses, prompts([answer] * 3)).outcomes
+    name = "namespaces" if isolation == "auto" else isolation
+    assert scorer.notes == {f"verifier/isolation/{name}": 1}  # and in the metrics of every step
+    assert (outcomes["right"], outcomes["wrong"], outcomes["unparsable"]) == (1, 1, 1)
+
+
+def test_verifiers_that_cannot_read_every_answer_say_so():
+  check = rewards.answer_check("code")
+  check(json.dumps({"inputs": ["1"], "outputs": ["2"]}))
+  with pytest.raises(ValueError, match="JSON object"):
+    check("42")
+  assert rewards.answer_check("string") is None and rewards.answer_check("") is None

@@ -59,6 +59,15 @@ def test_compute_fetches_everything_at_once(monkeypatch):
 # --- the run's directory
 
 
+def test_what_holds_for_the_whole_run_is_in_every_row(tmp_path):
+  with metrics.Writer(tmp_path) as writer:
+    writer.notes |= {"verifier/isolation/namespaces": 1.0}
+    for step in (1, 2):
+      writer.write(rl_row(step))
+  rows = read_lines(tmp_path / "metrics.jsonl")
+  assert [row["verifier/isolation/namespaces"] for row in rows] == [1, 1]
+
+
 def test_write_appends_one_object_per_line_at_once(tmp_path):
   writer = metrics.Writer(tmp_path)
   more = {f"minibatch/{i}/ratio/deviation": 0.0 for i in range(4)}

@@ -34,6 +34,6 @@ def write(path, rows):
   return str(path)
 
 
-def load(spec, **changes):
+def load(spec, check=None, **changes):
   """The prompts of a source for training."""
-  return sources.load_spec(config(**changes), BYTES, str(spec), "data.train")
+  return sources.load_spec(config(**changes), BYTES, str(spec), "data.train", check)

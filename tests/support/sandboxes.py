@@ -1,7 +1,6 @@
 """What the tests of sandboxes share."""
 
 import contextlib
-import ctypes
 import os
 import pathlib
 import subprocess
@@ -19,20 +18,14 @@ LIMITS = process.Limits(
 )  # fmt: skip
 
 
-def available(isolation):
+def available():
   """Whether this kernel lets us, found out without the code under test."""
-  libc = ctypes.CDLL(None)
-  if isolation == "seccomp":
-    return libc.syscall(444, None, 0, 1) > 0  # the version of Landlock
   flags = 0x6C020000 | (0x10000000 if os.geteuid() else 0)  # namespaces; for users one of their own
   unshare = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
   return subprocess.run([sys.executable, "-c", unshare]).returncode == 0
 
 
-ISOLATIONS = [
-  pytest.param(name, marks=pytest.mark.skipif(not available(name), reason=f"no {name} here"))
-  for name in ("namespaces", "seccomp")
-]
+needs_namespaces = pytest.mark.skipif(not available(), reason="no namespaces here")
 
 
 def stdin(*cases):
@@ -40,19 +33,10 @@ def stdin(*cases):
   return code_tests.Tests("stdin", inputs, outputs)
 
 
-def run(isolation, code, limits=LIMITS, **request):
+def run(code, limits=LIMITS, **request):
   """The report on one program."""
-  with process.Sandbox(isolation, limits) as sandbox:
+  with process.Sandbox("namespaces", limits) as sandbox:
     return sandbox.run({"kind": "stdin", "code": code, **request})
-
-
-def mentioning(text):
-  """Processes whose command line holds `text`; those that are forked keep their parent's."""
-  found = []
-  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    with contextlib.suppress(OSError):
-      found += [path] if text in path.read_text(errors="replace") else []
-  return found
 
 
 def session(outer):

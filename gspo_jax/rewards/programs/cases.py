@@ -10,6 +10,7 @@ An answer is a JSON object in one of these forms:
 The first two are what APPS and TACO have in their column `input_output`.
 """
 
+import ast
 import base64
 import dataclasses
 import decimal
@@ -39,12 +40,18 @@ class Tests:
   preamble: str = ""  # check: what stands before the function
   code: str = ""  # check: the assertions
 
+  def passes(self, found: str, expected: Any) -> bool:
+    """Whether what a program printed, or the JSON that a call left, is what is expected."""
+    if self.kind == "stdin":
+      return same_text(found, expected)
+    return same_result(found, expected, self.wrapped)
+
 
 def parse(text: str) -> Tests:
   """Reads an answer.
 
   Raises:
-    ValueError: if it is not JSON of a known form, or has no test.
+    ValueError: if it is not JSON of a known form, or has no test that a program could pass.
   """
   try:
     fields = json.loads(text)
@@ -57,22 +64,60 @@ def parse(text: str) -> Tests:
       fields = _from_livecodebench(fields)
     if "test" in fields:
       prompt, code, function = (fields[name] for name in _HUMANEVAL)
-      if not (code and function):
-        raise ValueError("it is empty")
+      _require_check(prompt, code, function)
       return Tests("check", ("",), ("",), function, preamble=prompt, code=code)
     return _cases(fields["inputs"], fields["outputs"], fields.get("fn_name"))
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"tests {text[:60]!r}... cannot be read: {error!r}") from error
+  except KeyError as error:
+    raise ValueError(f"tests {text[:60]!r}... have no {error}") from error
+  except (AttributeError, RecursionError, TypeError, ValueError) as error:
+    raise ValueError(f"tests {text[:60]!r}... cannot be read: {error}") from error
+
+
+def _require_check(prompt: Any, code: Any, function: Any) -> None:
+  """Raises ValueError unless `code` defines a `check` that looks at the function."""
+  if not all(isinstance(text, str) for text in (prompt, code, function)) or not function.strip():
+    raise ValueError("prompt, test and entry_point must be text, and the last one a name")
+  _parsed(standalone(prompt), "prompt")
+  tree = _parsed(code, "test")
+  defined = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "check"]
+  if not defined:
+    raise ValueError("test defines no function `check`, as HumanEval's do")
+  arguments = [argument.arg for argument in (*defined[-1].args.posonlyargs, *defined[-1].args.args)]
+  names = {x.id for part in defined[-1].body for x in ast.walk(part) if isinstance(x, ast.Name)}
+  if not arguments or not names & {arguments[0], function}:
+    raise ValueError("`check` of test never looks at the function that it is given")
+
+
+def _parsed(code: str, name: str) -> ast.Module:
+  try:
+    return ast.parse(code)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise ValueError(f"{name} is no Python: {error}") from error
+
+
+def standalone(preamble: str) -> str:
+  """What stands before a function, as Python of its own: a function without a body gets one."""
+  try:
+    ast.parse(preamble)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return f"{preamble.rstrip()}\n{' ' * 99}pass\n"
+  return preamble
 
 
 def _cases(inputs: list, outputs: list, function: str | None) -> Tests:
+  if not isinstance(inputs, list) or not isinstance(outputs, list):
+    raise ValueError("inputs and outputs must be lists")
   if not inputs or len(inputs) != len(outputs):
     raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+  if not isinstance(function, str | None):
+    raise ValueError(f"fn_name must be text, not {function!r:.40}")
   if not function:
     return Tests("stdin", tuple(map(_text, inputs)), tuple(map(_text, outputs)))
   if all(isinstance(case, str) for case in inputs):  # LiveCodeBench: an argument per line, as JSON
     arguments = tuple([json.loads(line) for line in case.split("\n")] for case in inputs)
     return Tests("call", arguments, tuple(map(json.loads, outputs)), function)
+  if not all(isinstance(case, list) for case in inputs):
+    raise ValueError("with fn_name, an input must be a list of arguments")
   return Tests("call", tuple(inputs), tuple(outputs), function, wrapped=True)  # APPS, TACO
 
 
@@ -101,6 +146,8 @@ def decode_private(column: str | list) -> list[dict[str, str]]:
   """
   if not isinstance(column, str):
     return column
+  if not column:
+    return []
   try:
     return json.loads(column)
   except ValueError:
@@ -177,26 +224,75 @@ def same_text(output: str, expected: str) -> bool:
   Both are stripped and cut into lines, which are stripped. As many lines; each is the same text, or
   the same sequence of decimal numbers, exactly and not approximately.
   """
-  ours, gold = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
-  return len(ours) == len(gold) and all(map(_same_line, ours, gold))
+  ours, gold = output.strip(), expected.strip()
+  if ours.count("\n") != gold.count("\n"):  # before anything is made of lines by the million
+    return False
+  return all(map(_same_line, ours.split("\n"), gold.split("\n")))
 
 
 def _same_line(ours: str, gold: str) -> bool:
+  ours, gold = ours.strip(), gold.strip()
   if ours == gold:
     return True
+  golds = gold.split()
+  numbers = ours.split(maxsplit=len(golds))
+  if len(numbers) != len(golds):
+    return False
   try:
-    return [decimal.Decimal(x) for x in ours.split()] == [decimal.Decimal(x) for x in gold.split()]
+    return all(decimal.Decimal(x) == decimal.Decimal(y) for x, y in zip(numbers, golds))
   except (decimal.InvalidOperation, ValueError):
     return False
 
 
-def same_value(value: Any, expected: Any, wrapped: bool = False) -> bool:
+def most_bytes(expected: Any) -> int:
+  """Returns a length that nothing equal to `expected` has, printed or as the JSON of `wire.encode`:
+  1 MiB more than needed, for spaces and for numbers written otherwise."""
+  text = expected if isinstance(expected, str) else json.dumps(expected)
+  return (1 << 20) + 16 * len(text)
+
+
+def same_result(text: str, expected: Any, wrapped: bool = False) -> bool:
   """LiveCodeBench's rule for returned values (grade_call_based): equal, a tuple being a list.
 
   That holds for the outermost tuple only. `wrapped`: the expected value may stand alone in a list.
+
+  Args:
+    text: JSON that holds `wire.encode(value)`; or anything at all, which is equal to nothing. It is
+      walked along with `expected`, in linear time: no set and no dict is made of it.
+    expected: what JSON can hold.
   """
-  if isinstance(value, tuple):
-    value = list(value)
-  if value == expected:
-    return True
-  return wrapped and isinstance(expected, list) and len(expected) == 1 and value == expected[0]
+  try:
+    value = json.loads(text)["value"]
+    if isinstance(value, dict) and "tuple" in value:
+      value = value["tuple"]
+    alone = wrapped and isinstance(expected, list) and len(expected) == 1
+    return _same(value, expected) or (alone and _same(value, expected[0]))
+  except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
+    return False
+
+
+def _same(value: Any, expected: Any) -> bool:
+  """Whether `value`, as `wire.encode` writes it, stands for what `expected` is."""
+  if isinstance(value, dict):
+    ((kind, content),) = value.items()
+    if kind == "dict":
+      return isinstance(expected, dict) and _same_pairs(content, expected)
+    if kind not in ("int", "complex"):
+      return False  # JSON has no tuples, sets and bytes to compare with
+    value = int(content, 16) if kind == "int" else complex(*content)
+  if isinstance(value, list):
+    same_length = isinstance(expected, list) and len(value) == len(expected)
+    return same_length and all(map(_same, value, expected))
+  return not isinstance(expected, list | dict) and value == expected
+
+
+def _same_pairs(pairs: list, expected: dict[str, Any]) -> bool:
+  """The same for the pairs of a dict; the keys of `expected` are texts, as JSON's are."""
+  if len(pairs) != len(expected):
+    return False
+  missing = set(expected)
+  for key, value in pairs:
+    if not isinstance(key, str) or key not in missing or not _same(value, expected[key]):
+      return False
+    missing.remove(key)
+  return True

@@ -1,4 +1,4 @@
-"""Starting, asking and ending a sandbox, and finding out which isolation this machine allows.
+"""Starting, asking and ending a sandbox, and finding out whether this machine allows one.
 
 The verifier's side of it. What runs inside lies in sandbox/ and is loaded by an interpreter that
 has nothing of our environment.
@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 from gspo_jax.rewards.programs.sandbox import wire
 from gspo_jax.rewards.programs.sandbox.isolation import SCRATCH
 
-ISOLATIONS = ("auto", "namespaces", "seccomp", "none")
+ISOLATIONS = ("auto", "namespaces", "none")
 START_LIMIT_S = 60.0  # for a sandbox to be ready, and for a report that is overdue
 
 
@@ -56,14 +55,31 @@ class Sandbox:
     Raises:
       SandboxError: if it does not start; says which step the kernel denied.
     """
-    self._directory = tempfile.mkdtemp(prefix="gspo_jax_")
-    ours, theirs = socket.socketpair()
+    if isolation not in ISOLATIONS[1:]:
+      raise ValueError(f"no isolation is called {isolation!r}")
+    self._directory, self._process, self._control = "", None, None
+    try:
+      self._start(isolation, limits, channel)
+      self._receive(START_LIMIT_S)
+    except OSError as error:  # no memory, no space, or too many processes or files
+      self.close()
+      raise SandboxError(f"no sandbox could be started: {error}") from error
+    except BaseException:
+      self.close()
+      raise
+
+  def _start(self, isolation: str, limits: Limits, channel: socket.socket | None) -> None:
+    self._limits = limits
+    if isolation == "none":
+      self._directory = tempfile.mkdtemp(prefix="gspo_jax_")
+    self._control, theirs = socket.socketpair()
+    scratch = self._directory or SCRATCH
     descriptors = [s.fileno() for s in (theirs, channel) if s is not None]
     settings = dict(
       control=descriptors[0],
       channel=descriptors[1] if channel else 0,
       isolation=isolation,
-      directory=self._directory,
+      directory=scratch,
       readable=_readable(),
       packages=_packages(),
       limits=dataclasses.asdict(limits),
@@ -72,30 +88,19 @@ class Sandbox:
       f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); "
       "from sandbox import runner; del sys.path[0]; runner.main(sys.argv[1])"
     )
-    scratch = SCRATCH if isolation == "namespaces" else self._directory
     # No site-packages and no user's settings at the start; a fixed hash seed, so that a program
     # that depends on the order of a set does not pass in one run and fail in the next.
-    try:
+    with theirs:
       self._process = subprocess.Popen(
         [os.path.realpath(sys.executable), "-s", "-S", "-P", "-c", start, json.dumps(settings)],
         env=_ENVIRONMENT | {"HOME": scratch, "TMPDIR": scratch},
-        cwd=self._directory,
+        cwd=self._directory or "/",
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
       )
-    except OSError as error:  # no memory, or too many processes or files
-      _remove(self._directory)
-      raise SandboxError(f"no process could be started: {error}") from error
-    theirs.close()
-    self._control, self._limits = ours, limits
-    try:
-      self._receive(START_LIMIT_S)
-    except BaseException:
-      self.close()
-      raise
 
   def start(self, request: dict[str, Any]) -> None:
     try:
@@ -118,12 +123,15 @@ class Sandbox:
 
   def close(self) -> None:
     """Kills everything in it."""
-    if self._process.poll() is None:  # else its number may be another's by now
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(self._process.pid, signal.SIGKILL)
-    self._control.close()
-    self._process.wait()
-    _remove(self._directory)
+    if self._process is not None:
+      if self._process.poll() is None:  # else its number may be another's by now
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(self._process.pid, signal.SIGKILL)
+      self._process.wait()
+    if self._control is not None:
+      self._control.close()
+    if self._directory:
+      _remove(self._directory)
 
   def __enter__(self):
     return self
@@ -148,13 +156,17 @@ class Sandbox:
 
 
 def _remove(directory: str) -> None:
-  """Removes a directory in which a program may have made others unreadable."""
-  shutil.rmtree(directory, ignore_errors=True)
-  for path, names, _ in os.walk(directory):
-    for inner in (os.path.join(path, name) for name in names):
-      if not os.path.islink(inner):  # or the mode of what it points at would change
-        os.chmod(inner, 0o700)
-  shutil.rmtree(directory, ignore_errors=True)
+  """Removes what a program left: directories nested deeper than Python's recursion, or without the
+  right to look into them. What cannot be removed stays, and nothing is raised."""
+  for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+    with contextlib.suppress(OSError):
+      os.rmdir(directory)
+    if not os.path.exists(directory):
+      return
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+      subprocess.run(
+        [*command, "--", directory], stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+      )
 
 
 _ENVIRONMENT = {
@@ -182,38 +194,62 @@ def _readable() -> list[str]:
 
 
 def choose_isolation(wanted: str) -> str:
-  """Returns `wanted`, or for "auto" the strongest isolation that works on this machine.
+  """Returns `wanted`, or "namespaces" for "auto", after trying it. It never falls back to "none".
 
   Raises:
-    ValueError: for an unknown name.
-    RuntimeError: if it does not work here; says why, and what to do.
+    ValueError: for an unknown name; or if programs cannot be confined here: says why, and what to
+      do.
   """
   if wanted not in ISOLATIONS:
     raise ValueError(f"reward.isolation={wanted!r} is not one of {', '.join(ISOLATIONS)}")
-  reasons = []
-  for isolation in ("namespaces", "seccomp") if wanted == "auto" else (wanted,):
-    try:
-      with Sandbox(isolation, DEFAULTS) as sandbox:
-        report = sandbox.run({"kind": "stdin", "code": _PROBE})
-    except SandboxError as error:
-      reasons.append(f"{isolation}: {error}")
-      continue
-    if report["stdout"].strip() == ("open" if isolation == "none" else "refused"):
+  isolation = "namespaces" if wanted == "auto" else wanted
+  try:
+    with Sandbox(isolation, _PROBE_LIMITS) as sandbox:
+      report = sandbox.run({"kind": "stdin", "code": _PROBE})
+    found = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
+    if isolation == "none" or found == "confined":
       return isolation
-    reasons.append(f"{isolation}: a probe ended with {report['stdout'] or report['stderr']!r}")
-  raise RuntimeError(
-    "candidate programs cannot be confined on this machine, so they are not run ("
-    + "; ".join(reasons)
-    + "). Allow user namespaces, or Landlock and seccomp, to this process (Linux 5.13 or later), "
-    "or set reward.isolation=none to run what the model writes with your rights and your network"
+    reason = f"a program that tries it out ends with {found!r}"
+  except SandboxError as error:
+    reason = str(error)
+  if isolation == "none":
+    raise ValueError(f"reward.isolation=none: {reason}")
+  raise ValueError(
+    f"reward.isolation={wanted}: programs cannot be confined on this machine, so they are not run "
+    f"({reason}). Allow user namespaces to this process (Linux 5.14 or later; in a container: "
+    "--privileged, or --cap-add=SYS_ADMIN with --security-opt for seccomp and apparmor unconfined),"
+    " or set reward.isolation=none to run what the model writes with your rights and your network"
   )
 
 
+def describe(wanted: str, isolation: str) -> str:
+  """Says in one line what `choose_isolation` came to, and why."""
+  if isolation == "none":
+    return "reward.isolation=none: programs run with your rights, your files and your network"
+  return f"reward.isolation={wanted}: {isolation} (tried out: no network, threads are bounded)"
+
+
+_PROBE_LIMITS = dataclasses.replace(DEFAULTS, threads=8)
+
+# No network, and no more threads than are allowed: the kernel does not count those of its root.
 _PROBE = """
-import socket, statistics
+import _thread, socket, statistics
+found = []
 try:
   socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
-  print("open")
+  found.append("an open network")
 except OSError:
-  print("refused")
+  pass
+_thread.stack_size(1 << 16)
+hold, threads = _thread.allocate_lock(), 0
+hold.acquire()
+try:
+  while threads < 32:
+    _thread.start_new_thread(hold.acquire, (True, 9))
+    threads += 1
+  found.append("threads without a bound")
+except RuntimeError:
+  if not threads:
+    found.append("no thread can be started")
+print(" and ".join(found) or "confined")
 """

@@ -2,7 +2,8 @@
 
 Every candidate gets a sandbox of its own (sandbox/isolation.py says what confines it), and every
 test in it a process of its own. Whether a test passed is decided here, outside: the sandbox returns
-what a program printed or returned, as data, and never saw what was expected. Assertions that are
+what a program printed or returned, as text no longer than what is expected allows, and never saw
+that. Comparing takes time and memory linear in it (cases.py). Assertions that are
 Python code (HumanEval's `check(candidate)`) run in a second sandbox, where `candidate` is a stub
 that sends its arguments to the first one; so no code of the candidate's ever shares a process with
 an assertion, and ending early, patching builtins or forging messages cannot make one pass.
@@ -11,10 +12,10 @@ an assertion, and ending early, patching builtins or forging messages cannot mak
 import concurrent.futures
 import contextlib
 import enum
-import json
 import math
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,8 +28,9 @@ from gspo_jax.rewards.programs.process import (
   Sandbox,
   SandboxError,
   choose_isolation,
+  describe,
 )
-from gspo_jax.rewards.programs.sandbox import runner, wire
+from gspo_jax.rewards.programs.sandbox import assertions
 
 
 class Outcome(enum.StrEnum):
@@ -40,7 +42,7 @@ class Outcome(enum.StrEnum):
   ERROR = "error"  # an exception, a signal, no result, or too much output
   TIMEOUT = "timeout"  # of the program: CPU or wall-clock time
   MEMORY = "memory"
-  CRASH = "crash"  # of the verifier
+  CRASH = "crash"  # of the verifier, or of the tests: nothing is known about the program
 
 
 OUTCOMES = tuple(Outcome)
@@ -48,14 +50,23 @@ OUTCOMES = tuple(Outcome)
 
 @contextlib.contextmanager
 def open_verifier(config: Any) -> Iterator[Callable]:
-  """A `CodeVerifier` that takes prompts; see `gspo_jax.rewards`."""
+  """A `CodeVerifier` as `gspo_jax.rewards` has it. It says what confines programs: in a line at the
+  start, and in the metrics."""
   cpu_s = math.ceil(config.time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=config.memory_mb << 20)
   with CodeVerifier(config.workers, limits, config.isolation) as verifier:
-    yield lambda responses, prompts, finished: (
-      verifier.score(responses, [prompt.answer for prompt in prompts]),
-      None,
-    )
+    sys.stderr.write(describe(config.isolation, verifier.isolation) + "\n")
+
+    def verify(responses, prompts, *_):
+      return verifier.score(responses, [prompt.answer for prompt in prompts]), None
+
+    verify.notes = {f"verifier/isolation/{verifier.isolation}": 1.0}
+    yield verify
+
+
+def check_answer(text: str) -> None:
+  """Raises ValueError, with the reason, for an answer that holds no tests a program could pass."""
+  cases.parse(text)
 
 
 class CodeVerifier:
@@ -64,11 +75,10 @@ class CodeVerifier:
   Args:
     workers: candidates that run at the same time.
     limits: what a test may use.
-    isolation: one of `process.ISOLATIONS`; "auto" takes the strongest that works, and
-      never "none".
+    isolation: one of `process.ISOLATIONS`; "auto" never takes "none".
 
   Raises:
-    RuntimeError: if programs cannot be confined.
+    ValueError: if programs cannot be confined.
   """
 
   def __init__(self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto"):
@@ -81,6 +91,8 @@ class CodeVerifier:
 
   def score(self, responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
     """Returns one outcome per response, in order. Equal programs for equal tests run once.
+
+    Whatever fails while a response is verified is that response's outcome, a crash.
 
     Raises:
       ValueError: if the lengths differ or an answer holds no tests.
@@ -112,18 +124,17 @@ class CodeVerifier:
       return self._check(program, tests)
     with self._sandbox() as sandbox:
       for given, expected in zip(tests.inputs, tests.outputs):
+        request = {"kind": tests.kind, "code": program, "most": cases.most_bytes(expected)}
         if tests.kind == "stdin":
-          report = sandbox.run({"kind": "stdin", "code": program, "stdin": given})
-          right = cases.same_text(report["stdout"], expected)
+          report = sandbox.run(request | {"stdin": given})
         else:
-          request = {"kind": "call", "code": program, "function": tests.function}
-          report = sandbox.run(request | {"arguments": given})
-          right = _same_result(report["result"], expected, tests.wrapped)
+          report = sandbox.run(request | {"function": tests.function, "arguments": given})
         if failure := _failure(report):
           return failure
-        if tests.kind == "call" and not report["result"]:
+        found = report["stdout" if tests.kind == "stdin" else "result"]
+        if tests.kind == "call" and found == "":
           return Outcome.ERROR  # it ended early, whatever its status says
-        if not right:
+        if found is None or not tests.passes(found, expected):
           return Outcome.WRONG
     return Outcome.RIGHT
 
@@ -154,18 +165,22 @@ class CodeVerifier:
     with ours, theirs, self._sandbox(ours) as asserting, self._sandbox(theirs) as candidate:
       ours.close()
       theirs.close()
-      request = {"function": tests.function, "preamble": tests.preamble}
+      request = {"function": tests.function, "preamble": cases.standalone(tests.preamble)}
       program = cases.completes(program, tests)
       candidate.start(request | {"kind": "serve", "code": program})
       limit = self._limits.output_bytes
-      assertions = {"kind": "check", "code": tests.code, "output_bytes": limit}
-      checked = asserting.run(request | assertions)
+      checked = asserting.run(
+        request | {"kind": "check", "code": tests.code, "output_bytes": limit}
+      )
       report = candidate.report()
-    if checked["reason"] == "ended" and checked["status"] == runner.CHECKED:
+    ended = checked["status"] if checked["reason"] == "ended" else None
+    if ended == assertions.CHECKED:
       return Outcome.RIGHT
+    if ended == assertions.BROKEN:
+      return Outcome.CRASH
     if failure := _failure(report):
       return failure
-    if checked["reason"] == "ended" and checked["status"] == runner.ASSERTION:
+    if ended == assertions.ASSERTION:
       return Outcome.WRONG
     return _failure(checked) or Outcome.ERROR
 
@@ -193,15 +208,6 @@ def _failure(report: dict[str, Any]) -> Outcome | None:
     return Outcome.TIMEOUT
   if status == -signal.SIGKILL and reason == "ended":
     return Outcome.TIMEOUT if report["cpu_s"] >= report["cpu_limit_s"] else Outcome.MEMORY
-  if status == runner.OUT_OF_MEMORY:
+  if status == assertions.OUT_OF_MEMORY:
     return Outcome.MEMORY
   return Outcome.ERROR if status != 0 or reason == "output" else None
-
-
-def _same_result(result: str, expected: Any, wrapped: bool) -> bool:
-  """Whether the JSON that a call left is the expected value. The JSON may be anything at all."""
-  try:
-    value = wire.decode(json.loads(result)["value"])
-    return cases.same_value(value, expected, wrapped)
-  except Exception:
-    return False

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import time
+import tracemalloc
 import zlib
 
 import pytest
@@ -19,6 +20,11 @@ CASES = [{"input": "1\n", "output": "2", "testtype": "stdin"}]
 def packed(value, protocol=4):
   """As LiveCodeBench's publishers pack their private tests."""
   return base64.b64encode(zlib.compress(pickle.dumps(value, protocol))).decode()
+
+
+def same(value, expected, wrapped=False):
+  """Of a value as it comes out of a sandbox."""
+  return cases.same_result(json.dumps({"value": wire.encode(value)}), expected, wrapped)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -79,9 +85,8 @@ def test_columns_of_apps_and_taco():
   assert (tests.inputs, tests.outputs) == (("1\n2", "3"), ("4", "5\n"))
   tests = cases.parse('{"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [[[3]]]}')
   assert (tests.inputs, tests.outputs, tests.wrapped) == (([[1, 2]],), ([[3]],), True)
-  assert cases.same_value([3], [[3]], wrapped=True)
-  assert cases.same_value([[3]], [[3]], wrapped=True)
-  assert not cases.same_value([3], [[3]]) and not cases.same_value(3, [[3]], wrapped=True)
+  assert same([3], [[3]], wrapped=True) and same([[3]], [[3]], wrapped=True)
+  assert not same([3], [[3]]) and not same(3, [[3]], wrapped=True)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,13 @@ def test_columns_of_apps_and_taco():
   ["", "42", "[]", "{}", '{"inputs": [], "outputs": []}', '{"inputs": ["1"], "outputs": []}',
    '{"prompt": "", "test": "", "entry_point": "f"}', '{"test": "x"}', "[" * 100_000,
    '{"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}',
-   '{"public_test_cases": "x", "private_test_cases": "", "metadata": ""}'],
+   '{"public_test_cases": "x", "private_test_cases": "", "metadata": ""}',
+   '{"public_test_cases": "[]", "private_test_cases": "", "metadata": "{}"}',
+   '{"public_test_cases": "[1]", "private_test_cases": "", "metadata": "[1]"}',
+   '{"public_test_cases": "[{}]", "private_test_cases": "", "metadata": "{}"}',
+   '{"inputs": "12", "outputs": "34"}', '{"inputs": {"a": 1}, "outputs": [1]}',
+   '{"inputs": [1], "outputs": [1], "fn_name": "f"}', '{"inputs": [1], "outputs": null}',
+   '{"inputs": [[1]], "outputs": [1], "fn_name": 3}'],
 )  # fmt: skip
 def test_answers_without_tests_are_errors(text):
   with pytest.raises(ValueError, match="tests"):
@@ -128,22 +139,92 @@ def test_printed_output(output, expected, same):
 
 
 @pytest.mark.parametrize(
-  "value, expected, same",
+  "value, expected, equal",
   [
     ((1, 2), [1, 2], True),
     ([(1, 2)], [[1, 2]], False),  # upstream: only the outermost tuple
     (1, True, True),
     (1.0, 1, True),
+    (1 + 0j, 1, True),
     (0.1 + 0.2, 0.3, False),
+    (float("nan"), float("nan"), False),
     (None, None, True),
+    (None, 0, False),
     ("1", 1, False),
+    ("a", ["a"], False),
     ({"a": 1}, {"a": 1}, True),
+    ({"a": 1, "b": [2]}, {"b": [2.0], "a": 1}, True),
+    ({"a": 1}, {"a": 1, "b": 2}, False),
+    ({"a": 1, "b": 2}, {"a": 1, "c": 2}, False),
+    ({1: 2}, {"1": 2}, False),
+    ({}, [], False),
+    ([], {}, False),
     ({1}, [1], False),
+    (b"a", "a", False),
+    (7**5000, 7**5000, True),
+    ([7**5000], [7**5000 + 1], False),
+    ([1, [2, [3]]], [1, [2, [3]]], True),
+    ([1, [2, [3]]], [1, [2, [4]]], False),
+    ([1, 2], [1], False),
+    (type("Liar", (int,), {"__eq__": lambda *_: True})(3), 7, False),
   ],
 )
-def test_returned_values(value, expected, same):
-  assert cases.same_value(value, expected) is same
-  assert cases.same_value(wire.decode(json.loads(json.dumps(wire.encode(value)))), expected) is same
+def test_returned_values(value, expected, equal):
+  assert same(value, expected) is equal
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", "7", "[]", "{}", "null", '{"value"', '{"value": {}}', '{"value": {"int": 7}}',
+   '{"value": {"int": "7", "tuple": []}}', '{"value": {"complex": [1, 2, 3]}}',
+   '{"value": {"complex": "7"}}', '{"value": {"dict": 7}}', '{"value": {"dict": [7]}}',
+   '{"value": {"dict": [[[], 7]]}}', '{"value": {"dict": [["a", 1], ["a", 1]]}}',
+   '{"value": {"tuple": 7}}', '{"value": ' + "[" * 200_000, '{"value": ' + "9" * 9000 + "}",
+   '{"value": {"complex": [1' + "0" * 400 + ", 0]}}"],
+)  # fmt: skip
+def test_forged_results_equal_nothing(text):
+  for expected in (8, [8], {"a": 1, "b": 1}, "8"):
+    assert cases.same_result(text, expected) is False
+
+
+def seconds(function, *arguments):
+  started = time.process_time()
+  function(*arguments)
+  return time.process_time() - started
+
+
+def test_comparing_is_linear():
+  """In time and in memory: each has 200,000 characters, which one more than linear would feel."""
+  n = 200_000
+  collide = [i * ((1 << 61) - 1) for i in range(1, n // 20)]
+  results = [
+    {"set": collide}, {"dict": [[i, 0] for i in collide]}, [{}] * (n // 4), {"int": "f" * n},
+    {"dict": [["a", 1]] * (n // 10)}, "9" * n, {"tuple": [[]] * (n // 4)},
+  ]  # fmt: skip
+  for value in results:
+    text = json.dumps({"value": value})
+    for expected in (7, [7], {"a": 1}, [[]] * (n // 4)):
+      assert seconds(cases.same_result, text, expected) < 1
+  for output in (" 1" * n, "\n1" * n, " " * n, "9" * n, "1e" + "9" * n, "9" * n + "e9", "1 \r" * n):
+    for expected in ("1", output, output + "2", "1 " * n, "9" * n + ".0"):
+      assert seconds(cases.same_text, output, expected) < 1
+  tests = cases.Tests("check", function="f", preamble="def f():\n")
+  for program in ("def " * n, "async " * n, "async" + "\n" * n, "f" + " " * n, "f\n" * n):
+    assert seconds(cases.completes, program, tests) < 1
+
+
+def test_what_a_large_output_takes_of_memory():
+  tracemalloc.start()
+  for text, expected in (("1 " * 500_000, "1"), ("1\n" * 500_000, "1"), ("1 " * 500_000, "2 2")):
+    assert not cases.same_text(text, expected)
+  assert tracemalloc.get_traced_memory()[1] < 8 << 20
+  tracemalloc.stop()
+
+
+def test_nothing_right_is_longer_than_the_bound():
+  for expected in (0, "", "é" * 1000, 1e308, [1e22] * 1000, [[]] * 1000, {"": {}}, [True] * 1000):
+    assert len(json.dumps({"value": wire.encode(expected)})) <= cases.most_bytes(expected)
+  assert len(json.dumps(wire.encode([10**22] * 1000))) <= cases.most_bytes([1e22] * 1000)
 
 
 def test_values_survive_the_wire():

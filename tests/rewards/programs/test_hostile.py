@@ -1,4 +1,4 @@
-"""Hostile programs, in both isolations. Nothing here may harm the machine, broken filter or not."""
+"""Hostile programs. Nothing here may harm the machine, broken filter or not."""
 
 import dataclasses
 import json
@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import tracemalloc
 
 import pytest
-from support.sandboxes import LIMITS, ROOT, available, mentioning, run, session, stdin
+from support.sandboxes import LIMITS, ROOT, needs_namespaces, run, session, stdin
 
 from gspo_jax.rewards.programs import cases, process
 from gspo_jax.rewards.programs import verifier as programs
@@ -20,17 +22,18 @@ from gspo_jax.rewards.programs.verifier import Outcome
 # Programs that do not. What they print is expected to show whether they got anywhere.
 
 
-def test_no_network(isolation):
+@needs_namespaces
+def test_no_network():
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]
     socket.create_connection(("127.0.0.1", port)).close()  # it does listen
     program = f"import socket; socket.create_connection(('127.0.0.1', {port})); print('in')"
-    report = run(isolation, program)
+    report = run(program)
     assert report["status"] == 1 and "in" not in report["stdout"]
     assert "PermissionError" in report["stderr"], report
 
 
-@pytest.mark.skipif(not available("namespaces"), reason="no namespaces here")
+@needs_namespaces
 def test_the_network_namespace_refuses_without_the_filter_too():
   with socket.create_server(("127.0.0.1", 0)) as server:
     program = f"""
@@ -38,7 +41,7 @@ import socket, sys
 sys.path.insert(0, {str(ROOT / "gspo_jax" / "rewards" / "programs")!r})
 from sandbox import isolation
 socket.create_connection(("127.0.0.1", {server.getsockname()[1]})).close()
-isolation.enter_namespaces()
+isolation.enter_namespaces(isolation.UID)
 try:
   socket.create_connection(("127.0.0.1", {server.getsockname()[1]}))
 except OSError as error:
@@ -48,7 +51,8 @@ except OSError as error:
   assert "unreachable" in done.stdout, done
 
 
-def test_no_files_and_no_environment_of_the_parent(isolation, tmp_path, monkeypatch):
+@needs_namespaces
+def test_no_files_and_no_environment_of_the_parent(tmp_path, monkeypatch):
   secret = tmp_path / "secret"
   secret.write_text("hunter2")
   secret.chmod(0o644)
@@ -77,30 +81,26 @@ for path in ({str(tmp_path)!r}, "/", "/usr/lib", "/root", "/home"):
     pass
 print(found)
 """
-  report = run(isolation, program)
+  report = run(program)
   assert report["status"] == 0, report
   for trace in ("hunter2", "written", "root:", "setuptools", "PYTHONPATH"):
     assert trace not in report["stdout"], report["stdout"]
   assert secret.stat().st_mode & 0o777 == 0o644 and not os.listdir(tmp_path)[1:]
 
 
-def test_its_directory_is_private_small_and_goes_away(isolation):
-  with process.Sandbox(isolation, LIMITS) as sandbox:
-    directory = sandbox._directory
+@needs_namespaces
+def test_its_directory_is_private_small_and_goes_away():
+  before = os.listdir(tempfile.gettempdir())
+  with process.Sandbox("namespaces", LIMITS) as sandbox:
     big = "open('a', 'wb').write(bytes(2 << 20))"
     assert "OSError" in sandbox.run({"kind": "stdin", "code": big})["stderr"]
     many = "for i in range(9): open(str(i), 'wb').write(bytes(1 << 20))"
-    if isolation == "namespaces":  # elsewhere the files are bounded, their number is not
-      assert "No space left" in sandbox.run({"kind": "stdin", "code": many})["stderr"]
-      assert (
-        sandbox.run(
-          {"kind": "stdin", "code": "print(os.listdir() == [])\n".replace("os", "__import__('os')")}
-        )["stdout"]
-        == "True\n"
-      )
+    assert "No space left" in sandbox.run({"kind": "stdin", "code": many})["stderr"]
+    empty = "import os; print(os.listdir() == [])"
+    assert sandbox.run({"kind": "stdin", "code": empty})["stdout"] == "True\n"
     locked = "import os; os.makedirs('d/e'); os.mkdir('d/f', 0); print(os.getcwd())"
     assert sandbox.run({"kind": "stdin", "code": locked})["status"] == 0
-  assert not os.path.exists(directory)
+    assert os.listdir(tempfile.gettempdir()) == before  # nothing of it is on the host's disk
 
 
 BOMB = """
@@ -118,18 +118,19 @@ print(children)
 """
 
 
-def test_fork_bomb_finds_the_door_locked(isolation):
-  assert run(isolation, BOMB)["stdout"] == "0\n"
+@needs_namespaces
+def test_fork_bomb_finds_the_door_locked():
+  assert run(BOMB)["stdout"] == "0\n"
 
 
-def test_a_program_cannot_start_another(isolation):
-  report = run(isolation, "import subprocess; print(subprocess.run(['/usr/bin/env']))")
+@needs_namespaces
+def test_a_program_cannot_start_another():
+  report = run("import subprocess; print(subprocess.run(['/usr/bin/env']))")
   assert report["status"] == 1 and "PermissionError" in report["stderr"], report
 
 
-def test_threads_are_counted(isolation):
-  if isolation == "seccomp":
-    pytest.skip("there only memory bounds threads")
+@needs_namespaces
+def test_threads_are_counted():
   program = """
 import threading
 event, started = threading.Event(), 0
@@ -141,10 +142,11 @@ except RuntimeError:
   pass
 print(started)
 """
-  assert int(run(isolation, program)["stdout"]) <= LIMITS.threads
+  assert int(run(program)["stdout"]) <= LIMITS.threads
 
 
-def test_signals_reach_nobody(isolation):
+@needs_namespaces
+def test_signals_reach_nobody():
   """What a broken filter costs is the keeper and a bystander: to all others goes signal 0, which
   does nothing and needs the same permission."""
   other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -173,14 +175,15 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))  # its own
 print(7)
 """
   try:
-    assert run(isolation, program)["stdout"] == "7\n"
+    assert run(program)["stdout"] == "7\n"
     assert other.poll() is None
   finally:
     other.kill()
     other.wait()
 
 
-def test_the_keeper_cannot_be_debugged_or_read(isolation):
+@needs_namespaces
+def test_the_keeper_cannot_be_debugged_or_read():
   program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -188,7 +191,7 @@ keeper = os.getppid()
 print([libc.ptrace(16, keeper or 1, 0, 0), os.path.exists(f"/proc/{keeper}/fd/0")])
 print([libc.unshare(0x10000000), libc.syscall(438, 3, 0, 0), libc.syscall(425, 8, 0)])
 """
-  assert run(isolation, program)["stdout"] == "[-1, False]\n[-1, -1, -1]\n"
+  assert run(program)["stdout"] == "[-1, False]\n[-1, -1, -1]\n"
 
 
 FORGERIES = {
@@ -236,21 +239,28 @@ def test_no_value_equals_everything(verifier):
     assert found == Outcome.ERROR, forged
 
 
-def test_closing_ends_what_runs(isolation):
+def running(pids):
+  return [pid for pid in pids if session(pid)]
+
+
+@needs_namespaces
+def test_closing_ends_what_runs():
   program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(60)"
-  sandbox = process.Sandbox(isolation, dataclasses.replace(LIMITS, wall_s=60.0))
+  sandbox = process.Sandbox("namespaces", dataclasses.replace(LIMITS, wall_s=60.0))
   sandbox.start({"kind": "stdin", "code": program})
   time.sleep(0.3)
-  assert len(mentioning(sandbox._directory)) >= 2
+  inside = session(sandbox._process.pid)
+  assert len(inside) >= 2
   sandbox.close()
   deadline = time.monotonic() + 5
-  while mentioning(sandbox._directory) and time.monotonic() < deadline:
+  while running(inside) and time.monotonic() < deadline:
     time.sleep(0.02)
-  assert not mentioning(sandbox._directory)
+  assert not running(inside)
 
 
+@needs_namespaces
 @pytest.mark.parametrize("delay", [0.0, 1.0], ids=["running", "starting"])
-def test_an_interrupt_ends_what_runs(isolation, delay, monkeypatch):
+def test_an_interrupt_ends_what_runs(delay, monkeypatch):
   class Slow(programs.Sandbox):  # on a busy machine a sandbox takes a while to begin
     def __init__(self, *arguments):
       time.sleep(delay)
@@ -259,27 +269,28 @@ def test_an_interrupt_ends_what_runs(isolation, delay, monkeypatch):
   monkeypatch.setattr(programs, "Sandbox", Slow)
   answer = json.dumps({"inputs": [""], "outputs": ["7"]})
   limits = dataclasses.replace(LIMITS, wall_s=60.0)
-  with programs.CodeVerifier(2, limits, isolation) as verifier:
+  with programs.CodeVerifier(2, limits, "namespaces") as verifier:
     responses = [f"```\nimport time; time.sleep(60)  # {i}\n```" for i in range(6)]
     main = threading.main_thread().ident
     threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
       verifier.score(responses, [answer] * 6)
-    directories = [sandbox._directory for sandbox in verifier._open]
+    inside = [pid for sandbox in verifier._open for pid in session(sandbox._process.pid)]
     assert verifier.score(["```\nprint(7)\n```"], [answer]) == [Outcome.RIGHT]
   assert time.monotonic() - started < 20
-  assert not any(map(mentioning, directories))
+  assert not running(inside)
 
 
-def test_nothing_runs_on_after_the_trainer(isolation):
+@needs_namespaces
+def test_nothing_runs_on_after_the_trainer():
   """A trainer that is killed takes its sandboxes with it."""
-  program = f"""
+  program = """
 import sys
 from gspo_jax.rewards.programs import process
-sandbox = process.Sandbox({isolation!r}, process.Limits(wall_s=60, cpu_s=60))
+sandbox = process.Sandbox("namespaces", process.Limits(wall_s=60, cpu_s=60))
 print(sandbox._process.pid, flush=True)
-sandbox.run({{"kind": "stdin", "code": "while True: pass"}})
+sandbox.run({"kind": "stdin", "code": "while True: pass"})
 """
   trainer = subprocess.Popen(
     [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -294,3 +305,51 @@ sandbox.run({{"kind": "stdin", "code": "while True: pass"}})
   while session(outer) and time.monotonic() < deadline:
     time.sleep(0.05)
   assert not session(outer)
+
+
+LARGE = {
+  "colliding integers": "def f(x): return {i * ((1 << 61) - 1) for i in range(1, 2500)}",
+  "colliding integers, written by hand": """
+import json, os
+def f(x):
+  value = {"set": [i * ((1 << 61) - 1) for i in range(1, 40_000)]}
+  os.write(3, json.dumps({"value": value}).encode())
+  os._exit(0)""",
+  "as many lists as fit": """
+import os
+def f(x):
+  data = b'{"value": [' + b"[]," * 340_000 + b"[]]}"
+  while data: data = data[os.write(3, data):]
+  os._exit(0)""",
+  "as many objects as fit": """
+import os
+def f(x):
+  data = b'{"value": [' + b'{"a":0},' * 130_000 + b"0]}"
+  while data: data = data[os.write(3, data):]
+  os._exit(0)""",
+  "depth": """
+import os
+def f(x):
+  data = b'{"value": ' + b"[" * 1_000_000
+  while data: data = data[os.write(3, data):]
+  os._exit(0)""",
+}
+
+
+@pytest.mark.parametrize("how", LARGE)
+def test_a_result_costs_the_trainer_little(verifier, how):
+  """Neither time nor memory: what is longer than the expected value allows does not come out."""
+  tests = cases.Tests("call", ([1],), (7,), "f")
+  tracemalloc.start()
+  started, used = time.monotonic(), time.process_time()
+  assert verifier.outcome(LARGE[how], tests) == Outcome.WRONG
+  assert time.process_time() - used < 1.5 and time.monotonic() - started < 20
+  assert tracemalloc.get_traced_memory()[1] < 100 << 20
+  tracemalloc.stop()
+
+
+@needs_namespaces
+def test_output_that_cannot_be_right_stays_in_the_sandbox():
+  program = "print('7' * 100_000)"
+  assert run(program, most=99_999)["stdout"] is None
+  assert len(run(program, most=100_001)["stdout"]) == 100_001

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from support.sandboxes import LIMITS, run, stdin
+from support.sandboxes import LIMITS, needs_namespaces, run, stdin
 
 from gspo_jax.rewards.programs import cases, process
 from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome
@@ -24,7 +24,8 @@ def test_standard_input_and_output(verifier):
   assert verifier.outcome(program, right) == Outcome.RIGHT
 
 
-def test_what_programs_of_contests_rely_on(isolation):
+@needs_namespaces
+def test_what_programs_of_contests_rely_on():
   program = """
 import threading
 from dataclasses import dataclass
@@ -43,15 +44,16 @@ if __name__ == "__main__":
   threading.stack_size(2**26)
   threading.Thread(target=main).start()
 """
-  report = run(isolation, program, stdin="18\na b a\n")
+  report = run(program, stdin="18\na b a\n")
   assert report["stdout"] == "6 2 1 3\n0\né\n1000\n", report
   assert report["status"] == 0
 
 
-def test_numpy_is_there(isolation):
+@needs_namespaces
+def test_numpy_is_there():
   limits = dataclasses.replace(LIMITS, memory_bytes=1 << 30, cpu_s=5, wall_s=20.0)
   program = "import numpy as np, tempfile; print(np.arange(4) @ np.ones(4), tempfile.mkdtemp()[:1])"
-  assert run(isolation, program, limits)["stdout"] == "6.0 /\n"
+  assert run(program, limits)["stdout"] == "6.0 /\n"
 
 
 def test_function_calls(verifier):
@@ -83,6 +85,42 @@ def test_failures_have_names(verifier, program, outcome):
   started = time.monotonic()
   assert verifier.outcome(program, stdin(("", "7"))) == outcome
   assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+  "end",
+  ["quit()", "exit()", "exit(0)", "import sys; sys.exit()", "raise SystemExit", "sys.exit(1)",
+   "import os; sys.stdout.flush(); os._exit(0)", "sys.stdout.close()", "sys.exit('bye')",
+   "sys.stdout = open(1, 'w', closefd=False)", "print = None"],
+)  # fmt: skip
+def test_a_program_may_end_as_people_write_it(verifier, end):
+  program = f"import sys\nprint(7)\n{end}"
+  assert verifier.outcome(program, stdin(("", "7"))) == "right"
+  assert verifier.outcome(program, stdin(("", "8"))) == "wrong"
+
+
+def test_a_program_ends_when_its_threads_and_its_last_wishes_do(verifier):
+  thread = "import threading, time\ndef late():\n  time.sleep(0.2)\n  print(7)\n"
+  for end in ("quit()", "sys.exit(0)", ""):
+    program = f"{thread}threading.Thread(target=late).start()\n{end}"
+    assert verifier.outcome(program, stdin(("", "7"))) == "right"
+    wish = f"import atexit\natexit.register(print, 7)\n{end}"
+    assert verifier.outcome(wish, stdin(("", "7"))) == "right"
+  assert verifier.outcome("print(7)\n1 / 0", stdin(("", "7"))) == "error"
+
+
+def test_a_function_is_there_when_its_module_has_ended(verifier):
+  tests = cases.Tests("call", ([1],), (7,), "f")
+  for end in ("quit()", "sys.exit(f(1))"):
+    assert verifier.outcome(f"import sys\ndef f(x): return 7\n{end}", tests) == "right"
+    assert verifier.outcome(f"import sys\n{end}\ndef f(x): return 7", tests) == "error"
+  assert verifier.outcome("def f(x): quit()", tests) == "error"
+
+
+def test_long_lists_are_quick(verifier):
+  expected = list(range(100_000))
+  tests = cases.Tests("call", ([100_000],), (expected,), "f")
+  assert verifier.outcome("def f(n): return list(range(n))", tests) == "right"
 
 
 # Assertions in Python.
@@ -178,11 +216,60 @@ def test_a_machine_that_starts_no_process_is_a_crash_too(verifier, monkeypatch):
   assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
 
 
-def test_from_several_threads_and_queueing_takes_no_time(isolation):
+@pytest.mark.parametrize("step", ["socketpair", "Popen", "Timer"])
+def test_nothing_that_a_machine_refuses_is_raised(verifier, monkeypatch, step):
+  """No space, no files, no threads: a crash of that response, and the next call is none."""
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+
+  def refuse(*_, **__):
+    raise RuntimeError("can't start new thread") if step == "Timer" else OSError(28, "No space")
+
+  module = dict(socketpair=process.socket, Popen=process.subprocess, Timer=process.threading)[step]
+  with monkeypatch.context() as patch:
+    patch.setattr(module, step, refuse)
+    assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
+  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.RIGHT]
+
+
+def test_a_full_disk_is_none_of_a_sandbox_s(verifier, monkeypatch):
+  """It lies in memory. With isolation `none` it has a directory, and the response is a crash."""
+
+  def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  with CodeVerifier(1, LIMITS, "none") as unconfined:
+    monkeypatch.setattr(process.tempfile, "mkdtemp", full)
+    assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.RIGHT]
+    assert unconfined.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
+
+
+DEEP = """
+import os
+os.mkdir("locked", 0)
+for _ in range(1500):
+  os.mkdir("d" * 100)
+  os.chdir("d" * 100)
+open("file", "w").close()
+print(2)
+"""
+
+
+def test_directories_of_any_depth_are_removed(verifier, monkeypatch, tmp_path):
+  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+  monkeypatch.setattr(process.tempfile, "tempdir", str(tmp_path))
+  assert verifier.score([f"```\n{DEEP}\n```"], [answer]) == [Outcome.RIGHT]
+  with CodeVerifier(1, LIMITS, "none") as unconfined:
+    assert unconfined.score([f"```\n{DEEP}\n```"], [answer]) == [Outcome.RIGHT]
+  assert not os.listdir(tmp_path)
+
+
+@needs_namespaces
+def test_from_several_threads_and_queueing_takes_no_time():
   """Six programs of 0.7 s in two sandboxes at once: each has 2 s, and all of them need 2.1 s."""
   answer = json.dumps({"inputs": [""], "outputs": ["7"]})
   program = "```\nimport time; time.sleep(0.7); print(7)  # {}\n```"
-  with CodeVerifier(2, LIMITS, isolation) as verifier:
+  with CodeVerifier(2, LIMITS, "namespaces") as verifier:
     found = [None, None]
 
     def score(n):
@@ -205,9 +292,14 @@ def test_it_refuses_to_run_unconfined(monkeypatch):
     original(self, isolation, *args)
 
   monkeypatch.setattr(process.Sandbox, "__init__", denied)
-  with pytest.raises(RuntimeError, match=r"namespaces: unshare.*seccomp: .*reward.isolation=none"):
-    CodeVerifier(1)
+  for wanted in ("auto", "namespaces"):
+    message = rf"^reward.isolation={wanted}: .*\(unshare: Operation .*reward.isolation=none[^\n]*$"
+    with pytest.raises(ValueError, match=message):
+      CodeVerifier(1, isolation=wanted)
   with CodeVerifier(1, LIMITS, "none") as verifier:
     assert verifier.outcome("print(7)", stdin(("", "7"))) == Outcome.RIGHT
-  with pytest.raises(ValueError, match=r"reward\.isolation='jail'"):
-    CodeVerifier(1, isolation="jail")
+  for name in ("jail", "seccomp"):
+    with pytest.raises(ValueError, match=rf"reward\.isolation='{name}'"):
+      CodeVerifier(1, isolation=name)
+    with pytest.raises(ValueError, match=name):
+      original(process.Sandbox.__new__(process.Sandbox), name, LIMITS)

@@ -1,21 +1,14 @@
 """Confinement of a candidate program by the kernel. Linux on x86-64 and AArch64.
 
-Two ways to be cut off from the machine, both with the same system-call filter and resource limits:
-
-  namespaces  an own mount, process, network, IPC and host-name namespace (and a user namespace if
-              not root). The root directory holds Python and the system's libraries, read-only, and
-              an empty memory file system that is the working directory.
-  seccomp     where namespaces are denied, as in most containers: Landlock confines files to the
-              same directories; the filter alone denies network, processes and signals.
-
-Both deny sockets, ptrace, signals to other processes, new namespaces, mounts, io_uring, BPF, shared
-memory, and the starting of processes.
+A program gets mount, process, network, IPC and host-name namespaces of its own (and a user
+namespace if not root). The root directory holds Python and the system's libraries, read-only, and
+an empty memory file system that is the working directory. Resource limits and a list of allowed
+system calls (`calls.py`) come on top of that.
 """
 
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import struct
 
@@ -28,65 +21,33 @@ NEW_USER, NEW_NS, NEW_PID, NEW_NET, NEW_IPC, NEW_UTS = (
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 18, 2, 4
 _MNT_DETACH = 2
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE = 1, 2, 4, 0x8000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
 SCRATCH = "/scratch"  # where programs work; not /tmp, below which Python itself may be installed
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 UID = 0x70000000  # plus a process id: users that exist nowhere else, so that limits per user hold
-
-# System calls by number: (x86-64, AArch64); None where the architecture has no such call.
-_DENIED = dict(
-  socket=(41, 198), io_uring_setup=(425, 425), ptrace=(101, 117), kill=(62, 129), tkill=(200, 130),
-  tgkill=(234, 131), rt_sigqueueinfo=(129, 138), rt_tgsigqueueinfo=(297, 240),
-  pidfd_send_signal=(424, 424), pidfd_getfd=(438, 438), process_vm_readv=(310, 270),
-  process_vm_writev=(311, 271), unshare=(272, 97), setns=(308, 268), mount=(165, 40),
-  umount2=(166, 39), pivot_root=(155, 41), chroot=(161, 51), open_tree=(428, 428),
-  move_mount=(429, 429), fsopen=(430, 430), fsconfig=(431, 431), fsmount=(432, 432),
-  fspick=(433, 433), mount_setattr=(442, 442), bpf=(321, 280), perf_event_open=(298, 241),
-  keyctl=(250, 219), add_key=(248, 217), request_key=(249, 218), userfaultfd=(323, 282),
-  memfd_create=(319, 279), memfd_secret=(447, 447), shmget=(29, 194), msgget=(68, 186),
-  semget=(64, 190), mq_open=(240, 180), setsid=(112, 157), setpgid=(109, 154),
-  init_module=(175, 105), finit_module=(313, 273), kexec_load=(246, 104), reboot=(169, 142),
-  # Ways to disturb another process of the same user.
-  setpriority=(141, 140), ioprio_set=(251, 30), sched_setparam=(142, 118), kcmp=(312, 272),
-  sched_setscheduler=(144, 119), sched_setaffinity=(203, 122), sched_setattr=(314, 274),
-  migrate_pages=(256, 238), move_pages=(279, 239), process_madvise=(440, 440),
-  process_mrelease=(448, 448),
-  # Landlock knows nothing of attributes, and of truncation only since Linux 6.2.
-  truncate=(76, 45), chmod=(90, None), fchmod=(91, 52), fchmodat=(268, 53), fchmodat2=(452, 452),
-  chown=(92, None), fchown=(93, 55), lchown=(94, None), fchownat=(260, 54), utime=(132, None),
-  utimes=(235, None), futimesat=(261, None), utimensat=(280, 88), setxattr=(188, 5),
-  lsetxattr=(189, 6), fsetxattr=(190, 7), setxattrat=(463, 463),
-  fork=(57, None), vfork=(58, None), execve=(59, 221), execveat=(322, 281),  # and clone, below
-)  # fmt: skip
-# Calls that are denied for some values of one argument: numbers, which argument, the values.
-# F_SETOWN, F_SETSIG, F_SETOWN_EX have the kernel send a signal of one's choice to anybody, and so
-# have FIOSETOWN and SIOCSPGRP; TIOCSTI and TIOCLINUX type into a terminal.
-_DENIED_VALUES = (
-  ((72, 25), 1, (8, 10, 15)),  # fcntl
-  ((16, 29), 1, (0x8901, 0x8902, 0x5412, 0x541C)),  # ioctl
-  ((157, 167), 0, (1,)),  # prctl(PR_SET_PDEATHSIG), which would undo `die_with_parent`
-)
-_PRLIMIT = (302, 261)  # allowed for process 0, which is the caller
-_CLONE, _CLONE3 = (56, 220), (435, 435)
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE_THREAD = 0x00010000
-_EPERM, _ENOSYS = 1, 38
+_MAX_PID = 1 << 22
+_ROOT = "/dev"  # what the new root is mounted over, where only the sandbox sees it
 
 
-def enter_namespaces() -> bool:
+def enter_namespaces(identity: int) -> bool:
   """Leaves the parent's namespaces; the next child is process 1 of its own.
 
-  Returns whether this process is still the machine's root, which can take another user's identity.
+  Root without the right to do so (in a container) first becomes the user `identity`, since the
+  kernel does not bound the threads of its root. Returns whether this process is still the machine's
+  root, which can take another user's identity.
 
   Raises:
     OSError: if the kernel or a container's policy denies it.
   """
   spaces = NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS
-  if os.geteuid() == 0:
+  if os.geteuid() == 0 and _has_users():
     with contextlib.suppress(OSError):
       _check(_libc.unshare(spaces), "unshare")
       return True
+    with contextlib.suppress(OSError):
+      take_identity(identity)
+      _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")  # for /proc
   uid, gid = os.geteuid(), os.getegid()
   _check(_libc.unshare(spaces | NEW_USER), "unshare with a user namespace")
   for name, line in (
@@ -99,14 +60,23 @@ def enter_namespaces() -> bool:
   return False
 
 
-def enter_root(directory: str, readable: list[str], scratch_bytes: int) -> None:
-  """Makes `directory` a root that holds the `readable` paths and an empty SCRATCH, and goes there.
+def _has_users() -> bool:
+  """Whether the users from UID on exist here: in a container with users of its own they may not."""
+  with open("/proc/self/uid_map") as file:
+    ranges = [list(map(int, line.split())) for line in file]
+  return any(first <= UID and first + count >= UID + _MAX_PID for first, _, count in ranges)
+
+
+def enter_root(readable: list[str], scratch_bytes: int) -> None:
+  """Makes a root that holds the `readable` paths and an empty SCRATCH, and goes there. Nothing is
+  left of it on disk: it lies in memory, and goes with the namespace.
 
   Raises:
     OSError: if something cannot be mounted (kernels before 5.12, for one).
   """
   _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-  # Opened first: the new root hides whatever lies below `directory`.
+  directory = _ROOT
+  # Opened first: the new root hides whatever lies below it.
   sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES)}
   links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
   _mount("tmpfs", directory, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
@@ -189,75 +159,6 @@ def drop_capabilities() -> None:
   _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
   header, data = struct.pack("Ii", 0x20080522, 0), bytes(24)
   _check(_libc.capset(header, data), "capset")
-
-
-def restrict_files(readable: list[str], writable: str) -> None:
-  """Landlock: files below `readable` can be read, below `writable` anything, and nothing else.
-
-  Raises:
-    OSError: where the kernel has no Landlock (before 5.13, or not enabled).
-  """
-  read, every = 1 << 0 | 1 << 2 | 1 << 3, (1 << 13) - 1  # execute, read file, read directory
-  attribute = struct.pack("Q", every)
-  ruleset = _syscall("landlock_create_ruleset", 444, attribute, len(attribute), 0)
-  rules = [(path, read) for path in readable] + [(path, 1 << 1 | 1 << 2) for path in DEVICES]
-  for path, access in [*rules, (writable, every)]:
-    descriptor = os.open(path, os.O_PATH)
-    if not os.path.isdir(path):
-      access &= 1 << 0 | 1 << 1 | 1 << 2  # rights of files
-    rule = struct.pack("=Qi", access, descriptor)
-    _syscall("landlock_add_rule", 445, ruleset, 1, rule, 0)
-    os.close(descriptor)
-  _syscall("landlock_restrict_self", 446, ruleset, 0)
-  os.close(ruleset)
-
-
-def filter_calls() -> None:
-  """Denies the system calls above, and `clone` of anything but threads.
-
-  Raises:
-    OSError: on another architecture, or where the kernel has no seccomp filters.
-  """
-  try:
-    column, architecture = _ARCHITECTURES[platform.machine()]
-  except KeyError:
-    raise OSError(f"no system-call filter for {platform.machine()!r}") from None
-  load, equal, at_least, any_bit, back = 0x20, 0x15, 0x35, 0x45, 0x06
-  allow, refuse = 0x7FFF0000, 0x00050000  # plus an error number
-  program = [
-    (load, 0, 0, 4),
-    (equal, 1, 0, architecture),
-    (back, 0, 0, 0x80000000),  # kill: system calls of another architecture
-    (load, 0, 0, 0),
-    (at_least, 0, 1, 0x40000000),  # x32
-    (back, 0, 0, refuse | _EPERM),
-    (equal, 0, 1, _CLONE3[column]),  # its flags lie in memory; the C library falls back to clone
-    (back, 0, 0, refuse | _ENOSYS),
-  ]
-  for numbers in _DENIED.values():
-    if numbers[column] is not None:
-      program += [(equal, 0, 1, numbers[column]), (back, 0, 0, refuse | _EPERM)]
-  for numbers, argument, values in _DENIED_VALUES:
-    program.append((equal, 0, 2 * len(values) + 2, numbers[column]))
-    program.append((load, 0, 0, 16 + 8 * argument))
-    for value in values:
-      program += [(equal, 0, 1, value), (back, 0, 0, refuse | _EPERM)]
-    program.append((back, 0, 0, allow))
-  program += [
-    (equal, 0, 4, _PRLIMIT[column]),
-    (load, 0, 0, 16),
-    (equal, 1, 0, 0),
-    (back, 0, 0, refuse | _EPERM),
-    (back, 0, 0, allow),
-    (equal, 0, 3, _CLONE[column]),
-    (load, 0, 0, 16),  # the flags
-    (any_bit, 1, 0, _CLONE_THREAD),
-    (back, 0, 0, refuse | _EPERM),
-    (back, 0, 0, allow),
-  ]
-  code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-  pointer = struct.pack("H6xQ", len(program), ctypes.addressof(code))
-  _check(_libc.prctl(_PR_SET_SECCOMP, 2, pointer, 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:

@@ -8,8 +8,9 @@ no expected output ever enters a candidate's sandbox.
 """
 
 import atexit
+import builtins
+import contextlib
 import fcntl
-import importlib
 import json
 import os
 import select
@@ -19,12 +20,12 @@ import threading
 import time
 import types
 
-from . import isolation, wire
+from . import assertions, calls, isolation, wire
+from .assertions import OUT_OF_MEMORY
 
 # Exit statuses: why a program failed, never that it passed. A program that forges one only chooses
-# the name of its failure.
-FAILED, OUT_OF_MEMORY, ASSERTION, RAISED, GONE = 1, 101, 102, 103, 104
-CHECKED = 105  # of the process that holds the assertions, where no candidate's code runs
+# the name of its failure. `assertions` has more.
+FAILED = 1
 
 _RESULT, _CHANNEL = 3, 4  # descriptors in the candidate's process
 
@@ -34,6 +35,7 @@ _STAR = (
   "operator io sys json builtins typing"
 ).split()
 _PLAIN = [name for name in _STAR if name not in ("builtins", "typing")]
+builtins.exit = builtins.quit = sys.exit  # as `site` has them, which is not imported here
 
 
 def main(settings: str) -> None:
@@ -43,7 +45,7 @@ def main(settings: str) -> None:
   root = False
   if s["isolation"] == "namespaces":
     try:
-      root = isolation.enter_namespaces()
+      root = isolation.enter_namespaces(s["uid"])
     except OSError as error:
       wire.send(s["control"], {"error": str(error)})
       return
@@ -56,7 +58,7 @@ def main(settings: str) -> None:
     isolation.die_with_parent()
   try:
     if s["isolation"] == "namespaces":
-      isolation.enter_root(s["directory"], s["readable"], s["limits"]["scratch_bytes"])
+      isolation.enter_root(s["readable"], s["limits"]["scratch_bytes"])
     _keep(s, root)
   except wire.Closed:
     pass  # the verifier has gone: with this process everything in the namespace ends
@@ -70,7 +72,7 @@ def _keep(s: dict, root: bool) -> None:
   if s["isolation"] == "namespaces" and os.getpid() != 1:
     raise RuntimeError("this must be process 1 of a namespace: it kills every other process")
   prelude = {}
-  os.chdir(isolation.SCRATCH if s["isolation"] == "namespaces" else s["directory"])
+  os.chdir(s["directory"])
   wire.send(s["control"], {"ready": True})
   while True:
     request = wire.receive(s["control"], 1 << 30)
@@ -83,7 +85,7 @@ def _keep(s: dict, root: bool) -> None:
       os.chdir("/")
       isolation.unmount_scratch()
       isolation.mount_scratch(s["limits"]["scratch_bytes"])
-      os.chdir(isolation.SCRATCH)
+      os.chdir(s["directory"])
 
 
 def _fill(prelude: dict) -> None:
@@ -96,7 +98,10 @@ def _fill(prelude: dict) -> None:
 
 
 def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
-  """Runs one test in a process of its own and tells how it ended."""
+  """Runs one test in a process of its own and tells how it ended.
+
+  What it left in more than `request["most"]` bytes is not told: it is None.
+  """
   given = os.memfd_create("stdin")
   os.write(given, request.get("stdin", "").encode("utf-8", "surrogatepass"))
   os.lseek(given, 0, os.SEEK_SET)
@@ -118,15 +123,18 @@ def _run(s: dict, request: dict, prelude: dict, root: bool) -> dict:
     _reap()
   for reader in readers.values():
     os.close(reader)
-  return dict(
+  most = request.get("most", s["limits"]["output_bytes"])
+  told = {
+    name: output[name].decode("utf-8", "replace") if len(output[name]) <= most else None
+    for name in ("stdout", "result")
+  }
+  return told | dict(
     reason=reason,
     status=os.waitstatus_to_exitcode(status),
     cpu_s=usage.ru_utime + usage.ru_stime,
     cpu_limit_s=s["limits"]["cpu_s"],
     wall_s=time.monotonic() - started,
-    stdout=output["stdout"].decode("utf-8", "replace"),
     stderr=output["stderr"][-2000:].decode("utf-8", "replace"),
-    result=output["result"].decode("utf-8", "replace"),
   )
 
 
@@ -223,21 +231,27 @@ def _candidate(
     sys.setrecursionlimit(50_000)
     sys.set_int_max_str_digits(50_000)
     code = _KINDS[request["kind"]](request, prelude)
-    threading._shutdown()
-    atexit._run_exitfuncs()
-  except SystemExit:
+  except SystemExit:  # with whatever status: a program is judged by what it printed
     code = 0
   except MemoryError:
     code = OUT_OF_MEMORY
   except BaseException as error:
     _report(error)
   try:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _finish()
   except BaseException:
     code = code or FAILED
   finally:
     os._exit(code)
+
+
+def _finish() -> None:
+  """Does what Python does at the end of a program."""
+  threading._shutdown()  # waits for the program's threads
+  atexit._run_exitfuncs()
+  for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    if stream is not None and not getattr(stream, "closed", False):
+      stream.flush()
 
 
 def _report(error: BaseException) -> None:
@@ -257,19 +271,22 @@ def _confine(s: dict, root: bool) -> None:
   isolation.set_limits(s["limits"], 1 + s["limits"]["threads"] if alone else None)
   if s["isolation"] != "none":
     isolation.drop_capabilities()
-    if s["isolation"] == "seccomp":
-      isolation.restrict_files(s["readable"], s["directory"])
-    isolation.filter_calls()
+    calls.apply()
 
 
 def _load(request: dict, name: str, names: dict) -> dict:
-  """Runs the program as the module `name`; what it may use of `names` is there already."""
+  """Runs the program as the module `name`; what it may use of `names` is there already.
+
+  `quit()` ends the module, and what it has defined by then is there.
+  """
   module = types.ModuleType(name)
   sys.modules[name] = module
   module.__dict__.update(names)
-  for part in ("preamble", "code"):
-    if request.get(part):
-      exec(compile(request[part], f"<{part}>", "exec", dont_inherit=True), module.__dict__)
+  with contextlib.suppress(SystemExit):
+    for part in ("preamble", "code"):
+      if request.get(part):
+        module.__dict__.pop(request.get("function"), None)  # of the preamble: it has no body
+        exec(compile(request[part], f"<{part}>", "exec", dont_inherit=True), module.__dict__)
   return module.__dict__
 
 
@@ -317,50 +334,17 @@ def _serve(request: dict, prelude: dict) -> int:
       raise
     except Exception as error:
       _report(error)
-      answer = {"raised": type(error).__name__}
+      kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+      answer = {"raised": kinds[0]}
     try:
       wire.send(_CHANNEL, answer)
     except wire.Closed:  # an assertion has failed, and nobody waits for this
       return 0
 
 
-class _Raised(Exception):
-  """The candidate's function raised."""
-
-
 def _check(request: dict, prelude: dict) -> int:
   """The assertions of a data set against a function that runs in another sandbox."""
-
-  def candidate(*arguments, **options):
-    wire.send(_CHANNEL, wire.encode([arguments, options]))
-    answer = wire.receive(_CHANNEL, request["output_bytes"])
-    if "value" in answer:
-      return wire.decode(answer["value"])
-    if "other" in answer:
-      return object()
-    kind = getattr(importlib.import_module("builtins"), str(answer.get("raised")), None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError:
-      raise type("Raised", (kind, _Raised), {})
-    raise _Raised
-
-  names = {request["function"]: candidate}
-  try:
-    module = _load({"code": request["preamble"]}, "tests", {})
-    module.update(names)
-    exec(compile(request["code"], "<tests>", "exec", dont_inherit=True), module)
-    if "check" in module:
-      module["check"](candidate)
-  except _Raised as error:
-    _report(error)
-    return RAISED
-  except wire.Closed:
-    return GONE
-  except MemoryError:
-    raise
-  except Exception as error:
-    _report(error)
-    return ASSERTION
-  return CHECKED
+  return assertions.check(request, _CHANNEL, _load)
 
 
 _KINDS = {"stdin": _stdin, "call": _call, "serve": _serve, "check": _check}

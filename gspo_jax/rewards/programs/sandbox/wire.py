@@ -1,14 +1,15 @@
 """Messages between the verifier and a sandbox, and values of candidate programs as data.
 
 A value crosses as JSON that can only mean a builtin container, string or number. What a candidate
-returns is therefore compared by the verifier's own `==`, and never by a method of the candidate's.
+returns is therefore never compared by a method of the candidate's. `decode` runs in sandboxes only:
+its sets and dicts may be made of keys that collide.
 """
 
 import json
 import os
 from typing import Any
 
-_INT_DIGITS = 4000  # longer integers travel in hexadecimal: Python bounds decimal conversions
+_INT_BITS = 13_000  # longer integers travel in hexadecimal: Python bounds decimal conversions
 
 
 class Closed(Exception):
@@ -68,8 +69,7 @@ def encode(value: Any) -> Any:
       return kind(value)
   if isinstance(value, int):
     value = int(value)
-    small = -(10**_INT_DIGITS) < value < 10**_INT_DIGITS
-    return value if small else {"int": hex(value)}
+    return value if value.bit_length() <= _INT_BITS else {"int": hex(value)}
   if isinstance(value, list):
     return [encode(item) for item in value]
   if isinstance(value, tuple):
