@@ -30,7 +30,7 @@ class OptimizerConfig:
 def schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
   """Learning rate at each of `updates` gradient updates."""
   peak, warmup = config.learning_rate, config.warmup_steps
-  rest = max(1, updates - warmup)
+  rest = max(1, updates - warmup - 1)  # steps from the first update after it to the last one
   after = {
     "constant": lambda: optax.constant_schedule(peak),
     "linear": lambda: optax.linear_schedule(peak, peak * config.final_fraction, rest),

@@ -133,8 +133,9 @@ def forward(
   if segments is None:
     segments = jnp.ones((B, T), jnp.int32)
   positions, segments, tokens_BT = (
-    sharding.reshard(x, P(BATCH)) for x in (positions, segments, tokens_BT)
+    sharding.reshard(jnp.asarray(x), P(BATCH)) for x in (positions, segments, tokens_BT)
   )
+  routing = None if routing is None else jnp.asarray(routing)
   dtype, kind = jnp.dtype(compute.dtype), family(config)
   x_BTD = head.embed(params, tokens_BT, dtype)
   if (scale := kind.embed_scale(config)) != 1:

@@ -140,6 +140,24 @@ def test_published_parameters_are_the_same_in_the_rollout_layout(config):
   chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, got), layout)
 
 
+def test_arrays_of_numpy_are_taken_everywhere():
+  params, tokens = initial(MOE), np.asarray(tokens_of(MOE))
+  B, T = tokens.shape
+  given = dict(
+    segments=1 + np.tile(np.arange(T, dtype=np.int32) * 2 // T, (B, 1)),
+    positions=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+    routing=np.zeros((MOE.num_layers, B, T, MOE.experts_per_token), np.int8) + np.int8([0, 1]),
+  )
+  run = jax.jit(lambda p, t, given: transformer.forward(p, MOE, t, **given).hidden_BTD)
+  expected = run(params, tokens, given)
+  for keys in (["segments"], ["positions"], ["routing"], list(given)):
+    hidden = transformer.forward(
+      params, MOE, tokens, **{key: given[key] for key in keys}
+    ).hidden_BTD
+    assert hidden.shape == expected.shape
+  np.testing.assert_allclose(hidden, expected, atol=1e-5)
+
+
 def test_formulations_agree():
   params, tokens = initial(MIXED), tokens_of(MIXED)
   expected = single_device(MIXED)
