@@ -170,6 +170,7 @@ def base() -> ConfigDict:
         grad_norm=10.0,  # times its median
         entropy=0.03,  # nats per token, below which the policy has collapsed
         ratio=0.005,  # mean |importance ratio - 1|: the policy runs away from the one that sampled
+        mismatch=1.0,  # times the clip range: sampler and trainer, or two programs, differ so much
         reward=0.2,  # that the mean reward lies below the best it has been
         unknown=0.01,  # share of responses on which the verifier failed, which are not learned from
       ),

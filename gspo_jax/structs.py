@@ -86,6 +86,8 @@ class TrainBatch:
   sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them
   # int32: tokens of the prompt, which all sequences of a group share; None: nothing is shared
   prompt_B: Array | None = None
+  # bool: in the first mini-batch of an iteration, before which there was no update; None: unknown
+  first_B: Array | None = None
   # Where `packing.plan` puts each sequence; None: it has a row of its own
   row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
   start_B: Array | None = None  # int32: the position there of its first token

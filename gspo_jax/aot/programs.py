@@ -143,6 +143,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_logp_BT=real,
     sampler_logp_BT=real,
     ref_logp_BT=real if case.config.objective.kl_coef else None,
+    first_B=field(jnp.bool_),
     routing_BTlk=experts,
     sampler_routing_BTlk=experts,
     row_B=place,

@@ -57,8 +57,8 @@ def minibatches(
 ) -> list[TrainBatch]:
   """Mini-batches of whole groups on the devices, packed if `packed`.
 
-  Where there are fewer than `prompts` groups, padding takes the place of the missing ones, evenly
-  in all mini-batches.
+  The first one is marked. Where there are fewer than `prompts` groups, padding takes the place of
+  the missing ones, evenly in all mini-batches.
   """
   missing = prompts * group_size - len(batch.tokens_BT)
   if missing:
@@ -68,6 +68,8 @@ def minibatches(
   cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
   structure = jax.tree.structure(batch)
   batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
+  first = lambda i, one: np.full(len(one.tokens_BT), i == 0)  # noqa: E731
+  batches = [one.replace(first_B=first(i, one)) for i, one in enumerate(batches)]
   if packed:
     batches = [packing.plan(one, sharding.batch_shards(mesh)) for one in batches]
   return [sharding.put_batch(one, mesh) for one in batches]

@@ -141,6 +141,13 @@ class ObjectiveConfig:
     return found
 
   @property
+  def clip_range(self) -> float:
+    """How far a ratio may be from 1 before it is clipped on the nearer side; 0: nothing clips."""
+    options = options_of(self.name) | self.options()
+    sides = [options.get(key) for key in ("clip_low", "clip_high")]
+    return min((side for side in sides if side), default=0.0)
+
+  @property
   def needs_sampler_routing(self) -> bool:
     return self.replay == "R3" or self.volatility
 

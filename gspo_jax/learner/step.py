@@ -184,14 +184,35 @@ def make_rl_step(
 
   def loss(params, batch):
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
+    batch, of_old = with_own_logp(objective, logp_BT, batch)
     total, metrics, _ = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
-    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT)
+    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT) | of_old
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
+    if objective.clip_range:
+      metrics |= {"clip_range": Last(jnp.float32(objective.clip_range))}
     return total, metrics, out.stats
 
   return make_step(learner, loss, tx)
+
+
+def with_own_logp(
+  objective: ObjectiveConfig, logp_BT: jax.Array, batch: TrainBatch
+) -> tuple[TrainBatch, dict[str, Any]]:
+  """The batch whose old log-probabilities are, in a first mini-batch, those of this very pass: with
+  `recompute` it is the same policy, and the ratio exactly 1.
+
+  Another program that computes them, without a gradient, rounds otherwise. By how much is the
+  metric `mismatch/recomputed`: |mean Δ| of a sequence, in the mean. It is in the ratios of all
+  later mini-batches.
+  """
+  if objective.old_logp != "recompute" or batch.first_B is None:
+    return batch, {}
+  sums = O.mismatch.sums(logp_BT, batch.old_logp_BT, batch.mask_BT)
+  own_BT = jnp.where(batch.first_B[:, None], jax.lax.stop_gradient(logp_BT), batch.old_logp_BT)
+  metrics = {"mismatch/recomputed": sums["mismatch/sequence/abs/mean"]}
+  return batch.replace(old_logp_BT=own_BT), metrics
 
 
 def make_sft_step(

@@ -25,6 +25,7 @@ class AlarmConfig:
   grad_norm: NonNegativeFloat  # gradient norm, as a multiple of its median over the window before
   entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
   ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
+  mismatch: NonNegativeFloat  # of log-probs, per sequence, as a multiple of the clip range
   reward: NonNegativeFloat  # that the mean over a window lies below the highest such mean so far
   unknown: Fraction = 0.0  # share of responses without a verdict that is exceeded
 
@@ -69,6 +70,9 @@ class Alarms:
     if deviation is not None:
       high = c.ratio and deviation > c.ratio
       yield "ratio", high and f"importance ratios are off 1 by {deviation:.3g} in the mean"
+    for name, distance in _mismatches(row):
+      high = c.mismatch and distance > c.mismatch * row["clip_range"]
+      yield name, high and _MISMATCHES[name][1].format(distance, row["clip_range"])
     if reward is not None:
       self._rewards.append(reward)
       if len(self._rewards) == c.window:
@@ -82,6 +86,29 @@ class Alarms:
     if share is not None:
       high = c.unknown and share > c.unknown
       yield "unknown", high and f"the verifier failed on {share:.2%} of the responses"
+
+
+# Name: the metric, and what to say of it and of the clip range.
+_MISMATCHES = dict(
+  mismatch=(
+    "mismatch/sequence/mean",
+    "the trainer's log-probs are off the sampler's by {:.2g} in the mean, and the clip range is "
+    "{:.2g}: old_logp=sampler clips on policy, with old_logp=recompute the batch is off policy",
+  ),
+  recomputed=(
+    "mismatch/recomputed",
+    "recomputed old log-probs are off the update's own by {:.2g} in the mean, and the clip range "
+    "is {:.2g}: rounding clips from the second mini-batch on",
+  ),
+)
+
+
+def _mismatches(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+  """(name, distance) of the log-probs that the row compares, where something is clipped."""
+  for name, (metric, _) in _MISMATCHES.items():
+    distance = _finite(row.get(metric))
+    if distance is not None and row.get("clip_range"):
+      yield name, abs(distance)
 
 
 def _finite(value: float | None) -> float | None:

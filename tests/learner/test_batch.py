@@ -26,6 +26,7 @@ def test_missing_groups_are_padding_in_every_mini_batch():
   parts = jax.device_get(parts)
   groups_of = [sorted({int(a - 1) // G for a in part.advantage_B if a > 0}) for part in parts]
   assert groups_of == [[0, 3], [1], [2]]
+  assert [part.first_B.tolist() for part in parts] == [[True] * 6, [False] * 6, [False] * 6]
   for part in parts:
     assert part.mask_BT.shape == (6, T)
     np.testing.assert_array_equal(part.mask_BT.any(1), part.advantage_B > 0)

@@ -338,3 +338,19 @@ def test_segments_against_loops(unit, turns):
   assert ids_BT.dtype == np.int32 and not ids_BT[~mask_BT].any() and ids_BT.max() < T
   assert (ids_BT.max() > 0) == (turns or unit != "turn")
   assert not segment_ids(unit, tokens_BT, np.zeros((B, T)), ends_line_V=ends_line_V).any()
+
+
+@pytest.mark.parametrize(
+  "name, changes, expected",
+  [
+    ("gspo", {}, 3e-4),
+    ("gspo", dict(clip_low=0.03, clip_high=0.04), 0.03),
+    ("grpo", dict(clip_high=0.1), 0.1),
+    ("cispo", dict(clip_high=0.3), 0.3),  # without a lower bound
+    ("sapo", {}, 0.0),
+  ],
+)
+def test_the_clip_range_is_that_of_the_nearer_side(name, changes, expected):
+  options = dict(advantage="std", old_logp="sampler", load_balance_coef=0.0, replay="none")
+  objective = ObjectiveConfig(name=name, volatility=False, **options, **changes)
+  assert objective.clip_range == expected

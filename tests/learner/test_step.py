@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.sampling import sample
-from support.small_models import DENSE, MOE, forward, initial
+from support.small_models import DENSE, MOE, SMALLER_MOE, forward, initial
 from support.small_updates import (
   GSPO,
   SGD,
@@ -28,6 +28,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import routing, transformer
+from gspo_jax.models.sizes import REFERENCE
 
 TX = optax.adamw(1e-2)
 
@@ -56,6 +57,38 @@ def test_the_ratio_leaves_one_after_the_first_update():
   assert row["mismatch/abs/max"] < 1e-4  # of the first, before any update
   assert row["router/dropped_tokens"] == 0
   assert int(state.step) == 2
+
+
+def of_another_program(batch, noise=1e-2):
+  """The batch with old log-probs that are rounded otherwise."""
+  rng = np.random.default_rng(1)
+  return batch.replace(old_logp_BT=batch.old_logp_BT + noise * rng.normal(size=(16, 1)))
+
+
+@pytest.mark.parametrize("replay", ["none", "R2", "R3"])
+def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
+  """Whatever the pass that found the old log-probs has rounded; in bfloat16, in micro-batches."""
+  params, bfloat16 = initial(SMALLER_MOE), dataclasses.replace(REFERENCE, dtype="bfloat16")
+  how = learner(SMALLER_MOE, microbatches=2, compute=bfloat16)
+  objective, batch = dataclasses.replace(GSPO, replay=replay), rollout_batch(SMALLER_MOE)
+  batch = of_another_program(batch.replace(**old_policy_pass(how, objective)(params, batch)))
+  step, rows = rl_step(how, objective, SGD), {}
+  for first in (True, False):
+    one = batch.replace(first_B=np.full(16, first))
+    rows[first] = row = scalars(step(new_state(jax.tree.map(jnp.copy, params), SGD), one)[1])
+    assert row["mismatch/recomputed"] == pytest.approx(0.8e-2, rel=0.5)
+    assert row["grad_norm"] > 0 and row["clip_range"] == pytest.approx(3e-4)
+  assert rows[True]["ratio/deviation"] == 0 == rows[True]["clip_fraction/sequence"]
+  assert rows[True]["ratio/min"] == 1 == rows[True]["ratio/max"]
+  assert rows[False]["ratio/deviation"] > 4e-3 and rows[False]["clip_fraction/sequence"] > 0.1
+
+
+def test_the_samplers_old_log_probs_are_left_as_they_are():
+  params, objective = initial(MOE), dataclasses.replace(GSPO, old_logp="sampler")
+  batch = of_another_program(rollout_batch()).replace(first_B=np.full(16, True))
+  step = rl_step(learner(MOE), objective, SGD)
+  row = scalars(step(new_state(params, SGD), batch)[1])
+  assert row["ratio/deviation"] > 5e-4 and "mismatch/recomputed" not in row
 
 
 def test_the_update_raises_what_had_a_positive_advantage():

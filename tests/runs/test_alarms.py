@@ -6,13 +6,16 @@ import pytest
 
 from gspo_jax.runs.alarms import AlarmConfig, Alarms
 
-CONFIG = AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, reward=0.3, unknown=0.05)
+CONFIG = AlarmConfig(
+  window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, mismatch=1.0, reward=0.3, unknown=0.05
+)
 
 
 def healthy(step, **changes):
   row = {"phase": "rl", "step": step, "grad_norm": 1.0 + 0.1 * (step % 3), "entropy": 0.8}
+  row |= {"ratio/deviation": 1e-3, "reward/mean": 0.5 + 0.01 * step, "clip_range": 3e-4}
   row |= {"verifier/unknown": 0.01, "eval/verifier/unknown": 0.0}
-  return row | {"ratio/deviation": 1e-3, "reward/mean": 0.5 + 0.01 * step} | changes
+  return row | {"mismatch/sequence/mean": -2e-4, "mismatch/recomputed": 2e-4} | changes
 
 
 def run(rows, alarms=None):
@@ -35,6 +38,8 @@ TROUBLE = {
   "entropy": (dict(entropy=0.05), "entropy is down to 0.05"),
   "ratio": ({"ratio/deviation": 0.02}, "off 1 by 0.02"),
   "unknown": ({"eval/verifier/unknown": 0.0625}, "failed on 6.25% of the responses"),
+  "mismatch": ({"mismatch/sequence/mean": -4e-4}, "off the sampler's by 0.0004"),
+  "recomputed": ({"mismatch/recomputed": 4e-4}, "off the update's own by 0.0004"),
 }
 
 
@@ -60,10 +65,18 @@ def test_a_slow_rise_of_the_gradient_norm_is_none_of_its_business():
 
 
 def test_zero_turns_a_warning_off():
-  off = Alarms(AlarmConfig(window=2, grad_norm=0, entropy=0, ratio=0, reward=0))
+  off = Alarms(AlarmConfig(window=2, grad_norm=0, entropy=0, ratio=0, mismatch=0, reward=0))
   rows = [healthy(s, **TROUBLE["entropy"][0]) for s in range(5)]
   rows += [{"phase": "rl", "step": 5, "grad_norm": 1e9, "ratio/deviation": 9.0, "reward/mean": -9}]
+  rows.append(healthy(6, **TROUBLE["mismatch"][0]))
   assert run(rows, off) == ({}, [])
+
+
+def test_nothing_is_compared_with_a_range_that_there_is_not():
+  rows = [healthy(s, **TROUBLE["mismatch"][0], **TROUBLE["recomputed"][0]) for s in range(3)]
+  for row in rows:
+    del row["clip_range"]
+  assert run(rows) == ({}, [])
 
 
 @pytest.mark.parametrize("cut", [3, 9, 11, 15])
@@ -79,6 +92,6 @@ def test_a_resumed_run_warns_as_the_uninterrupted_one(cut):
 
 def test_senseless_thresholds_are_refused():
   with pytest.raises(ValueError, match=r"alarms\.ratio=-1"):
-    AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=-1, reward=0.3)
+    AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=-1, mismatch=1, reward=0.3)
   with pytest.raises(ValueError, match=r"alarms\.window=1"):
-    AlarmConfig(window=1, grad_norm=5.0, entropy=0.1, ratio=1, reward=0.3)
+    AlarmConfig(window=1, grad_norm=5.0, entropy=0.1, ratio=1, mismatch=1, reward=0.3)
