@@ -32,7 +32,7 @@ setuptools.setup(
     "tokenizers>=0.22.0",  # tokenizer.json of Hugging Face checkpoints
     "jinja2>=3.1.6",  # their chat templates
     "safetensors>=0.6.0",  # their weights
-    "math-verify>=0.9.0",  # equivalence of mathematical answers
+    "sympy>=1.14.0",  # equality of mathematical answers
     "tensorboardX>=2.6.4",  # event files without TensorFlow
     "tqdm>=4.67.0",  # progress bars
   ],

@@ -6,7 +6,7 @@ r"""Throughput of the math verifier, and a check of it on real gold answers.
 DIR holds any of gsm8k/{train,test}.jsonl, svamp/test.jsonl and aime24/test.jsonl as their
 publishers ship them. Every gold answer must verify in every written form below and no perturbed
 answer may; the exit status is 1 if one does not. Numbers are compared without the symbolic library,
-so with --symbolic the same is checked once more through the library alone.
+so with --symbolic the same is checked once more through the symbolic comparison alone.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def check(verifier: MathVerifier, data: pathlib.Path, symbolic: bool) -> int:
       unique = list({(extract(r), g): right for _, r, g, right in cases}.items())
       # The verifier's own pool, past the comparison of plain numbers.
       results = verifier._pool.map([list(pair) for pair, _ in unique])
-      rows = [("through math-verify", *pair, right) for pair, right in unique]
+      rows = [("through SymPy", *pair, right) for pair, right in unique]
       failures += report(f"{name}, symbolic", rows, results)
     print(f"  {time.perf_counter() - start:.1f} s")
   return int(failures > 0)

@@ -1,7 +1,7 @@
 """AdamW with a schedule and a gradient-norm bound, from Optax."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  learning_rate: ranges.PositiveFraction  # peak
+  learning_rate: Annotated[float, ranges.Range(0, 1e10, excluded=(0,))]  # peak
   schedule: Literal["constant", "linear", "cosine"]  # after the warm-up, down to final_fraction
   warmup_steps: NonNegativeInt  # gradient updates, linear from 0
   final_fraction: ranges.Fraction  # of the peak, at the last update

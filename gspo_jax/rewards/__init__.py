@@ -28,7 +28,7 @@ from gspo_jax.rewards.programs.process import ISOLATIONS
 
 VERIFIERS = {  # imported when a config names them
   "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task
-  "math": "gspo_jax.rewards.math_answer",  # math-verify in worker processes
+  "math": "gspo_jax.rewards.math_answer",  # SymPy in worker processes
   "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
   "string": "gspo_jax.rewards.string_match",  # the normalised text
 }

@@ -25,6 +25,25 @@ def verifier():
   "response, answer",
   [
     (r"First \boxed{3}, no: \boxed{18}. So 5 is wrong.", "18"),
+    (r"one of \boxed{1}, \boxed{-2} and \boxed{3}", "1, -2, 3"),
+    (r"\boxed{1} for part (a) and \boxed{2} for (b)", "1, 2"),
+    (r"\boxed{5} and wait, that is \boxed{6}", "6"),
+    (r"\boxed{3} = \boxed{18}", "18"),
+    (r"\boxed{18}. Check: yes. \boxed{18}", "18"),
+    (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{5}. Oh. The final answer is $6$. I hope it is correct.", "6"),
+    (r"\boxed{5}. I hope that the final answer is correct.", "5"),
+    (
+      r"It is $\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$.",
+      r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+    ),
+    (r"So we get \begin{bmatrix}1\\2\end{bmatrix} at last.", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+    ("$odd$", "odd"),
+    ("Answer: the largest $n$ is 34.", "34"),
+    ("The answer is 5!", "5!"),
+    ("The answer is 2 dozen.", "2 dozen"),
+    ("It makes 5 thirds in all", "5 thirds"),
+    ("The answer is no solution.", "no solution"),
     (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
     (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
     (r"\[ \boxed{ 7 } \]", "7"),
@@ -74,51 +93,7 @@ def test_extraction_is_fast_on_hostile_text(unit):
   assert time.perf_counter() - start < 1
 
 
-# Numbers, which are compared without the library.
-
-
-@pytest.mark.parametrize(
-  "text, value",
-  [
-    ("18", 18),
-    ("18.", 18),
-    ("-18", -18),
-    ("−18", -18),
-    ("007", 7),
-    (".5", 0.5),
-    (r"\$18", 18),
-    ("-$5", -5),
-    ("70,000", 70_000),
-    ("70{,}000", 70_000),
-    (r"70\,000", 70_000),
-    ("1 234 567", 1_234_567),
-    ("1,234.5", 1234.5),
-    (r"18 \text{ apples}", 18),
-    (r"5\text{ cm}^2", 5),
-    ("60 miles/hour", 60),
-    (r"90^\circ", 90),
-    (r"\text{18}", 18),
-    ("1.5 million", 1_500_000),
-    ("1e3", 1000),
-    ("3/4", 0.75),
-    (r"\dfrac{3}{4}", 0.75),
-    (r"-\frac34", -0.75),
-    (r"3\frac{1}{2}", 3.5),
-    ("3 1/2", 3.5),
-  ],
-)
-def test_number(text, value):
-  assert math_answer.number(text) == value
-
-
-@pytest.mark.parametrize(
-  "text",
-  ["", "x", "5x", "5 xy", "1,2", "1,23", "(1,234)", "18 or 20", "1/0", "--5", "50%", r"2\sqrt{3}",
-   r"2\pi", "5 factorial", "3 apples and 2 pears", "9" * 100],
-)  # fmt: skip
-def test_not_a_plain_number(text):
-  assert math_answer.number(text) is None
-
+# Numbers in every form that they are written in.
 
 FORMS = [
   r"\boxed{%s}",
@@ -163,7 +138,7 @@ CASES = [
   (r"\boxed{dayMon}", "Monday", WRONG),
   (r"\boxed{\textbf{(C)}}", "C", RIGHT),
   (r"\boxed{B}", "C", WRONG),
-  # Through the library:
+  # Symbolic:
   (r"\boxed{\sqrt{12}}", r"2\sqrt{3}", RIGHT),
   (r"\boxed{2\sqrt{3} meters}", r"2\sqrt{3}", RIGHT),
   (r"\boxed{\sqrt{13}}", r"2\sqrt{3}", WRONG),
@@ -205,7 +180,7 @@ def test_score_from_threads(verifier):
 
 
 def test_judge_sets_no_signal_handlers():
-  # Off the main thread the library raises if it tries to.
+  # Off the main thread that raises.
   with futures.ThreadPoolExecutor(1) as thread:
     assert thread.submit(math_answer.judge, r"\sqrt{12}", r"2\sqrt{3}").result() is RIGHT
 
@@ -225,9 +200,9 @@ def test_equal_answers_are_compared_once_and_failures_again(verifier, monkeypatc
   assert verifier.score([r"\boxed{\sqrt{72}}"], [r"6\sqrt{2}"]) == [RIGHT]
 
 
-def test_answers_that_hang_the_library_do_not_touch_the_others():
-  hang, good = r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{8}}"
-  responses = [hang, good, r"\boxed{5}", hang.replace("9", "8"), good.replace("8", "18")]
+def test_answers_that_hang_sympy_do_not_touch_the_others():
+  hang, good = r"\boxed{e^{e^{e^{e^{e}}}}}", r"\boxed{\sqrt{8}}"
+  responses = [hang, good, r"\boxed{5}", hang.replace("{e}", "{3}"), good.replace("8", "18")]
   with math_answer.MathVerifier(workers=2, time_limit_s=1.0) as verifier:
     before = set(verifier._pool.pids)
     assert verifier.score(responses, [r"2\sqrt{2}"] * 5) == [

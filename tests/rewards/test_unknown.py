@@ -101,7 +101,7 @@ def test_functions_of_the_users_say_why(monkeypatch):
 
 def test_mathematics_that_cannot_be_decided_is_unknown(monkeypatch):
   with rewards.open_scorer(config("math", time_limit_s=1.0)) as score:
-    responses = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{2}}", "No idea."]
+    responses = [r"\boxed{e^{e^{e^{e^e}}}}", r"\boxed{\sqrt{8}}", r"\boxed{\sqrt{2}}", "No idea."]
     scores = score(responses, prompts([r"2\sqrt{2}"] * 4))
     assert scores.outcomes == dict(right=1, wrong=1, unparsable=1, timeout=1, crash=0)
     assert scores.unknown == {0: "timeout: it took longer than 1 s"}
@@ -111,7 +111,8 @@ def test_mathematics_that_cannot_be_decided_is_unknown(monkeypatch):
       [r"\boxed{5}", "No idea.", r"\boxed{x+1}", "5"], prompts([gold, gold, gold, "5"])
     )
     assert scores.known.tolist() == [False, False, False, True]
-    assert set(scores.unknown.values()) == {r"crash: the gold answer is not mathematics: '\\frac{'"}
+    reason = r"crash: the gold answer '\\frac{' cannot be read as mathematics"
+    assert set(scores.unknown.values()) == {reason}
 
 
 @pytest.mark.parametrize("name, gold", [("string", " ... "), ("arithmetic", "five"), ("code", "5")])

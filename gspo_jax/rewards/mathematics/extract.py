@@ -1,0 +1,176 @@
+"""Finds the answer in a response. Every pattern is linear: no nested repetitions."""
+
+import re
+
+from gspo_jax.rewards import thought
+from gspo_jax.rewards.mathematics.units import MULTIPLIERS
+
+MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
+TAIL = 2000  # characters at the end of a response that are searched where nothing is boxed
+_BOXES = 16  # at the end of a response that are looked at
+
+SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # of thousands, as typed or as typeset
+_DIGITS = rf"(?:[1-9]\d{{0,2}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+(?:,\d+)*)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+  r"(?<![\w.\\])(?:"
+  r"-?\\[dtc]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
+  rf"|[-+]?(?:\\?[$€£¥]\s?)?[-+]?(?:\d+\s(?=\d+/\d))?(?:{_DIGITS})(?:[eE][-+]?\d+)?!*"
+  r"(?:\s?/\s?\d+)?(?:\s?\\?%)?"
+  r")"
+)
+_MATRIX = r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)\}"
+_FORMULA = re.compile(
+  r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)\$"
+  r"|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]])+)\\\]"
+  rf"|(?P<e>{_MATRIX}.+?\\end\{{\w+\}})",
+  re.DOTALL,
+)
+# "Answer: the largest n is 34": the value comes after the verb.
+_MARKER = re.compile(
+  r"####|\banswer\b[*_]{0,3}\s{0,3}(?::[^.\n]{0,150}?\bis\b|is|:|=)[*_:\s]{0,5}", re.IGNORECASE
+)
+_FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|bb)|mbox)\s*\{([^{}]*)\}")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_FUNCTIONS = re.compile("(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}")
+_FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
+_CORRECTION = re.compile(
+  r"\b(?:no|not|wait|but|so|thus|then|hence|therefore|actually|instead|rather|wrong|correct\w*"
+  r"|error|sorry|should|mistake)\b",
+  re.IGNORECASE,
+)
+
+
+def extract(response: str, finished: bool = True) -> str | None:
+  r"""Finds the answer that a response gives; None if there is none.
+
+  Only what follows the thought counts (`thought.after`). The last complete `\boxed{}` is the
+  answer, together with those before it that it is listed with (`\boxed{1}` and `\boxed{2}`); a
+  response whose only box is empty or cut off gives none. Without a box: what follows the last
+  "####" or "answer is/:/=", else the last formula or number of the text: no answer where the
+  response was cut off (not `finished`), as it is where the tokens ran out.
+  """
+  text = thought.after(response).replace("−", "-")
+  boxes = [match.span() for match in _BOX.finditer(text)][-_BOXES:]
+  if boxes:
+    return _boxed(text, boxes)
+  tail = text[-TAIL:]
+  whole = _FORMULA.fullmatch(text.strip()) if finished and len(text) <= MAX_ANSWER else None
+  if whole:
+    return trim(whole[0]) or None
+  markers = [match.end() for match in _MARKER.finditer(tail)]
+  if markers:
+    lines = tail[markers[-1] :].split("\n")
+    line = next((line for line in lines if re.search(r"\w", line)), "")
+    none = _NO_SOLUTION.match(line.strip())
+    return none[0] if none else _as_formula(line) or min(_items(line, first=True), default=_NONE)[2]
+  if not finished:
+    return None
+  line = tail.strip().rpartition("\n")[2]
+  return _as_formula(line) or max(_items(tail), default=_NONE)[2]
+
+
+def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
+  """The content of the last complete box, and of the boxes that it is listed with."""
+  found = [(start, *_argument(text, end)) for start, end in boxes]
+  found = [(start, end, content) for start, end, content in found if content]
+  found = [a for a, b in zip(found, [*found[1:], (len(text),)]) if a[1] <= b[0]]  # nested ones
+  if not found:
+    return None
+  stated = _after_box(text[found[-1][1] :][-TAIL:])
+  if stated:
+    return stated
+  contents = [found[-1][2]]
+  for (_, end, content), (start, *_) in zip(found[-2::-1], found[:0:-1]):
+    if not _is_listing(text[end:start]):
+      break
+    if content != contents[0]:
+      contents.insert(0, content)
+  return ", ".join(contents)
+
+
+def _after_box(text: str) -> str | None:
+  """What "the final answer is" announces after the last box, which it replaces."""
+  end = max((match.end() for match in _FINAL.finditer(text)), default=None)
+  rest = text[end : end + MAX_ANSWER] if end is not None else ""
+  for pattern in (_FORMULA, _NUMBER):
+    match = pattern.match(rest)
+    if match:
+      return trim(match[0])
+  return None
+
+
+def _is_listing(gap: str) -> bool:
+  r"""Whether the text between two boxes lists them: `, \boxed` or `and \boxed`."""
+  if len(gap) > 80 or re.search(r"[.!?:]\s|\n\s*\n|\\[a-zA-Z]*arrow|\\to", gap):
+    return False
+  bare = _FILLER.sub(" ", gap)
+  if re.fullmatch(r"\s*[=<>≈]+\s*", bare):
+    return False
+  joined = not re.search(r"\w", bare) or re.search(r"\b(?:and|or)\b", bare)
+  return bool(joined) and not _CORRECTION.search(bare)
+
+
+def _argument(text: str, start: int) -> tuple[int, str | None]:
+  """The content of the braces at `start`, or the one word there, and its end; None: not closed."""
+  if not text.startswith("{", start):
+    word = re.match(r"[^\s{}$]+", text[start : start + MAX_ANSWER])
+    return (start + word.end(), trim(word[0]) or None) if word else (start, None)
+  depth = 0
+  for match in _BRACE.finditer(text, start, start + MAX_ANSWER + 2):
+    depth += {"{": 1, "}": -1}.get(match[0], 0)
+    if depth == 0:
+      return match.end(), text[start + 1 : match.start()].strip() or None
+  return start, None
+
+
+_NONE = (0, 0, None)
+_FOLLOWING = re.compile(r"\s([A-Za-z]{1,12})\b")
+_NO_SOLUTION = re.compile(
+  r"(?:that )?(?:there (?:is|are) )?no (?:real )?solutions?\b", re.IGNORECASE
+)
+
+
+def _items(text: str, first: bool = False) -> list[tuple[int, int, str]]:
+  """Formulas and numbers of `text` with a key: the least comes first, the greatest last."""
+  found = []
+  for pattern in (_FORMULA, _NUMBER):
+    for match in pattern.finditer(text):
+      content = next(filter(None, match.groups()), match[0])
+      word = _FOLLOWING.match(text, match.end())
+      if pattern is _NUMBER and word and word[1].casefold() in MULTIPLIERS:
+        content += word[0]  # 2 dozen are not 2
+      if pattern is _NUMBER or is_formula(content):
+        # A formula contains its numbers: it starts before the first and ends after the last one.
+        found.append((match.start() if first else match.end(), -len(content), trim(content)))
+  return found
+
+
+def _as_formula(line: str) -> str | None:
+  """The line without its decoration if it is a formula all through."""
+  return trim(line) if is_formula(line) else None
+
+
+def is_formula(text: str) -> bool:
+  r"""Whether `text` is mathematics all through: short, no words outside \text and the like."""
+  if len(text) > 400:
+    return False
+  bare = _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text))
+  bare = re.sub(r"\\[a-zA-Z]+", " ", bare)
+  bare = re.sub(r"(?<=[\d)])(?:and|or)(?=[A-Z(])", " ", bare)  # x=1orW=2
+  return bool(re.search(r"\w", bare + "".join(_TEXT.findall(text)))) and all(
+    map(_FUNCTIONS.fullmatch, _WORD.findall(bare))
+  )
+
+
+def trim(text: str) -> str:
+  """Without the Markdown, math delimiters and punctuation around an answer."""
+  text = text.strip().strip("*_` \t")
+  if not text.endswith("..."):
+    shorter = text.rstrip(".,;:*_` ")
+    text = (shorter.rstrip("\\") if shorter != text else text).strip()  # a thin space is \,
+  match = _FORMULA.fullmatch(text)
+  return next(filter(None, match.groups())).strip().rstrip(".,;") if match else text

@@ -1,0 +1,354 @@
+"""Reads an answer: lists, tuples, sets, relations, units, choices, words, expressions."""
+
+import dataclasses
+import re
+
+import sympy as sp
+
+from gspo_jax.rewards.mathematics import expression, names, nodes, units
+from gspo_jax.rewards.mathematics.nodes import (
+  Choice,
+  Group,
+  Named,
+  Region,
+  Relation,
+  Scalar,
+  Word,
+  as_region,
+)
+from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, is_product, spell, tokenise
+from gspo_jax.rewards.mathematics.values import split
+
+_REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
+  ArithmeticError,
+  AttributeError,
+  IndexError,
+  NotImplementedError,
+  RecursionError,
+  TypeError,
+)
+MAX_ITEMS = 64
+MAX_UNIT = 16  # tokens
+_RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "approx": "~"}
+_SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
+_NOTHING = re.compile(
+  r"(?:there (?:is|are) )?no (?:such )?(?:real |integer |valid |possible )?"
+  r"(?:solutions?|roots?|values?)(?: exists?)?|no such \w+(?: exists?)?"
+  r"|(?:the )?(?:empty|null) set|none|empty"
+)
+_EVERYTHING = re.compile(r"(?:all|any|every) (?:real )?(?:numbers?|reals|values?)|all reals")
+_NUMBERS = {
+  word: n
+  for n, word in enumerate(
+    """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen twenty""".split()
+  )
+}
+_NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred": 100}
+
+
+def read(text: str, tight: bool = True, letters: bool = False):
+  r"""The structure of an answer.
+
+  Args:
+    tight: 1,234 is one number rather than two.
+    letters: a letter after a number is a unit where it can be (12 m), rather than a variable.
+
+  Raises:
+    Unreadable: if it is no mathematics, or none that is understood here.
+  """
+  try:
+    return _Structure(letters).everything(tokenise(text, tight))
+  except _REFUSALS as error:
+    raise Unreadable(repr(error)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Structure:
+  letters: bool
+
+  def everything(self, tokens: list[Token]):
+    """A whole answer, or an item of one."""
+    if not tokens:
+      raise Unreadable("nothing")
+    for reading in (self.choice, self.words, self.listed):
+      node = reading(tokens)
+      if node is not None:
+        return node
+    return self.related(tokens)
+
+  def choice(self, tokens: list[Token]):
+    first, rest = tokens[0], tokens[1:]
+    match = re.fullmatch(r"\(?([A-J])\)?[.):]?", first.text) if first.kind == "text" else None
+    if match and len(first.text) > 1:
+      return Choice(match[1], self.everything(rest) if rest else None)
+    shape = [t.text if t.kind != "letter" else "letter" for t in tokens[:3]]
+    if shape[:3] == ["(", "letter", ")"] and "A" <= tokens[1].text <= "J":
+      rest = tokens[3:]
+      if not rest or rest[0].kind in ("number", "text") or rest[0].text == "frac":
+        return Choice(tokens[1].text, self.everything(rest) if rest else None)
+    if first.kind == "letter" and "A" <= first.text <= "J" and rest:
+      if rest[0].text in (")", ":") and rest[1:] and not _find(rest[1:], ":", "="):
+        return Choice(first.text, self.everything(rest[1:]))
+      if rest[0].kind == "number" and rest[0].spaced:
+        return Choice(first.text, self.everything(rest))
+    return None
+
+  def words(self, tokens: list[Token]):
+    if not any(t.kind in ("word", "text") for t in tokens):
+      return None
+    text = " ".join(t.text for t in tokens).casefold().strip(" .!,")
+    if _NOTHING.fullmatch(text):
+      return Region(sp.S.EmptySet)
+    if _EVERYTHING.fullmatch(text):
+      return Region(sp.S.Reals)
+    if text.replace("-", " ") in _NUMBERS:
+      return Scalar(sp.sympify(_NUMBERS[text.replace("-", " ")]))
+    if any(t.kind not in ("word", "text", "letter", "separator") for t in tokens):
+      return None
+    if len(tokens) == 1 and tokens[0].kind == "word" and is_product(text):
+      return None
+    return Word(re.sub(r"^(?:an?|the) ", "", text))
+
+  def listed(self, tokens: list[Token]):
+    """Items between separators; conditions on one variable are one region."""
+    outer = (";",) if _find(tokens, ";") and _find(tokens, ",", "and", "or") else ()
+    parts = [part for part in split(tokens, *outer) if part]
+    if len(parts) < 2:
+      if parts and len(parts[0]) < len(tokens):
+        return self.everything(parts[0])
+      return None
+    if len(parts) > MAX_ITEMS:
+      raise Unreadable("too many items")
+    items = [self.everything(part) for part in parts]
+    about = {item.name if isinstance(item, Region) else None for item in items}
+    if len(about) == 1 and None not in about:
+      join = sp.Union if _find(tokens, "or") else sp.Intersection
+      return Region(join(*(item.region for item in items)), items[0].name)
+    return Group("list", tuple(_flatten(items)))
+
+  def related(self, tokens: list[Token]):
+    operators, members = _cut(tokens)
+    if not operators:
+      return self.value(tokens)
+    if any(not member for member in members):
+      raise Unreadable("a relation without a side")
+    if set(operators) <= {"=", "~"}:
+      return self.equation(operators, members)
+    if operators == ["in"]:
+      node = self.value(members[1])
+      if names.name(members[0]) is None:
+        raise Unreadable("an element that has no name")
+      if isinstance(node, Group) and node.kind == "tuple":
+        return as_region(node) or node
+      return node
+    if "in" in operators or "~" in operators:
+      raise Unreadable("a mixed relation")
+    return self.inequality(operators, members)
+
+  def equation(self, operators: list[str], members: list[list[Token]]):
+    if "~" in operators and "=" in operators:  # x = 1/3 ~ 0.33
+      last = operators.index("~") + 1
+      operators, members = operators[: last - 1], members[:last]
+    labels = [names.name(member) for member in members]
+    named = next((label for label in labels[:-1] if label), None)
+    if named or (len(members) == 2 and labels[1]):
+      value = self.value(members[-1] if named else members[0])
+      if named and names.is_constant(members[0]) and not isinstance(value, Named):
+        raise Unreadable("an equation that is false")
+      return Named(named or labels[1], value, self.relation(["="], [members[0], members[-1]]))
+    values = [self.value(member) for member in members]
+    if all(isinstance(value, Scalar) for value in values):
+      if any(value.unit for value in values):  # 3 hours = 180 minutes
+        return values[-1]
+      exact = [value.value for value in values]
+      if all(sp.sympify(a - exact[-1]).equals(0) for a in exact[:-1]):
+        return values[-1]
+      if not any(value.free_symbols for value in exact):
+        raise Unreadable("an equation that is false")
+    relation = self.relation(["="] * len(operators), members)
+    if relation is None:
+      raise Unreadable("an equation of this kind")
+    return relation
+
+  def relation(self, operators, members) -> Relation | None:
+    try:
+      return Relation(tuple(operators), tuple(expression.read(member) for member in members))
+    except Unreadable:
+      return None
+
+  def inequality(self, operators, members):
+    values = [expression.read(member) for member in members]
+    symbols = set().union(*(nodes.unknowns(value) for value in values))
+    if len(symbols) != 1:
+      return Relation(tuple(operators), tuple(values))
+    unknown, x = next(iter(symbols)), sp.Symbol("x", real=True)
+    values = [value.xreplace({unknown: x}) for value in values]
+    region = sp.S.Reals
+    for operator, left, right in zip(operators, values, values[1:]):
+      region = sp.Intersection(region, nodes.solve(operator, left - right, x))
+    return Region(region, str(unknown))
+
+  def value(self, tokens: list[Token]):
+    """What has no separators and relations at its top."""
+    if not tokens:
+      raise Unreadable("nothing")
+    if any(t.kind == "command" and t.text in ("cup", "cap", "setminus") for t in tokens):
+      return self.regions(tokens)
+    if _find(tokens, ":"):
+      parts = [self.value(part) for part in _cut(tokens, ":")[1]]
+      return Group("ratio", tuple(parts))
+    node = self.named_set(tokens) or self.bracketed(tokens)
+    if node is not None:
+      return node
+    if any(t.kind == "command" and t.text in ("pm", "mp") for t in tokens):
+      return Group("list", (self.scalar(tokens, 1), self.scalar(tokens, -1)))
+    return self.scalar(tokens)
+
+  def named_set(self, tokens: list[Token]):
+    if [t.text for t in tokens] == ["emptyset"]:
+      return Region(sp.S.EmptySet)
+    shape = spell(tokens).replace(" ", "").replace("{", "").replace("}", "")
+    match = re.fullmatch(r"mathbb([RZNQ])", shape)
+    return Region(_SETS[match[1]]) if match else None
+
+  def bracketed(self, tokens: list[Token]):
+    if tokens[0].kind != "open" or _match(tokens) != len(tokens) - 1:
+      return None
+    opening, closing, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
+    if opening in ("lfloor", "lceil"):
+      return None
+    if not inner:
+      return Region(sp.S.EmptySet) if opening in ("\\{", "{") else None
+    parts = split(inner)
+    if opening in ("\\{", "{"):
+      builder = _cut(inner, ":", "|")[1]
+      if opening == "\\{" and len(builder) == 2 and names.name(builder[0]):
+        return self.everything(builder[1])
+      if opening == "{" and len(parts) == 1:
+        return self.everything(inner)
+      return Group("set", tuple(_flatten([self.everything(part) for part in parts])))
+    if len(parts) == 1 and opening == "(":
+      return self.everything(inner) if closing == ")" else None
+    if len(parts) == 1 and inner[0].text == "begin":
+      return self.everything(inner)
+    brackets = "()" if opening == "langle" else opening + closing
+    if brackets not in ("()", "[]", "(]", "[)") or len(parts) > MAX_ITEMS:
+      raise Unreadable("brackets do not match")
+    items = tuple(self.everything(part) for part in parts)
+    return Group("tuple", items, brackets if len(items) == 2 else "()")
+
+  def regions(self, tokens: list[Token]):
+    """Unions, intersections and differences, from left to right."""
+    operators, parts = _cut(tokens, "cup", "cap", "setminus")
+    result = None
+    for operator, part in zip(["", *operators], parts):
+      region = as_region(self.value(part) if part else None)
+      if region is None:
+        raise Unreadable("a union of what are no sets")
+      join = {"cup": sp.Union, "cap": sp.Intersection, "setminus": sp.Complement}.get(operator)
+      result = join(result, region.region) if join else region.region
+    return Region(result)
+
+  def scalar(self, tokens: list[Token], sign: int = 1) -> Scalar:
+    """An expression, with a unit if there is one."""
+    money = None
+    if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
+      money, tokens = units.parse(tokens[0].text)[1], tokens[1:]
+    for start in range(max(1, len(tokens) - MAX_UNIT), len(tokens)):
+      unit = self.unit(tokens, start)
+      if unit:
+        factor, unit = unit
+        if unit and unit.degrees and any(t.text in expression.TRIGONOMETRIC for t in tokens):
+          break
+        try:
+          value = expression.read(tokens[:start], sign)
+        except Unreadable:
+          continue
+        if money and unit not in (None, money):
+          raise Unreadable("two currencies")
+        return Scalar(value * factor, _places(tokens[:start]), money or unit)
+    return Scalar(expression.read(tokens, sign), _places(tokens), money)
+
+  def unit(self, tokens: list[Token], start: int):
+    """The unit that the tokens from `start` on are, or None."""
+    rest = tokens[start:]
+    if not all(
+      t.kind in ("word", "text", "letter") or t.text in _UNIT_TOKENS
+      for t in rest
+      if t.kind != "number"
+    ):
+      return None
+    worded = any(t.kind in ("word", "text") or t.text in "%$€£¥₹" or t.text == "circ" for t in rest)
+    if not worded:
+      numeric = all(t.kind == "number" for t in tokens[:start])
+      if not (self.letters and numeric and rest[0].kind == "letter"):
+        return None
+    text = " ".join(t.text for t in rest)
+    text = re.sub(r"\^ (?:\{ )?circ(?: \})?|\bcirc\b", "°", text)
+    text = re.sub(r"° ([CF])\b", r"°\1", text).replace("{ ", "").replace(" }", "")
+    spaced = rest[0].spaced or rest[0].kind == "text"
+    return units.parse(" " * spaced + text)
+
+
+_UNIT_TOKENS = frozenset(["^", "{", "}", "/", "%", "$", "€", "£", "¥", "₹", "circ", "cdot", "-"])
+
+
+def _places(tokens: list[Token]) -> int | None:
+  """Digits after the point of a decimal, which may have a sign."""
+  digits = [t for t in tokens if t.text not in ("-", "+")]
+  if len(digits) != 1 or digits[0].kind != "number":
+    return None
+  match = re.fullmatch(r"[\d, ]*\.(\d+)", digits[0].text)
+  return len(match[1]) if match else None
+
+
+def _flatten(items: list) -> list:
+  r"""Lists within a list come from \pm."""
+  found = []
+  for item in items:
+    if (
+      isinstance(item, Group)
+      and item.kind == "list"
+      and all(isinstance(i, Scalar) for i in item.items)
+    ):
+      found += item.items
+    elif isinstance(item, Named) and isinstance(item.value, Group) and item.value.kind == "list":
+      found += [Named(item.name, value) for value in item.value.items]
+    else:
+      found.append(item)
+  return found
+
+
+def _find(tokens: list[Token], *texts: str) -> bool:
+  return len(_cut(tokens, *texts)[1]) > 1
+
+
+def _cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
+  """Operators that stand in no brackets (relations, or the given ones), and what they separate."""
+  operators, parts, depth = [], [[]], 0
+  for token in tokens:
+    depth += {"open": 1, "close": -1}.get(token.kind, 0)
+    if token.kind == "command" and token.text in ("begin", "end"):
+      depth += 1 if token.text == "begin" else -1
+    sign = token.kind in ("symbol", "command", "separator")
+    if texts:
+      hit = token.text if sign and token.text in texts else None
+    else:
+      hit = "in" if token.text == "in" and sign else _RELATIONS.get(token.text) if sign else None
+    if hit and depth == 0:
+      operators.append(hit)
+      parts.append([])
+    else:
+      parts[-1].append(token)
+  return operators, parts
+
+
+def _match(tokens: list[Token]) -> int:
+  """The index of the bracket that closes the first one; -1: none does."""
+  depth = 0
+  for index, token in enumerate(tokens):
+    depth += {"open": 1, "close": -1}.get(token.kind, 0)
+    if depth == 0:
+      return index
+  return -1

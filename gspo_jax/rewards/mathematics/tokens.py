@@ -1,0 +1,238 @@
+r"""Cuts an answer into tokens: LaTeX, Unicode and plain text become the same ones."""
+
+import dataclasses
+import functools
+import re
+import unicodedata
+
+from gspo_jax.rewards.mathematics import extract
+
+
+class Unreadable(ValueError):
+  """The text is not mathematics, or none that is read here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+  """`kind`: number, letter, word, text, command, separator (and/or), open, close or symbol."""
+
+  kind: str
+  text: str
+  spaced: bool = False  # white space stands before it
+
+
+_UNICODE = {
+  "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\cdot ", "⋅": r"\cdot ", "·": r"\cdot ",
+  "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "°": r"^\circ ",
+  "º": r"^\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "∞": r"\infty ",
+  "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
+  "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "Ø": r"\emptyset ",
+  "±": r"\pm ", "∓": r"\mp ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
+  "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "∖": r"\setminus ", "⟨": r"\langle ",
+  "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
+  "′": "'", "’": "'", "″": "''", "…": r"\ldots ", "∧": r"\land ", "∨": r"\lor ", "∠": r"\angle ",
+  "△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ",
+  "π": r"\pi ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ",
+  "ε": r"\epsilon ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ",
+  "σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ", "ϕ": r"\phi ", "χ": r"\chi ", "ψ": r"\psi ",
+  "ω": r"\omega ", "Δ": r"\Delta ", "Ω": r"\Omega ", "Γ": r"\Gamma ", "→": r"\to ",
+  "‖": r"\|", "¬": r"\neg ", "％": "%", "﹣": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+}  # fmt: skip
+_SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣʸᵃᵇᵏᵐᵗᵀ", "0123456789+-=()nixyabkmtT"))
+_SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖₘₓᵢⱼₐ", "0123456789+-=()nkmxija"))
+_BARRED = re.compile("(?:\\d\u0305)+")
+_RAISED = re.compile(f"[{''.join(_SUPER)}]+")
+_LOWERED = re.compile(f"[{''.join(_SUB)}]+")
+_ALIASES = {
+  "leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">",
+  "times": "cdot", "ast": "cdot", "div": "/", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac",
+  "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]",
+  "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "land": "and", "wedge": "and", "lor": "or",
+  "vee": "or", "dbinom": "binom", "tbinom": "binom", "arcctg": "arccot", "tg": "tan", "ctg": "cot",
+  "lg": "log", "asin": "arcsin", "acos": "arccos", "atan": "arctan", "degree": "circ",
+  "degrees": "circ", "inf": "infty", "infinity": "infty", "oo": "infty", "prime": "'",
+  "overrightarrow": "vec", "mathbf": "vec", "boldsymbol": "vec", "bm": "vec", "bold": "vec",
+  "varphi": "phi", "varepsilon": "epsilon", "dots": "ldots", "cdots": "ldots", "dotsb": "ldots",
+  "dotsc": "ldots", "dotsm": "ldots", "lang": "langle", "rang": "rangle", "Vert": "|", "abs": "abs",
+  "rightarrow": "to", "R": "mathbb R", "simeq": "approx", "thickapprox": "approx", "ge": "ge",
+}  # fmt: skip
+_DROPPED = frozenset(
+  """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
+  limits nolimits quad qquad boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
+)
+_WORDS = frozenset(
+  """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
+  alpha beta gamma lambda phi infinity inf oo abs max min gcd lcm det asin acos atan infty leq geq
+  neq cbrt binom frac""".split()
+)
+_TEXT = re.compile(
+  r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathit|mathsf|mbox|operatorname\*?)\s*\{([^{}]*)\}"
+)
+_EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
+_REPEATING = re.compile(
+  r"\d*\.\d*(?:\\(?:overline|bar)\s*\{?\d+\}?|\(\d+\)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
+  r"|(?=\d*(?:\.\.\.|\\[lc]?dots))\d+(?:\.\.\.|\\[lc]?dots))"
+)
+_TYPESET = r"(?: ?\{ ?, ?\} ?|\\[,!;: ]|,? ?\\! ?,?| )"
+_PLAIN = re.compile(
+  rf"(?:\d{{1,3}}(?:{_TYPESET}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?{_EXPONENT}|\.\d+{_EXPONENT}"
+)
+_COMMAS = re.compile(rf"[1-9]\d{{0,2}}(?:(?:,|{_TYPESET})\d{{3}})+(?!\d)(?:\.\d+)?")
+# JSON that was escaped twice: no row of a matrix starts with the letters of a command.
+_DOUBLED = re.compile(
+  r"(?<!\\)\\\\(?=(?:left|right|[dtc]?frac|sqrt|pi|infty|text|cdot|times|cup|leq?|geq?|pm)(?![a-zA-Z]))"
+)
+_COMMAND = re.compile(r"\\([a-zA-Z]+|.)", re.DOTALL)
+_RUN = re.compile(r"[A-Za-z]+")
+_COMPARED = re.compile(r"<=|>=|!=|==|=<|=>|~=|\*\*")
+_COMPARISONS = {"<=": "le", ">=": "ge", "!=": "ne", "=<": "le", "=>": "to", "~=": "approx"}
+
+
+def tokenise(text: str, tight: bool = True) -> list[Token]:
+  """The tokens of an answer. `tight`: 1,234 outside brackets is one number, not two."""
+  return list(_tokenise(_DOUBLED.sub(r"\\", _to_ascii(text)), tight))
+
+
+def _to_ascii(text: str) -> str:
+  text = _RAISED.sub(lambda m: "^{" + "".join(map(_SUPER.get, m[0])) + "}", text)
+  text = _LOWERED.sub(lambda m: "_{" + "".join(map(_SUB.get, m[0])) + "}", text)
+  text = _BARRED.sub(lambda m: r"\overline{" + m[0].replace("\u0305", "") + "}", text)
+  text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
+  return "".join(map(_character, text))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _character(char: str) -> str:
+  if char.isascii():
+    return char
+  if char in _UNICODE:
+    return _UNICODE[char]
+  plain = unicodedata.normalize("NFKC", char)
+  if "⁄" in plain and len(plain) > 1:  # ½
+    return r"\frac{" + plain.replace("⁄", "}{") + "}"
+  return _UNICODE.get(plain, plain)
+
+
+def _tokenise(text: str, tight: bool):
+  position, depth, spaced = 0, 0, False
+  loose = bool(re.search(r",\s", text)) and not re.search(r"\d,(?:\d{1,2}|\d{4,})(?!\d)", text)
+  while position < len(text):
+    char = text[position]
+    if char.isspace() or char in "$~":
+      position, spaced = position + 1, True
+      continue
+    found, end = [], position + 1
+    if (
+      char.isdigit()
+      or (char == "." and _REPEATING.match(text, position))
+      or (char == "." and text[position + 1 : position + 2].isdigit())
+    ):
+      match = _REPEATING.match(text, position)
+      if not match and ((tight and depth == 0) or loose):
+        match = _COMMAS.match(text, position)
+      match = match or _PLAIN.match(text, position)
+      found, end = [Token("number", match[0], spaced)], match.end()
+    elif char == "\\":
+      found, end = _command(text, position, spaced)
+    elif char.isalpha():
+      match = _RUN.match(text, position)
+      run = match[0] if match else char
+      found, end = _letters(run, spaced), position + len(run)
+    elif match := _COMPARED.match(text, position):
+      end = match.end()
+      name = _COMPARISONS.get(match[0])
+      kind = "command" if name else "symbol"
+      found = [Token(kind, name or {"**": "^", "==": "="}[match[0]], spaced)]
+    elif char in "([{":
+      found = [Token("open", char, spaced)]
+    elif char in ")]}":
+      found = [Token("close", char, spaced)]
+    elif char in ";,":
+      found = [Token("separator", char, spaced)]
+    elif char == "." or char == '"':
+      found = []
+    else:
+      found = [Token("symbol", char, spaced)]
+    depth += sum({"open": 1, "close": -1}.get(token.kind, 0) for token in found)
+    yield from found
+    position, spaced = end, False
+
+
+def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
+  """The tokens of what begins with a backslash, and where it ends."""
+  match = _TEXT.match(text, position)
+  if match:
+    return _in_text(match[1], spaced or match[1][:1].isspace()), match.end()
+  match = _COMMAND.match(text, position)
+  if not match:
+    raise Unreadable("a backslash ends the text")
+  name, end = match[1], match.end()
+  quad = re.match(r"q?quad(?=[a-z])", name)
+  if quad:
+    return [], position + 1 + quad.end()
+  name = _ALIASES.get(name, name)
+  if name in _DROPPED or name in ",;:! ()[]":
+    return [], end
+  if name == "\\":
+    skip = re.compile(r"\s*\[-?[\d.]+(?:pt|em|ex|mm|cm)\]").match(text, end)
+    return [Token("symbol", "\\\\", spaced)], skip.end() if skip else end
+  if name in ("and", "or"):
+    return [Token("separator", name, spaced)], end
+  if name in "{}":
+    return [Token("open" if name == "{" else "close", "\\" + name, spaced)], end
+  if name in "[]":
+    return [Token("open" if name == "[" else "close", name, spaced)], end
+  if name in ("langle", "lfloor", "lceil", "rangle", "rfloor", "rceil"):
+    return [Token("open" if name[0] == "l" else "close", name, spaced)], end
+  if name in "$%#&_|<>/'":
+    return [Token("symbol", name, spaced)], end
+  return [Token("command", name, spaced)], end
+
+
+def _in_text(content: str, spaced: bool) -> list[Token]:
+  """Words as words; what is no word is read as mathematics."""
+  bare = content.strip(" .,;")
+  if re.fullmatch(r"(?:and|or)", bare):
+    return [Token("separator", bare, spaced)]
+  if len(bare) <= 1 or bare in _WORDS or re.fullmatch(r"[-\d.,/%\s]+", bare):
+    return [dataclasses.replace(t, spaced=True) for t in _tokenise(bare, True)]
+  if not bare:
+    return []
+  found = []
+  for part in re.split(r"(\b(?:and|or)\b|,)", bare):
+    part = part.strip()
+    if part:
+      found.append(Token("separator" if part in ("and", "or", ",") else "text", part, True))
+  return found
+
+
+def _letters(run: str, spaced: bool) -> list[Token]:
+  if run in ("and", "or", "AND", "OR"):
+    return [Token("separator", run.lower(), spaced)]
+  if run in _WORDS:
+    return [Token("command", _ALIASES.get(run, run), spaced)]
+  if re.fullmatch(r"(?:or|and)[A-Z]", run):  # x=1orW=2
+    return [Token("separator", run[:-1]), Token("letter", run[-1])]
+  if len(run) == 1:
+    return [Token("letter", run, spaced)]
+  if run.isupper() and len(run) <= 4:
+    return [Token("letter", c, spaced and not i) for i, c in enumerate(run)]
+  return [Token("word", run, spaced)]
+
+
+def is_product(run: str) -> bool:
+  """Whether a run of letters is rather a product, abc or xyz, than a word."""
+  return len(run) <= 4 and not re.search("[eiou]", run, re.IGNORECASE)
+
+
+def decimal(text: str) -> str:
+  """The digits of a number token without its separators."""
+  return re.sub(_TYPESET + "|,", "", text)
+
+
+def spell(tokens: list[Token]) -> str:
+  """A text that is the same for the same tokens."""
+  return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)
+
+
+MAX_LENGTH = extract.MAX_ANSWER

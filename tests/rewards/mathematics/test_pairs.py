@@ -1,0 +1,119 @@
+r"""Pairs of gold answers and answers: which agree. Each line of the tables is a case of a class.
+
+wrong.txt holds what a policy that is rewarded for it finds within the hour; right.txt what people
+write. math_verify_0_9_0.json is that library's own test-suite: its header names source and licence.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gspo_jax.rewards import math_answer
+from gspo_jax.rewards.math_answer import Outcome
+
+HERE = Path(__file__).parent
+
+
+def read_table(name: str) -> list[tuple[str, str]]:
+  lines = (HERE / name).read_text().splitlines()
+  return [tuple(line.split(" ;; ")) for line in lines if line and not line.startswith("#")]
+
+
+def outcome(gold: str, answer: str) -> Outcome:
+  """The verdict on an answer, without the processes."""
+  return math_answer.quick_judge(answer, gold) or math_answer.judge(answer, gold)
+
+
+@pytest.fixture(scope="module")
+def verifier():
+  with math_answer.MathVerifier(workers=2, time_limit_s=20.0) as verifier:
+    yield verifier
+
+
+@pytest.mark.parametrize("name, right", [("right.txt", True), ("wrong.txt", False)])
+def test_tables(verifier, name, right):
+  pairs = read_table(name)
+  assert len(pairs) > 300
+  outcomes = verifier.score([rf"So \boxed{{{ours}}}." for _, ours in pairs], [g for g, _ in pairs])
+  expected = [Outcome.RIGHT] if right else [Outcome.WRONG, Outcome.UNPARSABLE]
+  assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o not in expected]
+
+
+# A letter without \text is a variable in the gold answer: 18 m may be 18 times m.
+ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
+
+
+def test_what_agrees_agrees_the_other_way_round():
+  pairs = set(read_table("right.txt")) - ONE_WAY
+  assert not [pair for pair in sorted(pairs) if outcome(pair[1], pair[0]) is not Outcome.RIGHT]
+
+
+def test_every_answer_agrees_with_itself():
+  golds = {gold for name in ("right.txt", "wrong.txt") for gold, _ in read_table(name)}
+  assert not [gold for gold in sorted(golds) if outcome(gold, gold) is not Outcome.RIGHT]
+  # Not only as a text: a space more takes the whole way.
+  golds = {gold for gold in golds if math_answer.quick_judge(gold + r"\,", gold) is None}
+  assert not [gold for gold in sorted(golds) if outcome(gold, gold + r"\,") is not Outcome.RIGHT]
+
+
+# docs/rewards.md gives the reason of each.
+DEVIATIONS = {
+  (r"$1 - \frac{1}{\mathrm{e}}$", r"$1 + \frac{1}{\mathrm{e}}$"),
+  ("$(1,3)$", "${1,3}$"),
+  ("$9$", "Answer $ \n 9 \n $"),
+  ("$9$", "Answer \\( \n 9 \n \\)"),
+  (r"$(\frac{3}{5},\frac{8}{3}]$", "$(0.6,2.6667]$"),
+  (r"$(\begin{pmatrix}\frac{1}{3}\\ \frac{1}{5} \end{pmatrix})$",
+   r"$\begin{pmatrix}0.33\\0.2 \end{pmatrix}$"),
+}  # fmt: skip
+
+
+def test_the_test_suite_of_math_verify(verifier):
+  pairs = json.loads((HERE / "math_verify_0_9_0.json").read_text())["pairs"]
+  outcomes = verifier.score([ours for _, ours, _ in pairs], [gold for gold, _, _ in pairs])
+  differing = {(g, o) for (g, o, right), v in zip(pairs, outcomes) if (v == "right") != right}
+  assert len(pairs) == 269
+  assert differing == DEVIATIONS
+
+
+HOSTILE = [
+  "9^{9^{9^{9}}}", "9^9^9^9", "9" * 900, "9" * 900 + "!", "99999999!", "5" + "!" * 900,
+  "(" * 11 + "3000" + "!)" * 11, r"\sqrt{" * 60 + "2" + "}" * 60, r"\sqrt{2+" * 35 + "2" + "}" * 35,
+  "(" * 400 + "1" + ")" * 400, "[" * 400 + "1" + "]" * 400, "{" * 400 + "1" + "}" * 400,
+  "-" * 900 + "1", "1" + "+1" * 450, "x" + "^x" * 450, "|" * 500, r"\frac" * 150, "1," * 450,
+  r"1\frac{" * 60 + "1" + "}{2}" * 60, "(1," * 200 + "1" + ")" * 200, "x=1," * 200, "!" * 900,
+  r"\begin{pmatrix}" * 40, r"\begin{pmatrix}" + "1&" * 300 + r"1\end{pmatrix}",
+  r"\begin{pmatrix}1&2\\3&4\end{pmatrix}^{1000000}", "(x+y+z+w)^{4000}", "(x+1)^{100000}",
+  "x^{10^{10}}", "2^{10^{10}}", r"\binom{100000}{50000}", r"\sin(" * 50 + "x" + ")" * 50,
+  r"\sum_{k=1}^{10^9} k!", r"\lfloor " * 50, r"\pm" * 300 + "1", r"1\pm " * 200 + "1",
+  r"\cup" * 300, r"(1,2)\cup" * 100 + "(1,2)", "x<" * 300 + "1", "1e400", "1.5e-999",
+  r"\text{" * 200, r"\text{a}" * 100, "\\" * 500, "\x00\ufffd", "²" * 500, "½" * 400,
+  r"0.\overline{" + "3" * 800 + "}", "0." + "3" * 900 + "...", "1/0", r"\frac{0}{0}", "0^{-1}",
+  r"\tan 90^\circ", r"\log 0", r"\log_1 5", r"\sqrt[0]{2}", r"\infty-\infty", "i^{i^{i^{i}}}",
+  r"\gcd(0,0)", r"\max()", "2^{2^{2^{2^{2}}}}", "{\\rm " * 100, "1 000 " * 200, "a b c " * 300,
+]  # fmt: skip
+
+
+def test_hostile_answers_are_refused_in_bounded_time(verifier):
+  responses = [rf"The answer is \boxed{{{text}}}" for text in HOSTILE]
+  for gold in ("5", "x^2+1"):
+    outcomes = verifier.score(responses + HOSTILE, [gold] * 2 * len(HOSTILE))
+    assert not {Outcome.RIGHT, Outcome.CRASH, Outcome.TIMEOUT} & {*outcomes}, [
+      pair for pair in zip(HOSTILE * 2, outcomes) if pair[1] not in ("wrong", "unparsable")
+    ]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_the_trainer_looks_at_is_fast(text):
+  import time
+
+  start = time.perf_counter()
+  math_answer.quick_judge(math_answer.extract(text), text)
+  math_answer.quick_judge(text, "5")
+  assert time.perf_counter() - start < 0.5
+
+
+def test_a_gold_answer_that_cannot_be_read_is_no_verdict(verifier):
+  answers = verifier.score([r"\boxed{5}", r"\boxed{@ # @}"], ["@ # @", "@ # @"])
+  assert answers == [Outcome.CRASH, Outcome.RIGHT]
