@@ -136,8 +136,9 @@ def base() -> ConfigDict:
         iterations=300,  # rollout batches
         prompts=64,  # P, per rollout batch; a multiple of minibatches
         group_size=8,  # G, responses per prompt; at least 2, since advantages are relative
-        extra_prompts=0,  # under way beyond `prompts`; unfinished responses are carried over
+        extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
+        mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)
         minibatches=4,  # updates per rollout batch: §5.1
         microbatches=1,  # per update; more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md

@@ -1,6 +1,6 @@
 """The groups of an iteration: sampled, scored, and chosen (the dynamic sampling of DAPO).
 
-Long responses would keep an iteration waiting. With `rl.extra_prompts` more groups are under way
+Long responses would keep an iteration waiting. With `rl.extra_prompts` more groups may be begun
 than an iteration trains on: it ends when enough of them are finished. With `rl.token_budget` it
 also ends when so many tokens have been sampled. What is not finished is put aside, each token with
 its log-probability and the version of the weights that sampled it; its prefix is prefilled again
@@ -12,6 +12,7 @@ product of what the sampler said: GSPO's importance ratio takes it as it is (arX
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,16 @@ class Group:
     return all(one.finished for one in self.trajectories)
 
   @property
+  def left(self) -> int:
+    """Responses that are not finished."""
+    return sum(not one.finished for one in self.trajectories)
+
+  @property
+  def newest(self) -> int:
+    """Version of the weights that have sampled last; -1 if none have yet."""
+    return max(int(one.version.max(initial=-1)) for one in self.trajectories)
+
+  @property
   def known_G(self) -> np.ndarray:
     """bool: there is a verdict on the response. What has none is in no statistic."""
     return np.array([i not in self.unknown for i in range(len(self.trajectories))], bool)
@@ -81,10 +92,11 @@ class Collected:
 
   groups: list[Group]
   rollout: Rollout  # of these groups
+  version: int  # of the weights that sampled last; tokens of groups put aside may have older ones
   reward_PG: np.ndarray
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # of each token, where trajectories have several turns
-  tokens: int  # that were sampled
+  tokens: int  # that this iteration has sampled, for whichever groups
   metrics: dict[str, float]
 
 
@@ -130,9 +142,8 @@ class Collector:
       sampled += groups
       rounds += 1
       self._require_verdicts(sampled, step)
-    # What has no verdict might have been the other kind.
-    told = [g for g in sampled if g.mixed or g.known_G.all()]
-    self._filter.update([g.prompt for g in told], [g.correct_G[g.known_G] for g in told], step)
+    verdicts = [g.correct_G for g in sampled], step, [g.known_G for g in sampled]
+    self._filter.update([g.prompt for g in sampled], *verdicts)
     first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
     chosen = sampled
     if most > 1:
@@ -148,38 +159,67 @@ class Collector:
     if self._environment:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
-      metrics |= self._partial_metrics(sampled, step)
-    return self._collected(chosen, usage.tokens, metrics)
+      metrics |= self._partial_metrics(sampled, chosen, step)
+    return self._collected(chosen, step, usage.tokens, metrics)
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
     """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
-    most P, and one per mini-batch at least."""
+    most P, and one per mini-batch at least.
+
+    At most so many responses are under way as the groups that are missing have. When a group's
+    worth of them has ended, an extra prompt takes their place. (Were all extra prompts begun at
+    once, short responses would all be finished at once, and the surplus would be trained on by
+    policies that have not sampled it.) Groups that were finished in an earlier iteration and not
+    needed there come first, but are half of a batch at most.
+    """
     rl, engine = self._config.rl, self._engine
-    missing = rl.prompts + rl.extra_prompts - len(self._under_way)
-    # A prompt that comes up again in one step gets other responses.
-    seed = self._seed("rl", "sample", step, *([attempt] if attempt else []))
-    make, longest = self._environment, self._workload.prompt_length
-    prompts = self._batches.take(max(0, missing), self._filter.wants)
-    groups = new_groups(prompts, rl.group_size, seed, longest, make, self._render)
-    self._under_way += map(Group, prompts, groups)
-
-    def enough() -> bool:
-      finished = sum(group.finished for group in self._under_way)
-      spent = rl.token_budget and engine.usage.tokens >= rl.token_budget
-      return finished >= rl.prompts or bool(spent and finished >= rl.minibatches)
-
     turns, workers = self._config.environment.max_turns, self._config.environment.workers
     vocabulary = self._config.model.vocab_size
     driver = Driver(engine, self._workload, vocab_size=vocabulary, max_turns=turns, workers=workers)
-    for group in self._under_way:
+    stale = [group for group in self._under_way if group.finished and group.newest < step]
+    later = stale[max(1, rl.prompts // 2) :]
+    groups = [group for group in self._under_way if not any(group is one for one in later)]
+    places = rl.group_size * (rl.prompts - sum(group.finished for group in groups))
+    begins = itertools.count()
+
+    def begin() -> None:
+      """Begins as many prompts as there is room for."""
+      room = (places - sum(group.left for group in groups)) // rl.group_size
+      count = min(room, rl.prompts + rl.extra_prompts - len(later) - len(groups))
+      if count > 0:
+        new = self._new_groups(count, step, attempt, next(begins))
+        for group in new:
+          driver.begin(group.trajectories)
+        groups.extend(new)
+
+    def enough() -> bool:
+      finished = sum(group.finished for group in groups)
+      spent = rl.token_budget and engine.usage.tokens >= rl.token_budget
+      if finished >= rl.prompts or (spent and finished >= rl.minibatches):
+        return True
+      begin()
+      return False
+
+    for group in groups:
       driver.begin(group.trajectories)
+    begin()
     for _ in driver.run(enough):
       pass
     usage.add(engine.usage)
-    done = [group for group in self._under_way if group.finished][: rl.prompts]
+    done = [group for group in groups if group.finished][: rl.prompts]
     handed_out = {id(group) for group in done}
-    self._under_way = [group for group in self._under_way if id(group) not in handed_out]
+    self._under_way = later + [group for group in groups if id(group) not in handed_out]
     return done
+
+  def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
+    """The next prompts that are wanted, with responses to be sampled."""
+    make, longest = self._environment, self._workload.prompt_length
+    # A prompt that comes up again in one step gets other responses.
+    seed = self._seed("rl", "sample", step, *(again if any(again) else ()))
+    prompts = self._batches.take(count, self._filter.wants)
+    size = self._config.rl.group_size
+    groups = new_groups(prompts, size, seed, longest, make, self._render)
+    return list(map(Group, prompts, groups))
 
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
@@ -225,7 +265,9 @@ class Collector:
     where = f"{UNKNOWN}/rl_{step:06d}.jsonl of the workdir"
     rewards.require_verdicts([*unknown.values()], len(flat), where)
 
-  def _collected(self, groups: list[Group], tokens: int, metrics: dict[str, float]) -> Collected:
+  def _collected(
+    self, groups: list[Group], step: int, tokens: int, metrics: dict[str, float]
+  ) -> Collected:
     c = self._config
     trajectories = [one for group in groups for one in group.trajectories]
     rollout = assemble(trajectories, self._workload.window, self._tokenizer.pad_id)
@@ -243,7 +285,16 @@ class Collector:
     if self._environment:
       options = c.environment.max_turns, c.environment.discount, c.objective.advantage
       advantage_BL = turn_advantages(rollout, c.rl.group_size, *options)
-    return Collected(groups, rollout, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
+    if c.data.query_set.extra_rounds:
+      # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
+      mixed_P1 = np.array([[group.mixed] for group in groups])
+      advantage_PG = np.where(mixed_P1, advantage_PG, 0)
+      if advantage_BL is not None:
+        advantage_BL = np.where(np.repeat(mixed_P1, c.rl.group_size, axis=0), advantage_BL, 0)
+    if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
+      advantage_PG = np.where(rollout.stopped.reshape(reward_PG.shape), advantage_PG, 0)
+      metrics["masked_responses"] = float((~rollout.stopped).sum())
+    return Collected(groups, rollout, step, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
 
   def blank(self, prompts: int) -> Collected:
     """Stands in for what `collect` returns for so many groups: alike but for the values."""
@@ -252,18 +303,24 @@ class Collector:
     rollout = assemble([one] * (prompts * G), self._workload.window, self._tokenizer.pad_id)
     zeros_PG = np.zeros((prompts, G), np.float32)
     advantage_BL = np.zeros_like(rollout.logp) if self._environment else None
-    return Collected([], rollout, zeros_PG, zeros_PG, advantage_BL, 0, {})
+    return Collected([], rollout, 0, zeros_PG, zeros_PG, advantage_BL, 0, {})
 
-  def _partial_metrics(self, sampled: Sequence[Group], step: int) -> dict[str, float]:
-    """Share of tokens that older weights sampled, age of the oldest, tokens under way."""
-    versions = [one.version[one.turns >= 0] for group in sampled for one in group.trajectories]
+  def _partial_metrics(
+    self, sampled: Sequence[Group], chosen: Sequence[Group], step: int
+  ) -> dict[str, float]:
+    """Of the tokens that are trained on, the share that older weights sampled, and the age of the
+    oldest in iterations; groups that this iteration has finished, and those of them and of earlier
+    ones that wait for a later iteration; tokens of all groups that are not yet trained on."""
+    versions = [one.version[one.turns >= 0] for group in chosen for one in group.trajectories]
     version = np.concatenate(versions)
-    left = [one.length for group in self._under_way for one in group.trajectories]
+    waiting = [group for group in self._under_way if group.finished]
+    carried = [one.length for group in self._under_way for one in group.trajectories]
     return {
       "partial/stale_tokens": float((version < step).mean()),
       "partial/oldest": float(step - version.min()),
-      "partial/finished_groups": float(len(sampled)),
-      "partial/tokens_in_flight": float(sum(left)),
+      "partial/finished_groups": float(sum(g.newest == step for g in [*sampled, *waiting])),
+      "partial/waiting_groups": float(len(waiting)),
+      "partial/tokens_in_flight": float(sum(carried)),
     }
 
   def position(self) -> Callable[[], dict[str, Any]]:

@@ -48,8 +48,9 @@ class RLConfig:
   iterations: PositiveInt  # rollout batches
   prompts: PositiveInt  # P, per rollout batch
   group_size: Annotated[int, Range(2, 65_536, why="advantages are relative to a group")]  # G
-  extra_prompts: NonNegativeInt  # under way beyond `prompts`; unfinished responses are carried over
+  extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
   token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
+  mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering
   minibatches: PositiveInt  # updates per rollout batch
   microbatches: PositiveInt  # per update; more of them need less memory
   packed: bool  # several responses to a row; micro-batches that this leaves empty are left out

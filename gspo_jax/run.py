@@ -63,7 +63,7 @@ class Run:
     return Workload(
       c.sampling,
       prompt_length=c.data.max_prompt_tokens,
-      trajectories=(c.rl.prompts + c.rl.extra_prompts) * c.rl.group_size,
+      trajectories=c.rl.prompts * c.rl.group_size,
       group_size=c.rl.group_size,
       stop_ids=tuple(self.tokenizer.stop_ids),
       stop_strings=c.environment.stop_strings if self.environment else (),

@@ -146,7 +146,15 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
   # other weights, so that each trajectory of a group may have other experts there.
   alike = run.environment is None and not (c.rl.partial and rollout.routing is not None)
   advantages = collected.advantage_PG, collected.advantage_BL
-  batch = batches.train_batch(rollout, *advantages, segments_of(run, rollout), shared_prompts=alike)
+  batch = batches.train_batch(
+    rollout,
+    *advantages,
+    segments_of(run, rollout),
+    shared_prompts=alike,
+    version=collected.version if c.rl.partial else None,
+    replays_sampler=c.objective.replay == "R3",
+    mask_truncated=c.rl.mask_truncated,
+  )
   sizes = parts, c.rl.prompts * parts // c.rl.minibatches, c.rl.group_size
   return batches.minibatches(batch, *sizes, run.mesh, c.rl.packed)
 

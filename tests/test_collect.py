@@ -132,12 +132,13 @@ def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
 def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
   options = dict(source=Prompts(PROMPTS.rows[:2]), environment=ENVIRONMENTS[kind])
   # All at once; and put aside in the middle, when some of those that begin alike are finished.
-  for changes in (dict(extra_prompts=0), dict(token_budget=60)):
+  # Or begun one after the other.
+  for changes in (dict(extra_prompts=0), dict(token_budget=60), dict(extra_prompts=9)):
     found = []
     for one in iterate(4, **options, **changes)[0]:
       groups = np.split(np.arange(len(one.rollout.tokens)), len(one.groups))
       found += [tuple(map(tuple, map(one.rollout.response, rows))) for rows in groups]
-    assert len(set(found)) == len(found) > 8
+    assert len(set(found)) == len(found) >= 8
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
@@ -178,7 +179,7 @@ def test_routing_is_that_of_the_weights_that_fed_a_token_first():
 def test_an_iteration_ends_with_enough_groups_or_with_its_budget():
   out, (left, _) = iterate(4)
   assert [len(one.groups) for one in out] == [4] * 4
-  assert len(left.position()()["under_way"]) == 4
+  assert 0 < len(left.position()()["under_way"]) <= 4
   free = np.mean([one.tokens for one in out])
   out, _ = iterate(6, token_budget=60)
   assert {len(one.groups) for one in out} <= {2, 3, 4}  # one for every mini-batch at least
@@ -325,8 +326,9 @@ def test_rounds_until_every_group_has_right_and_wrong_responses():
 
 
 def test_rounds_are_bounded_and_the_batch_is_filled_up():
-  _, chosen, metrics = fill(ROUNDS, 1)
+  out, chosen, metrics = fill(ROUNDS, 1)
   assert chosen == "abf"
+  assert out.advantage_PG.any(axis=1).tolist() == [False, True, True]  # in spite of the shaping
   assert metrics == dict(rounds=2, discarded_groups=3, filled_groups=1)
 
 
@@ -336,8 +338,9 @@ def test_a_batch_of_mixed_groups_needs_one_round():
 
 
 def test_off_takes_what_comes():
-  _, chosen, metrics = fill(ROUNDS, 0)
+  out, chosen, metrics = fill(ROUNDS, 0)
   assert chosen == "abc" and metrics == {}
+  assert (out.advantage_PG != 0).any(axis=1).all()  # what rewards are shaped for is learned
 
 
 def test_partial_rollouts_and_dynamic_sampling_go_together():
@@ -388,7 +391,7 @@ def judged(verdicts, **changes):
     return Scores(shaped, dict(right=int(correct.sum()), crash=len(unknown)), correct, unknown)
 
   made._score, updates = score, []
-  made._filter.update = lambda prompts, correct_PG, step: updates.append((prompts, correct_PG))
+  made._filter.update = lambda *arguments: updates.append(arguments)
   collect = lambda: made.collect(1, Stopwatch())  # noqa: E731
   return collect, writer.files, updates
 
@@ -402,10 +405,9 @@ def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
   assert row["reward/mean"] == pytest.approx((4 * 1.25 + 3 * 0.25) / 7)
   assert row["groups_without_spread"] == pytest.approx(2 / 3)
   assert row["verifier/crash"] == row["verifier/unknown"] == pytest.approx(2 / 9)
-  # Of b nobody knows whether all were wrong: nothing speaks for dropping it.
-  ((prompts, correct_PG),) = updates
-  assert [prompt.id for prompt in prompts] == ["a", "c"]
-  assert [correct.tolist() for correct in correct_PG] == [[1, 0], [1, 1, 1]]
+  ((prompts, _, step, known_PG),) = updates  # the query set is told (test_prompt_filter.py)
+  assert ([prompt.id for prompt in prompts], step) == (["a", "b", "c"], 1)
+  assert np.array(known_PG).tolist() == [[True, False, True]] * 2 + [[True] * 3]
   (rows,) = files.values()
   assert list(files) == [("unknown", "rl", 1)]
   assert [(r["prompt_id"], r["response"], r["unknown"]) for r in rows] == [

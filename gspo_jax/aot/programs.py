@@ -142,6 +142,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
     sampler_logp_BT=real,
+    current_BT=real if case.config.rl.partial else None,
     ref_logp_BT=real if case.config.objective.kl_coef else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,

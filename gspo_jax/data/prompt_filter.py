@@ -68,7 +68,7 @@ class PromptFilter:
     if not self.config.drop_after:
       return
     if valid_PG is None:
-      valid_PG = np.ones_like(correct_PG)
+      valid_PG = [np.ones_like(correct_G) for correct_G in correct_PG]
     for prompt, correct_G, valid_G in zip(prompts, correct_PG, valid_PG):
       known = np.asarray(correct_G)[np.asarray(valid_G) > 0] > 0
       if not len(known):

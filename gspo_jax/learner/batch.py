@@ -18,6 +18,9 @@ def train_batch(
   unit_BL: np.ndarray | None = None,
   *,
   shared_prompts: bool,
+  version: int | None = None,
+  replays_sampler: bool = False,
+  mask_truncated: bool = False,
 ) -> TrainBatch:
   """The rollout as the learner sees it; its old log-probabilities are still to be decided.
 
@@ -26,25 +29,53 @@ def train_batch(
     unit_BL: segments of each trajectory, where they have importance ratios of their own.
     shared_prompts: the trajectories of a group begin with the same tokens, for which the sampler
       used the same experts.
+    version: of the weights before the updates, where older ones may have sampled some tokens. What
+      sampler and trainer are compared by is then left out for these; None: all are of one version.
+    replays_sampler: experts stay on record for all tokens in any case, since they are replayed.
+    mask_truncated: leave responses that were cut off out of the loss.
   """
   length = rollout.tokens.shape[1]
   segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
   routing_BTlk = rollout.routing
   if routing_BTlk is not None:  # whatever padding holds was not chosen by anybody
     kept = segments_BT[:, :, None, None] > 0
+    if version is not None and not replays_sampler:
+      kept &= (fed_to(rollout.version) == version)[:, :, None, None]
     routing_BTlk = np.where(kept, routing_BTlk, routing_BTlk.dtype.type(routing.NO_EXPERT))
+  mask_BT, current_BT = rollout.mask, None
+  if mask_truncated:
+    mask_BT = mask_BT * rollout.stopped[:, None].astype(mask_BT.dtype)
+  if version is not None:
+    current_BT = rollout.version == version
+    if replays_sampler:  # of older tokens too, so that those after them are of another network
+      current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
+    current_BT = current_BT.astype(mask_BT.dtype)
   return TrainBatch(
     tokens_BT=rollout.tokens,
     segments_BT=segments_BT,
-    mask_BT=rollout.mask,
+    mask_BT=mask_BT,
     advantage_B=advantage_PG.reshape(-1).astype(np.float32),
     old_logp_BT=None,
     sampler_logp_BT=rollout.logp,
+    current_BT=current_BT,
     unit_BT=unit_BL,
     advantage_BT=advantage_BL,
     sampler_routing_BTlk=routing_BTlk,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,
   )
+
+
+def fed_to(version_BL: np.ndarray) -> np.ndarray:
+  """Version of the weights that each token was first fed to, from those that sampled the tokens:
+  what was fed gave the next sampled token. -1 where none follows. int32 [B, L] -> [B, L]."""
+  length = version_BL.shape[1]
+  place_BL = np.where(version_BL >= 0, np.arange(length), length)
+  after_BL = np.minimum.accumulate(
+    np.pad(place_BL, ((0, 0), (0, 1)), constant_values=length)[:, ::-1], 1
+  )
+  after_BL = after_BL[:, ::-1][:, 1:]
+  padded_BL = np.pad(version_BL, ((0, 0), (0, 1)), constant_values=-1)
+  return np.take_along_axis(padded_BL, after_BL, axis=1)
 
 
 def minibatches(

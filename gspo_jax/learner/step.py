@@ -186,7 +186,10 @@ def make_rl_step(
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
     batch, of_old = with_own_logp(objective, logp_BT, batch)
     total, metrics, _ = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
-    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, batch.mask_BT) | of_old
+    mask_BT = batch.mask_BT  # older weights are another policy, whatever the sampler does
+    if batch.current_BT is not None:
+      mask_BT = mask_BT * batch.current_BT
+    metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT) | of_old
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}

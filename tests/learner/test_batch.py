@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.learner.batch import in_rollout_order, minibatches
-from gspo_jax.structs import TrainBatch
+from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, train_batch
+from gspo_jax.structs import Rollout, TrainBatch
 
 T = 5
 ONE = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
@@ -39,3 +39,39 @@ def test_log_ratios_come_back_in_the_order_of_the_rollout():
   parts = minibatches(batch(rows, old), 3, prompts=6, group_size=3, mesh=ONE, packed=False)
   ratios = [2 * part.old_logp_BT + 1 for part in parts]
   np.testing.assert_array_equal(in_rollout_order(ratios, parts, rows, group_size=3), 2 * old + 1)
+
+
+def rollout():
+  """Trajectories that went on under other weights, the second a conversation that was cut off."""
+  version = np.array([[-1, -1, 3, 3, 4, -1], [-1, 3, -1, 4, 4, -1]], np.int32)
+  mask, zeros = (version >= 0).astype(np.float32), np.zeros(version.shape, np.float32)
+  experts = np.ones((*version.shape, 2, 1), np.int8)
+  experts[[0, 1], [4, 4]] = -1  # the last tokens were never fed
+  return Rollout(
+    version, mask, version, zeros, zeros, version, zeros, np.array([2, 1]), mask.sum(1).astype(int),
+    np.array([5, 5]), np.array([True, False]), experts,
+  )  # fmt: skip
+
+
+def test_what_a_token_was_fed_to_sampled_the_next_one():
+  fed = [[3, 3, 3, 4, -1, -1], [3, 4, 4, 4, -1, -1]]
+  np.testing.assert_array_equal(fed_to(rollout().version), fed)
+
+
+def test_older_weights_are_told_apart():
+  made = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4)
+  np.testing.assert_array_equal(made.current_BT, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]])
+  recorded = [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
+  np.testing.assert_array_equal(made.sampler_routing_BTlk[..., 0, 0] >= 0, recorded)
+  kept = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True)
+  np.testing.assert_array_equal(kept.sampler_routing_BTlk[:, :4] >= 0, True)
+  assert not kept.current_BT.any()  # replayed experts of older weights make another network
+  alone = train_batch(rollout(), np.ones(2), shared_prompts=False)
+  assert alone.current_BT is None
+
+
+def test_responses_that_were_cut_off_are_masked():
+  given = rollout()
+  made = train_batch(given, np.ones(2), shared_prompts=False, mask_truncated=True)
+  np.testing.assert_array_equal(made.mask_BT, given.mask * [[1], [0]])
+  np.testing.assert_array_equal(made.segments_BT.sum(1), given.ends)  # the model reads them still

@@ -33,7 +33,7 @@ RUN = """
 """.split()
 PARTIAL = """
   rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
-  eval.greedy=False
+  eval.greedy=False engine.steps=2 engine.slots=12
 """.split()
 
 

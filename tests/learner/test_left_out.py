@@ -1,0 +1,58 @@
+"""Tokens that an update or its metrics leave out: of older weights, of responses cut off."""
+
+import dataclasses
+
+import chex
+import numpy as np
+import pytest
+from support.small_models import DENSE
+from support.small_updates import GSPO, SGD, after, learner, make_batch, rl_step
+
+LENGTHS = (5, 20, 3, 4, 9, 4, 12, 6)
+OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=0.2)
+
+
+def batch(**changes):
+  made = make_batch(lengths=LENGTHS + LENGTHS)
+  return made.replace(ref_logp_BT=None, **changes)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(microbatches):
+  step = rl_step(learner(DENSE, microbatches=microbatches), OBJECTIVE, SGD)
+  whole = batch()
+  current = whole.mask_BT * (np.arange(whole.mask_BT.shape[1])[None] >= 4)
+  current[:4] = 0
+  stale = (whole.mask_BT > 0) & (current == 0)
+  far = whole.sampler_logp_BT - 3 * stale.astype(np.float32)  # whatever older weights said
+  params, row = after(step, DENSE, whole.replace(sampler_logp_BT=far, current_BT=current))
+  _, expected = after(step, DENSE, whole.replace(mask_BT=current))
+  names = [name for name in row if name.startswith("mismatch/")]
+  assert len(names) == 9 and row["mismatch/abs/max"] > 0
+  for name in names:
+    assert row[name] == pytest.approx(expected[name], rel=1e-5), name
+  plain_params, _ = after(step, DENSE, whole)
+  chex.assert_trees_all_equal(params, plain_params)  # metrics alone depend on it
+
+
+def test_responses_that_are_masked_are_as_if_they_were_not_there():
+  step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
+  kept = (np.arange(len(whole.mask_BT)) % 3 > 0).astype(np.float32)[:, None]
+  masked = whole.replace(mask_BT=whole.mask_BT * kept)
+  nothing = masked.replace(
+    tokens_BT=whole.tokens_BT * kept.astype(np.int32),
+    segments_BT=whole.segments_BT * kept.astype(np.int32),
+  )
+  (found, row), (expected, same) = after(step, DENSE, masked), after(step, DENSE, nothing)
+  chex.assert_trees_all_close(found, expected, atol=1e-7)
+  for name in ("loss", "ratio/mean", "clip_fraction/token", "entropy", "mismatch/abs/mean"):
+    assert row[name] == pytest.approx(same[name], abs=1e-6), name
+
+
+def test_a_mini_batch_of_masked_responses_changes_nothing():
+  step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
+  before, _ = after(step, DENSE, whole.replace(advantage_B=0 * whole.advantage_B))
+  found, row = after(step, DENSE, whole.replace(mask_BT=0 * whole.mask_BT))
+  chex.assert_trees_all_close(found, before, atol=0)
+  assert all(np.isfinite(value) for value in row.values()) and row["loss"] == 0
+  assert row["updates_skipped"] == 0

@@ -1,0 +1,129 @@
+"""Groups that are put aside: how many at most, how stale, and what the metrics say of them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import test_collect
+from test_collect import ENGINE, NEW, PARAMS, Counting, collector, iterate
+
+from gspo_jax.runs.metrics import Stopwatch
+
+P = 4
+
+
+def sampled_at(step, groups):
+  """Tokens of these groups that the weights of an iteration sampled."""
+  return sum(int((one.version == step).sum()) for group in groups for one in group.trajectories)
+
+
+@pytest.mark.parametrize("extra_prompts", [P, 2 * P + 1])
+def test_short_responses_are_trained_on_by_the_policy_that_sampled_them(extra_prompts, monkeypatch):
+  """All are finished when the host looks for the first time, and none is put aside: with as many
+  extra prompts as prompts, every second iteration would have nothing to sample."""
+  whole = dataclasses.replace(ENGINE, slots=0, steps=NEW)
+  monkeypatch.setattr(test_collect, "ENGINE", whole)
+  out, (left, _) = iterate(4, extra_prompts=extra_prompts)
+  for one in out:
+    assert len(one.groups) == P and one.tokens == one.rollout.lengths.sum()
+    assert one.metrics["partial/stale_tokens"] == one.metrics["partial/oldest"] == 0
+  assert not left.position()()["under_way"]
+
+
+def surplus(count, **options):
+  """A collector with so many groups that were finished at step 1 and not needed."""
+  groups = []
+  for one in iterate(-(-count // P), extra_prompts=0)[0]:
+    groups += one.groups
+  for group in groups:
+    for one in group.trajectories:
+      one.columns["version"] = np.ones_like(one.version)
+  made = collector(**options)
+  made[0]._under_way = groups[:count]
+  return made, [group.prompt.id for group in groups[:count]]
+
+
+@pytest.mark.parametrize("count, taken", [(1, [1, 0, 0]), (3, [2, 1, 0]), (6, [2, 2, 2])])
+def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
+  made, old = surplus(count, extra_prompts=8)
+  made[0]._batches.take(2 * P)  # their prompts
+  out, (left, _) = iterate(3, made=made, first=2)
+  found = [[g.prompt.id for g in one.groups] for one in out]
+  assert [sum(name in old for name in names) for names in found] == taken
+  assert [name for names in found for name in names if name in old] == old  # the oldest first
+  for step, one in enumerate(out, 2):
+    assert len(one.groups) == P and one.tokens > 0 and one.metrics["partial/stale_tokens"] < 1
+    assert sum(group.newest < step for group in one.groups) <= P // 2
+  assert out[0].metrics["partial/waiting_groups"] >= max(0, count - taken[0])
+  assert not any(group.prompt.id in old for group in left._under_way)
+
+
+def test_a_run_with_one_prompt_uses_its_surplus_too():
+  made, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
+  out, _ = iterate(3, made=made, first=2)
+  assert [one.groups[0].prompt.id for one in out][:2] == old and out[2].tokens > 0
+
+
+def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
+  made, engine = collector(extra_prompts=9)
+  most, step = [], engine.step
+
+  def look():
+    scheduler = engine._scheduler
+    queued = sum(request.samples for request in scheduler._requests)
+    most.append(len(scheduler._live) + queued)
+    return step()
+
+  monkeypatch.setattr(engine, "step", look)
+  iterate(4, made=(made, engine))
+  assert max(most) == P * test_collect.G == made._workload.trajectories
+
+
+@pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
+def test_tokens_are_those_that_the_iteration_has_sampled(kind):
+  """Not those of what is trained on: some of them were sampled before, others are discarded."""
+  made, engine = collector(environment=kind, extra_rounds=2, extra_prompts=6)
+  handed_out, judge = [], made._judge
+  made._judge = lambda groups: handed_out.extend(groups) or judge(groups)
+  for step in range(1, 5):
+    engine.load(PARAMS, version=step)
+    handed_out.clear()
+    out = made.collect(step, Stopwatch())
+    assert out.version == step and len(handed_out) >= P
+    seen = [*handed_out, *made._under_way]
+    assert out.tokens == sampled_at(step, seen)
+    row = out.metrics
+    newest = [group.newest for group in seen if group.finished]
+    assert row["partial/finished_groups"] == newest.count(step)
+    trained = out.rollout.version[out.rollout.mask > 0]
+    assert row["partial/stale_tokens"] == pytest.approx((trained < step).mean())
+    assert row["partial/oldest"] == step - trained.min()
+  if kind:
+    filled = [not group.mixed for group in out.groups]
+    flat = ~out.advantage_BL.reshape(P, -1).any(axis=1)
+    assert flat[filled].all()
+
+
+def test_a_surplus_survives_a_checkpoint():
+  made, _ = surplus(6, extra_prompts=8)
+  state = json.loads(json.dumps(made[0].position()()))
+  again = collector(extra_prompts=8)
+  again[0].set_position(state)
+  expected, _ = iterate(3, made=made, first=2)
+  found, _ = iterate(3, made=again, first=2)
+  for one, same in zip(found, expected, strict=True):
+    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
+    np.testing.assert_array_equal(one.rollout.tokens, same.rollout.tokens)
+    np.testing.assert_array_equal(one.rollout.version, same.rollout.version)
+
+
+def test_truncated_responses_count_in_their_groups_and_are_not_trained_on():
+  free, _ = iterate(1, extra_prompts=0)
+  out, _ = iterate(1, extra_prompts=0, mask_truncated=True)
+  cut_PG = ~out[0].rollout.stopped.reshape(P, -1)
+  assert 0 < cut_PG.sum() < cut_PG.size
+  expected = np.where(cut_PG, 0, free[0].advantage_PG)
+  np.testing.assert_array_equal(out[0].advantage_PG, expected)
+  assert out[0].metrics["masked_responses"] == cut_PG.sum()
+  assert out[0].metrics["reward/mean"] == free[0].metrics["reward/mean"]
