@@ -16,13 +16,13 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   if common.variant(arg, "gemma"):
     config.update(model=common.model(sizes.tiny_gemma(vocab_size=264)))
+    config.model.local_rope_theta = 10.0  # as rope_theta below
   config.update(
     job="sft+rl",
     model=dict(
       # The usual base, a million, is for windows of thousands of tokens: over the 18 of a sum most
       # frequencies would not move, and heads find the digits to add late, or never.
       rope_theta=10.0,
-      local_rope_theta=10.0,
       num_heads=8,  # more of them begin near the right digits
       num_kv_heads=4,
     ),

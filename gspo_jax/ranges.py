@@ -83,8 +83,6 @@ Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, excluded=(0,))]
 FractionBelowOne = Annotated[float, Range(0, 1, excluded=(1,))]
 Temperature = Annotated[float, Range(0.01, 100, also=0)]  # logits are divided by it
-Workers = Annotated[int, Range(0, 4096)]
-Seconds = Annotated[float, Range(0, 86_400)]
 Workers = Annotated[int, Range(0, 4096)]  # processes or threads
 Seconds = Annotated[float, Range(0, 86_400)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]

@@ -114,15 +114,31 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
       to a run of another configuration, or to one that is going on; says what to change.
     WriteError: the directory cannot be written.
   """
+  workdir = Path(workdir)
   _require_paths(config)
   if config.distributed:
     _join_hosts()
-  with lock.alone_in(workdir, config.checkpoint.directory), _opened(config, Path(workdir)) as run:
+  inputs = _read(config)
+  provenance.check(workdir, dataclasses.asdict(config))  # nothing is written before
+  alone = lock.alone_in(workdir, config.checkpoint.directory)
+  with alone, _opened(config, workdir, inputs) as run:
     yield run
 
 
-@contextlib.contextmanager
-def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+  """What a configuration names, as far as it can be read without writing anything."""
+
+  tokenizer: tokenizer.Tokenizer
+  environment: environments.Make | None
+  train_prompts: Sequence[Prompt]
+  problems: dict[str, Sequence[Prompt]]  # of each benchmark
+  in_both: dict[str, int]  # how many of them are in the training data too
+  mesh: jax.sharding.Mesh
+  layout: Any  # shardings of the parameters where they sample
+
+
+def _read(config: RunConfig) -> _Inputs:
   tok = tokenizer.load(config.tokenizer)
   if tok.vocab_size > config.model.vocab_size:
     raise ValueError(
@@ -159,6 +175,12 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
   layout = transformer.shardings(config.model, sharding.ROLLOUT, mesh)
   _check_memory(config, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
+  return _Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout)
+
+
+@contextlib.contextmanager
+def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
+  tok, problems, in_both = inputs.tokenizer, inputs.problems, inputs.in_both
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
   if jax.process_index() == 0 and any(in_both.values()):
@@ -171,14 +193,14 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
   provenance.check(workdir, values)
   active = jax.process_index() == 0
   with (
-    jax.set_mesh(mesh),
+    jax.set_mesh(inputs.mesh),
     _open_scorers(config) as scorers,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
   ):
     read = transformer.dtypes(config.model, config.compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
-    publish = sharding.publisher(layout, read)
+    publish = sharding.publisher(inputs.layout, read)
     engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
     benchmarks = [
       Benchmark(
@@ -186,7 +208,7 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
         b,
         problems[name],
         scorers[b.reward or config.reward.name],
-        None if b.reward else environment,
+        None if b.reward else inputs.environment,
       )
       for name, b, _ in _benchmarks(config)
     ]
@@ -206,11 +228,11 @@ def _opened(config: RunConfig, workdir: Path) -> Iterator[Run]:
     yield Run(
       config,
       workdir,
-      mesh,
+      inputs.mesh,
       tok,
-      train_prompts,
+      inputs.train_prompts,
       scorers[config.reward.name],
-      environment,
+      inputs.environment,
       engine,
       evaluator,
       writer,
