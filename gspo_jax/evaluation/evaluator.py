@@ -203,7 +203,9 @@ class Evaluator:
       outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
     else:
       outcomes, correct = {}, [one.pop("correct") for one in reported]
-    outcomes, correct = from_first_process((outcomes, [float(x) for x in correct]))
+    verdicts = outcomes, [float(x) for x in correct], [*unknown.items()]
+    outcomes, correct, unknown = from_first_process(verdicts)
+    unknown = dict(unknown)
     records = []
     for row, response in enumerate(responses):
       problem = problems[row // samples]

@@ -39,6 +39,7 @@ def test_two_hosts(tmp_path):
   assert first.pop("said").count("is damaged and set aside") == 1 and second.pop("said") == ""
   assert first == second
   assert first["correct"] == [1.0, 0.0] and first["outcomes"] == dict(right=1, timeout=1)
+  assert first["unknown"] == [False, True]
   assert first["kept"] == [1, 3]  # 1 is the best by the first host, 2 would be by the second
   assert first["listed"] == [0, 1]  # who has listed its own files
   assert first["whole"] == 1
@@ -48,10 +49,11 @@ def test_two_hosts(tmp_path):
 def verdicts(process):
   """The same evaluation, of which a time limit strikes on one host."""
 
-  def score(responses, prompts):
+  def score(responses, prompts, finished):
     found = ["right", "timeout"] if process == 0 else ["timeout", "right"]
     correct = np.array([one == "right" for one in found], np.float32)
-    return rewards.Scores(correct, dict(right=1, timeout=1), correct)
+    unknown = {found.index("timeout"): "timeout"}
+    return rewards.Scores(correct, dict(right=1, timeout=1), correct, unknown)
 
   problems = [Prompt(str(i), "q", "a", (1,)) for i in range(2)]
   config = BenchmarkConfig("x", "", 0, 1, (), False, "")
@@ -59,7 +61,9 @@ def verdicts(process):
   evaluator = Evaluator(None, DENSE, [one], tokenizer.load("bytes"), 4, 0)
   sampled = [Trajectory((1,), 0, 0, None) for _ in problems]
   chunk = evaluator._scored(one, [0, 1], sampled)
-  return dict(correct=[r["reward"] for r in chunk["records"]], outcomes=chunk["outcomes"])
+  rows = chunk["records"]
+  found = dict(correct=[r["reward"] for r in rows], unknown=["unknown" in r for r in rows])
+  return found | dict(outcomes=chunk["outcomes"])
 
 
 def checkpoints_of(workdir):
