@@ -276,7 +276,7 @@ def test_an_interrupt_ends_what_runs(delay, monkeypatch):
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
       verifier.score(responses, [answer] * 6)
-    inside = [pid for sandbox in verifier._open for pid in session(sandbox._process.pid)]
+    inside = [pid for sandbox in tuple(verifier._open) for pid in session(sandbox._process.pid)]
     assert verifier.score(["```\nprint(7)\n```"], [answer]) == [Outcome.RIGHT]
   assert time.monotonic() - started < 20
   assert not running(inside)
