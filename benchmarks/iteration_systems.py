@@ -83,10 +83,10 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
     score = run.score
 
-    def count(responses, prompts, lengths):
+    def count(responses, prompts, lengths, finished):
       record.sampled[-1] += sum(lengths)
       record.trained[-1] += sum(lengths) + len(lengths) * PROMPT
-      return score(responses, prompts, lengths)
+      return score(responses, prompts, lengths, finished)
 
     changes = dict(
       tokenizer=dataclasses.replace(run.tokenizer, stop_ids=()),
