@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import jsons
 from gspo_jax.runs.files import write_whole
 
 FILE = "config.json"
@@ -77,14 +78,14 @@ def begun(workdir: Path) -> dict[str, Any]:
   if not path.exists():
     return {}
   try:
-    found = json.loads(path.read_text("utf-8"))
-    if isinstance(found, dict) and isinstance(found.get("provenance", {}), dict):
+    found = jsons.parse_object(path.read_bytes())
+    if isinstance(found.get("provenance", {}), dict):
       return found
-    error = "not an object"
-  except (OSError, ValueError, RecursionError) as reason:
+    error = "its provenance is no object"
+  except (OSError, ValueError) as reason:
     error = reason
   raise ValueError(
-    f"{path} is damaged ({error or type(error).__name__}): put it back, remove it if the "
+    f"{path} is damaged ({error}): put it back, remove it if the "
     "configuration is the same as before, or use another --workdir"
   )
 
