@@ -220,25 +220,12 @@ def new_groups(
   return groups
 
 
-def new_group(
-  prompt: Prompt,
-  size: int,
-  seed: int,
-  longest: int,
-  make: Callable[[Prompt], Environment] | None,
-  render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
-  tag: Any = None,
-) -> list[Trajectory]:
-  """Begins the trajectories of one prompt that no other group begins with; see `new_groups`."""
-  return new_groups([prompt], size, seed, longest, make, render, [tag])[0]
-
-
 def first_tokens(
   environment: Environment,
   longest: int,
   render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
-  """Resets an environment and returns the prompt that it begins with; raises as `new_group`."""
+  """Resets an environment and returns the prompt that it begins with; raises as `new_groups`."""
   first = environment.reset()
   if len(first) and isinstance(first[0], Mapping):
     if render is None:

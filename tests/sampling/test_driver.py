@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.sampling import Driver, Response, SamplingConfig, Usage, Workload
-from gspo_jax.sampling.driver import new_group, new_groups
+from gspo_jax.sampling.driver import new_groups
 from gspo_jax.structs import Prompt
 
 STOP = 9
@@ -84,7 +84,7 @@ WORKLOAD = Workload(SamplingConfig(1.0, 0, 1.0, 0.0, 12), 4, 6, 2, stop_ids=(STO
 def started(make=None, first=3):
   engine = Echo()
   engine.load(None, version=7)
-  group = new_group(Prompt("a", "", "", (4, first)), 2, 0, 4, make, tag="a")
+  (group,) = new_groups([Prompt("a", "", "", (4, first))], 2, 0, 4, make, tags=["a"])
   driver = Driver(engine, dataclasses.replace(WORKLOAD, several_turns=bool(make)), max_turns=3)
   driver.begin(group)
   return engine, driver, group
