@@ -1,10 +1,10 @@
 """Whatever reads a response in the trainer's process takes time that grows with its length only."""
 
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.cost import assert_linear
 from support.prompts import prompts
 
 from gspo_jax.data.tokenizer import ByteTokenizer
@@ -15,7 +15,6 @@ from gspo_jax.sampling.scheduler import Scheduler
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.calculator import Calculator
 
-LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # characters, by factors of four
 TESTS = cases.Tests("check", function="f", preamble="def f():\n", code="assert f()")
 
 REPEATED = """
@@ -90,25 +89,7 @@ READERS = {
 }
 
 
-def seconds(read, text):
-  """CPU time of this thread: others may be busy."""
-  start = time.thread_time()
-  read(text)
-  return time.thread_time() - start
-
-
 @pytest.mark.parametrize("reader", READERS)
 def test_cost_is_linear(reader):
-  read = READERS[reader]
   for hostile in HOSTILE if reader != "stop strings" else HOSTILE[::16]:
-    last = 0.0
-    for length in LENGTHS:
-      text = text_of(hostile, length)
-      # Four times the length may take four times as long, quadratic cost takes sixteen times. What
-      # takes less than 10 ms may be anything. A second and a third look: the machine may stutter.
-      bound = 8 * max(last, 0.01)
-      now = seconds(read, text)
-      for _ in range(2):
-        now = min(now, seconds(read, text)) if now > bound else now
-      assert now <= bound, f"{hostile!r}: {length} characters {now:.3f} s, a quarter {last:.3f} s"
-      last = now
+    assert_linear(READERS[reader], lambda n, hostile=hostile: (text_of(hostile, n),))

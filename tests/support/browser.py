@@ -82,7 +82,15 @@ class Browser:
     self.wait("document.documentElement?.dataset.ready === 'yes'")
 
   def point(self, x, y):
+    """Moves the pointer, and waits until the page has seen it: input takes a way of its own."""
+    self.evaluate("delete document.documentElement.dataset.pointed")
+    self.evaluate(f"""addEventListener("mousemove", function seen(event) {{
+      if (Math.hypot(event.clientX - {x}, event.clientY - {y}) > 1) return;
+      removeEventListener("mousemove", seen, true);
+      document.documentElement.dataset.pointed = "{x},{y}";
+    }}, true)""")
     self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    self.wait(f"document.documentElement.dataset.pointed === '{x},{y}'")
     self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
 
   def _read(self):

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.cost import seconds
 
 from gspo_jax.rewards import math_answer
 from gspo_jax.rewards.math_answer import Outcome
@@ -106,12 +107,11 @@ def test_hostile_answers_are_refused_in_bounded_time(verifier):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_the_trainer_looks_at_is_fast(text):
-  import time
+  def look():
+    math_answer.quick_judge(math_answer.extract(text), text)
+    math_answer.quick_judge(text, "5")
 
-  start = time.perf_counter()
-  math_answer.quick_judge(math_answer.extract(text), text)
-  math_answer.quick_judge(text, "5")
-  assert time.perf_counter() - start < 0.5
+  assert seconds(look, ()) < 2  # of CPU time; what is not bounded takes minutes
 
 
 def test_a_gold_answer_that_cannot_be_read_is_no_verdict(verifier):

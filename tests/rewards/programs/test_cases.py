@@ -5,11 +5,11 @@ import collections
 import json
 import os
 import pickle
-import time
 import tracemalloc
 import zlib
 
 import pytest
+from support.cost import assert_linear
 
 from gspo_jax.rewards.programs import cases
 from gspo_jax.rewards.programs.sandbox import wire
@@ -187,30 +187,55 @@ def test_forged_results_equal_nothing(text):
     assert cases.same_result(text, expected) is False
 
 
-def seconds(function, *arguments):
-  started = time.process_time()
-  function(*arguments)
-  return time.process_time() - started
+def collisions(n):
+  """Integers of one hash, of which a set costs the square of their number."""
+  return [i * ((1 << 61) - 1) for i in range(1, n // 20)]
 
 
-def test_comparing_is_linear():
-  """In time and in memory: each has 200,000 characters, which one more than linear would feel."""
-  n = 200_000
-  collide = [i * ((1 << 61) - 1) for i in range(1, n // 20)]
-  results = [
-    {"set": collide}, {"dict": [[i, 0] for i in collide]}, [{}] * (n // 4), {"int": "f" * n},
-    {"dict": [["a", 1]] * (n // 10)}, "9" * n, {"tuple": [[]] * (n // 4)},
-  ]  # fmt: skip
-  for value in results:
-    text = json.dumps({"value": value})
-    for expected in (7, [7], {"a": 1}, [[]] * (n // 4)):
-      assert seconds(cases.same_result, text, expected) < 1
-  for output in (" 1" * n, "\n1" * n, " " * n, "9" * n, "1e" + "9" * n, "9" * n + "e9", "1 \r" * n):
-    for expected in ("1", output, output + "2", "1 " * n, "9" * n + ".0"):
-      assert seconds(cases.same_text, output, expected) < 1
+# Of about n characters each.
+RESULTS = [
+  lambda n: {"set": collisions(n)},
+  lambda n: {"dict": [[i, 0] for i in collisions(n)]},
+  lambda n: {"dict": [["a", 1]] * (n // 10)},
+  lambda n: {"int": "f" * n},
+  lambda n: {"tuple": [[]] * (n // 4)},
+  lambda n: [{}] * (n // 4),
+  lambda n: "9" * n,
+]
+EXPECTED = [lambda n: 7, lambda n: [7], lambda n: {"a": 1}, lambda n: [[]] * (n // 4)]
+
+
+@pytest.mark.parametrize("expected", EXPECTED)
+@pytest.mark.parametrize("result", RESULTS)
+def test_comparing_a_result_is_linear(result, expected):
+  make = lambda n: (json.dumps({"value": result(n)}), expected(n))  # noqa: E731
+  assert_linear(cases.same_result, make)
+
+
+OUTPUTS = [
+  *[lambda n, unit=unit: unit * n for unit in ("\n1", "1 \r", " 1", " ", "9")],
+  lambda n: "1e" + "9" * n,
+  lambda n: "9" * n + "e9",
+]
+PRINTED = [
+  lambda n, output: "1",
+  lambda n, output: output,
+  lambda n, output: output + "2",
+  lambda n, output: "1 " * n,
+  lambda n, output: "9" * n + ".0",
+]
+
+
+@pytest.mark.parametrize("expected", PRINTED)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_comparing_an_output_is_linear(output, expected):
+  assert_linear(cases.same_text, lambda n: (output(n), expected(n, output(n))))
+
+
+@pytest.mark.parametrize("unit", ["def ", "async ", "async\n", "f ", "f\n"])
+def test_seeing_whether_code_goes_on_is_linear(unit):
   tests = cases.Tests("check", function="f", preamble="def f():\n")
-  for program in ("def " * n, "async " * n, "async" + "\n" * n, "f" + " " * n, "f\n" * n):
-    assert seconds(cases.completes, program, tests) < 1
+  assert_linear(cases.completes, lambda n: (unit * n, tests))
 
 
 def test_what_a_large_output_takes_of_memory():
@@ -303,8 +328,6 @@ def test_base_models_answer_with_bare_code():
   assert cases.extract("```python\nprint(", fences=False) is None
 
 
-def test_extraction_is_linear():
-  for text in ("```\n" * 200_000, "```python\n" * 200_000, "`" * 1_000_000, "</think>" * 200_000):
-    start = time.perf_counter()
-    cases.extract(text)
-    assert time.perf_counter() - start < 5
+@pytest.mark.parametrize("unit", ["```\n", "```python\n", "`", "</think>"])
+def test_extraction_is_linear(unit):
+  assert_linear(cases.extract, lambda n: (unit * n,))

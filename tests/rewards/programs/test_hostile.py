@@ -343,7 +343,7 @@ def test_a_result_costs_the_trainer_little(verifier, how):
   tracemalloc.start()
   started, used = time.monotonic(), time.process_time()
   assert verifier.outcome(LARGE[how], tests) == Outcome.WRONG
-  assert time.process_time() - used < 1.5 and time.monotonic() - started < 20
+  assert time.process_time() - used < 5 and time.monotonic() - started < 20
   assert tracemalloc.get_traced_memory()[1] < 100 << 20
   tracemalloc.stop()
 

@@ -1,0 +1,31 @@
+"""Whether a function takes time that grows with the length of its input, and no faster."""
+
+import gc
+import time
+
+LENGTHS = (800, 3200, 12_800, 51_200, 204_800)  # by factors of four
+
+
+def assert_linear(read, make):
+  """Asserts that `read(*make(length))` takes at most twice four times as long for four times the
+  length, where quadratic cost takes sixteen times; what takes less than 4 ms may be anything."""
+  last = 0.0
+  for length in LENGTHS:
+    arguments = make(length)
+    bound = 8 * max(last, 0.004)
+    now = seconds(read, arguments)
+    for _ in range(4):  # the machine may stutter
+      now = min(now, seconds(read, arguments)) if now > bound else now
+    assert now <= bound, f"{make(20)}...: length {length} takes {now:.3f} s, a quarter {last:.3f} s"
+    last = now
+
+
+def seconds(read, arguments):
+  """CPU time of this thread, without collections of garbage: others may be busy."""
+  gc.disable()
+  try:
+    start = time.thread_time()
+    read(*arguments)
+    return time.thread_time() - start
+  finally:
+    gc.enable()
