@@ -21,20 +21,23 @@ from gspo_jax.config import RunConfig
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.state import abstract_state
 from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_step, summarize
-from gspo_jax.runs import metrics, nonfinite
+from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import TrainBatch, TrainState
 
 
 def replay(directory: epath.Path) -> bool:
   """Makes the updates of a dump again and prints what is not finite; True if all is."""
   about, batches = nonfinite.load(directory)
-  config = configuration.from_dict(about["config"])
+  try:
+    config = configuration.from_dict(about["config"])
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{directory / nonfinite.ABOUT}: {error}") from error
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
   mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
     learner, tx, step = _update(config, about["phase"])
-    state = restore_state(directory / "state", abstract_state(config.model, mesh, tx))
+    state = _state(directory / "state", abstract_state(config.model, mesh, tx))
     state = state.replace(skipped=state.skipped * 0)
     sound = True
     for name, found in _counts(state.params):
@@ -54,6 +57,13 @@ def replay(directory: epath.Path) -> bool:
         say(f"  {line}")
       sound &= not names
   return sound
+
+
+def _state(directory: epath.Path, like: TrainState) -> TrainState:
+  try:
+    return restore_state(directory, like)
+  except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
+    raise ValueError(f"{directory} cannot be restored: {checkpoint.reason(error)}") from error
 
 
 def _update(config: RunConfig, phase: str):

@@ -34,7 +34,8 @@ def write_report(
     max_rollouts: responses on the page.
 
   Raises:
-    ValueError: too many runs, one given twice, or several without `output`.
+    ValueError: too many runs, one given twice, several without `output`, or a file that no run
+      wrote like that; it names the row.
   """
   folders = [Path(workdir) for workdir in workdirs]
   if len(folders) > MAX_RUNS:
@@ -42,13 +43,27 @@ def write_report(
   if len(folders) > 1 and output is None:
     raise ValueError("several runs belong to no one's directory: say --output=compare.html")
   runs = [
-    Run(name, metrics.read_rows(folder / "metrics.jsonl"), provenance.begun(folder))
+    Run(name, read_metrics(folder / "metrics.jsonl"), provenance.begun(folder))
     for folder, name in zip(folders, unique_names(folders))
   ]
   rollouts = read_rollouts([folder / "rollouts" for folder in folders], max_rollouts)
   path = Path(output or folders[0] / "report.html")
   write_whole(path, [render(describe(runs), rollouts)])
   return path
+
+
+def read_metrics(path: Path) -> list[Row]:
+  """Rows of a phase and numbers. ValueError names one that is anything else."""
+  rows = metrics.read_rows(path)
+  for row in rows:
+    where = f"{path}: the row of step {row['step']}"
+    if row.get("phase") not in metrics.PHASES:
+      known = ", ".join(metrics.PHASES)
+      raise ValueError(f"{where} has phase={row.get('phase')!r:.40}, not one of {known}: remove it")
+    for name, value in row.items():
+      if name != "phase" and not isinstance(value, int | float | None):
+        raise ValueError(f"{where} has {name}={value!r:.40}, which is no number: remove it")
+  return rows
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

@@ -17,6 +17,7 @@ Row = dict[str, Any]
 MAX_CHARACTERS = 4000  # of one response
 MAX_TOKENS = 1_000_000  # with a log-ratio, over the whole page
 
+NEEDED = dict(prompt_id=str | int, prompt=str, response=str)  # of every response
 SAMPLE_FIELDS = (
   "sample", "reward", "advantage", "length", "truncated", "stop_reason", "ratio", "clipped",
 )  # fmt: skip
@@ -63,9 +64,16 @@ def _time(path: Path) -> tuple:
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:
+  """Groups of responses to one prompt. ValueError names a response without what the page needs."""
   phase = path.stem.rpartition("_")[0]
   groups: dict[tuple, Row] = {}
-  for record in records:
+  for number, record in enumerate(records, start=1):
+    for name, kind in NEEDED.items():
+      if not isinstance(record.get(name), kind):
+        raise ValueError(
+          f"{path}: response {number} has {name}={record.get(name)!r:.40}, which is no text: "
+          "remove its line"
+        )
     identity = (record["step"], record["prompt_id"], bool(record.get("eval")))
     if identity not in groups:
       groups[identity] = {
@@ -92,7 +100,9 @@ def _spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 def _has_ratios(record: Row) -> bool:
   tokens, ratios = record.get("tokens"), record.get("log_ratio")
-  return bool(tokens and ratios and len(tokens) == len(ratios))
+  if not isinstance(tokens, list) or not isinstance(ratios, list) or not tokens:
+    return False
+  return len(tokens) == len(ratios) and all(isinstance(token, str) for token in tokens)
 
 
 def _plain(record: Row) -> Row:
@@ -110,8 +120,8 @@ def _color(record: Row) -> Row:
   """
   tokens = [_spell(token) for token in record["tokens"]]
   whole = "".join(tokens) == _spell(record["response"])
-  clipped = record.get("clipped_tokens") or []
-  if len(clipped) != len(tokens):
+  clipped = record.get("clipped_tokens")
+  if not isinstance(clipped, list) or len(clipped) != len(tokens):
     clipped = [0] * len(tokens)
   tokens, ratios, clipped = _cut(tokens, record["log_ratio"], clipped)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
@@ -153,8 +163,8 @@ def _quantize(samples: Iterable[Row]) -> Row:
   }  # fmt: skip
 
 
-def _finite(value: float | None) -> bool:
-  return value is not None and math.isfinite(value)
+def _finite(value: Any) -> bool:
+  return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _spell(text: str) -> str:

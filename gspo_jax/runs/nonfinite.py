@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import sharding
+from gspo_jax import jsons, sharding
 from gspo_jax.runs import checkpoint
 from gspo_jax.structs import TrainBatch, TrainState
 
@@ -123,12 +124,20 @@ def dump(
 
 
 def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
-  """Reads what `dump` wrote, but for the state. Raises ValueError where there is none of it."""
+  """Reads what `dump` wrote, but for the state. ValueError names the file that is not like that."""
   directory = epath.Path(directory)
-  if not (directory / ABOUT).exists():
+  path = directory / ABOUT
+  if not path.exists():
     raise ValueError(f"{directory} is not the dump of a failure: it has no {ABOUT}")
-  batches = []
-  for path in sorted(directory.glob("batch_*.npz")):
+  about = jsons.read_object(path)
+  if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
+    raise ValueError(f"{path} has no phase sft or rl, or no config: it is not what a run wrote")
+  return about, [_batch(each) for each in sorted(directory.glob("batch_*.npz"))]
+
+
+def _batch(path: epath.Path) -> TrainBatch:
+  try:
     with path.open("rb") as file, np.load(file) as arrays:
-      batches.append(TrainBatch(**arrays))
-  return json.loads((directory / ABOUT).read_text()), batches
+      return TrainBatch(**arrays)
+  except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    raise ValueError(f"{path} is not a mini-batch that a run wrote: {error}") from error

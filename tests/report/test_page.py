@@ -254,6 +254,22 @@ def test_command_line(workdir, tmp_path, capsys):
   assert "holds no metrics.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+  "row, message",
+  [
+    ('{"step": 1}', "row of step 1 has phase=None, not one of sft, rl, eval"),
+    ('{"step": 1, "phase": ["rl"]}', "row of step 1 has phase="),
+    ('{"step": 1, "phase": "rl", "loss": "low"}', "loss='low', which is no number"),
+    ("[1]", "metrics.jsonl:1 is not a JSON object with a step"),
+  ],
+)
+def test_a_row_that_no_run_wrote_is_named(tmp_path, capsys, row, message):
+  (tmp_path / "metrics.jsonl").write_text(row + "\n")
+  with pytest.raises(SystemExit) as ended:
+    main([str(tmp_path)])
+  assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_command_line_of_a_comparison(workdir, tmp_path, capsys):
   other = tmp_path / "other"
   with metrics.Writer(other) as writer:

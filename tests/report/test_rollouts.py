@@ -111,3 +111,30 @@ def test_records_without_or_with_broken_ratios_stay_plain(tmp_path):
   colors, samples = read_records(tmp_path, records, 10)
   assert not any({"log_ratio", "tokens", "ratio"} & set(sample) for sample in samples)
   assert colors["colored"] == colors["known"] == 0
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(prompt=None), "response 2 has prompt=None"),
+    (dict(response=7), "response 2 has response=7"),
+    (dict(prompt_id=[1]), r"response 2 has prompt_id=\[1\]"),
+  ],
+)
+def test_a_response_without_its_texts_is_named(tmp_path, changes, message):
+  records = [record(1, 1, 0), record(1, 1, 1) | changes]
+  with pytest.raises(ValueError, match=f"rl_.*1.jsonl: {message}"):
+    read_records(tmp_path, records, 10)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(tokens=7, log_ratio=[0.1]), dict(tokens=[7], log_ratio=[0.1]), dict(tokens="a"),
+    dict(tokens=["a"], log_ratio=["x"]), dict(tokens=["a"], log_ratio=[0.1], clipped_tokens=7),
+    dict(reward=[1], advantage={}, ratio="x"),
+  ],
+)  # fmt: skip
+def test_odd_figures_of_a_response_do_not_cost_the_page(tmp_path, changes):
+  _, (sample,) = read_records(tmp_path, [record(1, 1, 0, response="a") | changes], 10)
+  assert sample.get("response", "a") == "a" and not isinstance(sample.get("reward"), list)

@@ -1,6 +1,7 @@
 """NaN stops a run before it has done harm, and what it met can be seen again."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from configs import tiny
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract, new_state
+from gspo_jax.replay import main as replay_main
 from gspo_jax.runs import nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch
@@ -150,6 +152,38 @@ def test_a_run_may_leave_such_updates_out(tmp_path):
   assert last["step"] == 8 and last["updates_skipped"] == 7 and last["grad_norm"] is None
 
 
-def test_replay_says_what_is_missing(tmp_path):
-  seen = replay(tmp_path)
-  assert seen.returncode == 2 and "it has no failure.json" in seen.stderr
+def damaged(directory, name, content):
+  """A dump of which one file was changed."""
+  values = dataclasses.asdict(config_of(tiny.get_config))
+  about = dict(phase="sft", step=2, why="not finite", config=values)
+  (directory / "state").mkdir(parents=True)
+  (directory / nonfinite.ABOUT).write_text(json.dumps(about))
+  (directory / name).write_bytes(content)
+  return directory
+
+
+@pytest.mark.parametrize(
+  "name, content, message",
+  [
+    ("other", b"", "state cannot be restored: "),
+    (nonfinite.ABOUT, b"{", "failure.json: it is not JSON"),
+    (nonfinite.ABOUT, b"[]", "failure.json: it is no JSON object"),
+    (nonfinite.ABOUT, b'{"phase": "eval", "config": {}}', "no phase sft or rl, or no config"),
+    (nonfinite.ABOUT, b'{"phase": "rl", "config": {}}', "failure.json: "),
+    (nonfinite.ABOUT, b'{"phase": "rl", "config": {"objective": 7}}', "failure.json: "),
+    (nonfinite.ABOUT, b'{"phase": "rl", "config": {"objective": {"tuned": 7}}}', "failure.json: "),
+    ("batch_0.npz", b"", "batch_0.npz is not a mini-batch"),
+    ("batch_0.npz", b"PK\x03\x04 and no more", "batch_0.npz is not a mini-batch"),
+  ],
+)
+def test_replay_names_the_file_that_is_damaged(tmp_path, capsys, name, content, message):
+  directory = damaged(tmp_path / "failures" / "sft_000002", name, content)
+  with pytest.raises(SystemExit) as ended:
+    replay_main([str(directory)])
+  assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_replay_says_what_is_missing(tmp_path, capsys):
+  with pytest.raises(SystemExit) as ended:
+    replay_main([str(tmp_path)])
+  assert ended.value.code == 2 and "it has no failure.json" in capsys.readouterr().err
