@@ -151,7 +151,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
     y_RD = times(h_RF, w.down, count_E, dtype=y_XD.dtype)
     return y_XD.at[row_R].add(y_RD, mode="drop")
 
-  y_XD = sharding.vary(jnp.zeros(x_XD.shape, jnp.float32), AXES)
+  y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
   y_XD = jax.lax.fori_loop(0, -(-pieces.end_E[-1] // R), body, y_XD)
   return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, index_Xk, w, sink)
 
@@ -177,7 +177,7 @@ def _grouped_backward(kernels, residuals, dy_XD):
     dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dw.down))
     return dx_XD, dgate_A.at[choice_R].set(dgate_R, mode="drop"), dw
 
-  zeros = jnp.zeros(x_XD.shape, jnp.float32), jnp.zeros(X * k, jnp.float32)
+  zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
   zeros = *zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink)
   used = -(-pieces.end_E[-1] // R)
   dx_XD, dgate_A, dw = jax.lax.fori_loop(0, used, body, sharding.vary(zeros, AXES))
