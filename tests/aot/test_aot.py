@@ -14,8 +14,7 @@ import pytest
 from configs import moe_aime
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot import __main__ as aot
-from gspo_jax.aot import chips, hlo_costs, programs
+from gspo_jax.aot import chips, hlo_costs, programs, search
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import PUBLISHED, tiny_moe
 
@@ -110,7 +109,7 @@ def test_what_a_search_does_not_even_compile_is_a_lower_bound():
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
   with jax.set_mesh(mesh):
     _, program = next(programs.programs(case, mesh, ["train"]))
-    least = aot.least_memory(case, mesh, program.arguments[0])
+    least = search.least_memory(case, mesh, program.arguments[0])
   parameters, model = transformer.count(case.model)[0], case.model
   of_experts = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
   of_experts *= model.num_layers
@@ -121,7 +120,7 @@ def test_what_a_search_does_not_even_compile_is_a_lower_bound():
 
 def test_a_search_tries_meshes_that_divide_the_model():
   case = tiny_case()
-  tried = lambda tensor: list(aot.candidates(case, 8, tensor))  # noqa: E731
+  tried = lambda tensor: list(search.candidates(case, 8, tensor))  # noqa: E731
   assert tried(1) == [sharding.MeshConfig(1, 2, 4, 1), sharding.MeshConfig(1, 1, 8, 1)]
   assert tried(2) == [sharding.MeshConfig(1, 1, 4, 2)]
   assert tried(4) == []  # of two key/value heads
