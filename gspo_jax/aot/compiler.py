@@ -16,7 +16,7 @@ from gspo_jax.models import transformer
 
 def devices_of(topology: str) -> list:
   """Descriptions of the devices of a topology. ValueError without libtpu or with a wrong name."""
-  chip, _ = chips.parse(topology)
+  chip, number = chips.parse(topology)
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
@@ -24,9 +24,11 @@ def devices_of(topology: str) -> list:
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing is executed: several may compile at once
   )
   # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
-  joined = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
+  options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
+  if number == 1:  # a whole host has four
+    options["chips_per_host_bounds"] = (1, 1, 1)
   try:
-    return list(topologies.get_topology_desc(topology, "tpu", **joined).devices)
+    return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
   except Exception as error:  # whatever the plugin raises
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ValueError(
