@@ -31,7 +31,8 @@ _SEQUENCES = flags.DEFINE_integer(
 )
 _LENGTH = flags.DEFINE_integer("length", 0, "Tokens per sequence; 0: as configured.")
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
-_SEARCH = flags.DEFINE_bool("search", False, "Try meshes and micro-batch sizes, recommend one.")
+_SEARCH = flags.DEFINE_bool("search", False, "Find the settings with which an update is fastest.")
+_TRIES = flags.DEFINE_integer("tries", 12, "Programs that a search compiles at most.")
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
     if _SEARCH.value:
-      rows = search(case, _TOPOLOGY.value)
+      rows = search(case, _TOPOLOGY.value, _TRIES.value)
     else:
       rows = report(case, _TOPOLOGY.value, _PROGRAMS.value)
   except ValueError as error:
