@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips
-from gspo_jax.aot.programs import Case
+from gspo_jax.aot.programs import Case, resolved
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops
@@ -41,6 +41,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   micro-batch the layers' weights and kept activations, forward and backward. Links: weights
   gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`.
   """
+  case = resolved(case, mesh)
   c, model = case.config, case.model
   chip, number = chips.parse(topology)
   per_chip = mesh.size / number
@@ -88,7 +89,7 @@ def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:
   width = float(model.hidden_size)
   if c.compute.remat != "full":
     width += heads
-  if c.compute.remat in ("dots", "none"):
+  if c.compute.remat in ("dots", "both", "none"):
     width += 2 * model.num_kv_heads * model.head_dim / tensor
   return width * model.num_layers * jnp.dtype(c.compute.dtype).itemsize
 

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 
 from gspo_jax import sharding
+from gspo_jax.accelerators import GIB
 from gspo_jax.aot import chips, estimate
 from gspo_jax.aot.compiler import check, compile_one, devices_of
-from gspo_jax.aot.programs import Case, programs
+from gspo_jax.aot.programs import Case, programs, resolved
 from gspo_jax.aot.table import print_line, print_row
-from gspo_jax.hardware import GIB
-from gspo_jax.models import transformer
+from gspo_jax.models import remat
 
 WORTH = 0.02  # of the best time so far: what a candidate has to promise to be compiled
 
@@ -171,8 +171,8 @@ def meshes(case: Case, devices: int, near: Choice) -> Iterator[Choice]:
 
 
 def remats(near: Choice) -> Iterator[Choice]:
-  for remat in ("none", *transformer.REMAT):
-    yield dataclasses.replace(near, remat=remat)
+  for policy in ("none", *remat.POLICIES):
+    yield dataclasses.replace(near, remat=policy)
 
 
 def expert_chunks(case: Case, near: Choice) -> Iterator[Choice]:
@@ -283,9 +283,10 @@ def open_search(case: Case, topology: str, tries: int, told: Callable = lambda r
 
   def measure(choice: Choice) -> dict[str, Any]:
     tried, mesh = choice.of(case), sharding.make_mesh(choice.mesh, devices)
+    tried = resolved(tried, mesh)
     with jax.set_mesh(mesh):
       _, program = next(programs(tried, mesh, ["train"]))
-      row = compile_one(program, topology, choice.remat)
+      row = compile_one(program, topology, tried.config.compute.remat)
     told(dict(program=str(choice)) | row)
     return row
 

@@ -8,9 +8,9 @@ import pytest
 from configs import common, moe_aime
 from gspo_jax import config as configuration
 from gspo_jax import sharding
+from gspo_jax.accelerators import GIB
 from gspo_jax.aot import estimate, search
 from gspo_jax.aot.programs import make_case
-from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
 from gspo_jax.sharding import MeshConfig
 
@@ -98,7 +98,7 @@ def test_a_descent_changes_every_setting_and_ends():
   case = tiny_case()
 
   def seconds(choice):
-    costs = dict(none=2, full=3, attention=1, dots=2)[choice.remat]
+    costs = dict(attention=1, full=3, auto=3).get(choice.remat, 2)
     costs += dict([(0, 3), (256, 1)]).get(choice.logits_chunk, 2)
     return 10.0 + costs + 4 * (choice.mesh.expert != 8) + choice.microbatches
 
@@ -119,7 +119,7 @@ def test_a_search_tries_meshes_that_divide_the_model():
 
 def test_it_starts_from_the_configuration():
   case = tiny_case()
-  assert search.start_of(case, 8) == search.Choice(MeshConfig(1, 8, 1, 1), 1, "full", 1024, 16)
+  assert search.start_of(case, 8) == search.Choice(MeshConfig(1, 8, 1, 1), 1, "auto", 8192, 16)
 
 
 @pytest.mark.parametrize("most, chunks", [(1000, [0]), (1024, [0]), (4096, [1024, 2048, 0])])
