@@ -19,7 +19,7 @@ from configs import common
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
-    compute=dict(dtype="bfloat16", expert_chunk=1024, remat="full"),
+    compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto"),
     reward=dict(name="math", time_limit_s=5.0),
     engine=dict(slots=512, steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),
@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       weights="",  # to be set: a cold start fine-tuned from Qwen3-30B-A3B-Base (§5.1)
       tokenizer="",  # to be set: the directory with its tokenizer.json
       model=common.model(common.size("Qwen3-30B-A3B-Base")),
-      compute=dict(logits_chunk=512),  # of 151,936 logits each
+      compute=dict(logits_chunk=2048),  # of 151,936 logits each
       mesh=dict(fsdp=16, expert=4),  # 64 chips: 4x4 and 4 of the torus
       data=dict(
         train="",  # to be set: problems with verifiable answers
