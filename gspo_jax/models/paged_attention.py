@@ -70,7 +70,8 @@ def attend(
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
     cost_estimate=pl.CostEstimate(
       flops=4 * read * S * N * H,
-      bytes_accessed=read * 2 * K * S * H * kv_lpK2SH.dtype.itemsize,
+      bytes_accessed=(read * S + B * (TILE + 1)) * 2 * K * H * kv_lpK2SH.dtype.itemsize
+      + 2 * q_BNH.size * q_BNH.dtype.itemsize,
       transcendentals=read * S * N,
     ),
     interpret=interpret,

@@ -17,6 +17,7 @@ from gspo_jax.models.pages import NONE
 from gspo_jax.sampling.sampler import row_key
 
 
+@jax.named_scope("refill")
 def refill(state: Any) -> Any:
   """For use on each device's part of `slots.State`."""
   if not isinstance(state.cache, pages.Pages):
