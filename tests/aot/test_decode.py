@@ -4,7 +4,7 @@ import importlib.util
 import re
 
 import pytest
-from test_aot import SMALL, run
+from aot.test_aot import SMALL, run
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
