@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models import attention, pages
+from gspo_jax.models import cache as kv_cache
 from gspo_jax.models.attention import Scores, Tree, rotate
-from gspo_jax.models.cache import spec
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.models.weights import Attention, Dense, Weight
 from gspo_jax.sharding import BATCH, P
@@ -152,12 +152,7 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
       name = pages.choose(kv, compute.attention)
       return pages.attend(q, k, v, kv, layer, positions_BT, scores, name)
     if kv is not None:
-      row = jnp.arange(q.shape[0])[:, None]
-      k_lBKHS, v_lBKSH = kv
-      kv = (
-        k_lBKHS.at[layer, row, :, :, positions_BT].set(k.astype(k_lBKHS.dtype)),
-        v_lBKSH.at[layer, row, :, positions_BT].set(v.astype(v_lBKSH.dtype)),
-      )
+      kv = kv_cache.write(kv, layer, k, v, positions_BT)
     if tree is not None:
       return attention.attend_tree(q, k, v, segments_BT, tree, name, scores, positions_BT), kv
     if kv is None or from_start:
@@ -166,7 +161,9 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
 
   heads = P(BATCH, None, "tensor", None)
-  kv_specs = jax.tree.map(lambda x: spec(x) if x.ndim > 2 else P(BATCH), kv)  # a table has two
+  kv_specs = jax.tree.map(
+    lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv
+  )  # a table has two
   return sharding.shard_map(
     one,
     in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),
