@@ -271,7 +271,8 @@ def _refill(state: State) -> State:
     )
 
   free = (state.slots.left_B == 0).sum()
-  return jax.lax.fori_loop(0, jnp.minimum(free, state.waiting_R.sum()), take, state)
+  with jax.named_scope("refill"):  # hlo_costs.py counts it by this name
+    return jax.lax.fori_loop(0, jnp.minimum(free, state.waiting_R.sum()), take, state)
 
 
 def _on_each_device(f, *arguments, like):
