@@ -69,8 +69,8 @@ def write(
   v_BTKH: jax.Array,
   position_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Writes new keys and values of one layer, one of each row, or several that follow each other from
-  the same position in all rows. For use on each device's part.
+  """Writes new keys and values of one layer: one of each row, or several that follow each other,
+  from the same position in all rows. For use on each device's part.
   """
   k_lBKHS, v_lBKSH = block
   k_BTKH, v_BTKH = k_BTKH.astype(k_lBKHS.dtype), v_BTKH.astype(v_lBKSH.dtype)

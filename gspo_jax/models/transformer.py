@@ -124,7 +124,7 @@ def forward(
     segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
     tree: how the rows hold sequences that begin alike; needs `positions`.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
-      Several tokens of a row follow each other, from the same position in all rows; `Pages` take one.
+      Several tokens of a row follow each other, from one position in all rows; `Pages` take one.
     routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
   """
