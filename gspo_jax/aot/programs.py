@@ -98,7 +98,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
-  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, c.compute.dtype)
+  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
+  sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -114,7 +115,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       work = flops.work(case.model, rows, case.length, case.length)
       yield name, Program(train_step.make_score(learner), arguments, work)
     if name == "publish":
-      layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
+      layout = transformer.shardings(c.model, rollout, mesh)
       publish = sharding.publisher(layout, transformer.dtypes(c.model, c.compute.dtype))
       yield name, Program(publish, (train_params,), None)
     if name in ("prefill", "decode"):

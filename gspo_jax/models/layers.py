@@ -12,7 +12,7 @@ from gspo_jax.models import attention, pages
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models.attention import Scores, Tree, rotate
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.models.weights import Attention, Dense, Weight
+from gspo_jax.models.weights import Attention, Dense, InStack, Weight
 from gspo_jax.sharding import BATCH, P
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> like x
@@ -71,11 +71,13 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
   in float32 is small, and whole on every device. Experts gather theirs where they multiply.
   """
 
-  def one(weight: Weight, w: jax.Array) -> jax.Array:
+  def one(weight: Weight, w: Any) -> Any:
+    if isinstance(w, InStack):
+      return w
     w = w.astype(weight.read_as(dtype))
     if weight.wide:
       return sharding.reshard(w, P())
-    if "E" in weight.letters:
+    if weight.of_experts:
       return w
     together = sharding.spec(weight.letters[1:], sharding.ROLLOUT)
     collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
