@@ -59,7 +59,7 @@ class Run:
   @property
   def workload(self) -> Workload:
     """The requests that RL makes of the engine."""
-    return self.config.workload(tuple(self.tokenizer.stop_ids))
+    return self.config.workload(tuple(self.tokenizer.stop_ids), self.environment is not None)
 
   @functools.cached_property
   def line_ends(self) -> np.ndarray:

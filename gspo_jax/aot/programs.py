@@ -67,7 +67,8 @@ class Case:
 
   @property
   def workload(self) -> Workload:
-    return self.config.workload(stop_ids=(0,))  # how many there are is the tokenizer's
+    turns = bool(self.config.environment.name)
+    return self.config.workload(stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
 
 
 @dataclasses.dataclass(frozen=True)
