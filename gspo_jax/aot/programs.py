@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import config as configuration
 from gspo_jax import sharding
+from gspo_jax.aot import lengths
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
@@ -32,6 +33,8 @@ class Case:
   microbatches: int
   length: int
   slots: int = 0  # of the sampler, over all devices; 0: as configured
+  mean_response: float = 0  # tokens; 0: `lengths.default_mean`
+  mean_prompt: float = 0  # tokens; 0: a quarter of the longest
 
   @property
   def model(self):
@@ -47,9 +50,25 @@ class Case:
     engine = self.config.engine
     return dataclasses.replace(engine, slots=self.slots) if self.slots else engine
 
+  @functools.cached_property
+  def lengths(self) -> lengths.Lengths:
+    most = self.config.sampling.max_new_tokens
+    return lengths.Lengths(self.mean_response or lengths.default_mean(most), most)
+
+  @property
+  def prompt(self) -> float:
+    """Tokens of a prompt, in the mean."""
+    return self.mean_prompt or self.config.data.max_prompt_tokens / 4
+
+  @property
+  def filled(self) -> float:
+    """Positions of a slot that hold something, in the mean over time."""
+    return self.lengths.filled(self.prompt)
+
   @property
   def workload(self) -> Workload:
-    return self.config.workload(stop_ids=(0,))  # how many there are is the tokenizer's
+    turns = bool(self.config.environment.name)
+    return self.config.workload(stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +82,16 @@ class Program:
 
 
 def make_case(
-  config: configuration.RunConfig, sequences: int = 0, length: int = 0, slots: int = 0
+  config: configuration.RunConfig, sequences: int = 0, length: int = 0, **sampling: float
 ) -> Case:
-  """The configured batch, or `sequences` x `length` in one micro-batch; sampling as configured, or
-  with so many slots."""
+  """The configured batch, or `sequences` x `length` in one micro-batch; `sampling` as in `Case`."""
   rl = config.rl
   return Case(
     config,
     sequences or rl.prompts * rl.group_size // rl.minibatches,
     1 if sequences else rl.microbatches,
     length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
-    slots,
+    **sampling,
   )
 
 
@@ -90,7 +108,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
-  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, c.compute.dtype)
+  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
+  sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -106,7 +125,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       work = flops.work(case.model, rows, case.length, case.length)
       yield name, Program(train_step.make_score(learner), arguments, work)
     if name == "publish":
-      layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
+      layout = transformer.shardings(c.model, rollout, mesh)
       publish = sharding.publisher(layout, transformer.dtypes(c.model, c.compute.dtype))
       yield name, Program(publish, (train_params,), None)
     if name in ("prefill", "decode"):
@@ -118,19 +137,16 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   slots, in place."""
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
-  size = sizes(workload, engine, shards)
   options = dict(model=c.model, compute=c.compute, record_routing=workload.record_routing)
   with jax.set_mesh(mesh):
+    size = sizes(workload, engine, shards)
     state = jax.eval_shape(
       lambda: slots.new_state(
         c.model,
         tuple(block.attention_norm.shape[0] for block in params.blocks),
-        slots=size.slots,
-        window=size.window,
-        queue=size.entries * shards,
-        queue_window=size.prefix,
         stop_ids=len(workload.stop_ids),
         dtype=engine.cache_dtype,
+        **size.arrays,
       )
     )
   state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
@@ -140,15 +156,21 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    return Program(jax.jit(step, donate_argnums=1), arguments, work, turns=engine.steps)
-  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prefix)) * shards
+    # How often a slot takes a new prefix, and the share of the windows that is in use, in pages.
+    refills = size.slots / shards / case.lengths.mean
+    filled = (case.filled + size.page / 2) / size.window
+    rates = dict(refill=refills, paged_attention=filled)
+    return Program(
+      jax.jit(step, donate_argnums=1), arguments, work, rates=rates, turns=engine.steps
+    )
+  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prompt)) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue
   )
   fill = functools.partial(slots.prefill, piece=engine.prefill_tokens, **options)
-  arguments = params, state, by_row(size.prefix), fields, by_row(), by_row()
-  work = flops.work(case.model, prompts, size.prefix, size.prefix, heads=1)
+  arguments = params, state, by_row(size.prompt), fields, by_row(), by_row()
+  work = flops.work(case.model, prompts, size.prompt, size.prompt, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 
