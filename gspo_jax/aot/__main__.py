@@ -25,7 +25,7 @@ from ml_collections import config_flags
 
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot import chips, hlo_costs
+from gspo_jax.aot import chips, explain, hlo_costs
 from gspo_jax.aot.programs import PROGRAMS, Case, Program, make_case, programs
 from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
@@ -34,11 +34,18 @@ from gspo_jax.structs import TrainState
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/moe_aime.py.")
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
 _SEQUENCES = flags.DEFINE_integer(
-  "sequences", 0, "Per update, in one micro-batch; 0: as configured. Decoding has as many slots."
+  "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
 )
-_LENGTH = flags.DEFINE_integer("length", 0, "Tokens per sequence; 0: as configured.")
+_LENGTH = flags.DEFINE_integer(
+  "length", 0, "Of train and score: tokens per sequence; 0: as configured."
+)
+_SLOTS = flags.DEFINE_integer("slots", 0, "Of the sampler, over all devices; 0: as configured.")
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
 _SEARCH = flags.DEFINE_bool("search", False, "Try meshes and micro-batch sizes, recommend one.")
+_EXPLAIN = flags.DEFINE_integer(
+  "explain", 0, "Also print so many source lines of each program, those that move most bytes."
+)
+_TEXT = flags.DEFINE_string("text", "", "Also write the compiled programs into this directory.")
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
 
@@ -48,7 +55,7 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   try:
     config = configuration.from_dict(_CONFIG.value.to_dict())
-    case = make_case(config, _SEQUENCES.value, _LENGTH.value)
+    case = make_case(config, _SEQUENCES.value, _LENGTH.value, _SLOTS.value)
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
@@ -93,8 +100,15 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
   rows = []
   with jax.set_mesh(mesh):
     for name, program in programs(case, mesh, names):
-      row = dict(program=name) | compile_one(program, topology, case.config.compute.remat)
+      compiled, row = compile_one(program, topology, case.config.compute.remat)
+      row = dict(program=name) | row
       print_row(row, header=not rows)
+      if _TEXT.value and compiled:
+        Path(_TEXT.value, f"{name}.txt").write_text(compiled.as_text())
+      if _EXPLAIN.value and compiled:
+        costs = hlo_costs.costs(compiled.as_text(), program.rates)
+        for line in explain.lines(costs, _EXPLAIN.value, 1 / program.turns):
+          print_line(line)
       rows.append(row)
   return rows
 
@@ -110,8 +124,9 @@ def check(case: Case, mesh: jax.sharding.Mesh) -> None:
   transformer.shardings(case.model, sharding.TRAIN, mesh)
 
 
-def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
-  """Memory per chip, work, traffic and the time that they need at least."""
+def compile_one(program: Program, topology: str, remat: str) -> tuple[Any, dict[str, Any]]:
+  """The compiled program, None if it does not fit; memory per chip, work, traffic and the time that
+  they need at least."""
   chip, number = chips.parse(topology)
   per_chip = jax.sharding.get_mesh().size / number  # devices: two on chips whose cores are apart
   started = time.perf_counter()
@@ -122,8 +137,9 @@ def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     message = next((x for x in str(error).splitlines() if "exceed" in x.lower()), str(error))
-    return row | dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
-  memory, costs = compiled.memory_analysis(), hlo_costs.costs(compiled.as_text())
+    return None, row | dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
+  memory = compiled.memory_analysis()
+  costs = hlo_costs.costs(compiled.as_text(), program.rates)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
   row["fits"] = peak * per_chip <= chip.hbm
@@ -133,15 +149,19 @@ def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()
     flops = program.work.executed(remat) if program.trains else useful
-  traffic = costs.memory * per_chip, costs.wire * per_chip
-  return row | dict(
+  useful, flops = useful / program.turns, flops / program.turns
+  traffic = [n * per_chip / program.turns for n in (costs.memory, costs.wire)]
+  return compiled, row | dict(
     compile_s=time.perf_counter() - started,
     model_flops=useful,
     executed_flops=flops,
     hbm_bytes=traffic[0],
     wire_bytes=traffic[1],
     collectives={
-      kind: dict(count=costs.count[kind], bytes=costs.moved[kind] * per_chip)
+      kind: dict(
+        count=costs.count[kind] / program.turns,
+        bytes=costs.moved[kind] * per_chip / program.turns,
+      )
       for kind in sorted(costs.count)
     },
     **chips.bound(chip, number, flops, useful, *traffic),
@@ -194,7 +214,7 @@ def fewest_microbatches(
         error = f"needs more than {least / GIB:.0f} GiB a chip of {chip.hbm / GIB:.0f}"
         yield dict(**name, fits=False, hbm_gib=chip.hbm / GIB, error=error)
         continue
-      row = name | compile_one(program, topology, case.config.compute.remat)
+      row = name | compile_one(program, topology, case.config.compute.remat)[1]
     yield row
     if row["fits"]:
       return
