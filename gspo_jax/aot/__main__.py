@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
 
 def devices_of(topology: str) -> list:
   """Descriptions of the devices of a topology. ValueError without libtpu or with a wrong name."""
-  chip, _ = chips.parse(topology)
+  chip, number = chips.parse(topology)
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
@@ -82,9 +82,11 @@ def devices_of(topology: str) -> list:
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing is executed: several may compile at once
   )
   # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
-  joined = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
+  options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
+  if number == 1:  # a whole host has four
+    options["chips_per_host_bounds"] = (1, 1, 1)
   try:
-    return list(topologies.get_topology_desc(topology, "tpu", **joined).devices)
+    return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
   except Exception as error:  # whatever the plugin raises
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise ValueError(
@@ -142,9 +144,11 @@ def compile_one(program: Program, topology: str, remat: str) -> tuple[Any, dict[
   costs = hlo_costs.costs(compiled.as_text(), program.rates)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
-  row["fits"] = peak * per_chip <= chip.hbm
+  row["held_gib"] = held(program.held) * per_chip / GIB
+  needed = row["peak_gib"] + row["held_gib"]
+  row["fits"] = needed <= row["hbm_gib"]
   if not row["fits"]:
-    row["error"] = f"needs {row['peak_gib']:.1f} GiB a chip of {row['hbm_gib']:.0f}"
+    row["error"] = f"needs {needed:.1f} GiB a chip of {row['hbm_gib']:.0f}"
   useful = flops = 0.0
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()
@@ -223,15 +227,16 @@ def fewest_microbatches(
 def least_memory(case: Case, mesh, state: TrainState) -> float:
   """Bytes per device that a train step needs at least: its state, gradients, and of every layer
   the input, which no `compute.remat` drops."""
-
-  def held(tree: Any) -> float:
-    return sum(
-      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
-
   model, rows = case.model, case.rows // sharding.batch_shards(mesh)
   inputs = rows * case.length * model.hidden_size * model.num_layers
   return held(state) + held(state.params) + inputs * jnp.dtype(case.config.compute.dtype).itemsize
+
+
+def held(tree: Any) -> float:
+  """Bytes of arrays on each device."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+  )
 
 
 def candidates(case: Case, devices: int, tensor: int) -> Iterator[sharding.MeshConfig]:
@@ -260,7 +265,7 @@ def title(case: Case, topology: str, mesh) -> str:
 def print_row(row: dict[str, Any], header: bool) -> None:
   if header:
     print_line(
-      f"{'program':<22}{'peak GiB':>10}{'of':>5}{'PFLOP':>9}{'HBM GB':>9}{'ICI GB':>8}"
+      f"{'program':<22}{'peak GiB':>10}{'+ held':>8}{'of':>5}{'PFLOP':>9}{'HBM GB':>9}{'ICI GB':>8}"
       f"{'compute':>9}{'HBM':>8}{'ICI':>8}  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
@@ -269,7 +274,7 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     return
   seconds = "".join(f"{row[k]:>{w}.3g}" for k, w in zip(("compute_s", "hbm_s"), (9, 8)))
   print_line(
-    f"{start}{row['peak_gib']:>10.2f}{row['hbm_gib']:>5.0f}{row['executed_flops'] / 1e15:>9.3g}"
+    f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}{row['executed_flops'] / 1e15:>9.3g}"
     f"{row['hbm_bytes'] / 1e9:>9,.0f}{row['wire_bytes'] / 1e9:>8,.1f}{seconds}"
     f"{row['interconnect_s']:>8.3g}  {row['binds']:<13}{row['mfu']:>6.1%}{row['compile_s']:>8.0f}s"
   )

@@ -58,6 +58,7 @@ class Program:
   arguments: tuple[Any, ...]
   work: flops.Work | None  # None: moves data only
   trains: bool = False
+  held: tuple[Any, ...] = ()  # arrays that a run keeps on the devices meanwhile
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # for `hlo_costs.costs`
   turns: int = 1  # of the program's loop, decode steps; its figures are those of one of them
 
@@ -95,14 +96,16 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       rows = case.sequences if c.rl.packed else case.rows
       arguments = state.params, batch_of(case, mesh, rows)
       work = flops.work(case.model, rows, case.length, case.length)
-      yield name, Program(train_step.make_score(learner), arguments, work)
+      held = state.opt_state, sample_params
+      yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
       layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
       read = transformer.dtypes(c.model, c.compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
-      yield name, Program(publish, (state.params,), None)
+      yield name, Program(publish, (state.params,), None, held=(state.opt_state,))
     if name in ("prefill", "decode"):
-      yield name, sampling_program(name, case, mesh, sample_params)
+      program = sampling_program(name, case, mesh, sample_params)
+      yield name, dataclasses.replace(program, held=(state,))
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
