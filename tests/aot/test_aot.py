@@ -8,15 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
-from configs import moe_aime
-from gspo_jax import config as configuration
-from gspo_jax import sharding
-from gspo_jax.aot import __main__ as aot
-from gspo_jax.aot import chips, hlo_costs, programs
-from gspo_jax.models import flops, transformer
+from gspo_jax.aot import chips, hlo_costs
+from gspo_jax.models import flops
 from gspo_jax.models.sizes import PUBLISHED, tiny_moe
 
 ROOT = Path(__file__).parents[2]
@@ -100,33 +95,6 @@ def test_a_topology_that_is_none_is_named(topology):
     chips.parse(topology)
 
 
-def tiny_case(sequences=16, length=64):
-  config = configuration.from_dict(moe_aime.get_config("tiny").to_dict())
-  return programs.make_case(config, sequences, length)
-
-
-def test_what_a_search_does_not_even_compile_is_a_lower_bound():
-  case = tiny_case()
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
-  with jax.set_mesh(mesh):
-    _, program = next(programs.programs(case, mesh, ["train"]))
-    least = aot.least_memory(case, mesh, program.arguments[0])
-  parameters, model = transformer.count(case.model)[0], case.model
-  of_experts = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
-  of_experts *= model.num_layers
-  inputs = 16 // 8 * 64 * model.hidden_size * model.num_layers * 2
-  weights = of_experts / 8 + (parameters - of_experts) / 2
-  assert least == pytest.approx(16 * weights + inputs, rel=0.02)  # norms and routers lie otherwise
-
-
-def test_a_search_tries_meshes_that_divide_the_model():
-  case = tiny_case()
-  tried = lambda tensor: list(aot.candidates(case, 8, tensor))  # noqa: E731
-  assert tried(1) == [sharding.MeshConfig(1, 2, 4, 1), sharding.MeshConfig(1, 1, 8, 1)]
-  assert tried(2) == [sharding.MeshConfig(1, 1, 4, 2)]
-  assert tried(4) == []  # of two key/value heads
-
-
 def run(*options: str) -> subprocess.CompletedProcess:
   """The command line, without the test harness's simulated devices."""
   environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
@@ -157,16 +125,19 @@ def test_a_search_recommends_what_it_compiled(tmp_path):
   out = tmp_path / "aot.json"
   done = run(
     "--search",
+    "--tries=1",
     "--topology=v5p:2x2x1",
     "--sequences=8",
     "--length=256",
     f"--json={out}",
     "--config.model.num_layers=2",
+    "--config.mesh.expert=4",
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  assert "recommended: data x fsdp x expert x tensor = 1x1x4x1, 1 micro-batches" in done.stdout
+  assert "recommended:\ncompute=dict(expert_chunk=1024" in done.stdout
+  assert "mesh=dict(data=1, fsdp=1, expert=4, tensor=1)" in done.stdout
   (row,) = json.loads(out.read_text())
-  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro"
+  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro, full 1024/16"
 
 
 @needs_libtpu

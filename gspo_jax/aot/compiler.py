@@ -1,0 +1,106 @@
+"""Compiles programs for a TPU topology on a machine without TPUs, and says what they need."""
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from gspo_jax import sharding
+from gspo_jax.aot import chips, hlo_costs
+from gspo_jax.aot.estimate import held
+from gspo_jax.aot.programs import Case, Program
+from gspo_jax.hardware import GIB
+from gspo_jax.models import transformer
+
+
+def devices_of(topology: str) -> list:
+  """Descriptions of the devices of a topology. ValueError without libtpu or with a wrong name."""
+  chip, number = chips.parse(topology)
+  os.environ.update(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE=chip.host,
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # nothing is executed: several may compile at once
+  )
+  # A v4 chip is one device to a run, but two to this compiler unless its cores are joined.
+  options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
+  if number == 1:  # a whole host has four
+    options["chips_per_host_bounds"] = (1, 1, 1)
+  try:
+    return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+  except Exception as error:  # whatever the plugin raises
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise ValueError(
+      f"--topology={topology}: {reason} (is libtpu installed? pip install -e '.[tpu]')"
+    ) from error
+
+
+def check(case: Case, mesh: jax.sharding.Mesh) -> None:
+  """ValueError if rows or weights do not divide over the mesh."""
+  shards = sharding.batch_shards(mesh)
+  if case.rows % shards:
+    raise ValueError(
+      f"{case.rows} sequences of a micro-batch do not divide over the {shards} devices of "
+      "mesh.data x mesh.fsdp x mesh.expert: change mesh, sequences or micro-batches"
+    )
+  transformer.shardings(case.model, sharding.TRAIN, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  row: dict[str, Any]  # of a report
+  costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
+  text: str = ""  # "": it did not compile
+
+
+def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
+  return examine(program, topology, remat).row
+
+
+def examine(program: Program, topology: str, remat: str) -> Compiled:
+  """Memory per chip, work, traffic and the time that they need at least; of one turn, if the
+  program is a loop of several."""
+  chip, number = chips.parse(topology)
+  per_chip = jax.sharding.get_mesh().size / number  # devices: two on chips whose cores are apart
+  started = time.perf_counter()
+  row: dict[str, Any] = dict(fits=False, hbm_gib=chip.hbm / GIB)
+  try:
+    compiled = program.function.trace(*program.arguments).lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    message = next((x for x in str(error).splitlines() if "exceed" in x.lower()), str(error))
+    row |= dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
+    return Compiled(row)
+  memory, text = compiled.memory_analysis(), compiled.as_text()
+  costs = hlo_costs.costs(text, program.rates)
+  peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
+  row["peak_gib"] = peak * per_chip / GIB
+  row["held_gib"] = held(program.held) * per_chip / GIB
+  needed = row["peak_gib"] + row["held_gib"]
+  row["fits"] = needed <= row["hbm_gib"]
+  if not row["fits"]:
+    row["error"] = f"needs {needed:.1f} GiB a chip of {row['hbm_gib']:.0f}"
+  useful = flops = 0.0
+  if program.work:
+    useful = program.work.training() if program.trains else program.work.forward()
+    flops = program.work.executed(remat) if program.trains else useful
+  useful, flops = useful / program.turns, flops / program.turns
+  scale = per_chip / program.turns
+  traffic = costs.memory * scale, costs.wire * scale
+  row |= dict(
+    compile_s=time.perf_counter() - started,
+    model_flops=useful,
+    executed_flops=flops,
+    hbm_bytes=traffic[0],
+    wire_bytes=traffic[1],
+    collectives={
+      kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
+      for kind in sorted(costs.count)
+    },
+    **chips.bound(chip, number, flops, useful, *traffic),
+  )
+  return Compiled(row, costs, text)

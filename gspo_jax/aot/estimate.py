@@ -1,0 +1,129 @@
+"""What an update needs at least, by arithmetic: it tells a search what not to compile."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.aot import chips
+from gspo_jax.aot.programs import Case
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.state import abstract_params, abstract_state
+from gspo_jax.models import flops, lora
+from gspo_jax.structs import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Least:
+  """Lower bounds of one update, per chip; `row` of the report has what the compiler says."""
+
+  memory: float  # bytes
+  compute_s: float
+  hbm_s: float
+  interconnect_s: float
+
+  @property
+  def bound_s(self) -> float:
+    return max(self.compute_s, self.hbm_s, self.interconnect_s)
+
+  @property
+  def sum_s(self) -> float:
+    return self.compute_s + self.hbm_s + self.interconnect_s
+
+
+def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
+  """The least that a train step of the case needs on the mesh.
+
+  Memory: state, gradients and what `compute.remat` keeps. Traffic: the state once, and in each
+  micro-batch the layers' weights and kept activations, forward and backward. Links: weights
+  gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`.
+  """
+  c, model = case.config, case.model
+  chip, number = chips.parse(topology)
+  per_chip = mesh.size / number
+  state = state_of(case, mesh)
+  gradients = held(lora.split(state.params)[0])
+  weights = weights_of(case, mesh)
+  rows = -(-case.rows // sharding.batch_shards(mesh))  # of a device, in a micro-batch
+  tokens = rows * case.length
+  kept = tokens * kept_per_token(case, mesh)
+  times = case.microbatches
+
+  layers = weights["dense"] + weights["experts"]
+  chunk = min(c.compute.expert_chunk or tokens, tokens)
+  slices = min(c.compute.logits_chunk or case.length, case.length)
+  read = 2 * (weights["dense"] + weights["experts"] * -(-tokens // chunk))
+  read += 2 * weights["head"] * -(-case.length // slices)
+  adding = 2 * gradients if times > 1 else 0.0
+  traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
+
+  passes = 2 if c.compute.remat == "none" else 3  # their gradients are one
+  sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp")
+  itemsize = jnp.dtype(c.compute.dtype).itemsize
+  hidden = tokens * model.hidden_size * itemsize * model.num_layers
+  if model.num_experts:
+    sent += 5 * hidden * (mesh.shape["expert"] - 1)
+  sent += 4 * 2 * hidden * _others(mesh, "tensor")
+  bound = chips.bound(
+    chip,
+    number,
+    flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat),
+    0.0,
+    traffic * per_chip,
+    times * sent * per_chip,
+  )
+  memory = held(state) + gradients + kept
+  return Least(
+    memory * per_chip, *(bound[f"{name}_s"] for name in ("compute", "hbm", "interconnect"))
+  )
+
+
+def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes on a device, over all layers, that the backward pass finds of each token: the layers'
+  inputs, which no `compute.remat` drops, and what it names besides."""
+  c, model, tensor = case.config, case.model, mesh.shape["tensor"]
+  heads = model.num_heads * model.head_dim / tensor
+  width = float(model.hidden_size)
+  if c.compute.remat != "full":
+    width += heads
+  if c.compute.remat in ("dots", "none"):
+    width += 2 * model.num_kv_heads * model.head_dim / tensor
+  return width * model.num_layers * jnp.dtype(c.compute.dtype).itemsize
+
+
+def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
+  """Bytes of the weights that a device multiplies with, put together over `fsdp`, in the type that
+  they are read in."""
+  c, model = case.config, case.model
+  total = held(abstract_params(model, mesh, sharding.ROLLOUT, c.compute.dtype))
+  itemsize = jnp.dtype(c.compute.dtype).itemsize
+  tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
+  one = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size * itemsize
+  layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
+  experts = layers * one / (expert * tensor)
+  head = model.vocab_size * model.hidden_size * itemsize / tensor
+  embedding = 0 if model.tie_word_embeddings else head
+  return dict(experts=experts, head=head, dense=total - experts - head - embedding)
+
+
+def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
+  """Shapes and shardings of the training state."""
+  c = case.config
+  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
+  with jax.set_mesh(mesh):
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype)
+
+
+def held(tree: Any) -> float:
+  """Bytes of a device's part of arrays."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+  )
+
+
+def _others(mesh: jax.sharding.Mesh, axis: str) -> float:
+  """The share of a gathered array that comes from other devices of the axis."""
+  return 1 - 1 / mesh.shape[axis]
