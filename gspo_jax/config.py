@@ -22,7 +22,7 @@ from gspo_jax.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt
 from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
 from gspo_jax.runs.checkpoint import CheckpointConfig
-from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
+from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig, Workload
 from gspo_jax.sharding import MeshConfig
 
 FLOAT_MAX = sys.float_info.max
@@ -184,6 +184,21 @@ class RunConfig:
       prompt_tokens=self.data.max_prompt_tokens,
       response_tokens=self.sampling.max_new_tokens,
       **both,
+    )
+
+  def workload(self, stop_ids: tuple[int, ...]) -> Workload:
+    """The requests that RL makes of the engine."""
+    several_turns = bool(self.environment.name)
+    return Workload(
+      self.sampling,
+      prompt_length=self.data.max_prompt_tokens,
+      trajectories=self.rl.prompts * self.rl.group_size,
+      group_size=self.rl.group_size,
+      stop_ids=stop_ids,
+      stop_strings=self.environment.stop_strings if several_turns else (),
+      several_turns=several_turns,
+      partial=self.rl.partial,
+      record_routing=self.objective.needs_sampler_routing,
     )
 
   def check_devices(self, batch_shards: int) -> None:

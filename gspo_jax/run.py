@@ -59,18 +59,7 @@ class Run:
   @property
   def workload(self) -> Workload:
     """The requests that RL makes of the engine."""
-    c = self.config
-    return Workload(
-      c.sampling,
-      prompt_length=c.data.max_prompt_tokens,
-      trajectories=c.rl.prompts * c.rl.group_size,
-      group_size=c.rl.group_size,
-      stop_ids=tuple(self.tokenizer.stop_ids),
-      stop_strings=c.environment.stop_strings if self.environment else (),
-      several_turns=self.environment is not None,
-      partial=c.rl.partial,
-      record_routing=c.objective.needs_sampler_routing,
-    )
+    return self.config.workload(tuple(self.tokenizer.stop_ids))
 
   @functools.cached_property
   def line_ends(self) -> np.ndarray:

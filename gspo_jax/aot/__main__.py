@@ -19,7 +19,8 @@ from ml_collections import config_flags
 
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot.compiler import check, compile_one, devices_of
+from gspo_jax.aot import explain
+from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs
 from gspo_jax.aot.search import search
 from gspo_jax.aot.table import print_line, print_row, title
@@ -27,12 +28,19 @@ from gspo_jax.aot.table import print_line, print_row, title
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/moe_aime.py.")
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
 _SEQUENCES = flags.DEFINE_integer(
-  "sequences", 0, "Per update, in one micro-batch; 0: as configured. Decoding has as many slots."
+  "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
 )
-_LENGTH = flags.DEFINE_integer("length", 0, "Tokens per sequence; 0: as configured.")
+_LENGTH = flags.DEFINE_integer(
+  "length", 0, "Of train and score: tokens per sequence; 0: as configured."
+)
+_SLOTS = flags.DEFINE_integer("slots", 0, "Of the sampler, over all devices; 0: as configured.")
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
 _SEARCH = flags.DEFINE_bool("search", False, "Find the settings with which an update is fastest.")
 _TRIES = flags.DEFINE_integer("tries", 12, "Programs that a search compiles at most.")
+_EXPLAIN = flags.DEFINE_integer(
+  "explain", 0, "Also print so many source lines of each program, those that move most bytes."
+)
+_TEXT = flags.DEFINE_string("text", "", "Also write the compiled programs into this directory.")
 _JSON = flags.DEFINE_string("json", "", "Also write the report to this file.")
 
 
@@ -42,7 +50,7 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   try:
     config = configuration.from_dict(_CONFIG.value.to_dict())
-    case = make_case(config, _SEQUENCES.value, _LENGTH.value)
+    case = make_case(config, _SEQUENCES.value, _LENGTH.value, _SLOTS.value)
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
@@ -67,8 +75,13 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
   rows = []
   with jax.set_mesh(mesh):
     for name, program in programs(case, mesh, names):
-      row = dict(program=name) | compile_one(program, topology, case.config.compute.remat)
+      one = examine(program, topology, case.config.compute.remat)
+      row = dict(program=name) | one.row
       print_row(row, header=not rows)
+      for line in explain.lines(one.costs, _EXPLAIN.value, 1 / program.turns):
+        print_line(line)
+      if _TEXT.value:
+        Path(_TEXT.value, f"{name}.txt").write_text(one.text)
       rows.append(row)
   return rows
 

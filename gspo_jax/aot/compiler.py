@@ -1,5 +1,6 @@
 """Compiles programs for a TPU topology on a machine without TPUs, and says what they need."""
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -47,8 +48,20 @@ def check(case: Case, mesh: jax.sharding.Mesh) -> None:
   transformer.shardings(case.model, sharding.TRAIN, mesh)
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  row: dict[str, Any]  # of a report
+  costs: hlo_costs.Costs = dataclasses.field(default_factory=hlo_costs.Costs)
+  text: str = ""  # "": it did not compile
+
+
 def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
-  """Memory per chip, work, traffic and the time that they need at least."""
+  return examine(program, topology, remat).row
+
+
+def examine(program: Program, topology: str, remat: str) -> Compiled:
+  """Memory per chip, work, traffic and the time that they need at least; of one turn, if the
+  program is a loop of several."""
   chip, number = chips.parse(topology)
   per_chip = jax.sharding.get_mesh().size / number  # devices: two on chips whose cores are apart
   started = time.perf_counter()
@@ -59,8 +72,10 @@ def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     message = next((x for x in str(error).splitlines() if "exceed" in x.lower()), str(error))
-    return row | dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
-  memory, costs = compiled.memory_analysis(), hlo_costs.costs(compiled.as_text())
+    row |= dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
+    return Compiled(row)
+  memory, text = compiled.memory_analysis(), compiled.as_text()
+  costs = hlo_costs.costs(text, program.rates)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
   row["fits"] = peak * per_chip <= chip.hbm
@@ -70,16 +85,19 @@ def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()
     flops = program.work.executed(remat) if program.trains else useful
-  traffic = costs.memory * per_chip, costs.wire * per_chip
-  return row | dict(
+  useful, flops = useful / program.turns, flops / program.turns
+  scale = per_chip / program.turns
+  traffic = costs.memory * scale, costs.wire * scale
+  row |= dict(
     compile_s=time.perf_counter() - started,
     model_flops=useful,
     executed_flops=flops,
     hbm_bytes=traffic[0],
     wire_bytes=traffic[1],
     collectives={
-      kind: dict(count=costs.count[kind], bytes=costs.moved[kind] * per_chip)
+      kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)
     },
     **chips.bound(chip, number, flops, useful, *traffic),
   )
+  return Compiled(row, costs, text)

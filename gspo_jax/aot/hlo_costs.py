@@ -1,14 +1,32 @@
-"""Reads a compiled program: bytes through memory and through each kind of collective, per device.
+"""Reads a compiled program: bytes through HBM and through each kind of collective, per device.
 
 XLA's own cost analysis counts the body of a loop once; here a body counts as often as its condition
 says. A loop whose length depends on data counts once: of ours, those are the pieces of expert rows,
-one of which is the rule, and what a while loop of the sampler does per token.
+one of which is the rule. Under a `jax.named_scope` that is a key of `rates`, a loop and a kernel
+count so often, e.g. `refill` of the sampler.
+
+Rules, of what an instruction that is not fused away reads and writes:
+
+  - An array counts with the padding of its layout, and only if it is in HBM: not what the compiler
+    keeps in vector memory. A copy between memories counts on the side of HBM.
+  - A slice and a gather read what they return, wherever in a fusion they are.
+  - An update in place writes the update (dynamic-update-slice, scatter; of a sum it reads as much),
+    if the array that it goes into is an operand: where it cannot be written in place, the compiler
+    has put a copy before it, which counts.
+  - A Pallas kernel counts as its `pl.CostEstimate(bytes_accessed=...)` says, of all that is moved
+    between HBM and vector memory, blocks that are read again included. A kernel without one, or
+    with a wrong one, can be called under `jax.named_scope("hbm_bytes=N")`, which goes first.
+    Without either: `kernels.moved`, or each operand and result once.
 """
 
 import dataclasses
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
+
+from gspo_jax.aot import hlo, kernels
+from gspo_jax.aot.hlo import Instruction, Module
 
 COLLECTIVES = (
   "all-gather",
@@ -17,163 +35,240 @@ COLLECTIVES = (
   "all-to-all",
   "collective-permute",
 )
-_BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8)
-_SHAPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 # These move nothing, or what their body moves is counted there.
 _FREE = frozenset(
   "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
-  "copy-start copy-done partition-id replica-id opt-barrier custom-call-start".split()
+  "partition-id replica-id opt-barrier".split()
 )
+_SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = ("dynamic-update-slice", "scatter")
+# Element by element, so that a slice of the result needs a slice of the operand.
+_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
+_NOTHING = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """What an instruction moves."""
+
+  instruction: Instruction
+  source: str  # FILE:LINE
+  bytes: float  # through HBM, each time
+  times: float
 
 
 @dataclasses.dataclass
 class Costs:
-  memory: float = 0.0  # bytes read and written by every instruction that is not fused away
+  memory: float = 0.0  # bytes through HBM
+  items: list[Item] = dataclasses.field(default_factory=list)
   count: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   wire: float = 0.0  # bytes that a device sends
+  hidden: float = 0.0  # of these, while it does something else
 
 
-def costs(text: str) -> Costs:
-  """Counts a program's costs in its compiled text (`compiled.as_text()`)."""
-  computations, entry = _split(text)
-  total = Costs()
-  _walk(entry, 1.0, computations, total)
+def costs(text: str, rates: Mapping[str, float] | None = None) -> Costs:
+  """Counts a program's costs in its compiled text (`compiled.as_text()`).
+
+  rates: named scope -> how often what is in it happens.
+  """
+  counter = _Counter(hlo.parse(text), rates or {})
+  counter.walk(counter.module.entry, 1.0)
+  return counter.total
+
+
+class _Counter:
+  def __init__(self, module: Module, rates: Mapping[str, float]):
+    self.module, self.total = module, Costs()
+    self._rates = {
+      re.compile(rf"(^|[/(]){re.escape(name)}([/)]|$)"): n for name, n in rates.items()
+    }
+
+  def walk(self, name: str, times: float) -> None:
+    for one in self.module.computations.get(name, ()):
+      if one.op == "while":
+        turns = self._rate(one) or trips(self.module, one)
+        self.walk(one.called("body"), times * turns)
+      elif one.op == "conditional":
+        self.walk(one.branches()[0], times)
+      elif one.op in ("call", "call-start", "async-start"):
+        self.walk(one.called("to_apply", "calls"), times)
+      else:
+        self._one(one, self.module.by_name[name], times)
+
+  def _rate(self, one: Instruction) -> float | None:
+    return next((n for scope, n in self._rates.items() if scope.search(one.path)), None)
+
+  def _one(self, one: Instruction, others: dict[str, Instruction], times: float) -> None:
+    """One instruction that is not control flow."""
+    kind = collective_of(one, self.module)
+    if kind:
+      self._collective(kind, one, others, times)
+    moved = hbm_bytes(one, others, self.module)
+    if one.kernel:
+      moved *= self._rate(one) or 1
+    if moved:
+      self.total.memory += times * moved
+      self.total.items.append(Item(one, self.module.source(one), moved, times))
+
+  def _collective(self, kind: str, one: Instruction, others, times: float) -> None:
+    started, rest = one.op.endswith("-start"), one.rest
+    if one.op == "fusion":
+      inner = self.module.computations[one.called("calls")]
+      rest = next((x.rest for x in inner if x.op == "all-reduce"), rest)
+    n = group(rest)
+    if n < 2 and kind != "collective-permute":
+      return
+    result = sum(array.bytes for array in one.arrays)
+    operand = sum(array.bytes for x in one.operands if x in others for array in others[x].arrays)
+    if kind == "all-gather":
+      size = result - operand if started and result > operand * n else result
+      sent = size * (n - 1) / n
+    elif kind == "collective-permute":
+      size = sent = operand
+    else:
+      size = operand
+      sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+    self.total.count[kind] += times
+    self.total.moved[kind] += times * size
+    self.total.wire += times * sent
+
+
+def collective_of(one: Instruction, module: Module) -> str:
+  """Its kind, without "-start"; "" if it is none."""
+  kind = one.op.removesuffix("-start")
+  if one.op == "fusion" and "all-reduce-scatter" in one.called("calls"):
+    kind = "reduce-scatter"  # how the TPU compiler may write one
+  return kind if kind in COLLECTIVES else ""
+
+
+def hbm_bytes(one: Instruction, others: dict[str, Instruction], module: Module) -> float:
+  """Bytes that an instruction reads from HBM and writes to it."""
+  operands = [others[x] for x in one.operands if x in others]
+  if one.op in _FREE or any(f'custom_call_target="{x}' in one.rest for x in _NOTHING):
+    return 0.0
+  if one.op.endswith("-done"):  # its result is that of the whole; the start's has more in it
+    start = operands[0]
+    kind, sources = (
+      start.op.removesuffix("-start"),
+      [others[x] for x in start.operands if x in others],
+    )
+    if kind in ("call", "async"):
+      return 0.0
+    read = one.elements * _each(sources[0]) if kind in _SLICES else sum(x.hbm for x in sources)
+    return read + one.hbm
+  if one.op.endswith("-start"):
+    return 0.0
+  if one.op == "fusion":
+    return _fusion(one, operands, module)
+  if one.kernel:
+    return kernels.hbm_bytes(one, operands)
+  if one.op in _SLICES:
+    return one.elements * _each(operands[0]) + one.hbm + sum(x.hbm for x in operands[1:])
+  if one.op in _UPDATES:
+    written = _update(one, others).elements * _passes(one, module)
+    targets = (len(one.operands) - 1) // 2 if one.op == "scatter" else 1
+    return sum(x.hbm for x in operands[targets:]) + written * _each(one)
+  return one.hbm + sum(x.hbm for x in operands)
+
+
+def _each(one: Instruction) -> float:
+  """Bytes in HBM for each element."""
+  return one.hbm / max(one.elements, 1)
+
+
+def _update(one: Instruction, others: dict[str, Instruction]) -> Instruction:
+  """What an update writes; of a scatter into several targets, the first one's."""
+  place = 1 if one.op == "dynamic-update-slice" else (len(one.operands) + 1) // 2
+  return others[one.operands[place]]
+
+
+def _passes(one: Instruction, module: Module) -> int:
+  """1 if an update replaces what is there; 2 if it reads it too, to add to it."""
+  body = module.computations.get(one.called("to_apply"), ())
+  return 2 if any(x.root and x.op != "parameter" for x in body) else 1
+
+
+def _fusion(one: Instruction, operands: list[Instruction], module: Module) -> float:
+  """Bytes of a fusion: of what it only slices, the slices; of what it updates in place, those."""
+  name = one.called("calls")
+  body = module.by_name.get(name)
+  if body is None:
+    return one.hbm + sum(x.hbm for x in operands)
+  total = 0.0
+  for inner in body.values():
+    if inner.op == "parameter":
+      place = int(re.match(r"\d+", inner.rest)[0])
+      if place < len(operands) and operands[place].hbm:
+        read = _read(inner, body, module)
+        total += operands[place].hbm * read / max(inner.elements, 1)
+  root = next(x for x in body.values() if x.root)
+  for array, result in zip(one.arrays, _results(root, body)):
+    if not array.space:
+      total += _written(result, array.bytes, body, module)
   return total
 
 
-def _split(text: str) -> tuple[dict[str, list[str]], str]:
-  computations: dict[str, list[str]] = {}
-  entry, lines = "", None
-  for line in text.splitlines():
-    if lines is None:
-      header = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-      if header:
-        lines = computations.setdefault(header[2], [])
-        entry = header[2] if header[1] else entry
-    elif re.match(r"^\}(, |$)", line):  # not the end of metadata that runs over several lines
-      lines = None
+def _results(root: Instruction, body: dict[str, Instruction]) -> list[Instruction]:
+  return [body[x] for x in root.operands] if root.op == "tuple" else [root]
+
+
+def _read(one: Instruction, body, module: Module, wanted: float | None = None) -> float:
+  """How many elements of a value of a fusion are needed.
+
+  wanted: of the fusion's result, by what it is itself fused into; None: all.
+  """
+  users = [(x, place) for x in body.values() for place, y in enumerate(x.operands) if y == one.name]
+  needed = 0.0
+  if one.root:
+    needed = one.elements if wanted is None else wanted
+  for user, place in users:
+    if user.op in _SLICES and place == 0:
+      needed += user.elements
+    elif user.op in _UPDATES and place == 0:
+      needed += _update(user, body).elements * (_passes(user, module) - 1)
+    elif user.op in _THROUGH:
+      needed += _read(user, body, module, wanted)
+    elif user.op == "fusion" and user.called("calls") in module.by_name:
+      inner = module.by_name[user.called("calls")]
+      of_user = _read(user, body, module, wanted)
+      found = [x for x in inner.values() if x.op == "parameter" and x.rest.startswith(f"{place})")]
+      needed += sum(_read(x, inner, module, of_user) for x in found)
     else:
-      lines.append(line.strip())
-  return computations, entry
+      needed += one.elements
+  return min(needed, float(one.elements))
 
 
-def _walk(name: str, times: float, computations: dict[str, list[str]], total: Costs) -> None:
-  sizes: dict[str, float] = {}
-  for line in computations.get(name, ()):
-    found = _INSTRUCTION.match(line)
-    if not found:
-      continue
-    result, shape, op, rest = found.groups()
-    sizes[result] = _size(shape)
-    if op == "while":
-      body, condition = _called("body", rest), _called("condition", rest)
-      _walk(body, times * _trips(computations.get(condition, ())), computations, total)
-    elif op == "conditional":
-      branches = re.findall(r"%([\w.\-]+)", re.search(r"branch_computations=\{(.*?)\}|$", rest)[0])
-      for branch in branches[:1] or [_called("true_computation", rest)]:
-        _walk(branch, times, computations, total)
-    elif op in ("call", "async-start"):
-      _walk(_called("to_apply", rest) or _called("calls", rest), times, computations, total)
-    else:
-      _one(op, shape, rest, times, sizes, computations, total)
+def _written(result: Instruction, size: float, body, module: Module) -> float:
+  """Bytes of a result that a fusion writes."""
+  while result.op in ("bitcast", "copy") and result.operands[0] in body:
+    result = body[result.operands[0]]
+  if result.op == "fusion" and result.called("calls") in module.by_name:
+    inner = module.by_name[result.called("calls")]
+    root = next(x for x in inner.values() if x.root)
+    return size if root.op == "tuple" else _written(root, size, inner, module)
+  if result.op not in _UPDATES:
+    return size
+  target = body[result.operands[0]]
+  while target.op in ("bitcast", "copy") and target.operands[0] in body:
+    target = body[target.operands[0]]
+  if target.op != "parameter":
+    return size  # made here: all of it is written
+  return size * _update(result, body).elements / max(result.elements, 1)
 
 
-def _one(op, shape, rest, times, sizes, computations, total: Costs) -> None:
-  """One instruction that is not control flow."""
-  kind = op.removesuffix("-start")
-  operands = [sizes.get(x, 0.0) for x in re.findall(r"%([\w.\-]+)", rest.split("), ")[0])]
-  fused = _called("calls", rest)
-  if op == "fusion" and fused and "all-reduce-scatter" in fused:
-    kind = "reduce-scatter"  # how the TPU compiler writes one
-    rest = next((x for x in computations[fused] if " all-reduce(" in x), rest)
-  if kind in COLLECTIVES:
-    _collective(kind, _size(shape), sum(operands), rest, op.endswith("-start"), times, total)
-  if op in _FREE or op.endswith("-done"):
-    return
-  if op == "fusion" and fused in computations:
-    total.memory += times * _fusion(computations[fused], operands, _size(shape))
-  elif op in ("dynamic-slice", "gather", "slice"):
-    total.memory += times * 2 * _size(shape)
-  elif op in ("slice-start", "dynamic-slice-start"):  # its shape holds the operands too
-    total.memory += times * 2 * max(_size(shape) - sum(operands), 0.0)
-  elif op == "dynamic-update-slice":
-    total.memory += times * 2 * (operands[1] if len(operands) > 1 else 0)
-  else:
-    total.memory += times * (_size(shape) + sum(operands))
+def trips(module: Module, loop: Instruction) -> int:
+  """Turns of a loop: as XLA says, or the constant that its counter is compared with; 1 if there is
+  none, or several."""
+  if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+    return int(known[1])
+  body = module.computations.get(loop.called("condition"), ())
+  constants = (re.match(r"\d+", x.rest) for x in body if x.op == "constant" and "s32[]" in x.shape)
+  found = {int(x[0]) for x in constants if x} - {0}
+  return found.pop() if len(found) == 1 else 1
 
 
-def _collective(kind, result, operand, rest, started, times, total: Costs) -> None:
-  n = _group(rest)
-  if n < 2 and kind != "collective-permute":
-    return
-  if kind == "all-gather":
-    size = result - operand if started and result > operand * n else result
-    sent = size * (n - 1) / n
-  elif kind == "collective-permute":
-    size = sent = operand
-  else:
-    size = operand
-    sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-  total.count[kind] += times
-  total.moved[kind] += times * size
-  total.wire += times * sent
-
-
-def _fusion(lines: list[str], operands: list[float], result: float) -> float:
-  """Bytes of a fusion: of a parameter that is only sliced, the slices; of one updated in place,
-  the update."""
-  parameters, users, sizes, root, same = {}, defaultdict(list), {}, None, {}
-  for line in lines:
-    found = _INSTRUCTION.match(line)
-    if not found:
-      continue
-    name, shape, op, rest = found.groups()
-    sizes[name] = _size(shape)
-    if op == "parameter":
-      parameters[name] = int(rest.split(")")[0])
-    names = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-    if op == "bitcast":
-      same[name] = same.get(names[0], names[0])
-      continue
-    for place, operand in enumerate(names):
-      users[same.get(operand, operand)].append((op, place, name))
-    if line.startswith("ROOT"):
-      root = (op, names)
-  total = 0.0
-  for name, place in parameters.items():
-    size = operands[place] if place < len(operands) else sizes[name]
-    uses = users[name]
-    if uses and all(op in ("dynamic-slice", "gather", "slice") and at == 0 for op, at, _ in uses):
-      size = sum(sizes[user] for *_, user in uses)
-    elif uses and all(op == "dynamic-update-slice" and at == 0 for op, at, _ in uses):
-      size = 0.0
-    total += min(size, operands[place] if place < len(operands) else size)
-  if root and root[0] == "dynamic-update-slice":
-    result = sizes.get(root[1][1], result)
-  return total + result
-
-
-def _size(shape: str) -> float:
-  return sum(
-    math.prod(int(n) for n in dims.split(",") if n) * _BYTES.get(dtype, 4)
-    for dtype, dims in _SHAPE.findall(shape)
-  )
-
-
-def _called(key: str, text: str) -> str:
-  found = re.search(rf"\b{key}=%?([\w.\-]+)", text)
-  return found[1] if found else ""
-
-
-def _trips(condition: list[str]) -> int:
-  """Turns of a loop: the constant that its counter is compared with; 1 if there is none."""
-  found = re.findall(r"s32\[\]\S* constant\((\d+)\)", "\n".join(condition))
-  return int(found[0]) if len(found) == 1 else 1
-
-
-def _group(text: str) -> int:
+def group(text: str) -> int:
   """Devices that take part in one collective together."""
   if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
     return len(found[1].split(","))

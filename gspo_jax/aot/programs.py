@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import flops, routing, transformer
-from gspo_jax.sampling import slots
+from gspo_jax.sampling import EngineConfig, Workload, slots
+from gspo_jax.sampling.requests import sizes
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch
 
@@ -31,6 +31,7 @@ class Case:
   sequences: int  # per update
   microbatches: int
   length: int
+  slots: int = 0  # of the sampler, over all devices; 0: as configured
 
   @property
   def model(self):
@@ -38,8 +39,17 @@ class Case:
 
   @property
   def rows(self) -> int:
-    """Sequences at once: of a micro-batch, of a scoring pass and of decoding."""
+    """Sequences at once: of a micro-batch and of a scoring pass."""
     return self.sequences // self.microbatches
+
+  @property
+  def engine(self) -> EngineConfig:
+    engine = self.config.engine
+    return dataclasses.replace(engine, slots=self.slots) if self.slots else engine
+
+  @property
+  def workload(self) -> Workload:
+    return self.config.workload(stop_ids=(0,))  # how many there are is the tokenizer's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +58,22 @@ class Program:
   arguments: tuple[Any, ...]
   work: flops.Work | None  # None: moves data only
   trains: bool = False
+  rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # for `hlo_costs.costs`
+  turns: int = 1  # of the program's loop, decode steps; its figures are those of one of them
 
 
-def make_case(config: configuration.RunConfig, sequences: int = 0, length: int = 0) -> Case:
-  """The configured batch, or `sequences` x `length` in one micro-batch."""
+def make_case(
+  config: configuration.RunConfig, sequences: int = 0, length: int = 0, slots: int = 0
+) -> Case:
+  """The configured batch, or `sequences` x `length` in one micro-batch; sampling as configured, or
+  with so many slots."""
   rl = config.rl
   return Case(
     config,
     sequences or rl.prompts * rl.group_size // rl.minibatches,
     1 if sequences else rl.microbatches,
     length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    slots,
   )
 
 
@@ -89,39 +105,41 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
-  """Prompts into the queue, as many at once as the sampler takes; or decoding steps of all slots,
-  in place."""
-  c, rows = case.config, case.rows
-  prompt = min(c.data.max_prompt_tokens, case.length // 2)
-  options = dict(model=c.model, compute=c.compute, record_routing=c.objective.needs_sampler_routing)
-  state = jax.eval_shape(
-    lambda: slots.new_state(
-      c.model,
-      tuple(count for _, count in c.model.runs()),
-      slots=rows,
-      window=case.length,
-      queue=max(sharding.batch_shards(mesh), rows // c.rl.group_size),
-      queue_window=prompt,
-      stop_ids=1,
-      dtype=c.engine.cache_dtype,
+  """The longest prompts into the queue, as many at once as a run takes; or decode steps of all
+  slots, in place."""
+  c, engine, workload = case.config, case.engine, case.workload
+  shards = sharding.batch_shards(mesh)
+  size = sizes(workload, engine, shards)
+  options = dict(model=c.model, compute=c.compute, record_routing=workload.record_routing)
+  with jax.set_mesh(mesh):
+    state = jax.eval_shape(
+      lambda: slots.new_state(
+        c.model,
+        tuple(block.attention_norm.shape[0] for block in params.blocks),
+        slots=size.slots,
+        window=size.window,
+        queue=size.entries * shards,
+        queue_window=size.prefix,
+        stop_ids=len(workload.stop_ids),
+        dtype=engine.cache_dtype,
+      )
     )
-  )
-  split = lambda x: kv_cache.SPEC if x.ndim == 5 else P(BATCH)  # noqa: E731
-  state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, split(x)), state)
+  state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
   if name == "decode":
-    whole = dataclasses.replace(c.sampling, top_k=0, top_p=1.0, min_p=0.0)
-    step = functools.partial(slots.decode, steps=1, sampling=whole, **options)
-    work = flops.work(case.model, rows, 1, case.length)
-    cancelled = shaped((rows,), jnp.int32, mesh, P())
-    return Program(jax.jit(step, donate_argnums=1), (params, state, cancelled), work)
-  prompts = max(1, c.engine.prefill_tokens // prompt) * sharding.batch_shards(mesh)
+    step = functools.partial(
+      slots.decode, steps=engine.steps, sampling=workload.sampling, **options
+    )
+    work = flops.work(case.model, size.slots, engine.steps, size.window)
+    arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
+    return Program(jax.jit(step, donate_argnums=1), arguments, work, turns=engine.steps)
+  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prefix)) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue
   )
-  fill = functools.partial(slots.prefill, piece=c.engine.prefill_tokens, **options)
-  arguments = params, state, by_row(prompt), fields, by_row(), by_row()
-  work = flops.work(case.model, prompts, prompt, prompt, heads=1)
+  fill = functools.partial(slots.prefill, piece=engine.prefill_tokens, **options)
+  arguments = params, state, by_row(size.prefix), fields, by_row(), by_row()
+  work = flops.work(case.model, prompts, size.prefix, size.prefix, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 

@@ -69,6 +69,35 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizes:
+  """Shapes of an engine's arrays for one workload."""
+
+  slots: int  # responses decoded at once, over all devices
+  window: int  # positions of a slot
+  rows: int  # prefixes that a device prefills at once, at most
+  entries: int  # of a device's queue of prefixes
+  prefix: int  # positions of an entry
+
+
+def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
+  """The shapes for `shards` devices, over which slots and queue are split."""
+  slots = -(-config.slots_for(workload.trajectories) // shards)  # of one device
+  rows, longest = -(-slots // workload.samples), workload.prefix_length
+  prefix = bucket(longest, longest, config.prefill_tokens)
+  entries = max(2, min(2 * rows, slots))
+  return Sizes(slots * shards, max(workload.window, prefix), rows, entries, prefix)
+
+
+def bucket(prefix: int, longest: int, piece: int) -> int:
+  """Length that a prefix is padded to, without its last token, which is not prefilled; beyond
+  `piece`, whole pieces. Few lengths, few programs."""
+  length, longest = (max(n - 1, SHORTEST) for n in (prefix, longest))
+  if length > piece:
+    return -(-length // piece) * piece
+  return min(1 << (length - 1).bit_length(), longest)
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
   """Responses that continue one prefix: a prompt, or what a trajectory holds so far.
 

@@ -22,12 +22,13 @@ from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
 from gspo_jax.sampling.requests import (
-  SHORTEST,
   EngineConfig,
   Request,
   Response,
   Usage,
   Workload,
+  bucket,
+  sizes,
 )
 from gspo_jax.sampling.slots import Rows, Sampled, decode, new_state, prefill
 from gspo_jax.sharding import P
@@ -94,10 +95,8 @@ class Scheduler:
     self._shards = 1
     if not sharding.without_mesh():
       self._shards = sharding.batch_shards(jax.sharding.get_mesh())
-    slots = -(-config.slots_for(workload.trajectories) // self._shards)  # of one device
-    self._slots, self._rows = slots * self._shards, -(-slots // workload.samples)
-    self._entries = max(2, min(2 * self._rows, slots))  # of one device's queue
-    staged = self._bucket(workload.prefix_length)
+    shape = sizes(workload, config, self._shards)
+    self._slots, self._rows, self._entries = shape.slots, shape.rows, shape.entries
     common = dict(model=model, compute=compute, record_routing=workload.record_routing)
     self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
     self._decode = functools.partial(
@@ -108,14 +107,14 @@ class Scheduler:
       model,
       tuple(len(block.attention_norm) for block in self._params.blocks),
       slots=self._slots,
-      window=max(window, staged),
+      window=shape.window,
       queue=rows,
-      queue_window=staged,
+      queue_window=shape.prefix,
       stop_ids=self._stop_width,
       dtype=dtype,
     )
     size = functools.partial(kv_cache.size, model, dtype=dtype)
-    cache_bytes = size(self._slots, max(window, staged)) + size(rows, staged)
+    cache_bytes = size(self._slots, shape.window) + size(rows, shape.prefix)
     self.usage = Usage(cache_bytes=cache_bytes)
 
     self._requests: collections.deque[Request] = collections.deque()
@@ -195,13 +194,7 @@ class Scheduler:
   # To the devices.
 
   def _bucket(self, prefix: int) -> int:
-    """Length that a prefix is padded to, without its last token, which is not prefilled. Few
-    lengths, few programs."""
-    length, longest = (max(n - 1, SHORTEST) for n in (prefix, self._workload.prefix_length))
-    piece = self._config.prefill_tokens
-    if length > piece:
-      return -(-length // piece) * piece
-    return min(1 << (length - 1).bit_length(), longest)
+    return bucket(prefix, self._workload.prefix_length, self._config.prefill_tokens)
 
   def _fill_queue(self) -> None:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""

@@ -67,7 +67,7 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
   ],
 )
 def test_how_many_devices_take_part(groups, devices):
-  assert hlo_costs._group(f"%x), channel_id=1, {groups}, dimensions={{0}}") == devices
+  assert hlo_costs.group(f"%x), channel_id=1, {groups}, dimensions={{0}}") == devices
 
 
 def test_work_is_six_flops_per_active_parameter_and_token():

@@ -1,0 +1,46 @@
+"""Says which instructions of a compiled program move most bytes through HBM, and where they come
+from."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gspo_jax.aot.hlo_costs import Costs, Item
+
+
+def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
+  """The `number` source lines whose instructions move most, and each one's largest instructions.
+
+  scale: of bytes and counts, e.g. 1/32 for one of 32 decode steps.
+  """
+  groups: dict[str, list[Item]] = defaultdict(list)
+  for item in costs.items:
+    groups[item.source or "inserted by the compiler"].append(item)
+  total = lambda items: sum(item.bytes * item.times for item in items) * scale  # noqa: E731
+  for source, items in sorted(groups.items(), key=lambda pair: -total(pair[1]))[:number]:
+    moved = total(items)
+    yield f"    {moved / 1e9:>9.2f} GB {moved / scale / max(costs.memory, 1):>5.1%}  {source}"
+    alike: dict[tuple, list[Item]] = defaultdict(list)
+    for item in items:
+      alike[_name(item), _shape(item), item.times].append(item)
+    largest = sorted(alike.items(), key=lambda pair: -total(pair[1]))
+    for (name, shape, times), those in [x for x in largest if total(x[1]) > moved / 20][:6]:
+      often = f"{len(those)} x {times * scale:,.5g}"
+      yield f"      {total(those) / 1e9:>9.2f} GB  {often:>12} times  {shape:<28} {name}"
+
+
+def _name(item: Item) -> str:
+  """Operation and path, without the parts that say nothing."""
+  one = item.instruction
+  parts = re.split(r"/", one.path)
+  dull = r"jit\(.*\)|while|body|closed_call|checkpoint|shard_map|"
+  said = [part for part in parts if not re.fullmatch(dull, part)]
+  backward = "backward " if "transpose(" in one.path and "rematted" not in one.path else ""
+  again = "again " if "rematted" in one.path else ""
+  return f"{backward}{again}{one.op} {'/'.join(x for x in said[-3:] if 'jvp' not in x)}".rstrip()
+
+
+def _shape(item: Item) -> str:
+  """Its largest result."""
+  found = re.findall(r"\b[a-z]+\d*\[[\d,]*\]", item.instruction.shape)
+  return f"{found[0]}{', ...' if len(found) > 1 else ''}" if found else ""

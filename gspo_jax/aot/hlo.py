@@ -1,0 +1,183 @@
+"""Reads the text of a compiled program (`compiled.as_text()`) into instructions."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, s4=0.5, u4=0.5)
+_SHAPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(r"^(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.DOTALL)
+_PACKAGE = Path(__file__).parents[1].as_posix()
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """An array of one device as it lies in memory."""
+
+  dims: tuple[int, ...]
+  bytes: float  # with the padding to whole tiles that a layout of a TPU has
+  space: int  # memory that it is in: 0 HBM; on TPU 1 vector memory, others scalars and semaphores
+
+  @property
+  def elements(self) -> int:
+    return math.prod(self.dims)
+
+  @property
+  def hbm(self) -> float:
+    """Bytes of it that are in HBM."""
+    return 0.0 if self.space else self.bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  name: str
+  op: str
+  operands: tuple[str, ...]
+  shape: str
+  rest: str  # what follows the operation: operands and attributes
+  root: bool
+
+  @functools.cached_property
+  def arrays(self) -> tuple[Array, ...]:
+    """Its result: several, if it is a tuple."""
+    return arrays(self.shape)
+
+  @property
+  def hbm(self) -> float:
+    """Bytes of its result that are in HBM."""
+    return sum(array.hbm for array in self.arrays)
+
+  @property
+  def elements(self) -> int:
+    return sum(array.elements for array in self.arrays)
+
+  def called(self, *keys: str) -> str:
+    """The computation that one of these attributes names; "" if there is none."""
+    for key in keys:
+      if found := re.search(rf"\b{key}=%?([\w.\-]+)", self.rest):
+        return found[1]
+    return ""
+
+  def branches(self) -> list[str]:
+    """Computations of a conditional."""
+    listed = re.search(r"branch_computations=\{(.*?)\}", self.rest)
+    if listed:
+      return re.findall(r"%([\w.\-]+)", listed[1])
+    return [self.called("true_computation"), self.called("false_computation")]
+
+  @property
+  def path(self) -> str:
+    """What JAX calls it: names of functions, transforms and scopes, outermost first."""
+    found = re.search(r'op_name="([^"]*)"', self.rest)
+    return found[1] if found else ""
+
+  @property
+  def kernel(self) -> bool:
+    """Whether it is a Pallas kernel of a TPU."""
+    return self.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.rest
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+  return tuple(_array(*found) for found in _SHAPE.findall(shape))
+
+
+def _array(dtype: str, dims: str, layout: str) -> Array:
+  sizes = [int(n) for n in dims.split(",") if n]
+  each = 1 if dtype.startswith("f8") else _BYTES.get(dtype, 4)
+  order, _, tiling = layout.partition(":")
+  space = re.search(r"S\((\d+)\)", tiling)
+  tile = re.search(r"T\(([\d,]+)\)", tiling)
+  lying = [sizes[int(i)] for i in reversed(order.split(",")) if i] if order else list(sizes)
+  if tile and lying:
+    sides = [int(n) for n in tile[1].split(",")][-len(lying) :]
+    rest = lying[: -len(sides)]
+    lying = rest + [-(-n // side) * side for n, side in zip(lying[-len(sides) :], sides)]
+  return Array(tuple(sizes), math.prod(lying) * each, int(space[1]) if space else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  computations: dict[str, list[Instruction]]
+  entry: str
+  frames: dict[int, tuple[str, int, int]]  # file, line, frame that called
+
+  @functools.cached_property
+  def by_name(self) -> dict[str, dict[str, Instruction]]:
+    """Instructions of each computation."""
+    return {name: {one.name: one for one in body} for name, body in self.computations.items()}
+
+  def source(self, instruction: Instruction) -> str:
+    """FILE:LINE that it comes from: the innermost call of this package, but for `sharding`, whose
+    helpers are called from everywhere; or of what there is; or ""."""
+    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.rest):
+      return f"{_short(found[1])}:{found[2]}"
+    found = re.search(r"stack_frame_id=(\d+)", instruction.rest)
+    calls = list(self._calls(int(found[1]))) if found else []
+    for file, line in calls:
+      if file.startswith(_PACKAGE) and not file.endswith("/sharding.py"):
+        return f"{_short(file)}:{line}"
+    return f"{_short(calls[0][0])}:{calls[0][1]}" if calls else ""
+
+  def _calls(self, frame: int) -> Iterator[tuple[str, int]]:
+    """Innermost first."""
+    while frame in self.frames:
+      file, line, frame = self.frames[frame]
+      yield file, line
+
+
+def parse(text: str) -> Module:
+  computations: dict[str, list[str]] = {}
+  entry, lines = "", None
+  for line in text.splitlines():
+    if lines is None:
+      header = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+      if header:
+        lines = computations.setdefault(header[2], [])
+        entry = header[2] if header[1] else entry
+    elif re.match(r"^\}(, |$)", line):  # not the end of metadata that runs over several lines
+      lines = None
+    elif _INSTRUCTION.match(line.strip()):
+      lines.append(line.strip())
+    elif lines:
+      lines[-1] += line
+  bodies = {name: [_instruction(line) for line in lines] for name, lines in computations.items()}
+  return Module(bodies, entry, _frames(text))
+
+
+def _instruction(line: str) -> Instruction:
+  root, name, shape, op, rest = _INSTRUCTION.match(line).groups()
+  operands = tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
+  return Instruction(name, op, operands, shape, rest, bool(root))
+
+
+def _frames(text: str) -> dict[int, tuple[str, int, int]]:
+  """The tables at the end of a program that say where its instructions come from."""
+  table = lambda name: re.findall(r"^(\d+) (.*)$", _section(text, name), re.MULTILINE)  # noqa: E731
+  number = lambda key, row: int(found[1]) if (found := re.search(rf"{key}=(\d+)", row)) else 0  # noqa: E731
+  files = {int(i): row.strip('"') for i, row in table("FileNames")}
+  places = {
+    int(i): (files.get(number("file_name_id", row), ""), number("line", row))
+    for i, row in table("FileLocations")
+  }
+  return {
+    int(i): (
+      *places.get(number("file_location_id", row), ("", 0)),
+      number("parent_frame_id", row) - 1,  # in text they are numbered from 1
+    )
+    for i, row in table("StackFrames")
+  }
+
+
+def _section(text: str, name: str) -> str:
+  found = re.search(rf"^{name}\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+  return found[1] if found else ""
+
+
+def _short(file: str) -> str:
+  """From this package on, or the last two parts of another path."""
+  if file.startswith(_PACKAGE):
+    return file[len(_PACKAGE) - len("gspo_jax") :]
+  return "/".join(file.split("/")[-2:])
