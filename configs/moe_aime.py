@@ -19,7 +19,7 @@ from configs import common
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
-    compute=dict(dtype="bfloat16", expert_chunk=1024, remat="full"),
+    compute=dict(dtype="bfloat16", expert_chunk=8192, remat="full"),
     reward=dict(name="math", time_limit_s=5.0),
     engine=dict(slots=512, steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),

@@ -17,9 +17,13 @@ _PACKAGE = Path(__file__).parents[1].as_posix()
 class Array:
   """An array of one device as it lies in memory."""
 
-  elements: int
+  dims: tuple[int, ...]
   bytes: float  # with the padding to whole tiles that a layout of a TPU has
   space: int  # memory that it is in: 0 HBM; on TPU 1 vector memory, others scalars and semaphores
+
+  @property
+  def elements(self) -> int:
+    return math.prod(self.dims)
 
   @property
   def hbm(self) -> float:
@@ -91,7 +95,7 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
     sides = [int(n) for n in tile[1].split(",")][-len(lying) :]
     rest = lying[: -len(sides)]
     lying = rest + [-(-n // side) * side for n, side in zip(lying[-len(sides) :], sides)]
-  return Array(math.prod(sizes), math.prod(lying) * each, int(space[1]) if space else 0)
+  return Array(tuple(sizes), math.prod(lying) * each, int(space[1]) if space else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  computations: dict[str, list[Instruction]] = {}
+  computations: dict[str, list[str]] = {}
   entry, lines = "", None
   for line in text.splitlines():
     if lines is None:
@@ -135,11 +139,18 @@ def parse(text: str) -> Module:
         entry = header[2] if header[1] else entry
     elif re.match(r"^\}(, |$)", line):  # not the end of metadata that runs over several lines
       lines = None
-    elif found := _INSTRUCTION.match(line.strip()):
-      root, name, shape, op, rest = found.groups()
-      operands = tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
-      lines.append(Instruction(name, op, operands, shape, rest, bool(root)))
-  return Module(computations, entry, _frames(text))
+    elif _INSTRUCTION.match(line.strip()):
+      lines.append(line.strip())
+    elif lines:
+      lines[-1] += line
+  bodies = {name: [_instruction(line) for line in lines] for name, lines in computations.items()}
+  return Module(bodies, entry, _frames(text))
+
+
+def _instruction(line: str) -> Instruction:
+  root, name, shape, op, rest = _INSTRUCTION.match(line).groups()
+  operands = tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
+  return Instruction(name, op, operands, shape, rest, bool(root))
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:
