@@ -126,7 +126,8 @@ def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array
   one that is not full the row gets a copy, in `page`, which is free."""
   width = cache.table_Bn.shape[1]
   last = position // cache.page
-  prefix_n = jnp.pad(prefix_n, (0, width - len(prefix_n)), constant_values=NONE)
+  more = max(0, width - len(prefix_n))
+  prefix_n = jnp.pad(prefix_n[:width], (0, more), constant_values=NONE)
   own = jnp.where(jnp.arange(width) < last, prefix_n, NONE).at[last].set(page)
   source = jnp.where(prefix_n[last] == NONE, page, prefix_n[last])
 

@@ -11,6 +11,7 @@ from gspo_jax.sampling.sampler import SamplingConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
 Prefill = Annotated[int, Range(SHORTEST, 2**20)]
+Positions = Annotated[int, Range(0, 2**40)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class EngineConfig:
   # In rows of the whole window, or in pages that responses take as they grow; auto: pages on TPU,
   # and where `cache_tokens` says how many.
   cache: Literal["auto", "dense", "paged"] = "auto"
-  cache_tokens: NonNegativeInt = 0  # positions of all pages, over all devices; 0: all windows whole
+  cache_tokens: Positions = 0  # positions of all pages, over all devices; 0: all windows whole
   page_tokens: PositiveInt = 128  # positions of a page; the TPU's kernel wants a multiple of 16
 
   def __post_init__(self):
@@ -125,7 +126,8 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
   if config.paged:
-    most = slots * -(-window // S) + entries * -(-prefix // S)
+    window = workload.window  # padding takes no pages
+    most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
     least = -(-window // S) + 1  # the queue has a page of its own of each prefix
     if pages < least:
