@@ -100,6 +100,13 @@ def base() -> ConfigDict:
         steps=16,  # of decoding between two looks of the host, which prefills for free slots
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
         cache_dtype="float32",  # of keys and values: float32 | bfloat16
+        # dense: rows of the whole window | paged: responses take pages as they grow | auto: paged
+        # on TPU, whose kernel reads what is filled, and with cache_tokens; on CPU dense is faster
+        cache="auto",
+        # Positions of all pages, over all devices; 0: the whole window of every slot. With fewer,
+        # responses that find no page are put aside and begun again: sampling/put_aside.
+        cache_tokens=0,
+        page_tokens=128,  # of a page: 256 KiB a layer of Qwen3-30B-A3B, enough for a fast copy
       ),
       objective=dict(
         # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo

@@ -16,7 +16,7 @@ from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops, routing, transformer
 from gspo_jax.sampling import EngineConfig, Workload, slots
-from gspo_jax.sampling.requests import sizes
+from gspo_jax.sampling.requests import bucket, sizes
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch
 
@@ -109,19 +109,16 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   slots, in place."""
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
-  size = sizes(workload, engine, shards)
   options = dict(model=c.model, compute=c.compute, record_routing=workload.record_routing)
   with jax.set_mesh(mesh):
+    size = sizes(workload, engine, shards)
     state = jax.eval_shape(
       lambda: slots.new_state(
         c.model,
         tuple(block.attention_norm.shape[0] for block in params.blocks),
-        slots=size.slots,
-        window=size.window,
-        queue=size.entries * shards,
-        queue_window=size.prefix,
         stop_ids=len(workload.stop_ids),
         dtype=engine.cache_dtype,
+        **size.arrays,
       )
     )
   state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
@@ -132,14 +129,15 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
     return Program(jax.jit(step, donate_argnums=1), arguments, work, turns=engine.steps)
-  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prefix)) * shards
+  length = bucket(workload.prefix_length, size.longest, engine.prefill_tokens)
+  prompts = min(size.rows, max(1, engine.prefill_tokens // length)) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue
   )
   fill = functools.partial(slots.prefill, piece=engine.prefill_tokens, **options)
-  arguments = params, state, by_row(size.prefix), fields, by_row(), by_row()
-  work = flops.work(case.model, prompts, size.prefix, size.prefix, heads=1)
+  arguments = params, state, by_row(length), fields, by_row(), by_row()
+  work = flops.work(case.model, prompts, length, length, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models.expert_blocks import ExpertWeights, hidden_gradients
+from gspo_jax.models.expert_tiles import outer_tiles, product_tiles
 from gspo_jax.sharding import AXES
 
 ROOM = 1.25  # rows of a piece, as a multiple of a device's fair share of the assignments
@@ -49,46 +50,38 @@ def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: j
   )
 
 
-def _whole(size: int, most: int) -> int:
-  return min(most, -(-size // 128) * 128)
-
-
-def _tiles(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
-  """Tiles of the Pallas kernel: they fit a TPU core's vector memory, twice, with room to spare."""
-  return math.gcd(rows, 512), _whole(inner, 1024), _whole(outer, 1024)
-
-
-def _outer_tiles(inner: int, rows: int, outer: int) -> tuple[int, int, int]:
-  """The same where a tile of what is there already is read besides."""
-  return math.gcd(rows, 512), _whole(inner, 512), _whole(outer, 768)
-
-
 def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
   from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-  return gmm(
-    x_RD,
-    w_EDF,
-    count_E,
-    dtype or x_RD.dtype,
-    _tiles,
-    transpose_rhs=transposed,
-    interpret=sharding.platform() != "tpu",
-  )
+  dtype = dtype or x_RD.dtype
+  (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
+  tiles, moved = product_tiles(R, inner, outer, len(w_EDF), x_RD.dtype.itemsize, dtype.itemsize)
+  with jax.named_scope(f"hbm_bytes={moved}"):
+    return gmm(
+      x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
+    )
 
 
 def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  return tgmm(
-    x_RD.T,
-    y_RF,
-    count_E,
-    total.dtype,
-    lambda D, R, F: _outer_tiles(D, R, F),
-    existing_out=total,
-    interpret=sharding.platform() != "tpu",
-  )
+  (R, inner) = x_RD.shape
+  sizes = inner, R, y_RF.shape[1], len(total), x_RD.dtype.itemsize, total.dtype.itemsize
+  tiles, moved = outer_tiles(*sizes)
+  with jax.named_scope(f"hbm_bytes={moved}"):
+    return tgmm(
+      x_RD.T,
+      y_RF,
+      count_E,
+      total.dtype,
+      tiles,
+      existing_out=total,
+      interpret=_interpreted(),
+    )
+
+
+def _interpreted() -> bool:
+  return sharding.platform() != "tpu"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

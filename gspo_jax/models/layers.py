@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models import attention
+from gspo_jax.models import attention, pages
 from gspo_jax.models.attention import Scores, Tree, rotate
-from gspo_jax.models.cache import SPEC
+from gspo_jax.models.cache import spec
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.models.weights import Attention, Dense, Weight
 from gspo_jax.sharding import BATCH, P
@@ -102,7 +102,7 @@ def attend(
   """Grouped-query attention with its projections, [B, T, D], and the cache with the new ones.
 
   Args:
-    kv: of all layers of the run, [l, B, K, H, S] and [l, B, K, S, H], or None.
+    kv: of all layers of the run, as `block` of a cache returns it, or None.
     layer: its number in the run, where `kv` is written.
     local: whether the layer has the sliding window.
     from_start: nothing in the cache is older than these tokens.
@@ -148,6 +148,9 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
     name = attention.choose(compute.attention, length, q.dtype, scores, gaps=tree is not None)
+    if isinstance(kv, pages.Block):
+      name = pages.choose(kv, compute.attention)
+      return pages.attend(q, k, v, kv, layer, positions_BT, scores, name)
     if kv is not None:
       row = jnp.arange(q.shape[0])[:, None]
       k_lBKHS, v_lBKSH = kv
@@ -163,7 +166,7 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
 
   heads = P(BATCH, None, "tensor", None)
-  kv_specs = None if kv is None else (SPEC,) * 2
+  kv_specs = jax.tree.map(lambda x: spec(x) if x.ndim > 2 else P(BATCH), kv)  # a table has two
   return sharding.shard_map(
     one,
     in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),

@@ -19,6 +19,7 @@ from gspo_jax.models.attention import Tree
 from gspo_jax.models.cache import Cache
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
 from gspo_jax.models.moe import ExpertWeights, RouterStats
+from gspo_jax.models.pages import Pages
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.models.weights import Params
 from gspo_jax.sharding import BATCH, P, Rules
@@ -98,7 +99,7 @@ def unstack(params: Params) -> Params:
 @flax.struct.dataclass
 class Output:
   hidden_BTD: jax.Array  # after the final norm: what the head reads
-  cache: Cache | None
+  cache: Cache | Pages | None
   routing_lBTk: jax.Array | None  # int32, experts chosen, over the MoE layers
   stats: RouterStats | None  # stacked over the MoE layers
 
@@ -111,7 +112,7 @@ def forward(
   positions: jax.Array | None = None,
   segments: jax.Array | None = None,
   tree: Tree | None = None,
-  cache: Cache | None = None,
+  cache: Cache | Pages | None = None,
   routing: jax.Array | None = None,
   compute: ComputeConfig = REFERENCE,
 ) -> Output:
@@ -123,6 +124,7 @@ def forward(
     segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
     tree: how the rows hold sequences that begin alike; needs `positions`.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
+      `Pages` take one token of every row.
     routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
   """
@@ -162,7 +164,7 @@ def forward(
     if routing is not None and config.is_moe(first):
       replayed = routing[moe_layers : moe_layers + number]
       moe_layers += number
-    kv = None if cache is None else (cache.k_lBKHS[i], cache.v_lBKSH[i])
+    kv = None if cache is None else cache.block(i)
     # The cache of all layers is carried, and written in place: as an input and an output of the
     # scan it would exist twice.
     (x_BTD, kv), (chosen, stats) = _over_layers(
@@ -181,7 +183,7 @@ def forward(
   final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
     hidden_BTD=kind.norm(x_BTD, final_norm, config.rms_norm_eps),
-    cache=None if cache is None else Cache(*(tuple(side) for side in zip(*caches))),
+    cache=None if cache is None else cache.with_blocks(caches),
     routing_lBTk=stack(*chosen_of) if chosen_of else None,
     stats=jax.tree.map(stack, *stats_of) if stats_of else None,
   )
