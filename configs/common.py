@@ -149,6 +149,7 @@ def base() -> ConfigDict:
         minibatches=4,  # updates per rollout batch: §5.1
         microbatches=1,  # per update; more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
+        lora_rank=0,  # of adapters, which are trained instead of the model; 0: all of it is
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=optimizer(learning_rate=1e-6),

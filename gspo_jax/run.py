@@ -21,7 +21,7 @@ from gspo_jax.data import sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.models import transformer
+from gspo_jax.models import lora, transformer
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import lock, provenance
 from gspo_jax.runs.checkpoint import Checkpointer
@@ -189,7 +189,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
     read = transformer.dtypes(config.model, config.compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
-    publish = sharding.publisher(inputs.layout, read)
+    publish = sharding.publisher(inputs.layout, read, lora.merged)
     engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
     benchmarks = [
       Benchmark(

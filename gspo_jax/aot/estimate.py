@@ -12,7 +12,7 @@ from gspo_jax.aot import chips
 from gspo_jax.aot.programs import Case
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops
+from gspo_jax.models import flops, lora
 from gspo_jax.structs import TrainState
 
 
@@ -45,6 +45,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   chip, number = chips.parse(topology)
   per_chip = mesh.size / number
   state = state_of(case, mesh)
+  gradients = held(lora.split(state.params)[0])
   weights = weights_of(case, mesh)
   rows = -(-case.rows // sharding.batch_shards(mesh))  # of a device, in a micro-batch
   tokens = rows * case.length
@@ -56,8 +57,8 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   slices = min(c.compute.logits_chunk or case.length, case.length)
   read = 2 * (weights["dense"] + weights["experts"] * -(-tokens // chunk))
   read += 2 * weights["head"] * -(-case.length // slices)
-  adding = 2 * held(state.params) if times > 1 else 0.0
-  traffic = 2 * held(state) + held(state.params) + times * (read + 2 * kept + adding)
+  adding = 2 * gradients if times > 1 else 0.0
+  traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
 
   passes = 2 if c.compute.remat == "none" else 3  # their gradients are one
   sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp")
@@ -74,7 +75,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
     traffic * per_chip,
     times * sent * per_chip,
   )
-  memory = held(state) + held(state.params) + kept
+  memory = held(state) + gradients + kept
   return Least(
     memory * per_chip, *(bound[f"{name}_s"] for name in ("compute", "hbm", "interconnect"))
   )
@@ -113,7 +114,7 @@ def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
   c = case.config
   tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
   with jax.set_mesh(mesh):
-    return abstract_state(c.model, mesh, tx)
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype)
 
 
 def held(tree: Any) -> float:

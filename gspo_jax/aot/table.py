@@ -17,7 +17,7 @@ def title(case: Case, topology: str, mesh) -> str:
 def print_row(row: dict[str, Any], header: bool) -> None:
   if header:
     print_line(
-      f"{'program':<22}{'peak GiB':>10}{'of':>5}{'PFLOP':>9}{'HBM GB':>9}{'ICI GB':>8}"
+      f"{'program':<22}{'peak GiB':>10}{'+ held':>8}{'of':>5}{'PFLOP':>9}{'HBM GB':>9}{'ICI GB':>8}"
       f"{'compute':>9}{'HBM':>8}{'ICI':>8}  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
@@ -26,8 +26,8 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     return
   seconds = "".join(f"{row[k]:>{w}.3g}" for k, w in zip(("compute_s", "hbm_s"), (9, 8)))
   print_line(
-    f"{start}{row['peak_gib']:>10.2f}{row['hbm_gib']:>5.0f}{row['executed_flops'] / 1e15:>9.3g}"
-    f"{row['hbm_bytes'] / 1e9:>9,.0f}{row['wire_bytes'] / 1e9:>8,.1f}{seconds}"
+    f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}"
+    f"{row['executed_flops'] / 1e15:>9.3g}{row['hbm_bytes'] / 1e9:>9,.0f}{row['wire_bytes'] / 1e9:>8,.1f}{seconds}"
     f"{row['interconnect_s']:>8.3g}  {row['binds']:<13}{row['mfu']:>6.1%}{row['compile_s']:>8.0f}s"
   )
   for kind, moved in row["collectives"].items():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, gemma, head, layers, moe, qwen3, weights
+from gspo_jax.models import attention, gemma, head, layers, lora, moe, qwen3, weights
 from gspo_jax.models.attention import Tree
 from gspo_jax.models.cache import Cache
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
@@ -228,7 +228,7 @@ def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, *
   kind = family(config)
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
   block = jax.lax.optimization_barrier(block)
-  block = layers.gather(kind.block_table(config, is_moe, 1), block, x_BTD.dtype)
+  block = layers.gather(kind.block_table(config, is_moe, 1), lora.merged(block), x_BTD.dtype)
   x_BTD, kv, chosen, stats = kind.layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (chosen, stats)
 
