@@ -33,6 +33,11 @@ class Least:
   def sum_s(self) -> float:
     return self.compute_s + self.hbm_s + self.interconnect_s
 
+  def times(self, factor: float) -> "Least":
+    """The same of so many updates."""
+    seconds = (factor * x for x in (self.compute_s, self.hbm_s, self.interconnect_s))
+    return Least(self.memory, *seconds)
+
 
 def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   """The least that a train step of the case needs on the mesh.
@@ -60,7 +65,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   adding = 2 * gradients if times > 1 else 0.0
   traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
 
-  passes = 2 if c.compute.remat == "none" else 3  # their gradients are one
+  passes = 1 + (c.compute.remat != "none") + (c.rl.lora_rank == 0)  # the last: of gradients
   sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp")
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
@@ -89,9 +94,14 @@ def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:
   width = float(model.hidden_size)
   if c.compute.remat != "full":
     width += heads
+  total = width * model.num_layers
   if c.compute.remat in ("dots", "none"):
-    width += 2 * model.num_kv_heads * model.head_dim / tensor
-  return width * model.num_layers * jnp.dtype(c.compute.dtype).itemsize
+    dense = sum(not model.is_moe(layer) for layer in range(model.num_layers))
+    total += model.num_layers * (
+      2 * model.num_kv_heads * model.head_dim / tensor + model.hidden_size
+    )
+    total += dense * (2 * model.intermediate_size / tensor + model.hidden_size)
+  return total * jnp.dtype(c.compute.dtype).itemsize
 
 
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
