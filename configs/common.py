@@ -47,7 +47,10 @@ def base() -> ConfigDict:
         remat="none",  # none | full | attention | dots: layer parts the backward pass recomputes
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
       ),
-      mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
+      mesh=dict(
+        **dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
+        rollout_experts="auto",  # sampler's, over: all (fsdp x expert) | expert | auto: all if even
+      ),
       data=dict(
         train="arithmetic:train",  # embedded task | [format@]path [where ...]; docs/data.md
         eval="arithmetic:heldout",  # the same

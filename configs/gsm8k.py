@@ -14,7 +14,9 @@ CHIPS = ("v5e", "v6e", "h100")
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:
-  size, _, chip = (common.variant(arg, *(f"{s}-{c}" for s in SIZES for c in CHIPS)) or "0.6B-v5e").partition("-")
+  size, _, chip = (
+    common.variant(arg, *(f"{s}-{c}" for s in SIZES for c in CHIPS)) or "0.6B-v5e"
+  ).partition("-")
   config = common.base()
   config.update(
     weights="",

@@ -187,9 +187,8 @@ class RunConfig:
       **both,
     )
 
-  def workload(self, stop_ids: tuple[int, ...]) -> Workload:
-    """The requests that RL makes of the engine."""
-    several_turns = bool(self.environment.name)
+  def workload(self, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
+    """The requests that RL makes of the engine; several_turns: of an environment."""
     return Workload(
       self.sampling,
       prompt_length=self.data.max_prompt_tokens,

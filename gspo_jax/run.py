@@ -59,7 +59,7 @@ class Run:
   @property
   def workload(self) -> Workload:
     """The requests that RL makes of the engine."""
-    return self.config.workload(tuple(self.tokenizer.stop_ids))
+    return self.config.workload(tuple(self.tokenizer.stop_ids), self.environment is not None)
 
   @functools.cached_property
   def line_ends(self) -> np.ndarray:
@@ -161,7 +161,8 @@ def _read(config: RunConfig) -> _Inputs:
   config.check_devices(sharding.batch_shards(mesh))
   shared = "rl" in config.job and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
-  layout = transformer.shardings(config.model, sharding.ROLLOUT, mesh)
+  rollout = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
+  layout = transformer.shardings(config.model, rollout, mesh)
   _check_memory(config, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   return _Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout)

@@ -5,6 +5,7 @@ what it needs and how fast it could be. Needs libtpu: `pip install -e '.[tpu]'`.
 if a program does not fit.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from ml_collections import config_flags
 
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot import explain
+from gspo_jax.aot import chips, explain, iteration, needed
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs
 from gspo_jax.aot.search import search
@@ -37,6 +38,12 @@ _SLOTS = flags.DEFINE_integer("slots", 0, "Of the sampler, over all devices; 0: 
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
 _SEARCH = flags.DEFINE_bool("search", False, "Find the settings with which an update is fastest.")
 _TRIES = flags.DEFINE_integer("tries", 12, "Programs that a search compiles at most.")
+_MEAN_RESPONSE = flags.DEFINE_integer(
+  "mean_response", 0, "Tokens of a response; 0: 8,192, or half of the most if that is less."
+)
+_MEAN_PROMPT = flags.DEFINE_integer(
+  "mean_prompt", 0, "Tokens of a prompt; 0: a quarter of data.max_prompt_tokens."
+)
 _EXPLAIN = flags.DEFINE_integer(
   "explain", 0, "Also print so many source lines of each program, those that move most bytes."
 )
@@ -50,7 +57,12 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   try:
     config = configuration.from_dict(_CONFIG.value.to_dict())
-    case = make_case(config, _SEQUENCES.value, _LENGTH.value, _SLOTS.value)
+    sampling = dict(
+      slots=_SLOTS.value,
+      mean_response=_MEAN_RESPONSE.value,
+      mean_prompt=_MEAN_PROMPT.value,
+    )
+    case = make_case(config, _SEQUENCES.value, _LENGTH.value, **sampling)
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
@@ -77,12 +89,23 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
     for name, program in programs(case, mesh, names):
       one = examine(program, topology, case.config.compute.remat)
       row = dict(program=name) | one.row
+      if "bound_s" in row:
+        least = needed.of(name, case, mesh) * mesh.size / chips.parse(topology)[1]
+        row |= dict(needed_bytes=least, moved_over_needed=row["hbm_bytes"] / least)
       print_row(row, header=not rows)
       for line in explain.lines(one.costs, _EXPLAIN.value, 1 / program.turns):
         print_line(line)
       if _TEXT.value:
         Path(_TEXT.value, f"{name}.txt").write_text(one.text)
       rows.append(row)
+  by_name = {row["program"]: row for row in rows if "bound_s" in row}
+  if by_name.keys() >= set(PROGRAMS):
+    found = iteration.estimate(case, mesh, chips.parse(topology)[1], by_name)
+    for line in iteration.lines(found, case):
+      print_line(line)
+    rows[-1]["iteration"] = dataclasses.asdict(found) | dict(
+      seconds=found.seconds, tokens_per_second_and_chip=found.speed
+    )
   return rows
 
 

@@ -15,12 +15,20 @@ def parse(topology: str) -> tuple[Chip, int]:
 
 
 def bound(
-  chip: Chip, chips: int, flops: float, useful: float, hbm_bytes: float, wire_bytes: float
+  chip: Chip,
+  chips: int,
+  flops: float,
+  useful: float,
+  hbm_bytes: float,
+  wire_bytes: float,
+  hidden_bytes: float = 0.0,
 ) -> dict[str, float | str]:
   """Seconds that each resource needs at least, which one binds, and utilisation if it were reached.
 
   `flops` and `useful` are of the whole batch; the bytes are per chip. A collective is taken to run
-  over one axis of the torus, both ways: what a mesh axis laid along it gets.
+  over one axis of the torus, both ways: what a mesh axis laid along it gets. `bound_s` takes all
+  collectives to be overlapped; `serial_s` those of `hidden_bytes` only, and the others to add to
+  the rest.
   """
   seconds = dict(
     compute=flops / chips / chip.flops,
@@ -28,9 +36,13 @@ def bound(
     interconnect=wire_bytes / (chip.ici_speed / 2 / chip.axes),
   )
   binds = max(seconds, key=seconds.get)
+  hidden = seconds["interconnect"] * hidden_bytes / max(wire_bytes, 1e-12)
+  exposed = seconds["interconnect"] - hidden
   return dict(
     **{f"{name}_s": value for name, value in seconds.items()},
     binds=binds,
     bound_s=seconds[binds],
+    exposed_s=exposed,
+    serial_s=max(seconds["compute"], seconds["hbm"], hidden) + exposed,
     mfu=useful / chips / chip.flops / max(seconds[binds], 1e-12),
   )

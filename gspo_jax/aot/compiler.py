@@ -90,13 +90,14 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     flops = program.work.executed(remat) if program.trains else useful
   useful, flops = useful / program.turns, flops / program.turns
   scale = per_chip / program.turns
-  traffic = costs.memory * scale, costs.wire * scale
+  traffic = costs.memory * scale, costs.wire * scale, costs.hidden * scale
   row |= dict(
     compile_s=time.perf_counter() - started,
     model_flops=useful,
     executed_flops=flops,
     hbm_bytes=traffic[0],
     wire_bytes=traffic[1],
+    hidden_bytes=traffic[2],
     collectives={
       kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)

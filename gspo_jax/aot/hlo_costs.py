@@ -2,8 +2,9 @@
 
 XLA's own cost analysis counts the body of a loop once; here a body counts as often as its condition
 says. A loop whose length depends on data counts once: of ours, those are the pieces of expert rows,
-one of which is the rule. Under a `jax.named_scope` that is a key of `rates`, a loop and a kernel
-count so often, e.g. `refill` of the sampler.
+one of which is the rule. What happens less often than the text says is in `rates`: the outermost
+loop in a `jax.named_scope` of that name makes so many turns (`refill` of the sampler), and a kernel
+of that name moves such a share of what it states (attention to a cache that is not full).
 
 Rules, of what an instruction that is not fused away reads and writes:
 
@@ -23,7 +24,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gspo_jax.aot import hlo, kernels
 from gspo_jax.aot.hlo import Instruction, Module
@@ -70,7 +71,7 @@ class Costs:
 def costs(text: str, rates: Mapping[str, float] | None = None) -> Costs:
   """Counts a program's costs in its compiled text (`compiled.as_text()`).
 
-  rates: named scope -> how often what is in it happens.
+  rates: by the name of a scope or a kernel.
   """
   counter = _Counter(hlo.parse(text), rates or {})
   counter.walk(counter.module.entry, 1.0)
@@ -80,45 +81,52 @@ def costs(text: str, rates: Mapping[str, float] | None = None) -> Costs:
 class _Counter:
   def __init__(self, module: Module, rates: Mapping[str, float]):
     self.module, self.total = module, Costs()
-    self._rates = {
-      re.compile(rf"(^|[/(]){re.escape(name)}([/)]|$)"): n for name, n in rates.items()
-    }
+    self._rates = rates
 
-  def walk(self, name: str, times: float) -> None:
+  def walk(self, name: str, times: float, rated: bool = False) -> None:
+    """`rated`: inside a loop that `rates` has counted."""
+    covered = overlapped(self.module.computations.get(name, ()))
     for one in self.module.computations.get(name, ()):
       if one.op == "while":
-        turns = self._rate(one) or trips(self.module, one)
-        self.walk(one.called("body"), times * turns)
+        rate = None if rated else self._rate(one)
+        turns = trips(self.module, one) if rate is None else rate
+        self.walk(one.called("body"), times * turns, rated or rate is not None)
       elif one.op == "conditional":
-        self.walk(one.branches()[0], times)
+        self.walk(one.branches()[0], times, rated)
       elif one.op in ("call", "call-start", "async-start"):
-        self.walk(one.called("to_apply", "calls"), times)
+        self.walk(one.called("to_apply", "calls"), times, rated)
       else:
-        self._one(one, self.module.by_name[name], times)
+        self._one(one, self.module.by_name[name], times, one.name in covered)
 
   def _rate(self, one: Instruction) -> float | None:
-    return next((n for scope, n in self._rates.items() if scope.search(one.path)), None)
+    parts = re.split(r"[/()]", one.path)
+    return next((n for name, n in self._rates.items() if name in parts), None)
 
-  def _one(self, one: Instruction, others: dict[str, Instruction], times: float) -> None:
+  def _one(
+    self, one: Instruction, others: dict[str, Instruction], times: float, covered: bool
+  ) -> None:
     """One instruction that is not control flow."""
     kind = collective_of(one, self.module)
     if kind:
-      self._collective(kind, one, others, times)
+      sent = self._collective(kind, one, others, times)
+      self.total.wire += sent
+      self.total.hidden += sent if covered else 0.0
     moved = hbm_bytes(one, others, self.module)
     if one.kernel:
-      moved *= self._rate(one) or 1
+      moved *= next((n for name, n in self._rates.items() if _named(one, name)), 1)
     if moved:
       self.total.memory += times * moved
       self.total.items.append(Item(one, self.module.source(one), moved, times))
 
-  def _collective(self, kind: str, one: Instruction, others, times: float) -> None:
+  def _collective(self, kind: str, one: Instruction, others, times: float) -> float:
+    """Counts it; returns the bytes that it sends."""
     started, rest = one.op.endswith("-start"), one.rest
     if one.op == "fusion":
       inner = self.module.computations[one.called("calls")]
       rest = next((x.rest for x in inner if x.op == "all-reduce"), rest)
     n = group(rest)
     if n < 2 and kind != "collective-permute":
-      return
+      return 0.0
     result = sum(array.bytes for array in one.arrays)
     operand = sum(array.bytes for x in one.operands if x in others for array in others[x].arrays)
     if kind == "all-gather":
@@ -131,7 +139,26 @@ class _Counter:
       sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
     self.total.count[kind] += times
     self.total.moved[kind] += times * size
-    self.total.wire += times * sent
+    return times * sent
+
+
+def _named(kernel: Instruction, name: str) -> bool:
+  return re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
+
+
+def overlapped(body: Sequence[Instruction]) -> set[str]:
+  """Collectives of a computation during which something else is done: they are started, something
+  runs, then they are waited for. The text of a compiled program is in the order of its schedule."""
+  found, under_way = set(), set()
+  for one in body:
+    if one.op.endswith("-done"):
+      under_way -= set(one.operands)
+    elif one.op.endswith("-start"):
+      if one.op.removesuffix("-start") in COLLECTIVES:
+        under_way.add(one.name)
+    elif one.op in ("while", "conditional", "call") or one.op not in _FREE | {"copy"}:
+      found |= under_way
+  return found
 
 
 def collective_of(one: Instruction, module: Module) -> str:

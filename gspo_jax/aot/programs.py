@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import config as configuration
 from gspo_jax import sharding
+from gspo_jax.aot import lengths
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops, lora, routing, transformer
 from gspo_jax.sampling import EngineConfig, Workload, slots
-from gspo_jax.sampling.requests import bucket, sizes
+from gspo_jax.sampling.requests import sizes
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch
 
@@ -32,6 +33,8 @@ class Case:
   microbatches: int
   length: int
   slots: int = 0  # of the sampler, over all devices; 0: as configured
+  mean_response: float = 0  # tokens; 0: `lengths.default_mean`
+  mean_prompt: float = 0  # tokens; 0: a quarter of the longest
 
   @property
   def model(self):
@@ -47,9 +50,25 @@ class Case:
     engine = self.config.engine
     return dataclasses.replace(engine, slots=self.slots) if self.slots else engine
 
+  @functools.cached_property
+  def lengths(self) -> lengths.Lengths:
+    most = self.config.sampling.max_new_tokens
+    return lengths.Lengths(self.mean_response or lengths.default_mean(most), most)
+
+  @property
+  def prompt(self) -> float:
+    """Tokens of a prompt, in the mean."""
+    return self.mean_prompt or self.config.data.max_prompt_tokens / 4
+
+  @property
+  def filled(self) -> float:
+    """Positions of a slot that hold something, in the mean over time."""
+    return self.lengths.filled(self.prompt)
+
   @property
   def workload(self) -> Workload:
-    return self.config.workload(stop_ids=(0,))  # how many there are is the tokenizer's
+    turns = bool(self.config.environment.name)
+    return self.config.workload(stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +83,16 @@ class Program:
 
 
 def make_case(
-  config: configuration.RunConfig, sequences: int = 0, length: int = 0, slots: int = 0
+  config: configuration.RunConfig, sequences: int = 0, length: int = 0, **sampling: float
 ) -> Case:
-  """The configured batch, or `sequences` x `length` in one micro-batch; sampling as configured, or
-  with so many slots."""
+  """The configured batch, or `sequences` x `length` in one micro-batch; `sampling` as in `Case`."""
   rl = config.rl
   return Case(
     config,
     sequences or rl.prompts * rl.group_size // rl.minibatches,
     1 if sequences else rl.microbatches,
     length or config.data.max_prompt_tokens + config.sampling.max_new_tokens,
-    slots,
+    **sampling,
   )
 
 
@@ -84,7 +102,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   adapters = c.rl.lora_rank, c.compute.dtype
   tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
   state = abstract_state(c.model, mesh, tx, *adapters)
-  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, c.compute.dtype)
+  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
+  sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -99,7 +118,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       held = state.opt_state, sample_params
       yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
-      layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
+      layout = transformer.shardings(c.model, rollout, mesh)
       read = transformer.dtypes(c.model, c.compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
       yield name, Program(publish, (state.params,), None, held=(state.opt_state,))
@@ -132,16 +151,21 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    return Program(jax.jit(step, donate_argnums=1), arguments, work, turns=engine.steps)
-  length = bucket(workload.prefix_length, size.longest, engine.prefill_tokens)
-  prompts = min(size.rows, max(1, engine.prefill_tokens // length)) * shards
+    # How often a slot takes a new prefix, and the share of the windows that is in use, in pages.
+    refills = size.slots / shards / case.lengths.mean
+    filled = (case.filled + size.page / 2) / size.window
+    rates = dict(refill=refills, paged_attention=filled)
+    return Program(
+      jax.jit(step, donate_argnums=1), arguments, work, rates=rates, turns=engine.steps
+    )
+  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prompt)) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue
   )
   fill = functools.partial(slots.prefill, piece=engine.prefill_tokens, **options)
-  arguments = params, state, by_row(length), fields, by_row(), by_row()
-  work = flops.work(case.model, prompts, length, length, heads=1)
+  arguments = params, state, by_row(size.prompt), fields, by_row(), by_row()
+  work = flops.work(case.model, prompts, size.prompt, size.prompt, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 

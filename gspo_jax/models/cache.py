@@ -62,6 +62,33 @@ def allocate(
   )
 
 
+def write(
+  block: tuple[jax.Array, jax.Array],
+  layer: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  position_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Writes new keys and values of one layer: one of each row, or several that follow each other,
+  from the same position in all rows. For use on each device's part.
+  """
+  k_lBKHS, v_lBKSH = block
+  k_BTKH, v_BTKH = k_BTKH.astype(k_lBKHS.dtype), v_BTKH.astype(v_lBKSH.dtype)
+  if k_BTKH.shape[1] == 1:
+    row = jnp.arange(len(k_BTKH))[:, None]
+    return (
+      k_lBKHS.at[layer, row, :, :, position_BT].set(k_BTKH),
+      v_lBKSH.at[layer, row, :, position_BT].set(v_BTKH),
+    )
+  # One slice: XLA would bring the whole cache into another order, and back, for a scatter.
+  zero, first = jnp.zeros((), jnp.int32), position_BT[0, 0]
+  k_1BKHT, v_1BKTH = jnp.moveaxis(k_BTKH, 1, 3)[None], jnp.swapaxes(v_BTKH, 1, 2)[None]
+  return (
+    jax.lax.dynamic_update_slice(k_lBKHS, k_1BKHT, (layer, zero, zero, zero, first)),
+    jax.lax.dynamic_update_slice(v_lBKSH, v_1BKTH, (layer, zero, zero, first, zero)),
+  )
+
+
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
   """Row j of `rows`, which may be shorter, to row index_j; one that is out of range is dropped.
 

@@ -46,9 +46,9 @@ def attend(
   block = lambda *shape: pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))  # noqa: E731
   pages = pl.BlockSpec(memory_space=pl.ANY)
   q_BKnH = q_BNH.reshape(B, K, N // K, H)
-  # At most all pages that there are, or those of a window of each row.
+  # Of rows that are full, or have a full window: how many positions there are, nobody knows here.
   width = table_Bn.shape[1]
-  read = min(B * min(width, (scores.window - 2) // S + 2 if scores.window else width), p)
+  read = B * (min(width, (scores.window - 2) // S + 2) if scores.window else width)
   y_BKnH, kv_LK2SH = pl.pallas_call(
     functools.partial(_kernel, width=width, scores=scores),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -75,7 +75,7 @@ def attend(
       transcendentals=read * S * N,
     ),
     interpret=interpret,
-    name="paged_attention",
+    name="local_paged_attention" if scores.window else "paged_attention",  # aot/programs.py
   )(
     position_B,
     (layer * p + table_Bn).reshape(-1),

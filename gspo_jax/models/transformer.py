@@ -21,7 +21,7 @@ from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the mode
 from gspo_jax.models.moe import ExpertWeights, RouterStats
 from gspo_jax.models.pages import Pages
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
-from gspo_jax.models.weights import Params
+from gspo_jax.models.weights import InStack, Params
 from gspo_jax.sharding import BATCH, P, Rules
 
 FAMILIES = dict(qwen3=qwen3.FAMILY, gemma=gemma.FAMILY)
@@ -124,7 +124,7 @@ def forward(
     segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
     tree: how the rows hold sequences that begin alike; needs `positions`.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
-      `Pages` take one token of every row.
+      Several tokens of a row follow each other, from one position in all rows; `Pages` take one.
     routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
   """
@@ -160,6 +160,10 @@ def forward(
     )
     if compute.remat != "none" and cache is None:
       layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)
+    if cache is not None:
+      block, layer = _experts_in_stack(
+        kind.block_table(config, config.is_moe(first), 1), block, layer
+      )
     replayed = None
     if routing is not None and config.is_moe(first):
       replayed = routing[moe_layers : moe_layers + number]
@@ -187,6 +191,17 @@ def forward(
     routing_lBTk=stack(*chosen_of) if chosen_of else None,
     stats=jax.tree.map(stack, *stats_of) if stats_of else None,
   )
+
+
+def _experts_in_stack(table, block, layer):
+  """`block` without the experts, and `layer` that finds them where they lie."""
+  rest = jax.tree.map(lambda w, x: None if w.of_experts else x, table, block)
+
+  def one(x_BTD, kv, number, rest, replayed_BTk):
+    put_back = lambda w, x, stack: InStack(stack, number) if w.of_experts else x  # noqa: E731
+    return layer(x_BTD, kv, number, jax.tree.map(put_back, table, rest, block), replayed_BTk)
+
+  return rest, one
 
 
 def _over_layers(layer, carry, inputs, unroll):
@@ -227,7 +242,8 @@ def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, *
   )
   kind = family(config)
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
-  block = jax.lax.optimization_barrier(block)
+  if kv is None:
+    block = jax.lax.optimization_barrier(block)
   block = layers.gather(kind.block_table(config, is_moe, 1), lora.merged(block), x_BTD.dtype)
   x_BTD, kv, chosen, stats = kind.layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (chosen, stats)

@@ -95,7 +95,8 @@ class Sizes:
   rows: int  # prefixes that a device prefills at once, at most
   entries: int  # of a device's queue of prefixes
   longest: int  # tokens of a prefix
-  prefix: int  # positions of an entry
+  prompt: int  # positions that the longest prefix of a request is padded to
+  prefix: int  # positions of an entry: no less, since what was put aside comes back
   pages: int  # of a device, for slots and queue; 0: both are dense
   page: int  # positions of a page
 
@@ -122,7 +123,9 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   rows, longest = -(-slots // workload.samples), workload.prefix_length
   if config.cache_tokens:  # what is put aside comes back
     longest = max(longest, workload.window - 1)
-  prefix = bucket(longest, longest, config.prefill_tokens)
+  prompt, prefix = (
+    bucket(n, longest, config.prefill_tokens) for n in (workload.prefix_length, longest)
+  )
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
   if config.paged:
@@ -136,7 +139,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
         f"devices, and one response of {window} positions takes up to {least}: set it to "
         f"{least * S * shards} at least, or to 0"
       )
-  return Sizes(shards, slots * shards, window, rows, entries, longest, prefix, pages, S)
+  return Sizes(shards, slots * shards, window, rows, entries, longest, prompt, prefix, pages, S)
 
 
 def bucket(prefix: int, longest: int, piece: int) -> int:

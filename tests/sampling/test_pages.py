@@ -82,9 +82,8 @@ def test_responses_that_are_put_aside_go_on(expected, engine):
   assert s.usage.tokens == sum(len(r.tokens) for r in expected.values())
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 1, 2), (1, 2, 4, 1)], ids=str)
-def test_every_device_has_pages_of_its_own(expected, shape):
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+def test_every_device_has_pages_of_its_own(expected):
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
   shards = sharding.batch_shards(mesh)
   with jax.set_mesh(mesh):
     layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)

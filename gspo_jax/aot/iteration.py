@@ -1,0 +1,122 @@
+"""How long an iteration of a run takes, from what its programs take: sampling, scoring, updates and
+publication, one after the other.
+
+Pure arithmetic on assumed lengths (`lengths`). What is not in it: verification, evaluation,
+checkpoints and the host; a collective that is not overlapped adds to the rest of its program.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax import sharding
+from gspo_jax.aot.programs import Case
+from gspo_jax.learner import packing
+from gspo_jax.sampling.requests import sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  name: str
+  calls: float  # of its program; of decode, steps
+  seconds: float
+  binds: str  # of its program
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+  parts: tuple[Part, ...]
+  tokens: float  # of responses
+  chips: int
+
+  @property
+  def seconds(self) -> float:
+    return sum(part.seconds for part in self.parts)
+
+  @property
+  def speed(self) -> float:
+    """Tokens of responses per second and chip, end to end."""
+    return self.tokens / self.seconds / self.chips
+
+  @property
+  def binds(self) -> Part:
+    return max(self.parts, key=lambda part: part.seconds)
+
+
+def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, Any]]) -> Iteration:
+  """The iteration of a run whose programs take what the rows of a report say, by their names.
+
+  Updates and scoring passes take in proportion to the positions that they read.
+  """
+  c, shards = case.config, sharding.batch_shards(mesh)
+  size, rl = sizes(case.workload, case.engine, shards), c.rl
+  sampled = case.lengths.sample(rl.prompts * rl.group_size)
+  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
+  passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
+  read = positions(case, sampled, shards)
+  calls = dict(
+    prefill=-(-rl.prompts // at_once),
+    decode=decode_steps(sampled, size.slots, tail=not rl.partial),
+    score=passes * read / (case.length * (case.sequences if rl.packed else case.rows)),
+    train=read / (case.length * case.sequences),
+    publish=1,
+  )
+  parts = (
+    Part(name, n, n * rows[name]["serial_s"], rows[name]["binds"]) for name, n in calls.items() if n
+  )
+  return Iteration(tuple(parts), float(sum(sampled)), chips)
+
+
+def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
+  """Steps until all responses are sampled, each in the first slot that is free, in their order.
+
+  tail: False: what is not finished as slots become empty is put aside for the next iteration, and
+  what an earlier one put aside is gone on with: all slots are always taken.
+  """
+  if not tail:
+    return -(-sum(lengths) // slots)
+  ends = [0] * min(slots, len(lengths))
+  for length in lengths:
+    heapq.heappush(ends, heapq.heappop(ends) + length)
+  return max(ends)
+
+
+def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
+  """Positions of the rows that the updates of an iteration read, padding included."""
+  rl, window = case.config.rl, case.workload.window
+  rows = len(lengths) // rl.minibatches  # of an update, unless they are packed
+  if not rl.packed:
+    return float(len(lengths) * window)
+  at_once = rows // rl.microbatches
+  number = sum(
+    packed_microbatches(part, window, shards, at_once // shards)
+    for part in np.split(np.array(lengths) + round(case.prompt), rl.minibatches)
+  )
+  return float(number * at_once * window)
+
+
+def packed_microbatches(lengths: np.ndarray, window: int, shards: int, rows: int) -> int:
+  """Micro-batches of an update, of `rows` rows of each device, that hold the sequences."""
+  order = packing.balanced_order(lengths, shards)
+  each = (packing.first_fit(part, window)[0] for part in np.split(lengths[order], shards))
+  return max(int(row_B.max()) for row_B in each) // rows + 1
+
+
+def lines(found: Iteration, case: Case) -> list[str]:
+  """What is printed of it."""
+  part = lambda p: (  # noqa: E731
+    f"    {p.name:<10}{p.calls:>10,.6g} x {p.seconds / p.calls:>8.3g} s = {p.seconds:>8.4g} s"
+    f" {p.seconds / found.seconds:>6.1%}  {p.binds}"
+  )
+  return [
+    f"one iteration: {found.tokens:,.0f} tokens of "
+    f"{case.config.rl.prompts * case.config.rl.group_size:,} responses, exponential lengths of "
+    f"{case.lengths.mean:,.0f} in the mean and at most {case.lengths.most:,}, prompts of "
+    f"{case.prompt:,.0f}",
+    *map(part, found.parts),
+    f"    {found.seconds:,.4g} s, {found.speed:,.0f} tokens/s/chip; {found.binds.name} takes most,"
+    f" bound by {found.binds.binds}",
+  ]

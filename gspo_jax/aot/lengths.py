@@ -1,0 +1,59 @@
+"""How long responses are: what is assumed of it, since nothing is sampled here."""
+
+import dataclasses
+import functools
+import math
+import random
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+  """Exponential lengths, cut off at `most`: at every token a response ends with the same
+  probability, and at the latest there. `mean` is that of what is sampled, the cut ones included."""
+
+  mean: float
+  most: int
+
+  def __post_init__(self):
+    if not 0 < self.mean <= self.most:
+      raise ValueError(
+        f"--mean_response={self.mean:g}: want more than 0 and at most sampling.max_new_tokens="
+        f"{self.most}"
+      )
+
+  @functools.cached_property
+  def rate(self) -> float:
+    """λ of (1 - exp(-λ most)) / λ = mean, per token; 0 where all of them are cut off."""
+    low, high = 0.0, 1 / self.mean
+    for _ in range(100):
+      middle = (low + high) / 2
+      mean = -math.expm1(-middle * self.most) / middle
+      low, high = (middle, high) if mean > self.mean else (low, middle)
+    return 0.0 if high * self.most < 1e-9 else high
+
+  @property
+  def mean_square(self) -> float:
+    x = self.rate * self.most
+    if x < 1e-6:
+      return float(self.most) ** 2
+    return 2 / self.rate**2 * (1 - math.exp(-x) * (1 + x))
+
+  def filled(self, prompt: float) -> float:
+    """Positions of a slot that hold something, in the mean over time while all slots are taken:
+    prompt + E[L²] / (2 E[L]). A slot is longer with long responses than with short ones."""
+    return prompt + self.mean_square / (2 * self.mean)
+
+  def sample(self, number: int) -> list[int]:
+    """So many lengths: the quantiles (i + 1/2) / number, in a fixed order that looks random."""
+    found = [self.most] * number
+    if self.rate:
+      quantiles = (-math.log1p(-(i + 0.5) / number) / self.rate for i in range(number))
+      found = [min(self.most, max(1, math.ceil(x))) for x in quantiles]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def default_mean(most: int) -> float:
+  """8,192 tokens, as long as what is trained on for competition problems; half of `most` where that
+  is less than twice as many."""
+  return min(8192.0, most / 2)

@@ -1,0 +1,115 @@
+"""Bytes that a program has to move through HBM if nothing is moved twice: a yardstick for what it
+moves, per device.
+
+  train    state read and written; gradients written and read; in each micro-batch the weights for
+           the forward and for the backward pass, what `compute.remat` keeps written and read, and
+           where weights are gathered their gradients before they are scattered
+  score    the weights, in each micro-batch
+  publish  the trainer's weights read, the sampler's written
+  prefill  the layers' weights; keys and values of the prompts written
+  decode   the layers' weights, of experts those that a token is expected to choose if all are
+           chosen equally often, and the head; the filled part of the cache read, one position
+           of each slot written
+
+Weights that are split over `fsdp` are read where they lie, written when they are gathered, and
+read by the products. Embeddings are looked up: no table is read.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.aot import estimate
+from gspo_jax.aot.programs import Case
+from gspo_jax.learner.state import abstract_params
+from gspo_jax.models import transformer
+from gspo_jax.sampling.requests import sizes
+
+
+def of(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes per device of the program; of decode, in one step."""
+  return dict(train=_train, score=_score, publish=_publish, prefill=_prefill, decode=_decode)[name](
+    case, mesh
+  )
+
+
+def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
+  params = _trained(case, mesh)
+  tokens = case.rows // sharding.batch_shards(mesh) * case.length
+  kept = tokens * estimate.kept_per_token(case, mesh)
+  gathered = _gathered(params, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0
+  each = 2 * _pass(params, case, mesh) + 2 * gathered + 2 * kept
+  state = estimate.held(estimate.state_of(case, mesh))
+  return 2 * state + 2 * estimate.held(params) + case.microbatches * each
+
+
+def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
+  passes = case.microbatches if case.config.rl.packed else 1
+  return passes * _pass(_trained(case, mesh), case, mesh)
+
+
+def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
+  return estimate.held(_trained(case, mesh)) + estimate.held(_sampled(case, mesh))
+
+
+def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
+  params = _sampled(case, mesh)
+  size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
+  tokens = min(size.rows * size.prompt, case.engine.prefill_tokens)
+  return estimate.held(params.blocks) + tokens * _position(case, mesh)
+
+
+def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
+  params, model = _sampled(case, mesh), case.model
+  shards = sharding.batch_shards(mesh)
+  slots = sizes(case.workload, case.engine, shards).slots / shards  # of a device
+  head = params.embed if params.head is None else params.head
+  weights = estimate.held((params.blocks, params.final_norm, head))
+  if model.num_experts:
+    of_experts = [
+      (f.gate, f.up, f.down) for f in (b.ffn for b in params.blocks) if hasattr(f, "router")
+    ]
+    experts = estimate.held(of_experts)
+    whole = sum(math.prod(w.shape) * w.dtype.itemsize for w in jax.tree.leaves(of_experts))
+    tokens = slots * whole / experts / mesh.shape["tensor"]  # of all devices that share a layer's
+    idle = (1 - model.experts_per_token / model.num_experts) ** tokens
+    weights -= experts * idle
+  return weights + slots * (case.filled + 1) * _position(case, mesh)
+
+
+def _pass(params: Any, case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Weights for one pass over the layers and the head."""
+  tables = [params.embed] if params.head is not None else []
+  own = estimate.held(params) - estimate.held(tables)
+  return own + (2 * _gathered(params, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0)
+
+
+def _gathered(params: Any, case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes of the weights put together over `fsdp`, in the type that they are read in."""
+  read = transformer.dtypes(case.model, case.config.compute.dtype)
+
+  def one(x: jax.ShapeDtypeStruct, dtype: Any) -> float:
+    parts = mesh.shape["fsdp"] if "fsdp" in x.sharding.spec else 1
+    return math.prod(x.sharding.shard_shape(x.shape)) * parts * jnp.dtype(dtype).itemsize
+
+  if params.head is not None:
+    params, read = params.replace(embed=None), read.replace(embed=None)
+  return sum(jax.tree.leaves(jax.tree.map(one, params, read)))
+
+
+def _position(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes of the keys and values of one position, all layers, on a device."""
+  model, itemsize = case.model, jnp.dtype(case.config.engine.cache_dtype).itemsize
+  each = 2 * model.num_kv_heads * model.head_dim * itemsize / mesh.shape["tensor"]
+  return model.num_layers * each
+
+
+def _trained(case: Case, mesh: jax.sharding.Mesh) -> Any:
+  return abstract_params(case.model, mesh, sharding.TRAIN, jnp.float32)
+
+
+def _sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
+  return abstract_params(case.model, mesh, sharding.ROLLOUT, case.config.compute.dtype)
