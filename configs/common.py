@@ -44,7 +44,7 @@ def base() -> ConfigDict:
         attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
         experts="auto",  # blocks | batched | ragged | megablox | auto: by platform and load
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
-        remat="none",  # none | full | attention | dots: layer parts the backward pass recomputes
+        remat="none",  # none | full | attention | dots | both | auto: models/remat.py
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
       ),
       mesh=dict(

@@ -22,7 +22,7 @@ from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.aot import chips, explain, iteration, needed
 from gspo_jax.aot.compiler import check, devices_of, examine
-from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs
+from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs, resolved
 from gspo_jax.aot.search import search
 from gspo_jax.aot.table import print_line, print_row, title
 
@@ -83,6 +83,7 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
   """Compiles the named programs, prints a line for each, and returns the lines."""
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology))
   check(case, mesh)
+  case = resolved(case, mesh)
   print_line(title(case, topology, mesh))
   rows = []
   with jax.set_mesh(mesh):

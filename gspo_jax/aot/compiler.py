@@ -9,10 +9,10 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax import sharding
+from gspo_jax.accelerators import GIB
 from gspo_jax.aot import chips, hlo_costs
 from gspo_jax.aot.estimate import held
 from gspo_jax.aot.programs import Case, Program
-from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips
-from gspo_jax.aot.programs import Case
+from gspo_jax.aot.programs import Case, resolved
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops, lora
+from gspo_jax.models import flops, lora, remat
 from gspo_jax.structs import TrainState
 
 
@@ -46,6 +46,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   micro-batch the layers' weights and kept activations, forward and backward. Links: weights
   gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`.
   """
+  case = resolved(case, mesh)
   c, model = case.config, case.model
   chip, number = chips.parse(topology)
   per_chip = mesh.size / number
@@ -89,19 +90,12 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes on a device, over all layers, that the backward pass finds of each token: the layers'
   inputs, which no `compute.remat` drops, and what it names besides."""
-  c, model, tensor = case.config, case.model, mesh.shape["tensor"]
-  heads = model.num_heads * model.head_dim / tensor
-  width = float(model.hidden_size)
-  if c.compute.remat != "full":
-    width += heads
-  total = width * model.num_layers
-  if c.compute.remat in ("dots", "none"):
-    dense = sum(not model.is_moe(layer) for layer in range(model.num_layers))
-    total += model.num_layers * (
-      2 * model.num_kv_heads * model.head_dim / tensor + model.hidden_size
-    )
-    total += dense * (2 * model.intermediate_size / tensor + model.hidden_size)
-  return total * jnp.dtype(c.compute.dtype).itemsize
+  c, model = case.config, case.model
+  itemsize = jnp.dtype(c.compute.dtype).itemsize
+  policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"  # none: no less
+  with jax.set_mesh(mesh):
+    kept = remat.kept(model, policy, itemsize)
+  return kept + model.hidden_size * model.num_layers * itemsize
 
 
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:

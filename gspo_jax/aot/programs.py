@@ -96,6 +96,15 @@ def make_case(
   )
 
 
+def resolved(case: Case, mesh) -> Case:
+  """The case with the `compute.remat` that `auto` comes to in a train step."""
+  c = case.config
+  with jax.set_mesh(mesh):
+    remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
+  compute = dataclasses.replace(c.compute, remat=remat)
+  return dataclasses.replace(case, config=dataclasses.replace(c, compute=compute))
+
+
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config

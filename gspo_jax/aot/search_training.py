@@ -10,10 +10,10 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, iteration
 from gspo_jax.aot.compiler import check, compile_one, devices_of
-from gspo_jax.aot.programs import Case, programs
+from gspo_jax.aot.programs import Case, programs, resolved
 from gspo_jax.aot.search import Search, print_outcome
 from gspo_jax.aot.table import print_line, print_row
-from gspo_jax.models import transformer
+from gspo_jax.models import remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,8 @@ def meshes(case: Case, devices: int, near: Choice, tensor: int) -> Iterator[Choi
 
 
 def remats(near: Choice) -> Iterator[Choice]:
-  for remat in ("none", *transformer.REMAT):
-    yield dataclasses.replace(near, remat=remat)
+  for policy in ("none", *remat.POLICIES):
+    yield dataclasses.replace(near, remat=policy)
 
 
 def expert_chunks(case: Case, near: Choice) -> Iterator[Choice]:
@@ -207,9 +207,10 @@ def start(
 
   def measure(choice: Choice) -> dict[str, Any]:
     tried, mesh = choice.of(case), sharding.make_mesh(choice.mesh, devices)
+    tried = resolved(tried, mesh)
     with jax.set_mesh(mesh):
       _, program = next(programs(tried, mesh, ["train"]))
-      row = dict(program=str(choice)) | compile_one(program, topology, choice.remat)
+      row = dict(program=str(choice)) | compile_one(program, topology, tried.config.compute.remat)
     if "serial_s" in row:
       row["search_s"] = row["serial_s"] * share(tried, sharding.batch_shards(mesh))
     told(row)

@@ -8,9 +8,9 @@ import pytest
 from configs import common, moe_aime
 from gspo_jax import config as configuration
 from gspo_jax import sharding
+from gspo_jax.accelerators import GIB
 from gspo_jax.aot import chips, estimate, search, search_rollout, search_training
 from gspo_jax.aot.programs import make_case
-from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
 from gspo_jax.sharding import MeshConfig
 
@@ -112,7 +112,7 @@ def test_a_descent_changes_every_setting_and_ends():
   case = tiny_case()
 
   def seconds(choice):
-    costs = dict(none=2, full=3, attention=1, dots=2)[choice.remat]
+    costs = dict(attention=1, full=3, auto=3).get(choice.remat, 2)
     costs += dict([(0, 3), (256, 1)]).get(choice.logits_chunk, 2)
     return 10.0 + costs + 4 * (choice.mesh.expert != 8) + choice.microbatches
 
