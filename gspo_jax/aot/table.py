@@ -28,7 +28,8 @@ def print_row(row: dict[str, Any], header: bool) -> None:
   print_line(
     f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}"
     f"{row['executed_flops'] / 1e15:>9.3g}{row['hbm_bytes'] / 1e9:>9,.0f}"
-    f"{row['wire_bytes'] / 1e9:>8,.1f}{seconds}{row['interconnect_s']:>8.3g}  {row['binds']:<13}{row['mfu']:>6.1%}{row['compile_s']:>8.0f}s"
+    f"{row['wire_bytes'] / 1e9:>8,.1f}{seconds}"
+    f"{row['interconnect_s']:>8.3g}  {row['binds']:<13}{row['mfu']:>6.1%}{row['compile_s']:>8.0f}s"
   )
   for kind, moved in row["collectives"].items():
     print_line(f"    {kind:<20}{moved['count']:>8.0f} times{moved['bytes'] / 1e9:>10.3f} GB a chip")

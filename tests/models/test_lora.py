@@ -1,4 +1,4 @@
-"""Adapters: the plain model at first, what is trained of it, and the same sum wherever it is made."""
+"""Adapters: the plain model at first, what is trained of it, one sum wherever it is made."""
 
 import dataclasses
 import functools
