@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import sys
 import zlib
@@ -304,8 +303,9 @@ def _other_model(config: RunConfig, found: ModelConfig) -> str:
 
 def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
   """ValueError if parameters, gradients and moments alone are more than the devices hold."""
-  count = sum(math.prod(w.shape) for w in jax.tree.leaves(transformer.table(config.model)))
-  needed = count * (4 if config.job == "eval" else 16)  # bytes of float32
+  count, _ = transformer.count(config.model)
+  trained = config.job != "eval" and not (config.job == "rl" and config.rl.lora_rank)
+  needed = count * (16 if trained else 4)  # bytes of float32; frozen weights are read in it
   devices = mesh.devices.flat
   held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
   if None in held:  # a CPU, whose devices share the memory of the host
