@@ -30,21 +30,28 @@ class Choice:
   slots: int
   cache_tokens: int  # 0: all windows whole
   prefill_tokens: int
+  rollout_experts: str
 
   def __str__(self) -> str:
     cache = f"{self.cache_tokens:,}" if self.cache_tokens else "whole windows"
-    return f"{self.slots} slots, {cache}, {self.prefill_tokens}"
+    return f"{self.slots} slots, {cache}, {self.prefill_tokens}, {self.rollout_experts}"
 
   def of(self, case: Case) -> Case:
     """The case with these settings."""
-    engine = dataclasses.replace(case.config.engine, **dataclasses.asdict(self))
-    config = dataclasses.replace(case.config, engine=engine)
+    engine = dataclasses.replace(case.config.engine, **self.engine)
+    mesh = dataclasses.replace(case.config.mesh, rollout_experts=self.rollout_experts)
+    config = dataclasses.replace(case.config, engine=engine, mesh=mesh)
     return dataclasses.replace(case, config=config, slots=0)
+
+  @property
+  def engine(self) -> dict[str, int]:
+    names = "slots", "cache_tokens", "prefill_tokens"
+    return {name: getattr(self, name) for name in names}
 
   def lines(self) -> str:
     """Lines for a configuration file."""
-    keys = ", ".join(f"{key}={value}" for key, value in dataclasses.asdict(self).items())
-    return f"engine=dict({keys}),"
+    keys = ", ".join(f"{key}={value}" for key, value in self.engine.items())
+    return f'engine=dict({keys}),\nmesh=dict(rollout_experts="{self.rollout_experts}"),'
 
 
 def search(case: Case, topology: str, tries: int) -> list[dict[str, Any]]:
@@ -54,7 +61,8 @@ def search(case: Case, topology: str, tries: int) -> list[dict[str, Any]]:
   """
   print_line(
     f"sampling on {topology}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
-    f"{case.lengths.most:,}; slots, positions of the cache, tokens of a prefill"
+    f"{case.lengths.most:,}; slots, positions of the cache, tokens of a prefill, "
+    "chips that experts are split over"
   )
   shown = []
 
@@ -85,16 +93,21 @@ def start_of(case: Case) -> Choice:
   """The configuration's own settings."""
   engine = case.engine
   slots = engine.slots_for(case.workload.trajectories)
-  return Choice(slots, engine.cache_tokens, engine.prefill_tokens)
+  layout = case.config.mesh.rollout_experts
+  return Choice(slots, engine.cache_tokens, engine.prefill_tokens, layout)
 
 
 def choices(case: Case, shards: int, near: Choice) -> Iterator[Choice]:
   """Slots: one of each device, doubled up to all responses; each with the cache for all windows
-  and with the one for the assumed lengths."""
+  and with the one for the assumed lengths; experts on all chips, if these divide them, and on those
+  of an `expert` group."""
+  layouts = ("auto", "expert") if case.model.num_experts else (near.rollout_experts,)
   most, slots = case.workload.trajectories, shards
   while slots <= most:
-    for cache_tokens in (0, pool(case, slots, shards)):
-      yield dataclasses.replace(near, slots=slots, cache_tokens=cache_tokens)
+    for cache in (0, pool(case, slots, shards)):
+      for layout in layouts:
+        some = dict(slots=slots, cache_tokens=cache, rollout_experts=layout)
+        yield dataclasses.replace(near, **some)
     slots *= 2
 
 
@@ -171,9 +184,9 @@ def least(
 def prefill_s(case: Case, mesh: jax.sharding.Mesh, chip: Chip, number: int) -> float:
   """Seconds that the prefills of an iteration take at least."""
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prefix))
+  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt))
   at_once *= sharding.batch_shards(mesh)
   calls = -(-case.config.rl.prompts // at_once)
-  work = flops.work(case.model, at_once, size.prefix, size.prefix, heads=1).forward()
+  work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
   moved = needed.of("prefill", case, mesh) * mesh.size / number
   return calls * max(work / number / chip.flops, moved / chip.hbm_speed)

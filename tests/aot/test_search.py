@@ -22,18 +22,8 @@ def tiny_case(sequences=16, length=64):
   return make_case(config, sequences, length)
 
 
-def rollout_case():
-  """The flagship's requests to a toy model."""
-  config = moe_aime.get_config("tiny")
-  config.model.max_position_embeddings = 32_768
-  full = moe_aime.get_config()
-  config.update(
-    data=dict(max_prompt_tokens=2048),
-    sampling=full.sampling,
-    engine=full.engine,
-    rl=dict(prompts=256, group_size=16),
-  )
-  return make_case(configuration.from_dict(config.to_dict()))
+def flagship():
+  return make_case(configuration.from_dict(moe_aime.get_config().to_dict()))
 
 
 def least(seconds=1.0, gib=1.0):
@@ -167,7 +157,7 @@ def test_memory_that_is_held_is_a_lower_bound():
   kept = dataclasses.replace(START, remat="attention").of(case)
   heads = 16 // 8 * 64 * model.num_heads * model.head_dim * model.num_layers * 2
   more = estimate.of_update(kept, mesh, "v5p:2x2x2").memory - found.memory
-  assert more == pytest.approx(heads)
+  assert more == pytest.approx(heads, rel=0.07)  # and a sum for each head
 
 
 def test_bounds_follow_what_is_recomputed_and_sent():
@@ -190,27 +180,27 @@ def test_bounds_follow_what_is_recomputed_and_sent():
 
 
 def test_slots_have_caches_for_all_windows_and_for_the_lengths_that_are_assumed():
-  case = rollout_case()
+  case = flagship()
   tried = list(search_rollout.choices(case, 64, search_rollout.start_of(case)))
-  assert [choice.slots for choice in tried[::2]] == [64, 128, 256, 512, 1024, 2048, 4096]
+  assert [choice.slots for choice in tried[::4]] == [64, 128, 256, 512, 1024, 2048, 4096]
   window = case.workload.window
-  for whole, some in zip(tried[::2], tried[1::2]):
+  for whole, some in zip(tried[::4], tried[2::4]):
     assert whole.cache_tokens == 0
     if some.cache_tokens:
       each = some.cache_tokens / some.slots
       assert case.filled < each < window and not some.cache_tokens % (64 * 128)
   # One response may be as long as the window; of many, the mean counts.
-  assert tried[1].cache_tokens == 0 and tried[13].cache_tokens < 1.4 * 4096 * case.filled
+  assert tried[2].cache_tokens == 0 and tried[26].cache_tokens < 1.4 * 4096 * case.filled
 
 
 def test_more_slots_need_more_memory_and_fewer_steps():
-  case, mesh = rollout_case(), sharding.make_mesh(MeshConfig(1, 2, 4, 1))
+  case, mesh = flagship(), sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   chip, number = chips.parse("v5p:2x2x2")
   sampled = case.lengths.sample(case.workload.trajectories)
   near = search_rollout.start_of(case)
   with jax.set_mesh(mesh):
     few, many, paged = (
-      search_rollout.least(choice.of(case), mesh, chip, number, sampled, state=0.0)
+      search_rollout.least(choice.of(case), mesh, chip, number, sampled, 0.0)
       for choice in (
         dataclasses.replace(near, slots=64, cache_tokens=0),
         dataclasses.replace(near, slots=512, cache_tokens=0),
@@ -218,12 +208,12 @@ def test_more_slots_need_more_memory_and_fewer_steps():
       )
     )
   assert few.memory < paged.memory < many.memory
-  assert few.bound_s > many.bound_s == paged.bound_s
+  assert few.bound_s > many.bound_s == pytest.approx(paged.bound_s)
 
 
 def test_the_recommendation_of_a_rollout_can_be_pasted():
-  choice = search_rollout.Choice(1024, 12_582_912, 8192)
+  choice = search_rollout.Choice(1024, 12_582_912, 8192, "expert")
   config = common.base()
   config.update(eval(f"dict({choice.lines()})"))
-  read = configuration.from_dict(config.to_dict()).engine
-  assert (read.slots, read.cache_tokens, read.prefill_tokens) == (1024, 12_582_912, 8192)
+  read = configuration.from_dict(config.to_dict())
+  assert search_rollout.start_of(make_case(read)) == dataclasses.replace(choice, slots=512)
