@@ -44,10 +44,13 @@ def base() -> ConfigDict:
         attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
         experts="auto",  # blocks | batched | ragged | megablox | auto: by platform and load
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
-        remat="none",  # none | full | attention | dots: layer parts the backward pass recomputes
+        remat="none",  # none | full | attention | dots | both | auto: models/remat.py
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
       ),
-      mesh=dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
+      mesh=dict(
+        **dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
+        rollout_experts="auto",  # sampler's, over: all (fsdp x expert) | expert | auto: all if even
+      ),
       data=dict(
         train="arithmetic:train",  # embedded task | [format@]path [where ...]; docs/data.md
         eval="arithmetic:heldout",  # the same
@@ -100,6 +103,13 @@ def base() -> ConfigDict:
         steps=16,  # of decoding between two looks of the host, which prefills for free slots
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
         cache_dtype="float32",  # of keys and values: float32 | bfloat16
+        # dense: rows of the whole window | paged: responses take pages as they grow | auto: paged
+        # on TPU, whose kernel reads what is filled, and with cache_tokens; on CPU dense is faster
+        cache="auto",
+        # Positions of all pages, over all devices; 0: the whole window of every slot. With fewer,
+        # responses that find no page are put aside and begun again: sampling/put_aside.
+        cache_tokens=0,
+        page_tokens=128,  # of a page: 256 KiB a layer of Qwen3-30B-A3B, enough for a fast copy
       ),
       objective=dict(
         # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo
@@ -142,6 +152,7 @@ def base() -> ConfigDict:
         minibatches=4,  # updates per rollout batch: §5.1
         microbatches=1,  # per update; more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
+        lora_rank=0,  # of adapters, which are trained instead of the model; 0: all of it is
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=optimizer(learning_rate=1e-6),

@@ -54,6 +54,7 @@ class RLConfig:
   minibatches: PositiveInt  # updates per rollout batch
   microbatches: PositiveInt  # per update; more of them need less memory
   packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
+  lora_rank: Annotated[int, Range(0, 65_536)]  # of adapters, trained instead of all; 0: none
   dump_every: PositiveInt  # iterations between dumped rollouts
 
   @property
@@ -186,9 +187,8 @@ class RunConfig:
       **both,
     )
 
-  def workload(self, stop_ids: tuple[int, ...]) -> Workload:
-    """The requests that RL makes of the engine."""
-    several_turns = bool(self.environment.name)
+  def workload(self, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
+    """The requests that RL makes of the engine; several_turns: of an environment."""
     return Workload(
       self.sampling,
       prompt_length=self.data.max_prompt_tokens,

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +29,31 @@ BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # name of products with weights, for rematerialisation policies
 
-Rules = Mapping[str, str | None]
+# All chips of a slice. In this order those of an `expert` group hold neighbours: gathered over
+# "fsdp", their experts are the ones that the group has while training.
+SLICE = ("expert", "fsdp")
+
+Axes = str | tuple[str, ...]  # a mesh axis, or several
+Rules = Mapping[str, Axes]
 TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 # Decoding reads every weight once per token: whole over D, or each step would gather the model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
+ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """Devices per axis; one of them may be -1: whatever is left."""
+  """Devices per axis; one of them may be -1: whatever is left.
+
+  rollout_experts: over which chips the sampler's experts are split: `all` of a slice, those of the
+    axis `expert`, or `auto`: all, if they divide the experts.
+  """
 
   data: Annotated[int, Range(1, 1_000_000, also=-1)]
   fsdp: Annotated[int, Range(1, 1_000_000, also=-1)]
   expert: Annotated[int, Range(1, 1_000_000, also=-1)]
   tensor: Annotated[int, Range(1, 1_000_000, also=-1)]
+  rollout_experts: Literal["auto", "all", "expert"] = "auto"
 
   def __post_init__(self):
     ranges.check(self, "mesh")
@@ -70,10 +81,31 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.M
     return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
+def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
+  """Layout of a sampler with so many experts. ValueError if `all` chips do not divide them."""
+  chips = parts(SLICE, mesh.shape)
+  if config.rollout_experts == "all" and experts % chips:
+    raise ValueError(
+      f"mesh.rollout_experts=all: {experts} experts do not divide over the {chips} chips of "
+      "mesh.fsdp x mesh.expert: set it to expert, or make one of them smaller"
+    )
+  return ROLLOUT if config.rollout_experts == "expert" or experts % chips else ROLLOUT_SLICE
+
+
+def each(axes: Axes | None) -> tuple[str, ...]:
+  """The mesh axes that one dimension is split over."""
+  return axes if isinstance(axes, tuple) else (axes,) if axes else ()
+
+
+def parts(axes: Axes | None, sizes: Mapping[str, int]) -> int:
+  """How many parts a dimension has that is split over `axes`, of these sizes."""
+  return math.prod(sizes[axis] for axis in each(axes))
+
+
 def spec(letters: str, rules: Rules) -> P:
   """PartitionSpec of an array whose axes are `letters`. ValueError if a mesh axis is used twice."""
   axes = [rules.get(letter) for letter in letters]
-  used = [a for a in axes if a is not None]
+  used = [a for split in axes for a in each(split)]
   if len(used) != len(set(used)):
     raise ValueError(f"{letters!r} puts two of its axes on one mesh axis: {axes}")
   return P(*axes)
@@ -170,10 +202,11 @@ def whole(x: jax.Array, pspec: P) -> jax.Array:
   """The same inside `shard_map`, for an array that came in split as `pspec`."""
   if without_mesh():
     return x
-  split = [axis for axis in pspec if axis is not None]
-  x = vary(x, tuple(axis for axis in AXES if axis not in split))
-  if "fsdp" in split and not _alone("fsdp"):
-    x = jax.lax.all_gather(x, "fsdp", axis=tuple(pspec).index("fsdp"), tiled=True)
+  split = [each(axes) for axes in pspec]
+  x = vary(x, tuple(axis for axis in AXES if axis not in sum(split, ())))
+  for dimension, axes in enumerate(split):
+    if "fsdp" in axes and not _alone("fsdp"):
+      x = jax.lax.all_gather(x, "fsdp", axis=dimension, tiled=True)
   return x
 
 
@@ -188,26 +221,30 @@ def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) ->
   return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check)
 
 
-def _alone(axis: str) -> bool:
+def _alone(axis: Axes) -> bool:
   """Whether a device has nobody to exchange parts with along `axis`. XLA on CPU would copy them all
   the same, and turn them around for it."""
   return axis_size(axis) == 1
 
 
-def all_gather(x: jax.Array, axis: str) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axes) -> jax.Array:
   """Parts along dimension 0 of the devices on `axis`, concatenated. For use inside `shard_map`."""
-  return x if _alone(axis) else jax.lax.all_gather(x, axis, tiled=True)
+  for one in reversed(each(axis)):
+    x = x if _alone(one) else jax.lax.all_gather(x, one, tiled=True)
+  return x
 
 
 def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Array:
   return x if _alone(axis) else jax.lax.all_to_all(x, axis, split, concatenate, tiled=True)
 
 
-def psum_scatter(x: jax.Array, axis: str) -> jax.Array:
+def psum_scatter(x: jax.Array, axis: Axes) -> jax.Array:
   """Sum over `axis`, each device keeping its part of dimension 0: the transpose of `all_gather`."""
-  if _alone(axis):
-    return x
-  return jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+  for one in each(axis):
+    if not _alone(one):
+      x = x.reshape(axis_size(one), -1, *x.shape[1:])
+      x = jax.lax.psum_scatter(x, one, scatter_dimension=0)
+  return x
 
 
 def psum(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
@@ -227,11 +264,11 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
 
 
-def axis_size(axis: str) -> int:
-  return 1 if without_mesh() else jax.sharding.get_abstract_mesh().shape[axis]
+def axis_size(axis: Axes) -> int:
+  return 1 if without_mesh() else parts(axis, jax.sharding.get_abstract_mesh().shape)
 
 
-def axis_index(axis: str) -> jax.Array | int:
+def axis_index(axis: Axes) -> jax.Array | int:
   return 0 if without_mesh() else jax.lax.axis_index(axis)
 
 
@@ -262,12 +299,16 @@ def fetch(tree: Any) -> Any:
   return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
+def publisher(
+  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
+) -> Callable[[Any], Any]:
   """A jitted copy of parameters from the training layout to `shardings`, each cast to its own of
   `dtypes`: those in which the trainer reads them, or sampler and trainer are two networks.
 
   Stacked layers that are split over "fsdp" are put together one by one: XLA would hold all of them
   a second time, in the order in which the parts arrive.
+
+  `merge` makes the parameters that these are of those that are trained.
   """
 
   def one(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
@@ -275,5 +316,5 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
       return x.astype(dtype)
     return jax.lax.map(lambda layer: reshard(layer.astype(dtype), P(*target.spec[1:])), x)
 
-  cast = lambda params: jax.tree.map(one, params, shardings, dtypes)  # noqa: E731
+  cast = lambda params: jax.tree.map(one, merge(params), shardings, dtypes)  # noqa: E731
   return jax.jit(cast, out_shardings=shardings)

@@ -71,7 +71,7 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
 
   def look():
     scheduler = engine._scheduler
-    queued = sum(request.samples for request in scheduler._requests)
+    queued = sum(request.samples for request, _ in scheduler._requests)
     most.append(len(scheduler._live) + queued)
     return step()
 

@@ -54,7 +54,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   c, shards = case.config, sharding.batch_shards(mesh)
   size, rl = sizes(case.workload, case.engine, shards), c.rl
   sampled = case.lengths.sample(rl.prompts * rl.group_size)
-  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prefix)) * shards
+  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
   passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
   read = positions(case, sampled, shards)
   calls = dict(

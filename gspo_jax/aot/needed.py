@@ -52,18 +52,18 @@ def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
-  return estimate.held(_trained(case, mesh)) + estimate.held(_sampled(case, mesh))
+  return estimate.held(_trained(case, mesh)) + estimate.held(sampled(case, mesh))
 
 
 def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params = _sampled(case, mesh)
+  params = sampled(case, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  tokens = min(size.rows * size.prefix, case.engine.prefill_tokens)
+  tokens = min(size.rows * size.prompt, case.engine.prefill_tokens)
   return estimate.held(params.blocks) + tokens * _position(case, mesh)
 
 
 def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params, model = _sampled(case, mesh), case.model
+  params, model = sampled(case, mesh), case.model
   shards = sharding.batch_shards(mesh)
   slots = sizes(case.workload, case.engine, shards).slots / shards  # of a device
   head = params.embed if params.head is None else params.head
@@ -111,5 +111,7 @@ def _trained(case: Case, mesh: jax.sharding.Mesh) -> Any:
   return abstract_params(case.model, mesh, sharding.TRAIN, jnp.float32)
 
 
-def _sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  return abstract_params(case.model, mesh, sharding.ROLLOUT, case.config.compute.dtype)
+def sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
+  """The sampler's weights."""
+  rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
+  return abstract_params(case.model, mesh, rules, case.config.compute.dtype)

@@ -15,7 +15,7 @@ from gspo_jax.aot import lengths
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops, routing, transformer
+from gspo_jax.models import flops, lora, routing, transformer
 from gspo_jax.sampling import EngineConfig, Workload, slots
 from gspo_jax.sampling.requests import sizes
 from gspo_jax.sharding import BATCH, P
@@ -67,7 +67,8 @@ class Case:
 
   @property
   def workload(self) -> Workload:
-    return self.config.workload(stop_ids=(0,))  # how many there are is the tokenizer's
+    turns = bool(self.config.environment.name)
+    return self.config.workload(stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Program:
   arguments: tuple[Any, ...]
   work: flops.Work | None  # None: moves data only
   trains: bool = False
+  held: tuple[Any, ...] = ()  # arrays that a run keeps on the devices meanwhile
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # for `hlo_costs.costs`
   turns: int = 1  # of the program's loop, decode steps; its figures are those of one of them
 
@@ -94,31 +96,44 @@ def make_case(
   )
 
 
+def resolved(case: Case, mesh) -> Case:
+  """The case with the `compute.remat` that `auto` comes to in a train step."""
+  c = case.config
+  with jax.set_mesh(mesh):
+    remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
+  compute = dataclasses.replace(c.compute, remat=remat)
+  return dataclasses.replace(case, config=dataclasses.replace(c, compute=compute))
+
+
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
-  train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
-  sample_params = abstract_params(c.model, mesh, sharding.ROLLOUT, c.compute.dtype)
+  adapters = c.rl.lora_rank, c.compute.dtype
+  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
+  state = abstract_state(c.model, mesh, tx, *adapters)
+  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
+  sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
-      tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-      state = abstract_state(c.model, mesh, tx)
       step = train_step.make_rl_step(learner, c.objective, tx)
       work = flops.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
-      arguments = train_params, batch_of(case, mesh, rows)
+      arguments = state.params, batch_of(case, mesh, rows)
       work = flops.work(case.model, rows, case.length, case.length)
-      yield name, Program(train_step.make_score(learner), arguments, work)
+      held = state.opt_state, sample_params
+      yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
-      layout = transformer.shardings(c.model, sharding.ROLLOUT, mesh)
-      publish = sharding.publisher(layout, transformer.dtypes(c.model, c.compute.dtype))
-      yield name, Program(publish, (train_params,), None)
+      layout = transformer.shardings(c.model, rollout, mesh)
+      read = transformer.dtypes(c.model, c.compute.dtype)
+      publish = sharding.publisher(layout, read, lora.merged)
+      yield name, Program(publish, (state.params,), None, held=(state.opt_state,))
     if name in ("prefill", "decode"):
-      yield name, sampling_program(name, case, mesh, sample_params)
+      program = sampling_program(name, case, mesh, sample_params)
+      yield name, dataclasses.replace(program, held=(state,))
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
@@ -126,19 +141,16 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   slots, in place."""
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
-  size = sizes(workload, engine, shards)
   options = dict(model=c.model, compute=c.compute, record_routing=workload.record_routing)
   with jax.set_mesh(mesh):
+    size = sizes(workload, engine, shards)
     state = jax.eval_shape(
       lambda: slots.new_state(
         c.model,
         tuple(block.attention_norm.shape[0] for block in params.blocks),
-        slots=size.slots,
-        window=size.window,
-        queue=size.entries * shards,
-        queue_window=size.prefix,
         stop_ids=len(workload.stop_ids),
         dtype=engine.cache_dtype,
+        **size.arrays,
       )
     )
   state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
@@ -148,20 +160,21 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
-    # How often a slot takes a new prefix, and the share of the windows that is in use.
+    # How often a slot takes a new prefix, and the share of the windows that is in use, in pages.
     refills = size.slots / shards / case.lengths.mean
-    rates = dict(refill=refills, paged_attention=case.filled / size.window)
+    filled = (case.filled + size.page / 2) / size.window
+    rates = dict(refill=refills, paged_attention=filled)
     return Program(
       jax.jit(step, donate_argnums=1), arguments, work, rates=rates, turns=engine.steps
     )
-  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prefix)) * shards
+  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prompt)) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue
   )
   fill = functools.partial(slots.prefill, piece=engine.prefill_tokens, **options)
-  arguments = params, state, by_row(size.prefix), fields, by_row(), by_row()
-  work = flops.work(case.model, prompts, size.prefix, size.prefix, heads=1)
+  arguments = params, state, by_row(size.prompt), fields, by_row(), by_row()
+  work = flops.work(case.model, prompts, size.prompt, size.prompt, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 

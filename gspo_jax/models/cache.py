@@ -1,4 +1,5 @@
-"""Key/value cache: one slot per position, one row per sequence."""
+"""Key/value cache, the dense form: one slot per position, one row per sequence. pages.py is the
+other one, for TPUs and for longer windows than there is memory for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,10 @@ from gspo_jax import sharding
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
-SPEC = P(None, BATCH, "tensor", None, None)  # of every cache array
+
+def spec(x: Any) -> P:
+  """PartitionSpec of an array of a cache, in either form."""
+  return P(None, BATCH, "tensor", *[None] * (x.ndim - 3))
 
 
 @flax.struct.dataclass
@@ -30,6 +34,13 @@ class Cache:
   def dtype(self) -> Any:
     return self.v_lBKSH[0].dtype
 
+  def block(self, i: int) -> tuple[jax.Array, jax.Array]:
+    """What the i-th block of layers reads and writes."""
+    return self.k_lBKHS[i], self.v_lBKSH[i]
+
+  def with_blocks(self, blocks: Sequence[tuple[jax.Array, jax.Array]]) -> "Cache":
+    return Cache(*(tuple(side) for side in zip(*blocks)))
+
 
 def allocate(
   config: ModelConfig, batch: int, length: int, dtype: Any, layers: Sequence[int] | None = None
@@ -42,7 +53,8 @@ def allocate(
   K, H = config.num_kv_heads, config.head_dim
 
   def zeros(*shape: int) -> jax.Array:
-    return sharding.reshard(jnp.zeros(shape, dtype), SPEC)
+    x = jnp.zeros(shape, dtype)
+    return sharding.reshard(x, spec(x))
 
   return Cache(
     tuple(zeros(l, batch, K, H, length) for l in layers),
@@ -50,10 +62,31 @@ def allocate(
   )
 
 
-def size(config: ModelConfig, batch: int, length: int, dtype: Any) -> int:
-  """Bytes of such a cache, over all devices."""
-  each = config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
-  return 2 * config.num_layers * batch * length * each
+def write(
+  block: tuple[jax.Array, jax.Array],
+  layer: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  position_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Writes new keys and values of one layer: one of each row, or several that follow each other,
+  from the same position in all rows. For use on each device's part.
+  """
+  k_lBKHS, v_lBKSH = block
+  k_BTKH, v_BTKH = k_BTKH.astype(k_lBKHS.dtype), v_BTKH.astype(v_lBKSH.dtype)
+  if k_BTKH.shape[1] == 1:
+    row = jnp.arange(len(k_BTKH))[:, None]
+    return (
+      k_lBKHS.at[layer, row, :, :, position_BT].set(k_BTKH),
+      v_lBKSH.at[layer, row, :, position_BT].set(v_BTKH),
+    )
+  # One slice: XLA would bring the whole cache into another order, and back, for a scatter.
+  zero, first = jnp.zeros((), jnp.int32), position_BT[0, 0]
+  k_1BKHT, v_1BKTH = jnp.moveaxis(k_BTKH, 1, 3)[None], jnp.swapaxes(v_BTKH, 1, 2)[None]
+  return (
+    jax.lax.dynamic_update_slice(k_lBKHS, k_1BKHT, (layer, zero, zero, zero, first)),
+    jax.lax.dynamic_update_slice(v_lBKSH, v_1BKTH, (layer, zero, zero, first, zero)),
+  )
 
 
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:

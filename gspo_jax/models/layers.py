@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models import attention
+from gspo_jax.models import attention, pages
+from gspo_jax.models import cache as kv_cache
 from gspo_jax.models.attention import Scores, Tree, rotate
-from gspo_jax.models.cache import SPEC
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.models.weights import Attention, Dense, Weight
+from gspo_jax.models.weights import Attention, Dense, InStack, Weight
 from gspo_jax.sharding import BATCH, P
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> like x
@@ -71,11 +71,13 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
   in float32 is small, and whole on every device. Experts gather theirs where they multiply.
   """
 
-  def one(weight: Weight, w: jax.Array) -> jax.Array:
+  def one(weight: Weight, w: Any) -> Any:
+    if isinstance(w, InStack):
+      return w
     w = w.astype(weight.read_as(dtype))
     if weight.wide:
       return sharding.reshard(w, P())
-    if "E" in weight.letters:
+    if weight.of_experts:
       return w
     together = sharding.spec(weight.letters[1:], sharding.ROLLOUT)
     collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
@@ -102,7 +104,7 @@ def attend(
   """Grouped-query attention with its projections, [B, T, D], and the cache with the new ones.
 
   Args:
-    kv: of all layers of the run, [l, B, K, H, S] and [l, B, K, S, H], or None.
+    kv: of all layers of the run, as `block` of a cache returns it, or None.
     layer: its number in the run, where `kv` is written.
     local: whether the layer has the sliding window.
     from_start: nothing in the cache is older than these tokens.
@@ -148,13 +150,11 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
     name = attention.choose(compute.attention, length, q.dtype, scores, gaps=tree is not None)
+    if isinstance(kv, pages.Block):
+      name = pages.choose(kv, compute.attention)
+      return pages.attend(q, k, v, kv, layer, positions_BT, scores, name)
     if kv is not None:
-      row = jnp.arange(q.shape[0])[:, None]
-      k_lBKHS, v_lBKSH = kv
-      kv = (
-        k_lBKHS.at[layer, row, :, :, positions_BT].set(k.astype(k_lBKHS.dtype)),
-        v_lBKSH.at[layer, row, :, positions_BT].set(v.astype(v_lBKSH.dtype)),
-      )
+      kv = kv_cache.write(kv, layer, k, v, positions_BT)
     if tree is not None:
       return attention.attend_tree(q, k, v, segments_BT, tree, name, scores, positions_BT), kv
     if kv is None or from_start:
@@ -163,7 +163,9 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
 
   heads = P(BATCH, None, "tensor", None)
-  kv_specs = None if kv is None else (SPEC,) * 2
+  kv_specs = jax.tree.map(
+    lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv
+  )  # a table has two
   return sharding.shard_map(
     one,
     in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),

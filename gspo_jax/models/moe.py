@@ -15,7 +15,9 @@ this device holds; index E means: held by another device. They return, in x's dt
 Σ_k gate_k · expert_{index_k}(x) over the held experts.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -23,15 +25,17 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models import routing
-from gspo_jax.models.expert_blocks import ExpertWeights, apply_batched, apply_blocks, share
-from gspo_jax.models.expert_groups import apply_megablox, apply_ragged
+from gspo_jax.models.expert_blocks import ExpertWeights, apply_batched, apply_blocks
+from gspo_jax.models.expert_decode import apply_one_hot, experts_of_few, experts_over
+from gspo_jax.models.expert_groups import GroupedWeights, apply_megablox, apply_ragged, joined
 from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.models.weights import InStack
 from gspo_jax.sharding import BATCH, P
 
 FORMS = dict(
   blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
 )
-FEW = 256  # assignments per expert up to which `batched` is faster than `blocks` on CPU
+FEW = 256  # assignments per expert up to which all experts are multiplied at once
 
 
 @flax.struct.dataclass
@@ -114,6 +118,14 @@ def choose(implementation: str, load: float = math.inf):
   return FORMS[implementation]
 
 
+def choose_for_few(implementation: str, load: float) -> Callable:
+  """The same for `experts_of_few`."""
+  if implementation == "auto" and sharding.platform() == "tpu":
+    return functools.partial(apply_one_hot, load=load)
+  form = choose(implementation, load)
+  return lambda x_XD, gate_Xk, index_Xk, held, read: form(x_XD, gate_Xk, index_Xk, w := read(), w)
+
+
 def experts(
   x_BTD: jax.Array,
   gate_BTk: jax.Array,
@@ -128,14 +140,29 @@ def experts(
   `chunk` tokens of each device are gathered and computed at once (0: all), again in the backward
   pass. That bounds memory: if every token of every device chooses the experts of one device, that
   device works longer, in the same buffers.
+
+  While sampling, weights are `InStack`, and perhaps split over more chips than the axis "expert".
+  Of few tokens `experts_of_few` sends the tokens to them; for many, the weights come to the tokens.
   """
+  check = choose(implementation) is not apply_megablox
+  if isinstance(weights.gate, InStack):
+    chips = sharding.axis_size(experts_over(weights.gate))
+    load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
+    if load <= FEW:
+      apply = choose_for_few(implementation, load)
+      return experts_of_few(x_BTD, gate_BTk, index_BTk, weights, apply, check)
+    weights = ExpertWeights(*[w.read(x_BTD.dtype) for w in weights])
 
   def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
     B, T, D = x_BTD.shape
-    held = weights.gate.shape[0]
-    weights = jax.tree.map(sharding.whole, weights, split)
+    held = len(weights.down)
+    if joins:  # what is on this device, before the rest is gathered
+      weights = joined(weights)
+    weights = jax.tree.map(sharding.whole, weights, joined_split if joins else split)
     # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
-    sink = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
+    once = joins and not (0 < chunk < B * T)
+    sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
     def some(x_XD, gate_Xk, index_Xk):
@@ -145,7 +172,7 @@ def experts(
       local_Xk = index_Xk - held * sharding.axis_index("expert")
       local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
       tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-      apply = choose(implementation, share(index_Xk, weights))
+      apply = choose(implementation, index_Xk.size / (held * sharding.axis_size("expert")))
       y_XD = apply(*tokens, weights, sink)
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
@@ -162,14 +189,16 @@ def experts(
     )
     return y.reshape(-1, D)[: B * T].reshape(B, T, D)
 
-  batch = P(BATCH)
-  D = sharding.spec_of(weights.gate)[1]  # "fsdp" while training
-  split = ExpertWeights(*[P("expert", D, "tensor")] * 2, P("expert", "tensor", D))
+  batch, (E, D, _) = P(BATCH), sharding.spec_of(weights.gate)  # D: "fsdp" while training
+  E = E or "expert"
+  split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
   weights = jax.tree.map(sharding.reshard, weights, split)
+  joined_split = GroupedWeights((split.gate,), split.down)
+  joins = D is not None and choose(implementation) in (apply_megablox, apply_ragged)
   run = sharding.shard_map(
     on_each_device,
     in_specs=(batch, batch, batch, split),
     out_specs=batch,
-    check=choose(implementation) is not apply_megablox,
+    check=check,
   )
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, weights)

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, gemma, head, layers, moe, qwen3, weights
+from gspo_jax.models import attention, gemma, head, layers, lora, moe, qwen3, remat, weights
 from gspo_jax.models.attention import Tree
 from gspo_jax.models.cache import Cache
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
 from gspo_jax.models.moe import ExpertWeights, RouterStats
+from gspo_jax.models.pages import Pages
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
-from gspo_jax.models.weights import Params
+from gspo_jax.models.weights import InStack, Params
 from gspo_jax.sharding import BATCH, P, Rules
 
 FAMILIES = dict(qwen3=qwen3.FAMILY, gemma=gemma.FAMILY)
@@ -84,6 +85,16 @@ def count(config: ModelConfig) -> tuple[int, int]:
   return total, total - moe_layers * unused * expert
 
 
+def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
+  """The policy, one of `remat.POLICIES` or none, for a pass over so many tokens on all devices."""
+  parameters, mesh = 0, jax.sharding.get_abstract_mesh()
+  if compute.remat == "auto" and not mesh.empty:
+    layout = shardings(config, sharding.TRAIN, mesh)
+    parts = jax.tree.map(lambda w, s: math.prod(s.shard_shape(w.shape)), table(config), layout)
+    parameters = sum(jax.tree.leaves(parts))
+  return remat.choose(config, compute, sharding.rows_of_a_device(tokens), parameters)
+
+
 def unstack(params: Params) -> Params:
   """The same parameters in blocks of one layer each.
 
@@ -98,7 +109,7 @@ def unstack(params: Params) -> Params:
 @flax.struct.dataclass
 class Output:
   hidden_BTD: jax.Array  # after the final norm: what the head reads
-  cache: Cache | None
+  cache: Cache | Pages | None
   routing_lBTk: jax.Array | None  # int32, experts chosen, over the MoE layers
   stats: RouterStats | None  # stacked over the MoE layers
 
@@ -111,7 +122,7 @@ def forward(
   positions: jax.Array | None = None,
   segments: jax.Array | None = None,
   tree: Tree | None = None,
-  cache: Cache | None = None,
+  cache: Cache | Pages | None = None,
   routing: jax.Array | None = None,
   compute: ComputeConfig = REFERENCE,
 ) -> Output:
@@ -123,6 +134,7 @@ def forward(
     segments: int32 [B, T], default 1: tokens attend to earlier ones of their own segment; 0 pads.
     tree: how the rows hold sequences that begin alike; needs `positions`.
     cache: keys and values of earlier positions; the new ones are written into it and returned.
+      Several tokens of a row follow each other, from one position in all rows; `Pages` take one.
     routing: int32 [l, B, T, k], experts to use instead of the router's choice; -1 leaves it.
     compute: precision and formulation.
   """
@@ -140,6 +152,7 @@ def forward(
   x_BTD = head.embed(params, tokens_BT, dtype)
   if (scale := kind.embed_scale(config)) != 1:
     x_BTD = x_BTD * jnp.asarray(scale, dtype)
+  kept = remat_of(config, compute, B * T)
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
 
   caches, chosen_of, stats_of, first, moe_layers = [], [], [], 0, 0
@@ -156,13 +169,17 @@ def forward(
       tree=tree,
       from_start=from_start,
     )
-    if compute.remat != "none" and cache is None:
-      layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)
+    if kept != "none" and cache is None:
+      layer = jax.checkpoint(layer, policy=remat.POLICIES[kept], prevent_cse=False)
+    if cache is not None:
+      block, layer = _experts_in_stack(
+        kind.block_table(config, config.is_moe(first), 1), block, layer
+      )
     replayed = None
     if routing is not None and config.is_moe(first):
       replayed = routing[moe_layers : moe_layers + number]
       moe_layers += number
-    kv = None if cache is None else (cache.k_lBKHS[i], cache.v_lBKSH[i])
+    kv = None if cache is None else cache.block(i)
     # The cache of all layers is carried, and written in place: as an input and an output of the
     # scan it would exist twice.
     (x_BTD, kv), (chosen, stats) = _over_layers(
@@ -181,10 +198,21 @@ def forward(
   final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
     hidden_BTD=kind.norm(x_BTD, final_norm, config.rms_norm_eps),
-    cache=None if cache is None else Cache(*(tuple(side) for side in zip(*caches))),
+    cache=None if cache is None else cache.with_blocks(caches),
     routing_lBTk=stack(*chosen_of) if chosen_of else None,
     stats=jax.tree.map(stack, *stats_of) if stats_of else None,
   )
+
+
+def _experts_in_stack(table, block, layer):
+  """`block` without the experts, and `layer` that finds them where they lie."""
+  rest = jax.tree.map(lambda w, x: None if w.of_experts else x, table, block)
+
+  def one(x_BTD, kv, number, rest, replayed_BTk):
+    put_back = lambda w, x, stack: InStack(stack, number) if w.of_experts else x  # noqa: E731
+    return layer(x_BTD, kv, number, jax.tree.map(put_back, table, rest, block), replayed_BTk)
+
+  return rest, one
 
 
 def _over_layers(layer, carry, inputs, unroll):
@@ -197,17 +225,6 @@ def _over_layers(layer, carry, inputs, unroll):
     return jax.lax.scan(layer, carry, inputs, unroll=unroll)
   carry, outputs = layer(carry, jax.tree.map(lambda x: x[0], inputs))
   return carry, jax.tree.map(lambda x: x[None], outputs)
-
-
-# What the backward pass keeps of a layer besides its input; it recomputes the rest.
-REMAT = dict(
-  full=None,  # nothing
-  attention=jax.checkpoint_policies.save_only_these_names(attention.RESIDUAL),  # what costs T²
-  dots=jax.checkpoint_policies.save_from_both_policies(  # every product with a weight
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(sharding.PRODUCT),
-  ),
-)
 
 
 def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, **setting):
@@ -225,8 +242,9 @@ def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, *
   )
   kind = family(config)
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
-  block = jax.lax.optimization_barrier(block)
-  block = layers.gather(kind.block_table(config, is_moe, 1), block, x_BTD.dtype)
+  if kv is None:
+    block = jax.lax.optimization_barrier(block)
+  block = layers.gather(kind.block_table(config, is_moe, 1), lora.merged(block), x_BTD.dtype)
   x_BTD, kv, chosen, stats = kind.layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (chosen, stats)
 

@@ -5,7 +5,7 @@ Shape, initialiser, sharding and the type that it is read in derive from it.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -45,6 +45,17 @@ class Dense:
   down: Any  # l F D
 
 
+class InStack(NamedTuple):
+  """A weight of one layer, to be read where it lies: in the stack of those of all layers. On TPU a
+  slice that is not part of a product is a copy, made at every step."""
+
+  stack: jax.Array  # [l, ...]
+  layer: Any
+
+  def read(self, dtype: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False).astype(dtype)
+
+
 class Weight:
   """One line of the table: letters, their sizes, which of them are inputs, and whether the weight
   is read in float32 whatever the compute type is: small ones that much depends on."""
@@ -57,9 +68,13 @@ class Weight:
     constant: float = 0.0,
     wide: bool = False,
   ):
-    self.letters, self.constant, self.wide = letters, constant, wide
+    self.letters, self.constant, self.wide, self.inputs = letters, constant, wide, fan_in
     self.shape = tuple(sizes[letter] for letter in letters)
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
+
+  @property
+  def of_experts(self) -> bool:
+    return "E" in self.letters and not self.wide
 
   def init(self, key: jax.Array, dtype: Any) -> jax.Array:
     """Normal of standard deviation fan_in^(-1/2), or a constant where there is no fan-in."""
@@ -112,13 +127,16 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
   """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
 
   def one(path, w: Weight) -> NamedSharding:
-    pspec = sharding.spec(w.letters, rules)
-    for letter, size, axis in zip(w.letters, w.shape, pspec):
-      if axis and size % mesh.shape[axis]:
+    # What is read in float32 is small, and read whole.
+    used = {letter: rules[letter] for letter in rules if letter == "D" or not w.wide}
+    pspec = sharding.spec(w.letters, used)
+    for letter, size, axes in zip(w.letters, w.shape, pspec):
+      if size % (parts := sharding.parts(axes, mesh.shape)):
+        named = " x ".join(f"mesh.{axis}" for axis in sharding.each(axes))
         raise ValueError(
           f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} "
           f"[{' '.join(w.letters)}] = {w.shape}: {letter}={size} is not divisible by "
-          f"mesh.{axis}={mesh.shape[axis]}"
+          f"{named}={parts}"
         )
     return NamedSharding(mesh, pspec)
 

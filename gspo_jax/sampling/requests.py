@@ -5,12 +5,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from gspo_jax import ranges
+from gspo_jax import ranges, sharding
 from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
 from gspo_jax.sampling.sampler import SamplingConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
 Prefill = Annotated[int, Range(SHORTEST, 2**20)]
+Positions = Annotated[int, Range(0, 2**40)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +22,27 @@ class EngineConfig:
   steps: PositiveInt  # decode steps per call, between two looks of the host
   prefill_tokens: Prefill  # of a device at once; longer prompts in pieces
   cache_dtype: Literal["float32", "bfloat16"]  # of keys and values
+  # In rows of the whole window, or in pages that responses take as they grow; auto: pages on TPU,
+  # and where `cache_tokens` says how many.
+  cache: Literal["auto", "dense", "paged"] = "auto"
+  cache_tokens: Positions = 0  # positions of all pages, over all devices; 0: all windows whole
+  page_tokens: PositiveInt = 128  # positions of a page; the TPU's kernel wants a multiple of 16
 
   def __post_init__(self):
     ranges.check(self, "engine")
     if self.prefill_tokens & (self.prefill_tokens - 1):
       raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")
+    if self.cache == "dense" and self.cache_tokens:
+      raise ValueError(
+        f"engine.cache_tokens={self.cache_tokens} is for pages, and engine.cache='dense' has none: "
+        "leave one of them out"
+      )
+
+  @property
+  def paged(self) -> bool:
+    if self.cache == "auto":
+      return bool(self.cache_tokens) or sharding.platform() == "tpu"
+    return self.cache == "paged"
 
   def slots_for(self, trajectories: int) -> int:
     """Slots that are used for so many trajectories: no more than there are."""
@@ -72,20 +89,57 @@ class Workload:
 class Sizes:
   """Shapes of an engine's arrays for one workload."""
 
+  shards: int  # devices that slots and queue are split over
   slots: int  # responses decoded at once, over all devices
   window: int  # positions of a slot
   rows: int  # prefixes that a device prefills at once, at most
   entries: int  # of a device's queue of prefixes
-  prefix: int  # positions of an entry
+  longest: int  # tokens of a prefix
+  prompt: int  # positions that the longest prefix of a request is padded to
+  prefix: int  # positions of an entry: no less, since what was put aside comes back
+  pages: int  # of a device, for slots and queue; 0: both are dense
+  page: int  # positions of a page
+
+  @property
+  def arrays(self) -> dict[str, int]:
+    """Arguments of `slots.new_state`."""
+    return dict(
+      slots=self.slots,
+      window=self.window,
+      queue=self.entries * self.shards,
+      queue_window=self.prefix,
+      pool=self.pages * self.shards,
+      page=self.page,
+    )
 
 
 def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
-  """The shapes for `shards` devices, over which slots and queue are split."""
+  """The shapes for `shards` devices, over which slots and queue are split.
+
+  Raises:
+    ValueError: `cache_tokens` are not enough for one response on every device.
+  """
   slots = -(-config.slots_for(workload.trajectories) // shards)  # of one device
   rows, longest = -(-slots // workload.samples), workload.prefix_length
-  prefix = bucket(longest, longest, config.prefill_tokens)
-  entries = max(2, min(2 * rows, slots))
-  return Sizes(slots * shards, max(workload.window, prefix), rows, entries, prefix)
+  if config.cache_tokens:  # what is put aside comes back
+    longest = max(longest, workload.window - 1)
+  prompt, prefix = (
+    bucket(n, longest, config.prefill_tokens) for n in (workload.prefix_length, longest)
+  )
+  window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
+  pages, S = 0, config.page_tokens
+  if config.paged:
+    window = workload.window  # padding takes no pages
+    most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
+    pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
+    least = -(-window // S) + 1  # the queue has a page of its own of each prefix
+    if pages < least:
+      raise ValueError(
+        f"engine.cache_tokens={config.cache_tokens} is {pages} pages of {S} for each of {shards} "
+        f"devices, and one response of {window} positions takes up to {least}: set it to "
+        f"{least * S * shards} at least, or to 0"
+      )
+  return Sizes(shards, slots * shards, window, rows, entries, longest, prompt, prefix, pages, S)
 
 
 def bucket(prefix: int, longest: int, piece: int) -> int:
@@ -152,6 +206,7 @@ class Usage:
   slot_steps: int = 0  # of decoding, over all slots; `tokens` of them were of use
   prefill_seconds: float = 0.0
   decode_seconds: float = 0.0
+  put_aside: int = 0  # responses that were begun again, since there was no page for them
   cache_bytes: int = 0  # the largest, over all devices
 
   def add(self, other: "Usage") -> None:
@@ -168,6 +223,7 @@ class Usage:
       "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
       "sampling/decode_steps": float(self.steps),
       "sampling/cache_gib": self.cache_bytes / 2**30,
+      "sampling/put_aside": float(self.put_aside),
       "time/sample/prefill": self.prefill_seconds,
       "time/sample/decode": self.decode_seconds,
     }

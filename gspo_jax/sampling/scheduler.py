@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
@@ -31,33 +30,8 @@ from gspo_jax.sampling.requests import (
   sizes,
 )
 from gspo_jax.sampling.slots import Rows, Sampled, decode, new_state, prefill
+from gspo_jax.sampling.under_way import Live, by_response, lives_of, to_go_on
 from gspo_jax.sharding import P
-
-
-@dataclasses.dataclass
-class _Live:
-  """A response that has a place on the devices."""
-
-  request: Request
-  sample: int
-  shard: int
-  prefix_routing: list[np.ndarray]  # filled when it has been fetched
-  parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
-  count: int = 0
-
-  def response(
-    self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
-  ) -> Response:
-    """Returns the first `count` tokens; all of them by default."""
-    nothing = [np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)]
-    columns = [np.concatenate([x, *xs]) for x, xs in zip(nothing, zip(*self.parts))] or nothing
-    experts = None
-    if self.prefix_routing:
-      experts = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
-      experts = experts[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
-    columns = [column[:count] for column in columns]
-    versions = np.full(len(columns[0]), version, np.int32)
-    return Response(self.request, self.sample, *columns, versions, stopped, finished, experts)
 
 
 class Scheduler:
@@ -69,7 +43,7 @@ class Scheduler:
     detokenize: from tokens to text, where the workload has stop strings.
 
   Raises:
-    ValueError: the workload's window exceeds the model's positions.
+    ValueError: the workload's window exceeds the model's positions, or the pages of a device.
   """
 
   def __init__(
@@ -95,35 +69,33 @@ class Scheduler:
     self._shards = 1
     if not sharding.without_mesh():
       self._shards = sharding.batch_shards(jax.sharding.get_mesh())
-    shape = sizes(workload, config, self._shards)
-    self._slots, self._rows, self._entries = shape.slots, shape.rows, shape.entries
+    self._size = shape = sizes(workload, config, self._shards)
+    self._slots, self._entries = shape.slots, shape.entries
     common = dict(model=model, compute=compute, record_routing=workload.record_routing)
     self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
     self._decode = functools.partial(
       decode, steps=config.steps, sampling=workload.sampling, **common
     )
-    dtype, rows = config.cache_dtype, self._shards * self._entries
     self._state = new_state(
       model,
       tuple(len(block.attention_norm) for block in self._params.blocks),
-      slots=self._slots,
-      window=shape.window,
-      queue=rows,
-      queue_window=shape.prefix,
       stop_ids=self._stop_width,
-      dtype=dtype,
+      dtype=config.cache_dtype,
+      **shape.arrays,
     )
-    size = functools.partial(kv_cache.size, model, dtype=dtype)
-    cache_bytes = size(self._slots, shape.window) + size(rows, shape.prefix)
-    self.usage = Usage(cache_bytes=cache_bytes)
+    self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    self._requests: collections.deque[Request] = collections.deque()
-    self._live: dict[int, _Live] = {}
+    # With the responses that go on there; new ones where there are none.
+    self._requests: collections.deque[tuple[Request, list[Live]]] = collections.deque()
+    self._live: dict[int, Live] = {}
     self._ids = 0
     self._cancelled: list[int] = []
     self._free = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # responses that a device has still to finish
-    self._queued: dict[int, tuple[int, int]] = {}  # entry: (call that first reports it, waiting)
+    # Of each device: free pages as last reported, and those that prefixes have taken since.
+    self._pages, self._taken = np.full(self._shards, shape.pages), np.zeros(self._shards, int)
+    # entry: (call that first reports it, waiting, id after the last one)
+    self._queued: dict[int, tuple[int, int, int]] = {}
     self._calls, self._in_flight, self._prefills = 0, collections.deque(), []
     self._clock = 0.0
 
@@ -146,7 +118,7 @@ class Scheduler:
       raise ValueError(f"stop_strings={list(request.stop_strings)} need detokenize")
     if request.max_new_tokens < 1 or request.samples < 1:
       raise ValueError(f"{request.samples} samples of {request.max_new_tokens} tokens: nothing")
-    self._requests.append(request)
+    self._requests.append((request, []))
 
   @property
   def busy(self) -> bool:
@@ -183,10 +155,8 @@ class Scheduler:
     while self._in_flight:
       finished += self._collect()
     rest = [live.response(self._version) for live in self._live.values()]
-    for request in self._requests:
-      for sample in range(request.samples):
-        live = _Live(request, request.first_sample + sample, 0, [])
-        rest.append(live.response(self._version))
+    for request, lives in self._requests:
+      rest += [live.response(self._version) for live in lives or lives_of(request)]
     self._live.clear()
     self._requests.clear()
     return finished + rest
@@ -194,26 +164,60 @@ class Scheduler:
   # To the devices.
 
   def _bucket(self, prefix: int) -> int:
-    return bucket(prefix, self._workload.prefix_length, self._config.prefill_tokens)
+    return bucket(prefix, self._size.longest, self._config.prefill_tokens)
 
   def _fill_queue(self) -> None:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
     while self._requests:
-      length = self._bucket(self._requests[0].prefix_length)
-      rows = min(self._rows, max(1, self._config.prefill_tokens // length))
+      length = self._bucket(self._requests[0][0].prefix_length)
+      rows = min(self._size.rows, max(1, self._config.prefill_tokens // length))
       room = sum(min(rows, len(free)) for free in self._free)
-      waiting = sum(count for _, count in self._queued.values())
+      waiting = sum(count for _, count, _ in self._queued.values())
       enough = min(rows * self._shards, len(self._requests))
       if not room or (room < enough and waiting > self._slots // 2):
         return
       chosen, others = [], collections.deque()
-      for request in self._requests:
-        fits = len(chosen) < room and self._bucket(request.prefix_length) == length
-        (chosen if fits else others).append(request)
+      for one in self._requests:
+        fits = len(chosen) < room and self._bucket(one[0].prefix_length) == length
+        (chosen if fits else others).append(one)
+      placed = self._place(chosen, rows)
       self._requests = others
-      self._prefill_batch(chosen, length, rows)
+      self._requests.extendleft(reversed(chosen[len(placed) :]))
+      if placed:
+        self._prefill_batch(placed, length, rows)
+      if len(placed) < len(chosen):  # for want of pages
+        return
 
-  def _prefill_batch(self, requests: list[Request], length: int, rows: int) -> None:
+  def _place(self, chosen: list, rows: int) -> list[tuple[Request, list[Live]]]:
+    """Gives requests, in their order, to the devices that have least to do, `rows` to one at most.
+
+    Where pages are few, a device takes another prefix if it has some to spare for its slots.
+    """
+    used, placed = [0] * self._shards, []
+    for request, lives in chosen:
+      pages = -(-(request.prefix_length - 1) // self._size.page)
+      open_to = [
+        d
+        for d in range(self._shards)
+        if used[d] < min(rows, len(self._free[d]))
+        and (
+          not (self._config.cache_tokens and self._load[d])
+          or self._pages[d] - self._taken[d] - pages >= self._slots // self._shards
+        )
+      ]
+      if not open_to:
+        break
+      shard = min(open_to, key=self._load.__getitem__)
+      lives = lives or lives_of(request)
+      for live in lives:
+        live.shard, live.call = shard, self._calls
+      used[shard] += 1
+      self._load[shard] += request.samples
+      self._taken[shard] += pages
+      placed.append((request, lives))
+    return placed
+
+  def _prefill_batch(self, placed: list, length: int, rows: int) -> None:
     """One call: `rows` prefixes of each device, padded to `length`."""
     total = rows * self._shards
     tokens = np.zeros((total, length), np.int32)
@@ -221,11 +225,10 @@ class Scheduler:
     field |= {name: np.zeros(total, np.uint32) for name in ("seed_B", "prompt_B")}
     field["stop_BX"] = np.full((total, self._stop_width), -1, np.int32)
     waiting, entries = np.zeros(total, np.int32), np.full(total, self._entries, np.int32)
-    used, placed = [0] * self._shards, []
-    for request in requests:
-      open_to = [s for s in range(self._shards) if self._free[s] and used[s] < rows]
-      shard = min(open_to, key=self._load.__getitem__)
-      row, prefix = shard * rows + used[shard], request.prefix
+    used, fetched = [0] * self._shards, []
+    for request, lives in placed:
+      shard, prefix = lives[0].shard, request.prefix
+      row = shard * rows + used[shard]
       used[shard] += 1
       entry = self._free[shard].pop(0)
       entries[row], waiting[row] = entry, request.samples
@@ -240,18 +243,18 @@ class Scheduler:
       field["stop_BX"][row, : len(request.stop_ids)] = request.stop_ids
       field["id_B"][row] = self._ids
       routing: list[np.ndarray] = []
-      for sample in range(request.samples):
-        index = request.first_sample + sample
-        self._live[self._ids + sample] = _Live(request, index, shard, routing)
-      self._ids += request.samples
-      self._load[shard] += request.samples
-      self._queued[shard * self._entries + entry] = (self._calls, request.samples)
-      placed.append((row, len(prefix) - 1, routing))
+      for live in lives:
+        self._live[self._ids] = live
+        self._ids += 1
+        if not live.count:  # or what counts is how its tokens were fed at first
+          live.prefix_routing = routing
+      self._queued[shard * self._entries + entry] = (self._calls, request.samples, self._ids)
+      fetched.append((row, len(prefix) - 1, routing))
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
     arrays = (tokens, Rows(**field), waiting, entries)
     self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
-    self._prefills.append((experts, placed))
+    self._prefills.append((experts, fetched))
 
   def _dispatch(self) -> None:
     cancelled = np.full(self._slots, -1, np.int32)
@@ -261,14 +264,14 @@ class Scheduler:
     self._state, out = self._decode(self._params, self._state, _replicate(cancelled))
     for x in jax.tree.leaves(out):
       x.copy_to_host_async()
-    self._in_flight.append((self._calls, self._prefills, marker, out))
+    self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
     self._calls, self._prefills = self._calls + 1, []
 
   # From the devices.
 
   def _collect(self) -> list[Response]:
     """Fetches what the oldest call sampled."""
-    call, prefills, marker, out = self._in_flight.popleft()
+    call, prefills, taken, marker, out = self._in_flight.popleft()
     if prefills:
       jax.block_until_ready(marker)
       self.usage.prefill_seconds += self._lap()
@@ -281,15 +284,15 @@ class Scheduler:
     self.usage.decode_seconds += self._lap()
     self.usage.steps += int(out.steps)
     self.usage.slot_steps += int(out.steps) * self._slots
-    for entry, (first, _) in list(self._queued.items()):
+    for entry, (first, _, end) in list(self._queued.items()):
       if first <= call:
-        self._queued[entry] = (first, int(out.waiting_R[entry]))
+        self._queued[entry] = (first, int(out.waiting_R[entry]), end)
         if not out.waiting_R[entry]:
           del self._queued[entry]
           self._free[entry // self._entries].append(entry % self._entries)
 
     finished = []
-    for id_, *part in _by_response(out):
+    for id_, *part in by_response(out):
       live = self._live.get(id_)
       if live is None:
         continue  # it ended with a stop string, and its slot did not know yet
@@ -308,9 +311,27 @@ class Scheduler:
         finished.append(live.response(self._version, count, stopped, finished=True))
         self._load[live.shard] -= 1
         del self._live[id_]
+    if out.live_W is not None:
+      self._pages, self._taken = out.free_d, self._taken - taken
+      for _, _, later, _, _ in self._in_flight:
+        later -= taken
+      self._ask_again(call, out)
     return finished
 
-  def _stop_string(self, live: _Live, before: int) -> int | None:
+  def _ask_again(self, call: int, out: Sampled) -> None:
+    """Puts what has lost its pages before everything else that is to be sampled."""
+    there = set(out.live_W.tolist())
+    for first, waiting, end in self._queued.values():
+      if first <= call:
+        there.update(range(end - waiting, end))
+    gone = {i: live for i, live in self._live.items() if live.call <= call and i not in there}
+    for id_, live in gone.items():
+      self._load[live.shard] -= 1
+      del self._live[id_]
+    self.usage.put_aside += len(gone)
+    self._requests.extendleft(reversed(list(to_go_on(gone.values()))))
+
+  def _stop_string(self, live: Live, before: int) -> int | None:
     """Number of sampled tokens that complete a stop string, if one from `before` on does."""
     request, new = live.request, live.count - before
     # No token is shorter than a byte: what completes now began within so many tokens.
@@ -338,25 +359,6 @@ class Scheduler:
     return seconds
 
 
-def _by_response(out: Sampled) -> Iterator[tuple]:
-  """(id, tokens, logp, full_logp[, experts]) of each response with tokens in `out`."""
-  steps = int(out.steps)
-  fields = [out.token_nW, out.logp_nW, out.full_logp_nW]
-  fields += [] if out.route_nWlk is None else [out.route_nWlk]
-  id_Z = out.id_nW[:steps].T.ravel()  # slot by slot, in the order of time
-  used_Z = np.flatnonzero(id_Z >= 0)
-  if not len(used_Z):
-    return
-  ids = id_Z[used_Z]
-  cuts = np.flatnonzero(np.diff(ids)) + 1
-  columns = []
-  for x in fields:
-    x = np.swapaxes(x[:steps], 0, 1)
-    columns.append(np.split(x.reshape(-1, *x.shape[2:])[used_Z], cuts))
-  starts = [0, *cuts.tolist()]
-  yield from zip(ids[starts].tolist(), *columns)
-
-
 def _put(tree: Any) -> Any:
   if sharding.without_mesh():
     return tree
@@ -367,3 +369,8 @@ def _replicate(x: np.ndarray) -> Any:
   if sharding.without_mesh():
     return x
   return sharding.put_batch(x, jax.sharding.get_mesh(), P())
+
+
+def _cache_bytes(state: Any) -> int:
+  """Of keys and values, over all devices."""
+  return sum(x.nbytes for x in jax.tree.leaves((state.cache, state.staged)) if x.ndim > 4)

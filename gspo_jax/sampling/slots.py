@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import routing, transformer
+from gspo_jax.models import pages, routing, transformer
 from gspo_jax.models.cache import Cache
+from gspo_jax.models.pages import Pages
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.sampling.sampler import SamplingConfig, row_key, sample
+from gspo_jax.sampling.refill import refill, release
+from gspo_jax.sampling.sampler import SamplingConfig, sample
 from gspo_jax.sharding import BATCH, P
 
 
@@ -45,9 +47,9 @@ class Rows:
 class State:
   slots: Rows  # W responses that are being sampled
   key_W2: Any  # uint32: of their noise
-  cache: Cache  # W rows of the whole window
+  cache: Cache | Pages  # W rows of the whole window
   queue: Rows  # R prefixes; `sample` and `id` are those of the next response
-  staged: Cache  # R rows of the longest prefix
+  staged: Any  # R rows of the longest prefix; or their table, of the same pages
   waiting_R: Any  # int32: responses that no slot has taken yet
 
 
@@ -62,6 +64,8 @@ class Sampled:
   route_nWlk: Any  # of the token that was fed; None where nobody asked
   steps: Any = None  # int32 []: how many rows are in use
   waiting_R: Any = None  # int32: of the queue, afterwards
+  live_W: Any = None  # int32: responses that go on afterwards; -1: the slot is free
+  free_d: Any = None  # int32: pages of each device that are free afterwards; None: there are none
 
 
 @functools.partial(
@@ -75,6 +79,8 @@ class Sampled:
     "queue_window",
     "stop_ids",
     "dtype",
+    "pool",
+    "page",
   ),
 )
 def new_state(
@@ -87,8 +93,13 @@ def new_state(
   queue_window: int,
   stop_ids: int,
   dtype: Any,
+  pool: int = 0,
+  page: int = 0,
 ) -> State:
-  """Free slots and an empty queue; `layers` as the blocks of the parameters stack them."""
+  """Free slots and an empty queue; `layers` as the blocks of the parameters stack them.
+
+  pool: pages over all devices, of `page` positions each, for slots and queue; 0: dense caches.
+  """
 
   def rows(count: int) -> Rows:
     fields = {field.name: jnp.zeros(count, jnp.int32) for field in dataclasses.fields(Rows)}
@@ -97,12 +108,18 @@ def new_state(
     return Rows(**fields | dict(stop_BX=jnp.zeros((count, stop_ids), jnp.int32)))
 
   split = lambda tree: jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)  # noqa: E731
+  if pool:
+    cache = pages.allocate(model, slots, window, pool, page, dtype, layers)
+    staged = pages.no_pages(queue, -(-queue_window // page))
+  else:
+    cache = kv_cache.allocate(model, slots, window, dtype, layers)
+    staged = kv_cache.allocate(model, queue, queue_window, dtype, layers)
   return State(
     slots=split(rows(slots)),
     key_W2=split(jnp.zeros((slots, 2), jnp.uint32)),
-    cache=kv_cache.allocate(model, slots, window, dtype, layers),
+    cache=cache,
     queue=split(rows(queue)),
-    staged=kv_cache.allocate(model, queue, queue_window, dtype, layers),
+    staged=staged,
     waiting_R=split(jnp.zeros(queue, jnp.int32)),
   )
 
@@ -131,7 +148,7 @@ def prefill(
   Returns the state and, if `record_routing`, the experts [r, T, l, k], whole on every process.
   """
   (r, T), layers = tokens_rT.shape, _layers(params)
-  cache = kv_cache.allocate(model, r, T, state.staged.dtype, layers)
+  cache = kv_cache.allocate(model, r, T, state.cache.dtype, layers)
   real_rT = (jnp.arange(T)[None] < rows.position_B[:, None]).astype(jnp.int32)
   run = functools.partial(transformer.forward, params, model, compute=compute)
   if piece >= T:
@@ -152,18 +169,29 @@ def prefill(
     if record_routing and routing_jlrpk is not None:
       routing_lrTk = jnp.concatenate(list(routing_jlrpk), axis=2)
 
-  def put(queue, staged, waiting_R, rows, waiting_r, entry_r, cache):
-    at = lambda old, new: old.at[entry_r].set(new, mode="drop")  # noqa: E731
-    queue, staged = jax.tree.map(at, queue, rows), kv_cache.insert(staged, cache, entry_r)
-    return queue, staged, at(waiting_R, waiting_r)
-
-  old = (state.queue, state.staged, state.waiting_R)
-  new = (rows, waiting_r, entry_r, cache)
-  queue, staged, waiting_R = _on_each_device(put, *old, *new, like=old)
+  state = _on_each_device(_stage, state, rows, waiting_r, entry_r, cache, like=state)
   experts = None
   if record_routing and routing_lrTk is not None:
     experts = sharding.reshard(routing.by_row(routing_lrTk, real_rT, model.num_experts), P())
-  return state.replace(queue=queue, staged=staged, waiting_R=waiting_R), experts
+  return state, experts
+
+
+def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
+  """Puts prefilled rows into the queue; on each device."""
+  at = lambda old, new: old.at[entry_r].set(new, mode="drop")  # noqa: E731
+  if isinstance(state.cache, Pages):
+    state = release(state)
+    length_r = jnp.where(entry_r < len(state.waiting_R), rows.position_B, 0)
+    pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
+    more = state.staged.shape[1] - table_rn.shape[1]
+    table_rn = jnp.pad(table_rn, ((0, 0), (0, more)), constant_values=pages.NONE)
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # or the host has to ask again
+    state = state.replace(cache=pool, staged=at(state.staged, table_rn))
+  else:
+    state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
+  return state.replace(
+    queue=jax.tree.map(at, state.queue, rows), waiting_R=at(state.waiting_R, waiting_r)
+  )
 
 
 @functools.partial(
@@ -211,7 +239,7 @@ def decode(
 
   def step(carry):
     i, state, out = carry
-    state = _on_each_device(_refill, state, like=state)
+    state = _on_each_device(refill, state, like=state)
     slots, cache, taken = _next_token(params, state, sampling, model, compute)
     write = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0)  # noqa: E731
     if out.route_nWlk is None:
@@ -219,7 +247,7 @@ def decode(
     return i + 1, state.replace(slots=slots, cache=cache), jax.tree.map(write, out, taken)
 
   i, state, out = jax.lax.while_loop(going_on, step, (jnp.zeros((), jnp.int32), state, out))
-  out = out.replace(steps=i, waiting_R=state.waiting_R)
+  out = out.replace(steps=i, **_afterwards(state))
   return state, jax.tree.map(lambda x: sharding.reshard(x, P()), out)
 
 
@@ -254,33 +282,27 @@ def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, C
   return slots, out.cache, sampled
 
 
-def _refill(state: State) -> State:
-  """Free slots take what waits in the queue; on each device."""
+def _afterwards(state: State) -> dict[str, Any]:
+  """What the host is told of a state, beside the tokens."""
+  if not isinstance(state.cache, Pages):
+    return dict(waiting_R=state.waiting_R)
 
-  def take(_, state):
-    w, e = jnp.argmin(state.slots.left_B), jnp.argmax(state.waiting_R)
-    queue = state.queue
-    key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
-    return State(
-      key_W2=state.key_W2.at[w].set(jax.random.key_data(key)),
-      slots=jax.tree.map(lambda x, y: x.at[w].set(y[e]), state.slots, queue),
-      cache=kv_cache.copy_row(state.cache, w, state.staged, e),
-      queue=queue.replace(sample_B=queue.sample_B.at[e].add(1), id_B=queue.id_B.at[e].add(1)),
-      staged=state.staged,
-      waiting_R=state.waiting_R.at[e].add(-1),
-    )
+  def free(state):
+    state = release(state)
+    return pages.free(state.cache, state.staged).sum(keepdims=True)
 
-  free = (state.slots.left_B == 0).sum()
-  with jax.named_scope("refill"):  # hlo_costs.py counts it by this name
-    return jax.lax.fori_loop(0, jnp.minimum(free, state.waiting_R.sum()), take, state)
+  live_W = jnp.where(state.slots.left_B > 0, state.slots.id_B, -1)
+  free_d = _on_each_device(free, state, like=state.waiting_R)
+  return dict(waiting_R=state.waiting_R, live_W=live_W, free_d=free_d)
+
+
+def specs(tree: Any) -> Any:
+  """PartitionSpec of each array of a state: rows are split, and what is in a cache is."""
+  return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
 
 
 def _on_each_device(f, *arguments, like):
   """`f` on each device's rows; its results are laid out as `like`."""
-
-  def specs(tree):
-    return jax.tree.map(lambda x: kv_cache.SPEC if x.ndim == 5 else P(BATCH), tree)
-
   return sharding.shard_map(f, in_specs=specs(arguments), out_specs=specs(like))(*arguments)
 
 

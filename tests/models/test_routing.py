@@ -261,7 +261,7 @@ def test_the_cache_keeps_its_sharding_through_prefill_and_decoding(shape):
     cache = kv_cache.allocate(MODEL, 8, 9, jnp.float32)
     types = jax.tree.map(jax.typeof, cache)
     for leaf in jax.tree.leaves(types):
-      assert leaf.sharding.spec == kv_cache.SPEC
+      assert leaf.sharding.spec == kv_cache.spec(leaf)
     step = jax.jit(
       lambda p, t, c, at: transformer.forward(p, MODEL, t, positions=at, cache=c).cache
     )

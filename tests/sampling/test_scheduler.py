@@ -10,7 +10,7 @@ from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling import Request, SamplingConfig, Usage, Workload, slots
+from gspo_jax.sampling import EngineConfig, Request, SamplingConfig, Usage, Workload, slots
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.sampling.scheduler import Scheduler
 
@@ -21,10 +21,11 @@ RNG = np.random.default_rng(0)
 PROMPTS = [tuple(RNG.integers(8, 64, n).tolist()) for n in (3, 40, 1, 17, 9, 24)]
 
 
+ENGINE = {field.name for field in dataclasses.fields(EngineConfig)}
+
+
 def scheduler(params=PARAMS, sampling=PLAIN, detokenize=None, **changes):
-  config = {
-    k: changes.pop(k) for k in ("slots", "steps", "prefill_tokens", "cache_dtype") if k in changes
-  }
+  config = {k: changes.pop(k) for k in ENGINE if k in changes}
   config = dataclasses.replace(DEFAULT, **dict(slots=4, steps=3) | config)
   workload = Workload(sampling, prompt_length=48, trajectories=100, group_size=3, stop_ids=STOP)
   workload = dataclasses.replace(workload, **changes)

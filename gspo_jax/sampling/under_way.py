@@ -1,0 +1,85 @@
+"""Responses that have a place on the devices, and what the devices say of them."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from gspo_jax.sampling.requests import Request, Response
+from gspo_jax.sampling.slots import Sampled
+
+
+@dataclasses.dataclass
+class Live:
+  """A response that has a place on the devices."""
+
+  request: Request
+  sample: int
+  shard: int
+  prefix_routing: list[np.ndarray]  # filled when it has been fetched
+  call: int = 0  # the first call of `decode` that knows of it
+  parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+  count: int = 0
+
+  @property
+  def tokens(self) -> tuple[int, ...]:
+    """What has been sampled of it."""
+    return tuple(int(token) for part in self.parts for token in part[0])
+
+  def response(
+    self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
+  ) -> Response:
+    """Returns the first `count` tokens; all of them by default."""
+    nothing = [np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)]
+    columns = [np.concatenate([x, *xs]) for x, xs in zip(nothing, zip(*self.parts))] or nothing
+    experts = None
+    if self.prefix_routing:
+      experts = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
+      experts = experts[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
+    columns = [column[:count] for column in columns]
+    versions = np.full(len(columns[0]), version, np.int32)
+    return Response(self.request, self.sample, *columns, versions, stopped, finished, experts)
+
+
+def lives_of(request: Request) -> list[Live]:
+  """The responses of a request, of which nothing is sampled yet."""
+  return [Live(request, request.first_sample + i, 0, []) for i in range(request.samples)]
+
+
+def by_response(out: Sampled) -> Iterator[tuple]:
+  """(id, tokens, logp, full_logp[, experts]) of each response with tokens in `out`."""
+  steps = int(out.steps)
+  fields = [out.token_nW, out.logp_nW, out.full_logp_nW]
+  fields += [] if out.route_nWlk is None else [out.route_nWlk]
+  id_Z = out.id_nW[:steps].T.ravel()  # slot by slot, in the order of time
+  used_Z = np.flatnonzero(id_Z >= 0)
+  if not len(used_Z):
+    return
+  ids = id_Z[used_Z]
+  cuts = np.flatnonzero(np.diff(ids)) + 1
+  columns = []
+  for x in fields:
+    x = np.swapaxes(x[:steps], 0, 1)
+    columns.append(np.split(x.reshape(-1, *x.shape[2:])[used_Z], cuts))
+  starts = [0, *cuts.tolist()]
+  yield from zip(ids[starts].tolist(), *columns)
+
+
+def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
+  """Requests for what has lost its place, each with its responses: those of one request that had
+  not begun together, any other one by itself with the tokens that it has."""
+  of_one = lambda live: (id(live.request), live.count and live.sample)  # noqa: E731
+  for _, alike in itertools.groupby(lives, of_one):
+    alike = list(alike)
+    first = alike[0]
+    yield (
+      dataclasses.replace(
+        first.request,
+        samples=len(alike),
+        first_sample=first.sample,
+        begun=(*first.request.begun, *first.tokens),
+        max_new_tokens=first.request.max_new_tokens - first.count,
+      ),
+      alike,
+    )
