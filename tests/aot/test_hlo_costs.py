@@ -105,6 +105,60 @@ def test_collectives_are_hidden_while_something_else_is_done(middle, hidden):
   assert costs.hidden == (gathered if hidden else 0)
 
 
+FUSED = """HloModule jit_f, is_scheduled=true
+
+%begin (p: bf16[256,512]) -> (bf16[256,512], bf16[1024,512], u32[]) {
+  %p = bf16[256,512]{1,0} parameter(0)
+  %g = bf16[1024,512]{1,0} all-gather(%p), channel_id=5, replica_groups=[2,4]<=[8], \
+dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %c = (bf16[256,512]{1,0}, bf16[1024,512]{1,0}, u32[]{:S(2)}) custom-call(%p, %g)
+}
+
+%along (p: bf16[256,512], q: bf16[1024,512], x: f32[64,64]) -> (f32[64,64], bf16[256,512], \
+bf16[1024,512]) {
+  %p = bf16[256,512]{1,0} parameter(0)
+  %q = bf16[1024,512]{1,0} parameter(1)
+  %x = f32[64,64]{1,0} parameter(2)
+  %y = f32[64,64]{1,0} exponential(%x)
+  %g = bf16[1024,512]{1,0} all-gather(%p), channel_id=5, replica_groups=[2,4]<=[8], \
+dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %t = (f32[64,64]{1,0}, bf16[256,512]{1,0}, bf16[1024,512]{1,0}) tuple(%y, %p, %g)
+}
+
+%end (p: bf16[256,512], q: bf16[1024,512]) -> bf16[1024,512] {
+  %p = bf16[256,512]{1,0} parameter(0)
+  %q = bf16[1024,512]{1,0} parameter(1)
+  %g = bf16[1024,512]{1,0} all-gather(%p), channel_id=5, replica_groups=[2,4]<=[8], \
+dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %c = bf16[1024,512]{1,0} custom-call(%p, %q, %g)
+}
+
+ENTRY %main (a: bf16[256,512], b: f32[64,64]) -> (bf16[1024,512], f32[64,64]) {
+  %a = bf16[256,512]{1,0} parameter(0)
+  %b = f32[64,64]{1,0} parameter(1)
+  %async-collective-start.1 = (bf16[256,512]{1,0}, bf16[1024,512]{1,0}, u32[]{:S(2)}) fusion(%a), \
+kind=kCustom, calls=%begin
+  %s0 = bf16[256,512]{1,0} get-tuple-element(%async-collective-start.1), index=0
+  %s1 = bf16[1024,512]{1,0} get-tuple-element(%async-collective-start.1), index=1
+  %fusion.4 = (f32[64,64]{1,0}, bf16[256,512]{1,0}, bf16[1024,512]{1,0}) fusion(%s0, %s1, %b), \
+kind=kOutput, calls=%along
+  %m0 = f32[64,64]{1,0} get-tuple-element(%fusion.4), index=0
+  %m1 = bf16[256,512]{1,0} get-tuple-element(%fusion.4), index=1
+  %m2 = bf16[1024,512]{1,0} get-tuple-element(%fusion.4), index=2
+  %async-collective-done.1 = bf16[1024,512]{1,0} fusion(%m1, %m2), kind=kCustom, calls=%end
+  ROOT %t = (bf16[1024,512]{1,0}, f32[64,64]{1,0}) tuple(%async-collective-done.1, %m0)
+}
+"""
+
+
+def test_a_collective_that_fusions_carry_along_counts_once():
+  costs = hlo_costs.costs(FUSED)
+  part, whole, other = 256 * 512 * 2, 1024 * 512 * 2, 64 * 64 * 4
+  assert costs.count == {"all-gather": 1} and costs.moved == {"all-gather": whole}
+  assert costs.wire == costs.hidden == whole * 3 / 4
+  assert costs.memory == part + whole + 2 * other
+
+
 # Programs that XLA compiles. The arrays are too large for vector memory, so that all go through
 # HBM; update and slices are small against them.
 BIG, SMALL = (64, 1024, 1024), (1024, 1024)  # float32: 256 MiB and 4 MiB
