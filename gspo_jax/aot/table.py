@@ -10,7 +10,8 @@ def title(case: Case, topology: str, mesh) -> str:
   shape = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
   return (
     f"{topology}, mesh {shape}: {case.sequences} sequences x {case.length} tokens per update in "
-    f"{case.microbatches} micro-batches"
+    f"{case.microbatches} micro-batches; {case.engine.slots_for(case.workload.trajectories)} slots "
+    f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
   )
 
 
