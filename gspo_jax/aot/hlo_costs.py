@@ -4,7 +4,8 @@ XLA's own cost analysis counts the body of a loop once; here a body counts as of
 says. A loop whose length depends on data counts once: of ours, those are the pieces of expert rows,
 one of which is the rule. What happens less often than the text says is in `rates`: the outermost
 loop in a `jax.named_scope` of that name makes so many turns (`refill` of the sampler), and a kernel
-of that name moves such a share of what it states (attention to a cache that is not full).
+of that name moves such a share of what it states (attention to a cache that is not full). A
+conditional counts as if it were false: ours are true where something overflows.
 
 Rules, of what an instruction that is not fused away reads and writes:
 

@@ -77,6 +77,35 @@ def test_a_loop_that_depends_on_data_turns_once_or_as_it_is_told():
   assert hlo_costs.costs(LOOP, dict(fill=1 / 8)).memory == 5 * 2 * array
 
 
+CONDITIONAL = """HloModule jit_f
+
+%no (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %x = f32[64]{0} exponential(%p)
+}
+
+%yes (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  %x = f32[64]{0} exponential(%p)
+  ROOT %y = f32[64]{0} exponential(%x)
+}
+
+ENTRY %main (a: f32[64], b: s32[]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %c = f32[64]{0} conditional(%b, %a, %a), BRANCHES
+}
+"""
+
+
+@pytest.mark.parametrize(
+  "branches",
+  ["branch_computations={%no, %yes}", "true_computation=%yes, false_computation=%no"],
+)
+def test_a_conditional_counts_as_if_it_were_false(branches):
+  assert hlo_costs.costs(CONDITIONAL.replace("BRANCHES", branches)).memory == 2 * 64 * 4
+
+
 ASYNC = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (a: f32[256,256], b: f32[256,256]) -> f32[1024,256] {
