@@ -210,7 +210,8 @@ def start(
     tried = resolved(tried, mesh)
     with jax.set_mesh(mesh):
       _, program = next(programs(tried, mesh, ["train"]))
-      row = dict(program=str(choice)) | compile_one(program, topology, tried.config.compute.remat)
+      policy = tried.config.compute.remat
+      row = dict(program=str(choice), remat=policy) | compile_one(program, topology, policy)
     if "serial_s" in row:
       row["search_s"] = row["serial_s"] * share(tried, sharding.batch_shards(mesh))
     told(row)
