@@ -143,7 +143,7 @@ def test_a_search_recommends_what_it_compiled(tmp_path):
     "--config.mesh.expert=4",
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  assert "recommended:\ncompute=dict(expert_chunk=1024" in done.stdout
+  assert "recommended:\ncompute=dict(expert_chunk=8192" in done.stdout
   assert "mesh=dict(data=1, fsdp=1, expert=4, tensor=1)" in done.stdout
   (row,) = json.loads(out.read_text())
   assert row["fits"] and row["program"] == "1x1x4x1, 1 micro, full 1024/16"
