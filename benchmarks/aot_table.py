@@ -11,6 +11,7 @@ marks of the page, whenever a row is finished.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import jax
 
 from configs import common, dense_math, moe_aime
 from gspo_jax import config as configuration
-from gspo_jax.aot import search
+from gspo_jax.aot import search_training
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
 from gspo_jax.models.sizes import PUBLISHED
@@ -91,24 +92,24 @@ def one(name: str, tries: int) -> dict[str, Any]:
   model, topology = name.split(" ")
   devices = len(devices_of(topology))
   case = case_of(model, devices)
-  found = search.open_search(case, topology, tries=6)
-  near = search.start_of(case, devices)
-  choices = [remat for mesh in search.meshes(case, devices, near) for remat in search.remats(mesh)]
-  while not found.best and found.left:  # too large ones only say that they do not fit
-    left = found.left
-    found.stage(choices, 1)
-    if found.left == left:
+  found = search_training.start(case, topology, tries=6)
+  near = dataclasses.replace(search_training.start_of(case, devices), remat="auto")
+  for tensor in (1, 2, 4):  # what is too large only says that it does not fit
+    choices = list(search_training.meshes(case, devices, near, tensor))
+    left = found.left + 1
+    while not found.best and found.left < left:
+      left = found.left
+      found.stage(choices, 1)
+    if found.best:
+      found.stage(choices, min(found.left, tries - 1))
       break
-  if found.best:
-    found.stage(choices, min(found.left, tries - 1))
   row = dict(model=model, slice=topology, sequences=case.sequences)
   if not found.best:
-    tried = [row["error"] for row in found.rows.values()]
-    return row | dict(fits=False, error=tried[-1] if tried else found.least_needed())
+    return row | dict(fits=False, error=found.needs())
   best, measured = found.best, found.rows[found.best]
-  kept = ("peak_gib", "hbm_gib", "compute_s", "hbm_s", "interconnect_s", "binds", "mfu")
+  kept = ("peak_gib", "hbm_gib", "compute_s", "hbm_s", "interconnect_s", "binds", "mfu", "remat")
   mesh = [getattr(best.mesh, axis) for axis in ("fsdp", "expert", "tensor")]
-  settings = dict(mesh=mesh, microbatches=best.microbatches, remat=best.remat)
+  settings = dict(mesh=mesh, microbatches=best.microbatches)
   return row | dict(fits=True, **settings, **{key: measured[key] for key in kept})
 
 

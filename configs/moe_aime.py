@@ -45,9 +45,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       tokenizer="",  # to be set: the directory with its tokenizer.json
       model=common.model(common.size("Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=2048),  # of 151,936 logits each
-      # Windows of all slots would be 103 GB a chip. Of mean 8,192 tokens, responses under way hold
-      # about 9,000 positions; these are 14,336 each, 42 GiB a chip.
-      engine=dict(slots=2048, cache_tokens=2048 * 14_336),
+      # What `aot --search` recommends for responses of 8,192 tokens in the mean: those under way
+      # hold about 9,000 positions each, and these are 13,840.
+      engine=dict(slots=512, cache_tokens=512 * 13_840),
       mesh=dict(fsdp=16, expert=4),  # 64 chips: 4x4 and 4 of the torus
       data=dict(
         train="",  # to be set: problems with verifiable answers

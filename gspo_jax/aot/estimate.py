@@ -12,7 +12,7 @@ from gspo_jax.aot import chips
 from gspo_jax.aot.programs import Case, resolved
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops, lora
+from gspo_jax.models import flops, lora, remat
 from gspo_jax.structs import TrainState
 
 
@@ -32,6 +32,11 @@ class Least:
   @property
   def sum_s(self) -> float:
     return self.compute_s + self.hbm_s + self.interconnect_s
+
+  def times(self, factor: float) -> "Least":
+    """The same of so many updates."""
+    seconds = (factor * x for x in (self.compute_s, self.hbm_s, self.interconnect_s))
+    return Least(self.memory, *seconds)
 
 
 def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
@@ -61,7 +66,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   adding = 2 * gradients if times > 1 else 0.0
   traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
 
-  passes = 2 if c.compute.remat == "none" else 3  # their gradients are one
+  passes = 1 + (c.compute.remat != "none") + (c.rl.lora_rank == 0)  # the last: of gradients
   sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp")
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
@@ -85,14 +90,12 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes on a device, over all layers, that the backward pass finds of each token: the layers'
   inputs, which no `compute.remat` drops, and what it names besides."""
-  c, model, tensor = case.config, case.model, mesh.shape["tensor"]
-  heads = model.num_heads * model.head_dim / tensor
-  width = float(model.hidden_size)
-  if c.compute.remat != "full":
-    width += heads
-  if c.compute.remat in ("dots", "both", "none"):
-    width += 2 * model.num_kv_heads * model.head_dim / tensor
-  return width * model.num_layers * jnp.dtype(c.compute.dtype).itemsize
+  c, model = case.config, case.model
+  itemsize = jnp.dtype(c.compute.dtype).itemsize
+  policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"  # none: no less
+  with jax.set_mesh(mesh):
+    kept = remat.kept(model, policy, itemsize)
+  return kept + model.hidden_size * model.num_layers * itemsize
 
 
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:

@@ -64,9 +64,7 @@ def abstract_state(
 ) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first. With
   adapters, the parameters are as passes of compute type `frozen_dtype` read them."""
-  params = abstract_params(
-    model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank
-  )
+  params = abstract_params(model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank)
   return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
 
 
