@@ -155,8 +155,8 @@ def experts(
 
   def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
     B, T, D = x_BTD.shape
-    held = weights.gate.shape[0]
     weights = jax.tree.map(sharding.whole, weights, split)
+    held = weights.gate.shape[0]
     # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
     sink = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
