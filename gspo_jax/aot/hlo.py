@@ -62,11 +62,11 @@ class Instruction:
     return ""
 
   def branches(self) -> list[str]:
-    """Computations of a conditional."""
+    """Computations of a conditional, that for "false" first."""
     listed = re.search(r"branch_computations=\{(.*?)\}", self.rest)
     if listed:
       return re.findall(r"%([\w.\-]+)", listed[1])
-    return [self.called("true_computation"), self.called("false_computation")]
+    return [self.called("false_computation"), self.called("true_computation")]
 
   @property
   def path(self) -> str:

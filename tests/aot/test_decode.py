@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_cache_is_read_where_it_lies_and_never_copied(topology, tmp_path):
   shape = dict(head_dim=128, num_heads=4, num_kv_heads=2, num_layers=2)
   model = [f"--config.model.{key}={value}" for key, value in shape.items()]
-  sampler = ("--slots=32", "--config.engine.cache_tokens=65536")
+  sampler = ("--slots=32", "--config.engine.cache_tokens=65536", "--config.engine.page_tokens=128")
   out = (f"--topology={topology}", "--programs=decode", f"--text={tmp_path}")
   done = run(*out, *SMALL, *model, *sampler, "--config.sampling.max_new_tokens=2000")
   assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,76 @@
+"""benchmarks/aot_table.py without a compiler: its rows, its table, the page that it is written to."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import aot_table
+
+FITS = dict(
+  model="Qwen3-0.6B",
+  slice="v5e:1x1",
+  fits=True,
+  mesh=[1, 1, 1],
+  microbatches=64,
+  remat="full",
+  peak_gib=12.34,
+  hbm_gib=16.0,
+  compute_s=9.876,
+  hbm_s=1.5,
+  interconnect_s=0.0,
+  mfu=0.512,
+  below="",
+)
+
+
+def test_every_model_has_its_smallest_slice_of_every_chip():
+  names = aot_table.names()
+  assert len(names) == len(set(names)) and 20 <= len(names) <= 30
+  assert {name.rsplit(" ", 1)[0] for name in names if name.endswith("least")} == {
+    f"{model} {chip}" for model in aot_table.MODELS for chip in aot_table.SLICES
+  }
+  assert aot_table.case_of("Qwen3-30B-A3B", 256).sequences == 256
+  assert aot_table.case_of("Qwen3-0.6B", 1).model.hidden_size == 1024
+
+
+def test_rows_become_a_table_in_which_a_slice_stands_once():
+  large = dict(model="Qwen3-1.7B", slice="v5e:1x1", fits=False, error="needs 26 GiB")
+  rows = {
+    "Qwen3-0.6B v5e least": FITS,
+    "Qwen3-0.6B v5e:8x8": FITS,
+    "Qwen3-1.7B v5e least": large,
+  }
+  lines = aot_table.markdown(rows).splitlines()
+  assert lines[2:] == [
+    "| Qwen3-0.6B | v5e:1x1 | 1 x 1 x 1 | 64 | full | 12.3 of 16 | 9.88 | 1.5 | 0 | 51% |  |",
+    "| Qwen3-1.7B | v5e:1x1 | does not fit: needs 26 GiB |  |  |  |  |  |  |  |  |",
+  ]
+  assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_smallest_slice_is_the_first_that_fits(monkeypatch):
+  def one(name, tries):
+    model, topology = name.split(" ")
+    fits = topology == "v5e:2x4"
+    row = dict(FITS, model=model, slice=topology, fits=fits)
+    return row if fits else row | dict(error="needs more")
+
+  monkeypatch.setattr(aot_table, "one", one)
+  row = aot_table.smallest("Qwen3-1.7B v5e least", 2)
+  assert row["slice"] == "v5e:2x4" and row["below"] == "2x2: needs more"
+  row = aot_table.smallest("Qwen3-1.7B v5p least", 2)
+  assert not row["fits"] and row["slice"] == "v5p:4x8x8"
+
+
+def test_only_what_is_between_the_marks_is_replaced(tmp_path):
+  page = tmp_path / "page.md"
+  first, last = aot_table.MARKS
+  page.write_text(f"before\n{first}old\n{last}\nafter\n")
+  aot_table.replace(page, "new\n")
+  assert page.read_text() == f"before\n{first}new\n{last}\nafter\n"
+  page.write_text("no marks")
+  with pytest.raises(ValueError, match="lacks"):
+    aot_table.replace(page, "new\n")
