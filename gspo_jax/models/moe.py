@@ -155,10 +155,10 @@ def experts(
 
   def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
     B, T, D = x_BTD.shape
-    held = len(weights.down)
     if joins:  # what is on this device, before the rest is gathered
       weights = joined(weights)
     weights = jax.tree.map(sharding.whole, weights, joined_split if joins else split)
+    held = len(weights.down)
     # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
     # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
     once = joins and not (0 < chunk < B * T)

@@ -241,7 +241,7 @@ def test_every_mesh_records_the_same_routes(shape):
   base = sample()
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
+    params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT_SLICE, mesh))
     np.testing.assert_array_equal(sample(params).routing, base.routing)
 
 

@@ -92,7 +92,8 @@ def test_neither_order_nor_company_matter(expected):
 def test_nor_does_the_mesh(expected, shape):
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
+    rules = sharding.rollout_rules(sharding.MeshConfig(*shape), mesh, MOE.num_experts)
+    params = jax.device_put(PARAMS, transformer.shardings(MOE, rules, mesh))
     found = run(scheduler(params, slots=5, prefill_tokens=16), requests())
   same(found, expected)
 

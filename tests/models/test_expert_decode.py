@@ -1,0 +1,118 @@
+"""Experts while sampling: the sums are those of training, on however many chips the experts are."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_models import MOE, initial
+
+from gspo_jax import sharding
+from gspo_jax.models import cache as kv_cache
+from gspo_jax.models import expert_decode, moe, transformer
+from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE, MeshConfig
+
+X, K, E, D, F = 40, 2, 8, 16, 12
+
+
+def plain(x_XD, gate_Xk, index_Xk, w):
+  """Every expert on every token, then the choice."""
+  h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
+  y_XED = jnp.einsum("XEF,EFD->XED", h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up), w.down)
+  return jnp.einsum("XkE,XED,Xk->XD", jax.nn.one_hot(index_Xk, E), y_XED, gate_Xk)
+
+
+@pytest.mark.parametrize("rows", [8, 128])  # several rounds, and one
+@pytest.mark.parametrize("case", ["mixed", "all_to_one", "held_elsewhere"])
+def test_one_hot_equals_the_plain_sum(case, rows, monkeypatch):
+  monkeypatch.setattr(expert_decode, "ROWS", rows)
+  keys = iter(jax.random.split(jax.random.key(0), 6))
+  shapes = (E, D, F), (E, D, F), (E, F, D)
+  w = moe.ExpertWeights(*[jax.random.normal(next(keys), s) / s[1] ** 0.5 for s in shapes])
+  x, gate = jax.random.normal(next(keys), (X, D)), jax.random.uniform(next(keys), (X, K))
+  index = jax.vmap(lambda key: jax.random.permutation(key, E)[:K])(jax.random.split(next(keys), X))
+  if case != "mixed":
+    index = jnp.broadcast_to(jnp.array([3, 5 if case == "all_to_one" else E]), (X, K))
+  got = jax.jit(lambda *a: expert_decode.apply_one_hot(*a, E, lambda: w, load=1.0))(x, gate, index)
+  np.testing.assert_allclose(got, plain(x, gate, index, w), atol=1e-5)
+
+
+def cached(params, tokens):
+  """Hidden states and experts chosen of a prefix and of two decoding steps."""
+  B, T = tokens.shape
+  cache, found = kv_cache.allocate(MOE, B, T, jnp.float32), []
+  for piece in (slice(0, T - 2), slice(T - 2, T - 1), slice(T - 1, T)):
+    at = jnp.broadcast_to(jnp.arange(T)[None, piece], tokens[:, piece].shape)
+    out = transformer.forward(params, MOE, tokens[:, piece], positions=at, cache=cache)
+    cache = out.cache
+    found.append((out.hidden_BTD, out.routing_lBTk))
+  return found
+
+
+TOKENS = transformer.example_tokens(MOE, 8, 6)
+
+
+@functools.cache
+def expected():
+  return jax.device_get(jax.jit(cached)(initial(MOE), TOKENS))
+
+
+@pytest.mark.parametrize("few", [0, 256], ids=["weights travel", "tokens travel"])
+@pytest.mark.parametrize(
+  "shape, rules, form",
+  [
+    ((1, 2, 4, 1), ROLLOUT, "one_hot"),
+    ((1, 2, 4, 1), ROLLOUT_SLICE, "auto"),
+    ((1, 4, 2, 1), ROLLOUT_SLICE, "one_hot"),
+    ((2, 2, 1, 2), ROLLOUT_SLICE, "one_hot"),
+  ],
+  ids=str,
+)
+def test_every_layout_gives_the_hidden_states_and_experts_of_one_device(
+  shape, rules, form, few, monkeypatch
+):
+  monkeypatch.setattr(moe, "FEW", few)
+  if form == "one_hot":  # as on TPU
+    one_hot = lambda _, load: functools.partial(expert_decode.apply_one_hot, load=load)  # noqa: E731
+    monkeypatch.setattr(moe, "choose_for_few", one_hot)
+  mesh = sharding.make_mesh(MeshConfig(*shape))
+  with jax.set_mesh(mesh):
+    params = jax.device_put(initial(MOE), transformer.shardings(MOE, rules, mesh))
+    run = jax.jit(lambda p, t: cached(p, t))  # traced anew, with what was changed above
+    got = jax.device_get(run(params, sharding.put_batch(TOKENS, mesh)))
+  for (hidden, chosen), (hidden_1, chosen_1) in zip(got, expected()):
+    np.testing.assert_array_equal(chosen, chosen_1)
+    np.testing.assert_allclose(hidden, hidden_1, atol=2e-5)
+
+
+def test_experts_go_over_all_chips_if_they_divide_and_a_router_is_whole():
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
+  rules = lambda word, experts: sharding.rollout_rules(  # noqa: E731
+    MeshConfig(1, 2, 4, 1, word), mesh, experts
+  )
+  assert rules("auto", 8) is rules("all", 8) is ROLLOUT_SLICE
+  assert rules("auto", 12) is rules("expert", 8) is ROLLOUT
+  with pytest.raises(ValueError, match=r"rollout_experts=all: 12 experts .* 8 chips"):
+    rules("all", 12)
+  with pytest.raises(ValueError, match=r"mesh\.rollout_experts='most' is not"):
+    MeshConfig(1, 2, 4, 1, "most")
+  layout = transformer.shardings(MOE, ROLLOUT_SLICE, mesh).blocks[0].ffn
+  assert layout.gate.spec == sharding.P(None, ("expert", "fsdp"), None, "tensor")
+  assert not any(layout.router.spec)
+
+
+def test_publishing_sends_each_weight_to_its_chip_once():
+  """From D over fsdp to E over fsdp: an all-to-all, and experts are nowhere put together."""
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
+  params = initial(MOE)
+  with jax.set_mesh(mesh):
+    training = jax.device_put(params, transformer.shardings(MOE, sharding.TRAIN, mesh))
+    layout = transformer.shardings(MOE, ROLLOUT_SLICE, mesh)
+    publish = sharding.publisher(layout, transformer.dtypes(MOE, jnp.float32))
+    experts = lambda p: publish(p).blocks[0].ffn.gate  # noqa: E731
+    text = jax.jit(experts).lower(training).compile().as_text()
+    got = publish(training)
+  assert "all-to-all(" in text and "all-gather(" not in text
+  chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(params))
