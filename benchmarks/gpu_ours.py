@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from scaling_points import ADAMW, init, make_step, random_batch, read_weights
 
-from gspo_jax import hardware, sharding
+from gspo_jax import accelerators, sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
@@ -32,7 +32,7 @@ COMPUTE = dataclasses.replace(REFERENCE, dtype="bfloat16", remat="dots", logits_
 
 def probe(_: dict[str, Any]) -> dict[str, Any]:
   device = jax.devices()[0]
-  peak = hardware.peak_flops(device.device_kind)
+  peak = accelerators.peak_flops(device.device_kind)
   kind, platform = device.device_kind, device.platform
   return dict(kind=kind, platform=platform, flops=peak, jax=jax.__version__)
 

@@ -44,7 +44,7 @@ def base() -> ConfigDict:
         attention="auto",  # plain | blockwise | splash | cudnn | auto: by length and platform
         experts="auto",  # blocks | batched | ragged | megablox | auto: by platform and load
         expert_chunk=0,  # tokens of a device that go through the experts at once; 0: all
-        remat="none",  # none | full | attention | dots: layer parts the backward pass recomputes
+        remat="none",  # none | full | attention | dots | both | auto: models/remat.py
         logits_chunk=0,  # time steps whose logits exist at once; 0: all
       ),
       mesh=dict(
@@ -152,6 +152,7 @@ def base() -> ConfigDict:
         minibatches=4,  # updates per rollout batch: §5.1
         microbatches=1,  # per update; more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
+        lora_rank=0,  # of adapters, which are trained instead of the model; 0: all of it is
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=optimizer(learning_rate=1e-6),

@@ -19,7 +19,7 @@ from configs import common
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
-    compute=dict(dtype="bfloat16", expert_chunk=1024, remat="full"),
+    compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto"),
     reward=dict(name="math", time_limit_s=5.0),
     engine=dict(steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),
@@ -44,7 +44,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       weights="",  # to be set: a cold start fine-tuned from Qwen3-30B-A3B-Base (§5.1)
       tokenizer="",  # to be set: the directory with its tokenizer.json
       model=common.model(common.size("Qwen3-30B-A3B-Base")),
-      compute=dict(logits_chunk=512),  # of 151,936 logits each
+      compute=dict(logits_chunk=2048),  # of 151,936 logits each
       # Windows of all slots would be 103 GB a chip. Of mean 8,192 tokens, responses under way hold
       # about 9,000 positions; these are 14,336 each, 42 GiB a chip.
       engine=dict(slots=2048, cache_tokens=2048 * 14_336),

@@ -54,6 +54,7 @@ class RLConfig:
   minibatches: PositiveInt  # updates per rollout batch
   microbatches: PositiveInt  # per update; more of them need less memory
   packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
+  lora_rank: Annotated[int, Range(0, 65_536)]  # of adapters, trained instead of all; 0: none
   dump_every: PositiveInt  # iterations between dumped rollouts
 
   @property

@@ -34,7 +34,9 @@ def replay(directory: epath.Path) -> bool:
   mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
     learner, tx, step = _update(config, about["phase"])
-    state = restore_state(directory / "state", abstract_state(config.model, mesh, tx))
+    adapters = config.rl.lora_rank if about["phase"] == "rl" else 0
+    like = abstract_state(config.model, mesh, tx, adapters, config.compute.dtype)
+    state = restore_state(directory / "state", like)
     state = state.replace(skipped=state.skipped * 0)
     sound = True
     for name, found in _counts(state.params):

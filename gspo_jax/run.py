@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import sys
 import zlib
@@ -21,7 +20,7 @@ from gspo_jax.data import sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.models import transformer
+from gspo_jax.models import lora, transformer
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import lock, provenance
 from gspo_jax.runs.checkpoint import Checkpointer
@@ -190,7 +189,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
     read = transformer.dtypes(config.model, config.compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
-    publish = sharding.publisher(inputs.layout, read)
+    publish = sharding.publisher(inputs.layout, read, lora.merged)
     engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
     benchmarks = [
       Benchmark(
@@ -304,8 +303,9 @@ def _other_model(config: RunConfig, found: ModelConfig) -> str:
 
 def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
   """ValueError if parameters, gradients and moments alone are more than the devices hold."""
-  count = sum(math.prod(w.shape) for w in jax.tree.leaves(transformer.table(config.model)))
-  needed = count * (4 if config.job == "eval" else 16)  # bytes of float32
+  count, _ = transformer.count(config.model)
+  trained = config.job != "eval" and not (config.job == "rl" and config.rl.lora_rank)
+  needed = count * (16 if trained else 4)  # bytes of float32; frozen weights are read in it
   devices = mesh.devices.flat
   held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
   if None in held:  # a CPU, whose devices share the memory of the host

@@ -299,12 +299,16 @@ def fetch(tree: Any) -> Any:
   return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
+def publisher(
+  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
+) -> Callable[[Any], Any]:
   """A jitted copy of parameters from the training layout to `shardings`, each cast to its own of
   `dtypes`: those in which the trainer reads them, or sampler and trainer are two networks.
 
   Stacked layers that are split over "fsdp" are put together one by one: XLA would hold all of them
   a second time, in the order in which the parts arrive.
+
+  `merge` makes the parameters that these are of those that are trained.
   """
 
   def one(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
@@ -312,5 +316,5 @@ def publisher(shardings: Any, dtypes: Any) -> Callable[[Any], Any]:
       return x.astype(dtype)
     return jax.lax.map(lambda layer: reshard(layer.astype(dtype), P(*target.spec[1:])), x)
 
-  cast = lambda params: jax.tree.map(one, params, shardings, dtypes)  # noqa: E731
+  cast = lambda params: jax.tree.map(one, merge(params), shardings, dtypes)  # noqa: E731
   return jax.jit(cast, out_shardings=shardings)

@@ -17,7 +17,7 @@ from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.segments import segment_ids
-from gspo_jax.learner.state import abstract, abstract_state, new_state
+from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
 from gspo_jax.learner.step import (
   make_old_policy,
   make_review,
@@ -50,14 +50,19 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   update, score = make_rl_step(learner, c.objective, tx), make_score(learner)
   old_policy = make_old_policy(learner, c.objective)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.minibatches, keep=2)
+
+  def start() -> Any:
+    adapters = c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
+    return with_adapters(start_params(), c.model, *adapters)
+
   last, state, host = phase.resume(
-    like=lambda: abstract_state(c.model, run.mesh, tx), start=lambda: new_state(start_params(), tx)
+    like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx)
   )
   pending = dict(step=0)  # where the curve starts: an evaluation
   if host is not None:
     collector.set_position(host["position"])
     pending = host["pending"]
-  reference = start_params() if c.objective.kl_coef else None
+  reference = start() if c.objective.kl_coef else None
   engine.load(state.params, version=last + 1)
 
   def prepared(params: Any, batch: TrainBatch) -> TrainBatch:
@@ -123,7 +128,7 @@ def ahead(
 ) -> tuple[Callable, Callable]:
   """The two functions, which a thread compiles for the mini-batches of this run."""
   c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
-  state = abstract_state(c.model, run.mesh, tx)
+  state = empty_state(run, tx)
 
   @functools.cache
   def batch() -> TrainBatch:
@@ -137,6 +142,12 @@ def ahead(
   update = compile_ahead(pool, run.mesh, update, lambda: (state, whole()))
   pool.shutdown(wait=False)  # the thread ends with its last job
   return update, compiled
+
+
+def empty_state(run: Run, tx: optax.GradientTransformation) -> TrainState:
+  """Shapes and shardings of the training state of RL."""
+  c = run.config
+  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype)
 
 
 def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import pytest
 from support.configs import values_of
 
-from configs import common, tiny_tools
+from configs import common, gsm8k, tiny_tools
 from gspo_jax import config as configuration
 from gspo_jax import ranges, train
 from gspo_jax.models import transformer
@@ -239,6 +239,7 @@ def test_the_command_line_refuses_every_bad_value_of_every_key_in_one_line():
 
 VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]
 VARIANTS = [entry for entry in VARIANTS if entry not in [("tiny", "tiny"), ("tiny_tools", "tiny")]]
+VARIANTS += [("gsm8k", arg) for arg in gsm8k.VARIANTS]
 
 
 @pytest.mark.parametrize("file, arg", VARIANTS)

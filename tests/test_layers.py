@@ -8,7 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
-LEAVES = "jsons objectives ranges sharding structs tasks"  # they import nothing but ranges
+# They import nothing but ranges.
+LEAVES = "accelerators jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config evaluation report run runs sft train",
   "train": "collect hardware learner objectives records report run runs",

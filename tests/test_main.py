@@ -106,6 +106,18 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
   assert same == (finished[0] / "rollouts" / "eval_000008.jsonl").read_text()
 
 
+@pytest.mark.slow
+def test_a_run_with_adapters_also_ends_as_if_it_had_not_been_killed(tmp_path):
+  flags = [*SMALL, "rl.lora_rank=2", "rl_optimizer.learning_rate=1e-2"]
+  run(tmp_path / "whole", *flags)
+  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags)
+  run(tmp_path / "killed", *flags)
+  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
+  last = rows_of(tmp_path / "killed", "rl")[-1]
+  assert last["mismatch/abs/max"] < 1e-4, "sampler and trainer have the same sums"
+  assert last["ratio/deviation"] > 0, "adapters move"
+
+
 PARTIAL = """
   job=rl rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
   rl.iterations=6 eval.every=9 eval.greedy=False engine.steps=2 engine.slots=12

@@ -20,10 +20,9 @@ from ml_collections import config_flags
 
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot import chips, explain, iteration, needed
+from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
 from gspo_jax.aot.compiler import check, devices_of, examine
-from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs
-from gspo_jax.aot.search import search
+from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs, resolved
 from gspo_jax.aot.table import print_line, print_row, title
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/moe_aime.py.")
@@ -36,8 +35,10 @@ _LENGTH = flags.DEFINE_integer(
 )
 _SLOTS = flags.DEFINE_integer("slots", 0, "Of the sampler, over all devices; 0: as configured.")
 _PROGRAMS = flags.DEFINE_list("programs", list(PROGRAMS), "Which to compile.")
-_SEARCH = flags.DEFINE_bool("search", False, "Find the settings with which an update is fastest.")
-_TRIES = flags.DEFINE_integer("tries", 12, "Programs that a search compiles at most.")
+_SEARCH = flags.DEFINE_bool(
+  "search", False, "Find the fastest settings: of updates (train), and on their mesh of sampling."
+)
+_TRIES = flags.DEFINE_integer("tries", 8, "Programs that each of both searches compiles at most.")
 _MEAN_RESPONSE = flags.DEFINE_integer(
   "mean_response", 0, "Tokens of a response; 0: 8,192, or half of the most if that is less."
 )
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
     if _SEARCH.value:
-      rows = search(case, _TOPOLOGY.value, _TRIES.value)
+      rows = search(case, _TOPOLOGY.value, _PROGRAMS.value, _TRIES.value)
     else:
       rows = report(case, _TOPOLOGY.value, _PROGRAMS.value)
   except ValueError as error:
@@ -79,10 +80,23 @@ def main(argv: list[str]) -> None:
     sys.exit(f"gspo_jax.aot: does not fit {_TOPOLOGY.value}: {failed}")
 
 
+def search(case: Case, topology: str, names: list[str], tries: int) -> list[dict[str, Any]]:
+  """Searches for updates and for sampling, as far as "train" and "decode" are named, and returns
+  what was compiled."""
+  rows = []
+  if "train" in names:
+    rows, best = search_training.search(case, topology, tries)
+    case = best.of(case) if best else case
+  if "decode" in names:
+    rows = rows + search_rollout.search(case, topology, tries)
+  return rows
+
+
 def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
   """Compiles the named programs, prints a line for each, and returns the lines."""
   mesh = sharding.make_mesh(case.config.mesh, devices_of(topology))
   check(case, mesh)
+  case = resolved(case, mesh)
   print_line(title(case, topology, mesh))
   rows = []
   with jax.set_mesh(mesh):

@@ -3,7 +3,7 @@
 import math
 import re
 
-from gspo_jax.hardware import CHIPS, Chip
+from gspo_jax.accelerators import CHIPS, Chip
 
 
 def parse(topology: str) -> tuple[Chip, int]:

@@ -9,9 +9,10 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax import sharding
+from gspo_jax.accelerators import GIB
 from gspo_jax.aot import chips, hlo_costs
+from gspo_jax.aot.estimate import held
 from gspo_jax.aot.programs import Case, Program
-from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
 
 
@@ -78,9 +79,11 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   costs = hlo_costs.costs(text, program.rates)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
-  row["fits"] = peak * per_chip <= chip.hbm
+  row["held_gib"] = held(program.held) * per_chip / GIB
+  needed = row["peak_gib"] + row["held_gib"]
+  row["fits"] = needed <= row["hbm_gib"]
   if not row["fits"]:
-    row["error"] = f"needs {row['peak_gib']:.1f} GiB a chip of {row['hbm_gib']:.0f}"
+    row["error"] = f"needs {needed:.1f} GiB a chip of {row['hbm_gib']:.0f}"
   useful = flops = 0.0
   if program.work:
     useful = program.work.training() if program.trains else program.work.forward()

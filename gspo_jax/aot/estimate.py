@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips
-from gspo_jax.aot.programs import Case
+from gspo_jax.aot.programs import Case, resolved
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops
+from gspo_jax.models import flops, lora, remat
 from gspo_jax.structs import TrainState
 
 
@@ -33,6 +33,11 @@ class Least:
   def sum_s(self) -> float:
     return self.compute_s + self.hbm_s + self.interconnect_s
 
+  def times(self, factor: float) -> "Least":
+    """The same of so many updates."""
+    seconds = (factor * x for x in (self.compute_s, self.hbm_s, self.interconnect_s))
+    return Least(self.memory, *seconds)
+
 
 def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   """The least that a train step of the case needs on the mesh.
@@ -41,10 +46,12 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   micro-batch the layers' weights and kept activations, forward and backward. Links: weights
   gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`.
   """
+  case = resolved(case, mesh)
   c, model = case.config, case.model
   chip, number = chips.parse(topology)
   per_chip = mesh.size / number
   state = state_of(case, mesh)
+  gradients = held(lora.split(state.params)[0])
   weights = weights_of(case, mesh)
   rows = -(-case.rows // sharding.batch_shards(mesh))  # of a device, in a micro-batch
   tokens = rows * case.length
@@ -56,10 +63,10 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   slices = min(c.compute.logits_chunk or case.length, case.length)
   read = 2 * (weights["dense"] + weights["experts"] * -(-tokens // chunk))
   read += 2 * weights["head"] * -(-case.length // slices)
-  adding = 2 * held(state.params) if times > 1 else 0.0
-  traffic = 2 * held(state) + held(state.params) + times * (read + 2 * kept + adding)
+  adding = 2 * gradients if times > 1 else 0.0
+  traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
 
-  passes = 2 if c.compute.remat == "none" else 3  # their gradients are one
+  passes = 1 + (c.compute.remat != "none") + (c.rl.lora_rank == 0)  # the last: of gradients
   sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp")
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
@@ -74,7 +81,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
     traffic * per_chip,
     times * sent * per_chip,
   )
-  memory = held(state) + held(state.params) + kept
+  memory = held(state) + gradients + kept
   return Least(
     memory * per_chip, *(bound[f"{name}_s"] for name in ("compute", "hbm", "interconnect"))
   )
@@ -83,14 +90,12 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes on a device, over all layers, that the backward pass finds of each token: the layers'
   inputs, which no `compute.remat` drops, and what it names besides."""
-  c, model, tensor = case.config, case.model, mesh.shape["tensor"]
-  heads = model.num_heads * model.head_dim / tensor
-  width = float(model.hidden_size)
-  if c.compute.remat != "full":
-    width += heads
-  if c.compute.remat in ("dots", "none"):
-    width += 2 * model.num_kv_heads * model.head_dim / tensor
-  return width * model.num_layers * jnp.dtype(c.compute.dtype).itemsize
+  c, model = case.config, case.model
+  itemsize = jnp.dtype(c.compute.dtype).itemsize
+  policy = c.compute.remat if c.compute.remat in remat.POLICIES else "both"  # none: no less
+  with jax.set_mesh(mesh):
+    kept = remat.kept(model, policy, itemsize)
+  return kept + model.hidden_size * model.num_layers * itemsize
 
 
 def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
@@ -113,7 +118,7 @@ def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
   c = case.config
   tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
   with jax.set_mesh(mesh):
-    return abstract_state(c.model, mesh, tx)
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype)
 
 
 def held(tree: Any) -> float:

@@ -85,7 +85,7 @@ class _Counter:
 
   def walk(self, name: str, times: float, rated: bool = False) -> None:
     """`rated`: inside a loop that `rates` has counted."""
-    covered = overlapped(self.module.computations.get(name, ()))
+    covered = overlapped(self.module.computations.get(name, ()), self.module)
     for one in self.module.computations.get(name, ()):
       if one.op == "while":
         rate = None if rated else self._rate(one)
@@ -122,8 +122,11 @@ class _Counter:
     """Counts it; returns the bytes that it sends."""
     started, rest = one.op.endswith("-start"), one.rest
     if one.op == "fusion":
-      inner = self.module.computations[one.called("calls")]
-      rest = next((x.rest for x in inner if x.op == "all-reduce"), rest)
+      if inner := carried(one, self.module):
+        one, rest, others = inner, inner.rest, self.module.by_name[one.called("calls")]
+      else:
+        body = self.module.computations[one.called("calls")]
+        rest = next((x.rest for x in body if x.op == "all-reduce"), rest)
     n = group(rest)
     if n < 2 and kind != "collective-permute":
       return 0.0
@@ -146,25 +149,45 @@ def _named(kernel: Instruction, name: str) -> bool:
   return re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
 
 
-def overlapped(body: Sequence[Instruction]) -> set[str]:
+_START, _DONE = "async-collective-start", "async-collective-done"
+
+
+def carried(one: Instruction, module: Module) -> Instruction | None:
+  """The collective of a fusion that starts one, carries it along with work of its own, or waits for
+  it: how the TPU compiler overlaps them, if it is told to."""
+  if one.op != "fusion" or "all-reduce-scatter" in one.called("calls"):
+    return None
+  body = module.computations.get(one.called("calls"), ())
+  return next((x for x in body if x.op in COLLECTIVES and "chain_id=" in x.rest), None)
+
+
+def overlapped(body: Sequence[Instruction], module: Module) -> set[str]:
   """Collectives of a computation during which something else is done: they are started, something
   runs, then they are waited for. The text of a compiled program is in the order of its schedule."""
-  found, under_way = set(), set()
+  found, under_way = set(), {}  # by what waits for them
   for one in body:
-    if one.op.endswith("-done"):
-      under_way -= set(one.operands)
+    inner = carried(one, module)
+    channel = inner and re.search(r"channel_id=\d+|$", inner.rest)[0]
+    if inner and one.name.startswith(_START):
+      under_way[channel] = one.name
+    elif inner and one.name.startswith(_DONE):
+      under_way.pop(channel, None)
+    elif one.op.endswith("-done"):
+      under_way = {key: x for key, x in under_way.items() if x not in one.operands}
     elif one.op.endswith("-start"):
       if one.op.removesuffix("-start") in COLLECTIVES:
-        under_way.add(one.name)
+        under_way[one.name] = one.name
     elif one.op in ("while", "conditional", "call") or one.op not in _FREE | {"copy"}:
-      found |= under_way
+      found |= set(under_way.values())
   return found
 
 
 def collective_of(one: Instruction, module: Module) -> str:
   """Its kind, without "-start"; "" if it is none."""
   kind = one.op.removesuffix("-start")
-  if one.op == "fusion" and "all-reduce-scatter" in one.called("calls"):
+  if inner := carried(one, module):
+    kind = inner.op if one.name.startswith(_START) else ""
+  elif one.op == "fusion" and "all-reduce-scatter" in one.called("calls"):
     kind = "reduce-scatter"  # how the TPU compiler may write one
   return kind if kind in COLLECTIVES else ""
 
@@ -187,6 +210,10 @@ def hbm_bytes(one: Instruction, others: dict[str, Instruction], module: Module) 
   if one.op.endswith("-start"):
     return 0.0
   if one.op == "fusion":
+    if carried(one, module) and one.name.startswith(_START):
+      return sum(x.hbm for x in operands)
+    if carried(one, module) and one.name.startswith(_DONE):
+      return one.hbm
     return _fusion(one, operands, module)
   if one.kernel:
     return kernels.hbm_bytes(one, operands)
@@ -223,17 +250,26 @@ def _fusion(one: Instruction, operands: list[Instruction], module: Module) -> fl
   if body is None:
     return one.hbm + sum(x.hbm for x in operands)
   total = 0.0
+  passed = _passed(body) if carried(one, module) else set()
   for inner in body.values():
-    if inner.op == "parameter":
+    if inner.op == "parameter" and inner.name not in passed:
       place = int(re.match(r"\d+", inner.rest)[0])
       if place < len(operands) and operands[place].hbm:
         read = _read(inner, body, module)
         total += operands[place].hbm * read / max(inner.elements, 1)
   root = next(x for x in body.values() if x.root)
   for array, result in zip(one.arrays, _results(root, body)):
-    if not array.space:
+    if not array.space and result.name not in passed:
       total += _written(result, array.bytes, body, module)
   return total
+
+
+def _passed(body: dict[str, Instruction]) -> set[str]:
+  """What a fusion holds for a collective that it carries along, and hands on."""
+  own = {x.name for x in body.values() if x.op not in (*COLLECTIVES, "custom-call", "tuple")}
+  used = {operand for name in own for operand in body[name].operands}
+  parameters = {x.name for x in body.values() if x.op == "parameter"}
+  return (parameters - used) | (body.keys() - own)
 
 
 def _results(root: Instruction, body: dict[str, Instruction]) -> list[Instruction]:

@@ -48,7 +48,8 @@ def _splash(one: Instruction, operands: Sequence[Instruction]) -> float | None:
   scalars = [x for x in operands if x.shape.startswith("s8[")]
   arrays = [x for x in operands if not x.shape.startswith("s8[")]
   (N, T, _), (K, S, _) = (x.arrays[0].dims[-3:] for x in arrays[:2])
-  most = scalars[0].arrays[0].dims[-1] if scalars else math.inf  # of blocks in a row of the mask
+  # Blocks of a row or column of the mask, at most: of a window fewer than there are.
+  most = scalars[0].arrays[0].dims[-2 if phase == "dkv" else -1] if scalars else math.inf
   if phase == "dkv":
     visible = [T // block_q - j * block_kv // block_q for j in range(S // block_kv)]
     f = sum(min(n, most) for n in visible) * block_q / T

@@ -25,7 +25,7 @@ from gspo_jax import sharding
 from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import Case
 from gspo_jax.learner.state import abstract_params
-from gspo_jax.models import transformer
+from gspo_jax.models import lora, transformer
 from gspo_jax.sampling.requests import sizes
 
 
@@ -37,13 +37,14 @@ def of(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params = _trained(case, mesh)
+  params, state = _trained(case, mesh), estimate.state_of(case, mesh)
+  changed = estimate.held(lora.split(state.params)[0])  # and its gradients
   tokens = case.rows // sharding.batch_shards(mesh) * case.length
   kept = tokens * estimate.kept_per_token(case, mesh)
-  gathered = _gathered(params, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0
+  scattered = mesh.shape["fsdp"] > 1 and not case.config.rl.lora_rank
+  gathered = _gathered(params, case, mesh) if scattered else 0.0
   each = 2 * _pass(params, case, mesh) + 2 * gathered + 2 * kept
-  state = estimate.held(estimate.state_of(case, mesh))
-  return 2 * state + 2 * estimate.held(params) + case.microbatches * each
+  return 2 * estimate.held(state.opt_state) + 4 * changed + case.microbatches * each
 
 
 def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -52,18 +53,18 @@ def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
-  return estimate.held(_trained(case, mesh)) + estimate.held(_sampled(case, mesh))
+  return estimate.held(_trained(case, mesh)) + estimate.held(sampled(case, mesh))
 
 
 def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params = _sampled(case, mesh)
+  params = sampled(case, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   tokens = min(size.rows * size.prompt, case.engine.prefill_tokens)
   return estimate.held(params.blocks) + tokens * _position(case, mesh)
 
 
 def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params, model = _sampled(case, mesh), case.model
+  params, model = sampled(case, mesh), case.model
   shards = sharding.batch_shards(mesh)
   slots = sizes(case.workload, case.engine, shards).slots / shards  # of a device
   head = params.embed if params.head is None else params.head
@@ -108,8 +109,12 @@ def _position(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _trained(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  return abstract_params(case.model, mesh, sharding.TRAIN, jnp.float32)
+  """The trainer's weights; those of adapters, which are small, are not among them."""
+  dtype = case.config.compute.dtype if case.config.rl.lora_rank else jnp.float32
+  return abstract_params(case.model, mesh, sharding.TRAIN, dtype)
 
 
-def _sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  return abstract_params(case.model, mesh, sharding.ROLLOUT, case.config.compute.dtype)
+def sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
+  """The sampler's weights."""
+  rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
+  return abstract_params(case.model, mesh, rules, case.config.compute.dtype)

@@ -15,7 +15,7 @@ from gspo_jax.aot import lengths
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops, routing, transformer
+from gspo_jax.models import flops, lora, routing, transformer
 from gspo_jax.sampling import EngineConfig, Workload, slots
 from gspo_jax.sampling.requests import sizes
 from gspo_jax.sharding import BATCH, P
@@ -77,6 +77,7 @@ class Program:
   arguments: tuple[Any, ...]
   work: flops.Work | None  # None: moves data only
   trains: bool = False
+  held: tuple[Any, ...] = ()  # arrays that a run keeps on the devices meanwhile
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # for `hlo_costs.costs`
   turns: int = 1  # of the program's loop, decode steps; its figures are those of one of them
 
@@ -95,32 +96,44 @@ def make_case(
   )
 
 
+def resolved(case: Case, mesh) -> Case:
+  """The case with the `compute.remat` that `auto` comes to in a train step."""
+  c = case.config
+  with jax.set_mesh(mesh):
+    remat = transformer.remat_of(c.model, c.compute, case.rows * case.length)
+  compute = dataclasses.replace(c.compute, remat=remat)
+  return dataclasses.replace(case, config=dataclasses.replace(c, compute=compute))
+
+
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
-  train_params = abstract_params(c.model, mesh, sharding.TRAIN, jnp.float32)
+  adapters = c.rl.lora_rank, c.compute.dtype
+  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
+  state = abstract_state(c.model, mesh, tx, *adapters)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
-      tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-      state = abstract_state(c.model, mesh, tx)
       step = train_step.make_rl_step(learner, c.objective, tx)
       work = flops.work(case.model, case.sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
-      arguments = train_params, batch_of(case, mesh, rows)
+      arguments = state.params, batch_of(case, mesh, rows)
       work = flops.work(case.model, rows, case.length, case.length)
-      yield name, Program(train_step.make_score(learner), arguments, work)
+      held = state.opt_state, sample_params
+      yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
       layout = transformer.shardings(c.model, rollout, mesh)
-      publish = sharding.publisher(layout, transformer.dtypes(c.model, c.compute.dtype))
-      yield name, Program(publish, (train_params,), None)
+      read = transformer.dtypes(c.model, c.compute.dtype)
+      publish = sharding.publisher(layout, read, lora.merged)
+      yield name, Program(publish, (state.params,), None, held=(state.opt_state,))
     if name in ("prefill", "decode"):
-      yield name, sampling_program(name, case, mesh, sample_params)
+      program = sampling_program(name, case, mesh, sample_params)
+      yield name, dataclasses.replace(program, held=(state,))
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:

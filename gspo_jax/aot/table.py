@@ -10,14 +10,16 @@ def title(case: Case, topology: str, mesh) -> str:
   shape = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
   return (
     f"{topology}, mesh {shape}: {case.sequences} sequences x {case.length} tokens per update in "
-    f"{case.microbatches} micro-batches"
+    f"{case.microbatches} micro-batches; {case.engine.slots_for(case.workload.trajectories)} slots "
+    f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
   )
 
 
 def print_row(row: dict[str, Any], header: bool) -> None:
   if header:
     print_line(
-      f"{'program':<22}{'peak GiB':>10}{'of':>5}{'PFLOP':>9}{'HBM GB':>9}{'needed':>9}{'ratio':>6}"
+      f"{'program':<22}{'peak GiB':>10}{'+ held':>8}{'of':>5}{'PFLOP':>9}"
+      f"{'HBM GB':>9}{'needed':>9}{'ratio':>6}"
       f"{'ICI GB':>9}{'alone':>9}{'compute':>9}{'HBM':>8}{'ICI':>8}  {'binds':<13}{'MFU':>6}"
       f"{'compile':>9}"
     )
@@ -30,7 +32,8 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     least = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
   seconds = "".join(f"{row[k]:>{w}.3g}" for k, w in zip(("compute_s", "hbm_s"), (9, 8)))
   print_line(
-    f"{start}{row['peak_gib']:>10.2f}{row['hbm_gib']:>5.0f}{row['executed_flops'] / 1e15:>9.3g}"
+    f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}"
+    f"{row['executed_flops'] / 1e15:>9.3g}"
     f"{_gigabytes(row['hbm_bytes']):>9}{least} {_gigabytes(row['wire_bytes']):>8}"
     f" {_gigabytes(row['wire_bytes'] - row['hidden_bytes']):>8}{seconds}"
     f"{row['interconnect_s']:>8.3g}  {row['binds']:<13}{row['mfu']:>6.1%}{row['compile_s']:>8.0f}s"

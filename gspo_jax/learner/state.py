@@ -1,5 +1,6 @@
 """The training state: made at the start of a phase, described for restoring one."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,32 +9,62 @@ import optax
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import lora, transformer, weights
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.structs import TrainState
 
 
 def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
-  """A training state at step 0; the optimizer's moments are laid out as the parameters."""
+  """A training state at step 0; the optimizer's moments are laid out as the parameters that it
+  changes."""
   zero = jnp.zeros((), jnp.int32)
-  return TrainState(zero, params, jax.jit(tx.init)(params), skipped=jnp.zeros_like(zero))
+  moments = jax.jit(tx.init)(lora.split(params)[0])
+  return TrainState(zero, params, moments, skipped=jnp.zeros_like(zero))
+
+
+def with_adapters(
+  params: Any, model: ModelConfig, rank: int, dtype: Any, mesh: jax.sharding.Mesh, seed: int
+) -> Any:
+  """The parameters, which are donated, frozen and with new adapters of this rank; as they are if
+  it is 0. The model is the same."""
+  if not rank:
+    return params
+  declared = lora.table(transformer.table(model), rank)
+  layout = weights.shardings(declared, sharding.TRAIN, mesh)
+
+  @functools.partial(jax.jit, donate_argnums=0, out_shardings=layout)
+  def adapt(params, key):
+    fresh = weights.init(declared, key, jnp.float32)  # what is not an adapter is never made
+    return lora.adapt(params, declared, fresh, dtype)
+
+  return adapt(params, jax.random.key(seed))
 
 
 def abstract_params(
-  model: ModelConfig, mesh: jax.sharding.Mesh, rules: sharding.Rules, compute_dtype: Any
+  model: ModelConfig,
+  mesh: jax.sharding.Mesh,
+  rules: sharding.Rules,
+  compute_dtype: Any,
+  rank: int = 0,
 ) -> Any:
   """Shapes, shardings and types of a model's parameters, as a pass of that compute type reads
-  them."""
-  layout, read = transformer.shardings(model, rules, mesh), transformer.dtypes(model, compute_dtype)
-  one = lambda w, s, dtype: jax.ShapeDtypeStruct(w.shape, dtype, sharding=s)  # noqa: E731
-  return jax.tree.map(one, transformer.table(model), layout, read)
+  them; with adapters of a rank above 0."""
+  declared = transformer.table(model)
+  declared = lora.table(declared, rank) if rank else declared
+  one = lambda w, s: jax.ShapeDtypeStruct(w.shape, w.read_as(compute_dtype), sharding=s)  # noqa: E731
+  return jax.tree.map(one, declared, weights.shardings(declared, rules, mesh))
 
 
 def abstract_state(
-  model: ModelConfig, mesh: jax.sharding.Mesh, tx: optax.GradientTransformation
+  model: ModelConfig,
+  mesh: jax.sharding.Mesh,
+  tx: optax.GradientTransformation,
+  rank: int = 0,
+  frozen_dtype: Any = jnp.float32,
 ) -> TrainState:
-  """Shapes and shardings of a training state, for restoring one without making one first."""
-  params = abstract_params(model, mesh, sharding.TRAIN, jnp.float32)
+  """Shapes and shardings of a training state, for restoring one without making one first. With
+  adapters, the parameters are as passes of compute type `frozen_dtype` read them."""
+  params = abstract_params(model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank)
   return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
 
 

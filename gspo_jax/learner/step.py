@@ -14,7 +14,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
-from gspo_jax.models import moe, routing, transformer
+from gspo_jax.models import lora, moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
 from gspo_jax.sharding import BATCH, P
@@ -251,8 +251,8 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
   `updates_skipped` counts, since the start of the run, the updates that were left out.
   """
 
-  def numerator(params, batch):
-    total, metrics, stats = loss(params, batch)
+  def numerator(trained, frozen, batch):
+    total, metrics, stats = loss(lora.join(trained, frozen), batch)
     metrics |= {"loss": total}
     value = total.numerator
     if stats is not None:
@@ -270,12 +270,13 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
   @functools.partial(jax.jit, donate_argnums=0)
   def step(state: TrainState, batch: TrainBatch):
     number, part = parts(batch, learner)
-    one = lambda i: gradient(state.params, part(i))  # noqa: E731
+    trained, frozen = lora.split(state.params)
+    one = lambda i: gradient(trained, frozen, part(i))  # noqa: E731
     grads, metrics = accumulate(one, number, add, learner.microbatches)
     denominator = jnp.maximum(metrics["loss"].denominator, 1)
     grads = jax.tree.map(lambda g: g / denominator, grads)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    updates, opt_state = tx.update(grads, state.opt_state, trained)
+    params = lora.join(optax.apply_updates(trained, updates), frozen)
     grad_norm = optax.tree.norm(grads)
     sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
     if learner.on_nonfinite == "stop":

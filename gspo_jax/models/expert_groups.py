@@ -11,13 +11,28 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models.expert_blocks import ExpertWeights, hidden_gradients, take
+from gspo_jax.models.expert_blocks import ExpertWeights, hidden_gradients
+from gspo_jax.models.expert_tiles import outer_tiles, product_tiles
 from gspo_jax.sharding import AXES
 
+ROOM = 1.25  # rows of a piece, as a multiple of a device's fair share of the assignments
 
-def _ragged(x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed=False) -> jax.Array:
+
+class GroupedWeights(NamedTuple):
+  """What the kernels multiply by; gradients come in the same structure."""
+
+  into: tuple[jax.Array, ...]  # gate and up [E, D, F], or both side by side [E, D, 2F]
+  down: jax.Array  # [E, F, D]
+
+
+def joined(w: ExpertWeights) -> GroupedWeights:
+  """Gate and up as one matrix: rows are read once for both. A copy, to be made of few weights."""
+  return GroupedWeights((jnp.concatenate([w.gate, w.up], axis=-1),), w.down)
+
+
+def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
   w_EDF = jnp.swapaxes(w_EDF, 1, 2) if transposed else w_EDF
-  return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=x_RD.dtype)
+  return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=dtype or x_RD.dtype)
 
 
 def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
@@ -35,33 +50,38 @@ def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: j
   )
 
 
-def _tiles(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
-  """Tiles of the Pallas kernel: they fit a TPU core's vector memory, twice, with room to spare."""
-  whole = lambda size, most: min(most, -(-size // 128) * 128)  # noqa: E731
-  return math.gcd(rows, 512), whole(inner, 1024), whole(outer, 1024)
-
-
-def _megablox(x_RD: jax.Array, w_EDF: jax.Array, count_E: jax.Array, transposed=False) -> jax.Array:
+def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
   from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-  return gmm(
-    x_RD,
-    w_EDF,
-    count_E,
-    x_RD.dtype,
-    _tiles,
-    transpose_rhs=transposed,
-    interpret=sharding.platform() != "tpu",
-  )
+  dtype = dtype or x_RD.dtype
+  (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
+  tiles, moved = product_tiles(R, inner, outer, len(w_EDF), x_RD.dtype.itemsize, dtype.itemsize)
+  with jax.named_scope(f"hbm_bytes={moved}"):
+    return gmm(
+      x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
+    )
 
 
 def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  tiles = lambda D, R, F: (math.gcd(R, 512), min(D, 512), min(F, 1024))  # noqa: E731
-  interpret = sharding.platform() != "tpu"
-  # Adding up inside the kernel (existing_out) needs more vector memory than these tiles leave.
-  return total + tgmm(x_RD.T, y_RF, count_E, total.dtype, tiles, interpret=interpret)
+  (R, inner) = x_RD.shape
+  sizes = inner, R, y_RF.shape[1], len(total), x_RD.dtype.itemsize, total.dtype.itemsize
+  tiles, moved = outer_tiles(*sizes)
+  with jax.named_scope(f"hbm_bytes={moved}"):
+    return tgmm(
+      x_RD.T,
+      y_RF,
+      count_E,
+      total.dtype,
+      tiles,
+      existing_out=total,
+      interpret=_interpreted(),
+    )
+
+
+def _interpreted() -> bool:
+  return sharding.platform() != "tpu"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -81,10 +101,10 @@ class Pieces(NamedTuple):
 
 
 def _pieces(index_Xk: jax.Array, held: int) -> tuple[Pieces, int]:
-  """The pieces, and R: twice a device's fair share, so that one piece is the rule."""
+  """The pieces, and R: `ROOM` times a device's fair share, so that one piece is the rule."""
   A = index_Xk.size
   expert_A = index_Xk.reshape(A)
-  R = min(A, -(-2 * A // sharding.axis_size("expert")))
+  R = min(A, math.ceil(ROOM * A / sharding.axis_size("expert")))
   R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
   count_E = jnp.sum(expert_A[:, None] == jnp.arange(held)[None], axis=0, dtype=jnp.int32)
   order_A = jnp.argsort(expert_A, stable=True)
@@ -100,21 +120,31 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
 
 
+def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
+  """Rows of the table; any of them where there is none, since no group has that row."""
+  return table.at[row_R].get(mode="clip")
+
+
+def _hidden(times, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Array]:
+  """x gate and x up."""
+  parts = [times(x_RD, into_EDF, count_E) for into_EDF in w.into]
+  return tuple(parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=1))
+
+
 def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
   (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
-  pieces, R = _pieces(index_Xk, w.gate.shape[0])
+  pieces, R = _pieces(index_Xk, len(w.down))
   times, _ = kernels
 
   def body(i, y_XD):
     row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
-    x_RD = take(x_XD, row_R)
-    h_RF = jax.nn.silu(times(x_RD, w.gate, count_E)) * times(x_RD, w.up, count_E)
-    y_RD = times(h_RF * take(gate_A, choice_R)[:, None], w.down, count_E)
-    # Rows beyond the last group belong to nobody; what a kernel leaves there is undefined.
-    y_RD = jnp.where((row_R < X)[:, None], y_RD, 0)
-    return y_XD.at[row_R].add(y_RD.astype(y_XD.dtype), mode="drop")
+    a_RF, u_RF = _hidden(times, _rows(x_XD, row_R), w, count_E)
+    h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, choice_R)[:, None]
+    # Rows beyond the last group hold anything, and are dropped.
+    y_RD = times(h_RF, w.down, count_E, dtype=y_XD.dtype)
+    return y_XD.at[row_R].add(y_RD, mode="drop")
 
-  y_XD = sharding.vary(jnp.zeros(x_XD.shape, jnp.float32), AXES)
+  y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
   y_XD = jax.lax.fori_loop(0, -(-pieces.end_E[-1] // R), body, y_XD)
   return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, index_Xk, w, sink)
 
@@ -122,26 +152,25 @@ def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
 def _grouped_backward(kernels, residuals, dy_XD):
   x_XD, gate_Xk, index_Xk, w, sink = residuals
   (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
-  pieces, R = _pieces(index_Xk, w.gate.shape[0])
+  pieces, R = _pieces(index_Xk, len(w.down))
   times, outer = kernels
 
   def body(i, carry):
     dx_XD, dgate_A, dw = carry
     row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
-    real_R1, gate_R1 = (row_R < X)[:, None], take(gate_A, choice_R)[:, None]
-    x_RD, dy_RD = take(x_XD, row_R), take(dy_XD, row_R)
-    a_RF, u_RF = times(x_RD, w.gate, count_E), times(x_RD, w.up, count_E)
+    gate_R1 = _rows(gate_A, choice_R)[:, None]
+    x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
     dh_RF = times(dy_RD, w.down, count_E, True)
-    h_RF, da_RF, du_RF = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
-    dgate_R = jnp.sum(jnp.where(real_R1, h_RF * dh_RF, 0), axis=-1, dtype=jnp.float32)
-    dx_RD = times(da_RF, w.gate, count_E, True) + times(du_RF, w.up, count_E, True)
-    dx_RD = jnp.where(real_R1, dx_RD, 0).astype(dx_XD.dtype)
-    products = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
-    dw = [outer(a, b, count_E, total) for total, (a, b) in zip(dw, products)]
-    dgate_A = dgate_A.at[choice_R].set(dgate_R, mode="drop")
-    return dx_XD.at[row_R].add(dx_RD, mode="drop"), dgate_A, ExpertWeights(*dw)
+    h_RF, *hidden = hidden_gradients(*_hidden(times, x_RD, w, count_E), dh_RF * gate_R1)
+    dgate_R = jnp.sum(h_RF * dh_RF, axis=-1, dtype=jnp.float32)
+    hidden = hidden if len(w.into) == 2 else [jnp.concatenate(hidden, axis=1)]
+    parts = [times(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.into)]
+    dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
+    into = [outer(x_RD, d, count_E, total) for d, total in zip(hidden, dw.into)]
+    dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dw.down))
+    return dx_XD, dgate_A.at[choice_R].set(dgate_R, mode="drop"), dw
 
-  zeros = jnp.zeros(x_XD.shape, jnp.float32), jnp.zeros(X * k, jnp.float32)
+  zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
   zeros = *zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink)
   used = -(-pieces.end_E[-1] // R)
   dx_XD, dgate_A, dw = jax.lax.fori_loop(0, used, body, sharding.vary(zeros, AXES))
@@ -151,5 +180,12 @@ def _grouped_backward(kernels, residuals, dy_XD):
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
-apply_ragged = functools.partial(_grouped, (_ragged, _ragged_outer))
-apply_megablox = functools.partial(_grouped, (_megablox, _megablox_outer))
+
+def _apply(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+  if isinstance(w, ExpertWeights):
+    w, sink = (GroupedWeights((a.gate, a.up), a.down) for a in (w, sink))
+  return _grouped(kernels, x_XD, gate_Xk, index_Xk, w, sink)
+
+
+apply_ragged = functools.partial(_apply, (_ragged, _ragged_outer))
+apply_megablox = functools.partial(_apply, (_megablox, _megablox_outer))

@@ -27,8 +27,8 @@ class Work:
   def executed(self, remat: str) -> float:
     """With recomputation. Experts and the head recompute their own; attention's backward pass has
     five products to the forward pass's two."""
-    again = 0 if remat in ("none", "dots") else 1
-    scores = 0 if remat in ("none", "attention") else 1
+    again = 0 if remat in ("none", "dots", "both") else 1
+    scores = 0 if remat in ("none", "attention", "both") else 1
     dense, attention = 3 + again, 3.5 + scores
     return dense * self.dense + 11 / 3 * self.experts + attention * self.attention + 4 * self.head
 

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models import routing
-from gspo_jax.models.expert_blocks import ExpertWeights, apply_batched, apply_blocks, share
+from gspo_jax.models.expert_blocks import ExpertWeights, apply_batched, apply_blocks
 from gspo_jax.models.expert_decode import apply_one_hot, experts_of_few, experts_over
-from gspo_jax.models.expert_groups import apply_megablox, apply_ragged
+from gspo_jax.models.expert_groups import GroupedWeights, apply_megablox, apply_ragged, joined
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.models.weights import InStack
 from gspo_jax.sharding import BATCH, P
@@ -155,10 +155,14 @@ def experts(
 
   def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
     B, T, D = x_BTD.shape
-    held = weights.gate.shape[0]
-    weights = jax.tree.map(sharding.whole, weights, split)
+    held = len(weights.down)
+    if joins:  # what is on this device, before the rest is gathered
+      weights = joined(weights)
+    weights = jax.tree.map(sharding.whole, weights, joined_split if joins else split)
     # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
-    sink = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
+    once = joins and not (0 < chunk < B * T)
+    sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
     def some(x_XD, gate_Xk, index_Xk):
@@ -168,7 +172,7 @@ def experts(
       local_Xk = index_Xk - held * sharding.axis_index("expert")
       local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
       tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-      apply = choose(implementation, share(index_Xk, weights))
+      apply = choose(implementation, index_Xk.size / (held * sharding.axis_size("expert")))
       y_XD = apply(*tokens, weights, sink)
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
@@ -189,6 +193,8 @@ def experts(
   E = E or "expert"
   split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
   weights = jax.tree.map(sharding.reshard, weights, split)
+  joined_split = GroupedWeights((split.gate,), split.down)
+  joins = D is not None and choose(implementation) in (apply_megablox, apply_ragged)
   run = sharding.shard_map(
     on_each_device,
     in_specs=(batch, batch, batch, split),

@@ -103,7 +103,8 @@ class ComputeConfig:
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"]  # auto: by length, platform
   experts: Literal["auto", "blocks", "batched", "ragged", "megablox"]  # auto: by platform, load
   expert_chunk: NonNegativeInt  # tokens of a device that go through the experts at once; 0: all
-  remat: Literal["none", "full", "attention", "dots"]  # recomputed backwards: transformer.REMAT
+  # What the backward pass keeps: remat.POLICIES. auto: what fits.
+  remat: Literal["none", "full", "attention", "dots", "both", "auto"]
   logits_chunk: NonNegativeInt  # time steps whose logits exist at once; 0: all
 
   def __post_init__(self):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, gemma, head, layers, moe, qwen3, weights
+from gspo_jax.models import attention, gemma, head, layers, lora, moe, qwen3, remat, weights
 from gspo_jax.models.attention import Tree
 from gspo_jax.models.cache import Cache
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
@@ -85,6 +85,16 @@ def count(config: ModelConfig) -> tuple[int, int]:
   return total, total - moe_layers * unused * expert
 
 
+def remat_of(config: ModelConfig, compute: ComputeConfig, tokens: int) -> str:
+  """The policy, one of `remat.POLICIES` or none, for a pass over so many tokens on all devices."""
+  parameters, mesh = 0, jax.sharding.get_abstract_mesh()
+  if compute.remat == "auto" and not mesh.empty:
+    layout = shardings(config, sharding.TRAIN, mesh)
+    parts = jax.tree.map(lambda w, s: math.prod(s.shard_shape(w.shape)), table(config), layout)
+    parameters = sum(jax.tree.leaves(parts))
+  return remat.choose(config, compute, sharding.rows_of_a_device(tokens), parameters)
+
+
 def unstack(params: Params) -> Params:
   """The same parameters in blocks of one layer each.
 
@@ -142,6 +152,7 @@ def forward(
   x_BTD = head.embed(params, tokens_BT, dtype)
   if (scale := kind.embed_scale(config)) != 1:
     x_BTD = x_BTD * jnp.asarray(scale, dtype)
+  kept = remat_of(config, compute, B * T)
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
 
   caches, chosen_of, stats_of, first, moe_layers = [], [], [], 0, 0
@@ -158,8 +169,8 @@ def forward(
       tree=tree,
       from_start=from_start,
     )
-    if compute.remat != "none" and cache is None:
-      layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)
+    if kept != "none" and cache is None:
+      layer = jax.checkpoint(layer, policy=remat.POLICIES[kept], prevent_cse=False)
     if cache is not None:
       block, layer = _experts_in_stack(
         kind.block_table(config, config.is_moe(first), 1), block, layer
@@ -216,17 +227,6 @@ def _over_layers(layer, carry, inputs, unroll):
   return carry, jax.tree.map(lambda x: x[None], outputs)
 
 
-# What the backward pass keeps of a layer besides its input; it recomputes the rest.
-REMAT = dict(
-  full=None,  # nothing
-  attention=jax.checkpoint_policies.save_only_these_names(attention.RESIDUAL),  # what costs T²
-  dots=jax.checkpoint_policies.save_from_both_policies(  # every product with a weight
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(sharding.PRODUCT),
-  ),
-)
-
-
 def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, **setting):
   """One layer of the family, in the setting of this pass."""
 
@@ -244,7 +244,7 @@ def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, *
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
-  block = layers.gather(kind.block_table(config, is_moe, 1), block, x_BTD.dtype)
+  block = layers.gather(kind.block_table(config, is_moe, 1), lora.merged(block), x_BTD.dtype)
   x_BTD, kv, chosen, stats = kind.layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (chosen, stats)
 

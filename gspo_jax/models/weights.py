@@ -68,7 +68,7 @@ class Weight:
     constant: float = 0.0,
     wide: bool = False,
   ):
-    self.letters, self.constant, self.wide = letters, constant, wide
+    self.letters, self.constant, self.wide, self.inputs = letters, constant, wide, fan_in
     self.shape = tuple(sizes[letter] for letter in letters)
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
 

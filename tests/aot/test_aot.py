@@ -108,7 +108,9 @@ SMALL = ("--config.model.num_layers=2", "--config.mesh.fsdp=2", "--config.mesh.e
 @needs_libtpu
 def test_every_program_compiles_for_a_pod(tmp_path):
   out = tmp_path / "aot.json"
-  done = run("--topology=v5p:2x2x1", "--sequences=8", "--length=256", f"--json={out}", *SMALL)
+  done = run(
+    "--topology=v5p:2x2x1", "--sequences=8", "--length=256", f"--json={out}", "--explain=3", *SMALL
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   rows = {row["program"]: row for row in json.loads(out.read_text())}
   assert list(rows) == ["train", "score", "publish", "prefill", "decode"]
@@ -116,6 +118,13 @@ def test_every_program_compiles_for_a_pod(tmp_path):
   # Gradients are scattered where weights were gathered, and nothing else moves much.
   assert {"all-gather", "reduce-scatter"} <= rows["train"]["collectives"].keys()
   assert "all-gather" in rows["publish"]["collectives"]
+  # What they move is no less than what they need, and is said to come from somewhere.
+  assert all(row["moved_over_needed"] >= 1 for row in rows.values())
+  assert "gspo_jax/models/" in done.stdout and "GB" in done.stdout
+  found = rows["decode"]["iteration"]
+  assert {part["name"] for part in found["parts"]} >= {"prefill", "decode", "train", "publish"}
+  assert found["seconds"] == pytest.approx(sum(part["seconds"] for part in found["parts"]))
+  assert "one iteration:" in done.stdout and "tokens/s/chip" in done.stdout
   work = flops.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
   assert rows["train"]["model_flops"] == work.training()
 

@@ -8,13 +8,13 @@ import pytest
 from configs import common, moe_aime
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot import estimate, search
+from gspo_jax.accelerators import GIB
+from gspo_jax.aot import chips, estimate, search, search_rollout, search_training
 from gspo_jax.aot.programs import make_case
-from gspo_jax.hardware import GIB
 from gspo_jax.models import transformer
 from gspo_jax.sharding import MeshConfig
 
-START = search.Choice(MeshConfig(1, 2, 4, 1), 1, "full", 1024, 16)
+START = search_training.Choice(MeshConfig(1, 2, 4, 1), 1, "full", 1024, 16)
 
 
 def tiny_case(sequences=16, length=64):
@@ -22,14 +22,16 @@ def tiny_case(sequences=16, length=64):
   return make_case(config, sequences, length)
 
 
+def flagship():
+  return make_case(configuration.from_dict(moe_aime.get_config().to_dict()))
+
+
 def least(seconds=1.0, gib=1.0):
   return estimate.Least(gib * GIB, seconds, 0.0, 0.0)
 
 
 def row(seconds=1.0, fits=True):
-  return dict(
-    fits=fits, bound_s=seconds, compute_s=seconds, hbm_s=0.0, interconnect_s=0.0, peak_gib=1.0
-  )
+  return dict(fits=fits, search_s=seconds, peak_gib=1.0)
 
 
 def with_(bounds, rows, left=10):
@@ -54,8 +56,8 @@ def test_the_fastest_by_their_bounds_are_compiled_first_and_the_slower_not_at_al
   found.stage(chunks(1, 2, 3, 4), most=4)
   assert asked == [2, 3] and found.best.expert_chunk == 3
   assert {c.expert_chunk: reason for c, reason in found.rejected.items()} == {
-    1: "takes 3 s at least (compute); 2.2 s was reached",
-    4: "takes 2.6 s at least (compute); 2.2 s was reached",
+    1: "takes 3 s (compute) at least; 2.2 s was reached",
+    4: "takes 2.6 s (compute) at least; 2.2 s was reached",
   }
 
 
@@ -80,30 +82,32 @@ def test_a_search_compiles_no_more_than_it_may():
 
 
 def test_more_micro_batches_than_fit_are_not_compiled():
-  found = search.Search(lambda choice: least(), lambda choice: row(2.0), 10 * GIB, 10)
+  of = lambda choice: row(2.0)  # noqa: E731
+  beside = search_training.more_microbatches
+  found = search.Search(lambda choice: least(), of, 10 * GIB, 10, beside)
   several = [dataclasses.replace(START, microbatches=n) for n in (1, 2, 4)]
   found.stage(several, most=3)
   assert list(found.rows) == several[:1]
 
 
-def test_nearly_equal_bounds_are_told_apart_by_the_other_resources():
-  rows = {1: row(1.001), 2: row(1.0) | dict(hbm_s=0.9)}
+def test_nearly_equal_times_are_told_apart_by_memory():
+  rows = {1: row(1.001), 2: row(1.0) | dict(peak_gib=2.0)}
   found, _ = with_({1: least(0.5), 2: least(0.5)}, rows)
   found.stage(chunks(1, 2), most=2)
-  assert [choice.expert_chunk for choice in found.ranked(2)] == [1, 2]
+  assert [choice.expert_chunk for choice in found.ranked()] == [1, 2]
 
 
 def test_a_descent_changes_every_setting_and_ends():
-  """Of a function that is separable in its settings, it finds the least."""
+  """Of times that are separable in the settings, it finds the least."""
   case = tiny_case()
 
   def seconds(choice):
-    costs = dict(none=2, full=3, attention=1, dots=2)[choice.remat]
+    costs = dict(attention=1, full=3, auto=3).get(choice.remat, 2)
     costs += dict([(0, 3), (256, 1)]).get(choice.logits_chunk, 2)
     return 10.0 + costs + 4 * (choice.mesh.expert != 8) + choice.microbatches
 
-  found = search.Search(lambda c: least(1.0), lambda c: row(seconds(c)), 10 * GIB, 40)
-  search.descend(found, search.start_of(case, 8), case, 8)
+  found = search.Search(lambda c: least(seconds(c) - 8), lambda c: row(seconds(c)), 10 * GIB, 40)
+  search_training.descend(found, search_training.start_of(case, 8), case, 8)
   best = found.best
   assert best.mesh == MeshConfig(1, 1, 8, 1) and best.remat == "attention"
   assert best.microbatches == 1 and found.left > 0
@@ -111,24 +115,27 @@ def test_a_descent_changes_every_setting_and_ends():
 
 def test_a_search_tries_meshes_that_divide_the_model():
   case = tiny_case()
-  tried = lambda tensor: list(search.candidates(case, 8, tensor))  # noqa: E731
-  assert tried(1) == [MeshConfig(1, 2, 4, 1), MeshConfig(1, 1, 8, 1)]
-  assert tried(2) == [MeshConfig(1, 1, 4, 2)]
+  tried = lambda tensor: list(search_training.candidates(case, 8, tensor))  # noqa: E731
+  assert tried(1) == [MeshConfig(1, 8 // expert, expert, 1) for expert in (1, 2, 4, 8)]
+  assert tried(2) == [MeshConfig(1, 4 // expert, expert, 2) for expert in (1, 2, 4)]
   assert tried(4) == []  # of two key/value heads
 
 
 def test_it_starts_from_the_configuration():
   case = tiny_case()
-  assert search.start_of(case, 8) == search.Choice(MeshConfig(1, 8, 1, 1), 1, "full", 1024, 16)
+  compute = case.config.compute
+  assert search_training.start_of(case, 8) == search_training.Choice(
+    MeshConfig(1, 8, 1, 1), 1, compute.remat, compute.expert_chunk, compute.logits_chunk
+  )
 
 
 @pytest.mark.parametrize("most, chunks", [(1000, [0]), (1024, [0]), (4096, [1024, 2048, 0])])
 def test_chunks_are_doubled_up_to_all_at_once(most, chunks):
-  assert search.sizes(most, 1024) == chunks
+  assert search_training.sizes(most, 1024) == chunks
 
 
 def test_the_recommendation_can_be_pasted_into_a_configuration():
-  choice = search.Choice(MeshConfig(1, 16, 4, 1), 2, "dots", 8192, 512)
+  choice = search_training.Choice(MeshConfig(1, 16, 4, 1), 2, "dots", 8192, 512)
   config = common.base()
   config.update(eval(f"dict({choice.lines()})"))
   read = configuration.from_dict(config.to_dict())
@@ -150,7 +157,7 @@ def test_memory_that_is_held_is_a_lower_bound():
   kept = dataclasses.replace(START, remat="attention").of(case)
   heads = 16 // 8 * 64 * model.num_heads * model.head_dim * model.num_layers * 2
   more = estimate.of_update(kept, mesh, "v5p:2x2x2").memory - found.memory
-  assert more == pytest.approx(heads)
+  assert more == pytest.approx(heads, rel=0.07)  # and a sum for each head
 
 
 def test_bounds_follow_what_is_recomputed_and_sent():
@@ -170,3 +177,43 @@ def test_bounds_follow_what_is_recomputed_and_sent():
   assert weights["experts"] == 8 * estimate.weights_of(case, wide)["experts"]
   whole = sum(weights.values()) + (weights["head"] if not case.model.tie_word_embeddings else 0)
   assert whole == pytest.approx(2 * transformer.count(case.model)[0], rel=0.01)  # bfloat16
+
+
+def test_slots_have_caches_for_all_windows_and_for_the_lengths_that_are_assumed():
+  case = flagship()
+  tried = list(search_rollout.choices(case, 64, search_rollout.start_of(case)))
+  assert [choice.slots for choice in tried[::4]] == [64, 128, 256, 512, 1024, 2048, 4096]
+  window = case.workload.window
+  for whole, some in zip(tried[::4], tried[2::4]):
+    assert whole.cache_tokens == 0
+    if some.cache_tokens:
+      each = some.cache_tokens / some.slots
+      assert case.filled < each < window and not some.cache_tokens % (64 * 128)
+  # One response may be as long as the window; of many, the mean counts.
+  assert tried[2].cache_tokens == 0 and tried[26].cache_tokens < 1.4 * 4096 * case.filled
+
+
+def test_more_slots_need_more_memory_and_fewer_steps():
+  case, mesh = flagship(), sharding.make_mesh(MeshConfig(1, 2, 4, 1))
+  chip, number = chips.parse("v5p:2x2x2")
+  sampled = case.lengths.sample(case.workload.trajectories)
+  near = search_rollout.start_of(case)
+  with jax.set_mesh(mesh):
+    few, many, paged = (
+      search_rollout.least(choice.of(case), mesh, chip, number, sampled, 0.0)
+      for choice in (
+        dataclasses.replace(near, slots=64, cache_tokens=0),
+        dataclasses.replace(near, slots=512, cache_tokens=0),
+        dataclasses.replace(near, slots=512, cache_tokens=search_rollout.pool(case, 512, 8)),
+      )
+    )
+  assert few.memory < paged.memory < many.memory
+  assert few.bound_s > many.bound_s == pytest.approx(paged.bound_s)
+
+
+def test_the_recommendation_of_a_rollout_can_be_pasted():
+  choice = search_rollout.Choice(1024, 12_582_912, 8192, "expert")
+  config = common.base()
+  config.update(eval(f"dict({choice.lines()})"))
+  read = configuration.from_dict(config.to_dict())
+  assert search_rollout.start_of(make_case(read)) == dataclasses.replace(choice, slots=512)

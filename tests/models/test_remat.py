@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 
 import chex
 import jax
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import pytest
 from support.small_models import MOE
 
+from gspo_jax import accelerators, sharding
+from gspo_jax.models import remat as remat_policies
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE
 
 LAYERS, B, T, N, K, H, D, E = 2, 3, 12, 4, 2, 16, 32, 8
 CONFIG = dataclasses.replace(MOE, num_heads=N, moe_intermediate_size=24)
-POLICIES = ["full", "attention", "dots"]
+POLICIES = [*remat_policies.POLICIES]
 
 
 def loss(params, remat, attention):
@@ -80,6 +83,30 @@ def test_dots_keeps_products_with_weights_and_no_scores(attention):
   router, output = (LAYERS, B, T, E), (LAYERS, B, T, D)
   queries, keys_and_values = (LAYERS, B, T, N, H), (LAYERS, B, T, K, H)
   assert more == {queries: 1, keys_and_values: 2, output: 1, router: 1}
+
+
+def test_both_keeps_what_attention_and_dots_keep():
+  more = kept("both", "blockwise") - kept("full", "blockwise")
+  each = (kept(name, "blockwise") - kept("full", "blockwise") for name in ("attention", "dots"))
+  assert more == sum(each, collections.Counter())
+
+
+def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
+  for remat in ("attention", "dots", "both"):
+    more = kept(remat, "blockwise") - kept("full", "blockwise")
+    numbers = sum(number * math.prod(shape) for shape, number in more.items())
+    assert numbers * 4 == B * T * remat_policies.kept(CONFIG, remat, 4)
+
+
+@pytest.mark.parametrize("memory, chosen", [(1.05, "both"), (0.95, "attention"), (0.1, "full")])
+def test_auto_keeps_what_fits_beside_the_training_state(memory, chosen, monkeypatch):
+  compute, inputs = dataclasses.replace(REFERENCE, remat="auto"), LAYERS * D * 4
+  assert remat_policies.choose(CONFIG, compute, 1000, 10_000) == "full"  # of a CPU nothing is known
+  of_both = inputs + remat_policies.kept(CONFIG, "both", 4)
+  needed = 10_000 * remat_policies.STATE + 1000 * of_both
+  monkeypatch.setattr(accelerators, "memory", lambda kind: memory * needed / remat_policies.ROOM)
+  with jax.set_mesh(sharding.make_mesh(sharding.MeshConfig(1, 8, 1, 1))):
+    assert remat_policies.choose(CONFIG, compute, 1000, 10_000) == chosen
 
 
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import lora, transformer
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.models.hf.architectures import EMBED, FUSED, HEAD, NAMES
@@ -252,7 +252,7 @@ def save(
 
   Names and shapes are those of the published checkpoints, one tensor per expert. Every process
   calls this and the first one writes. The tokenizer's files are the caller's to copy. An earlier
-  save in the same directory is replaced when the new files are complete.
+  save in the same directory is replaced when the new files are complete. Adapters are merged.
 
   Args:
     dtype: of the tensors, float32, bfloat16 or float16; default: that of each parameter.
@@ -263,7 +263,8 @@ def save(
       no Hugging Face architecture has.
   """
   directory = Path(directory)
-  leaves, arrays = _leaves(model_config, NAMES[model_config.family]), _checked(params, model_config)
+  leaves = _leaves(model_config, NAMES[model_config.family])
+  arrays = _checked(lora.merged(params), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")

@@ -1,0 +1,165 @@
+"""The table of docs/sharding.md: models on slices of TPU chips, from one chip to 256.
+
+Command:   python benchmarks/aot_table.py [--only=REGEX] [--again] [--tries=2]
+             [--rows=docs/sharding.json] [--docs=docs/sharding.md]
+Every row is a search of the mesh, the micro-batches and what is recomputed, for one update of 64
+sequences x 8,192 tokens, or as many as the slice has devices. A model's smallest slice of each chip
+is found by compiling larger and larger ones. Nothing runs on a TPU: needs libtpu, and one to five
+minutes a row on two cores. What is finished is kept in the file of rows, so that an interrupted
+command goes on; --again compiles anew what --only names. The table is written between the two
+marks of the page, whenever a row is finished.
+"""
+
+import argparse
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
+
+import jax
+
+from configs import common, dense_math, moe_aime
+from gspo_jax import config as configuration
+from gspo_jax.aot import search
+from gspo_jax.aot.compiler import devices_of
+from gspo_jax.aot.programs import Case, make_case
+from gspo_jax.models.sizes import PUBLISHED
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTH = 8192
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SOLID = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
+SLICES = dict(v5e=FLAT, v5p=SOLID, v6e=FLAT, tpu7x=SOLID)
+# Of each model: slices besides the smallest of every chip.
+MODELS = {
+  "Qwen3-0.6B": ("v5e:8x8",),
+  "Qwen3-1.7B": ("v5e:8x8", "v5p:4x4x4"),
+  "Qwen3-30B-A3B": ("v5e:16x16", "v5p:4x4x4", "v5p:4x8x8", "v6e:8x8", "v6e:16x16", "tpu7x:4x4x4"),
+  "Qwen3-235B-A22B": ("v5p:4x8x8", "v6e:16x16", "tpu7x:4x8x8"),
+}
+MARKS = "<!-- table: benchmarks/aot_table.py -->\n", "<!-- end of table -->"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", default="", help="rows whose name has this regular expression")
+  parser.add_argument("--again", action="store_true", help="compile them although they are known")
+  parser.add_argument("--tries", type=int, default=2, help="programs that a row compiles at most")
+  parser.add_argument("--rows", type=Path, default=ROOT / "docs/sharding.json")
+  parser.add_argument("--docs", type=Path, default=ROOT / "docs/sharding.md")
+  options = parser.parse_args()
+  rows = json.loads(options.rows.read_text()) if options.rows.exists() else {}
+  for name in names():
+    if re.search(options.only, name) and (options.again or name not in rows):
+      started = time.perf_counter()
+      rows[name] = (smallest if name.endswith(" least") else one)(name, options.tries)
+      print(f"{name}: {time.perf_counter() - started:.0f} s, {'; '.join(cells(rows[name]))}")
+      options.rows.write_text(json.dumps(rows, indent=1) + "\n")
+      replace(options.docs, markdown(rows))
+      jax.clear_caches()
+  replace(options.docs, markdown(rows))
+
+
+def names() -> list[str]:
+  """Of all rows: a model and a slice, or a model and a chip whose smallest slice is to be found."""
+  return [
+    f"{model} {which}"
+    for model, slices in MODELS.items()
+    for which in (*(f"{chip} least" for chip in SLICES), *slices)
+  ]
+
+
+def smallest(name: str, tries: int) -> dict[str, Any]:
+  """The row of the smallest slice that the model's update fits, with why the next smaller one does
+  not do; of the largest slice if none does."""
+  model, chip, _ = name.split(" ")
+  below = ""
+  for shape in SLICES[chip]:
+    row = one(f"{model} {chip}:{shape}", tries)
+    if row["fits"]:
+      break
+    below = f"{shape}: {row['error']}"
+  return row | dict(below=below if row["fits"] else "")
+
+
+def one(name: str, tries: int) -> dict[str, Any]:
+  """The best row of a search on one slice."""
+  model, topology = name.split(" ")
+  devices = len(devices_of(topology))
+  case = case_of(model, devices)
+  found = search.open_search(case, topology, tries=6)
+  near = search.start_of(case, devices)
+  choices = [remat for mesh in search.meshes(case, devices, near) for remat in search.remats(mesh)]
+  while not found.best and found.left:  # too large ones only say that they do not fit
+    left = found.left
+    found.stage(choices, 1)
+    if found.left == left:
+      break
+  if found.best:
+    found.stage(choices, min(found.left, tries - 1))
+  row = dict(model=model, slice=topology, sequences=case.sequences)
+  if not found.best:
+    tried = [row["error"] for row in found.rows.values()]
+    return row | dict(fits=False, error=tried[-1] if tried else found.least_needed())
+  best, measured = found.best, found.rows[found.best]
+  kept = ("peak_gib", "hbm_gib", "compute_s", "hbm_s", "interconnect_s", "binds", "mfu")
+  mesh = [getattr(best.mesh, axis) for axis in ("fsdp", "expert", "tensor")]
+  settings = dict(mesh=mesh, microbatches=best.microbatches, remat=best.remat)
+  return row | dict(fits=True, **settings, **{key: measured[key] for key in kept})
+
+
+def case_of(model: str, devices: int) -> Case:
+  """An update of the model as the configurations of its kind have it."""
+  config = (moe_aime if PUBLISHED[model].num_experts else dense_math).get_config()
+  config.update(model=common.model(PUBLISHED[model]), rl=dict(packed=False))
+  read = configuration.from_dict(config.to_dict())
+  return make_case(read, max(64, devices), LENGTH)
+
+
+def markdown(rows: dict[str, dict[str, Any]]) -> str:
+  """The table, in the order of `names`; a slice that is the smallest and named has one row."""
+  lines = [
+    "| model | slice | fsdp x expert x tensor | micro-batches | remat | peak GiB of | compute s "
+    "| memory s | links s | utilisation at the bound | the next smaller slice |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+  ]
+  seen = set()
+  for name in names():
+    if name in rows and (name.split()[0], rows[name]["slice"]) not in seen:
+      seen.add((name.split()[0], rows[name]["slice"]))
+      lines.append(f"| {' | '.join(cells(rows[name]))} |")
+  return "\n".join(lines) + "\n"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+  first = [row["model"], row["slice"]]
+  if not row["fits"]:
+    return [*first, f"does not fit: {row['error']}", *[""] * 8]
+  seconds = [f"{row[key]:.3g}" for key in ("compute_s", "hbm_s", "interconnect_s")]
+  return [
+    *first,
+    " x ".join(map(str, row["mesh"])),
+    str(row["microbatches"]),
+    row["remat"],
+    f"{row['peak_gib']:.1f} of {row['hbm_gib']:.0f}",
+    *seconds,
+    f"{row['mfu']:.0%}",
+    row.get("below", ""),
+  ]
+
+
+def replace(page: Path, table: str) -> None:
+  """Writes the table between the two marks of the page. ValueError if it has none."""
+  text = page.read_text()
+  first, last = (text.find(mark) for mark in MARKS)
+  if first < 0 or last < first:
+    raise ValueError(f"{page} lacks {MARKS[0].strip()} and, after it, {MARKS[1]}")
+  page.write_text(text[: first + len(MARKS[0])] + table + text[last:])
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,46 @@
+r"""GSPO on Qwen3-0.6B or 1.7B and GSM8K, on one chip.
+
+Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
+             --config.weights=DIR --config.tokenizer=DIR \
+             --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
+Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB)
+Expected:  not run by us at this size; docs/one_chip.md has what the compiler says of memory
+
+Where the float32 moments of all parameters do not fit, adapters are trained (lora_rank).
+
+configs/gsm8k.py:tiny has random weights of toy size, adapters, and the byte tokenizer; it needs the
+two data files only, and its reward stays near 0.
+"""
+
+from configs import common, dense_math
+
+# Rows of a micro-batch, what the backward pass recomputes, responses decoded at once, positions of
+# all their caches (112 KiB each, of both models), rank of adapters.
+VARIANTS = {
+  "0.6B-v5e": (8, "full", 64, 40_960, 0),
+  "0.6B-v6e": (4, "dots", 128, 81_920, 0),
+  "0.6B-h100": (4, "dots", 256, 163_840, 0),
+  "1.7B-v5e": (2, "dots", 64, 40_960, 32),
+  "1.7B-v6e": (4, "dots", 128, 81_920, 32),
+  "1.7B-h100": (2, "dots", 256, 163_840, 0),
+}
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  name = common.variant(arg, *VARIANTS, "tiny") or "0.6B-v5e"
+  if name == "tiny":
+    config = dense_math.get_config("tiny")
+    rank = 4
+  else:
+    rows, remat, slots, positions, rank = VARIANTS[name]
+    config = dense_math.get_config(f"Qwen3-{name.partition('-')[0]}-Base")
+    config.update(
+      compute=dict(remat=remat, logits_chunk=128),
+      data=dict(max_prompt_tokens=384),  # the longest question has 991 bytes
+      engine=dict(slots=slots, cache_tokens=positions),
+      rl=dict(prompts=32, microbatches=64 // rows),  # 64 responses per update
+    )
+  if rank:
+    # Ten times the rate of all parameters: docs/one_chip.md
+    config.update(rl=dict(lora_rank=rank), rl_optimizer=dict(learning_rate=1e-5))
+  return config

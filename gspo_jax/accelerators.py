@@ -1,0 +1,51 @@
+"""Accelerators: speeds and sizes, from their data sheets."""
+
+import dataclasses
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  flops: float  # bfloat16, per second
+  hbm: float  # bytes
+  hbm_speed: float  # bytes per second
+  ici_speed: float  # bytes per second, sum over links, both directions
+  axes: int  # of the torus
+  host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
+  kinds: tuple[str, ...]  # what JAX calls a device of it
+  devices: int = 1  # that JAX sees of one chip
+
+
+# As https://docs.cloud.google.com/tpu/docs/v5p and the other chips' pages give them, per chip.
+# Where versions of a page differ: v5e's and v6e's 800 and 1600 GB/s are also printed as 819 and
+# 1638, 1.024 times as much, which is what the tpu7x page has for v6e; the GB of capacities are
+# GiB. The v4 page has no figure for the links: 6 of 50 GB/s each way is what others quote from
+# arXiv:2304.01433, whose table we have not seen. Links in use reach less:
+# https://jax-ml.github.io/scaling-book/tpus has 45 GB/s for each of v4 and v5e, and 90 for v5p,
+# v6e and tpu7x, where the pages give 50 and 100.
+CHIPS = {
+  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", ("TPU v4",)),
+  "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", ("TPU v5 lite", "TPU v5e")),
+  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 3, "v5p-8", ("TPU v5", "TPU v5p")),
+  "v6e": Chip(918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e")),
+  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", ("TPU7x",), devices=2),
+}
+
+
+# Dense bfloat16 without sparsity, per second: data sheets of NVIDIA's SXM modules.
+GPUS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
+
+
+def peak_flops(kind: str) -> float | None:
+  """Peak of one device, bfloat16, per second; None if `kind` (`Device.device_kind`) is unknown."""
+  for chip in CHIPS.values():
+    if kind in chip.kinds:
+      return chip.flops / chip.devices
+  return next((peak for name, peak in GPUS.items() if kind.startswith(name)), None)
+
+
+def memory(kind: str) -> float | None:
+  """Bytes of one device, as JAX counts devices; None if `kind` is unknown."""
+  chips = (chip for chip in CHIPS.values() if kind in chip.kinds)
+  return next((chip.hbm / chip.devices for chip in chips), None)

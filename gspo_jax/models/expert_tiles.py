@@ -1,0 +1,69 @@
+"""Tiles of megablox's kernels, and the bytes that they move between HBM and vector memory.
+
+The kernels' own estimates take every block as fetched at every step. Pallas fetches a block when it
+is another one than in the step before; `aot` counts what is returned here.
+"""
+
+import math
+from collections.abc import Iterator
+
+VECTOR_MEMORY = 15 * 2**20  # of the 16 MiB that a kernel gets on a TPU unless told otherwise
+Tiles = tuple[int, int, int]
+
+
+def product_tiles(
+  rows: int, inner: int, outer: int, groups: int, size: int, out_size: int
+) -> tuple[Tiles, int]:
+  """Tiles of [rows, inner] times each group's [inner, outer] that move the fewest bytes, and those.
+
+  Args:
+    size, out_size: bytes of a number of the factors and of the result.
+  """
+
+  def moved(tm, tk, tn):
+    # One after the other: parts of the result's width, tiles of rows, parts of the inner width. If
+    # the last is one part, a group's matrix stays for all its rows.
+    visits = -(-rows // tm) + groups - 1
+    again = groups if tk >= inner else visits
+    across = -(-outer // tn)
+    x = rows if tk >= inner else visits * tm
+    return (x * inner * across + again * inner * outer) * size + rows * outer * out_size
+
+  def held(tm, tk, tn):
+    return 2 * (tm * tk + tk * tn) * size + tm * tn * (2 * out_size + 4)
+
+  return _best(rows, inner, outer, moved, held)
+
+
+def outer_tiles(
+  inner: int, rows: int, outer: int, groups: int, size: int, out_size: int
+) -> tuple[Tiles, int]:
+  """The same for the outer products of each group's rows, [inner, outer], added to a total."""
+
+  def moved(tm, tk, tn):
+    rows_read = inner * -(-outer // tn) + outer * -(-inner // tk)
+    return rows * rows_read * size + 2 * groups * inner * outer * out_size
+
+  def held(tm, tk, tn):
+    return 2 * (tm * tk + tm * tn) * size + tk * tn * (4 * out_size + 4)
+
+  return _best(rows, inner, outer, moved, held)
+
+
+def _best(rows, inner, outer, moved, held) -> tuple[Tiles, int]:
+  most = math.gcd(rows, 512)
+  tiles = [
+    (tm, tk, tn)
+    for tm in sorted({most, min(most, 256)})
+    for tk in _parts(inner)
+    for tn in _parts(outer)
+    if held(tm, tk, tn) <= VECTOR_MEMORY
+  ]
+  best = min(tiles, key=lambda each: (moved(*each), -math.prod(each)))
+  return best, moved(*best)
+
+
+def _parts(width: int) -> Iterator[int]:
+  """Tiles that divide a width evenly, of whole lanes; none so narrow that the products wait."""
+  lanes = -(-width // 128)
+  return (128 * n for n in range(min(lanes, 3), lanes + 1) if lanes % n == 0)

@@ -1,0 +1,170 @@
+"""Bytes of Pallas kernels, against a walk over their grids."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from gspo_jax.aot import hlo, hlo_costs, kernels
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+N, K, T, H = 4, 2, 4096, 128  # query heads, key heads, positions, width
+Q, KV = 512, 1024  # blocks
+SEGMENTS = f"s32[{T},128]{{1,0}}", f"s32[8,{T}]{{1,0}}"
+
+
+def program(name, operands, result, rest=""):
+  """A program of one kernel."""
+  lines = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
+  names = ", ".join(f"%p{i}" for i in range(len(operands)))
+  kernel = f'custom-call({names}), custom_call_target="tpu_custom_call"{rest}'
+  return "\n".join(
+    [
+      "HloModule m",
+      "",
+      "ENTRY %main () -> f32[] {",
+      *lines,
+      f"  ROOT %{name} = {result} {kernel}",
+      "}",
+    ]
+  )
+
+
+def fetched(grid, size, index):
+  """Bytes of the blocks that a grid reads: one whenever its index is another one than before.
+
+  index: of a grid point, None where the mask hides the block and nothing new is fetched.
+  """
+  total, last = 0, None
+  for point in grid:
+    at = index(*point)
+    if at is not None and at != last:
+      total, last = total + size, at
+  return total
+
+
+def visible(i, j):
+  """Whether a block of queries sees anything of a block of keys."""
+  return (i + 1) * Q > j * KV
+
+
+def test_splash_reads_keys_again_for_every_block_of_queries():
+  wide = f"bf16[{N},{T},{H}]{{2,1,0}}"
+  narrow = f"bf16[{K},{T},{H}]{{2,1,0}}"
+  mask = f"s8[1,{T // Q},{T // KV}]{{2,1,0}}"
+  operands = [mask, mask, wide, narrow, narrow, *SEGMENTS]
+  blocks = (
+    f', frontend_attributes={{"block_q\\": {Q}, \\"block_kv\\": {KV}, \\"block_kv_compute\\": 512}}'
+  )
+  text = program("splash_mha_fwd_segmented_residuals.3", operands, wide, blocks)
+  grid = [(h, i, j) for h in range(N) for i in range(T // Q) for j in range(T // KV)]
+  keys = fetched(grid, KV * H * 2, lambda h, i, j: (h * K // N, j) if visible(i, j) else None)
+  of_queries = fetched(grid, Q * 128 * 4, lambda h, i, j: i)
+  of_keys = fetched(grid, KV * 8 * 4, lambda h, i, j: j if visible(i, j) else None)
+  once = 2 * N * T * H * 2 + 2 * mask_bytes()
+  # Two blocks of queries that see no more than the first block of keys need it once.
+  found = hlo_costs.costs(text).memory
+  assert found == pytest.approx(once + 2 * keys + of_queries + of_keys, rel=0.1)
+  assert found >= once + 2 * keys + of_queries + of_keys
+  assert keys > 4 * K * T * H * 2
+
+
+def test_gradients_of_keys_read_queries_again_for_every_block_of_keys():
+  wide = f"bf16[{N},{T},{H}]{{2,1,0}}"
+  narrow = f"bf16[{K},{T},{H}]{{2,1,0}}"
+  row = f"f32[{N},8,{T}]{{2,1,0}}"
+  mask = f"s8[1,{T // Q},{T // KV}]{{2,1,0}}"
+  operands = [mask, wide, narrow, narrow, SEGMENTS[1], SEGMENTS[0], row, wide, row]
+  blocks = f', frontend_attributes={{"block_q_dkv\\": {Q}, \\"block_kv_dkv\\": {KV}}}'
+  text = program(
+    "splash_mha_dkv_segmented_no_residuals.1", operands, f"({narrow}, {narrow})", blocks
+  )
+  grid = [(j, h, i) for j in range(T // KV) for h in range(N) for i in range(T // Q)]
+  seen = lambda j, h, i: (h, i) if visible(i, j) else None  # noqa: E731
+  queries = fetched(grid, Q * H * 2, seen)  # and their gradients
+  sums = fetched(grid, Q * 8 * 4, seen)  # and the logarithms
+  of_queries = fetched(grid, Q * 8 * 4, lambda j, h, i: i if visible(i, j) else None)
+  once = 4 * K * T * H * 2 + T * 128 * 4 + mask_bytes()
+  expected = once + 2 * queries + 2 * sums + of_queries
+  assert hlo_costs.costs(text).memory == pytest.approx(expected, rel=0.01)
+
+
+def mask_bytes():
+  return (T // Q) * (T // KV)
+
+
+def test_a_kernel_counts_as_it_states_and_its_caller_goes_first():
+  operands = ["f32[1024,128]{1,0}", "f32[1024,128]{1,0:S(1)}"]
+  size = 1024 * 128 * 4
+  once = program("mine.1", operands, "f32[1024,128]{1,0}")
+  assert hlo_costs.costs(once).memory == 2 * size  # the other operand is in vector memory
+  stated = f', backend_config={{"cost_estimate":{{"flops":"1","bytes_accessed":"{9 * size}"}}}}'
+  said = program("mine.1", operands, "f32[1024,128]{1,0}", stated)
+  assert hlo_costs.costs(said).memory == 8 * size
+  assert hlo_costs.costs(said, dict(mine=0.25)).memory == 2 * size
+  assert hlo_costs.costs(said, dict(min=0.25)).memory == 8 * size
+  scope = ', metadata={op_name="jit(f)/hbm_bytes=777/pallas_call"}' + stated
+  caller = program("mine.1", operands, "f32[1024,128]{1,0}", scope)
+  assert hlo_costs.costs(caller).memory == 777
+
+
+@pytest.fixture(scope="module")
+def on_chip():
+  from gspo_jax.aot.compiler import devices_of
+
+  return jax.sharding.SingleDeviceSharding(devices_of("v5e:1x1")[0])
+
+
+def compiled(f, on_chip, *shapes):
+  """The compiled text of `f` on bfloat16 arrays, and on int32 ones of one axis."""
+  arguments = [
+    jax.ShapeDtypeStruct(s, jnp.int32 if len(s) == 1 else jnp.bfloat16, sharding=on_chip)
+    for s in shapes
+  ]
+  return jax.jit(f).trace(*arguments).lower().compile().as_text()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("inner", [256, 512])
+def test_an_experts_matrix_is_read_once_or_for_each_tile_of_rows(on_chip, inner):
+  """megablox with 4 groups and 8 tiles of 512 rows, the contracted 512 in one tile or in two."""
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+  R, D, F, E = 4096, 512, 1024, 4
+  f = lambda x, w, n: gmm(x, w, n, jnp.bfloat16, (512, inner, 512))  # noqa: E731
+  text = compiled(f, on_chip, (R, D), (E, D, F), (E,))
+  (kernel,) = [x for body in hlo.parse(text).computations.values() for x in body if x.kernel]
+  bounds = kernels.grid(kernel)
+  assert bounds is None or (bounds[0], bounds[2]) == (2, 512 // inner)
+  items = [item for item in hlo_costs.costs(text).items if item.instruction.kernel]
+  rows, matrices, out = R * D * 2, E * D * F * 2, R * F * 2
+  one = matrices / E
+  expected = 2 * rows + out + ((8 + E - 1) * one if inner < D else matrices)
+  if bounds is not None:
+    assert items[0].bytes == pytest.approx(expected, rel=0.01)
+
+
+@needs_libtpu
+def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
+  def kernel(x, y):
+    y[...] = x[...] * 2
+
+  def f(x):
+    call = lambda: pl.pallas_call(  # noqa: E731
+      kernel,
+      out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+      grid=(8,),
+      in_specs=[pl.BlockSpec((1024, 1024), lambda i: (i, 0))],
+      out_specs=pl.BlockSpec((1024, 1024), lambda i: (i, 0)),
+      cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=12345, transcendentals=0),
+      name="twice",
+    )(x)
+    with jax.named_scope("hbm_bytes=54321"):
+      return call()
+
+  costs = hlo_costs.costs(compiled(f, on_chip, (8192, 1024)))
+  assert [i.bytes for i in costs.items if i.instruction.kernel] == [54321]

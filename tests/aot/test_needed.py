@@ -1,0 +1,56 @@
+"""What programs need to move at least, against hand-written sums for the flagship."""
+
+import pytest
+
+from configs import moe_aime
+from gspo_jax import config as configuration
+from gspo_jax import sharding
+from gspo_jax.aot import needed, programs
+
+EXPERTS = 48 * 3 * 128 * 2048 * 768
+HEAD = 151_936 * 2048
+ATTENTION = 48 * 2048 * (2 * 32 + 2 * 4) * 128  # q, k, v, o
+POSITION = 48 * 2 * 4 * 128 * 2  # bytes of keys and values
+
+
+@pytest.fixture(scope="module")
+def mesh():
+  return sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+
+
+def case(**options):
+  config = moe_aime.get_config()
+  config.update(compute=dict(remat="full"), engine=dict(slots=64, cache_dtype="bfloat16"))
+  return programs.make_case(configuration.from_dict(config.to_dict()), **options)
+
+
+def test_a_decode_step_reads_weights_and_the_filled_cache_once(mesh):
+  one = case(mean_response=8192, mean_prompt=500)
+  slots = 64 / 8
+  idle = (1 - 8 / 128) ** 64  # experts, each on one of the devices, that none of 64 tokens chooses
+  weights = 2 * (HEAD + ATTENTION + EXPERTS / 8 * (1 - idle))
+  cache = slots * (one.filled + 1) * POSITION
+  # routers and norms are 0.2 %
+  assert needed.of("decode", one, mesh) == pytest.approx(weights + cache, rel=0.004)
+  assert 500 + 4096 < one.filled < 500 + 8192
+  twice = needed.of("decode", case(slots=128, mean_response=8192, mean_prompt=500), mesh)
+  assert twice > needed.of("decode", one, mesh) + cache
+
+
+def test_an_update_needs_state_weights_activations_and_gradients(mesh):
+  one = case(sequences=64, length=8192)
+  own = EXPERTS / 8 + (HEAD + ATTENTION) / 2  # parameters of a device, without the embedding
+  whole = EXPERTS / 4 + HEAD + ATTENTION  # gathered over fsdp=2
+  state = 2 * 12 * (own + HEAD / 2) + 2 * 4 * (own + HEAD / 2)  # with moments; gradients
+  passes = 2 * (4 * own + 2 * 2 * whole)  # read, written where gathered, and read from there
+  gradients = 2 * 2 * whole
+  kept = 2 * 8 * 8192 * 2048 * 48 * 2  # 8 sequences of a device: the layers' inputs
+  expected = state + passes + gradients + kept
+  assert needed.of("train", one, mesh) == pytest.approx(expected, rel=0.004)
+  assert needed.of("score", one, mesh) == pytest.approx(passes / 2, rel=0.004)
+
+
+def test_publication_reads_the_trainers_weights_and_writes_the_samplers(mesh):
+  read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
+  written = 2 * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
+  assert needed.of("publish", case(), mesh) == pytest.approx(read + written, rel=0.004)

@@ -1,0 +1,158 @@
+"""Adapters: the plain model at first, what is trained of it, one sum wherever it is made."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.small_models import MODELS, SMALLER_DENSE, initial, logits
+from support.small_updates import GSPO, learner, make_batch, rl_step, scalars
+
+from gspo_jax import sharding
+from gspo_jax.learner.state import abstract_state, new_state, with_adapters
+from gspo_jax.models import hf, lora, transformer
+from gspo_jax.runs import checkpoint
+
+RANK = 3
+CHECKPOINTS = checkpoint.CheckpointConfig("", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
+ADAM = optax.adamw(1e-2)
+TOKENS = np.arange(12).reshape(2, 6)
+ONE = (1, 1, 1, 1)
+
+
+def adapted(model, mesh, dtype="float32"):
+  """The model's initial parameters, frozen, with new adapters."""
+  params = jax.device_put(initial(model), transformer.shardings(model, sharding.TRAIN, mesh))
+  return with_adapters(params, model, RANK, dtype, mesh, seed=1)
+
+
+@functools.cache
+def two_updates(name, shape):
+  """Parameters before and after two updates, on the host, and the norm of the last gradient."""
+  model, mesh = MODELS[name], make_mesh(shape)
+  with jax.set_mesh(mesh):
+    params = adapted(model, mesh)
+    before = jax.device_get(params)
+    state = new_state(params, ADAM)
+    batch = sharding.put_batch(make_batch(model), mesh)
+    for _ in range(2):
+      state, metrics = rl_step(learner(model, microbatches=1), GSPO, ADAM)(state, batch)
+    described = abstract_state(model, mesh, ADAM, RANK)
+    kind = lambda x: (x.shape, x.dtype, x.sharding)  # noqa: E731
+    assert jax.tree.map(kind, state) == jax.tree.map(kind, described)
+    return before, jax.device_get(state.params), scalars(metrics)["grad_norm"]
+
+
+def make_mesh(shape):
+  return sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
+  before, after, _ = two_updates(name, ONE)
+  plain, model = initial(MODELS[name]), MODELS[name]
+  np.testing.assert_array_equal(logits(before, model, TOKENS), logits(plain, model, TOKENS))
+  trained, frozen = lora.split(after)
+  jax.tree.map(np.testing.assert_array_equal, frozen, lora.split(before)[1])
+  changed = jax.tree.map(lambda x, y: (x != y).any(), trained, lora.split(before)[0])
+  assert all(jax.tree.leaves(changed))
+  assert len(jax.tree.leaves(changed)) == 2 * 7 * len(plain.blocks)
+  assert np.abs(logits(after, model, TOKENS) - logits(plain, model, TOKENS)).max() > 1e-3
+
+
+def test_updates_are_the_same_on_any_mesh():
+  _, params, norm = two_updates("moe", ONE)
+  _, others, other_norm = two_updates("moe", (1, 2, 2, 2))
+  assert other_norm == pytest.approx(norm, rel=1e-4)
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+  jax.tree.map(near, others, params)
+
+
+def test_a_weight_is_the_frozen_one_and_the_scaled_product():
+  _, params, _ = two_updates("moe", ONE)
+  total, block = lora.merged(params).blocks[0], params.blocks[0]
+  for name, equation in dict(q="ldr,lrnh->ldnh", o="lnhr,lrd->lnhd").items():
+    w = getattr(block.attention, name)
+    product = np.einsum(equation, w.a, w.b) * (lora.ALPHA / RANK)
+    np.testing.assert_allclose(getattr(total.attention, name), w.frozen + product, atol=1e-6)
+  w = block.ffn.down
+  product = np.einsum("lefr,lerd->lefd", w.a, w.b) * (lora.ALPHA / RANK)
+  np.testing.assert_allclose(total.ffn.down, w.frozen + product, atol=1e-6)
+  assert total.ffn.router is block.ffn.router  # which is read in float32
+
+
+def test_gradients_of_adapters_are_those_of_the_weight_by_the_chain_rule():
+  model = SMALLER_DENSE
+  with jax.set_mesh(mesh := make_mesh(ONE)):
+    trained, frozen = lora.split(adapted(model, mesh))
+    trained = jax.tree.map(lambda x: x + 0.1, trained)
+
+    def loss(params):
+      return transformer.logits(params, model, TOKENS).std()
+
+    @jax.jit
+    def both(trained, frozen):
+      plain = lora.merged(lora.join(trained, frozen))
+      return jax.grad(lambda x: loss(lora.join(x, frozen)))(trained), jax.grad(loss)(plain)
+
+    grads, plain = both(trained, frozen)
+    w, of_w = trained.blocks[0].attention.o, plain.blocks[0].attention.o
+    scale = lora.ALPHA / RANK
+    of_a = np.einsum("lnhd,lrd->lnhr", of_w, w.b) * scale
+    of_b = np.einsum("lnhd,lnhr->lrd", of_w, w.a) * scale
+  np.testing.assert_allclose(grads.blocks[0].attention.o.a, of_a, rtol=1e-3, atol=1e-6)
+  np.testing.assert_allclose(grads.blocks[0].attention.o.b, of_b, rtol=1e-3, atol=1e-6)
+
+
+def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_network():
+  model, mesh = MODELS["moe"], make_mesh((1, 2, 2, 2))
+  with jax.set_mesh(mesh):
+    params = adapted(model, mesh, "bfloat16")
+    types = lambda tree: {x.dtype.name for x in jax.tree.leaves(tree)}  # noqa: E731
+    trained, frozen = lora.split(params)
+    assert types(trained) == {"float32"} and params.embed.dtype == jnp.bfloat16
+    assert frozen.blocks[0].ffn.router.dtype == jnp.float32  # or other experts would be chosen
+    params = lora.join(jax.tree.map(lambda x: x + 0.1, trained), frozen)
+    layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
+    read = transformer.dtypes(model, "bfloat16")
+    sampler = sharding.publisher(layout, read, lora.merged)(params)
+    assert jax.tree.map(lambda x: x.dtype, sampler) == read
+    compute = dataclasses.replace(transformer.REFERENCE, dtype="bfloat16")
+    run = jax.jit(functools.partial(transformer.forward, config=model, compute=compute))
+    tokens = np.arange(48).reshape(8, 6)
+    one, other = (run(x, tokens_BT=tokens).hidden_BTD for x in (params, sampler))
+  np.testing.assert_array_equal(one, other)
+
+
+def test_saved_weights_are_merged(tmp_path):
+  _, params, _ = two_updates("dense", ONE)
+  model = MODELS["dense"]
+  hf.save(tmp_path, params, model)
+  loaded, _ = hf.load(tmp_path)
+  jax.tree.map(np.testing.assert_array_equal, loaded, lora.merged(params))
+
+
+def test_a_restored_state_goes_on_as_if_it_had_not_been_saved(tmp_path):
+  model, mesh = MODELS["dense"], make_mesh(ONE)
+  with jax.set_mesh(mesh):
+    update = rl_step(learner(model, microbatches=1), GSPO, ADAM)
+    batch = sharding.put_batch(make_batch(model), mesh)
+    state, _ = update(new_state(adapted(model, mesh), ADAM), batch)
+    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CHECKPOINTS)
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+    checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CHECKPOINTS)
+    restored, _ = checkpoints.restore(1, abstract_state(model, mesh, ADAM, RANK))
+    checkpoints.close()
+    one, other = (jax.device_get(update(x, batch)[0]) for x in (state, restored))
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_without_adapters_an_update_changes_everything():
+  params = initial(SMALLER_DENSE)
+  trained, frozen = lora.split(params)
+  assert trained is params and not jax.tree.leaves(frozen)
+  assert jax.tree.structure(lora.join(trained, frozen)) == jax.tree.structure(params)
