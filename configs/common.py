@@ -104,7 +104,7 @@ def base() -> ConfigDict:
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
         cache_dtype="float32",  # of keys and values: float32 | bfloat16
         # dense: rows of the whole window | paged: responses take pages as they grow | auto: paged
-        # on TPU, whose kernel reads what is filled, and with cache_tokens; on CPU dense is faster
+        # on TPU, whose kernel reads what is filled, and with cache_tokens; others collect pages
         cache="auto",
         # Positions of all pages, over all devices; 0: the whole window of every slot. With fewer,
         # responses that find no page are put aside and begun again: sampling/put_aside.
