@@ -1,4 +1,4 @@
-"""benchmarks/aot_table.py without a compiler: its rows, its table, the page that it is written to."""
+"""benchmarks/aot_table.py without a compiler: its rows, its table, the page that it goes to."""
 
 import sys
 from pathlib import Path
