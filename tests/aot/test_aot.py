@@ -134,6 +134,7 @@ def test_a_search_recommends_what_it_compiled(tmp_path):
   out = tmp_path / "aot.json"
   done = run(
     "--search",
+    "--programs=train",
     "--tries=1",
     "--topology=v5p:2x2x1",
     "--sequences=8",
@@ -146,7 +147,7 @@ def test_a_search_recommends_what_it_compiled(tmp_path):
   assert "recommended:\ncompute=dict(expert_chunk=8192" in done.stdout
   assert "mesh=dict(data=1, fsdp=1, expert=4, tensor=1)" in done.stdout
   (row,) = json.loads(out.read_text())
-  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro, full 1024/16"
+  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro, auto 8192/16"
 
 
 @needs_libtpu
