@@ -85,12 +85,27 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
 
 @pytest.mark.parametrize("name", ["ragged", "megablox"])
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
-  """A device that gets more than twice its share goes round the loop again."""
+  """A device that gets more than a little over its share goes round the loop again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
   x, gate, index, w = inputs(tokens=256)
   assert expert_groups._pieces(index, 8)[1] == 128
   got = scalar(lambda *a: moe.FORMS[name](*a, a[-1]), index)(x, gate, w)
   np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
+
+
+def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
+  """Rows are added up in the type that they are sent in; products, in float32."""
+  narrow = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)  # noqa: E731
+  wide = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32), tree)  # noqa: E731
+  x, gate, index, w = inputs(tokens=128, k=4)
+  x, gate, w = narrow((x, gate, w))
+  y, vjp = jax.vjp(lambda x, w: moe.FORMS["megablox"](x, gate, index, w, w), x, w)
+  expected, vjp_of_expected = jax.vjp(lambda x, w: plain(x, wide(gate), index, w), *wide((x, w)))
+  dy = narrow(jax.random.normal(jax.random.key(1), y.shape))
+  got, right = (y, *vjp(dy)), (expected, *vjp_of_expected(wide(dy)))
+  assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype("bfloat16")}
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(right)):
+    assert jnp.linalg.norm(a.astype(jnp.float32) - b) < 2**-7 * jnp.linalg.norm(b)
 
 
 def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):

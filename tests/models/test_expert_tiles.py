@@ -1,0 +1,68 @@
+"""Tiles of the expert kernels: they fit, and what they are said to move is what Pallas fetches."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspo_jax.models import expert_groups, expert_tiles
+
+GROUPS = [300, 0, 212, 1, 511, 1024]  # rows of each expert; 2,048 together
+FLAGSHIP = dict(into=(2048, 1536), down=(768, 2048), back=(2048, 768))  # inner, outer
+
+
+def visits(tm, empty):
+  """Tiles of rows with their group, in the kernels' order."""
+  for group, (end, rows) in enumerate(zip(np.cumsum(GROUPS), GROUPS)):
+    first, last = (end - rows) // tm, -(-end // tm)
+    yield from ((group, m) for m in range(first, max(last, first + 1)) if rows or empty)
+
+
+def fetched(blocks, size):
+  """Bytes of a sequence of blocks: one that is the same as before is there already."""
+  return size * sum(1 for _ in itertools.groupby(blocks))
+
+
+@pytest.mark.parametrize("inner, outer", [*FLAGSHIP.values(), (8192, 4096)])
+def test_a_product_moves_what_pallas_fetches_at_most(inner, outer):
+  rows, filled = sum(GROUPS), sum(rows > 0 for rows in GROUPS)
+  (tm, tk, tn), moved = expert_tiles.product_tiles(rows, inner, outer, filled, 2, 2)
+  assert rows % tm == inner % tk == outer % tn == 0
+  steps = itertools.product(range(outer // tn), visits(tm, False), range(inner // tk))
+  steps = [(n, group, m, k) for n, (group, m), k in steps]
+  total = fetched([(m, k) for n, g, m, k in steps], tm * tk * 2)
+  total += fetched([(g, k, n) for n, g, m, k in steps], tk * tn * 2)
+  total += fetched([(m, n) for n, g, m, k in steps], tm * tn * 2)
+  assert total <= moved
+  if tk == inner:
+    assert total > 0.95 * moved  # a tile that two groups share is the same one for both
+
+
+@pytest.mark.parametrize("inner, outer", FLAGSHIP.values())
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_outer_product_moves_what_pallas_fetches(inner, outer, size):
+  rows = sum(GROUPS)
+  (tm, tk, tn), moved = expert_tiles.outer_tiles(inner, rows, outer, len(GROUPS), 2, size)
+  assert rows % tm == inner % tk == outer % tn == 0
+  steps = itertools.product(range(outer // tn), range(inner // tk), visits(tm, True))
+  steps = [(n, k, group, m) for n, k, (group, m) in steps]
+  total = fetched([(m, k) for n, k, g, m in steps], tm * tk * 2)
+  total += fetched([(m, n) for n, k, g, m in steps], tm * tn * 2)
+  total += 2 * fetched([(g, k, n) for n, k, g, m in steps], tk * tn * size)  # read, and written
+  assert 0.95 * moved < total <= 1.01 * moved
+
+
+def test_a_total_in_bfloat16_is_the_one_in_float32_rounded_once():
+  """The kernel adds up in float32, whatever type the result has."""
+  keys = jax.random.split(jax.random.key(0), 2)
+  x, y = (jax.random.normal(key, (512, 128), jnp.bfloat16) for key in keys)
+  count = jnp.array([200, 0, 250])  # the other rows are nobody's
+  narrow, wide = (
+    expert_groups._megablox_outer(x, y, count, jnp.zeros((3, 128, 128), dtype))
+    for dtype in (jnp.bfloat16, jnp.float32)
+  )
+  np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
+  exact = np.float64(x[200:450]).T @ np.float64(y[200:450])
+  np.testing.assert_allclose(wide[2], exact, rtol=1e-5, atol=1e-4)
