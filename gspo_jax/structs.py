@@ -9,6 +9,7 @@ One letter per axis, in array suffixes, einsum strings, the parameter table and 
   S  cache positions (keys)            F  feed-forward width
   V  vocabulary                        E  experts
   l  layers                            k  experts per token
+  r  rank of an adapter
 
 `logp_BT` is the natural-log probability of the token *sampled at* position t given everything
 before it. `mask_BT` is 1 on tokens that the policy sampled and that are trained on, and 0 on

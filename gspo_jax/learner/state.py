@@ -25,14 +25,14 @@ def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
 def with_adapters(
   params: Any, model: ModelConfig, rank: int, dtype: Any, mesh: jax.sharding.Mesh, seed: int
 ) -> Any:
-  """The parameters, which are donated, frozen and with new adapters of this rank; as they are if
-  it is 0. The model is the same."""
+  """The parameters, frozen and with new adapters of this rank; as they are if it is 0. The model is
+  the same."""
   if not rank:
     return params
   declared = lora.table(transformer.table(model), rank)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
 
-  @functools.partial(jax.jit, donate_argnums=0, out_shardings=layout)
+  @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
     fresh = weights.init(declared, key, jnp.float32)  # what is not an adapter is never made
     return lora.adapt(params, declared, fresh, dtype)
