@@ -72,6 +72,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   )
   values.update(changes)
   main.compiled_programs_stay()
+  main.garbage_is_rare()
   config, workdir = configuration.from_dict(values.to_dict()), Path(spec["workdir"])
 
   class Timed(Run):

@@ -36,6 +36,9 @@ KINDS = dict(
   segment_tokens=PositiveInt,  # of a segment, where that is the unit
 )
 
+# Options that are arguments of compiled programs, unless they are 0: a term may be left out then.
+NUMBERS = ("clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tau_pos", "tau_neg")
+
 
 def options_of(name: str) -> dict[str, Any]:
   """Options of loss `name` in a configuration, with their published defaults.
@@ -147,6 +150,25 @@ class ObjectiveConfig:
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)
 
+  def numbers(self) -> dict[str, Any]:
+    """What is an argument of compiled programs: `policy_loss` takes it, with this or any other
+    configuration of the same `structure`."""
+    c = self.correction
+    found = {k: v for k, v in self.options().items() if v and k in NUMBERS}
+    found |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
+    if self.off_policy_threshold is not None:
+      found |= dict(off_policy_threshold=self.off_policy_threshold)
+    return found | (dict(clip_range=self.clip_range) if self.clip_range else {})
+
+  @property
+  def structure(self) -> "ObjectiveConfig":
+    """The configuration with 1 for each of its numbers."""
+    ones = dict.fromkeys(self.numbers(), 1.0)
+    ones.pop("clip_range", None)
+    weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
+    correction = dataclasses.replace(self.correction, **weights)
+    return dataclasses.replace(self, **ones, correction=correction)
+
   @property
   def needs_sampler_routing(self) -> bool:
     return self.replay == "R3" or self.volatility
@@ -216,14 +238,18 @@ def policy_loss(
   entropy_BT: jax.Array,
   batch: TrainBatch,
   max_length: int = 0,
+  numbers: Mapping[str, Any] | None = None,
 ) -> tuple[Mean, Metrics, jax.Array]:
   """The configured objective undivided, its metrics, and the tokens it has clipped, bool [B, T].
 
   Args:
     max_length: tokens that a response has at most, by which some aggregations divide.
+    numbers: what to take instead of the configuration's own `numbers()`.
   """
   loss, takes = config.loss, inspect.signature(config.loss).parameters
+  numbers = config.numbers() if numbers is None else numbers
   options = {key: value for key, value in config.options().items() if key in loss.options}
+  options |= {key: value for key, value in numbers.items() if key in options}
   options |= dict(entropy_BT=entropy_BT)
   if config.kl_coef:
     options |= dict(ref_logp_BT=batch.ref_logp_BT)
@@ -237,16 +263,17 @@ def policy_loss(
     advantage = batch.advantage_BT
     if advantage is None:
       advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
-  weight, metrics = _weight(config, logp_BT, advantage, batch)
+  weight, metrics = _weight(config, logp_BT, advantage, batch, numbers)
   arguments = logp_BT, batch.old_logp_BT, advantage, batch.mask_BT
   total, of_loss, clipped_BT = loss.undivided(*arguments, weight=weight, **options)
   return total, metrics | of_loss, clipped_BT
 
 
-def _weight(config, logp_BT, advantage, batch) -> tuple[jax.Array | None, Metrics]:
+def _weight(config, logp_BT, advantage, batch, numbers) -> tuple[jax.Array | None, Metrics]:
   """Weight of the objective, [B] or [B, T], None for 1, and metrics of it."""
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):
+    options |= {key: value for key, value in numbers.items() if key in options}
     name = config.correction.name
     weight = CORRECTIONS[name](batch.old_logp_BT, batch.sampler_logp_BT, mask_BT, **options)
     metrics["correction/weight"] = _mean(weight, mask_BT)
@@ -254,9 +281,8 @@ def _weight(config, logp_BT, advantage, batch) -> tuple[jax.Array | None, Metric
     metrics[f"correction/{name}"] = _mean(cut, mask_BT)
     factors.append(weight)
   if config.off_policy_threshold is not None:
-    kept = O.off_policy_mask(
-      logp_BT, batch.sampler_logp_BT, advantage, mask_BT, config.off_policy_threshold
-    )
+    threshold = numbers["off_policy_threshold"]
+    kept = O.off_policy_mask(logp_BT, batch.sampler_logp_BT, advantage, mask_BT, threshold)
     metrics["off_policy/masked"] = _mean(kept == 0, mask_BT)
     factors.append(kept)
   if any(factor.ndim == 2 for factor in factors):

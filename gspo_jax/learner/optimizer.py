@@ -1,9 +1,13 @@
 """AdamW with a schedule and a gradient-norm bound, from Optax."""
 
+import collections
 import dataclasses
-from typing import Annotated, Any, Literal
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -27,40 +31,81 @@ class OptimizerConfig:
     ranges.check(self, "optimizer")
 
 
-def schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
-  """Learning rate at each of `updates` gradient updates."""
-  peak, warmup = config.learning_rate, config.warmup_steps
-  rest = max(1, updates - warmup - 1)  # steps from the first update after it to the last one
-  after = {
-    "constant": lambda: optax.constant_schedule(peak),
-    "linear": lambda: optax.linear_schedule(peak, peak * config.final_fraction, rest),
-    "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
-  }[config.schedule]()
-  if not warmup:
-    return after
+class Optimizer(NamedTuple):
+  """An Optax transformation whose `update` also takes `numbers`, as a program's arguments: a sweep
+  over them compiles nothing anew. Equal ones but for their numbers have the same functions."""
+
+  init: Callable[[Any], Any]
+  update: Callable[[Any, Any, Any, Mapping[str, Any]], tuple[Any, Any]]
+  numbers: Mapping[str, float]
+
+
+def make(config: OptimizerConfig, updates: int) -> Optimizer:
+  """The chain: bound the global norm, then AdamW on the schedule of `updates` gradient updates."""
+  chain = _chain(config.b1, config.b2, config.eps, bounded=config.clip_norm > 0)
+  return Optimizer(*chain, numbers(config, updates))
+
+
+def numbered(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
+  """Any transformation as an Optimizer; one of Optax has no numbers."""
+  if isinstance(tx, Optimizer):
+    return tx
+  return Optimizer(tx.init, lambda grads, state, params, _: tx.update(grads, state, params), {})
+
+
+def numbers(config: OptimizerConfig, updates: int) -> dict[str, float]:
+  """What of the configuration is an argument of the update."""
+  found = dict(
+    peak=config.learning_rate,
+    warmup=config.warmup_steps,
+    rest=max(1, updates - config.warmup_steps - 1),  # from the first update after it to the last
+    final=1.0 if config.schedule == "constant" else config.final_fraction,
+    cosine=float(config.schedule == "cosine"),
+  )
+  terms = dict(weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+  return found | {key: value for key, value in terms.items() if value}  # 0: there is no such term
+
+
+def rate(numbers: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
+  """Learning rate of the update after `count` others; `np`: the library that computes it."""
+  peak, warmup = numbers["peak"], numbers["warmup"]
   # From peak/warmup rather than 0: an update of size zero would be a wasted rollout.
-  rise = optax.linear_schedule(peak / warmup, peak, warmup)
-  return optax.join_schedules([rise, after], [warmup])
+  first = peak / np.maximum(warmup, 1)
+  rise = first + (peak - first) * count / np.maximum(warmup, 1)
+  done = np.clip((count - warmup) / numbers["rest"], 0, 1)
+  done = np.where(numbers["cosine"], (1 - np.cos(np.pi * done)) / 2, done)
+  return np.where(count < warmup, rise, peak * (1 - (1 - numbers["final"]) * done))
 
 
 def rates(config: OptimizerConfig, updates: int) -> np.ndarray:
   """The schedule as numbers on the host, one per update: reading it costs no device a thing."""
-  return np.asarray(jax.vmap(schedule(config, updates))(np.arange(updates)))
+  return rate(numbers(config, updates), np.arange(updates), np)
 
 
-def make(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-  """The chain: bound the global norm, then AdamW on the schedule."""
-  adamw = optax.adamw(
-    schedule(config, updates),
-    b1=config.b1,
-    b2=config.b2,
-    eps=config.eps,
-    weight_decay=config.weight_decay,
-    mask=decayed,
-  )
-  if not config.clip_norm:
-    return adamw
-  return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+@functools.cache
+def _chain(b1: float, b2: float, eps: float, bounded: bool) -> tuple[Callable, Callable]:
+  """`init` and `update` of an Optimizer."""
+
+  def given(numbers: Mapping[str, Any]) -> optax.GradientTransformation:
+    adamw = optax.adamw(
+      functools.partial(rate, numbers),
+      b1=b1,
+      b2=b2,
+      eps=eps,
+      weight_decay=numbers.get("weight_decay", 0.0),
+      mask=decayed,
+    )
+    if not bounded:
+      return adamw
+    return optax.chain(optax.clip_by_global_norm(numbers["clip_norm"]), adamw)
+
+  def init(params: Any) -> Any:
+    return given(collections.defaultdict(float)).init(params)  # no number is in the state
+
+  def update(grads: Any, state: Any, params: Any, numbers: Mapping[str, Any]) -> tuple[Any, Any]:
+    return given(numbers).update(grads, state, params)
+
+  return init, update
 
 
 def decayed(params: Any) -> Any:

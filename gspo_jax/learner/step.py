@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,10 @@ from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
+from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
+from gspo_jax.learner.optimizer import Optimizer, numbered
+from gspo_jax.learner.router_metrics import VOLATILITY, router_metrics, volatility_metrics
 from gspo_jax.models import lora, moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
@@ -137,11 +140,10 @@ def make_review(
   def replayed(params: Any, batch: TrainBatch) -> jax.Array:
     return log_probs(params, batch, learner, objective.replay)[0]
 
-  def clipped(logp_BT: jax.Array, batch: TrainBatch) -> jax.Array:
-    entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
-    return policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)[2]
-
-  replayed, clipped = jax.jit(by_part(replayed, learner)), jax.jit(clipped)
+  replayed = jax.jit(by_part(replayed, learner))
+  clipped = with_numbers(
+    _clipped(objective.structure, learner.response_tokens), objective.numbers()
+  )
 
   def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
     if objective.replay == "R2":
@@ -152,6 +154,15 @@ def make_review(
     return dict(logp_BT=logp_BT, clipped_BT=clipped(logp_BT, batch))
 
   return review
+
+
+@functools.cache
+def _clipped(objective: ObjectiveConfig, max_length: int) -> Callable:
+  def clipped(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> jax.Array:
+    entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
+    return policy_loss(objective, logp_BT, entropy_BT, batch, max_length, numbers)[2]
+
+  return jax.jit(clipped)
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
@@ -178,14 +189,26 @@ def by_part(function: Callable, learner: Learner) -> Callable:
 
 
 def make_rl_step(
-  learner: Learner, objective: ObjectiveConfig, tx: optax.GradientTransformation
-) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]:
-  """The jitted policy update on one mini-batch; the state is donated."""
+  learner: Learner, objective: ObjectiveConfig, tx: optax.GradientTransformation | Optimizer
+) -> WithNumbers:
+  """The jitted policy update on one mini-batch, (state, batch) -> (state, metrics); the state is
+  donated. Those that differ in nothing but numbers are one program."""
+  tx = numbered(tx)
+  numbers = dict(objective=objective.numbers(), optimizer=tx.numbers)
+  numbers |= dict(load_balance_coef=learner.load_balance_coef)
+  learner = dataclasses.replace(learner, load_balance_coef=0.0)
+  return with_numbers(_rl_step(learner, objective.structure, tx.update), numbers)
 
-  def loss(params, batch):
+
+@functools.lru_cache(maxsize=8)
+def _rl_step(learner: Learner, objective: ObjectiveConfig, apply: Callable) -> Callable:
+  def loss(params, batch, numbers):
+    numbers = numbers["objective"]
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
     batch, of_old = with_own_logp(objective, logp_BT, batch)
-    total, metrics, _ = policy_loss(objective, logp_BT, entropy_BT, batch, learner.response_tokens)
+    total, metrics, _ = policy_loss(
+      objective, logp_BT, entropy_BT, batch, learner.response_tokens, numbers
+    )
     mask_BT = batch.mask_BT  # older weights are another policy, whatever the sampler does
     if batch.current_BT is not None:
       mask_BT = mask_BT * batch.current_BT
@@ -193,11 +216,11 @@ def make_rl_step(
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
-    if objective.clip_range:
-      metrics |= {"clip_range": Last(jnp.float32(objective.clip_range))}
+    if "clip_range" in numbers:
+      metrics |= {"clip_range": Last(jnp.float32(numbers["clip_range"]))}
     return total, metrics, out.stats
 
-  return make_step(learner, loss, tx)
+  return _step(learner, loss, apply)
 
 
 def with_own_logp(
@@ -218,18 +241,23 @@ def with_own_logp(
   return batch.replace(old_logp_BT=own_BT), metrics
 
 
-def make_sft_step(
-  learner: Learner, tx: optax.GradientTransformation
-) -> Callable[[TrainState, TrainBatch], tuple[TrainState, dict[str, Any]]]:
+def make_sft_step(learner: Learner, tx: optax.GradientTransformation | Optimizer) -> WithNumbers:
   """The jitted supervised update: mean over tokens of -log π(token); the state is donated."""
+  tx = numbered(tx)
+  numbers = dict(optimizer=tx.numbers, load_balance_coef=learner.load_balance_coef)
+  learner = dataclasses.replace(learner, load_balance_coef=0.0)
+  return with_numbers(_sft_step(learner, tx.update), numbers)
 
-  def loss(params, batch):
+
+@functools.lru_cache(maxsize=8)
+def _sft_step(learner: Learner, apply: Callable) -> Callable:
+  def loss(params, batch, _):
     logp_BT, entropy_BT, out, _ = log_probs(params, batch, learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
     return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
 
-  return make_step(learner, loss, tx)
+  return _step(learner, loss, apply)
 
 
 def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
@@ -242,8 +270,9 @@ def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
   return jax.jit(loss)
 
 
-def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation) -> Callable:
-  """Gradient of `loss(params, batch) -> (Mean, metrics, router stats)` and one Optax update.
+def _step(learner: Learner, loss: Callable, apply: Callable) -> Callable:
+  """Gradient of `loss(params, batch, numbers) -> (Mean, metrics, router stats)` and one Optax
+  update, by `Optimizer.update`; (state, batch, numbers) -> (state, metrics).
 
   Numerators are differentiated and summed over micro-batches, denominators are summed, and they
   are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
@@ -251,14 +280,14 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
   `updates_skipped` counts, since the start of the run, the updates that were left out.
   """
 
-  def numerator(trained, frozen, batch):
-    total, metrics, stats = loss(lora.join(trained, frozen), batch)
+  def numerator(trained, frozen, batch, numbers):
+    total, metrics, stats = loss(lora.join(trained, frozen), batch, numbers)
     metrics |= {"loss": total}
     value = total.numerator
     if stats is not None:
       metrics |= router_metrics(stats, learner.model)
       balance = moe.load_balance(stats, learner.model)
-      value = value + learner.load_balance_coef * balance * total.denominator
+      value = value + numbers["load_balance_coef"] * balance * total.denominator
     return value, metrics
 
   gradient = jax.grad(numerator, has_aux=True)
@@ -268,14 +297,14 @@ def make_step(learner: Learner, loss: Callable, tx: optax.GradientTransformation
     return jax.tree.map(jnp.add, grads, more), merge(metrics, others)
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def step(state: TrainState, batch: TrainBatch):
+  def step(state: TrainState, batch: TrainBatch, numbers: Mapping[str, Any]):
     number, part = parts(batch, learner)
     trained, frozen = lora.split(state.params)
-    one = lambda i: gradient(trained, frozen, part(i))  # noqa: E731
+    one = lambda i: gradient(trained, frozen, part(i), numbers)  # noqa: E731
     grads, metrics = accumulate(one, number, add, learner.microbatches)
     denominator = jnp.maximum(metrics["loss"].denominator, 1)
     grads = jax.tree.map(lambda g: g / denominator, grads)
-    updates, opt_state = tx.update(grads, state.opt_state, trained)
+    updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
     params = lora.join(optax.apply_updates(trained, updates), frozen)
     grad_norm = optax.tree.norm(grads)
     sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
@@ -328,49 +357,6 @@ def accumulate(function: Callable, number: int | jax.Array, combine: Callable, m
     return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
 
   return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
-
-
-def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
-  """Router statistics over layers: balance (1 is even), entropy in nats, busiest expert, drops."""
-  tokens = stats.tokens.sum()
-  share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
-  return {
-    "router/load_balance": Mean(moe.load_balance(stats, config) * tokens, tokens),
-    "router/entropy": Mean(stats.entropy.sum(), tokens),
-    "router/z": Mean(stats.z.sum(), tokens),
-    "router/busiest_expert": Max(share.max()),
-    "router/dropped_tokens": Max(stats.dropped.sum()),
-  }
-
-
-VOLATILITY = "router/volatility"
-
-
-def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
-  """Measures how far the routing has moved since the rollout, per layer, and sampler to trainer.
-
-  Without replay: the experts that this forward pass used against those on record for the same
-  tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
-  router would have chosen, on the replayed network's hidden states, against the replayed ones.
-  Nothing is computed again; without a record of experts there is no metric.
-  """
-  if out.routing_lBTk is None:
-    return {}
-  metrics, sampler_RTlk = {}, rows.sampler_routing_RTlk
-  recorded_RTlk = sampler_RTlk if rows.routing_RTlk is None else rows.routing_RTlk
-  if replay != "none":
-    metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed)
-  elif recorded_RTlk is not None:
-    metrics[VOLATILITY] = _volatility(out, recorded_RTlk)
-  if sampler_RTlk is not None:
-    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_RTlk)
-    metrics[f"{VOLATILITY}/sampler"] = Mean(layers.numerator.sum(), layers.denominator.sum())
-  return metrics
-
-
-def _volatility(out: transformer.Output, recorded_RTlk: jax.Array) -> Mean:
-  recorded_lRTk = routing.by_layer(recorded_RTlk)
-  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lRTk))
 
 
 @jax.jit

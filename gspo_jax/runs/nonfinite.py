@@ -37,7 +37,7 @@ class NonFiniteError(ArithmeticError):
 class Guard:
   """Looks at every row of metrics, which comes a step late, and meanwhile keeps the batches.
 
-  The update itself has left out what was not finite (`learner.step.make_step`), and with "stop" all
+  The update itself has left out what was not finite (`learner.step`), and with "stop" all
   that followed: the state is still the one that the offending batch met.
 
   Args:

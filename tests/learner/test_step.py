@@ -396,7 +396,7 @@ def test_compiles_once():
   state, _ = step(new_state(params, TX), batch)
   for _ in range(2):
     state, _ = step(state, batch)
-  assert step._cache_size() == 1
+  assert step.function._cache_size() == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.sampling import sample as generate
 from support.small_models import MOE, initial
 
 from gspo_jax import sharding
-from gspo_jax.learner.step import router_metrics
+from gspo_jax.learner.router_metrics import router_metrics
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import moe, routing, transformer
 from gspo_jax.objectives import reductions

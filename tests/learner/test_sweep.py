@@ -1,0 +1,141 @@
+"""A sweep's next condition compiles nothing: what it varies are arguments of the programs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support.small_models import DENSE
+from support.small_updates import ALL_TERMS, learner
+
+from configs import tiny
+from gspo_jax import config as configuration
+from gspo_jax import train
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.objective import CorrectionConfig, ObjectiveConfig, effective
+from gspo_jax.learner.step import make_rl_step
+from gspo_jax.run import open_run
+
+SMALL = dict(
+  job="rl",
+  tokenizer="bytes",
+  model=dict(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16,
+    moe_intermediate_size=16,
+  ),
+  mesh=dict(fsdp=1, expert=1),
+  rl=dict(iterations=2, prompts=8, group_size=2, minibatches=1, microbatches=1),
+  eval=dict(problems=2, every=100),
+  sampling=dict(max_new_tokens=4),
+)  # fmt: skip
+OTHER = dict(
+  seed=7,
+  objective=dict(clip_low=0.01, clip_high=0.02, entropy_coef=0.2, load_balance_coef=0.1),
+  rl_optimizer=dict(
+    learning_rate=3e-5, warmup_steps=1, schedule="cosine", final_fraction=0.5, clip_norm=0.3
+  ),
+)
+
+
+@pytest.fixture
+def misses(tmp_path):
+  """Programs that were not in the cache of compiled ones, which is a new one."""
+  found, names = [], ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = {name: getattr(jax.config, name) for name in names}
+  listen = lambda event, **_: event.endswith("/cache_misses") and found.append(event)  # noqa: E731
+  for name, value in zip(names, (str(tmp_path / "compiled"), 0.0)):
+    jax.config.update(name, value)
+  jax.experimental.compilation_cache.compilation_cache.reset_cache()
+  jax.monitoring.register_event_listener(listen)
+  yield found
+  jax.monitoring.unregister_event_listener(listen)
+  for name, value in before.items():
+    jax.config.update(name, value)
+  jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def condition(workdir, *changes):
+  values = tiny.get_config()
+  for change in (SMALL, dict(objective=dict(entropy_coef=0.1)), *changes):
+    values.update(change)
+  with open_run(configuration.from_dict(values.to_dict()), workdir) as run:
+    train.train(run, run.initial_params)
+
+
+def test_the_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
+  condition(tmp_path / "first")
+  assert misses
+  misses.clear()
+  jax.clear_caches()  # as a new process would begin
+  condition(tmp_path / "second", OTHER)
+  assert not misses
+
+
+def test_numbers_do_not_make_another_program():
+  other = dataclasses.replace(ALL_TERMS, clip_low=0.3, clip_high=0.5, kl_coef=2.0, entropy_coef=0.5)
+  first, second = (
+    make_rl_step(learner(DENSE), o, optimizer.make(RATES, 9)) for o in (ALL_TERMS, other)
+  )
+  assert first.function is second.function
+  assert first.numbers != second.numbers
+
+
+RATES = optimizer.OptimizerConfig(
+  learning_rate=1e-2, schedule="linear", warmup_steps=2, final_fraction=0.1, b1=0.9, b2=0.95,
+  eps=1e-8, weight_decay=0.1, clip_norm=1.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "changes", [{}, dict(weight_decay=0.0, clip_norm=0.0), dict(schedule="cosine")]
+)
+def test_the_update_is_that_of_optax_with_the_same_constants(changes):
+  config = dataclasses.replace(RATES, **changes)
+  rise = optax.linear_schedule(5e-3, 1e-2, 2)
+  after = optax.linear_schedule(1e-2, 1e-3, 6)
+  if config.schedule == "cosine":
+    after = optax.cosine_decay_schedule(1e-2, 6, alpha=0.1)
+  adamw = optax.adamw(
+    optax.join_schedules([rise, after], [2]), b1=0.9, b2=0.95, eps=1e-8,
+    weight_decay=config.weight_decay, mask=optimizer.decayed,
+  )  # fmt: skip
+  if config.clip_norm:
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+  ours = optimizer.make(config, 9)
+  params = theirs = optimizer_tree(0)
+  states = ours.init(params), adamw.init(params)
+  assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+  for i in range(1, 10):
+    grads = optimizer_tree(i)
+    one, state = jax.jit(ours.update)(grads, states[0], params, ours.numbers)
+    two, other = adamw.update(grads, states[1], theirs)
+    states = state, other
+    params, theirs = optax.apply_updates(params, one), optax.apply_updates(theirs, two)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, theirs
+    )
+
+
+def optimizer_tree(seed):
+  from support.small_models import initial
+
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(DENSE))
+
+
+def test_numbers_of_an_objective_hold_for_any_configuration_of_its_structure():
+  base = dict(
+    name="gspo", advantage="std", old_logp="recompute", load_balance_coef=0.0, replay="none",
+    volatility=False, off_policy_threshold=0.5,
+  )  # fmt: skip
+  filled = effective(base | dict(clip_low=0.1, dual_clip=3.0))
+  one = ObjectiveConfig(**filled, correction=CorrectionConfig("masked", low=0.2, high=3.0))
+  assert one.numbers() == dict(
+    clip_low=0.1, clip_high=4e-4, dual_clip=3.0, low=0.2, high=3.0, off_policy_threshold=0.5,
+    clip_range=4e-4,
+  )  # fmt: skip
+  other = dataclasses.replace(
+    one, clip_high=0.2, correction=CorrectionConfig("masked", low=0.1, high=9.0)
+  )
+  assert one.structure == other.structure == one.structure.structure
