@@ -104,4 +104,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     },
     **chips.bound(chip, number, flops, useful, *traffic),
   )
+  if program.of_slots:
+    idle = traffic[0] - hlo_costs.of_kernel(costs, program.of_slots) * scale
+    row["idle_s"] = chips.bound(chip, number, flops, useful, idle, *traffic[1:])["serial_s"]
   return Compiled(row, costs, text)

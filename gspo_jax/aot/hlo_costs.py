@@ -79,6 +79,11 @@ def costs(text: str, rates: Mapping[str, float] | None = None) -> Costs:
   return counter.total
 
 
+def of_kernel(found: Costs, name: str) -> float:
+  """Bytes through HBM of all calls of a Pallas kernel."""
+  return sum(item.bytes * item.times for item in found.items if _named(item.instruction, name))
+
+
 class _Counter:
   def __init__(self, module: Module, rates: Mapping[str, float]):
     self.module, self.total = module, Costs()

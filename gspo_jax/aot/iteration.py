@@ -64,10 +64,17 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
     train=read / (case.length * case.sequences),
     publish=1,
   )
-  parts = (
-    Part(name, n, n * rows[name]["serial_s"], rows[name]["binds"]) for name, n in calls.items() if n
-  )
+  seconds = {name: n * rows[name]["serial_s"] for name, n in calls.items() if n}
+  seconds["decode"] = decode_seconds(calls["decode"], sum(sampled) / size.slots, rows["decode"])
+  parts = (Part(name, calls[name], s, rows[name]["binds"]) for name, s in seconds.items())
   return Iteration(tuple(parts), float(sum(sampled)), chips)
+
+
+def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:
+  """Seconds of `steps` decode steps that sample as many tokens as `full` steps of all slots: a slot
+  that is not in use reads nothing of a cache in pages, without which a step takes `idle_s`."""
+  idle = row.get("idle_s", row["serial_s"])
+  return steps * idle + full * (row["serial_s"] - idle)
 
 
 def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:

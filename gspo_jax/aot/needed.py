@@ -65,8 +65,7 @@ def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
   params, model = sampled(case, mesh), case.model
-  shards = sharding.batch_shards(mesh)
-  slots = sizes(case.workload, case.engine, shards).slots / shards  # of a device
+  slots = _slots(case, mesh)
   head = params.embed if params.head is None else params.head
   weights = estimate.held((params.blocks, params.final_norm, head))
   if model.num_experts:
@@ -78,7 +77,17 @@ def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
     tokens = slots * whole / experts / mesh.shape["tensor"]  # of all devices that share a layer's
     idle = (1 - model.experts_per_token / model.num_experts) ** tokens
     weights -= experts * idle
-  return weights + slots * (case.filled + 1) * _position(case, mesh)
+  return weights + slots * _position(case, mesh) + cache(case, mesh)
+
+
+def cache(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes per device of the filled part of the cache of all slots, which a decode step reads."""
+  return _slots(case, mesh) * case.filled * _position(case, mesh)
+
+
+def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
+  shards = sharding.batch_shards(mesh)
+  return sizes(case.workload, case.engine, shards).slots / shards  # of a device
 
 
 def _pass(params: Any, case: Case, mesh: jax.sharding.Mesh) -> float:

@@ -79,6 +79,7 @@ class Program:
   trains: bool = False
   held: tuple[Any, ...] = ()  # arrays that a run keeps on the devices meanwhile
   rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # for `hlo_costs.costs`
+  of_slots: str = ""  # name of a kernel that reads nothing for slots that are not in use
   turns: int = 1  # of the program's loop, decode steps; its figures are those of one of them
 
 
@@ -164,9 +165,8 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     refills = size.slots / shards / case.lengths.mean
     filled = (case.filled + size.page / 2) / size.window
     rates = dict(refill=refills, paged_attention=filled)
-    return Program(
-      jax.jit(step, donate_argnums=1), arguments, work, rates=rates, turns=engine.steps
-    )
+    by_slot = dict(rates=rates, of_slots="paged_attention", turns=engine.steps)
+    return Program(jax.jit(step, donate_argnums=1), arguments, work, **by_slot)
   prompts = min(size.rows, max(1, engine.prefill_tokens // size.prompt)) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(

@@ -150,7 +150,9 @@ def start(
       if "serial_s" in row:
         size = sizes(tried.workload, tried.engine, sharding.batch_shards(mesh))
         row["steps"] = iteration.decode_steps(sampled, size.slots, not case.config.rl.partial)
-        row["search_s"] = row["steps"] * row["serial_s"] + prefill_s(tried, mesh, chip, number)
+        full = sum(sampled) / size.slots
+        decoding = iteration.decode_seconds(row["steps"], full, row)
+        row["search_s"] = decoding + prefill_s(tried, mesh, chip, number)
         row["speed"] = sum(sampled) / row["search_s"] / number
     told(row)
     return row
@@ -172,11 +174,13 @@ def least(
   weights = estimate.held(needed.sampled(case, mesh))
   steps = iteration.decode_steps(sampled, size.slots, not case.config.rl.partial)
   work = flops.work(model, size.slots, 1, round(case.filled))
-  filling = prefill_s(case, mesh, chip, number)
+  filling, read = prefill_s(case, mesh, chip, number), needed.of("decode", case, mesh)
+  in_tail = steps - sum(sampled) / size.slots  # in which a slot that is not in use reads no pages
+  moved = steps * read - (in_tail * needed.cache(case, mesh) if size.pages else 0.0)
   return estimate.Least(
     (state + weights + cache) * per_chip,
     steps * work.forward() / number / chip.flops + filling,
-    steps * needed.of("decode", case, mesh) * per_chip / chip.hbm_speed + filling,
+    moved * per_chip / chip.hbm_speed + filling,
     0.0,
   )
 

@@ -35,6 +35,12 @@ def test_steps_are_those_of_the_slot_that_is_done_last():
   assert iteration.decode_steps(lengths, 2, tail=False) == 7  # 14 tokens, two at a time
 
 
+def test_slots_that_are_not_in_use_read_no_pages():
+  # Ten steps of which all slots are busy in four: the other six have nothing but the weights.
+  assert iteration.decode_seconds(10, 4, dict(serial_s=5.0, idle_s=2.0)) == 4 * 5 + 6 * 2
+  assert iteration.decode_seconds(10, 4, dict(serial_s=5.0)) == 50  # rows of whole windows
+
+
 def test_packed_rows_are_those_that_the_learner_fills():
   # On each of two devices: 6 + 4, 5 + 5 in rows of 10; one row of each at once.
   lengths = np.array([6, 6, 5, 5, 5, 5, 4, 4])

@@ -208,7 +208,7 @@ def test_more_slots_need_more_memory_and_fewer_steps():
       )
     )
   assert few.memory < paged.memory < many.memory
-  assert few.bound_s > many.bound_s == pytest.approx(paged.bound_s)
+  assert few.bound_s > many.bound_s > paged.bound_s  # whose empty slots read nothing
 
 
 def test_the_recommendation_of_a_rollout_can_be_pasted():
