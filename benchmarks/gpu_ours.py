@@ -63,7 +63,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
   batch = sharding.put_batch(batch, jax.sharding.get_mesh())
   compute = dataclasses.replace(COMPUTE, experts=spec["experts"])
   step = make_step(config, compute, tx, microbatches=rows // spec["at_once"])
-  step = step.lower(state, batch).compile()
+  step = step.compile(state, batch)
   seconds = []
   for _ in range(spec["calls"] + 1):
     started = time.perf_counter()

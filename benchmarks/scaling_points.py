@@ -105,7 +105,7 @@ def update(point: Point) -> list[dict[str, Any]]:
   state = new_state(init(config, sharding.TRAIN), tx)
   batch = random_batch(config, point.rows, point.length, point.prompt)
   batch = sharding.put_batch(batch, mesh)
-  step = make_step(config, COMPUTE, tx).lower(state, batch).compile()
+  step = make_step(config, COMPUTE, tx).compile(state, batch)
 
   def call() -> float:
     nonlocal state
@@ -123,7 +123,7 @@ def update(point: Point) -> list[dict[str, Any]]:
     operations=flops.work(config, point.rows, point.length, point.length).training(),
     # Weights twice, gradients written and read, and weights and two moments read and written.
     bytes=4 * total * (2 + 2 + 6),
-    memory=step.memory_analysis().temp_size_in_bytes,
+    memory=step.function.memory_analysis().temp_size_in_bytes,
     foreign=foreign,
   )
   if point.whole:

@@ -19,6 +19,10 @@ class WithNumbers(NamedTuple):
   def lower(self, *arguments: Any) -> Any:
     return self.function.lower(*arguments, self.numbers)
 
+  def compile(self, *arguments: Any) -> "WithNumbers":
+    """The same, compiled for arguments like these and for no others."""
+    return self._replace(function=self.lower(*arguments).compile())
+
   def trace(self, *arguments: Any) -> Any:
     return self.function.trace(*arguments, self.numbers)
 

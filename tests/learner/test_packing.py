@@ -106,11 +106,11 @@ def test_another_number_of_micro_batches_compiles_nothing():
     counts.append(int(packing.count(batch, B // MICROBATCHES)))
     if not counts[1:]:
       step(jax.tree.map(jnp.copy, state), batch)
-      compiled = step._cache_size()
+      compiled = step.function._cache_size()
     state, metrics = step(state, batch)
     assert np.isfinite(list(scalars(metrics).values())).all()
   assert counts == [2, 1, 4, 1]
-  assert step._cache_size() == compiled
+  assert step.function._cache_size() == compiled
 
 
 def test_what_is_not_finite_in_one_micro_batch_is_left_out_of_no_other():
