@@ -1,6 +1,6 @@
 """The table of docs/sharding.md: models on slices of TPU chips, from one chip to 256.
 
-Command:   python benchmarks/aot_table.py [--only=REGEX] [--again] [--tries=2]
+Command:   python -m benchmarks.aot_table [--only=REGEX] [--again] [--tries=2]
              [--rows=docs/sharding.json] [--docs=docs/sharding.md]
 Every row is a search of the mesh, the micro-batches and what is recomputed, for one update of 64
 sequences x 8,192 tokens, or as many as the slice has devices. A model's smallest slice of each chip
