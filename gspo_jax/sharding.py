@@ -274,12 +274,12 @@ def axis_index(axis: Axes) -> jax.Array | int:
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
   """Over how many devices a batch of sequences is split."""
-  return math.prod(mesh.shape[a] for a in BATCH)
+  return parts(BATCH, mesh.shape)
 
 
 def rows_of_a_device(rows: int) -> int:
   """Rows of a batch of so many that each device of the mesh in use has."""
-  return rows // math.prod(axis_size(axis) for axis in BATCH)
+  return rows // axis_size(BATCH)
 
 
 def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:

@@ -110,6 +110,7 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
       for line in explain.lines(one.costs, _EXPLAIN.value, 1 / program.turns):
         print_line(line)
       if _TEXT.value:
+        Path(_TEXT.value).mkdir(parents=True, exist_ok=True)
         Path(_TEXT.value, f"{name}.txt").write_text(one.text)
       rows.append(row)
   by_name = {row["program"]: row for row in rows if "bound_s" in row}
