@@ -110,8 +110,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   adapters = c.rl.lora_rank, c.compute.dtype
-  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-  state = abstract_state(c.model, mesh, tx, *adapters)
+  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.updates)
+  state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
