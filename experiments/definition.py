@@ -1,0 +1,92 @@
+"""What an experiment declares before it is run: `EXPERIMENT` in experiments/*/conditions.py.
+
+Its conditions are differences from a configuration file of configs/, by the keys of the command
+line: `{"objective.name": "grpo"}` is `--config.objective.name=grpo`.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+Changes = Mapping[str, Any]  # config key with dots -> value
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+  """One way to train: what it changes in the base configuration.
+
+  A change of `model`, `tokenizer`, `sft` or `sft_optimizer` makes a cold start of its own; conditions
+  that change nothing there share one cold start per seed.
+  """
+
+  name: str
+  changes: Changes = dataclasses.field(default_factory=dict)
+  seeds: tuple[int, ...] | None = None  # None: those of the experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+  """A first stage: every condition with every setting of `grid`, on seeds that nothing else uses.
+
+  The setting with the largest mean of `statistic` over `seeds` goes into the second stage, of two
+  that are equal the first. A run that diverged counts as 0.
+  """
+
+  grid: Mapping[str, Changes]  # name of a setting -> what it changes
+  seeds: tuple[int, ...]
+  statistic: str  # column of results.csv
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """A question, and how it is to be answered. The texts are for README tables: one sentence each."""
+
+  question: str
+  claim: str  # whose answer it is that is put to the test
+  hypothesis: str
+  statistic: str  # the primary one
+  falsified: str  # what would show the opposite
+  conditions: tuple[Condition, ...]
+  seeds: tuple[int, ...]
+  base: str = "configs/tiny_long.py"
+  common: Changes = dataclasses.field(default_factory=dict)  # changes of all conditions
+  tuning: Tuning | None = None
+  minutes: float = 2.5  # of one run on one core, for estimates
+  start_minutes: float = 2.0  # of one cold start
+  # The same conditions with the flagship's configuration: keys that are to be left out there, and
+  # others; the rest of a condition's changes holds there as well.
+  pod: Changes = dataclasses.field(default_factory=dict)
+  pod_without: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    names = [c.name for c in self.conditions]
+    if len({*names}) < len(names):
+      raise ValueError(f"two conditions have the same name: {', '.join(names)}")
+    if self.tuning and {*self.tuning.seeds} & {*self.seeds}:
+      raise ValueError(
+        "tuning.seeds and seeds overlap: a claim holds on seeds nothing was tuned on"
+      )
+
+
+def names() -> list[str]:
+  """Folders of experiments, e.g. e2_clipped_fractions, by their numbers."""
+  found = [path.parent.name for path in HERE.glob("e*_*/conditions.py")]
+  return sorted(found, key=lambda name: int(name.split("_")[0][1:]))
+
+
+def find(name: str) -> str:
+  """The folder of an experiment: `e2` or the whole name. ValueError if there is none."""
+  matching = [full for full in names() if name in (full, full.split("_")[0])]
+  if not matching:
+    raise ValueError(f"there is no experiment {name!r}; there are {', '.join(names())}")
+  return matching[0]
+
+
+def load(folder: str) -> tuple[Experiment, ModuleType]:
+  """The experiment of a folder, and its module, which has the function `report` too."""
+  module = importlib.import_module(f"experiments.{folder}.conditions")
+  return module.EXPERIMENT, module
