@@ -19,21 +19,24 @@ Changes = Mapping[str, Any]  # config key with dots -> value
 class Condition:
   """One way to train: what it changes in the base configuration.
 
-  A change of `model`, `tokenizer`, `sft` or `sft_optimizer` makes a cold start of its own; conditions
-  that change nothing there share one cold start per seed.
+  Conditions share one cold start per seed, but for those that change something in `model`, `sft`,
+  `sft_optimizer` or `tokenizer`: such a change makes a cold start of its own.
   """
 
   name: str
   changes: Changes = dataclasses.field(default_factory=dict)
   seeds: tuple[int, ...] | None = None  # None: those of the experiment
+  # Another condition whose run of the same seed this one begins with, in the place of the cold
+  # start: "grpo" its last checkpoint, "grpo/20" the one after iteration 20 (checkpoint.keep_every).
+  after: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
   """A first stage: every condition with every setting of `grid`, on seeds that nothing else uses.
 
-  The setting with the largest mean of `statistic` over `seeds` goes into the second stage, of two
-  that are equal the first. A run that diverged counts as 0.
+  The setting with the largest mean of `statistic` over `seeds` goes into the second stage; of equal
+  ones the first. A run that diverged counts as 0.
   """
 
   grid: Mapping[str, Changes]  # name of a setting -> what it changes
@@ -43,10 +46,10 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """A question, and how it is to be answered. The texts are for README tables: one sentence each."""
+  """A question, and how it is to be answered; its texts are sentences of the READMEs."""
 
   question: str
-  claim: str  # whose answer it is that is put to the test
+  claim: str  # what is put to the test, and whose claim it is
   hypothesis: str
   statistic: str  # the primary one
   falsified: str  # what would show the opposite
@@ -57,18 +60,19 @@ class Experiment:
   tuning: Tuning | None = None
   minutes: float = 2.5  # of one run on one core, for estimates
   start_minutes: float = 2.0  # of one cold start
-  # The same conditions with the flagship's configuration: keys that are to be left out there, and
-  # others; the rest of a condition's changes holds there as well.
-  pod: Changes = dataclasses.field(default_factory=dict)
-  pod_without: tuple[str, ...] = ()
+  columns: tuple[str, ...] = ()  # regular expressions: more metrics for results.csv and curves.csv
+  pod: bool = True  # whether its conditions make sense with the flagship's configuration
 
   def __post_init__(self):
     names = [c.name for c in self.conditions]
     if len({*names}) < len(names):
       raise ValueError(f"two conditions have the same name: {', '.join(names)}")
+    for c in self.conditions:
+      if c.after and c.after.partition("/")[0] not in names:
+        raise ValueError(f"condition {c.name!r} comes after {c.after!r}, which is none")
     if self.tuning and {*self.tuning.seeds} & {*self.seeds}:
       raise ValueError(
-        "tuning.seeds and seeds overlap: a claim holds on seeds nothing was tuned on"
+        "seeds and tuning.seeds overlap: a claim holds on seeds nothing was tuned on"
       )
 
 

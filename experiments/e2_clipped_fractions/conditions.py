@@ -1,4 +1,4 @@
-"""E2, Figure 2: the fractions of clipped tokens of GSPO and GRPO, at four widths of their ranges."""
+"""E2, Figure 2: the fractions of tokens that GSPO and GRPO clip, at four widths of their ranges."""
 
 import numpy as np
 
