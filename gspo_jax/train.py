@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from gspo_jax.collect import Collected, Collector
-from gspo_jax.hardware import utilisation
+from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.adaptive_clip import adapted
@@ -31,6 +31,7 @@ from gspo_jax.report import page
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
+from gspo_jax.runs.totals import Totals
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
 
 
@@ -60,10 +61,11 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   last, state, host = phase.resume(
     like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx, adaptive)
   )
-  pending = dict(step=0)  # where the curve starts: an evaluation
+  total = Totals()
+  pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
   if host is not None:
     collector.set_position(host["position"])
-    pending = host["pending"]
+    total, pending = Totals(**host["position"].get("total", {})), host["pending"]
   reference = start() if c.objective.kl_coef else None
   engine.load(state.params, version=last + 1)
 
@@ -80,7 +82,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     update, old_policy = ahead(run, collector, prepared, update, old_policy, tx)
   review = make_review(learner, c.objective, old_policy)
   with phase:
-    phase.stand(last, state, collector.position(), pending)
+    phase.stand(last, state, position(collector, total), pending)
     if pending is not None:
       conclude(run, phase, state, pending)
     for step in phase.steps():
@@ -105,10 +107,15 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         row = dict(step=step, learning_rate=float(rates[step * c.rl.updates - 1]))
         row |= collected.metrics | memory()
         jax.block_until_ready(state)
-      row |= speed(run, collected, time.perf_counter() - update_started)
+        seconds = time.perf_counter() - update_started
+      without_gradient, training = operations(run, collected)
+      row |= utilisation(training, seconds, run.mesh.devices.flat)
+      sampling = collected.usage
+      total = total.plus(sampling.tokens, sampling.flops + without_gradient + training)
+      row |= total.metrics()
       with phase.stages("publish"):
         engine.load(state.params, version=step + 1)
-      row["tokens_per_second"] = collected.tokens / (time.perf_counter() - started)
+      row["tokens_per_second"] = sampling.tokens / (time.perf_counter() - started)
       row |= summarize(tuple(metrics))
       if step == c.profile:
         jax.profiler.stop_trace()
@@ -117,7 +124,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           reviews = [review(state.params, b, state.clip_factor) for b in minibatches]
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
       state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
-      phase.stand(step, state, collector.position(), row)
+      phase.stand(step, state, position(collector, total), row)
       conclude(run, phase, state, row)
   return state.params
 
@@ -219,13 +226,19 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
     raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
 
 
-def speed(run: Run, collected: Collected, seconds: float) -> dict[str, float]:
-  """Utilisation of the devices by the updates, with each prompt counted once in an epoch."""
-  prompt_B, end_B = collected.rollout.prompt_lengths, collected.rollout.ends
-  prompt_P = prompt_B[:: run.config.rl.group_size]
-  devices = run.mesh.devices.flat
-  seconds /= run.config.rl.epochs
-  return utilisation(run.config.model, prompt_P, prompt_B, end_B, seconds, devices)
+def position(collector: Collector, total: Totals) -> Callable[[], dict[str, Any]]:
+  """Remembers where the run stands; called, the result makes JSON of it for a checkpoint."""
+  sampling = collector.position()
+  return lambda: sampling() | dict(total=total.get_state())
+
+
+def operations(run: Run, collected: Collected) -> tuple[float, float]:
+  """Model FLOPs of an iteration's passes without gradient and of its updates, with each prompt
+  counted once, without padding and without what is calculated twice."""
+  c, prompt_B = run.config, collected.rollout.prompt_lengths
+  one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends)
+  passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
+  return passes * one, 3 * c.rl.epochs * one
 
 
 def records(

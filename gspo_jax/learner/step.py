@@ -365,6 +365,14 @@ def accumulate(function: Callable, number: int | jax.Array, combine: Callable, m
   return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
 
 
+# What the rows of an iteration have of each mini-batch as well.
+APART = (
+  *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
+  *(f"clip_fraction/token{side}" for side in ("", "/high", "/low")),
+  *("loss", VOLATILITY),
+)
+
+
 @jax.jit
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
   """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
@@ -374,18 +382,18 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
   before any update.
   """
   row = _scalars(functools.reduce(merge, minibatches))
-  apart = ("ratio/deviation", "clip_fraction/sequence", "clip_fraction/token", "loss")
   for i, one in enumerate(minibatches):
-    one = _scalars({k: v for k, v in one.items() if k in (*apart, VOLATILITY)})
+    one = _scalars({k: v for k, v in one.items() if k in APART})
     row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
   of_sampler = lambda name: name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"  # noqa: E731
   return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array]:
-  """Divided; the one metric that is a vector over layers becomes its mean and its largest."""
+  """Divided; the one metric that is a vector over layers becomes its mean, its largest and each."""
   row = compute(metrics)
   if VOLATILITY in row:
     layers_l = row.pop(VOLATILITY)
     row |= {f"{VOLATILITY}/mean": layers_l.mean(), f"{VOLATILITY}/max_layer": layers_l.max()}
+    row |= {f"{VOLATILITY}/layer_{i:02d}": layer for i, layer in enumerate(layers_l)}
   return row

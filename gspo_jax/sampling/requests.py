@@ -200,6 +200,7 @@ class Usage:
   """Cost of sampling; sums, which several workloads add up."""
 
   tokens: int = 0  # sampled
+  flops: float = 0.0  # of the model, for prefixes and sampled tokens
   prefilled: int = 0  # tokens of prefixes
   padded: int = 0  # tokens that prefilling computed, padding included
   steps: int = 0  # of decoding
