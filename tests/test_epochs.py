@@ -1,6 +1,7 @@
 """Several passes over a rollout, with clip ranges that move meanwhile, in whole runs."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,20 @@ def test_epochs_are_the_same_mini_batches_and_the_first_is_marked_once():
   taken = batch.epochs([one, two], 3)
   assert [bool(b.first_B.any()) for b in taken] == [True] + 5 * [False]
   assert all(b.old_logp_BT is (one, two)[i % 2].old_logp_BT for i, b in enumerate(taken))
+
+
+def test_updates_take_as_many_operations_as_there_are_epochs():
+  sampled = SimpleNamespace(prompt_lengths=np.array([5, 5, 7, 7]), ends=np.array([9, 8, 8, 10]))
+  passes, updates = zip(
+    *(
+      train.operations(
+        SimpleNamespace(config=config_of(tiny.get_config, **SMALL | dict(rl__epochs=epochs))),
+        SimpleNamespace(rollout=sampled),
+      )
+      for epochs in (1, 3)
+    )
+  )
+  assert passes[0] == passes[1] > 0 and updates[1] == 3 * updates[0] == 9 * passes[0]
 
 
 def state(skipped=0, factor=2.0):
