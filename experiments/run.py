@@ -40,9 +40,16 @@ class Runner:
   def __init__(self, experiment: Experiment, store: Store, home: Path, retry: bool = False):
     self.experiment, self.store, self.home, self.retry = experiment, store, home, retry
     self.tried: set[tuple] = set()  # in this call
+    self._planned: tuple[Any, list[Job]] = None, []
 
   def plan(self) -> list[Job]:
-    return runs.plan(self.experiment, self.store)
+    """The runs as far as they are known: they change with what the first stage has found."""
+    table = self.store.runs
+    stage = table[table.stage == runs.TUNING]
+    found = [*zip(stage.run, stage.status)]
+    if self._planned[0] != found:
+      self._planned = found, runs.plan(self.experiment, self.store)
+    return self._planned[1]
 
   def missing(self) -> list[Job]:
     """Runs that are to be made, in their order; those of other experiments are taken over."""
