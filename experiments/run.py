@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
+import math
 import os
 import shutil
 import signal
@@ -181,8 +182,8 @@ class Told:
     left += total - len(statuses)
     each = (time.monotonic() - self.since) / self.made if self.made else None
     time_left = "?" if each is None else f"{each * left / 60:.0f} min"
-    accuracy = [row.get(name) for name in ("eval/start", "eval/final")]
-    shown = "" if None in accuracy else f", accuracy {accuracy[0]:.3f} -> {accuracy[1]:.3f}"
+    begun, ended = (row.get(name, math.nan) for name in ("eval/start", "eval/final"))
+    shown = "" if math.isnan(begun) else f", accuracy {begun:.3f} -> {ended:.3f}"
     because = f" ({row['reason']})" if row["reason"] else ""
     sys.stderr.write(
       f"{settled}/{total}  {job.condition} seed {job.seed}: {row['status']}{because}{shown}, "

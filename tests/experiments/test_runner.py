@@ -17,7 +17,7 @@ from experiments.definition import Condition, Experiment, Tuning
 from experiments.report import HOLDS, OPEN, Report, Verdict
 from experiments.results import Store
 
-# Speaks for a worker: what becomes of a run is in fates.json, by objective, seed and attempt.
+# Speaks for a worker: what becomes of a run the next time is in a file, done where there is none.
 STANDS_IN = """
 import json, os, pathlib, signal, sys, time
 home = pathlib.Path(sys.argv[1])
@@ -31,9 +31,8 @@ for line in sys.stdin:
   (workdir / "checkpoints").mkdir(exist_ok=True)
   made_with = dict(commit="abc", dirty=False, versions=dict(python="3", jax="0"))
   (workdir / "config.json").write_text(json.dumps(dict(provenance=made_with)))
-  fates = json.loads((home / "fates.json").read_text())
-  fate = fates.pop(what, "done")
-  (home / "fates.json").write_text(json.dumps(fates))
+  fate = home / what.replace(" ", "_")
+  fate, _ = (fate.read_text(), fate.unlink()) if fate.exists() else ("done", None)
   good = dict(gspo=0.8, grpo=0.6)[v["objective"]["name"]] + v["rl_optimizer"]["learning_rate"]
   rows = [dict(phase="sft", step=9, held_out_loss=0.1)] if v["job"] == "sft" else []
   for step in range(0 if v["job"] == "rl" else 4, 4):
@@ -74,7 +73,6 @@ class Home:
 
   def __init__(self, path):
     self.path, self.store = path, Store(path / "e1_test")
-    self.fates()
 
   def fates(self, **what):
     (self.path / "fates.json").write_text(
