@@ -75,9 +75,8 @@ class Home:
     self.path, self.store = path, Store(path / "e1_test")
 
   def fates(self, **what):
-    (self.path / "fates.json").write_text(
-      json.dumps({k.replace("_", " "): v for k, v in what.items()})
-    )
+    for name, fate in what.items():
+      (self.path / name).write_text(fate)
 
   def run(self, experiment=E, jobs=2, **options):
     """Runs what is missing; the calls that workers had, "rl gspo 0" and the like."""
