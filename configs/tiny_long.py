@@ -48,9 +48,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       load_balance_coef=0.01,
     ),
     sft_optimizer=dict(learning_rate=2e-3, schedule="cosine", warmup_steps=30),
-    rl=dict(iterations=40, prompts=16, dump_every=1000),
-    rl_optimizer=dict(learning_rate=5e-5),
-    eval=dict(every=10, problems=192, batch=192, greedy=False),
+    rl=dict(iterations=40, prompts=16, dump_every=40),
+    rl_optimizer=dict(learning_rate=1e-4),  # constant, so that a run may be made longer
+    eval=dict(every=20, problems=192, batch=192, greedy=False),
     checkpoint=dict(every=100),
     alarms=dict(entropy=0.001),
   )
