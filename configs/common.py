@@ -105,6 +105,9 @@ def base() -> ConfigDict:
         slots=0,  # responses decoded at once, over all devices; 0: all of a batch
         steps=16,  # of decoding between two looks of the host, which prefills for free slots
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
+        # As compute.dtype, of rollouts and evaluations, whose weights are published in it: "": the
+        # trainer's | float32 | bfloat16. With another than the trainer's the mismatch is larger.
+        dtype="",
         cache_dtype="float32",  # of keys and values: float32 | bfloat16
         # dense: rows of the whole window | paged: responses take pages as they grow | auto: paged
         # on TPU, whose kernel reads what is filled, and with cache_tokens; others collect pages

@@ -200,6 +200,11 @@ class RunConfig:
       **both,
     )
 
+  @property
+  def sampler_compute(self) -> ComputeConfig:
+    """Precision and formulations of whatever samples: rollouts and evaluations."""
+    return self.engine.compute(self.compute)
+
   def workload(self, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
     """The requests that RL makes of the engine; several_turns: of an environment."""
     return Workload(
