@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from scipy.interpolate import BarycentricInterpolator
 
 from experiments import figures, statistics
 from experiments.definition import Condition, Experiment
@@ -44,7 +45,8 @@ EXPERIMENT = Experiment(
   "most is learned is the same at every length",
   statistic="per seed, the exponent over T of the range (interpolated between four widths) that "
   "clips as much as the paper's range does at 96 tokens; and the exponent of the clipped fraction "
-  "at the width with the largest area under the accuracy curve; bootstrap over seeds",
+  "with the largest area under the accuracy curve (top of a parabola over the best width and its "
+  "neighbours); bootstrap over seeds",
   falsified="the 95 % interval of the first excludes -1/2, or that of the second excludes 0; "
   "cannot be told if the first includes 0 or -1 as well",
   conditions=(*FIXED, *FOUND, *MIXED),
@@ -63,13 +65,15 @@ def by_width(results: Results, lines: int, column: str) -> pd.DataFrame:
 
 
 def matching(clipped: pd.Series, fraction: float) -> float:
-  """The width at which a fraction is clipped, from what is clipped at four of them; NaN beyond."""
-  falling = np.minimum.accumulate(np.log(clipped.clip(lower=1e-6)))
-  inside = falling.iloc[-1] <= np.log(fraction) <= falling.iloc[0] if fraction > 0 else False
-  if not inside:
+  """The width at which a fraction is clipped, by the cubic through what is clipped at four, all in
+  logarithms; NaN beyond them, and where what is clipped does not fall with the width."""
+  logs = np.log(clipped.to_numpy(float).clip(1e-6))
+  if (np.diff(logs) >= 0).any() or not logs[-1] <= np.log(max(fraction, 1e-9)) <= logs[0]:
     return np.nan
-  widths = np.log(falling.index.to_numpy(float))
-  return float(np.exp(np.interp(np.log(fraction), falling.iloc[::-1], widths[::-1])))
+  at = np.log(clipped.index.to_numpy(float))
+  fine = np.linspace(at[0], at[-1], 1001)
+  falling = np.minimum.accumulate(BarycentricInterpolator(at, logs)(fine))
+  return float(np.exp(np.interp(-np.log(fraction), -falling, fine)))
 
 
 def widths(results: Results) -> pd.DataFrame:
@@ -79,20 +83,35 @@ def widths(results: Results) -> pd.DataFrame:
   found = {n: by_width(results, n, CLIPPED) for n in LINES}
   return pd.DataFrame(
     {
-      n: pd.Series({s: matching(row, wanted[s]) for s, row in f.iterrows() if s in wanted}, float)
+      n: pd.Series(
+        {s: matching(row, wanted[s]) for s, row in f.iterrows() if s in wanted}, dtype=float
+      )
       for n, f in found.items()
     }
   )
 
 
 def best_fractions(results: Results) -> pd.DataFrame:
-  """By seed and lines: the fraction that is clipped at the width with which most is learned."""
+  """By seed and lines: the fraction that is clipped at the width with which most is learned, from
+  the parabola through the best of four and its two neighbours."""
   found = {}
   for n in LINES:
     learned, clipped = by_width(results, n, LEARNED), by_width(results, n, CLIPPED)
     seeds = [s for s in learned.index if s in clipped.index]
-    found[n] = pd.Series({s: clipped.loc[s, learned.loc[s].idxmax()] for s in seeds}, dtype=float)
-  return pd.DataFrame(found).clip(lower=1e-6)
+    logs = np.log(clipped.clip(lower=1e-6))
+    found[n] = pd.Series({s: peak(logs.loc[s], learned.loc[s]) for s in seeds}, dtype=float)
+  return np.exp(pd.DataFrame(found))
+
+
+def peak(x: pd.Series, y: pd.Series) -> float:
+  """Where y is largest: the top of a parabola through the largest and its two neighbours; NaN where
+  it is the first or the last, and the largest may lie beyond."""
+  x, y = x.to_numpy(float), y.to_numpy(float)
+  i = int(y.argmax())
+  if i in (0, len(y) - 1) or (np.diff(x) >= 0).any():
+    return np.nan
+  a, b, _ = np.polyfit(x[i - 1 : i + 2] - x[i], y[i - 1 : i + 2], 2)
+  return float(np.clip(x[i] - b / (2 * a), x[i + 1], x[i - 1]))
 
 
 def adapted(results: Results) -> pd.DataFrame:
