@@ -195,9 +195,15 @@ def _deviation(log_ratio: Array) -> Array:
 
 
 def _drift(log_ratio_BT, tokens) -> Metrics:
-  """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved."""
+  """How far the policy has moved: k1 and k3 (kl.py) of KL(π_old‖π_θ). And how many tokens of a
+  response make up its log-ratio, (Σ_t |log w_t|)² / Σ_t (log w_t)²: |y| if all weigh the same, 1 if
+  one does it alone. Responses whose tokens all have w = 1 are left out of its mean."""
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
+  first_BU, second_BU = tokens.sums(abs(log_ratio_BT)), tokens.sums(log_ratio_BT**2)
+  moved_BU = second_BU > 0
+  effective_BU = jnp.where(moved_BU, first_BU**2 / jnp.where(moved_BU, second_BU, 1), 0)
   return {
+    "ratio/effective_length": Mean(effective_BU.sum(), moved_BU.sum(dtype=effective_BU.dtype)),
     "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),
     "kl/k3": Mean(k3_BT.sum(), tokens.number()),
   }
