@@ -62,6 +62,7 @@ def base() -> ConfigDict:
         max_prompt_tokens=8,  # "999+999="
         on_error="raise",  # a bad row: raise | skip (and count)
         digits=3,  # of an operand of the embedded task: 1 to 3, with the calculator 1 or 2
+        lines=(8, 16, 32),  # that problems of the embedded recurrence ask for
         carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
         query_set=dict(
           drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
@@ -70,8 +71,9 @@ def base() -> ConfigDict:
         ),
       ),
       reward=dict(  # of the verifier: 1 for a right response and 0 for any other
-        name="arithmetic",  # arithmetic | math | code | string | package.module:function
-        workers=0,  # processes that verify at the same time; arithmetic and string need none
+        # arithmetic | recurrence | math | code | string | package.module:function
+        name="arithmetic",
+        workers=0,  # processes that verify at the same time; math and code need some
         time_limit_s=1.0,  # per answer, without queueing; code: CPU time per test
         memory_mb=1024,  # code: address space of a program; at least 64
         isolation="auto",  # code: namespaces | auto: the same | none: with your rights
@@ -82,6 +84,7 @@ def base() -> ConfigDict:
         overlong_buffer=0,  # tokens below overlong_max over which the loss grows from 0
         false_positive=0.0,  # noise for experiments: share of other responses rewarded as right
         false_negative=0.0,  # share of right responses that are not rewarded
+        partial=0.0,  # recurrence: of the value, what the share of right lines decides
         noise_seed=0,  # the same seed misjudges the same responses
       ),
       environment=dict(
@@ -102,6 +105,9 @@ def base() -> ConfigDict:
         slots=0,  # responses decoded at once, over all devices; 0: all of a batch
         steps=16,  # of decoding between two looks of the host, which prefills for free slots
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
+        # As compute.dtype, of rollouts and evaluations, whose weights are published in it: "": the
+        # trainer's | float32 | bfloat16. With another than the trainer's the mismatch is larger.
+        dtype="",
         cache_dtype="float32",  # of keys and values: float32 | bfloat16
         # dense: rows of the whole window | paged: responses take pages as they grow | auto: paged
         # on TPU, whose kernel reads what is filled, and with cache_tokens; others collect pages
@@ -114,9 +120,10 @@ def base() -> ConfigDict:
       objective=dict(
         # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo
         name="gspo",
-        # What the loss is told, in docs/objectives.md: clip_low, clip_high, dual_clip, aggregate,
-        # length_exponent, tau_pos, tau_neg, kl_coef, kl, entropy_coef, off_policy_threshold,
-        # segment_unit, segment_tokens. Unset, each is what the loss was published with, or nothing.
+        # What the loss is told, in docs/objectives.md: clip_low, clip_high, clip_length,
+        # clip_exponent, dual_clip, aggregate, length_exponent, tau_pos, tau_neg, kl_coef, kl,
+        # entropy_coef, off_policy_threshold, segment_unit, segment_tokens. Unset, each is what the
+        # loss was published with, or nothing.
         **unset(ObjectiveConfig),
         # {loss: {option: value}} that suit the other settings of a file, in the place of published
         # ones; the options above go before them.
@@ -124,6 +131,12 @@ def base() -> ConfigDict:
         # Importance weights for a trainer that differs from the sampler: none | truncated | masked;
         # level, cap, low, high as in docs/objectives.md
         correction=dict(name="none", **unset(CorrectionConfig)),
+        # Ranges that move until so many tokens are clipped: docs/objectives.md
+        adaptive_clip=dict(
+          target=0.0,  # share of tokens; 0: the ranges stay
+          gain=1.0,  # of log range, by iteration and distance to the target
+          span=100.0,  # the largest factor, and the inverse of the smallest
+        ),
         advantage="std",  # std | none | leave_one_out
         old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
@@ -149,7 +162,8 @@ def base() -> ConfigDict:
         extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)
-        minibatches=4,  # updates per rollout batch: §5.1
+        minibatches=4,  # updates per rollout batch and epoch: §5.1
+        epochs=1,  # times that the mini-batches are gone through, in the same order
         microbatches=1,  # per update; more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
         lora_rank=0,  # of adapters, which are trained instead of the model; 0: all of it is

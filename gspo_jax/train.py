@@ -15,6 +15,7 @@ from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import by_length, optimizer
+from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.segments import segment_ids
 from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
@@ -45,19 +46,20 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
   c, engine = run.config, run.engine
-  updates = c.rl.iterations * c.rl.minibatches
+  updates = c.rl.iterations * c.rl.updates
   tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
   learner, collector = c.learner("rl"), Collector(run)
   update, score = make_rl_step(learner, c.objective, tx), make_score(learner)
   old_policy = make_old_policy(learner, c.objective)
-  phase = run.phase("rl", c.rl.iterations, updates=c.rl.minibatches, keep=2)
+  adaptive = c.objective.adaptive_clip
+  phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
 
   def start() -> Any:
     adapters = c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
     return with_adapters(start_params(), c.model, *adapters)
 
   last, state, host = phase.resume(
-    like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx)
+    like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx, adaptive)
   )
   total = Totals()
   pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
@@ -92,16 +94,17 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         minibatches = place(run, collected, c.rl.minibatches)
         minibatches = [prepared(state.params, one) for one in minibatches]
         jax.block_until_ready(minibatches)
-      phase.hold(step, minibatches)
+      taken = batches.epochs(minibatches, c.rl.epochs)
+      phase.hold(step, taken)
       phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
       engine.release()
       metrics, update_started = [], time.perf_counter()
       with phase.stages("update"):
-        for minibatch in minibatches:
+        for minibatch in taken:
           state, metric = update(state, minibatch)
           metrics.append(metric)
         # The devices are busy; what the host has to do comes now.
-        row = dict(step=step, learning_rate=float(rates[step * c.rl.minibatches - 1]))
+        row = dict(step=step, learning_rate=float(rates[step * c.rl.updates - 1]))
         row |= collected.metrics | rewards_by_length(run, collected) | memory()
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
@@ -118,8 +121,9 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         jax.profiler.stop_trace()
       if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
         with phase.stages("report"):
-          reviews = [review(state.params, b) for b in minibatches]
+          reviews = [review(state.params, b, state.clip_factor) for b in minibatches]
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
+      state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
       phase.stand(step, state, position(collector, total), row)
       conclude(run, phase, state, row)
   return state.params
@@ -154,7 +158,8 @@ def ahead(
 def empty_state(run: Run, tx: optax.GradientTransformation) -> TrainState:
   """Shapes and shardings of the training state of RL."""
   c = run.config
-  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype)
+  adaptive = c.objective.adaptive_clip
+  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive)
 
 
 def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
@@ -242,7 +247,7 @@ def operations(run: Run, collected: Collected) -> tuple[float, float]:
   c, prompt_B = run.config, collected.rollout.prompt_lengths
   one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends)
   passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
-  return passes * one, 3 * one
+  return passes * one, 3 * c.rl.epochs * one
 
 
 def records(

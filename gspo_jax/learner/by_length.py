@@ -67,4 +67,4 @@ def _classes(length_B, longest: int):
   """bool [B, classes]: which class a response is in; an empty one is in none."""
   upper = np.array(limits(longest))
   lower = np.array([0, *upper[:-1]])
-  return (length_B[:, None] > lower) & (length_B[:, None] <= upper)
+  return (length_B[:, None] > lower[None]) & (length_B[:, None] <= upper[None])

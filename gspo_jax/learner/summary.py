@@ -21,7 +21,8 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
   """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
-  ratio is 1. Sampler and trainer are compared there too, before any update.
+  ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
+  before any update.
   """
   row = _scalars(functools.reduce(merge, minibatches))
   for i, one in enumerate(minibatches):

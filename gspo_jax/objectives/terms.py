@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from gspo_jax.objectives import aggregation, checks, ratios
+from gspo_jax.objectives import aggregation, checks, clip_ranges, ratios
 from gspo_jax.objectives.aggregation import Tokens
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
@@ -130,15 +130,20 @@ def token_loss(batch: Batch, objective_BT: Array) -> Array:
   return ratios.finite(loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT)
 
 
-def clip(ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None) -> tuple[Array, Clipped]:
+def clip(
+  ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None, factor=None
+) -> tuple[Array, Clipped]:
   """The ratio that A is multiplied with in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
 
   It is 1 + clip_high where A > 0 and r is above that, 1 − clip_low where A < 0 and r is below that,
   and r elsewhere. A dual clip c takes max(·, c A) of it for A < 0: c where r is above c
-  (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits.
+  (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits. `factor`, of
+  the ratio's shape, multiplies both ranges (`clip_ranges.length_factor`); None: 1.
   """
   clip_low = checks.bound(clip_low, "clip_low", ratio)
   clip_high = checks.bound(clip_high, "clip_high", ratio)
+  if factor is not None:
+    clip_low, clip_high = clip_low * factor, clip_high * factor
   high = (advantage > 0) & (log_ratio > jnp.log1p(clip_high))
   low = (advantage < 0) & (log_ratio < jnp.log1p(-jnp.minimum(clip_low, 1)))
   ratio = jnp.where(high, 1 + clip_high, jnp.where(low, 1 - clip_low, ratio))
@@ -195,15 +200,12 @@ def _deviation(log_ratio: Array) -> Array:
 
 
 def _drift(log_ratio_BT, tokens) -> Metrics:
-  """How far the policy has moved: k1 and k3 (kl.py) of KL(π_old‖π_θ). And how many tokens of a
-  response make up its log-ratio, (Σ_t |log w_t|)² / Σ_t (log w_t)²: |y| if all weigh the same, 1 if
-  one does it alone. Responses whose tokens all have w = 1 are left out of its mean."""
+  """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved. And over how many tokens of
+  a response its log-ratio is spread, in the mean over responses that moved."""
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
-  first_BU, second_BU = tokens.sums(abs(log_ratio_BT)), tokens.sums(log_ratio_BT**2)
-  moved_BU = second_BU > 0
-  effective_BU = jnp.where(moved_BU, first_BU**2 / jnp.where(moved_BU, second_BU, 1), 0)
+  size_BU = clip_ranges.effective_length(log_ratio_BT, tokens.mask_BT, tokens.response_BT)
   return {
-    "ratio/effective_length": Mean(effective_BU.sum(), moved_BU.sum(dtype=effective_BU.dtype)),
+    "ratio/effective_length": Mean(size_BU.sum(), (size_BU > 0).sum(dtype=size_BU.dtype)),
     "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),
     "kl/k3": Mean(k3_BT.sum(), tokens.number()),
   }
