@@ -5,7 +5,8 @@ tasks of configs/tiny.py have ten to a response. Here they are 48, 96 or 192 (do
 configs/tiny_long.py:long 192, 384 or 768.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_long.py --workdir=/tmp/long
-Hardware:  any machine with two CPU cores
+Hardware:  any machine with two CPU cores; about 100 s of one core for the 40 iterations
+Expected:  eval/accuracy 0.41 -> 0.65 (20 iterations) -> 0.75 (40), one run, of tuning
 Paper:     arXiv:2507.18071
 """
 
