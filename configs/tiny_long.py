@@ -5,7 +5,8 @@ tasks of configs/tiny.py have ten to a response. Here they are 48, 96 or 192 (do
 configs/tiny_long.py:long 192, 384 or 768.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_long.py --workdir=/tmp/long
-Hardware:  any machine with two CPU cores
+Hardware:  any machine with two CPU cores; about 100 s of one core for the 40 iterations
+Expected:  eval/accuracy 0.41 -> 0.65 (20 iterations) -> 0.75 (40), one run, of tuning
 Paper:     arXiv:2507.18071
 """
 
@@ -23,9 +24,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       num_heads=8,  # more of them begin near the lines to add
       num_kv_heads=4,
       moe_intermediate_size=128,
-      # What a line needs stands 5 to 12 tokens back. With a base of 30 all frequencies tell these
-      # apart, and the slowest goes round once in 150 tokens.
-      rope_theta=30.0,
+      # What a line needs stands 5 to 12 tokens back. With a base of 10 all frequencies tell these
+      # apart; with 30 the same seed took twice as many updates to find them.
+      rope_theta=10.0,
     ),
     mesh=dict(data=-1, fsdp=1),  # so small a model is not split
     data=dict(
