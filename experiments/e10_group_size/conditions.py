@@ -4,19 +4,19 @@ import numpy as np
 import pandas as pd
 
 from experiments import figures, statistics
+from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
 RESPONSES = 128  # of an iteration
 GROUPS = (2, 4, 8, 32)
-LOSSES = ("gspo", "grpo")
 LEARNED = "eval/final"
 NEGLIGIBLE = 0.02  # of accuracy, per doubling
 
 
 def condition(loss: str, group: int) -> Condition:
   sizes = {"rl.group_size": group, "rl.prompts": RESPONSES // group}
-  return Condition(f"{loss}_g{group}", {"objective.name": loss} | sizes)
+  return Condition(f"{loss}_g{group}", ARMS[loss] | sizes)
 
 
 EXPERIMENT = Experiment(
@@ -29,7 +29,7 @@ EXPERIMENT = Experiment(
   "bootstrap over seeds",
   falsified="the 95 % interval includes 0 and lies within "
   f"{NEGLIGIBLE:g} of it; if it includes 0 and is wider, it cannot be told",
-  conditions=tuple(condition(loss, group) for loss in LOSSES for group in GROUPS),
+  conditions=tuple(condition(loss, group) for loss in ARMS for group in GROUPS),
   seeds=(0, 1, 2, 3, 4),
   pod=False,  # prompts are as many as the toy's batch needs
 )
@@ -47,7 +47,7 @@ def slopes(results: Results, loss: str) -> pd.Series:
 
 
 def report(results: Results) -> Report:
-  each = {loss: slopes(results, loss) for loss in LOSSES}
+  each = {loss: slopes(results, loss) for loss in ARMS}
   of = {loss.upper(): statistics.interval(found) for loss, found in each.items()}
   of["GSPO - GRPO"] = gap = statistics.interval((each["gspo"] - each["grpo"]).dropna())
   tables = [
@@ -73,7 +73,7 @@ def report(results: Results) -> Report:
     elif max(-gap.low, gap.high) < NEGLIGIBLE:
       outcome = FAILS
   figure, (axes,) = figures.new()
-  for number, loss in enumerate(LOSSES):
+  for number, loss in enumerate(ARMS):
     found = accuracies(results, loss)
     if len(found):
       points = [statistics.interval(found[g]) for g in GROUPS]

@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 
 from experiments import figures, statistics
+from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
 RATES = (0.0, 0.1, 0.2, 0.3)
 KINDS = {"positive": "reward.false_positive", "negative": "reward.false_negative"}
-LOSSES = ("gspo", "grpo")
 LEARNED = "eval/final"
 NEGLIGIBLE = 0.1  # of accuracy per unit of the rate: 0.03 at the highest one
 
@@ -19,8 +19,8 @@ def name(loss: str, kind: str, rate: float) -> str:
 
 
 CONDITIONS = {
-  name(loss, kind, rate): {"objective.name": loss} | ({key: rate} if rate else {})
-  for loss in LOSSES
+  name(loss, kind, rate): ARMS[loss] | ({key: rate} if rate else {})
+  for loss in ARMS
   for kind, key in KINDS.items()
   for rate in RATES
 }
@@ -52,7 +52,7 @@ def slopes(results: Results, loss: str, kind: str) -> pd.Series:
 def report(results: Results) -> Report:
   gaps, rows = [], []
   for kind in KINDS:
-    each = {loss: slopes(results, loss, kind) for loss in LOSSES}
+    each = {loss: slopes(results, loss, kind) for loss in ARMS}
     each["GSPO - GRPO"] = (each["gspo"] - each["grpo"]).dropna()
     gaps.append(each["GSPO - GRPO"])
     found = [statistics.interval(x) for x in each.values()]
@@ -70,7 +70,7 @@ def report(results: Results) -> Report:
       outcome = FAILS
   both, panels = figures.new(9, 3.4, columns=2)
   for axes, kind in zip(panels, KINDS):
-    for number, loss in enumerate(LOSSES):
+    for number, loss in enumerate(ARMS):
       found = accuracies(results, loss, kind)
       if len(found):
         points = [statistics.interval(found[r]) for r in RATES]

@@ -7,12 +7,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments import figures, results, runs, statistics
+from experiments.arms import ARMS
 from experiments.definition import HERE, Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
 MINIBATCHES = (1, 2, 4, 8, 16)
 EPOCHS = (1, 2, 4)  # of four mini-batches
-LOSSES = ("gspo", "grpo")
 LEARNED = "eval/final"
 NEGLIGIBLE = 0.02  # of accuracy, per doubling
 
@@ -22,7 +22,7 @@ def name(loss: str, minibatches: int, epochs: int = 1) -> str:
 
 
 def condition(loss: str, minibatches: int, epochs: int = 1) -> Condition:
-  changes = {"objective.name": loss, "rl.minibatches": minibatches}
+  changes = ARMS[loss] | {"rl.minibatches": minibatches}
   if epochs > 1:
     changes["rl.epochs"] = epochs
   return Condition(name(loss, minibatches, epochs), changes)
@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
   "cannot be told",
   conditions=tuple(
     condition(loss, m, e)
-    for loss in LOSSES
+    for loss in ARMS
     for m, e in (*((m, 1) for m in MINIBATCHES), *((4, e) for e in EPOCHS if e > 1))
   ),
   seeds=(0, 1, 2),
@@ -51,7 +51,7 @@ EXPERIMENT = Experiment(
 def gaps(found: Results) -> pd.DataFrame:
   """GSPO - GRPO by seed (rows) and mini-batches (columns)."""
   return pd.DataFrame(
-    {m: found.paired(*(name(loss, m) for loss in LOSSES), LEARNED) for m in MINIBATCHES}
+    {m: found.paired(*(name(loss, m) for loss in ARMS), LEARNED) for m in MINIBATCHES}
   ).dropna()
 
 
@@ -65,7 +65,7 @@ def report(found: Results) -> Report:
     f"{loss.upper()}, {e} epochs - 1": statistics.interval(
       found.paired(name(loss, 4, e), name(loss, 4), LEARNED)
     )
-    for loss in LOSSES
+    for loss in ARMS
     for e in EPOCHS[1:]
   }
   lines = {"GSPO - GRPO, per doubling of updates": slope}
@@ -86,7 +86,7 @@ def report(found: Results) -> Report:
     elif slope.low > -NEGLIGIBLE:
       outcome = HOLDS
   both, (left, right) = figures.new(9, 3.4, columns=2)
-  for number, loss in enumerate(LOSSES):
+  for number, loss in enumerate(ARMS):
     points = [found.interval(name(loss, m), LEARNED) for m in MINIBATCHES]
     if all(p.count for p in points):
       figures.band(left, np.array(MINIBATCHES, float), points, loss.upper(), number)
@@ -142,7 +142,7 @@ def all_runs(frame: pd.DataFrame) -> Figure:
   """What was gained in accuracy by every run, over length, staleness, rate and noise."""
   figure, panels = figures.new(11, 3.2, columns=len(AXES))
   for axes, (column, title) in zip(panels, AXES.items()):
-    for number, loss in enumerate(LOSSES):
+    for number, loss in enumerate(ARMS):
       mine = frame[frame.loss == loss]
       colour = figures.COLOURS[number]
       axes.scatter(mine[column], mine.gain, s=8, color=colour, alpha=0.5, label=loss.upper())
