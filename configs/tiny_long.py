@@ -33,21 +33,24 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       eval="recurrence:heldout",
       max_prompt_tokens=12,  # two lines
       lines=lines,
-      carry_errors=0.06,
+      carry_errors=0.1,  # the pupil is right on 69, 51 and 30 % of the three lengths
     ),
     reward=dict(name="recurrence"),
     sampling=dict(max_new_tokens=6 * max(lines)),
     engine=dict(steps=48),  # the shortest response
     objective=dict(volatility=True),
     sft=dict(
-      steps=600,
-      batch=32,
+      steps=1600,
+      target_loss=0.04,  # which carries the pupil forgets costs 0.024, and nobody can know
+      check_every=20,
+      batch=16,
+      log_every=50,
       load_balance_coef=0.01,
     ),
-    sft_optimizer=dict(learning_rate=3e-3, schedule="cosine", warmup_steps=30),
-    rl=dict(iterations=40, prompts=16, dump_every=1000),
-    rl_optimizer=dict(learning_rate=5e-5),
-    eval=dict(every=10, problems=192, batch=192, greedy=False),
+    sft_optimizer=dict(learning_rate=2e-3, schedule="cosine", warmup_steps=30),
+    rl=dict(iterations=40, prompts=16, dump_every=40),
+    rl_optimizer=dict(learning_rate=1e-4),  # constant, so that a run may be made longer
+    eval=dict(every=20, problems=192, batch=192, greedy=False),
     checkpoint=dict(every=100),
     alarms=dict(entropy=0.001),
   )

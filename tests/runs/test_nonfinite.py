@@ -22,6 +22,7 @@ from configs import tiny
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract, new_state
+from gspo_jax.learner.summary import summarize
 from gspo_jax.replay import main as replay_main
 from gspo_jax.runs import nonfinite
 from gspo_jax.runs.checkpoint import restore_state
@@ -53,7 +54,7 @@ def after(step, batches):
   state, skipped = start(), []
   for one in batches:
     state, metrics = step(state, one)
-    skipped.append(int(train_step.summarize((metrics,))["updates_skipped"]))
+    skipped.append(int(summarize((metrics,))["updates_skipped"]))
   return state, skipped
 
 
