@@ -43,7 +43,7 @@ def make(values: dict[str, Any], workdir: Path) -> dict[str, Any]:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
   try:
-    status, reason = _do(values, workdir)
+    status, reason = do(values, workdir)
   except Exception as error:
     traceback.print_exc()
     status, reason = "failed", f"{type(error).__name__}: {error}"
@@ -52,7 +52,8 @@ def make(values: dict[str, Any], workdir: Path) -> dict[str, Any]:
   return dict(status=status, reason=reason, seconds=round(time.monotonic() - started, 1))
 
 
-def _do(values: dict[str, Any], workdir: Path) -> tuple[str, str]:
+def do(values: dict[str, Any], workdir: Path) -> tuple[str, str]:
+  """Makes a run; its status, and why it is not "done". Raises what has no status of its own."""
   from absl import logging
 
   from gspo_jax import config as configuration
