@@ -30,7 +30,7 @@ EXPERIMENT = Experiment(
   falsified="the 95 % interval includes 0 and lies within "
   f"{NEGLIGIBLE:g} of it; if it includes 0 and is wider, it cannot be told",
   conditions=tuple(condition(loss, group) for loss in ARMS for group in GROUPS),
-  seeds=(0, 1, 2, 3, 4),
+  seeds=(10, 11, 12, 13, 14),
   pod=False,  # prompts are as many as the toy's batch needs
 )
 

@@ -35,7 +35,7 @@ EXPERIMENT = Experiment(
   falsified="the 95 % interval lies below 0, or includes 0 and lies below "
   f"{NEGLIGIBLE:g}; if it includes 0 and reaches further, it cannot be told",
   conditions=tuple(Condition(key, changes) for key, changes in CONDITIONS.items()),
-  seeds=(0, 1, 2, 3, 4),
+  seeds=(10, 11, 12, 13, 14),
 )
 
 
