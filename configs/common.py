@@ -83,12 +83,15 @@ def base() -> ConfigDict:
         false_positive=0.0,  # noise for experiments: share of other responses rewarded as right
         false_negative=0.0,  # share of right responses that are not rewarded
         noise_seed=0,  # the same seed misjudges the same responses
+        # recurrence: True: each line is rewarded where it ends, by what it is worth in `partial`
+        # (0: 1), and misjudged on its own; docs/rewards.md
+        per_line=False,
       ),
       environment=dict(
         name="",  # calculator | package.module:function | "": one turn, judged by the verifier
         max_turns=1,  # of the policy; a conversation that is not over by then is cut off
         stop_strings=(),  # that end a turn, besides stop tokens
-        discount=1.0,  # of rewards of later turns in the advantage of an earlier one
+        discount=1.0,  # of rewards of later turns (or lines) in the advantage of an earlier one
         workers=0,  # threads that environments run in; 0: none, for those that never wait
       ),
       sampling=dict(  # for training: the whole distribution, or the importance ratio is biased

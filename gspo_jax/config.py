@@ -164,6 +164,11 @@ class RunConfig:
         f"{self.environment.name!r} gives the rewards; set it to 0",
       )
     _require(
+      not (self.environment.name and self.reward.per_line),
+      f"reward.per_line=True has no effect, since environment.name={self.environment.name!r} gives "
+      "each turn its reward; set it to False",
+    )
+    _require(
       not (self.distributed and self.environment.workers),
       f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "
       "different orders; set it to 0",

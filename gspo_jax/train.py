@@ -16,7 +16,6 @@ from gspo_jax.hardware import utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.ahead import compile_ahead
-from gspo_jax.learner.segments import segment_ids
 from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
 from gspo_jax.learner.step import (
   make_old_policy,
@@ -30,6 +29,7 @@ from gspo_jax.report import page
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
+from gspo_jax.segments import segment_ids
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
 
 
@@ -181,7 +181,7 @@ def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
     rollout.mask,
     turn_BT=rollout.turns,
     size=objective.segment_tokens,
-    ends_line_V=run.line_ends if objective.segment_unit == "line" else None,
+    breaks_V=run.line_breaks if objective.segment_unit == "line" else None,
   )
 
 
