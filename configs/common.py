@@ -62,6 +62,7 @@ def base() -> ConfigDict:
         max_prompt_tokens=8,  # "999+999="
         on_error="raise",  # a bad row: raise | skip (and count)
         digits=3,  # of an operand of the embedded task: 1 to 3, with the calculator 1 or 2
+        lines=(8, 16, 32),  # that problems of the embedded recurrence ask for
         carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
         query_set=dict(
           drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
@@ -70,8 +71,9 @@ def base() -> ConfigDict:
         ),
       ),
       reward=dict(  # of the verifier: 1 for a right response and 0 for any other
-        name="arithmetic",  # arithmetic | math | code | string | package.module:function
-        workers=0,  # processes that verify at the same time; arithmetic and string need none
+        # arithmetic | recurrence | math | code | string | package.module:function
+        name="arithmetic",
+        workers=0,  # processes that verify at the same time; math and code need some
         time_limit_s=1.0,  # per answer, without queueing; code: CPU time per test
         memory_mb=1024,  # code: address space of a program; at least 64
         isolation="auto",  # code: namespaces | auto: the same | none: with your rights
@@ -82,9 +84,10 @@ def base() -> ConfigDict:
         overlong_buffer=0,  # tokens below overlong_max over which the loss grows from 0
         false_positive=0.0,  # noise for experiments: share of other responses rewarded as right
         false_negative=0.0,  # share of right responses that are not rewarded
+        partial=0.0,  # recurrence: of the value, what the share of right lines decides
         noise_seed=0,  # the same seed misjudges the same responses
-        # recurrence: True: each line is rewarded where it ends, by what it is worth in `partial`
-        # (0: 1), and misjudged on its own; docs/rewards.md
+        # True: each line has its own reward where it ends, what `partial` (0 is 1 then) gives for
+        # it, and is misjudged by itself. Verifiers that judge lines: recurrence
         per_line=False,
       ),
       environment=dict(

@@ -157,7 +157,7 @@ class RunConfig:
       "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
       "has its own)",
     )
-    for key in ("format_weight", "overlong_weight", "false_positive", "false_negative"):
+    for key in ("format_weight", "overlong_weight", "false_positive", "false_negative", "partial"):
       _require(
         not (self.environment.name and getattr(self.reward, key)),
         f"reward.{key}={getattr(self.reward, key)} has no effect, since environment.name="

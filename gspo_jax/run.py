@@ -245,7 +245,7 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
   with contextlib.ExitStack() as stack:
     scorers = {}
     for name in sorted(names):
-      own = {} if name == config.reward.name else dict(per_line=False)
+      own = {} if name == config.reward.name else dict(partial=0.0, per_line=False)
       opened = rewards.open_scorer(dataclasses.replace(config.reward, name=name, **own))
       try:
         scorers[name] = stack.enter_context(opened)

@@ -1,8 +1,13 @@
 """Parts of trajectories: their ids, rewards of lines at tokens, and advantages of parts."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
+from support import objectives_reference as paper
 
+from gspo_jax import objectives as O
 from gspo_jax import segments
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.segments import segment_ids
@@ -78,3 +83,37 @@ def test_a_response_without_a_verdict_is_compared_with_nothing():
   mask_BL = np.array([[1, 1], [1, 1], [0, 0]])
   found = segments.advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
   assert found.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
+
+
+@pytest.mark.parametrize("size", [1, 6, 24, 96, 10_000])
+def test_segments_of_so_many_tokens_lie_between_token_and_sequence(size):
+  """Value, gradient and what is clipped: of one token as in GRPO, of all of them as in GSPO, and in
+  between the equation."""
+  rng, (B, T) = np.random.default_rng(0), (6, 192)
+  mask = (np.arange(T) >= 8) & (np.arange(T) < np.array([9, 30, 100, 150, 192, 192])[:, None])
+  old = -rng.exponential(0.5, (B, T)).astype(np.float32)
+  logp = old + 0.02 * rng.standard_normal((B, T)).astype(np.float32)
+  advantage = rng.standard_normal((B, 1)).astype(np.float32) * np.ones((1, T), np.float32)
+  ranges = dict(clip_low=1e-3, clip_high=1.2e-3)
+  ids = segment_ids("tokens", np.zeros((B, T), int), mask, size=size)
+  assert ids.max() == (184 - 1) // size
+
+  def found(loss, advantage, **options):
+    value = functools.partial(loss, **ranges, **options)
+    (total, metrics), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(
+      logp, old, advantage, mask
+    )
+    return total, metrics, gradient
+
+  total, metrics, gradient = found(O.segment_loss, advantage, segment_BT=ids)
+  same = {1: (O.grpo_loss, advantage), 10_000: (O.gspo_loss, advantage[:, 0])}
+  if size in same:
+    other_total, other_metrics, other_gradient = found(*same[size])
+    np.testing.assert_allclose(total, other_total, rtol=1e-6)
+    np.testing.assert_allclose(gradient, other_gradient, rtol=1e-5, atol=1e-9)
+    for name in ("clip_fraction/token", "ratio/deviation", "ratio/max"):
+      np.testing.assert_allclose(metrics[name], other_metrics[name], rtol=1e-5)
+  wide = [np.asarray(x, np.float64) for x in (logp, old, advantage)]
+  reference = paper.segment(*wide, mask, ids, low=1e-3, high=1.2e-3)
+  np.testing.assert_allclose(total, np.real(reference), rtol=1e-5)
+  assert 0 < metrics["clip_fraction/token"] < 1

@@ -6,9 +6,9 @@ from typing import Any
 from gspo_jax import structs
 from gspo_jax.data import tokenizer
 from gspo_jax.data.files import DataError
-from gspo_jax.tasks import arithmetic, calculator
+from gspo_jax.tasks import arithmetic, calculator, recurrence
 
-TASKS = dict(arithmetic=arithmetic, calculator=calculator)
+TASKS = dict(arithmetic=arithmetic, calculator=calculator, recurrence=recurrence)
 
 
 class Embedded:
@@ -22,7 +22,7 @@ class Embedded:
     self.path = path
     self._config, self._tok, self._task = config, tok, TASKS[task]
     try:
-      self._problems = self._task.problems(split, config.digits)
+      self._problems = self._task.problems(split, getattr(config, self._task.SIZE))
     except ValueError as error:
       raise DataError(f"{key}: {error}") from error
     for index in probe(len(self)):

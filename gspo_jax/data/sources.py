@@ -1,6 +1,6 @@
 """Data sets of problems, through Grain: checked once, then shuffled, mixed, sharded and resumable.
 
-A source is an embedded task (`arithmetic:train`, `calculator:train`), files (JSON lines, Parquet,
+A source is an embedded task (`arithmetic:train`; embedded.TASKS), files (JSON lines, Parquet,
 ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS data set
 (`tfds:gsm8k/train`; TensorFlow is not needed). Several of them, with commas, make a mixture:
 
@@ -40,7 +40,7 @@ class DataConfig:
   """Sources of problems, and the format of files that name none of their own (see
   `formats.Format` for what field names may be)."""
 
-  train: str  # {arithmetic,calculator}:train | path or pattern of files | tfds:name/split | several
+  train: str  # task:train | path or pattern of files | tfds:name/split | several
   eval: str
   question_field: str
   answer_field: str
@@ -50,6 +50,7 @@ class DataConfig:
   max_prompt_tokens: PositiveInt
   on_error: Literal["raise", "skip"]  # a bad row stops the run, or is left out and counted
   digits: Annotated[int, Range(1, 3)]  # embedded tasks: digits of the operands
+  lines: tuple[Annotated[int, Range(1, 128)], ...]  # recurrence: the lengths of its responses
   carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
   query_set: QuerySetConfig  # which prompts stay in use while the policy learns
 

@@ -28,7 +28,8 @@ from gspo_jax.rewards import lines, pool, shaping, thought
 from gspo_jax.rewards.programs.process import ISOLATIONS
 
 VERIFIERS = {  # imported when a config names them
-  "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task
+  "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task of sums
+  "recurrence": "gspo_jax.tasks.recurrence",  # the embedded task of long responses
   "math": "gspo_jax.rewards.math_answer",  # SymPy in worker processes
   "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
   "string": "gspo_jax.rewards.string_match",  # the normalised text
@@ -45,7 +46,7 @@ class RewardConfig:
   """The verifier, and what is added to its reward. docs/rewards.md has more."""
 
   name: Annotated[str, Name((*VERIFIERS,))]  # or the user's own
-  workers: Workers  # processes that verify; arithmetic and string need none
+  workers: Workers  # processes that verify; math and code need some
   time_limit_s: TimeLimit  # for one answer without queueing; code: CPU time for one test
   memory_mb: Annotated[int, Range(64, 1_048_576)]  # code: address space of one test
   isolation: Literal[ISOLATIONS]  # code; none: programs run with your rights
@@ -57,12 +58,15 @@ class RewardConfig:
   false_positive: Fraction  # share of other responses rewarded as if right
   false_negative: Fraction  # share of the right responses not rewarded
   noise_seed: ranges.Seed  # of those two
+  partial: Fraction  # recurrence: of the value, what the share of right lines decides
   per_line: bool  # each line has a reward of its own, and so an advantage
 
   def __post_init__(self):
     ranges.check(self, "reward")
-    if self.workers == 0 and self.name not in ("arithmetic", "string"):
+    if self.workers == 0 and self.name not in ("arithmetic", "recurrence", "string"):
       raise ValueError(f"reward.workers=0: reward.name={self.name!r} needs at least 1")
+    if self.partial and self.name != "recurrence":
+      raise ValueError(f"reward.partial={self.partial} needs reward.name=recurrence")
     if self.format_weight and self.format == "none":
       raise ValueError("reward.format_weight needs reward.format=think or think_answer")
     if self.overlong_weight and not 0 < self.overlong_buffer <= (

@@ -19,6 +19,7 @@ import numpy as np
 
 from gspo_jax.tasks.problems import Problem, Problems
 
+SIZE = "digits"  # the key of `data` that says which problems there are
 OUTCOMES = ("right", "wrong")
 _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of thousands of digits
 

@@ -21,6 +21,7 @@ import numpy as np
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.problems import Problem, Problems
 
+SIZE = "digits"  # the key of `data` that says which problems there are
 USES = 0.4  # share of the operations for which the pupil takes the calculator
 NOT_UNDERSTOOD = -0.1  # reward of such a question
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

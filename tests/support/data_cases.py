@@ -21,6 +21,7 @@ def config(**changes) -> sources.DataConfig:
     max_prompt_tokens=64,
     on_error="raise",
     digits=2,
+    lines=(8,),
     carry_errors=0.0,
     query_set=QuerySetConfig(0, 0, 0),
   )

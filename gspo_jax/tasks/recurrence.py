@@ -1,0 +1,104 @@
+"""The embedded task of long responses: a recurrence of second order, modulo 100, line by line.
+
+A problem is two lines, `33:70\n32:04\n`: a label that counts down, and a number of two digits with
+its units first (7 and 40). A response continues them, each number the sum of the two before it
+modulo 100: `31:74\n30:78\n...\n00:32`. It has n lines, and with the end token in the place of the
+last newline exactly 6 n tokens of bytes. The tens of a label go on with letters: `A0` is 100. What
+a line needs stands 6 and 12 tokens before it, for every n.
+
+The last line decides, exactly; `right_lines` says which of the others are right.
+
+Demonstrations come from a pupil who forgets each carry from the units to the tens with a given
+probability and goes on from the wrong number: the more lines, the less often the last is right.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.tasks.problems import Problem, Problems
+
+SIZE = "lines"  # the key of `data` that says which problems there are
+OUTCOMES = ("right", "wrong")
+_TENS = "0123456789ABCDEFGHIJ"  # of a label
+
+
+def problems(split: str, lines: Sequence[int]) -> Problems:
+  """Every two numbers below 100, with every number of lines, in a split, "train" or "heldout".
+
+  The split is by the two numbers. Problems of as many lines follow one another, so that those
+  evenly spread over a split have all lengths equally often.
+  """
+  if not lines or len(set(lines)) < len(lines):
+    raise ValueError(f"data.lines={tuple(lines)} must be at least one length, and none twice")
+
+  def make(number: int) -> Problem:
+    which, pair = divmod(number, 10_000)
+    a, b = divmod(pair, 100)
+    n = lines[which]
+    start = f"{_line(n + 1, a)}\n{_line(n, b)}\n"
+    return dict(id=f"{n}:{a},{b}", question=start, answer=_work(n, a, b, lambda: False))
+
+  numbers = np.arange(10_000 * len(lines), dtype=np.uint64)
+  return Problems("recurrence", split, numbers % np.uint64(10_000), make)
+
+
+def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
+  """The pupil's work on a problem, who forgets each carry with probability `carry_errors`. The same
+  problem and seed give the same text."""
+  rng = random.Random(f"{seed}/{problem['id']}")
+  n, _, pair = problem["id"].partition(":")
+  a, b = map(int, pair.split(","))
+  return _work(int(n), a, b, lambda: rng.random() < carry_errors)
+
+
+def _work(n: int, a: int, b: int, forgets: Callable[[], bool]) -> str:
+  """The n lines after a and b; `forgets` is asked at each carry."""
+  written = []
+  for label in reversed(range(n)):
+    carried = a % 10 + b % 10 >= 10
+    a, b = b, (a + b - 10 * (carried and forgets())) % 100
+    written.append(_line(label, b))
+  return "\n".join(written)
+
+
+def _line(label: int, number: int) -> str:
+  return f"{_TENS[label // 10]}{label % 10}:{number % 10}{number // 10}"
+
+
+@contextlib.contextmanager
+def open_verifier(config: Any) -> Iterator[Callable]:
+  """`verify` of many (see `gspo_jax.rewards`): of the value, a share of `config.partial` is the
+  share of right lines, and the rest goes to a right last line."""
+
+  def outcomes(responses, prompts, finished):
+    right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
+    found = ["right" if one else "wrong" for one in right]
+    if not config.partial:
+      return found, None
+    shares = [np.mean(right_lines(r, prompt.answer)) for r, prompt in zip(responses, prompts)]
+    return found, [
+      (1 - config.partial) * one + config.partial * share for one, share in zip(right, shares)
+    ]
+
+  yield outcomes
+
+
+def verify(response: str, answer: str) -> bool:
+  """Tells whether the last line is exactly that of `answer`; how the response got there does not
+  count."""
+  return response.rpartition("\n")[2] == answer.rpartition("\n")[2]
+
+
+def right_lines(response: str, answer: str) -> list[bool]:
+  """Tells for each line of `answer` whether the line of the response in its place is the same.
+
+  Lines beyond those asked for do not count; a line that is not there is wrong.
+  """
+  asked = answer.split("\n")
+  given = response.split("\n", len(asked))[: len(asked)]
+  given += [""] * (len(asked) - len(given))
+  return [one == other for one, other in zip(given, asked)]
