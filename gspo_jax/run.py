@@ -20,9 +20,9 @@ from gspo_jax.data import sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
+from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import lora, transformer
-from gspo_jax.models.sizes import ModelConfig
-from gspo_jax.runs import lock, provenance
+from gspo_jax.runs import lock, provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
@@ -69,6 +69,9 @@ class Run:
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
     c = self.config
+    if origin := start.find(c.weights):
+      like = abstract_params(c.model, self.mesh, sharding.TRAIN, jax.numpy.float32)
+      return start.restore(origin, like)
     if c.weights != "random":
       from gspo_jax.models import hf  # safetensors is only needed here
 
@@ -213,7 +216,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
       identity=repr((config.compute, config.reward, config.tokenizer, config.environment)),
     )
     if jax.process_index() == 0:
-      provenance.record(workdir, values)
+      origin = start.find(config.weights)
+      provenance.record(workdir, values, origin and origin.about)
     yield Run(
       config,
       workdir,
@@ -280,25 +284,37 @@ def _require_paths(config: RunConfig) -> None:
     rewards.check_importable(name)
   if config.weights == "random":
     return
+  if origin := start.find(config.weights):
+    had = {
+      k: tuple(v) if isinstance(v, list) else v for k, v in origin.config.get("model", {}).items()
+    }
+    if changed := _differences(config, had):
+      raise ValueError(_other_model(config, changed))
+    return
   if not Path(config.weights).is_dir():
     raise ValueError(
       f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
-      "(config.json and *.safetensors), or to random"
+      "(config.json and *.safetensors), to the workdir of a run, or to random"
     )
   from gspo_jax.models import hf  # safetensors is only needed here
 
   if (found := hf.check(config.weights)) != config.model:
-    raise ValueError(_other_model(config, found))
+    raise ValueError(_other_model(config, _differences(config, dataclasses.asdict(found))))
 
 
-def _other_model(config: RunConfig, found: ModelConfig) -> str:
-  asked, had = dataclasses.asdict(config.model), dataclasses.asdict(found)
-  keys = [
-    f"model.{key}={asked[key]!r} and not {had[key]!r}" for key in had if had[key] != asked[key]
+def _differences(config: RunConfig, had: dict[str, Any]) -> list[str]:
+  asked = dataclasses.asdict(config.model)
+  return [
+    f"model.{key}={asked[key]!r} and not {had[key]!r}"
+    for key in had
+    if key in asked and had[key] != asked[key]
   ]
+
+
+def _other_model(config: RunConfig, differences: list[str]) -> str:
   return (
     f"--config.weights={config.weights} holds another model than the configuration, which has "
-    f"{', '.join(keys)}: set these, or name a configuration of this model"
+    f"{', '.join(differences)}: set these, or name a configuration of this model"
   )
 
 

@@ -232,8 +232,8 @@ class Checkpointer:
     self._seconds = time.perf_counter() - begun
 
   def _check(self, step: int, like: Any) -> None:
-    stored = _shapes(self._manager.item_metadata(step)["state"])
-    wanted = _shapes(like)
+    stored = shapes(self._manager.item_metadata(step)["state"])
+    wanted = shapes(like)
     for name in sorted(wanted.keys() | stored.keys()):
       if wanted.get(name) != stored.get(name):
         raise ValueError(
@@ -281,7 +281,8 @@ def _begins(name: str, step: int) -> bool:
   return name == str(step) or name.startswith(f"{step}.orbax-checkpoint-tmp")
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """Shapes by name, of arrays or of what Orbax knows about stored ones."""
   leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")  # noqa: E731
   return {name(path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}

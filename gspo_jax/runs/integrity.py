@@ -72,7 +72,7 @@ def set_aside_short(directory: epath.Path) -> None:
   if not directory.exists():
     return
   newest = True
-  for path in sorted(_finished(directory), key=lambda path: int(path.name), reverse=True):
+  for path in sorted(finished(directory), key=lambda path: int(path.name), reverse=True):
     wrong = _wrong_metrics(path) or (_wrong_size(path) if newest else None)
     if wrong is None:
       newest = False
@@ -82,7 +82,7 @@ def set_aside_short(directory: epath.Path) -> None:
 
 def require_one(directory: epath.Path) -> None:
   """Raises ValueError if all checkpoints of a directory have been set aside."""
-  if not directory.exists() or _finished(directory):
+  if not directory.exists() or finished(directory):
     return
   if damaged := sorted(
     path.name for path in directory.iterdir() if path.name.startswith("damaged_")
@@ -184,7 +184,7 @@ def _sums(file: epath.Path) -> tuple[int, int]:
   return size, crc
 
 
-def _finished(directory: epath.Path) -> list[epath.Path]:
+def finished(directory: epath.Path) -> list[epath.Path]:
   found = [path for path in directory.iterdir() if path.name.isdigit()]
   return [path for path in found if ocp.utils.is_checkpoint_finalized(path)]  # a file on gs://
 

@@ -30,9 +30,12 @@ def check(workdir: Path, config: Mapping[str, Any]) -> None:
     )
 
 
-def record(workdir: Path, config: Mapping[str, Any]) -> None:
-  """Writes config.json; warns if the run was begun with other code or packages."""
-  made_with = provenance()
+def record(
+  workdir: Path, config: Mapping[str, Any], start: Mapping[str, Any] | None = None
+) -> None:
+  """Writes config.json; warns if the run was begun with other code or packages. `start` tells of
+  the checkpoint whose weights it begins with."""
+  made_with = provenance() | (dict(start=start) if start else {})
   if was := begun(workdir):
     for line in difference(_code(was.get("provenance", {})), _code(made_with)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")

@@ -1,0 +1,89 @@
+"""Figures as SVG: curves with bands over seeds, and intervals side by side."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import statistics
+from experiments.report import Results
+from experiments.statistics import Interval
+
+COLOURS = ("#2563c9", "#c2570c", "#2a8a4a", "#8a3fb0", "#b0303f", "#5f6b7a", "#a08000", "#0f8b8d")
+STYLE = {
+  "svg.hashsalt": "gspo_jax",  # the same figure, the same file
+  "svg.fonttype": "none",
+  "font.size": 9,
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "grid.alpha": 0.3,
+  "legend.frameon": False,
+}
+
+
+def new(width: float = 6.4, height: float = 3.4, columns: int = 1) -> tuple[Figure, list[Axes]]:
+  """An empty figure of so many panels, in inches."""
+  with mpl.rc_context(STYLE):
+    figure = Figure((width, height), layout="constrained")
+    return figure, list(np.atleast_1d(figure.subplots(1, columns)))
+
+
+def band(axes: Axes, x: np.ndarray, of: list[Interval], label: str, number: int) -> None:
+  """A line with its 95 % band."""
+  colour = COLOURS[number % len(COLOURS)]
+  values, low, high = np.array([(i.value, i.low, i.high) for i in of]).T
+  axes.plot(x, values, color=colour, label=label)
+  some = np.isfinite(low) & np.isfinite(high)
+  axes.fill_between(np.asarray(x)[some], low[some], high[some], color=colour, alpha=0.18, lw=0)
+
+
+def curves(
+  axes: Axes,
+  results: Results,
+  conditions: Mapping[str, str],
+  column: str,
+  *,
+  over: str = "step",
+  title: str = "",
+) -> None:
+  """A column of curves.csv over steps, or over another column, for conditions by their labels."""
+  for number, (label, condition) in enumerate(conditions.items()):
+    found = results.curve(condition, column)
+    if found.empty:
+      continue
+    x = found.index.to_numpy(float)
+    if over != "step":
+      at = results.curve(condition, over)
+      x = at.reindex(found.index).mean(axis=1).to_numpy()
+    band(axes, x, [statistics.interval(row.dropna()) for _, row in found.iterrows()], label, number)
+  axes.set_xlabel("iteration" if over == "step" else over)
+  axes.set_title(title or column, loc="left")
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend()
+
+
+def intervals(
+  axes: Axes, of: Mapping[str, Interval], title: str = "", line: float | None = 0.0
+) -> None:
+  """Estimates with their intervals, one to a line."""
+  for place, interval in enumerate(of.values()):
+    if interval.count:
+      colour = COLOURS[place % len(COLOURS)]
+      ends = [x for x in (interval.low, interval.high) if np.isfinite(x)]
+      axes.plot(ends, [place] * len(ends), color=colour)
+      axes.plot([interval.value], [place], "o", color=colour)
+  axes.set_yticks(range(len(of)), list(of))
+  axes.set_ylim(len(of) - 0.5, -0.5)
+  if line is not None:
+    axes.axvline(line, color="#888", lw=1, ls="--")
+  axes.set_title(title, loc="left")
+
+
+def save(figure: Figure, path: Path) -> None:
+  """Writes the SVG; the same figure gives the same bytes."""
+  with mpl.rc_context(STYLE):
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

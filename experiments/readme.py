@@ -1,0 +1,153 @@
+"""READMEs: what is generated stands between marks, and everything else is written by hand."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments import definition, figures, runs
+from experiments.definition import HERE, Experiment
+from experiments.report import OPEN, Report, Results, Verdict, markdown
+from experiments.results import SETTLED, Store
+
+NOTHING = Verdict(OPEN, "no run has been made yet")
+
+
+def assess(
+  folder: Path, experiment: Experiment, report: Callable[[Results], Report]
+) -> tuple[Verdict, Report | None]:
+  """The verdict and what it rests on. As long as runs are missing it cannot be told."""
+  store = Store(folder)
+  final = [job for job in runs.plan(experiment, store) if job.stage != runs.START]
+  settled = sum(store.settled(job) for job in final)
+  if not settled:
+    return NOTHING, None
+  found, total = report(store.results()), runs.number(experiment)
+  if settled < total:
+    because = f"{settled} of {total} runs are there; so far, {found.verdict.because}"
+    return Verdict(OPEN, because), found
+  return found.verdict, found
+
+
+def write(folder: Path, experiment: Experiment, report: Callable[[Results], Report]) -> Verdict:
+  """Makes the figures and the generated part of a README anew."""
+  verdict, found = assess(folder, experiment, report)
+  for name, figure in (found.figures if found else {}).items():
+    figures.save(figure, folder / f"{name}.svg")
+  path = folder / "README.md"
+  text = path.read_text() if path.exists() else f"# {folder.name}\n\n{_marked('outcome', '')}\n"
+  path.write_text(put(text, "outcome", outcome(folder, experiment, verdict, found)))
+  return verdict
+
+
+def outcome(folder: Path, experiment: Experiment, verdict: Verdict, found: Report | None) -> str:
+  """The generated part: what was declared, the verdict, tables, figures, and how it was made."""
+  e = experiment
+  parts = [
+    f"**Outcome: {verdict.outcome}.** {_sentence(verdict.because)}",
+    markdown(
+      ["declared beforehand", ""],
+      [
+        ["question", e.question],
+        ["claim", e.claim],
+        ["hypothesis", e.hypothesis],
+        ["statistic", e.statistic],
+        ["falsified if", e.falsified],
+        ["seeds", _seeds(e)],
+      ],
+    ),
+  ]
+  if found:
+    parts += found.tables
+    parts += [f"![{name}]({name}.svg)" for name in found.figures]
+    parts.append(made(Store(folder)))
+  parts.append(f"`python -m experiments.run {folder.name.split('_')[0]}`")
+  return "\n\n".join(parts)
+
+
+def made(store: Store) -> str:
+  """How many runs there are, how they ended, and with what they were made."""
+  table = store.runs[store.runs.stage != runs.START]
+  counts = table.status.value_counts()
+  ended = ", ".join(f"{counts[s]} {s}" for s in sorted(counts.index))
+  minutes = table.seconds.sum() / 60
+  lines = [
+    f"{len(table)} runs: {ended}; {minutes:.0f} minutes of one run each in all. Commits "
+    f"{', '.join(sorted({c[:8] + c[40:] for c in table.commit if c}))}; "
+    f"{', '.join(sorted({v for v in table.versions if v}))}."
+  ]
+  for row in table[~table.status.isin(["done"])].itertuples():
+    lines.append(f"- {row.condition}, seed {row.seed}: {row.status}, {row.reason}")
+  return "\n".join(lines)
+
+
+def write_overview() -> None:
+  """The table of experiments/README.md."""
+  path = HERE / "README.md"
+  path.write_text(put(path.read_text(), "experiments", overview()))
+
+
+def overview() -> str:
+  rows = []
+  for folder in definition.names():
+    experiment, module = definition.load(folder)
+    verdict, found = assess(HERE / folder, experiment, module.report)
+    number = folder.split("_")[0]
+    figure = next(iter(found.figures), None) if found else None
+    rows.append(
+      [
+        f"[{number.upper()}]({folder}/README.md)",
+        experiment.question,
+        experiment.claim,
+        f"**{verdict.outcome}**: {verdict.because}",
+        f"[{figure}]({folder}/{figure}.svg)" if figure else "",
+        f"`python -m experiments.run {number}`",
+        minutes(HERE / folder, experiment),
+      ]
+    )
+  return markdown(
+    ["", "question", "claim", "what we found", "figure", "command", "minutes on two cores"], rows
+  )
+
+
+def minutes(folder: Path, experiment: Experiment) -> str:
+  """Of all its runs, two at a time: measured where all are there, else estimated."""
+  store = Store(folder)
+  made = store.runs[store.runs.status.isin(SETTLED)] if len(store.runs) else store.runs
+  final = made[made.stage != runs.START] if len(made) else made
+  if len(final) >= runs.number(experiment):
+    return f"{made.seconds.sum() / 120:.0f}"
+  e = experiment
+  seeds = {s for c in e.conditions for s in c.seeds or e.seeds}
+  seeds |= {*e.tuning.seeds} if e.tuning else set()
+  return f"~{(runs.number(e) * e.minutes + len(seeds) * e.start_minutes) / 2:.0f}"
+
+
+def write_all() -> None:
+  for folder in definition.names():
+    experiment, module = definition.load(folder)
+    write(HERE / folder, experiment, module.report)
+  write_overview()
+
+
+def put(text: str, name: str, content: str) -> str:
+  """The text with other content between the marks of this name. ValueError if they are missing."""
+  marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+  if len(marks.findall(text)) != 1:
+    raise ValueError(f"a README needs the marks <!-- {name} --> and <!-- /{name} --> once")
+  return marks.sub(lambda m: m[1] + content + m[2], text)
+
+
+def _marked(name: str, content: str) -> str:
+  return f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
+
+
+def _sentence(text: str) -> str:
+  return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def _seeds(e: Experiment) -> str:
+  seeds = ", ".join(map(str, e.seeds))
+  if not e.tuning:
+    return seeds
+  tuned = ", ".join(map(str, e.tuning.seeds))
+  return f"{seeds}; settings are chosen on {tuned} by {e.tuning.statistic}"

@@ -1,0 +1,104 @@
+"""What an experiment found: tables, figures and a verdict, from its two CSV files alone."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments import statistics
+from experiments.statistics import Interval
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+TRAINED = ("eval/", "reward/")  # columns in which a run that diverged counts as 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """The outcome, in the terms that the experiment declared, and the figures it rests on."""
+
+  outcome: Literal["holds", "does not hold", "cannot be told"]
+  because: str  # one sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  verdict: Verdict
+  tables: Sequence[str]  # Markdown
+  figures: Mapping[str, Figure]  # by name, which becomes NAME.svg
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+  """The runs of an experiment: one row each of `runs`, and of `curves` one per run and step."""
+
+  runs: pd.DataFrame
+  curves: pd.DataFrame
+
+  def conditions(self, stage: str = "final") -> list[str]:
+    return list(dict.fromkeys(self.runs.condition[self.runs.stage == stage]))
+
+  def values(self, condition: str, column: str, stage: str = "final") -> pd.Series:
+    """The column of a condition by seed. A run that diverged counts as 0 where something is
+    learned, and elsewhere with what there is of it; failed and interrupted ones are left out."""
+    runs = self.runs
+    if column not in runs:
+      return pd.Series(dtype=float)
+    mine = runs[(runs.condition == condition) & (runs.stage == stage)]
+    mine = mine[mine.status.isin(("done", "nan"))].set_index("seed")
+    values = mine[column].astype(float)
+    if column.startswith(TRAINED):
+      values = values.where(mine.status == "done", 0.0)
+    return values.dropna().sort_index()
+
+  def interval(self, condition: str, column: str) -> Interval:
+    return statistics.interval(self.values(condition, column))
+
+  def paired(self, a: str, b: str, column: str, log: bool = False) -> pd.Series:
+    """Differences a - b by seed, of those seeds that both have; `log`: of logarithms."""
+    first, second = self.values(a, column), self.values(b, column)
+    if log:
+      first, second = np.log(first), np.log(second)
+    return (first - second).dropna()
+
+  def curve(self, condition: str, column: str) -> pd.DataFrame:
+    """The column by step (rows) and seed (columns), of the second stage."""
+    mine = self.curves[(self.curves.condition == condition) & (self.curves.stage == "final")]
+    if column not in mine:
+      return pd.DataFrame()
+    return mine.pivot(index="step", columns="seed", values=column).dropna(how="all")
+
+  def table(
+    self,
+    conditions: Mapping[str, str] | Sequence[str],
+    columns: Mapping[str, str],
+    form: str = ".3f",
+  ) -> str:
+    """Markdown: conditions down, columns (title -> name) across, intervals over seeds."""
+    names = conditions if isinstance(conditions, Mapping) else {c: c for c in conditions}
+    rows = []
+    for title, condition in names.items():
+      found = [self.interval(condition, column) for column in columns.values()]
+      count = max((x.count for x in found), default=0)
+      rows.append([title, str(count), *(x.text(form) for x in found)])
+    return markdown(["", "seeds", *columns], rows)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  lines = [head, ["---"] * len(head), *rows]
+  return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def compare(of: Interval, *, above: float = 0.0, negligible: float = 0.0) -> str:
+  """Judges a difference that is claimed to lie above a value.
+
+  It holds if the interval does; it does not if the interval lies below `above + negligible`: the
+  difference is then smaller than what would matter. Otherwise it cannot be told.
+  """
+  if of.count < 2:
+    return OPEN
+  if of.low > above:
+    return HOLDS
+  return FAILS if of.high < above + negligible or of.high <= above else OPEN

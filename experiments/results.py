@@ -1,0 +1,214 @@
+"""results.csv, one line per run, and curves.csv, the course of each in at most fifty points."""
+
+import gzip
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments import statistics
+from experiments.definition import HERE
+from experiments.report import Results
+from gspo_jax.runs.metrics import read_rows
+
+DONE, FAILED, DIVERGED, INTERRUPTED = "done", "failed", "nan", "interrupted"
+SETTLED = (DONE, DIVERGED)  # not made again
+TEXTS = ("experiment", "stage", "condition", "status", "reason", "run", "start", "changes")
+TEXTS += ("commit", "versions")
+FIRST = ("experiment", "stage", "condition", "seed", "status", "reason", "run", "start", "changes")
+KEY = ["stage", "condition", "seed"]
+POINTS = 50
+# Metrics of an iteration whose mean over the run is a column; curves.csv has them too.
+COLUMNS = (
+  r"reward/mean|reward/length/.*|response_length/mean|truncated_fraction|groups_without_spread",
+  r"(clip_fraction|clipped)/.*|ratio/(mean|std|deviation|min|max)|kl/k[13]|entropy|grad_norm",
+  r"router/volatility/.*|mismatch/sequence/abs/mean|updates_skipped|clip_range",
+)
+
+
+class Store:
+  """The two CSV files of a folder. What they hold is rounded as they are written, so that a report
+  of a new run is that of the files."""
+
+  def __init__(self, folder: Path):
+    self.folder = folder
+    self.runs = _read(folder / "results.csv")
+    self.curves = _read(folder / "curves.csv")
+
+  def row(self, job: Any) -> Mapping[str, Any] | None:
+    """The line of a job, if it is of the same configuration."""
+    if self.runs.empty:
+      return None
+    runs = self.runs
+    mine = runs[(runs.stage == job.stage) & (runs.condition == job.condition)]
+    mine = mine[(mine.seed == job.seed) & (mine.run == job.run)]
+    return None if mine.empty else mine.iloc[0].to_dict()
+
+  def status(self, job: Any) -> str:
+    row = self.row(job)
+    return row["status"] if row else ""
+
+  def settled(self, job: Any) -> bool:
+    return self.status(job) in SETTLED
+
+  def outcome(self, job: Any, column: str) -> float:
+    """A column of a settled job; 0 if it diverged."""
+    row = self.row(job)
+    return float(row[column]) if row["status"] == DONE else 0.0
+
+  def put(self, row: Mapping[str, Any], curve: pd.DataFrame | None = None) -> None:
+    """Adds a line, in the place of an earlier one of the same condition and seed, and writes."""
+    key = [row[name] for name in KEY]
+    if not self.runs.empty:
+      self.runs = self.runs[(self.runs[KEY] != key).any(axis=1)]
+    self.runs = pd.concat([self.runs, pd.DataFrame([row])], ignore_index=True)
+    if not self.curves.empty:
+      self.curves = self.curves[(self.curves[KEY] != key).any(axis=1)]
+    if curve is not None and not curve.empty:
+      about = pd.DataFrame([key] * len(curve), columns=KEY, index=curve.index)
+      new = pd.concat([about, curve], axis=1)
+      self.curves = pd.concat([self.curves, new], ignore_index=True)
+    self.save()
+
+  def curve(self, row: Mapping[str, Any]) -> pd.DataFrame | None:
+    """The points of a line."""
+    if self.curves.empty:
+      return None
+    mine = (self.curves[KEY] == [row[name] for name in KEY]).all(axis=1)
+    return self.curves[mine].drop(columns=KEY).dropna(axis=1, how="all")
+
+  def save(self) -> None:
+    self.folder.mkdir(parents=True, exist_ok=True)
+    rest = sorted(set(self.runs) - {*FIRST})
+    _write(self.runs[[*(c for c in FIRST if c in self.runs), *rest]], self.folder / "results.csv")
+    if not self.curves.empty:
+      _write(self.curves, self.folder / "curves.csv", [*KEY, "step"])
+
+  def results(self) -> Results:
+    """Both as they are on file, without the cold starts."""
+    runs, curves = _read(self.folder / "results.csv"), _read(self.folder / "curves.csv")
+    return Results(runs[runs.stage != "start"] if len(runs) else runs, curves)
+
+
+def empty() -> pd.DataFrame:
+  return pd.DataFrame({name: pd.Series(dtype=object) for name in FIRST})
+
+
+def others(folder: Path) -> list[Store]:
+  """The results of the other experiments, whose runs need not be made again."""
+  return [Store(path.parent) for path in HERE.glob("e*_*/results.csv") if path.parent != folder]
+
+
+def reusable(
+  job: Any, stores: Iterable[Store]
+) -> tuple[dict[str, Any], pd.DataFrame | None] | None:
+  """The line and the curve of the same run in another experiment."""
+  for store in stores:
+    runs = store.runs
+    if len(found := runs[(runs.run == job.run) & (runs.status == DONE)]):
+      row = found.iloc[0].dropna().to_dict()
+      return row, store.curve(row)
+  return None
+
+
+def collect(
+  workdir: Path, phase: str, rows_per_step: int, columns: tuple[str, ...]
+) -> tuple[dict[str, Any], pd.DataFrame]:
+  """The numbers of a run for its line, and its points; of one that ended early, what there is.
+
+  Args:
+    phase: "sft" or "rl".
+    rows_per_step: responses of an iteration.
+    columns: regular expressions of further metrics.
+  """
+  rows = [row for row in read_rows(workdir / "metrics.jsonl") if row["phase"] == phase]
+  about: dict[str, Any] = {}
+  config = workdir / "config.json"
+  if config.exists():
+    made_with = json.loads(config.read_text())["provenance"]
+    about["commit"] = (made_with["commit"] or "") + ("+" if made_with["dirty"] else "")
+    versions = made_with["versions"]
+    about["versions"] = " ".join(f"{k}={versions[k]}" for k in ("python", "jax") if k in versions)
+  if not rows:
+    return about, pd.DataFrame()
+  frame = pd.DataFrame(rows).sort_values("step").set_index("step").drop(columns="phase")
+  frame = frame.apply(pd.to_numeric)
+  if phase == "sft":
+    last = frame.iloc[-1]
+    about |= dict(steps=int(frame.index[-1]), held_out_loss=last.get("held_out_loss", np.nan))
+    return about, pd.DataFrame()
+  updates = frame[frame.index > 0]
+  about["steps"] = int(frame.index[-1])
+  wanted = re.compile("|".join(f"(?:{x})" for x in (*COLUMNS, *columns)))
+  names = sorted(name for name in frame if wanted.fullmatch(name))
+  about |= {name: updates[name].mean() for name in names}
+  if "reward/mean" in updates and len(updates):
+    tenth = max(1, len(updates) // 10)
+    about["reward/first"] = updates["reward/mean"].iloc[:tenth].mean()
+    about["reward/last"] = updates["reward/mean"].iloc[-tenth:].mean()
+  if "eval/accuracy" in frame:
+    seen = frame["eval/accuracy"].dropna()
+    about["eval/start"], about["eval/final"] = seen.iloc[0], seen.iloc[-1]
+    about["eval/area"] = statistics.area(seen.index, seen)
+    if "eval/greedy" in frame:
+      about["eval/greedy"] = frame["eval/greedy"].dropna().iloc[-1]
+  frame = frame.assign(**_counted(frame, rows_per_step))
+  about |= {name: frame[name].iloc[-1] for name in ("tokens", "flops")}
+  return about, thinned(frame[[*names, "tokens", "flops"]], frame.get("eval/accuracy"))
+
+
+def _counted(frame: pd.DataFrame, rows_per_step: int) -> dict[str, pd.Series]:
+  """Tokens sampled and floating-point operations of updates, cumulative."""
+  tokens = frame.get("response_length/mean", pd.Series(0.0, frame.index)).fillna(0) * rows_per_step
+  speed = frame.get("flops_per_second/update", pd.Series(0.0, frame.index)).fillna(0)
+  seconds = frame.get("time/update", pd.Series(0.0, frame.index)).fillna(0)
+  return dict(tokens=tokens.cumsum(), flops=(speed * seconds).cumsum())
+
+
+def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
+  """Means over as many equal stretches of iterations as make at most POINTS, each at its last one;
+  what is cumulative as it is there, and evaluations at their own iterations."""
+  width = max(1, -(-int(frame.index.max()) // POINTS))
+  place = -(-frame.index // width) * width
+  means = frame.groupby(np.minimum(place, frame.index.max())).mean()
+  for name in ("tokens", "flops"):
+    means[name] = frame[name].groupby(np.minimum(place, frame.index.max())).last()
+  if accuracy is not None:
+    means = means.join(accuracy.dropna().rename("eval/accuracy"), how="outer")
+  return means.rename_axis("step").reset_index()
+
+
+def archive(workdir: Path) -> None:
+  """Leaves config.json, the metrics (compressed) and the log of a run whose results are on file."""
+  import shutil
+
+  metrics = workdir / "metrics.jsonl"
+  if metrics.exists():
+    with gzip.open(workdir / "metrics.jsonl.gz", "wb") as file:
+      file.write(metrics.read_bytes())
+  for path in workdir.iterdir():
+    if path.is_dir():
+      shutil.rmtree(path)
+    elif path.name not in ("config.json", "metrics.jsonl.gz", "log.txt"):
+      path.unlink()
+
+
+def _read(path: Path) -> pd.DataFrame:
+  if not path.exists():
+    return empty()
+  kinds = dict.fromkeys(TEXTS, str)
+  frame = pd.read_csv(path, dtype=kinds, keep_default_na=False, na_values=[""])  # "nan" is a status
+  texts = [name for name in TEXTS if name in frame]
+  return frame.assign(**{name: frame[name].fillna("") for name in texts})
+
+
+def _write(frame: pd.DataFrame, path: Path, order: list[str] = KEY) -> None:
+  temporary = path.with_suffix(".tmp")
+  frame = frame.sort_values(order, kind="stable")
+  frame.to_csv(temporary, index=False, float_format="%.6g", lineterminator="\n")
+  os.replace(temporary, path)

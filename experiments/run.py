@@ -1,0 +1,287 @@
+"""Runs an experiment: python -m experiments.run NAME [--scale=pod] [--seeds=0,1] [--dry_run]
+
+NAME is a folder of experiments/, or its beginning, such as e2. Results go into its results.csv and
+curves.csv, line by line; then its figures and the tables of its README are made anew. The same
+command continues: what is done is not made again, what was interrupted goes on from its checkpoint.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments import definition, pod, readme, results, runs
+from experiments.definition import Experiment
+from experiments.results import DONE, FAILED, INTERRUPTED, Store
+from experiments.runs import Job
+from experiments.workers import Workers
+
+HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gspo_jax/experiments"
+GRACE = 60.0  # seconds that runs have to save
+
+
+class Runner:
+  """Makes the runs of an experiment that are missing.
+
+  Args:
+    home: where runs go; those of all experiments share it, and with it cold starts.
+    retry: runs that failed are made again.
+  """
+
+  def __init__(self, experiment: Experiment, store: Store, home: Path, retry: bool = False):
+    self.experiment, self.store, self.home, self.retry = experiment, store, home, retry
+    self.tried: set[tuple] = set()  # in this call
+
+  def plan(self) -> list[Job]:
+    return runs.plan(self.experiment, self.store)
+
+  def missing(self) -> list[Job]:
+    """Runs that are to be made, in their order; those of other experiments are taken over."""
+    jobs, wanted = self.plan(), []
+    for job in jobs:
+      status = self.store.status(job)
+      if job.key in self.tried or status in results.SETTLED or job.stage == runs.START:
+        continue
+      if status == FAILED and not self.retry:
+        continue
+      wanted.append(job)
+    starts: dict[tuple, Job] = {}
+    for job in wanted:
+      at = job.start
+      while at is not None and at.stage != runs.START:  # one that comes after another condition
+        at = at.start
+      if at is not None and not self.finished(at) and at.key not in self.tried:
+        starts[at.key] = at
+    return [*starts.values(), *wanted]
+
+  def finished(self, job: Job) -> bool:
+    """Whether a run is over, and what it left is there for others to begin with."""
+    there = (job.workdir(self.home) / "checkpoints").is_dir()
+    return there and self.store.status(job) in results.SETTLED
+
+  def take_over(self) -> None:
+    """Copies lines of the same runs from other experiments."""
+    stores = results.others(self.store.folder)
+    for job in self.plan():
+      there = job.stage != runs.START or (job.workdir(self.home) / "checkpoints").is_dir()
+      if there and not self.store.status(job) and (ready := results.reusable(job, stores)):
+        row, curve = ready
+        self.store.put(row | self.names(job), curve)
+
+  def ready(self, under_way: list[Job]) -> Job | None:
+    """The next run, whose start is there; None: none, or none yet."""
+    busy = {job.key for job in under_way}
+    for job in self.missing():
+      if job.key not in busy and (job.start is None or self.finished(job.start)):
+        return job
+    return None
+
+  def names(self, job: Job) -> dict[str, Any]:
+    """Whose line it is."""
+    return dict(
+      experiment=self.store.folder.name,
+      stage=job.stage,
+      condition=job.condition,
+      seed=job.seed,
+      run=job.run,
+      start="" if job.start is None else job.start.run,
+      changes=runs.described(job.changes),
+    )
+
+  def begin(self, job: Job) -> dict[str, Any]:
+    """What a worker is told. The line is there from now on, whatever happens to this process."""
+    workdir = job.workdir(self.home)
+    if self.store.status(job) == FAILED:
+      shutil.rmtree(workdir, ignore_errors=True)
+    row = dict(status=INTERRUPTED, reason="under way, or the runner was killed")
+    self.store.put(self.names(job) | row)
+    return dict(job.values) | dict(weights=job.weights(self.home))
+
+  def end(self, job: Job, answer: dict[str, Any]) -> None:
+    """Writes down what came of a run."""
+    workdir, v = job.workdir(self.home), job.values
+    phase = "sft" if job.stage == runs.START else "rl"
+    rows = v["rl"]["prompts"] * v["rl"]["group_size"]
+    try:
+      found, curve = results.collect(workdir, phase, rows, self.experiment.columns)
+    except (OSError, ValueError, KeyError) as error:
+      found, curve = {}, None
+      if answer["status"] == DONE:
+        answer |= dict(status=FAILED, reason=f"its results cannot be read: {error}")
+    self.store.put(self.names(job) | answer | found, curve)
+    self.tried.add(job.key)
+    if answer["status"] == FAILED:
+      for other in self.plan():  # they have their lines too
+        if other.start is not None and other.start.key == job.key:
+          reason = f"{job.condition} of seed {job.seed}, which it begins with, failed"
+          self.end(other, dict(status=FAILED, reason=reason, seconds=0.0))
+    if answer["status"] in results.SETTLED and job.stage != runs.START and not self.begun_with(job):
+      results.archive(workdir)
+
+  def begun_with(self, job: Job) -> bool:
+    """Whether other runs begin with this one."""
+    return any(other.start is not None and other.start.key == job.key for other in self.plan())
+
+  def run(self, count: int) -> None:
+    """Makes what is missing, so many runs at the same time. Ctrl-C and SIGTERM save and end."""
+    self.take_over()
+    workers, told = Workers(count), Told(self)
+    try:
+      with interruptible():
+        while True:
+          for worker in workers.idle:
+            job = self.ready([other.job for other in workers.busy])
+            if job is None:
+              break
+            worker.begin(job, self.begin(job), job.workdir(self.home))
+          if not workers.busy:
+            break
+          for job, answer in workers.answers(None):
+            self.end(job, answer)
+            told(job)
+    except KeyboardInterrupt:
+      sys.stderr.write("saving; the same command continues\n")
+      for job, answer in workers.stop(GRACE):
+        self.end(job, answer)
+        told(job)
+      raise
+    finally:
+      workers.close()
+
+
+class Told:
+  """A line for each run that ends, with the time that is left."""
+
+  def __init__(self, runner: Runner):
+    self.runner, self.since, self.made = runner, time.monotonic(), 0
+
+  def __call__(self, job: Job) -> None:
+    runner = self.runner
+    row = runner.store.row(job)
+    self.made += job.stage != runs.START
+    total = runs.number(runner.experiment)
+    statuses = [runner.store.status(j) for j in runner.plan() if j.stage != runs.START]
+    settled = sum(status in results.SETTLED for status in statuses)
+    left = sum(status not in (*results.SETTLED, FAILED) for status in statuses)
+    left += total - len(statuses)
+    each = (time.monotonic() - self.since) / self.made if self.made else None
+    time_left = "?" if each is None else f"{each * left / 60:.0f} min"
+    accuracy = [row.get(name) for name in ("eval/start", "eval/final")]
+    shown = "" if None in accuracy else f", accuracy {accuracy[0]:.3f} -> {accuracy[1]:.3f}"
+    because = f" ({row['reason']})" if row["reason"] else ""
+    sys.stderr.write(
+      f"{settled}/{total}  {job.condition} seed {job.seed}: {row['status']}{because}{shown}, "
+      f"{row['seconds']:.0f} s  left {time_left}\n"
+    )
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+  """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
+  before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+  """One runner at a time for an experiment; ValueError for the second."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, "a") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      raise ValueError(f"{path.stem} is being run by another process") from error
+    yield
+
+
+def dry_run(runner: Runner, jobs: int) -> str:
+  """The commands of the runs that are missing, and minutes for all of them."""
+  e, lines, missing = runner.experiment, [], runner.missing()
+  for job in missing:
+    lines.append(f"# {job.stage}: {job.condition}, seed {job.seed}")
+    lines.append(job.command(runner.home))
+  starts = sum(job.stage == runs.START for job in missing)
+  known = len([job for job in runner.plan() if job.stage != runs.START])
+  later = runs.number(e) - known
+  if later:
+    lines.append(f"# and {later} runs whose settings the first stage decides on")
+  minutes = (starts * e.start_minutes + (len(missing) - starts + later) * e.minutes) / jobs
+  lines.append(f"# {len(missing) + later} runs, about {minutes:.0f} minutes, {jobs} at a time")
+  return "\n".join(lines)
+
+
+def override(text: str) -> tuple[str, Any]:
+  """The key and the value of --config.KEY=VALUE."""
+  key, _, value = text.removeprefix("--config.").partition("=")
+  try:
+    return key, ast.literal_eval(value)
+  except (ValueError, SyntaxError):
+    return key, value
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.run", description=__doc__.splitlines()[0]
+  )
+  parser.add_argument("name", help=f"{', '.join(definition.names())}; or all, with --report")
+  parser.add_argument("--scale", choices=("laptop", "pod"), default="laptop")
+  parser.add_argument("--seeds", help="other ones than declared, e.g. 0,1,2")
+  parser.add_argument("--dry_run", action="store_true", help="only show what would be run")
+  parser.add_argument("--report", action="store_true", help="only figures and READMEs, from CSVs")
+  parser.add_argument("--retry", action="store_true", help="make failed runs again")
+  parser.add_argument("--workdir", type=Path, default=HOME, help=f"where runs go: {HOME}")
+  parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+  args, rest = parser.parse_known_args(argv)
+  if wrong := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
+    parser.error(f"{wrong[0]!r} is no flag; keys of the configuration are --config.KEY=VALUE")
+  try:
+    if args.name == "all" and args.report:
+      readme.write_all()
+      return 0
+    folder = definition.find(args.name)
+    experiment, module = definition.load(folder)
+    place = definition.HERE / folder
+    home = args.workdir.absolute()
+    if rest:  # another experiment than the one that was declared: its results go elsewhere
+      changes = dict(experiment.common) | dict(map(override, rest))
+      experiment = dataclasses.replace(experiment, common=changes)
+      place = home / "others" / folder
+    if args.seeds:
+      seeds = tuple(map(int, args.seeds.split(",")))
+      experiment = dataclasses.replace(experiment, seeds=seeds)
+    if args.scale == "pod":
+      print(pod.commands(experiment, Store(place)))
+      return 0
+    runner = Runner(experiment, Store(place), home, args.retry)
+    if args.dry_run:
+      print(dry_run(runner, args.jobs))
+      return 0
+    if not args.report:
+      with alone(home / f"{folder}.lock"):
+        runner.run(args.jobs)
+    verdict = readme.write(place, experiment, module.report)
+    if place.parent == definition.HERE:
+      readme.write_overview()
+    print(f"{folder}: {verdict.outcome}: {verdict.because}")
+    return 0
+  except ValueError as error:
+    sys.stderr.write(f"experiments: {error}\n")
+    return 2
+  except KeyboardInterrupt:
+    return 130
+
+
+if __name__ == "__main__":
+  sys.exit(main())

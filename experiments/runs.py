@@ -1,0 +1,209 @@
+"""The runs that an experiment consists of: their configurations, their names, what comes first."""
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs import common
+from experiments.definition import Changes, Condition, Experiment
+from experiments.results import Store
+from gspo_jax import config as configuration
+from gspo_jax import main
+
+ROOT = Path(__file__).parents[1]
+START, TUNING, FINAL = "start", "tuning", "final"  # stages
+OF_START = ("model", "tokenizer", "sft", "sft_optimizer")  # a change makes another cold start
+READ_BY_START = (*OF_START, "compute", "data", "mesh", "seed")
+# What a run's outcome does not depend on, or its cold start says already.
+NOT_OF_RUN = ("job", "weights", "wandb", "resume", "profile", "alarms", "checkpoint")
+NOT_OF_RUN += ("sft", "sft_optimizer")
+# How runs are made, unless the experiment says otherwise.
+HABITS = {"rl.dump_every": 1_000_000, "checkpoint.keep": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One run: a cold start, or a condition with a seed."""
+
+  condition: str
+  stage: str
+  seed: int
+  changes: Changes  # of the base, without the seed: what the results show
+  values: Mapping[str, Any]  # the whole configuration, but for `weights`
+  base: str
+  start: "Job | None" = None  # the run that it begins with
+  step: str = ""  # of that run; "": its last
+
+  @property
+  def key(self) -> tuple[str, str, int]:
+    return self.stage, self.condition, self.seed
+
+  @functools.cached_property
+  def run(self) -> str:
+    """A name that changes with everything that the outcome depends on, but for the code. Keys that
+    are as in `common.base()` do not count, so that a new one leaves the names as they are."""
+    values, was = flat(self.values), flat(_defaults())
+    different = {k: v for k, v in values.items() if k not in was or was[k] != v}
+    if self.stage == START:
+      different = {k: v for k, v in different.items() if k.split(".")[0] in READ_BY_START}
+    else:
+      different = {k: v for k, v in different.items() if k.split(".")[0] not in NOT_OF_RUN}
+      different["start"] = [self.start.run, self.step]
+    text = json.dumps(different, sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+  def workdir(self, home: Path) -> Path:
+    return home / ("starts" if self.stage == START else "runs") / self.run
+
+  def weights(self, home: Path) -> str:
+    """Where the run begins: a value of the key `weights`."""
+    if self.start is None:
+      return "random"
+    directory = self.start.workdir(home)
+    return str(directory / "checkpoints" / "rl" / self.step if self.step else directory)
+
+  def command(self, home: Path) -> str:
+    """The same run by the command line."""
+    settings = {"job": self.values["job"], "seed": self.seed, "weights": self.weights(home)}
+    return command(self.base, self.workdir(home), settings | dict(self.changes))
+
+
+def command(base: str, workdir: Path | str, settings: Mapping[str, Any]) -> str:
+  flags = [f"--config.{key}={_shown(value)}" for key, value in settings.items()]
+  words = ["python", "-m", "gspo_jax.main", f"--config={base}", f"--workdir={workdir}", *flags]
+  return " ".join(word if "$" in word else shlex.quote(word) for word in words)
+
+
+def described(changes: Changes) -> str:
+  """Changes in one line, for results.csv."""
+  return " ".join(f"{key}={_shown(value)}" for key, value in changes.items())
+
+
+def plan(experiment: Experiment, store: Store) -> list[Job]:
+  """The runs as far as they are known, those that share a seed together; what a run begins with
+  comes before it. The second stage of a condition is known once its first one is complete."""
+  jobs: dict[tuple[str, str, int], Job] = {}
+  if tuning := experiment.tuning:
+    for seed in tuning.seeds:
+      for c in experiment.conditions:
+        for name, setting in tuning.grid.items():
+          _add(jobs, experiment, c, TUNING, seed, f"{c.name}/{name}", setting)
+  best = {c.name: chosen(experiment, c, store, jobs) for c in experiment.conditions}
+  for seed in dict.fromkeys(
+    s for c in experiment.conditions for s in (c.seeds or experiment.seeds)
+  ):
+    for c in experiment.conditions:
+      if seed in (c.seeds or experiment.seeds) and best[c.name] is not None:
+        setting = tuning.grid[best[c.name]] if tuning else {}
+        _add(jobs, experiment, c, FINAL, seed, c.name, setting)
+  return list(jobs.values())
+
+
+def chosen(
+  experiment: Experiment, condition: Condition, store: Store, jobs: Mapping[Any, Job]
+) -> str | None:
+  """The setting that a condition's second stage has: "" without tuning, None if its first stage is
+  not complete."""
+  tuning = experiment.tuning
+  if tuning is None:
+    return ""
+  means = {}
+  for name in tuning.grid:
+    mine = [jobs[TUNING, f"{condition.name}/{name}", seed] for seed in tuning.seeds]
+    if not all(store.settled(job) for job in mine):
+      return None
+    means[name] = sum(store.outcome(job, tuning.statistic) for job in mine) / len(mine)
+  return max(means, key=means.get)
+
+
+def number(experiment: Experiment) -> int:
+  """How many runs there are in all, cold starts left out."""
+  tuning, seeds = experiment.tuning, [c.seeds or experiment.seeds for c in experiment.conditions]
+  first = len(tuning.grid) * len(tuning.seeds) * len(experiment.conditions) if tuning else 0
+  return first + sum(map(len, seeds))
+
+
+def _add(
+  jobs: dict,
+  experiment: Experiment,
+  condition: Condition,
+  stage: str,
+  seed: int,
+  name: str,
+  setting: Changes,
+) -> None:
+  changes = {**experiment.common, **condition.changes, **setting}
+  start, step = _start(jobs, experiment, changes, seed), ""
+  if condition.after:
+    before, _, step = condition.after.partition("/")
+    start = jobs[stage, name.replace(condition.name, before, 1), seed]
+  values = applied(experiment.base, HABITS | changes | dict(job="rl", seed=seed))
+  job = Job(name, stage, seed, changes, values, experiment.base, start, step)
+  jobs[job.key] = job
+
+
+def _start(jobs: dict, experiment: Experiment, changes: Changes, seed: int) -> Job:
+  """The cold start of a condition, which is there once."""
+  mine = dict(experiment.common)
+  mine |= {key: value for key, value in changes.items() if key.split(".")[0] in OF_START}
+  values = applied(experiment.base, HABITS | mine | dict(job="sft", seed=seed))
+  if not values["sft"]["max_tokens"]:
+    window = values["data"]["max_prompt_tokens"] + values["sampling"]["max_new_tokens"]
+    values["sft"]["max_tokens"] = window
+    mine["sft.max_tokens"] = window
+  values["checkpoint"]["every"] = max(1, values["sft"]["steps"])  # it is short
+  own = {key: value for key, value in mine.items() if key not in experiment.common}
+  own.pop("sft.max_tokens", None)
+  job = Job(f"cold start {described(own)}".strip(), START, seed, mine, values, experiment.base)
+  return jobs.setdefault(job.key, job)
+
+
+@functools.cache
+def _file(base: str) -> dict[str, Any]:
+  return main.in_file(str(ROOT / base))
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+  return common.base().to_dict()
+
+
+def applied(base: str, changes: Changes) -> dict[str, Any]:
+  """The configuration of a file with changes. ValueError for a key that it does not have, or for a
+  value out of its range."""
+  values = copy.deepcopy(_file(base))
+  for key, value in changes.items():
+    *sections, last = key.split(".")
+    place = values
+    for part in sections:
+      place = place.get(part)
+      if not isinstance(place, dict):
+        raise ValueError(f"{base}: {key!r} is no key of a configuration")
+    if last not in place:
+      raise ValueError(f"{base}: {configuration.unknown('.'.join([*sections, '']), last, place)}")
+    place[last] = value
+  configuration.from_dict(values)
+  return values
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """The same by keys with dots; tuples are lists."""
+  found = {}
+  for key, value in values.items():
+    if isinstance(value, Mapping):
+      found |= flat(value, f"{prefix}{key}.")
+    else:
+      found[prefix + key] = list(value) if isinstance(value, tuple) else value
+  return found
+
+
+def _shown(value: Any) -> str:
+  if isinstance(value, float):
+    return f"{value:.6g}"
+  return repr(tuple(value)) if isinstance(value, list | tuple) else str(value)

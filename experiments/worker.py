@@ -1,0 +1,96 @@
+"""A process that makes runs, many of them one after another, so that a sweep compiles once.
+
+It reads jobs, one JSON object per line, from standard input: `values`, the configuration, and
+`workdir`. It answers each with a line of its own: `status`, `reason` and `seconds`. What a run says
+on the terminal goes to log.txt in its workdir. SIGTERM has it save the run under way, and end.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+MAPS = Path("/proc/self/maps")
+
+
+def main(cores: str) -> None:
+  """Makes runs on these cores, e.g. "0,2", until standard input ends."""
+  os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before there are threads
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's, which sends SIGTERM
+  answers = os.fdopen(os.dup(1), "w")
+  threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
+  for line in sys.stdin:
+    job = json.loads(line)
+    answer = make(job["values"], Path(job["workdir"]))
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+    if answer["status"] != "done":
+      os._exit(0)  # threads of Orbax may wait for what will not come: another process goes on
+    tidy()
+
+
+def make(values: dict[str, Any], workdir: Path) -> dict[str, Any]:
+  """One run by the path of the command line, and how it ended."""
+  started = time.monotonic()
+  workdir.mkdir(parents=True, exist_ok=True)
+  with open(workdir / "log.txt", "a") as log:
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+  try:
+    status, reason = _do(values, workdir)
+  except Exception as error:
+    traceback.print_exc()
+    status, reason = "failed", f"{type(error).__name__}: {error}"
+  sys.stderr.flush()
+  reason = " ".join(reason.split())[:300]
+  return dict(status=status, reason=reason, seconds=round(time.monotonic() - started, 1))
+
+
+def _do(values: dict[str, Any], workdir: Path) -> tuple[str, str]:
+  from absl import logging
+
+  from gspo_jax import config as configuration
+  from gspo_jax import main as command_line
+  from gspo_jax.run import open_run
+  from gspo_jax.runs import nonfinite, preemption
+
+  logging.set_verbosity(logging.WARNING)
+  command_line.compiled_programs_stay()
+  # The workdir's name says that it is the same run: what differs are keys that the code has got
+  # since it was interrupted.
+  config = configuration.from_dict(values | dict(resume="force"))
+  try:
+    with preemption.watch(config.checkpoint.grace_s), open_run(config, workdir) as run:
+      command_line.do(run)
+  except nonfinite.NonFiniteError as error:
+    return "nan", str(error)
+  except preemption.Preempted:
+    return "interrupted", "told to go; its checkpoint is there"
+  return "done", ""
+
+
+def tidy() -> None:
+  """Lets go of what the last run has left. Compiled programs stay, unless they take more of the
+  65,530 memory mappings that a process has than can be spared."""
+  gc.collect()
+  if MAPS.exists() and len(MAPS.read_text().splitlines()) > 30_000:
+    import jax
+
+    jax.clear_caches()
+
+
+def _end_with(parent: int) -> None:
+  """Tells this process to save and end when the runner is gone."""
+  while os.getppid() == parent:
+    time.sleep(1)
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

@@ -1,0 +1,105 @@
+"""Worker processes, and which of them has what to do."""
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+Answer = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Worker:
+  """A process on its share of the cores, which is started when there is something to do."""
+
+  cores: list[int]
+  process: subprocess.Popen | None = None
+  job: Any = None
+  since: float = 0.0
+
+  def begin(self, job: Any, values: dict[str, Any], workdir: Path) -> None:
+    if self.process is None or self.process.poll() is not None:
+      path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+      self.process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.worker", ",".join(map(str, self.cores))],
+        cwd=ROOT,
+        env=os.environ | dict(PYTHONPATH=path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+      )
+    self.job, self.since = job, time.monotonic()
+    self.process.stdin.write(json.dumps(dict(values=values, workdir=str(workdir))) + "\n")
+    self.process.stdin.flush()
+
+  def answer(self) -> Answer:
+    """What it says; where it has died, that."""
+    line = self.process.stdout.readline()
+    if line:
+      return json.loads(line)
+    code = self.process.wait()
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return dict(
+      status="interrupted",
+      reason=f"its process ended: {how}",
+      seconds=round(time.monotonic() - self.since, 1),
+    )
+
+  def stop(self) -> None:
+    if self.process is not None and self.process.poll() is None:
+      self.process.terminate()
+
+
+class Workers:
+  """So many processes, which share the cores evenly."""
+
+  def __init__(self, count: int):
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[i::count] or [cores[i % len(cores)]] for i in range(count)]
+    self.all = [Worker(share) for share in shares]
+
+  @property
+  def idle(self) -> list[Worker]:
+    return [worker for worker in self.all if worker.job is None]
+
+  @property
+  def busy(self) -> list[Worker]:
+    return [worker for worker in self.all if worker.job is not None]
+
+  def answers(self, timeout: float | None) -> Iterator[tuple[Any, Answer]]:
+    """Jobs that have come to an end, and how; waits for the first of them, so many seconds."""
+    with selectors.DefaultSelector() as selector:
+      for worker in self.busy:
+        selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+      for key, _ in selector.select(timeout):
+        worker = key.data
+        job, answer = worker.job, worker.answer()
+        worker.job = None
+        yield job, answer
+
+  def stop(self, seconds: float) -> Iterator[tuple[Any, Answer]]:
+    """Has all of them save and end, and kills those that have not after so many seconds."""
+    for worker in self.all:
+      worker.stop()
+    until = time.monotonic() + seconds
+    while self.busy and time.monotonic() < until:
+      yield from self.answers(until - time.monotonic())
+    for worker in self.busy:
+      worker.process.kill()
+      yield worker.job, worker.answer()
+      worker.job = None
+
+  def close(self) -> None:
+    """Lets the processes end, which have nothing to do."""
+    for worker in self.all:
+      if worker.process is not None and worker.process.poll() is None:
+        worker.process.stdin.close()
+        worker.process.wait()

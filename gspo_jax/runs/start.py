@@ -1,0 +1,118 @@
+"""Weights to start from that another run left in its checkpoints: the key `weights`.
+
+A run is named by its workdir, which means its newest checkpoint, of RL if it has come so far and of
+the cold start otherwise; or by a directory of its checkpoints: `DIR/checkpoints/sft` for the newest
+of a phase, `DIR/checkpoints/rl/30` for the one after iteration 30.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from gspo_jax.runs import integrity
+from gspo_jax.runs.checkpoint import shapes
+from gspo_jax.runs.provenance import FILE
+
+PHASES = ("rl", "sft")  # which one a workdir stands for, first
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """A checkpoint of another run."""
+
+  path: epath.Path
+  config: Mapping[str, Any]  # of that run, and its provenance; {} where there is no config.json
+
+  @property
+  def model(self) -> dict[str, Any]:
+    """Section `model` of that run's configuration, as far as it is known."""
+    values = self.config.get("model", {})
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+
+  @property
+  def about(self) -> dict[str, Any]:
+    """JSON for the provenance of the run that starts here."""
+    made_with = self.config.get("provenance", {})
+    about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
+    return about | dict(seed=self.config.get("seed"), commit=made_with.get("commit"))
+
+
+def find(weights: str) -> Start | None:
+  """The checkpoint that `weights` names; None if it names none of a run.
+
+  Raises:
+    ValueError: a run without a checkpoint, or one that is not complete; says what to name.
+  """
+  if weights in ("", "random"):
+    return None
+  path = epath.Path(weights)
+  config = _config(path)
+  if "provenance" in config:
+    home = epath.Path(config["checkpoint"]["directory"] or path / "checkpoints")
+    path = next((home / phase for phase in PHASES if _steps(home / phase)), None)
+    if path is None:
+      raise ValueError(f"weights={weights!r} is a run that has no checkpoint yet, in {home}")
+  elif config:
+    return None  # a Hugging Face directory
+  if path.name in PHASES and path.is_dir():
+    if not (steps := _steps(path)):
+      raise ValueError(f"weights={weights!r} holds no checkpoint")
+    path = path / str(max(steps))
+  if not (path.name.isdigit() and path.parent.name in PHASES):
+    return None
+  if int(path.name) not in (steps := _steps(path.parent)):
+    there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+    raise ValueError(f"weights={weights!r} is no complete checkpoint; {there}")
+  above = path.parents[2], path.parents[1]  # checkpoints/ of a workdir, or checkpoint.directory
+  return Start(path, config or next((c for c in map(_config, above) if c), {}))
+
+
+def restore(start: Start, like: Any) -> Any:
+  """The parameters alone, laid out as the abstract parameters `like` say.
+
+  Raises:
+    ValueError: the checkpoint is damaged, or holds other parameters.
+  """
+  if wrong := integrity.damage(start.path):
+    steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
+    before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
+    raise ValueError(f"weights={start.path} is damaged: {wrong}{before}")
+  handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
+  reader, like = ocp.Checkpointer(handler), dict(params=like)
+  stored = shapes(reader.metadata(start.path).item_metadata["state"])
+  wanted = shapes(like)
+  for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
+    if wanted.get(name) != stored.get(name):
+      raise ValueError(
+        f"weights={start.path}: {name} has shape {stored.get(name)}, the configured model wants "
+        f"{wanted.get(name)}; a run with rl.lora_rank can be started from at its cold start only"
+      )
+  arguments = ocp.args.PyTreeRestore(
+    item=like,
+    restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+    partial_restore=True,  # the optimizer's moments stay where they are
+  )
+  found = reader.restore(start.path, args=ocp.args.Composite(state=arguments))["state"]
+  return jax.block_until_ready(found["params"])
+
+
+def _steps(directory: epath.Path) -> list[int]:
+  """Steps of the complete checkpoints of a phase."""
+  if not directory.is_dir():
+    return []
+  return sorted(int(path.name) for path in integrity.finished(directory))
+
+
+def _config(directory: epath.Path) -> dict[str, Any]:
+  """The config.json there; {} if there is none, or none that can be read."""
+  path = directory / FILE
+  try:
+    found = json.loads(path.read_text()) if path.exists() else {}
+  except (OSError, ValueError):
+    return {}
+  return found if isinstance(found, dict) else {}
