@@ -108,6 +108,9 @@ def base() -> ConfigDict:
         slots=0,  # responses decoded at once, over all devices; 0: all of a batch
         steps=16,  # of decoding between two looks of the host, which prefills for free slots
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
+        # As compute.dtype, of rollouts and evaluations, whose weights are published in it: "": the
+        # trainer's | float32 | bfloat16. With another than the trainer's the mismatch is larger.
+        dtype="",
         cache_dtype="float32",  # of keys and values: float32 | bfloat16
         # dense: rows of the whole window | paged: responses take pages as they grow | auto: paged
         # on TPU, whose kernel reads what is filled, and with cache_tokens; others collect pages
@@ -120,9 +123,10 @@ def base() -> ConfigDict:
       objective=dict(
         # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo
         name="gspo",
-        # What the loss is told, in docs/objectives.md: clip_low, clip_high, dual_clip, aggregate,
-        # length_exponent, tau_pos, tau_neg, kl_coef, kl, entropy_coef, off_policy_threshold,
-        # segment_unit, segment_tokens. Unset, each is what the loss was published with, or nothing.
+        # What the loss is told, in docs/objectives.md: clip_low, clip_high, clip_length,
+        # clip_exponent, dual_clip, aggregate, length_exponent, tau_pos, tau_neg, kl_coef, kl,
+        # entropy_coef, off_policy_threshold, segment_unit, segment_tokens. Unset, each is what the
+        # loss was published with, or nothing.
         **unset(ObjectiveConfig),
         # {loss: {option: value}} that suit the other settings of a file, in the place of published
         # ones; the options above go before them.
@@ -130,6 +134,12 @@ def base() -> ConfigDict:
         # Importance weights for a trainer that differs from the sampler: none | truncated | masked;
         # level, cap, low, high as in docs/objectives.md
         correction=dict(name="none", **unset(CorrectionConfig)),
+        # Ranges that move until so many tokens are clipped: docs/objectives.md
+        adaptive_clip=dict(
+          target=0.0,  # share of tokens; 0: the ranges stay
+          gain=1.0,  # of log range, by iteration and distance to the target
+          span=100.0,  # the largest factor, and the inverse of the smallest
+        ),
         advantage="std",  # std | none | leave_one_out
         old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
@@ -155,7 +165,8 @@ def base() -> ConfigDict:
         extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)
-        minibatches=4,  # updates per rollout batch: §5.1
+        minibatches=4,  # updates per rollout batch and epoch: §5.1
+        epochs=1,  # times that the mini-batches are gone through, in the same order
         microbatches=1,  # per update; more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
         lora_rank=0,  # of adapters, which are trained instead of the model; 0: all of it is

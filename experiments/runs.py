@@ -75,7 +75,7 @@ class Job:
 
 
 def command(base: str, workdir: Path | str, settings: Mapping[str, Any]) -> str:
-  flags = [f"--config.{key}={_shown(value)}" for key, value in settings.items()]
+  flags = [f"--config.{key}={value}" for key, value in settings.items()]
   words = ["python", "-m", "gspo_jax.main", f"--config={base}", f"--workdir={workdir}", *flags]
   return " ".join(word if "$" in word else shlex.quote(word) for word in words)
 

@@ -96,7 +96,7 @@ class Collected:
   reward_PG: np.ndarray
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # of each token, where turns or lines have rewards of their own
-  tokens: int  # that this iteration has sampled, for whichever groups
+  usage: Usage  # what this iteration has sampled, for whichever groups
   metrics: dict[str, float]
 
 
@@ -163,7 +163,7 @@ class Collector:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
       metrics |= self._partial_metrics(sampled, chosen, step)
-    return self._collected(chosen, step, usage.tokens, metrics)
+    return self._collected(chosen, step, usage, metrics)
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
     """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
@@ -271,7 +271,7 @@ class Collector:
     rewards.require_verdicts([*unknown.values()], len(flat), where)
 
   def _collected(
-    self, groups: list[Group], step: int, tokens: int, metrics: dict[str, float]
+    self, groups: list[Group], step: int, usage: Usage, metrics: dict[str, float]
   ) -> Collected:
     c = self._config
     trajectories = [one for group in groups for one in group.trajectories]
@@ -303,7 +303,7 @@ class Collector:
     if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
       advantage_PG = np.where(rollout.stopped.reshape(reward_PG.shape), advantage_PG, 0)
       metrics["masked_responses"] = float((~rollout.stopped).sum())
-    return Collected(groups, rollout, step, reward_PG, advantage_PG, advantage_BL, tokens, metrics)
+    return Collected(groups, rollout, step, reward_PG, advantage_PG, advantage_BL, usage, metrics)
 
   def blank(self, prompts: int) -> Collected:
     """Stands in for what `collect` returns for so many groups: alike but for the values."""
@@ -312,7 +312,7 @@ class Collector:
     rollout = assemble([one] * (prompts * G), self._workload.window, self._tokenizer.pad_id)
     zeros_PG = np.zeros((prompts, G), np.float32)
     advantage_BL = np.zeros_like(rollout.logp) if self._in_parts else None
-    return Collected([], rollout, 0, zeros_PG, zeros_PG, advantage_BL, 0, {})
+    return Collected([], rollout, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})
 
   def _partial_metrics(
     self, sampled: Sequence[Group], chosen: Sequence[Group], step: int

@@ -51,11 +51,17 @@ class RLConfig:
   extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
   token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
   mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering
-  minibatches: PositiveInt  # updates per rollout batch
+  minibatches: PositiveInt  # updates per rollout batch and epoch
+  epochs: PositiveInt  # passes over the mini-batches of a rollout batch
   microbatches: PositiveInt  # per update; more of them need less memory
   packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
   lora_rank: Annotated[int, Range(0, 65_536)]  # of adapters, trained instead of all; 0: none
   dump_every: PositiveInt  # iterations between dumped rollouts
+
+  @property
+  def updates(self) -> int:
+    """Gradient updates per iteration."""
+    return self.minibatches * self.epochs
 
   @property
   def partial(self) -> bool:
@@ -103,6 +109,13 @@ class RunConfig:
       rows % (rl.minibatches * rl.microbatches) == 0,
       f"rl.prompts × rl.group_size = {rows} rows do not divide into rl.minibatches="
       f"{rl.minibatches} × rl.microbatches={rl.microbatches}",
+    )
+    _require(
+      not self.objective.adaptive_clip.target
+      or self.objective.old_logp == "sampler"
+      or rl.updates > 1,
+      f"objective.adaptive_clip.target={self.objective.adaptive_clip.target}: with one update per "
+      "iteration the ratio is 1 and nothing is clipped; set rl.minibatches or rl.epochs above 1",
     )
     _require(
       not rl.packed or rl.microbatches > 1,
@@ -191,6 +204,11 @@ class RunConfig:
       response_tokens=self.sampling.max_new_tokens,
       **both,
     )
+
+  @property
+  def sampler_compute(self) -> ComputeConfig:
+    """Precision and formulations of whatever samples: rollouts and evaluations."""
+    return self.engine.compute(self.compute)
 
   def workload(self, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
     """The requests that RL makes of the engine; several_turns: of an environment."""

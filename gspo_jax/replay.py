@@ -19,6 +19,7 @@ from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.learner import optimizer, packing
+from gspo_jax.learner.adaptive_clip import FIXED
 from gspo_jax.learner.state import abstract_state
 from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_step, summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
@@ -38,7 +39,8 @@ def replay(directory: epath.Path) -> bool:
   with jax.set_mesh(mesh):
     learner, tx, step = _update(config, about["phase"])
     adapters = config.rl.lora_rank if about["phase"] == "rl" else 0
-    like = abstract_state(config.model, mesh, tx, adapters, config.compute.dtype)
+    adaptive = config.objective.adaptive_clip if about["phase"] == "rl" else FIXED
+    like = abstract_state(config.model, mesh, tx, adapters, config.compute.dtype, adaptive)
     state = _state(directory / "state", like)
     state = state.replace(skipped=state.skipped * 0)
     sound = True
@@ -74,7 +76,7 @@ def _update(config: RunConfig, phase: str):
   if phase == "sft":
     tx = optimizer.make(config.sft_optimizer, config.sft.steps)
     return learner, tx, make_sft_step(learner, tx)
-  tx = optimizer.make(config.rl_optimizer, config.rl.iterations * config.rl.minibatches)
+  tx = optimizer.make(config.rl_optimizer, config.rl.iterations * config.rl.updates)
   return learner, tx, make_rl_step(learner, config.objective, tx)
 
 

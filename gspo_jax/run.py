@@ -163,6 +163,7 @@ def _read(config: RunConfig) -> _Inputs:
   config.check_devices(sharding.batch_shards(mesh))
   shared = "rl" in config.job and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
+  transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
   layout = transformer.shardings(config.model, rollout, mesh)
   _check_memory(config, mesh)
@@ -189,7 +190,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
     _open_scorers(config) as scorers,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
   ):
-    read = transformer.dtypes(config.model, config.compute.dtype)
+    read = transformer.dtypes(config.model, config.sampler_compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
     publish = sharding.publisher(inputs.layout, read, lora.merged)
@@ -213,7 +214,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
       seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
       environment=config.environment,
       directory=workdir / "evaluations",
-      identity=repr((config.compute, config.reward, config.tokenizer, config.environment)),
+      identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment)),
     )
     if jax.process_index() == 0:
       origin = start.find(config.weights)

@@ -105,3 +105,5 @@ class TrainState:
   params: Any  # models.transformer.Params
   opt_state: Any  # optax state
   skipped: Array  # int32 []: updates left out, since they would not have been finite
+  # float32 []: what the clip ranges are multiplied by (learner/adaptive_clip.py); None: they stay
+  clip_factor: Array | None = None

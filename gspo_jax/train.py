@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from gspo_jax.collect import Collected, Collector
-from gspo_jax.hardware import utilisation
+from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
+from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
 from gspo_jax.learner.step import (
@@ -29,6 +30,7 @@ from gspo_jax.report import page
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
+from gspo_jax.runs.totals import Totals
 from gspo_jax.segments import segment_ids
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
 
@@ -44,24 +46,26 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
   c, engine = run.config, run.engine
-  updates = c.rl.iterations * c.rl.minibatches
+  updates = c.rl.iterations * c.rl.updates
   tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
   learner, collector = c.learner("rl"), Collector(run)
   update, score = make_rl_step(learner, c.objective, tx), make_score(learner)
   old_policy = make_old_policy(learner, c.objective)
-  phase = run.phase("rl", c.rl.iterations, updates=c.rl.minibatches, keep=2)
+  adaptive = c.objective.adaptive_clip
+  phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
 
   def start() -> Any:
     adapters = c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
     return with_adapters(start_params(), c.model, *adapters)
 
   last, state, host = phase.resume(
-    like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx)
+    like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx, adaptive)
   )
-  pending = dict(step=0)  # where the curve starts: an evaluation
+  total = Totals()
+  pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
   if host is not None:
     collector.set_position(host["position"])
-    pending = host["pending"]
+    total, pending = Totals(**host["position"].get("total", {})), host["pending"]
   reference = start() if c.objective.kl_coef else None
   engine.load(state.params, version=last + 1)
 
@@ -78,7 +82,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     update, old_policy = ahead(run, collector, prepared, update, old_policy, tx)
   review = make_review(learner, c.objective, old_policy)
   with phase:
-    phase.stand(last, state, collector.position(), pending)
+    phase.stand(last, state, position(collector, total), pending)
     if pending is not None:
       conclude(run, phase, state, pending)
     for step in phase.steps():
@@ -90,30 +94,37 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         minibatches = place(run, collected, c.rl.minibatches)
         minibatches = [prepared(state.params, one) for one in minibatches]
         jax.block_until_ready(minibatches)
-      phase.hold(step, minibatches)
+      taken = batches.epochs(minibatches, c.rl.epochs)
+      phase.hold(step, taken)
       phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
       engine.release()
       metrics, update_started = [], time.perf_counter()
       with phase.stages("update"):
-        for minibatch in minibatches:
+        for minibatch in taken:
           state, metric = update(state, minibatch)
           metrics.append(metric)
         # The devices are busy; what the host has to do comes now.
-        row = dict(step=step, learning_rate=float(rates[step * c.rl.minibatches - 1]))
+        row = dict(step=step, learning_rate=float(rates[step * c.rl.updates - 1]))
         row |= collected.metrics | memory()
         jax.block_until_ready(state)
-      row |= speed(run, collected, time.perf_counter() - update_started)
+        seconds = time.perf_counter() - update_started
+      without_gradient, training = operations(run, collected)
+      row |= utilisation(training, seconds, run.mesh.devices.flat)
+      sampling = collected.usage
+      total = total.plus(sampling.tokens, sampling.flops + without_gradient + training)
+      row |= total.metrics()
       with phase.stages("publish"):
         engine.load(state.params, version=step + 1)
-      row["tokens_per_second"] = collected.tokens / (time.perf_counter() - started)
+      row["tokens_per_second"] = sampling.tokens / (time.perf_counter() - started)
       row |= summarize(tuple(metrics))
       if step == c.profile:
         jax.profiler.stop_trace()
       if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
         with phase.stages("report"):
-          reviews = [review(state.params, b) for b in minibatches]
+          reviews = [review(state.params, b, state.clip_factor) for b in minibatches]
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
-      phase.stand(step, state, collector.position(), row)
+      state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
+      phase.stand(step, state, position(collector, total), row)
       conclude(run, phase, state, row)
   return state.params
 
@@ -147,7 +158,8 @@ def ahead(
 def empty_state(run: Run, tx: optax.GradientTransformation) -> TrainState:
   """Shapes and shardings of the training state of RL."""
   c = run.config
-  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype)
+  adaptive = c.objective.adaptive_clip
+  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive)
 
 
 def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
@@ -214,12 +226,19 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
     raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
 
 
-def speed(run: Run, collected: Collected, seconds: float) -> dict[str, float]:
-  """Utilisation of the devices by the updates, with each prompt counted once."""
-  prompt_B, end_B = collected.rollout.prompt_lengths, collected.rollout.ends
-  prompt_P = prompt_B[:: run.config.rl.group_size]
-  devices = run.mesh.devices.flat
-  return utilisation(run.config.model, prompt_P, prompt_B, end_B, seconds, devices)
+def position(collector: Collector, total: Totals) -> Callable[[], dict[str, Any]]:
+  """Remembers where the run stands; called, the result makes JSON of it for a checkpoint."""
+  sampling = collector.position()
+  return lambda: sampling() | dict(total=total.get_state())
+
+
+def operations(run: Run, collected: Collected) -> tuple[float, float]:
+  """Model FLOPs of an iteration's passes without gradient and of its updates, with each prompt
+  counted once, without padding and without what is calculated twice."""
+  c, prompt_B = run.config, collected.rollout.prompt_lengths
+  one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends)
+  passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
+  return passes * one, 3 * c.rl.epochs * one
 
 
 def records(

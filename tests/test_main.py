@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from support.command_line import (
   ROOT,
@@ -26,7 +27,9 @@ from support.command_line import (
 from support.configs import config_of
 
 from configs import tiny
-from gspo_jax.models import hf, sizes, transformer
+from gspo_jax import config as configuration
+from gspo_jax.data import tokenizer
+from gspo_jax.models import flops, hf, sizes, transformer
 from gspo_jax.run import open_run
 
 
@@ -78,8 +81,30 @@ def test_its_metrics_tell_what_it_cost(finished):
     )
     assert row["flops_per_second/update"] > 0 and 0.1 < row["memory/host_peak_gib"] < 64
     assert row["updates_skipped"] == 0 and "mfu/update" not in row  # no peak is known of a CPU
+  totals = [row["total/tokens"] for row in rows_of(finished[0], "rl")]
+  lengths = [row["response_length/mean"] * 8 * 4 for row in rows_of(finished[0], "rl")[1:]]
+  assert totals[0] == 0 and np.diff(totals).tolist() == lengths
   later = rows_of(finished[0], "rl")[3:]
   assert any("time/save" in row for row in later) and any("checkpoint/seconds" in r for r in later)
+
+
+def test_its_operations_are_those_of_its_responses(finished):
+  """Sampling, one pass without gradient, and updates; an iteration's responses are on file."""
+  settings = json.loads((finished[0] / "config.json").read_text())
+  c = configuration.from_dict({k: v for k, v in settings.items() if k != "provenance"})
+  totals = {row["step"]: row["total/flops"] for row in rows_of(finished[0], "rl")}
+  lines = (finished[0] / "rollouts" / "rl_000004.jsonl").read_text().splitlines()
+  tok, expected = tokenizer.load(c.tokenizer), 0.0
+  for i, record in enumerate(map(json.loads, lines)):
+    prompt, new = len(tok.encode(record["prompt"])), record["length"]
+    end = prompt + new
+    if i % c.rl.group_size == 0:  # the sampler needs no logits of it
+      prefix = flops.work(c.model, 1, prompt - 1, prompt - 1)
+      expected += prefix.forward() - prefix.head
+      expected += 4 * flops.work(c.model, 1, prompt, prompt).forward()
+    expected += flops.work(c.model, 1, new, end - 1).forward()
+    expected += 4 * flops.work(c.model, 1, new, end).forward()
+  assert len(lines) == 32 and totals[4] - totals[3] == pytest.approx(expected, rel=1e-12)
 
 
 def test_its_metrics_show_that_it_is_off_policy(finished):

@@ -116,9 +116,10 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
 def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
   """Shapes and shardings of the training state."""
   c = case.config
-  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
+  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.updates)
   with jax.set_mesh(mesh):
-    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype)
+    adaptive = c.objective.adaptive_clip
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive)
 
 
 def held(tree: Any) -> float:

@@ -61,7 +61,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
     prefill=-(-rl.prompts // at_once),
     decode=decode_steps(sampled, size.slots, tail=not rl.partial),
     score=passes * read / (case.length * (case.sequences if rl.packed else case.rows)),
-    train=read / (case.length * case.sequences),
+    train=rl.epochs * read / (case.length * case.sequences),
     publish=1,
   )
   seconds = {name: n * rows[name]["serial_s"] for name, n in calls.items() if n}
@@ -92,7 +92,7 @@ def decode_steps(lengths: Sequence[int], slots: int, tail: bool = True) -> int:
 
 
 def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
-  """Positions of the rows that the updates of an iteration read, padding included."""
+  """Positions of the rows that the updates of an epoch read, padding included."""
   rl, window = case.config.rl, case.workload.window
   rows = len(lengths) // rl.minibatches  # of an update, unless they are packed
   if not rl.packed:

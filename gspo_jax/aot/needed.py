@@ -126,4 +126,4 @@ def _trained(case: Case, mesh: jax.sharding.Mesh) -> Any:
 def sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
   """The sampler's weights."""
   rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
-  return abstract_params(case.model, mesh, rules, case.config.compute.dtype)
+  return abstract_params(case.model, mesh, rules, case.config.sampler_compute.dtype)

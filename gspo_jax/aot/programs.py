@@ -110,10 +110,10 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   adapters = c.rl.lora_rank, c.compute.dtype
-  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.minibatches)
-  state = abstract_state(c.model, mesh, tx, *adapters)
+  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.updates)
+  state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
-  sample_params = abstract_params(c.model, mesh, rollout, c.compute.dtype)
+  sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -129,7 +129,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
       layout = transformer.shardings(c.model, rollout, mesh)
-      read = transformer.dtypes(c.model, c.compute.dtype)
+      read = transformer.dtypes(c.model, c.sampler_compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
       yield name, Program(publish, (state.params,), None, held=(state.opt_state,))
     if name in ("prefill", "decode"):
@@ -142,7 +142,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   slots, in place."""
   c, engine, workload = case.config, case.engine, case.workload
   shards = sharding.batch_shards(mesh)
-  options = dict(model=c.model, compute=c.compute, record_routing=workload.record_routing)
+  options = dict(model=c.model, compute=c.sampler_compute, record_routing=workload.record_routing)
   with jax.set_mesh(mesh):
     size = sizes(workload, engine, shards)
     state = jax.eval_shape(

@@ -106,6 +106,15 @@ def minibatches(
   return [sharding.put_batch(one, mesh) for one in batches]
 
 
+def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
+  """Mini-batches in the order of an iteration's updates: the same ones `number` times.
+
+  The marked one is so in the first epoch only: later it meets weights that updates have changed.
+  """
+  again = [one.replace(first_B=one.first_B & False) for one in batches] if number > 1 else []
+  return [*batches, *again * (number - 1)]
+
+
 def _places(prompts: int, group_size: int, parts: int) -> np.ndarray:
   """Rows of a rollout, made `prompts` groups long, in the order of the batch."""
   group_P = np.argsort(np.arange(prompts) % parts, kind="stable")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from gspo_jax import objectives as O
 from gspo_jax import ranges
+from gspo_jax.learner.adaptive_clip import FIXED, AdaptiveClipConfig
 from gspo_jax.objectives.reductions import Mean, Metrics
 from gspo_jax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from gspo_jax.structs import TrainBatch
@@ -31,13 +32,16 @@ KINDS = dict(
   entropy_coef=Annotated[float, Range(-1000, 1000)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
+  clip_length=PositiveFloat,  # tokens of a response whose ranges clip_low and clip_high are
+  clip_exponent=Annotated[float, Range(0, 10)],
   length_exponent=Annotated[float, Range(0, 10)],
   segment_unit=Literal["turn", "line", "tokens"],  # what has an importance ratio of its own
   segment_tokens=PositiveInt,  # of a segment, where that is the unit
 )
 
 # Options that are arguments of compiled programs, unless they are 0: a term may be left out then.
-NUMBERS = ("clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tau_pos", "tau_neg")
+NUMBERS = ("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip", "kl_coef")
+NUMBERS += ("entropy_coef", "tau_pos", "tau_neg")
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -92,10 +96,12 @@ class ObjectiveConfig:
   volatility: bool  # record experts when the rollout is made, for router/volatility/*
   correction: CorrectionConfig = CorrectionConfig("none")
   off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
+  adaptive_clip: AdaptiveClipConfig = FIXED
 
   def __post_init__(self):
     ranges.check(self, "objective")
     ranges.check(self.correction, "objective.correction")
+    ranges.check(self.adaptive_clip, "objective.adaptive_clip")
     for key, value in self.options().items():
       if key in self.loss.choices:
         _require_one_of(key, value, self.loss.choices[key], f", which {self.name} takes")
@@ -103,6 +109,16 @@ class ObjectiveConfig:
       raise ValueError(
         f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
         f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
+      )
+    if self.clip_exponent and self.clip_length is None:
+      raise ValueError(
+        f"objective.clip_exponent={self.clip_exponent} needs objective.clip_length: the tokens "
+        "of a response for which objective.clip_low and clip_high hold"
+      )
+    if self.adaptive_clip.target and not self.clip_range:
+      raise ValueError(
+        f"objective.adaptive_clip.target={self.adaptive_clip.target}: there is no clip range to "
+        f"move; {self.name} has none, or clip_low and clip_high are 0"
       )
     self._check_correction()
     if self.replay == "R2" and self.old_logp != "recompute":
@@ -167,7 +183,8 @@ class ObjectiveConfig:
     ones.pop("clip_range", None)
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
-    return dataclasses.replace(self, **ones, correction=correction)
+    # Adaptive ranges are numbers too, which move between updates.
+    return dataclasses.replace(self, **ones, correction=correction, adaptive_clip=FIXED)
 
   @property
   def needs_sampler_routing(self) -> bool:

@@ -9,17 +9,24 @@ import optax
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
+from gspo_jax.learner import adaptive_clip
+from gspo_jax.learner.adaptive_clip import AdaptiveClipConfig
 from gspo_jax.models import lora, transformer, weights
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.structs import TrainState
 
 
-def new_state(params: Any, tx: optax.GradientTransformation) -> TrainState:
+def new_state(
+  params: Any,
+  tx: optax.GradientTransformation,
+  adaptive: AdaptiveClipConfig = adaptive_clip.FIXED,
+) -> TrainState:
   """A training state at step 0; the optimizer's moments are laid out as the parameters that it
   changes."""
   zero = jnp.zeros((), jnp.int32)
   moments = jax.jit(tx.init)(lora.split(params)[0])
-  return TrainState(zero, params, moments, skipped=jnp.zeros_like(zero))
+  state = TrainState(zero, params, moments, skipped=jnp.zeros_like(zero))
+  return adaptive_clip.begin(state, adaptive)
 
 
 def with_adapters(
@@ -61,11 +68,12 @@ def abstract_state(
   tx: optax.GradientTransformation,
   rank: int = 0,
   frozen_dtype: Any = jnp.float32,
+  adaptive: AdaptiveClipConfig = adaptive_clip.FIXED,
 ) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first. With
   adapters, the parameters are as passes of compute type `frozen_dtype` read them."""
   params = abstract_params(model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank)
-  return abstract(jax.eval_shape(lambda p: new_state(p, tx), params), mesh)
+  return abstract(jax.eval_shape(lambda p: new_state(p, tx, adaptive), params), mesh)
 
 
 def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -12,6 +12,7 @@ import optax
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import packing
+from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
 from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
@@ -129,9 +130,10 @@ def make_review(
   learner: Learner,
   objective: ObjectiveConfig,
   old_policy: Callable[[Any, TrainBatch], dict[str, jax.Array]],
-) -> Callable[[Any, TrainBatch], dict[str, jax.Array]]:
+) -> Callable[..., dict[str, jax.Array]]:
   """A pass without gradient, for dumps of rollouts: `logp_BT` under these parameters, as an update
-  computes it, and `clipped_BT`, the tokens that its loss would clip there. [B, T] each.
+  computes it, and `clipped_BT`, the tokens that its loss would clip there, with the ranges at a
+  factor. [B, T] each.
 
   `old_policy`, which has been compiled, gives the log-probabilities; under R2 an update replays
   other experts, and needs a pass of its own.
@@ -141,17 +143,18 @@ def make_review(
     return log_probs(params, batch, learner, objective.replay)[0]
 
   replayed = jax.jit(by_part(replayed, learner))
-  clipped = with_numbers(
-    _clipped(objective.structure, learner.response_tokens), objective.numbers()
-  )
+  clipped = _clipped(objective.structure, learner.response_tokens)
 
-  def review(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
+  def review(
+    params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
+  ) -> dict[str, jax.Array]:
     if objective.replay == "R2":
       logp_BT = replayed(params, batch)
     else:
       sampled = batch.replace(old_logp_BT=None, ref_logp_BT=None, routing_BTlk=None)
       logp_BT = old_policy(params, sampled)["old_logp_BT"]
-    return dict(logp_BT=logp_BT, clipped_BT=clipped(logp_BT, batch))
+    numbers = in_force(objective.numbers(), clip_factor)
+    return dict(logp_BT=logp_BT, clipped_BT=clipped(logp_BT, batch, numbers))
 
   return review
 
@@ -300,6 +303,9 @@ def _step(learner: Learner, loss: Callable, apply: Callable) -> Callable:
   def step(state: TrainState, batch: TrainBatch, numbers: Mapping[str, Any]):
     number, part = parts(batch, learner)
     trained, frozen = lora.split(state.params)
+    if "objective" in numbers:
+      objective = in_force(numbers["objective"], state.clip_factor)
+      numbers = {**numbers, "objective": objective}
     one = lambda i: gradient(trained, frozen, part(i), numbers)  # noqa: E731
     grads, metrics = accumulate(one, number, add, learner.microbatches)
     denominator = jnp.maximum(metrics["loss"].denominator, 1)
@@ -310,7 +316,7 @@ def _step(learner: Learner, loss: Callable, apply: Callable) -> Callable:
     sound = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"].numerator)
     if learner.on_nonfinite == "stop":
       sound &= state.skipped == 0
-    new = TrainState(state.step + 1, params, opt_state, state.skipped)
+    new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~sound)
     metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
@@ -359,26 +365,35 @@ def accumulate(function: Callable, number: int | jax.Array, combine: Callable, m
   return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
 
 
+# What the rows of an iteration have of each mini-batch as well.
+APART = (
+  *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
+  *(f"clip_fraction/token{side}" for side in ("", "/high", "/low")),
+  *("loss", VOLATILITY),
+)
+
+
 @jax.jit
 def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
   """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
-  ratio is 1. Sampler and trainer are compared there too, before any update.
+  ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
+  before any update.
   """
   row = _scalars(functools.reduce(merge, minibatches))
-  apart = ("ratio/deviation", "clip_fraction/sequence", "clip_fraction/token", "loss")
   for i, one in enumerate(minibatches):
-    one = _scalars({k: v for k, v in one.items() if k in (*apart, VOLATILITY)})
+    one = _scalars({k: v for k, v in one.items() if k in APART})
     row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
   of_sampler = lambda name: name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"  # noqa: E731
   return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array]:
-  """Divided; the one metric that is a vector over layers becomes its mean and its largest."""
+  """Divided; the one metric that is a vector over layers becomes its mean, its largest and each."""
   row = compute(metrics)
   if VOLATILITY in row:
     layers_l = row.pop(VOLATILITY)
     row |= {f"{VOLATILITY}/mean": layers_l.mean(), f"{VOLATILITY}/max_layer": layers_l.max()}
+    row |= {f"{VOLATILITY}/layer_{i:02d}": layer for i, layer in enumerate(layers_l)}
   return row

@@ -14,6 +14,7 @@ from gspo_jax.objectives.advantages import (
   soft_value,
   turn_advantages,
 )
+from gspo_jax.objectives.clip_ranges import adapted_factor, effective_length, length_factor
 from gspo_jax.objectives.corrections import (
   masked_weight,
   mismatch,

@@ -18,6 +18,7 @@ from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens, at_tokens
+from gspo_jax.objectives.clip_ranges import length_factor
 from gspo_jax.objectives.reductions import Mean
 from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Options, Sums, policy_loss
 
@@ -31,6 +32,8 @@ def gspo_loss(
   clip_low=3e-4,
   clip_high=4e-4,
   *,
+  clip_length=None,
+  clip_exponent=0.0,
   length_exponent=1.0,
   dual_clip=None,
   **options: Unpack[Options],
@@ -42,6 +45,7 @@ def gspo_loss(
   constant over each response.
   Reference: arXiv:2507.18071, Eq. 5 and 7, ranges from §5.1.
   Differs: a `length_exponent` α other than 1 divides the sum by |y_i|^α (0: raw likelihood ratio).
+  A `clip_exponent` γ other than 0 multiplies the ranges by (clip_length/|y_i|)^γ (`length_factor`).
   """
   constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
   batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
@@ -50,8 +54,10 @@ def gspo_loss(
     batch.log_ratio_BT, tokens.mask_BT, tokens.response_BT, length_exponent
   )
   advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
+  factor_BU = length_factor(length_BU, clip_length, clip_exponent)
+  bounds = clip_low, clip_high, dual_clip, factor_BU
   ratio_BU, clipped_BU = terms.clip(
-    ratios.bounded_exp(log_ratio_BU), log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip
+    ratios.bounded_exp(log_ratio_BU), log_ratio_BU, advantage_BU, *bounds
   )
   loss_BU = ratios.finite(-weight_BU * advantage_BU * ratio_BU)
   loss = jnp.where(length_BU > 0, loss_BU, 0).sum()
@@ -59,6 +65,7 @@ def gspo_loss(
     loss += tokens.means(batch.penalty_BT).sum()
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
+  metrics |= terms.spread_metrics(batch.log_ratio_BT, tokens, tokens.response_BT)
   return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BX, tokens)
 
 
@@ -71,6 +78,8 @@ def gspo_token_loss(
   clip_low=3e-4,
   clip_high=4e-4,
   *,
+  clip_length=None,
+  clip_exponent=0.0,
   length_exponent=1.0,
   dual_clip=None,
   **options: Unpack[Options],
@@ -83,11 +92,12 @@ def gspo_token_loss(
 
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
   Reference: arXiv:2507.18071, Eq. 13 and 14.
-  Differs: `length_exponent` as in `gspo_loss`.
+  Differs: `length_exponent` and `clip_exponent` as in `gspo_loss`.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
+  bounds = clip_low, clip_high, dual_clip, clip_length, clip_exponent
   loss_BT, _, metrics, clipped_BT = _segment_loss(
-    batch, batch.tokens.response_BT, clip_low, clip_high, dual_clip, length_exponent
+    batch, batch.tokens.response_BT, length_exponent, *bounds
   )
   return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, clipped_BT
 
@@ -104,6 +114,8 @@ def segment_loss(
   aggregate: Literal["sequence", "segment", "token", "constant"] = "sequence",
   *,
   max_length=None,
+  clip_length=None,
+  clip_exponent=0.0,
   length_exponent=1.0,
   dual_clip=None,
   **options: Unpack[Options],
@@ -121,12 +133,14 @@ def segment_loss(
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
   Reference: arXiv:2602.01202, from secondary descriptions of it.
-  Differs: per-token advantages enter as in GSPO-token; `length_exponent` as in `gspo_loss`.
+  Differs: per-token advantages enter as in GSPO-token; `length_exponent` and `clip_exponent`, with
+  the segment's length, as in `gspo_loss`.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
+  bounds = clip_low, clip_high, dual_clip, clip_length, clip_exponent
   loss_BT, length_BX, metrics, clipped_BT = _segment_loss(
-    batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent
+    batch, segment_BT, length_exponent, *bounds
   )
   if aggregate not in ("sequence", "segment"):
     return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
@@ -258,7 +272,9 @@ def _token_loss(batch, clip_low, clip_high, dual_clip):
   return loss_BT, metrics, terms.either(clipped_BT, batch.tokens)
 
 
-def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_exponent):
+def _segment_loss(
+  batch, segment_BT, length_exponent, clip_low, clip_high, dual_clip, clip_length, clip_exponent
+):
   """The clipped loss of each token with its segment's ratio, the segment's length, metrics, what is
   clipped."""
   mask_BT = batch.tokens.mask_BT
@@ -274,7 +290,9 @@ def _segment_loss(batch, segment_BT, clip_low, clip_high, dual_clip, length_expo
     clip_low,
     clip_high,
     dual_clip,
+    length_factor(length_BX, clip_length, clip_exponent),
   )
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
+  metrics |= terms.spread_metrics(batch.log_ratio_BT, batch.tokens, segment_BT)
   loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
   return loss_BT, length_BX, metrics, terms.either(clipped_BX, batch.tokens)

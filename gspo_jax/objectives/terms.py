@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from gspo_jax.objectives import aggregation, checks, ratios
+from gspo_jax.objectives import aggregation, checks, clip_ranges, ratios
 from gspo_jax.objectives.aggregation import Tokens
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
@@ -130,15 +130,20 @@ def token_loss(batch: Batch, objective_BT: Array) -> Array:
   return ratios.finite(loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT)
 
 
-def clip(ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None) -> tuple[Array, Clipped]:
+def clip(
+  ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None, factor=None
+) -> tuple[Array, Clipped]:
   """The ratio that A is multiplied with in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
 
   It is 1 + clip_high where A > 0 and r is above that, 1 − clip_low where A < 0 and r is below that,
   and r elsewhere. A dual clip c takes max(·, c A) of it for A < 0: c where r is above c
-  (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits.
+  (arXiv:1912.09729). Compared in log space, where a range of 3e-4 keeps its digits. `factor`, of
+  the ratio's shape, multiplies both ranges (`clip_ranges.length_factor`); None: 1.
   """
   clip_low = checks.bound(clip_low, "clip_low", ratio)
   clip_high = checks.bound(clip_high, "clip_high", ratio)
+  if factor is not None:
+    clip_low, clip_high = clip_low * factor, clip_high * factor
   high = (advantage > 0) & (log_ratio > jnp.log1p(clip_high))
   low = (advantage < 0) & (log_ratio < jnp.log1p(-jnp.minimum(clip_low, 1)))
   ratio = jnp.where(high, 1 + clip_high, jnp.where(low, 1 - clip_low, ratio))
@@ -187,6 +192,12 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
     "ratio/std": Std(number, total, (deviation**2).sum()),
     "ratio/deviation": Mean(abs(deviation).sum(), number),
   }
+
+
+def spread_metrics(log_ratio_BT: Array, tokens: Tokens, id_BT: Array | None) -> Metrics:
+  """Over how many tokens the log-ratio of a unit is spread, in the mean over those that moved."""
+  size_BU = clip_ranges.effective_length(log_ratio_BT, tokens.mask_BT, id_BT)
+  return {"ratio/effective_length": Mean(size_BU.sum(), (size_BU > 0).sum(dtype=size_BU.dtype))}
 
 
 def _deviation(log_ratio: Array) -> Array:

@@ -16,6 +16,7 @@ class LocalEngine:
   """Continuous batching on the devices of the mesh in use (`Engine`).
 
   Args:
+    compute: of the trainer; `config.dtype` goes before its dtype.
     publish: from the trainer's parameters to the sampler's layout and dtype; default: as they are.
     detokenize: from tokens to text, for stop strings.
   """
@@ -28,7 +29,7 @@ class LocalEngine:
     publish: Callable[[Any], Any] = lambda params: params,
     detokenize: Callable[[list[int]], str] | None = None,
   ):
-    self._model, self._config, self._compute = model, config, compute
+    self._model, self._config, self._compute = model, config, config.compute(compute)
     self._publish, self._detokenize = publish, detokenize
     self._params: Any = None
     self._version = 0

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from gspo_jax import ranges, sharding
+from gspo_jax.models.sizes import ComputeConfig
 from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
 from gspo_jax.sampling.sampler import SamplingConfig
 
@@ -16,7 +17,8 @@ Positions = Annotated[int, Range(0, 2**40)]
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Section `engine`: ways to sample; none of them changes what is sampled beyond round-off."""
+  """Section `engine`: ways to sample; none of them changes what is sampled beyond round-off, which
+  is much for a `dtype` or a `cache_dtype` of 16 bits."""
 
   slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
   steps: PositiveInt  # decode steps per call, between two looks of the host
@@ -27,6 +29,7 @@ class EngineConfig:
   cache: Literal["auto", "dense", "paged"] = "auto"
   cache_tokens: Positions = 0  # positions of all pages, over all devices; 0: all windows whole
   page_tokens: PositiveInt = 128  # positions of a page; the TPU's kernel wants a multiple of 16
+  dtype: Literal["", "float32", "bfloat16"] = ""  # as compute.dtype, of the sampler; "": the same
 
   def __post_init__(self):
     ranges.check(self, "engine")
@@ -43,6 +46,10 @@ class EngineConfig:
     if self.cache == "auto":
       return bool(self.cache_tokens) or sharding.platform() == "tpu"
     return self.cache == "paged"
+
+  def compute(self, trainer: ComputeConfig) -> ComputeConfig:
+    """Precision and formulations of the sampler: the trainer's, but for a `dtype` of its own."""
+    return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
 
   def slots_for(self, trajectories: int) -> int:
     """Slots that are used for so many trajectories: no more than there are."""
@@ -200,6 +207,7 @@ class Usage:
   """Cost of sampling; sums, which several workloads add up."""
 
   tokens: int = 0  # sampled
+  flops: float = 0.0  # of the model, for prefixes and sampled tokens
   prefilled: int = 0  # tokens of prefixes
   padded: int = 0  # tokens that prefilling computed, padding included
   steps: int = 0  # of decoding

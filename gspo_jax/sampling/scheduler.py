@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
 from gspo_jax.sampling.requests import (
@@ -63,7 +63,7 @@ class Scheduler:
         f"{model.max_position_embeddings}"
       )
     self._params, self._version = params, version
-    self._config, self._workload = config, workload
+    self._model, self._config, self._workload = model, config, workload
     self._stop_width = max(1, len(workload.stop_ids))
     self._detokenize = detokenize
     self._shards = 1
@@ -252,6 +252,9 @@ class Scheduler:
       fetched.append((row, len(prefix) - 1, routing))
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
+    fed = np.array([request.prefix_length - 1 for request, _ in placed])
+    work = flops.work(self._model, 1, fed, fed)
+    self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
     arrays = (tokens, Rows(**field), waiting, entries)
     self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
     self._prefills.append((experts, fetched))
@@ -291,7 +294,7 @@ class Scheduler:
           del self._queued[entry]
           self._free[entry // self._entries].append(entry % self._entries)
 
-    finished = []
+    finished, sampled = [], []
     for id_, *part in by_response(out):
       live = self._live.get(id_)
       if live is None:
@@ -307,10 +310,15 @@ class Scheduler:
           self._cancelled.append(id_)  # its slot goes on, and is told with the next call
         count, stopped, ended = cut, True, True
       self.usage.tokens += count - before
+      # As many are fed, the last of the prefix first.
+      sampled.append((count - before, live.request.prefix_length + count - 1))
       if ended:
         finished.append(live.response(self._version, count, stopped, finished=True))
         self._load[live.shard] -= 1
         del self._live[id_]
+    if sampled:
+      new, end = np.array(sampled).T
+      self.usage.flops += float(np.sum(flops.work(self._model, 1, new, end).forward()))
     if out.live_W is not None:
       self._pages, self._taken = out.free_d, self._taken - taken
       for _, _, later, _, _ in self._in_flight:

@@ -57,8 +57,11 @@ def flagship(**rl):
   return configuration.from_dict(config.to_dict())
 
 
+SIZES = dict(prompts=16, group_size=8, minibatches=4, microbatches=2, packed=False)
+
+
 def test_an_iteration_is_the_sum_of_its_parts():
-  config = flagship(prompts=16, group_size=8, minibatches=4, microbatches=2, packed=False)
+  config = flagship(**SIZES)
   case = programs.make_case(config, slots=64, mean_response=24)  # all of them are cut off
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
   seconds = dict(train=10.0, score=3.0, publish=1.0, prefill=0.5, decode=0.25)
@@ -75,6 +78,9 @@ def test_an_iteration_is_the_sum_of_its_parts():
   assert found.seconds == 54 + scored
   assert found.speed == found.tokens / found.seconds / 8
   assert found.binds.name == "train"
+  again = programs.make_case(flagship(**SIZES, epochs=3), slots=64, mean_response=24)
+  parts = {part.name: part.calls for part in iteration.estimate(again, mesh, 8, rows).parts}
+  assert (parts["train"], parts["decode"]) == (12, 48)
   assert any("train takes most, bound by hbm" in line for line in iteration.lines(found, case))
 
 

@@ -1,5 +1,9 @@
 """What programs need to move at least, against hand-written sums for the flagship."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from configs import moe_aime
@@ -54,3 +58,21 @@ def test_publication_reads_the_trainers_weights_and_writes_the_samplers(mesh):
   read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
   written = 2 * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
   assert needed.of("publish", case(), mesh) == pytest.approx(read + written, rel=0.004)
+
+
+@pytest.mark.parametrize("dtype", ["", "float32"])
+def test_the_sampler_has_a_dtype_of_its_own(dtype, mesh):
+  """Its programs take weights of it, publication casts to it, and the update stays as it is."""
+  one = case(sequences=8, length=256)
+  engine = dataclasses.replace(one.config.engine, dtype=dtype)
+  one = dataclasses.replace(one, config=dataclasses.replace(one.config, engine=engine))
+  with jax.set_mesh(mesh):
+    found = dict(programs.programs(one, mesh, list(programs.PROGRAMS)))
+  of_sampler, kind = found["decode"].arguments[0], jnp.dtype(dtype or "bfloat16")
+  assert of_sampler.embed.dtype == found["prefill"].arguments[0].embed.dtype == kind
+  assert found["decode"].function.__wrapped__.keywords["compute"].dtype == kind.name
+  assert jax.eval_shape(found["publish"].function, *found["publish"].arguments).embed.dtype == kind
+  assert found["train"].arguments[0].params.embed.dtype == jnp.float32
+  written = kind.itemsize * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
+  read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
+  assert needed.of("publish", one, mesh) == pytest.approx(read + written, rel=0.004)

@@ -59,6 +59,43 @@ def test_the_ratio_leaves_one_after_the_first_update():
   assert int(state.step) == 2
 
 
+@pytest.mark.parametrize("name", ["gspo", "grpo"])
+def test_each_mini_batch_says_how_far_it_is_and_what_it_clips(name):
+  """Against NumPy, from the log-probs of each mini-batch's own parameters."""
+  params, batch = initial(MOE), rollout_batch()
+  batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch))
+  objective = dataclasses.replace(GSPO, name=name, clip_low=3e-3, clip_high=4e-3)
+  step, state = rl_step(learner(MOE), objective, TX), new_state(params, TX)
+  found, log_ratios = [], []
+  for _ in range(3):
+    logp_BT = score_pass(learner(MOE))(state.params, batch)
+    log_ratios.append(np.float64(logp_BT - batch.old_logp_BT))
+    state, metrics = step(state, batch)
+    found.append(metrics)
+  row, mask_BT = scalars(*found), np.asarray(batch.mask_BT) > 0
+  up_B1 = batch.advantage_B[:, None] > 0
+  for i, log_BT in enumerate(log_ratios[1:], 1):
+    log_BT = np.where(mask_BT, log_BT, 0)
+    log_BX, live_BX = log_BT, mask_BT
+    if name == "gspo":
+      log_BX, live_BX = log_BT.sum(1, keepdims=True) / mask_BT.sum(1, keepdims=True), [[True]]
+    live_BX = np.broadcast_to(live_BX, log_BX.shape)
+    high_BT = np.broadcast_to(up_B1 & (np.exp(log_BX) > 1.004), mask_BT.shape)[mask_BT]
+    low_BT = np.broadcast_to(~up_B1 & (np.exp(log_BX) < 0.997), mask_BT.shape)[mask_BT]
+    expected = {
+      "ratio/std": np.exp(log_BX[live_BX]).std(),
+      "kl/k3": (np.expm1(log_BT) - log_BT)[mask_BT].mean(),
+      "clip_fraction/token/high": high_BT.mean(),
+      "clip_fraction/token/low": low_BT.mean(),
+      "clip_fraction/token": (high_BT | low_BT).mean(),
+    }
+    for key, value in expected.items():
+      assert row[f"minibatch/{i}/{key}"] == pytest.approx(value, rel=1e-3) and value > 0, key
+  assert row["minibatch/0/kl/k3"] == pytest.approx(0, abs=1e-8)
+  each = [row[f"minibatch/{i}/kl/k3"] for i in range(3)]
+  assert row["kl/k3"] == pytest.approx(np.mean(each)) and each[1] != each[2]
+
+
 def of_another_program(batch, noise=1e-2):
   """The batch with old log-probs that are rounded otherwise."""
   rng = np.random.default_rng(1)
@@ -261,6 +298,9 @@ def test_volatility_is_0_at_first_and_then_what_the_update_changed():
   assert row["minibatch/1/router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
   assert row["minibatch/1/router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
   assert row["router/volatility/mean"] == pytest.approx(float(expected_l.mean()) / 2)
+  for i, expected in enumerate(expected_l):
+    assert row[f"minibatch/1/router/volatility/layer_{i:02d}"] == pytest.approx(float(expected))
+    assert row[f"router/volatility/layer_{i:02d}"] == pytest.approx(float(expected) / 2)
   assert 0.02 < expected_l.mean() < expected_l.max() < 1
 
 
@@ -278,6 +318,8 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
   row = first_metrics(moved, batch, objective)
   assert row["router/volatility/mean"] == pytest.approx(float(expected_l.mean()))
   assert row["router/volatility/max_layer"] == pytest.approx(float(expected_l.max()))
+  layers = [row[f"router/volatility/layer_{i:02d}"] for i in range(MOE.num_layers)]
+  np.testing.assert_allclose(layers, expected_l, rtol=1e-6)
   assert expected_l.mean() > 0.05
 
 
@@ -329,7 +371,7 @@ def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
     _, on_mesh = with_old_policy(jax.device_put(params, shardings), on_mesh, replay=replay)
     rows.append(first_metrics(jax.device_put(moved, shardings), on_mesh, objective))
   for row in rows:
-    for name in ("mean", "max_layer", "sampler"):
+    for name in ("mean", "max_layer", "layer_00", "layer_01", "sampler"):
       name = f"router/volatility/{name}"
       assert row[name] == pytest.approx(expected[name], abs=1e-5) and expected[name] > 0
     assert row["ratio/mean"] == pytest.approx(expected["ratio/mean"], rel=1e-4)

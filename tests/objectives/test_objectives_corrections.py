@@ -215,6 +215,7 @@ def test_metrics_by_hand():
       "ratio/max": ratio.max(),
       "ratio/std": ratio.std(),
       "ratio/deviation": abs(ratio - 1).mean(),
+      "ratio/effective_length": np.mean(lengths),  # all tokens have moved alike
       "kl/k1": -(delta * lengths).sum() / 10,
       "kl/k3": ((ratio - 1 - delta) * lengths).sum() / 10,
     }

@@ -9,7 +9,7 @@ from support.sampling import sample
 from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import flops, transformer
 from gspo_jax.sampling import EngineConfig, Request, SamplingConfig, Usage, Workload, slots
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.sampling.scheduler import Scheduler
@@ -274,6 +274,23 @@ def test_usage_adds_up():
   assert usage.prefilled == 2 * once.prefilled and usage.cache_bytes == once.cache_bytes
   row = usage.metrics()
   assert row["sampling/slot_utilisation"] == 1.0 and row["time/sample/decode"] > 0
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_operations_are_those_of_the_responses_alone(group):
+  """Each prompt once, whatever waits in between; logits of sampled tokens alone."""
+  s = scheduler(slots=4, steps=3, group_size=group)
+  responses = run(s, requests(samples=group)).values()
+  expected = 0.0
+  for prompt in PROMPTS:
+    n = len(prompt) - 1
+    shared = flops.work(MOE, 1, n, n)
+    expected += shared.forward() - shared.head
+  for one in responses:
+    n, new = len(one.request.prompt) - 1, len(one.tokens)
+    whole, shared = flops.work(MOE, 1, n + new, n + new, heads=new), flops.work(MOE, 1, n, n)
+    expected += whole.forward() - (shared.forward() - shared.head)
+  assert s.usage.flops == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Clip ranges that follow a target for the clipped fraction, from one iteration to the next."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.objectives import adapted_factor
+from gspo_jax.ranges import FractionBelowOne, PositiveFloat, Range
+from gspo_jax.structs import TrainState
+
+METRIC = "clip_fraction/token"  # of an iteration, all updates together
+RANGES = ("clip_low", "clip_high", "clip_range")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveClipConfig:
+  target: FractionBelowOne = 0.0  # of tokens clipped, which the ranges move towards; 0: they stay
+  gain: PositiveFloat = 1.0  # of the ranges' logarithms, by iteration and distance to the target
+  span: Annotated[float, Range(1, 1e9)] = 100.0  # how far the ranges may go, as a factor
+
+
+FIXED = AdaptiveClipConfig()  # ranges that stay
+
+
+def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:
+  """The state with a factor of the clip ranges, 1, if they are to move."""
+  return state.replace(clip_factor=jnp.ones((), jnp.float32)) if config.target else state
+
+
+def in_force(numbers: Mapping[str, Any], factor: jax.Array | None) -> Mapping[str, Any]:
+  """An objective's numbers with its ranges at this factor; None: as configured."""
+  if factor is None:
+    return numbers
+  return {key: n * factor if key in RANGES else n for key, n in numbers.items()}
+
+
+def adapted(
+  state: TrainState, row: Mapping[str, Any], config: AdaptiveClipConfig, on_nonfinite: str
+) -> TrainState:
+  """The state after an iteration with this row of metrics. It is made on the devices: no value is
+  fetched. After an update that was not finite, with "stop", the ranges stay as the update met them.
+  """
+  if state.clip_factor is None:
+    return state
+  numbers = dict(target=config.target, gain=config.gain, span=config.span)
+  arguments = state.clip_factor, row[METRIC], state.skipped, numbers
+  return state.replace(clip_factor=_adapted(*arguments, stop=on_nonfinite == "stop"))
+
+
+@functools.partial(jax.jit, static_argnames="stop")
+def _adapted(factor, clipped, skipped, numbers, *, stop):
+  sound = jnp.isfinite(clipped) & ((skipped == 0) | (not stop))
+  return jnp.where(sound, adapted_factor(factor, clipped, **numbers), factor)

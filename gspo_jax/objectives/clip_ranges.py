@@ -1,0 +1,55 @@
+"""Clip ranges that depend on the length of a response, or on how much was clipped before.
+
+Both are factors of `clip_low` and `clip_high` alike, so their ratio stays as it is.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+
+from gspo_jax.objectives import checks
+from gspo_jax.objectives.aggregation import unit_sum
+
+
+def length_factor(length_BU, clip_length, clip_exponent) -> Array | None:
+  """(L / |u|)^γ, the factor of the clip ranges of a unit of |u| tokens; None where γ is 0.
+
+  L is `clip_length`, the length at which the ranges are what they say, γ `clip_exponent`. log s of
+  a unit is a mean over |u| tokens: if these are independent, its noise goes with |u|^(−1/2), and
+  γ = 1/2 clips as much at every length: c/√|u| with c = clip_low √L. An empty unit has the factor
+  of one token.
+
+  Shapes: [B,U], number, number -> [B,U].
+  Errors: ValueError for γ below 0, or other than 0 without L above 0.
+  """
+  if isinstance(clip_exponent, int | float) and clip_exponent == 0:
+    return None
+  checks.require(clip_exponent >= 0, "clip_exponent must not be negative")
+  checks.require(clip_length is not None, "clip_exponent needs clip_length")
+  checks.require(clip_length > 0, "clip_length must be positive")
+  return (clip_length / jnp.maximum(length_BU, 1)) ** clip_exponent
+
+
+def effective_length(log_ratio_BT, mask_BT, id_BT=None) -> Array:
+  """(Σ_t |log w_t|)² / Σ_t (log w_t)²: over how many tokens of a unit its log-ratio is spread, from
+  1 (one token) to |u| (all alike); 0 where nothing has moved, or the unit is empty.
+
+  Shapes: [B,T] ×2, ids [B,T] or None -> [B,U]. Detached.
+  """
+  size_BT = jnp.where(mask_BT, abs(stop_gradient(log_ratio_BT)), 0)
+  first_BU, second_BU = unit_sum(size_BT, id_BT), unit_sum(size_BT**2, id_BT)
+  moved_BU = second_BU > 0
+  return jnp.where(moved_BU, first_BU**2 / jnp.where(moved_BU, second_BU, 1), 0)
+
+
+def adapted_factor(factor, clipped, target, gain=1.0, span=100.0) -> Array:
+  """k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span): the factor of the clip ranges after
+  an iteration in which the fraction f was `clipped`, to come near the fraction f*, `target`.
+
+  Where more than the target is clipped the ranges grow, where less they shrink, by a factor of
+  exp(gain) at most. The logarithm makes Robbins-Monro steps, as for quantiles in arXiv:1905.03871.
+  Ours: no GSPO paper has it.
+
+  Shapes: numbers -> number.
+  """
+  return jnp.clip(factor * jnp.exp(gain * (clipped - target)), 1 / span, span)
