@@ -131,10 +131,10 @@ def write_all() -> None:
 
 def put(text: str, name: str, content: str) -> str:
   """The text with other content between the marks of this name. ValueError if they are missing."""
-  marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+  marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
   if len(marks.findall(text)) != 1:
     raise ValueError(f"a README needs the marks <!-- {name} --> and <!-- /{name} --> once")
-  return marks.sub(lambda m: m[1] + content + m[2], text)
+  return marks.sub(lambda m: f"{m[1]}{content}\n{m[2]}", text)
 
 
 def _marked(name: str, content: str) -> str:

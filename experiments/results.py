@@ -23,6 +23,7 @@ TEXTS += ("commit", "versions")
 FIRST = ("experiment", "stage", "condition", "seed", "status", "reason", "run", "start", "changes")
 KEY = ["stage", "condition", "seed"]
 POINTS = 50
+CUMULATIVE = ("tokens", "flops", "path")  # of sampling; of all passes; nats per token, of updates
 # Metrics of an iteration whose mean over the run is a column; curves.csv has them too.
 COLUMNS = (
   r"reward/mean|reward/length/.*|response_length/mean|truncated_fraction|groups_without_spread",
@@ -117,13 +118,12 @@ def reusable(
 
 
 def collect(
-  workdir: Path, phase: str, rows_per_step: int, columns: tuple[str, ...]
+  workdir: Path, phase: str, columns: tuple[str, ...]
 ) -> tuple[dict[str, Any], pd.DataFrame]:
   """The numbers of a run for its line, and its points; of one that ended early, what there is.
 
   Args:
     phase: "sft" or "rl".
-    rows_per_step: responses of an iteration.
     columns: regular expressions of further metrics.
   """
   rows = [row for row in read_rows(workdir / "metrics.jsonl") if row["phase"] == phase]
@@ -157,17 +157,17 @@ def collect(
     about["eval/area"] = statistics.area(seen.index, seen)
     if "eval/greedy" in frame:
       about["eval/greedy"] = frame["eval/greedy"].dropna().iloc[-1]
-  frame = frame.assign(**_counted(frame, rows_per_step))
-  about |= {name: frame[name].iloc[-1] for name in ("tokens", "flops")}
-  return about, thinned(frame[[*names, "tokens", "flops"]], frame.get("eval/accuracy"))
+  frame = frame.assign(**_counted(frame))
+  about |= {name: frame[name].iloc[-1] for name in CUMULATIVE}
+  return about, thinned(frame[[*names, *CUMULATIVE]], frame.get("eval/accuracy"))
 
 
-def _counted(frame: pd.DataFrame, rows_per_step: int) -> dict[str, pd.Series]:
-  """Tokens sampled and floating-point operations of updates, cumulative."""
-  tokens = frame.get("response_length/mean", pd.Series(0.0, frame.index)).fillna(0) * rows_per_step
-  speed = frame.get("flops_per_second/update", pd.Series(0.0, frame.index)).fillna(0)
-  seconds = frame.get("time/update", pd.Series(0.0, frame.index)).fillna(0)
-  return dict(tokens=tokens.cumsum(), flops=(speed * seconds).cumsum())
+def _counted(frame: pd.DataFrame) -> dict[str, pd.Series]:
+  """What has come together since the first iteration: tokens sampled, floating-point operations,
+  and nats per token that the policy has moved, as the sum of iterations' mean KL (k3)."""
+  sums = dict(tokens="total/tokens", flops="total/flops")
+  found = {name: frame[column].ffill().fillna(0) for name, column in sums.items()}
+  return found | dict(path=frame["kl/k3"].fillna(0).cumsum())
 
 
 def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
@@ -176,7 +176,7 @@ def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
   width = max(1, -(-int(frame.index.max()) // POINTS))
   place = -(-frame.index // width) * width
   means = frame.groupby(np.minimum(place, frame.index.max())).mean()
-  for name in ("tokens", "flops"):
+  for name in CUMULATIVE:
     means[name] = frame[name].groupby(np.minimum(place, frame.index.max())).last()
   if accuracy is not None:
     means = means.join(accuracy.dropna().rename("eval/accuracy"), how="outer")

@@ -108,11 +108,10 @@ class Runner:
 
   def end(self, job: Job, answer: dict[str, Any]) -> None:
     """Writes down what came of a run."""
-    workdir, v = job.workdir(self.home), job.values
+    workdir = job.workdir(self.home)
     phase = "sft" if job.stage == runs.START else "rl"
-    rows = v["rl"]["prompts"] * v["rl"]["group_size"]
     try:
-      found, curve = results.collect(workdir, phase, rows, self.experiment.columns)
+      found, curve = results.collect(workdir, phase, self.experiment.columns)
     except (OSError, ValueError, KeyError) as error:
       found, curve = {}, None
       if answer["status"] == DONE:

@@ -37,8 +37,8 @@ def report(results: Results) -> Report:
   for name, width in WIDTHS.items():
     a, b = (results.values(f"{loss}_{name}", CLIPPED) for loss in RANGES)
     # A run that clips nothing clips less than one token of all that it was trained on.
-    floor = 1 / results.values(f"grpo_{name}", "tokens").clip(lower=1)
-    logs = (np.log(a) - np.log(b.where(b > 0, floor))).dropna()
+    least = 1 / results.values(f"grpo_{name}", "tokens")
+    logs = (np.log(np.maximum(a, least)) - np.log(np.maximum(b, least))).dropna()
     ratios[f"{width:.3g}"] = ratio = statistics.exp(statistics.interval(logs))
     fractions = [statistics.interval(x).text(".5f") for x in (a, b)]
     rows.append([f"{width:.3g}", str(ratio.count), *fractions, ratio.text(".0f")])
@@ -55,4 +55,5 @@ def report(results: Results) -> Report:
   left.set_yscale("log")
   figures.intervals(right, ratios, "ratio GSPO / GRPO by width of the ranges", line=APART)
   right.set_xscale("log")
-  return Report(Verdict(outcome, f"the ratio is {told}"), [table], dict(clipped=both))
+  because = f"the ratio is {told}" if told else "there are not two seeds of any width"
+  return Report(Verdict(outcome, because), [table], dict(clipped=both))

@@ -82,9 +82,8 @@ def restore(start: Start, like: Any) -> Any:
     steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
     before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
     raise ValueError(f"weights={start.path} is damaged: {wrong}{before}")
-  handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
-  reader, like = ocp.Checkpointer(handler), dict(params=like)
-  stored = shapes(reader.metadata(start.path).item_metadata["state"])
+  reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
+  stored = shapes(reader.metadata(start.path / "state"))
   wanted = shapes(like)
   for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
     if wanted.get(name) != stored.get(name):
@@ -97,8 +96,7 @@ def restore(start: Start, like: Any) -> Any:
     restore_args=ocp.checkpoint_utils.construct_restore_args(like),
     partial_restore=True,  # the optimizer's moments stay where they are
   )
-  found = reader.restore(start.path, args=ocp.args.Composite(state=arguments))["state"]
-  return jax.block_until_ready(found["params"])
+  return jax.block_until_ready(reader.restore(start.path / "state", args=arguments)["params"])
 
 
 def _steps(directory: epath.Path) -> list[int]:

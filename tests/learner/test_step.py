@@ -147,7 +147,9 @@ def test_micro_batches_change_nothing(parts):
   # An empty row and ragged lengths: a mean of means would be off.
   mask = np.array(batch.mask_BT)
   mask[3] = 0
-  batch = batch.replace(mask_BT=mask)
+  # Of a policy that has moved: how round-off spreads over a response is anybody's guess.
+  moved_BT = 0.01 * np.sin(np.arange(mask.size)).reshape(mask.shape)
+  batch = batch.replace(mask_BT=mask, old_logp_BT=batch.old_logp_BT + moved_BT.astype(np.float32))
   states, rows = [], []
   for microbatches in (1, parts):
     step = rl_step(learner(DENSE, microbatches=microbatches), GSPO, SGD)
@@ -221,7 +223,8 @@ def test_a_sharded_update_is_the_update_of_one_device(shape):
   # Adam divides by the gradient's own size: round-off in tiny gradients becomes visible.
   chex.assert_trees_all_close(jax.device_get(state.params), expected.params, atol=2e-3)
   for name, value in scalars(row).items():
-    if name not in ("router/load_balance", "router/busiest_expert"):  # per micro-batch
+    # Per micro-batch; and where the ratio is round-off, so is its spread over a response.
+    if name not in ("router/load_balance", "router/busiest_expert", "ratio/effective_length"):
       assert got[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
