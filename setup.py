@@ -4,6 +4,12 @@ from pathlib import Path
 
 import setuptools
 
+EXPERIMENTS = [
+  "pandas>=3.0.0",  # tables of runs
+  "scipy>=1.17.0",  # bootstrap and trimmed means
+  "matplotlib>=3.10.0",  # figures
+]
+
 setuptools.setup(
   name="gspo-jax",
   version="0.1.0",
@@ -41,7 +47,9 @@ setuptools.setup(
     "cuda": ["jax[cuda13]>=0.10.2"],
     "gcs": ["etils[epath-gcs]>=1.14.0"],  # gs:// paths
     "wandb": ["wandb>=0.22.0"],  # --config.wandb=PROJECT
+    "experiments": EXPERIMENTS,  # python -m experiments.run
     "test": [
+      *EXPERIMENTS,
       "pytest>=8.4.0",
       "pytest-xdist>=3.8.0",  # two processes: most of the time goes into compiling on one core
       "chex>=0.1.92",  # comparisons of pytrees

@@ -5,7 +5,8 @@ tasks of configs/tiny.py have ten to a response. Here they are 48, 96 or 192 (do
 configs/tiny_long.py:long 192, 384 or 768.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_long.py --workdir=/tmp/long
-Hardware:  any machine with two CPU cores
+Hardware:  any machine with two CPU cores; about 100 s of one core for the 40 iterations
+Expected:  eval/accuracy 0.41 -> 0.65 (20 iterations) -> 0.75 (40), one run, of tuning
 Paper:     arXiv:2507.18071
 """
 
@@ -23,9 +24,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       num_heads=8,  # more of them begin near the lines to add
       num_kv_heads=4,
       moe_intermediate_size=128,
-      # What a line needs stands 5 to 12 tokens back. With a base of 30 all frequencies tell these
-      # apart, and the slowest goes round once in 150 tokens.
-      rope_theta=30.0,
+      # What a line needs stands 5 to 12 tokens back. With a base of 10 all frequencies tell these
+      # apart; with 30 the same seed took twice as many updates to find them.
+      rope_theta=10.0,
     ),
     mesh=dict(data=-1, fsdp=1),  # so small a model is not split
     data=dict(
@@ -33,21 +34,24 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       eval="recurrence:heldout",
       max_prompt_tokens=12,  # two lines
       lines=lines,
-      carry_errors=0.06,
+      carry_errors=0.1,  # the pupil is right on 69, 51 and 30 % of the three lengths
     ),
     reward=dict(name="recurrence"),
     sampling=dict(max_new_tokens=6 * max(lines)),
     engine=dict(steps=48),  # the shortest response
     objective=dict(volatility=True),
     sft=dict(
-      steps=600,
-      batch=32,
+      steps=1600,
+      target_loss=0.04,  # which carries the pupil forgets costs 0.024, and nobody can know
+      check_every=20,
+      batch=16,
+      log_every=50,
       load_balance_coef=0.01,
     ),
-    sft_optimizer=dict(learning_rate=3e-3, schedule="cosine", warmup_steps=30),
-    rl=dict(iterations=40, prompts=16, dump_every=1000),
-    rl_optimizer=dict(learning_rate=5e-5),
-    eval=dict(every=10, problems=192, batch=192, greedy=False),
+    sft_optimizer=dict(learning_rate=2e-3, schedule="cosine", warmup_steps=30),
+    rl=dict(iterations=40, prompts=16, dump_every=40),
+    rl_optimizer=dict(learning_rate=1e-4),  # constant, so that a run may be made longer
+    eval=dict(every=20, problems=192, batch=192, greedy=False),
     checkpoint=dict(every=100),
     alarms=dict(entropy=0.001),
   )

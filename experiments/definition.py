@@ -54,7 +54,7 @@ class Experiment:
   statistic: str  # the primary one
   falsified: str  # what would show the opposite
   conditions: tuple[Condition, ...]
-  seeds: tuple[int, ...]
+  seeds: tuple[int, ...]  # from 10 on: the base config was tuned on smaller ones
   base: str = "configs/tiny_long.py"
   common: Changes = dataclasses.field(default_factory=dict)  # changes of all conditions
   tuning: Tuning | None = None

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
+import math
 import os
 import shutil
 import signal
@@ -40,9 +41,16 @@ class Runner:
   def __init__(self, experiment: Experiment, store: Store, home: Path, retry: bool = False):
     self.experiment, self.store, self.home, self.retry = experiment, store, home, retry
     self.tried: set[tuple] = set()  # in this call
+    self._planned: tuple[Any, list[Job]] = None, []
 
   def plan(self) -> list[Job]:
-    return runs.plan(self.experiment, self.store)
+    """The runs as far as they are known: they change with what the first stage has found."""
+    table = self.store.runs
+    stage = table[table.stage == runs.TUNING]
+    found = [*zip(stage.run, stage.status)]
+    if self._planned[0] != found:
+      self._planned = found, runs.plan(self.experiment, self.store)
+    return self._planned[1]
 
   def missing(self) -> list[Job]:
     """Runs that are to be made, in their order; those of other experiments are taken over."""
@@ -174,8 +182,8 @@ class Told:
     left += total - len(statuses)
     each = (time.monotonic() - self.since) / self.made if self.made else None
     time_left = "?" if each is None else f"{each * left / 60:.0f} min"
-    accuracy = [row.get(name) for name in ("eval/start", "eval/final")]
-    shown = "" if None in accuracy else f", accuracy {accuracy[0]:.3f} -> {accuracy[1]:.3f}"
+    begun, ended = (row.get(name, math.nan) for name in ("eval/start", "eval/final"))
+    shown = "" if math.isnan(begun) else f", accuracy {begun:.3f} -> {ended:.3f}"
     because = f" ({row['reason']})" if row["reason"] else ""
     sys.stderr.write(
       f"{settled}/{total}  {job.condition} seed {job.seed}: {row['status']}{because}{shown}, "

@@ -45,7 +45,7 @@ def make(values: dict[str, Any], workdir: Path, measure: str = "") -> dict[str, 
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
   try:
-    status, reason = _do(values, workdir, measure)
+    status, reason = do(values, workdir, measure)
   except Exception as error:
     traceback.print_exc()
     status, reason = "failed", f"{type(error).__name__}: {error}"
@@ -54,7 +54,8 @@ def make(values: dict[str, Any], workdir: Path, measure: str = "") -> dict[str, 
   return dict(status=status, reason=reason, seconds=round(time.monotonic() - started, 1))
 
 
-def _do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, str]:
+def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, str]:
+  """Makes a run; its status, and why it is not "done". Raises what has no status of its own."""
   from absl import logging
 
   from gspo_jax import config as configuration

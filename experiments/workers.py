@@ -16,6 +16,10 @@ ROOT = Path(__file__).parents[1]
 Answer = dict[str, Any]
 
 
+def command(cores: list[int]) -> list[str]:
+  return [sys.executable, "-m", "experiments.worker", ",".join(map(str, cores))]
+
+
 @dataclasses.dataclass
 class Worker:
   """A process on its share of the cores, which is started when there is something to do."""
@@ -29,7 +33,7 @@ class Worker:
     if self.process is None or self.process.poll() is not None:
       path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
       self.process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.worker", ",".join(map(str, self.cores))],
+        command(self.cores),
         cwd=ROOT,
         env=os.environ | dict(PYTHONPATH=path),
         stdin=subprocess.PIPE,

@@ -21,7 +21,8 @@ from gspo_jax.config import RunConfig
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.adaptive_clip import FIXED
 from gspo_jax.learner.state import abstract_state
-from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_step, summarize
+from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_step
+from gspo_jax.learner.summary import summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch, TrainState

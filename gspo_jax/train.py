@@ -14,7 +14,7 @@ import optax
 from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
-from gspo_jax.learner import optimizer
+from gspo_jax.learner import by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
@@ -23,8 +23,8 @@ from gspo_jax.learner.step import (
   make_review,
   make_rl_step,
   make_score,
-  summarize,
 )
+from gspo_jax.learner.summary import summarize
 from gspo_jax.records import rollout_records
 from gspo_jax.report import page
 from gspo_jax.run import Run
@@ -105,7 +105,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           metrics.append(metric)
         # The devices are busy; what the host has to do comes now.
         row = dict(step=step, learning_rate=float(rates[step * c.rl.updates - 1]))
-        row |= collected.metrics | memory()
+        row |= collected.metrics | rewards_by_length(run, collected) | memory()
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
       without_gradient, training = operations(run, collected)
@@ -224,6 +224,15 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
     near = difflib.get_close_matches(best, row, n=1)
     hint = f"; did you mean {near[0]}?" if near else ": metrics.jsonl has those that there are"
     raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
+
+
+def rewards_by_length(run: Run, collected: Collected) -> dict[str, float]:
+  """Rewards of the responses that are trained on, by their length."""
+  known_B = np.concatenate([group.known_G for group in collected.groups])
+  longest, rollout = run.config.sampling.max_new_tokens, collected.rollout
+  return by_length.reward_metrics(
+    collected.reward_PG.reshape(-1), known_B, rollout.lengths, longest
+  )
 
 
 def position(collector: Collector, total: Totals) -> Callable[[], dict[str, Any]]:

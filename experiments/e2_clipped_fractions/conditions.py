@@ -28,7 +28,7 @@ EXPERIMENT = Experiment(
   "over seeds, at 1/3, 1, 3 and 10 times the paper's ranges",
   falsified=f"at any width the 95 % interval lies below {APART:g}",
   conditions=tuple(condition(loss, *item) for loss in RANGES for item in WIDTHS.items()),
-  seeds=(0, 1, 2),
+  seeds=(10, 11, 12),
 )
 
 

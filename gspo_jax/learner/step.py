@@ -11,16 +11,16 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner import packing
+from gspo_jax.learner import by_length, packing
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
 from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.learner.optimizer import Optimizer, numbered
-from gspo_jax.learner.router_metrics import VOLATILITY, router_metrics, volatility_metrics
+from gspo_jax.learner.router_metrics import router_metrics, volatility_metrics
 from gspo_jax.models import lora, moe, routing, transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
-from gspo_jax.objectives.reductions import Last, Max, Mean, compute, merge
+from gspo_jax.objectives.reductions import Last, Max, Mean, merge
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch, TrainState
 
@@ -209,9 +209,13 @@ def _rl_step(learner: Learner, objective: ObjectiveConfig, apply: Callable) -> C
     numbers = numbers["objective"]
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
     batch, of_old = with_own_logp(objective, logp_BT, batch)
-    total, metrics, _ = policy_loss(
-      objective, logp_BT, entropy_BT, batch, learner.response_tokens, numbers
+    longest = learner.response_tokens
+    total, metrics, clipped_BT = policy_loss(
+      objective, logp_BT, entropy_BT, batch, longest, numbers
     )
+    if longest:
+      tokens = logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT
+      metrics |= by_length.ratio_metrics(*tokens, longest)
     mask_BT = batch.mask_BT  # older weights are another policy, whatever the sampler does
     if batch.current_BT is not None:
       mask_BT = mask_BT * batch.current_BT
@@ -363,37 +367,3 @@ def accumulate(function: Callable, number: int | jax.Array, combine: Callable, m
     return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
 
   return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]
-
-
-# What the rows of an iteration have of each mini-batch as well.
-APART = (
-  *("ratio/deviation", "ratio/std", "kl/k3", "clip_fraction/sequence"),
-  *(f"clip_fraction/token{side}" for side in ("", "/high", "/low")),
-  *("loss", VOLATILITY),
-)
-
-
-@jax.jit
-def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
-  """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
-
-  `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
-  ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
-  before any update.
-  """
-  row = _scalars(functools.reduce(merge, minibatches))
-  for i, one in enumerate(minibatches):
-    one = _scalars({k: v for k, v in one.items() if k in APART})
-    row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
-  of_sampler = lambda name: name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"  # noqa: E731
-  return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
-
-
-def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array]:
-  """Divided; the one metric that is a vector over layers becomes its mean, its largest and each."""
-  row = compute(metrics)
-  if VOLATILITY in row:
-    layers_l = row.pop(VOLATILITY)
-    row |= {f"{VOLATILITY}/mean": layers_l.mean(), f"{VOLATILITY}/max_layer": layers_l.max()}
-    row |= {f"{VOLATILITY}/layer_{i:02d}": layer for i, layer in enumerate(layers_l)}
-  return row

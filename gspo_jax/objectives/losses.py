@@ -65,7 +65,6 @@ def gspo_loss(
     loss += tokens.means(batch.penalty_BT).sum()
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
-  metrics |= terms.spread_metrics(batch.log_ratio_BT, tokens, tokens.response_BT)
   return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BX, tokens)
 
 
@@ -293,6 +292,5 @@ def _segment_loss(
     length_factor(length_BX, clip_length, clip_exponent),
   )
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
-  metrics |= terms.spread_metrics(batch.log_ratio_BT, batch.tokens, segment_BT)
   loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
   return loss_BT, length_BX, metrics, terms.either(clipped_BX, batch.tokens)

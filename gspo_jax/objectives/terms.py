@@ -194,21 +194,18 @@ def ratio_metrics(log_ratio: Array, live: Array) -> Metrics:
   }
 
 
-def spread_metrics(log_ratio_BT: Array, tokens: Tokens, id_BT: Array | None) -> Metrics:
-  """Over how many tokens the log-ratio of a unit is spread, in the mean over those that moved."""
-  size_BU = clip_ranges.effective_length(log_ratio_BT, tokens.mask_BT, id_BT)
-  return {"ratio/effective_length": Mean(size_BU.sum(), (size_BU > 0).sum(dtype=size_BU.dtype))}
-
-
 def _deviation(log_ratio: Array) -> Array:
   """r − 1, cut at 1e15 so that its square is finite. No trust region is that wide."""
   return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
 
 
 def _drift(log_ratio_BT, tokens) -> Metrics:
-  """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved."""
+  """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved. And over how many tokens of
+  a response its log-ratio is spread, in the mean over responses that moved."""
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
+  size_BU = clip_ranges.effective_length(log_ratio_BT, tokens.mask_BT, tokens.response_BT)
   return {
+    "ratio/effective_length": Mean(size_BU.sum(), (size_BU > 0).sum(dtype=size_BU.dtype)),
     "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),
     "kl/k3": Mean(k3_BT.sum(), tokens.number()),
   }

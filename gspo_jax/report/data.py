@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gspo_jax.report.figures import SECTIONS, STAGES, Figure, Line, Section
+from gspo_jax.report.figures import SECTIONS, STAGES, UNDRAWN, Figure, Line, Section
 from gspo_jax.runs import metrics
 from gspo_jax.runs.progress import clock_text
 
@@ -170,6 +170,7 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
     for key in sorted({k for run in runs for row in run[phase] for k in row} - bands)
     if (phase, key) not in drawn and key not in ("phase", "step")
     if not key.startswith("warning/") and not (phase == "sft" and key.startswith("minibatch/"))
+    if not UNDRAWN.fullmatch(key)
   ]
   built |= {figure: _build_figures(figure, runs) for figure in other}
   sections = []

@@ -1,6 +1,7 @@
 """The charts of a report: each with the metrics it shows, in the order of the page."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 
@@ -41,6 +42,8 @@ class Section:
 BOTH = ("sft", "rl")
 HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
+# As many curves as mini-batches times layers: metrics.jsonl has them, the page does not.
+UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+")
 STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
 
 
@@ -60,6 +63,11 @@ def _chart(
 def _by_minibatch(title: str, note: str, key: str, **options) -> Figure:
   line = {f"minibatch/{{i}}/{key}": "mini-batch {i} sequence"}
   return _chart(f"{title} by mini-batch", note, line, **options)
+
+
+def _by_length(title: str, note: str, key: str, **options) -> Figure:
+  line = {f"by_length/{key}/le_{{i}}": "to {i} tokens sequence"}
+  return _chart(f"{title} by length", note, line, **options)
 
 
 def _section(title: str, note: str, *figures: Figure) -> Section:
@@ -84,6 +92,8 @@ SECTIONS = (
     _chart("Response length", "tokens",
            {"response_length/mean": "mean blue", "response_length/max": "longest grey",
             "eval/response_length/mean": "held out orange"}, phases=HELD_OUT),
+    _by_length("Reward", "mean over responses of so many tokens", "reward"),
+    _by_length("Responses", "share of the responses", "responses", unit="percent"),
     _chart("Entropy", "nats per token", "entropy"),
     _chart(
       "Wasted samples",
@@ -109,6 +119,11 @@ SECTIONS = (
     _chart("Deviation of the ratio", "over all mini-batches",
            {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
     _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
+    _by_minibatch("Ratio std", "of each update", "ratio/std"),
+    _by_length("Std of log s", "the mean log-ratio of a response, over responses of so many tokens",
+               "log_ratio_std"),
+    _chart("Effective length", "tokens that make up the log-ratio of a response",
+           "ratio/effective_length"),
     *(_chart(f"Clipped {x}s", f"share of {what} outside the clip range",
              {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
               f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent")
@@ -118,8 +133,13 @@ SECTIONS = (
             "mismatch/abs/max": "largest orange"}),
     *(_by_minibatch(f"Clipped {x}s", "share of each update", f"clip_fraction/{x}", unit="percent")
       for x in ("sequence", "token")),
+    *(_by_minibatch(f"Tokens clipped {side}", f"A {sign} 0; share of each update",
+                    f"clip_fraction/token/{side}", unit="percent")
+      for side, sign in (("high", ">"), ("low", "<"), ("dual", "<"))),
+    _by_length("Clipped tokens", "share of the tokens", "clip_fraction", unit="percent"),
     _chart("KL to the sampling policy", "estimators k1 and k3, nats per token",
            {"kl/k1": "k1 teal", "kl/k3": "k3 blue"}, zero=False),
+    _by_minibatch("KL", "estimator k3 at each update, nats per token", "kl/k3"),
   ),
   _section(
     "Optimisation", "",
@@ -137,12 +157,23 @@ SECTIONS = (
            unit="percent", zero=False),
     _chart("Router z-loss", "before its coefficient", "router/z", phases=BOTH, zero=False),
     _chart("Dropped tokens", "must be 0", "router/dropped_tokens", phases=BOTH),
+    _chart("Volatility", "share of a token's experts that are others than at rollout time",
+           {f"router/volatility/{key}": text for key, text in {
+             "mean": "mean blue", "max_layer": "largest layer orange",
+             "sampler": "sampler to trainer grey"}.items()}, unit="percent"),
+    *(_by_minibatch(f"Volatility{of}", "", f"router/volatility/{key}", unit="percent")
+      for of, key in (("", "mean"), (" of the largest layer", "max_layer"))),
+    _chart("Volatility by layer", "over all mini-batches",
+           {"router/volatility/layer_{i}": "layer {i} sequence"}, unit="percent"),
   ),
   _section(
     "Time", "",
     _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
            kind="stack", wide=True),
     _chart("Throughput", "tokens per second", "tokens_per_second"),
+    _chart("Tokens so far", "sampled since the first iteration", "total/tokens"),
+    _chart("FLOPs so far", "of the model: sampling, passes without gradient, updates",
+           "total/flops"),
     _chart("Model FLOPs utilisation", "of the update: its share of what the devices could do",
            "mfu/update", unit="percent"),
     _chart("FLOPS", "floating-point operations per second of the update",

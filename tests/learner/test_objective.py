@@ -26,6 +26,8 @@ LOSSES = O.POLICY_LOSSES
 OPTIONS = sorted({option for name in LOSSES for option in options_of(name)})
 WORDS = {option: words for loss in LOSSES.values() for option, words in loss.choices.items()}
 OTHER = dict(segment_unit="line", segment_tokens=4, dual_clip=1.5)
+BY_LENGTH = dict(clip_length=5.0, clip_exponent=0.7)  # neither does anything alone
+OTHER |= BY_LENGTH
 CASE = paper.case(4)
 B, T = CASE["mask"].shape
 SEGMENTS = np.broadcast_to(np.arange(T) // 3, (B, T))
@@ -151,6 +153,8 @@ def test_an_option_reaches_its_loss_and_no_other_one(name, option):
   changes = {option: other_value(name, option)}
   if option == "kl":
     changes["kl_coef"] = 0.3
+  if option in BY_LENGTH:
+    changes = BY_LENGTH
   if option.startswith("segment"):
     changes = dict(segment_unit="tokens", segment_tokens=4)
   config = configured(name=name, **changes).objective

@@ -174,6 +174,7 @@ def test_every_objective_by_name(name):
   assert {"ratio/mean", "kl/k3"} <= row.keys()
   clips = "clip_high" in O.POLICY_LOSSES[name].options
   assert ({"clip_fraction/token", "clip_fraction/sequence"} <= row.keys()) == clips
+  assert {f"by_length/{key}/le_8" for key in ("clip_fraction", "log_ratio_std")} <= row.keys()
 
 
 def test_gspo_and_gspo_token_make_the_same_update():

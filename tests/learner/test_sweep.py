@@ -47,6 +47,7 @@ def misses(tmp_path):
   for name, value in zip(names, (str(tmp_path / "compiled"), 0.0)):
     jax.config.update(name, value)
   jax.experimental.compilation_cache.compilation_cache.reset_cache()
+  jax.clear_caches()  # of tests before this one, or the new cache would lack what these have left
   jax.monitoring.register_event_listener(listen)
   yield found
   jax.monitoring.unregister_event_listener(listen)

@@ -224,6 +224,30 @@ def test_metrics_by_hand():
       np.testing.assert_allclose(metrics[name], value, rtol=1e-3, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["gspo", "grpo"])
+def test_the_effective_length_is_of_the_tokens_that_move(name):
+  """Over responses with any such token, packed or not, in one batch or two."""
+  still, alone, *_ = np.flatnonzero(LENGTH > 2)
+  delta = DELTA.copy()
+  delta[still] = 0
+  delta[alone, np.flatnonzero(MASK[alone])[1:]] = 0  # a single token moved
+  logp = np.where(MASK, OLD + delta, np.nan)
+  moved = (delta**2).sum(1) > 0
+  each = (abs(delta).sum(1) ** 2)[moved] / (delta**2).sum(1)[moved]
+  assert each.min() == pytest.approx(1) and 1.5 < each.max() <= LENGTH.max()
+  assert moved.sum() == (LENGTH > 0).sum() - 1 > 2
+  loss, advantage = O.POLICY_LOSSES[name], np.nan_to_num(CASE["advantage"])
+  args = logp, OLD, advantage, MASK
+  halves = ([x[rows] for x in args] for rows in (slice(0, 3), slice(3, None)))
+  sums = O.merge(*(loss.sums(*half)[1] for half in halves))
+  ids = np.repeat([3, 1], MASK.shape[1]) * np.ones((4, 1), int)
+  packed = [np.reshape(x * np.ones(MASK.shape[1]), (4, -1)) for x in (advantage[:, None],)]
+  long = [x.reshape(4, -1) for x in (logp, OLD)]
+  packed = loss(*long, *packed, MASK.reshape(4, -1), response_BT=ids)[1]
+  for metrics in (loss(*args)[1], O.compute(sums), packed):
+    np.testing.assert_allclose(metrics["ratio/effective_length"], each.mean(), rtol=1e-4)
+
+
 def test_clip_fractions_of_token_losses():
   """By token, and by response as the mean share; the dual bound is counted apart."""
   mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])

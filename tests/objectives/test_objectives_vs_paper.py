@@ -223,6 +223,15 @@ def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
   counted = sum(metrics.get(f"clip_fraction/token{side}", 0.0) for side in ("", "/dual"))
   np.testing.assert_allclose(counted, clipped.sum() / case["mask"].sum(), rtol=1e-6)
   assert clipped.any() == (rule is not of_nothing)
+  if rule is of_nothing:
+    return
+  side_BT = np.sign(np.nan_to_num(case["advantage"]))[:, None] * np.ones(case["mask"].shape)
+  if loss_name == "cispo":  # bounds ratios whatever the advantage
+    side_BT = np.where(case["mask"], np.where(case["logp"] > case["old"], 1, -1), 0)
+  for sign, sides in ((1, ["/high"]), (-1, ["/low", "/dual"])):
+    counted = sum(metrics.get(f"clip_fraction/token{side}", 0.0) for side in sides)
+    share = (clipped & (side_BT == sign)).sum() / case["mask"].sum()
+    np.testing.assert_allclose(counted, share, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)

@@ -57,6 +57,10 @@ def test_curves_hold_the_values_of_the_rows(workdir):
   assert during["low"] == pytest.approx([0.2, 0.35, 0.75])
   by_minibatch = figures(run)["Ratio and clipping", "Ratio deviation by mini-batch"]["series"]
   assert [series["label"] for series in by_minibatch] == [f"mini-batch {i}" for i in range(12)]
+  layers = figures(run)["Router", "Volatility by layer"]["series"]
+  assert [series["label"] for series in layers] == [f"layer {i:02d}" for i in range(12)]
+  by_length = figures(run)["Learning", "Reward by length"]["series"]
+  assert [series["label"] for series in by_length] == [f"to {n} tokens" for n in (64, 128, 256)]
   stages = figures(run)["Time", "Time per stage"]
   assert [series["label"] for series in stages["series"]] == list(STAGES)
   marks = figures(run)["Ratio and clipping", "Importance ratio"]["marks"]
@@ -138,6 +142,12 @@ def test_missing_metrics_leave_their_charts_out(tmp_path):
   assert figures(run)["Learning", "Reward"]["series"][1]["y"] == [None]  # a gap
   assert run["runs"][0]["headline"][0] == {"label": "Reward", "value": "0.5 → 0.75"}
   assert run["name"] == tmp_path.name
+
+
+def test_curves_of_all_layers_at_all_updates_are_left_out():
+  layers = {f"minibatch/{i}/router/volatility/layer_{j:02d}": 0.1 for i in (0, 1) for j in (0, 1)}
+  described = describe([{"phase": "rl", "step": 1, "loss": 0.0, **layers}])
+  assert list(figures(described)) == [("Optimisation", "Loss")]
 
 
 def test_an_empty_run_and_a_half_written_line_still_give_a_page(tmp_path):

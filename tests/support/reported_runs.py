@@ -14,6 +14,8 @@ NAMES = (
   "ratio/mean", "ratio/min", "ratio/max", "ratio/std", "ratio/deviation", "kl/k1", "kl/k3",
   "mismatch/abs/mean", "mismatch/abs/max",
   "mismatch/sequence/abs/mean", "router/load_balance", "router/entropy",
+  "router/volatility/mean", "router/volatility/max_layer", "router/volatility/sampler",
+  "ratio/effective_length", "total/tokens", "total/flops",
   "router/dropped_tokens", "router/busiest_expert", "verifier/right", "verifier/crash",
 )  # fmt: skip
 STAGES = ("sample", "score", "logp", "update", "publish")
@@ -41,7 +43,11 @@ def rl_row(step):
   names += [f"time/{stage}" for stage in STAGES]
   for i in range(12):
     names += [f"minibatch/{i}/{k}" for k in ("ratio/deviation", "clip_fraction/sequence")]
-    names += [f"minibatch/{i}/clip_fraction/token"]
+    names += [f"minibatch/{i}/clip_fraction/token{side}" for side in ("", "/high", "/low")]
+    names += [f"minibatch/{i}/{k}" for k in ("ratio/std", "kl/k3", "router/volatility/mean")]
+    names += [f"minibatch/{i}/router/volatility/max_layer", f"router/volatility/layer_{i:02d}"]
+  by_length = ("reward", "responses", "log_ratio_std", "clip_fraction")
+  names += [f"by_length/{k}/le_{n}" for k in by_length for n in (64, 256, 128)]
   return row | {name: step / 10 for name in names}
 
 

@@ -12,6 +12,7 @@ from gspo_jax.learner import step as train_step
 from gspo_jax.learner.batch import train_batch
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
+from gspo_jax.learner.summary import summarize
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE
 from gspo_jax.structs import Rollout, TrainBatch
@@ -113,4 +114,4 @@ def old_policy(learner, batch, shape=None):
 
 
 def scalars(*metrics):
-  return {k: float(v) for k, v in train_step.summarize(metrics).items()}
+  return {k: float(v) for k, v in summarize(metrics).items()}

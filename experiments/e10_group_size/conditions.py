@@ -1,0 +1,86 @@
+"""E10: responses per prompt, at a constant number of responses per iteration."""
+
+import numpy as np
+import pandas as pd
+
+from experiments import figures, statistics
+from experiments.arms import ARMS
+from experiments.definition import Condition, Experiment
+from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
+
+RESPONSES = 128  # of an iteration
+GROUPS = (2, 4, 8, 32)
+LEARNED = "eval/final"
+NEGLIGIBLE = 0.02  # of accuracy, per doubling
+
+
+def condition(loss: str, group: int) -> Condition:
+  sizes = {"rl.group_size": group, "rl.prompts": RESPONSES // group}
+  return Condition(f"{loss}_g{group}", ARMS[loss] | sizes)
+
+
+EXPERIMENT = Experiment(
+  question="Does the group size matter more to one of the losses?",
+  claim='"systematic ablation across group sizes" is left open: a ratio per response and one per '
+  "token may need different numbers of responses to tell advantages from noise",
+  hypothesis="accuracy depends on the group size in another way under GSPO than under GRPO",
+  statistic="difference of slopes, GSPO - GRPO: per seed, the slope of the final held-out accuracy "
+  f"over log2 G, G in {', '.join(map(str, GROUPS))} at {RESPONSES} responses per iteration; "
+  "bootstrap over seeds",
+  falsified="the 95 % interval includes 0 and lies within "
+  f"{NEGLIGIBLE:g} of it; if it includes 0 and is wider, it cannot be told",
+  conditions=tuple(condition(loss, group) for loss in ARMS for group in GROUPS),
+  seeds=(10, 11, 12, 13, 14),
+  pod=False,  # prompts are as many as the toy's batch needs
+)
+
+
+def accuracies(results: Results, loss: str) -> pd.DataFrame:
+  """By seed (rows) and group size (columns)."""
+  return pd.DataFrame({g: results.values(f"{loss}_g{g}", LEARNED) for g in GROUPS}).dropna()
+
+
+def slopes(results: Results, loss: str) -> pd.Series:
+  """Accuracy per doubling of the group, by seed."""
+  found = accuracies(results, loss)
+  return found.apply(lambda row: statistics.slope(np.log2(GROUPS), row), axis=1).astype(float)
+
+
+def report(results: Results) -> Report:
+  each = {loss: slopes(results, loss) for loss in ARMS}
+  of = {loss.upper(): statistics.interval(found) for loss, found in each.items()}
+  of["GSPO - GRPO"] = gap = statistics.interval((each["gspo"] - each["grpo"]).dropna())
+  tables = [
+    markdown(
+      ["accuracy per doubling of G", "seeds", "slope"],
+      [[name, str(found.count), found.text(".4f")] for name, found in of.items()],
+    ),
+    results.table(
+      [c.name for c in EXPERIMENT.conditions],
+      {
+        "final accuracy": LEARNED,
+        "area": "eval/area",
+        "groups without spread": "groups_without_spread",
+        "clipped": "clip_fraction/token",
+      },
+    ),
+  ]
+  because = f"the slopes differ by {gap.text('.4f')} per doubling"
+  outcome = OPEN
+  if gap.count > 1:
+    if gap.low > 0 or gap.high < 0:
+      outcome = HOLDS
+    elif max(-gap.low, gap.high) < NEGLIGIBLE:
+      outcome = FAILS
+  figure, (axes,) = figures.new()
+  for number, loss in enumerate(ARMS):
+    found = accuracies(results, loss)
+    if len(found):
+      points = [statistics.interval(found[g]) for g in GROUPS]
+      figures.band(axes, np.array(GROUPS, float), points, loss.upper(), number)
+  axes.set_xscale("log", base=2)
+  axes.set_xlabel("G")
+  axes.set_title("final accuracy", loc="left")
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend()
+  return Report(Verdict(outcome, because), tables, dict(groups=figure))

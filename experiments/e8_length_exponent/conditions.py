@@ -1,0 +1,90 @@
+"""E8: the exponent of 1/|y| in GSPO's ratio, at matched clipped fractions."""
+
+from experiments import figures, statistics
+from experiments.definition import Condition, Experiment
+from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
+
+TOKENS = 6  # of a line
+SETTINGS = {
+  "n8": {"data.lines": (8,), "sampling.max_new_tokens": TOKENS * 8},
+  "n32": {"data.lines": (32,), "sampling.max_new_tokens": TOKENS * 32},
+  "mixed": {},
+}
+EXPONENTS = {"zero": 0.0, "half": 0.5, "one": 1.0}
+TARGET = 0.15  # of tokens: the paper's fraction
+CLIPPED, LEARNED = "clip_fraction/token", "eval/final"
+NEGLIGIBLE = 0.03
+ALIKE = 1.5  # how far the fractions may be apart, as a factor
+
+
+def ratio(exponent: float) -> dict:
+  """GSPO with |y|^exponent in the place of |y|; the range finds itself, from the paper's at 96
+  tokens, where log s is 96^(1 - exponent) times as large."""
+  times = 96 ** (1 - exponent)
+  return {
+    "objective.length_exponent": exponent,
+    "objective.clip_low": 3e-4 * times,
+    "objective.clip_high": 4e-4 * times,
+    "objective.adaptive_clip.target": TARGET,
+    "objective.adaptive_clip.gain": 2.0,
+  }
+
+
+OTHERS = (
+  Condition("mixed_dapo", {"objective.name": "dapo"}),
+  Condition("mixed_dr_grpo", {"objective.name": "dr_grpo", "objective.advantage": "none"}),
+)
+EXPERIMENT = Experiment(
+  question="Is 1/|y| the right normalisation of the sequence's log-ratio?",
+  claim='GSPO divides by |y| (Eq. 7); "is the 1/|y| exponent always optimal?" is open. At 1/2 the '
+  "noise of independent tokens has the same size at every length",
+  hypothesis="at the same clipped fraction nothing is learned better with |y|^(1/2) than with |y|",
+  statistic="paired difference of the final held-out accuracy, exponent 1/2 - exponent 1, at 48 "
+  "tokens, at 192 tokens and with lengths mixed, all with ranges that adapt to 15 % of tokens "
+  "clipped; bootstrap over seeds",
+  falsified="at some length the 95 % interval lies above 0; it holds if all lie below "
+  f"{NEGLIGIBLE:g}; it cannot be told if the clipped fractions differ by more than {ALIKE:g} times",
+  conditions=tuple(
+    Condition(f"{setting}_{name}", changes | ratio(value))
+    for setting, changes in SETTINGS.items()
+    for name, value in EXPONENTS.items()
+  )
+  + OTHERS,
+  seeds=(10, 11, 12, 13, 14),
+  columns=(r"ratio/effective_length", r"reward/length/.*"),
+  pod=False,  # lengths are the toy's
+)
+
+
+def report(results: Results) -> Report:
+  gains, rows, apart = {}, [], []
+  for setting in SETTINGS:
+    one = f"{setting}_one"
+    for name in ("zero", "half"):
+      found = statistics.interval(results.paired(f"{setting}_{name}", one, LEARNED))
+      gains[f"{setting}: {name} - one"] = found
+      fractions = [results.interval(c, CLIPPED) for c in (f"{setting}_{name}", one)]
+      rows.append([setting, name, str(found.count), found.text(), *(f.text() for f in fractions)])
+      if name == "half" and all(f.count for f in fractions):
+        low, high = sorted(f.value for f in fractions)
+        apart.append(high / low if low > 0 else float("inf"))
+  heads = ["lengths", "exponent", "seeds", "accuracy - that of 1", "clipped", "clipped by 1"]
+  conditions = {c.name: c.name for c in EXPERIMENT.conditions}
+  columns = {"final accuracy": LEARNED, "area": "eval/area", "clipped": CLIPPED}
+  tables = [markdown(heads, rows), results.table(conditions, columns)]
+  halves = {s: gains[f"{s}: half - one"] for s in SETTINGS}
+  because = "1/2 - 1: " + "; ".join(f"{s} {found.text()}" for s, found in halves.items())
+  outcome = OPEN
+  if all(found.count > 1 for found in halves.values()):
+    if max(apart, default=float("inf")) > ALIKE:
+      because += "; the clipped fractions do not match"
+    elif any(found.low > 0 for found in halves.values()):
+      outcome = FAILS
+    elif all(found.high < NEGLIGIBLE for found in halves.values()):
+      outcome = HOLDS
+  both, (left, right) = figures.new(9, 3.4, columns=2)
+  shown = {f"exponent {value:g}": f"mixed_{name}" for name, value in EXPONENTS.items()}
+  shown |= {"DAPO": "mixed_dapo", "Dr. GRPO": "mixed_dr_grpo"}
+  figures.curves(left, results, shown, "reward/mean", title="reward, lengths mixed")
+  figures.intervals(right, gains, "accuracy, difference to exponent 1")
+  return Report(Verdict(outcome, because), tables, dict(exponents=both))

@@ -1,0 +1,268 @@
+"""The runner with workers that train nothing: every run has its line, and the command continues."""
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from experiments import definition, readme, results, run, runs, workers
+from experiments.definition import Condition, Experiment, Tuning
+from experiments.report import HOLDS, OPEN, Report, Verdict
+from experiments.results import Store
+
+# Speaks for a worker: what becomes of a run the next time is in a file, done where there is none.
+STANDS_IN = """
+import json, os, pathlib, signal, sys, time
+home = pathlib.Path(sys.argv[1])
+for line in sys.stdin:
+  job = json.loads(line)
+  v, workdir = job["values"], pathlib.Path(job["workdir"])
+  what = f"{v['job']} {v['objective']['name']} {v['seed']}"
+  with open(home / "calls.txt", "a") as calls:
+    calls.write(f"{what} {v['weights']} {os.getpid()}\\n")
+  workdir.mkdir(parents=True, exist_ok=True)
+  (workdir / "checkpoints").mkdir(exist_ok=True)
+  made_with = dict(commit="abc", dirty=False, versions=dict(python="3", jax="0"))
+  (workdir / "config.json").write_text(json.dumps(dict(provenance=made_with)))
+  fate = home / what.replace(" ", "_")
+  fate, _ = (fate.read_text(), fate.unlink()) if fate.exists() else ("done", None)
+  good = dict(gspo=0.8, grpo=0.6)[v["objective"]["name"]] + v["rl_optimizer"]["learning_rate"]
+  rows = [dict(phase="sft", step=9, held_out_loss=0.1)] if v["job"] == "sft" else []
+  for step in range(0 if v["job"] == "rl" else 4, 4):
+    rows.append({"phase": "rl", "step": step, "reward/mean": 0.1 * step, "kl/k3": 1e-3,
+                 "total/tokens": 100.0 * step, "total/flops": 1e9 * step,
+                 "eval/accuracy": 0.4 + (good - 0.4) * step / 3 + v["seed"] / 100})
+  text = "".join(json.dumps(row) + "\\n" for row in rows[:2 if fate != "done" else None])
+  (workdir / "metrics.jsonl").write_text(text)
+  if fate == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+  if fate == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: setattr(sys, "gone", True))
+    (home / "waits").touch()
+    while not getattr(sys, "gone", False):
+      time.sleep(0.02)
+    fate = "interrupted"
+  print(json.dumps(dict(status=fate, reason="" if fate == "done" else "so it is", seconds=6.0)),
+        flush=True)
+  if fate != "done":
+    break
+"""
+
+CONDITIONS = (Condition("gspo"), Condition("grpo", {"objective.name": "grpo"}))
+E = Experiment(
+  question="Is GSPO better?", claim="it is (§1)", hypothesis="it is", statistic="difference",
+  falsified="it is not", conditions=CONDITIONS, seeds=(0, 1), base="configs/tiny.py",
+)  # fmt: skip
+
+
+def report(found):
+  of = found.paired("gspo", "grpo", "eval/final")
+  table = found.table(["gspo", "grpo"], {"after": "eval/final"})
+  return Report(Verdict(HOLDS, f"{of.mean():.3f}"), [table], {})
+
+
+class Home:
+  """A place for runs, with workers that stand in."""
+
+  def __init__(self, path):
+    self.path, self.store = path, Store(path / "e1_test")
+
+  def fates(self, **what):
+    for name, fate in what.items():
+      (self.path / name).write_text(fate)
+
+  def run(self, experiment=E, jobs=2, **options):
+    """Runs what is missing; the calls that workers had, "rl gspo 0" and the like."""
+    calls = self.path / "calls.txt"
+    calls.write_text("")
+    try:
+      run.Runner(experiment, Store(self.store.folder), self.path, **options).run(jobs)
+    finally:
+      self.calls = [line.split(" ") for line in calls.read_text().splitlines()]
+    return collections.Counter(" ".join(call[:3]) for call in self.calls)
+
+  def lines(self):
+    """Status by stage, condition and seed."""
+    found = Store(self.store.folder).runs
+    return {(r.stage, r.condition, r.seed): (r.status, r.reason) for r in found.itertuples()}
+
+  def statuses(self):
+    return {f"{c} {s}": status for (stage, c, s), (status, _) in self.lines().items()}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    workers, "command", lambda cores: [sys.executable, "-c", STANDS_IN, str(tmp_path)]
+  )
+  monkeypatch.setattr(results, "HERE", tmp_path)
+  return Home(tmp_path)
+
+
+ALL = {"cold start 0", "cold start 1", "gspo 0", "gspo 1", "grpo 0", "grpo 1"}
+
+
+def test_conditions_begin_with_their_seeds_cold_start_and_a_process_makes_many(home):
+  calls = home.run(jobs=1)
+  assert set(calls.values()) == {1} and len(calls) == 6
+  assert home.statuses() == dict.fromkeys(ALL, "done")
+  weights = {" ".join(call[:3]): call[3] for call in home.calls}
+  assert weights["sft gspo 0"] == "random"
+  assert weights["rl gspo 0"] == weights["rl grpo 0"] != weights["rl gspo 1"]
+  assert (home.path / "starts").samefile(os.path.dirname(weights["rl gspo 0"]))
+  assert len({call[4] for call in home.calls}) == 1  # compiled programs are kept in a process
+  row = Store(home.store.folder).runs.set_index(["condition", "seed"]).loc["gspo", 1]
+  assert (row["eval/start"], row["eval/final"]) == (0.41, pytest.approx(0.8102))
+  assert row["eval/area"] == pytest.approx((0.41 + 0.8102) / 2)
+  assert (row["tokens"], row["flops"], row["seconds"], row["commit"]) == (300, 3e9, 6.0, "abc")
+  assert row["path"] == pytest.approx(4e-3) and row["reward/mean"] == pytest.approx(0.2)
+  curves = Store(home.store.folder).curves
+  assert len(curves) == 4 * 4 and set(curves.step) == {0, 1, 2, 3}
+
+
+def test_what_a_run_leaves_is_small(home):
+  home.run()
+  for path in (home.path / "runs").iterdir():
+    assert {p.name for p in path.iterdir()} == {"config.json", "metrics.jsonl.gz"}
+  for path in (home.path / "starts").iterdir():
+    assert (path / "checkpoints").is_dir()  # others may begin with it
+
+
+def test_every_end_is_a_line_and_the_same_command_goes_on(home):
+  home.fates(rl_gspo_0="die", rl_grpo_0="nan", rl_gspo_1="failed")
+  home.run()
+  assert home.statuses() == dict.fromkeys(ALL, "done") | {
+    "gspo 0": "interrupted", "grpo 0": "nan", "gspo 1": "failed",
+  }  # fmt: skip
+  assert home.lines()["final", "gspo", 0] == ("interrupted", "its process ended: signal SIGKILL")
+  assert home.lines()["final", "gspo", 1] == ("failed", "so it is")
+  assert dict(home.run()) == {"rl gspo 0": 1}  # what failed waits for --retry
+  assert home.statuses()["gspo 0"] == "done"
+  assert dict(home.run(retry=True)) == {"rl gspo 1": 1}
+  assert dict(home.run(retry=True)) == {}
+  assert home.statuses() == dict.fromkeys(ALL, "done") | {"grpo 0": "nan"}
+
+
+def test_a_run_that_is_interrupted_keeps_its_checkpoint_and_one_that_failed_begins_anew(home):
+  home.fates(rl_gspo_0="die", rl_gspo_1="failed")
+  home.run()
+  jobs = {j.key: j for j in runs.plan(E, Store(home.store.folder))}
+  marks = {seed: jobs["final", "gspo", seed].workdir(home.path) / "checkpoints" for seed in (0, 1)}
+  for mark in marks.values():
+    (mark / "5").touch()
+  seen = []
+  begin = run.Runner.begin
+
+  def look(self, job):
+    told = begin(self, job)
+    seen.append((job.seed, (marks[job.seed] / "5").exists()))
+    return told
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(run.Runner, "begin", look)
+    home.run(retry=True)
+  assert dict(seen) == {0: True, 1: False}
+
+
+def test_a_signal_saves_what_is_under_way(home):
+  home.fates(rl_grpo_0="wait")
+
+  def end():
+    while not (home.path / "waits").exists():
+      time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=end).start()
+  with pytest.raises(KeyboardInterrupt):
+    home.run(jobs=1)
+  assert home.lines()["final", "grpo", 0] == ("interrupted", "so it is")
+  calls = home.run()
+  assert calls["rl grpo 0"] == 1 and calls["rl gspo 0"] == 0
+  assert home.statuses() == dict.fromkeys(ALL, "done")
+
+
+def test_a_line_is_there_as_soon_as_a_run_begins(home):
+  """Should the runner itself be killed, it is no hole."""
+  runner = run.Runner(E, home.store, home.path)
+  runner.begin(runner.ready([]))
+  assert home.lines()["start", "cold start", 0][0] == "interrupted"
+  assert home.run()["sft gspo 0"] == 1
+
+
+def test_runs_without_their_cold_start_fail_with_it(home):
+  home.fates(sft_gspo_1="failed")
+  home.run()
+  assert home.lines()["final", "grpo", 1] == (
+    "failed", "cold start of seed 1, which it begins with, failed",
+  )  # fmt: skip
+  assert home.statuses()["gspo 0"] == "done"
+  assert dict(home.run(retry=True)) == {"sft gspo 1": 1, "rl gspo 1": 1, "rl grpo 1": 1}
+
+
+def test_the_second_stage_follows_in_the_same_command(home):
+  rate = "rl_optimizer.learning_rate"
+  tuning = Tuning({"low": {rate: 0.01}, "high": {rate: 0.05}}, (8, 9), "eval/final")
+  e = dataclasses.replace(E, tuning=tuning)
+  calls = home.run(e)
+  assert sum(calls.values()) == runs.number(e) + 4  # cold starts
+  final = Store(home.store.folder).runs.query("stage == 'final'")
+  assert set(final.changes[final.condition == "gspo"]) == {f"{rate}=0.05"}
+  assert dict(home.run(e)) == {}
+
+
+def test_another_experiments_runs_are_not_made_again(home):
+  home.run()
+  other = Home(home.path)
+  other.store = Store(home.path / "e2_other")
+  same = Condition("the_same", {"objective.name": "grpo"})
+  e = dataclasses.replace(E, conditions=(same, Condition("new", {"objective.clip_low": 0.5})))
+  assert dict(other.run(e)) == {"rl gspo 0": 1, "rl gspo 1": 1}
+  assert other.statuses()["the_same 0"] == "done"
+  curves = other.store.curves if len(other.store.curves) else Store(other.store.folder).curves
+  assert len(curves[curves.condition == "the_same"]) == 2 * 4
+
+
+def test_two_runners_of_an_experiment_are_one_too_many(tmp_path):
+  with run.alone(tmp_path / "e1.lock"), pytest.raises(ValueError, match="e1 is being run"):  # noqa: SIM117
+    with run.alone(tmp_path / "e1.lock"):
+      pass
+
+
+def test_a_dry_run_lists_what_is_missing(home):
+  runner = run.Runner(E, home.store, home.path)
+  text = run.dry_run(runner, 2)
+  assert len(re.findall(r"^python -m gspo_jax.main ", text, re.M)) == 6
+  assert text.endswith("# 6 runs, about 7 minutes, 2 at a time")
+  home.run()
+  assert run.dry_run(run.Runner(E, Store(home.store.folder), home.path), 2).startswith("# 0 runs")
+
+
+def test_the_readme_says_what_the_files_do(home):
+  folder = home.store.folder
+  home.fates(rl_gspo_0="nan")
+  assert readme.assess(folder, E, report) == (readme.NOTHING, None)
+  home.run(dataclasses.replace(E, seeds=(0,)))
+  assert readme.write(folder, E, report) == Verdict(OPEN, "2 of 4 runs are there; so far, -0.600")
+  home.run()
+  assert readme.write(folder, E, report).outcome == HOLDS
+  text = (folder / "README.md").read_text()
+  assert "**Outcome: holds.**" in text and "- gspo, seed 0: nan, so it is" in text
+  assert "4 runs: 3 done, 1 nan; 0 minutes" in text
+  before = text.replace("\n<!-- /outcome", " by hand\n<!-- /outcome") + "by hand\n"
+  (folder / "README.md").write_text(before)
+  readme.write(folder, E, report)
+  assert (folder / "README.md").read_text() == text + "by hand\n"
+
+
+def test_names_of_experiments():
+  assert definition.find("e2") == "e2_clipped_fractions"
+  with pytest.raises(ValueError, match="no experiment 'e99'; there are e1_gspo_or_grpo"):
+    definition.find("e99")
+  assert run.main(["e99"]) == 2

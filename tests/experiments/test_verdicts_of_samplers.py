@@ -1,0 +1,100 @@
+"""Verdicts of E7, E13, E14, E15 and E16 on made-up results, so that the truth is known."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+from experiments import definition  # noqa: E402
+from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
+
+
+def report(name, value, curve=None):
+  """Of runs of all conditions and seeds; `value` and `curve` give columns of a condition."""
+  experiment, module = definition.load(definition.find(name))
+  about = lambda c, seed: dict(condition=c.name, seed=seed, stage="final", status="done")  # noqa: E731
+  runs, points = [], []
+  for c, seed in itertools.product(experiment.conditions, experiment.seeds):
+    noise = 0.002 * np.sin(37 * seed + len(c.name))
+    runs.append(about(c, seed) | {k: v + noise for k, v in value(c).items()})
+    if curve is not None:
+      points += [about(c, seed) | dict(step=s) | curve(c, s) for s in range(1, 13)]
+  points = pd.DataFrame(points, columns=None if points else [*runs[0], "step"])
+  return module.report(Results(pd.DataFrame(runs), points))
+
+
+@pytest.mark.parametrize(
+  "loss, lost, outcome",
+  [("gspo", 0.01, HOLDS), ("gspo", 0.08, FAILS), ("gspo", 0.03, OPEN), ("grpo", 0.08, HOLDS)],
+)
+def test_e7_tells_what_the_samplers_log_probs_cost(loss, lost, outcome):
+  """It is GSPO that is said not to need others; GRPO is shown beside it."""
+
+  def value(c):
+    mine = c.name == f"{loss}_bfloat16_sampler"
+    return {"eval/final": 0.6 - lost * mine, "mismatch/sequence/abs/mean": 1e-4}
+
+  found = report("e7", value)
+  assert found.verdict.outcome == outcome, found.verdict
+  (line,) = [text for text in found.tables[0].splitlines() if f"{loss.upper()}, bfloat16" in text]
+  assert float(line.split(" | ")[4].split()[0]) == pytest.approx(-lost, abs=0.005)
+
+
+@pytest.mark.parametrize("more, outcome", [(0.5, HOLDS), (0.0, FAILS)])
+def test_e13_compares_warm_iterations(more, outcome):
+  """The first ones compile, which is no cost of the method."""
+
+  def curve(c, step):
+    dear = c.changes["objective.replay"] == "R2"
+    stages = dict(sample=1.0, logp=0.1, update=2.0 + more * dear, publish=0.01)
+    stages["update"] += (50.0 if step < 3 and not dear else 0.0) + 0.01 * (step % 3)
+    return {f"time/{name}": value for name, value in stages.items()}
+
+  value = lambda c: {"flops": 2e9, "tokens": 1e3, "memory/host_peak_gib": 1.0}  # noqa: E731
+  found = report("e13", value, curve)
+  assert found.verdict.outcome == outcome, found.verdict
+  (line,) = [text for text in found.tables[0].splitlines() if text.startswith("| recompute, R2")]
+  assert float(line.split(" | ")[7].split()[0]) == pytest.approx(1 + more / 3.12, abs=0.01)
+
+
+@pytest.mark.parametrize(
+  "fallen, recovered, outcome",
+  [(0.4, (), HOLDS), (0.4, ("gspo_before",), FAILS), (0.4, ("gspo_after",), HOLDS), (0, (), OPEN)],
+)
+def test_e14_tells_whether_a_restart_recovers(fallen, recovered, outcome):
+  """Restarts from after the collapse are shown; the claim is about those from before it."""
+
+  def value(c):
+    well = c.name in ("gentle", *recovered)
+    return {"eval/start": 0.5, "eval/final": 0.7 if well else 0.5 - fallen}
+
+  found = report("e14", value)
+  assert found.verdict.outcome == outcome, found.verdict
+
+
+@pytest.mark.parametrize("gap, outcome", [(0.1, HOLDS), (0.0, HOLDS), (-0.1, FAILS)])
+def test_e15_finds_the_architecture_that_differs(gap, outcome):
+  def value(c):
+    return {"eval/final": 0.5 + gap * (c.name == "dense_gspo"), "eval/start": 0.4}
+
+  assert report("e15", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize("slope, outcome", [(0.05, HOLDS), (0.0, FAILS), (-0.05, FAILS)])
+def test_e16_tells_whether_the_advantage_grows_with_length(slope, outcome):
+  def value(c):
+    gspo = c.changes["objective.name"] == "gspo"
+    return {"eval/final": 0.5 + slope * gspo * np.log2(c.changes["data.lines"][0])}
+
+  assert report("e16", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize("name", ["e7", "e13", "e14", "e15", "e16"])
+def test_without_runs_nothing_is_claimed(name):
+  _, module = definition.load(definition.find(name))
+  none = pd.DataFrame(columns=["condition", "seed", "stage", "status"])
+  assert module.report(Results(none, none)).verdict.outcome == OPEN

@@ -1,0 +1,118 @@
+"""Verdicts of E5, E8, E10, E11 and E12 on results that were made up, so that the truth is known."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+from experiments import definition  # noqa: E402
+from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
+
+
+def results(name, value, curve=None):
+  """Runs of all conditions and seeds; `value` and `curve` give columns of a condition and seed."""
+  experiment, module = definition.load(definition.find(name))
+  about = lambda c, seed: dict(condition=c.name, seed=seed, stage="final", status="done")  # noqa: E731
+  runs, points = [], []
+  for c, seed in itertools.product(experiment.conditions, experiment.seeds):
+    runs.append(about(c, seed) | value(c, seed))
+    if curve is not None:
+      points += [about(c, seed) | dict(step=s) | curve(c, seed, s) for s in range(1, 11)]
+  points = pd.DataFrame(points, columns=None if points else [*runs[0], "step"])
+  return module.report(Results(pd.DataFrame(runs), points))
+
+
+def ranges(exponent, best=0.15):
+  """E5's: what is clipped falls as 1/(1 + c/σ), where σ goes with T^exponent."""
+
+  def value(c, seed):
+    lines = c.changes.get("data.lines", (16,))[0]
+    scale = (lines / 16) ** exponent * (lines / 16) ** (0.05 * (seed - 1))
+    clipped = 0.5 / (1 + c.changes["objective.clip_low"] / 3e-4 / scale)
+    at = best if np.isscalar(best) else best[lines]
+    return {
+      "clip_fraction/token": clipped,
+      "eval/area": 0.6 - 0.05 * np.log(clipped / at) ** 2,
+      "ratio/std": scale,
+      "ratio/effective_length": 6 * lines**0.9,
+    }
+
+  def curve(c, seed, step):
+    lines = c.changes.get("data.lines", (16,))[0]
+    return {"clip_range": 3e-4 * (lines / 16) ** exponent if step > 5 else 9.0}
+
+  return value, curve
+
+
+@pytest.mark.parametrize(
+  "exponent, best, outcome",
+  [(-0.5, 0.15, HOLDS), (-0.2, 0.15, FAILS), (-0.5, {8: 0.25, 16: 0.18, 32: 0.12}, FAILS)],
+)
+def test_e5_finds_the_exponent_of_the_range(exponent, best, outcome):
+  found = results("e5", *ranges(exponent, best))
+  assert found.verdict.outcome == outcome, found.verdict
+  table = found.tables[0].splitlines()
+  fitted = {line.split(" | ")[0][2:]: line.split(" | ")[2] for line in table[2:]}
+  same = fitted["range that clips the same fraction, over T"]
+  assert float(same.split()[0]) == pytest.approx(exponent, abs=0.02)
+  late = fitted["range in the second half of adaptive runs, over T"]
+  assert float(late.split()[0]) == pytest.approx(exponent, abs=1e-3)
+
+
+def noise(c, seed):
+  return 0.002 * np.sin(37 * seed + len(c.name))
+
+
+@pytest.mark.parametrize(
+  "half, clipped, outcome",
+  [(-0.1, 0.15, HOLDS), (0.1, 0.15, FAILS), (0.1, 0.3, OPEN)],
+)
+def test_e8_tells_whether_another_exponent_wins(half, clipped, outcome):
+  def value(c, seed):
+    mine = c.name == "n32_half"
+    accuracy = 0.5 + half * mine - 0.1 * (c.name.endswith("half") and not mine) + noise(c, seed)
+    fraction = clipped if mine else 0.15
+    return {"eval/final": accuracy, "eval/area": 0.4, "clip_fraction/token": fraction}
+
+  assert results("e8", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize("slope, outcome", [(0.05, HOLDS), (-0.05, HOLDS), (0.0, FAILS)])
+def test_e10_tells_whether_groups_matter_more_to_one_loss(slope, outcome):
+  def value(c, seed):
+    doublings = np.log2(c.changes["rl.group_size"])
+    gspo = c.changes["objective.name"] == "gspo"
+    return {"eval/final": 0.3 + (0.01 + slope * gspo) * doublings + noise(c, seed)}
+
+  assert results("e10", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize("slope, outcome", [(0.3, HOLDS), (-0.3, FAILS), (0.0, FAILS)])
+def test_e11_tells_which_loss_suffers_more_from_noise(slope, outcome):
+  def value(c, seed):
+    rate = sum(v for key, v in c.changes.items() if key.startswith("reward.false"))
+    gspo = c.changes["objective.name"] == "gspo"
+    return {"eval/final": 0.6 - (0.5 - slope * gspo) * rate + noise(c, seed)}
+
+  assert results("e11", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize("slope, outcome", [(0.02, HOLDS), (-0.05, FAILS)])
+def test_e12_tells_whether_gspo_falls_back_as_data_gets_stale(slope, outcome):
+  def value(c, seed):
+    doublings = np.log2(c.changes["rl.minibatches"] * c.changes.get("rl.epochs", 1))
+    gspo = c.changes["objective.name"] == "gspo"
+    return {"eval/final": 0.5 + slope * gspo * doublings + noise(c, seed)}
+
+  assert results("e12", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize("name", ["e5", "e8", "e10", "e11", "e12"])
+def test_without_runs_nothing_is_claimed(name):
+  _, module = definition.load(definition.find(name))
+  none = pd.DataFrame(columns=["condition", "seed", "stage", "status"])
+  assert module.report(Results(none, none)).verdict.outcome == OPEN
