@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import os
 import re
 import signal
