@@ -87,8 +87,10 @@ class Results:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A table; bars within cells are escaped."""
   lines = [head, ["---"] * len(head), *rows]
-  return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+  cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+  return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def compare(of: Interval, *, above: float = 0.0, negligible: float = 0.0) -> str:

@@ -78,7 +78,7 @@ class RunConfig:
   on_nonfinite: Literal["stop", "skip"]  # NaN or infinity: stop the run | skip the update
   profile: NonNegativeInt  # iteration whose JAX profiler trace goes to workdir/profile; 0: none
   wandb: str  # project of Weights & Biases that metrics go to as well; "": none
-  weights: str  # Hugging Face directory to start from | "random"
+  weights: str  # "random" | Hugging Face directory | run or checkpoint of one (runs/start.py)
   tokenizer: str  # "bytes" | a Hugging Face directory
   model: ModelConfig
   compute: ComputeConfig
