@@ -86,12 +86,15 @@ def base() -> ConfigDict:
         false_negative=0.0,  # share of right responses that are not rewarded
         partial=0.0,  # recurrence: of the value, what the share of right lines decides
         noise_seed=0,  # the same seed misjudges the same responses
+        # True: each line has its own reward where it ends, what `partial` (0 is 1 then) gives for
+        # it, and is misjudged by itself. Verifiers that judge lines: recurrence
+        per_line=False,
       ),
       environment=dict(
         name="",  # calculator | package.module:function | "": one turn, judged by the verifier
         max_turns=1,  # of the policy; a conversation that is not over by then is cut off
         stop_strings=(),  # that end a turn, besides stop tokens
-        discount=1.0,  # of rewards of later turns in the advantage of an earlier one
+        discount=1.0,  # of rewards of later turns (or lines) in the advantage of an earlier one
         workers=0,  # threads that environments run in; 0: none, for those that never wait
       ),
       sampling=dict(  # for training: the whole distribution, or the importance ratio is biased

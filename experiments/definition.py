@@ -61,6 +61,9 @@ class Experiment:
   minutes: float = 2.5  # of one run on one core, for estimates
   start_minutes: float = 2.0  # of one cold start
   columns: tuple[str, ...] = ()  # regular expressions: more metrics for results.csv and curves.csv
+  # "package.module:function" that is called with the open run in the place of training, and writes
+  # rows of metrics (phase "rl").
+  measure: str = ""
   pod: bool = True  # whether its conditions make sense with the flagship's configuration
 
   def __post_init__(self):

@@ -39,6 +39,7 @@ class Job:
   base: str
   start: "Job | None" = None  # the run that it begins with
   step: str = ""  # of that run; "": its last
+  measure: str = ""  # as in Experiment
 
   @property
   def key(self) -> tuple[str, str, int]:
@@ -55,6 +56,7 @@ class Job:
     else:
       different = {k: v for k, v in different.items() if k.split(".")[0] not in NOT_OF_RUN}
       different["start"] = [self.start.run, self.step]
+      different |= dict(measure=self.measure) if self.measure else {}
     text = json.dumps(different, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -71,7 +73,8 @@ class Job:
   def command(self, home: Path) -> str:
     """The same run by the command line."""
     settings = {"job": self.values["job"], "seed": self.seed, "weights": self.weights(home)}
-    return command(self.base, self.workdir(home), settings | dict(self.changes))
+    line = command(self.base, self.workdir(home), settings | dict(self.changes))
+    return f"# {self.measure} in the run that this opens:\n{line}" if self.measure else line
 
 
 def command(base: str, workdir: Path | str, settings: Mapping[str, Any]) -> str:
@@ -144,7 +147,8 @@ def _add(
     before, _, step = condition.after.partition("/")
     start = jobs[stage, name.replace(condition.name, before, 1), seed]
   values = applied(experiment.base, HABITS | changes | dict(job="rl", seed=seed))
-  job = Job(name, stage, seed, changes, values, experiment.base, start, step)
+  begins = dict(start=start, step=step, measure=experiment.measure)
+  job = Job(name, stage, seed, changes, values, experiment.base, **begins)
   jobs[job.key] = job
 
 

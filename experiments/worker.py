@@ -1,11 +1,13 @@
 """A process that makes runs, many of them one after another, so that a sweep compiles once.
 
-It reads jobs, one JSON object per line, from standard input: `values`, the configuration, and
-`workdir`. It answers each with a line of its own: `status`, `reason` and `seconds`. What a run says
-on the terminal goes to log.txt in its workdir. SIGTERM has it save the run under way, and end.
+It reads jobs, one JSON object per line, from standard input: `values`, the configuration,
+`workdir`, and `measure`, "" or a function that takes the place of training. It answers each with a
+line of its own: `status`, `reason` and `seconds`. What a run says on the terminal goes to log.txt
+in its workdir. SIGTERM has it save the run under way, and end.
 """
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -27,7 +29,7 @@ def main(cores: str) -> None:
   threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
   for line in sys.stdin:
     job = json.loads(line)
-    answer = make(job["values"], Path(job["workdir"]))
+    answer = make(job["values"], Path(job["workdir"]), job["measure"])
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
     if answer["status"] != "done":
@@ -35,15 +37,15 @@ def main(cores: str) -> None:
     tidy()
 
 
-def make(values: dict[str, Any], workdir: Path) -> dict[str, Any]:
-  """One run by the path of the command line, and how it ended."""
+def make(values: dict[str, Any], workdir: Path, measure: str = "") -> dict[str, Any]:
+  """One run by the path of the command line, or by the function `measure`, and how it ended."""
   started = time.monotonic()
   workdir.mkdir(parents=True, exist_ok=True)
   with open(workdir / "log.txt", "a") as log:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
   try:
-    status, reason = do(values, workdir)
+    status, reason = do(values, workdir, measure)
   except Exception as error:
     traceback.print_exc()
     status, reason = "failed", f"{type(error).__name__}: {error}"
@@ -52,7 +54,7 @@ def make(values: dict[str, Any], workdir: Path) -> dict[str, Any]:
   return dict(status=status, reason=reason, seconds=round(time.monotonic() - started, 1))
 
 
-def do(values: dict[str, Any], workdir: Path) -> tuple[str, str]:
+def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, str]:
   """Makes a run; its status, and why it is not "done". Raises what has no status of its own."""
   from absl import logging
 
@@ -68,7 +70,11 @@ def do(values: dict[str, Any], workdir: Path) -> tuple[str, str]:
   config = configuration.from_dict(values | dict(resume="force"))
   try:
     with preemption.watch(config.checkpoint.grace_s), open_run(config, workdir) as run:
-      command_line.do(run)
+      if measure:
+        module, _, function = measure.partition(":")
+        getattr(importlib.import_module(module), function)(run)
+      else:
+        command_line.do(run)
   except nonfinite.NonFiniteError as error:
     return "nan", str(error)
   except preemption.Preempted:

@@ -41,7 +41,8 @@ class Worker:
         text=True,
       )
     self.job, self.since = job, time.monotonic()
-    self.process.stdin.write(json.dumps(dict(values=values, workdir=str(workdir))) + "\n")
+    told = dict(values=values, workdir=str(workdir), measure=job.measure)
+    self.process.stdin.write(json.dumps(told) + "\n")
     self.process.stdin.flush()
 
   def answer(self) -> Answer:

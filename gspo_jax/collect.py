@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import objectives as O
-from gspo_jax import rewards
+from gspo_jax import rewards, segments
 from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.run import Run
@@ -95,7 +95,7 @@ class Collected:
   version: int  # of the weights that sampled last; tokens of groups put aside may have older ones
   reward_PG: np.ndarray
   advantage_PG: np.ndarray
-  advantage_BL: np.ndarray | None  # of each token, where trajectories have several turns
+  advantage_BL: np.ndarray | None  # of each token, where turns or lines have rewards of their own
   usage: Usage  # what this iteration has sampled, for whichever groups
   metrics: dict[str, float]
 
@@ -113,6 +113,9 @@ class Collector:
     self._tokenizer, self._score, self._environment = run.tokenizer, run.score, run.environment
     self._prompts, self._workload, self._writer = run.train_prompts, run.workload, run.writer
     self._shared_prompts = run.shared_prompts
+    per_line = self._config.reward.per_line
+    self._breaks_V = run.line_breaks if per_line else None
+    self._in_parts = bool(self._environment) or per_line  # turns or lines have rewards of their own
     seed = run.seed("rl", "data")
     self._batches = sources.Batches(run.train_prompts, self._config.rl.prompts, seed=seed)
     self._filter = PromptFilter(self._config.data.query_set)
@@ -239,6 +242,8 @@ class Collector:
       scores = self._score(texts, prompts, lengths, stopped)
       reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
       unknown, known_B = scores.unknown, scores.known
+      for one, reward_U in zip(trajectories, scores.lines or ()):
+        one.columns["rewards"] = segments.line_rewards(reward_U, one.tokens, self._breaks_V)
       if jax.process_count() > 1:
         # A time limit may strike on one host and not on another: the first one's word counts.
         verdicts = reward_B, correct_B, known_B.astype(np.float32)
@@ -282,9 +287,13 @@ class Collector:
       group_advantages(reward_PG, normalize=c.objective.advantage, valid_PG=known_PG)
     )
     advantage_BL = None
-    if self._environment:
-      options = c.environment.max_turns, c.environment.discount, c.objective.advantage
-      advantage_BL = turn_advantages(rollout, c.rl.group_size, *options)
+    if self._in_parts:
+      part_BL, valid_BL = rollout.turns, rollout.mask * known_PG.reshape(-1, 1)
+      if not self._environment:
+        lines = "line", rollout.tokens, rollout.mask
+        part_BL = segments.segment_ids(*lines, breaks_V=self._breaks_V)
+      options = c.rl.group_size, c.environment.discount, c.objective.advantage
+      advantage_BL = segments.advantages(rollout.rewards, part_BL, valid_BL, *options)
     if c.data.query_set.extra_rounds:
       # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
       mixed_P1 = np.array([[group.mixed] for group in groups])
@@ -302,7 +311,7 @@ class Collector:
     one = blank(c.model, self._workload.record_routing)
     rollout = assemble([one] * (prompts * G), self._workload.window, self._tokenizer.pad_id)
     zeros_PG = np.zeros((prompts, G), np.float32)
-    advantage_BL = np.zeros_like(rollout.logp) if self._environment else None
+    advantage_BL = np.zeros_like(rollout.logp) if self._in_parts else None
     return Collected([], rollout, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})
 
   def _partial_metrics(
@@ -337,26 +346,6 @@ class Collector:
     self._filter.set_state(state["prompt_filter"])
     make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
     self._under_way = [Group.from_state(group, make) for group in state["under_way"]]
-
-
-def turn_advantages(
-  rollout: Rollout, group_size: int, max_turns: int, discount: float, normalize: str
-) -> np.ndarray:
-  """float32 [B, L]: of each sampled token that of its turn (`objectives.turn_advantages`); 0
-  elsewhere."""
-  turns_BL, U = rollout.turns, max_turns
-  reward_BU, valid_BU = (np.zeros((len(turns_BL), U), np.float32) for _ in range(2))
-  row_X, column_X = np.nonzero(turns_BL >= 0)
-  turn_X = turns_BL[row_X, column_X]
-  np.add.at(reward_BU, (row_X, turn_X), rollout.rewards[row_X, column_X])
-  valid_BU[row_X, turn_X] = 1
-  by_group = lambda x_BU: x_BU.reshape(-1, group_size, U)  # noqa: E731
-  advantage_PGU = O.turn_advantages(
-    by_group(reward_BU), by_group(valid_BU), discount=discount, normalize=normalize
-  )
-  advantage_BL = np.zeros(turns_BL.shape, np.float32)
-  advantage_BL[row_X, column_X] = np.asarray(advantage_PGU).reshape(-1, U)[row_X, turn_X]
-  return advantage_BL
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:

@@ -170,12 +170,17 @@ class RunConfig:
       "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
       "has its own)",
     )
-    for key in ("format_weight", "overlong_weight", "false_positive", "false_negative"):
+    for key in ("format_weight", "overlong_weight", "false_positive", "false_negative", "partial"):
       _require(
         not (self.environment.name and getattr(self.reward, key)),
         f"reward.{key}={getattr(self.reward, key)} has no effect, since environment.name="
         f"{self.environment.name!r} gives the rewards; set it to 0",
       )
+    _require(
+      not (self.environment.name and self.reward.per_line),
+      f"reward.per_line=True has no effect, since environment.name={self.environment.name!r} gives "
+      "each turn its reward; set it to False",
+    )
     _require(
       not (self.distributed and self.environment.workers),
       f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "

@@ -61,10 +61,10 @@ class Run:
     return self.config.workload(tuple(self.tokenizer.stop_ids), self.environment is not None)
 
   @functools.cached_property
-  def line_ends(self) -> np.ndarray:
-    """bool [V]: tokens with a line break in their text."""
+  def line_breaks(self) -> np.ndarray:
+    """int32 [V]: line breaks in the text of each token."""
     tok = self.tokenizer
-    return np.array(["\n" in tok.decode([i]) for i in range(tok.vocab_size)])
+    return np.array([tok.decode([i]).count("\n") for i in range(tok.vocab_size)], np.int32)
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
@@ -250,7 +250,8 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
   with contextlib.ExitStack() as stack:
     scorers = {}
     for name in sorted(names):
-      opened = rewards.open_scorer(dataclasses.replace(config.reward, name=name))
+      own = {} if name == config.reward.name else dict(partial=0.0, per_line=False)
+      opened = rewards.open_scorer(dataclasses.replace(config.reward, name=name, **own))
       try:
         scorers[name] = stack.enter_context(opened)
       except RuntimeError as error:  # of a traceback the last line says it

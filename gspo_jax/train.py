@@ -17,7 +17,6 @@ from gspo_jax.learner import batch as batches
 from gspo_jax.learner import by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
-from gspo_jax.learner.segments import segment_ids
 from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
 from gspo_jax.learner.step import (
   make_old_policy,
@@ -32,6 +31,7 @@ from gspo_jax.run import Run
 from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.totals import Totals
+from gspo_jax.segments import segment_ids
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
 
 
@@ -193,7 +193,7 @@ def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
     rollout.mask,
     turn_BT=rollout.turns,
     size=objective.segment_tokens,
-    ends_line_V=run.line_ends if objective.segment_unit == "line" else None,
+    breaks_V=run.line_breaks if objective.segment_unit == "line" else None,
   )
 
 

@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config evaluation report run runs sft train",
-  "train": "collect hardware learner objectives records report run runs",
+  "train": "collect hardware learner objectives records report run runs segments",
   "sft": "data learner run runs",
   "records": "collect",
-  "collect": "data objectives rewards run sampling",
+  "collect": "data objectives rewards run sampling segments",
   "replay": "config learner models runs sampling",
   "run": "config data evaluation learner models rewards runs sampling tasks",
   "config": "data evaluation learner models rewards runs sampling",
@@ -29,6 +29,7 @@ ARROWS = {
   "hardware": "models",
   "models": "",
   "runs": "",
+  "segments": "",
 }  # all of them may import the leaves
 
 

@@ -3,8 +3,9 @@
 A verifier is a module with `OUTCOMES`, the names of what it can find, `UNKNOWN`, those of them
 that say nothing of the response ("crash" alone where it is left out), and `open_verifier(config)`,
 a context manager of a `Verify` function; VERIFIERS names those that come with the package. It may
-have `check_answer(text)`, which raises ValueError for a gold answer that it could not read; and the
-function may have `notes`, metrics that hold for the whole run.
+have `check_answer(text)`, which raises ValueError for a gold answer that it could not read, and
+`right_lines(response, answer)`, the verdicts on single lines (lines.py); and the function may have
+`notes`, metrics that hold for the whole run.
 """
 
 import collections
@@ -23,7 +24,7 @@ import numpy as np
 
 from gspo_jax import ranges
 from gspo_jax.ranges import Fraction, Name, NonNegativeFloat, NonNegativeInt, Range, Workers
-from gspo_jax.rewards import pool, shaping, thought
+from gspo_jax.rewards import lines, pool, shaping, thought
 from gspo_jax.rewards.programs.process import ISOLATIONS
 
 VERIFIERS = {  # imported when a config names them
@@ -58,6 +59,7 @@ class RewardConfig:
   false_negative: Fraction  # share of the right responses not rewarded
   noise_seed: ranges.Seed  # of those two
   partial: Fraction  # recurrence: of the value, what the share of right lines decides
+  per_line: bool  # each line has a reward of its own, and so an advantage
 
   def __post_init__(self):
     ranges.check(self, "reward")
@@ -105,6 +107,8 @@ class Scores:
   # Responses without a verdict, by their index in the batch: outcome and reason. They are neither
   # right nor wrong.
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
+  # With `per_line`: float32 [U] for each response, of the lines of its text; `reward` is their sum.
+  lines: Sequence[np.ndarray] | None = None
 
   @property
   def known(self) -> np.ndarray:
@@ -162,12 +166,13 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
 
   Raises:
     RuntimeError: if a verifier cannot be started.
-    ValueError: if programs cannot be confined.
+    ValueError: if programs cannot be confined, or for `per_line` where no lines are judged.
   """
   verifier = importlib.import_module(VERIFIERS.get(config.name, _USER))
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
+  right_lines = lines.judge(verifier, config.name) if config.per_line else None
   with verifier.open_verifier(config) as verify:
-    scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify)
+    scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify, right_lines)
     scorer.notes = getattr(verify, "notes", {})
     yield scorer
 
@@ -177,6 +182,7 @@ def _score(
   names: Sequence[str],
   unknown_names: Sequence[str],
   verify: Verify,
+  right_lines: lines.RightLines | None,
   responses: Sequence[str],
   prompts: Sequence[Prompt],
   lengths: Sequence[int] | None = None,
@@ -199,21 +205,33 @@ def _score(
   correct = np.array([outcome == "right" for outcome in found], np.float32)
   reward = np.array([value for _, value in verdicts], np.float32)
   scores = Scores(reward, outcomes, correct, unknown)
-  if config.false_positive or config.false_negative:
+  answers = [prompt.answer for prompt in prompts]
+  by_line = None
+  if right_lines is not None:
+    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
+    outcomes |= misjudged
+  elif config.false_positive or config.false_negative:
     noise = config.false_positive, config.false_negative, config.noise_seed
-    flips = shaping.flipped(correct > 0, responses, [p.answer for p in prompts], *noise)
+    flips = shaping.flipped(correct > 0, responses, answers, *noise)
     flips &= scores.known
     reward = np.where(flips, 1 - correct, reward).astype(np.float32)
     outcomes["false_positive"] = int((flips & (correct == 0)).sum())
     outcomes["false_negative"] = int((flips & (correct == 1)).sum())
+  added = np.zeros(len(responses), np.float32)
   if config.format_weight:
     kept = [shaping.keeps_format(response, config.format) for response in responses]
     outcomes["format_kept"] = sum(kept)
-    reward += config.format_weight * np.array(kept, np.float32)
+    added += config.format_weight * np.array(kept, np.float32)
   if config.overlong_weight and lengths is not None:
     buffer = config.overlong_buffer
-    reward += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
-  return dataclasses.replace(scores, reward=np.where(scores.known, reward, 0).astype(np.float32))
+    added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
+  if by_line is not None:
+    reward = np.array([reward_U.sum() for reward_U in by_line], np.float32)
+    for reward_U, more, known in zip(by_line, added, scores.known):
+      reward_U[-1] += more
+      reward_U *= known
+  reward = np.where(scores.known, reward + added, 0).astype(np.float32)
+  return dataclasses.replace(scores, reward=reward, lines=by_line)
 
 
 def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tuple[str, float]]:

@@ -11,6 +11,7 @@ overlong punishment (-1 to 0). Raw correctness stays beside it.
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -58,11 +59,11 @@ def flipped(
   A verdict depends on the seed, the answer and the text of the response and on nothing else, as
   those of a bad verifier do: the same response is misjudged again whenever it comes up.
   """
-  chance_B = np.array([_uniform(f"{seed}/{a}\0{r}") for r, a in zip(responses, answers)])
+  texts = (f"{seed}/{a}\0{r}".encode("utf-8", "surrogatepass") for r, a in zip(responses, answers))
+  chance_B = np.array([uniform(hashlib.sha256(text)) for text in texts])
   return chance_B < np.where(correct_B, false_negative, false_positive)
 
 
-def _uniform(text: str) -> float:
-  """A number in [0, 1) that any change of the text changes."""
-  digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-  return int.from_bytes(digest[:7], "big") / 2**56
+def uniform(digest: Any) -> float:
+  """A number in [0, 1) that any change of the text of a SHA-256 changes."""
+  return int.from_bytes(digest.digest()[:7], "big") / 2**56

@@ -20,7 +20,6 @@ from gspo_jax.learner.objective import (
   options_of,
   policy_loss,
 )
-from gspo_jax.learner.segments import segment_ids
 from gspo_jax.structs import TrainBatch
 
 LOSSES = O.POLICY_LOSSES
@@ -315,33 +314,6 @@ def test_what_is_clipped_is_what_the_loss_clips():
     options |= dict(max_length=MAX) if name == "dr_grpo" else {}
     np.testing.assert_array_equal(found, loss.clipped(*args, **options))
     assert np.any(found) == ("clip_high" in loss.options)
-
-
-@pytest.mark.parametrize("unit", ["turn", "line", "tokens"])
-@pytest.mark.parametrize("turns", [False, True])
-def test_segments_against_loops(unit, turns):
-  rng = np.random.default_rng(3)
-  B, T, size, ends_line_V = 20, 40, 3, np.arange(6) < 2
-  tokens_BT = rng.integers(0, 8, (B, T))
-  mask_BT = (rng.random((B, T)) < 0.7) & (np.arange(T) >= 4)
-  mask_BT[5] = False
-  turn_BT = np.where(mask_BT, np.cumsum(rng.random((B, T)) < 0.1, axis=1), -1) if turns else None
-  ids_BT = segment_ids(
-    unit, tokens_BT, mask_BT, turn_BT=turn_BT, size=size, ends_line_V=ends_line_V
-  )
-  for b in range(B):
-    number, before, inside = -1, None, 0
-    for t in np.flatnonzero(mask_BT[b]):
-      turn = turn_BT[b, t] if turns else 0
-      new = before is None or turn != before[1]
-      new |= unit == "line" and before is not None and before[0] < 2
-      new |= unit == "tokens" and inside == size
-      number, inside = number + new, 1 if new else inside + 1
-      assert ids_BT[b, t] == number
-      before = tokens_BT[b, t], turn
-  assert ids_BT.dtype == np.int32 and not ids_BT[~mask_BT].any() and ids_BT.max() < T
-  assert (ids_BT.max() > 0) == (turns or unit != "turn")
-  assert not segment_ids(unit, tokens_BT, np.zeros((B, T)), ends_line_V=ends_line_V).any()
 
 
 @pytest.mark.parametrize(

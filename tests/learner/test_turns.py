@@ -14,8 +14,8 @@ from support.small_models import DENSE, initial
 from support.small_updates import learner, rl_step, scalars
 
 from configs import tiny_tools
-from gspo_jax import collect
 from gspo_jax import objectives as O
+from gspo_jax import segments
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
@@ -37,7 +37,8 @@ def rollout():
 @pytest.fixture(scope="module")
 def batch(rollout):
   advantage_PG = np.asarray(O.group_advantages(rollout.rewards.sum(1).reshape(-1, G)))
-  advantage_BL = collect.turn_advantages(rollout, G, TALK.max_turns, TALK.discount, "std")
+  parts = rollout.rewards, rollout.turns, rollout.mask
+  advantage_BL = segments.advantages(*parts, G, TALK.discount, "std")
   turns_BL = np.where(rollout.mask > 0, rollout.turns, -1)
   made = batches.train_batch(rollout, advantage_PG, advantage_BL, turns_BL, shared_prompts=False)
   return made.replace(old_logp_BT=made.sampler_logp_BT)

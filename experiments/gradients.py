@@ -1,0 +1,90 @@
+"""What E6 measures: gradients of single groups, of several losses, at frozen (θ, θ_old).
+
+The weights that a run begins with are θ_old, and stay it. 16 updates of the configured objective,
+on `rl.prompts` groups in `rl.minibatches` parts, lead to θ after each of them. There, gradients of
+as many other groups that θ_old has sampled are compared with the on-policy gradient, of twice as
+many that θ has sampled itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gspo_jax import objectives as O
+from gspo_jax.collect import Collector
+from gspo_jax.learner import batch as batches
+from gspo_jax.learner import group_gradients, optimizer
+from gspo_jax.learner.state import new_state
+from gspo_jax.learner.step import make_rl_step
+from gspo_jax.run import Run
+from gspo_jax.runs import preemption
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.structs import TrainBatch
+
+UPDATES = (1, 4, 16)  # after which gradients are looked at
+ON_POLICY = 2  # times rl.prompts groups that the on-policy gradient is made of
+
+
+def of_batch(loss: Any, advantage: str = "advantage_B") -> group_gradients.GroupLoss:
+  """A loss of `objectives` as one of a batch."""
+
+  def applied(logp_BT: jax.Array, batch: TrainBatch):
+    return loss(logp_BT, batch.old_logp_BT, getattr(batch, advantage), batch.mask_BT)
+
+  return applied
+
+
+# With their published ranges. On policy all of them have the gradient of the last one.
+LOSSES: dict[str, group_gradients.GroupLoss] = dict(
+  gspo=of_batch(O.gspo_loss),
+  grpo=of_batch(O.grpo_loss),
+  dapo=of_batch(O.dapo_loss),
+  raw=group_gradients.raw_product_loss,
+)
+
+
+def measure(run: Run) -> None:
+  """Writes a row after each of UPDATES: `gradient/LOSS/WHAT`, as `group_gradients.compare` says."""
+  c, collector = run.config, Collector(run)
+  learner, tx = c.learner("rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
+  update = make_rl_step(learner, c.objective, tx)
+  of_losses = group_gradients.make_group_moments(learner, [*LOSSES.values()])
+  on_policy = group_gradients.make_group_moments(learner, [group_gradients.raw_product_loss])
+  state = new_state(run.initial_params(), tx)
+  run.writer.truncate({})
+
+  def sampled(params: Any, version: int, parts: int) -> Sequence[TrainBatch]:
+    """Groups of these weights, in so many parts."""
+    run.engine.load(params, version)
+    collected = collector.collect(version, Stopwatch())
+    run.engine.release()
+    whole = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
+    sizes = parts, c.rl.prompts, c.rl.group_size
+    found = batches.minibatches(whole, *sizes, run.mesh, packed=False)
+    return [one.replace(old_logp_BT=one.sampler_logp_BT, first_B=None) for one in found]
+
+  making = sampled(state.params, 1, c.rl.minibatches)
+  (probe,) = sampled(state.params, 2, 1)
+  version = 2
+  for number, minibatch in enumerate(making, 1):
+    preemption.check()
+    state, _ = update(state, minibatch)
+    if number not in UPDATES:
+      continue
+    truth = None
+    for _ in range(ON_POLICY):
+      version += 1
+      (one,) = sampled(state.params, version, 1)
+      one = on_policy(state.params, one)
+      truth = one if truth is None else group_gradients.add(truth, one)
+    found = jax.device_get(group_gradients.compare(of_losses(state.params, probe), truth))
+    row = {
+      f"gradient/{loss}/{what}": float(value_X[i])
+      for what, value_X in found.items()
+      for i, loss in enumerate(LOSSES)
+    }
+    row["gradient/on_policy/snr"] = float(
+      (group_gradients.signal(truth) / group_gradients.noise(truth))[0]
+    )
+    run.writer.write(dict(phase="rl", step=number) | row)

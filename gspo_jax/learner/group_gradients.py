@@ -1,0 +1,129 @@
+"""Gradients of single groups: how much of an update is signal, and where it points.
+
+A group is the sample that a gradient estimator is made of. Of the gradients of N groups only sums
+are kept, in as much memory as a gradient per loss takes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import objectives as O
+from gspo_jax.learner.step import Learner, accumulate, log_probs, parts
+from gspo_jax.models import lora
+from gspo_jax.structs import Array, TrainBatch
+
+# A loss of one group as those of `objectives` are: of logp_BT and its batch, with metrics.
+GroupLoss = Callable[[jax.Array, TrainBatch], tuple[jax.Array, Mapping[str, jax.Array]]]
+METRICS = ("clip_fraction/token", "ratio/deviation", "kl/k3")
+
+
+@flax.struct.dataclass
+class Moments:
+  """Sums over groups of their gradients, by loss (the letter X)."""
+
+  groups: Array  # float32 []: their number N
+  total_X: Any  # as the parameters, each leaf [X, ...]: Σ_j g_j
+  square_X: Array  # float32: Σ_j ‖g_j‖²
+  metrics_X: dict[str, Array]  # float32: sums of METRICS; 0 where a loss does not have one
+
+
+def make_group_moments(
+  learner: Learner, losses: Sequence[GroupLoss]
+) -> Callable[[Any, TrainBatch], Moments]:
+  """A jitted pass over the groups of a batch, one by one: one forward pass each, and a backward
+  pass for each of X losses. With adapters, gradients are of these.
+
+  Raises:
+    ValueError: the batch is packed or is on several devices, where groups are not apart.
+  """
+
+  def moments(params: Any, batch: TrainBatch) -> Moments:
+    if batch.row_B is not None or jax.sharding.get_abstract_mesh().size > 1:
+      raise ValueError("gradients of groups need a batch that is not packed, on one device")
+    trained, frozen = lora.split(params)
+    number = len(batch.tokens_BT) // learner.group_size
+    single = dataclasses.replace(learner, microbatches=number)
+    _, part = parts(batch, single)
+
+    def of_group(i: Any) -> Moments:
+      group = part(i)
+      logp_BT, pull = jax.vjp(lambda p: log_probs(lora.join(p, frozen), group, single)[0], trained)
+      slopes, found = [], []
+      for loss in losses:
+        slope_BT, metrics = jax.grad(loss, has_aux=True)(logp_BT, group)
+        slopes.append(slope_BT)
+        found.append([jnp.float32(metrics.get(name, 0.0)) for name in METRICS])
+      gradient_X = jax.lax.map(lambda slope_BT: pull(slope_BT)[0], jnp.stack(slopes))
+      metrics = dict(zip(METRICS, jnp.array(found).T))
+      return Moments(jnp.float32(1), gradient_X, dot(gradient_X, gradient_X), metrics)
+
+    return accumulate(of_group, number, add, number)
+
+  return jax.jit(moments)
+
+
+def add(one: Moments, other: Moments) -> Moments:
+  """The moments of the groups of both."""
+  return jax.tree.map(jnp.add, one, other)
+
+
+def dot(a_X: Any, b_X: Any) -> jax.Array:
+  """Inner products of gradients, by loss; one of a single loss goes with all of the other. [X]."""
+  products = jax.tree.map(lambda a, b: (a * b).sum(axis=range(1, a.ndim)), a_X, b_X)
+  return jax.tree.reduce(jnp.add, products)
+
+
+def signal(moments: Moments) -> jax.Array:
+  """‖E g‖² without the bias of ‖mean‖², from the pairs of different groups. [X]; may be below 0."""
+  n = moments.groups
+  return (dot(moments.total_X, moments.total_X) - moments.square_X) / (n * (n - 1))
+
+
+def noise(moments: Moments) -> jax.Array:
+  """E ‖g − E g‖², the trace of the covariance of a group's gradient. [X]."""
+  n = moments.groups
+  return (moments.square_X - dot(moments.total_X, moments.total_X) / n) / (n - 1)
+
+
+@jax.jit
+def compare(moments: Moments, truth: Moments) -> dict[str, jax.Array]:
+  """Estimates, [X] each, from N groups and from those of an independent `truth` of one loss:
+
+  - signal, noise, and snr = signal / noise: the signal-to-noise ratio of a single group;
+  - projected: (E g · u)² / noise with u the direction of the true gradient: what of it is of use;
+  - cosine of E g and the true gradient, without what noise in either of them takes from it;
+  - bias: ‖E g − g*‖² / ‖g*‖², and scale: the length of E g along g*, 1 where there is no bias.
+
+  All are unbiased or ratios of what is; with few groups they may be outside of their ranges, and
+  NaN where a square is below 0.
+  """
+  true = signal(truth)
+  of_both = dot(moments.total_X, truth.total_X) / (moments.groups * truth.groups)
+  mine, spread = signal(moments), noise(moments)
+  return {
+    "signal": mine,
+    "noise": spread,
+    "snr": mine / spread,
+    "projected": of_both * jnp.abs(of_both) / (true * spread),
+    "cosine": of_both / jnp.sqrt(mine * true),
+    "bias": (mine - 2 * of_both + true) / true,
+    "scale": of_both / true,
+    **{name: total_X / moments.groups for name, total_X in moments.metrics_X.items()},
+  }
+
+
+def raw_product_loss(
+  logp_BT: jax.Array, batch: TrainBatch
+) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+  """−1/G Σ_i Â_i / |y_i| Π_t w_it: importance weights of whole sequences, not clipped. Its gradient
+  has the mean of the on-policy one, at a variance that grows exponentially with |y|."""
+  ratio_B = O.sequence_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT, length_exponent=0.0)
+  length_B = batch.mask_BT.sum(axis=1)
+  live_B = length_B > 0
+  worth_B = jnp.where(live_B, batch.advantage_B * ratio_B / jnp.maximum(length_B, 1), 0)
+  return -worth_B.sum() / jnp.maximum(live_B.sum(), 1), {}

@@ -1,0 +1,107 @@
+"""Parts of a trajectory, on the host: its turns, its lines, so many tokens of it. They can have an
+importance ratio of their own, and rewards and advantages."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from gspo_jax import objectives as O
+
+# Jitted: a small program instead of many.
+_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
+
+
+def segment_ids(
+  unit: Literal["turn", "line", "tokens"],
+  tokens_BT: np.ndarray,
+  mask_BT: np.ndarray,
+  *,
+  turn_BT: np.ndarray | None = None,
+  size: int | None = None,
+  breaks_V: np.ndarray | None = None,
+) -> np.ndarray:
+  """Segments of each response, numbered from 0 in their order; 0 off the mask. int32 [B, T].
+
+  A new one begins with every turn; with unit "line" also after a token that ends a line, with unit
+  "tokens" after every `size` sampled tokens of a turn. Observations in between count for nothing.
+
+  Args:
+    turn_BT: turn of each sampled token, where there are several.
+    breaks_V: line breaks in the text of each token; those beyond it have none.
+  """
+  ids_BT = np.zeros(mask_BT.shape, np.int32)
+  row_X, time_X = np.nonzero(mask_BT > 0)
+  if not len(row_X):
+    return ids_BT
+  place_X = np.arange(len(row_X))
+  new_row_X = np.diff(row_X, prepend=-1) > 0
+  begins_X = new_row_X.copy()
+  if turn_BT is not None:
+    begins_X |= np.diff(turn_BT[row_X, time_X], prepend=-1) != 0
+  if unit == "tokens":
+    begins_X |= (place_X - _latest(place_X, begins_X)) % size == 0
+  if unit == "line":
+    begins_X[1:] |= np.isin(tokens_BT[row_X, time_X], np.flatnonzero(breaks_V))[:-1]
+  number_X = np.cumsum(begins_X)
+  ids_BT[row_X, time_X] = number_X - _latest(number_X, new_row_X)
+  return ids_BT
+
+
+def _latest(x_X: np.ndarray, where_X: np.ndarray) -> np.ndarray:
+  """x at the latest place, this one included, that `where_X` marks; it marks the first."""
+  return x_X[np.maximum.accumulate(np.where(where_X, np.arange(len(x_X)), 0))]
+
+
+def line_rewards(
+  reward_U: Sequence[float], tokens_X: np.ndarray, breaks_V: np.ndarray
+) -> np.ndarray:
+  """Rewards of the lines of a response, each on the token that ends its line. float32 [X].
+
+  That is the token with its line break, and the last token for the last line. Where a token has
+  several breaks, it gets the rewards of all the lines that it ends.
+
+  Args:
+    reward_U: of the lines of its text, at most one more than it has line breaks.
+    tokens_X: the response.
+    breaks_V: as in `segment_ids`.
+  """
+  known_X = (tokens_X >= 0) & (tokens_X < len(breaks_V))
+  broken_X = np.cumsum(np.where(known_X, breaks_V[np.where(known_X, tokens_X, 0)], 0))
+  end_U = np.searchsorted(broken_X, np.arange(1, len(reward_U) + 1))
+  reward_X = np.zeros(len(tokens_X), np.float32)
+  np.add.at(reward_X, np.minimum(end_U, len(tokens_X) - 1), np.asarray(reward_U, np.float32))
+  return reward_X
+
+
+def advantages(
+  reward_BL: np.ndarray,
+  part_BL: np.ndarray,
+  mask_BL: np.ndarray,
+  group_size: int,
+  discount: float,
+  normalize: str,
+) -> np.ndarray:
+  """float32 [B, L]: of each token on the mask that of its part (`objectives.turn_advantages`); 0
+  elsewhere.
+
+  Args:
+    reward_BL: a part's reward is the sum over its tokens.
+    part_BL: number of each token's part, 0, 1, ... in its trajectory.
+    mask_BL: 1 on sampled tokens; trajectories without one are in no mean.
+  """
+  row_X, column_X = np.nonzero(mask_BL > 0)
+  part_X = part_BL[row_X, column_X]
+  # A power of two, so that few programs are compiled.
+  U = 1 << int(part_X.max(initial=0)).bit_length()
+  reward_BU, valid_BU = (np.zeros((len(part_BL), U), np.float32) for _ in range(2))
+  np.add.at(reward_BU, (row_X, part_X), reward_BL[row_X, column_X])
+  valid_BU[row_X, part_X] = 1
+  by_group = lambda x_BU: x_BU.reshape(-1, group_size, U)  # noqa: E731
+  advantage_PGU = _advantages(
+    by_group(reward_BU), by_group(valid_BU), discount=discount, normalize=normalize
+  )
+  advantage_BL = np.zeros(part_BL.shape, np.float32)
+  advantage_BL[row_X, column_X] = np.asarray(advantage_PGU).reshape(-1, U)[row_X, part_X]
+  return advantage_BL

@@ -1,0 +1,117 @@
+"""Every experiment there is: its first condition trains, its report can be made, its README is that
+of its results."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments import definition, figures, readme, results, runs, worker
+from experiments.definition import HERE, Condition
+from experiments.report import FAILS, HOLDS, OPEN
+from experiments.results import Store
+
+SMALL = {
+  "model.hidden_size": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2,
+  "model.head_dim": 16, "model.moe_intermediate_size": 16, "model.num_experts": 4,
+  "model.num_experts_per_tok": 2, "data.lines": (1, 2), "sampling.max_new_tokens": 12,
+  "sft.steps": 2, "sft.batch": 4, "sft.check_problems": 4, "rl.iterations": 2, "rl.prompts": 16,
+  "rl.group_size": 2, "engine.steps": 12, "eval.problems": 2, "eval.samples": 2, "eval.every": 1,
+  "eval.batch": 2, "checkpoint.every": 100,
+}  # fmt: skip
+FOLDERS = definition.names()
+
+
+def first(experiment):
+  """The experiment with two small iterations of its first condition alone, one seed."""
+  condition = experiment.conditions[0]
+  setting = next(iter(experiment.tuning.grid.values())) if experiment.tuning else {}
+  kept = {k: v for k, v in SMALL.items() if not (k.startswith("rl.") and v < 16)}
+  changes = {**experiment.common, **condition.changes, **setting, **SMALL, **kept}
+  alone = Condition(condition.name, changes)
+  return dataclasses.replace(experiment, conditions=(alone,), seeds=(0,), tuning=None, common={})
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+  """The lines of the first conditions, and their curves."""
+  home, found = tmp_path_factory.mktemp("experiments"), {}
+
+  def of(folder):
+    if folder not in found:
+      experiment, _ = definition.load(folder)
+      for job in runs.plan(first(experiment), Store(home / "none")):
+        workdir, values = job.workdir(home), job.values | dict(weights=job.weights(home))
+        if not (workdir / "checkpoints").exists():  # experiments share cold starts
+          assert worker.do(values, workdir) == ("done", "")
+        phase = "sft" if job.stage == runs.START else "rl"
+        about, curve = results.collect(workdir, phase, experiment.columns)
+      texts = dict(experiment=folder, status="done", reason="", start="x", changes="", seconds=60.0)
+      found[folder] = about | texts, curve
+    return found[folder]
+
+  return of
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_first_condition_trains(folder, rows):
+  row, curve = rows(folder)
+  assert row["steps"] == 2 and row["tokens"] > 0 and row["flops"] > 0
+  assert 0 <= row["eval/start"] <= 1 and {"eval/final", "eval/area", "reward/mean"} <= {*row}
+  assert list(curve.step) == [0, 1, 2] and curve["eval/accuracy"].notna().all()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
+  """With numbers that vary over seeds; whatever they are, there is a verdict."""
+  experiment, module = definition.load(folder)
+  row, curve = rows(folder)
+  noise = np.random.default_rng(0)
+  store, outcomes = Store(tmp_path), []
+  planned = []
+  while len(planned) < len(jobs := [j for j in runs.plan(experiment, store) if j.start]):
+    planned = jobs
+    lines, points = [], []
+    for job in jobs:
+      key = dict(stage=job.stage, condition=job.condition, seed=job.seed, run=job.run)
+      scale = np.exp(noise.normal(size=2) / 10)
+      numbers = {k: v * scale[0] for k, v in row.items() if isinstance(v, float | np.floating)}
+      lines.append(row | numbers | key | dict(seconds=60.0))
+      points.append(curve.assign(**{k: key[k] for k in results.KEY}))
+    store.runs, store.curves = pd.DataFrame(lines), pd.concat(points, ignore_index=True)
+    store.save()
+  for part in (store.runs.iloc[:1], store.runs):
+    whole, store.runs = store.runs, part
+    store.save()
+    verdict, found = readme.assess(tmp_path, experiment, module.report)
+    outcomes.append(verdict.outcome)
+    store.runs = whole
+    assert found.tables and verdict.because
+  assert outcomes[0] == OPEN and outcomes[1] in (HOLDS, FAILS, OPEN)
+  assert "are there" not in verdict.because
+  assert found.figures
+  for name, figure in found.figures.items():
+    figures.save(figure, tmp_path / f"{name}.svg")
+    text = (tmp_path / f"{name}.svg").read_text()
+    again = module.report(store.results()).figures[name]
+    figures.save(again, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == text and "<dc:date>" not in text
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_number_of_a_readme_is_that_of_its_results(folder, tmp_path):
+  """All that is generated, tables and verdict included, is generated again from the files."""
+  experiment, module = definition.load(folder)
+  verdict, found = readme.assess(HERE / folder, experiment, module.report)
+  text = (HERE / folder / "README.md").read_text()
+  made = readme.outcome(HERE / folder, experiment, verdict, found)
+  assert readme.put(text, "outcome", made) == text, f"python -m experiments.run {folder} --report"
+  for name in found.figures if found else ():
+    assert (HERE / folder / f"{name}.svg").exists()
+
+
+def test_the_table_of_experiments_is_that_of_their_results():
+  text = (HERE / "README.md").read_text()
+  made = readme.overview()
+  assert readme.put(text, "experiments", made) == text, "python -m experiments.run all --report"

@@ -1,0 +1,69 @@
+"""Verdicts of E6 and E9 on results that were made up, so that the truth is known."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+from experiments import definition  # noqa: E402
+from experiments.gradients import LOSSES, UPDATES  # noqa: E402
+from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
+
+
+def report(name, value, curve=None):
+  """Of runs of all conditions and seeds; `value` and `curve` give columns."""
+  experiment, module = definition.load(definition.find(name))
+  runs, points = [], []
+  for c, seed in itertools.product(experiment.conditions, experiment.seeds):
+    about = dict(condition=c.name, seed=seed, stage="final", status="done")
+    runs.append(about | value(c.name, seed))
+    points += [about | dict(step=s) | curve(c.name, seed) for s in UPDATES] if curve else []
+  columns = None if points else ["condition", "seed", "stage", "status", "step"]
+  return module.report(Results(pd.DataFrame(runs), pd.DataFrame(points, columns=columns)))
+
+
+@pytest.mark.parametrize(
+  "at_most, exponent, outcome",
+  [(2.0, 0.5, HOLDS), (1.02, 0.01, FAILS), (2.0, -0.5, FAILS), (2.0, 0.0, OPEN)],
+)
+def test_e6_wants_a_gap_that_grows(at_most, exponent, outcome):
+  def value(name, seed):
+    n = int(name[1:])
+    wobble = 1 + 0.03 * np.sin(7 * seed + 3 * n)
+    snr = dict(gspo=0.1 * at_most * (n / 32) ** exponent * wobble, grpo=0.1, dapo=0.1, raw=-0.01)
+    return {f"gradient/{loss}/{what}": snr[loss] for loss in LOSSES for what in ("snr", "cosine")}
+
+  def curve(name, seed):
+    one = value(name, seed)
+    names = ("snr", "cosine", "bias", "scale", "clip_fraction/token")
+    return {f"gradient/{x}/{what}": one[f"gradient/{x}/snr"] for x in LOSSES for what in names}
+
+  found = report("e6", value, curve)
+  assert found.verdict.outcome == outcome, found.verdict
+  assert "no runs (0 seeds)" in found.tables[0], "there is no ratio to a square below 0"
+  assert found.tables[1].count("| GSPO |") == 9
+
+
+@pytest.mark.parametrize(
+  "gain, outcome",
+  [
+    (dict(token_process=0.1), HOLDS),
+    (dict(token_process=0.01), FAILS),
+    (dict(token_process=0.1, token_terminal=0.1), FAILS),
+    (dict(token_process=0.1, segment_1=0.1), FAILS),
+    (dict(token_process=0.1, segment_1=None), OPEN),
+  ],
+)
+def test_e9_wants_a_gain_from_process_rewards_alone(gain, outcome):
+  def value(name, seed):
+    noise = 0.001 * np.sin(37 * seed + len(name))
+    if name in gain and gain[name] is None:  # no seed like another
+      noise = 0.08 * (-1) ** seed
+    return {"eval/start": 0.5, "eval/final": 0.6 + (gain.get(name) or 0.0) + noise}
+
+  found = report("e9", value)
+  assert found.verdict.outcome == outcome, found.verdict

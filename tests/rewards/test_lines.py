@@ -1,0 +1,116 @@
+"""Rewards of single lines: what each is worth, their sum, noise, and who may have them."""
+
+import numpy as np
+import pytest
+from support.configs import config_of, reward_config
+from support.cost import assert_linear
+from support.prompts import prompts
+
+from configs import common
+from gspo_jax import rewards
+from gspo_jax.rewards import lines
+from gspo_jax.tasks import recurrence
+
+ANSWER = "3:00\n2:10\n1:20\n0:30"
+RESPONSES = [
+  ANSWER,
+  "3:00\n2:10\n1:99\n0:30",
+  "3:00\n2:99\n",
+  "3:00\n2:10\n1:20\n0:99\n0:30",  # a line too many, which is right as the last one
+  "",
+]
+
+
+def score(responses=RESPONSES, lengths=None, answer=ANSWER, **changes):
+  section = reward_config("recurrence", **dict(per_line=True) | changes)
+  with rewards.open_scorer(section) as scorer:
+    return scorer(responses, prompts([answer] * len(responses)), lengths)
+
+
+@pytest.mark.parametrize("partial", [0.0, 1.0, 0.25])
+def test_lines_sum_to_what_the_whole_is_worth(partial):
+  """`partial` decides what a response is worth with and without `per_line`."""
+  found = score(partial=partial)
+  whole = score(partial=partial or 1.0, per_line=False)
+  np.testing.assert_allclose(found.reward, whole.reward, rtol=1e-6)
+  np.testing.assert_array_equal(found.correct, [1, 1, 0, 1, 0])
+  assert whole.lines is None and found.outcomes == whole.outcomes
+  p = partial or 1.0
+  expected = [
+    [p / 4, p / 4, p / 4, p / 4 + 1 - p],
+    [p / 4, p / 4, 0, p / 4 + 1 - p],
+    [p / 4, 0, 0],
+    [p / 4, p / 4, p / 4, 0, 1 - p],
+    [0],
+  ]
+  for one, other in zip(found.lines, expected, strict=True):
+    assert one.dtype == np.float32
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_what_is_added_goes_to_the_last_line():
+  options = dict(overlong_weight=1.0, overlong_max=100, overlong_buffer=50)
+  found, plain = score(lengths=[75] * 5, **options), score()
+  np.testing.assert_allclose(found.reward, plain.reward - 0.5, rtol=1e-6)
+  for one, other in zip(found.lines, plain.lines):
+    np.testing.assert_allclose(one - other, [*[0] * (len(one) - 1), -0.5])
+
+
+def test_noise_misjudges_lines_and_not_responses():
+  rng = np.random.default_rng(0)
+  texts = [f"{a:02}\n{b:02}\n{c:02}\n30" for a, b, c in rng.integers(0, 100, (2000, 3))]
+  answer = "\n".join(["40", "10", "20", "30"])
+  rates = dict(false_positive=0.1, false_negative=0.3)
+  plain, noisy = (score(texts, answer=answer, **changes) for changes in ({}, rates))
+  right, found = (np.array(one.lines) > 0 for one in (plain, noisy))
+  assert (right & ~found).sum() / right.sum() == pytest.approx(0.3, abs=0.04)
+  assert (~right & found).sum() / (~right).sum() == pytest.approx(0.1, abs=0.02)
+  assert noisy.outcomes["false_negative"] == (right & ~found).sum()
+  assert noisy.outcomes["false_positive"] == (~right & found).sum()
+  np.testing.assert_array_equal(noisy.correct, plain.correct)
+  np.testing.assert_allclose(noisy.reward, found.sum(1) / 4, rtol=1e-6)
+  assert (score(texts, answer=answer, noise_seed=1, **rates).reward != noisy.reward).any()
+
+
+def test_a_verdict_on_a_line_depends_on_the_text_up_to_its_end():
+  texts = ["10\n20\n30\n40", "10\n20\n31\n40", "10\n20", "10\n20\n30\n40"]
+  found = [
+    score(texts, answer="11\n21\n35\n45", false_positive=0.5, noise_seed=seed).lines
+    for seed in range(40)
+  ]
+  for one, other, short, again in found:
+    assert one[:2].tolist() == other[:2].tolist() == short.tolist()
+    assert one.tolist() == again.tolist()
+  assert any(one[3] != other[3] for one, other, *_ in found)
+
+
+def test_lines_that_nobody_asked_for_or_wrote_are_not_misjudged():
+  found = score([ANSWER + "\n\n\n", "3:00"], false_positive=1.0)
+  assert [len(one) for one in found.lines] == [7, 1]
+  assert found.reward.tolist() == [1, 0.25] and found.outcomes["false_positive"] == 0
+
+
+def test_a_verifier_that_judges_no_lines_is_refused():
+  section = reward_config("string", per_line=True)
+  refused = pytest.raises(ValueError, match="per_line=True: reward\\.name='string' judges whole")
+  with refused, rewards.open_scorer(section):
+    pass
+  with pytest.raises(ValueError, match=r"reward\.per_line=True has no effect, since environment"):
+    config_of(
+      common.base,
+      environment__name="calculator",
+      reward__name="recurrence",
+      reward__per_line=True,
+      reward__workers=1,
+    )
+
+
+@pytest.mark.parametrize("unit", ["\n", "x", "3:00\n", "\ud800\n"])
+def test_lines_are_rewarded_in_linear_time(unit):
+  config = reward_config("recurrence", per_line=True, false_positive=0.5)
+  answer = "\n".join("x" for _ in range(100))
+
+  def reward(text):
+    lines.rewards(config, recurrence.right_lines, [text], [answer], np.zeros(1))
+
+  assert_linear(reward, lambda length: (unit * (length // len(unit)),))
