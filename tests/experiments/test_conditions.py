@@ -1,8 +1,13 @@
 """Every experiment there is: its first condition trains, its report can be made, its README is that
 of its results."""
 
+import contextlib
 import dataclasses
+import functools
+import re
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,6 +16,7 @@ from experiments import definition, figures, readme, results, runs, worker
 from experiments.definition import HERE, Condition
 from experiments.report import FAILS, HOLDS, OPEN
 from experiments.results import Store
+from gspo_jax import sharding
 
 SMALL = {
   "model.hidden_size": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2,
@@ -44,7 +50,8 @@ def rows(tmp_path_factory):
       for job in runs.plan(first(experiment), Store(home / "none")):
         workdir, values = job.workdir(home), job.values | dict(weights=job.weights(home))
         if not (workdir / "checkpoints").exists():  # experiments share cold starts
-          assert worker.do(values, workdir) == ("done", "")
+          with one_device() if job.measure else contextlib.nullcontext():
+            assert worker.do(values, workdir, job.measure) == ("done", "")
         phase = "sft" if job.stage == runs.START else "rl"
         about, curve = results.collect(workdir, phase, experiment.columns)
       texts = dict(experiment=folder, status="done", reason="", start="x", changes="", seconds=60.0)
@@ -54,9 +61,21 @@ def rows(tmp_path_factory):
   return of
 
 
+def one_device():
+  """A context in which meshes are of the first device."""
+  patch = pytest.MonkeyPatch()
+  one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
+  patch.setattr(sharding, "make_mesh", one)
+  return contextlib.closing(SimpleNamespace(close=patch.undo))
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_first_condition_trains(folder, rows):
   row, curve = rows(folder)
+  if definition.load(folder)[0].measure:
+    columns = definition.load(folder)[0].columns
+    assert row["steps"] > 0 and any(re.fullmatch(x, name) for x in columns for name in row)
+    return
   assert row["steps"] == 2 and row["tokens"] > 0 and row["flops"] > 0
   assert 0 <= row["eval/start"] <= 1 and {"eval/final", "eval/area", "reward/mean"} <= {*row}
   assert list(curve.step) == [0, 1, 2] and curve["eval/accuracy"].notna().all()
