@@ -26,7 +26,7 @@ POINTS = 50
 CUMULATIVE = ("tokens", "flops", "path")  # of sampling; of all passes; nats per token, of updates
 # Metrics of an iteration whose mean over the run is a column; curves.csv has them too.
 COLUMNS = (
-  r"reward/mean|reward/length/.*|response_length/mean|truncated_fraction|groups_without_spread",
+  r"reward/mean|by_length/reward/.*|response_length/mean|truncated_fraction|groups_without_spread",
   r"(clip_fraction|clipped)/.*|ratio/(mean|std|deviation|min|max)|kl/k[13]|entropy|grad_norm",
   r"router/volatility/.*|mismatch/sequence/abs/mean|updates_skipped|clip_range",
 )

@@ -51,7 +51,7 @@ EXPERIMENT = Experiment(
   )
   + OTHERS,
   seeds=(10, 11, 12, 13, 14),
-  columns=(r"ratio/effective_length", r"reward/length/.*"),
+  columns=(r"ratio/effective_length", r"by_length/.*"),
   pod=False,  # lengths are the toy's
 )
 
