@@ -13,6 +13,7 @@ import jax
 
 from gspo_jax import objectives as O
 from gspo_jax.collect import Collector
+from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import group_gradients, optimizer
 from gspo_jax.learner.state import new_state
@@ -20,6 +21,7 @@ from gspo_jax.learner.step import make_rl_step
 from gspo_jax.run import Run
 from gspo_jax.runs import preemption
 from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.runs.totals import Totals
 from gspo_jax.structs import TrainBatch
 
 UPDATES = (1, 4, 16)  # after which gradients are looked at
@@ -54,18 +56,25 @@ def measure(run: Run) -> None:
   state = new_state(run.initial_params(), tx)
   run.writer.truncate({})
 
-  def sampled(params: Any, version: int, parts: int) -> Sequence[TrainBatch]:
-    """Groups of these weights, in so many parts."""
+  total = Totals()
+
+  def sampled(params: Any, version: int, parts: int, passes: int) -> Sequence[TrainBatch]:
+    """Groups of these weights, in so many parts, for passes worth so many forward ones."""
+    nonlocal total
     run.engine.load(params, version)
     collected = collector.collect(version, Stopwatch())
     run.engine.release()
+    prompt_B, end_B = collected.rollout.prompt_lengths, collected.rollout.ends
+    one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, end_B)
+    total = total.plus(collected.usage.tokens, collected.usage.flops + passes * one)
     whole = batches.train_batch(collected.rollout, collected.advantage_PG, shared_prompts=True)
     sizes = parts, c.rl.prompts, c.rl.group_size
     found = batches.minibatches(whole, *sizes, run.mesh, packed=False)
     return [one.replace(old_logp_BT=one.sampler_logp_BT, first_B=None) for one in found]
 
-  making = sampled(state.params, 1, c.rl.minibatches)
-  (probe,) = sampled(state.params, 2, 1)
+  looks = sum(number <= c.rl.minibatches for number in UPDATES)
+  making = sampled(state.params, 1, c.rl.minibatches, passes=3)
+  (probe,) = sampled(state.params, 2, 1, passes=looks * (1 + 2 * len(LOSSES)))
   version = 2
   for number, minibatch in enumerate(making, 1):
     preemption.check()
@@ -75,7 +84,7 @@ def measure(run: Run) -> None:
     truth = None
     for _ in range(ON_POLICY):
       version += 1
-      (one,) = sampled(state.params, version, 1)
+      (one,) = sampled(state.params, version, 1, passes=3)
       one = on_policy(state.params, one)
       truth = one if truth is None else group_gradients.add(truth, one)
     found = jax.device_get(group_gradients.compare(of_losses(state.params, probe), truth))
@@ -87,4 +96,4 @@ def measure(run: Run) -> None:
     row["gradient/on_policy/snr"] = float(
       (group_gradients.signal(truth) / group_gradients.noise(truth))[0]
     )
-    run.writer.write(dict(phase="rl", step=number) | row)
+    run.writer.write(dict(phase="rl", step=number) | row | total.metrics())
