@@ -18,9 +18,10 @@ from gspo_jax.learner import batch as batches
 from gspo_jax.learner import group_gradients, optimizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.learner.step import make_rl_step
+from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
 from gspo_jax.runs import preemption
-from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.runs.metrics import Stopwatch, compute
 from gspo_jax.runs.totals import Totals
 from gspo_jax.structs import TrainBatch
 
@@ -47,7 +48,8 @@ LOSSES: dict[str, group_gradients.GroupLoss] = dict(
 
 
 def measure(run: Run) -> None:
-  """Writes a row after each of UPDATES: `gradient/LOSS/WHAT`, as `group_gradients.compare` says."""
+  """Writes a row after each of UPDATES: `gradient/LOSS/WHAT`, as `group_gradients.compare` says,
+  and the metrics of the updates since the row before."""
   c, collector = run.config, Collector(run)
   learner, tx = c.learner("rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
   update = make_rl_step(learner, c.objective, tx)
@@ -75,10 +77,11 @@ def measure(run: Run) -> None:
   looks = sum(number <= c.rl.minibatches for number in UPDATES)
   making = sampled(state.params, 1, c.rl.minibatches, passes=3)
   (probe,) = sampled(state.params, 2, 1, passes=looks * (1 + 2 * len(LOSSES)))
-  version = 2
+  version, moved = 2, []
   for number, minibatch in enumerate(making, 1):
     preemption.check()
-    state, _ = update(state, minibatch)
+    state, metrics = update(state, minibatch)
+    moved.append(metrics)
     if number not in UPDATES:
       continue
     truth = None
@@ -96,4 +99,6 @@ def measure(run: Run) -> None:
     row["gradient/on_policy/snr"] = float(
       (group_gradients.signal(truth) / group_gradients.noise(truth))[0]
     )
-    run.writer.write(dict(phase="rl", step=number) | row | total.metrics())
+    row |= compute(summarize(tuple(moved))) | total.metrics()
+    run.writer.write(dict(phase="rl", step=number) | row)
+    moved.clear()
