@@ -5,11 +5,11 @@ import json
 import pandas as pd
 import pytest
 
-from experiments import definition
+from experiments import definition, runs
 from experiments.definition import HERE
+from experiments.results import Store
 
 CELLS = json.loads((HERE / "figures.ipynb").read_text())["cells"]
-KEY = dict(stage="final", seed=0)
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -17,9 +17,13 @@ def test_the_notebook(there, tmp_path, monkeypatch):
   folder = tmp_path / definition.find("e2")
   folder.mkdir()
   if there:
-    about = KEY | dict(experiment="e2", status="done", run="r", condition="gspo_one", seconds=1.0)
-    pd.DataFrame([about | {"clip_fraction/token": 0.1}]).to_csv(folder / "results.csv")
-    points = [KEY | {"condition": "gspo_one", "step": s, "reward/mean": 0.5} for s in (1, 2)]
+    experiment, _ = definition.load(folder.name)
+    job = next(job for job in runs.plan(experiment, Store(folder)) if job.stage == runs.FINAL)
+    key = dict(stage=job.stage, condition=job.condition, seed=job.seed)
+    texts = dict(status="done", run=job.run, commit="", versions="")
+    about = key | texts | {"seconds": 1.0, "tokens": 1e4, "clip_fraction/token": 0.1}
+    pd.DataFrame([about]).to_csv(folder / "results.csv")
+    points = [key | {"step": s, "reward/mean": 0.5, "clip_fraction/token": 0.1} for s in (1, 2)]
     pd.DataFrame(points).to_csv(folder / "curves.csv")
   monkeypatch.chdir(HERE)
   monkeypatch.setenv("EXPERIMENT", "e2")
