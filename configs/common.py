@@ -34,7 +34,7 @@ def base() -> ConfigDict:
       on_nonfinite="stop",  # NaN or infinity in an update: stop the run | skip the update
       profile=0,  # iteration that JAX's profiler traces; 0: none
       wandb="",  # project of Weights & Biases, beside TensorBoard; "": none
-      weights="random",  # random | Hugging Face directory | a run (docs/running.md)
+      weights="random",  # random | Hugging Face directory | run or its checkpoint: docs/running.md
       tokenizer="bytes",  # bytes | Hugging Face directory
       # A named size, whose keys are those of ModelConfig. 264: 256 bytes, 3 special tokens, and a
       # multiple of 8.

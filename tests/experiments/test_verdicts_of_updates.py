@@ -31,7 +31,7 @@ def ranges(exponent, best=0.15):
 
   def value(c, seed):
     lines = c.changes.get("data.lines", (16,))[0]
-    scale = (lines / 16) ** exponent * (lines / 16) ** (0.05 * (seed - 1))
+    scale = (lines / 16) ** exponent * (lines / 16) ** (0.05 * (seed % 3 - 1))
     clipped = 0.5 / (1 + c.changes["objective.clip_low"] / 3e-4 / scale)
     at = best if np.isscalar(best) else best[lines]
     return {

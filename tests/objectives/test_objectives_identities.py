@@ -76,11 +76,9 @@ def test_segments_contain_gspo_and_grpo():
   tree_close(whole, plain("gspo"))
   tokens = np.tile(np.arange(T), (B, 1))
   sums = functools.partial(O.segment_loss.sums, segment_BT=tokens, clip_low=0.2, clip_high=0.27)
-  wide = functools.partial(sums, clip_high=0.28, aggregate="token")
-  for name, one in ("grpo", sums), ("dapo", wide):
-    value, metrics, *rest = jax.jit(functools.partial(divided, one))(*arguments(PLAIN))
-    assert metrics.pop("ratio/effective_length") == 1, "which a ratio of one token always has"
-    tree_close((value, metrics, *rest), plain(name))
+  tree_close(jax.jit(functools.partial(divided, sums))(*arguments(PLAIN)), plain("grpo"))
+  sums = functools.partial(sums, clip_high=0.28, aggregate="token")
+  tree_close(jax.jit(functools.partial(divided, sums))(*arguments(PLAIN)), plain("dapo"))
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
