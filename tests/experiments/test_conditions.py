@@ -1,7 +1,6 @@
 """Every experiment there is: its first condition trains, its report can be made, its README is that
 of its results."""
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -48,8 +47,7 @@ def rows(tmp_path_factory):
       for job in runs.plan(first(experiment), Store(home / "none")):
         workdir, values = job.workdir(home), job.values | dict(weights=job.weights(home))
         if not (workdir / "checkpoints").exists():  # experiments share cold starts
-          with one_device():
-            assert worker.do(values, workdir, job.measure) == ("done", "")
+          assert worker.do(values, workdir, job.measure) == ("done", "")
         phase = "sft" if job.stage == runs.START else "rl"
         about, curve = results.collect(workdir, phase, experiment.columns)
       texts = dict(experiment=folder, status="done", reason="", start="x", changes="", seconds=60.0)
@@ -59,9 +57,9 @@ def rows(tmp_path_factory):
   return of
 
 
-@contextlib.contextmanager
+@pytest.fixture(scope="module", autouse=True)
 def one_device():
-  """A context in which meshes are of the first device."""
+  """Runs have one device, as on a laptop."""
   one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sharding, "make_mesh", one)
