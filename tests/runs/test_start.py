@@ -16,7 +16,7 @@ from gspo_jax.runs import start
 MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
 SMALL = MODEL | dict(
   job="sft", model__num_layers=1, sft__steps=4, sft__batch=8, sft__target_loss=0.0,
-  rl__iterations=1, rl__prompts=8, rl__group_size=2, sampling__max_new_tokens=4,
+  rl__iterations=1, rl__prompts=8, rl__group_size=2, rl__minibatches=1,
   eval__problems=2, eval__batch=2, checkpoint__every=2,
 )  # fmt: skip
 
