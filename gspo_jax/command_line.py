@@ -93,8 +93,7 @@ def with_paths(argv: Sequence[str]) -> list[str]:
 
 def begin(argv: Sequence[str]) -> None:
   """Says what is begun, since libraries take seconds to import. Ends the process with an answer to
-  --help, and where a library is missing. Says nothing of a command that lacks a flag: what parses
-  it will."""
+  --help, and where a library is missing."""
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
     sys.exit()
@@ -102,11 +101,17 @@ def begin(argv: Sequence[str]) -> None:
     names = ", ".join(missing)
     sys.stderr.write(f"gspo_jax: {names} not found: pip install 'gspo-jax[train]' has all of it\n")
     sys.exit(2)
-  given = dict(argument.lstrip("-").partition("=")[::2] for argument in argv[1:])
+  sys.stderr.write(greeting(argv[1:]) or "")
+  sys.stderr.flush()
+
+
+def greeting(arguments: Sequence[str]) -> str | None:
+  """The first line of a run; None of a dry one, and without the flags that a run needs."""
+  given = dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
   what, where = given.get("config"), given.get("workdir")
-  if what and where and "dry_run" not in given:
-    sys.stderr.write(f"gspo_jax: {what} in {where}; loading JAX and the libraries\n")
-    sys.stderr.flush()
+  if not what or not where or "dry_run" in given:
+    return None
+  return f"gspo_jax: {what} in {where}; loading JAX and the libraries\n"
 
 
 def usage() -> str:

@@ -93,6 +93,7 @@ class Run:
       self.writer,
       Guard(home, values, c.on_nonfinite, updates=updates, keep=keep),
       c.alarms if name == "rl" else None,
+      at_most=name == "sft" and c.sft.target_loss > 0,
     )
 
 
