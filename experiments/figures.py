@@ -1,5 +1,7 @@
 """Figures as SVG: curves with bands over seeds, and intervals side by side."""
 
+import dataclasses
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -83,7 +85,19 @@ def intervals(
   axes.set_title(title, loc="left")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path | io.StringIO) -> None:
   """Writes the SVG; the same figure gives the same bytes."""
   with mpl.rc_context(STYLE):
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+  """A figure as notebooks show it."""
+
+  figure: Figure
+
+  def _repr_svg_(self) -> str:
+    text = io.StringIO()
+    save(self.figure, text)
+    return text.getvalue()

@@ -142,27 +142,23 @@ class Runner:
     """Makes what is missing, so many runs at the same time. Ctrl-C and SIGTERM save and end."""
     self.take_over()
     workers, told = Workers(count), Told(self)
-    try:
-      with interruptible():
-        while True:
-          for worker in workers.idle:
-            job = self.ready([other.job for other in workers.busy])
-            if job is None:
-              break
-            worker.begin(job, self.begin(job), job.workdir(self.home))
-          if not workers.busy:
+    with noticed() as signals, contextlib.closing(workers):
+      while not signals:
+        for worker in workers.idle:
+          job = self.ready([other.job for other in workers.busy])
+          if job is None:
             break
-          for job, answer in workers.answers(None):
-            self.end(job, answer)
-            told(job)
-    except KeyboardInterrupt:
+          worker.begin(job, self.begin(job), job.workdir(self.home))
+        if not workers.busy:
+          return
+        for job, answer in workers.answers(1.0):
+          self.end(job, answer)
+          told(job)
       sys.stderr.write("saving; the same command continues\n")
       for job, answer in workers.stop(GRACE):
         self.end(job, answer)
         told(job)
-      raise
-    finally:
-      workers.close()
+      raise KeyboardInterrupt
 
 
 class Told:
@@ -192,13 +188,23 @@ class Told:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-  """SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
-  before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def noticed() -> Iterator[list[int]]:
+  """Signals that have come, Ctrl-C or SIGTERM; a second one raises KeyboardInterrupt. (Python loses
+  what is raised in the middle of a callback, as JAX has one in the garbage collector.)"""
+  came: list[int] = []
+
+  def notice(number: int, _: Any) -> None:
+    came.append(number)
+    if len(came) > 1:
+      raise KeyboardInterrupt
+
+  numbers = signal.SIGTERM, signal.SIGINT
+  before = {number: signal.signal(number, notice) for number in numbers}
   try:
-    yield
+    yield came
   finally:
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,10 @@ class Worker:
     """What it says; where it has died, that."""
     line = self.process.stdout.readline()
     if line:
-      return json.loads(line)
+      answer = json.loads(line)
+      if answer["status"] != "done":  # it ends with that, and must not be told of another job
+        self.process.wait()
+      return answer
     code = self.process.wait()
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return dict(

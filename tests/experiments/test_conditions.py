@@ -2,19 +2,16 @@
 of its results."""
 
 import dataclasses
-import functools
 import re
 
-import jax
 import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import definition, figures, readme, results, runs, worker
+from experiments import definition, figures, readme, results, runs, workers
 from experiments.definition import HERE, Condition
 from experiments.report import FAILS, HOLDS, OPEN
 from experiments.results import Store
-from gspo_jax import sharding
 
 SMALL = {
   "model.hidden_size": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2,
@@ -25,6 +22,8 @@ SMALL = {
   "eval.batch": 2, "checkpoint.every": 100,
 }  # fmt: skip
 FOLDERS = definition.names()
+# Each compiles an update of its own: CI runs all of them, the suite the first.
+TRAINED = [FOLDERS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS[1:])]
 
 
 def first(experiment):
@@ -37,36 +36,39 @@ def first(experiment):
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-  """The lines of the first conditions, and their curves."""
+def quick():
+  """Its process compiles as these tests do."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    yield
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory, quick):
+  """The lines of the first conditions, and their curves; one process makes their runs."""
   home, found = tmp_path_factory.mktemp("experiments"), {}
+  one = workers.Workers(1).all[0]
 
   def of(folder):
     if folder not in found:
       experiment, _ = definition.load(folder)
       for job in runs.plan(first(experiment), Store(home / "none")):
-        workdir, values = job.workdir(home), job.values | dict(weights=job.weights(home))
+        workdir, values = job.workdir(home), {**job.values, "weights": job.weights(home)}
         if not (workdir / "checkpoints").exists():  # experiments share cold starts
-          assert worker.do(values, workdir, job.measure) == ("done", "")
+          one.begin(job, values, workdir)
+          answer = one.answer()
+          assert answer["status"] == "done", answer | dict(log=(workdir / "log.txt").read_text())
         phase = "sft" if job.stage == runs.START else "rl"
         about, curve = results.collect(workdir, phase, experiment.columns)
       texts = dict(experiment=folder, status="done", reason="", start="x", changes="", seconds=60.0)
       found[folder] = about | texts, curve
     return found[folder]
 
-  return of
+  yield of
+  one.stop()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-  """Runs have one device, as on a laptop."""
-  one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sharding, "make_mesh", one)
-    yield
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", TRAINED)
 def test_the_first_condition_trains(folder, rows):
   row, curve = rows(folder)
   if definition.load(folder)[0].measure:
@@ -78,7 +80,7 @@ def test_the_first_condition_trains(folder, rows):
   assert list(curve.step) == [0, 1, 2] and curve["eval/accuracy"].notna().all()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", TRAINED)
 def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
   """With numbers that vary over seeds; whatever they are, there is a verdict."""
   experiment, module = definition.load(folder)

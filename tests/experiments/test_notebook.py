@@ -1,0 +1,40 @@
+"""The notebook's cells run, with and without results."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from experiments import definition, runs
+from experiments.definition import HERE
+from experiments.results import Store
+
+CELLS = json.loads((HERE / "figures.ipynb").read_text())["cells"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_notebook(there, tmp_path, monkeypatch):
+  folder = tmp_path / definition.find("e2")
+  folder.mkdir()
+  if there:
+    experiment, _ = definition.load(folder.name)
+    job = next(job for job in runs.plan(experiment, Store(folder)) if job.stage == runs.FINAL)
+    key = dict(stage=job.stage, condition=job.condition, seed=job.seed)
+    texts = dict(status="done", run=job.run, commit="", versions="")
+    about = key | texts | {"seconds": 1.0, "tokens": 1e4, "clip_fraction/token": 0.1}
+    pd.DataFrame([about]).to_csv(folder / "results.csv")
+    points = [key | {"step": s, "reward/mean": 0.5, "clip_fraction/token": 0.1} for s in (1, 2)]
+    pd.DataFrame(points).to_csv(folder / "curves.csv")
+  monkeypatch.chdir(HERE)
+  monkeypatch.setenv("EXPERIMENT", "e2")
+  monkeypatch.setattr(definition, "HERE", tmp_path)
+  monkeypatch.setattr(definition, "find", lambda name: folder.name)
+  shown = []
+  scope = dict(display=shown.append)
+  for cell in CELLS:
+    if cell["cell_type"] == "code":
+      assert cell["outputs"] == []
+      exec("".join(cell["source"]), scope)
+  assert len(scope["axes"].lines) == there
+  assert len(shown) == there and all("</svg>" in x._repr_svg_() for x in shown)
+  assert scope["verdict"].outcome == "cannot be told"

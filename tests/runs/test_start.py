@@ -1,0 +1,113 @@
+"""Starting from another run's checkpoint: which one is meant, what arrives, what is refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support.command_line import SMALL_MODEL
+from support.configs import config_of
+
+from configs import tiny
+from gspo_jax import main, sft
+from gspo_jax.run import open_run
+from gspo_jax.runs import start
+
+MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
+SMALL = MODEL | dict(
+  job="sft", model__num_layers=1, sft__steps=4, sft__batch=8, sft__target_loss=0.0,
+  rl__iterations=1, rl__prompts=8, rl__group_size=2, rl__minibatches=1,
+  eval__problems=2, eval__batch=2, checkpoint__every=2,
+)  # fmt: skip
+
+
+def config(**changes):
+  return config_of(tiny.get_config, **SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def pupil(tmp_path_factory):
+  """A cold start with checkpoints after 2 and 4 updates, and its parameters."""
+  workdir = tmp_path_factory.mktemp("pupil")
+  with open_run(config(), workdir) as run:
+    return workdir, jax.device_get(sft.sft(run))
+
+
+def begins_with(workdir, weights, **changes):
+  with open_run(config(job="rl", weights=str(weights), **changes), workdir) as run:
+    return jax.device_get(run.initial_params())
+
+
+def same(a, b):
+  return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def test_a_run_begins_with_what_another_one_ended_with(pupil, tmp_path):
+  workdir, params = pupil
+  assert same(begins_with(tmp_path / "a", workdir), params)
+  assert same(begins_with(tmp_path / "b", workdir / "checkpoints" / "sft", seed=5), params)
+  earlier = begins_with(tmp_path / "c", workdir / "checkpoints" / "sft" / "2")
+  assert not same(earlier, params)
+  assert jax.tree.structure(earlier) == jax.tree.structure(params)
+  made_with = json.loads((tmp_path / "c" / "config.json").read_text())["provenance"]
+  about = dict(phase="sft", step=2, seed=0, commit=made_with["commit"])
+  assert made_with["start"] == about | dict(checkpoint=f"{workdir}/checkpoints/sft/2")
+  assert "start" not in json.loads((workdir / "config.json").read_text())["provenance"]
+
+
+def test_other_meshes_can_begin_with_it(pupil, tmp_path):
+  workdir, params = pupil
+  assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)
+
+
+def test_rl_trains_from_a_cold_start_and_is_begun_with_itself(pupil, tmp_path, capfd):
+  workdir, _ = pupil
+  with open_run(config(job="rl", weights=str(workdir)), tmp_path) as run:
+    main.do(run)
+  assert not (tmp_path / "checkpoints" / "sft").exists()
+  assert "WARNING" not in capfd.readouterr().err  # Orbax has some for files of parts alone
+  found = start.find(str(tmp_path))  # a run that has come as far as RL stands for that
+  assert (found.path.parent.name, found.path.name) == ("rl", "1")
+  assert start.find(str(workdir)).path.parent.name == "sft"
+
+
+@pytest.mark.parametrize(
+  "below, changes, message",
+  [
+    ("", dict(model__num_layers=2), "has model.num_layers=2 and not 1: set these"),
+    ("checkpoints/sft/3", {}, r"no complete checkpoint; there are those of steps 2, 4"),
+    ("checkpoints", {}, "config.json"),
+    ("nowhere", {}, "is not a directory: set it to a Hugging Face directory .*, to the workdir of"),
+  ],
+)
+def test_what_cannot_be_begun_with(pupil, tmp_path, below, changes, message):
+  with pytest.raises((ValueError, OSError), match=message):
+    begins_with(tmp_path / "new", pupil[0] / below, **changes)
+  assert not (tmp_path / "new").exists()  # it is found before anything is written
+
+
+def test_a_run_without_checkpoints(tmp_path):
+  with open_run(config(), tmp_path / "begun"):
+    pass
+  with pytest.raises(ValueError, match="is a run that has no checkpoint yet"):
+    begins_with(tmp_path / "new", tmp_path / "begun")
+
+
+def test_a_damaged_checkpoint_is_told_with_the_one_before(tmp_path):
+  with open_run(config(), tmp_path / "source") as run:
+    sft.sft(run)
+  last = tmp_path / "source" / "checkpoints" / "sft" / "4"
+  big = max((p for p in (last / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  content = bytearray(big.read_bytes())
+  content[len(content) // 2] ^= 1
+  big.write_bytes(content)
+  with pytest.raises(ValueError, match=r"4 is damaged: .*; the one before is .*checkpoints/sft/2"):
+    begins_with(tmp_path / "new", tmp_path / "source")
+  assert last.exists()  # it is another run's: nothing is set aside
+
+
+def test_a_run_with_adapters_is_refused(pupil, tmp_path):
+  with open_run(config(job="rl", weights=str(pupil[0]), rl__lora_rank=2), tmp_path / "a") as run:
+    main.do(run)
+  with pytest.raises(ValueError, match=r"rl\.lora_rank can be started from at its cold start only"):
+    begins_with(tmp_path / "new", tmp_path / "a")
