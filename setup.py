@@ -4,6 +4,30 @@ from pathlib import Path
 
 import setuptools
 
+TRAIN = [  # all but the losses: models, sampling, and the command line
+  "jax>=0.10.2",
+  "flax>=0.12.8",  # flax.struct: frozen dataclasses as pytrees
+  "optax>=0.2.8",  # optimizers and schedules
+  "orbax-checkpoint>=0.12.8",
+  "grain>=0.2.18",  # shuffled, sharded, resumable data
+  "tensorflow-datasets>=4.9.10",  # data sets by name; works without TensorFlow
+  "array_record>=0.8.3",  # record files that TFDS writes
+  "importlib_resources>=6.5.0",  # imported by tensorflow-datasets, which does not ask for it
+  "pyarrow>=20.0.0",  # Parquet
+  "etils[epath]>=1.14.0",  # gs:// and other paths
+  "ml-collections>=1.1.0",  # configuration
+  "absl-py>=2.3.0",  # flags
+  "numpy>=2.0.0",
+  "ml_dtypes>=0.5.0",  # bfloat16 on the host
+  "tokenizers>=0.22.0",  # tokenizer.json of Hugging Face checkpoints
+  "jinja2>=3.1.6",  # their chat templates
+  "safetensors>=0.6.0",  # their weights
+  "sympy>=1.14.0",  # equality of mathematical answers
+  "tensorboardX>=2.6.4",  # event files without TensorFlow
+  "tqdm>=4.67.0",  # progress bars
+]
+
+# Experiments are in the checkout only: their tables and figures belong to their commits.
 EXPERIMENTS = [
   "pandas>=3.0.0",  # tables of runs
   "scipy>=1.17.0",  # bootstrap and trimmed means
@@ -17,38 +41,21 @@ setuptools.setup(
   long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
   long_description_content_type="text/markdown",
   license="Apache-2.0",
+  license_files=["LICENSE"],
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["gspo_jax", "gspo_jax.*"]),
-  package_data={"gspo_jax": ["report/static/*"]},
-  install_requires=[
-    "jax>=0.10.2",
-    "flax>=0.12.8",  # flax.struct: frozen dataclasses as pytrees
-    "optax>=0.2.8",  # optimizers and schedules
-    "orbax-checkpoint>=0.12.8",
-    "grain>=0.2.18",  # shuffled, sharded, resumable data
-    "tensorflow-datasets>=4.9.10",  # data sets by name; works without TensorFlow
-    "array_record>=0.8.3",  # record files that TFDS writes
-    "importlib_resources>=6.5.0",  # imported by tensorflow-datasets, which does not ask for it
-    "pyarrow>=20.0.0",  # Parquet
-    "etils[epath]>=1.14.0",  # gs:// and other paths
-    "ml-collections>=1.1.0",  # configuration
-    "absl-py>=2.3.0",  # flags
-    "numpy>=2.0.0",
-    "ml_dtypes>=0.5.0",  # bfloat16 on the host
-    "tokenizers>=0.22.0",  # tokenizer.json of Hugging Face checkpoints
-    "jinja2>=3.1.6",  # their chat templates
-    "safetensors>=0.6.0",  # their weights
-    "sympy>=1.14.0",  # equality of mathematical answers
-    "tensorboardX>=2.6.4",  # event files without TensorFlow
-    "tqdm>=4.67.0",  # progress bars
-  ],
+  package_data={"gspo_jax": ["py.typed", "report/static/*"]},
+  entry_points={"console_scripts": ["gspo-jax=gspo_jax.command_line:console"]},
+  install_requires=["jax>=0.7.0"],  # gspo_jax.objectives; CI tests it with that version
   extras_require={
-    "tpu": ["jax[tpu]>=0.10.2"],  # to run on TPU, and to compile for one without it (aot)
-    "cuda": ["jax[cuda13]>=0.10.2"],
+    "train": TRAIN,  # gspo-jax, python -m gspo_jax.main
+    "tpu": [*TRAIN, "jax[tpu]>=0.10.2"],  # to run on TPU, and to compile for one without it (aot)
+    "cuda": [*TRAIN, "jax[cuda13]>=0.10.2"],
     "gcs": ["etils[epath-gcs]>=1.14.0"],  # gs:// paths
     "wandb": ["wandb>=0.22.0"],  # --config.wandb=PROJECT
-    "experiments": EXPERIMENTS,  # python -m experiments.run
+    "experiments": [*TRAIN, *EXPERIMENTS],  # python -m experiments.run
     "test": [
+      *TRAIN,
       *EXPERIMENTS,
       "pytest>=8.4.0",
       "pytest-xdist>=3.8.0",  # two processes: most of the time goes into compiling on one core
@@ -56,6 +63,12 @@ setuptools.setup(
       "torch==2.13.0",  # transformers is the reference; this pin is a CPU build
       "transformers>=5.12.0",
     ],
-    "dev": ["ruff==0.17.5", "pre-commit>=4.3.0"],  # another ruff formats otherwise
+    "dev": [
+      "ruff==0.17.5",  # another ruff formats otherwise
+      "mypy==2.4.1",  # checks the types of what is public
+      "build>=1.3.0",  # sdist and wheel
+      "twine>=6.2.0",  # twine check
+      "pre-commit>=4.3.0",
+    ],
   },
 )

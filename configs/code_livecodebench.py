@@ -14,7 +14,7 @@ configs/code_livecodebench.py:tiny has random weights of toy size and the byte t
 the two data files only, and its reward stays near 0.
 """
 
-from configs import common, moe_aime
+from gspo_jax.configs import common, moe_aime
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

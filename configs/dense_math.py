@@ -13,7 +13,7 @@ configs/dense_math.py:tiny has random weights of toy size and the byte tokenizer
 data files only, and its reward stays near 0.
 """
 
-from configs import common
+from gspo_jax.configs import common
 from gspo_jax.models import sizes
 
 

@@ -15,7 +15,7 @@ its config has them.
 configs/eval_suite.py:tiny has random weights of toy size and the byte tokenizer.
 """
 
-from configs import common, moe_aime
+from gspo_jax.configs import common, moe_aime
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -12,7 +12,7 @@ configs/gsm8k.py:tiny has random weights of toy size, adapters, and the byte tok
 two data files only, and its reward stays near 0.
 """
 
-from configs import common, dense_math
+from gspo_jax.configs import common, dense_math
 
 # Rows of a micro-batch, what the backward pass recomputes, responses decoded at once, positions of
 # all their caches (112 KiB each, of both models), rank of adapters.

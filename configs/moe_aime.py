@@ -13,7 +13,7 @@ configs/moe_aime.py:tiny is the same configuration at toy size: byte tokenizer, 
 instead of AIME, a minute on two CPU cores.
 """
 
-from configs import common
+from gspo_jax.configs import common
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -8,7 +8,7 @@ Paper:     arXiv:2507.18071
 configs/tiny.py:gemma is the same with a small Gemma 3.
 """
 
-from configs import common
+from gspo_jax.configs import common
 from gspo_jax.models import sizes
 
 

@@ -10,7 +10,7 @@ Expected:  eval/accuracy 0.41 -> 0.65 (20 iterations) -> 0.75 (40), one run, of 
 Paper:     arXiv:2507.18071
 """
 
-from configs import common
+from gspo_jax.configs import common
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

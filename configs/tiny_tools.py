@@ -9,7 +9,7 @@ Expected:  eval/accuracy 0.23 -> 0.99, eval/tool_use 0.40 -> 1.00
 Paper:     arXiv:2507.18071, §4.3
 """
 
-from configs import common, tiny
+from gspo_jax.configs import common, tiny
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

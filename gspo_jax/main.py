@@ -1,7 +1,7 @@
 """Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
 
-The only module that knows flags and ConfigDict. Running the same command again on the same workdir
-continues where it stopped.
+--help has more. With `gspo_jax.aot` the only module that knows flags and ConfigDict. Running the
+same command again on the same workdir continues where it stopped.
 """
 
 import gc
@@ -14,6 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.begin(sys.argv)  # the imports below take seconds
+
 import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -22,19 +27,24 @@ from gspo_jax import config as configuration
 from gspo_jax import ranges, sft, train
 from gspo_jax.config import RunConfig
 from gspo_jax.report import page
-from gspo_jax.run import Run, open_run
+from gspo_jax.run import Run, check, open_run
 from gspo_jax.runs import files, nonfinite, preemption, provenance
 
 BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/tiny.py.")
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Configuration: its name, e.g. tiny, or the path of a file."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print what a run would be, start nothing.")
 
 
 def main(argv: list[str]) -> None:
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it touches
     failed_saves_are_told_once()
+  if _DRY_RUN.value:
+    return plan()
   compiled_programs_stay()
   garbage_is_rare()
   config, workdir = configured(), Path(_WORKDIR.value)
@@ -58,6 +68,19 @@ def main(argv: list[str]) -> None:
     sys.exit(preemption.EXIT_CODE)
   except KeyboardInterrupt:
     sys.exit("gspo_jax: interrupted; the same command continues from the last checkpoint")
+
+
+def plan() -> None:
+  """Prints what a run would be. Refuses what a run would refuse; writes nothing."""
+  from gspo_jax import dry_run  # the compiler's part of the package is only needed here
+
+  config = configured()
+  try:
+    lines = dry_run.lines(config, check(config, _WORKDIR.value and Path(_WORKDIR.value)))
+  except (ValueError, OSError) as error:
+    refuse(error)
+  if jax.process_index() == 0:
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 def configured() -> RunConfig:
@@ -121,9 +144,10 @@ def in_file(name: str) -> dict[str, Any]:
   Raises:
     ValueError: there is no such file, or an error in it; says where.
   """
-  path, _, argument = name.partition(":")
+  path, _, argument = command_line.path_of(name).partition(":")
   if not Path(path).is_file():
-    raise ValueError(f"--config={name}: there is no file {path!r}; configs/ has some")
+    known = ", ".join(command_line.installed())
+    raise ValueError(f"--config={name}: there is no file {path!r}; known by name are {known}")
   try:
     get_config = runpy.run_path(path)["get_config"]
     return (get_config(argument) if argument else get_config()).to_dict()
@@ -161,6 +185,7 @@ def do(run: Run) -> None:
 
 def parse(argv: list[str]) -> list[str]:
   """Flags; one line instead of a traceback for what is wrong with them."""
+  argv = command_line.with_paths(argv)
   given = flags.FlagValues()
   flags.DEFINE_string("config", None, "", flag_values=given)
   try:
@@ -170,10 +195,13 @@ def parse(argv: list[str]) -> list[str]:
     rest = flags.FLAGS(argv)
     if rest[1:]:
       raise ValueError(f"{rest[1]!r} is no flag: write --name=value")
-    for flag, what in dict(config="a file of configs/", workdir="where the run goes").items():
+    known = f"{', '.join(command_line.installed())}, or the path of a file"
+    needed = dict(config=known) | ({} if _DRY_RUN.value else dict(workdir="where the run goes"))
+    for flag, what in needed.items():
       if not flags.FLAGS[flag].value:
         raise ValueError(f"--{flag} must be given: {what}")
-    _check_workdir(Path(_WORKDIR.value))
+    if _WORKDIR.value:
+      _check_workdir(Path(_WORKDIR.value))
     return rest
   except (AttributeError, KeyError, OSError, TypeError, ValueError, flags.Error) as error:
     refuse(ValueError(_of_flag(error)))

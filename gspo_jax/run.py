@@ -93,6 +93,7 @@ class Run:
       self.writer,
       Guard(home, values, c.on_nonfinite, updates=updates, keep=keep),
       c.alarms if name == "rl" else None,
+      at_most=name == "sft" and c.sft.target_loss > 0,
     )
 
 
@@ -106,18 +107,14 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     WriteError: the directory cannot be written.
   """
   workdir = Path(workdir)
-  _require_paths(config)
-  if config.distributed:
-    _join_hosts()
-  inputs = _read(config)
-  provenance.check(workdir, dataclasses.asdict(config))  # nothing is written before
+  inputs = check(config, workdir)  # nothing is written before
   alone = lock.alone_in(workdir, config.checkpoint.directory)
   with alone, _opened(config, workdir, inputs) as run:
     yield run
 
 
 @dataclasses.dataclass(frozen=True)
-class _Inputs:
+class Inputs:
   """What a configuration names, as far as it can be read without writing anything."""
 
   tokenizer: tokenizer.Tokenizer
@@ -129,7 +126,18 @@ class _Inputs:
   layout: Any  # shardings of the parameters where they sample
 
 
-def _read(config: RunConfig) -> _Inputs:
+def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
+  """Reads what a run is given, and writes nothing. Raises ValueError as `open_run` does."""
+  _require_paths(config)
+  if config.distributed:
+    _join_hosts()
+  inputs = _read(config)
+  if workdir is not None:
+    provenance.check(workdir, dataclasses.asdict(config))
+  return inputs
+
+
+def _read(config: RunConfig) -> Inputs:
   tok = tokenizer.load(config.tokenizer)
   if tok.vocab_size > config.model.vocab_size:
     raise ValueError(
@@ -168,11 +176,11 @@ def _read(config: RunConfig) -> _Inputs:
   layout = transformer.shardings(config.model, rollout, mesh)
   _check_memory(config, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
-  return _Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout)
+  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout)
 
 
 @contextlib.contextmanager
-def _opened(config: RunConfig, workdir: Path, inputs: _Inputs) -> Iterator[Run]:
+def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   tok, problems, in_both = inputs.tokenizer, inputs.problems, inputs.in_both
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")

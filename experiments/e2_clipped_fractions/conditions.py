@@ -1,6 +1,7 @@
 """E2, Figure 2: the fractions of tokens that GSPO and GRPO clip, at four widths of their ranges."""
 
 import numpy as np
+import pandas as pd
 
 from experiments import figures, statistics
 from experiments.definition import Condition, Experiment
@@ -23,37 +24,56 @@ EXPERIMENT = Experiment(
   question="Are the clipped fractions of GSPO and GRPO two orders of magnitude apart, whatever the "
   "ranges?",
   claim="0.15 and 0.0013, and adjusting the ranges does not alter the disparity (§5.2, Figure 2)",
-  hypothesis=f"GSPO clips at least {APART:g} times as many tokens as GRPO, at each of four widths",
+  hypothesis=f"GSPO clips at least {APART:g} times as many tokens as GRPO, at each of four widths, "
+  "and the width does not matter",
   statistic="ratio of the clipped fractions of tokens (means over a run's updates), geometric mean "
-  "over seeds, at 1/3, 1, 3 and 10 times the paper's ranges",
-  falsified=f"at any width the 95 % interval lies below {APART:g}",
+  "over seeds, at 1/3, 1, 3 and 10 times the paper's ranges; and the power of the width that it "
+  "goes with",
+  falsified=f"at any width the 95 % interval lies below {APART:g}, or that of the power does not "
+  "include 0",
   conditions=tuple(condition(loss, *item) for loss in RANGES for item in WIDTHS.items()),
   seeds=(10, 11, 12),
 )
 
 
+def log_ratios(results: Results, width: str) -> pd.Series:
+  """Of the clipped fractions, GSPO's over GRPO's, by seed."""
+  gspo, grpo = (results.values(f"{loss}_{width}", CLIPPED) for loss in RANGES)
+  # A run that clips nothing clips less than one token of all that it was trained on.
+  least = 1 / results.values(f"grpo_{width}", "tokens")
+  return (np.log(np.maximum(gspo, least)) - np.log(np.maximum(grpo, least))).dropna()
+
+
 def report(results: Results) -> Report:
-  ratios, rows = {}, []
+  logs, rows = {}, []
   for name, width in WIDTHS.items():
-    a, b = (results.values(f"{loss}_{name}", CLIPPED) for loss in RANGES)
-    # A run that clips nothing clips less than one token of all that it was trained on.
-    least = 1 / results.values(f"grpo_{name}", "tokens")
-    logs = (np.log(np.maximum(a, least)) - np.log(np.maximum(b, least))).dropna()
-    ratios[f"{width:.3g}"] = ratio = statistics.exp(statistics.interval(logs))
-    fractions = [statistics.interval(x).text(".5f") for x in (a, b)]
+    logs[width] = log_ratios(results, name)
+    ratio = statistics.exp(statistics.interval(logs[width]))
+    fractions = [results.interval(f"{loss}_{name}", CLIPPED).text(".5f") for loss in RANGES]
     rows.append([f"{width:.3g}", str(ratio.count), *fractions, ratio.text(".0f")])
+  ratios = {f"{w:.3g}": statistics.exp(statistics.interval(x)) for w, x in logs.items()}
+  found = {width: ratio for width, ratio in ratios.items() if ratio.count > 1}
+  of_seeds = pd.DataFrame(logs).dropna().to_numpy()
+  power = statistics.interval([statistics.slope(np.log([*logs]), of_one) for of_one in of_seeds])
+  rows.append(["power of the width", str(power.count), "", "", power.text(".2f")])
   table = markdown(["ranges, times the paper's", "seeds", "GSPO", "GRPO", "ratio"], rows)
-  found = [(width, ratio) for width, ratio in ratios.items() if ratio.count > 1]
-  if len(found) == len(ratios) and all(ratio.low >= APART for _, ratio in found):
-    outcome = HOLDS
-  else:
-    outcome = FAILS if any(ratio.high < APART for _, ratio in found) else OPEN
-  told = "; ".join(f"{ratio.text('.0f')} at {width} times the ranges" for width, ratio in found)
+  outcome = OPEN
+  if any(ratio.high < APART for ratio in found.values()):
+    outcome = FAILS
+  elif len(found) == len(ratios) and power.count > 1:
+    if power.low > 0 or power.high < 0:
+      outcome = FAILS
+    elif all(ratio.low >= APART for ratio in found.values()):
+      outcome = HOLDS
+  because = "there are not two seeds of any width"
+  if found:
+    told = (f"{ratio.text('.0f')} at {width} times the ranges" for width, ratio in found.items())
+    because = f"the ratio is {'; '.join(told)}; it goes with the power {power.text('.2f')} of the "
+    because += "width"
   both, (left, right) = figures.new(9, 3.4, columns=2)
   shown = {"GSPO": "gspo_one", "GRPO": "grpo_one"}
   figures.curves(left, results, shown, CLIPPED, title="clipped tokens, the paper's ranges")
   left.set_yscale("log")
   figures.intervals(right, ratios, "ratio GSPO / GRPO by width of the ranges", line=APART)
   right.set_xscale("log")
-  because = f"the ratio is {told}" if told else "there are not two seeds of any width"
   return Report(Verdict(outcome, because), [table], dict(clipped=both))

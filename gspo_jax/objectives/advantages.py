@@ -7,11 +7,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 from jax.nn import logsumexp
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import aggregation, checks
+from gspo_jax.objectives.checks import Number
 
 
-def group_advantages(reward_PG, normalize="std", epsilon=1e-6, *, valid_PG=None) -> Array:
+def group_advantages(
+  reward_PG: ArrayLike,
+  normalize: str = "std",
+  epsilon: Number = 1e-6,
+  *,
+  valid_PG: ArrayLike | None = None,
+) -> Array:
   """Â_i = (r_i − mean{r}) / (std{r} + ε) over the responses to a prompt. [P,G] -> [P,G].
 
   `normalize`: "std", by the sample standard deviation (ddof 1); "none", r_i − mean{r} alone
@@ -44,7 +52,13 @@ def group_advantages(reward_PG, normalize="std", epsilon=1e-6, *, valid_PG=None)
 
 
 def constrained_advantages(
-  rewards: Sequence, costs: Sequence, reward_weights, multipliers, epsilon=1e-6, *, valid_PG=None
+  rewards: Sequence,
+  costs: Sequence,
+  reward_weights: Sequence[Number],
+  multipliers: Sequence[Number],
+  epsilon: Number = 1e-6,
+  *,
+  valid_PG: ArrayLike | None = None,
 ) -> Array:
   """Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k), with Z the standardisation within the group.
 
@@ -69,10 +83,16 @@ def constrained_advantages(
     )
     for signal, weight in zip(signals, weights)
   ]
-  return sum(terms)
+  return sum(terms, jnp.zeros(()))
 
 
-def turn_advantages(reward_PGU, valid_PGU, discount=1.0, normalize="std", epsilon=1e-6) -> Array:
+def turn_advantages(
+  reward_PGU: ArrayLike,
+  valid_PGU: ArrayLike,
+  discount: Number = 1.0,
+  normalize: str = "std",
+  epsilon: Number = 1e-6,
+) -> Array:
   """R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
 
   r_iu is the reward of turn u of response i: a turn is judged by what is still to come, and
@@ -105,7 +125,13 @@ def turn_advantages(reward_PGU, valid_PGU, discount=1.0, normalize="std", epsilo
 
 
 def gae(
-  reward_BT, value_BT, mask_BT, discount=1.0, trace=0.95, *, response_BT=None
+  reward_BT: ArrayLike,
+  value_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  discount: Number = 1.0,
+  trace: Number = 0.95,
+  *,
+  response_BT: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
   """δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
 
@@ -124,7 +150,8 @@ def gae(
   for name, factor in ("discount", discount), ("trace", trace):
     checks.require((factor >= 0) & (factor <= 1), f"{name} must be in [0, 1]")
   skip_BT = 1 - mask_BT.astype(dtype)
-  id_BT = jnp.where(mask_BT, 1 if response_BT is None else 1 + tokens.response_BT, 0).astype(dtype)
+  response_BX = jnp.zeros((), int) if tokens.response_BT is None else tokens.response_BT
+  id_BT = jnp.where(mask_BT, 1 + response_BX, 0).astype(dtype)
   # Not masked at t + 1: the next unmasked token's; 0 where there is none.
   next_id_BT = _shift(_backward(skip_BT, id_BT))
   next_value_BT = jnp.where(next_id_BT == id_BT, _shift(_backward(skip_BT, value_BT)), 0)
@@ -135,7 +162,7 @@ def gae(
   return advantage_BT, jnp.where(mask_BT, advantage_BT + value_BT, 0)
 
 
-def soft_value(reward_PG, beta, *, valid_PG=None) -> Array:
+def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None = None) -> Array:
   """Q̂_0 = β log 1/G Σ_i exp(r_i/β), for responses sampled from the reference. [P,G] -> [P].
 
   The soft value that `spo_loss` starts from. Reference: arXiv:2503.05453.
@@ -148,7 +175,7 @@ def soft_value(reward_PG, beta, *, valid_PG=None) -> Array:
   return jnp.where(size_P > 0, beta * mean_P, 0)
 
 
-def _group(value_PG, name, valid_PG) -> tuple[Array, Array]:
+def _group(value_PG: ArrayLike, name: str, valid_PG: ArrayLike | None) -> tuple[Array, Array]:
   """Numbers [P, G] as float32 or wider, 0 where not valid; and where they are."""
   array = jnp.asarray(value_PG)
   if array.ndim != 2 or 0 in array.shape:
@@ -165,7 +192,7 @@ def _group(value_PG, name, valid_PG) -> tuple[Array, Array]:
 def _backward(a_BT: Array, b_BT: Array) -> Array:
   """x_t = b_t + a_t x_{t+1}, from the end of each row."""
 
-  def combine(later, earlier):
+  def combine(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
     return earlier[0] * later[0], earlier[1] + earlier[0] * later[1]
 
   return jax.lax.associative_scan(combine, (a_BT, b_BT), reverse=True, axis=1)[1]

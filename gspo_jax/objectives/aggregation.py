@@ -5,13 +5,15 @@ response), T where there are (responses packed into a row, segments of a respons
 units is one pass over T, whatever U is.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import checks
+from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.reductions import Mean
 
 
@@ -47,14 +49,18 @@ class Tokens(NamedTuple):
     return (self.length_BU > 0).sum(dtype=self.length_BU.dtype)
 
 
-def tokens(mask_BT, response_BT, shape: tuple[int, int], dtype) -> Tokens:
+def tokens(
+  mask_BT: ArrayLike, response_BT: ArrayLike | None, shape: tuple[int, ...], dtype: Any
+) -> Tokens:
   mask_BT = checks.mask(mask_BT, "mask_BT", shape)
   if response_BT is not None:
     response_BT = checks.ids(response_BT, "response_BT", mask_BT)
   return Tokens(mask_BT, response_BT, unit_sum(mask_BT.astype(dtype), response_BT))
 
 
-def aggregate_tokens(x_BT: Array, tokens: Tokens, how: str, max_length=None) -> Mean:
+def aggregate_tokens(
+  x_BT: Array, tokens: Tokens, how: str, max_length: Number | None = None
+) -> Mean:
   """Reduces a loss per token, not yet divided. Empty responses do not count.
 
   "sequence": the mean over responses of the mean over their tokens. "token": the mean over all

@@ -4,12 +4,18 @@ Shapes and dtypes are always checked; values where they can be seen: not those t
 trace, nor an array of which this process holds only a part.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
+
+Number = float | Array  # Array: a traced one, or one for each response [B]
 
 
-def require(ok, message: str) -> None:
+def require(ok: Any, message: str) -> None:
   """Raises ValueError(message) if `ok`, a bool or an array of them, can be seen and is not true."""
   if isinstance(ok, jax.core.Tracer) or not getattr(ok, "is_fully_addressable", True):
     return
@@ -17,7 +23,7 @@ def require(ok, message: str) -> None:
     raise ValueError(message)
 
 
-def log_probs(value, name: str) -> Array:
+def log_probs(value: ArrayLike, name: str) -> Array:
   """[B, T], neither of them 0, as float32 or wider."""
   array = _array(value, name)
   if array.ndim != 2 or 0 in array.shape:
@@ -26,7 +32,7 @@ def log_probs(value, name: str) -> Array:
   return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def mask(value, name: str, shape: tuple[int, int]) -> Array:
+def mask(value: ArrayLike, name: str, shape: tuple[int, ...]) -> Array:
   """[B, T] of 0 and 1, as bool."""
   array = _array(value, name)
   _shape(array, name, BT=shape)
@@ -34,7 +40,7 @@ def mask(value, name: str, shape: tuple[int, int]) -> Array:
   return array != 0
 
 
-def tokens(value, name: str, mask_BT: Array, dtype) -> Array:
+def tokens(value: ArrayLike, name: str, mask_BT: Array, dtype: Any) -> Array:
   """Floats [B, T], with 0 at masked positions whatever was there."""
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
@@ -44,7 +50,9 @@ def tokens(value, name: str, mask_BT: Array, dtype) -> Array:
   return array
 
 
-def constant(value, name: str, mask_BT: Array, dtype, letters=("B", "BT")) -> Array:
+def constant(
+  value: ArrayLike, name: str, mask_BT: Array, dtype: Any, letters: Sequence[str] = ("B", "BT")
+) -> Array:
   """Numbers [B] or [B, T] as a detached [B, 1] or [B, T], 0 at masked positions and empty rows."""
   array = _array(value, name)
   shapes = {"B": mask_BT.shape[:1], "BT": mask_BT.shape}
@@ -56,7 +64,7 @@ def constant(value, name: str, mask_BT: Array, dtype, letters=("B", "BT")) -> Ar
   return array
 
 
-def ids(value, name: str, mask_BT: Array) -> Array:
+def ids(value: ArrayLike, name: str, mask_BT: Array) -> Array:
   """Integers [B, T] in [0, T), 0 at masked positions whatever was there."""
   array = _array(value, name)
   _shape(array, name, BT=mask_BT.shape)
@@ -68,7 +76,7 @@ def ids(value, name: str, mask_BT: Array) -> Array:
   return array
 
 
-def bound(value, name: str, like: Array, least: float = 0.0) -> Array:
+def bound(value: ArrayLike, name: str, like: Array, least: float = 0.0) -> Array:
   """A number, or [B] of them as [B, 1], of at least `least`; in the type of `like`, [B, ...]."""
   array = _array(value, name)
   if array.ndim:
@@ -80,7 +88,7 @@ def bound(value, name: str, like: Array, least: float = 0.0) -> Array:
   return array.astype(like.dtype)
 
 
-def _array(value, name: str) -> Array:
+def _array(value: ArrayLike, name: str) -> Array:
   try:
     array = jnp.asarray(value)
   except (TypeError, ValueError) as error:

@@ -9,9 +9,12 @@ from jax.lax import stop_gradient
 
 from gspo_jax.objectives import checks
 from gspo_jax.objectives.aggregation import unit_sum
+from gspo_jax.objectives.checks import Number
 
 
-def length_factor(length_BU, clip_length, clip_exponent) -> Array | None:
+def length_factor(
+  length_BU: Array, clip_length: Number | None, clip_exponent: Number
+) -> Array | None:
   """(L / |u|)^γ, the factor of the clip ranges of a unit of |u| tokens; None where γ is 0.
 
   L is `clip_length`, the length at which the ranges are what they say, γ `clip_exponent`. log s of
@@ -25,12 +28,13 @@ def length_factor(length_BU, clip_length, clip_exponent) -> Array | None:
   if isinstance(clip_exponent, int | float) and clip_exponent == 0:
     return None
   checks.require(clip_exponent >= 0, "clip_exponent must not be negative")
-  checks.require(clip_length is not None, "clip_exponent needs clip_length")
+  if clip_length is None:
+    raise ValueError("clip_exponent needs clip_length")
   checks.require(clip_length > 0, "clip_length must be positive")
   return (clip_length / jnp.maximum(length_BU, 1)) ** clip_exponent
 
 
-def effective_length(log_ratio_BT, mask_BT, id_BT=None) -> Array:
+def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = None) -> Array:
   """(Σ_t |log w_t|)² / Σ_t (log w_t)²: over how many tokens of a unit its log-ratio is spread, from
   1 (one token) to |u| (all alike); 0 where nothing has moved, or the unit is empty.
 
@@ -42,7 +46,9 @@ def effective_length(log_ratio_BT, mask_BT, id_BT=None) -> Array:
   return jnp.where(moved_BU, first_BU**2 / jnp.where(moved_BU, second_BU, 1), 0)
 
 
-def adapted_factor(factor, clipped, target, gain=1.0, span=100.0) -> Array:
+def adapted_factor(
+  factor: Number, clipped: Number, target: Number, gain: Number = 1.0, span: Number = 100.0
+) -> Array:
   """k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span): the factor of the clip ranges after
   an iteration in which the fraction f was `clipped`, to come near the fraction f*, `target`.
 

@@ -9,14 +9,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 from jax.nn import logsumexp
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import aggregation, checks, ratios
 from gspo_jax.objectives.aggregation import Tokens, at_tokens
+from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.reductions import EffectiveSize, Max, Mean, Metrics, reduced
 
 
 def truncated_weight(
-  logp_BT, sampler_logp_BT, mask_BT, level="token", cap=2.0, *, response_BT=None
+  logp_BT: ArrayLike,
+  sampler_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  level: str = "token",
+  cap: Number = 2.0,
+  *,
+  response_BT: ArrayLike | None = None,
 ) -> Array:
   """min(ρ, cap), where ρ is π_train/π_sampler (truncated importance sampling, TIS).
 
@@ -33,7 +41,14 @@ def truncated_weight(
 
 
 def masked_weight(
-  logp_BT, sampler_logp_BT, mask_BT, level="token", low=0.5, high=5.0, *, response_BT=None
+  logp_BT: ArrayLike,
+  sampler_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  level: str = "token",
+  low: Number = 0.5,
+  high: Number = 5.0,
+  *,
+  response_BT: ArrayLike | None = None,
 ) -> Array:
   """ρ where low ≤ ρ ≤ high, else 0 (masked importance sampling, MIS; at token level, IcePop).
 
@@ -51,7 +66,13 @@ def masked_weight(
 
 
 def off_policy_mask(
-  logp_BT, old_logp_BT, advantage, mask_BT, threshold, *, response_BT=None
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  threshold: Number,
+  *,
+  response_BT: ArrayLike | None = None,
 ) -> Array:
   """0 where Â < 0 and 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it) > threshold, else 1.
 
@@ -69,7 +90,13 @@ def off_policy_mask(
 
 
 @reduced
-def mismatch(logp_BT, sampler_logp_BT, mask_BT, *, response_BT=None) -> Metrics:
+def mismatch(
+  logp_BT: ArrayLike,
+  sampler_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  *,
+  response_BT: ArrayLike | None = None,
+) -> Metrics:
   """Distance of the trainer from the sampler, with Δ = log π_train − log π_sampler.
 
   mismatch/abs/mean, /max      |Δ| of the tokens
@@ -106,7 +133,13 @@ def _effective_size(log_weight: Array, live: Array) -> EffectiveSize:
   return EffectiveSize(number, logsumexp(log_weight), logsumexp(2 * log_weight))
 
 
-def _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT):
+def _log_weight(
+  logp_BT: ArrayLike,
+  sampler_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  level: str,
+  response_BT: ArrayLike | None,
+) -> tuple[Array, Array, Tokens]:
   """log ρ and where there is one: [B, T] or [B, U]."""
   log_ratio_BT, tokens = _difference(
     logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT
@@ -129,7 +162,13 @@ def _shaped(weight: Array, tokens: Tokens, level: str) -> Array:
   return jnp.where(tokens.mask_BT, at_tokens(weight, tokens.response_BT), 0)
 
 
-def _difference(logp_BT, name, other_logp_BT, mask_BT, response_BT) -> tuple[Array, Tokens]:
+def _difference(
+  logp_BT: ArrayLike,
+  name: str,
+  other_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  response_BT: ArrayLike | None,
+) -> tuple[Array, Tokens]:
   """logp_BT − other_logp_BT, not differentiated and 0 where masked; `name` is the other's."""
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
   dtype = logp_BT.dtype

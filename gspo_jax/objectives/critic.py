@@ -2,23 +2,25 @@
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import aggregation, checks, ratios
 from gspo_jax.objectives.aggregation import aggregate_tokens
+from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.reductions import Mean, Metrics, reduced
 
 
 @reduced
 def value_loss(
-  value_BT,
-  old_value_BT,
-  return_BT,
-  mask_BT,
-  clip=0.2,
-  aggregate="token",
+  value_BT: ArrayLike,
+  old_value_BT: ArrayLike,
+  return_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  clip: Number = 0.2,
+  aggregate: str = "token",
   *,
-  max_length=None,
-  response_BT=None,
+  max_length: Number | None = None,
+  response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
   """L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
 
@@ -41,7 +43,7 @@ def value_loss(
     near_error_BT = ratios.difference(near_BT, return_BT)
     clipped_BT = abs(near_error_BT) > abs(error_BT)
     error_BT = jnp.where(clipped_BT, near_error_BT, error_BT)
-  metrics = {
+  metrics: Metrics = {
     "clip_fraction/value": Mean(clipped_BT.sum(dtype=dtype), tokens.number()),
     "value/mean": Mean(stop_gradient(value_BT).sum(), tokens.number()),
     "return/mean": Mean(return_BT.sum(), tokens.number()),

@@ -38,5 +38,5 @@ def kl_k3(logp_BT: Array, ref_logp_BT: Array) -> Array:
   return ratios.bounded_expm1(-log_ratio_BT) + log_ratio_BT
 
 
-def _log_ratio(logp_BT, ref_logp_BT):
+def _log_ratio(logp_BT: Array, ref_logp_BT: Array) -> Array:
   return ratios.difference(logp_BT, jax.lax.stop_gradient(ref_logp_BT))

@@ -5,11 +5,13 @@ Filter groups (dynamic sampling) and report accuracy by the reward without them.
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import checks
+from gspo_jax.objectives.checks import Number
 
 
-def overlong_penalty(length, max_length, buffer) -> Array:
+def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> Array:
   """0 up to max_length − buffer tokens, from there linear to −1 at max_length, and −1 beyond.
 
   Shapes: any -> the same. Lengths are in tokens.
@@ -21,7 +23,7 @@ def overlong_penalty(length, max_length, buffer) -> Array:
   return -jnp.clip(excess / buffer, 0, 1)
 
 
-def token_cost(length, price) -> Array:
+def token_cost(length: ArrayLike, price: Number) -> Array:
   """−λ · tokens, λ being `price`.
 
   Shapes: any -> the same.
@@ -31,7 +33,7 @@ def token_cost(length, price) -> Array:
   return -price * _length(length)
 
 
-def _length(length) -> Array:
+def _length(length: ArrayLike) -> Array:
   length = jnp.asarray(length)
   checks.require(length >= 0, "length must not be negative")
   return length.astype(jnp.promote_types(length.dtype, jnp.float32))

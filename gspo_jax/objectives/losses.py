@@ -14,28 +14,31 @@ from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens, at_tokens
+from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.clip_ranges import length_factor
-from gspo_jax.objectives.reductions import Mean
-from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Options, Sums, policy_loss
+from gspo_jax.objectives.reductions import Mean, Metrics
+from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Batch, Options, Sums, policy_loss
 
 
 @policy_loss(levels=BY_RESPONSE)
 def gspo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage_B,
-  mask_BT,
-  clip_low=3e-4,
-  clip_high=4e-4,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage_B: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 3e-4,
+  clip_high: Number = 4e-4,
   *,
-  clip_length=None,
-  clip_exponent=0.0,
-  length_exponent=1.0,
-  dual_clip=None,
+  clip_length: Number | None = None,
+  clip_exponent: Number = 0.0,
+  length_exponent: Number = 1.0,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
@@ -70,17 +73,17 @@ def gspo_loss(
 
 @policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
 def gspo_token_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage_BT,
-  mask_BT,
-  clip_low=3e-4,
-  clip_high=4e-4,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 3e-4,
+  clip_high: Number = 4e-4,
   *,
-  clip_length=None,
-  clip_exponent=0.0,
-  length_exponent=1.0,
-  dual_clip=None,
+  clip_length: Number | None = None,
+  clip_exponent: Number = 0.0,
+  length_exponent: Number = 1.0,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
@@ -103,20 +106,20 @@ def gspo_token_loss(
 
 @policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
 def segment_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  segment_BT,
-  clip_low=3e-4,
-  clip_high=4e-4,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  segment_BT: ArrayLike,
+  clip_low: Number = 3e-4,
+  clip_high: Number = 4e-4,
   aggregate: Literal["sequence", "segment", "token", "constant"] = "sequence",
   *,
-  max_length=None,
-  clip_length=None,
-  clip_exponent=0.0,
-  length_exponent=1.0,
-  dual_clip=None,
+  max_length: Number | None = None,
+  clip_length: Number | None = None,
+  clip_exponent: Number = 0.0,
+  length_exponent: Number = 1.0,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
@@ -153,16 +156,16 @@ def segment_loss(
 
 @policy_loss(levels=BY_TOKEN)
 def grpo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  clip_low=0.2,
-  clip_high=0.27,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 0.2,
+  clip_high: Number = 0.27,
   aggregate: Literal["sequence", "token", "constant"] = "sequence",
   *,
-  max_length=None,
-  dual_clip=None,
+  max_length: Number | None = None,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/G Σ_i 1/|y_i| Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
@@ -175,20 +178,20 @@ def grpo_loss(
   Reference: arXiv:2402.03300; as restated in arXiv:2507.18071, Eq. 2 and 3, ranges from its §5.1.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), *rest
+  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
 
 
 @policy_loss(levels=BY_TOKEN)
 def dapo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  clip_low=0.2,
-  clip_high=0.28,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 0.2,
+  clip_high: Number = 0.28,
   *,
-  dual_clip=None,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
@@ -200,21 +203,21 @@ def dapo_loss(
   Reference: arXiv:2503.14476.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, "token"), *rest
+  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, "token"), metrics, clipped_BT
 
 
 @policy_loss(levels=BY_TOKEN)
 def dr_grpo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  clip_low=0.2,
-  clip_high=0.2,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 0.2,
+  clip_high: Number = 0.2,
   *,
-  max_length,
-  dual_clip=None,
+  max_length: Number,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
@@ -226,22 +229,22 @@ def dr_grpo_loss(
   Reference: arXiv:2503.20783.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, "constant", max_length), *rest
+  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, "constant", max_length), metrics, clipped_BT
 
 
 @policy_loss(levels=BY_TOKEN, by_token=True)
 def ppo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage_BT,
-  mask_BT,
-  clip_low=0.2,
-  clip_high=0.2,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 0.2,
+  clip_high: Number = 0.2,
   aggregate: Literal["sequence", "token", "constant"] = "sequence",
   *,
-  max_length=None,
-  dual_clip=None,
+  max_length: Number | None = None,
+  dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
   """J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
@@ -252,11 +255,13 @@ def ppo_loss(
   Reference: arXiv:1707.06347; as restated in arXiv:2507.18071, Eq. 1, with a mean per response.
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
-  loss_BT, *rest = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), *rest
+  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
+  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
 
 
-def _token_loss(batch, clip_low, clip_high, dual_clip):
+def _token_loss(
+  batch: Batch, clip_low: Number, clip_high: Number, dual_clip: Number | None
+) -> tuple[Array, Metrics, Array]:
   """The clipped loss of each token with a ratio of its own, [B,T], the metrics, what is clipped."""
   ratio_BT, clipped_BT = terms.clip(
     ratios.bounded_exp(batch.log_ratio_BT),
@@ -272,8 +277,15 @@ def _token_loss(batch, clip_low, clip_high, dual_clip):
 
 
 def _segment_loss(
-  batch, segment_BT, length_exponent, clip_low, clip_high, dual_clip, clip_length, clip_exponent
-):
+  batch: Batch,
+  segment_BT: Array | None,
+  length_exponent: Number,
+  clip_low: Number,
+  clip_high: Number,
+  dual_clip: Number | None,
+  clip_length: Number | None,
+  clip_exponent: Number,
+) -> tuple[Array, Array, Metrics, Array]:
   """The clipped loss of each token with its segment's ratio, the segment's length, metrics, what is
   clipped."""
   mask_BT = batch.tokens.mask_BT

@@ -8,9 +8,11 @@ from typing import Unpack
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.nn import sigmoid
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import aggregation, checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens
+from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.reductions import Mean, Metrics, reduced
 from gspo_jax.objectives.terms import (
   BY_RESPONSE,
@@ -24,12 +26,12 @@ from gspo_jax.objectives.terms import (
 
 @policy_loss(levels=BY_TOKEN)
 def cispo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  clip_low=None,
-  clip_high=0.27,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number | None = None,
+  clip_high: Number = 0.27,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
@@ -59,12 +61,12 @@ def cispo_loss(
 
 @policy_loss(levels=BY_RESPONSE)
 def gmpo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  clip_low=0.4,
-  clip_high=0.4,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  clip_low: Number = 0.4,
+  clip_high: Number = 0.4,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ), where c_it is log w_it bounded before the mean:
@@ -101,12 +103,12 @@ def gmpo_loss(
 
 @policy_loss(levels=BY_TOKEN)
 def sapo_loss(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
-  tau_pos=1.0,
-  tau_neg=1.05,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  tau_pos: Number = 1.0,
+  tau_neg: Number = 1.05,
   **options: Unpack[Options],
 ) -> Sums:
   """J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
@@ -135,7 +137,14 @@ def sapo_loss(
 
 @reduced
 def spo_loss(
-  logp_BT, ref_logp_BT, reward_B, value_B, mask_BT, beta, *, response_BT=None
+  logp_BT: ArrayLike,
+  ref_logp_BT: ArrayLike,
+  reward_B: ArrayLike,
+  value_B: ArrayLike,
+  mask_BT: ArrayLike,
+  beta: Number,
+  *,
+  response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
   """L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
 
@@ -159,7 +168,7 @@ def spo_loss(
   error_BU = ratios.difference(value_BU + gain_BU, reward_BU)
   error_BU = jnp.where(tokens.length_BU > 0, error_BU, 0)
   number = tokens.responses()
-  metrics = {
+  metrics: Metrics = {
     "spo/gain": Mean(stop_gradient(gain_BU).sum(), number),
     "spo/error": Mean(stop_gradient(error_BU).sum(), number),
   }

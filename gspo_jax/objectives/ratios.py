@@ -9,16 +9,18 @@ import math
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import checks
 from gspo_jax.objectives.aggregation import at_tokens, unit_sum
+from gspo_jax.objectives.checks import Number
 
 # No log-probability is as large as this: only garbage is cut. It keeps the sums over a batch, and
 # the squares, of whatever finite numbers come in finite in float32.
 _GARBAGE = 1e12
 
 
-def token_ratio(logp_BT, old_logp_BT, mask_BT) -> Array:
+def token_ratio(logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
   """w_it = π_θ(y_it)/π_old(y_it). [B,T] ×3 -> [B,T].
 
   Reference: arXiv:2507.18071, Eq. 3 (PPO, GRPO).
@@ -27,7 +29,9 @@ def token_ratio(logp_BT, old_logp_BT, mask_BT) -> Array:
   return bounded_exp(log_ratio_BT)
 
 
-def sequence_ratio(logp_BT, old_logp_BT, mask_BT, length_exponent=1.0) -> Array:
+def sequence_ratio(
+  logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike, length_exponent: Number = 1.0
+) -> Array:
   """s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ), 1 for an empty row. [B,T] ×3 -> [B].
 
   α = 1 is GSPO's geometric mean, 0 the raw likelihood ratio, 1/2 in between: there the noise of
@@ -39,7 +43,9 @@ def sequence_ratio(logp_BT, old_logp_BT, mask_BT, length_exponent=1.0) -> Array:
   return bounded_exp(log_ratio_B1)[:, 0]
 
 
-def gspo_token_ratio(logp_BT, old_logp_BT, mask_BT, length_exponent=1.0) -> Array:
+def gspo_token_ratio(
+  logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike, length_exponent: Number = 1.0
+) -> Array:
   """s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)]. [B,T] ×3 -> [B,T].
 
   The value is that of s_i, the gradient goes through token t alone; its mean over t is that of s_i.
@@ -48,7 +54,13 @@ def gspo_token_ratio(logp_BT, old_logp_BT, mask_BT, length_exponent=1.0) -> Arra
   return _detached(*_log_ratio(logp_BT, old_logp_BT, mask_BT), None, length_exponent)
 
 
-def segment_ratio(logp_BT, old_logp_BT, mask_BT, segment_BT, length_exponent=1.0) -> Array:
+def segment_ratio(
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  segment_BT: ArrayLike,
+  length_exponent: Number = 1.0,
+) -> Array:
   """s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)], s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
 
   `segment_BT` holds the ids, in [0, T), of the segments z_ik of a row. With one per token this is
@@ -60,25 +72,27 @@ def segment_ratio(logp_BT, old_logp_BT, mask_BT, segment_BT, length_exponent=1.0
   return _detached(logp_BT, log_ratio_BT, mask_BT, segment_BT, length_exponent)
 
 
-def unit_log_ratio(log_ratio_BT, mask_BT, id_BT, length_exponent) -> tuple[Array, Array]:
+def unit_log_ratio(
+  log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None, length_exponent: Number
+) -> tuple[Array, Array]:
   """1/|u|^α Σ_{t∈u} log w_t of each unit u, 0 for an empty one, and |u|. [B,U] each."""
   length_BU = unit_sum(mask_BT.astype(log_ratio_BT.dtype), id_BT)
   scale_BU = jnp.maximum(length_BU, 1) ** length_exponent
   return unit_sum(log_ratio_BT, id_BT) / scale_BU, length_BU
 
 
-def detached_ratio(log_ratio_BX, scale_BX, logp_BT) -> Array:
+def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> Array:
   """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale: s, with a gradient through token t alone. [B,T]."""
   step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # 0, with a gradient
   return bounded_exp(stop_gradient(log_ratio_BX)) * jnp.exp(step_BT)
 
 
-def scale(length_BX, length_exponent) -> Array:
+def scale(length_BX: Array, length_exponent: Number) -> Array:
   """|u|^(1−α): d log s / d logp is |u|^−α, of which the mean over u's tokens gives |u|^−1."""
   return jnp.maximum(length_BX, 1) ** (1 - length_exponent)
 
 
-def difference(logp: Array, other_logp: Array) -> Array:
+def difference(logp: Array, other_logp: ArrayLike) -> Array:
   """logp − other_logp in float32 or wider, finite for all finite inputs."""
   dtype = jnp.promote_types(jnp.result_type(logp, other_logp), jnp.float32)
   logp, other_logp = jnp.asarray(logp, dtype), jnp.asarray(other_logp, dtype)
@@ -105,11 +119,13 @@ def bounded_expm1(log_x: Array) -> Array:
   return jnp.expm1(_bounded(log_x))
 
 
-def _bounded(log_x):
+def _bounded(log_x: Array) -> Array:
   return jnp.minimum(log_x, 0.75 * math.log(jnp.finfo(log_x.dtype).max))
 
 
-def _log_ratio(logp_BT, old_logp_BT, mask_BT) -> tuple[Array, Array, Array]:
+def _log_ratio(
+  logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike
+) -> tuple[Array, Array, Array]:
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
   mask_BT = checks.mask(mask_BT, "mask_BT", logp_BT.shape)
   logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, logp_BT.dtype)
@@ -117,7 +133,9 @@ def _log_ratio(logp_BT, old_logp_BT, mask_BT) -> tuple[Array, Array, Array]:
   return logp_BT, difference(logp_BT, old_logp_BT), mask_BT
 
 
-def _detached(logp_BT, log_ratio_BT, mask_BT, id_BT, length_exponent) -> Array:
+def _detached(
+  logp_BT: Array, log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None, length_exponent: Number
+) -> Array:
   log_ratio_BU, length_BU = unit_log_ratio(log_ratio_BT, mask_BT, id_BT, length_exponent)
   scale_BX = scale(at_tokens(length_BU, id_BT), length_exponent)
   ratio_BT = detached_ratio(at_tokens(log_ratio_BU, id_BT), scale_BX, logp_BT)

@@ -13,7 +13,7 @@ gradients over the merged denominator.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class _Over(NamedTuple):
   devices: Callable  # (x, axis name)
 
 
-def _log_psum(log_x: Array, axis_name) -> Array:
+def _log_psum(log_x: Array, axis_name: str) -> Array:
   largest = jax.lax.pmax(log_x, axis_name)
   largest = jnp.where(largest == -jnp.inf, 0, largest)
   return largest + jnp.log(jax.lax.psum(jnp.exp(log_x - largest), axis_name))
@@ -51,7 +51,6 @@ class Mean(NamedTuple):
 
   numerator: Array
   denominator: Array
-  over = (_SUM, _SUM)
 
   def compute(self) -> Array:
     return _divide(self.numerator, self.denominator)
@@ -61,7 +60,6 @@ class Max(NamedTuple):
   """The largest value; -inf is the largest of none and is reported as 0."""
 
   value: Array
-  over = (_MAX,)
 
   def compute(self) -> Array:
     return jnp.where(self.value == -jnp.inf, 0, self.value)
@@ -71,7 +69,6 @@ class Min(NamedTuple):
   """The smallest value; +inf is the smallest of none and is reported as 0."""
 
   value: Array
-  over = (_MIN,)
 
   def compute(self) -> Array:
     return jnp.where(self.value == jnp.inf, 0, self.value)
@@ -81,7 +78,6 @@ class Last(NamedTuple):
   """The latest value."""
 
   value: Array
-  over = (_LAST,)
 
   def compute(self) -> Array:
     return self.value
@@ -96,7 +92,6 @@ class Std(NamedTuple):
   weight: Array
   first: Array
   second: Array
-  over = (_SUM, _SUM, _SUM)
 
   def compute(self) -> Array:
     mean, square = _divide(self.first, self.weight), _divide(self.second, self.weight)
@@ -112,54 +107,74 @@ class EffectiveSize(NamedTuple):
   number: Array
   log_first: Array
   log_second: Array
-  over = (_SUM, _LOG_SUM, _LOG_SUM)
 
   def compute(self) -> Array:
     return _divide(jnp.exp(2 * self.log_first - self.log_second), self.number)
 
 
+_OVER = {
+  Mean: (_SUM, _SUM),
+  Max: (_MAX,),
+  Min: (_MIN,),
+  Last: (_LAST,),
+  Std: (_SUM, _SUM, _SUM),
+  EffectiveSize: (_SUM, _LOG_SUM, _LOG_SUM),
+}  # how their fields are reduced
 Reduction = Mean | Max | Min | Last | Std | EffectiveSize
 Metrics = dict[str, Reduction]
+Arguments = ParamSpec("Arguments")
 
 
-def merge(tree, other):
+def merge(tree: Any, other: Any) -> Any:
   """Two trees of reductions, for example of two micro-batches, as one."""
   return _field_by_field(lambda over, x, y: over.both(x, y), tree, other)
 
 
-def psum(tree, axis_name):
+def psum(tree: Any, axis_name: str) -> Any:
   """The reductions of all devices along a mapped axis as one."""
   return _field_by_field(lambda over, x: over.devices(x, axis_name), tree)
 
 
-def collapse(tree, axis: int = 0):
+def collapse(tree: Any, axis: int = 0) -> Any:
   """Reductions stacked by `lax.scan` or `vmap` as one."""
   return _field_by_field(lambda over, x: over.axis(x, axis), tree)
 
 
-def compute(tree):
+def compute(tree: Any) -> Any:
   """Scalars: divided here, and only here."""
   return jax.tree.map(lambda a: a.compute(), tree, is_leaf=_is_reduction)
 
 
-def reduced(sums: Callable) -> Callable:
+class Reduced(Protocol[Arguments]):
+  """A function of scalars, and with `.sums` of what they are made of."""
+
+  __name__: str
+  sums: Callable[Arguments, Any]
+
+  def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+    """Returns what `sums` does, with scalars in the place of reductions."""
+
+
+def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
   """Lets a function that returns reductions return scalars, and keeps the former as `.sums`."""
 
   @functools.wraps(sums)
-  def computed(*args, **kwargs):
+  def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
     return compute(sums(*args, **kwargs))
 
-  computed.sums = sums
-  return computed
+  found = cast(Reduced[Arguments], computed)
+  found.sums = sums
+  return found
 
 
-def _is_reduction(x) -> bool:
+def _is_reduction(x: object) -> bool:
   return isinstance(x, Reduction)
 
 
-def _field_by_field(reduce: Callable, *trees):
-  def one(*reductions):
-    return type(reductions[0])(*map(reduce, reductions[0].over, *reductions))
+def _field_by_field(reduce: Callable, *trees: Any) -> Any:
+  def one(*reductions: Any) -> Any:
+    kind = type(reductions[0])
+    return kind(*map(reduce, _OVER[kind], *reductions))
 
   return jax.tree.map(one, *trees, is_leaf=_is_reduction)
 

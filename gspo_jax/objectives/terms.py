@@ -3,15 +3,17 @@ penalties and the metrics."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypedDict, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, cast, get_args
 
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspo_jax.objectives import aggregation, checks, clip_ranges, ratios
 from gspo_jax.objectives.aggregation import Tokens
+from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
@@ -37,7 +39,30 @@ class Options(TypedDict, total=False):
   entropy_coef: float  # the factor of the reward for it (default 0)
 
 
-def policy_loss(*, levels: tuple[str, ...], by_token: bool = False) -> Callable:
+Arguments = ParamSpec("Arguments")
+
+
+class PolicyLoss(Protocol[Arguments]):
+  """A declared loss: `policy_loss` says what each of these is."""
+
+  __name__: str
+  sums: Callable[Arguments, tuple[Mean, Metrics]]
+  clipped: Callable[Arguments, Array]
+  undivided: Callable[Arguments, Sums]
+  options: Mapping[str, Any]
+  choices: Mapping[str, tuple[str, ...]]
+  by_token: bool
+  levels: tuple[str, ...]
+
+  def __call__(
+    self, *args: Arguments.args, **kwargs: Arguments.kwargs
+  ) -> tuple[Array, dict[str, Array]]:
+    """Returns the loss and its metrics."""
+
+
+def policy_loss(
+  *, levels: tuple[str, ...], by_token: bool = False
+) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
   """Declares a policy loss, which is written as a function that returns `Sums`.
 
   Called, it returns (scalar, dict of scalars). A trainer reads of it:
@@ -52,18 +77,18 @@ def policy_loss(*, levels: tuple[str, ...], by_token: bool = False) -> Callable:
     levels      of importance correction that it may be weighted by, its own first
   """
 
-  def declare(function: Callable) -> Callable:
+  def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
     @functools.wraps(function)
-    def sums(*args, **kwargs) -> tuple[Mean, Metrics]:
+    def sums(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Mean, Metrics]:
       return function(*args, **kwargs)[:2]
 
     @functools.wraps(function)
-    def clipped(*args, **kwargs) -> Array:
+    def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
       return function(*args, **kwargs)[2]
 
     own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
     options = [p for p in (*own, *shared) if p.default is not p.empty and "_BT" not in p.name]
-    loss = reduced(sums)
+    loss = cast(PolicyLoss[Arguments], reduced(sums))
     loss.clipped, loss.undivided = clipped, function
     loss.options = {p.name: p.default for p in options}
     loss.choices = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
@@ -97,15 +122,15 @@ class Clipped(NamedTuple):
 
 
 def batch(
-  logp_BT,
-  old_logp_BT,
-  advantage,
-  mask_BT,
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
   *,
-  constants=("B", "BT"),
-  weight=None,
-  response_BT=None,
-  **penalties,
+  constants: Sequence[str] = ("B", "BT"),
+  weight: ArrayLike | None = None,
+  response_BT: ArrayLike | None = None,
+  **penalties: Any,
 ) -> Batch:
   """Checks a loss's arguments; `constants` are the shapes allowed for advantage and weight."""
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
@@ -131,7 +156,13 @@ def token_loss(batch: Batch, objective_BT: Array) -> Array:
 
 
 def clip(
-  ratio, log_ratio, advantage, clip_low, clip_high, dual_clip=None, factor=None
+  ratio: Array,
+  log_ratio: Array,
+  advantage: Array,
+  clip_low: Number,
+  clip_high: Number,
+  dual_clip: Number | None = None,
+  factor: Number | None = None,
 ) -> tuple[Array, Clipped]:
   """The ratio that A is multiplied with in min(r A, clip(r, 1 − clip_low, 1 + clip_high) A).
 
@@ -170,7 +201,7 @@ def clip_metrics(clipped_BX: Clipped, tokens: Tokens) -> Metrics:
   """Clip fractions of tokens, and of responses: each by the share of its tokens that is clipped."""
   sides = {"": clipped_BX.high | clipped_BX.low}
   sides |= {f"/{side}": flag for side, flag in clipped_BX._asdict().items() if flag is not None}
-  metrics = {}
+  metrics: Metrics = {}
   for side, flag_BX in sides.items():
     flag_BX = flag_BX.astype(tokens.length_BU.dtype)
     metrics[f"clip_fraction/token{side}"] = Mean(tokens.sums(flag_BX).sum(), tokens.number())
@@ -199,7 +230,7 @@ def _deviation(log_ratio: Array) -> Array:
   return jnp.minimum(ratios.bounded_expm1(log_ratio), 1e15)
 
 
-def _drift(log_ratio_BT, tokens) -> Metrics:
+def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
   """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved. And over how many tokens of
   a response its log-ratio is spread, in the mean over responses that moved."""
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
@@ -212,17 +243,19 @@ def _drift(log_ratio_BT, tokens) -> Metrics:
 
 
 def _penalty(
-  logp_BT,
-  tokens,
+  logp_BT: Array,
+  tokens: Tokens,
   *,
-  ref_logp_BT=None,
+  ref_logp_BT: ArrayLike | None = None,
   kl: Literal["k1", "k2", "k3"] = "k3",
-  kl_coef=0.0,
-  entropy_BT=None,
-  entropy_coef=0.0,
+  kl_coef: Number = 0.0,
+  entropy_BT: ArrayLike | None = None,
+  entropy_coef: Number = 0.0,
 ) -> tuple[Array | None, Metrics]:
   """kl_coef · KL − entropy_coef · entropy at each token, or None, and what they are."""
-  penalty_BT, metrics, dtype = None, {}, logp_BT.dtype
+  penalty_BT: Array | None = None
+  metrics: Metrics = {}
+  dtype = logp_BT.dtype
   if ref_logp_BT is None:
     checks.require(kl_coef == 0, "kl_coef needs ref_logp_BT")
   else:

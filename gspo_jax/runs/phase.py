@@ -34,6 +34,7 @@ class Phase:
   Args:
     total: steps of the phase.
     alarms: warnings that rows may give rise to; None: none.
+    at_most: it may end sooner.
   """
 
   def __init__(
@@ -44,8 +45,9 @@ class Phase:
     writer: Writer,
     guard: Guard,
     alarms: AlarmConfig | None = None,
+    at_most: bool = False,
   ):
-    self._name, self._total = name, total
+    self._name, self._total, self._at_most = name, total, at_most
     self._alarm_config, self._alarms = alarms, None
     self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
     self._held: Row | None = None  # the newest row, on the device
@@ -74,7 +76,10 @@ class Phase:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
     self._done = step
     active = jax.process_index() == 0
-    self._progress = Progress(self._name, self._total, start=step, active=active)
+    self._progress = Progress(
+      self._name, self._total, start=step, active=active, at_most=self._at_most
+    )
+    self._progress.wait()
     return step, state, host
 
   def steps(self) -> Iterator[int]:

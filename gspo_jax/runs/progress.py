@@ -1,6 +1,7 @@
 """Progress of a run: a bar on a terminal, plain lines in a log."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
@@ -10,7 +11,10 @@ from tqdm import tqdm
 
 class Progress:
   """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
-  as for all processes but one, and nothing in the first `delay` seconds."""
+  as for all processes but one, and nothing in the first `delay` seconds.
+
+  at_most: the phase may end before `total` steps.
+  """
 
   def __init__(
     self,
@@ -21,11 +25,13 @@ class Progress:
     active: bool = True,
     interval: float = 10.0,
     delay: float = 0.0,
+    at_most: bool = False,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     self._phase, self._total, self._start, self.step = phase, total, start, start
-    self._interval, self._clock = interval, clock
+    self._interval, self._clock, self._at_most = interval, clock, at_most
+    self._begun, self._no_waiting = clock(), threading.Event()
     self._due, self._printed = clock() + delay, False  # the next line of a log
     self._stream = sys.stderr if stream is None else stream
     self._accuracy: float | None = None
@@ -48,6 +54,7 @@ class Progress:
     now = self._clock()
     if self._first is None and step > self._start:
       self._first = (step, now)
+      self._no_waiting.set()
     self._accuracy = row.get("eval/accuracy", self._accuracy)
     text = "  ".join([*self._figures(row), f"left {self._left(now)}"])
     if self._bar is not None:
@@ -57,8 +64,30 @@ class Progress:
       print(f"{self._phase} {step}/{self._total}  {text}", file=self._stream, flush=True)
       self._due, self._printed = now + self._interval, True
 
+  def wait(self) -> None:
+    """Says at once, and every `interval` seconds until the first step is done, that its programs
+    are compiled. (How long that will take is not known before.)"""
+    if not self._active or self.step >= self._total:
+      return
+
+    def beats() -> None:
+      while not self._no_waiting.wait(self._interval):
+        self.beat()
+
+    self.beat()
+    threading.Thread(target=beats, daemon=True).start()
+
+  def beat(self) -> None:
+    """Says how long the first step has taken so far."""
+    text = f"compiling, then the first step; {clock_text(self._clock() - self._begun)} so far"
+    if self._bar is not None:
+      self._bar.set_postfix_str(text)
+    else:
+      print(f"{self._phase} {self.step}/{self._total}  {text}", file=self._stream, flush=True)
+
   def close(self) -> None:
     """Leaves the bar as it stands."""
+    self._no_waiting.set()
     if self._bar is not None:
       self._bar.close()
 
@@ -85,7 +114,8 @@ class Progress:
     step, since = self._first or (self.step, now)
     if self.step == step:
       return "?"
-    return clock_text((now - since) / (self.step - step) * max(self._total - self.step, 0))
+    left = clock_text((now - since) / (self.step - step) * max(self._total - self.step, 0))
+    return f"at most {left}" if self._at_most and self.step < self._total else left
 
 
 def clock_text(seconds: float) -> str:

@@ -1,12 +1,9 @@
 """Every experiment there is: its first condition trains, its report can be made, its README is that
 of its results."""
 
-import contextlib
 import dataclasses
-import functools
 import re
 
-import jax
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +12,6 @@ from experiments import definition, figures, readme, results, runs, workers
 from experiments.definition import HERE, Condition
 from experiments.report import FAILS, HOLDS, OPEN
 from experiments.results import Store
-from gspo_jax import sharding
 
 SMALL = {
   "model.hidden_size": 32, "model.num_layers": 1, "model.num_heads": 2, "model.num_kv_heads": 2,
@@ -59,8 +55,7 @@ def rows(tmp_path_factory, quick):
       for job in runs.plan(first(experiment), Store(home / "none")):
         workdir, values = job.workdir(home), {**job.values, "weights": job.weights(home)}
         if not (workdir / "checkpoints").exists():  # experiments share cold starts
-          with one_device() if job.measure else contextlib.nullcontext():
-            one.begin(job, values, workdir)
+          one.begin(job, values, workdir)
           answer = one.answer()
           assert answer["status"] == "done", answer | dict(log=(workdir / "log.txt").read_text())
         phase = "sft" if job.stage == runs.START else "rl"
@@ -71,15 +66,6 @@ def rows(tmp_path_factory, quick):
 
   yield of
   one.stop()
-
-
-@contextlib.contextmanager
-def one_device():
-  """A context in which meshes are of the first device."""
-  one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(sharding, "make_mesh", one)
-    yield
 
 
 @pytest.mark.parametrize("folder", TRAINED)

@@ -1,6 +1,7 @@
 """Logs stay readable, and the time left is an honest guess."""
 
 import io
+import threading
 
 from gspo_jax.runs.progress import Progress, clock_text
 
@@ -62,3 +63,40 @@ def test_what_is_over_soon_shows_no_progress():
     now[0] += 4
     progress.update(step, {})
   assert [line[:8] for line in log.getvalue().splitlines()] == ["eval 2/3", "eval 3/3"]
+
+
+def test_the_first_step_is_waited_for_in_words():
+  now, log = [0.0], io.StringIO()
+  with Progress(
+    "sft", 10, interval=1e6, stream=log, clock=lambda: now[0], at_most=True
+  ) as progress:
+    progress.wait()
+    now[0] = 75.0
+    progress.beat()
+    for step in 1, 2:
+      now[0] += 2.0e6
+      progress.update(step, {"loss": 2.0})
+  assert log.getvalue().splitlines() == [
+    "sft 0/10  compiling, then the first step; 0:00 so far",
+    "sft 0/10  compiling, then the first step; 1:15 so far",
+    "sft 1/10  loss 2  left ?",
+    "sft 2/10  loss 2  left at most 4444:26:40",
+  ]
+
+
+def test_nothing_is_waited_for_in_words_once_a_step_is_done():
+  log = io.StringIO()
+  progress = Progress("rl", 10, interval=1e6, stream=log)
+  before = set(threading.enumerate())
+  progress.wait()
+  (thread,) = set(threading.enumerate()) - before
+  progress.update(1, {})
+  thread.join(timeout=60)
+  assert not thread.is_alive()
+  assert "compiling" not in log.getvalue().splitlines()[-1]
+
+
+def test_a_phase_that_is_over_waits_for_nothing():
+  log = io.StringIO()
+  Progress("rl", 10, start=10, stream=log).wait()
+  assert not log.getvalue()

@@ -1,0 +1,176 @@
+"""The command line before JAX is there: --help, configurations by name, the first line of a run.
+
+Imports the standard library only: what is answered here is answered at once.
+"""
+
+import ast
+import importlib.util
+import io
+import re
+import runpy
+import sys
+import textwrap
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+
+HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
+LIBRARIES = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")  # some of `train`
+CONFIGS = Path(__file__).parent / "configs"
+# Keys that --help shows, in this order; what it says of them stands in configs/common.py.
+OFTEN = """
+  job weights tokenizer data.train data.eval reward.name objective.name rl.iterations rl.prompts
+  rl.group_size rl.microbatches rl.lora_rank rl_optimizer.learning_rate sampling.max_new_tokens
+  compute.dtype compute.remat mesh.fsdp engine.slots eval.every checkpoint.every
+  checkpoint.directory seed resume wandb distributed
+""".split()
+
+USAGE = """\
+gspo-jax --config=NAME --workdir=DIR [--config.KEY=VALUE ...]
+  (python -m gspo_jax.main is the same)
+
+Trains a language model with GSPO, or evaluates one. The same command on the same directory
+goes on where it stopped.
+
+Flags:
+  --config=NAME   a configuration by its name, or the path of a file; after a colon its variant
+  --workdir=DIR   directory of the run, made if it is not there
+  --config.KEY=VALUE  changes one key of it
+  --dry_run       checks everything as a run does, prints the resolved configuration, the model's
+                  size, memory per device, tokens and operations per iteration, and starts nothing
+  --verbosity=1   tracebacks, and what libraries have to say
+  --helpfull      flags of all libraries too
+
+Configurations:
+{configs}
+
+Keys that are changed most, their value in the base of all configurations, and why; all of them are
+in {common}:
+{keys}
+
+Examples:
+  gspo-jax --config=tiny --workdir=/tmp/tiny
+  gspo-jax --config=tiny --workdir=/tmp/tiny2 --config.seed=1 --config.rl.iterations=80
+  gspo-jax --config=tiny --workdir=/tmp/grpo --config.objective.name=grpo
+  gspo-jax --config=gsm8k:0.6B-v5e --workdir=DIR --dry_run --config.weights=DIR ...
+  python -m gspo_jax.report /tmp/tiny /tmp/grpo --output=compare.html
+"""
+
+
+def installed() -> dict[str, str]:
+  """The configurations that come with the package: name and what it is, of its docstring."""
+  found = {}
+  for path in sorted(CONFIGS.glob("[!_]*.py")):
+    if path.stem != "common":
+      doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+      found[path.stem] = doc.split("\n\n")[0].replace("\n", " ")
+  return found
+
+
+def path_of(name: str) -> str:
+  """`NAME` or `NAME:VARIANT` of an installed configuration as the path of its file; anything else,
+  and what is a file already, as it is."""
+  file, colon, argument = name.partition(":")
+  path = CONFIGS / f"{file}.py"
+  if not re.fullmatch(r"\w+", file) or Path(file).is_file() or not path.is_file():
+    return name
+  return f"{path}{colon}{argument}"
+
+
+def with_paths(argv: Sequence[str]) -> list[str]:
+  """The arguments, with `path_of` what --config is given."""
+  found, value_follows = [], False
+  for argument in argv:
+    flag, equals, value = argument.partition("=")
+    if value_follows:
+      argument = path_of(argument)
+    elif equals and flag in ("--config", "-config"):
+      argument = f"{flag}={path_of(value)}"
+    value_follows = not value_follows and argument in ("--config", "-config")
+    found.append(argument)
+  return found
+
+
+def begin(argv: Sequence[str]) -> None:
+  """Says what is begun, since libraries take seconds to import. Ends the process with an answer to
+  --help, and where a library is missing."""
+  if HELP & set(argv[1:]):
+    sys.stdout.write(usage())
+    sys.exit()
+  if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
+    names = ", ".join(missing)
+    sys.stderr.write(f"gspo_jax: {names} not found: pip install 'gspo-jax[train]' has all of it\n")
+    sys.exit(2)
+  sys.stderr.write(greeting(argv[1:]) or "")
+  sys.stderr.flush()
+
+
+def greeting(arguments: Sequence[str]) -> str | None:
+  """The first line of a run; None of a dry one, and without the flags that a run needs."""
+  given = dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
+  what, where = given.get("config"), given.get("workdir")
+  if not what or not where or "dry_run" in given:
+    return None
+  return f"gspo_jax: {what} in {where}; loading JAX and the libraries\n"
+
+
+def usage() -> str:
+  """The text of --help."""
+  common = CONFIGS / "common.py"
+  reasons = explained(common.read_text(encoding="utf-8"))
+  return USAGE.format(
+    configs="\n".join(_entry(*entry, 22) for entry in installed().items()),
+    common=common,
+    keys="\n".join(
+      _entry(f"{key}={value}", why, 32) for key, value, why in map(reasons.get, OFTEN)
+    ),
+  )
+
+
+def explained(source: str) -> dict[str, tuple[str, str, str]]:
+  """Key, value and comment of each key of `base()` in the source of configs/common.py, by key.
+
+  The comment is that of the value's line, or what stands in whole lines above it.
+  """
+  tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+  comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+  lines, found = source.splitlines(), {}
+  # Every function there returns ConfigDict(dict(...)), or is not called in `base`.
+  functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
+
+  def why(value: ast.expr) -> str:
+    above, line = [], value.lineno - 1
+    while lines[line - 1].lstrip().startswith("#"):
+      above.insert(0, comments[line])
+      line -= 1
+    return comments.get(value.end_lineno or 0, "") or " ".join(above)
+
+  def walk(call: ast.Call, prefix: str) -> None:
+    for word in call.keywords:
+      value, key = word.value, f"{prefix}{word.arg}"
+      name = value.func.id if isinstance(value, ast.Call) and hasattr(value.func, "id") else ""
+      if name == "dict":
+        walk(value, f"{key}." if word.arg else prefix)  # **dict(...) is of the same section
+      elif name == "optimizer":
+        walk(functions[name].body[-1].value.args[0], f"{key}.")
+        walk(value, f"{key}.")  # what it is called with
+      elif word.arg and not name:
+        _, _, before = found.get(key, ("", "", ""))
+        found[key] = key, ast.unparse(value), why(value) or before
+
+  walk(functions["base"].body[-1].value.args[0], "")
+  return found
+
+
+def console() -> None:
+  """The command `gspo-jax`: python -m gspo_jax.main."""
+  runpy.run_module("gspo_jax.main", run_name="__main__", alter_sys=True)
+
+
+def _entry(name: str, text: str, width: int) -> str:
+  """A line of the help, or several."""
+  lines = textwrap.wrap(text, 98 - width) or [""]
+  first = f"  {name:<{width - 3}} {lines[0]}"
+  if len(name) > width - 3:
+    return "\n".join([f"  {name}", *(" " * width + line for line in lines)])
+  return "\n".join([first, *(" " * width + line for line in lines[1:])]).rstrip()

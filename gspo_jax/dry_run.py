@@ -1,0 +1,118 @@
+"""What a run would be, by arithmetic: configuration, size, memory, tokens and operations."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from gspo_jax import accelerators, sharding
+from gspo_jax import config as configuration
+from gspo_jax.accelerators import GIB
+from gspo_jax.aot import estimate, programs
+from gspo_jax.aot.programs import Case
+from gspo_jax.config import RunConfig
+from gspo_jax.configs import common
+from gspo_jax.hardware import forward_flops
+from gspo_jax.learner.state import abstract_params
+from gspo_jax.models import lora, transformer
+from gspo_jax.run import Inputs
+from gspo_jax.runs import provenance
+from gspo_jax.runs.progress import clock_text
+
+
+def lines(config: RunConfig, inputs: Inputs) -> list[str]:
+  """What --dry_run prints of a configuration that has been checked."""
+  base = configuration.from_dict(common.base().to_dict())
+  changed = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
+  devices = list(inputs.mesh.devices.flat)
+  axes = " x ".join(f"{axis} {n}" for axis, n in inputs.mesh.shape.items())
+  count, active = transformer.count(config.model)
+  each = f", {active:,} of them for each token" if active < count else ""
+  held_out = sum(map(len, inputs.problems.values()))
+  found = [
+    "configuration, what differs from base() of configs/common.py:",
+    *(f"  {line}" for line in changed or ["nothing"]),
+    f"devices: {len(devices)} x {devices[0].device_kind} ({axes})",
+    f"model: {count:,} parameters{each}",
+    f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
+  ]
+  found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
+  if "sft" in config.job:
+    tokens = config.sft.batch * config.sft.max_tokens
+    found += [
+      f"cold start: at most {config.sft.steps:,} updates of {config.sft.batch:,} demonstrations, "
+      f"{tokens:,} tokens with padding"
+    ]
+  return found + (iteration(config, devices) if "rl" in config.job else [])
+
+
+def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
+  """The arrays that a device holds at once. What programs need besides is known when they are
+  compiled."""
+  c, mesh = case.config, inputs.mesh
+  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
+  sampler = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
+  sampling = {"the sampler's weights": estimate.held(sampler)}
+  if c.job == "eval":
+    moments = {"while it samples": {"weights": estimate.held(estimate.state_of(case, mesh).params)}}
+    moments["while it samples"] |= sampling
+  else:
+    state = estimate.state_of(case, mesh)
+    lasting = {"weights and the optimizer's moments": estimate.held(state)}
+    tokens = case.rows * case.length if "rl" in c.job else 0
+    if "sft" in c.job:
+      tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
+    kept = estimate.kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
+    update = {
+      "gradients": estimate.held(lora.split(state.params)[0]),
+      f"activations, at least (remat {c.compute.remat})": kept,
+    }
+    moments = {"in an update": lasting | update}
+    if "rl" in c.job:
+      slots = programs.sampling_program("decode", case, mesh, sampler).arguments[1]
+      sampling["keys and values, queue and slots"] = estimate.held(slots)
+      moments["while it samples"] = lasting | sampling
+  there = (device.memory_stats() or {}).get("bytes_limit")
+  there = there or accelerators.memory(device.device_kind)
+  of = f" of {there / GIB:,.1f}" if there else ""
+  found = []
+  for moment, parts in moments.items():
+    found += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{of} GiB"]
+    found += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
+  return [
+    *found,
+    "  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need",
+  ]
+
+
+def iteration(config: RunConfig, devices: Sequence[jax.Device]) -> list[str]:
+  """Tokens and operations of an iteration, and what its time depends on."""
+  c, rl = config, config.rl
+  responses, prompt, most = rl.prompts * rl.group_size, c.data.max_prompt_tokens, c.sampling
+  window = prompt + most.max_new_tokens
+  prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
+  one = forward_flops(c.model, prompt_P, prompt_B, np.full(responses, window))
+  passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
+  total = (1 + passes + 3 * rl.epochs) * one  # sampling, log-probabilities, updates
+  tokens = responses * most.max_new_tokens
+  found = [
+    f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
+    f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
+    f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
+    f"{total * rl.iterations:.3g} (evaluations are not in it)",
+  ]
+  peak = accelerators.peak_flops(devices[0].device_kind)
+  if peak is None:
+    return [
+      *found,
+      "time: not known of this device. It depends on how long responses become, on the verifier, "
+      "and on compilation; a run says what is left from its second iteration on",
+    ]
+  seconds = total / peak / len(devices)
+  return [
+    *found,
+    f"time: {clock_text(seconds * rl.iterations)} at the devices' peak, if all responses were of "
+    f"full length ({seconds:.3g} s an iteration). Decoding reads memory instead and runs far below "
+    "it: a run says what is left from its second iteration on",
+  ]

@@ -1,0 +1,183 @@
+"""The command line before anything runs: --help, configurations by name, --dry_run."""
+
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from support.command_line import ROOT, SMALL, SMALL_MODEL, environment
+from support.configs import config_of
+
+from configs import common, moe_aime, tiny
+from gspo_jax import command_line, dry_run
+from gspo_jax import run as runs
+from gspo_jax.models import transformer
+
+
+def called(*arguments, cwd=ROOT, **more):
+  return subprocess.run(
+    [sys.executable, "-m", "gspo_jax.main", *arguments],
+    cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+
+
+FILES = {path.stem for path in (ROOT / "configs").glob("[!_]*.py")} - {"common"}
+
+
+def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path):
+  done = called("--help", cwd=tmp_path)
+  assert done.returncode == 0 and not done.stderr
+  for name in FILES:
+    assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
+  assert "rl.group_size=8               G, responses per prompt" in done.stdout
+  assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
+
+
+def test_help_needs_no_library():
+  code = (
+    "import sys; from gspo_jax import command_line; command_line.usage(); "
+    "print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(ROOT)!r}); {code}"],
+    capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  assert set(done.stdout.split()) == {"__main__", "gspo_jax"} - sys.stdlib_module_names
+
+
+def values(section, prefix=""):
+  for key, value in section.items():
+    if isinstance(value, dict):
+      yield from values(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", value
+
+
+def test_every_key_that_is_explained_has_the_value_of_the_base():
+  found = command_line.explained((ROOT / "configs" / "common.py").read_text())
+  base = dict(values(common.base().to_dict()))
+  for key in command_line.OFTEN:
+    name, value, why = found[key]
+    assert name == key and why and eval(value) == base[key], key
+  assert found["rl.lora_rank"][2].startswith("of adapters")
+  assert found["reward.per_line"][2].startswith("True: each line")  # in lines above it
+  assert found["sft_optimizer.learning_rate"][1:] == ("1e-05", "peak")
+
+
+def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert command_line.installed().keys() == FILES
+  path = str(command_line.CONFIGS / "tiny.py")
+  assert command_line.path_of("tiny") == path
+  assert command_line.path_of("tiny:gemma") == f"{path}:gemma"
+  for other in "tiny.py", "configs/tiny.py", "nowhere", "./tiny", "":
+    assert command_line.path_of(other) == other
+  argv = ["main", "--config=tiny", "--config.seed=1", "--config", "tiny", "tiny", "--workdir=tiny"]
+  assert command_line.with_paths(argv) == [
+    "main", f"--config={path}", "--config.seed=1", "--config", path, "tiny", "--workdir=tiny",
+  ]  # fmt: skip
+  (tmp_path / "tiny").touch()  # a file of that name goes first
+  assert command_line.path_of("tiny") == "tiny"
+
+
+def test_the_configurations_need_no_checkout():
+  """They are installed as gspo_jax.configs, where there is no `configs`."""
+  for path in command_line.CONFIGS.glob("*.py"):
+    assert not re.search(r"^\s*(from|import) configs\b", path.read_text(), re.MULTILINE), path
+
+
+def test_the_first_line_says_what_is_begun():
+  line = command_line.greeting(["--config=tiny", "--workdir=/tmp/x", "--config.seed=1"])
+  assert line == "gspo_jax: tiny in /tmp/x; loading JAX and the libraries\n"
+  for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
+    assert command_line.greeting(lacking) is None
+
+
+def test_a_library_that_is_missing_is_one_line_that_names_the_extra(monkeypatch, capsys):
+  monkeypatch.setattr(command_line, "LIBRARIES", ("flax", "no_such_library"))
+  with pytest.raises(SystemExit, match="2"):
+    command_line.begin(["main", "--config=tiny", "--workdir=x"])
+  said = capsys.readouterr().err
+  assert re.fullmatch(r"gspo_jax: no_such_library not found: .*'gspo-jax\[train\]'.*\n", said)
+
+
+def parameters(overrides):
+  changes = dict(flag.split("=") for flag in overrides)
+  model = config_of(tiny.get_config, **{key: int(value) for key, value in changes.items()}).model
+  made = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+  return sum(leaf.size for leaf in jax.tree.leaves(made))
+
+
+def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
+  (tmp_path / "here").mkdir()
+  flags = [f"--config.{flag}" for flag in SMALL]
+  done = called(
+    "--config=tiny", "--dry_run", f"--workdir={tmp_path / 'run'}", *flags,
+    cwd=tmp_path / "here", XDG_CACHE_HOME=str(tmp_path / "cache"),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+  for line in (
+    "rl.group_size: 8 -> 4",
+    f"model: {parameters(SMALL_MODEL):,} parameters, ",
+    "data: 793,893 prompts, 8 held-out problems",
+    "in an update: ",
+    "while it samples: ",
+    "cold start: at most 8 updates of 16 demonstrations, 288 tokens with padding",
+    "iterations: 8, each of 32 responses (8 prompts x 4), at most 320 tokens, and 4 updates",
+    "time: not known of this device",
+  ):
+    assert line in done.stdout
+  assert "rl.minibatches" not in done.stdout, "it is as in the base"
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
+  done = called("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
+  assert done.returncode == 2 and not done.stdout
+  assert re.fullmatch(r"gspo_jax: .*mesh\.fsdp=3.*\n", done.stderr)
+  (tmp_path / "config.json").write_text('{"seed": 1}')
+  with pytest.raises(ValueError, match="belongs to a run of another configuration"):
+    runs.check(config_of(tiny.get_config), tmp_path)
+
+
+def printed(get_config, **changes):
+  config = config_of(get_config, **changes)
+  return "\n".join(dry_run.lines(config, runs.check(config)))
+
+
+def gib(text, name):
+  return float(re.search(rf"([\d.e-]+)  {name}", text)[1])
+
+
+def test_its_memory_is_that_of_a_device():
+  """Eight devices here: weights and moments are split over `fsdp`, and over `data` they are not."""
+  whole = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1)
+  split = printed(tiny.get_config, mesh__data=1, mesh__fsdp=8)
+  state = "weights and the optimizer's moments"
+  assert gib(whole, state) == pytest.approx(3 * 4 * parameters([]) / 2**30, rel=0.02)
+  assert gib(split, state) == pytest.approx(gib(whole, state) / 8, rel=0.05)
+  adapters = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1, rl__lora_rank=2)
+  assert gib(adapters, "gradients") < gib(whole, "gradients") / 10
+
+
+def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
+  devices = [types.SimpleNamespace(device_kind="TPU v5p")]
+  config = config_of(common.base)
+  *_, one = dry_run.iteration(config, devices)
+  *_, two = dry_run.iteration(config, devices * 2)
+  seconds = [float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (one, two)]
+  assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
+@pytest.mark.parametrize("job", ["sft", "eval"])
+def test_jobs_that_do_not_sample_for_training(job):
+  changes = dict(job=job) | (dict(sft__steps=5) if job == "sft" else {})
+  text = printed(common.base, **changes)
+  assert "iterations:" not in text and ("in an update" in text) == (job == "sft")
+
+
+def test_the_flagship_at_toy_size_has_a_plan():
+  text = printed(lambda: moe_aime.get_config("tiny"))
+  assert " of them for each token" in text and "while it samples" in text
