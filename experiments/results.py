@@ -23,7 +23,9 @@ TEXTS += ("commit", "versions")
 FIRST = ("experiment", "stage", "condition", "seed", "status", "reason", "run", "start", "changes")
 KEY = ["stage", "condition", "seed"]
 POINTS = 50
-CUMULATIVE = ("tokens", "flops", "path")  # of sampling; of all passes; nats per token, of updates
+# Tokens sampled; floating-point operations of all passes; nats per token that the policy has moved,
+# as the sum of iterations' mean KL (k3).
+CUMULATIVE = ("tokens", "flops", "path")
 # Metrics of an iteration whose mean over the run is a column; curves.csv has them too.
 COLUMNS = (
   r"reward/mean|by_length/reward/.*|response_length/mean|truncated_fraction|groups_without_spread",
@@ -157,17 +159,19 @@ def collect(
     about["eval/area"] = statistics.area(seen.index, seen)
     if "eval/greedy" in frame:
       about["eval/greedy"] = frame["eval/greedy"].dropna().iloc[-1]
-  frame = frame.assign(**_counted(frame))
-  about |= {name: frame[name].iloc[-1] for name in CUMULATIVE}
-  return about, thinned(frame[[*names, *CUMULATIVE]], frame.get("eval/accuracy"))
+  counted = _counted(frame)
+  frame = frame.assign(**counted)
+  about |= {name: frame[name].iloc[-1] for name in counted}
+  return about, thinned(frame[[*names, *counted]], frame.get("eval/accuracy"))
 
 
 def _counted(frame: pd.DataFrame) -> dict[str, pd.Series]:
-  """What has come together since the first iteration: tokens sampled, floating-point operations,
-  and nats per token that the policy has moved, as the sum of iterations' mean KL (k3)."""
-  sums = dict(tokens="total/tokens", flops="total/flops")
-  found = {name: frame[column].ffill().fillna(0) for name, column in sums.items()}
-  return found | dict(path=frame["kl/k3"].fillna(0).cumsum())
+  """What has come together since the first iteration (CUMULATIVE), of what a run counts."""
+  totals = dict(tokens="total/tokens", flops="total/flops")
+  found = {
+    name: frame[column].ffill().fillna(0) for name, column in totals.items() if column in frame
+  }
+  return found | ({"path": frame["kl/k3"].fillna(0).cumsum()} if "kl/k3" in frame else {})
 
 
 def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
@@ -176,7 +180,7 @@ def thinned(frame: pd.DataFrame, accuracy: pd.Series | None) -> pd.DataFrame:
   width = max(1, -(-int(frame.index.max()) // POINTS))
   place = -(-frame.index // width) * width
   means = frame.groupby(np.minimum(place, frame.index.max())).mean()
-  for name in CUMULATIVE:
+  for name in frame.columns.intersection(CUMULATIVE):
     means[name] = frame[name].groupby(np.minimum(place, frame.index.max())).last()
   if accuracy is not None:
     means = means.join(accuracy.dropna().rename("eval/accuracy"), how="outer")

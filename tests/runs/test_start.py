@@ -60,15 +60,18 @@ def test_other_meshes_can_begin_with_it(pupil, tmp_path):
   assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)
 
 
-def test_rl_trains_from_a_cold_start_and_is_begun_with_itself(pupil, tmp_path, capfd):
+def test_rl_begins_with_a_cold_start_and_adapters_are_not_begun_with(pupil, tmp_path, capfd):
   workdir, _ = pupil
-  with open_run(config(job="rl", weights=str(workdir)), tmp_path) as run:
+  adapted = tmp_path / "adapted"
+  with open_run(config(job="rl", weights=str(workdir), rl__lora_rank=2), adapted) as run:
     main.do(run)
-  assert not (tmp_path / "checkpoints" / "sft").exists()
+  assert not (adapted / "checkpoints" / "sft").exists()
   assert "WARNING" not in capfd.readouterr().err  # Orbax has some for files of parts alone
-  found = start.find(str(tmp_path))  # a run that has come as far as RL stands for that
+  found = start.find(str(adapted))  # a run that has come as far as RL stands for that
   assert (found.path.parent.name, found.path.name) == ("rl", "1")
   assert start.find(str(workdir)).path.parent.name == "sft"
+  with pytest.raises(ValueError, match=r"rl\.lora_rank can be started from at its cold start only"):
+    begins_with(tmp_path / "new", adapted)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +107,3 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(tmp_path):
   with pytest.raises(ValueError, match=r"4 is damaged: .*; the one before is .*checkpoints/sft/2"):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside
-
-
-def test_a_run_with_adapters_is_refused(pupil, tmp_path):
-  with open_run(config(job="rl", weights=str(pupil[0]), rl__lora_rank=2), tmp_path / "a") as run:
-    main.do(run)
-  with pytest.raises(ValueError, match=r"rl\.lora_rank can be started from at its cold start only"):
-    begins_with(tmp_path / "new", tmp_path / "a")
