@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 import jax
 import pytest
+from jax import experimental
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compile time is most of the tests' time
@@ -46,5 +47,6 @@ def forget_programs():
 @pytest.fixture
 def x64():
   """Runs one test in float64."""
-  with jax.enable_x64(True):
+  enabled = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64  # before 0.8
+  with enabled(True):
     yield

@@ -9,9 +9,9 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
 # They import nothing but ranges.
-LEAVES = "accelerators jsons objectives ranges sharding structs tasks"
+LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
-  "main": "config evaluation report run runs sft train",
+  "main": "config dry_run evaluation report run runs sft train",
   "train": "collect hardware learner objectives records report run runs segments",
   "sft": "data learner run runs",
   "records": "collect",
@@ -20,6 +20,8 @@ ARROWS = {
   "run": "config data evaluation learner models rewards runs sampling tasks",
   "config": "data evaluation learner models rewards runs sampling",
   "aot": "config hardware learner models sampling",
+  "dry_run": "aot config configs hardware learner models run runs",
+  "configs": "learner models",
   "evaluation": "data models rewards runs sampling tasks",
   "learner": "models objectives",
   "sampling": "models runs.preemption",

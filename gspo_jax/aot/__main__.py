@@ -18,14 +18,16 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from gspo_jax import command_line, sharding
 from gspo_jax import config as configuration
-from gspo_jax import sharding
 from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs, resolved
 from gspo_jax.aot.table import print_line, print_row, title
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/moe_aime.py.")
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Configuration: its name, e.g. moe_aime, or the path of a file."
+)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
 _SEQUENCES = flags.DEFINE_integer(
   "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
@@ -126,4 +128,4 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config"])
-  app.run(main)
+  app.run(main, command_line.with_paths(sys.argv))
