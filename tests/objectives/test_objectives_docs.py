@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from gspo_jax import objectives as O
 
@@ -31,6 +32,7 @@ def rollout(params, responses=64):
 
 
 def test_ten_lines_of_optax():
+  pytest.importorskip("optax")
   code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.S).group(1)
   statements = [line for line in code.splitlines() if line.strip()]
   assert len(statements) <= 12
