@@ -180,11 +180,11 @@ def test_an_iteration_ends_with_enough_groups_or_with_its_budget():
   out, (left, _) = iterate(4)
   assert [len(one.groups) for one in out] == [4] * 4
   assert 0 < len(left.position()()["under_way"]) <= 4
-  free = np.mean([one.tokens for one in out])
+  free = np.mean([one.usage.tokens for one in out])
   out, _ = iterate(6, token_budget=60)
   assert {len(one.groups) for one in out} <= {2, 3, 4}  # one for every mini-batch at least
   assert min(len(one.groups) for one in out) < 4
-  assert np.mean([one.tokens for one in out]) < 0.8 * free
+  assert np.mean([one.usage.tokens for one in out]) < 0.8 * free
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
@@ -247,7 +247,7 @@ def test_metrics_count_stale_tokens():
   assert row["partial/oldest"] >= 1 and row["partial/tokens_in_flight"] > 0
   whole, _ = iterate(1, extra_prompts=0)
   assert not any(name.startswith("partial/") for name in whole[0].metrics)
-  assert whole[0].tokens == whole[0].rollout.lengths.sum()
+  assert whole[0].usage.tokens == whole[0].rollout.lengths.sum()
 
 
 def test_metrics_count_conversations():

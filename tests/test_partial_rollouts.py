@@ -26,7 +26,7 @@ def test_short_responses_are_trained_on_by_the_policy_that_sampled_them(extra_pr
   monkeypatch.setattr(test_collect, "ENGINE", whole)
   out, (left, _) = iterate(4, extra_prompts=extra_prompts)
   for one in out:
-    assert len(one.groups) == P and one.tokens == one.rollout.lengths.sum()
+    assert len(one.groups) == P and one.usage.tokens == one.rollout.lengths.sum()
     assert one.metrics["partial/stale_tokens"] == one.metrics["partial/oldest"] == 0
   assert not left.position()()["under_way"]
 
@@ -53,7 +53,7 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
   assert [sum(name in old for name in names) for names in found] == taken
   assert [name for names in found for name in names if name in old] == old  # the oldest first
   for step, one in enumerate(out, 2):
-    assert len(one.groups) == P and one.tokens > 0 and one.metrics["partial/stale_tokens"] < 1
+    assert len(one.groups) == P and one.usage.tokens > 0 and one.metrics["partial/stale_tokens"] < 1
     assert sum(group.newest < step for group in one.groups) <= P // 2
   assert out[0].metrics["partial/waiting_groups"] >= max(0, count - taken[0])
   assert not any(group.prompt.id in old for group in left._under_way)
@@ -62,7 +62,7 @@ def test_a_surplus_is_half_of_a_batch_at_most(count, taken):
 def test_a_run_with_one_prompt_uses_its_surplus_too():
   made, old = surplus(2, prompts=1, minibatches=1, extra_prompts=2)
   out, _ = iterate(3, made=made, first=2)
-  assert [one.groups[0].prompt.id for one in out][:2] == old and out[2].tokens > 0
+  assert [one.groups[0].prompt.id for one in out][:2] == old and out[2].usage.tokens > 0
 
 
 def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
@@ -92,7 +92,7 @@ def test_tokens_are_those_that_the_iteration_has_sampled(kind):
     out = made.collect(step, Stopwatch())
     assert out.version == step and len(handed_out) >= P
     seen = [*handed_out, *made._under_way]
-    assert out.tokens == sampled_at(step, seen)
+    assert out.usage.tokens == sampled_at(step, seen)
     row = out.metrics
     newest = [group.newest for group in seen if group.finished]
     assert row["partial/finished_groups"] == newest.count(step)
