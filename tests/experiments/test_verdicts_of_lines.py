@@ -1,7 +1,5 @@
 """Verdicts of E6 and E9 on results that were made up, so that the truth is known."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -9,21 +7,16 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from experiments import definition  # noqa: E402
+from support import verdicts  # noqa: E402
+
 from experiments.gradients import LOSSES, UPDATES  # noqa: E402
-from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
+from experiments.report import FAILS, HOLDS, OPEN  # noqa: E402
 
 
 def report(name, value, curve=None):
-  """Of runs of all conditions and seeds; `value` and `curve` give columns."""
-  experiment, module = definition.load(definition.find(name))
-  runs, points = [], []
-  for c, seed in itertools.product(experiment.conditions, experiment.seeds):
-    about = dict(condition=c.name, seed=seed, stage="final", status="done")
-    runs.append(about | value(c.name, seed))
-    points += [about | dict(step=s) | curve(c.name, seed) for s in UPDATES] if curve else []
-  columns = None if points else ["condition", "seed", "stage", "status", "step"]
-  return module.report(Results(pd.DataFrame(runs), pd.DataFrame(points, columns=columns)))
+  """`value` and `curve` give columns of a condition's name and a seed."""
+  points = curve and (lambda c, seed, _: curve(c.name, seed))
+  return verdicts.report(name, lambda c, seed: value(c.name, seed), points, UPDATES)
 
 
 @pytest.mark.parametrize(

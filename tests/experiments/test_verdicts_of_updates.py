@@ -1,7 +1,5 @@
 """Verdicts of E5, E8, E10, E11 and E12 on results that were made up, so that the truth is known."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -9,21 +7,10 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+from support import verdicts  # noqa: E402
+
 from experiments import definition  # noqa: E402
 from experiments.report import FAILS, HOLDS, OPEN, Results  # noqa: E402
-
-
-def results(name, value, curve=None):
-  """Runs of all conditions and seeds; `value` and `curve` give columns of a condition and seed."""
-  experiment, module = definition.load(definition.find(name))
-  about = lambda c, seed: dict(condition=c.name, seed=seed, stage="final", status="done")  # noqa: E731
-  runs, points = [], []
-  for c, seed in itertools.product(experiment.conditions, experiment.seeds):
-    runs.append(about(c, seed) | value(c, seed))
-    if curve is not None:
-      points += [about(c, seed) | dict(step=s) | curve(c, seed, s) for s in range(1, 11)]
-  points = pd.DataFrame(points, columns=None if points else [*runs[0], "step"])
-  return module.report(Results(pd.DataFrame(runs), points))
 
 
 def ranges(exponent, best=0.15):
@@ -53,7 +40,7 @@ def ranges(exponent, best=0.15):
   [(-0.5, 0.15, HOLDS), (-0.2, 0.15, FAILS), (-0.5, {8: 0.25, 16: 0.18, 32: 0.12}, FAILS)],
 )
 def test_e5_finds_the_exponent_of_the_range(exponent, best, outcome):
-  found = results("e5", *ranges(exponent, best))
+  found = verdicts.report("e5", *ranges(exponent, best))
   assert found.verdict.outcome == outcome, found.verdict
   table = found.tables[0].splitlines()
   fitted = {line.split(" | ")[0][2:]: line.split(" | ")[2] for line in table[2:]}
@@ -78,7 +65,7 @@ def test_e8_tells_whether_another_exponent_wins(half, clipped, outcome):
     fraction = clipped if mine else 0.15
     return {"eval/final": accuracy, "eval/area": 0.4, "clip_fraction/token": fraction}
 
-  assert results("e8", value).verdict.outcome == outcome
+  assert verdicts.report("e8", value).verdict.outcome == outcome
 
 
 @pytest.mark.parametrize("slope, outcome", [(0.05, HOLDS), (-0.05, HOLDS), (0.0, FAILS)])
@@ -88,7 +75,7 @@ def test_e10_tells_whether_groups_matter_more_to_one_loss(slope, outcome):
     gspo = c.changes["objective.name"] == "gspo"
     return {"eval/final": 0.3 + (0.01 + slope * gspo) * doublings + noise(c, seed)}
 
-  assert results("e10", value).verdict.outcome == outcome
+  assert verdicts.report("e10", value).verdict.outcome == outcome
 
 
 @pytest.mark.parametrize("slope, outcome", [(0.3, HOLDS), (-0.3, FAILS), (0.0, FAILS)])
@@ -98,7 +85,7 @@ def test_e11_tells_which_loss_suffers_more_from_noise(slope, outcome):
     gspo = c.changes["objective.name"] == "gspo"
     return {"eval/final": 0.6 - (0.5 - slope * gspo) * rate + noise(c, seed)}
 
-  assert results("e11", value).verdict.outcome == outcome
+  assert verdicts.report("e11", value).verdict.outcome == outcome
 
 
 @pytest.mark.parametrize("slope, outcome", [(0.02, HOLDS), (-0.05, FAILS)])
@@ -108,7 +95,7 @@ def test_e12_tells_whether_gspo_falls_back_as_data_gets_stale(slope, outcome):
     gspo = c.changes["objective.name"] == "gspo"
     return {"eval/final": 0.5 + slope * gspo * doublings + noise(c, seed)}
 
-  assert results("e12", value).verdict.outcome == outcome
+  assert verdicts.report("e12", value).verdict.outcome == outcome
 
 
 @pytest.mark.parametrize("name", ["e5", "e8", "e10", "e11", "e12"])
