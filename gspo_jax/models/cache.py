@@ -77,8 +77,8 @@ def write(
   if k_BTKH.shape[1] == 1:
     row = jnp.arange(len(k_BTKH))[:, None]
     return (
-      k_lBKHS.at[layer, row, :, :, position_BT].set(k_BTKH),
-      v_lBKSH.at[layer, row, :, position_BT].set(v_BTKH),
+      _set(k_lBKHS, (layer, row, slice(None), slice(None), position_BT), k_BTKH),
+      _set(v_lBKSH, (layer, row, slice(None), position_BT), v_BTKH),
     )
   # One slice: XLA would bring the whole cache into another order, and back, for a scatter.
   zero, first = jnp.zeros((), jnp.int32), position_BT[0, 0]
@@ -89,6 +89,15 @@ def write(
   )
 
 
+def _set(x: jax.Array, index: tuple, value: jax.Array, mode: str | None = None) -> jax.Array:
+  """x.at[index].set(value), of the same type. bfloat16 as the integers of its bits: XLA on CPU
+  would widen the whole cache to float32 for each scatter, and narrow it again."""
+  if x.dtype != jnp.bfloat16:
+    return x.at[index].set(value, mode=mode)
+  x, value = (jax.lax.bitcast_convert_type(a, jnp.uint16) for a in (x, value))
+  return jax.lax.bitcast_convert_type(x.at[index].set(value, mode=mode), jnp.bfloat16)
+
+
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
   """Row j of `rows`, which may be shorter, to row index_j; one that is out of range is dropped.
 
@@ -96,10 +105,12 @@ def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
   """
 
   def keys(x_lBKHS, new_lrKHT):
-    return x_lBKHS.at[:, index_r, :, :, : new_lrKHT.shape[-1]].set(new_lrKHT, mode="drop")
+    where = (slice(None), index_r, slice(None), slice(None), slice(new_lrKHT.shape[-1]))
+    return _set(x_lBKHS, where, new_lrKHT, mode="drop")
 
   def values(x_lBKSH, new_lrKTH):
-    return x_lBKSH.at[:, index_r, :, : new_lrKTH.shape[-2]].set(new_lrKTH, mode="drop")
+    where = (slice(None), index_r, slice(None), slice(new_lrKTH.shape[-2]))
+    return _set(x_lBKSH, where, new_lrKTH, mode="drop")
 
   return Cache(
     tuple(map(keys, cache.k_lBKHS, rows.k_lBKHS)), tuple(map(values, cache.v_lBKSH, rows.v_lBKSH))
