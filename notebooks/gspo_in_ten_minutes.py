@@ -274,7 +274,7 @@ for i in range(4):
 # %% [markdown]
 # ## Where to go from here
 #
-# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it.
+# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it. [Running](../docs/running.md) says what else a run leaves.
 # - Set `--config.objective.name=grpo` in the command, and another `WORKDIR`, to compare.
 # - [The losses in a training loop of your own](losses_in_your_loop.ipynb) uses GSPO without the rest of this project.
 # - [Qwen3 on GSM8K](qwen3_gsm8k.ipynb) does this with a real language model.
