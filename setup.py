@@ -34,6 +34,14 @@ EXPERIMENTS = [
   "matplotlib>=3.10.0",  # figures
 ]
 
+# Reading notebooks/ needs none of it, and Colab has what they import: this is to work on them.
+NOTEBOOKS = [
+  "jupytext>=1.19.0",  # their sources are scripts
+  "nbclient>=0.10.4",  # runs them from top to bottom
+  "ipykernel>=7.1.0",  # what they run in
+  "matplotlib>=3.10.0",  # their figures
+]
+
 setuptools.setup(
   name="gspo-jax",
   version="0.1.0",
@@ -54,9 +62,11 @@ setuptools.setup(
     "gcs": ["etils[epath-gcs]>=1.14.0"],  # gs:// paths
     "wandb": ["wandb>=0.22.0"],  # --config.wandb=PROJECT
     "experiments": [*TRAIN, *EXPERIMENTS],  # python -m experiments.run
+    "notebooks": [*TRAIN, *NOTEBOOKS],  # jupytext, jupyter execute
     "test": [
       *TRAIN,
       *EXPERIMENTS,
+      *NOTEBOOKS,
       "pytest>=8.4.0",
       "pytest-xdist>=3.8.0",  # two processes: most of the time goes into compiling on one core
       "chex>=0.1.92",  # comparisons of pytrees

@@ -1,7 +1,8 @@
-"""The notebook's cells run, with and without results."""
+"""The cells of notebooks/experiment_figures run, with and without results."""
 
-import json
+from pathlib import Path
 
+import jupytext
 import pandas as pd
 import pytest
 
@@ -9,7 +10,7 @@ from experiments import definition, runs
 from experiments.definition import HERE
 from experiments.results import Store
 
-CELLS = json.loads((HERE / "figures.ipynb").read_text())["cells"]
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "experiment_figures.py"
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -26,15 +27,14 @@ def test_the_notebook(there, tmp_path, monkeypatch):
     points = [key | {"step": s, "reward/mean": 0.5, "clip_fraction/token": 0.1} for s in (1, 2)]
     pd.DataFrame(points).to_csv(folder / "curves.csv")
   monkeypatch.chdir(HERE)
-  monkeypatch.setenv("EXPERIMENT", "e2")
   monkeypatch.setattr(definition, "HERE", tmp_path)
   monkeypatch.setattr(definition, "find", lambda name: folder.name)
   shown = []
-  scope = dict(display=shown.append)
-  for cell in CELLS:
-    if cell["cell_type"] == "code":
-      assert cell["outputs"] == []
-      exec("".join(cell["source"]), scope)
+  monkeypatch.setattr("IPython.display.display", shown.append)
+  scope = {}
+  for cell in jupytext.read(NOTEBOOK).cells:
+    if cell.cell_type == "code":
+      exec(cell.source, scope)
   assert len(scope["axes"].lines) == there
   assert len(shown) == there and all("</svg>" in x._repr_svg_() for x in shown)
   assert scope["verdict"].outcome == "cannot be told"

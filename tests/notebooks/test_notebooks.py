@@ -1,0 +1,80 @@
+"""Each notebook says what its script says, and runs from top to bottom in a kernel of its own.
+
+It runs shortened: the cell tagged `parameters` has in its metadata, under `short`, values that the
+names it assigns get instead; in a script `# %% tags=["parameters"] short={"STEPS": 5}`. Nothing
+else differs from what a reader runs. `CHECKS` are run as a last cell.
+"""
+
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+IN_CLONE = "experiment_figures"  # needs what is not in the package
+FIX = "jupytext --to ipynb --update notebooks/*.py"
+
+CHECKS = dict()
+
+
+def script(name):
+  return jupytext.read(FOLDER / f"{name}.py")
+
+
+def tagged(notebook, tag):
+  (cell,) = [c for c in notebook.cells if tag in c.metadata.get("tags", ())]
+  return cell
+
+
+def contents(notebook):
+  """What of a notebook is in its script: not outputs, ids and counts."""
+  kept = {key: notebook.metadata.get(key) for key in ("kernelspec", "accelerator", "colab")}
+  return kept, [(cell.cell_type, cell.source, own(cell.metadata)) for cell in notebook.cells]
+
+
+def own(metadata):
+  """Metadata but for what executing leaves there."""
+  return {key: value for key, value in metadata.items() if key != "execution"}
+
+
+def test_every_notebook_has_a_script():
+  assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES, FIX
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_in_step_with_its_script(name):
+  notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+  nbformat.validate(notebook)
+  assert contents(notebook) == contents(script(name)), FIX
+
+
+def test_all_install_alike_and_open_in_colab():
+  names = [name for name in NAMES if name != IN_CLONE]
+  assert len({tagged(script(name), "install").source for name in names}) == 1
+  for name in names:
+    address = f"colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/{name}.ipynb"
+    assert address in script(name).cells[0].source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_shortened_is_a_parameter(name):
+  cell, values = tagged(script(name), "parameters"), {}
+  exec(cell.source, values)
+  for key, value in cell.metadata.get("short", {}).items():
+    assert key in values and values[key] != value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs(name, tmp_path):
+  notebook = script(name)
+  cell = tagged(notebook, "parameters")
+  short = cell.metadata.get("short", {})
+  cell.source = "\n".join([cell.source, *(f"{key} = {value!r}" for key, value in short.items())])
+  notebook.cells.append(new_code_cell(CHECKS.get(name, "")))
+  where = dict(path=str(FOLDER if name == IN_CLONE else tmp_path))
+  NotebookClient(notebook, timeout=300, resources=dict(metadata=where)).execute()
