@@ -1,9 +1,8 @@
 # ---
 # jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
+#   accelerator: TPU
+#   colab:
+#     gpuType: V5E1
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -15,28 +14,39 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/qwen3_gsm8k.ipynb)
 #
-# This notebook takes a real model, [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), and
-# trains all of its 0.6 billion parameters with GSPO on the 7,473 problems of
-# [GSM8K](https://github.com/openai/grade-school-math). The only teacher is a verifier that compares the
-# answer in the last `\boxed{}` with the right one. It runs on a single Colab TPU (v5e-1, 16 GiB) or on one
-# GPU, with the command line that runs on a pod.
+# This notebook takes a real model, [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), and trains all of its 0.6 billion parameters with GSPO on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math). The only teacher is a verifier that compares the answer in the last `\boxed{}` with the right one. It runs on a single Colab TPU (v5e-1, 16 GiB) or on one GPU, with the command line that runs on a pod.
 #
-# **What to expect.** We have compiled every program of this run for a v5e, so its memory below is the
-# compiler's. We have not run it on one: times are estimates, and this page has no results of ours. It is
-# saved without outputs; what you will see under the cells is your own run. CI executes the same cells on a
-# CPU with a random toy model.
+# **What to expect.** Every program of this run has been compiled for a v5e, so the memory below is the compiler's. The run itself we have not made, on no chip: times are estimates, whether accuracy rises is for you to see, and the page is saved without outputs. What will stand under the cells is your own. CI runs the same cells on a CPU with a random model of toy size.
 
 # %% [markdown]
 # ## Install
+#
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing.
 
-# %%
-# FIRST CELL: as in gspo_in_ten_minutes
+# %% tags=["install"]
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is published
+
+if importlib.util.find_spec("gspo_jax") is None:
+  tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+  wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
+  if not tpu and shutil.which("nvidia-smi"):
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
+    if driver.isdecimal():  # CUDA 13 needs driver 580
+      wanted.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+  raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
 
 # %% [markdown]
 # ## Settings
 #
-# Everything that you may want to change. With `DRIVE` set, checkpoints go there and the run survives the
-# session; see [the end](#If-the-session-ends) for their size.
+# Everything that you may want to change. With `DRIVE` set, checkpoints go there and the run survives the session; the last section says how large they are. `MODEL` may be any checkpoint of this architecture and size.
 
 # %% tags=["parameters"] short={"MODEL": "toy", "CONFIG": "gsm8k:tiny", "DATA": "toy", "HOME": "home", "ITERATIONS": 2, "PROBLEMS": 4, "CHANGES": {"data.max_prompt_tokens": 192, "rl.prompts": 4, "rl.group_size": 2, "sampling.max_new_tokens": 16, "eval.samples": 2}}
 MODEL = "Qwen/Qwen3-0.6B-Base"  # of the Hugging Face hub, or a directory
@@ -44,21 +54,17 @@ CONFIG = "auto"  # gsm8k:0.6B-v5e, -v6e, -h100 or -t4; auto: by the memory of th
 DATA = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
 HOME = "qwen3_gsm8k"  # directory of weights, data and the run
 DRIVE = ""  # directory of checkpoints, e.g. "/content/drive/MyDrive/qwen3_gsm8k"; "": in HOME
-ITERATIONS = 50  # each: 32 problems, 8 responses to each, four updates
+ITERATIONS = 100  # each: 32 problems, 8 responses to each, four updates
 PROBLEMS = 128  # held-out ones of an evaluation, of 1,319
 CHANGES = {}  # further keys of the configuration, e.g. {"objective.name": "grpo"}
 
 # %% [markdown]
 # ## The chip
 #
-# The run is a process of its own, as it is on a pod, and a TPU belongs to one process at a time. So this
-# notebook never touches the chip itself: it asks another process what there is.
+# The run is a process of its own, as it is on a pod, and a TPU belongs to one process at a time. So this notebook never touches the chip itself: it asks another process what there is.
 
 # %%
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 ASK = """
 import jax, json
@@ -70,10 +76,10 @@ asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=Tr
 if asked.returncode:
   raise RuntimeError(asked.stderr[-2000:])
 chip = json.loads(asked.stdout.splitlines()[-1])
-print(f"{chip['kind']}: JAX may use {chip['gib']:.1f} GiB")
+print(f"{chip['kind']}: " + (f"JAX may use {chip['gib']:.1f} GiB" if chip["gib"] else "no limit"))
 
 if CONFIG == "auto":
-  # JAX takes three quarters of a GPU, so these are GPUs of 80, 40, 24 and 16 GB.
+  # TPU v5e: 16 GiB. JAX takes three quarters of a GPU: these are GPUs of 80, 40, 24 and 16 GB.
   sizes = {50: "0.6B-h100", 25: "0.6B-v6e", 15: "0.6B-v5e", 10: "0.6B-t4"}
   fitting = [name for least, name in sizes.items() if chip["gib"] >= least]
   if not fitting:
@@ -84,15 +90,13 @@ print(f"configuration: {CONFIG}")
 # %% [markdown]
 # ## Does it fit? The compiler knows beforehand
 #
-# `gspo_jax.aot` compiles every program of a run for a TPU that need not be there, and adds what the run
-# keeps on the chip meanwhile. This is what
+# `gspo_jax.aot` compiles every program of a run for a TPU that need not be there, and adds what the run keeps on the chip meanwhile. This is what
 #
 # ```
 # python -m gspo_jax.aot --config=gsm8k:0.6B-v5e --topology=v5e:1x1
 # ```
 #
-# says, in GiB of the 16 of a v5e (it compiles for some minutes, so its answer is printed here; the command
-# works on any machine with the extra `tpu`):
+# says, in GiB of the 16 of a v5e. It takes minutes, so its answer is printed here; the command works on any machine with the extra `tpu`, and without a TPU.
 #
 # | program | its peak | held by the run meanwhile | together |
 # | --- | --- | --- | --- |
@@ -102,18 +106,13 @@ print(f"configuration: {CONFIG}")
 # | prefill | 6.4 | 6.7 | **13.1** |
 # | decoding, 64 responses at a time | 5.7 | 6.7 | 12.4 |
 #
-# So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients
-# and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the
-# logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while
-# the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters
-# ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and what
-# they do to learning at toy size).
+# So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and what they do to learning at toy size).
 #
 # | chip | configuration | is |
 # | --- | --- | --- |
 # | TPU v5e, v6e | `gsm8k:0.6B-v5e`, `-v6e` | compiled for the chip, not run on one |
-# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `-h100`, `-v6e`, `-v5e` | arithmetic only: the update needs about what it needs on TPU |
-# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | arithmetic only: adapters of rank 32. A T4 has no bfloat16 units, and an iteration takes minutes |
+# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one: 80 GB by arithmetic, the others with the settings of the TPU whose memory comes next |
+# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit, adapters of rank 32 do by arithmetic. A T4 multiplies bfloat16 at the speed of float32, so that by its data sheet an iteration takes two minutes at the very least |
 
 # %% [markdown]
 # ## Weights and data
@@ -150,14 +149,20 @@ with open(test_file, encoding="utf-8") as lines:
 print(f"{example['question']}\n\n{example['answer']}")
 
 # %% [markdown]
-# What stands behind `####` is the answer that the verifier compares with; the working is never shown to
-# the model.
-#
+# What stands behind `####` is what the verifier compares with; the model never sees the working. This is what it sees, as the chat template of the checkpoint has it:
+
+# %%
+from gspo_jax.configs.common import BOXED
+from gspo_jax.data import tokenizer
+
+words = tokenizer.load(str(weights))
+print(words.render(example["question"], template=BOXED))
+print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i in words.stop_ids))
+
+# %% [markdown]
 # ## The command
 #
-# This is all there is to a run. `--dry_run` reads the weights' shapes, the tokenizer and every problem,
-# refuses what the run would refuse, and prints what the run would be. (Its memory is the sum of the arrays
-# that are held; the compiler's figures above include what programs need besides.)
+# This is all there is to a run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses what the run would refuse, and prints what the run would be. (Its memory is the sum of the arrays that are held; the compiler's figures above include what programs need besides.)
 
 # %%
 workdir = home / "run"
@@ -173,6 +178,7 @@ keys = {
   "checkpoint.keep": 1,
   "checkpoint.best": "",
   "checkpoint.directory": DRIVE,
+  "checkpoint.grace_s": 600,  # to save in, when the cell is interrupted
   **CHANGES,
 }
 command = [sys.executable, "-m", "gspo_jax.main", f"--config={CONFIG}", f"--workdir={workdir}"]
@@ -189,17 +195,23 @@ if dry.returncode:
 # %% [markdown]
 # ## Train
 #
-# The first evaluation and the first iteration compile their programs, which takes minutes; the line under
-# the curves says what goes on. How long will it take? For a v5e the compiler's model of the chip gives the
-# time below which no iteration can be, with responses of 300 tokens in the mean:
+# The first evaluation and the first iteration compile their programs, which takes minutes; the line under the curves says what goes on, and from the second iteration on what is left.
 #
-# ESTIMATE
+# How long does it take? `aot`, with `--mean_response=300`, has from its model of a v5e what an iteration takes at least, if responses have 300 tokens in the mean:
 #
-# To **stop**, interrupt the cell: the run saves what it has. To **go on**, run the cell again: it continues
-# where it stopped, here or, with `DRIVE`, in another session. (Another `ITERATIONS` is another run: give it
-# another `HOME`.)
+# | | | |
+# | --- | --- | --- |
+# | prefill of 32 prompts | 0.1 s | bound by compute |
+# | decoding of 256 responses, 1,931 steps of 64 slots | 7.6 s | bound by memory |
+# | four updates | 3.8 s | bound by compute |
+# | together | **11.5 s** | 6,700 tokens per second |
+#
+# So 100 iterations take 20 minutes at the very least, and each of the five evaluations half a minute. A chip does not reach its bounds; at a third of them the run takes a bit more than an hour. Responses twice as long take twice the time.
+#
+# To **stop**, interrupt the cell: the run saves what it has. To **go on**, run the cell again: it continues where it stopped, here or, with `DRIVE`, in another session with the same settings. To train longer, raise `ITERATIONS` and add `"resume": "force"` to `CHANGES`; for another run, change `HOME`.
 
 # %%
+import ctypes
 import signal
 import time
 
@@ -210,7 +222,8 @@ from IPython.display import HTML, display
 def rows():
   """The rows of metrics.jsonl so far."""
   path = workdir / "metrics.jsonl"
-  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+  whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+  return [json.loads(line) for line in whole.splitlines()]
 
 
 def curve(axes, found, key, label, style="-"):
@@ -239,25 +252,40 @@ def figure(found):
   return drawn
 
 
+def end_with_notebook():
+  """Has Linux tell the run to save and end if this notebook's kernel is restarted."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
 def train(every=5.0):
   """Starts the run, or goes on with it, and draws its curves until it ends."""
   log = home / "log.txt"
-  curves, line = display(figure(rows()), display_id=True), display("starting", display_id=True)
+  curves = display(figure(rows()), display_id=True)
+  line = display({"text/plain": ""}, raw=True, display_id=True)
+
+  def show():
+    curves.update(figure(rows()))
+    last = log.read_text(encoding="utf-8").splitlines()[-1:]
+    line.update({"text/plain": "".join(last)}, raw=True)
+
   with open(log, "w", encoding="utf-8") as out:
-    # A session of its own: interrupting the cell is told to the run below, as a notice to save.
-    options = dict(stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    process = subprocess.Popen(command, **options)
+    process = subprocess.Popen(
+      command,
+      stdout=out,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,  # an interrupt of this cell comes to the run as a notice to save
+      preexec_fn=end_with_notebook,
+    )
   try:
     while process.poll() is None:
       time.sleep(every)
-      curves.update(figure(rows()))
-      line.update((log.read_text().splitlines() or ["starting"])[-1])
+      show()
   finally:
     if process.poll() is None:
       process.send_signal(signal.SIGTERM)
       process.wait()
-    curves.update(figure(rows()))
-    line.update((log.read_text().splitlines() or [""])[-1])
+    show()
   if process.returncode:
     raise RuntimeError(f"{log} ends with:\n{log.read_text()[-2000:]}")
 
@@ -267,14 +295,15 @@ train()
 # %% [markdown]
 # ## Before and after, in figures
 #
-# Each evaluation asks the same problems with the same random numbers, four samples of each at temperature
-# 1 (`accuracy`, the average of Pass@1, with a 95 % interval over problems) and a greedy one.
+# Each evaluation asks the same problems with the same random numbers: four samples of each at temperature 1 (`accuracy` is the average Pass@1, with a 95 % interval over problems), and a greedy one.
 
 # %%
 import numpy as np
 
 evaluations = [row for row in rows() if "eval/accuracy" in row]
-print(f"{'iteration':>9}  {'accuracy':>8}  {'95 %':^13}  {'greedy':>6}  {'tokens':>6}  {'cut off':>7}")
+print(
+  f"{'iteration':>9}  {'accuracy':>8}  {'95 %':^13}  {'greedy':>6}  {'tokens':>6}  {'cut off':>7}"
+)
 for row in evaluations:
   low, high = row["eval/accuracy/low"], row["eval/accuracy/high"]
   print(
@@ -306,8 +335,7 @@ print(f"\ngain by problem: {gain.mean():+.3f}, 95 % interval {low:+.3f} to {high
 # %% [markdown]
 # ## Before and after, in words
 #
-# First the first three held-out problems as they come, then, where there are any, two that became right
-# and two that became wrong.
+# First the first three held-out problems as they come, then, where there are any, two that became right and two that became wrong.
 
 # %%
 from html import escape
@@ -324,7 +352,7 @@ def answer(record):
 
 
 def side_by_side(title, keys):
-  parts = [f"<h4>{title}</h4>"]
+  parts = ['<div class="tex2jax_ignore mathjax_ignore">', f"<h4>{title}</h4>"]  # $ is a dollar
   for key in keys:
     question, gold = escape(before[key]["prompt"]), escape(before[key]["answer"])
     parts += [
@@ -333,7 +361,7 @@ def side_by_side(title, keys):
       "<tr><th>before</th><th>after</th></tr>",
       f"<tr>{answer(before[key])}{answer(after[key])}</tr></table>",
     ]
-  display(HTML("".join(parts)))
+  display(HTML("".join([*parts, "</div>"])))
 
 
 first = [(problem, 0) for problem in problems]
@@ -346,15 +374,9 @@ for title, sign in (("Became right", 1), ("Became wrong", -1)):
 # %% [markdown]
 # ## If the session ends
 #
-# `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens
-# coloured by log-ratio, and warnings; download it from the file browser, it is one file that needs nothing
-# else. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of
-# `CHANGES = {"objective.name": "grpo"}`.
+# `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download it from the file browser, it is one file that needs nothing else. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
 #
-# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are
-# two. So a free Drive of 15 GB is just large enough, and writing takes its time. With adapters it is 1.4 GB:
-# `CHANGES = {"rl.lora_rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and
-# rollouts are copied there beside the checkpoints, and a new session with the same settings goes on.
+# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. So a free Drive of 15 GB is just large enough, and writing takes its time. With adapters it is 1.4 GB: `CHANGES = {"rl.lora_rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on.
 
 # %%
 for path in sorted(workdir.iterdir()):

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import tokenizers
-import torch
-import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from gspo_jax.models import sizes
@@ -28,6 +26,9 @@ def write(directory: Path) -> None:
   The model is that of configs/gsm8k.py:tiny, and like Qwen3's Base its files name <|endoftext|>
   as the only stop token.
   """
+  import torch  # slow to import
+  import transformers
+
   directory.mkdir()
   toy = sizes.tiny_dense(VOCABULARY)
   torch.manual_seed(0)
@@ -67,9 +68,9 @@ def write_tokenizer(directory: Path) -> None:
 
 def problem(i: int) -> dict[str, str]:
   """A row in the form of GSM8K's."""
-  had, bought = 3 + i, 2 + i % 5
-  working = f"{had} + {bought} = <<{had}+{bought}={had + bought}>>{had + bought}"
+  had, earned = 3 + i, 2 + i % 5
+  working = f"{had} + {earned} = <<{had}+{earned}={had + earned}>>{had + earned}"
   return dict(
-    question=f"Ada had {had} apples & bought {bought}. How many has she?",
-    answer=f"She has {working} apples.\n#### {had + bought}",
+    question=f"Ada had ${had} & earned ${earned}. How many dollars has she?",
+    answer=f"She has {working} dollars.\n#### {had + earned}",
   )
