@@ -322,12 +322,14 @@ def responses(step):
 
 before, after = responses(0), responses(evaluations[-1]["step"])
 problems = list(dict.fromkeys(problem for problem, _ in before))
-gain = np.array(
-  [
-    np.mean([after[key]["reward"] - before[key]["reward"] for key in before if key[0] == problem])
-    for problem in problems
-  ]
-)
+
+
+def rewards(found):
+  """[problems, samples]"""
+  return np.array([found[key]["reward"] for key in before]).reshape(len(problems), -1)
+
+
+gain = (rewards(after) - rewards(before)).mean(1)
 resampled = np.random.default_rng(0).choice(gain, (10_000, len(gain))).mean(1)
 low, high = np.percentile(resampled, [2.5, 97.5])
 print(f"\ngain by problem: {gain.mean():+.3f}, 95 % interval {low:+.3f} to {high:+.3f}")
@@ -358,7 +360,7 @@ def side_by_side(title, keys):
     parts += [
       f"<p>{question} <b>[{gold}]</b></p>",
       '<table style="width:100%; table-layout:fixed; overflow-wrap:anywhere">',
-      "<tr><th>before</th><th>after</th></tr>",
+      f'<tr><th style="{CELL}">before</th><th style="{CELL}">after</th></tr>',
       f"<tr>{answer(before[key])}{answer(after[key])}</tr></table>",
     ]
   display(HTML("".join([*parts, "</div>"])))
