@@ -10,12 +10,13 @@
 # # The losses in a training loop of your own
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/losses_in_your_loop.ipynb)
+#
+# You have a model and a training loop, and want GSPO in it. This page is such a loop, about 40 lines with a Flax NNX model and Optax. It trains with GSPO and with GRPO, and then shows what the two losses do with the same batch. It takes a minute on a CPU.
 
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and
-# run all cells again. Where gspo_jax is installed, the cell does nothing.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing.
 
 # %% tags=["install"]
 import importlib.util
@@ -37,5 +38,188 @@ if importlib.util.find_spec("gspo_jax") is None:
   subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
   raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
 
-# %% tags=["parameters"] short={"STEPS": 5}
-STEPS = 100  # updates of each run
+# %% [markdown]
+# ## The task
+#
+# The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response that was given, from its beginning up to the first mistake. So responses have 1 to 10 tokens, and a mask says which tokens count.
+
+# %% tags=["parameters"]
+STEPS = 60  # rollouts of each run, with four updates each
+HALF = 10  # rollouts after which a model is half trained
+SEED = 0
+
+# %% [markdown]
+# ## The loop
+#
+# Everything in the next cell is yours: model, sampler, reward, optimizer. The project gives two functions, `O.group_advantages` and the loss. They take and return arrays, so it makes no difference what the model is.
+#
+# One letter names one axis: P prompts, G responses to each, B = P·G responses in all, T tokens.
+
+# %%
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from gspo_jax import objectives as O
+
+P, G, T, END = 32, 8, 10, 10
+
+
+class Model(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(END + 1, 32, rngs=rngs)
+    self.memory = nnx.RNN(nnx.GRUCell(32, 64, rngs=rngs), rngs=rngs)
+    self.out = nnx.Linear(64, END + 1, rngs=rngs)
+
+  def __call__(self, tokens_BT):  # logits of the token after each
+    return self.out(self.memory(self.embed(tokens_BT)))
+
+
+def log_probs(model, tokens_BT):  # of each token of the response, given all before it
+  logp_BTV = jax.nn.log_softmax(model(tokens_BT[:, :-1]))
+  return jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
+
+
+@nnx.jit
+def rollout(model, key):
+  prompt_P = jax.random.randint(key, (P,), 0, END)
+  tokens_BT = jnp.zeros((P * G, T + 1), int).at[:, 0].set(jnp.repeat(prompt_P, G))
+  for t in range(T):
+    token_B = jax.random.categorical(jax.random.fold_in(key, t), model(tokens_BT)[:, t])
+    tokens_BT = tokens_BT.at[:, t + 1].set(token_B)
+  response_BT, right_BT = tokens_BT[:, 1:], tokens_BT[:, :1] + 1 + jnp.arange(T)
+  mask_BT = jnp.cumsum(response_BT == END, axis=1) - (response_BT == END) == 0  # END counts
+  so_far_BT = jnp.cumprod(response_BT == right_BT, axis=1)  # 1 up to the first mistake
+  reward_B = so_far_BT.sum(axis=1) / (right_BT <= END).sum(axis=1)
+  advantage_B = O.group_advantages(reward_B.reshape(P, G)).reshape(-1)
+  return tokens_BT, log_probs(model, tokens_BT), advantage_B, mask_BT, reward_B
+
+
+def train(loss, model):
+  optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+  @nnx.jit
+  def update(model, optimizer, tokens_BT, old_logp_BT, advantage_B, mask_BT):
+    def of(model):
+      return loss(log_probs(model, tokens_BT), old_logp_BT, advantage_B, mask_BT)
+
+    grads, metrics = nnx.grad(of, has_aux=True)(model)
+    optimizer.update(model, grads)
+    return metrics
+
+  for step in range(STEPS):
+    *batch, reward_B = rollout(model, jax.random.key(step))
+    # Four updates. The old log-probabilities stay those of the sampler: this makes it GSPO.
+    yield reward_B.mean(), [update(model, optimizer, *(x[i::4] for x in batch)) for i in range(4)]
+
+
+# %% [markdown]
+# ## GSPO and GRPO, from the same start
+#
+# Both see the same prompts. GSPO's published clip range, 0.0003 and 0.0004, is for responses of thousands of tokens. A response of ten tokens averages less, and so it wants a range about a hundred times as wide. GRPO has its published range, 0.2 and 0.27.
+
+# %%
+from functools import partial
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+LOSSES = {"GSPO": partial(O.gspo_loss, clip_low=0.03, clip_high=0.04), "GRPO": O.grpo_loss}
+
+models = {name: Model(nnx.Rngs(SEED)) for name in LOSSES}
+curves = {}
+for name, loss in LOSSES.items():
+  curves[name] = np.array([float(reward) for reward, _ in train(loss, models[name])])
+
+figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+for (name, curve), colour in zip(curves.items(), ("#2563c9", "#c2570c")):
+  ax.plot(curve, label=name, color=colour)
+ax.set(xlabel="rollout", ylabel="mean reward", ylim=(0, 1.02))
+ax.grid(alpha=0.3)
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# What they have learned, three responses each, against those of a model that has learned nothing:
+
+
+# %%
+def responses(model, count=3):
+  tokens_BT, _, _, mask_BT, _ = rollout(model, jax.random.key(999))
+  for tokens, mask in list(zip(np.asarray(tokens_BT), np.asarray(mask_BT)))[:: 2 * G][:count]:
+    yield f"{tokens[0]} → {' '.join(map(str, tokens[1:][mask]))}".replace(str(END), "end")
+
+
+for name, model in {"untrained": Model(nnx.Rngs(SEED)), **models}.items():
+  print(f"{name:10}", *(f"{text:28}" for text in responses(model)))
+
+# %% [markdown]
+# ## The same batch, two losses
+#
+# Now one batch for both. A model that is half trained samples it, and then makes four more updates on another batch. So its log-probabilities are no longer the old ones, and the ratios are not 1.
+
+# %%
+model = Model(nnx.Rngs(SEED))
+training = train(LOSSES["GSPO"], model)
+for _ in range(HALF):
+  next(training)
+tokens_BT, old_logp_BT, advantage_B, mask_BT, _ = rollout(model, jax.random.key(1000))
+next(training)  # four updates
+logp_BT = log_probs(model, tokens_BT)
+
+metrics, gradients = {}, {}
+for name, loss in LOSSES.items():
+  of = jax.value_and_grad(loss, has_aux=True)  # with respect to logp_BT
+  (value, found), gradients[name] = of(logp_BT, old_logp_BT, advantage_B, mask_BT)
+  metrics[name] = {"loss": value, **found}
+
+print(f"{'':32}{'GSPO':>10}{'GRPO':>10}")
+for key in metrics["GSPO"]:
+  print(f"{key:32}" + "".join(f"{float(metrics[name][key]):10.4f}" for name in LOSSES))
+
+# %% [markdown]
+# | metric | what it says |
+# | --- | --- |
+# | `loss` | to be minimised. Its value means little, since advantages are relative: watch the reward. |
+# | `ratio/mean`, `min`, `max`, `std` | the importance ratio: GSPO's are of responses, GRPO's of tokens. GSPO's lie closer to 1, because each is a mean over tokens. |
+# | `ratio/deviation` | mean distance of the ratio from 1. Exactly 0 on the first update after sampling; if it is always 0, your old log-probabilities are those of the current model, and nothing is ever clipped. |
+# | `ratio/effective_length` | over how many tokens of a response its change is spread. It does not depend on the loss. |
+# | `clip_fraction/token` | share of the tokens that give no gradient. `high`: good ones, already likelier than the range allows; `low`: bad ones, already less likely. |
+# | `clip_fraction/sequence` | the same, each response counted once. GSPO clips whole responses, GRPO single tokens. |
+# | `kl/k1`, `kl/k3` | two estimates of how far the model is from the one that sampled, in nats per token. |
+#
+# ## What a token is weighed with
+#
+# Here is the gradient of both losses for two responses, token by token, times the number of responses and tokens. GSPO gives all tokens of a response the same weight, or none when it is clipped. GRPO gives each token its own.
+
+# %%
+length_B = mask_BT.sum(axis=1)
+weight = {name: np.asarray(-g * len(g) * length_B[:, None]) for name, g in gradients.items()}
+unused = np.abs(weight["GSPO"]).max(axis=1) == 0
+long = np.asarray((length_B >= 4) & (jnp.abs(advantage_B) > 0.1))
+chosen = [np.flatnonzero(long & which)[:1] for which in (~unused, unused)]
+
+figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+for ax, found, title in zip(axes, chosen, ("not clipped by GSPO", "clipped by GSPO")):
+  for i in found:  # none, if GSPO clipped no response
+    n, where = int(length_B[i]), np.arange(int(length_B[i]))
+    ax.bar(where - 0.2, weight["GSPO"][i][:n], 0.4, color="#2563c9", label="GSPO")
+    ax.bar(where + 0.2, weight["GRPO"][i][:n], 0.4, color="#c2570c", label="GRPO")
+    words = [str(t).replace(str(END), "end") for t in np.asarray(tokens_BT[i][1 : n + 1])]
+    ax.set_xticks(where, words)
+    ax.set(title=f"{title}: prompt {tokens_BT[i][0]}, advantage {advantage_B[i]:+.2f}")
+  ax.axhline(0, color="black", lw=0.8)
+  ax.spines[["top", "right"]].set_visible(False)
+axes[0].set(ylabel="weight of the token")
+axes[0].legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## In your own code
+#
+# - `old_logp_BT` is what the sampler gave, and stays as it is for all updates on a rollout.
+# - The mask is 1 on tokens that the model chose, the end token included, and 0 on prompt, padding and tool output.
+# - Choose the clip range by the length of your responses; watch `clip_fraction/token`. The paper has about 0.15 with GSPO.
+# - The losses run inside `jit`, on any device. All of them, their options and formulas: the page *Objectives* of the documentation.

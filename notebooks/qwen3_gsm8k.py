@@ -210,7 +210,8 @@ if dry.returncode:
 #
 # To **stop**, interrupt the cell: the run saves what it has. To **go on**, run the cell again: it continues where it stopped, here or, with `DRIVE`, in another session with the same settings. To train longer, raise `ITERATIONS` and add `"resume": "force"` to `CHANGES`; for another run, change `HOME`.
 
-# %%
+# %% tags=["hide-input"] cellView="form"
+# @title Functions that start the run and draw
 import ctypes
 import signal
 import time
@@ -290,6 +291,7 @@ def train(every=5.0):
     raise RuntimeError(f"{log} ends with:\n{log.read_text()[-2000:]}")
 
 
+# %%
 train()
 
 # %% [markdown]
@@ -339,7 +341,8 @@ print(f"\ngain by problem: {gain.mean():+.3f}, 95 % interval {low:+.3f} to {high
 #
 # First the first three held-out problems as they come, then, where there are any, two that became right and two that became wrong.
 
-# %%
+# %% tags=["hide-input"] cellView="form"
+# @title Functions that write tables
 from html import escape
 
 CELL = "text-align:left; vertical-align:top; white-space:pre-wrap; padding:0.5em; width:50%"
@@ -366,6 +369,7 @@ def side_by_side(title, keys):
   display(HTML("".join([*parts, "</div>"])))
 
 
+# %%
 first = [(problem, 0) for problem in problems]
 change = {key: after[key]["reward"] - before[key]["reward"] for key in first}
 side_by_side("The first three", first[:3])

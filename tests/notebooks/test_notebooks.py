@@ -20,6 +20,14 @@ IN_CLONE = "experiment_figures"  # needs what is not in the package
 FIX = "jupytext --to ipynb --update notebooks/*.py"
 
 CHECKS = dict(
+  gspo_in_ten_minutes="""
+assert len(responses) == 512 and values("rl", "eval/accuracy")[0] == (0, ITERATIONS)
+""",
+  losses_in_your_loop="""
+for name, curve in curves.items():
+  assert curve[:3].mean() < 0.2 and curve[-5:].mean() > 0.8, (name, curve)
+assert unused.any() and not unused.all()
+""",
   qwen3_gsm8k="""
 assert [row["step"] for row in evaluations] == [0, 1, 2]
 assert len(before) == 4 * 2 and before.keys() == after.keys()
