@@ -76,7 +76,9 @@ asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=Tr
 if asked.returncode:
   raise RuntimeError(asked.stderr[-2000:])
 chip = json.loads(asked.stdout.splitlines()[-1])
-print(f"{chip['kind']}: " + (f"JAX may use {chip['gib']:.1f} GiB" if chip["gib"] else "no limit"))
+print(
+  f"{chip['kind']}: " + (f"JAX may use {chip['gib']:.1f} GiB" if chip["gib"] else "memory unknown")
+)
 
 if CONFIG == "auto":
   # TPU v5e: 16 GiB. JAX takes three quarters of a GPU: these are GPUs of 80, 40, 24 and 16 GB.
@@ -108,10 +110,10 @@ print(f"configuration: {CONFIG}")
 #
 # So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and what they do to learning at toy size).
 #
-# | chip | configuration | is |
+# | chip | configuration | what is known |
 # | --- | --- | --- |
 # | TPU v5e, v6e | `gsm8k:0.6B-v5e`, `-v6e` | compiled for the chip, not run on one |
-# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one: 80 GB by arithmetic, the others with the settings of the TPU whose memory comes next |
+# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one: 80 GB by arithmetic, the others with the settings of the next smaller TPU |
 # | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit, adapters of rank 32 do by arithmetic. A T4 multiplies bfloat16 at the speed of float32, so that by its data sheet an iteration takes two minutes at the very least |
 
 # %% [markdown]
