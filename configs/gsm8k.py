@@ -3,7 +3,7 @@ r"""GSPO on Qwen3-0.6B or 1.7B and GSM8K, on one chip.
 Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
              --config.weights=DIR --config.tokenizer=DIR \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
-Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB)
+Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB); 0.6B-t4 (16 GB)
 Expected:  not run by us at this size; docs/one_chip.md has what the compiler says of memory
 
 Where the float32 moments of all parameters do not fit, adapters are trained (lora_rank).
@@ -20,6 +20,7 @@ VARIANTS = {
   "0.6B-v5e": (8, "full", 64, 40_960, 0),
   "0.6B-v6e": (4, "dots", 128, 81_920, 0),
   "0.6B-h100": (4, "dots", 256, 163_840, 0),
+  "0.6B-t4": (8, "full", 64, 40_960, 32),
   "1.7B-v5e": (2, "dots", 64, 40_960, 32),
   "1.7B-v6e": (4, "dots", 128, 81_920, 32),
   "1.7B-h100": (2, "dots", 256, 163_840, 0),
@@ -40,6 +41,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       engine=dict(slots=slots, cache_tokens=positions),
       rl=dict(prompts=32, microbatches=64 // rows),  # 64 responses per update
     )
+  if name == "0.6B-t4":
+    config.update(compute=dict(attention="blockwise"))  # cuDNN's is for GPUs from Ampere on
   if rank:
     # Ten times the rate of all parameters: docs/one_chip.md
     config.update(rl=dict(lora_rank=rank), rl_optimizer=dict(learning_rate=1e-5))

@@ -147,12 +147,14 @@ def _load(directory: epath.Path) -> HFTokenizer:
     for name, value in config.items()
     if name.endswith("_token") and value is not None and not isinstance(value, bool)
   }
+  template = _chat_template(directory, config)
   stop_ids = _stop_ids(directory, tokenizer, special, generation)
+  stop_ids = tuple(dict.fromkeys([*stop_ids, *_turn_end(tokenizer, template, special)]))
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
   return HFTokenizer(
     path=str(directory),
     tokenizer=tokenizer,
-    chat_template=_chat_template(directory, config),
+    chat_template=template,
     special_tokens=special,
     add_bos=bool(config.get("add_bos_token", False)),
     pad_id=stop_ids[0] if pad_id is None else pad_id,
@@ -196,6 +198,26 @@ def _stop_ids(
         " tokenizer.json"
       )
   return tuple(dict.fromkeys(ids))
+
+
+def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str, str]) -> list[int]:
+  """The special token that a chat template puts behind what the assistant said, if there is one.
+
+  Base models come with such templates too (Qwen3's), and their files name another stop token: what
+  they write after the end of their turn would belong to the response.
+  """
+  said = "said"
+  roles = dict(user="asked", assistant=said).items()
+  messages = [dict(role=role, content=text) for role, text in roles]
+  nothing = dict(tools=None, documents=None, add_generation_prompt=False)
+  try:
+    text = _compile(template).render(messages=messages, **nothing, **special)
+  except Exception:  # one that takes no such messages; what prompts need of it is checked with them
+    return []
+  _, found, after = text.rpartition(said)
+  ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if found else []
+  kinds = tokenizer.get_added_tokens_decoder()
+  return ids[:1] if ids and ids[0] in kinds and kinds[ids[0]].special else []
 
 
 def _chat_template(directory: epath.Path, config: dict[str, Any]) -> str:

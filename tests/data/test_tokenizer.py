@@ -165,6 +165,15 @@ def test_stop_id_from_generation_config_alone(tmp_path):
   assert tokenizer.load(str(tmp_path)).stop_ids == (2,)
 
 
+def test_the_end_of_a_turn_of_the_chat_template_stops_too(tmp_path):
+  """Base models of Qwen3 have the template, and name <|endoftext|> alone."""
+  for end, expected in (("<|im_end|>", (0, 2)), ("", (0,)), ("so it is", (0,))):
+    template = CHAT_TEMPLATE.replace("'user']", "'user', 'assistant']").replace("<|im_end|>", end)
+    config = {"eos_token": "<|endoftext|>", "chat_template": template}
+    write_checkpoint(tmp_path, config, {"eos_token_id": 0})
+    assert tokenizer.load(str(tmp_path)).stop_ids == expected
+
+
 @pytest.mark.parametrize(
   "config, message", [({}, "no stop token"), ({"eos_token": "<nope>"}, "'<nope>'")]
 )

@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
+from support import toy_qwen3
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -27,7 +28,14 @@ for name, curve in curves.items():
   assert curve[:3].mean() < 0.2 and curve[-5:].mean() > 0.8, (name, curve)
 assert unused.any() and not unused.all()
 """,
+  qwen3_gsm8k="""
+assert [row["step"] for row in evaluations] == [0, 1, 2]
+assert len(before) == 4 * 2 and before.keys() == after.keys()
+assert words.stop_ids == (0, 2)  # and the end of a turn
+""",
 )
+# What a reader downloads, by notebook.
+DOWNLOADS = dict(qwen3_gsm8k=lambda folder: toy_qwen3.write(folder / "toy"))
 
 
 def script(name):
@@ -85,5 +93,6 @@ def test_a_notebook_runs(name, tmp_path):
   short = cell.metadata.get("short", {})
   cell.source = "\n".join([cell.source, *(f"{key} = {value!r}" for key, value in short.items())])
   notebook.cells.append(new_code_cell(CHECKS.get(name, "")))
+  DOWNLOADS.get(name, lambda _: None)(tmp_path)
   where = dict(path=str(FOLDER if name == IN_CLONE else tmp_path))
   NotebookClient(notebook, timeout=300, resources=dict(metadata=where)).execute()

@@ -1,0 +1,391 @@
+# ---
+# jupyter:
+#   accelerator: TPU
+#   colab:
+#     gpuType: V5E1
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Qwen3-0.6B learns GSM8K on one chip
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/qwen3_gsm8k.ipynb)
+#
+# This notebook takes a real model, [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), and trains all of its 0.6 billion parameters with GSPO on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math). The only teacher is a verifier that compares the answer in the last `\boxed{}` with the right one. It runs on a single Colab TPU (v5e-1, 16 GiB) or on one GPU, with the command line that runs on a pod.
+#
+# **What to expect.** Every program of this run has been compiled for a v5e, so the memory below is the compiler's. The run itself we have not made, on no chip: times are estimates, whether accuracy rises is for you to see, and the page is saved without outputs. What will stand under the cells is your own. CI runs the same cells on a CPU with a random model of toy size.
+
+# %% [markdown]
+# ## Install
+#
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing.
+
+# %% tags=["install"]
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is published
+
+if importlib.util.find_spec("gspo_jax") is None:
+  tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+  wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
+  if not tpu and shutil.which("nvidia-smi"):
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.partition(".")[0]
+    if driver.isdecimal():  # CUDA 13 needs driver 580
+      wanted.append("jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
+  raise SystemExit("Installed. Now restart the session (Runtime > Restart session), and run all.")
+
+# %% [markdown]
+# ## Settings
+#
+# Everything that you may want to change. With `DRIVE` set, checkpoints go there and the run survives the session; the last section says how large they are. `MODEL` may be any checkpoint of this architecture and size.
+
+# %% tags=["parameters"] short={"MODEL": "toy", "CONFIG": "gsm8k:tiny", "DATA": "toy", "HOME": "home", "ITERATIONS": 2, "PROBLEMS": 4, "CHANGES": {"data.max_prompt_tokens": 192, "rl.prompts": 4, "rl.group_size": 2, "sampling.max_new_tokens": 16, "eval.samples": 2}}
+MODEL = "Qwen/Qwen3-0.6B-Base"  # of the Hugging Face hub, or a directory
+CONFIG = "auto"  # gsm8k:0.6B-v5e, -v6e, -h100 or -t4; auto: by the memory of the chip
+DATA = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
+HOME = "qwen3_gsm8k"  # directory of weights, data and the run
+DRIVE = ""  # directory of checkpoints, e.g. "/content/drive/MyDrive/qwen3_gsm8k"; "": in HOME
+ITERATIONS = 100  # each: 32 problems, 8 responses to each, four updates
+PROBLEMS = 128  # held-out ones of an evaluation, of 1,319
+CHANGES = {}  # further keys of the configuration, e.g. {"objective.name": "grpo"}
+
+# %% [markdown]
+# ## The chip
+#
+# The run is a process of its own, as it is on a pod, and a TPU belongs to one process at a time. So this notebook never touches the chip itself: it asks another process what there is.
+
+# %%
+import json
+
+ASK = """
+import jax, json
+chip = jax.devices()[0]
+limit = (chip.memory_stats() or {}).get("bytes_limit", 0)
+print(json.dumps(dict(kind=chip.device_kind, platform=chip.platform, gib=limit / 2**30)))
+"""
+asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True)
+if asked.returncode:
+  raise RuntimeError(asked.stderr[-2000:])
+chip = json.loads(asked.stdout.splitlines()[-1])
+print(
+  f"{chip['kind']}: " + (f"JAX may use {chip['gib']:.1f} GiB" if chip["gib"] else "memory unknown")
+)
+
+if CONFIG == "auto":
+  # TPU v5e: 16 GiB. JAX takes three quarters of a GPU: these are GPUs of 80, 40, 24 and 16 GB.
+  sizes = {50: "0.6B-h100", 25: "0.6B-v6e", 15: "0.6B-v5e", 10: "0.6B-t4"}
+  fitting = [name for least, name in sizes.items() if chip["gib"] >= least]
+  if not fitting:
+    raise RuntimeError("no chip with 10 GiB or more: choose a TPU or GPU runtime, or set CONFIG")
+  CONFIG = f"gsm8k:{fitting[0]}"
+print(f"configuration: {CONFIG}")
+
+# %% [markdown]
+# ## Does it fit? The compiler knows beforehand
+#
+# `gspo_jax.aot` compiles every program of a run for a TPU that need not be there, and adds what the run keeps on the chip meanwhile. This is what
+#
+# ```
+# python -m gspo_jax.aot --config=gsm8k:0.6B-v5e --topology=v5e:1x1
+# ```
+#
+# says, in GiB of the 16 of a v5e. It takes minutes, so its answer is printed here; the command works on any machine with the extra `tpu`, and without a TPU.
+#
+# | program | its peak | held by the run meanwhile | together |
+# | --- | --- | --- | --- |
+# | update, 64 responses of up to 1,408 tokens | 13.7 | 0 | **13.7** |
+# | log-probabilities, where they are recomputed (not in this run) | 4.2 | 5.6 | 9.8 |
+# | publication of the new weights to the sampler | 3.4 | 4.4 | 7.8 |
+# | prefill | 6.4 | 6.7 | **13.1** |
+# | decoding, 64 responses at a time | 5.7 | 6.7 | 12.4 |
+#
+# So full float32 Adam fits: parameters and two moments take 12 bytes per parameter (6.7 GiB), gradients and their sum over micro-batches 8 more during an update. Layers are recomputed in the backward pass, the logits of 151,936 tokens exist for 128 positions at a time, and the sampler's bfloat16 copy is gone while the model is updated. The 1.7B model does not fit like this; `gsm8k:1.7B-v5e` trains low-rank adapters ([one chip](https://github.com/OWNER/gspo_jax/blob/main/docs/one_chip.md) has the arithmetic, and what they do to learning at toy size).
+#
+# | chip | configuration | what is known |
+# | --- | --- | --- |
+# | TPU v5e, v6e | `gsm8k:0.6B-v5e`, `-v6e` | compiled for the chip, not run on one |
+# | GPU of 80, 40 or 24 GB (H100, A100, L4) | `gsm8k:0.6B-h100`, `-v6e`, `-v5e` | neither compiled nor run on one: 80 GB by arithmetic, the others with the settings of the next smaller TPU |
+# | GPU of 16 GB (T4) | `gsm8k:0.6B-t4` | neither compiled nor run on one: full Adam does not fit, adapters of rank 32 do by arithmetic. A T4 multiplies bfloat16 at the speed of float32, so that by its data sheet an iteration takes two minutes at the very least |
+
+# %% [markdown]
+# ## Weights and data
+#
+# 1.2 GB from the Hugging Face hub, and two files of GSM8K from its own repository.
+
+# %%
+import urllib.request
+
+home = Path(HOME).absolute()
+home.mkdir(parents=True, exist_ok=True)
+if Path(MODEL).is_dir():
+  weights = Path(MODEL)
+else:
+  from huggingface_hub import snapshot_download
+
+  files = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # no PyTorch pickles
+  weights = Path(snapshot_download(MODEL, allow_patterns=files, local_dir=home / "weights"))
+
+
+def data_file(name):
+  if Path(DATA).is_dir():
+    return Path(DATA) / name
+  path = home / name
+  if not path.exists():
+    partial, _ = urllib.request.urlretrieve(f"{DATA}/{name}", path.with_suffix(".partial"))
+    Path(partial).rename(path)  # a download that breaks off leaves no half of a file
+  return path
+
+
+train_file, test_file = data_file("train.jsonl"), data_file("test.jsonl")
+with open(test_file, encoding="utf-8") as lines:
+  example = json.loads(next(lines))
+print(f"{example['question']}\n\n{example['answer']}")
+
+# %% [markdown]
+# What stands behind `####` is what the verifier compares with; the model never sees the working. This is what it sees, as the chat template of the checkpoint has it:
+
+# %%
+from gspo_jax.configs.common import BOXED
+from gspo_jax.data import tokenizer
+
+words = tokenizer.load(str(weights))
+print(words.render(example["question"], template=BOXED))
+print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i in words.stop_ids))
+
+# %% [markdown]
+# ## The command
+#
+# This is all there is to a run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses what the run would refuse, and prints what the run would be. (Its memory is the sum of the arrays that are held; the compiler's figures above include what programs need besides.)
+
+# %%
+workdir = home / "run"
+keys = {
+  "weights": weights,
+  "tokenizer": weights,
+  "data.train": f"gsm8k@{train_file}",
+  "data.eval": f"gsm8k@{test_file}",
+  "rl.iterations": ITERATIONS,
+  "eval.problems": PROBLEMS,
+  "eval.every": max(1, ITERATIONS // 4),
+  "checkpoint.every": max(1, ITERATIONS // 4),
+  "checkpoint.keep": 1,
+  "checkpoint.best": "",
+  "checkpoint.directory": DRIVE,
+  "checkpoint.grace_s": 600,  # to save in, when the cell is interrupted
+  **CHANGES,
+}
+command = [sys.executable, "-m", "gspo_jax.main", f"--config={CONFIG}", f"--workdir={workdir}"]
+command += [f"--config.{key}={value}" for key, value in keys.items()]
+if DRIVE.startswith("/content/drive"):
+  from google.colab import drive
+
+  drive.mount("/content/drive")
+dry = subprocess.run([*command, "--dry_run"], capture_output=True, text=True)
+print(dry.stdout or dry.stderr)
+if dry.returncode:
+  raise RuntimeError("the run would be refused: the line above says why")
+
+# %% [markdown]
+# ## Train
+#
+# The first evaluation and the first iteration compile their programs, which takes minutes; the line under the curves says what goes on, and from the second iteration on what is left.
+#
+# How long does it take? `aot`, with `--mean_response=300`, has from its model of a v5e what an iteration takes at least, if responses have 300 tokens in the mean:
+#
+# | | | |
+# | --- | --- | --- |
+# | prefill of 32 prompts | 0.1 s | bound by compute |
+# | decoding of 256 responses, 1,931 steps of 64 slots | 7.6 s | bound by memory |
+# | four updates | 3.8 s | bound by compute |
+# | together | **11.5 s** | 6,700 tokens per second |
+#
+# So 100 iterations take 20 minutes at the very least, and each of the five evaluations half a minute. A chip does not reach its bounds; at a third of them the run takes a bit more than an hour. Responses twice as long take twice the time.
+#
+# To **stop**, interrupt the cell: the run saves what it has. To **go on**, run the cell again: it continues where it stopped, here or, with `DRIVE`, in another session with the same settings. To train longer, raise `ITERATIONS` and add `"resume": "force"` to `CHANGES`; for another run, change `HOME`.
+
+# %% tags=["hide-input"] cellView="form"
+# @title Functions that start the run and draw
+import ctypes
+import signal
+import time
+
+import matplotlib.pyplot as plt
+from IPython.display import HTML, display
+
+
+def rows():
+  """The rows of metrics.jsonl so far."""
+  path = workdir / "metrics.jsonl"
+  whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+  return [json.loads(line) for line in whole.splitlines()]
+
+
+def curve(axes, found, key, label, style="-"):
+  points = [(row["step"], row[key]) for row in found if row.get(key) is not None]
+  if points:
+    axes.plot(*zip(*points), style, label=label)
+
+
+def figure(found):
+  """Is it learning, how long are the responses, how far does the policy move?"""
+  drawn, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.2), layout="constrained")
+  curve(left, found, "reward/mean", "reward, training problems")
+  curve(left, found, "eval/accuracy", "accuracy, held-out problems", "o-")
+  left.set(title="Right answers", ylim=(0, 1))
+  curve(middle, found, "response_length/mean", "tokens of a response")
+  middle.set(title="Length", ylim=(0, None))
+  curve(right, found, "clip_fraction/token", "clipped tokens")
+  curve(right, found, "truncated_fraction", "responses cut off")
+  right.set(title="Shares", ylim=(0, None))
+  for axes in (left, middle, right):
+    axes.set(xlabel="iteration", xlim=(0, ITERATIONS))
+    axes.grid(alpha=0.3)
+    if axes.lines:
+      axes.legend(frameon=False)
+  plt.close(drawn)  # shown by `display` alone
+  return drawn
+
+
+def end_with_notebook():
+  """Has Linux tell the run to save and end if this notebook's kernel is restarted."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+
+
+def train(every=5.0):
+  """Starts the run, or goes on with it, and draws its curves until it ends."""
+  log = home / "log.txt"
+  curves = display(figure(rows()), display_id=True)
+  line = display({"text/plain": ""}, raw=True, display_id=True)
+
+  def show():
+    curves.update(figure(rows()))
+    last = log.read_text(encoding="utf-8").splitlines()[-1:]
+    line.update({"text/plain": "".join(last)}, raw=True)
+
+  with open(log, "w", encoding="utf-8") as out:
+    process = subprocess.Popen(
+      command,
+      stdout=out,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,  # an interrupt of this cell comes to the run as a notice to save
+      preexec_fn=end_with_notebook,
+    )
+  try:
+    while process.poll() is None:
+      time.sleep(every)
+      show()
+  finally:
+    if process.poll() is None:
+      process.send_signal(signal.SIGTERM)
+      process.wait()
+    show()
+  if process.returncode:
+    raise RuntimeError(f"{log} ends with:\n{log.read_text()[-2000:]}")
+
+
+# %%
+train()
+
+# %% [markdown]
+# ## Before and after, in figures
+#
+# Each evaluation asks the same problems with the same random numbers: four samples of each at temperature 1 (`accuracy` is the average Pass@1, with a 95 % interval over problems), and a greedy one.
+
+# %%
+import numpy as np
+
+evaluations = [row for row in rows() if "eval/accuracy" in row]
+print(
+  f"{'iteration':>9}  {'accuracy':>8}  {'95 %':^13}  {'greedy':>6}  {'tokens':>6}  {'cut off':>7}"
+)
+for row in evaluations:
+  low, high = row["eval/accuracy/low"], row["eval/accuracy/high"]
+  print(
+    f"{row['step']:>9}  {row['eval/accuracy']:>8.3f}  {low:.3f} - {high:.3f}  "
+    f"{row['eval/greedy']:>6.3f}  {row['eval/response_length/mean']:>6.0f}  "
+    f"{row['eval/truncated_fraction']:>7.3f}"
+  )
+
+
+def responses(step):
+  """What was answered at an evaluation: {(problem, sample): record}."""
+  path = workdir / "rollouts" / f"eval_{step:06d}.jsonl"
+  records = map(json.loads, path.read_text().splitlines())
+  return {(record["prompt_id"], record["sample"]): record for record in records}
+
+
+before, after = responses(0), responses(evaluations[-1]["step"])
+problems = list(dict.fromkeys(problem for problem, _ in before))
+
+
+def rewards(found):
+  """[problems, samples]"""
+  return np.array([found[key]["reward"] for key in before]).reshape(len(problems), -1)
+
+
+gain = (rewards(after) - rewards(before)).mean(1)
+resampled = np.random.default_rng(0).choice(gain, (10_000, len(gain))).mean(1)
+low, high = np.percentile(resampled, [2.5, 97.5])
+print(f"\ngain by problem: {gain.mean():+.3f}, 95 % interval {low:+.3f} to {high:+.3f}")
+
+# %% [markdown]
+# ## Before and after, in words
+#
+# First the first three held-out problems as they come, then, where there are any, two that became right and two that became wrong.
+
+# %% tags=["hide-input"] cellView="form"
+# @title Functions that write tables
+from html import escape
+
+CELL = "text-align:left; vertical-align:top; white-space:pre-wrap; padding:0.5em; width:50%"
+
+
+def answer(record):
+  color, verdict = ("#2a7d3f", "right") if record["reward"] else ("#b3402a", "wrong")
+  cut = ", cut off" if record["truncated"] else ""
+  text = escape(record["response"].strip() or "(nothing)")
+  head = f'<b style="color:{color}">{verdict}{cut}, {record["length"]} tokens</b>'
+  return f'<td style="{CELL}">{head}\n{text}</td>'
+
+
+def side_by_side(title, keys):
+  parts = ['<div class="tex2jax_ignore mathjax_ignore">', f"<h4>{title}</h4>"]  # $ is a dollar
+  for key in keys:
+    question, gold = escape(before[key]["prompt"]), escape(before[key]["answer"])
+    parts += [
+      f"<p>{question} <b>[{gold}]</b></p>",
+      '<table style="width:100%; table-layout:fixed; overflow-wrap:anywhere">',
+      f'<tr><th style="{CELL}">before</th><th style="{CELL}">after</th></tr>',
+      f"<tr>{answer(before[key])}{answer(after[key])}</tr></table>",
+    ]
+  display(HTML("".join([*parts, "</div>"])))
+
+
+# %%
+first = [(problem, 0) for problem in problems]
+change = {key: after[key]["reward"] - before[key]["reward"] for key in first}
+side_by_side("The first three", first[:3])
+for title, sign in (("Became right", 1), ("Became wrong", -1)):
+  if changed := [key for key in first[3:] if change[key] * sign > 0][:2]:
+    side_by_side(title, changed)
+
+# %% [markdown]
+# ## If the session ends
+#
+# `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download it from the file browser, it is one file that needs nothing else. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
+#
+# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, whose trash keeps what is deleted and counts. With adapters it is 1.4 GB: `CHANGES = {"rl.lora_rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on. (Tested with directories of a local disk, not with a Drive.)
+
+# %%
+for path in sorted(workdir.iterdir()):
+  print(path.name)
