@@ -31,6 +31,8 @@ def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path)
   assert done.returncode == 0 and not done.stderr
   for name in FILES:
     assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
+  assert "Hardware: any machine with two CPU cores; about two minutes" in done.stdout
+  assert "Also: tiny:gemma\n" in done.stdout
   assert "rl.group_size=8               G, responses per prompt" in done.stdout
   assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
 
@@ -68,7 +70,7 @@ def test_every_key_that_is_explained_has_the_value_of_the_base():
 
 def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert command_line.installed().keys() == FILES
+  assert set(command_line.installed()) == FILES
   path = str(command_line.CONFIGS / "tiny.py")
   assert command_line.path_of("tiny") == path
   assert command_line.path_of("tiny:gemma") == f"{path}:gemma"
@@ -88,11 +90,36 @@ def test_the_configurations_need_no_checkout():
     assert not re.search(r"^\s*(from|import) configs\b", path.read_text(), re.MULTILINE), path
 
 
-def test_the_first_line_says_what_is_begun():
-  line = command_line.greeting(["--config=tiny", "--workdir=/tmp/x", "--config.seed=1"])
-  assert line == "gspo_jax: tiny in /tmp/x; loading JAX and the libraries\n"
+def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
+  begun, takes = command_line.greeting(["--config=tiny", "--workdir=/x", "--config.seed=1"]).split(
+    "\n", 1
+  )
+  assert begun.startswith("gspo_jax: tiny in /x; loading JAX")
+  assert takes.endswith("tiny.py says: any machine with two CPU cores; about two minutes\n")
   for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
-    assert command_line.greeting(lacking) is None
+    assert command_line.greeting(lacking) == ""
+  (tmp_path / "mine.py").write_text("def get_config(: not Python\n")
+  for name in "moe_aime:tiny", str(tmp_path / "mine.py"):  # of other hardware; told when it is read
+    assert command_line.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
+
+
+def test_a_name_that_is_no_configuration_is_told_before_anything_is_loaded(capsys):
+  command_line.begin(["main", "--config=tiny", "--dry_run"])
+  assert capsys.readouterr().err == ""
+  with pytest.raises(SystemExit, match="2"):
+    command_line.begin(["main", "--config=tinny:gemma", "--workdir=x"])
+  said = capsys.readouterr().err
+  assert re.fullmatch(
+    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; .* tiny, .*\n", said
+  )
+
+
+def test_what_a_configuration_says_of_itself():
+  what, hardware, variants = command_line.described(command_line.CONFIGS / "gsm8k.py")
+  assert what.endswith("on one chip.") and "v5e (16 GiB)" in hardware
+  assert variants == ["0.6B-v5e", "tiny"]
+  for name in FILES:  # so that the help can
+    assert command_line.described(command_line.CONFIGS / f"{name}.py")[1], name
 
 
 def test_a_library_that_is_missing_is_one_line_that_names_the_extra(monkeypatch, capsys):
