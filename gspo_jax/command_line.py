@@ -134,7 +134,7 @@ def greeting(arguments: Sequence[str]) -> str:
     _, hardware, _ = described(Path(path))
   except (SyntaxError, ValueError):  # told when it is read
     hardware = ""
-  return begun + (f"  {path} says: {hardware}\n" if hardware and not variant else "")
+  return begun + (f"gspo_jax: {what} is for: {hardware}\n" if hardware and not variant else "")
 
 
 def usage() -> str:

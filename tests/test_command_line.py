@@ -95,7 +95,7 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
     "\n", 1
   )
   assert begun.startswith("gspo_jax: tiny in /x; loading JAX")
-  assert takes.endswith("tiny.py says: any machine with two CPU cores; about two minutes\n")
+  assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; about two minutes\n"
   for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
     assert command_line.greeting(lacking) == ""
   (tmp_path / "mine.py").write_text("def get_config(: not Python\n")
@@ -154,7 +154,7 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
     "while it samples: ",
     "cold start: at most 8 updates of 16 demonstrations, 288 tokens with padding",
     "iterations: 8, each of 32 responses (8 prompts x 4), at most 320 tokens, and 4 updates",
-    "time: not known of this device",
+    "operations/s that this machine does in a large matrix product",
   ):
     assert line in done.stdout
   assert "rl.minibatches" not in done.stdout, "it is as in the base"
@@ -196,6 +196,18 @@ def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
   *_, two = dry_run.iteration(config, devices * 2)
   seconds = [float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (one, two)]
   assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
+def test_its_time_is_a_bound_where_the_peak_is_measured(monkeypatch):
+  monkeypatch.setattr(dry_run, "matmul_rate", lambda: 1e9)
+  *_, operations, time = dry_run.iteration(config_of(common.base), jax.devices())
+  total = float(re.search(r"at most ([\d.e+]+), of", operations)[1])
+  seconds = float(re.search(r"\(([\d.e+]+) s an iteration\)", time)[1])
+  assert seconds == pytest.approx(total / 1e9, rel=0.01)  # eight devices share the processors
+
+
+def test_the_rate_of_a_large_product_is_measured():
+  assert 1e8 < dry_run.matmul_rate(256) < 1e15
 
 
 @pytest.mark.parametrize("job", ["sft", "eval"])
