@@ -106,11 +106,20 @@ def begin(argv: Sequence[str]) -> None:
     names = ", ".join(missing)
     sys.stderr.write(f"gspo_jax: {names} not found: pip install 'gspo-jax[train]' has all of it\n")
     sys.exit(2)
-  if (name := _given(argv[1:]).get("config")) and (problem := missing_file(name)):
+  if problem := wrong(argv[1:]):
     sys.stderr.write(f"gspo_jax: {problem}\n")
     sys.exit(2)
   sys.stderr.write(greeting(argv[1:]))
   sys.stderr.flush()
+
+
+def wrong(arguments: Sequence[str]) -> str:
+  """What is wrong with a command line, as far as is known without a library; "" if nothing."""
+  if not arguments:
+    known = ", ".join(installed())
+    return f"--config must be given: {known}, or the path of a file; --help has more"
+  name = _given(arguments).get("config")
+  return missing_file(name) if name else ""
 
 
 def missing_file(name: str) -> str:

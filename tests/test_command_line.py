@@ -103,9 +103,10 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
     assert command_line.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
 
 
-def test_a_name_that_is_no_configuration_is_told_before_anything_is_loaded(capsys):
-  command_line.begin(["main", "--config=tiny", "--dry_run"])
-  assert capsys.readouterr().err == ""
+def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys):
+  for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
+    assert command_line.wrong(right) == ""
+  assert command_line.wrong([]).startswith("--config must be given: ")
   with pytest.raises(SystemExit, match="2"):
     command_line.begin(["main", "--config=tinny:gemma", "--workdir=x"])
   said = capsys.readouterr().err
