@@ -67,7 +67,7 @@ def described(path: Path) -> tuple[str, str, list[str]]:
   for how long ("" if it does not say), and names of variants."""
   doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
   hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
-  variants = re.findall(rf"\b{path.stem}\.py:([\w.-]*\w)", doc)
+  variants = re.findall(rf"\b{re.escape(path.stem)}\.py:([\w.-]*\w)", doc)
   what = doc.split("\n\n")[0].replace("\n", " ")
   return what, hardware[1] if hardware else "", list(dict.fromkeys(variants))
 
@@ -141,7 +141,7 @@ def greeting(arguments: Sequence[str]) -> str:
   path, _, variant = path_of(what).partition(":")
   try:
     _, hardware, _ = described(Path(path))
-  except (SyntaxError, ValueError):  # told when it is read
+  except (OSError, SyntaxError, ValueError):  # told when it is read
     hardware = ""
   return begun + (f"gspo_jax: {what} is for: {hardware}\n" if hardware and not variant else "")
 

@@ -98,8 +98,8 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
   assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; about two minutes\n"
   for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
     assert command_line.greeting(lacking) == ""
-  (tmp_path / "mine.py").write_text("def get_config(: not Python\n")
-  for name in "moe_aime:tiny", str(tmp_path / "mine.py"):  # of other hardware; told when it is read
+  (tmp_path / "a(.py").write_text("def get_config(: not Python\n")
+  for name in "moe_aime:tiny", str(tmp_path / "a(.py"):  # of other hardware; told when it is read
     assert command_line.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
 
 
