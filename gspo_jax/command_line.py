@@ -57,14 +57,19 @@ Examples:
 """
 
 
-def installed() -> dict[str, str]:
-  """The configurations that come with the package: name and what it is, of its docstring."""
-  found = {}
-  for path in sorted(CONFIGS.glob("[!_]*.py")):
-    if path.stem != "common":
-      doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-      found[path.stem] = doc.split("\n\n")[0].replace("\n", " ")
-  return found
+def installed() -> list[str]:
+  """The names of the configurations that come with the package."""
+  return sorted(path.stem for path in CONFIGS.glob("[!_]*.py") if path.stem != "common")
+
+
+def described(path: Path) -> tuple[str, str, list[str]]:
+  """What a configuration file says of itself in its docstring: what it is, for which hardware and
+  for how long ("" if it does not say), and names of variants."""
+  doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+  hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
+  variants = re.findall(rf"\b{re.escape(path.stem)}\.py:([\w.-]*\w)", doc)
+  what = doc.split("\n\n")[0].replace("\n", " ")
+  return what, hardware[1] if hardware else "", list(dict.fromkeys(variants))
 
 
 def path_of(name: str) -> str:
@@ -101,17 +106,44 @@ def begin(argv: Sequence[str]) -> None:
     names = ", ".join(missing)
     sys.stderr.write(f"gspo_jax: {names} not found: pip install 'gspo-jax[train]' has all of it\n")
     sys.exit(2)
-  sys.stderr.write(greeting(argv[1:]) or "")
+  if problem := wrong(argv[1:]):
+    sys.stderr.write(f"gspo_jax: {problem}\n")
+    sys.exit(2)
+  sys.stderr.write(greeting(argv[1:]))
   sys.stderr.flush()
 
 
-def greeting(arguments: Sequence[str]) -> str | None:
-  """The first line of a run; None of a dry one, and without the flags that a run needs."""
-  given = dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
+def wrong(arguments: Sequence[str]) -> str:
+  """What is wrong with a command line, as far as is known without a library; "" if nothing."""
+  if not arguments:
+    known = ", ".join(installed())
+    return f"--config must be given: {known}, or the path of a file; --help has more"
+  name = _given(arguments).get("config")
+  return missing_file(name) if name else ""
+
+
+def missing_file(name: str) -> str:
+  """What is wrong with --config=`name` if there is no such file; "" if there is one."""
+  path = path_of(name).partition(":")[0]
+  if Path(path).is_file():
+    return ""
+  return f"--config={name}: there is no file {path!r}; known by name are {', '.join(installed())}"
+
+
+def greeting(arguments: Sequence[str]) -> str:
+  """The first lines of a run: what is begun, and what its file says of hardware and time. Nothing
+  of a dry run, and without the flags that a run needs."""
+  given = _given(arguments)
   what, where = given.get("config"), given.get("workdir")
   if not what or not where or "dry_run" in given:
-    return None
-  return f"gspo_jax: {what} in {where}; loading JAX and the libraries\n"
+    return ""
+  begun = f"gspo_jax: {what} in {where}; loading JAX and the libraries takes some seconds\n"
+  path, _, variant = path_of(what).partition(":")
+  try:
+    _, hardware, _ = described(Path(path))
+  except (OSError, SyntaxError, ValueError):  # told when it is read
+    hardware = ""
+  return begun + (f"gspo_jax: {what} is for: {hardware}\n" if hardware and not variant else "")
 
 
 def usage() -> str:
@@ -119,7 +151,7 @@ def usage() -> str:
   common = CONFIGS / "common.py"
   reasons = explained(common.read_text(encoding="utf-8"))
   return USAGE.format(
-    configs="\n".join(_entry(*entry, 22) for entry in installed().items()),
+    configs="\n".join(map(_configuration, installed())),
     common=common,
     keys="\n".join(
       _entry(f"{key}={value}", why, 32) for key, value, why in map(reasons.get, OFTEN)
@@ -165,6 +197,19 @@ def explained(source: str) -> dict[str, tuple[str, str, str]]:
 def console() -> None:
   """The command `gspo-jax`: python -m gspo_jax.main."""
   runpy.run_module("gspo_jax.main", run_name="__main__", alter_sys=True)
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+  """What flags are given, with `=`."""
+  return dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
+
+
+def _configuration(name: str) -> str:
+  """What the help says of a configuration."""
+  what, hardware, variants = described(CONFIGS / f"{name}.py")
+  named = ", ".join(f"{name}:{variant}" for variant in variants)
+  lines = [what, f"Hardware: {hardware}" if hardware else "", f"Also: {named}" if named else ""]
+  return "\n".join(_entry(name if line is what else "", line, 22) for line in lines if line)
 
 
 def _entry(name: str, text: str, width: int) -> str:

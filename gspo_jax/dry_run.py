@@ -1,9 +1,11 @@
 """What a run would be, by arithmetic: configuration, size, memory, tokens and operations."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import accelerators, sharding
@@ -102,17 +104,29 @@ def iteration(config: RunConfig, devices: Sequence[jax.Device]) -> list[str]:
     f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
     f"{total * rl.iterations:.3g} (evaluations are not in it)",
   ]
-  peak = accelerators.peak_flops(devices[0].device_kind)
+  peak, of = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
-    return [
-      *found,
-      "time: not known of this device. It depends on how long responses become, on the verifier, "
-      "and on compilation; a run says what is left from its second iteration on",
-    ]
+    peak = matmul_rate()
+    devices = devices[:1] if devices[0].platform == "cpu" else devices  # they share its processors
+    of = f"at the {peak:.3g} operations/s that this machine does in a large matrix product"
   seconds = total / peak / len(devices)
   return [
     *found,
-    f"time: {clock_text(seconds * rl.iterations)} at the devices' peak, if all responses were of "
-    f"full length ({seconds:.3g} s an iteration). Decoding reads memory instead and runs far below "
-    "it: a run says what is left from its second iteration on",
+    f"time: at least {clock_text(seconds * rl.iterations)} {of}, if all responses were of full "
+    f"length ({seconds:.3g} s an iteration). Decoding reads memory instead, and small models wait "
+    "for the host: both run far below it. A run says what is left from its second iteration on",
   ]
+
+
+def matmul_rate(size: int = 2048) -> float:
+  """FLOP/s of a large float32 matrix product on this host: the bound of a device without a data
+  sheet, measured in a moment."""
+  x = jnp.ones((size, size))
+  product = jax.jit(jnp.dot)
+  product(x, x).block_until_ready()  # compiles
+  seconds = []
+  for _ in range(3):
+    begun = time.perf_counter()
+    product(x, x).block_until_ready()
+    seconds.append(time.perf_counter() - begun)
+  return 2 * size**3 / min(seconds)

@@ -144,10 +144,9 @@ def in_file(name: str) -> dict[str, Any]:
   Raises:
     ValueError: there is no such file, or an error in it; says where.
   """
+  if problem := command_line.missing_file(name):
+    raise ValueError(problem)
   path, _, argument = command_line.path_of(name).partition(":")
-  if not Path(path).is_file():
-    known = ", ".join(command_line.installed())
-    raise ValueError(f"--config={name}: there is no file {path!r}; known by name are {known}")
   try:
     get_config = runpy.run_path(path)["get_config"]
     return (get_config(argument) if argument else get_config()).to_dict()

@@ -31,6 +31,8 @@ def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path)
   assert done.returncode == 0 and not done.stderr
   for name in FILES:
     assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
+  assert "Hardware: any machine with two CPU cores; about two minutes" in done.stdout
+  assert "Also: tiny:gemma\n" in done.stdout
   assert "rl.group_size=8               G, responses per prompt" in done.stdout
   assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
 
@@ -68,7 +70,7 @@ def test_every_key_that_is_explained_has_the_value_of_the_base():
 
 def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert command_line.installed().keys() == FILES
+  assert set(command_line.installed()) == FILES
   path = str(command_line.CONFIGS / "tiny.py")
   assert command_line.path_of("tiny") == path
   assert command_line.path_of("tiny:gemma") == f"{path}:gemma"
@@ -88,11 +90,37 @@ def test_the_configurations_need_no_checkout():
     assert not re.search(r"^\s*(from|import) configs\b", path.read_text(), re.MULTILINE), path
 
 
-def test_the_first_line_says_what_is_begun():
-  line = command_line.greeting(["--config=tiny", "--workdir=/tmp/x", "--config.seed=1"])
-  assert line == "gspo_jax: tiny in /tmp/x; loading JAX and the libraries\n"
+def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
+  begun, takes = command_line.greeting(["--config=tiny", "--workdir=/x", "--config.seed=1"]).split(
+    "\n", 1
+  )
+  assert begun.startswith("gspo_jax: tiny in /x; loading JAX")
+  assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; about two minutes\n"
   for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
-    assert command_line.greeting(lacking) is None
+    assert command_line.greeting(lacking) == ""
+  (tmp_path / "a(.py").write_text("def get_config(: not Python\n")
+  for name in "moe_aime:tiny", str(tmp_path / "a(.py"):  # of other hardware; told when it is read
+    assert command_line.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
+
+
+def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys):
+  for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
+    assert command_line.wrong(right) == ""
+  assert command_line.wrong([]).startswith("--config must be given: ")
+  with pytest.raises(SystemExit, match="2"):
+    command_line.begin(["main", "--config=tinny:gemma", "--workdir=x"])
+  said = capsys.readouterr().err
+  assert re.fullmatch(
+    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; .* tiny, .*\n", said
+  )
+
+
+def test_what_a_configuration_says_of_itself():
+  what, hardware, variants = command_line.described(command_line.CONFIGS / "gsm8k.py")
+  assert what.endswith("on one chip.") and "v5e (16 GiB)" in hardware
+  assert variants == ["0.6B-v5e", "tiny"]
+  for name in FILES:  # so that the help can
+    assert command_line.described(command_line.CONFIGS / f"{name}.py")[1], name
 
 
 def test_a_library_that_is_missing_is_one_line_that_names_the_extra(monkeypatch, capsys):
@@ -127,7 +155,7 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
     "while it samples: ",
     "cold start: at most 8 updates of 16 demonstrations, 288 tokens with padding",
     "iterations: 8, each of 32 responses (8 prompts x 4), at most 320 tokens, and 4 updates",
-    "time: not known of this device",
+    "operations/s that this machine does in a large matrix product",
   ):
     assert line in done.stdout
   assert "rl.minibatches" not in done.stdout, "it is as in the base"
@@ -169,6 +197,18 @@ def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
   *_, two = dry_run.iteration(config, devices * 2)
   seconds = [float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (one, two)]
   assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
+def test_its_time_is_a_bound_where_the_peak_is_measured(monkeypatch):
+  monkeypatch.setattr(dry_run, "matmul_rate", lambda: 1e9)
+  *_, operations, time = dry_run.iteration(config_of(common.base), jax.devices())
+  total = float(re.search(r"at most ([\d.e+]+), of", operations)[1])
+  seconds = float(re.search(r"\(([\d.e+]+) s an iteration\)", time)[1])
+  assert seconds == pytest.approx(total / 1e9, rel=0.01)  # eight devices share the processors
+
+
+def test_the_rate_of_a_large_product_is_measured():
+  assert 1e8 < dry_run.matmul_rate(256) < 1e15
 
 
 @pytest.mark.parametrize("job", ["sft", "eval"])

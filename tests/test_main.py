@@ -387,7 +387,7 @@ def test_a_bad_command_is_answered_in_one_line_and_at_once(line, in_the_way):
     cwd=ROOT, env=environment(**modules_in(in_the_way)), capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-  said = done.stderr.removeprefix(command_line.greeting(line.split()) or "")
+  said = done.stderr.removeprefix(command_line.greeting(line.split()))
   assert done.returncode == 2 and re.search(f"^gspo_jax: .*{message}.*\n\\Z", said), done.stderr
   assert not done.stdout and seconds < 10, (
     "nothing is compiled; of this machine's seconds it takes 2"
