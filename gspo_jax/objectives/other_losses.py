@@ -38,7 +38,8 @@ def cispo_loss(
 
   J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
 
-  Tokens outside the range keep a gradient. `clip_low` None is no lower bound. Clip fractions count both signs of the advantage.
+  Tokens outside the range keep a gradient. `clip_low` None is no lower bound.
+  Clip fractions count both signs of the advantage.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2506.13585, Eq. 4 and 5 (no lower bound there in practice).
