@@ -7,6 +7,7 @@
 - In comments behind or above them, fields of classes and constants say what they are.
 """
 
+import html
 import re
 import types
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import equations
 import sphinx.pycode.parser
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -109,11 +111,21 @@ def _signature(
 
 
 def _reference(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
-  """A name in backticks as a link, wherever the site has it once; else it is code."""
+  """A name in backticks as a link, where the site has it and nothing else can be meant."""
   if node.get("refdomain") != "py" or node.get("reftype") != "obj":
     return None
   name, objects = node["reftarget"].removesuffix("()"), env.domains.python_domain.objects
-  found = [one for one in objects if one == name or one.endswith(f".{name}")]
+  package = ".".join((node.get("py:module") or "").split(".")[:2])
+
+  def meant(full: str) -> bool:
+    if full != name and not full.endswith(f".{name}"):
+      return False
+    kind = objects[full].objtype
+    return kind in ("class", "exception") or (
+      kind in ("function", "data") and full.startswith(f"{package}.")
+    )
+
+  found = list(filter(meant, objects))
   if len(found) != 1:
     return contnode
   target = objects[found[0]]
@@ -145,16 +157,22 @@ def _all_are_there(app: Sphinx, env: Any) -> None:
 
 
 def _inline_math(self: Any, node: nodes.math) -> None:
-  self.body.append(_mathml(node.astext()))
+  self.body.append(_mathml(node, as_block=False))
   raise nodes.SkipNode
 
 
 def _display_math(self: Any, node: nodes.math_block) -> None:
   self.body.append(self.starttag(node, "div", CLASS="math"))
-  self.body.append(_mathml(node.astext(), as_block=True) + "</div>")
+  self.body.append(_mathml(node, as_block=True) + "</div>")
   raise nodes.SkipNode
 
 
-def _mathml(text: str, as_block: bool = False) -> str:
-  """MathML, which browsers typeset themselves. An index of an accented letter goes beside it."""
-  return tex2mathml(re.sub(r"(\\hat\{\w\})", r"{\1{}}", text), as_block=as_block)
+def _mathml(node: nodes.Element, as_block: bool) -> str:
+  """MathML, which browsers typeset themselves."""
+  text = re.sub(r"(\\hat\{\w\})", r"{\1{}}", node.astext())  # an index goes beside the hat
+  text = re.sub(r"\\[bB]igg?[lr]?(?![A-Za-z])", "", text)  # sizes, which the browser knows
+  try:
+    return tex2mathml(text, as_block=as_block)
+  except MathError as error:
+    logger.warning(f"{error} in the equation {node.astext()}", location=node)
+    return f"<code>{html.escape(node.astext())}</code>"
