@@ -63,7 +63,7 @@ setuptools.setup(
       "torch==2.13.0",  # transformers is the reference; this pin is a CPU build
       "transformers>=5.12.0",
     ],
-    "docs": [  # bash .ci/docs; the pages are imported code, so all of it has to be there
+    "docs": [  # bash .ci/docs, which imports what it documents
       *TRAIN,
       "sphinx>=8.2.0",
       "myst-nb>=1.4.0",  # Markdown pages and notebooks

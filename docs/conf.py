@@ -71,7 +71,7 @@ html_theme_options = {"top_of_page_buttons": []}
 
 # Which page is in which of the four groups (https://diataxis.fr).
 GROUPS = {
-  "Tutorials": ["notebooks/*"],
+  "Tutorials": ["notebooks/gspo_*", "notebooks/losses_*", "notebooks/qwen3_*"],
   "How to": [
     "docs/running",
     "docs/data",
@@ -79,6 +79,7 @@ GROUPS = {
     "docs/multi_turn",
     "docs/evaluation",
     "docs/one_chip",
+    "notebooks/experiment_*",
     "CONTRIBUTING",
   ],
   "Reference": ["docs/objectives", "docs/metrics", "docs/reference/*", "CHANGELOG"],
