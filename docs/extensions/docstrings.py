@@ -61,7 +61,7 @@ def restructured(text: str) -> str:
   for block in re.split(r"\n{2,}", text.strip("\n")):
     indented = block.startswith(" ")
     section = bool(_SECTION.match(block.split("\n")[0])) or (section and indented)
-    if equations.EQUATION.match(block.strip()):
+    if equations.EQUATION.match(block.strip()) and "`" not in block:
       found += [f".. math:: {equations.tex(one)}" for one in equations.split(block.strip())]
     elif section:
       found.append(_section(block))
