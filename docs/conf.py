@@ -5,6 +5,7 @@ and where the repository is looked at. A page's address is its path; the README 
 """
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -63,6 +64,7 @@ autodoc_default_options = {"undoc-members": True, "exclude-members": "replace"}
 autodoc_preserve_defaults = True
 
 html_theme = "furo"
+smartquotes = False  # quotes are mostly those of code
 html_title = f"gspo_jax {release}"
 html_show_sourcelink = html_copy_source = False
 html_static_path = ["static"]
@@ -93,18 +95,20 @@ GROUPS = {
 }
 
 
-def _toctree(caption, pages):
+def _toctree(pages, caption=""):
   pages = [page for page in pages if "*" not in page or [*ROOT.glob(f"{page}.*")]]
-  options = f":hidden:\n:glob:\n:caption: {caption}\n" if caption else ":hidden:\n:glob:\n"
-  return "\n\n```{toctree}\n" + options + "\n" + "\n".join(pages) + "\n```\n" if pages else ""
+  options = f":hidden:\n:glob:\n:caption: {caption}" if caption else ":hidden:"
+  return "\n\n```{toctree}\n" + options + "\n\n" + "\n".join(pages) + "\n```\n" if pages else ""
 
 
 def _add_contents(app, name, source):
   """What only the site needs: the README is to be read without it."""
   if name == root_doc:
-    source[0] += "".join(_toctree(caption, pages) for caption, pages in GROUPS.items())
+    source[0] += "".join(_toctree(pages, caption) for caption, pages in GROUPS.items())
   elif name == "experiments/README":
-    source[0] += _toctree("", ["*/README"])
+    folders = [path.parent.name for path in ROOT.glob("experiments/*/README.md")]
+    folders.sort(key=lambda folder: int("0" + "".join(re.findall(r"^e(\d+)_", folder))))
+    source[0] += _toctree([f"{folder}/README" for folder in folders])
 
 
 def _home(app, error):

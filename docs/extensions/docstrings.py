@@ -4,6 +4,7 @@
 - `name` in backticks is a link where the site has it, and code elsewhere.
 - `Shapes: ...`, `Reference: ...` and the like become a list of fields.
 - What is indented, and is no section (Args, Returns, Raises, Example), is shown as it stands.
+- `docs/NAME.md` is a link to that page, and so are papers by their numbers, on all pages.
 - In comments behind or above them, fields of classes and constants say what they are.
 """
 
@@ -35,12 +36,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
   parser = sphinx.pycode.parser
   # Sphinx takes `#: ...` for the description of what it stands at; here it is any comment there.
   parser.comment_re = re.compile(parser.comment_re.pattern.replace("#:", "#:?"))
-  app.connect(
-    "autodoc-process-docstring", _docstring, priority=400
-  )  # before napoleon, which is 500
+  app.connect("autodoc-process-docstring", _docstring)
   app.connect("autodoc-process-signature", _signature)
   app.connect("missing-reference", _reference)
   app.connect("doctree-resolved", _link_objectives)
+  app.connect("doctree-resolved", _link_papers)
   app.connect("env-check-consistency", _all_are_there)
   app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
   return dict(parallel_read_safe=True, parallel_write_safe=True)
@@ -95,10 +95,11 @@ def _section(block: str) -> str:
 
 
 def _prose(line: str) -> str:
-  """A line without what reStructuredText would take for markup."""
+  """A line without what reStructuredText would take for markup; pages that it names are links."""
   parts = _CODE.split(line)
   parts = [part if part[:1] == "`" else re.sub(r"([|*\\])", r"\\\1", part) for part in parts]
-  return re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", "".join(parts))
+  line = re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", "".join(parts))
+  return re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`/docs/\1`", line)
 
 
 def _signature(
@@ -141,6 +142,19 @@ def _link_objectives(app: Sphinx, tree: nodes.document, page: str) -> None:
     if target and target.docname != page and plain:
       place = target.docname, target.node_id
       code.replace_self(make_refnode(app.builder, page, *place, code.deepcopy()))
+
+
+def _link_papers(app: Sphinx, tree: nodes.document, page: str) -> None:
+  """`arXiv:2507.18071` leads to the paper."""
+  for text in list(tree.findall(nodes.Text)):
+    parts = re.split(r"(?:arXiv:)(\d{4}\.\d{5})", text)
+    if len(parts) == 1 or isinstance(text.parent, nodes.reference | nodes.literal):
+      continue
+    links = [nodes.Text(parts[0])]
+    for number, after in zip(parts[1::2], parts[2::2]):
+      address = f"https://arxiv.org/abs/{number}"
+      links += [nodes.reference("", f"arXiv:{number}", refuri=address), nodes.Text(after)]
+    text.parent.replace(text, links)
 
 
 def _all_are_there(app: Sphinx, env: Any) -> None:
