@@ -45,8 +45,8 @@ def sequence_ratio(
 
   s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ).
 
-  α = 1 is GSPO's geometric mean, 0 the raw likelihood ratio, 1/2 in between: there the noise of
-  independent tokens has the same size at every length.
+  With α = 1 it is GSPO's geometric mean, with 0 the raw likelihood ratio. In between, at 1/2, the
+  noise of independent tokens has the same size at every length.
   Reference: arXiv:2507.18071, Eq. 7.
 
   Example:
