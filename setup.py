@@ -73,6 +73,13 @@ setuptools.setup(
       "torch==2.13.0",  # transformers is the reference; this pin is a CPU build
       "transformers>=5.12.0",
     ],
+    "docs": [  # bash .ci/docs, which imports what it documents
+      *TRAIN,
+      "sphinx>=8.2.0",
+      "myst-nb>=1.4.0",  # Markdown pages and notebooks
+      "furo>=2025.12.19",  # the theme
+      "sphinx-copybutton>=0.5.2",  # code without its >>>
+    ],
     "dev": [
       "ruff==0.17.5",  # another ruff formats otherwise
       "mypy==2.4.1",  # checks the types of what is public

@@ -20,7 +20,9 @@ def group_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Â_i = (r_i − mean{r}) / (std{r} + ε) over the responses to a prompt. [P,G] -> [P,G].
+  """Advantages of responses within their group, the responses to a prompt. [P,G] -> [P,G].
+
+  Â_i = (r_i − mean{r}) / (std{r} + ε).
 
   `normalize`: "std", by the sample standard deviation (ddof 1); "none", r_i − mean{r} alone
   (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO).
@@ -31,6 +33,11 @@ def group_advantages(
   Reference: arXiv:2507.18071, Eq. 6, which does not say which standard deviation it means and has
   no ε; arXiv:2503.20783; arXiv:2402.14740.
   Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
+
+  Example:
+    >>> print(group_advantages(jnp.array([[0.8, 0.4, 0.6], [1.0, 1.0, 1.0]])).round(3))
+    [[ 1. -1.  0.]
+     [ 0.  0.  0.]]
   """
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   size_P1 = valid_PG.sum(axis=1, keepdims=True, dtype=reward_PG.dtype)
@@ -60,7 +67,9 @@ def constrained_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k), with Z the standardisation within the group.
+  """Advantages of several rewards and costs, with Z the standardisation within the group.
+
+  Â = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
 
   Advantages are combined, not rewards: in a sum of rewards each counts by its deviation in the
   group, σ_j/σ, beside its weight. `rewards` and `costs` are sequences of [P,G], `reward_weights`
@@ -68,6 +77,11 @@ def constrained_advantages(
 
   Shapes: [P,G] × (J + K), [J], [K] -> [P,G].
   Reference: arXiv:2602.05863 (constrained GRPO), where J is 1 and w_1 the reward's multiplier.
+
+  Example:
+    >>> reward_PG, cost_PG = jnp.array([[0.8, 0.4, 0.6]]), jnp.array([[20.0, 10.0, 30.0]])
+    >>> print(constrained_advantages([reward_PG], [cost_PG], [1.0], [0.5]).round(3))
+    [[ 1.  -0.5 -0.5]]
   """
   if len(rewards) != len(reward_weights):
     raise ValueError(f"{len(reward_weights)} reward_weights for {len(rewards)} rewards")
@@ -93,7 +107,9 @@ def turn_advantages(
   normalize: str = "std",
   epsilon: Number = 1e-6,
 ) -> Array:
-  """R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
+  """Advantages of the turns of conversations, by their returns.
+
+  R_iu = Σ_{v ≥ u} γ^(v−u) r_iv,  Â_iu = (R_iu − mean{R_·u}) / (std{R_·u} + ε).
 
   r_iu is the reward of turn u of response i: a turn is judged by what is still to come, and
   compared with the same turn of the responses to the same prompt that have one. Rewards before it
@@ -107,6 +123,13 @@ def turn_advantages(
   returns of turns too. Process supervision in arXiv:2402.03300, §4.1.3, takes one mean and
   deviation over the rewards of all steps, and a response gains or loses by having more steps.
   Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
+
+  Example:
+    >>> reward_PGU = jnp.array([[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]])
+    >>> valid_PGU = jnp.array([[[1, 1, 1], [1, 1, 0]]])
+    >>> print(turn_advantages(reward_PGU, valid_PGU).round(3))
+    [[[ 0.707  0.707  0.   ]
+      [-0.707 -0.707  0.   ]]]
   """
   reward_PGU = jnp.asarray(reward_PGU)
   if reward_PGU.ndim != 3 or 0 in reward_PGU.shape:
@@ -133,13 +156,23 @@ def gae(
   *,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-  """δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
+  """Generalized advantage estimation: advantages and returns of tokens, by a value model.
+
+  δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
 
   γ is `discount`, λ `trace`. Time goes from one unmasked token of a response to the next one,
   after the last V and Â are 0. Masked positions are skipped, rewards there too, and get 0.
 
   Shapes: [B,T] ×3 -> [B,T] advantages, [B,T] returns.
   Reference: arXiv:1506.02438.
+
+  Example:
+    >>> reward_BT = jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    >>> value_BT = jnp.full((2, 3), 0.5)
+    >>> advantage_BT, return_BT = gae(reward_BT, value_BT, jnp.ones((2, 3)), trace=0.5)
+    >>> print(advantage_BT.round(4))
+    [[ 0.125  0.25   0.5  ]
+     [-0.125 -0.25  -0.5  ]]
   """
   value_BT = checks.log_probs(value_BT, "value_BT")
   dtype = value_BT.dtype
@@ -163,9 +196,16 @@ def gae(
 
 
 def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None = None) -> Array:
-  """Q̂_0 = β log 1/G Σ_i exp(r_i/β), for responses sampled from the reference. [P,G] -> [P].
+  """The soft value that `spo_loss` starts from, by responses of the reference. [P,G] -> [P].
 
-  The soft value that `spo_loss` starts from. Reference: arXiv:2503.05453.
+  Q̂_0 = β log( 1/G Σ_i exp(r_i/β) ).
+
+  Reference: arXiv:2503.05453.
+
+  Example:
+    >>> value_P = soft_value(jnp.array([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]), beta=0.5)
+    >>> print(f"{value_P[0]:.4f}, {value_P[1]:.4f}")
+    0.5705, 1.0000
   """
   checks.require(beta > 0, "beta must be positive")
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)

@@ -15,7 +15,7 @@ from gspo_jax.objectives.checks import Number
 def length_factor(
   length_BU: Array, clip_length: Number | None, clip_exponent: Number
 ) -> Array | None:
-  """(L / |u|)^γ, the factor of the clip ranges of a unit of |u| tokens; None where γ is 0.
+  """The factor (L/|u|)^γ of the clip ranges of a unit of |u| tokens; None where γ is 0.
 
   L is `clip_length`, the length at which the ranges are what they say, γ `clip_exponent`. log s of
   a unit is a mean over |u| tokens: if these are independent, its noise goes with |u|^(−1/2), and
@@ -23,7 +23,12 @@ def length_factor(
   of one token.
 
   Shapes: [B,U], number, number -> [B,U].
-  Errors: ValueError for γ below 0, or other than 0 without L above 0.
+  Raises: ValueError for γ below 0, or other than 0 without L above 0.
+
+  Example:
+    >>> print(length_factor(jnp.array([[100.0], [400.0]]), clip_length=100, clip_exponent=0.5))
+    [[1. ]
+     [0.5]]
   """
   if isinstance(clip_exponent, int | float) and clip_exponent == 0:
     return None
@@ -35,10 +40,17 @@ def length_factor(
 
 
 def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = None) -> Array:
-  """(Σ_t |log w_t|)² / Σ_t (log w_t)²: over how many tokens of a unit its log-ratio is spread, from
-  1 (one token) to |u| (all alike); 0 where nothing has moved, or the unit is empty.
+  """Over how many tokens of a unit its log-ratio is spread, (Σ_t |log w_t|)² / Σ_t (log w_t)².
+
+  From 1 (one token) to |u| (all alike); 0 where nothing has moved, or the unit is empty.
 
   Shapes: [B,T] ×2, ids [B,T] or None -> [B,U]. Detached.
+
+  Example:
+    >>> log_ratio_BT = jnp.array([[0.25, -0.25, 0.25], [0.5, 0.0, 0.0]])
+    >>> print(effective_length(log_ratio_BT, jnp.ones((2, 3))))
+    [[3.]
+     [1.]]
   """
   size_BT = jnp.where(mask_BT, abs(stop_gradient(log_ratio_BT)), 0)
   first_BU, second_BU = unit_sum(size_BT, id_BT), unit_sum(size_BT**2, id_BT)
@@ -49,13 +61,19 @@ def effective_length(log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None = 
 def adapted_factor(
   factor: Number, clipped: Number, target: Number, gain: Number = 1.0, span: Number = 100.0
 ) -> Array:
-  """k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span): the factor of the clip ranges after
-  an iteration in which the fraction f was `clipped`, to come near the fraction f*, `target`.
+  """The factor of the clip ranges after an iteration in which the fraction f was `clipped`, to come
+  near the fraction f*, `target`.
+
+  k ← min(max( k · exp( gain · (f − f*) ), 1/span ), span).
 
   Where more than the target is clipped the ranges grow, where less they shrink, by a factor of
   exp(gain) at most. The logarithm makes Robbins-Monro steps, as for quantiles in arXiv:1905.03871.
   Ours: no GSPO paper has it.
 
   Shapes: numbers -> number.
+
+  Example:
+    >>> print(f"{adapted_factor(1.0, clipped=0.25, target=0.15):.4f}")
+    1.1052
   """
   return jnp.clip(factor * jnp.exp(gain * (clipped - target)), 1 / span, span)

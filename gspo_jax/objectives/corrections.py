@@ -26,13 +26,20 @@ def truncated_weight(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """min(ρ, cap), where ρ is π_train/π_sampler (truncated importance sampling, TIS).
+  """Truncated importance sampling (TIS): min(ρ, cap), where ρ is π_train/π_sampler.
 
   `level`: "token", ρ_it of each token; "sequence", the product Π_t ρ_it, unbiased where it is not
   cut; "geometric", its |y_i|-th root, which means the same at every length.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: fengyao.notion.site/off-policy-rl (token); richardli.xyz/rl-collapse (sequence).
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.1, 0.3, 0.5]]))
+    >>> sampler_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> print(truncated_weight(logp_BT, sampler_logp_BT, jnp.ones((2, 3)), cap=1.1).round(3))
+    [[1.1   1.    1.   ]
+     [0.333 1.    1.   ]]
   """
   checks.require(cap > 0, "cap must be positive")
   log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
@@ -50,13 +57,20 @@ def masked_weight(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """ρ where low ≤ ρ ≤ high, else 0 (masked importance sampling, MIS; at token level, IcePop).
+  """Masked importance sampling (MIS; at token level IcePop): ρ where low ≤ ρ ≤ high, else 0.
 
   `level` as in `truncated_weight`; the defaults are for tokens. A geometric mean stays much nearer
   to 1 than a token's ratio does, and needs a narrower range.
 
   Shapes: [B,T] ×3 -> [B,T] or [B].
   Reference: arXiv:2510.18855 (IcePop); richardli.xyz/rl-collapse.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.1, 0.3, 0.5]]))
+    >>> sampler_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> print(masked_weight(logp_BT, sampler_logp_BT, jnp.ones((2, 3))).round(3))
+    [[1.25 1.   1.  ]
+     [0.   1.   1.  ]]
   """
   checks.require(low >= 0, "low must not be negative")
   checks.require(high >= low, "high must not be smaller than low")
@@ -74,12 +88,21 @@ def off_policy_mask(
   *,
   response_BT: ArrayLike | None = None,
 ) -> Array:
-  """0 where Â < 0 and 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it) > threshold, else 1.
+  """Off-policy sequence masking: 0 where Â_i < 0 and d_i > threshold, else 1.
+
+  d_i = 1/|y_i| Σ_t log π_old(y_it)/π_θ(y_it).
 
   Bad responses that the policy would hardly give any more teach it nothing.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> the shape of the advantage.
   Reference: the DeepSeek-V3.2 report (off-policy sequence masking).
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.1, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> print(off_policy_mask(logp_BT, old_logp_BT, advantage_B, mask_BT, threshold=0.1))
+    [1. 0.]
   """
   log_ratio_BT, tokens = _difference(logp_BT, "old_logp_BT", old_logp_BT, mask_BT, response_BT)
   advantage_BX = checks.constant(advantage, "advantage", tokens.mask_BT, log_ratio_BT.dtype)
@@ -99,14 +122,21 @@ def mismatch(
 ) -> Metrics:
   """Distance of the trainer from the sampler, with Δ = log π_train − log π_sampler.
 
-  mismatch/abs/mean, /max      |Δ| of the tokens
-  mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
-  mismatch/sequence/mean       mean over sequences of the mean Δ of their tokens: a bias, which does
-                               not average out over a sequence as noise does
-  mismatch/sequence/abs/mean, /max    the size of it: what GSPO's ratio has already moved by
-  mismatch/ess/token, /sequence, /geometric    effective sample size of the weights, as a share
+    mismatch/abs/mean, /max      |Δ| of the tokens
+    mismatch/k3                  k3 estimate of KL(π_sampler‖π_train)
+    mismatch/sequence/mean       mean over sequences of the mean Δ of their tokens: a bias, which
+                                 does not average out over a sequence as noise does
+    mismatch/sequence/abs/mean, /max    the size of it: what GSPO's ratio has already moved by
+    mismatch/ess/token, /sequence, /geometric    effective sample size of the weights, as a share
 
   Shapes: [B,T] ×3 -> dict of scalars; `.sums` returns reductions.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.1, 0.3, 0.5]]))
+    >>> sampler_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> metrics = mismatch(logp_BT, sampler_logp_BT, jnp.ones((2, 3)))
+    >>> print(f"{metrics['mismatch/abs/max']:.4f}", f"{metrics['mismatch/ess/sequence']:.3f}")
+    1.0986 0.749
   """
   log_ratio_BT, tokens = _difference(
     logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT

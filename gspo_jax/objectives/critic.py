@@ -22,12 +22,21 @@ def value_loss(
   max_length: Number | None = None,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
-  """L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
+  """The squared error of a value model, clipped.
+
+  L = ½ mean max( (V − R)², (clip(V, V_old − clip, V_old + clip) − R)² ).
 
   `clip` None is the plain squared error.
 
   Shapes: [B,T] ×4 -> scalar.
   Reference: arXiv:2005.12729 (its code-level optimisations; arXiv:1707.06347 does not clip values).
+
+  Example:
+    >>> value_BT = jnp.array([[0.9, 0.5, 0.2], [0.1, 0.0, 0.3]])
+    >>> old_value_BT, return_BT = jnp.full((2, 3), 0.5), jnp.ones((2, 3))
+    >>> loss, metrics = value_loss(value_BT, old_value_BT, return_BT, jnp.ones((2, 3)))
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/value']:.2f} clipped")
+    0.2733, 0.17 clipped
   """
   value_BT = checks.log_probs(value_BT, "value_BT")
   dtype = value_BT.dtype

@@ -16,6 +16,10 @@ def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> A
 
   Shapes: any -> the same. Lengths are in tokens.
   Reference: arXiv:2503.14476 (soft overlong punishment; 20,480 and 4,096 tokens there).
+
+  Example:
+    >>> print(overlong_penalty(jnp.array([85, 90, 120]), max_length=100, buffer=20))
+    [-0.25 -0.5  -1.  ]
   """
   checks.require(buffer > 0, "buffer must be positive")
   checks.require(max_length >= buffer, "max_length must not be smaller than buffer")
@@ -24,10 +28,14 @@ def overlong_penalty(length: ArrayLike, max_length: Number, buffer: Number) -> A
 
 
 def token_cost(length: ArrayLike, price: Number) -> Array:
-  """−λ · tokens, λ being `price`.
+  """The cost of tokens, −λ for each, λ being `price`.
 
   Shapes: any -> the same.
   Reference: arXiv:2510.22477 (Agent-GSPO), from its abstract: a reward that penalises verbosity.
+
+  Example:
+    >>> print(token_cost(jnp.array([50, 100]), price=0.01))
+    [-0.5 -1. ]
   """
   checks.require(price >= 0, "price must not be negative")
   return -price * _length(length)

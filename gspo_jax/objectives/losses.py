@@ -41,7 +41,9 @@ def gspo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
+  """GSPO: one ratio for each response, by which the whole of it is weighted and clipped.
+
+  J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
   s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
 
   Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
@@ -49,6 +51,14 @@ def gspo_loss(
   Reference: arXiv:2507.18071, Eq. 5 and 7, ranges from §5.1.
   Differs: a `length_exponent` α other than 1 divides the sum by |y_i|^α (0: raw likelihood ratio).
   A `clip_exponent` γ other than 0 multiplies the ranges by (clip_length/|y_i|)^γ (`length_factor`).
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = gspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.0003, 1.00 clipped
   """
   constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
   batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
@@ -86,7 +96,9 @@ def gspo_token_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  """GSPO-token: GSPO's ratio with advantages that may differ between the tokens of a response.
+
+  J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
   s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)].
 
   The value of s_it is that of s_i, its gradient goes through token t alone. With an advantage that
@@ -95,6 +107,14 @@ def gspo_token_loss(
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
   Reference: arXiv:2507.18071, Eq. 13 and 14.
   Differs: `length_exponent` and `clip_exponent` as in `gspo_loss`.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_BT, mask_BT = jnp.array([[1.0, 0.0, 2.0], [-1.0, 0.0, 0.0]]), jnp.ones((2, 3))
+    >>> loss, metrics = gspo_token_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.3336, 0.50 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
   bounds = clip_low, clip_high, dual_clip, clip_length, clip_exponent
@@ -122,7 +142,9 @@ def segment_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
+  """A ratio for each segment of a response: a turn, a line, a thought with its action.
+
+  J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
   s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
 
   `segment_BT` holds integer ids in [0, T) that differ between the K_i segments z_ik of a response,
@@ -137,6 +159,15 @@ def segment_loss(
   Reference: arXiv:2602.01202, from secondary descriptions of it.
   Differs: per-token advantages enter as in GSPO-token; `length_exponent` and `clip_exponent`, with
   the segment's length, as in `gspo_loss`.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> turn_BT = jnp.array([[0, 0, 1], [0, 1, 1]])
+    >>> loss, metrics = segment_loss(logp_BT, old_logp_BT, advantage_B, mask_BT, turn_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.0002, 0.50 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
@@ -168,7 +199,9 @@ def grpo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/G Σ_i 1/|y_i| Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
+  """GRPO: a ratio for each token.
+
+  J = 1/G Σ_i 1/|y_i| Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ),
   w_it = π_θ(y_it)/π_old(y_it).
 
   `aggregate`: "sequence" is the above; "token" is the mean over all tokens; "constant" divides the
@@ -176,6 +209,14 @@ def grpo_loss(
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2402.03300; as restated in arXiv:2507.18071, Eq. 2 and 3, ranges from its §5.1.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = grpo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.0750, 0.17 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
@@ -194,13 +235,22 @@ def dapo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+  """DAPO: GRPO with a mean over tokens rather than responses, and a wider upper range.
 
-  The mean over tokens rather than responses, and the wider upper range. Dynamic sampling is the
-  caller's; for its soft overlong punishment see `overlong_penalty`.
+  J = 1/Σ_i|y_i| Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+
+  Dynamic sampling is the caller's; for its soft overlong punishment see `overlong_penalty`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2503.14476.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = dapo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.0750, 0.17 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
@@ -220,13 +270,23 @@ def dr_grpo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
+  """Dr. GRPO: GRPO with a constant in the place of a response's length.
+
+  J = 1/(G L) Σ_i Σ_t min( w_it Â_it, clip(w_it, 1 − clip_low, 1 + clip_high) Â_it ).
 
   L is `max_length`, a constant: dividing by |y_i| instead favours short right and long wrong
   answers. Goes with `group_advantages(normalize="none")`.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2503.20783.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = dr_grpo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT, max_length=3)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.0667, 0.33 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
@@ -247,12 +307,20 @@ def ppo_loss(
   dual_clip: Number | None = None,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
+  """PPO: `grpo_loss` but for where its advantages come from (`gae`) and the ranges.
 
-  `grpo_loss` but for where its advantages come from (`gae`) and the ranges.
+  J = E[ 1/|y| Σ_t min( w_t Â_t, clip(w_t, 1 − clip_low, 1 + clip_high) Â_t ) ].
 
   Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
   Reference: arXiv:1707.06347; as restated in arXiv:2507.18071, Eq. 1, with a mean per response.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_BT, mask_BT = jnp.array([[1.0, 0.5, 0.2], [-1.0, 0.1, 0.0]]), jnp.ones((2, 3))
+    >>> loss, metrics = ppo_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.2000, 0.33 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
   loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)

@@ -34,13 +34,23 @@ def cispo_loss(
   clip_high: Number = 0.27,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
+  """CISPO: REINFORCE with clipped importance weights.
 
-  REINFORCE with clipped importance weights: tokens outside the range keep a gradient. `clip_low`
-  None is no lower bound. Clip fractions count both signs of the advantage.
+  J = 1/Σ_i|y_i| Σ_i Σ_t sg[ clip(w_it, 1 − clip_low, 1 + clip_high) ] Â_it log π_θ(y_it).
+
+  Tokens outside the range keep a gradient. `clip_low` None is no lower bound.
+  Clip fractions count both signs of the advantage.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2506.13585, Eq. 4 and 5 (no lower bound there in practice).
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = cispo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    0.0028, 0.00 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   log_ratio_BT = stop_gradient(batch.log_ratio_BT)
@@ -69,8 +79,10 @@ def gmpo_loss(
   clip_high: Number = 0.4,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ), where c_it is log w_it bounded before the mean:
-  min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
+  """GMPO: a ratio for each response, made of bounded ratios of its tokens.
+
+  J = 1/G Σ_i Â_i exp( 1/|y_i| Σ_t c_it ),
+  c_it = min(log w_it, clip_high) for Â > 0, max(log w_it, −clip_low) for Â < 0.
 
   GSPO bounds the geometric mean, GMPO what it is the mean of: one token far out costs its own
   gradient, not the response's. The ranges are of the log-ratio.
@@ -78,6 +90,14 @@ def gmpo_loss(
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2507.20673, where the range is (e^−0.4, e^0.4).
   Differs: of advantages per token, the sign is the token's and the size the response's mean.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = gmpo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
+    -0.1010, 0.17 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   tokens, log_ratio_BT = batch.tokens, batch.log_ratio_BT
@@ -111,15 +131,24 @@ def sapo_loss(
   tau_neg: Number = 1.05,
   **options: Unpack[Options],
 ) -> Sums:
-  """J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
+  """SAPO: a soft gate in the place of the clip.
+
+  J = 1/G Σ_i 1/|y_i| Σ_t f(w_it) Â_it,  f(w) = 4/τ σ( τ (w − 1) ),
   τ = tau_pos for Â > 0 and tau_neg otherwise.
 
-  A soft gate in the place of the clip: f' = 4 σ(1 − σ) is 1 at w = 1 and falls off on both sides;
-  nothing counts as clipped.
+  The slope f' = 4 σ(1 − σ) is 1 at w = 1 and falls off on both sides; nothing counts as clipped.
   The value has no meaning of its own: f(1) = 2/τ.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
   Reference: arXiv:2511.20347.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = sapo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, ratios up to {metrics['ratio/max']:.2f}")
+    -0.1441, ratios up to 1.25
   """
   checks.require(tau_pos > 0, "tau_pos must be positive")
   checks.require(tau_neg > 0, "tau_neg must be positive")
@@ -146,14 +175,24 @@ def spo_loss(
   *,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
-  """L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
+  """SPO, Soft Policy Optimization: a regression of soft values on rewards.
 
-  Soft Policy Optimization: the log-ratio to the reference is read as a soft advantage, and the
+  L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
+
+  The log-ratio to the reference is read as a soft advantage, and the
   value at the end of a response regressed on its reward. The responses may come from any policy.
   `value_B` is Q̂_0, the soft value of the prompt (`soft_value`).
 
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
   Reference: arXiv:2503.05453, from secondary descriptions of it.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> ref_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> reward_B, value_B, mask_BT = jnp.array([1.0, 0.0]), jnp.full(2, 0.5), jnp.ones((2, 3))
+    >>> loss, metrics = spo_loss(logp_BT, ref_logp_BT, reward_B, value_B, mask_BT, beta=0.1)
+    >>> print(f"{loss:.4f}, mean error {metrics['spo/error']:.4f}")
+    0.2196, mean error -0.0091
   """
   checks.require(beta > 0, "beta must be positive")
   logp_BT = checks.log_probs(logp_BT, "logp_BT")

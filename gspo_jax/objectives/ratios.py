@@ -21,9 +21,18 @@ _GARBAGE = 1e12
 
 
 def token_ratio(logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
-  """w_it = π_θ(y_it)/π_old(y_it). [B,T] ×3 -> [B,T].
+  """The ratio of each token. [B,T] ×3 -> [B,T].
+
+  w_it = π_θ(y_it)/π_old(y_it).
 
   Reference: arXiv:2507.18071, Eq. 3 (PPO, GRPO).
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.15, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> print(token_ratio(logp_BT, old_logp_BT, jnp.ones((2, 3))).round(3))
+    [[1.25 1.   1.  ]
+     [0.5  1.   1.  ]]
   """
   _, log_ratio_BT, _ = _log_ratio(logp_BT, old_logp_BT, mask_BT)
   return bounded_exp(log_ratio_BT)
@@ -32,11 +41,19 @@ def token_ratio(logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike) 
 def sequence_ratio(
   logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike, length_exponent: Number = 1.0
 ) -> Array:
-  """s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ), 1 for an empty row. [B,T] ×3 -> [B].
+  """The ratio of each response, 1 for an empty row. [B,T] ×3 -> [B].
 
-  α = 1 is GSPO's geometric mean, 0 the raw likelihood ratio, 1/2 in between: there the noise of
-  independent tokens has the same size at every length.
+  s_i = exp( 1/|y_i|^α Σ_t log π_θ(y_it)/π_old(y_it) ).
+
+  With α = 1 it is GSPO's geometric mean, with 0 the raw likelihood ratio. In between, at 1/2, the
+  noise of independent tokens has the same size at every length.
   Reference: arXiv:2507.18071, Eq. 7.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.15, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> print(sequence_ratio(logp_BT, old_logp_BT, jnp.ones((2, 3))).round(3))
+    [1.077 0.794]
   """
   _, log_ratio_BT, mask_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
   log_ratio_B1, _ = unit_log_ratio(log_ratio_BT, mask_BT, None, length_exponent)
@@ -46,10 +63,19 @@ def sequence_ratio(
 def gspo_token_ratio(
   logp_BT: ArrayLike, old_logp_BT: ArrayLike, mask_BT: ArrayLike, length_exponent: Number = 1.0
 ) -> Array:
-  """s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)]. [B,T] ×3 -> [B,T].
+  """GSPO-token's ratio of each token. [B,T] ×3 -> [B,T].
+
+  s_it = sg[s_i] · π_θ(y_it)/sg[π_θ(y_it)].
 
   The value is that of s_i, the gradient goes through token t alone; its mean over t is that of s_i.
   Reference: arXiv:2507.18071, Eq. 14.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.15, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> print(gspo_token_ratio(logp_BT, old_logp_BT, jnp.ones((2, 3))).round(3))
+    [[1.077 1.077 1.077]
+     [0.794 0.794 0.794]]
   """
   return _detached(*_log_ratio(logp_BT, old_logp_BT, mask_BT), None, length_exponent)
 
@@ -61,11 +87,22 @@ def segment_ratio(
   segment_BT: ArrayLike,
   length_exponent: Number = 1.0,
 ) -> Array:
-  """s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)], s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
+  """The ratio of each token's segment, with a gradient through that token alone.
+
+  s_it = sg[s_ik] · π_θ(y_it)/sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik|^α Σ_{t∈z_ik} log w_it ).
 
   `segment_BT` holds the ids, in [0, T), of the segments z_ik of a row. With one per token this is
   `token_ratio`, with one per row `gspo_token_ratio`, with one per packed response the same packed.
+
   Shapes: [B,T] ×4 -> [B,T].
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.15, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> turn_BT = jnp.array([[0, 0, 1], [0, 1, 1]])
+    >>> print(segment_ratio(logp_BT, old_logp_BT, jnp.ones((2, 3)), turn_BT).round(3))
+    [[1.118 1.118 1.   ]
+     [0.5   1.    1.   ]]
   """
   logp_BT, log_ratio_BT, mask_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
   segment_BT = checks.ids(segment_BT, "segment_BT", mask_BT)

@@ -1,0 +1,121 @@
+"""The site: `bash .ci/docs` builds it into docs/_build/html.
+
+The source directory is the repository, so that links between pages are the same there, on the site
+and where the repository is looked at. A page's address is its path; the README is the home page.
+"""
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs/extensions")]
+
+import gspo_jax  # noqa: E402
+
+project = "gspo_jax"
+author = "the authors of gspo_jax"
+copyright = author
+version = release = gspo_jax.__version__
+
+extensions = [
+  "docstrings",
+  "myst_nb",
+  "sphinx.ext.autodoc",
+  "sphinx_copybutton",
+]
+root_doc = "README"
+include_patterns = [
+  "README.md",
+  "CHANGELOG.md",
+  "CONTRIBUTING.md",
+  "docs/**",
+  "experiments/README.md",
+  "experiments/*/README.md",
+  "notebooks/*.ipynb",
+]
+exclude_patterns = [
+  ".*",
+  "build",
+  "dist",
+  "runs",
+  "docs/_build",
+]
+
+# Pages as GitHub shows them.
+myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]
+nb_execution_mode = "off"  # notebooks are shown with the outputs that they were saved with
+html_math_renderer = "mathml"  # what browsers typeset themselves, without a network
+highlight_language = "text"
+copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
+suppress_warnings = ["myst.header"]  # a page may begin a section below with a third level
+
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [("py:(class|exc)", ".*")]  # types and errors of others
+autodoc_typehints = "none"  # the suffixes of names have the shapes
+autodoc_member_order = "bysource"
+autodoc_default_options = {"undoc-members": True, "exclude-members": "replace"}
+autodoc_preserve_defaults = True
+
+html_theme = "furo"
+smartquotes = False  # quotes are mostly those of code
+html_title = f"gspo_jax {release}"
+html_show_sourcelink = html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_theme_options = {"top_of_page_buttons": []}
+
+# Which page is in which of the four groups (https://diataxis.fr).
+GROUPS = {
+  "Tutorials": ["notebooks/gspo_*", "notebooks/losses_*", "notebooks/qwen3_*"],
+  "How to": [
+    "docs/running",
+    "docs/data",
+    "docs/rewards",
+    "docs/multi_turn",
+    "docs/evaluation",
+    "docs/one_chip",
+    "notebooks/experiment_*",
+    "CONTRIBUTING",
+  ],
+  "Reference": ["docs/objectives", "docs/metrics", "docs/reference/*", "CHANGELOG"],
+  "Explanation": [
+    "docs/sampling",
+    "docs/routing",
+    "docs/sharding",
+    "docs/speed",
+    "experiments/README",
+  ],
+}
+
+
+def _toctree(pages, caption=""):
+  pages = [page for page in pages if "*" not in page or [*ROOT.glob(f"{page}.*")]]
+  options = f":hidden:\n:glob:\n:caption: {caption}" if caption else ":hidden:"
+  return "\n\n```{toctree}\n" + options + "\n\n" + "\n".join(pages) + "\n```\n" if pages else ""
+
+
+def _add_contents(app, name, source):
+  """What only the site needs: the README is to be read without it."""
+  if name == root_doc:
+    source[0] += "".join(_toctree(pages, caption) for caption, pages in GROUPS.items())
+  elif name == "experiments/README":
+    folders = [path.parent.name for path in ROOT.glob("experiments/*/README.md")]
+    folders.sort(key=lambda folder: int("0" + "".join(re.findall(r"^e(\d+)_", folder))))
+    source[0] += _toctree([f"{folder}/README" for folder in folders])
+
+
+def _home(app, error):
+  if not error and app.builder.name == "html":
+    shutil.copy(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
+
+
+def setup(app):
+  app.connect("source-read", _add_contents)
+  app.connect("build-finished", _home)

@@ -1,0 +1,28 @@
+"""The examples in the docstrings of all public functions, as `help` and the site show them."""
+
+import doctest
+import inspect
+import sys
+
+import pytest
+
+from gspo_jax import objectives as O
+
+TREES = {"merge", "collapse", "psum", "compute", "reduced"}  # of reductions: one example for all
+PUBLIC = {
+  name: inspect.unwrap(one)
+  for name, one in (vars(O) | O.POLICY_LOSSES).items()
+  if inspect.isfunction(one) and name not in TREES
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_example(name):
+  function = PUBLIC[name]
+  scope = vars(sys.modules[function.__module__])
+  (example,) = doctest.DocTestFinder(recurse=False).find(function, name, False, globs=dict(scope))
+  assert example.examples, f"{name} has no example: add `Example:` and >>> lines to its docstring"
+  said = []
+  runner = doctest.DocTestRunner(verbose=False)
+  runner.run(example, out=said.append)
+  assert not runner.failures, "".join(said)
