@@ -58,6 +58,11 @@ BOTH = ("sft", "rl")
 HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
 STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
+OUTCOMES = {
+  "right": "right teal", "wrong": "wrong grey", "unparsable": "unparsable violet",
+  "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
+  "crash": "crash orange",
+}  # fmt: skip
 # As many curves as mini-batches times layers: metrics.jsonl has them, the page does not.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+")
 
@@ -114,19 +119,16 @@ SECTIONS = (
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
       log=False,
     ),
-    _chart(
-      "Verifier", "share of the responses by outcome",
-      {"verifier/right": "right teal", "verifier/wrong": "wrong grey",
-       "verifier/unparsable": "unparsable violet", "verifier/error": "error pink",
-       "verifier/timeout": "timeout amber", "verifier/memory": "memory green",
-       "verifier/crash": "crash orange"}, unit="percent", kind="stack",
-    ),
+    *(_chart(f"Verifier{of}", "share of the responses by outcome",
+             {f"{prefix}verifier/{name}": color for name, color in OUTCOMES.items()},
+             unit="percent", kind="stack")
+      for of, prefix in (("", ""), (", held out", "eval/"))),
     _chart("Conversations",
            "what environments report, by name; mean over the conversations of a rollout",
            {"environment/{name}": "{name} cycle"}),
     _by_length("Reward", "mean over responses of so many tokens", "reward", log=False),
     _by_length("Responses", "share of the responses", "responses", unit="percent", log=False),
-    rest="eval/.+",
+    rest="(eval|verifier)/.+",
   ),
   _section(
     "learning", "Optimisation", "",

@@ -173,7 +173,9 @@ def timeline(rows: Rows) -> list[Row]:
   later = _second_half(timed)
   typical = (None, *(_medians([each[i] for each in later]) for i in (1, 2)))
   slowest = max(timed, key=lambda each: sum(each[1].values()))
-  found = {"typical": typical, "last": timed[-1], "slowest": slowest}
+  found = {"typical": typical, "last": timed[-1]}
+  if slowest is not timed[-1]:
+    found["slowest"] = slowest
   return [
     {
       "name": name,

@@ -90,8 +90,8 @@ function logAxis(values, { unit }) {
 
 const tickPower = (v) => minus(v.toExponential(0).replace("+", ""));
 
-// Averages each value with its neighbours, weighted by a normal curve as wide as this share of all;
-// at the ends with as many on either side, so that a straight line stays one.
+// A straight line through each value and its neighbours, weighted by a normal curve as wide as this
+// share of all: away from the ends an average, at them no step towards the middle.
 function smooth(values, share) {
   const width = share * values.length;
   if (width < 0.5 || values.length < 20) return values;
@@ -99,14 +99,18 @@ function smooth(values, share) {
   const weights = Array.from({ length: reach + 1 }, (_, i) => Math.exp(-0.5 * (i / width) ** 2));
   return values.map((v, i) => {
     if (v == null) return null;
-    let [sum, mass] = [0, 0];
-    const side = Math.min(reach, i, values.length - 1 - i);
-    for (let j = i - side; j <= i + side; j++) {
+    let [mass, lean, spread, sum, slant] = [0, 0, 0, 0, 0];
+    const end = Math.min(values.length - 1, i + reach);
+    for (let j = Math.max(0, i - reach); j <= end; j++) {
       if (values[j] == null) continue;
-      const weight = weights[Math.abs(i - j)];
-      sum += weight * values[j];
+      const [weight, x] = [weights[Math.abs(i - j)], j - i];
       mass += weight;
+      lean += weight * x;
+      spread += weight * x * x;
+      sum += weight * values[j];
+      slant += weight * x * values[j];
     }
-    return sum / mass;
+    const scale = mass * spread - lean * lean;
+    return scale > 1e-9 * mass * spread ? (spread * sum - lean * slant) / scale : sum / mass;
   });
 }

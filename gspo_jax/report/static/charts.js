@@ -179,7 +179,7 @@ function chart(figure) {
     const axis = linearAxis([figure.top], { unit: figure.unit, zero: true });
     const note = `cut off at the top: up to ${format(figure.largest, figure.unit)}`;
     const place = (v) => Math.min(1, axis.place(v));
-    return { ...axis, place, note: figure.largest > axis.high ? note : "" };
+    return { ...axis, place, note: figure.largest > 1.001 * axis.high ? note : "" };
   }
 
   // The cold start and GSPO side by side, each with its own steps.

@@ -74,7 +74,8 @@ for (const [id, title] of Object.entries(report.views)) {
 const help = helpBox();
 page.append(header(), navigation(help), ...views.map((view) => view.node), help);
 if (!report.sections.length) views[0].node.append(make("p.empty", "No metrics yet."));
-page.append(make("footer.wrap", "Written by gspo_jax. Press ? for keys."));
+const against = comparing ? "" : " What differs from another run: python -m gspo_jax.report RUN OTHER --output=compare.html.";
+page.append(make("footer.wrap", `Written by gspo_jax. Press ? for keys.${against}`));
 listenToKeys(help);
 window.addEventListener("hashchange", showPlace);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layoutAll);
