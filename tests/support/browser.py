@@ -79,6 +79,8 @@ class Browser:
   def open(self, path, place=""):
     """Loads a page anew, at a place such as "#responses"."""
     self.call("Page.navigate", url="about:blank")
+    # What is under the pointer is read, even where it rests since another test.
+    self.call("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
     self.errors = []
     self.call("Page.navigate", url=path.as_uri() + place)
     self.wait("document.documentElement?.dataset.ready === 'yes'")
