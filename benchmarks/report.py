@@ -1,7 +1,8 @@
 """How long a report takes to write, and a browser to open it.
 
-`python benchmarks/report.py --responses=10000` makes a run of that many responses in a temporary
-directory, writes its report, opens it in a headless browser and prints seconds and megabytes.
+`python benchmarks/report.py --steps=10000 --responses=10000` makes such a run, with 48 layers of
+experts, in a temporary directory, writes its report, opens each view in a headless browser and
+prints seconds and megabytes.
 """
 
 import argparse
@@ -19,9 +20,10 @@ from gspo_jax.runs import metrics
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 WORDS = "so we add the two sides and see that x is equal to 7 because of what was said".split()
-STEPS, METRICS, DUMPS = 500, 100, 50  # of the run; half of the dumps have log-ratios
+METRICS, LAYERS, DUMPS = 150, 48, 50  # of the run; half of the dumps have log-ratios
+VIEWS = ("overview", "responses", "router", "other")
 
-# Put before the page's own script: when the responses are in the page, and when each has its place.
+# Put before the page's own script: when the view is in the page, and when all has its place.
 # The page then empties itself, lest its text in the browser's output be measured too.
 PROBE = """<script>
 const root = document.documentElement;
@@ -35,18 +37,19 @@ new MutationObserver(() => {
 """
 
 
-def make_run(folder: Path, responses: int, length: int) -> None:
-  """A run with so many responses, of `length` tokens each, in groups of eight."""
+def make_run(folder: Path, steps: int, responses: int, length: int) -> None:
+  """A run of so many steps and responses, of `length` tokens each, in groups of eight."""
   chance = random.Random(0)
   with metrics.Writer(folder) as writer:
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
       row = {f"minibatch/{i}/loss": chance.random() for i in range(16)}
+      row |= {f"router/volatility/layer_{i:02d}": chance.random() for i in range(LAYERS)}
       row |= {f"extra/{i}": chance.random() for i in range(METRICS - len(row))}
       writer.write({"phase": "rl", "step": step, "reward/mean": chance.random(), **row})
     for i in range(1, DUMPS + 1):
       with_ratios = i > DUMPS // 2
       records = [make_record(chance, n, length, with_ratios) for n in range(responses // DUMPS)]
-      writer.dump_rollouts("rl", i * STEPS // DUMPS, records)
+      writer.dump_rollouts("rl", i * steps // DUMPS, records)
 
 
 def make_record(chance: random.Random, n: int, length: int, with_ratios: bool) -> dict:
@@ -63,14 +66,14 @@ def make_record(chance: random.Random, n: int, length: int, with_ratios: bool) -
   return record
 
 
-def open_in_browser(page: Path, profile: Path) -> dict[str, float]:
-  """Seconds of the whole browser, and of the page until its responses are drawn and laid out."""
+def open_in_browser(page: Path, view: str, profile: Path) -> dict[str, float]:
+  """Seconds of the whole browser, and of the page until a view is drawn and laid out."""
   probed = page.with_name("probed.html")
   probed.write_text(page.read_text("utf-8").replace("<body>", "<body>" + PROBE, 1), "utf-8")
   command = [
     BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    f"--user-data-dir={profile}", "--dump-dom", probed.as_uri(),
+    f"--user-data-dir={profile}", "--dump-dom", f"{probed.as_uri()}#{view}",
   ]  # fmt: skip
   start = time.perf_counter()
   result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
@@ -84,13 +87,13 @@ def open_in_browser(page: Path, profile: Path) -> dict[str, float]:
 def main() -> None:
   """Prints one line per opening."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--steps", type=int, default=10_000)
   parser.add_argument("--responses", type=int, default=10_000)
   parser.add_argument("--tokens", type=int, default=300, help="of each response")
-  parser.add_argument("--repeats", type=int, default=3)
   options = parser.parse_args()
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    make_run(folder, options.responses, options.tokens)
+    make_run(folder, options.steps, options.responses, options.tokens)
     start = time.perf_counter()
     page = write_report(folder)
     print(f"written in {time.perf_counter() - start:.2f} s, {page.stat().st_size / 1e6:.1f} MB")
@@ -99,10 +102,10 @@ def main() -> None:
       return
     empty = folder / "empty.html"
     empty.write_text("<!doctype html><html><body></body></html>")
-    print(f"an empty page: browser {open_in_browser(empty, folder / 'profile')['browser']:.2f} s")
-    for i in range(options.repeats):
-      found = open_in_browser(page, folder / f"profile{i}")
-      print("  ".join(f"{what} {seconds:.2f} s" for what, seconds in found.items()))
+    for name, opened, view in (("empty page", empty, ""), *((v, page, v) for v in VIEWS)):
+      found = open_in_browser(opened, view, folder / "profile")
+      seconds = "  ".join(f"{what} {s:.2f} s" for what, s in found.items() if s == s)
+      print(f"{name}: {seconds}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Content of a report of runs, as JSON values: figures on top, warnings, differences, charts.
+"""Content of a report of runs, as JSON values: answers on top, warnings, differences, charts.
 
 A report shows one run or compares several: the curves of a metric then share one chart.
 """
@@ -6,20 +6,13 @@ A report shows one run or compares several: the curves of a metric then share on
 import dataclasses
 import itertools
 import json
-import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gspo_jax.report.figures import SECTIONS, STAGES, UNDRAWN, Figure, Line, Section
+from gspo_jax.report import overview
+from gspo_jax.report.curves import ByPhase, Row, build_sections
+from gspo_jax.report.figures import VIEWS
 from gspo_jax.runs import metrics
-from gspo_jax.runs.progress import clock_text
-
-Row = dict[str, Any]
-ByPhase = Mapping[str, Sequence[Row]]
-
-# Beyond these the page would be slow, and nobody could see more.
-MAX_POINTS = 1200  # of the curves of one metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +45,9 @@ def describe(runs: Sequence[Run]) -> Row:
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
   found = {phase: [step for one in by_phases for step in _ends(one[phase])] for phase in titles}
   return {
+    "views": VIEWS,
     "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
-    "runs": [describe_run(run, by_phase, titles) for run, by_phase in zip(runs, by_phases)],
+    "runs": [describe_run(run, by_phase) for run, by_phase in zip(runs, by_phases)],
     "phases": {
       phase: {"title": titles[phase], "from": min(steps), "to": max(steps)}
       for phase, steps in found.items()
@@ -78,46 +72,21 @@ def _ends(rows: Sequence[Row]) -> list[int]:
   return [rows[0]["step"], rows[-1]["step"]] if rows else []
 
 
-def describe_run(run: Run, by_phase: ByPhase, titles: Mapping[str, str]) -> Row:
+def describe_run(run: Run, by_phase: ByPhase) -> Row:
   """One run's part of the page, without its charts."""
+  alarms = list(warnings(by_phase))
   return {
     "name": run.name,
     "summary": summarize(run),
     "config": [[key, as_text(value)] for key, value in run.flat.items()],
     "provenance": [[key, as_text(value)] for key, value in run.provenance.items()],
-    "headline": headline(by_phase, titles),
-    "warnings": list(warnings(by_phase)),
+    "answers": overview.answer(by_phase, alarms, run.flat),
+    "warnings": alarms,
+    "timeline": overview.timeline(by_phase["rl"]),
     "phases": {
       phase: dict(zip(("from", "to"), _ends(rows))) for phase, rows in by_phase.items() if rows
     },
   }
-
-
-def headline(by_phase: ByPhase, titles: Mapping[str, str]) -> list[Row]:
-  """The figures on top: accuracy before and after the RL, steps, time."""
-  items = []
-  for key, label in (("eval/accuracy", "Held-out accuracy, avg@k"), ("eval/greedy", "Greedy")):
-    rl, alone = (_known(by_phase[phase], key) for phase in ("rl", "eval"))
-    if rl:  # the first one is that of step 0
-      items.append({"label": label, "before": rl[0], "after": rl[-1]})
-    elif alone:
-      items.append({"label": label, "after": alone[-1]})
-  rewards = _known(by_phase["rl"], "reward/mean")
-  if rewards and not items:
-    items.append({"label": "Reward", "value": f"{rewards[0]:.3g} → {rewards[-1]:.3g}"})
-  for phase in ("rl", "sft"):
-    if rows := by_phase[phase]:
-      items.append({"label": f"{titles[phase]} steps", "value": f"{rows[-1]['step']:,}"})
-  times = [
-    v for row in by_phase["rl"] for k, v in row.items() if re.fullmatch("time/[^/]+", k) and v
-  ]
-  if times:
-    items.append({"label": "Time in stages", "value": clock_text(sum(times))})
-  return items
-
-
-def _known(rows: Sequence[Row], key: str) -> list[float]:
-  return [row[key] for row in rows if row.get(key) is not None]
 
 
 def warnings(by_phase: ByPhase) -> Iterable[Row]:
@@ -158,111 +127,6 @@ def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
   ]
 
 
-def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
-  """The charts for which the runs have metrics; metrics that no chart names come last."""
-  figures = [figure for section in SECTIONS for figure in section.figures]
-  bands = {edge for figure in figures for line in figure.lines for edge in (line.low, line.high)}
-  built = {figure: _build_figures(figure, runs) for figure in figures}
-  drawn = {(s["phase"], s["key"]) for parts in built.values() for f in parts for s in f["series"]}
-  other = [
-    Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
-    for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
-    for key in sorted({k for run in runs for row in run[phase] for k in row} - bands)
-    if (phase, key) not in drawn and key not in ("phase", "step")
-    if not key.startswith("warning/") and not (phase == "sft" and key.startswith("minibatch/"))
-    if not UNDRAWN.fullmatch(key)
-  ]
-  built |= {figure: _build_figures(figure, runs) for figure in other}
-  sections = []
-  for section in (*SECTIONS, Section("Other metrics", "", tuple(other))):
-    parts = [part for figure in section.figures for part in built[figure]]
-    for part in parts:
-      part["marks"] = list(ratio_marks) if part["unit"] == "ratio" else []
-    if parts:
-      sections.append({"title": section.title, "note": section.note, "figures": parts})
-  return sections
-
-
-def _build_figures(figure: Figure, runs: Sequence[ByPhase]) -> list[Row]:
-  """One chart for all runs, or one each where bars are stacked; none without curves."""
-  points = MAX_POINTS // len(runs)
-  series = [
-    curve | {"run": i}
-    for phase in figure.phases
-    for i, by_phase in enumerate(runs)
-    for curve in _build_curves(figure, phase, by_phase[phase], points)
-  ]
-  if figure.kind != "stack" or len(runs) == 1:
-    parts = [series] if series else []
-  else:
-    parts = [[s for s in series if s["run"] == i] for i in range(len(runs))]
-  names = {f.name for f in dataclasses.fields(Figure)} - {"lines", "phases"}
-  common = {name: getattr(figure, name) for name in names}
-  if len(parts) > 1:  # side by side, on one axis and with the same colours
-    common["top"] = max(max(_totals(part), default=0) for part in parts)
-    common["labels"] = list(dict.fromkeys(s["label"] for s in series))
-    common["wide"] = False
-  return [
-    common
-    | {"phases": [p for p in figure.phases if any(s["phase"] == p for s in part)], "series": part}
-    for part in parts
-    if part
-  ]
-
-
-def _totals(series: Sequence[Row]) -> list[float]:
-  return [sum(y or 0 for y in ys) for ys in zip(*(s["y"] for s in series))]
-
-
-def _build_curves(figure: Figure, phase: str, rows: Sequence[Row], points: int) -> Iterable[Row]:
-  stack = figure.kind == "stack"
-  keys = {key for row in rows for key in row}
-  found = [(line, *pair) for line in figure.lines for pair in _expand(line.key, keys)]
-  stacked = [row for row in rows if any(key in row for _, key, _ in found)]
-  for line, key, name in found:
-    # Of a stack, what a step lacks was 0 (a stage that did not run); else it was not measured.
-    picked = stacked if stack else [row for row in rows if key in row]
-    curve = {
-      "phase": phase,
-      "key": key,
-      "label": line.label.replace("{i}", name).replace("{name}", name),
-      "color": line.color,
-      "x": [row["step"] for row in picked],
-      "y": [_round(row.get(key, 0.0)) for row in picked],
-    }
-    if line.low and any(line.low in row for row in picked):
-      curve["low"] = [_round(row.get(line.low)) for row in picked]
-      curve["high"] = [_round(row.get(line.high)) for row in picked]
-    yield thin(curve, points // 3 if stack else points)
-
-
-def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
-  """(metric, what the braces stand for) for each metric that a pattern names."""
-  if "{" not in pattern:
-    return [(pattern, "")] if pattern in keys else []
-  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
-  pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
-  if "{i}" in pattern:
-    return sorted(pairs, key=lambda pair: int(pair[1]))
-  return sorted(pairs, key=lambda p: (STAGES.index(p[1]) if p[1] in STAGES else 99, p[1]))
-
-
-def thin(curve: Row, limit: int) -> Row:
-  """Averages neighbours so that at most `limit` points remain; bands keep their extremes."""
-  count = len(curve["x"])
-  if count <= limit:
-    return curve
-  edges = [round(i * count / limit) for i in range(limit + 1)]
-  spans = list(itertools.pairwise(edges))
-  reduce = {"x": lambda v: v[-1], "y": lambda v: _round(sum(v) / len(v)), "low": min, "high": max}
-
-  def pooled(name: str) -> list[float | None]:
-    parts = ([v for v in curve[name][a:b] if v is not None] for a, b in spans)
-    return [reduce[name](part) if part else None for part in parts]
-
-  return curve | {name: pooled(name) for name in reduce if name in curve}
-
-
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
   """Nested mappings as dotted keys."""
   for key, value in config.items():
@@ -287,16 +151,14 @@ SUMMARY = {
 def summarize(run: Run) -> list[str]:
   """The settings that tell one run from another, for those that the config has, and the commit."""
   flat, code = run.flat, run.provenance
-  found = [text.format(flat[key]) for key, text in SUMMARY.items() if flat.get(key) is not None]
+  known = {key: flat[key] for key in SUMMARY if flat.get(key) is not None}
+  found = [
+    SUMMARY[key].format(f"{value:.6g}" if isinstance(value, float) else value)
+    for key, value in known.items()
+  ]
   if commit := code.get("commit"):
     found.append(f"commit {commit[:8]}{' with changes' if code.get('dirty') else ''}")
   return found
-
-
-def _round(value: float | None) -> float | None:
-  if value is None or not math.isfinite(value):
-    return None
-  return float(f"{value:.7g}")
 
 
 def as_text(value: Any) -> str:

@@ -25,26 +25,46 @@ class Figure:
   lines: tuple[Line, ...]
   phases: tuple[str, ...] = ("rl",)
   unit: str = "number"  # number, percent, seconds, ratio: how values are written
-  kind: str = "line"  # or "stack"
+  kind: str = "line"  # or "stack", or "heat": a row of colours for each curve
   zero: bool = True  # the axis includes 0
   wide: bool = False
+  overview: bool = False  # on the overview too
+  log: bool = True  # drawn on a log scale where the values ask for it
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """A heading and its charts."""
+  """A heading and its charts, in one of the views. `rest` matches metrics that belong there though
+  no chart names them; each has a chart of its own."""
 
+  view: str
   title: str
   note: str
   figures: tuple[Figure, ...]
+  rest: str = ""
 
 
+# The views of a page in their order; the first is what it opens with.
+VIEWS = {
+  "overview": "Overview",
+  "responses": "Responses",
+  "learning": "Learning",
+  "ratio": "Ratio and clipping",
+  "router": "Router",
+  "speed": "Speed and memory",
+  "other": "More",
+}
 BOTH = ("sft", "rl")
 HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
+STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
+OUTCOMES = {
+  "right": "right teal", "wrong": "wrong grey", "unparsable": "unparsable violet",
+  "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
+  "crash": "crash orange",
+}  # fmt: skip
 # As many curves as mini-batches times layers: metrics.jsonl has them, the page does not.
 UNDRAWN = re.compile(r"minibatch/\d+/router/volatility/layer_\d+")
-STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
 
 
 def _chart(
@@ -70,31 +90,26 @@ def _by_length(title: str, note: str, key: str, **options) -> Figure:
   return _chart(f"{title} by length", note, line, **options)
 
 
-def _section(title: str, note: str, *figures: Figure) -> Section:
-  return Section(title, note, figures)
+def _section(view: str, title: str, note: str, *figures: Figure, rest: str = "") -> Section:
+  return Section(view, title, note, figures, rest)
 
 
 SECTIONS = (
   _section(
-    "Learning", "",
+    "learning", "Learning", "",
     _chart(
       "Held-out accuracy",
       "average over k samples per held-out problem, with its confidence interval, and greedy",
       {"eval/accuracy": "avg@k blue", "eval/greedy": "greedy orange"},
       ("eval/accuracy/low", "eval/accuracy/high"), phases=HELD_OUT, unit="percent", zero=False,
-      wide=True,
+      wide=True, overview=True, log=False,
     ),
     _chart("Reward", "mean over the responses of a rollout",
-           {"reward/mean": "mean blue", "reward/std": "std grey"}),
-    _chart("Conversations",
-           "what environments report, by name; mean over the conversations of a rollout",
-           {"environment/{name}": "{name} cycle"}),
+           {"reward/mean": "mean blue", "reward/std": "std grey"}, overview=True, log=False),
+    _chart("Entropy", "nats per token", "entropy", overview=True),
     _chart("Response length", "tokens",
            {"response_length/mean": "mean blue", "response_length/max": "longest grey",
-            "eval/response_length/mean": "held out orange"}, phases=HELD_OUT),
-    _by_length("Reward", "mean over responses of so many tokens", "reward"),
-    _by_length("Responses", "share of the responses", "responses", unit="percent"),
-    _chart("Entropy", "nats per token", "entropy"),
+            "eval/response_length/mean": "held out orange"}, phases=HELD_OUT, log=False),
     _chart(
       "Wasted samples",
       "responses cut at the limit, or without a verdict because the verifier failed; groups whose"
@@ -102,20 +117,42 @@ SECTIONS = (
       {"truncated_fraction": "truncated orange", "groups_without_spread": "equal rewards violet",
        "verifier/unknown": "no verdict pink",
        "eval/truncated_fraction": "truncated, held out amber"}, phases=HELD_OUT, unit="percent",
+      log=False,
     ),
-    _chart(
-      "Verifier", "share of the responses by outcome",
-      {"verifier/right": "right teal", "verifier/wrong": "wrong grey",
-       "verifier/unparsable": "unparsable violet", "verifier/error": "error pink",
-       "verifier/timeout": "timeout amber", "verifier/memory": "memory green",
-       "verifier/crash": "crash orange"}, unit="percent", kind="stack",
-    ),
+    *(_chart(f"Verifier{of}", "share of the responses by outcome",
+             {f"{prefix}verifier/{name}": color for name, color in OUTCOMES.items()},
+             unit="percent", kind="stack")
+      for of, prefix in (("", ""), (", held out", "eval/"))),
+    _chart("Conversations",
+           "what environments report, by name; mean over the conversations of a rollout",
+           {"environment/{name}": "{name} cycle"}),
+    _by_length("Reward", "mean over responses of so many tokens", "reward", log=False),
+    _by_length("Responses", "share of the responses", "responses", unit="percent", log=False),
+    rest="(eval|verifier)/.+",
   ),
   _section(
-    "Ratio and clipping",
-    "How far the policy moves from the one that sampled, and what clipping makes of it.",
+    "learning", "Optimisation", "",
+    _chart("Gradient norm", "before clipping", "grad_norm", overview=True),
+    _chart("Loss", "the negated objective", "loss", zero=False),
+    _by_minibatch("Loss", "", "loss", zero=False),
+    _chart("Learning rate", "", "learning_rate", log=False),
+    _chart("Skipped updates", "of a step, not applied", "updates_skipped", phases=BOTH),
+  ),
+  _section(
+    "learning", "Cold start",
+    "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
+    _chart("Loss", "cross-entropy, nats per token; held out with it",
+           {"loss": "training amber", "held_out_loss": "held out orange"}, phases=("sft",)),
+    _chart("Entropy", "nats per token", "entropy", phases=("sft",)),
+    _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",)),
+    _chart("Learning rate", "", "learning_rate", phases=("sft",), log=False),
+  ),
+  _section(
+    "ratio", "Ratio",
+    "How far the policy moves from the one that sampled.",
     _chart("Importance ratio", "mean, with the band from smallest to largest",
-           {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False),
+           {"ratio/mean": "mean blue"}, ("ratio/min", "ratio/max"), unit="ratio", zero=False,
+           wide=True),
     _chart("Deviation of the ratio", "over all mini-batches",
            {"ratio/std": "std violet", "ratio/deviation": "mean |ratio − 1| blue"}),
     _by_minibatch("Ratio deviation", "mean |ratio − 1| of each update", "ratio/deviation"),
@@ -124,70 +161,112 @@ SECTIONS = (
                "log_ratio_std"),
     _chart("Effective length", "tokens that make up the log-ratio of a response",
            "ratio/effective_length"),
+  ),
+  _section(
+    "ratio", "Clipping", "What clipping makes of it.",
     *(_chart(f"Clipped {x}s", f"share of {what} outside the clip range",
              {f"clip_fraction/{x}": "all blue", f"clip_fraction/{x}/low": "low (A < 0) teal",
-              f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent")
+              f"clip_fraction/{x}/high": "high (A > 0) orange"}, unit="percent",
+             overview=x == "token")
       for x, what in (("sequence", "responses"), ("token", "tokens"))),
-    _chart("Sampler against trainer", "|difference| of their log-probabilities of the same tokens",
-           {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
-            "mismatch/abs/max": "largest orange"}),
     *(_by_minibatch(f"Clipped {x}s", "share of each update", f"clip_fraction/{x}", unit="percent")
       for x in ("sequence", "token")),
     *(_by_minibatch(f"Tokens clipped {side}", f"A {sign} 0; share of each update",
                     f"clip_fraction/token/{side}", unit="percent")
       for side, sign in (("high", ">"), ("low", "<"), ("dual", "<"))),
     _by_length("Clipped tokens", "share of the tokens", "clip_fraction", unit="percent"),
+    _chart("Clip range", "how far the ratio may be from 1 on the nearer side", "clip_range"),
+    rest="(clip_fraction|ratio)/.+",
+  ),
+  _section(
+    "ratio", "Distance", "",
     _chart("KL to the sampling policy", "estimators k1 and k3, nats per token",
-           {"kl/k1": "k1 teal", "kl/k3": "k3 blue"}, zero=False),
+           {"kl/k1": "k1 grey", "kl/k3": "k3 blue"}, zero=False),
     _by_minibatch("KL", "estimator k3 at each update, nats per token", "kl/k3"),
+    rest="kl/.+",
   ),
   _section(
-    "Optimisation", "",
-    _chart("Loss", "the negated objective", "loss", zero=False),
-    _by_minibatch("Loss", "", "loss", zero=False),
-    _chart("Gradient norm", "before clipping", "grad_norm"),
-    _chart("Learning rate", "", "learning_rate"),
-    _chart("Skipped updates", "of a step, not applied", "updates_skipped", phases=BOTH),
+    "ratio", "Sampler against trainer",
+    "The same tokens and weights in both, before the first update: rounding, not learning.",
+    _chart("Sampler against trainer", "|difference| of their log-probabilities of the same tokens",
+           {"mismatch/abs/mean": "mean blue", "mismatch/sequence/abs/mean": "per sequence teal",
+            "mismatch/abs/max": "largest orange"}),
+    _chart("Probe after publication",
+           "the engine's log-probabilities of known texts against the trainer's",
+           {"probe": "probe blue", "probe/{name}": "{name} cycle"}),
+    rest="(mismatch|correction|probe)/.+",
   ),
   _section(
-    "Router", "",
-    _chart("Load balance", "1 is even", "router/load_balance", phases=BOTH, zero=False),
-    _chart("Router entropy", "nats", "router/entropy", phases=BOTH, zero=False),
+    "ratio", "Asynchrony", "How old the weights are that sampled what is trained on.",
+    _chart("Lag", "updates between the weights that sampled and those that are trained",
+           {"lag": "lag blue", "lag/{name}": "{name} cycle"}, log=False),
+    _chart("Version of the weights", "",
+           {"version": "version blue", "version/{name}": "{name} cycle"}, zero=False, log=False),
+    rest="(lag|version|off_policy|async)/.+",
+  ),
+  _section(
+    "router", "Volatility",
+    "Share of a token's experts that are others than at rollout time: the paper's own diagnosis of"
+    " experts under reinforcement learning.",
+    _chart("Volatility by layer", "a row per layer of experts, over all mini-batches",
+           {"router/volatility/layer_{i}": "layer {i} sequence"}, unit="percent", kind="heat",
+           wide=True),
+    _chart("Volatility", "over all mini-batches",
+           {f"router/volatility/{key}": text for key, text in {
+             "mean": "mean blue", "max_layer": "largest layer orange"}.items()}, unit="percent",
+           overview=True),
+    *(_by_minibatch(f"Volatility{of}", "share of each update", f"router/volatility/{key}",
+                    unit="percent")
+      for of, key in (("", "mean"), (" of the largest layer", "max_layer"))),
+  ),
+  _section(
+    "router", "Load and entropy", "",
+    _chart("Load balance", "1 is even", "router/load_balance", phases=BOTH, zero=False, log=False),
     _chart("Busiest expert", "its share of the tokens", "router/busiest_expert", phases=BOTH,
-           unit="percent", zero=False),
+           unit="percent", zero=False, log=False),
+    _chart("Router entropy", "nats", "router/entropy", phases=BOTH, zero=False, log=False),
     _chart("Router z-loss", "before its coefficient", "router/z", phases=BOTH, zero=False),
     _chart("Dropped tokens", "must be 0", "router/dropped_tokens", phases=BOTH),
-    _chart("Volatility", "share of a token's experts that are others than at rollout time",
-           {f"router/volatility/{key}": text for key, text in {
-             "mean": "mean blue", "max_layer": "largest layer orange",
-             "sampler": "sampler to trainer grey"}.items()}, unit="percent"),
-    *(_by_minibatch(f"Volatility{of}", "", f"router/volatility/{key}", unit="percent")
-      for of, key in (("", "mean"), (" of the largest layer", "max_layer"))),
-    _chart("Volatility by layer", "over all mini-batches",
-           {"router/volatility/layer_{i}": "layer {i} sequence"}, unit="percent"),
   ),
   _section(
-    "Time", "",
+    "router", "Replay",
+    "Whether the trainer takes the sampler's experts. Under replay the volatility above says what"
+    " the router would have chosen.",
+    _chart("Sampler to trainer", "share of the experts that differ with the same weights",
+           "router/volatility/sampler", unit="percent"),
+    rest="router/.+",
+  ),
+  _section(
+    "speed", "Iteration", "",
     _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
-           kind="stack", wide=True),
-    _chart("Throughput", "tokens per second", "tokens_per_second"),
-    _chart("Tokens so far", "sampled since the first iteration", "total/tokens"),
-    _chart("FLOPs so far", "of the model: sampling, passes without gradient, updates",
-           "total/flops"),
+           kind="stack", wide=True, overview=True),
+    _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
+    _chart("Throughput", "tokens per second; of decoding alone",
+           {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
+    _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
+           unit="seconds", phases=BOTH),
+    rest="time/.+",
+  ),
+  _section(
+    "speed", "Utilisation and memory", "",
     _chart("Model FLOPs utilisation", "of the update: its share of what the devices could do",
            "mfu/update", unit="percent"),
     _chart("FLOPS", "floating-point operations per second of the update",
            "flops_per_second/update"),
     _chart("Peak memory", "GiB, since the start",
            {"memory/device_peak_gib": "device blue", "memory/host_peak_gib": "host orange"}),
-    _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
-           unit="seconds"),
+    _chart("Padding", "share of the positions of the updates without a token", "padding",
+           unit="percent", log=False),
+    _chart("Tokens so far", "sampled since the first iteration", "total/tokens", log=False),
+    _chart("FLOPs so far", "of the model: sampling, passes without gradient, updates",
+           "total/flops", log=False),
+    rest="(mfu|flops_per_second|memory|total|checkpoint)/.+",
   ),
   _section(
-    "Cold start", "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
-    _chart("Loss", "cross-entropy, nats per token", "loss", phases=("sft",)),
-    _chart("Entropy", "nats per token", "entropy", phases=("sft",)),
-    _chart("Gradient norm", "before clipping", "grad_norm", phases=("sft",)),
-    _chart("Learning rate", "", "learning_rate", phases=("sft",)),
+    "speed", "Sampler and engine", "",
+    _chart("Slots and prefill", "share of the positions that were of use",
+           {"sampling/slot_utilisation": "slots blue",
+            "sampling/prefill_utilisation": "prefill teal"}, unit="percent", log=False),
+    rest="(sampling|engine)(/.+)?",
   ),
 )  # fmt: skip

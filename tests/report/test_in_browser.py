@@ -72,35 +72,52 @@ def found(tab):
   return int(tab.texts(".found")[0].split()[0])
 
 
+def show(tab, view):
+  tab.evaluate(f"void (location.hash = '#{view}')")
+  tab.wait(f"document.documentElement.dataset.view === '{view}'")
+  tab.evaluate(
+    "document.querySelectorAll('.view:not([hidden]) details').forEach((d) => { d.open = true })"
+  )
+
+
 def test_all_charts_are_drawn_and_text_stays_text(tab, tmp_path):
   path = write_report(cases.make_run(tmp_path))
   tab.open(path)
   report = cases.embedded(path)
-  assert tab.texts("figure h3") == [title for _, title in cases.figures(report)]
-  assert tab.evaluate("document.querySelectorAll('figure > svg path').length") > 50
-  assert tab.evaluate("document.title") == "a <b>run"  # no response took it
+  for view in {section["view"]: None for section in report["sections"]}:
+    show(tab, view)
+    sections = [section for section in report["sections"] if section["view"] == view]
+    charts = [figure for section in sections for figure in section["figures"]]
+    drawn = [f for f in charts if any("constant" not in series for series in f["series"])]
+    assert tab.texts(f"#view-{view} figure h3") == [figure["title"] for figure in drawn]
+    said = " ".join(tab.texts(f"#view-{view} .constants"))
+    assert all(figure["title"] in said for figure in charts if figure not in drawn)
+    marks = f"document.querySelectorAll('#view-{view} figure > svg path').length"
+    assert tab.evaluate(marks) >= len([f for f in drawn if f["kind"] != "heat"])
+  show(tab, "responses")
+  assert tab.evaluate("document.title") == "Responses · a <b>run"  # no response took it
   assert found(tab) == 25 and "NaN" not in tab.evaluate("document.getElementById('page').innerHTML")
 
 
 def test_responses_by_length(tab, run_page):
-  tab.open(run_page)
+  tab.open(run_page, "#responses")
   assert found(tab) == 17
   tab.choose("shortest", "13")
   assert found(tab) == 12
   tab.choose("longest", "23")
   assert found(tab) == 8
-  assert set(tab.texts(".sample:not(.titles) .cell[data-label=tokens]")) == {"13", "23"}
+  assert set(tab.texts(".sample .cell[data-label=tokens]")) == {"13", "23"}
   tab.choose("shortest", "")
   assert found(tab) == 13  # the held-out one has three tokens
 
 
 def test_responses_by_clipping_and_by_end(tab, run_page):
-  tab.open(run_page)
+  tab.open(run_page, "#responses")
   tab.choose("clip", "clipped")
   assert found(tab) == 8
-  assert set(tab.texts(".sample:not(.titles) .flag")) == {"clipped", "clipped, truncated"}
+  assert set(tab.texts(".sample .flag")) == {"clipped", "clipped, truncated"}
   tab.choose("ending", "whole")
-  assert set(tab.texts(".sample:not(.titles) .flag")) == {"clipped"}
+  assert set(tab.texts(".sample .flag")) == {"clipped"}
   tab.choose("clip", "unclipped")
   assert found(tab) == 8  # the held-out one is neither clipped nor not
   tab.choose("reward", "1,1")
@@ -108,8 +125,10 @@ def test_responses_by_clipping_and_by_end(tab, run_page):
 
 
 def test_tokens_are_coloured_on_request(tab, run_page):
-  tab.open(run_page)
+  tab.open(run_page, "#responses")
   tab.choose("query", "lines")
+  assert set(tab.texts(".sample .token.found")) == {"lines"}
+  tab.choose("tokens", "plain")
   assert set(tab.texts(".sample mark")) == {"lines"} and tab.texts(".sample .token") == []
   tab.choose("kind", "train")
   tab.choose("tokens", "colored")
@@ -137,8 +156,7 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
     record = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
     record["clipped_tokens"] = [int(i in (1, 399)) for i in range(400)]
     writer.dump_rollouts("rl", 1, [record])
-  tab.open(write_report(tmp_path))
-  tab.choose("tokens", "colored")
+  tab.open(write_report(tmp_path), "#responses")
   assert 50 < len(tab.texts(".sample .token")) < 400
   tab.evaluate("document.querySelector('.more').click()")
   assert tab.texts(".sample .token") == tokens
@@ -151,7 +169,7 @@ def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
   found = rollouts.read_rollouts([run / "rollouts"], 100, 60)
   path = tmp_path / "page.html"
   path.write_text(page.render(data.describe([data.Run("run", [], {})]), found), "utf-8")
-  tab.open(path)
+  tab.open(path, "#responses?tokens=plain")
   assert not tab.evaluate("document.querySelector('.scale').checkVisibility()")
   tab.choose("tokens", "colored")
   assert tab.evaluate("document.querySelector('.scale').checkVisibility()")
@@ -160,7 +178,7 @@ def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
 
 
 def test_pointing_at_a_chart_reads_all_charts_at_that_step(tab, run_page):
-  tab.open(run_page)
+  tab.open(run_page, "#learning")
   assert tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "20"  # at the end
   tab.point_at_step(7, "Entropy")
   assert tab.figure("Entropy", "f.querySelector('.legend b').textContent") == "7"
@@ -179,7 +197,7 @@ def test_warnings_are_on_top(tab, run_page, tmp_path):
 
 
 def test_a_comparison_draws_the_curves_of_all_runs_in_one_chart(tab, comparison_page):
-  tab.open(comparison_page)
+  tab.open(comparison_page, "#learning")
   curves = "[...f.querySelectorAll('svg > .curve')]"
   colors = f"{curves}.map((c) => getComputedStyle(c).stroke)"
   assert len(set(tab.figure("Entropy", colors))) == 2
@@ -190,18 +208,19 @@ def test_a_comparison_draws_the_curves_of_all_runs_in_one_chart(tab, comparison_
   keys = "[...f.querySelectorAll('.legend')].map((l) => [...l.children].map((k) => k.textContent))"
   expected = ["two", "mini-batch 0 20", "mini-batch 1 21", "mini-batch 2 22"]
   assert tab.figure("Loss by mini-batch", keys)[1] == expected
+  tab.point_at_step(7, "Entropy")
+  assert tab.figure("Entropy", legends) == ["one 7", "two 14"]
+  tab.open(comparison_page, "#speed")
   assert tab.texts("figure h3").count("Time per stage") == 2  # bars cannot lie over each other
   stacks = "[...document.querySelectorAll('figure')].filter((g) => g.querySelector('.bar'))"
   fills = "[...g.querySelectorAll('.bar')].map((bar) => getComputedStyle(bar).fill)"
   one, two = tab.evaluate(f"{stacks}.map((g) => {fills})")
   assert one[0] == two[0] and one[-1] == two[-1] and len(one) == 2 and len(two) == 3
-  tab.point_at_step(7, "Entropy")
-  assert tab.figure("Entropy", legends) == ["one 7", "two 14"]
 
 
 def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
   runs = [write_run(tmp_path / "long"), write_run(tmp_path / "short", steps=10)]
-  tab.open(write_report(*runs, output=tmp_path / "compare.html"))
+  tab.open(write_report(*runs, output=tmp_path / "compare.html"), "#learning")
   legends = "[...f.querySelectorAll('.legend')].map((l) => l.textContent)"
   assert tab.figure("Entropy", legends) == ["long 20", "short 10"]
   tab.point_at_step(15, "Entropy")
@@ -210,8 +229,132 @@ def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
 
 def test_a_comparison_tells_the_runs_apart(tab, comparison_page):
   tab.open(comparison_page)
-  assert tab.texts("thead th") == ["one", "two"]
+  assert tab.texts("thead th") == ["one", "two"] * 3  # of each question
   assert tab.texts("details tbody tr") == ["seed12"]
+  assert "Seconds per iteration3 s4 s +33%" in tab.texts("tbody tr")
+  show(tab, "responses")
   assert found(tab) == 34
   tab.choose("run", "1")
   assert found(tab) == 17 and set(tab.texts(".group .of")) == {"two"}
+
+
+def test_a_view_is_opened_by_its_address_and_by_a_key(tab, run_page):
+  tab.open(run_page)
+  names = tab.texts("nav a")
+  assert names == ["Overview", "Responses", "Learning", "Speed and memory"]  # what the run has
+  shown = (
+    "[...document.querySelectorAll('.view')].filter((v) => v.checkVisibility()).map((v) => v.id)"
+  )
+  assert tab.evaluate(shown) == ["view-overview"] and len(tab.texts(".card")) == 3
+  tab.press("3")
+  assert tab.evaluate(shown) == ["view-learning"]
+  assert tab.texts("nav [aria-current]") == ["Learning"]
+  tab.evaluate("history.back()")
+  tab.wait("document.documentElement.dataset.view === 'overview'")
+  tab.open(run_page, "#nothing")
+  assert tab.evaluate(shown) == ["view-overview"]
+
+
+def test_an_address_leads_to_a_section_of_a_view(tab, tmp_path):
+  tab.open(write_report(cases.make_run(tmp_path)), "#ratio/clipping")
+  section = "document.getElementById('ratio/clipping').getBoundingClientRect()"
+  nav = "document.querySelector('nav').getBoundingClientRect()"
+  assert tab.evaluate(f"Math.abs({section}.top - {nav}.bottom) < 30 && scrollY > 100")
+
+
+def test_filters_are_part_of_the_address(tab, run_page):
+  tab.open(run_page, "#responses?clip=clipped&query=lines")
+  assert found(tab) == 8 and tab.evaluate("document.querySelector('[name=query]').value") == "lines"
+  tab.choose("clip", "unclipped")
+  assert tab.evaluate("location.hash") == "#responses?clip=unclipped&query=lines"
+  tab.open(run_page, "#responses?reward=never")
+  assert found(tab) == 17  # what no filter offers is left out
+
+
+def test_keys_search_and_read_charts(tab, run_page):
+  tab.open(run_page)
+  tab.press("/")
+  assert tab.evaluate("document.activeElement.name") == "query"
+  tab.press("2")
+  assert tab.evaluate("document.documentElement.dataset.view") == "responses"  # typed, no key
+  tab.open(run_page, "#learning")
+  tab.figure("Entropy", "f.querySelector('svg[tabindex]').focus()")
+  tab.press("ArrowLeft")
+  tab.press("ArrowLeft")
+  assert tab.figure("Loss", "f.querySelector('.legend b').textContent") == "−19"
+  tab.press("Escape")
+  assert tab.figure("Loss", "f.querySelector('.cross').style.visibility") == "hidden"
+  tab.press("?")
+  assert tab.evaluate("document.querySelector('dialog').open")
+
+
+def test_constant_metrics_are_a_line_of_text(tab, run_page):
+  tab.open(run_page, "#learning")
+  assert "Throughout: Gradient norm 1" in tab.texts(".constants")
+  assert "Gradient norm" not in tab.texts("figure h3")
+
+
+def write_layers(folder, layers=3, steps=60):
+  with metrics.Writer(folder) as writer:
+    for step in range(1, steps + 1):
+      volatility = {
+        f"router/volatility/layer_{j:02d}": 0.01 * j * (step % 7) for j in range(layers)
+      }
+      kl = 10.0 ** (-1 - 5 * step / steps)
+      row = {"phase": "rl", "step": step, "kl/k3": kl, "router/entropy": 1 + 1e-7 * (step % 9)}
+      writer.write(row | {"router/z": 1 + 1e-5 * (step % 9)} | volatility)
+  return write_report(folder)
+
+
+def test_layers_are_a_heat_map_that_can_be_read(tab, tmp_path):
+  tab.open(write_layers(tmp_path), "#router")
+  heat = "document.querySelector('figure.heat canvas')"
+  assert tab.evaluate(f"[{heat}.width, {heat}.height]") == [60, 3]
+  data = tab.evaluate(f"[...{heat}.getContext('2d').getImageData(0, 0, 60, 3).data]")
+  pixels = [tuple(data[i : i + 4]) for i in range(0, len(data), 4)]
+  still, cold, hot = pixels[5], pixels[60 * 2 + 6], pixels[60 * 2 + 5]
+  assert still == cold != hot
+  box = tab.evaluate(f"{heat}.getBoundingClientRect().toJSON()")
+  tab.point(box["x"] + box["width"] * 5.5 / 60, box["y"] + box["height"] * 0.9)
+  assert tab.texts(".heat .legend > span:last-child") == ["layer 02 12.0%"]
+  assert tab.texts(".heat .at") == ["step 6"]
+
+
+def test_axes_tell_their_ticks_apart_and_curves_are_smoothed(tab, tmp_path):
+  tab.open(write_layers(tmp_path), "#router")
+  assert any("Router entropy 1" in text for text in tab.texts(".constants"))  # in float32 it is
+  ticks = "[...f.querySelectorAll('svg > text')].map((t) => t.textContent)"
+  names = tab.figure("Router z-loss", ticks)
+  assert len(set(names[:4])) == 4
+  curves = "[...f.querySelectorAll('svg > .curve')].map((c) => c.getAttribute('d'))"
+  raw, smooth = tab.figure("Router z-loss", curves)
+  assert raw != smooth
+  tab.evaluate("""(() => {
+    const slider = document.querySelector("nav input");
+    slider.value = 0;
+    slider.dispatchEvent(new Event("input"));
+  })()""")
+  assert tab.figure("Router z-loss", curves) == [raw]
+  show(tab, "ratio")
+  assert "log scale" in tab.figure(
+    "KL to the sampling policy", "f.querySelector('.note').textContent"
+  )
+  assert tab.figure("KL to the sampling policy", ticks)[:3] == ["1e−6", "1e−4", "0.01"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_view_is_wider_than_a_narrow_screen(tab, tmp_path, scheme):
+  size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+  tab.call("Emulation.setDeviceMetricsOverride", **size)
+  features = [{"name": "prefers-color-scheme", "value": scheme}]
+  tab.call("Emulation.setEmulatedMedia", features=features)
+  try:
+    tab.open(write_report(cases.make_run(tmp_path)))
+    for view in tab.evaluate("views.map((view) => view.id)"):
+      show(tab, view)
+      assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+    back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(247, 247, 245)") == (scheme == "light")
+  finally:
+    tab.call("Emulation.clearDeviceMetricsOverride")
+    tab.call("Emulation.setEmulatedMedia", features=[])

@@ -15,7 +15,7 @@ from support.reported_runs import (
   sft_row,
 )
 
-from gspo_jax.report import data
+from gspo_jax.report import curves, data
 from gspo_jax.report.__main__ import main
 from gspo_jax.report.page import unique_names, write_report
 from gspo_jax.runs import metrics
@@ -28,6 +28,12 @@ def workdir(tmp_path):
 
 def describe(rows, config=None):
   return data.describe([data.Run("run", rows, config or {})])
+
+
+def facts(report, run=0):
+  """The figures of a run's three answers, by their names."""
+  answers = report["runs"][run]["answers"]
+  return {fact["label"]: fact for answer in answers for fact in answer["facts"]}
 
 
 def test_every_metric_of_the_rows_is_drawn(workdir):
@@ -44,7 +50,7 @@ def test_every_metric_of_the_rows_is_drawn(workdir):
     "Importance ratio", "Ratio deviation by mini-batch", "Clipped sequences", "Clipped tokens",
     "Clipped sequences by mini-batch", "Clipped tokens by mini-batch", "Sampler against trainer",
     "KL to the sampling policy", "Loss", "Gradient norm", "Load balance", "Time per stage",
-    "Throughput", "Skipped updates",
+    "Throughput", "Skipped updates", "Volatility by layer",
   }  # fmt: skip
   assert expected <= {title for _, title in figures(run)}
   assert "Other metrics" not in {section["title"] for section in run["sections"]}
@@ -55,44 +61,47 @@ def test_curves_hold_the_values_of_the_rows(workdir):
   during, _ = figures(run)["Learning", "Held-out accuracy"]["series"]
   assert (during["phase"], during["x"], during["y"]) == ("rl", [0, 2, 4], [0.25, 0.4, 0.8])
   assert during["low"] == pytest.approx([0.2, 0.35, 0.75])
-  by_minibatch = figures(run)["Ratio and clipping", "Ratio deviation by mini-batch"]["series"]
+  by_minibatch = figures(run)["Ratio", "Ratio deviation by mini-batch"]["series"]
   assert [series["label"] for series in by_minibatch] == [f"mini-batch {i}" for i in range(12)]
-  layers = figures(run)["Router", "Volatility by layer"]["series"]
+  layers = figures(run)["Volatility", "Volatility by layer"]["series"]
   assert [series["label"] for series in layers] == [f"layer {i:02d}" for i in range(12)]
   by_length = figures(run)["Learning", "Reward by length"]["series"]
   assert [series["label"] for series in by_length] == [f"to {n} tokens" for n in (64, 128, 256)]
-  stages = figures(run)["Time", "Time per stage"]
+  stages = figures(run)["Iteration", "Time per stage"]
   assert [series["label"] for series in stages["series"]] == list(STAGES)
-  marks = figures(run)["Ratio and clipping", "Importance ratio"]["marks"]
+  marks = figures(run)["Ratio", "Importance ratio"]["marks"]
   assert [mark["at"] for mark in marks] == pytest.approx([0.9997, 1.0004])
 
 
-def test_headline_tells_accuracy_before_and_after_the_rl(workdir):
+def test_the_answers_tell_accuracy_before_and_after_the_rl(workdir):
   run = embedded(write_report(workdir))
-  accuracy = run["runs"][0]["headline"][0]
-  assert (accuracy["before"], accuracy["after"]) == (0.25, 0.8)
-  values = {item["label"]: item.get("value") for item in run["runs"][0]["headline"]}
-  assert values["GSPO steps"] == "4" and values["Cold start steps"] == "3"
+  accuracy = facts(run)["Held-out accuracy, avg@k"]
+  assert (accuracy["before"], accuracy["value"]) == (0.25, 0.8)
+  assert facts(run)["Iterations"]["value"] == "4"
   assert run["name"] == "a <b>run" and "4 responses each" in run["runs"][0]["summary"]
 
 
 def test_an_evaluation_alone_has_its_figures():
   row = {"phase": "eval", "step": 0, "eval/aime24/accuracy": 0.3, "time/eval/score": 2.0}
   described = describe([row | eval_keys(0.7)])
-  accuracy = described["runs"][0]["headline"][0]
-  assert accuracy == {"label": "Held-out accuracy, avg@k", "after": 0.7}
+  assert facts(described)["Held-out accuracy, avg@k"]["value"] == 0.7
+  assert facts(described)["aime24, avg@k"]["value"] == 0.3
   assert described["phases"] == {"eval": {"title": "Evaluation", "from": 0, "to": 0}}
-  assert ("Other metrics", "eval/aime24/accuracy") in figures(described)
+  assert ("Learning", "eval/aime24/accuracy") in figures(described)
   assert figures(described)["Learning", "Held-out accuracy"]["phases"] == ["eval"]
 
 
 def test_parts_of_a_stage_are_not_counted_twice():
   row = {"phase": "rl", "step": 1, "time/sample": 50.0, "time/sample/decode": 45.0, "time/save": 15}
   described = describe([row])
-  assert described["runs"][0]["headline"][-1] == {"label": "Time in stages", "value": "1:05"}
-  stages = figures(described)["Time", "Time per stage"]
+  assert facts(described)["Time in stages"]["value"] == "1:05"
+  stages = figures(described)["Iteration", "Time per stage"]
   assert [series["label"] for series in stages["series"]] == ["sample", "save"]
-  assert ("Other metrics", "time/sample/decode") in figures(described)
+  assert ("Iteration", "Within sampling") in figures(described)
+  typical, last = described["runs"][0]["timeline"]
+  parts = [[stage["name"], stage["seconds"], stage["parts"]] for stage in typical["stages"]]
+  assert parts == [["sample", 50.0, [["decode", 45.0]]], ["save", 15, []]]
+  assert (typical["step"], last["step"]) == (None, 1)
 
 
 def test_the_page_is_self_contained(workdir):
@@ -140,7 +149,7 @@ def test_missing_metrics_leave_their_charts_out(tmp_path):
   run = embedded(write_report(tmp_path))
   assert list(figures(run)) == [("Learning", "Reward"), ("Other metrics", "something/new")]
   assert figures(run)["Learning", "Reward"]["series"][1]["y"] == [None]  # a gap
-  assert run["runs"][0]["headline"][0] == {"label": "Reward", "value": "0.5 → 0.75"}
+  assert (facts(run)["Reward"]["before"], facts(run)["Reward"]["value"]) == (0.5, 0.75)
   assert run["name"] == tmp_path.name
 
 
@@ -250,10 +259,10 @@ def test_long_curves_are_thinned_and_bands_keep_their_extremes():
   count = 10_000
   curve = {"x": list(range(count)), "y": [0.0] * count, "low": [0.0] * count, "high": [0.0] * count}
   curve["y"][5000], curve["low"][17], curve["high"][9000] = None, -7.0, 9.0
-  thin = data.thin(curve, 100)
+  thin = curves.thin(curve, 100)
   assert len(thin["x"]) == len(thin["y"]) == 100 and thin["x"][-1] == count - 1
   assert min(thin["low"]) == -7 and max(thin["high"]) == 9
-  assert data.thin(curve, count) is curve
+  assert curves.thin(curve, count) is curve
 
 
 def test_command_line(workdir, tmp_path, capsys):

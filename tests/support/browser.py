@@ -76,9 +76,13 @@ class Browser:
       time.sleep(0.02)
     return value
 
-  def open(self, path):
+  def open(self, path, place=""):
+    """Loads a page anew, at a place such as "#responses"."""
+    self.call("Page.navigate", url="about:blank")
+    # What is under the pointer is read, even where it rests since another test.
+    self.call("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
     self.errors = []
-    self.call("Page.navigate", url=path.as_uri())
+    self.call("Page.navigate", url=path.as_uri() + place)
     self.wait("document.documentElement?.dataset.ready === 'yes'")
 
   def point(self, x, y):
@@ -108,6 +112,13 @@ class Browser:
     kind, details = event.get("method"), event.get("params")
     if kind in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
       self.errors.append(details)
+
+  def press(self, key):
+    """A key, as a user presses it."""
+    text = {"text": key} if len(key) == 1 else {}
+    self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+    self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+    self.evaluate("new Promise((done) => setTimeout(done, 80))")
 
   def choose(self, name, value):
     """Sets a filter as a user does and waits until the responses are drawn again."""

@@ -6,7 +6,7 @@ const RUNS = ["blue", "orange", "teal", "pink", "violet", "green", "amber", "gre
 const DASHES = ["", "6 3", "1.5 3", "9 3 1.5 3", "3 2"];
 const SHOWN_OF_SEQUENCE = 3; // of more lines a comparison names the first and the last
 const charts = [];
-let smoothing = 0;
+let smoothing = 0.02; // standard deviation of the average, as a share of the curve
 
 const runColor = (index) => `var(--${RUNS[index % RUNS.length]})`;
 
@@ -33,9 +33,9 @@ function dashOf(series, index) {
 }
 
 // The names of the curves with what they read; in a comparison, a line of them per run.
-function legendOf(figure, labels, stack) {
-  const runs = [...new Set(figure.series.map((s) => s.run))];
-  const sequence = figure.series[0].color === "sequence" && labels.length > SHOWN_OF_SEQUENCE;
+function legendOf(drawn, labels, stack) {
+  const runs = [...new Set(drawn.map((s) => s.run))];
+  const sequence = drawn[0].color === "sequence" && labels.length > SHOWN_OF_SEQUENCE;
   const ends = [labels[0], labels[labels.length - 1]];
   const keys = [];
   const rows = runs.map((run) => {
@@ -45,7 +45,7 @@ function legendOf(figure, labels, stack) {
     if (comparing && labels.length > 1)
       row.append(make("span.of", { style: `--color: ${runColor(run)}` }, name));
     for (const label of lines) {
-      const series = figure.series.find((s) => s.label === label && s.run === run);
+      const series = drawn.find((s) => s.label === label && s.run === run);
       if (!series) continue;
       const value = make("b");
       const named = labels.length > 1 || stack || label === "mean";
@@ -79,28 +79,49 @@ function nearest(x, step) {
   return Math.abs(x[low] - step) <= Math.abs(x[high] - step) ? low : high;
 }
 
+// Curves that are one value throughout, in words: "no verdict 0%".
+function constantsOf(figure, series, named) {
+  const keys = [...new Set(series.map((s) => s.key))];
+  return keys.map((key) => {
+    const own = series.filter((s) => s.key === key);
+    const texts = own.map((s) => format(s.constant, figure.unit));
+    const same = texts.every((text) => text === texts[0]);
+    const phases = new Set(series.map((s) => s.phase)).size > 1;
+    const phase = phases ? ` (${report.phases[own[0].phase].title})` : "";
+    const value = same ? texts[0] : own.map((s, i) => `${report.runs[s.run].name} ${texts[i]}`).join(", ");
+    const steps = own.length === 1 && own[0].count === 1 ? ` at step ${own[0].x[0]}` : "";
+    return make("span.constant", named(own[0]) + phase, " ", make("b", value), steps);
+  });
+}
+
 // A chart knows its size only on the page: build the frame now, `layout` draws into it.
 function chart(figure) {
   const stack = figure.kind === "stack";
+  const drawn = figure.series.filter((s) => !("constant" in s));
+  const phases = figure.phases.filter((phase) => drawn.some((s) => s.phase === phase));
   const labels = figure.labels || [...new Set(figure.series.map((s) => s.label))];
-  for (const s of figure.series) {
+  for (const s of drawn) {
     const index = labels.indexOf(s.label);
     s.paint = stack ? ownPaint(s, index) : paintOf(s, index, labels.length);
     s.dash = stack ? "" : dashOf(s, index);
   }
   const at = make("span.at");
-  const { rows, keys } = legendOf(figure, labels, stack);
+  const shownLabels = labels.filter((label) => drawn.some((s) => s.label === label));
+  const { rows, keys } = legendOf(drawn, shownLabels, stack);
   const total = make("b");
   if (stack && labels.length > 1 && figure.unit !== "percent")
     rows[0].append(make("span", "total ", total));
-  const single = figure.phases.length === 1 ? figure.phases[0] : "both";
+  const flat = figure.series.filter((s) => "constant" in s);
+  const single = phases.length === 1 ? phases[0] : "both";
+  const more = make("span");
   const node = make(
     figure.wide ? `figure.${single}.wide` : `figure.${single}`,
     make("div.top", make("h3", figure.title), at),
-    figure.note ? make("p.note", figure.note) : null,
+    make("p.note", figure.note, more),
     rows,
+    flat.length ? make("p.constants", "throughout: ", constantsOf(figure, flat, (s) => s.label)) : null,
   );
-  const svg = draw("svg", { role: "img", "aria-label": figure.title }, node);
+  const svg = draw("svg", { role: "img", tabindex: 0, "aria-label": figure.title }, node);
   const add = (tag, attributes, text) => draw(tag, attributes, svg, text);
 
   let parts = [];
@@ -108,24 +129,25 @@ function chart(figure) {
   let cross;
   let y;
   let width;
+  let height;
 
   function measure() {
     width = Math.max(240, Math.round(svg.getBoundingClientRect().width));
+    height = node.closest(".compact") ? 128 : 200;
   }
 
   function layout() {
-    const height = 200;
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("height", height);
     const box = { top: 8, bottom: height - 22, left: 0, right: width - 8 };
-    for (const s of figure.series) s.shown = stack ? s.y : smooth(s.y, smoothing);
+    for (const s of drawn) s.shown = stack ? s.y : smooth(s.y, smoothing);
 
     const domain = yDomain();
-    box.top += figure.phases.length > 1 ? 18 : 0;
-    y = (v) =>
-      box.bottom - ((v - domain.low) / (domain.high - domain.low)) * (box.bottom - box.top);
-    const names = domain.list.map((v) => tickLabel(v, domain.step, figure.unit));
+    const { names } = domain;
+    more.textContent = [figure.note && domain.note ? " · " : "", domain.note].join("");
+    box.top += phases.length > 1 ? 18 : 0;
+    y = (v) => box.bottom - domain.place(v) * (box.bottom - box.top);
     box.left = 12 + Math.max(...names.map((name) => name.length)) * 6.3;
     domain.list.forEach((v, i) => {
       across(i ? "gridline" : "base", v, box);
@@ -135,46 +157,36 @@ function chart(figure) {
     parts.forEach((part, i) => drawSteps(part, i, box));
 
     if (stack) drawStack();
-    else for (const s of figure.series) drawSeries(s);
+    else for (const s of drawn) drawSeries(s);
     for (const mark of figure.marks) drawMark(mark, domain, box);
     cross = add("line", { class: "cross", y1: box.top, y2: box.bottom });
     const dot = (s) => add("circle", { class: "dot", r: 4, style: `fill: ${s.paint}` });
-    dots = stack ? [] : figure.series.map(dot);
+    dots = stack ? [] : drawn.map(dot);
   }
 
   const across = (kind, v, box) =>
     add("line", { class: kind, x1: box.left, x2: box.right, y1: y(v), y2: y(v) });
 
   function yDomain() {
-    let values = figure.series
-      .flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])])
-      .filter((v) => v != null);
-    if (stack) values = figure.top == null ? totals() : [figure.top];
-    let low = values.reduce((a, b) => Math.min(a, b), Infinity);
-    let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (!values.length) [low, high] = [0, 1];
-    if (figure.zero || stack) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
-    if (figure.unit === "percent" && low >= 0 && high > 0.5) [low, high] = [0, Math.max(1, high)];
-    if (high - low <= 1e-9 * Math.abs(high)) {
-      const room = Math.abs(high) * 0.1 || 1;
-      [low, high] = [low === 0 ? 0 : low - room, high + room];
-    }
-    const { step } = ticks(low, high, 4);
-    low = Math.floor(low / step + 1e-6) * step;
-    high = Math.ceil(high / step - 1e-6) * step;
-    return { low, high, ...ticks(low, high, Math.round((high - low) / step)) };
+    if (stack) return stackAxis();
+    const known = (s) => [...s.y, ...(s.low || []), ...(s.high || [])];
+    const values = drawn.flatMap(known).filter((v) => v != null);
+    return figure.log ? logAxis(values, figure) : linearAxis(values, figure);
   }
 
-  function totals() {
-    const x = figure.series[0].x;
-    return x.map((_, i) => figure.series.reduce((sum, s) => sum + (s.y[i] || 0), 0));
+  // One bar far above the others, such as a step that compiled, is cut off, and the note says so.
+  function stackAxis() {
+    const axis = linearAxis([figure.top], { unit: figure.unit, zero: true });
+    const note = `cut off at the top: up to ${format(figure.largest, figure.unit)}`;
+    const place = (v) => Math.min(1, axis.place(v));
+    return { ...axis, place, note: figure.largest > 1.001 * axis.high ? note : "" };
   }
 
   // The cold start and GSPO side by side, each with its own steps.
   function xParts(box) {
-    const shares = figure.phases.length > 1 ? [0.3, 0.7] : [1];
+    const shares = phases.length > 1 ? [0.3, 0.7] : [1];
     let left = box.left;
-    return figure.phases.map((phase, i) => {
+    return phases.map((phase, i) => {
       const { from, to, title } = report.phases[phase];
       const right = left + shares[i] * (box.right - box.left);
       const [first, last] = [left + (i ? GAP : 4), right - (i < shares.length - 1 ? GAP : 4)];
@@ -191,7 +203,7 @@ function chart(figure) {
       const place = { x: atEnd ? box.right : part.x(step), y: box.bottom + 16 };
       add("text", { ...place, "text-anchor": atEnd ? "end" : "middle" }, tickLabel(step, 1));
     }
-    if (figure.phases.length < 2) return;
+    if (phases.length < 2) return;
     const x = part.left - GAP;
     if (index) add("line", { class: "division", x1: x, x2: x, y1: 4, y2: box.bottom });
     const style = `fill: var(--${part.phase === "sft" ? "amber" : "blue"})`;
@@ -216,10 +228,10 @@ function chart(figure) {
       outline.push(...known.reverse().map((i) => placeOf(s, i, s.low)));
       add("path", { class: "band", d: `M${outline.join("L")}Z`, ...fill });
     }
-    if (smoothing) add("path", { class: "curve raw", d: path(s, s.y), style });
+    if (s.shown !== s.y) add("path", { class: "curve raw", d: path(s, s.y), style });
     add("path", { class: "curve", d: path(s, s.shown), style });
-    if (s.x.length > (comparing ? 15 : 40)) return;
-    s.shown.forEach((v, i) => {
+    if (s.x.length > (comparing ? 15 : 30)) return;
+    s.y.forEach((v, i) => {
       // Few measurements: show where they are.
       if (v != null) add("circle", { cx: xOf(s, i), cy: y(v), r: 2.4, ...fill });
     });
@@ -229,17 +241,18 @@ function chart(figure) {
   function drawMark({ at: level, label }, domain, box) {
     if (level < domain.low || level > domain.high) return;
     across("division", level, box);
-    const place = { x: box.right, y: y(level) - 4, "text-anchor": "end", class: "halo" };
+    const beside = level < 1 ? 12 : -4; // the bounds may be so close that their names would meet
+    const place = { x: box.right, y: y(level) + beside, "text-anchor": "end", class: "halo" };
     add("text", place, label);
   }
 
   function drawStack() {
-    const steps = figure.series[0].x;
+    const steps = drawn[0].x;
     const part = parts[0];
     const base = steps.map(() => 0);
     const wide =
       ((part.right - part.left) / Math.max(1, steps.length)) * (steps.length > 60 ? 1.02 : 0.8);
-    for (const s of figure.series) {
+    for (const s of drawn) {
       let d = "";
       s.y.forEach((v, i) => {
         if (!v) return;
@@ -253,38 +266,38 @@ function chart(figure) {
 
   // Reads the chart at a step of a phase; without one, at the end.
   function show(phase, step) {
-    if (!cross || (phase && !figure.phases.includes(phase))) return;
-    const reading = phase || figure.phases[figure.phases.length - 1];
+    if (!cross || (phase && !phases.includes(phase))) return;
+    const part = phase || phases[phases.length - 1];
     let place = null;
     let sum = 0;
     for (const k of keys) k.value.textContent = "–";
-    figure.series.forEach((s, index) => {
+    drawn.forEach((s, index) => {
       const dot = dots[index];
       if (dot) dot.style.visibility = "hidden";
-      if (s.phase !== reading) return;
+      if (s.phase !== part) return;
       const steps = report.runs[s.run].phases[s.phase];
       // A run that was shorter than another has nothing to read beyond its end.
       if (step != null && (step > steps.to + 0.5 || step < steps.from - 0.5)) return;
       const i = step == null ? s.x.length - 1 : nearest(s.x, step);
-      let text = format(s.shown[i], figure.unit);
+      let text = format(s.y[i], figure.unit); // as measured, not as smoothed
       if (s.low && s.low[i] != null)
         text += `  (${format(s.low[i], figure.unit)} – ${format(s.high[i], figure.unit)})`;
       const key = keys.find((k) => k.label === s.label && k.run === s.run);
       if (key) key.value.textContent = text;
-      sum += s.shown[i] || 0;
+      sum += s.y[i] || 0;
       if (place == null || Math.abs(s.x[i] - step) < Math.abs(place - step)) place = s.x[i];
-      if (step == null || !dot || s.shown[i] == null) return;
+      if (step == null || !dot || s.y[i] == null) return;
       dot.setAttribute("cx", xOf(s, i));
-      dot.setAttribute("cy", y(s.shown[i]));
+      dot.setAttribute("cy", y(s.y[i]));
       dot.style.visibility = "visible";
     });
     total.textContent = format(sum, figure.unit);
-    const name = figure.phases.length > 1 ? `${report.phases[reading].title} ` : "";
+    const name = phases.length > 1 ? `${report.phases[part].title} ` : "";
     at.textContent = place == null ? "" : `${name}step ${place.toLocaleString("en")}`;
     if (step == null && comparing) at.textContent = `${name}at the end`;
     cross.style.visibility = step == null ? "hidden" : "visible";
     if (step == null || place == null) return;
-    const x = parts.find((part) => part.phase === reading).x(place);
+    const x = parts.find((p) => p.phase === part).x(place);
     cross.setAttribute("x1", x);
     cross.setAttribute("x2", x);
   }
@@ -299,23 +312,44 @@ function chart(figure) {
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
   svg.addEventListener("pointerleave", () => readAll(null, null));
+  svg.addEventListener("keydown", (event) => readByKey(event, parts));
+  svg.addEventListener("blur", () => readAll(null, null));
   charts.push({ node, measure, layout, show });
   return node;
 }
 
+// The arrows move the reading by a fiftieth of the steps, but at least by one.
+const reading = { phase: null, step: null };
+
+function readByKey(event, parts) {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (event.key === "Escape") readAll(null, null);
+  if (!by) return;
+  event.preventDefault();
+  const last = parts[parts.length - 1];
+  const part = parts.find((p) => p.phase === reading.phase) || last;
+  const stride = Math.max(1, Math.round((part.to - part.from) / 50));
+  const step = reading.step == null ? part.to : reading.step + by * stride;
+  readAll(part.phase, Math.min(part.to, Math.max(part.from, step)));
+}
+
 let pending = 0;
 function readAll(phase, step) {
+  Object.assign(reading, { phase, step });
   cancelAnimationFrame(pending);
   pending = requestAnimationFrame(() => {
+    const seen = charts.filter((c) => c.node.checkVisibility());
     // What another phase showed goes back to its end.
-    for (const c of charts) c.show(null, null);
-    if (phase) for (const c of charts) c.show(phase, step);
+    for (const c of seen) c.show(null, null);
+    if (phase) for (const c of seen) c.show(phase, step);
   });
 }
 
+// Charts out of sight have no size: they are drawn when their view is shown.
 function layoutAll() {
+  const seen = charts.filter((c) => c.node.checkVisibility());
   // All sizes first: one asked for after a drawing makes the browser lay out the page again.
-  for (const c of charts) c.measure();
-  for (const c of charts) c.layout();
+  for (const c of seen) c.measure();
+  for (const c of seen) c.layout();
   readAll(null, null);
 }

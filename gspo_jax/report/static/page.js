@@ -1,26 +1,4 @@
-// The page: headline, navigation, sections of charts, responses.
-
-const points = (share) => (100 * share).toFixed(1);
-const anchor = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
-
-const CONFIG = "Configuration";
-const WARNINGS_SHOWN = 8;
-const ROWS_SHOWN = 16;
-
-function figureText({ before, after, value }) {
-  if (value != null) return [value];
-  if (before == null) return [`${points(after)}%`];
-  const gain = 100 * (after - before);
-  const text = `${gain < 0 ? "−" : "+"}${Math.abs(gain).toFixed(1)} points`;
-  return [
-    make("i", `${points(before)}% → `),
-    `${points(after)}%`,
-    make(gain < 0 ? "span.gain.loss" : "span.gain", text),
-  ];
-}
-
-const headlineItem = (item) =>
-  make("div", make("div.label", item.label), make("div.value", figureText(item)));
+// The page: the run's name, the views, and what each is made of.
 
 function settings(run, title) {
   if (!run.config.length && !run.provenance.length) return null;
@@ -33,124 +11,79 @@ function settings(run, title) {
   );
 }
 
-const nameOf = (run, index, kind = "span.of") =>
-  make(kind, { style: `--color: ${runColor(index)}` }, run.name);
-
-const span = ({ from, to }) => (from === to ? `step ${from}` : `step ${from}–${to}`);
-
-function alarms() {
-  const items = report.runs.flatMap((run, i) =>
-    run.warnings.map((warning) => {
-      const several = Object.keys(run.phases).length > 1;
-      const phase = several ? `${report.phases[warning.phase].title} ` : "";
-      const text = `${phase}${span(warning)}: ${warning.name}`;
-      return make("li", comparing ? nameOf(run, i) : null, text);
-    }),
-  );
-  if (!items.length) return null;
-  const rest = items.splice(WARNINGS_SHOWN);
-  const more = () => make("details", make("summary", `${rest.length} more`), make("ul", rest));
-  return make(
-    "div.warnings",
-    { role: "note" },
-    make("h2", "Warnings"),
-    make("ul", items),
-    rest.length ? more() : null,
-  );
-}
-
-// Runs as columns.
-function tableOf(rows, head) {
-  const columns = Array.from({ length: report.runs.length + 1 }, () => make("col"));
-  const line = ([name, ...cells]) =>
-    make("tr", make("th", { scope: "row" }, name), ...cells.map((parts) => make("td", parts)));
-  const style = `--columns: ${columns.length}`;
-  return make("table", { style }, make("colgroup", columns), head, make("tbody", rows.map(line)));
-}
-
-// The runs' figures, then what they do not have in common.
-function comparison() {
-  const { runs, differences } = report;
-  const labels = [...new Set(runs.flatMap((run) => run.headline.map((item) => item.label)))];
-  const figures = labels.map((label) => {
-    const items = runs.map((run) => run.headline.find((item) => item.label === label));
-    return [label, ...items.map((item) => (item ? figureText(item) : ["–"]))];
-  });
-  const names = runs.map((run, i) => make("th", { scope: "col" }, nameOf(run, i, "span.of.key")));
-  const part = (name, rows) =>
-    make(
-      "details",
-      { open: rows.length <= ROWS_SHOWN },
-      make("summary", rows.length ? `${name} (${rows.length})` : `${name}: none`),
-      tableOf(rows.map(({ key, values }) => [key, ...values.map((value) => [value ?? "–"])])),
-    );
-  return make(
-    "div.table",
-    tableOf(figures, make("thead", make("tr", make("td"), names))),
-    part("Different settings", differences.settings),
-    part("Different code", differences.code),
-  );
-}
-
 function header() {
   const [run] = report.runs;
-  if (comparing) {
-    return make(
-      "header.wrap",
-      make("h1", `Comparison of ${report.runs.length} runs`),
-      alarms(),
-      comparison(),
-      report.runs.map((one) => settings(one, `${CONFIG} of ${one.name}`)),
-    );
-  }
-  const summary = run.summary.map((text) => make("span", text));
-  return make(
-    "header.wrap",
-    make("h1", run.name),
-    make("p.summary", summary),
-    make("div.headline", run.headline.map(headlineItem)),
-    alarms(),
-    settings(run, CONFIG),
-  );
+  const summary = comparing ? report.runs.map((one, i) => nameOf(one, i)) : run.summary.map((text) => make("span", text));
+  const name = comparing ? `Comparison of ${report.runs.length} runs` : run.name;
+  return make("header.wrap", make("h1", name), make("p.summary", summary));
 }
 
-function navigation(titles) {
-  const oninput = (event) => {
-    smoothing = Number(event.target.value);
-    layoutAll();
-  };
-  const slider = make("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, oninput });
-  const links = titles.map((title) => make("a", { href: `#${anchor(title)}` }, title));
-  return make("nav", make("div.wrap", links, make("label", "Smoothing", slider)));
+// Charts, and below them a line for each that has nothing to draw.
+function drawFigures(figures, kind = "grid") {
+  const isFlat = (figure) => figure.series.every((s) => "constant" in s);
+  const flat = figures.filter(isFlat);
+  const lines = flat.map((figure) => {
+    const named = (s) => (figure.series.length > 1 && s.label ? `${figure.title}, ${s.label}` : figure.title);
+    return constantsOf(figure, figure.series, named);
+  });
+  const drawn = figures.filter((figure) => !isFlat(figure));
+  return [
+    drawn.length ? make(`div.${kind}`, drawn.map((f) => (f.kind === "heat" ? heat(f) : chart(f)))) : null,
+    flat.length ? make("p.constants", "Throughout: ", lines.flat()) : null,
+  ];
 }
 
-function sectionOf({ title, note, figures }) {
+function sectionOf({ view, title, note, figures }) {
   const phases = [...new Set(figures.flatMap((figure) => figure.phases))];
   const titles = phases.map((phase) => report.phases[phase].title);
   const chips = phases.map((phase, i) => make(`span.chip.${phase}`, titles[i]));
+  const id = `${view}/${anchor(title)}`;
   const heading = make(
     "div.heading",
-    make("h2", title),
-    title === titles[0] ? null : chips,
+    make("h2", make("a", { href: `#${id}` }, title)),
+    titles.length > 1 || phases[0] !== "rl" ? chips : null,
     note ? make("p.note", note) : null,
   );
-  const grid = make("div.grid", figures.map(chart));
-  return make("section.wrap", { id: anchor(title) }, heading, grid);
+  return make("section", { id }, heading, drawFigures(figures));
 }
 
+const BUILD = {
+  overview,
+  speed: (sections) => [timelines(), ...sections.map(sectionOf)],
+  // Folded, and drawn when it is opened.
+  other: (sections) => [
+    ...sections.map((section) => {
+      const count = section.figures.length;
+      const summary = make("summary", `${section.title} (${count}), which no chart above names`);
+      return make("details.fold", { ontoggle: layoutAll }, summary, sectionOf(section));
+    }),
+    ...report.runs.map((run) => settings(run, comparing ? `Configuration of ${run.name}` : "Configuration and code")),
+  ],
+};
+
 const page = document.getElementById("page");
-const titles = report.sections.map((section) => section.title);
-page.append(header(), navigation([...titles, "Responses"]), ...report.sections.map(sectionOf));
-if (!titles.length) page.append(make("p.wrap.empty", "No metrics yet."));
-layoutAll();
+for (const [id, title] of Object.entries(report.views)) {
+  const sections = report.sections.filter((section) => section.view === id);
+  const configured = id === "other" && report.runs.some((run) => run.config.length);
+  if (!["overview", "responses"].includes(id) && !sections.length && !configured) continue;
+  const view = { id, title, node: make("div.wrap.view", { id: `view-${id}`, hidden: true }) };
+  view.build = () => (BUILD[id] || ((found) => found.map(sectionOf)))(sections);
+  if (id === "responses") Object.assign(view, responsesView());
+  views.push(view);
+}
+const help = helpBox();
+page.append(header(), navigation(help), ...views.map((view) => view.node), help);
+if (!report.sections.length) views[0].node.append(make("p.empty", "No metrics yet."));
+const against = comparing ? "" : " What differs from another run: python -m gspo_jax.report RUN OTHER --output=compare.html.";
+page.append(make("footer.wrap", `Written by gspo_jax. Press ? for keys.${against}`));
+listenToKeys(help);
+window.addEventListener("hashchange", showPlace);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layoutAll);
 let width = window.innerWidth;
 window.addEventListener("resize", () => {
   if (window.innerWidth === width) return;
   width = window.innerWidth;
   layoutAll();
 });
-// The charts are on the screen before the responses are read.
-setTimeout(() => {
-  page.append(responses(), make("footer.wrap", "Written by gspo_jax."));
-  document.documentElement.dataset.ready = "yes";
-}, 0);
+showPlace();
+document.documentElement.dataset.ready = "yes";

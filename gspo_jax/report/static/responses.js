@@ -1,6 +1,16 @@
-// The responses, grouped by prompt: filtered in memory, a page of them on the screen.
+// The responses to a prompt side by side: filtered in memory, a page of groups on the screen.
 
 const PER_PAGE = 10;
+const ADDRESSED = ["run", "step", "kind", "reward", "shortest", "longest", "clip", "ending", "order", "tokens", "query"];
+
+// Read when they are first looked at; the filters are part of the page's address.
+function responsesView() {
+  let found = null;
+  return {
+    build: () => [(found = responses()).node],
+    apply: (query) => found.apply(new URLSearchParams(query)),
+  };
+}
 
 function responses() {
   const { total, groups, colors } = JSON.parse(document.getElementById("rollouts").textContent);
@@ -12,7 +22,9 @@ function responses() {
   const dumped = groups.reduce((sum, g) => sum + g.samples.length, 0);
   const count = (n) => n.toLocaleString("en");
   const state = { run: "", step: "", kind: "", reward: "", shortest: "", longest: "" };
-  Object.assign(state, { clip: "", ending: "", order: "new", tokens: "plain", query: "", page: 0 });
+  Object.assign(state, { clip: "", ending: "", order: "new", query: "", page: 0 });
+  state.tokens = colors.colored ? "colored" : "plain";
+  const usual = { ...state };
 
   function grade(reward) {
     if (reward == null) return "mid";
@@ -83,40 +95,38 @@ function responses() {
     const tokens = state.tokens === "colored" ? tokensOf(sample, colors.unit) : null;
     const fill = (limit) => {
       pre.replaceChildren();
-      if (tokens) drawTokens(pre, tokens, colors.scale, limit);
+      if (tokens) drawTokens(pre, tokens, colors.scale, limit, state.query);
       else text(pre, sample.response || " ");
     };
-    const long = sample.response.length > 420 || sample.response.split("\n").length > 5;
-    fill(long ? TOKENS_FIRST : Infinity);
-    if (long) {
-      pre.className = "folded";
-      const onclick = () => {
-        const folded = pre.classList.toggle("folded");
-        more.textContent = folded ? "Show all" : "Show less";
-        fill(folded ? TOKENS_FIRST : Infinity);
-      };
-      const more = make("button.more", { onclick }, "Show all");
-      body.append(more);
+    const long = sample.response.length > 420 || sample.response.split("\n").length > 12;
+    // What was searched for must be seen.
+    let folded = long && !(state.query && sample.response.toLowerCase().includes(state.query.toLowerCase()));
+    const more = make("button.more", {
+      onclick: () => {
+        folded = !folded;
+        unfold();
+      },
+    });
+    function unfold() {
+      pre.className = folded ? "folded" : "";
+      more.textContent = folded ? "Show all" : "Show less";
+      fill(folded ? TOKENS_FIRST : Infinity);
     }
+    unfold();
+    if (long) body.append(more);
     const cells = columns.map(({ name, label, show }) =>
-      make("span.cell", { "data-label": label }, sample[name] == null ? "" : show(sample[name])),
+      sample[name] == null ? null : make("span.cell", { "data-label": label }, show(sample[name])),
     );
     const odd = !/^(stop|eos)$/.test(sample.stop_reason || "stop") && sample.stop_reason;
     const flags = [sample.clipped && "clipped", sample.truncated ? "truncated" : odd];
-    const pill = make(`span.pill.${grade(sample.reward)}`, format(sample.reward));
+    const pill = make(`span.pill.${grade(sample.reward)}`, { title: "reward" }, format(sample.reward));
     const flag = make("span.cell.flag", flags.filter(Boolean).join(", "));
-    return make("div.sample", pill, body, cells, flag);
+    return make("div.sample", make("div.facts", pill, cells, flag), body);
   }
 
   const stepName = ({ phase, step }) =>
     `${report.phases[phase]?.title || "Evaluation"} step ${step}`;
   const signed = (v) => `${v < 0 ? "−" : "+"}${Math.abs(v).toFixed(2)}`;
-
-  function titles() {
-    const names = ["reward", "response", ...columns.map((column) => column.label), ""];
-    const cells = names.map((name, i) => make(i > 1 ? "span.cell" : "span", name));
-    return make("div.sample.titles", { "aria-hidden": "true" }, cells);
-  }
 
   function groupNode({ group, samples, mean }) {
     const color = { good: "good", bad: "bad", mid: "amber" };
@@ -138,7 +148,7 @@ function responses() {
     const prompt = text(make("pre.prompt"), group.prompt);
     const below = group.answer && !answer ? make("pre.meta", `answer: ${group.answer}`) : null;
     const top = make("div.top", line, prompt, below);
-    return make("article.group", top, titles(), samples.map(sampleNode));
+    return make("article.group", top, make("div.samples", samples.map(sampleNode)));
   }
 
   const columns = [
@@ -147,7 +157,7 @@ function responses() {
     { name: "ratio", label: "ratio", show: (v) => v.toFixed(5) },
   ].filter(({ name }) => groups.some((g) => g.samples.some((s) => s[name] != null)));
   const legend = tokenLegend(colors);
-  const list = make("div", { style: `--facts: repeat(${columns.length}, 82px)` });
+  const list = make("div");
   const bars = [pager(), pager()];
 
   function pager() {
@@ -156,10 +166,10 @@ function responses() {
     const turn = (by) => () => {
       state.page += by;
       update();
-      document.getElementById("responses").scrollIntoView();
+      bars[0].node.scrollIntoView();
     };
-    const back = make("button", { onclick: turn(-1) }, "Previous");
-    const next = make("button", { onclick: turn(1) }, "Next");
+    const back = make("button", { name: "p", onclick: turn(-1) }, "Previous");
+    const next = make("button", { name: "n", onclick: turn(1) }, "Next");
     return { node: make("div.pages", found, place, back, next), found, place, back, next };
   }
 
@@ -181,13 +191,35 @@ function responses() {
     bars[1].node.hidden = pages < 2;
   }
 
+  // The address names the filters that are not as at first.
+  function remember() {
+    const chosen = ADDRESSED.filter((name) => state[name] !== usual[name]);
+    const query = new URLSearchParams(chosen.map((name) => [name, state[name]])).toString();
+    history.replaceState(null, "", `#responses${query && "?"}${query}`);
+  }
+
+  function apply(parameters) {
+    for (const name of ADDRESSED) {
+      const box = node.querySelector(`[name="${name}"]`);
+      if (!box) continue;
+      box.value = parameters.get(name) ?? usual[name];
+      if (box.value !== (parameters.get(name) ?? usual[name])) box.value = usual[name];
+      state[name] = box.value;
+    }
+    update();
+  }
+
   let timer = 0;
   function change(name) {
     return (event) => {
       state[name] = event.target.value;
       state.page = 0;
       clearTimeout(timer);
-      timer = setTimeout(update, event.type === "input" ? 150 : 0);
+      const both = () => {
+        update();
+        remember();
+      };
+      timer = setTimeout(both, event.type === "input" ? 150 : 0);
     };
   }
 
@@ -211,7 +243,7 @@ function responses() {
   const endings = [["truncated", "truncated"], ["whole", "not truncated"]];
   const orders = [["new", "latest first"], ["old", "earliest first"]];
   orders.push(["low", "lowest reward"], ["high", "highest reward"]);
-  const ways = [["plain", "plain"], ["colored", "coloured by log-ratio"]];
+  const ways = [["colored", "coloured by log-ratio"], ["plain", "plain"]];
   const range = () => make("div.range", bound("shortest", "fewest"), "–", bound("longest", "most"));
   const bothKinds = groups.some((g) => g.eval) && groups.some((g) => !g.eval);
   const filters = [
@@ -224,21 +256,17 @@ function responses() {
     has((s) => s.truncated) && choice("End", "ending", [["", "any"], ...endings]),
     choice("Order", "order", orders),
     colors.colored > 0 && choice("Text", "tokens", ways),
-    make(
-      "label.search",
-      "Prompt or response contains",
-      make("input", { type: "search", name: "query", oninput: change("query") }),
-    ),
   ].filter(Boolean);
   const kept = `${count(dumped)} of the ${count(total)} responses dumped, spread evenly over the run.`;
   const note = dumped < total ? make("p.note", kept) : null;
-  update();
-  return make(
-    "section.wrap",
-    { id: "responses" },
+  const search = make("input", { type: "search", name: "query", placeholder: "/", oninput: change("query") });
+  filters.unshift(make("label.search", "Prompt or response contains", search));
+  const node = make(
+    "section",
     make("div.heading", make("h2", "Responses"), note),
     dumped
       ? [make("div.filters", filters), legend, bars[0].node, list, bars[1].node, tokenTip(list)]
       : make("p.empty", "No responses were dumped."),
   );
+  return { node, apply };
 }

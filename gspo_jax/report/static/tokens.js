@@ -10,20 +10,39 @@ function tokensOf(sample, unit) {
   return sample.tokens.map((text, i) => [text, ratio(sample.log_ratio[i]), clipped(i)]);
 }
 
+// Of each token whether it is part of what was searched for.
+function foundIn(tokens, query) {
+  const whole = tokens.map(([text]) => text).join("").toLowerCase();
+  const wanted = query.toLowerCase();
+  const starts = [];
+  for (let i = wanted ? whole.indexOf(wanted) : -1; i >= 0; i = whole.indexOf(wanted, i + wanted.length))
+    starts.push(i);
+  let [place, next] = [0, 0];
+  return tokens.map(([text]) => {
+    const end = place + text.length;
+    while (next < starts.length && starts[next] + wanted.length <= place) next++;
+    const found = next < starts.length && starts[next] < end;
+    place = end;
+    return found;
+  });
+}
+
 // `limit`: characters after which a folded response shows no more.
-function drawTokens(node, tokens, scale, limit) {
+function drawTokens(node, tokens, scale, limit, query) {
+  const found = foundIn(tokens, query);
   let drawn = 0;
-  for (const [text, ratio, clipped] of tokens) {
+  for (const [i, [text, ratio, clipped]] of tokens.entries()) {
     if (drawn > limit) break;
     drawn += Math.max(1, text.length);
     if (ratio == null) {
-      node.append(text);
+      node.append(found[i] ? make("mark", text) : text);
       continue;
     }
     const share = Math.min(1, Math.abs(ratio) / scale);
     const kinds = ["token", ratio < 0 ? "lower" : "higher"];
     if (share > 0.5) kinds.push("far");
     if (clipped) kinds.push("clipped");
+    if (found[i]) kinds.push("found");
     if (!text.trim() && text.includes("\n")) kinds.push("newline");
     const span = make("span", { class: kinds.join(" "), style: `--share: ${percent(share)}` }, text);
     span.ratio = ratio;
@@ -86,7 +105,7 @@ function tokenLegend({ scale, colored, known, clipped }) {
     make(
       "span",
       { class: "meta" },
-      "Log-ratio of each token: its log-probability after the iteration's updates minus that before. Blue: less probable than before, orange: more; from half the scale on also underlined, dotted or solid. Framed: clipped by the loss, at those parameters. Responses without colours carry no log-ratios." +
+      "Log-ratio of each token: log-probability after the iteration's updates minus that before. Blue and dotted: less probable, orange and underlined: more. Framed: clipped by the loss. Without colours: not measured." +
         part,
     ),
   );

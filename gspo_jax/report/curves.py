@@ -1,0 +1,224 @@
+"""The curves of a report: which charts the runs have metrics for, and what is drawn of them."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gspo_jax.report.figures import SECTIONS, STAGES, UNDRAWN, Figure, Line, Section
+
+Row = dict[str, Any]
+ByPhase = Mapping[str, Sequence[Row]]
+Table = Mapping[str, tuple[list[int], list[float | None]]]  # of each metric its steps and values
+
+# Beyond these the page would be slow, and nobody could see more.
+MAX_POINTS = 800  # of one curve, where the chart has no more than four
+MAX_CELLS = 16_000  # of a heat map
+LOG_FROM = 100  # times that the largest value is one of the smallest ones
+CUT_FROM = 2.5  # times that a bar is one of the larger ones: it is cut off
+SAME = 1e-6  # relative difference up to which a metric counts as constant: float32 has no more
+
+
+def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> list[Row]:
+  """The charts for which the runs have metrics. Metrics that no chart names come last in the
+  section whose `rest` matches them, or under "Other metrics"."""
+  figures = [figure for section in SECTIONS for figure in section.figures]
+  runs = [{phase: _columns(rows) for phase, rows in run.items()} for run in runs]
+  built = {figure: _build_figures(figure, runs) for figure in figures}
+  drawn = {(s["phase"], s["key"]) for parts in built.values() for f in parts for s in f["series"]}
+  others = _others(runs, drawn)
+  sections = []
+  for section in (*SECTIONS, Section("other", "Other metrics", "", (), ".*")):
+    rest = [figure for figure in others if re.fullmatch(section.rest, figure.title)]
+    others = [figure for figure in others if figure not in rest]
+    built |= {figure: _build_figures(figure, runs) for figure in rest}
+    parts = [part for figure in (*section.figures, *rest) for part in built[figure]]
+    for part in parts:
+      part["marks"] = list(ratio_marks) if part["unit"] == "ratio" else []
+    if parts:
+      named = {"view": section.view, "title": section.title, "note": section.note}
+      sections.append(named | {"figures": parts})
+  return sections
+
+
+def _columns(rows: Sequence[Row]) -> Table:
+  """The rows as columns, read once for all charts."""
+  table: dict[str, tuple[list[int], list[float | None]]] = {}
+  for row in rows:
+    step = row["step"]
+    for key, value in row.items():
+      steps, values = table.setdefault(key, ([], []))
+      steps.append(step)
+      values.append(value)
+  return table
+
+
+def _others(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
+  """A chart for each metric that no chart names."""
+  lines = [line for section in SECTIONS for figure in section.figures for line in figure.lines]
+  bands = {edge for line in lines for edge in (line.low, line.high)}
+  return [
+    Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
+    for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
+    for key in sorted({key for run in runs for key in run[phase]} - bands)
+    if (phase, key) not in drawn and key not in ("phase", "step")
+    if not key.startswith("warning/") and not (phase == "sft" and key.startswith("minibatch/"))
+    if not UNDRAWN.fullmatch(key)
+  ]
+
+
+def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[Row]:
+  """One chart for all runs, or one each where bars are stacked or rows coloured; none without
+  curves."""
+  series = [
+    curve | {"run": i}
+    for phase in figure.phases
+    for i, by_phase in enumerate(runs)
+    for curve in _build_curves(figure, phase, by_phase[phase], len(runs))
+  ]
+  mark_constants(series, figure.kind)
+  if figure.kind == "line" or len(runs) == 1:
+    parts = [series] if series else []
+  else:
+    parts = [[s for s in series if s["run"] == i] for i in range(len(runs))]
+  names = {f.name for f in dataclasses.fields(Figure)} - {"lines", "phases"}
+  common = {name: getattr(figure, name) for name in names}
+  common["log"] = figure.log and figure.kind == "line" and wants_log(series)
+  if figure.kind != "line":
+    sizes = [size for part in parts for size in _sizes(part, figure.kind)]
+    common["top"], common["largest"] = _usual_top(sizes), max(sizes, default=0)
+  if len(parts) > 1:  # side by side, on one axis and with the same colours
+    common["labels"] = list(dict.fromkeys(s["label"] for s in series))
+    common["wide"] = False
+  return [
+    common
+    | {"phases": [p for p in figure.phases if any(s["phase"] == p for s in part)], "series": part}
+    for part in parts
+    if part
+  ]
+
+
+def _sizes(series: Sequence[Row], kind: str) -> list[float]:
+  """What the axis must reach: the bars of each step together, or each cell of a heat map."""
+  if kind == "heat":
+    return [y for s in series for y in s["y"] if y is not None]
+  return [sum(y or 0 for y in ys) for ys in zip(*(s["y"] for s in series))]
+
+
+def _usual_top(sizes: Sequence[float]) -> float:
+  """The largest size that is no outlier: a step that compiled must not flatten all others."""
+  ordered = sorted(sizes) or [0.0]
+  usual = ordered[int(0.9 * (len(ordered) - 1))]
+  return max(v for v in ordered if v <= CUT_FROM * usual or not usual)
+
+
+def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
+  """Says of curves that are one value in every run alone that they are `constant`.
+
+  The page has a line of text for them. In stacked bars only zeros are: others are a part of a sum.
+  """
+
+  def extent(curve: Row) -> tuple[float, float] | None:
+    known = [v for name in ("y", "low", "high") for v in curve.get(name, ()) if v is not None]
+    return (min(known), max(known)) if known else None
+
+  def is_constant(curve: Row) -> bool:
+    found = extent(curve)
+    if not found or kind == "heat":
+      return not found
+    low, high = found
+    return low == high == 0 if kind == "stack" else high - low <= SAME * max(abs(low), abs(high))
+
+  def name(curve: Row) -> tuple[str, str]:
+    return curve["phase"], curve["key"]
+
+  moving = {name(curve) for curve in series if not is_constant(curve)}
+  for curve in series:
+    if name(curve) not in moving:
+      curve["constant"] = next((v for v in curve["y"] if v is not None), None)
+      curve["count"] = sum(v is not None for v in curve["y"])
+
+
+def wants_log(series: Sequence[Row]) -> bool:
+  """Whether a linear axis would show most values as 0: none is negative, few are 0, and the largest
+  is a hundred times one of the smallest."""
+  drawn = [s for s in series if "constant" not in s]
+  values = sorted(
+    v for s in drawn for k in ("y", "low", "high") for v in s.get(k, ()) if v is not None
+  )
+  positive = [v for v in values if v > 0]
+  if len(positive) < max(5, 0.8 * len(values)) or values[0] < 0:
+    return False
+  return positive[-1] >= LOG_FROM * positive[len(positive) // 20]
+
+
+def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterable[Row]:
+  found = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
+  limit = MAX_POINTS // runs // (3 if figure.kind == "stack" else 1)
+  limit = limit * 4 // max(4, len(found))
+  if figure.kind == "heat":
+    limit = MAX_CELLS // runs // max(60, len(found))
+  # Of a stack, what a step lacks was 0 (a stage that did not run); else it was not measured.
+  missing = 0.0 if figure.kind == "stack" else None
+  common = sorted({step for _, key, _ in found for step in table[key][0]})
+  for line, key, name in found:
+    steps = table[key][0] if figure.kind == "line" else common
+    curve = {
+      "phase": phase,
+      "key": key,
+      "label": line.label.replace("{i}", name).replace("{name}", name),
+      "color": line.color,
+      "x": steps,
+      "y": _values(table, key, steps, missing),
+    }
+    if line.low and line.low in table:
+      curve["low"] = _values(table, line.low, steps)
+      curve["high"] = _values(table, line.high, steps)
+    yield _rounded(thin(curve, max(limit, 100)))
+
+
+def _values(
+  table: Table, key: str, steps: Sequence[int], missing: float | None = None
+) -> list[float | None]:
+  """The values of a metric at these steps; None where it was no number."""
+  known = dict(zip(*table.get(key, ((), ()))))
+  values = [known.get(step, missing) for step in steps]
+  return [v if v is not None and math.isfinite(v) else None for v in values]
+
+
+def _rounded(curve: Row) -> Row:
+  """With as many digits as can be seen."""
+
+  def shorten(values: Iterable[float | None]) -> list[float | None]:
+    return [v if v is None else float(f"{v:.7g}") for v in values]
+
+  return curve | {name: shorten(curve[name]) for name in ("y", "low", "high") if name in curve}
+
+
+def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
+  """(metric, what the braces stand for) for each metric that a pattern names."""
+  if "{" not in pattern:
+    return [(pattern, "")] if pattern in keys else []
+  regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
+  pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
+  if "{i}" in pattern:
+    return sorted(pairs, key=lambda pair: int(pair[1]))
+  return sorted(pairs, key=lambda p: (STAGES.index(p[1]) if p[1] in STAGES else 99, p[1]))
+
+
+def thin(curve: Row, limit: int) -> Row:
+  """Averages neighbours so that at most `limit` points remain; bands keep their extremes."""
+  count = len(curve["x"])
+  if count <= limit:
+    return curve
+  edges = [round(i * count / limit) for i in range(limit + 1)]
+  spans = list(itertools.pairwise(edges))
+  reduce = {"x": lambda v: v[-1], "y": lambda v: sum(v) / len(v), "low": min, "high": max}
+
+  def pooled(name: str) -> list[float | None]:
+    parts = ([v for v in curve[name][a:b] if v is not None] for a, b in spans)
+    return [reduce[name](part) if part else None for part in parts]
+
+  return curve | {name: pooled(name) for name in reduce if name in curve}

@@ -1,0 +1,253 @@
+"""The answers on top of a report: is it learning, is it healthy, is it fast, and what says so."""
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspo_jax.report.curves import ByPhase, Row
+from gspo_jax.report.figures import STAGES
+from gspo_jax.runs.progress import clock_text
+
+Rows = Sequence[Row]
+
+SURE = 2.0  # standard errors that the reward must have moved by
+ACCURACY = re.compile(r"eval/(.+/)?accuracy")
+
+
+def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row]:
+  """Three questions about a run, each with an answer, what it rests on, and figures.
+
+  A figure has a `value`, a number in its `unit` or a text, and `before`, what it was at first.
+  """
+  return [
+    {"question": "Is it learning?", **_learning(by_phase, flat)},
+    {"question": "Is it healthy?", **_healthy(by_phase, alarms)},
+    {"question": "Is it fast?", **_fast(by_phase["rl"])},
+  ]
+
+
+def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
+  rows = by_phase["rl"]
+  measured = [row for row in rows or by_phase["eval"] if row.get("eval/accuracy") is not None]
+  state, text, because = judge_accuracy(measured) or judge_reward(rows)
+  facts = []
+  tried = rows or by_phase["eval"]
+  for key in sorted(filter(ACCURACY.fullmatch, {key for row in tried for key in row})):
+    name = key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
+    facts += _change(f"{name or 'Held-out accuracy'}, avg@k", _known(tried, key), "percent")
+  facts += _change("Held-out accuracy, greedy", _known(tried, "eval/greedy"), "percent")
+  if len(measured) > 2:
+    best = max(measured, key=lambda row: row["eval/accuracy"])
+    facts.append(_fact("Best, avg@k", best["eval/accuracy"], "percent", f"at step {best['step']}"))
+  facts += _moved("Reward", rows, "reward/mean")
+  facts += _moved("Groups of equal rewards", rows, "groups_without_spread", "percent")
+  if rows or by_phase["sft"]:
+    trained = rows or by_phase["sft"]
+    planned = flat.get("rl.iterations" if rows else "sft.steps")
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    name = "Iterations" if rows else "Updates of the cold start"
+    facts.append(_fact(name, f"{trained[-1]['step']:,}{of}"))
+  return {"state": state, "answer": text, "because": because, "facts": facts}
+
+
+def judge_accuracy(measured: Rows) -> tuple[str, str, str] | None:
+  """Compares the last evaluation with the first and with the best, by their intervals; None without
+  two evaluations that have some."""
+  measured = [row for row in measured if row.get("eval/accuracy/low") is not None]
+  if len(measured) < 2:
+    return None
+  first, last = measured[0], measured[-1]
+  best = max(measured, key=lambda row: row["eval/accuracy"])
+
+  def apart(lower: Row, upper: Row) -> bool:
+    return lower["eval/accuracy/high"] < upper["eval/accuracy/low"]
+
+  def told(row: Row) -> str:
+    return f"{100 * row['eval/accuracy']:.1f}% at step {row['step']}"
+
+  if apart(last, first):
+    return "bad", "No, it got worse", f"held-out accuracy: {told(first)}, {told(last)}"
+  if apart(last, best):
+    return "bad", "It did, and lost some of it", f"held-out accuracy: {told(best)}, {told(last)}"
+  both = f"held-out accuracy: {told(first)}, {told(last)}"
+  if apart(first, last):
+    return "good", "Yes", f"{both}; the 95% intervals are apart"
+  return "open", "Not shown yet", f"{both}; the 95% intervals overlap"
+
+
+def judge_reward(rows: Rows) -> tuple[str, str, str]:
+  """Compares the mean rewards of the first and of the last tenth of the iterations. What a single
+  one scatters by is read off neighbours, which a trend hardly moves."""
+  rewards = _known(rows, "reward/mean")
+  if len(rewards) < 6:
+    return "open", "Too early to say", "needs two evaluations, or six iterations with rewards"
+  count = max(2, len(rewards) // 10)
+  first, last = statistics.fmean(rewards[:count]), statistics.fmean(rewards[-count:])
+  scatter = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / 2)
+  error = scatter * math.sqrt(2 / count)
+  text = f"training reward: {first:.3g} at first, {last:.3g} at the end, ± {error:.2g}"
+  if abs(last - first) <= SURE * error:
+    return "open", "Not shown yet", text
+  return ("good", "Yes", text) if last > first else ("bad", "No, the reward fell", text)
+
+
+def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
+  rows = by_phase["rl"]
+  trained = rows or by_phase["sft"]
+  skipped = sum(_known(trained, "updates_skipped"))
+  dropped = max(_known(trained, "router/dropped_tokens"), default=0)
+  broken = [
+    row["step"] for row in trained if any(_is_broken(row, k) for k in ("loss", "grad_norm"))
+  ]
+  recent = [a for a in alarms if trained and a["to"] >= _begin_of_last_tenth(trained)]
+  recent = [a for a in recent if a["phase"] == trained[-1]["phase"]]
+  troubles = [
+    ("bad", dropped, f"experts dropped {dropped:g} tokens"),
+    ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
+    ("open", skipped, f"{skipped:g} updates were skipped"),
+  ]
+  found = [(state, text) for state, happened, text in troubles if happened]
+  if recent:
+    names = ", ".join(dict.fromkeys(alarm["name"] for alarm in recent))
+    found.insert(0, ("bad", f"alarms at the end: {names}"))
+  elif alarms:
+    found.append(("open", f"{len(alarms)} alarm{'s' * (len(alarms) > 1)} earlier, none at the end"))
+  if not trained:
+    state, text, because = "open", "Too early to say", "no iterations yet"
+  elif not found:
+    state, text, because = "good", "Yes", "no alarms; no update skipped, all values finite"
+  else:
+    state = "bad" if "bad" in dict(found) else "open"
+    text = "No" if state == "bad" else "Look closer"
+    because = "; ".join(each for _, each in found)
+  facts = [_fact("Alarms", float(len(alarms)))] if trained else []
+  facts += _moved("Tokens clipped", rows, "clip_fraction/token", "percent")
+  facts += _moved("Entropy, nats", rows, "entropy")
+  facts += _moved("Gradient norm", rows, "grad_norm")
+  facts += _moved("Cut at the limit", rows, "truncated_fraction", "percent")
+  facts += _moved("Volatility of experts", rows, "router/volatility/mean", "percent")
+  facts += _moved("Lag of the weights", rows, "lag/mean")
+  return {"state": state, "answer": text, "because": because, "facts": facts}
+
+
+def _fast(rows: Rows) -> Row:
+  timed = _timed(rows)
+  typical = _medians([stages for _, stages, _ in _second_half(timed)])
+  if not typical:
+    because = "no timed iterations yet"
+    return {"state": "open", "answer": "Too early to say", "because": because, "facts": []}
+  longest = max(typical, key=typical.get)
+  later = _second_half(rows)
+  each = statistics.median(sum(stages.values()) for _, stages, _ in _second_half(timed))
+  share = typical[longest] / (sum(typical.values()) or 1)
+  facts = [_fact("Seconds per iteration", each, "seconds")]
+  facts.append(_fact("Longest stage", f"{longest}, {100 * share:.0f}%"))
+  for label, key, unit in (
+    ("Tokens per second", "tokens_per_second", "number"),
+    ("FLOPs utilisation of updates", "mfu/update", "percent"),
+    ("Slots in use", "sampling/slot_utilisation", "percent"),
+    ("Padding of updates", "padding", "percent"),
+    ("Peak device memory, GiB", "memory/device_peak_gib", "number"),
+    ("Peak host memory, GiB", "memory/host_peak_gib", "number"),
+  ):
+    if known := _known(later, key):
+      facts.append(_fact(label, statistics.median(known), unit))
+  total = sum(sum(stages.values()) for _, stages, _ in timed)
+  facts.append(_fact("Time in stages", clock_text(total)))
+  because = f"of which {typical[longest]:.3g} s {longest}; medians of the second half"
+  return {
+    "state": "plain", "answer": f"{each:.3g} s an iteration", "because": because, "facts": facts,
+  }  # fmt: skip
+
+
+def timeline(rows: Rows) -> list[Row]:
+  """Seconds of each stage, in the order in which they run, of a typical iteration (medians over the
+  second half), of the last one and of the slowest; parts of a stage with it."""
+  timed = _timed(rows)
+  timed = [each for each in timed if each[0] > 0] or timed  # before the first: evaluation alone
+  if not timed:
+    return []
+  later = _second_half(timed)
+  typical = (None, *(_medians([each[i] for each in later]) for i in (1, 2)))
+  slowest = max(timed, key=lambda each: sum(each[1].values()))
+  found = {"typical": typical, "last": timed[-1]}
+  if slowest is not timed[-1]:
+    found["slowest"] = slowest
+  return [
+    {
+      "name": name,
+      "step": step,
+      "stages": [
+        {"name": stage, "seconds": seconds, "parts": _parts(stage, parts)}
+        for stage, seconds in sorted(stages.items(), key=_order)
+        if seconds > 0
+      ],
+    }
+    for name, (step, stages, parts) in found.items()
+  ]
+
+
+def _parts(stage: str, parts: Mapping[str, float]) -> list[list[Any]]:
+  own = {name: s for name, s in parts.items() if name.startswith(f"{stage}/") and s > 0}
+  return [[name.removeprefix(f"{stage}/"), seconds] for name, seconds in own.items()]
+
+
+def _order(item: tuple[str, float]) -> tuple[int, str]:
+  name = item[0]
+  return STAGES.index(name) if name in STAGES else len(STAGES), name
+
+
+def _timed(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
+  """Of each row with times its step, and seconds by stage and by part of a stage."""
+  found = []
+  for row in rows:
+    times = {k[5:]: v for k, v in row.items() if k.startswith("time/") and v is not None}
+    stages = {name: v for name, v in times.items() if "/" not in name}
+    if stages:
+      found.append((row["step"], stages, {name: v for name, v in times.items() if "/" in name}))
+  return found
+
+
+def _second_half(items: Sequence[Any]) -> Sequence[Any]:
+  """Without the first iterations, which compile."""
+  return items[len(items) // 2 :]
+
+
+def _medians(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """By name; what most iterations do without is 0."""
+  names = {name for one in each for name in one}
+  return {name: statistics.median(one.get(name, 0.0) for one in each) for name in names}
+
+
+def _fact(label: str, value: float | str, unit: str = "number", note: str = "") -> Row:
+  return {"label": label, "value": value, "unit": unit} | ({"note": note} if note else {})
+
+
+def _change(label: str, values: Sequence[float], unit: str = "number") -> list[Row]:
+  """From the first value to the last one."""
+  if len(values) < 2:
+    return [_fact(label, value, unit) for value in values]
+  return [_fact(label, values[-1], unit) | {"before": values[0]}]
+
+
+def _moved(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
+  """From the mean over the first tenth of the iterations to that over the last one."""
+  known = _known(rows, key)
+  count = max(1, len(known) // 10)
+  means = [statistics.fmean(known[:count]), statistics.fmean(known[-count:])] if known else []
+  return _change(label, means[-min(2, len(known)) :] if known else [], unit)
+
+
+def _begin_of_last_tenth(rows: Rows) -> int:
+  return rows[-max(1, len(rows) // 10)]["step"]
+
+
+def _known(rows: Rows, key: str) -> list[float]:
+  return [v for row in rows if (v := row.get(key)) is not None and math.isfinite(v)]
+
+
+def _is_broken(row: Row, key: str) -> bool:
+  return key in row and (row[key] is None or not math.isfinite(row[key]))

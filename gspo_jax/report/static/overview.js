@@ -1,0 +1,144 @@
+// The overview: three answers, alarms, what differs between runs, the charts that matter most.
+
+const WARNINGS_SHOWN = 6;
+const ROWS_SHOWN = 16;
+
+const nameOf = (run, index, kind = "span.of") =>
+  make(kind, { style: `--color: ${runColor(index)}` }, run.name);
+
+function factText({ value, before, unit, note }) {
+  const text = typeof value === "string" ? value : format(value, unit);
+  const from = before == null ? null : make("i", `${format(before, unit)} → `);
+  return [from, text, note ? make("i", ` ${note}`) : null];
+}
+
+function answerCard({ question, answer, because, state, facts }) {
+  const rows = facts.map((fact) => make("div", make("dt", fact.label), make("dd", factText(fact))));
+  return make(
+    `article.card.${state}`,
+    make("h2", question),
+    make("p.answer", answer),
+    make("p.note", because),
+    make("dl", rows),
+  );
+}
+
+const span = ({ from, to }) => (from === to ? `step ${from}` : `step ${from}–${to}`);
+
+function alarms() {
+  const items = report.runs.flatMap((run, i) =>
+    run.warnings.map((warning) => {
+      const several = Object.keys(run.phases).length > 1;
+      const phase = several ? `${report.phases[warning.phase].title} ` : "";
+      const text = `${phase}${span(warning)}: ${warning.name}`;
+      return make("li", comparing ? nameOf(run, i) : null, text);
+    }),
+  );
+  if (!items.length) return null;
+  const rest = items.splice(WARNINGS_SHOWN);
+  const more = () => make("details", make("summary", `${rest.length} more`), make("ul", rest));
+  const list = make("ul", items);
+  return make("div.warnings", { role: "note" }, make("h2", "Alarms"), list, rest.length ? more() : null);
+}
+
+// Runs as columns.
+function tableOf(rows, head) {
+  const columns = Array.from({ length: report.runs.length + 1 }, () => make("col"));
+  const line = ([name, ...cells]) =>
+    make("tr", make("th", { scope: "row" }, name), ...cells.map((parts) => make("td", parts)));
+  const style = `--columns: ${columns.length}`;
+  return make("table", { style }, make("colgroup", columns), head, make("tbody", rows.map(line)));
+}
+
+// By how much a figure of another run differs from that of the first one.
+function gapTo(first, fact) {
+  if (!first || !fact || typeof first.value !== "number" || typeof fact.value !== "number") return null;
+  const gap = fact.value - first.value;
+  if (!gap) return null;
+  const sign = gap > 0 ? "+" : "";
+  const points = fact.unit === "percent";
+  if (!points && !first.value) return null;
+  const text = points ? (100 * gap).toFixed(1) : ((100 * gap) / Math.abs(first.value)).toFixed(0);
+  return Number(text) ? make("i.gap", ` ${sign}${minus(text)}${points ? " points" : "%"}`) : null;
+}
+
+// One question, the answer and the figures of every run, and how they differ from the first one's.
+function questionTable({ question }, i) {
+  const { runs } = report;
+  const answers = runs.map((run) => run.answers[i]);
+  const labels = [...new Set(answers.flatMap((one) => one.facts.map((fact) => fact.label)))];
+  const told = answers.map((one) => [
+    make(`span.verdict.${one.state}`, { title: one.because }, one.answer),
+  ]);
+  const figures = labels.map((label) => {
+    const facts = answers.map((one) => one.facts.find((fact) => fact.label === label));
+    const cells = facts.map((fact, j) => [fact ? factText(fact) : "–", j ? gapTo(facts[0], fact) : null]);
+    return [label, ...cells.map((cell) => cell.flat())];
+  });
+  const names = runs.map((run, j) => make("th", { scope: "col" }, nameOf(run, j, "span.of.key")));
+  const head = make("thead", make("tr", make("td", make("b", question)), names));
+  return make("div.table", tableOf([["", ...told], ...figures], head));
+}
+
+// What the runs do not have in common, then what became of it.
+function comparison() {
+  const { runs, differences } = report;
+  const part = (name, found) =>
+    make(
+      "details.table",
+      { open: found.length > 0 && found.length <= ROWS_SHOWN },
+      make("summary", found.length ? `${name} (${found.length})` : `${name}: none`),
+      tableOf(found.map(({ key, values }) => [key, ...values.map((value) => [value ?? "–"])])),
+    );
+  return [
+    make("div.differences", part("Different settings", differences.settings), part("Different code", differences.code)),
+    make("div.questions", { style: `--columns: ${runs.length + 1}` }, runs[0].answers.map(questionTable)),
+  ];
+}
+
+function overview() {
+  const figures = report.sections.flatMap((section) => section.figures);
+  const chosen = figures.filter((figure) => figure.overview);
+  // Bars have many names: they keep their width.
+  const compact = chosen.map((figure) => ({ ...figure, wide: figure.wide && figure.kind === "stack" }));
+  const top = comparing ? comparison() : make("div.cards", report.runs[0].answers.map(answerCard));
+  return [alarms(), top, ...drawFigures(compact, "grid.compact")];
+}
+
+// --- the stages of an iteration, one after the other
+
+function timelines() {
+  const all = report.runs.flatMap((run, i) => run.timeline.map((line) => ({ run, i, line })));
+  if (!all.length) return null;
+  const sum = ({ stages }) => stages.reduce((total, stage) => total + stage.seconds, 0);
+  const names = [...new Set(all.flatMap(({ line }) => line.stages.map((stage) => stage.name)))];
+  const told = ([part, s]) => `${part} ${format(s, "seconds")}`;
+  const paint = (name) => `var(--${CYCLE[names.indexOf(name) % CYCLE.length]})`;
+  const rows = all.map(({ run, i, line }) => {
+    const total = sum(line);
+    const bars = line.stages.map(({ name, seconds, parts }) => {
+      const share = seconds / total;
+      const text = [[name, seconds], ...parts].map(told);
+      const inner = parts.map(([, s]) => make("u", { style: `width: ${percent(Math.min(1, s / seconds))}` }));
+      const style = `flex-grow: ${share}; --color: ${paint(name)}`;
+      return make("span.stage", { style, title: text.join("\n") }, make("em", share > 0.07 ? text[0] : ""), make("s", inner));
+    });
+    const which = line.step == null ? "typical iteration" : `${line.name}: step ${line.step}`;
+    const title = make("div.which", comparing ? nameOf(run, i) : null, ` ${which} `, make("b", format(total, "seconds")));
+    return make("div.timeline", title, make("div.stages", bars));
+  });
+  const parts = all[0].line.stages.map(({ name, seconds, parts }) => {
+    const inner = parts.length ? ` (${parts.map(told).join(", ")})` : "";
+    return told([name, seconds]) + inner;
+  });
+  const note = "Each bar is one iteration from left to right, whatever it took; under a stage, what of it was measured. Typical: medians over the second half.";
+  const keys = names.map((name) => make("span.key", { style: `--color: ${paint(name)}` }, name));
+  return make(
+    "div.timelines",
+    make("h3", "Stages of an iteration"),
+    make("p.note", note),
+    make("div.legend", keys),
+    rows,
+    make("p.note", comparing ? "" : `Typical: ${parts.join(" · ")}`),
+  );
+}

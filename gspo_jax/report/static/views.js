@@ -1,0 +1,88 @@
+// Views: one is on the screen. The address says which: `#router`, `#router/volatility` for a section
+// of it, `#responses?query=7` for filters.
+
+const anchor = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+const views = []; // { id, title, node, build }: built when first shown
+
+function placeOf(hash) {
+  const [path, query = ""] = hash.replace(/^#/, "").split("?");
+  const [id, ...rest] = path.split("/");
+  const known = views.find((view) => view.id === id) || views[0];
+  return { view: known, section: known.id === id ? rest.join("/") : "", query };
+}
+
+function showPlace() {
+  const { view, section, query } = placeOf(location.hash);
+  for (const one of views) {
+    one.node.hidden = one !== view;
+    if (one === view) one.link.setAttribute("aria-current", "page");
+    else one.link.removeAttribute("aria-current");
+  }
+  if (!view.built) {
+    view.built = true;
+    view.node.append(...view.build().flat().filter((part) => part != null));
+  }
+  view.link.scrollIntoView({ block: "nearest", inline: "nearest" });
+  view.apply?.(query);
+  const target = section && document.getElementById(`${view.id}/${section}`);
+  if (target) target.closest("details")?.setAttribute("open", "");
+  layoutAll();
+  if (target) target.scrollIntoView();
+  else window.scrollTo(0, 0);
+  document.title = `${view === views[0] ? "" : `${view.title} · `}${report.name}`;
+  document.documentElement.dataset.view = view.id;
+}
+
+const HELP = [
+  ["1 … 9", "the views in their order"],
+  ["/", "search the responses"],
+  ["n, p", "next and previous page of responses"],
+  ["← →", "in a chart: read it, and all others, a step further"],
+  ["↑ ↓", "in a heat map: another layer"],
+  ["Esc", "stop reading"],
+  ["?", "this list"],
+];
+
+function helpBox() {
+  const rows = HELP.map(([key, text]) => make("div", make("dt", make("kbd", key)), make("dd", text)));
+  const box = make("dialog", make("h2", "Keys"), make("dl", rows), make("p.note", "Any key closes."));
+  box.addEventListener("click", () => box.close());
+  return box;
+}
+
+// A slider for all charts, and the views.
+function navigation(help) {
+  for (const view of views) view.link = make("a", { href: `#${view.id}` }, view.title);
+  const oninput = (event) => {
+    smoothing = Number(event.target.value);
+    layoutAll();
+  };
+  const range = { type: "range", min: 0, max: 0.1, step: 0.005, value: smoothing };
+  const label = { "aria-label": "Smoothing: share of the run averaged over", ...range, oninput };
+  const ask = make("button.help", { onclick: () => help.showModal(), title: "Keys" }, "?");
+  const links = make("div.links", views.map((view) => view.link));
+  const tools = make("div.tools", make("label", make("span", "Smoothing"), make("input", label)), ask);
+  return make("nav", { "aria-label": "Views" }, make("div.wrap", links, tools));
+}
+
+function listenToKeys(help) {
+  window.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (help.open) {
+      help.close();
+      event.preventDefault();
+      return;
+    }
+    if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+    const view = /^[1-9]$/.test(event.key) && views[Number(event.key) - 1];
+    if (view) location.hash = view.id;
+    else if (event.key === "?") help.showModal();
+    else if (event.key === "/") {
+      event.preventDefault();
+      if (document.documentElement.dataset.view !== "responses") location.hash = "responses";
+      setTimeout(() => document.querySelector("[name=query]")?.focus(), 50);
+    } else if ("np".includes(event.key)) {
+      document.querySelector(`#view-responses:not([hidden]) button[name=${event.key}]`)?.click();
+    }
+  });
+}
