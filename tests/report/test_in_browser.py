@@ -229,7 +229,7 @@ def test_a_shorter_run_has_nothing_to_read_beyond_its_end(tab, tmp_path):
 
 def test_a_comparison_tells_the_runs_apart(tab, comparison_page):
   tab.open(comparison_page)
-  assert tab.texts("thead th") == ["one", "two"] * 3  # of each question
+  assert tab.texts("thead th") == ["one", "two"] * 4  # settings, and three questions
   assert tab.texts("details tbody tr") == ["seed12"]
   assert "Seconds per iteration3 s4 s +33%" in tab.texts("tbody tr")
   show(tab, "responses")
@@ -358,3 +358,41 @@ def test_no_view_is_wider_than_a_narrow_screen(tab, tmp_path, scheme):
   finally:
     tab.call("Emulation.clearDeviceMetricsOverride")
     tab.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_the_overview_is_one_screen(tab, tmp_path):
+  size = {"width": 1600, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+  tab.call("Emulation.setDeviceMetricsOverride", **size)
+  try:
+    tab.open(write_report(cases.make_run(tmp_path)))
+    boxes = "[...document.querySelectorAll('.card, figure')].map((f) => f.getBoundingClientRect())"
+    assert tab.evaluate(f"{boxes}.filter((box) => box.height > 0).length") >= 8
+    assert tab.evaluate(f"{boxes}.every((box) => box.top < 800)")
+  finally:
+    tab.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_responses_to_a_prompt_are_side_by_side(tab, run_page):
+  tab.open(run_page, "#responses?kind=train")
+  samples = "[...document.querySelector('.group').querySelectorAll('.sample')]"
+  tops = tab.evaluate(f"{samples}.map((s) => s.getBoundingClientRect().top)")
+  assert len(tops) == 4 and len(set(tops[:3])) == 1
+
+
+def test_the_stages_of_an_iteration_are_a_timeline(tab, run_page, comparison_page):
+  tab.open(run_page, "#speed")
+  assert tab.texts(".which") == [
+    " typical iteration 3 s",
+    " last: step 20 3 s",
+    " slowest: step 1 3 s",
+  ]
+  assert tab.texts(".stage em")[:2] == ["sample 2 s", "update 1 s"]
+  widths = "[...document.querySelectorAll('%s')].map((s) => s.getBoundingClientRect().width)"
+  sample, update, *_ = tab.evaluate(widths % ".stage")
+  assert sample == pytest.approx(2 * update, rel=0.02)
+  tab.open(comparison_page, "#speed")  # to one scale, in the colours of the bars
+  one, two = tab.evaluate(widths % ".stages")
+  assert one == pytest.approx(0.75 * two, rel=0.02)
+  colors = "[...document.querySelectorAll('%s')].map((s) => getComputedStyle(s).%s)"
+  bars, stages = (colors % pair for pair in ((".bar", "fill"), (".stage", "borderTopColor")))
+  assert set(tab.evaluate(bars)) == set(tab.evaluate(stages))

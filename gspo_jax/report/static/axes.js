@@ -68,7 +68,9 @@ function linearAxis(values, { unit, zero, room = true }) {
   const base = baseOf(low, high, step);
   const label = (v) => (base && v > base ? "+" : "") + tickLabel(v - base, step, unit);
   const place = (v) => (v - low) / (high - low);
-  const note = base ? `labels: from ${minus(String(unit === "percent" ? `${100 * base}%` : base))}` : "";
+  const note = base
+    ? `labels: from ${minus(String(unit === "percent" ? `${100 * base}%` : base))}`
+    : "";
   return { low, high, list, names: list.map(label), place, note };
 }
 
@@ -85,7 +87,14 @@ function logAxis(values, { unit }) {
   const place = (v) => Math.max(0, (Math.log10(Math.max(v, 1e-300)) - first) / (last - first));
   const label = (v) =>
     unit === "percent" || (v >= 1e-3 && v < 1e4) ? tickLabel(v, v, unit) : tickPower(v);
-  return { low: 10 ** first, high: 10 ** last, list, names: list.map(label), place, note: "log scale" };
+  return {
+    low: 10 ** first,
+    high: 10 ** last,
+    list,
+    names: list.map(label),
+    place,
+    note: "log scale",
+  };
 }
 
 const tickPower = (v) => minus(v.toExponential(0).replace("+", ""));

@@ -18,7 +18,8 @@ function make(name, ...parts) {
     }
     for (const [key, value] of Object.entries(part)) {
       if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-      else if (value !== false && value != null) node.setAttribute(key, value === true ? "" : value);
+      else if (value !== false && value != null)
+        node.setAttribute(key, value === true ? "" : value);
     }
   }
   return node;

@@ -88,7 +88,9 @@ function constantsOf(figure, series, named) {
     const same = texts.every((text) => text === texts[0]);
     const phases = new Set(series.map((s) => s.phase)).size > 1;
     const phase = phases ? ` (${report.phases[own[0].phase].title})` : "";
-    const value = same ? texts[0] : own.map((s, i) => `${report.runs[s.run].name} ${texts[i]}`).join(", ");
+    const value = same
+      ? texts[0]
+      : own.map((s, i) => `${report.runs[s.run].name} ${texts[i]}`).join(", ");
     const steps = own.length === 1 && own[0].count === 1 ? ` at step ${own[0].x[0]}` : "";
     return make("span.constant", named(own[0]) + phase, " ", make("b", value), steps);
   });
@@ -119,7 +121,13 @@ function chart(figure) {
     make("div.top", make("h3", figure.title), at),
     make("p.note", figure.note, more),
     rows,
-    flat.length ? make("p.constants", "throughout: ", constantsOf(figure, flat, (s) => s.label)) : null,
+    flat.length
+      ? make(
+          "p.constants",
+          "throughout: ",
+          constantsOf(figure, flat, (s) => s.label),
+        )
+      : null,
   );
   const svg = draw("svg", { role: "img", tabindex: 0, "aria-label": figure.title }, node);
   const add = (tag, attributes, text) => draw(tag, attributes, svg, text);

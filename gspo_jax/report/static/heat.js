@@ -7,7 +7,10 @@ const HEAT_HEIGHT = 170;
 function rgbOf(name) {
   const probe = make("span", { style: `color: var(${name})` });
   document.body.append(probe);
-  const found = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+  const found = getComputedStyle(probe)
+    .color.match(/[\d.]+/g)
+    .slice(0, 3)
+    .map(Number);
   probe.remove();
   return found;
 }
@@ -22,7 +25,9 @@ function heat(figure) {
   const value = make("span");
   const canvas = make("canvas", { tabindex: 0, role: "img", "aria-label": figure.title });
   const over = figure.largest > top ? ` (up to ${format(figure.largest, figure.unit)})` : "";
-  const name = comparing ? make("span.of", { style: `--color: ${runColor(rows[0].run)}` }, report.runs[rows[0].run].name) : null;
+  const name = comparing
+    ? make("span.of", { style: `--color: ${runColor(rows[0].run)}` }, report.runs[rows[0].run].name)
+    : null;
   const key = make("span.heatkey", "0", make("i"), format(top, figure.unit) + over);
   const cursor = make("div.cursor");
   const axis = make("div.steps");
@@ -59,7 +64,11 @@ function heat(figure) {
     canvas.style.height = `${Math.round(height() * rows.length)}px`;
     const stride = Math.ceil(16 / height());
     const names = rows.map((row, j) =>
-      make("span", { style: `height: ${height()}px` }, j % stride ? "" : row.label.replace("layer ", "")),
+      make(
+        "span",
+        { style: `height: ${height()}px` },
+        j % stride ? "" : row.label.replace("layer ", ""),
+      ),
     );
     layers.replaceChildren(...names);
     const { list } = stepTicks(from, to, Math.floor(width / 70));

@@ -38,7 +38,13 @@ function alarms() {
   const rest = items.splice(WARNINGS_SHOWN);
   const more = () => make("details", make("summary", `${rest.length} more`), make("ul", rest));
   const list = make("ul", items);
-  return make("div.warnings", { role: "note" }, make("h2", "Alarms"), list, rest.length ? more() : null);
+  return make(
+    "div.warnings",
+    { role: "note" },
+    make("h2", "Alarms"),
+    list,
+    rest.length ? more() : null,
+  );
 }
 
 // Runs as columns.
@@ -50,9 +56,15 @@ function tableOf(rows, head) {
   return make("table", { style }, make("colgroup", columns), head, make("tbody", rows.map(line)));
 }
 
+function headOf(title) {
+  const cell = (run, i) => make("th", { scope: "col" }, nameOf(run, i, "span.of.key"));
+  return make("thead", make("tr", make("td", make("b", title)), report.runs.map(cell)));
+}
+
 // By how much a figure of another run differs from that of the first one.
 function gapTo(first, fact) {
-  if (!first || !fact || typeof first.value !== "number" || typeof fact.value !== "number") return null;
+  if (!first || !fact || typeof first.value !== "number" || typeof fact.value !== "number")
+    return null;
   const gap = fact.value - first.value;
   if (!gap) return null;
   const sign = gap > 0 ? "+" : "";
@@ -72,27 +84,39 @@ function questionTable({ question }, i) {
   ]);
   const figures = labels.map((label) => {
     const facts = answers.map((one) => one.facts.find((fact) => fact.label === label));
-    const cells = facts.map((fact, j) => [fact ? factText(fact) : "–", j ? gapTo(facts[0], fact) : null]);
+    const cells = facts.map((fact, j) => [
+      fact ? factText(fact) : "–",
+      j ? gapTo(facts[0], fact) : null,
+    ]);
     return [label, ...cells.map((cell) => cell.flat())];
   });
-  const names = runs.map((run, j) => make("th", { scope: "col" }, nameOf(run, j, "span.of.key")));
-  const head = make("thead", make("tr", make("td", make("b", question)), names));
-  return make("div.table", tableOf([["", ...told], ...figures], head));
+  return make("div.table", tableOf([["", ...told], ...figures], headOf(question)));
 }
 
 // What the runs do not have in common, then what became of it.
 function comparison() {
   const { runs, differences } = report;
+  const row = ({ key, values }) => [key, ...values.map((value) => [value ?? "–"])];
   const part = (name, found) =>
-    make(
-      "details.table",
-      { open: found.length > 0 && found.length <= ROWS_SHOWN },
-      make("summary", found.length ? `${name} (${found.length})` : `${name}: none`),
-      tableOf(found.map(({ key, values }) => [key, ...values.map((value) => [value ?? "–"])])),
-    );
+    found.length
+      ? make(
+          "details.table",
+          { open: found.length <= ROWS_SHOWN },
+          make("summary", `${name} (${found.length})`),
+          tableOf(found.map(row), headOf("")),
+        )
+      : make("p.note", `${name}: none`);
   return [
-    make("div.differences", part("Different settings", differences.settings), part("Different code", differences.code)),
-    make("div.questions", { style: `--columns: ${runs.length + 1}` }, runs[0].answers.map(questionTable)),
+    make(
+      "div.differences",
+      part("Different settings", differences.settings),
+      part("Different code", differences.code),
+    ),
+    make(
+      "div.questions",
+      { style: `--columns: ${runs.length + 1}` },
+      runs[0].answers.map(questionTable),
+    ),
   ];
 }
 
@@ -100,7 +124,10 @@ function overview() {
   const figures = report.sections.flatMap((section) => section.figures);
   const chosen = figures.filter((figure) => figure.overview);
   // Bars have many names: they keep their width.
-  const compact = chosen.map((figure) => ({ ...figure, wide: figure.wide && figure.kind === "stack" }));
+  const compact = chosen.map((figure) => ({
+    ...figure,
+    wide: figure.wide && figure.kind === "stack",
+  }));
   const top = comparing ? comparison() : make("div.cards", report.runs[0].answers.map(answerCard));
   return [alarms(), top, ...drawFigures(compact, "grid.compact")];
 }
@@ -108,30 +135,51 @@ function overview() {
 // --- the stages of an iteration, one after the other
 
 function timelines() {
-  const all = report.runs.flatMap((run, i) => run.timeline.map((line) => ({ run, i, line })));
+  // Of several runs one bar each, to one scale.
+  const linesOf = (run) => (comparing ? run.timeline.slice(0, 1) : run.timeline);
+  const all = report.runs.flatMap((run, i) => linesOf(run).map((line) => ({ run, i, line })));
   if (!all.length) return null;
   const sum = ({ stages }) => stages.reduce((total, stage) => total + stage.seconds, 0);
   const names = [...new Set(all.flatMap(({ line }) => line.stages.map((stage) => stage.name)))];
   const told = ([part, s]) => `${part} ${format(s, "seconds")}`;
-  const paint = (name) => `var(--${CYCLE[names.indexOf(name) % CYCLE.length]})`;
+  // The colours of the bars over time.
+  const figures = report.sections.flatMap((section) => section.figures);
+  const bars = figures.filter((f) => f.kind === "stack" && f.unit === "seconds");
+  const order = [...new Set(bars.flatMap((f) => f.labels || f.series.map((s) => s.label)))];
+  const paint = (name) => `var(--${CYCLE[order.indexOf(name) % CYCLE.length]})`;
+  const longest = Math.max(...all.map(({ line }) => sum(line)));
   const rows = all.map(({ run, i, line }) => {
     const total = sum(line);
-    const bars = line.stages.map(({ name, seconds, parts }) => {
+    const stages = line.stages.map(({ name, seconds, parts }) => {
       const share = seconds / total;
       const text = [[name, seconds], ...parts].map(told);
-      const inner = parts.map(([, s]) => make("u", { style: `width: ${percent(Math.min(1, s / seconds))}` }));
+      const inner = parts.map(([, s]) =>
+        make("u", { style: `width: ${percent(Math.min(1, s / seconds))}` }),
+      );
       const style = `flex-grow: ${share}; --color: ${paint(name)}`;
-      return make("span.stage", { style, title: text.join("\n") }, make("em", share > 0.07 ? text[0] : ""), make("s", inner));
+      return make(
+        "span.stage",
+        { style, title: text.join("\n") },
+        make("em", share > 0.07 ? text[0] : ""),
+        make("s", inner),
+      );
     });
     const which = line.step == null ? "typical iteration" : `${line.name}: step ${line.step}`;
-    const title = make("div.which", comparing ? nameOf(run, i) : null, ` ${which} `, make("b", format(total, "seconds")));
-    return make("div.timeline", title, make("div.stages", bars));
+    const title = make(
+      "div.which",
+      comparing ? nameOf(run, i) : null,
+      ` ${which} `,
+      make("b", format(total, "seconds")),
+    );
+    const width = comparing ? percent(total / longest) : "100%";
+    return make("div.timeline", title, make("div.stages", { style: `width: ${width}` }, stages));
   });
   const parts = all[0].line.stages.map(({ name, seconds, parts }) => {
     const inner = parts.length ? ` (${parts.map(told).join(", ")})` : "";
     return told([name, seconds]) + inner;
   });
-  const note = "Each bar is one iteration from left to right, whatever it took; under a stage, what of it was measured. Typical: medians over the second half.";
+  const scale = comparing ? "to one scale" : "each to its own scale";
+  const note = `An iteration from left to right, ${scale}; under a stage, the parts of it that are measured. Typical: medians over the second half.`;
   const keys = names.map((name) => make("span.key", { style: `--color: ${paint(name)}` }, name));
   return make(
     "div.timelines",

@@ -13,7 +13,9 @@ function settings(run, title) {
 
 function header() {
   const [run] = report.runs;
-  const summary = comparing ? report.runs.map((one, i) => nameOf(one, i)) : run.summary.map((text) => make("span", text));
+  const summary = comparing
+    ? report.runs.map((one, i) => nameOf(one, i))
+    : run.summary.map((text) => make("span", text));
   const name = comparing ? `Comparison of ${report.runs.length} runs` : run.name;
   return make("header.wrap", make("h1", name), make("p.summary", summary));
 }
@@ -23,12 +25,18 @@ function drawFigures(figures, kind = "grid") {
   const isFlat = (figure) => figure.series.every((s) => "constant" in s);
   const flat = figures.filter(isFlat);
   const lines = flat.map((figure) => {
-    const named = (s) => (figure.series.length > 1 && s.label ? `${figure.title}, ${s.label}` : figure.title);
+    const named = (s) =>
+      figure.series.length > 1 && s.label ? `${figure.title}, ${s.label}` : figure.title;
     return constantsOf(figure, figure.series, named);
   });
   const drawn = figures.filter((figure) => !isFlat(figure));
   return [
-    drawn.length ? make(`div.${kind}`, drawn.map((f) => (f.kind === "heat" ? heat(f) : chart(f)))) : null,
+    drawn.length
+      ? make(
+          `div.${kind}`,
+          drawn.map((f) => (f.kind === "heat" ? heat(f) : chart(f))),
+        )
+      : null,
     flat.length ? make("p.constants", "Throughout: ", lines.flat()) : null,
   ];
 }
@@ -57,7 +65,9 @@ const BUILD = {
       const summary = make("summary", `${section.title} (${count}), which no chart above names`);
       return make("details.fold", { ontoggle: layoutAll }, summary, sectionOf(section));
     }),
-    ...report.runs.map((run) => settings(run, comparing ? `Configuration of ${run.name}` : "Configuration and code")),
+    ...report.runs.map((run) =>
+      settings(run, comparing ? `Configuration of ${run.name}` : "Configuration and code"),
+    ),
   ],
 };
 
@@ -74,7 +84,9 @@ for (const [id, title] of Object.entries(report.views)) {
 const help = helpBox();
 page.append(header(), navigation(help), ...views.map((view) => view.node), help);
 if (!report.sections.length) views[0].node.append(make("p.empty", "No metrics yet."));
-const against = comparing ? "" : " What differs from another run: python -m gspo_jax.report RUN OTHER --output=compare.html.";
+const against = comparing
+  ? ""
+  : " What differs from another run: python -m gspo_jax.report RUN OTHER --output=compare.html.";
 page.append(make("footer.wrap", `Written by gspo_jax. Press ? for keys.${against}`));
 listenToKeys(help);
 window.addEventListener("hashchange", showPlace);

@@ -1,7 +1,19 @@
 // The responses to a prompt side by side: filtered in memory, a page of groups on the screen.
 
 const PER_PAGE = 10;
-const ADDRESSED = ["run", "step", "kind", "reward", "shortest", "longest", "clip", "ending", "order", "tokens", "query"];
+const ADDRESSED = [
+  "run",
+  "step",
+  "kind",
+  "reward",
+  "shortest",
+  "longest",
+  "clip",
+  "ending",
+  "order",
+  "tokens",
+  "query",
+];
 
 // Read when they are first looked at; the filters are part of the page's address.
 function responsesView() {
@@ -100,7 +112,8 @@ function responses() {
     };
     const long = sample.response.length > 420 || sample.response.split("\n").length > 12;
     // What was searched for must be seen.
-    let folded = long && !(state.query && sample.response.toLowerCase().includes(state.query.toLowerCase()));
+    let folded =
+      long && !(state.query && sample.response.toLowerCase().includes(state.query.toLowerCase()));
     const more = make("button.more", {
       onclick: () => {
         folded = !folded;
@@ -119,7 +132,11 @@ function responses() {
     );
     const odd = !/^(stop|eos)$/.test(sample.stop_reason || "stop") && sample.stop_reason;
     const flags = [sample.clipped && "clipped", sample.truncated ? "truncated" : odd];
-    const pill = make(`span.pill.${grade(sample.reward)}`, { title: "reward" }, format(sample.reward));
+    const pill = make(
+      `span.pill.${grade(sample.reward)}`,
+      { title: "reward" },
+      format(sample.reward),
+    );
     const flag = make("span.cell.flag", flags.filter(Boolean).join(", "));
     return make("div.sample", make("div.facts", pill, cells, flag), body);
   }
@@ -238,12 +255,27 @@ function responses() {
   );
   const has = (test) => groups.some((g) => g.samples.some(test));
   const names = report.runs.map(({ name }, i) => [String(i), name]);
-  const kinds = [["train", "training"], ["eval", "held out"]];
-  const clipping = [["clipped", "clipped"], ["unclipped", "not clipped"]];
-  const endings = [["truncated", "truncated"], ["whole", "not truncated"]];
-  const orders = [["new", "latest first"], ["old", "earliest first"]];
+  const kinds = [
+    ["train", "training"],
+    ["eval", "held out"],
+  ];
+  const clipping = [
+    ["clipped", "clipped"],
+    ["unclipped", "not clipped"],
+  ];
+  const endings = [
+    ["truncated", "truncated"],
+    ["whole", "not truncated"],
+  ];
+  const orders = [
+    ["new", "latest first"],
+    ["old", "earliest first"],
+  ];
   orders.push(["low", "lowest reward"], ["high", "highest reward"]);
-  const ways = [["colored", "coloured by log-ratio"], ["plain", "plain"]];
+  const ways = [
+    ["colored", "coloured by log-ratio"],
+    ["plain", "plain"],
+  ];
   const range = () => make("div.range", bound("shortest", "fewest"), "–", bound("longest", "most"));
   const bothKinds = groups.some((g) => g.eval) && groups.some((g) => !g.eval);
   const filters = [
@@ -259,7 +291,12 @@ function responses() {
   ].filter(Boolean);
   const kept = `${count(dumped)} of the ${count(total)} responses dumped, spread evenly over the run.`;
   const note = dumped < total ? make("p.note", kept) : null;
-  const search = make("input", { type: "search", name: "query", placeholder: "/", oninput: change("query") });
+  const search = make("input", {
+    type: "search",
+    name: "query",
+    placeholder: "/",
+    oninput: change("query"),
+  });
   filters.unshift(make("label.search", "Prompt or response contains", search));
   const node = make(
     "section",

@@ -12,10 +12,17 @@ function tokensOf(sample, unit) {
 
 // Of each token whether it is part of what was searched for.
 function foundIn(tokens, query) {
-  const whole = tokens.map(([text]) => text).join("").toLowerCase();
+  const whole = tokens
+    .map(([text]) => text)
+    .join("")
+    .toLowerCase();
   const wanted = query.toLowerCase();
   const starts = [];
-  for (let i = wanted ? whole.indexOf(wanted) : -1; i >= 0; i = whole.indexOf(wanted, i + wanted.length))
+  for (
+    let i = wanted ? whole.indexOf(wanted) : -1;
+    i >= 0;
+    i = whole.indexOf(wanted, i + wanted.length)
+  )
     starts.push(i);
   let [place, next] = [0, 0];
   return tokens.map(([text]) => {
@@ -44,7 +51,11 @@ function drawTokens(node, tokens, scale, limit, query) {
     if (clipped) kinds.push("clipped");
     if (found[i]) kinds.push("found");
     if (!text.trim() && text.includes("\n")) kinds.push("newline");
-    const span = make("span", { class: kinds.join(" "), style: `--share: ${percent(share)}` }, text);
+    const span = make(
+      "span",
+      { class: kinds.join(" "), style: `--share: ${percent(share)}` },
+      text,
+    );
     span.ratio = ratio;
     span.clipped = clipped;
     node.append(span);
@@ -67,7 +78,8 @@ function tokenTip(list) {
     const token = event.target.closest?.(".token");
     tip.hidden = !token;
     if (!token) return;
-    const kind = token.ratio < 0 ? "less probable" : token.ratio > 0 ? "more probable" : "unchanged";
+    const kind =
+      token.ratio < 0 ? "less probable" : token.ratio > 0 ? "more probable" : "unchanged";
     tip.replaceChildren(
       make("code", {}, JSON.stringify(token.textContent)),
       make("div", {}, `${ratioText(token.ratio)} · ${kind}${token.clipped ? " · clipped" : ""}`),

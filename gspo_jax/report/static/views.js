@@ -20,7 +20,12 @@ function showPlace() {
   }
   if (!view.built) {
     view.built = true;
-    view.node.append(...view.build().flat().filter((part) => part != null));
+    view.node.append(
+      ...view
+        .build()
+        .flat()
+        .filter((part) => part != null),
+    );
   }
   view.link.scrollIntoView({ block: "nearest", inline: "nearest" });
   view.apply?.(query);
@@ -44,8 +49,15 @@ const HELP = [
 ];
 
 function helpBox() {
-  const rows = HELP.map(([key, text]) => make("div", make("dt", make("kbd", key)), make("dd", text)));
-  const box = make("dialog", make("h2", "Keys"), make("dl", rows), make("p.note", "Any key closes."));
+  const rows = HELP.map(([key, text]) =>
+    make("div", make("dt", make("kbd", key)), make("dd", text)),
+  );
+  const box = make(
+    "dialog",
+    make("h2", "Keys"),
+    make("dl", rows),
+    make("p.note", "Any key closes."),
+  );
   box.addEventListener("click", () => box.close());
   return box;
 }
@@ -60,8 +72,15 @@ function navigation(help) {
   const range = { type: "range", min: 0, max: 0.1, step: 0.005, value: smoothing };
   const label = { "aria-label": "Smoothing: share of the run averaged over", ...range, oninput };
   const ask = make("button.help", { onclick: () => help.showModal(), title: "Keys" }, "?");
-  const links = make("div.links", views.map((view) => view.link));
-  const tools = make("div.tools", make("label", make("span", "Smoothing"), make("input", label)), ask);
+  const links = make(
+    "div.links",
+    views.map((view) => view.link),
+  );
+  const tools = make(
+    "div.tools",
+    make("label", make("span", "Smoothing"), make("input", label)),
+    ask,
+  );
   return make("nav", { "aria-label": "Views" }, make("div.wrap", links, tools));
 }
 
