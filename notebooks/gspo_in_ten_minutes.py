@@ -194,7 +194,7 @@ table(
 # A batch of responses is used for four updates. From the second on, the model is no longer the one that sampled them. The **importance ratio** says how far it has moved:
 #
 # - GRPO has one for each token, $w_t = \pi_\text{new}(y_t) / \pi_\text{old}(y_t)$.
-# - GSPO has one for each response, $s = \exp\big(\frac{1}{|y|} \sum_t \log w_t\big)$: the mean of the log-ratios of its tokens.
+# - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the mean of the log-ratios of its tokens.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Histograms of the log-ratios
@@ -226,7 +226,7 @@ print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5
 #
 # ## The clipping
 #
-# The objective of a response is $\min\big(s \hat A,\ \text{clip}(s) \hat A\big)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
+# The objective of a response is $\min\left(s \hat A,\ \text{clip}(s) \hat A\right)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Which responses are clipped
