@@ -13,7 +13,7 @@
 #
 # A small language model (3.6 M parameters, a Mixture of Experts) learns to add three-digit numbers, first from examples with mistakes, then by reinforcement learning with GSPO. Then we look at what GSPO did: the importance ratio and the clipping, on the data of this very run.
 #
-# It runs on a CPU, a GPU or a TPU: about ten minutes on the two cores of a free Colab machine, less on the others.
+# It runs on a CPU, a GPU or a TPU alike: about two minutes on two free CPU cores, up to ten on slow or busy ones.
 
 # %% [markdown]
 # ## Install
@@ -194,7 +194,7 @@ table(
 # A batch of responses is used for four updates. From the second on, the model is no longer the one that sampled them. The **importance ratio** says how far it has moved:
 #
 # - GRPO has one for each token, $w_t = \pi_\text{new}(y_t) / \pi_\text{old}(y_t)$.
-# - GSPO has one for each response, $s = \exp\big(\frac{1}{|y|} \sum_t \log w_t\big)$: the mean of the log-ratios of its tokens.
+# - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the mean of the log-ratios of its tokens.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Histograms of the log-ratios
@@ -226,7 +226,7 @@ print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5
 #
 # ## The clipping
 #
-# The objective of a response is $\min\big(s \hat A,\ \text{clip}(s) \hat A\big)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
+# The objective of a response is $\min\left(s \hat A,\ \text{clip}(s) \hat A\right)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
 
 # %% tags=["hide-input"] cellView="form"
 # @title Which responses are clipped
@@ -261,15 +261,19 @@ print(f"{silent:.0%} have the advantage 0: all responses of their group are righ
 #
 # GSPO clips more than GRPO and learns well all the same. The paper reports the same at scale: 15 % of tokens against 0.13 %.
 #
-# These figures are from after all four updates. While training, the first update sees ratios of exactly 1, the next ones see what the updates before them did:
+# All of this is from after the four updates. While training, the first update of an iteration sees ratios of exactly 1 and clips nothing; the next ones see what the updates before them did:
 
 # %% tags=["hide-input"] cellView="form"
-# @title The four updates of the first iteration
-first = next(r for r in rows(run / "metrics.jsonl") if r["phase"] == "rl" and r["step"] == 1)
-for i in range(4):
-  away = first[f"minibatch/{i}/ratio/deviation"]
-  share = first[f"minibatch/{i}/clip_fraction/sequence"]
-  print(f"update {i + 1}: mean |s - 1| = {away:.4f}, clipped responses {share:.1%}")
+# @title Clipped responses by iteration and update
+print("iteration  mean |s - 1| and share of clipped responses in updates 1 to 4")
+for row in rows(run / "metrics.jsonl"):
+  if row["phase"] == "rl" and row["step"] in (1, 2, 3, 4, 5, 10, 20, 40):
+    cells = []
+    for i in range(4):
+      away = row[f"minibatch/{i}/ratio/deviation"]
+      share = row[f"minibatch/{i}/clip_fraction/sequence"]
+      cells.append(f"{away:8.4f} {share:6.1%}")
+    print(f"{row['step']:9}", *cells)
 
 # %% [markdown]
 # ## Where to go from here

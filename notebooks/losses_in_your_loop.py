@@ -150,12 +150,12 @@ plt.show()
 
 
 # %%
-def responses(model, prompts=(2, 5, 8)):
+def responses(model):
   tokens_BT, _, _, mask_BT, _ = map(np.asarray, rollout(model, jax.random.key(999)))
-  for prompt in prompts:
-    row = np.argmax(tokens_BT[:, 0] == prompt)  # the first one
-    text = " ".join(map(str, tokens_BT[row][1:][mask_BT[row]]))
-    yield f"{tokens_BT[row][0]} → {text}".replace(str(END), "end")
+  _, first = np.unique(tokens_BT[:, 0], return_index=True)  # response to each prompt
+  for (prompt, *response), mask in zip(tokens_BT[first[2::3]], mask_BT[first[2::3]]):
+    text = " ".join("end" if t == END else str(t) for t, m in zip(response, mask) if m)
+    yield f"{prompt} → {text}"
 
 
 for name, model in {"untrained": Model(nnx.Rngs(SEED)), **models}.items():
@@ -205,8 +205,10 @@ length_B = mask_BT.sum(axis=1)
 scale_B1 = -len(length_B) * length_B[:, None]
 weight = {name: np.asarray(scale_B1 * g_BT) for name, g_BT in gradients.items()}
 unused = np.abs(weight["GSPO"]).max(axis=1) == 0
-long = np.asarray((length_B >= 4) & (jnp.abs(advantage_B) > 0.1))
-chosen = [np.flatnonzero(long & which)[:1] for which in (~unused, unused)]
+# Of each kind the response of at least four tokens with the largest advantage, as far as any.
+order = np.argsort(-np.abs(advantage_B))
+order = order[np.asarray(length_B)[order] >= 4]
+chosen = [order[kind[order]][:1] for kind in (~unused, unused)]
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for ax, found, title in zip(axes, chosen, ("not clipped by GSPO", "clipped by GSPO")):
