@@ -13,7 +13,7 @@
 #
 # A small language model (3.6 M parameters, a Mixture of Experts) learns to add three-digit numbers, first from examples with mistakes, then by reinforcement learning with GSPO. Then we look at what GSPO did: the importance ratio and the clipping, on the data of this very run.
 #
-# It runs on a CPU, a GPU or a TPU: about ten minutes on the two cores of a free Colab machine, less on the others.
+# It runs on a CPU, a GPU or a TPU alike: about two minutes on two free CPU cores, up to ten on slow or busy ones.
 
 # %% [markdown]
 # ## Install
@@ -56,9 +56,10 @@ WORKDIR = "ten_minutes"  # where the run keeps its files; the same cells go on f
 #
 # ## Train
 #
-# The run is one command, the same as in a terminal. While it works, this page reads what it writes: `metrics.jsonl` has a line of figures for each iteration, `rollouts/` has responses.
+# The run is one command, the same as in a terminal. While it works, this page reads what it writes: `metrics.jsonl` has a line of figures for each iteration, `rollouts/` has responses. The next cell has the functions that read and draw them.
 
-# %%
+# %% tags=["hide-input"] cellView="form"
+# @title Functions that read and draw
 import html
 import json
 import sys
@@ -83,28 +84,28 @@ def rows(path):
 
 def values(phase, key):
   """Steps and values of a metric."""
-  found = [
-    (r["step"], r[key]) for r in rows(run / "metrics.jsonl") if r["phase"] == phase and key in r
-  ]
-  return tuple(zip(*found)) or ((), ())
+  lines = [r for r in rows(run / "metrics.jsonl") if r["phase"] == phase and key in r]
+  return [r["step"] for r in lines], [r[key] for r in lines]
 
 
-def table(responses):
-  """Some responses as a table."""
-  lines = "".join(
-    f"<tr><td><code>{html.escape(r['prompt'])}</code></td>"
-    f"<td style='text-align:left'><code>{html.escape(r['response'])}</code></td>"
-    f"<td>{'right' if r['reward'] else 'wrong: ' + html.escape(r['answer'])}</td></tr>"
-    for r in responses
-  )
-  return HTML(f"<table><tr><th>prompt</th><th>response</th><th></th></tr>{lines}</table>")
+def table(head, lines):
+  """A table of HTML."""
+  cell = "<td style='text-align: left; padding: 2px 16px 2px 0'>{}</td>"
+  lines = [[f"<b>{x}</b>" for x in head], *lines]
+  lines = "".join(f"<tr>{''.join(map(cell.format, line))}</tr>" for line in lines)
+  return HTML(f"<table>{lines}</table>")
+
+
+def judged(response):
+  """A response and whether it is right."""
+  return f"<code>{html.escape(response['response'])}</code> {'✓' if response['reward'] else '✗'}"
 
 
 def curves():
   """The cold start on the left, GSPO on the right, as far as they are."""
   figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
   left.plot(*values("sft", "held_out_loss"), color=GREY, marker=".")
-  left.set(title="Cold start: loss on other sums", xlabel="update", ylabel="nats per token", ylim=0)
+  left.set(title="Cold start: loss on new sums", xlabel="update", ylabel="nats per token", ylim=0)
   right.plot(*values("rl", "reward/mean"), color=GREY, label="mean reward")
   right.plot(*values("rl", "eval/accuracy"), color=BLUE, marker="o", label="accuracy on new sums")
   right.set(title="GSPO", xlabel="iteration", ylim=(0, 1.02), xlim=(0, ITERATIONS))
@@ -120,8 +121,11 @@ def show(status):
   display(figure)
   plt.close(figure)
   if dumps := sorted(run.glob("rollouts/eval_*.jsonl")):
-    print(f"Responses to new sums, after iteration {int(dumps[-1].stem[-6:])}:")
-    display(table(rows(dumps[-1])[:200:40]))
+    head = "sum", "after the cold start", f"after iteration {int(dumps[-1].stem[-6:])}"
+    pairs = list(zip(rows(dumps[0]), rows(dumps[-1])))[60::120]
+    lines = [(a["prompt"], judged(a), judged(b)) for a, b in pairs]
+    print("Some responses to new sums:")
+    display(table(head, lines))
 
 
 # %%
@@ -150,10 +154,11 @@ show(f"Done in {(time.monotonic() - begun) / 60:.1f} minutes.")
 #
 # GSPO compares the responses to one prompt. **Advantage**: how much better than its group a response is; above zero it is to become more likely, below zero less. The run wrote down all 512 responses of the first iteration. Here is one group of eight.
 
-# %%
+# %% tags=["hide-input"] cellView="form"
+# @title The group of which most responses were clipped
 responses = rows(run / "rollouts" / "rl_000001.jsonl")
 groups = [responses[i : i + 8] for i in range(0, len(responses), 8)]
-group = max(groups, key=lambda g: np.ptp([r["advantage"] for r in g]))
+group = max(groups, key=lambda g: sum(r["clipped"] for r in g))
 
 
 def tinted(response):
@@ -161,35 +166,39 @@ def tinted(response):
   spans = []
   for token, x in zip(response["tokens"], response["log_ratio"]):
     colour = "194, 87, 12" if x > 0 else "37, 99, 201"
-    style = f"background: rgba({colour}, {min(abs(x) / 0.3, 0.8):.2f}); padding: 1px 3px"
+    style = f"background: rgba({colour}, {min(abs(x) / 0.5, 0.8):.2f}); padding: 1px 3px"
     spans.append(f"<span style='{style}'>{html.escape(token) or '⏎'}</span>")
   return f"<code>{''.join(spans)}</code>"
 
 
-lines = "".join(
-  f"<tr><td style='text-align:left'>{tinted(r)}</td><td>{r['reward']:.0f}</td>"
-  f"<td>{r['advantage']:+.2f}</td><td>{r['ratio']:.3f}</td>"
-  f"<td>{'clipped' if r['clipped'] else ''}</td></tr>"
-  for r in group
-)
-HTML(
-  f"<p><code>{group[0]['prompt']}</code> (right: {group[0]['answer']})</p><table><tr><th>response</th>"
-  f"<th>reward</th><th>advantage</th><th>sequence ratio</th><th></th></tr>{lines}</table>"
+print(f"{group[0]['prompt']} the right result is {group[0]['answer']}")
+table(
+  ("response", "reward", "advantage", "sequence ratio", ""),
+  (
+    (
+      tinted(r),
+      f"{r['reward']:.0f}",
+      f"{r['advantage']:+.2f}",
+      f"{r['ratio']:.3f}",
+      "clipped" if r["clipped"] else "",
+    )
+    for r in group
+  ),
 )
 
 # %% [markdown]
-# The colours and ratios are from after the iteration's four updates: orange tokens became more likely since they were sampled, blue ones less.
+# The colours and ratios are from after the iteration's four updates: orange tokens became more likely since they were sampled, blue ones less. Most often it is a digit that depends on a carry: there the model doubts, and there it learns. (⏎ is the end of the response.)
 #
 # ## The ratio
 #
 # A batch of responses is used for four updates. From the second on, the model is no longer the one that sampled them. The **importance ratio** says how far it has moved:
 #
 # - GRPO has one for each token, $w_t = \pi_\text{new}(y_t) / \pi_\text{old}(y_t)$.
-# - GSPO has one for each response, $s = \exp\big(\frac{1}{|y|} \sum_t \log w_t\big)$: the mean of the log-ratios of its tokens.
+# - GSPO has one for each response, $s = \exp\left(\frac{1}{|y|} \sum_t \log w_t\right)$: the mean of the log-ratios of its tokens.
 
-# %%
-config = json.loads((run / "config.json").read_text())["objective"]
-clip = config["tuned"]["gspo"]
+# %% tags=["hide-input"] cellView="form"
+# @title Histograms of the log-ratios
+clip = json.loads((run / "config.json").read_text())["objective"]
 low, high = np.log(1 - clip["clip_low"]), np.log(1 + clip["clip_high"])
 token = np.concatenate([r["log_ratio"] for r in responses])
 sequence = np.array([np.mean(r["log_ratio"]) for r in responses])
@@ -202,7 +211,7 @@ for ax, x, colour, title in (
 ):
   ax.hist(np.clip(x, -0.4, 0.4), bins=np.linspace(-0.4, 0.4, 81), color=colour)
   ax.set(title=f"{title}; standard deviation {x.std():.3f}", yscale="log", ylabel="how many")
-axes[1].axvspan(low, high, color=GREY, alpha=0.4, lw=0, label="not clipped, either sign")
+axes[1].axvspan(low, high, color=GREY, alpha=0.4, lw=0, zorder=0, label="GSPO's clip range")
 axes[1].legend(loc="upper right", frameon=False)
 axes[1].set(xlabel="log-ratio (the outermost bars hold all that lies beyond)")
 display(figure)
@@ -211,20 +220,21 @@ print(f"tokens spread {token.std() / sequence.std():.1f} times as wide as respon
 print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5:.1f}")
 
 # %% [markdown]
-# **Why is the sequence ratio so much closer to 1?** It is a mean. Some tokens of a response became more likely and some less, and in the mean they cancel. If $n$ tokens moved independently of each other, their mean would spread $\sqrt n$ times less than they do, which is about what we see. With responses of thousands of tokens little is left: this is why the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have ten tokens, and the range is a hundred times the paper's.
+# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A token that moved far is one of ten there, and tokens that moved up and down cancel. If $n$ tokens moved independently of each other, their mean would spread $\sqrt n$ times less than they do, which is about what we see. With responses of thousands of tokens little is left: this is why the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have ten tokens, and the range is a hundred times the paper's.
 #
 # **Why would one want that?** The reward judges the whole response. A single token's ratio is one noisy number, and GRPO multiplies each token's gradient with it. GSPO has one weight for the response, as it has one reward.
 #
 # ## The clipping
 #
-# The objective of a response is $\min\big(s \hat A,\ \text{clip}(s) \hat A\big)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
+# The objective of a response is $\min\left(s \hat A,\ \text{clip}(s) \hat A\right)$. Clipping stops a response from being pushed further once it has gone far enough *in the direction that its advantage asks for*: a good one ($\hat A > 0$) above the range, a bad one ($\hat A < 0$) below it. A clipped response has no gradient at all, and all of its tokens are left out.
 
-# %%
+# %% tags=["hide-input"] cellView="form"
+# @title Which responses are clipped
 advantage = np.array([r["advantage"] for r in responses])
 clipped = np.array([r["clipped"] for r in responses])
 figure, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
 edge = 0.15
-ax.axvspan(low, high, color=GREY, alpha=0.3, lw=0, label="the range")
+ax.axvspan(low, high, color=GREY, alpha=0.3, lw=0, label="the clip range")
 for which, colour, label in ((~clipped, BLUE, "used"), (clipped, RED, "clipped")):
   label = f"{which.sum()} responses {label}"
   x = np.clip(sequence[which], -edge, edge)
@@ -251,19 +261,24 @@ print(f"{silent:.0%} have the advantage 0: all responses of their group are righ
 #
 # GSPO clips more than GRPO and learns well all the same. The paper reports the same at scale: 15 % of tokens against 0.13 %.
 #
-# These figures are from after all four updates. While training, the first update sees ratios of exactly 1, the next ones see what the updates before them did:
+# All of this is from after the four updates. While training, the first update of an iteration sees ratios of exactly 1 and clips nothing; the next ones see what the updates before them did:
 
-# %%
-first = next(r for r in rows(run / "metrics.jsonl") if r["phase"] == "rl" and r["step"] == 1)
-for i in range(4):
-  away = first[f"minibatch/{i}/ratio/deviation"]
-  share = first[f"minibatch/{i}/clip_fraction/sequence"]
-  print(f"update {i + 1}: mean |s - 1| = {away:.4f}, clipped responses {share:.1%}")
+# %% tags=["hide-input"] cellView="form"
+# @title Clipped responses by iteration and update
+print("iteration  mean |s - 1| and share of clipped responses in updates 1 to 4")
+for row in rows(run / "metrics.jsonl"):
+  if row["phase"] == "rl" and row["step"] in (1, 2, 3, 4, 5, 10, 20, 40):
+    cells = []
+    for i in range(4):
+      away = row[f"minibatch/{i}/ratio/deviation"]
+      share = row[f"minibatch/{i}/clip_fraction/sequence"]
+      cells.append(f"{away:8.4f} {share:6.1%}")
+    print(f"{row['step']:9}", *cells)
 
 # %% [markdown]
 # ## Where to go from here
 #
-# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it.
+# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it. [Running](../docs/running.md) says what else a run leaves.
 # - Set `--config.objective.name=grpo` in the command, and another `WORKDIR`, to compare.
 # - [The losses in a training loop of your own](losses_in_your_loop.ipynb) uses GSPO without the rest of this project.
 # - [Qwen3 on GSM8K](qwen3_gsm8k.ipynb) does this with a real language model.

@@ -44,8 +44,8 @@ if importlib.util.find_spec("gspo_jax") is None:
 # The prompt is a digit, the right response counts on to nine and ends: `6` → `7 8 9 end`. The reward is the share of the right response that was given, from its beginning up to the first mistake. So responses have 1 to 10 tokens, and a mask says which tokens count.
 
 # %% tags=["parameters"]
-STEPS = 60  # rollouts of each run, with four updates each
-HALF = 10  # rollouts after which a model is half trained
+STEPS = 80  # rollouts of each run, with four updates each
+EARLY = 10  # rollouts after which the two losses are compared on one batch
 SEED = 0
 
 # %% [markdown]
@@ -89,7 +89,8 @@ def rollout(model, key):
     token_B = jax.random.categorical(jax.random.fold_in(key, t), model(tokens_BT)[:, t])
     tokens_BT = tokens_BT.at[:, t + 1].set(token_B)
   response_BT, right_BT = tokens_BT[:, 1:], tokens_BT[:, :1] + 1 + jnp.arange(T)
-  mask_BT = jnp.cumsum(response_BT == END, axis=1) - (response_BT == END) == 0  # END counts
+  end_BT = response_BT == END
+  mask_BT = jnp.cumsum(end_BT, axis=1) - end_BT == 0  # up to the first END, which counts
   so_far_BT = jnp.cumprod(response_BT == right_BT, axis=1)  # 1 up to the first mistake
   reward_B = so_far_BT.sum(axis=1) / (right_BT <= END).sum(axis=1)
   advantage_B = O.group_advantages(reward_B.reshape(P, G)).reshape(-1)
@@ -109,9 +110,10 @@ def train(loss, model):
     return metrics
 
   for step in range(STEPS):
-    *batch, reward_B = rollout(model, jax.random.key(step))
-    # Four updates. The old log-probabilities stay those of the sampler: this makes it GSPO.
-    yield reward_B.mean(), [update(model, optimizer, *(x[i::4] for x in batch)) for i in range(4)]
+    *batch, reward_B = rollout(model, jax.random.key(1000 * SEED + step))
+    for i in range(4):  # updates; the old log-probabilities stay as they were sampled
+      metrics = update(model, optimizer, *(x[i::4] for x in batch))
+    yield reward_B.mean(), metrics
 
 
 # %% [markdown]
@@ -125,8 +127,10 @@ from functools import partial
 import matplotlib.pyplot as plt
 import numpy as np
 
-LOSSES = {"GSPO": partial(O.gspo_loss, clip_low=0.03, clip_high=0.04), "GRPO": O.grpo_loss}
-
+LOSSES = {
+  "GSPO": partial(O.gspo_loss, clip_low=0.03, clip_high=0.04),
+  "GRPO": O.grpo_loss,
+}
 models = {name: Model(nnx.Rngs(SEED)) for name in LOSSES}
 curves = {}
 for name, loss in LOSSES.items():
@@ -146,26 +150,28 @@ plt.show()
 
 
 # %%
-def responses(model, count=3):
-  tokens_BT, _, _, mask_BT, _ = rollout(model, jax.random.key(999))
-  for tokens, mask in list(zip(np.asarray(tokens_BT), np.asarray(mask_BT)))[:: 2 * G][:count]:
-    yield f"{tokens[0]} → {' '.join(map(str, tokens[1:][mask]))}".replace(str(END), "end")
+def responses(model):
+  tokens_BT, _, _, mask_BT, _ = map(np.asarray, rollout(model, jax.random.key(999)))
+  _, first = np.unique(tokens_BT[:, 0], return_index=True)  # response to each prompt
+  for (prompt, *response), mask in zip(tokens_BT[first[2::3]], mask_BT[first[2::3]]):
+    text = " ".join("end" if t == END else str(t) for t, m in zip(response, mask) if m)
+    yield f"{prompt} → {text}"
 
 
 for name, model in {"untrained": Model(nnx.Rngs(SEED)), **models}.items():
-  print(f"{name:10}", *(f"{text:28}" for text in responses(model)))
+  print(f"{name:10}", *(f"{text:25}" for text in responses(model)))
 
 # %% [markdown]
 # ## The same batch, two losses
 #
-# Now one batch for both. A model that is half trained samples it, and then makes four more updates on another batch. So its log-probabilities are no longer the old ones, and the ratios are not 1.
+# Now one batch for both. A model early in its training samples it, and then makes four more updates on another batch. So its log-probabilities are no longer the old ones, and the ratios are not 1.
 
 # %%
 model = Model(nnx.Rngs(SEED))
 training = train(LOSSES["GSPO"], model)
-for _ in range(HALF):
+for _ in range(EARLY):
   next(training)
-tokens_BT, old_logp_BT, advantage_B, mask_BT, _ = rollout(model, jax.random.key(1000))
+tokens_BT, old_logp_BT, advantage_B, mask_BT, _ = rollout(model, jax.random.key(777))
 next(training)  # four updates
 logp_BT = log_probs(model, tokens_BT)
 
@@ -184,7 +190,7 @@ for key in metrics["GSPO"]:
 # | --- | --- |
 # | `loss` | to be minimised. Its value means little, since advantages are relative: watch the reward. |
 # | `ratio/mean`, `min`, `max`, `std` | the importance ratio: GSPO's are of responses, GRPO's of tokens. GSPO's lie closer to 1, because each is a mean over tokens. |
-# | `ratio/deviation` | mean distance of the ratio from 1. Exactly 0 on the first update after sampling; if it is always 0, your old log-probabilities are those of the current model, and nothing is ever clipped. |
+# | `ratio/deviation` | mean distance of the ratio from 1. On the first update after sampling it is 0, but for rounding. If it is always 0, your old log-probabilities are those of the current model, and nothing is ever clipped. |
 # | `ratio/effective_length` | over how many tokens of a response its change is spread. It does not depend on the loss. |
 # | `clip_fraction/token` | share of the tokens that give no gradient. `high`: good ones, already likelier than the range allows; `low`: bad ones, already less likely. |
 # | `clip_fraction/sequence` | the same, each response counted once. GSPO clips whole responses, GRPO single tokens. |
@@ -196,10 +202,13 @@ for key in metrics["GSPO"]:
 
 # %%
 length_B = mask_BT.sum(axis=1)
-weight = {name: np.asarray(-g * len(g) * length_B[:, None]) for name, g in gradients.items()}
+scale_B1 = -len(length_B) * length_B[:, None]
+weight = {name: np.asarray(scale_B1 * g_BT) for name, g_BT in gradients.items()}
 unused = np.abs(weight["GSPO"]).max(axis=1) == 0
-long = np.asarray((length_B >= 4) & (jnp.abs(advantage_B) > 0.1))
-chosen = [np.flatnonzero(long & which)[:1] for which in (~unused, unused)]
+# Of each kind the response of at least four tokens with the largest advantage, as far as any.
+order = np.argsort(-np.abs(advantage_B))
+order = order[np.asarray(length_B)[order] >= 4]
+chosen = [order[kind[order]][:1] for kind in (~unused, unused)]
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 for ax, found, title in zip(axes, chosen, ("not clipped by GSPO", "clipped by GSPO")):
@@ -207,13 +216,14 @@ for ax, found, title in zip(axes, chosen, ("not clipped by GSPO", "clipped by GS
     n, where = int(length_B[i]), np.arange(int(length_B[i]))
     ax.bar(where - 0.2, weight["GSPO"][i][:n], 0.4, color="#2563c9", label="GSPO")
     ax.bar(where + 0.2, weight["GRPO"][i][:n], 0.4, color="#c2570c", label="GRPO")
-    words = [str(t).replace(str(END), "end") for t in np.asarray(tokens_BT[i][1 : n + 1])]
+    words = ["end" if t == END else str(t) for t in tokens_BT[i][1 : n + 1]]
     ax.set_xticks(where, words)
-    ax.set(title=f"{title}: prompt {tokens_BT[i][0]}, advantage {advantage_B[i]:+.2f}")
+    ax.set(title=f"{title}: Â = {advantage_B[i]:+.2f}", xlabel=f"prompt: {tokens_BT[i][0]}")
   ax.axhline(0, color="black", lw=0.8)
   ax.spines[["top", "right"]].set_visible(False)
 axes[0].set(ylabel="weight of the token")
-axes[0].legend(frameon=False)
+labels = axes[0].get_legend_handles_labels()
+figure.legend(*labels, loc="outside right upper", frameon=False)
 plt.show()
 
 # %% [markdown]
@@ -222,4 +232,4 @@ plt.show()
 # - `old_logp_BT` is what the sampler gave, and stays as it is for all updates on a rollout.
 # - The mask is 1 on tokens that the model chose, the end token included, and 0 on prompt, padding and tool output.
 # - Choose the clip range by the length of your responses; watch `clip_fraction/token`. The paper has about 0.15 with GSPO.
-# - The losses run inside `jit`, on any device. All of them, their options and formulas: the page *Objectives* of the documentation.
+# - The losses run inside `jit`, on any device. [Objectives](../docs/objectives.md) has all of them, with options and formulas.

@@ -21,7 +21,7 @@ FIX = "jupytext --to ipynb --update notebooks/*.py"
 
 CHECKS = dict(
   gspo_in_ten_minutes="""
-assert len(responses) == 512 and values("rl", "eval/accuracy")[0] == (0, ITERATIONS)
+assert len(responses) == 512 and values("rl", "eval/accuracy")[0] == [0, ITERATIONS]
 """,
   losses_in_your_loop="""
 for name, curve in curves.items():
