@@ -380,7 +380,7 @@ for title, sign in (("Became right", 1), ("Became wrong", -1)):
     side_by_side(title, changed)
 
 # %% [markdown]
-# ## If the session ends
+# ## What stays
 #
 # `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download it from the file browser, it is one file that needs nothing else. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
 #
