@@ -30,6 +30,8 @@ def rollout_records(
   for row, advantage in enumerate(collected.advantage_PG.flat):
     group, sample = collected.groups[row // G], row % G
     used_L = used_BL[row]
+    if not used_L.any():  # a recorded group may have fewer responses
+      continue
     ratio_X, clipped_X = log_ratio_BT[row][used_L], clipped_BT[row][used_L]
     record = dict(
       prompt_id=group.prompt.id,

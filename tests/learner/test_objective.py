@@ -93,7 +93,8 @@ def by_hand(name, some, weight=None, **options):
   advantage = some.advantage_B
   if loss.by_token:
     advantage = np.repeat(advantage[:, None], T, axis=1)
-  args = some.old_logp_BT, advantage, some.mask_BT
+  old_logp_BT = some.ref_logp_BT if loss.to_reference else some.old_logp_BT
+  args = old_logp_BT, advantage, some.mask_BT
   f = lambda x: loss(x, *args, weight=weight, entropy_BT=ENTROPY, **options)[0]  # noqa: E731
   return jax.device_get(jax.jit(jax.value_and_grad(f))(CASE["logp"]))
 

@@ -1,0 +1,18 @@
+"""The model of configs/tiny.py learns by rejection sampling: the best of eight, imitated.
+
+Command:   python -m gspo_jax.main --config=configs/tiny_rft.py --workdir=/tmp/rft
+Paper:     arXiv:2304.06767 (RAFT)
+"""
+
+from gspo_jax.configs import common, tiny
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  config = tiny.get_config(arg)
+  config.update(
+    objective=dict(
+      name="rft",
+      advantage="best",  # | reward: all that are right
+    ),
+  )
+  return config
