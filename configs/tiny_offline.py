@@ -21,6 +21,9 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     offline=dict(fresh=0.0),
     objective=dict(
       name="spo",  # | rft: imitates the best of each group, or with advantage=reward all right ones
+      # The value is 0.3 log(1 + 0.4 (e^(1/0.3) - 1)), of a reference that is right on 40 %, as cold
+      # starts of tiny.py are. A group's own would be that of the better policy that sampled it.
+      tuned=dict(spo=dict(beta=0.3, soft_value=0.74)),
       volatility=False,  # no experts are on record
     ),
     rl=dict(iterations=20),  # of 64 groups: a run of tiny.py has dumped five times as many

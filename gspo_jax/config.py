@@ -194,9 +194,9 @@ class RunConfig:
     )
     kind, name = self.objective.advantage_kind, self.objective.name
     _require(
-      kind in ("soft", "none") if name == "spo" else kind != "soft",
-      f"objective.advantage={kind!r}, objective.name={name!r}: what a log-ratio of spo has to come "
-      "to is soft, or none for rewards less their mean; soft is for no other loss. Leave it unset",
+      (name == "spo") == (kind == "soft"),
+      f"objective.advantage={kind!r}, objective.name={name!r}: a soft advantage is what the log-"
+      "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
     )
     if self.job == "offline":
       offline.check(self)

@@ -182,6 +182,9 @@ REFUSED = {
   "data.query_set.extra_rounds=1": dict(data__query_set__extra_rounds=1),
   "offline.data='file' is read by job=offline": dict(job="rl"),
   "offline.fresh=1.0": dict(offline__fresh=1.0),
+  "objective.soft_value=0.5": dict(
+    objective__name="rft", objective__beta=None, objective__soft_value=0.5
+  ),
   "objective.advantage='best'": dict(objective__advantage="best"),
   "objective.advantage='soft'": dict(
     objective__name="rft", objective__beta=None, objective__advantage="soft"

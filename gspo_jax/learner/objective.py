@@ -34,6 +34,7 @@ KINDS = dict(
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
   beta=PositiveFloat,  # reward that a log-ratio of 1 to the reference is worth
+  soft_value=Annotated[float, Range(-1e6, 1e6)],  # Q̂_0 of all prompts; unset: each group's own
   clip_length=PositiveFloat,  # tokens of a response whose ranges clip_low and clip_high are
   clip_exponent=Annotated[float, Range(0, 10)],
   length_exponent=Annotated[float, Range(0, 10)],
@@ -58,6 +59,8 @@ def options_of(name: str) -> dict[str, Any]:
   options = {key: default for key, default in loss.options.items() if key != "max_length"}
   if "segment_BT" in inspect.signature(loss).parameters:
     options |= dict(segment_unit="turn", segment_tokens=None)
+  if loss.advantage == "soft":
+    options |= dict(soft_value=None)
   return options
 
 
@@ -169,7 +172,7 @@ class ObjectiveConfig:
   def advantages(self, reward_PG: np.ndarray, valid_PG: np.ndarray) -> np.ndarray:
     """What the loss multiplies with, or is to come to, of the responses of each group."""
     beta = (options_of(self.name) | self.options()).get("beta")
-    return np.asarray(_advantages(self.advantage_kind, reward_PG, valid_PG, beta))
+    return np.asarray(_advantages(self.advantage_kind, reward_PG, valid_PG, beta, self.soft_value))
 
   @property
   def needs_reference(self) -> bool:
@@ -314,9 +317,9 @@ def policy_loss(
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one small program instead of twenty
-def _advantages(kind: str, reward_PG: Any, valid_PG: Any, beta: Any) -> jax.Array:
+def _advantages(kind: str, reward_PG: Any, valid_PG: Any, beta: Any, value: Any) -> jax.Array:
   if kind == "soft":
-    return O.soft_advantages(reward_PG, beta, valid_PG=valid_PG)
+    return O.soft_advantages(reward_PG, beta, value, valid_PG=valid_PG)
   if kind in ("best", "reward"):
     return O.selection_weights(reward_PG, kind, valid_PG=valid_PG)
   return O.group_advantages(reward_PG, normalize=kind, valid_PG=valid_PG)

@@ -174,19 +174,26 @@ def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None
 
 
 def soft_advantages(
-  reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None = None
+  reward_PG: ArrayLike,
+  beta: Number,
+  value: Number | None = None,
+  *,
+  valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Â_i = r_i − Q̂_0, with `soft_value` for Q̂_0. [P,G] -> [P,G].
+  """Â_i = r_i − Q̂_0. [P,G] -> [P,G].
 
-  A member that is not valid is in no mean and gets 0. In a group of equal rewards all get 0: its
+  Q̂_0 is `value`, for all prompts the same, or `soft_value` of each group. A member that is not
+  valid is in no mean and gets 0. Without `value` all members of a group of equal rewards get 0: its
   responses are to stay as likely as under the reference.
 
   Reference: arXiv:2503.05453, where Q̂_0 is of responses that the reference has sampled.
-  Differs: whoever sampled the group, Q̂_0 is its own. It is too large by β log of how much more
-  often than the reference he is right, and what is right is raised by so much less.
+  Differs: that of a group is right only if the reference sampled it. Of responses of a better
+  policy it is too large: what is right is raised too little, where all are right not at all.
   """
   value_P = soft_value(reward_PG, beta, valid_PG=valid_PG)
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
+  if value is not None:
+    return jnp.where(valid_PG, reward_PG - value, 0)
   alike_P1 = _alike(reward_PG, valid_PG)  # the logarithm of a sum need not give exactly their value
   return jnp.where(valid_PG & ~alike_P1, reward_PG - value_P[:, None], 0)
 

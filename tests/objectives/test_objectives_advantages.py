@@ -198,6 +198,8 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
       np.testing.assert_allclose(weights[known], by_hand(some[known]), rtol=1e-12, atol=1e-15)
   if kind == "soft":
     assert not found[-3:].any(), "in a group of equal rewards all get exactly 0"
+    known = np.asarray(O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid))
+    np.testing.assert_allclose(known, np.where(valid, reward - 0.4, 0), rtol=1e-12)
   with pytest.raises(ValueError, match="finite"):
     ours(np.full((1, 2), np.nan), np.ones((1, 2)))
 
