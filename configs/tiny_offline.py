@@ -7,6 +7,8 @@ Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_offline.py --workdir=/tmp/offline
              --config.weights=/tmp/tiny/checkpoints/sft
              --config.offline.data='/tmp/tiny/rollouts/rl_*.jsonl'
+Hardware:  any machine with two CPU cores; about a minute after the first run
+Expected:  eval/accuracy 0.41 to 0.44 -> 0.63 to 0.75 (docs/objectives.md)
 Paper:     arXiv:2503.05453
 """
 
