@@ -6,7 +6,6 @@ was written by a model and is checked row by row before training starts.
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -152,6 +151,8 @@ def _read(
   ids = _ids(row, "response_ids", limits.response_tokens, limits.vocabulary)
   if ids is None:
     ids = tok.encode(_text(row, "response"))
+    if not isinstance(row.get("truncated", False), bool):
+      raise BadRow(f"truncated={row['truncated']!r:.40} is neither true nor false. Correct the row")
     if not row.get("truncated", False):
       ids = [*ids, tok.stop_ids[0]]
     if row.get("length", len(ids)) != len(ids):  # a dump of a text that is not what was sampled
@@ -172,6 +173,10 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     raise BadRow(f"{key}={text!r:.40} is no text. Correct the row")
   if len(text) > CHARACTERS:
     raise BadRow(f"{key} has {len(text):,} characters, more than {CHARACTERS:,}. Shorten it")
+  try:
+    text.encode()
+  except UnicodeError:
+    raise BadRow(f"{key} has half of a character in it, a lone surrogate. Correct it") from None
   return text
 
 
@@ -187,7 +192,7 @@ def _reward(row: Mapping[str, Any]) -> float | None:
   if reward is None:
     return None
   number = isinstance(reward, int | float) and not isinstance(reward, bool)
-  if not (number and math.isfinite(reward) and abs(reward) <= LARGEST):
+  if not (number and abs(reward) <= LARGEST):  # NaN is not either
     raise BadRow(f"reward={reward!r:.40} is no number from {-LARGEST:g} to {LARGEST:g}. Correct it")
   return float(reward)
 
