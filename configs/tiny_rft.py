@@ -1,6 +1,8 @@
 """The model of configs/tiny.py learns by rejection sampling: the best of eight, imitated.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_rft.py --workdir=/tmp/rft
+Hardware:  any machine with two CPU cores; about two minutes
+Expected:  eval/accuracy 0.43, 0.41 -> 0.99, 0.98 (seeds 17 and 18; docs/objectives.md)
 Paper:     arXiv:2304.06767 (RAFT)
 """
 
