@@ -27,7 +27,7 @@ def base() -> ConfigDict:
   """The default run, with all keys."""
   return ConfigDict(
     dict(
-      job="rl",  # sft+rl | sft | rl | eval
+      job="rl",  # sft+rl | sft | rl | offline | eval
       seed=0,  # of everything random
       distributed=False,  # several hosts: call jax.distributed.initialize
       resume="same",  # a workdir of another config: same refuses it | force goes on
@@ -69,6 +69,10 @@ def base() -> ConfigDict:
           readmit_after=0,  # iterations until it gets another chance; 0: never
           extra_rounds=0,  # of sampling, until all groups have different rewards (DAPO)
         ),
+      ),
+      offline=dict(  # of job=offline, which learns from recorded responses; docs/data.md
+        data="",  # dumped rollouts, RUN/rollouts/rl_*.jsonl, or files like them
+        fresh=0.0,  # share of the prompts of an iteration whose responses are sampled now
       ),
       reward=dict(  # of the verifier: 1 for a right response and 0 for any other
         # arithmetic | recurrence | math | code | string | package.module:function
@@ -121,11 +125,13 @@ def base() -> ConfigDict:
         page_tokens=128,  # of a page: 256 KiB a layer of Qwen3-30B-A3B, enough for a fast copy
       ),
       objective=dict(
-        # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo
+        # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo | spo
+        # | rft
         name="gspo",
         # What the loss is told, in docs/objectives.md: clip_low, clip_high, clip_length,
         # clip_exponent, dual_clip, aggregate, length_exponent, tau_pos, tau_neg, kl_coef, kl,
-        # entropy_coef, off_policy_threshold, segment_unit, segment_tokens. Unset, each is what the
+        # entropy_coef, off_policy_threshold, segment_unit, segment_tokens, beta, soft_value; and
+        # its advantage, std | none | leave_one_out | soft | best | reward. Unset, each is what the
         # loss was published with, or nothing.
         **unset(ObjectiveConfig),
         # {loss: {option: value}} that suit the other settings of a file, in the place of published
@@ -140,7 +146,6 @@ def base() -> ConfigDict:
           gain=1.0,  # of log range, by iteration and distance to the target
           span=100.0,  # the largest factor, and the inverse of the smallest
         ),
-        advantage="std",  # std | none | leave_one_out
         old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
         replay="none",  # Routing Replay: none | R2: the trainer's old experts | R3: the sampler's

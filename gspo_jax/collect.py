@@ -20,70 +20,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import objectives as O
 from gspo_jax import rewards, segments
 from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
+from gspo_jax.groups import Group, spread
 from gspo_jax.run import Run
-from gspo_jax.sampling import Driver, SingleTurn, Trajectory, Usage, assemble
+from gspo_jax.sampling import Driver, SingleTurn, Usage, assemble
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.trajectory import blank
-from gspo_jax.structs import Prompt, Rollout
+from gspo_jax.structs import Rollout
 
 UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
 Stages = Callable[[str], contextlib.AbstractContextManager]
-
-# Jitted: one small program instead of twenty.
-group_advantages = jax.jit(O.group_advantages, static_argnames="normalize")
-
-
-@dataclasses.dataclass
-class Group:
-  """A prompt with its trajectories, and what they are worth once they have been scored."""
-
-  prompt: Prompt
-  trajectories: list[Trajectory]
-  responses: Sequence[str] = ()
-  reward_G: np.ndarray | None = None  # float32
-  correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
-  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # as in `rewards.Scores`
-
-  @property
-  def finished(self) -> bool:
-    return all(one.finished for one in self.trajectories)
-
-  @property
-  def left(self) -> int:
-    """Responses that are not finished."""
-    return sum(not one.finished for one in self.trajectories)
-
-  @property
-  def newest(self) -> int:
-    """Version of the weights that have sampled last; -1 if none have yet."""
-    return max(int(one.version.max(initial=-1)) for one in self.trajectories)
-
-  @property
-  def known_G(self) -> np.ndarray:
-    """bool: there is a verdict on the response. What has none is in no statistic."""
-    return np.array([i not in self.unknown for i in range(len(self.trajectories))], bool)
-
-  @property
-  def mixed(self) -> bool:
-    """Whether there are right and wrong responses, and so something to learn from."""
-    return spread(self.correct_G[self.known_G]) > 0
-
-  def get_state(self) -> dict[str, Any]:
-    """Returns JSON, of a group that has not been scored."""
-    trajectories = [one.get_state() for one in self.trajectories]
-    return dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
-
-  @classmethod
-  def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
-    """A group as `get_state` left it, with environments that `make` makes."""
-    info = tuple((key, value) for key, value in state["prompt"]["info"])
-    prompt = Prompt(**state["prompt"] | dict(tokens=tuple(state["prompt"]["tokens"]), info=info))
-    trajectories = [Trajectory.from_state(one, make(prompt)) for one in state["trajectories"]]
-    return cls(prompt, trajectories)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +48,6 @@ class Collected:
   metrics: dict[str, float]
 
 
-def spread(values: np.ndarray) -> float:
-  """Difference of the largest and the smallest; 0 where there is none."""
-  return float(np.ptp(values)) if len(values) else 0.0
-
-
 class Collector:
   """Source of scored groups: draws prompts, and keeps the groups that are under way."""
 
@@ -115,14 +58,22 @@ class Collector:
     self._shared_prompts = run.shared_prompts
     per_line = self._config.reward.per_line
     self._breaks_V = run.line_breaks if per_line else None
-    self._in_parts = bool(self._environment) or per_line  # turns or lines have rewards of their own
-    seed = run.seed("rl", "data")
-    self._batches = sources.Batches(run.train_prompts, self._config.rl.prompts, seed=seed)
+    # Turns or lines have rewards of their own, and advantages relative to others.
+    relative = self._config.objective.relative
+    self._in_parts = (bool(self._environment) or per_line) and relative
+    P, seed = self._config.rl.prompts, run.seed("rl", "data")
+    self._batches = sources.Batches(run.train_prompts, P, seed=seed)
+    self._records, self._fresh = None, P  # groups that come from files, and how many do not
+    if run.records is not None:
+      self._left_out = run.records.left_out()
+      self._records = sources.Batches(run.records, P, seed=run.seed("rl", "recorded"))
+      self._fresh = round(self._config.offline.fresh * P)
     self._filter = PromptFilter(self._config.data.query_set)
     self._under_way: list[Group] = []
 
   def collect(self, step: int, stages: Stages) -> Collected:
-    """Samples and scores the groups of an iteration; `stages(name)` times its two stages.
+    """Samples and scores the groups of an iteration, but for those that come from files;
+    `stages(name)` times its two stages.
 
     Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
     first. The mixed ones are trained on, in the order in which they were sampled; where there are
@@ -136,7 +87,8 @@ class Collector:
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._filter.readmit(step)
     sampled: list[Group] = []
-    rounds, most = 0, 1 + c.data.query_set.extra_rounds
+    recorded = self._recorded(c.rl.prompts - self._fresh)
+    rounds, most = 0, 1 + c.data.query_set.extra_rounds if self._fresh else 0
     while rounds < most and (rounds == 0 or sum(g.mixed for g in sampled) < c.rl.prompts):
       with stages("sample"):
         groups = self._sample(step, rounds, usage)
@@ -151,7 +103,11 @@ class Collector:
     chosen = sampled
     if most > 1:
       chosen = [sampled[i] for i in sorted(first[: c.rl.prompts])]
-    metrics = rollout_metrics(sampled, outcomes) | usage.metrics() | self._filter.metrics()
+    metrics = self._filter.metrics()
+    if sampled:
+      metrics |= rollout_metrics(sampled, outcomes) | usage.metrics()
+    if recorded:
+      metrics |= recorded_metrics(recorded) | self._left_out
     metrics |= sources.skipped_rows(self._prompts)
     if self._shared_prompts:
       metrics["data/shared_prompts"] = float(self._shared_prompts)
@@ -163,7 +119,14 @@ class Collector:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
       metrics |= self._partial_metrics(sampled, chosen, step)
-    return self._collected(chosen, step, usage, metrics)
+    return self._collected([*recorded, *chosen], step, usage, metrics)
+
+  def _recorded(self, count: int) -> list[Group]:
+    """The next groups on record."""
+    if not count:
+      return []
+    size, decode = self._config.rl.group_size, self._tokenizer.decode
+    return [Group.on_record(one, size, decode) for one in self._records.take(count)]
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
     """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
@@ -175,7 +138,7 @@ class Collector:
     policies that have not sampled it.) Groups that were finished in an earlier iteration and not
     needed there come first, but are half of a batch at most.
     """
-    rl, engine = self._config.rl, self._engine
+    rl, engine = dataclasses.replace(self._config.rl, prompts=self._fresh), self._engine
     turns, workers = self._config.environment.max_turns, self._config.environment.workers
     vocabulary = self._config.model.vocab_size
     driver = Driver(engine, self._workload, vocab_size=vocabulary, max_turns=turns, workers=workers)
@@ -283,16 +246,14 @@ class Collector:
       )
     reward_PG = np.stack([group.reward_G for group in groups])
     known_PG = np.stack([group.known_G for group in groups])
-    advantage_PG = np.asarray(
-      group_advantages(reward_PG, normalize=c.objective.advantage, valid_PG=known_PG)
-    )
+    advantage_PG = c.objective.advantages(reward_PG, known_PG)
     advantage_BL = None
     if self._in_parts:
       part_BL, valid_BL = rollout.turns, rollout.mask * known_PG.reshape(-1, 1)
       if not self._environment:
         lines = "line", rollout.tokens, rollout.mask
         part_BL = segments.segment_ids(*lines, breaks_V=self._breaks_V)
-      options = c.rl.group_size, c.environment.discount, c.objective.advantage
+      options = c.rl.group_size, c.environment.discount, c.objective.advantage_kind
       advantage_BL = segments.advantages(rollout.rewards, part_BL, valid_BL, *options)
     if c.data.query_set.extra_rounds:
       # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
@@ -336,14 +297,20 @@ class Collector:
     """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
     batches, known = self._batches.get_state(), self._filter.get_state()
     groups = [Group(g.prompt, [one.copy() for one in g.trajectories]) for g in self._under_way]
-    return lambda: dict(
-      batches=batches, prompt_filter=known, under_way=[group.get_state() for group in groups]
+    records = {} if self._records is None else dict(recorded=self._records.get_state())
+    return lambda: (
+      records
+      | dict(
+        batches=batches, prompt_filter=known, under_way=[group.get_state() for group in groups]
+      )
     )
 
   def set_position(self, state: Mapping[str, Any]) -> None:
     """Goes on from what `position` made."""
     self._batches.set_state(state["batches"])
     self._filter.set_state(state["prompt_filter"])
+    if self._records is not None:
+      self._records.set_state(state["recorded"])
     make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
     self._under_way = [Group.from_state(group, make) for group in state["under_way"]]
 
@@ -367,6 +334,17 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   if outcomes:
     row["verifier/unknown"] = 1 - len(reward_X) / total
   return row | {f"verifier/{name}": n / total for name, n in sorted(outcomes.items())}
+
+
+def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Of the responses that come from files: how many, and their rewards and lengths there."""
+  known = [group.known_G for group in groups]
+  lengths = np.concatenate([[one.length for one in group.trajectories] for group in groups])
+  return {
+    "recorded/responses": float(np.concatenate(known).sum()),
+    "recorded/reward": float(np.concatenate([g.reward_G[k] for g, k in zip(groups, known)]).mean()),
+    "recorded/length": float(lengths[np.concatenate(known)].mean()),
+  }
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:

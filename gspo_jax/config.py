@@ -11,7 +11,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from gspo_jax import ranges
+from gspo_jax import offline, ranges
+from gspo_jax.data.recorded import OfflineConfig
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import EvalConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
@@ -71,7 +72,7 @@ class RLConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  job: Literal["sft+rl", "sft", "rl", "eval"]
+  job: Literal["sft+rl", "sft", "rl", "offline", "eval"]
   seed: ranges.Seed
   distributed: bool  # call jax.distributed.initialize: several hosts
   resume: Literal["same", "force"]  # a workdir of another config: refuse it | go on with this one
@@ -84,6 +85,7 @@ class RunConfig:
   compute: ComputeConfig
   mesh: MeshConfig
   data: DataConfig
+  offline: OfflineConfig
   reward: RewardConfig
   environment: EnvironmentConfig
   sampling: SamplingConfig
@@ -142,9 +144,9 @@ class RunConfig:
         f"{self.model.max_position_embeddings}",
       )
     _require(
-      self.profile <= ("rl" in self.job and rl.iterations),
+      self.profile <= (self.has_iterations and rl.iterations),
       f"profile={self.profile} is no iteration: job={self.job!r} has "
-      f"{rl.iterations if 'rl' in self.job else 'none'}; set it to 0",
+      f"{rl.iterations if self.has_iterations else 'none'}; set it to 0",
     )
     _require(
       "sft" not in self.job or self.sft.steps > 0,
@@ -160,11 +162,11 @@ class RunConfig:
       f"{(difflib.get_close_matches(best, figures, n=1) or figures)[0]}?",
     )
     _require(
-      "rl" not in self.job or self.sampling.temperature > 0,
+      not self.has_iterations or self.sampling.temperature > 0,
       "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
     )
     _require(
-      "rl" not in self.job or self.sampling.whole,
+      not self.has_iterations or self.sampling.whole,
       f"sampling.top_k={self.sampling.top_k}, sampling.top_p={self.sampling.top_p}, "
       f"sampling.min_p={self.sampling.min_p}: training samples from the whole distribution, or the "
       "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
@@ -186,6 +188,28 @@ class RunConfig:
       f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "
       "different orders; set it to 0",
     )
+    _require(
+      "rl" not in self.job or not self.offline.data,
+      f"offline.data={self.offline.data!r} is read by job=offline and not by job={self.job!r}",
+    )
+    kind, name = self.objective.advantage_kind, self.objective.name
+    _require(
+      (name == "spo") == (kind == "soft"),
+      f"objective.advantage={kind!r}, objective.name={name!r}: a soft advantage is what the log-"
+      "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
+    )
+    if self.job == "offline":
+      offline.check(self)
+
+  @property
+  def has_iterations(self) -> bool:
+    """Whether the policy is trained by rewards: of its own responses, or of recorded ones."""
+    return "rl" in self.job or self.job == "offline"
+
+  @property
+  def samples_prompts(self) -> bool:
+    """Whether `data.train` is needed."""
+    return self.job != "eval" and (self.job != "offline" or self.offline.fresh > 0)
 
   def learner(self, phase: str) -> Learner:
     """Settings of the updates of "sft" or "rl"."""

@@ -46,7 +46,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
       f"cold start: at most {config.sft.steps:,} updates of {config.sft.batch:,} demonstrations, "
       f"{tokens:,} tokens with padding"
     ]
-  return found + (iteration(config, devices) if "rl" in config.job else [])
+  return found + (iteration(config, devices) if config.has_iterations else [])
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
@@ -62,7 +62,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   else:
     state = estimate.state_of(case, mesh)
     lasting = {"weights and the optimizer's moments": estimate.held(state)}
-    tokens = case.rows * case.length if "rl" in c.job else 0
+    tokens = case.rows * case.length if c.has_iterations else 0
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
     kept = estimate.kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
@@ -71,7 +71,7 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
       f"activations, at least (remat {c.compute.remat})": kept,
     }
     moments = {"in an update": lasting | update}
-    if "rl" in c.job:
+    if c.has_iterations:
       slots = programs.sampling_program("decode", case, mesh, sampler).arguments[1]
       sampling["keys and values, queue and slots"] = estimate.held(slots)
       moments["while it samples"] = lasting | sampling
@@ -95,8 +95,9 @@ def iteration(config: RunConfig, devices: Sequence[jax.Device]) -> list[str]:
   window = prompt + most.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   one = forward_flops(c.model, prompt_P, prompt_B, np.full(responses, window))
-  passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
-  total = (1 + passes + 3 * rl.epochs) * one  # sampling, log-probabilities, updates
+  passes = (c.objective.old_logp == "recompute") + c.objective.needs_reference
+  sampled = c.offline.fresh if c.job == "offline" else 1
+  total = (sampled + passes + 3 * rl.epochs) * one  # sampling, log-probabilities, updates
   tokens = responses * most.max_new_tokens
   found = [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "

@@ -176,7 +176,7 @@ def do(run: Run) -> None:
     run.writer.write(dict(phase="eval", step=0) | row)
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):
     sft.sft(run)
-  if job == "rl":
+  if job in ("rl", "offline"):
     train.train(run, run.initial_params)
   if job == "sft+rl":
     train.train(run, lambda: sft.params_after(run))

@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_jax.collect import Collected
 
-TOKENS = 200_000  # of one dump that are written with their log-ratios
+TOKENS = 200_000  # of one dump that are written by themselves, with their log-ratios
 
 
 def rollout_records(
@@ -30,6 +30,8 @@ def rollout_records(
   for row, advantage in enumerate(collected.advantage_PG.flat):
     group, sample = collected.groups[row // G], row % G
     used_L = used_BL[row]
+    if not used_L.any():  # a recorded group may have fewer responses
+      continue
     ratio_X, clipped_X = log_ratio_BT[row][used_L], clipped_BT[row][used_L]
     record = dict(
       prompt_id=group.prompt.id,
@@ -49,7 +51,12 @@ def rollout_records(
       record["unknown"] = group.unknown[sample]
     written += len(ratio_X)
     if written <= TOKENS:
-      record["tokens"] = [texts[i] for i in rollout.tokens[row][used_L].tolist()]
+      ids_X = rollout.tokens[row][used_L].tolist()
+      if rollout.response(row) == ids_X:  # one turn, which may be read again (data/recorded.py)
+        # What a text is encoded to need not be the tokens that it was decoded from.
+        record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
+        record["response_ids"] = ids_X
+      record["tokens"] = [texts[i] for i in ids_X]
       record["log_ratio"] = [round(x, 4) for x in ratio_X.tolist()]
       record["clipped_tokens"] = clipped_X.astype(int).tolist()
     records.append(record)

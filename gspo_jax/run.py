@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import rewards, sharding
+from gspo_jax import offline, rewards, sharding
 from gspo_jax.config import RunConfig
-from gspo_jax.data import sources, tokenizer
+from gspo_jax.data import recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
@@ -48,7 +48,8 @@ class Run:
   engine: Engine
   evaluate: Evaluator
   writer: Writer
-  shared_prompts: int = 0  # held-out problems that are among `train_prompts`
+  shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
+  records: recorded.Recordings | None = None  # responses that job=offline learns from
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
@@ -124,6 +125,7 @@ class Inputs:
   in_both: dict[str, int]  # how many of them are in the training data too
   mesh: jax.sharding.Mesh
   layout: Any  # shardings of the parameters where they sample
+  records: recorded.Recordings | None
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
@@ -146,8 +148,15 @@ def _read(config: RunConfig) -> Inputs:
     )
   environment = environments.find(config.environment.name, tok)
   verifier = "" if config.environment.name else config.reward.name  # or it judges
-  check = rewards.answer_check(verifier if "rl" in config.job else "")
-  train_prompts = sources.load(config.data, tok, "train", check) if config.job != "eval" else []
+  check = rewards.answer_check(verifier if config.has_iterations else "")
+  records = None
+  if config.job == "offline":
+    limits, on_error = offline.limits(config), config.data.on_error
+    template = config.data.prompt_template
+    records = recorded.load(config.offline.data, tok, template, limits, on_error)
+  train_prompts: Sequence[Prompt] = [] if records is None else records.prompts
+  if config.samples_prompts:
+    train_prompts = sources.load(config.data, tok, "train", check)
   held_out = {
     name: sources.load_spec(
       config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
@@ -157,7 +166,11 @@ def _read(config: RunConfig) -> Inputs:
   problems = {name: choose(held_out[name], b.problems) for name, b, _ in _benchmarks(config)}
   in_both = {}
   if config.job != "eval":
-    in_both = {n: shared_prompts(train_prompts, held_out[n], problems[n]) for n in problems}
+    trained_on = [train_prompts, *([records.prompts] if records else [])]
+    in_both = {
+      n: max(shared_prompts(some, held_out[n], problems[n]) for some in trained_on)
+      for n in problems
+    }
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
     try:
@@ -169,14 +182,14 @@ def _read(config: RunConfig) -> Inputs:
       raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
   mesh = sharding.make_mesh(config.mesh)
   config.check_devices(sharding.batch_shards(mesh))
-  shared = "rl" in config.job and not config.rl.packed
+  shared = config.has_iterations and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
   layout = transformer.shardings(config.model, rollout, mesh)
   _check_memory(config, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
-  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout)
+  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout, records)
 
 
 @contextlib.contextmanager
@@ -239,6 +252,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       evaluator,
       writer,
       sum(in_both.values()),
+      inputs.records,
     )
 
 
@@ -275,8 +289,11 @@ def _require_paths(config: RunConfig) -> None:
     "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
     "data.eval": (config.data.eval, "held-out problems, in one of the same forms"),
   }
-  if config.job == "eval":
+  if not config.samples_prompts:
     del paths["data.train"]
+  if config.job == "offline":
+    what = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
+    paths["offline.data"] = config.offline.data, what
   if _benchmarks(config):
     del paths["data.eval"]
   missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
@@ -330,7 +347,8 @@ def _other_model(config: RunConfig, differences: list[str]) -> str:
 def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
   """ValueError if parameters, gradients and moments alone are more than the devices hold."""
   count, _ = transformer.count(config.model)
-  trained = config.job != "eval" and not (config.job == "rl" and config.rl.lora_rank)
+  adapters = config.job in ("rl", "offline") and config.rl.lora_rank
+  trained = config.job != "eval" and not adapters
   needed = count * (16 if trained else 4)  # bytes of float32; frozen weights are read in it
   devices = mesh.devices.flat
   held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]

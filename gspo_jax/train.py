@@ -66,7 +66,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   if host is not None:
     collector.set_position(host["position"])
     total, pending = Totals(**host["position"].get("total", {})), host["pending"]
-  reference = start() if c.objective.kl_coef else None
+  reference = start() if c.objective.needs_reference else None
   engine.load(state.params, version=last + 1)
 
   def prepared(params: Any, batch: TrainBatch) -> TrainBatch:
@@ -174,7 +174,7 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
     *advantages,
     segments_of(run, rollout),
     shared_prompts=alike,
-    version=collected.version if c.rl.partial else None,
+    version=collected.version if c.rl.partial or c.job == "offline" else None,
     replays_sampler=c.objective.replay == "R3",
     mask_truncated=c.rl.mask_truncated,
   )
@@ -246,7 +246,7 @@ def operations(run: Run, collected: Collected) -> tuple[float, float]:
   counted once, without padding and without what is calculated twice."""
   c, prompt_B = run.config, collected.rollout.prompt_lengths
   one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends)
-  passes = (c.objective.old_logp == "recompute") + bool(c.objective.kl_coef)
+  passes = (c.objective.old_logp == "recompute") + c.objective.needs_reference
   return passes * one, 3 * c.rl.epochs * one
 
 

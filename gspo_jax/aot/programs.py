@@ -196,7 +196,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_logp_BT=real,
     sampler_logp_BT=real,
     current_BT=real if case.config.rl.partial else None,
-    ref_logp_BT=real if case.config.objective.kl_coef else None,
+    ref_logp_BT=real if case.config.objective.needs_reference else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     sampler_routing_BTlk=experts,

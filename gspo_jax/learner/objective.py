@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax import objectives as O
 from gspo_jax import ranges
@@ -32,6 +33,8 @@ KINDS = dict(
   entropy_coef=Annotated[float, Range(-1000, 1000)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
+  beta=PositiveFloat,  # reward that a log-ratio of 1 to the reference is worth
+  soft_value=Annotated[float, Range(-1e6, 1e6)],  # Q̂_0 of all prompts; unset: each group's own
   clip_length=PositiveFloat,  # tokens of a response whose ranges clip_low and clip_high are
   clip_exponent=Annotated[float, Range(0, 10)],
   length_exponent=Annotated[float, Range(0, 10)],
@@ -41,7 +44,10 @@ KINDS = dict(
 
 # Options that are arguments of compiled programs, unless they are 0: a term may be left out then.
 NUMBERS = ("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip", "kl_coef")
-NUMBERS += ("entropy_coef", "tau_pos", "tau_neg")
+NUMBERS += ("entropy_coef", "tau_pos", "tau_neg", "beta")
+
+# Kinds of advantages: relative to a group, of a response, a turn or a line; and of responses alone.
+RELATIVE, ADVANTAGES = ("std", "none", "leave_one_out"), ("soft", "best", "reward")
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -53,6 +59,8 @@ def options_of(name: str) -> dict[str, Any]:
   options = {key: default for key, default in loss.options.items() if key != "max_length"}
   if "segment_BT" in inspect.signature(loss).parameters:
     options |= dict(segment_unit="turn", segment_tokens=None)
+  if loss.advantage == "soft":
+    options |= dict(soft_value=None)
   return options
 
 
@@ -87,13 +95,14 @@ class CorrectionConfig:
 @with_options  # clip_low, clip_high, kl_coef, ...: docs/objectives.md
 class ObjectiveConfig:
   name: Literal[*LOSSES]
-  advantage: Literal["std", "none", "leave_one_out"]  # group_advantages
   # "sampler": as the sampler returned them; "recompute": one pass of the trainer
   old_logp: Literal["sampler", "recompute"]
   load_balance_coef: NonNegativeFloat  # router auxiliary loss
   # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
   replay: Literal["none", "R2", "R3"]
   volatility: bool  # record experts when the rollout is made, for router/volatility/*
+  # group_advantages | soft_advantages | selection_weights; unset: as the loss was published
+  advantage: Literal[*RELATIVE, *ADVANTAGES] | None = None
   correction: CorrectionConfig = CorrectionConfig("none")
   off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
   adaptive_clip: AdaptiveClipConfig = FIXED
@@ -151,6 +160,25 @@ class ObjectiveConfig:
   def loss(self) -> Callable:
     return LOSSES[self.name]
 
+  @property
+  def advantage_kind(self) -> str:
+    return self.advantage or self.loss.advantage
+
+  @property
+  def relative(self) -> bool:
+    """Whether advantages are relative to a group, so that turns and lines may have some too."""
+    return self.advantage_kind in RELATIVE
+
+  def advantages(self, reward_PG: np.ndarray, valid_PG: np.ndarray) -> np.ndarray:
+    """What the loss multiplies with, or is to come to, of the responses of each group."""
+    beta = (options_of(self.name) | self.options()).get("beta")
+    return np.asarray(_advantages(self.advantage_kind, reward_PG, valid_PG, beta, self.soft_value))
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the policy that the run began with has to be kept."""
+    return bool(self.kl_coef) or self.loss.to_reference
+
   def options(self) -> dict[str, Any]:
     """The loss's options that are set. ValueError for one that it does not have."""
     had = options_of(self.name)
@@ -203,7 +231,8 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
   _check_tuned(tuned)
   if name not in (*LOSSES,):
     return section  # as ObjectiveConfig will say
-  section = _filled(section, options_of(name) | dict(tuned.get(name, {})))
+  defaults = dict(advantage=LOSSES[name].advantage) | options_of(name)
+  section = _filled(section, defaults | dict(tuned.get(name, {})))
   if isinstance(correction, Mapping):
     section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
   return section
@@ -270,6 +299,7 @@ def policy_loss(
   options |= dict(entropy_BT=entropy_BT)
   if config.kl_coef:
     options |= dict(ref_logp_BT=batch.ref_logp_BT)
+  old_logp_BT = batch.ref_logp_BT if loss.to_reference else batch.old_logp_BT
   if "max_length" in takes:
     options |= dict(max_length=max_length)
   if "segment_BT" in takes:
@@ -281,9 +311,18 @@ def policy_loss(
     if advantage is None:
       advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
   weight, metrics = _weight(config, logp_BT, advantage, batch, numbers)
-  arguments = logp_BT, batch.old_logp_BT, advantage, batch.mask_BT
+  arguments = logp_BT, old_logp_BT, advantage, batch.mask_BT
   total, of_loss, clipped_BT = loss.undivided(*arguments, weight=weight, **options)
   return total, metrics | of_loss, clipped_BT
+
+
+@functools.partial(jax.jit, static_argnums=0)  # one small program instead of twenty
+def _advantages(kind: str, reward_PG: Any, valid_PG: Any, beta: Any, value: Any) -> jax.Array:
+  if kind == "soft":
+    return O.soft_advantages(reward_PG, beta, value, valid_PG=valid_PG)
+  if kind in ("best", "reward"):
+    return O.selection_weights(reward_PG, kind, valid_PG=valid_PG)
+  return O.group_advantages(reward_PG, normalize=kind, valid_PG=valid_PG)
 
 
 def _weight(config, logp_BT, advantage, batch, numbers) -> tuple[jax.Array | None, Metrics]:

@@ -11,6 +11,8 @@ from gspo_jax.objectives.advantages import (
   constrained_advantages,
   gae,
   group_advantages,
+  selection_weights,
+  soft_advantages,
   soft_value,
   turn_advantages,
 )
@@ -33,8 +35,9 @@ from gspo_jax.objectives.losses import (
   ppo_loss,
   segment_loss,
 )
-from gspo_jax.objectives.other_losses import cispo_loss, gmpo_loss, sapo_loss, spo_loss
+from gspo_jax.objectives.other_losses import cispo_loss, gmpo_loss, sapo_loss
 from gspo_jax.objectives.ratios import gspo_token_ratio, segment_ratio, sequence_ratio, token_ratio
+from gspo_jax.objectives.recorded_losses import rft_loss, soft_loss, spo_loss
 from gspo_jax.objectives.reductions import (
   EffectiveSize,
   Last,
@@ -61,4 +64,6 @@ POLICY_LOSSES = dict(
   cispo=cispo_loss,
   gmpo=gmpo_loss,
   sapo=sapo_loss,
+  spo=soft_loss,
+  rft=rft_loss,
 )

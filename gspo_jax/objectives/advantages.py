@@ -53,9 +53,7 @@ def group_advantages(
   else:
     raise ValueError(f'normalize must be "std", "none" or "leave_one_out", got {normalize!r}')
   # The mean of equal rewards need not be exactly their value; what is left must not be blown up.
-  largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
-  smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
-  return jnp.where(largest_P1 > smallest_P1, advantage_PG, 0)
+  return jnp.where(_alike(reward_PG, valid_PG), 0, advantage_PG)
 
 
 def constrained_advantages(
@@ -213,6 +211,64 @@ def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None
   size_P = valid_PG.sum(axis=1, dtype=reward_PG.dtype)
   mean_P = logsumexp(scaled_PG, axis=1) - jnp.log(jnp.maximum(size_P, 1))
   return jnp.where(size_P > 0, beta * mean_P, 0)
+
+
+def soft_advantages(
+  reward_PG: ArrayLike,
+  beta: Number,
+  value: Number | None = None,
+  *,
+  valid_PG: ArrayLike | None = None,
+) -> Array:
+  """Â_i = r_i − Q̂_0. [P,G] -> [P,G].
+
+  Q̂_0 is `value`, for all prompts the same, or `soft_value` of each group. A member that is not
+  valid is in no mean and gets 0. Without `value` all members of a group of equal rewards get 0: its
+  responses are to stay as likely as under the reference.
+
+  Reference: arXiv:2503.05453, where Q̂_0 is of responses that the reference has sampled.
+  Differs: that of a group is right only if the reference sampled it. Of responses of a better
+  policy it is too large: what is right is raised too little, where all are right not at all.
+  """
+  value_P = soft_value(reward_PG, beta, valid_PG=valid_PG)
+  reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
+  if value is not None:
+    return jnp.where(valid_PG, reward_PG - value, 0)
+  alike_P1 = _alike(reward_PG, valid_PG)  # the logarithm of a sum need not give exactly their value
+  return jnp.where(valid_PG & ~alike_P1, reward_PG - value_P[:, None], 0)
+
+
+def selection_weights(
+  reward_PG: ArrayLike, select: str = "best", *, valid_PG: ArrayLike | None = None
+) -> Array:
+  """Weights w ≥ 0 of responses to be imitated (`rft_loss`). [P,G] -> [P,G].
+
+  `select`: "best", 1 for the one with the largest reward, the first of several, and 0 for the
+  others: best of G; "reward", the reward itself, so with rewards of 0 and 1 all right ones.
+
+  A reward that is not positive has the weight 0, as has a member that is not valid.
+
+  Reference: arXiv:2304.06767, the best of K; arXiv:2308.01825 and arXiv:2203.14465, all right ones.
+  Differs: where the best reward is not above 0 nothing is chosen: the best of G wrong answers is a
+  wrong one. Right ones that are alike all count, where arXiv:2308.01825 keeps one of each.
+  Raises: ValueError if a valid reward is not finite, or for an unknown `select`.
+  """
+  reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
+  weight_PG = jnp.maximum(reward_PG, 0)  # 0 where not valid
+  if select == "reward":
+    return weight_PG
+  if select != "best":
+    raise ValueError(f'select must be "best" or "reward", got {select!r}')
+  place_1G = jnp.arange(weight_PG.shape[1])[None]
+  first_PG = place_1G == weight_PG.argmax(axis=1, keepdims=True)
+  return (first_PG & (weight_PG > 0)).astype(weight_PG.dtype)
+
+
+def _alike(reward_PG: Array, valid_PG: Array) -> Array:
+  """bool [P, 1]: the valid rewards of a group are equal, or there are none."""
+  largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
+  smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
+  return largest_P1 <= smallest_P1
 
 
 def _group(value_PG: ArrayLike, name: str, valid_PG: ArrayLike | None) -> tuple[Array, Array]:

@@ -257,7 +257,7 @@ def dapo_loss(
   return aggregate_tokens(loss_BT, batch.tokens, "token"), metrics, clipped_BT
 
 
-@policy_loss(levels=BY_TOKEN)
+@policy_loss(levels=BY_TOKEN, advantage="none")
 def dr_grpo_loss(
   logp_BT: ArrayLike,
   old_logp_BT: ArrayLike,

@@ -10,10 +10,10 @@ from jax.lax import stop_gradient
 from jax.nn import sigmoid
 from jax.typing import ArrayLike
 
-from gspo_jax.objectives import aggregation, checks, ratios, terms
+from gspo_jax.objectives import checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens
 from gspo_jax.objectives.checks import Number
-from gspo_jax.objectives.reductions import Mean, Metrics, reduced
+from gspo_jax.objectives.reductions import Mean
 from gspo_jax.objectives.terms import (
   BY_RESPONSE,
   BY_TOKEN,
@@ -162,53 +162,3 @@ def sapo_loss(
   metrics = batch.metrics | terms.ratio_metrics(batch.log_ratio_BT, batch.tokens.mask_BT)
   nowhere_BT = jnp.zeros_like(batch.tokens.mask_BT)
   return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, nowhere_BT
-
-
-@reduced
-def spo_loss(
-  logp_BT: ArrayLike,
-  ref_logp_BT: ArrayLike,
-  reward_B: ArrayLike,
-  value_B: ArrayLike,
-  mask_BT: ArrayLike,
-  beta: Number,
-  *,
-  response_BT: ArrayLike | None = None,
-) -> tuple[Mean, Metrics]:
-  """SPO, Soft Policy Optimization: a regression of soft values on rewards.
-
-  L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
-
-  The log-ratio to the reference is read as a soft advantage, and the
-  value at the end of a response regressed on its reward. The responses may come from any policy.
-  `value_B` is Q̂_0, the soft value of the prompt (`soft_value`).
-
-  Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
-  Reference: arXiv:2503.05453, from secondary descriptions of it.
-
-  Example:
-    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
-    >>> ref_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
-    >>> reward_B, value_B, mask_BT = jnp.array([1.0, 0.0]), jnp.full(2, 0.5), jnp.ones((2, 3))
-    >>> loss, metrics = spo_loss(logp_BT, ref_logp_BT, reward_B, value_B, mask_BT, beta=0.1)
-    >>> print(f"{loss:.4f}, mean error {metrics['spo/error']:.4f}")
-    0.2196, mean error -0.0091
-  """
-  checks.require(beta > 0, "beta must be positive")
-  logp_BT = checks.log_probs(logp_BT, "logp_BT")
-  dtype = logp_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
-  mask_BT, shapes = tokens.mask_BT, ("B",) if response_BT is None else ("B", "BT")
-  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
-  ref_logp_BT = stop_gradient(checks.tokens(ref_logp_BT, "ref_logp_BT", mask_BT, dtype))
-  reward_BU = tokens.common(checks.constant(reward_B, "reward_B", mask_BT, dtype, shapes))
-  value_BU = tokens.common(checks.constant(value_B, "value_B", mask_BT, dtype, shapes))
-  gain_BU = beta * tokens.sums(ratios.difference(logp_BT, ref_logp_BT))
-  error_BU = ratios.difference(value_BU + gain_BU, reward_BU)
-  error_BU = jnp.where(tokens.length_BU > 0, error_BU, 0)
-  number = tokens.responses()
-  metrics: Metrics = {
-    "spo/gain": Mean(stop_gradient(gain_BU).sum(), number),
-    "spo/error": Mean(stop_gradient(error_BU).sum(), number),
-  }
-  return Mean((error_BU**2).sum(), number), metrics

@@ -53,6 +53,9 @@ class PolicyLoss(Protocol[Arguments]):
   choices: Mapping[str, tuple[str, ...]]
   by_token: bool
   levels: tuple[str, ...]
+  advantage: str
+  recorded: bool
+  to_reference: bool
 
   def __call__(
     self, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -61,7 +64,12 @@ class PolicyLoss(Protocol[Arguments]):
 
 
 def policy_loss(
-  *, levels: tuple[str, ...], by_token: bool = False
+  *,
+  levels: tuple[str, ...],
+  by_token: bool = False,
+  advantage: str = "std",
+  recorded: bool = False,
+  to_reference: bool = False,
 ) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
   """Declares a policy loss, which is written as a function that returns `Sums`.
 
@@ -75,6 +83,9 @@ def policy_loss(
     choices     {name: words allowed} of those that are words
     by_token    whether it is made for advantages that differ between the tokens of a response
     levels      of importance correction that it may be weighted by, its own first
+    advantage   the kind of advantages that it is published with, as a configuration names it
+    recorded    whether it may learn from responses that another policy has sampled
+    to_reference  whether its ratios are to a reference policy, which stays, and not to the old one
   """
 
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
@@ -93,6 +104,7 @@ def policy_loss(
     loss.options = {p.name: p.default for p in options}
     loss.choices = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
     loss.by_token, loss.levels = by_token, levels
+    loss.advantage, loss.recorded, loss.to_reference = advantage, recorded, to_reference
     return loss
 
   return declare

@@ -214,6 +214,19 @@ def blank(model: ModelConfig, record_routing: bool) -> Trajectory:
   return one
 
 
+def recorded_turn(
+  prompt: Sequence[int], sample: int, tokens: np.ndarray, stopped: bool, tag: Any = None
+) -> Trajectory:
+  """A finished trajectory of one turn that somebody else has sampled, of weights with no version
+  and with likelihoods that are not known: 0."""
+  one = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
+  zeros = np.zeros(len(tokens), np.float32)
+  unversioned = np.full(len(tokens), -1, np.int32)
+  one.add(Response(None, sample, tokens, zeros, zeros, unversioned, stopped, True, None))
+  one.finish(stopped)
+  return one
+
+
 def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Rollout:
   """Puts each trajectory into one row of `length`: its prompt, what follows it, then padding.
 

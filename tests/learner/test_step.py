@@ -165,14 +165,15 @@ def test_micro_batches_change_nothing(parts):
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_every_objective_by_name(name):
   params = initial(DENSE)
-  batch = rollout_batch(DENSE)
+  batch, loss = rollout_batch(DENSE), O.POLICY_LOSSES[name]
+  batch = batch.replace(ref_logp_BT=batch.old_logp_BT)
   step = rl_step(learner(DENSE, response_tokens=6), dataclasses.replace(GSPO, name=name), TX)
   _, metrics = step(new_state(params, TX), batch)
   row = scalars(metrics)
   assert np.isfinite(list(row.values())).all()
   assert row["grad_norm"] > 0 and row["entropy"] > 0
-  assert {"ratio/mean", "kl/k3"} <= row.keys()
-  clips = "clip_high" in O.POLICY_LOSSES[name].options
+  assert {"spo/gain" if loss.to_reference else "ratio/mean", "kl/k3"} <= row.keys()
+  clips = "clip_high" in loss.options
   assert ({"clip_fraction/token", "clip_fraction/sequence"} <= row.keys()) == clips
   assert {f"by_length/{key}/le_8" for key in ("clip_fraction", "log_ratio_std")} <= row.keys()
 

@@ -161,6 +161,54 @@ def test_the_optimal_policy_has_no_spo_loss(x64):
   np.testing.assert_allclose(part, O.soft_value(reward[None, :3], beta), rtol=1e-12)
 
 
+def soft_by_hand(rewards, beta=0.2):
+  return rewards - beta * np.log(np.mean(np.exp(rewards / beta)))
+
+
+def best_by_hand(rewards):
+  weights = np.zeros(len(rewards))
+  if max(rewards) > 0:
+    weights[list(rewards).index(max(rewards))] = 1
+  return weights
+
+
+OF_RESPONSES = {
+  "soft": (lambda r, v: O.soft_advantages(r, 0.2, valid_PG=v), soft_by_hand),
+  "best": (lambda r, v: O.selection_weights(r, valid_PG=v), best_by_hand),
+  "reward": (
+    lambda r, v: O.selection_weights(r, "reward", valid_PG=v),
+    lambda r: np.maximum(r, 0),
+  ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_RESPONSES)
+def test_what_responses_are_worth_by_themselves(kind, x64):
+  ours, by_hand = OF_RESPONSES[kind]
+  rng = np.random.default_rng(3)
+  reward = np.concatenate([rng.normal(0, 1, (6, 5)), rng.integers(0, 2, (6, 5))])
+  reward = np.concatenate([reward, np.full((1, 5), 0.7), np.zeros((1, 5)), np.full((1, 5), -1.0)])
+  valid = rng.random(reward.shape) < 0.8
+  valid[0] = False
+  valid[-3:] = True
+  found = np.asarray(ours(np.where(valid, reward, np.nan), valid))
+  for some, known, weights in zip(reward, valid, found):
+    assert not weights[~known].any()
+    if known.any():
+      np.testing.assert_allclose(weights[known], by_hand(some[known]), rtol=1e-12, atol=1e-15)
+  if kind == "soft":
+    assert not found[-3:].any(), "in a group of equal rewards all get exactly 0"
+    known = np.asarray(O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid))
+    np.testing.assert_allclose(known, np.where(valid, reward - 0.4, 0), rtol=1e-12)
+  with pytest.raises(ValueError, match="finite"):
+    ours(np.full((1, 2), np.nan), np.ones((1, 2)))
+
+
+def test_an_unknown_selection():
+  with pytest.raises(ValueError, match="'worst'"):
+    O.selection_weights(np.ones((1, 2)), "worst")
+
+
 def test_overlong_penalty():
   """DAPO's own numbers: free up to 16,384 tokens, −1 from 20,480."""
   length = np.array([[1, 16384, 18432], [20479, 20480, 99999]])

@@ -26,6 +26,8 @@ ALL = {
   "cispo": O.cispo_loss,
   "gmpo": O.gmpo_loss,
   "sapo": O.sapo_loss,
+  "spo": O.soft_loss,
+  "rft": O.rft_loss,
 }
 PENALTIES = dict(kl="k3", kl_coef=0.1, entropy_coef=0.01)
 

@@ -61,6 +61,15 @@ LOSSES = {
   ),
   "sapo": (O.sapo_loss, paper.sapo, True),
   "sapo_row": (O.sapo_loss, paper.sapo, False),
+  "spo": (
+    functools.partial(O.soft_loss, beta=0.3),
+    lambda logp, old, advantage, mask: paper.spo(
+      logp, old, advantage, np.zeros(len(mask)), mask, 0.3
+    ),
+    False,
+  ),
+  "rft": (O.rft_loss, paper.rft, True),
+  "rft_row": (O.rft_loss, paper.rft, False),
 }
 
 
@@ -174,6 +183,8 @@ CASES = {
   "gmpo": ("gmpo", {}, of_log_ratios, {}),
   "gmpo_narrow": ("gmpo", dict(clip_low=0.05), of_log_ratios, dict(low=0.05)),
   "sapo": ("sapo", {}, of_nothing, {}),
+  "spo": ("spo", {}, of_nothing, {}),
+  "rft": ("rft", {}, of_nothing, {}),
 }
 
 
@@ -218,7 +229,8 @@ def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
   (_, metrics), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
   clipped = np.asarray(loss.clipped(*args, **options))
   if loss_name != "cispo":  # which bounds the weight of a gradient
-    live = case["mask"] & (np.nan_to_num(case["advantage"]) != 0)[:, None]
+    sides = np.nan_to_num(case["advantage"])
+    live = case["mask"] & ((sides > 0) if loss_name == "rft" else (sides != 0))[:, None]
     np.testing.assert_array_equal((np.asarray(grad) == 0) & live, clipped)
   counted = sum(metrics.get(f"clip_fraction/token{side}", 0.0) for side in ("", "/dual"))
   np.testing.assert_allclose(counted, clipped.sum() / case["mask"].sum(), rtol=1e-6)

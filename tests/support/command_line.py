@@ -75,10 +75,10 @@ def figures(workdir):
   ]
 
 
-def run_until(workdir, phase, step, how, flags=SMALL, **more):
+def run_until(workdir, phase, step, how, flags=SMALL, config="configs/tiny.py", **more):
   """Starts a run and ends it with a signal once `phase` has come to `step`."""
   process = subprocess.Popen(
-    command(workdir, *flags),
+    command(workdir, *flags, config=config),
     cwd=ROOT,
     env=environment(**more),
     stderr=subprocess.PIPE,

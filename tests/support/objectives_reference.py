@@ -127,6 +127,14 @@ def sapo(logp, old, advantage, mask, tau_pos=1.0, tau_neg=1.05):
   return aggregate(losses, "sequence")
 
 
+def rft(logp, old, weight, mask):
+  """−Σ w log π / Σ w |y| over what has w > 0: supervised fine-tuning on what was chosen."""
+  total = chosen = 0
+  for new, w in responses(mask, logp, weight):
+    total, chosen = total - (np.maximum(w, 0) * new).sum(), chosen + np.maximum(w, 0).sum()
+  return total / chosen
+
+
 def spo(logp, ref, reward, value, mask, beta):
   """arXiv:2503.05453: (Q_T − r)², Q_T = Q̂_0 + Σ_t β log π/π_ref."""
   errors = []

@@ -1,0 +1,214 @@
+"""Responses that somebody has recorded: prompts, responses and rewards, to be learned from.
+
+The dumped rollouts of a run, or JSON lines that anybody can write: docs/data.md. What a file holds
+was written by a model and is checked row by row before training starts.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax import ranges
+from gspo_jax.data import tokenizer
+from gspo_jax.data.files import BadRow, DataError, read
+from gspo_jax.data.sources import Prompts
+from gspo_jax.ranges import FractionBelowOne
+from gspo_jax.structs import Prompt
+
+CHARACTERS = 1 << 20  # of a text: more would take the tokenizer longer than a run should wait
+LARGEST = 1e6  # reward
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineConfig:
+  """Section `offline`: what job=offline learns from."""
+
+  data: str  # files of recorded responses, several with commas; "": none
+  fresh: FractionBelowOne  # share of the prompts of an iteration whose responses are sampled now
+
+  def __post_init__(self):
+    ranges.check(self, "offline")
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+  tokens: np.ndarray  # int32 [n]
+  reward: float
+  stopped: bool  # by a stop token; False: it was cut off
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Responses to one prompt, as many as a group has at most."""
+
+  id: str  # of the first of them: file and line
+  prompt: Prompt
+  responses: tuple[Response, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recordings:
+  """A source of groups (`sources.Source`, but for what it holds)."""
+
+  rows: Sequence[Group]
+  skipped: int = 0  # bad rows
+  unknown: int = 0  # rows without a reward, since the verifier had failed on them
+
+  def __len__(self) -> int:
+    return len(self.rows)
+
+  def __getitem__(self, index: int) -> Group:
+    return self.rows[index]
+
+  @property
+  def prompts(self) -> Prompts:
+    return Prompts([group.prompt for group in self.rows])
+
+  def left_out(self) -> dict[str, float]:
+    """Metrics that tell of rows that were left out; nothing where there were none."""
+    counts = {"recorded/skipped_rows": self.skipped, "recorded/unknown_rows": self.unknown}
+    return {name: float(count) for name, count in counts.items() if count}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What a recorded row must keep to, to be one of a run's own responses."""
+
+  group_size: int
+  prompt_tokens: int
+  response_tokens: int
+  vocabulary: int
+
+
+def load(
+  spec: str, tok: tokenizer.Tokenizer, template: str, limits: Limits, on_error: str
+) -> Recordings:
+  """Every response of the files, in groups of those to the same prompt, in their order there. Of
+  more responses than a group has, every `group_size` are one; what is left is a smaller one.
+
+  Raises:
+    DataError: for a file that cannot be read, one without a response that can be used, and for the
+      first bad row unless `on_error` is 'skip'.
+  """
+  found: dict[tuple[int, ...], tuple[Prompt, list[tuple[str, Response]]]] = {}
+  skipped, unknown, first = 0, 0, ""
+  for place, default_id, decode in _rows(spec):
+    try:
+      prompt, response = _read(decode(), tok, template, limits)
+    except (BadRow, RecursionError) as error:
+      if on_error == "raise":
+        hint = "or set data.on_error=skip to leave such rows out"
+        raise DataError(f"{place}: {error}, {hint}") from error
+      skipped += 1
+      first = first or f"; {place}: {error}"
+      continue
+    if response is None:
+      unknown += 1
+      continue
+    found.setdefault(prompt.tokens, (prompt, []))[1].append((default_id, response))
+  if not found:
+    why = f"{skipped} bad rows, {unknown} without a reward{first}"
+    raise DataError(f"offline.data={spec}: there is no response that can be used ({why})")
+  if skipped:
+    logging.warning("offline.data=%s: %d rows left out%s", spec, skipped, first)
+  groups, G = [], limits.group_size
+  for prompt, rows in found.values():
+    for start in range(0, len(rows), G):
+      some = rows[start : start + G]
+      groups.append(Group(some[0][0], prompt, tuple(response for _, response in some)))
+  return Recordings(groups, skipped, unknown)
+
+
+def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+  for part in spec.split(","):
+    if not part.strip():
+      raise DataError(f"offline.data={spec!r} has an empty part: files come with commas in between")
+    yield from read(part.strip(), "offline.data")
+
+
+def _read(
+  row: Any, tok: tokenizer.Tokenizer, template: str, limits: Limits
+) -> tuple[Prompt, Response | None]:
+  """The prompt of a row, and its response; None where it has no reward.
+
+  Raises:
+    BadRow: says what is wrong with the row, and what to do about it.
+  """
+  if not isinstance(row, Mapping):
+    raise BadRow(f"a row is an object with fields, and this is {row!r:.40}. Correct the row")
+  if row.get("eval") is True:
+    raise BadRow("it is of an evaluation: held-out problems are not trained on. Name other files")
+  question, reward = _text(row, "prompt"), _reward(row)
+  prompt_ids = _ids(row, "prompt_ids", limits.prompt_tokens, limits.vocabulary)
+  if prompt_ids is None:
+    prompt_ids = tok.encode(tok.render(question, template=template))
+  _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
+  name = row.get("prompt_id", question[:200])
+  prompt = Prompt(str(name)[:1000], question, _answer(row), tuple(prompt_ids))
+  ids = _ids(row, "response_ids", limits.response_tokens, limits.vocabulary)
+  if ids is None:
+    ids = tok.encode(_text(row, "response"))
+    if not isinstance(row.get("truncated", False), bool):
+      raise BadRow(f"truncated={row['truncated']!r:.40} is neither true nor false. Correct the row")
+    if not row.get("truncated", False):
+      ids = [*ids, tok.stop_ids[0]]
+    if row.get("length", len(ids)) != len(ids):  # a dump of a text that is not what was sampled
+      raise BadRow(f"the text has {len(ids)} tokens and length={row['length']!r:.20}. Give its ids")
+  _require_length("response", ids, limits.response_tokens, "sampling.max_new_tokens")
+  stops = np.isin(ids, tok.stop_ids)
+  if stops[:-1].any():
+    stop = ids[stops.argmax()]
+    raise BadRow(f"the response goes on after the stop token {stop}. Cut it off there")
+  if reward is None:
+    return prompt, None
+  return prompt, Response(np.array(ids, np.int32), reward, bool(stops[-1]))
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+  text = row.get(key)
+  if not isinstance(text, str):
+    raise BadRow(f"{key}={text!r:.40} is no text. Correct the row")
+  if len(text) > CHARACTERS:
+    raise BadRow(f"{key} has {len(text):,} characters, more than {CHARACTERS:,}. Shorten it")
+  try:
+    text.encode()
+  except UnicodeError:
+    raise BadRow(f"{key} has half of a character in it, a lone surrogate. Correct it") from None
+  return text
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+  answer = row.get("answer", "")
+  return answer[:1000] if isinstance(answer, str) else ""
+
+
+def _reward(row: Mapping[str, Any]) -> float | None:
+  if "reward" not in row:
+    raise BadRow("it has no reward. Give it one, or null where nothing is known")
+  reward = row["reward"]
+  if reward is None:
+    return None
+  number = isinstance(reward, int | float) and not isinstance(reward, bool)
+  if not (number and abs(reward) <= LARGEST):  # NaN is not either
+    raise BadRow(f"reward={reward!r:.40} is no number from {-LARGEST:g} to {LARGEST:g}. Correct it")
+  return float(reward)
+
+
+def _ids(row: Mapping[str, Any], key: str, most: int, vocabulary: int) -> list[int] | None:
+  """The token ids of a field; None if there is none. Of too many only so many are looked at."""
+  ids = row.get(key)
+  if ids is None:
+    return None
+  some = ids[: most + 1] if isinstance(ids, list) else [None]
+  if not all(type(i) is int and 0 <= i < vocabulary for i in some):
+    raise BadRow(f"{key}={ids!r:.40} are no token ids from 0 to {vocabulary - 1}. Correct the row")
+  return ids
+
+
+def _require_length(what: str, ids: Sequence[int], most: int, key: str) -> None:
+  if not 0 < len(ids) <= most:
+    must = f"must take 1 to {key}={most}"
+    raise BadRow(f"the {what} takes {len(ids)} tokens, and {must}. Shorten it, or raise that limit")

@@ -1,0 +1,126 @@
+"""Losses that may learn from responses of any policy: Soft Policy Optimization and imitation.
+
+They have no ratio to whatever sampled, and clip nothing. What the head of losses.py says of the
+arguments holds here too.
+"""
+
+from typing import Unpack
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+from jax.typing import ArrayLike
+
+from gspo_jax.objectives import aggregation, checks, ratios, terms
+from gspo_jax.objectives.aggregation import Tokens
+from gspo_jax.objectives.checks import Number
+from gspo_jax.objectives.reductions import Mean, Metrics, reduced
+from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Options, Sums, policy_loss
+
+
+@policy_loss(levels=BY_RESPONSE, advantage="soft", recorded=True, to_reference=True)
+def soft_loss(
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage_B: ArrayLike,
+  mask_BT: ArrayLike,
+  beta: Number = 0.1,
+  **options: Unpack[Options],
+) -> Sums:
+  """L = 1/B Σ_i ( β Σ_t log π_θ(y_it)/π_ref(y_it) − Â_i )²,  Â_i = r_i − Q̂_0.
+
+  `spo_loss` in the form of the other policy losses: old_logp_BT are those of the reference, which
+  stays the same for a whole run, and the advantage is the soft one (`soft_advantages`).
+
+  Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
+  be [B,T], constant over each response.
+  Reference: arXiv:2503.05453. The default of β is ours, for rewards between 0 and 1.
+  """
+  checks.require(beta > 0, "beta must be positive")
+  constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
+  tokens = batch.tokens
+  advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
+  error_BU, metrics = _soft_error(batch.log_ratio_BT, advantage_BU, tokens, beta)
+  loss = ratios.finite(weight_BU * error_BU**2).sum()
+  if batch.penalty_BT is not None:
+    loss += tokens.means(batch.penalty_BT).sum()
+  return Mean(loss, tokens.responses()), batch.metrics | metrics, jnp.zeros_like(tokens.mask_BT)
+
+
+@reduced
+def spo_loss(
+  logp_BT: ArrayLike,
+  ref_logp_BT: ArrayLike,
+  reward_B: ArrayLike,
+  value_B: ArrayLike,
+  mask_BT: ArrayLike,
+  beta: Number,
+  *,
+  response_BT: ArrayLike | None = None,
+) -> tuple[Mean, Metrics]:
+  """L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
+
+  Soft Policy Optimization: the log-ratio to the reference is read as a soft advantage, and the
+  value at the end of a response regressed on its reward. The responses may come from any policy.
+  `value_B` is Q̂_0, the soft value of the prompt (`soft_value`).
+
+  Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
+  Reference: arXiv:2503.05453, from secondary descriptions of it.
+  """
+  checks.require(beta > 0, "beta must be positive")
+  logp_BT = checks.log_probs(logp_BT, "logp_BT")
+  dtype = logp_BT.dtype
+  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
+  mask_BT, shapes = tokens.mask_BT, ("B",) if response_BT is None else ("B", "BT")
+  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
+  ref_logp_BT = stop_gradient(checks.tokens(ref_logp_BT, "ref_logp_BT", mask_BT, dtype))
+  reward_BU = tokens.common(checks.constant(reward_B, "reward_B", mask_BT, dtype, shapes))
+  value_BU = tokens.common(checks.constant(value_B, "value_B", mask_BT, dtype, shapes))
+  log_ratio_BT = ratios.difference(logp_BT, ref_logp_BT)
+  error_BU, metrics = _soft_error(log_ratio_BT, reward_BU - value_BU, tokens, beta)
+  return Mean((error_BU**2).sum(), tokens.responses()), metrics
+
+
+def _soft_error(
+  log_ratio_BT: Array, advantage_BU: Array, tokens: Tokens, beta: Number
+) -> tuple[Array, Metrics]:
+  """Q_i − r_i of each response, 0 for an empty one, and the means of it and of Q_i − Q̂_0."""
+  gain_BU = beta * tokens.sums(log_ratio_BT)
+  error_BU = jnp.where(tokens.length_BU > 0, ratios.difference(gain_BU, advantage_BU), 0)
+  number = tokens.responses()
+  return error_BU, {
+    "spo/gain": Mean(stop_gradient(gain_BU).sum(), number),
+    "spo/error": Mean(stop_gradient(error_BU).sum(), number),
+  }
+
+
+@policy_loss(levels=BY_TOKEN, advantage="best", recorded=True)
+def rft_loss(
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage: ArrayLike,
+  mask_BT: ArrayLike,
+  **options: Unpack[Options],
+) -> Sums:
+  """L = − Σ_i w_i Σ_t log π_θ(y_it) / Σ_i w_i |y_i|,  w_i = max(Â_i, 0).
+
+  Supervised fine-tuning on responses that a reward has chosen (`selection_weights`): with w of 0
+  and 1 the mean over the tokens of the chosen ones. Others are in no term, the denominator and the
+  penalties included. old_logp_BT is in the metrics only.
+
+  Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
+  Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all that are right),
+  arXiv:2203.14465 (STaR).
+  Differs: the mean is over the tokens of a batch, not of each response.
+  """
+  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+  mask_BT = batch.tokens.mask_BT
+  chosen_BT = jnp.where(mask_BT, jnp.maximum(batch.advantage_BX, 0), 0)
+  loss_BT = terms.token_loss(batch, ratios.difference(batch.logp_BT, 0))
+  total = Mean(ratios.finite(chosen_BT * loss_BT).sum(), chosen_BT.sum())
+  live_BT = (chosen_BT > 0).astype(batch.logp_BT.dtype)
+  number = batch.tokens.responses()
+  metrics = {"rft/chosen": Mean(batch.tokens.means(live_BT).sum(), number)}
+  metrics |= terms.ratio_metrics(batch.log_ratio_BT, mask_BT)
+  return total, batch.metrics | metrics, jnp.zeros_like(mask_BT)

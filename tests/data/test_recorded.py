@@ -1,0 +1,118 @@
+"""Recorded responses: what a row may be, and what is refused by file and line."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from gspo_jax.data import recorded, tokenizer
+from gspo_jax.data.files import DataError
+
+TOK = tokenizer.load("bytes")
+STOP = TOK.stop_ids[0]
+LIMITS = recorded.Limits(group_size=3, prompt_tokens=8, response_tokens=6, vocabulary=264)
+ROW = dict(prompt="1+2=", response="3", reward=1.0)
+
+
+def load(tmp_path, *rows, on_error="raise", template="{question}"):
+  lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+  path = tmp_path / "recorded.jsonl"
+  path.write_text("\n".join(lines))
+  return recorded.load(str(path), TOK, template, LIMITS, on_error)
+
+
+def test_responses_to_one_prompt_are_groups_in_their_order(tmp_path):
+  """Whatever stands between them; of more than a group has, each `group_size` are one."""
+  rows = [ROW | dict(response=str(i)) for i in range(5)]
+  other = dict(prompt="4+5=", response="9", reward=0)
+  made = load(tmp_path, *rows[:2], other, *rows[2:])
+  texts = [[TOK.decode(one.tokens) for one in group.responses] for group in made.rows]
+  assert texts == [["0", "1", "2"], ["3", "4"], ["9"]]
+  assert [group.prompt.tokens for group in made.rows] == [tuple(b"1+2=")] * 2 + [tuple(b"4+5=")]
+  assert len({group.id for group in made.rows}) == 3 == len(made) == len(made.prompts)
+  assert made[2].responses[0].reward == 0.0 and made[2].prompt.question == "4+5="
+
+
+def test_a_text_ends_with_the_stop_token_unless_it_was_cut_off(tmp_path):
+  rows = [ROW, ROW | dict(truncated=True), ROW | dict(response="")]
+  first, second, third = load(tmp_path, *rows)[0].responses
+  assert first.tokens.tolist() == [ord("3"), STOP] and first.stopped
+  assert second.tokens.tolist() == [ord("3")] and not second.stopped
+  assert third.tokens.tolist() == [STOP] and third.stopped
+
+
+def test_token_ids_go_before_texts(tmp_path):
+  """A broken character is not encoded to the byte that it was."""
+  row = dict(prompt_ids=[7, 8], response_ids=[200, STOP], response="\ufffd", length=2)
+  group = load(tmp_path, ROW | row)[0]
+  assert group.prompt.tokens == (7, 8) and group.responses[0].tokens.tolist() == [200, STOP]
+  assert load(tmp_path, ROW, template="{question}?")[0].prompt.tokens == tuple(b"1+2=?")
+
+
+def test_what_nobody_could_judge_is_left_out(tmp_path):
+  made = load(tmp_path, ROW, ROW | dict(reward=None, unknown="timeout"))
+  assert made.left_out() == {"recorded/unknown_rows": 1} and len(made[0].responses) == 1
+
+
+BAD = {
+  "no object": ("[1]", "object"),
+  "no JSON": ("{", "not JSON"),
+  "too deep": ("[" * 100_000, "nested"),
+  "no prompt": (dict(response="3", reward=1), "prompt=None"),
+  "no response": (dict(prompt="1+2=", reward=1), "response=None"),
+  "a response that is no text": (ROW | dict(response=3), "response=3"),
+  "a huge text": (ROW | dict(response="3" * (1 << 21)), "2,097,152 characters"),
+  "a response that is too long": (ROW | dict(response="333333"), "7 tokens.*max_new_tokens=6"),
+  "a prompt that is too long": (ROW | dict(prompt="1" * 9), "9 tokens.*max_prompt_tokens=8"),
+  "an empty prompt": (ROW | dict(prompt=""), "prompt takes 0 tokens"),
+  "nothing before it was cut off": (ROW | dict(response="", truncated=True), "takes 0 tokens"),
+  "no reward": (dict(prompt="1+2=", response="3"), "no reward"),
+  "a reward that is NaN": ('{"prompt": "1", "response": "3", "reward": NaN}', "reward=nan"),
+  "an infinite reward": ('{"prompt": "1", "response": "3", "reward": 1e999}', "reward=inf"),
+  "a reward out of range": (ROW | dict(reward=1e7), "reward=10000000"),
+  "a reward that is a text": (ROW | dict(reward="1"), "reward='1'"),
+  "a reward of four hundred digits": (ROW | dict(reward=10**400), "reward=1000"),
+  "half of a character": (ROW | dict(response="\ud800"), "response has half"),
+  "half of a character in the prompt": (ROW | dict(prompt="\ud800"), "prompt has half"),
+  "cut off, perhaps": (ROW | dict(truncated="no"), "truncated='no'"),
+  "a reward that is true": (ROW | dict(reward=True), "reward=True"),
+  "an id beyond the vocabulary": (ROW | dict(response_ids=[264, STOP]), "from 0 to 263"),
+  "a negative id": (ROW | dict(response_ids=[-1, STOP]), "from 0 to 263"),
+  "an id that is true": (ROW | dict(response_ids=[True, STOP]), "from 0 to 263"),
+  "ids that are no list": (ROW | dict(response_ids="33"), "no token ids"),
+  "a million ids": (ROW | dict(response_ids=[1] * 1_000_000), "1000000 tokens"),
+  "a stop token inside": (ROW | dict(response_ids=[STOP, 3, STOP]), f"stop token {STOP}"),
+  "a text that is not what was sampled": (ROW | dict(response="\ufffd", length=2), "length=2"),
+  "a held-out problem": (ROW | dict(eval=True), "evaluation"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_or_counted(tmp_path, name):
+  row, why = BAD[name]
+  with pytest.raises(DataError) as error:
+    load(tmp_path, ROW, row)
+  assert re.search(rf"recorded\.jsonl, line 2: .*{why}.*data\.on_error=skip", str(error.value))
+  assert len(str(error.value)) < 400
+  made = load(tmp_path, ROW, row, on_error="skip")
+  assert made.left_out() == {"recorded/skipped_rows": 1} and len(made[0].responses) == 1
+
+
+def test_several_files_and_none(tmp_path):
+  for name in "ab":
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROW | dict(prompt=name)))
+  paths = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+  made = recorded.load(", ".join(paths), TOK, "{question}", LIMITS, "raise")
+  assert [group.prompt.question for group in made.rows] == ["a", "b"]
+  same = recorded.load(str(tmp_path / "*.jsonl"), TOK, "{question}", LIMITS, "raise")
+  for one, other in zip(made.rows, same.rows):
+    np.testing.assert_array_equal(one.responses[0].tokens, other.responses[0].tokens)
+  for spec, why in (
+    (f"{paths[0]},", "empty part"),
+    (f"{tmp_path}/c.jsonl", "offline.data: there is no file"),
+  ):
+    with pytest.raises(DataError, match=why):
+      recorded.load(spec, TOK, "{question}", LIMITS, "raise")
+  with pytest.raises(DataError, match=r"no response that can be used \(0 bad rows, 1 without"):
+    load(tmp_path, ROW | dict(reward=None))
