@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 from gspo_jax import ranges
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import EvalConfig
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.critic import Critic, CriticConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
-from gspo_jax.learner.optimizer import OptimizerConfig
+from gspo_jax.learner.optimizer import Optimizer, OptimizerConfig
 from gspo_jax.learner.step import Learner
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
@@ -47,7 +49,7 @@ class SftConfig:
 class RLConfig:
   iterations: PositiveInt  # rollout batches
   prompts: PositiveInt  # P, per rollout batch
-  group_size: Annotated[int, Range(2, 65_536, why="advantages are relative to a group")]  # G
+  group_size: Annotated[int, Range(1, 65_536)]  # G
   extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
   token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
   mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering
@@ -93,6 +95,8 @@ class RunConfig:
   sft_optimizer: OptimizerConfig
   rl: RLConfig
   rl_optimizer: OptimizerConfig
+  critic: CriticConfig
+  critic_optimizer: OptimizerConfig
   eval: EvalConfig
   checkpoint: CheckpointConfig
   alarms: AlarmConfig
@@ -100,6 +104,7 @@ class RunConfig:
   def __post_init__(self):
     """Everything that can be seen to be wrong before any device is touched."""
     rl, rows = self.rl, self.rl.prompts * self.rl.group_size
+    self.critic.check_with(self.objective, rl, self.data, self.environment)
     _require(
       rl.prompts % rl.minibatches == 0,
       f"rl.prompts={rl.prompts} does not divide into rl.minibatches={rl.minibatches}: groups stay "
@@ -186,6 +191,34 @@ class RunConfig:
       f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "
       "different orders; set it to 0",
     )
+
+  def optimizers(self) -> tuple[Optimizer, Critic | None]:
+    """Of the updates of RL: the policy's optimizer, and the critic with its own."""
+    updates, warmup = self.rl.iterations * self.rl.updates, self.critic.warmup * self.rl.updates
+    policy = optimizer.make(self.rl_optimizer, updates - warmup)
+    if self.critic.name == "none":
+      return policy, None
+    tx = optimizer.make(self.critic_optimizer, updates)
+    return policy, Critic(self.critic, tx, self.critic.numbers(self.rl.updates))
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the policy before RL is asked for its log-probabilities."""
+    return self.objective.kl_coef not in (None, 0) or (
+      self.critic.name != "none" and self.critic.kl_coef > 0
+    )
+
+  @property
+  def passes(self) -> int:
+    """Passes without gradient over a rollout: old log-probs, a reference's, values."""
+    return (
+      (self.objective.old_logp == "recompute") + self.needs_reference + (self.critic.name != "none")
+    )
+
+  @property
+  def models(self) -> int:
+    """Models that an update trains: the policy, and a critic that is one."""
+    return 1 + (self.critic.name == "model")
 
   def learner(self, phase: str) -> Learner:
     """Settings of the updates of "sft" or "rl"."""

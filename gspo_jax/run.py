@@ -332,6 +332,8 @@ def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
   count, _ = transformer.count(config.model)
   trained = config.job != "eval" and not (config.job == "rl" and config.rl.lora_rank)
   needed = count * (16 if trained else 4)  # bytes of float32; frozen weights are read in it
+  if "rl" in config.job and config.critic.name == "model":
+    needed += 16 * count
   devices = mesh.devices.flat
   held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
   if None in held:  # a CPU, whose devices share the memory of the host
