@@ -2,7 +2,7 @@
 they are during the updates.
 
 The reward of a response is given at its last token (of a turn or a line, at theirs). With a
-`kl_coef` β each token costs β log π_old/π_ref (arXiv:2203.02155, Eq. 2, but per token).
+`kl_coef` β each token costs β log π_old/π_ref (arXiv:2203.02155, Eq. 2: per token there too).
 """
 
 import functools
