@@ -1,8 +1,8 @@
 """configs/tiny.py with PPO: a critic of its own gives each token its advantage.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_ppo.py --workdir=/tmp/tiny_ppo
-Hardware:  any machine with two CPU cores
-Expected:  docs/objectives.md, section PPO with a critic
+Hardware:  any machine with two CPU cores; its RL costs 1.8 times that of configs/tiny.py
+Expected:  eval/accuracy 0.43 -> 0.97, three seeds beside GSPO's in docs/objectives.md
 Paper:     arXiv:1707.06347, arXiv:1506.02438
 """
 
