@@ -166,7 +166,7 @@ def base() -> ConfigDict:
       rl=dict(
         iterations=300,  # rollout batches
         prompts=64,  # P, per rollout batch; a multiple of minibatches
-        group_size=8,  # G, responses per prompt; at least 2, since advantages are relative
+        group_size=8,  # G, responses per prompt; 2 or more where advantages are relative
         extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)
@@ -178,6 +178,18 @@ def base() -> ConfigDict:
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=optimizer(learning_rate=1e-6),
+      critic=dict(  # PPO: objective.name=ppo_clip, and docs/objectives.md
+        name="none",  # none | head: on the policy's trunk | model: with a trunk of its own
+        init="policy",  # of a model of its own: policy: its weights before RL | random
+        warmup_iterations=0,  # the first ones of rl.iterations, in which only the critic learns
+        discount=1.0,  # per token; 1: a right response is worth the same at any length
+        trace=0.95,  # lambda of GAE, per token; 1: rewards alone, for long responses
+        clip=0.2,  # of values around old ones, in units of the reward; 0: none
+        normalize=True,  # advantages of an iteration to mean 0 and standard deviation 1
+        trunk_coef=0.1,  # of a head: factor of its loss for the trunk; 0: the head alone learns
+        kl_coef=0.0,  # of KL to the policy before RL, taken from each token's reward
+      ),
+      critic_optimizer=optimizer(learning_rate=1e-5),  # larger: its target moves
       eval=dict(
         every=20,  # iterations
         problems=0,  # of the held-out set, evenly spread over it; 0: all

@@ -15,8 +15,10 @@ from gspo_jax import offline, ranges
 from gspo_jax.data.recorded import OfflineConfig
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import EvalConfig
+from gspo_jax.learner import optimizer
+from gspo_jax.learner.critic import Critic, CriticConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
-from gspo_jax.learner.optimizer import OptimizerConfig
+from gspo_jax.learner.optimizer import Optimizer, OptimizerConfig
 from gspo_jax.learner.step import Learner
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
@@ -48,7 +50,7 @@ class SftConfig:
 class RLConfig:
   iterations: PositiveInt  # rollout batches
   prompts: PositiveInt  # P, per rollout batch
-  group_size: Annotated[int, Range(2, 65_536, why="advantages are relative to a group")]  # G
+  group_size: Annotated[int, Range(1, 65_536)]  # G
   extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
   token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
   mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering
@@ -95,6 +97,8 @@ class RunConfig:
   sft_optimizer: OptimizerConfig
   rl: RLConfig
   rl_optimizer: OptimizerConfig
+  critic: CriticConfig
+  critic_optimizer: OptimizerConfig
   eval: EvalConfig
   checkpoint: CheckpointConfig
   alarms: AlarmConfig
@@ -102,6 +106,7 @@ class RunConfig:
   def __post_init__(self):
     """Everything that can be seen to be wrong before any device is touched."""
     rl, rows = self.rl, self.rl.prompts * self.rl.group_size
+    self.critic.check_with(self.objective, rl, self.data, self.environment)
     _require(
       rl.prompts % rl.minibatches == 0,
       f"rl.prompts={rl.prompts} does not divide into rl.minibatches={rl.minibatches}: groups stay "
@@ -210,6 +215,33 @@ class RunConfig:
   def samples_prompts(self) -> bool:
     """Whether `data.train` is needed."""
     return self.job != "eval" and (self.job != "offline" or self.offline.fresh > 0)
+
+  def optimizers(self) -> tuple[Optimizer, Critic | None]:
+    """Of the updates of RL: the policy's optimizer, and the critic with its own."""
+    updates, warmup = self.rl.iterations * self.rl.updates, self.critic.warmup * self.rl.updates
+    policy = optimizer.make(self.rl_optimizer, updates - warmup)
+    if self.critic.name == "none":
+      return policy, None
+    tx = optimizer.make(self.critic_optimizer, updates)
+    return policy, Critic(self.critic, tx, self.critic.numbers(self.rl.updates))
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the policy before RL is asked for its log-probabilities."""
+    of_critic = self.critic.name != "none" and self.critic.kl_coef > 0
+    return self.objective.needs_reference or of_critic
+
+  @property
+  def passes(self) -> int:
+    """Passes without gradient over a rollout: old log-probs, a reference's, values."""
+    return (
+      (self.objective.old_logp == "recompute") + self.needs_reference + (self.critic.name != "none")
+    )
+
+  @property
+  def models(self) -> int:
+    """Models that an update trains: the policy, and a critic that is one."""
+    return 1 + (self.critic.name == "model")
 
   def learner(self, phase: str) -> Learner:
     """Settings of the updates of "sft" or "rl"."""

@@ -1,6 +1,7 @@
 """What a run would be, by arithmetic: configuration, size, memory, tokens and operations."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -16,8 +17,8 @@ from gspo_jax.aot.programs import Case
 from gspo_jax.config import RunConfig
 from gspo_jax.configs import common
 from gspo_jax.hardware import forward_flops
-from gspo_jax.learner.state import abstract_params
-from gspo_jax.models import lora, transformer
+from gspo_jax.learner.state import abstract_critic, abstract_params
+from gspo_jax.models import transformer
 from gspo_jax.run import Inputs
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
@@ -37,6 +38,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
     *(f"  {line}" for line in changed or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes})",
     f"model: {count:,} parameters{each}",
+    *critic_line(config, inputs.mesh),
     f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
   ]
   found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
@@ -47,6 +49,17 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
       f"{tokens:,} tokens with padding"
     ]
   return found + (iteration(config, devices) if config.has_iterations else [])
+
+
+def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
+  """Says how large the critic is, if there is one."""
+  _, critic = config.optimizers()
+  if critic is None or not config.has_iterations:
+    return []
+  params = abstract_critic(critic, config.model, mesh)
+  count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+  trunk = "a model of its own" if critic.config.name == "model" else "a head on the policy's trunk"
+  return [f"critic: {count:,} parameters, {trunk}"]
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
@@ -61,13 +74,16 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     moments["while it samples"] |= sampling
   else:
     state = estimate.state_of(case, mesh)
-    lasting = {"weights and the optimizer's moments": estimate.held(state)}
+    of_critic = estimate.held(state.critic)
+    lasting = {"weights and the optimizer's moments": estimate.held(state) - of_critic}
+    if state.critic is not None:
+      lasting["the critic's weights and moments"] = of_critic
     tokens = case.rows * case.length if c.has_iterations else 0
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
     kept = estimate.kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
     update = {
-      "gradients": estimate.held(lora.split(state.params)[0]),
+      "gradients": estimate.held(estimate.changed(state)),
       f"activations, at least (remat {c.compute.remat})": kept,
     }
     moments = {"in an update": lasting | update}
@@ -95,9 +111,8 @@ def iteration(config: RunConfig, devices: Sequence[jax.Device]) -> list[str]:
   window = prompt + most.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   one = forward_flops(c.model, prompt_P, prompt_B, np.full(responses, window))
-  passes = (c.objective.old_logp == "recompute") + c.objective.needs_reference
   sampled = c.offline.fresh if c.job == "offline" else 1
-  total = (sampled + passes + 3 * rl.epochs) * one  # sampling, log-probabilities, updates
+  total = (sampled + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
   tokens = responses * most.max_new_tokens
   found = [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "

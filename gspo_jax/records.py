@@ -15,6 +15,8 @@ def rollout_records(
   log_ratio_BT: np.ndarray,
   clipped_BT: np.ndarray,
   decode: Callable[[list[int]], str],
+  old_value_BT: np.ndarray | None = None,
+  advantage_BT: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
   """Returns a JSON object for each response.
 
@@ -22,6 +24,7 @@ def rollout_records(
     log_ratio_BT: log π_new/π_old after the iteration's updates, in the order of the rollout.
     clipped_BT: the tokens whose objective the loss clipped, there.
     decode: from tokens to text.
+    old_value_BT, advantage_BT: of a critic; a response's advantage is then the mean over tokens.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
   used_BL = rollout.mask > 0
@@ -33,6 +36,8 @@ def rollout_records(
     if not used_L.any():  # a recorded group may have fewer responses
       continue
     ratio_X, clipped_X = log_ratio_BT[row][used_L], clipped_BT[row][used_L]
+    if advantage_BT is not None:
+      advantage = advantage_BT[row][used_L].mean()
     record = dict(
       prompt_id=group.prompt.id,
       sample=sample,
@@ -59,5 +64,7 @@ def rollout_records(
       record["tokens"] = [texts[i] for i in ids_X]
       record["log_ratio"] = [round(x, 4) for x in ratio_X.tolist()]
       record["clipped_tokens"] = clipped_X.astype(int).tolist()
+      if old_value_BT is not None:
+        record["values"] = [round(x, 4) for x in old_value_BT[row][used_L].tolist()]
     records.append(record)
   return records

@@ -38,10 +38,11 @@ def replay(directory: epath.Path) -> bool:
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
   mesh = sharding.make_mesh(config.mesh)
   with jax.set_mesh(mesh):
-    learner, tx, step = _update(config, about["phase"])
+    learner, tx, step, critic = _update(config, about["phase"])
     adapters = config.rl.lora_rank if about["phase"] == "rl" else 0
     adaptive = config.objective.adaptive_clip if about["phase"] == "rl" else FIXED
-    like = abstract_state(config.model, mesh, tx, adapters, config.compute.dtype, adaptive)
+    arrays = adapters, config.compute.dtype, adaptive, critic
+    like = abstract_state(config.model, mesh, tx, *arrays)
     state = _state(directory / "state", like)
     state = state.replace(skipped=state.skipped * 0)
     sound = True
@@ -72,13 +73,14 @@ def _state(directory: epath.Path, like: TrainState) -> TrainState:
 
 
 def _update(config: RunConfig, phase: str):
-  """Learner, optimizer and update of a phase, as train.py and sft.py make them, but going on."""
+  """Learner, optimizer, update and critic of a phase, as train.py and sft.py make them, but going
+  on."""
   learner = dataclasses.replace(config.learner(phase), on_nonfinite="skip")
   if phase == "sft":
     tx = optimizer.make(config.sft_optimizer, config.sft.steps)
-    return learner, tx, make_sft_step(learner, tx)
-  tx = optimizer.make(config.rl_optimizer, config.rl.iterations * config.rl.updates)
-  return learner, tx, make_rl_step(learner, config.objective, tx)
+    return learner, tx, make_sft_step(learner, tx), None
+  tx, critic = config.optimizers()
+  return learner, tx, make_rl_step(learner, config.objective, tx, critic), critic
 
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):

@@ -18,7 +18,7 @@ mask is padding and is in no numerator and in no denominator.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -95,6 +95,10 @@ class TrainBatch:
   row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
   start_B: Array | None = None  # int32: the position there of its first token
   order_B: Array | None = None  # int32: which sequence it was before `packing.plan`
+  # Of a critic, float32; position t speaks of what stands before token t (learner/critic.py)
+  reward_BT: Array | None = None  # until there are advantages
+  old_value_BT: Array | None = None  # of the critic before the updates
+  return_BT: Array | None = None  # what values are drawn to
 
 
 @flax.struct.dataclass
@@ -107,3 +111,20 @@ class TrainState:
   skipped: Array  # int32 []: updates left out, since they would not have been finite
   # float32 []: what the clip ranges are multiplied by (learner/adaptive_clip.py); None: they stay
   clip_factor: Array | None = None
+  # A field of `StateWithCritic` only: without one, checkpoints hold nothing of it.
+  critic: ClassVar[None] = None
+
+
+@flax.struct.dataclass
+class CriticState:
+  """Everything of a critic that an update changes."""
+
+  params: Any  # models.critic.Critic
+  opt_state: Any  # optax state
+
+
+@flax.struct.dataclass
+class StateWithCritic(TrainState):
+  """The same with a critic."""
+
+  critic: CriticState | None = None

@@ -1,6 +1,7 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
 import concurrent.futures
+import dataclasses
 import difflib
 import functools
 import time
@@ -9,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import forward_flops, utilisation
@@ -17,7 +17,13 @@ from gspo_jax.learner import batch as batches
 from gspo_jax.learner import by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
-from gspo_jax.learner.state import abstract, abstract_state, new_state, with_adapters
+from gspo_jax.learner.state import (
+  abstract,
+  abstract_state,
+  new_state,
+  with_adapters,
+  with_critic,
+)
 from gspo_jax.learner.step import (
   make_old_policy,
   make_review,
@@ -25,6 +31,7 @@ from gspo_jax.learner.step import (
   make_score,
 )
 from gspo_jax.learner.summary import summarize
+from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
 from gspo_jax.records import rollout_records
 from gspo_jax.report import page
 from gspo_jax.run import Run
@@ -46,10 +53,10 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
   c, engine = run.config, run.engine
-  updates = c.rl.iterations * c.rl.updates
-  tx, rates = optimizer.make(c.rl_optimizer, updates), optimizer.rates(c.rl_optimizer, updates)
-  learner, collector = c.learner("rl"), Collector(run)
-  update, score = make_rl_step(learner, c.objective, tx), make_score(learner)
+  waits = c.critic.warmup  # iterations in which only the critic learns
+  rates = optimizer.rates(c.rl_optimizer, (c.rl.iterations - waits) * c.rl.updates)
+  (tx, critic), learner, collector = c.optimizers(), c.learner("rl"), Collector(run)
+  update, score = make_rl_step(learner, c.objective, tx, critic), make_score(learner)
   old_policy = make_old_policy(learner, c.objective)
   adaptive = c.objective.adaptive_clip
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
@@ -58,28 +65,48 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     adapters = c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
     return with_adapters(start_params(), c.model, *adapters)
 
-  last, state, host = phase.resume(
-    like=lambda: empty_state(run, tx), start=lambda: new_state(start(), tx, adaptive)
-  )
+  def start_state() -> TrainState:
+    state = new_state(start(), tx, adaptive)
+    if critic is None:
+      return state
+    options = c.critic, c.model, run.mesh, run.seed("critic")
+    return with_critic(state, new_critic(*options, policy=start_params), critic.tx)
+
+  last, state, host = phase.resume(like=lambda: empty_state(run), start=start_state)
   total = Totals()
   pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
   if host is not None:
     collector.set_position(host["position"])
     total, pending = Totals(**host["position"].get("total", {})), host["pending"]
-  reference = start() if c.objective.needs_reference else None
+  reference = start() if c.needs_reference else None
   engine.load(state.params, version=last + 1)
 
-  def prepared(params: Any, batch: TrainBatch) -> TrainBatch:
-    """The batch with the log-probabilities that stay fixed during the updates."""
-    fixed = dict(old_logp_BT=batch.sampler_logp_BT)
-    if c.objective.old_logp == "recompute":
-      fixed = old_policy(params, batch)
-    if reference is not None:
-      fixed["ref_logp_BT"] = score(reference, batch)
-    return batch.replace(**fixed)
+  values = None
+  if critic:
+    values = make_values(learner, c.critic, c.objective.replay)
+    advantages = make_advantages(c.critic, critic.numbers)
+
+  def prepared(
+    state: TrainState, minibatches: list[TrainBatch]
+  ) -> tuple[list[TrainBatch], dict[str, jax.Array]]:
+    """The mini-batches with what stays fixed during the updates, log-probabilities and what a
+    critic says, and metrics of it."""
+
+    def one(batch: TrainBatch) -> TrainBatch:
+      fixed = dict(old_logp_BT=batch.sampler_logp_BT)
+      if c.objective.old_logp == "recompute":
+        fixed = old_policy(state.params, batch)
+      if reference is not None:
+        fixed["ref_logp_BT"] = score(reference, batch)
+      if critic:
+        fixed["old_value_BT"] = values((state.params, state.critic.params), batch)
+      return batch.replace(**fixed)
+
+    minibatches = [one(batch) for batch in minibatches]
+    return advantages(minibatches) if critic else (minibatches, {})
 
   if last < c.rl.iterations:
-    update, old_policy = ahead(run, collector, prepared, update, old_policy, tx)
+    update, old_policy, values = ahead(run, collector, prepared, update, old_policy, values)
   review = make_review(learner, c.objective, old_policy)
   with phase:
     phase.stand(last, state, position(collector, total), pending)
@@ -92,7 +119,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       collected = collector.collect(step, phase.stages)
       with phase.stages("logp"):
         minibatches = place(run, collected, c.rl.minibatches)
-        minibatches = [prepared(state.params, one) for one in minibatches]
+        minibatches, of_critic = prepared(state, minibatches)
         jax.block_until_ready(minibatches)
       taken = batches.epochs(minibatches, c.rl.epochs)
       phase.hold(step, taken)
@@ -104,7 +131,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           state, metric = update(state, minibatch)
           metrics.append(metric)
         # The devices are busy; what the host has to do comes now.
-        row = dict(step=step, learning_rate=float(rates[step * c.rl.updates - 1]))
+        made = (step - waits) * c.rl.updates  # of the policy
+        row = dict(step=step, learning_rate=float(rates[made - 1]) if made > 0 else 0.0) | of_critic
         row |= collected.metrics | rewards_by_length(run, collected) | memory()
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
@@ -123,7 +151,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         with phase.stages("report"):
           reviews = [review(state.params, b, state.clip_factor) for b in minibatches]
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
-      state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
+      if step > waits:
+        state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
       phase.stand(step, state, position(collector, total), row)
       conclude(run, phase, state, row)
   return state.params
@@ -132,14 +161,14 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
 def ahead(
   run: Run,
   collector: Collector,
-  prepared: Callable[[Any, TrainBatch], TrainBatch],
+  prepared: Callable[[TrainState, list[TrainBatch]], tuple[list[TrainBatch], Any]],
   update: Callable,
   old_policy: Callable,
-  tx: optax.GradientTransformation,
-) -> tuple[Callable, Callable]:
-  """The two functions, which a thread compiles for the mini-batches of this run."""
+  values: Callable | None,
+) -> tuple[Callable, Callable, Callable | None]:
+  """The last three functions, which a thread compiles for the mini-batches of this run."""
   c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
-  state = empty_state(run, tx)
+  state = empty_state(run)
 
   @functools.cache
   def batch() -> TrainBatch:
@@ -147,19 +176,24 @@ def ahead(
     return abstract(place(run, blank, parts=1)[0], run.mesh)
 
   def whole() -> TrainBatch:
-    return abstract(jax.eval_shape(prepared, state.params, batch()), run.mesh)
+    minibatches, _ = jax.eval_shape(prepared, state, [batch()])
+    return abstract(minibatches[0], run.mesh)
 
   compiled = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, batch()))
+  if values is not None:
+    both = lambda: (state.params, state.critic.params)  # noqa: E731
+    values = compile_ahead(pool, run.mesh, values, lambda: (both(), batch()))
   update = compile_ahead(pool, run.mesh, update, lambda: (state, whole()))
   pool.shutdown(wait=False)  # the thread ends with its last job
-  return update, compiled
+  return update, compiled, values
 
 
-def empty_state(run: Run, tx: optax.GradientTransformation) -> TrainState:
+def empty_state(run: Run) -> TrainState:
   """Shapes and shardings of the training state of RL."""
   c = run.config
+  tx, critic = c.optimizers()
   adaptive = c.objective.adaptive_clip
-  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive)
+  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
 
 
 def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
@@ -169,6 +203,9 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
   # other weights, so that each trajectory of a group may have other experts there.
   alike = run.environment is None and not (c.rl.partial and rollout.routing is not None)
   advantages = collected.advantage_PG, collected.advantage_BL
+  reward_BL = None
+  if c.critic.name != "none":
+    rollout, reward_BL = of_tokens(collected)
   batch = batches.train_batch(
     rollout,
     *advantages,
@@ -177,9 +214,23 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
     version=collected.version if c.rl.partial or c.job == "offline" else None,
     replays_sampler=c.objective.replay == "R3",
     mask_truncated=c.rl.mask_truncated,
+    reward_BL=reward_BL,
   )
   sizes = parts, c.rl.prompts * parts // c.rl.minibatches, c.rl.group_size
   return batches.minibatches(batch, *sizes, run.mesh, c.rl.packed)
+
+
+def of_tokens(collected: Collected) -> tuple[Rollout, np.ndarray]:
+  """The rollout without the responses on which there is no verdict, and the reward of each token:
+  of turns or lines where these have rewards of their own, else of the response at its end."""
+  rollout, reward_B = collected.rollout, collected.reward_PG.reshape(-1)
+  known_B1 = np.ones((len(reward_B), 1), bool)
+  if collected.groups:
+    known_B1 = np.concatenate([group.known_G for group in collected.groups])[:, None]
+  rollout = dataclasses.replace(rollout, mask=rollout.mask * known_B1)
+  if collected.advantage_BL is not None:
+    return rollout, rollout.rewards * known_B1
+  return rollout, at_the_end(np.where(known_B1[:, 0], reward_B, 0), rollout.mask)
 
 
 def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
@@ -246,8 +297,7 @@ def operations(run: Run, collected: Collected) -> tuple[float, float]:
   counted once, without padding and without what is calculated twice."""
   c, prompt_B = run.config, collected.rollout.prompt_lengths
   one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends)
-  passes = (c.objective.old_logp == "recompute") + c.objective.needs_reference
-  return passes * one, 3 * c.rl.epochs * one
+  return c.passes * one, 3 * c.rl.epochs * c.models * one
 
 
 def records(
@@ -260,5 +310,9 @@ def records(
   ratios = [one["logp_BT"] - b.old_logp_BT for one, b in zip(reviews, minibatches)]
   clipped = [one["clipped_BT"] for one in reviews]
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
-  fetched = (batches.in_rollout_order(values, *order) for values in (ratios, clipped))
-  return rollout_records(collected, *fetched, run.tokenizer.decode)
+  ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
+  of_critic = {}
+  if run.config.critic.name != "none":
+    for name in ("old_value_BT", "advantage_BT"):
+      of_critic[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
+  return rollout_records(collected, ratio_BT, clipped_BT, run.tokenizer.decode, **of_critic)

@@ -10,7 +10,7 @@ import pytest
 from support.command_line import ROOT, SMALL, SMALL_MODEL, environment
 from support.configs import config_of
 
-from configs import common, moe_aime, tiny
+from configs import common, moe_aime, tiny, tiny_ppo
 from gspo_jax import command_line, dry_run
 from gspo_jax import run as runs
 from gspo_jax.models import transformer
@@ -188,6 +188,18 @@ def test_its_memory_is_that_of_a_device():
   assert gib(split, state) == pytest.approx(gib(whole, state) / 8, rel=0.05)
   adapters = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1, rl__lora_rank=2)
   assert gib(adapters, "gradients") < gib(whole, "gradients") / 10
+
+
+def test_a_critic_is_in_its_memory_and_its_operations():
+  lines = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1)
+  found = re.search(r"critic: ([\d,]+) parameters, a model of its own", lines)[1]
+  count, moments = int(found.replace(",", "")), "the critic's weights and moments"
+  assert count == pytest.approx(parameters([]), rel=0.02) and count < parameters([])  # no head
+  assert gib(lines, moments) == pytest.approx(12 * count / 2**30, rel=0.02)
+  of_head = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1, critic__name="head")
+  assert "critic: 129 parameters, a head on the policy's trunk" in of_head
+  operations = lambda text: float(re.search(r"at most ([\d.e+]+), of", text)[1])  # noqa: E731
+  assert operations(lines) == pytest.approx(operations(of_head) * 9 / 6, rel=0.01)
 
 
 def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):

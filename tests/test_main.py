@@ -144,6 +144,27 @@ def test_a_run_with_adapters_also_ends_as_if_it_had_not_been_killed(tmp_path):
   assert last["ratio/deviation"] > 0, "adapters move"
 
 
+CRITIC = """
+  objective.name=ppo_clip critic.name=model critic.warmup_iterations=2 critic.kl_coef=0.01
+  rl.packed=True rl.microbatches=2 critic_optimizer.learning_rate=1e-3
+""".split()
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_also_ends_as_if_it_had_not_been_killed(tmp_path):
+  flags = [*SMALL, *CRITIC]
+  run(tmp_path / "whole", *flags)
+  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags)
+  run(tmp_path / "killed", *flags)
+  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
+  first, *_, last = rows_of(tmp_path / "killed", "rl")[1:]
+  assert first["learning_rate"] == 0 == first["ratio/deviation"], "the critic learns alone"
+  assert last["ratio/deviation"] > 0 and last["reward/kl_penalty"] != 0
+  assert last["value/loss"] < first["value/loss"]
+  record = (tmp_path / "killed" / "rollouts" / "rl_000008.jsonl").read_text().splitlines()[0]
+  assert len(json.loads(record)["values"]) == json.loads(record)["length"]
+
+
 PARTIAL = """
   job=rl rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
   rl.iterations=6 eval.every=9 eval.greedy=False engine.steps=2 engine.slots=12

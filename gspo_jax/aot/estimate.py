@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.aot import chips
 from gspo_jax.aot.programs import Case, resolved
-from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops, lora, remat
 from gspo_jax.structs import TrainState
@@ -51,7 +50,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   chip, number = chips.parse(topology)
   per_chip = mesh.size / number
   state = state_of(case, mesh)
-  gradients = held(lora.split(state.params)[0])
+  gradients = held(changed(state))
   weights = weights_of(case, mesh)
   rows = -(-case.rows // sharding.batch_shards(mesh))  # of a device, in a micro-batch
   tokens = rows * case.length
@@ -116,10 +115,15 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
 def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
   """Shapes and shardings of the training state."""
   c = case.config
-  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.updates)
+  tx, critic = c.optimizers()
   with jax.set_mesh(mesh):
     adaptive = c.objective.adaptive_clip
-    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive)
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
+
+
+def changed(state: TrainState) -> Any:
+  """Parameters that an update changes, and that have gradients: the critic's among them."""
+  return lora.split(state.params)[0], None if state.critic is None else state.critic.params
 
 
 def held(tree: Any) -> float:

@@ -55,12 +55,11 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   size, rl = sizes(case.workload, case.engine, shards), c.rl
   sampled = case.lengths.sample(rl.prompts * rl.group_size)
   at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
-  passes = (c.objective.old_logp == "recompute") + c.objective.needs_reference
   read = positions(case, sampled, shards)
   calls = dict(
     prefill=-(-rl.prompts // at_once),
     decode=decode_steps(sampled, size.slots, tail=not rl.partial),
-    score=passes * read / (case.length * (case.sequences if rl.packed else case.rows)),
+    score=c.passes * read / (case.length * (case.sequences if rl.packed else case.rows)),
     train=rl.epochs * read / (case.length * case.sequences),
     publish=1,
   )

@@ -25,7 +25,7 @@ from gspo_jax import sharding
 from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import Case
 from gspo_jax.learner.state import abstract_params
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import transformer
 from gspo_jax.sampling.requests import sizes
 
 
@@ -38,12 +38,12 @@ def of(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
 
 def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
   params, state = _trained(case, mesh), estimate.state_of(case, mesh)
-  changed = estimate.held(lora.split(state.params)[0])  # and its gradients
+  changed = estimate.held(estimate.changed(state))  # and its gradients
   tokens = case.rows // sharding.batch_shards(mesh) * case.length
   kept = tokens * estimate.kept_per_token(case, mesh)
   scattered = mesh.shape["fsdp"] > 1 and not case.config.rl.lora_rank
   gathered = _gathered(params, case, mesh) if scattered else 0.0
-  each = 2 * _pass(params, case, mesh) + 2 * gathered + 2 * kept
+  each = case.config.models * 2 * (_pass(params, case, mesh) + gathered + kept)
   return 2 * estimate.held(state.opt_state) + 4 * changed + case.microbatches * each
 
 

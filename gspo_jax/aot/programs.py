@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.aot import lengths
-from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops, lora, routing, transformer
@@ -110,28 +109,29 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   adapters = c.rl.lora_rank, c.compute.dtype
-  tx = optimizer.make(c.rl_optimizer, c.rl.iterations * c.rl.updates)
-  state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip)
+  tx, critic = c.optimizers()
+  state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip, critic)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
-      step = train_step.make_rl_step(learner, c.objective, tx)
-      work = flops.work(case.model, case.sequences, case.length, case.length)
+      step = train_step.make_rl_step(learner, c.objective, tx, critic)
+      sequences = case.sequences * c.models
+      work = flops.work(case.model, sequences, case.length, case.length)
       yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
       arguments = state.params, batch_of(case, mesh, rows)
       work = flops.work(case.model, rows, case.length, case.length)
-      held = state.opt_state, sample_params
+      held = state.opt_state, sample_params, state.critic
       yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
       layout = transformer.shardings(c.model, rollout, mesh)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
-      yield name, Program(publish, (state.params,), None, held=(state.opt_state,))
+      yield name, Program(publish, (state.params,), None, held=(state.opt_state, state.critic))
     if name in ("prefill", "decode"):
       program = sampling_program(name, case, mesh, sample_params)
       yield name, dataclasses.replace(program, held=(state,))
@@ -188,6 +188,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     stored = routing.storage_dtype(model.num_experts)
     experts = field(stored, case.length, layers, model.experts_per_token)
   place = field(jnp.int32) if case.config.rl.packed else None
+  of_critic = real if case.config.critic.name != "none" else None
   return TrainBatch(
     tokens_BT=tokens,
     segments_BT=tokens,
@@ -197,6 +198,9 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     sampler_logp_BT=real,
     current_BT=real if case.config.rl.partial else None,
     ref_logp_BT=real if case.config.objective.needs_reference else None,
+    advantage_BT=of_critic,
+    old_value_BT=of_critic,
+    return_BT=of_critic,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     sampler_routing_BTlk=experts,

@@ -21,6 +21,7 @@ def train_batch(
   version: int | None = None,
   replays_sampler: bool = False,
   mask_truncated: bool = False,
+  reward_BL: np.ndarray | None = None,
 ) -> TrainBatch:
   """The rollout as the learner sees it; its old log-probabilities are still to be decided.
 
@@ -33,6 +34,7 @@ def train_batch(
       sampler and trainer are compared by is then left out for these; None: all are of one version.
     replays_sampler: experts stay on record for all tokens in any case, since they are replayed.
     mask_truncated: leave responses that were cut off out of the loss.
+    reward_BL: of each token, for a critic.
   """
   length = rollout.tokens.shape[1]
   segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
@@ -60,6 +62,7 @@ def train_batch(
     current_BT=current_BT,
     unit_BT=unit_BL,
     advantage_BT=advantage_BL,
+    reward_BT=reward_BL,
     sampler_routing_BTlk=routing_BTlk,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,
   )

@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding
 from gspo_jax import sharding
 from gspo_jax.learner import adaptive_clip
 from gspo_jax.learner.adaptive_clip import AdaptiveClipConfig
+from gspo_jax.learner.critic import Critic
+from gspo_jax.models import critic as critics
 from gspo_jax.models import lora, transformer, weights
 from gspo_jax.models.sizes import ModelConfig
-from gspo_jax.structs import TrainState
+from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 
 
 def new_state(
@@ -27,6 +29,13 @@ def new_state(
   moments = jax.jit(tx.init)(lora.split(params)[0])
   state = TrainState(zero, params, moments, skipped=jnp.zeros_like(zero))
   return adaptive_clip.begin(state, adaptive)
+
+
+def with_critic(
+  state: TrainState, params: critics.Critic, tx: optax.GradientTransformation
+) -> TrainState:
+  """The state with a critic and the moments of its optimizer."""
+  return StateWithCritic(**vars(state), critic=CriticState(params, jax.jit(tx.init)(params)))
 
 
 def with_adapters(
@@ -69,11 +78,23 @@ def abstract_state(
   rank: int = 0,
   frozen_dtype: Any = jnp.float32,
   adaptive: AdaptiveClipConfig = adaptive_clip.FIXED,
+  critic: Critic | None = None,
 ) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first. With
   adapters, the parameters are as passes of compute type `frozen_dtype` read them."""
   params = abstract_params(model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank)
-  return abstract(jax.eval_shape(lambda p: new_state(p, tx, adaptive), params), mesh)
+  state = jax.eval_shape(lambda p: new_state(p, tx, adaptive), params)
+  if critic is not None:
+    params = abstract_critic(critic, model, mesh)
+    state = jax.eval_shape(lambda s, p: with_critic(s, p, critic.tx), state, params)
+  return abstract(state, mesh)
+
+
+def abstract_critic(critic: Critic, model: ModelConfig, mesh: jax.sharding.Mesh) -> critics.Critic:
+  """Shapes and shardings of a critic's parameters, in float32."""
+  declared = critics.table(model, critic.config.name == "model")
+  one = lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.float32, sharding=s)  # noqa: E731
+  return jax.tree.map(one, declared, weights.shardings(declared, sharding.TRAIN, mesh))
 
 
 def abstract(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -12,7 +12,10 @@ import optax
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import by_length, packing
+from gspo_jax.learner import critic as critics
+from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
+from gspo_jax.learner.critic import Critic, CriticConfig
 from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
 from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
@@ -192,21 +195,34 @@ def by_part(function: Callable, learner: Learner) -> Callable:
 
 
 def make_rl_step(
-  learner: Learner, objective: ObjectiveConfig, tx: optax.GradientTransformation | Optimizer
+  learner: Learner,
+  objective: ObjectiveConfig,
+  tx: optax.GradientTransformation | Optimizer,
+  critic: Critic | None = None,
 ) -> WithNumbers:
-  """The jitted policy update on one mini-batch, (state, batch) -> (state, metrics); the state is
-  donated. Those that differ in nothing but numbers are one program."""
-  tx = numbered(tx)
+  """The jitted update of the policy and of a critic, if there is one, on one mini-batch,
+  (state, batch) -> (state, metrics); the state is donated. Those that differ in nothing but numbers
+  are one program."""
+  tx, with_critic = numbered(tx), ()
   numbers = dict(objective=objective.numbers(), optimizer=tx.numbers)
   numbers |= dict(load_balance_coef=learner.load_balance_coef)
   learner = dataclasses.replace(learner, load_balance_coef=0.0)
-  return with_numbers(_rl_step(learner, objective.structure, tx.update), numbers)
+  if critic is not None:
+    numbers |= dict(critic=critic.numbers, critic_optimizer=critic.tx.numbers)
+    with_critic = critic.config.structure, critic.tx.update
+  return with_numbers(_rl_step(learner, objective.structure, tx.update, *with_critic), numbers)
 
 
 @functools.lru_cache(maxsize=8)
-def _rl_step(learner: Learner, objective: ObjectiveConfig, apply: Callable) -> Callable:
-  def loss(params, batch, numbers):
-    numbers = numbers["objective"]
+def _rl_step(
+  learner: Learner,
+  objective: ObjectiveConfig,
+  apply: Callable,
+  critic_config: CriticConfig | None = None,
+  apply_to_critic: Callable | None = None,
+) -> Callable:
+  def loss(params, critic, batch, all_numbers):
+    numbers = all_numbers["objective"]
     logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
     batch, of_old = with_own_logp(objective, logp_BT, batch)
     longest = learner.response_tokens
@@ -225,9 +241,19 @@ def _rl_step(learner: Learner, objective: ObjectiveConfig, apply: Callable) -> C
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
     if "clip_range" in numbers:
       metrics |= {"clip_range": Last(jnp.float32(numbers["clip_range"]))}
+    if critic is not None:
+      numbers, read = all_numbers["critic"], (learner.model, learner.compute)
+      of_policy = critic_config, critic, out.hidden_BTD, rows, *read
+      value_BT = critics.values(*of_policy, numbers)
+      metrics |= critics.loss(critic_config, value_BT, batch, numbers)
     return total, metrics, out.stats
 
-  return _step(learner, loss, apply)
+  def share(batch, numbers):  # a denominator depends on masks alone
+    nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)
+    arguments = objective, nothing_BT, nothing_BT, batch, learner.response_tokens
+    return critics.share(policy_loss(*arguments, numbers["objective"])[0], batch.mask_BT)
+
+  return _step(learner, loss, apply, apply_to_critic, share)
 
 
 def with_own_logp(
@@ -258,7 +284,7 @@ def make_sft_step(learner: Learner, tx: optax.GradientTransformation | Optimizer
 
 @functools.lru_cache(maxsize=8)
 def _sft_step(learner: Learner, apply: Callable) -> Callable:
-  def loss(params, batch, _):
+  def loss(params, _, batch, __):
     logp_BT, entropy_BT, out, _ = log_probs(params, batch, learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
@@ -277,20 +303,32 @@ def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
   return jax.jit(loss)
 
 
-def _step(learner: Learner, loss: Callable, apply: Callable) -> Callable:
-  """Gradient of `loss(params, batch, numbers) -> (Mean, metrics, router stats)` and one Optax
-  update, by `Optimizer.update`; (state, batch, numbers) -> (state, metrics).
+def _step(
+  learner: Learner,
+  loss: Callable,
+  apply: Callable,
+  apply_to_critic: Callable | None = None,
+  share: Callable | None = None,
+) -> Callable:
+  """Gradient of `loss(params, critic, batch, numbers) -> (Mean, metrics, router stats)` and one
+  Optax update, by `Optimizer.update`; (state, batch, numbers) -> (state, metrics).
 
   Numerators are differentiated and summed over micro-batches, denominators are summed, and they
   are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
   loss is the exception: it is a product of two means, taken per micro-batch.) The metric
   `updates_skipped` counts, since the start of the run, the updates that were left out.
+
+  A critic learns in the same pass, from the metric `critic.LOSS`, with an optimizer of its own. Its
+  numerators count `share(batch, numbers)` times, so that one division is right for both.
   """
 
-  def numerator(trained, frozen, batch, numbers):
-    total, metrics, stats = loss(lora.join(trained, frozen), batch, numbers)
+  def numerator(both, frozen, batch, numbers, weight):
+    trained, critic = both
+    total, metrics, stats = loss(lora.join(trained, frozen), critic, batch, numbers)
     metrics |= {"loss": total}
     value = total.numerator
+    if critic is not None:
+      value = value + weight * metrics[critics.LOSS].numerator
     if stats is not None:
       metrics |= router_metrics(stats, learner.model)
       balance = moe.load_balance(stats, learner.model)
@@ -310,10 +348,14 @@ def _step(learner: Learner, loss: Callable, apply: Callable) -> Callable:
     if "objective" in numbers:
       objective = in_force(numbers["objective"], state.clip_factor)
       numbers = {**numbers, "objective": objective}
-    one = lambda i: gradient(trained, frozen, part(i), numbers)  # noqa: E731
+    critic, weight = state.critic, None
+    if critic is not None:
+      weight = share(batch, numbers)
+    both = trained, None if critic is None else critic.params
+    one = lambda i: gradient(both, frozen, part(i), numbers, weight)  # noqa: E731
     grads, metrics = accumulate(one, number, add, learner.microbatches)
     denominator = jnp.maximum(metrics["loss"].denominator, 1)
-    grads = jax.tree.map(lambda g: g / denominator, grads)
+    grads, critic_grads = jax.tree.map(lambda g: g / denominator, grads)
     updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
     params = lora.join(optax.apply_updates(trained, updates), frozen)
     grad_norm = optax.tree.norm(grads)
@@ -321,6 +363,10 @@ def _step(learner: Learner, loss: Callable, apply: Callable) -> Callable:
     if learner.on_nonfinite == "stop":
       sound &= state.skipped == 0
     new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+    if critic is not None:
+      new, of_critic = critics.update(new, state, critic_grads, apply_to_critic, numbers)
+      metrics |= of_critic
+      sound &= jnp.isfinite(of_critic[critics.GRAD_NORM].value)
     state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~sound)
     metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
@@ -344,26 +390,3 @@ def parts(
 
   stacked = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(None, BATCH))(batch)
   return number, lambda i: jax.tree.map(lambda x: x[i], stacked)
-
-
-def accumulate(function: Callable, number: int | jax.Array, combine: Callable, most: int) -> Any:
-  """combine(combine(function(0), function(1)), function(2)) and so on, over `number` results.
-
-  `number` may be known at run time only; it is at most `most`.
-  """
-  if most == 1:
-    return function(0)
-  none = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), jax.eval_shape(function, 0)
-  )
-
-  def go_on(carry):
-    i, _ = carry
-    return (i < number) & (i < most)  # hlo_costs.py counts a loop by a constant
-
-  def body(carry):
-    i, total = carry
-    new = function(i)
-    return i + 1, jax.tree.map(lambda a, b: jnp.where(i == 0, a, b), new, combine(total, new))
-
-  return jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), none))[1]

@@ -23,7 +23,7 @@ from gspo_jax.objectives.corrections import (
   off_policy_mask,
   truncated_weight,
 )
-from gspo_jax.objectives.critic import value_loss
+from gspo_jax.objectives.critic import explained_variance, value_loss
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.length_penalty import overlong_penalty, token_cost
 from gspo_jax.objectives.losses import (
@@ -40,6 +40,7 @@ from gspo_jax.objectives.ratios import gspo_token_ratio, segment_ratio, sequence
 from gspo_jax.objectives.recorded_losses import rft_loss, soft_loss, spo_loss
 from gspo_jax.objectives.reductions import (
   EffectiveSize,
+  Explained,
   Last,
   Max,
   Mean,
@@ -58,7 +59,7 @@ POLICY_LOSSES = dict(
   gspo_token=gspo_token_loss,
   segment=segment_loss,
   grpo=grpo_loss,
-  ppo_clip=ppo_loss,  # with group-relative advantages instead of a critic's
+  ppo_clip=ppo_loss,  # its advantages are relative to a group where there is no critic
   dapo=dapo_loss,
   dr_grpo=dr_grpo_loss,
   cispo=cispo_loss,

@@ -1,4 +1,5 @@
-"""The loss of a critic, the value model of PPO. Its advantages are `gae` (advantages.py)."""
+"""The loss of a critic, the value model of PPO, and how good it is. Its advantages are `gae`
+(advantages.py)."""
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -7,7 +8,7 @@ from jax.typing import ArrayLike
 from gspo_jax.objectives import aggregation, checks, ratios
 from gspo_jax.objectives.aggregation import aggregate_tokens
 from gspo_jax.objectives.checks import Number
-from gspo_jax.objectives.reductions import Mean, Metrics, reduced
+from gspo_jax.objectives.reductions import Explained, Mean, Metrics, reduced
 
 
 @reduced
@@ -58,3 +59,22 @@ def value_loss(
     "return/mean": Mean(return_BT.sum(), tokens.number()),
   }
   return aggregate_tokens(0.5 * error_BT**2, tokens, aggregate, max_length), metrics
+
+
+@reduced
+def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: ArrayLike) -> Explained:
+  """1 − Var(R − V)/Var(R) over tokens: the share of the returns' variance that the values explain.
+
+  At most 1; 0 for a constant, and where the returns do not vary; below 0 for values that are worse
+  than one. Compare with what was really earned: the returns of `gae` contain the values.
+
+  Shapes: [B,T] ×3 -> scalar.
+  """
+  value_BT = checks.log_probs(value_BT, "value_BT")
+  dtype = value_BT.dtype
+  mask_BT = checks.mask(mask_BT, "mask_BT", value_BT.shape)
+  value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
+  return_BT = checks.constant(return_BT, "return_BT", mask_BT, dtype, ("BT",))
+  error_BT = return_BT - value_BT
+  sums = (x.sum() for x in (error_BT, error_BT**2, return_BT, return_BT**2))
+  return Explained(mask_BT.sum(dtype=dtype), *sums)

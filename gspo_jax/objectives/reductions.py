@@ -98,6 +98,22 @@ class Std(NamedTuple):
     return jnp.sqrt(jnp.maximum(square - mean**2, 0))
 
 
+class Explained(NamedTuple):
+  """1 − Var(error)/Var(target), of sums over tokens: 1 if there is no error, 0 if a constant would
+  do as well, less if it would do better; 0 where the target does not vary."""
+
+  weight: Array
+  error: Array
+  error_square: Array
+  target: Array
+  target_square: Array
+
+  def compute(self) -> Array:
+    left = Std(self.weight, self.error, self.error_square).compute() ** 2
+    whole = Std(self.weight, self.target, self.target_square).compute() ** 2
+    return jnp.where(whole > 0, 1 - left / jnp.where(whole > 0, whole, 1), 0)
+
+
 class EffectiveSize(NamedTuple):
   """(Σw)² / (n Σw²): the effective sample size of n weights, as a share of n.
 
@@ -118,9 +134,10 @@ _OVER = {
   Min: (_MIN,),
   Last: (_LAST,),
   Std: (_SUM, _SUM, _SUM),
+  Explained: (_SUM,) * 5,
   EffectiveSize: (_SUM, _LOG_SUM, _LOG_SUM),
 }  # how their fields are reduced
-Reduction = Mean | Max | Min | Last | Std | EffectiveSize
+Reduction = Mean | Max | Min | Last | Std | Explained | EffectiveSize
 Metrics = dict[str, Reduction]
 Arguments = ParamSpec("Arguments")
 

@@ -130,6 +130,24 @@ def test_every_program_compiles_for_a_pod(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.slow
+def test_a_critic_is_part_of_the_update_and_held_meanwhile(tmp_path):
+  rows = {}
+  for name, flags in ("none", []), ("model", ["--config.objective.name=ppo_clip"]):
+    out = tmp_path / f"{name}.json"
+    options = "--topology=v5p:2x2x1", "--sequences=8", "--length=256", "--programs=train,publish"
+    done = run(*options, f"--json={out}", f"--config.critic.name={name}", *flags, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows[name] = {row["program"]: row for row in json.loads(out.read_text())}
+  train = {name: row["train"] for name, row in rows.items()}
+  assert train["model"]["model_flops"] == 2 * train["none"]["model_flops"]
+  # Weights, moments and gradients of a second model, over the four chips.
+  extra = train["model"]["peak_gib"] - train["none"]["peak_gib"]
+  held = rows["model"]["publish"]["held_gib"] - rows["none"]["publish"]["held_gib"]
+  assert extra >= held > 0 and train["model"]["moved_over_needed"] >= 1
+
+
+@needs_libtpu
 def test_a_search_recommends_what_it_compiled(tmp_path):
   out = tmp_path / "aot.json"
   done = run(

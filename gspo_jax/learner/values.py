@@ -1,0 +1,132 @@
+"""Before the updates of an iteration: values, from them advantages and returns. All of them stay as
+they are during the updates.
+
+The reward of a response is given at its last token (of a turn or a line, at theirs). With a
+`kl_coef` β each token costs β log π_old/π_ref (arXiv:2203.02155, Eq. 2: per token there too).
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import objectives as O
+from gspo_jax import sharding
+from gspo_jax.learner import critic as learning
+from gspo_jax.learner.critic import CriticConfig
+from gspo_jax.learner.step import Learner, by_part, experts_to_replay, rows_of
+from gspo_jax.models import critic as models
+from gspo_jax.models import routing, transformer, weights
+from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.objectives.reductions import Mean, merge
+from gspo_jax.structs import TrainBatch
+
+EPSILON = 1e-6  # added to the standard deviation of advantages
+
+
+def new_critic(
+  config: CriticConfig,
+  model: ModelConfig,
+  mesh: jax.sharding.Mesh,
+  seed: int,
+  policy: Callable[[], Any],
+) -> models.Critic:
+  """A critic in the training layout; its head is 0.
+
+  Args:
+    policy: gives the parameters that a model of its own begins with, in arrays of their own.
+  """
+  declared = models.table(model, config.name == "model")
+  layout = weights.shardings(declared, sharding.TRAIN, mesh)
+  if config.name == "model" and config.init == "policy":
+    trunk, layout = policy().replace(head=None), layout.replace(trunk=None)
+    declared = declared.replace(trunk=None)
+  else:
+    trunk = None
+  init = jax.jit(lambda key: weights.init(declared, key, jnp.float32), out_shardings=layout)
+  fresh = init(jax.random.key(seed))
+  return fresh if trunk is None else fresh.replace(trunk=trunk)
+
+
+def make_values(
+  learner: Learner, config: CriticConfig, replay: str
+) -> Callable[[tuple[Any, models.Critic], TrainBatch], jax.Array]:
+  """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch.
+  On the policy's trunk it takes the experts that the sampler used, if an update replays those."""
+
+  def one(both: tuple[Any, models.Critic], batch: TrainBatch) -> jax.Array:
+    (policy, critic), rows, hidden_RTD = both, rows_of(batch, learner), None
+    if critic.trunk is None:
+      hidden_RTD = transformer.forward(
+        policy,
+        learner.model,
+        rows.tokens_RT,
+        positions=rows.positions_RT,
+        segments=rows.segments_RT,
+        tree=rows.tree,
+        routing=routing.by_layer(experts_to_replay(rows, "R3" if replay == "R3" else "none")),
+        compute=learner.compute,
+      ).hidden_BTD
+    numbers = dict(trunk_coef=1.0)  # of gradients
+    options = rows, learner.model, learner.compute, numbers
+    return learning.values(config, critic, hidden_RTD, *options)
+
+  return jax.jit(by_part(one, learner))
+
+
+def make_advantages(
+  config: CriticConfig, numbers: Mapping[str, float]
+) -> Callable[[Sequence[TrainBatch]], tuple[list[TrainBatch], dict[str, jax.Array]]]:
+  """A jitted function of all mini-batches of an iteration, which need `reward_BT` and
+  `old_value_BT`, and with a `kl_coef` `ref_logp_BT`. It returns them with `advantage_BT` and
+  `return_BT`, and metrics.
+
+  `value/explained_variance` compares the values with what came of them, Σ γ^k r_{t+k}. (The returns
+  of GAE have the values in them, and would flatter.)
+  """
+  number = {key: float(numbers.get(key, 0.0)) for key in ("discount", "trace", "kl_coef")}
+
+  def of_batch(batch: TrainBatch, number: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, Any]]:
+    mask_BT, reward_BT, metrics = batch.mask_BT, batch.reward_BT, {}
+    if config.kl_coef:
+      tokens_BT = jnp.where(mask_BT > 0, batch.old_logp_BT - batch.ref_logp_BT, 0)
+      reward_BT = reward_BT - number["kl_coef"] * tokens_BT
+      responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
+      metrics["reward/kl_penalty"] = Mean(number["kl_coef"] * tokens_BT.sum(), responses)
+    gamma = number["discount"]
+    advantage_BT, return_BT = O.gae(reward_BT, batch.old_value_BT, mask_BT, gamma, number["trace"])
+    outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
+    explained = O.explained_variance.sums(batch.old_value_BT, outcome_BT, mask_BT)
+    metrics["value/explained_variance"] = explained
+    return batch.replace(reward_BT=None, advantage_BT=advantage_BT, return_BT=return_BT), metrics
+
+  @jax.jit
+  def advantages(batches: Sequence[TrainBatch], number: Mapping[str, Any]) -> Any:
+    batches, metrics = zip(*(of_batch(batch, number) for batch in batches))
+    mean = _mean(batches, lambda x: x)
+    std = jnp.sqrt(_mean(batches, lambda x: (x - mean) ** 2))
+    row = O.compute(functools.reduce(merge, metrics))
+    row |= {"advantage/mean": mean, "advantage/std": std}
+    if config.normalize:
+      scaled = lambda b: (b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT  # noqa: E731
+      batches = [b.replace(advantage_BT=scaled(b)) for b in batches]
+    return list(batches), row
+
+  return lambda batches: advantages(list(batches), number)
+
+
+def _mean(batches: Sequence[TrainBatch], of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """Of the advantages of all tokens."""
+  each = [Mean((of(b.advantage_BT) * b.mask_BT).sum(), b.mask_BT.sum()) for b in batches]
+  return functools.reduce(merge, each).compute()
+
+
+def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
+  """float32 [B, L]: each reward at the last token that is trained on, 0 elsewhere."""
+  L = mask_BL.shape[1]
+  last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
+  at_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
+  return np.where(at_BL, reward_B[:, None], 0).astype(np.float32)

@@ -1,0 +1,35 @@
+"""A critic: a value head, on the policy's trunk or on a model of its own."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer, weights
+from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.sharding import BATCH, P
+
+
+@flax.struct.dataclass
+class Critic:
+  trunk: Any  # Params without a head; None: the policy's
+  weight: Any  # D
+  bias: Any  # []
+
+
+def table(config: ModelConfig, own: bool) -> Critic:
+  """Every weight, declared once; `own`: with a trunk of its own. The head begins at 0, so that the
+  first values are 0 whatever the trunk says."""
+  w = weights.of_sizes(config)
+  trunk = transformer.table(config).replace(head=None) if own else None
+  return Critic(trunk, w("D", wide=True), w("", wide=True))
+
+
+def values(critic: Critic, hidden_BTD: jax.Array) -> jax.Array:
+  """V = w · h + b of each position's hidden state, float32 [B, T]."""
+  weight_D = sharding.reshard(critic.weight.astype(jnp.float32), P())
+  hidden_BTD = hidden_BTD.astype(jnp.float32)
+  value_BT = sharding.einsum("BTD,D->BT", hidden_BTD, weight_D, out=P(BATCH, None))
+  return value_BT + critic.bias.astype(jnp.float32)

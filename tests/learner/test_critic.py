@@ -1,0 +1,258 @@
+"""A critic: values before the updates, advantages from them, and its own part of an update."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import objectives_reference as paper
+from support.configs import config_of
+from support.small_models import SMALLER_DENSE, forward, initial
+from support.small_updates import GSPO, B, T, learner, make_batch, scalars
+
+from configs import common, tiny_ppo
+from gspo_jax import objectives as O
+from gspo_jax import sharding
+from gspo_jax.learner import optimizer, packing
+from gspo_jax.learner.critic import Critic, CriticConfig
+from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.optimizer import OptimizerConfig
+from gspo_jax.learner.state import abstract_state, new_state, with_critic
+from gspo_jax.learner.step import log_probs, make_rl_step
+from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
+from gspo_jax.models import transformer
+from gspo_jax.models.critic import values as head_values
+from gspo_jax.runs.checkpoint import restore_state, save_state
+
+MODEL = SMALLER_DENSE
+HEAD = CriticConfig(**(common.base().critic.to_dict() | dict(name="head", trunk_coef=0.5)))
+OWN = dataclasses.replace(HEAD, name="model", init="random")
+PPO = dataclasses.replace(GSPO, name="ppo_clip", old_logp="sampler", volatility=False)
+PPO = dataclasses.replace(PPO, clip_low=0.2, clip_high=0.2)
+RATES = common.optimizer(learning_rate=3e-3).to_dict() | dict(warmup_steps=0)
+TX = optimizer.make(OptimizerConfig(**RATES), 9)
+MESH = sharding.MeshConfig(1, 1, 1, 1)
+
+
+def critic_of(config, updates=1, learning_rate=3e-3):
+  tx = optimizer.make(OptimizerConfig(**RATES | dict(learning_rate=learning_rate)), 9)
+  return Critic(config, tx, config.numbers(updates))
+
+
+def on(mesh, config, seed=0):
+  """Policy and a critic whose head says something, on a mesh."""
+  policy = jax.device_put(initial(MODEL), transformer.shardings(MODEL, sharding.TRAIN, mesh))
+  own = lambda: jax.device_put(  # noqa: E731
+    initial(MODEL, seed=5), transformer.shardings(MODEL, sharding.TRAIN, mesh)
+  )
+  critic = new_critic(dataclasses.replace(config, init="policy"), MODEL, mesh, seed, own)
+  weight_D = np.random.default_rng(3).normal(size=MODEL.hidden_size).astype(np.float32)
+  weight_D = jax.device_put(0.3 * weight_D, critic.weight.sharding)
+  return policy, critic.replace(weight=weight_D, bias=critic.bias + 0.25)
+
+
+@functools.cache
+def batch():
+  rng = np.random.default_rng(0)
+  plain = make_batch()
+  plain = plain.replace(tokens_BT=plain.tokens_BT % MODEL.vocab_size)
+  reward_BT = at_the_end(rng.integers(0, 2, B).astype(np.float32), plain.mask_BT)
+  noise = lambda: (rng.normal(0.5, 0.3, (B, T)) * plain.mask_BT).astype(np.float32)  # noqa: E731
+  return plain.replace(
+    reward_BT=reward_BT, advantage_BT=noise(), old_value_BT=noise(), return_BT=noise()
+  )
+
+
+def updated(config, shape=(1, 1, 1, 1), microbatches=1, packed=False, updates=1, **numbers):
+  """The state before and after updates on one batch, on the host, and their metrics."""
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+  critic = critic_of(config, **numbers)
+  step = make_rl_step(learner(MODEL, microbatches=microbatches), PPO, TX, critic)
+  one = batch().replace(reward_BT=None)
+  with jax.set_mesh(mesh):
+    policy, params = on(mesh, config)
+    state = with_critic(new_state(policy, TX), params, critic.tx)
+    start, rows = jax.device_get(state), []
+    shards = sharding.batch_shards(mesh)
+    one = sharding.put_batch(packing.plan(one, shards) if packed else one, mesh)
+    for _ in range(updates):
+      state, metrics = step(state, one)
+      rows.append(scalars(metrics))
+    return start, jax.device_get(state), rows
+
+
+def difference(one, other):
+  leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+  return max(abs(np.asarray(x) - y).max() for x, y in leaves)
+
+
+def test_a_value_is_of_what_stands_before_its_token():
+  mesh = sharding.make_mesh(MESH, jax.devices()[:1])
+  for config in (HEAD, OWN):
+    with jax.set_mesh(mesh):
+      policy, critic = on(mesh, config)
+      find = make_values(learner(MODEL), config, "none")
+      one = batch()
+      found_BT = np.asarray(find((policy, critic), sharding.put_batch(one, mesh)))
+      other = one.replace(tokens_BT=np.where(np.arange(T) == 4, 7, one.tokens_BT))
+      moved_BT = np.asarray(find((policy, critic), sharding.put_batch(other, mesh)))
+    trunk = jax.device_get(policy if config is HEAD else critic.trunk)
+    hidden_BTD = forward(trunk, MODEL, jnp.asarray(one.tokens_BT)).hidden_BTD
+    expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
+    real_BT = np.asarray(one.segments_BT[:, 1:]) > 0
+    np.testing.assert_allclose(found_BT[:, 1:][real_BT], expected_BT[:, :-1][real_BT], atol=1e-5)
+    np.testing.assert_array_equal(found_BT[:, :5], moved_BT[:, :5])
+    assert (found_BT != moved_BT)[1, 5:20].all()  # a row of 20 tokens
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_advantages_are_those_of_the_recursion(normalize):
+  """Two mini-batches of ragged responses, with a price on leaving the reference, in float64."""
+  config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, kl_coef=0.3, normalize=normalize)
+  shorter = make_batch(lengths=(7, 3, 20, 0, 5, 9, 2, 11, 6, 6, 8, 4, 19, 3, 5, 12), seed=4)
+  second = batch().replace(mask_BT=shorter.mask_BT, segments_BT=shorter.segments_BT)
+  second = second.replace(reward_BT=at_the_end(np.linspace(-1, 2, B), shorter.mask_BT))
+  dirty = [b.replace(old_value_BT=np.where(b.mask_BT > 0, b.old_value_BT, np.nan)) for b in
+           (batch(), second)]  # fmt: skip
+  found, row = make_advantages(config, config.numbers(1))(dirty)
+  expected = []
+  for one in dirty:
+    mask = np.asarray(one.mask_BT)
+    drift = np.where(mask > 0, np.float64(one.old_logp_BT) - one.ref_logp_BT, 0)
+    reward, value = np.float64(one.reward_BT) - 0.3 * drift, np.nan_to_num(one.old_value_BT)
+    outcome, _ = paper.gae(reward, np.zeros_like(reward), mask, 0.9, 1.0)
+    expected.append((*paper.gae(reward, np.float64(value), mask, 0.9, 0.8), outcome, value, mask))
+  advantage, returns, outcome, value, mask = (np.concatenate(x) for x in zip(*expected))
+  inside = mask > 0
+  mean, std = advantage[inside].mean(), advantage[inside].std()
+  left, whole = (outcome - value)[inside].var(), outcome[inside].var()
+  assert row["value/explained_variance"] == pytest.approx(1 - left / whole, rel=1e-4)
+  assert row["advantage/mean"] == pytest.approx(mean, rel=1e-4)
+  assert row["advantage/std"] == pytest.approx(std, rel=1e-4)
+  if normalize:
+    advantage = np.where(inside, (advantage - mean) / (std + 1e-6), 0)
+  for name, wanted in ("advantage_BT", advantage), ("return_BT", returns):
+    ours = np.concatenate([getattr(one, name) for one in found])
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)
+  assert found[0].reward_BT is None
+
+
+def test_explained_variance_is_of_what_the_returns_vary():
+  returns = np.array([[1.0, 0.0, 5.0], [0.0, 1.0, np.nan]])
+  mask = np.array([[1, 1, 0], [1, 1, 0]])
+  explained = lambda v: float(O.explained_variance(np.where(mask, v, np.inf), returns, mask))  # noqa: E731
+  assert explained(returns) == 1 and explained(np.full((2, 3), 0.7)) == pytest.approx(0, abs=1e-6)
+  assert explained(1 - returns) == pytest.approx(-3)
+  half = [O.explained_variance.sums(0.5 * returns[i : i + 1], returns[i : i + 1], mask[i : i + 1])
+          for i in range(2)]  # fmt: skip
+  assert O.compute(O.merge(*half)) == pytest.approx(0.75)
+  assert float(O.explained_variance(returns, np.ones((2, 3)), mask)) == 0  # and not NaN
+
+
+def test_the_trunk_has_the_gradient_of_both_means():
+  """The policy's is a mean over responses, the critic's over tokens; in packed micro-batches."""
+  mesh, one = sharding.make_mesh(MESH, jax.devices()[:1]), batch().replace(reward_BT=None)
+  with jax.set_mesh(mesh):
+    one = sharding.put_batch(one, mesh)
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def expected(both):
+      policy, critic = both
+      logp_BT, entropy_BT, out, _ = log_probs(policy, one, learner(MODEL))
+      half_BTD = (out.hidden_BTD + jax.lax.stop_gradient(out.hidden_BTD)) / 2
+      value_BT = jnp.pad(head_values(critic, half_BTD)[:, :-1], ((0, 0), (1, 0)))
+      found = O.value_loss(value_BT, one.old_value_BT, one.return_BT, one.mask_BT, 0.2)
+      of_policy = policy_loss(PPO, logp_BT, entropy_BT, one, T)[0]
+      return of_policy.compute() + found[0], found
+
+    (of_policy, of_critic), (loss, wanted) = expected(on(mesh, HEAD))
+  wanted |= {"grad_norm": optax.tree.norm(of_policy), "value/loss": loss}
+  wanted |= {"value/grad_norm": optax.tree.norm(of_critic)}
+  *_, (row,) = updated(HEAD, microbatches=4, packed=True)
+  for name, value in wanted.items():
+    assert row[name] == pytest.approx(float(value), rel=1e-4) and row[name], name
+
+
+def test_a_critic_is_warmed_up_alone_and_its_loss_falls():
+  start, end, rows = updated(OWN, updates=4, learning_rate=1e-2)
+  assert difference(end.params, start.params) > 1e-4
+  losses = [row["value/loss"] for row in rows]
+  assert losses[-1] < 0.7 * losses[0] and losses == sorted(losses, reverse=True)
+  config = dataclasses.replace(OWN, warmup_iterations=2)
+  _, waited, rows = updated(config, updates=4, learning_rate=1e-2)
+  assert [row["ratio/deviation"] for row in rows][:2] == [rows[2]["ratio/deviation"]] * 2
+  assert rows[3]["ratio/deviation"] != rows[2]["ratio/deviation"]
+  _, alone, _ = updated(dataclasses.replace(config, warmup_iterations=4), updates=4)
+  assert difference((alone.params, alone.opt_state), (start.params, start.opt_state)) == 0
+  assert difference(alone.critic.params, start.critic.params) > 1e-4 and alone.step == 4
+  # Apart from each other, the two learn the same whether one of them waits or not.
+  assert difference(waited.critic, end.critic) == 0
+
+
+def test_a_sharded_update_is_that_of_one_device():
+  start, expected, rows = updated(OWN)
+  _, found, sharded = updated(OWN, shape=(1, 2, 2, 2))
+  assert difference(expected.critic.params, start.critic.params) > 1e-3
+  assert difference(found.critic.opt_state, expected.critic.opt_state) < 1e-4
+  for name in ("value/loss", "value/grad_norm", "grad_norm", "clip_fraction/value"):
+    assert sharded[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
+
+
+def test_a_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
+  """And one without has nothing more in its checkpoint than before there were critics."""
+  mesh, critic = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2)), critic_of(OWN)
+  with jax.set_mesh(mesh):
+    policy, params = on(mesh, OWN)
+    state = with_critic(new_state(policy, TX), params, critic.tx)
+    like = abstract_state(MODEL, mesh, TX, critic=critic)
+    save_state(tmp_path / "state", state)
+    restored = restore_state(tmp_path / "state", like)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert difference(jax.device_get(restored), jax.device_get(state)) == 0
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+      assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert "fsdp" in sharding.spec_of(restored.critic.params.weight)  # D, by the same rules
+  fields = [field.name for field in dataclasses.fields(new_state(initial(MODEL), TX))]
+  assert fields == ["step", "params", "opt_state", "skipped", "clip_factor"]
+
+
+def test_a_critic_of_its_own_begins_as_the_policy_or_at_random():
+  mesh = sharding.make_mesh(MESH, jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    fresh = lambda: initial(MODEL)  # noqa: E731
+    copied = new_critic(dataclasses.replace(OWN, init="policy"), MODEL, mesh, 1, fresh)
+    random = new_critic(OWN, MODEL, mesh, 1, fresh)
+  assert difference(copied.trunk.blocks, initial(MODEL).blocks) == 0 and copied.trunk.head is None
+  assert difference(random.trunk.blocks, initial(MODEL).blocks) > 0.01
+  assert not np.any(copied.weight) and not np.any(random.bias)
+  assert new_critic(HEAD, MODEL, mesh, 1, fresh).trunk is None
+
+
+WRONG = {
+  "a loss by response": (dict(objective__name="gspo"), "objective.name='gspo' does not take"),
+  "groups left out": (dict(data__query_set__extra_rounds=1), "extra_rounds=1 leaves out"),
+  "discount": (dict(environment__discount=0.9), "environment.discount=0.9 has no effect"),
+  "all warm-up": (dict(critic__warmup_iterations=40), "none of rl.iterations=40"),
+  "alone": (dict(critic__name="none", rl__group_size=1), "rl.group_size=1: advantages"),
+}
+
+
+@pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG.keys())
+def test_what_does_not_go_with_a_critic_is_refused(changes, message):
+  with pytest.raises(ValueError, match="^[^\n]*" + message.replace("(", r"\(")):
+    config_of(tiny_ppo.get_config, **changes)
+
+
+def test_what_goes_with_a_critic():
+  for changes in (
+    dict(rl__packed=True, rl__microbatches=2),
+    dict(rl__group_size=1, rl__prompts=512),
+    dict(rl__lora_rank=4),
+    dict(objective__name="gspo_token"),
+    dict(critic__name="head"),
+  ):
+    config_of(tiny_ppo.get_config, **changes)
