@@ -220,7 +220,9 @@ def soft_advantages(
   *,
   valid_PG: ArrayLike | None = None,
 ) -> Array:
-  """Â_i = r_i − Q̂_0. [P,G] -> [P,G].
+  """Advantages for `soft_loss`. [P,G] -> [P,G].
+
+  Â_i = r_i − Q̂_0.
 
   Q̂_0 is `value`, for all prompts the same, or `soft_value` of each group. A member that is not
   valid is in no mean and gets 0. Without `value` all members of a group of equal rewards get 0: its
@@ -229,6 +231,11 @@ def soft_advantages(
   Reference: arXiv:2503.05453, where Q̂_0 is of responses that the reference has sampled.
   Differs: that of a group is right only if the reference sampled it. Of responses of a better
   policy it is too large: what is right is raised too little, where all are right not at all.
+
+  Example:
+    >>> advantage_PG = soft_advantages(jnp.array([[1.0, 0.0, 0.0]]), beta=0.5)
+    >>> print([f"{advantage:.4f}" for advantage in advantage_PG[0]])
+    ['0.4295', '-0.5705', '-0.5705']
   """
   value_P = soft_value(reward_PG, beta, valid_PG=valid_PG)
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
@@ -252,6 +259,11 @@ def selection_weights(
   Differs: where the best reward is not above 0 nothing is chosen: the best of G wrong answers is a
   wrong one. Right ones that are alike all count, where arXiv:2308.01825 keeps one of each.
   Raises: ValueError if a valid reward is not finite, or for an unknown `select`.
+
+  Example:
+    >>> print(selection_weights(jnp.array([[0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])))
+    [[0. 1. 0.]
+     [0. 0. 0.]]
   """
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   weight_PG = jnp.maximum(reward_PG, 0)  # 0 where not valid

@@ -69,6 +69,12 @@ def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: Array
   than one. Compare with what was really earned: the returns of `gae` contain the values.
 
   Shapes: [B,T] ×3 -> scalar.
+
+  Example:
+    >>> return_BT = jnp.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    >>> value_BT = jnp.array([[0.5, 0.75, 1.0], [0.5, 0.25, 0.0]])
+    >>> print(f"{explained_variance(value_BT, return_BT, jnp.ones((2, 3))):.4f}")
+    0.5833
   """
   value_BT = checks.log_probs(value_BT, "value_BT")
   dtype = value_BT.dtype

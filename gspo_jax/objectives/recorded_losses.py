@@ -27,7 +27,9 @@ def soft_loss(
   beta: Number = 0.1,
   **options: Unpack[Options],
 ) -> Sums:
-  """L = 1/B Σ_i ( β Σ_t log π_θ(y_it)/π_ref(y_it) − Â_i )²,  Â_i = r_i − Q̂_0.
+  """SPO, Soft Policy Optimization, in the form of the other policy losses.
+
+  L = 1/B Σ_i ( β Σ_t log π_θ(y_it)/π_ref(y_it) − Â_i )²,  Â_i = r_i − Q̂_0.
 
   `spo_loss` in the form of the other policy losses: old_logp_BT are those of the reference, which
   stays the same for a whole run, and the advantage is the soft one (`soft_advantages`).
@@ -35,6 +37,14 @@ def soft_loss(
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.
   Reference: arXiv:2503.05453. The default of β is ours, for rewards between 0 and 1.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([0.5, -0.5]), jnp.ones((2, 3))
+    >>> loss, metrics = soft_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, mean error {metrics['spo/error']:.4f}")
+    0.2196, mean error -0.0091
   """
   checks.require(beta > 0, "beta must be positive")
   constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
@@ -59,7 +69,9 @@ def spo_loss(
   *,
   response_BT: ArrayLike | None = None,
 ) -> tuple[Mean, Metrics]:
-  """L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
+  """SPO, Soft Policy Optimization: a regression of soft values on rewards.
+
+  L = 1/B Σ_i (Q_i − r_i)²,  Q_i = Q̂_0 + β Σ_t log π_θ(y_it)/π_ref(y_it).
 
   Soft Policy Optimization: the log-ratio to the reference is read as a soft advantage, and the
   value at the end of a response regressed on its reward. The responses may come from any policy.
@@ -67,6 +79,14 @@ def spo_loss(
 
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
   Reference: arXiv:2503.05453, from secondary descriptions of it.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> ref_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> reward_B, value_B, mask_BT = jnp.array([1.0, 0.0]), jnp.full(2, 0.5), jnp.ones((2, 3))
+    >>> loss, metrics = spo_loss(logp_BT, ref_logp_BT, reward_B, value_B, mask_BT, beta=0.1)
+    >>> print(f"{loss:.4f}, mean error {metrics['spo/error']:.4f}")
+    0.2196, mean error -0.0091
   """
   checks.require(beta > 0, "beta must be positive")
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
@@ -103,7 +123,9 @@ def rft_loss(
   mask_BT: ArrayLike,
   **options: Unpack[Options],
 ) -> Sums:
-  """L = − Σ_i w_i Σ_t log π_θ(y_it) / Σ_i w_i |y_i|,  w_i = max(Â_i, 0).
+  """Imitation of chosen responses: best of n, rejection-sampling fine-tuning.
+
+  L = − Σ_i w_i Σ_t log π_θ(y_it) / Σ_i w_i |y_i|,  w_i = max(Â_i, 0).
 
   Supervised fine-tuning on responses that a reward has chosen (`selection_weights`): with w of 0
   and 1 the mean over the tokens of the chosen ones. Others are in no term, the denominator and the
@@ -113,6 +135,14 @@ def rft_loss(
   Reference: arXiv:2304.06767 (RAFT, best of n), arXiv:2308.01825 (RFT, all that are right),
   arXiv:2203.14465 (STaR).
   Differs: the mean is over the tokens of a batch, not of each response.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> weight_B, mask_BT = jnp.array([1.0, 0.0]), jnp.ones((2, 3))
+    >>> loss, metrics = rft_loss(logp_BT, old_logp_BT, weight_B, mask_BT)
+    >>> print(f"{loss:.4f}, {metrics['rft/chosen']:.2f} chosen")
+    0.9378, 0.50 chosen
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   mask_BT = batch.tokens.mask_BT
