@@ -1,4 +1,4 @@
-"""configs/tiny.py with PPO: a critic of its own gives each token its advantage.
+"""PPO on the task of configs/tiny.py: a critic of its own gives each token its advantage.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_ppo.py --workdir=/tmp/tiny_ppo
 Hardware:  any machine with two CPU cores; its RL costs 1.8 times that of configs/tiny.py

@@ -134,7 +134,9 @@ command += [f"--config.rl.iterations={ITERATIONS}", f"--config.sft.steps={COLD_S
 log = Path(f"{WORKDIR}.log")
 begun = time.monotonic()
 with log.open("w") as output:
-  process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+  process = subprocess.Popen(  # in a session of its own: stopping this cell is not for it to hear
+    command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+  )
 try:
   while process.poll() is None:
     last = (log.read_text().splitlines() or ["starting"])[-1]
