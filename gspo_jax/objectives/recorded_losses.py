@@ -151,6 +151,6 @@ def rft_loss(
   total = Mean(ratios.finite(chosen_BT * loss_BT).sum(), chosen_BT.sum())
   live_BT = (chosen_BT > 0).astype(batch.logp_BT.dtype)
   number = batch.tokens.responses()
-  metrics = {"rft/chosen": Mean(batch.tokens.means(live_BT).sum(), number)}
+  metrics: Metrics = {"rft/chosen": Mean(batch.tokens.means(live_BT).sum(), number)}
   metrics |= terms.ratio_metrics(batch.log_ratio_BT, mask_BT)
   return total, batch.metrics | metrics, jnp.zeros_like(mask_BT)
