@@ -139,6 +139,16 @@ SECTIONS = (
     _chart("Skipped updates", "of a step, not applied", "updates_skipped", phases=BOTH),
   ),
   _section(
+    "learning", "Critic", "What it knows of the rewards to come; it learns beside the policy.",
+    _chart("Explained variance", "of what was really earned: 1 is all, 0 as good as a constant",
+           "value/explained_variance", log=False),
+    _chart("Values and returns", "means over the tokens of the updates",
+           {"value/mean": "values blue", "return/mean": "returns orange"}, zero=False, log=False),
+    _chart("Value loss", "of the updates", "value/loss"),
+    _chart("Gradient norm of the critic", "before clipping", "value/grad_norm"),
+    rest="(value|return|advantage)/.+",
+  ),
+  _section(
     "learning", "Cold start",
     "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
     _chart("Loss", "cross-entropy, nats per token; held out with it",
