@@ -70,7 +70,7 @@ setuptools.setup(
       "pytest>=8.4.0",
       "pytest-xdist>=3.8.0",  # two processes: most of the time goes into compiling on one core
       "chex>=0.1.92",  # comparisons of pytrees
-      "torch==2.13.0",  # transformers is the reference; this pin is a CPU build
+      "torch==2.13.0",  # transformers is the reference; this pin has a CPU build
       "transformers>=5.12.0",
     ],
     "docs": [  # bash .ci/docs, which imports what it documents

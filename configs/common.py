@@ -157,7 +157,7 @@ def base() -> ConfigDict:
         check_every=10,  # updates between two looks at the held-out loss
         check_problems=128,  # demonstrations that are held out for it
         batch=64,  # demonstrations per update
-        microbatches=1,  # per update; more of them need less memory
+        microbatches=1,  # parts of an update, one after the other: more of them need less memory
         max_tokens=0,  # of prompt and demonstration; 0: data.max_prompt_tokens + max_new_tokens
         log_every=10,  # updates
         load_balance_coef=0.0,  # of the router; from scratch, experts collapse without it
@@ -172,7 +172,7 @@ def base() -> ConfigDict:
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)
         minibatches=4,  # updates per rollout batch and epoch: §5.1
         epochs=1,  # times that the mini-batches are gone through, in the same order
-        microbatches=1,  # per update; more of them need less memory
+        microbatches=1,  # parts of an update, one after the other: more of them need less memory
         packed=False,  # several responses to a row, and micro-batches left out; docs/running.md
         lora_rank=0,  # of adapters, which are trained instead of the model; 0: all of it is
         dump_every=10,  # iterations between dumped rollouts
@@ -191,7 +191,7 @@ def base() -> ConfigDict:
       ),
       critic_optimizer=optimizer(learning_rate=1e-5),  # larger: its target moves
       eval=dict(
-        every=20,  # iterations
+        every=20,  # iterations between evaluations
         problems=0,  # of the held-out set, evenly spread over it; 0: all
         samples=4,  # k of avg@k
         temperature=1.0,  # 0: greedy
@@ -240,7 +240,7 @@ def optimizer(learning_rate: float) -> ConfigDict:
   """AdamW as RL of language models commonly uses it: sft_optimizer and rl_optimizer."""
   return ConfigDict(
     dict(
-      learning_rate=learning_rate,  # peak
+      learning_rate=learning_rate,  # the largest of the schedule
       schedule="constant",  # after the warm-up: constant | linear | cosine
       warmup_steps=10,  # gradient updates
       final_fraction=0.1,  # of the peak at the end; constant ignores it

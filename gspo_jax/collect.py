@@ -119,7 +119,11 @@ class Collector:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
       metrics |= self._partial_metrics(sampled, chosen, step)
-    return self._collected([*recorded, *chosen], step, usage, metrics)
+    groups = [*recorded, *chosen]
+    if recorded and chosen:  # each mini-batch, which is a stretch of them, has its share of both
+      order = np.argsort(np.arange(len(groups)) % c.rl.minibatches, kind="stable")
+      groups = [groups[i] for i in order]
+    return self._collected(groups, step, usage, metrics)
 
   def _recorded(self, count: int) -> list[Group]:
     """The next groups on record."""
@@ -309,7 +313,7 @@ class Collector:
     """Goes on from what `position` made."""
     self._batches.set_state(state["batches"])
     self._filter.set_state(state["prompt_filter"])
-    if self._records is not None:
+    if self._records is not None and "recorded" in state:  # not after a run of another job
       self._records.set_state(state["recorded"])
     make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
     self._under_way = [Group.from_state(group, make) for group in state["under_way"]]

@@ -36,8 +36,8 @@ Flags:
   --config=NAME   a configuration by its name, or the path of a file; after a colon its variant
   --workdir=DIR   directory of the run, made if it is not there
   --config.KEY=VALUE  changes one key of it
-  --dry_run       checks everything as a run does, prints the resolved configuration, the model's
-                  size, memory per device, tokens and operations per iteration, and starts nothing
+  --dry_run       checks everything as a run does, prints what differs from the base, the model's
+                  size, memory per device, tokens, operations and the least time, and starts nothing
   --verbosity=1   tracebacks, and what libraries have to say
   --helpfull      flags of all libraries too
 

@@ -194,14 +194,26 @@ class RunConfig:
       "different orders; set it to 0",
     )
     _require(
-      "rl" not in self.job or not self.offline.data,
-      f"offline.data={self.offline.data!r} is read by job=offline and not by job={self.job!r}",
+      self.job == "offline" or not (self.offline.data or self.offline.fresh),
+      f"offline.data={self.offline.data!r}, offline.fresh={self.offline.fresh} have no effect with "
+      f"job={self.job!r}; set job=offline, or leave them empty and 0",
     )
     kind, name = self.objective.advantage_kind, self.objective.name
     _require(
       (name == "spo") == (kind == "soft"),
       f"objective.advantage={kind!r}, objective.name={name!r}: a soft advantage is what the log-"
       "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
+    )
+    _require(
+      kind != "soft" or not self.data.query_set.extra_rounds,
+      f"data.query_set.extra_rounds={self.data.query_set.extra_rounds} leaves out groups of equal "
+      f"rewards, of which objective.name={name!r} learns too; set it to 0",
+    )
+    _require(
+      self.objective.relative or (not self.reward.per_line and self.environment.discount == 1),
+      f"reward.per_line={self.reward.per_line}, environment.discount={self.environment.discount} "
+      f"have no effect, since objective.advantage={kind!r} is of whole responses; set them to "
+      "False and 1",
     )
     if self.job == "offline":
       offline.check(self)

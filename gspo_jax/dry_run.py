@@ -78,6 +78,8 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     lasting = {"weights and the optimizer's moments": estimate.held(state) - of_critic}
     if state.critic is not None:
       lasting["the critic's weights and moments"] = of_critic
+    if c.has_iterations and c.needs_reference:
+      lasting["the reference policy's weights"] = estimate.held(state.params)
     tokens = case.rows * case.length if c.has_iterations else 0
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)

@@ -10,7 +10,11 @@ def check(config: Any) -> None:
   """ValueError for what cannot be known of recorded responses, or has no meaning there; `config` is
   a `config.RunConfig`."""
   o, rl, taken = config.objective, config.rl, [n for n, loss in LOSSES.items() if loss.recorded]
+  sampled = round(config.offline.fresh * rl.prompts)
   wrong = {
+    f"offline.fresh={config.offline.fresh} is {sampled} of rl.prompts={rl.prompts}: leave some to "
+    "the record, or set it to 0": (sampled > 0) != (config.offline.fresh > 0)
+    or sampled == rl.prompts,
     f"objective.name={o.name!r} learns from responses of its own policy; of others learn "
     f"{' and '.join(taken)}": not o.loss.recorded,
     f"objective.old_logp={o.old_logp!r}: what a sampler said of recorded responses is not known; "
@@ -27,6 +31,8 @@ def check(config: Any) -> None:
     "False": config.reward.per_line,
     f"rl.extra_prompts={rl.extra_prompts}, rl.token_budget={rl.token_budget} have no effect; set "
     "them to 0": rl.partial,
+    f"data.query_set.drop_after={config.data.query_set.drop_after} has no effect, since nothing is "
+    "sampled; set it to 0": config.data.query_set.drop_after > 0 and not sampled,
     f"data.query_set.extra_rounds={config.data.query_set.extra_rounds} has no effect; set it to "
     "0": config.data.query_set.extra_rounds > 0,
   }

@@ -55,11 +55,12 @@ def rollout_records(
     if sample in group.unknown:
       record["unknown"] = group.unknown[sample]
     written += len(ratio_X)
+    ids_X = rollout.tokens[row][used_L].tolist()
+    whole = rollout.response(row) == ids_X  # one turn, which may be read again (data/recorded.py)
+    if whole:
+      record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
     if written <= TOKENS:
-      ids_X = rollout.tokens[row][used_L].tolist()
-      if rollout.response(row) == ids_X:  # one turn, which may be read again (data/recorded.py)
-        # What a text is encoded to need not be the tokens that it was decoded from.
-        record["prompt_ids"] = rollout.tokens[row, : rollout.prompt_lengths[row]].tolist()
+      if whole:  # what a text is encoded to need not be the tokens that it was decoded from
         record["response_ids"] = ids_X
       record["tokens"] = [texts[i] for i in ids_X]
       record["log_ratio"] = [round(x, 4) for x in ratio_X.tolist()]

@@ -350,8 +350,10 @@ def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
   adapters = config.job in ("rl", "offline") and config.rl.lora_rank
   trained = config.job != "eval" and not adapters
   needed = count * (16 if trained else 4)  # bytes of float32; frozen weights are read in it
-  if "rl" in config.job and config.critic.name == "model":
+  if config.has_iterations and config.critic.name == "model":
     needed += 16 * count
+  if config.has_iterations and config.needs_reference:
+    needed += 4 * count
   devices = mesh.devices.flat
   held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
   if None in held:  # a CPU, whose devices share the memory of the host

@@ -204,8 +204,10 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
   alike = run.environment is None and not (c.rl.partial and rollout.routing is not None)
   advantages = collected.advantage_PG, collected.advantage_BL
   reward_BL = None
+  if c.critic.name != "none" or c.objective.loss.to_reference:
+    rollout = judged(collected)
   if c.critic.name != "none":
-    rollout, reward_BL = of_tokens(collected)
+    reward_BL = of_tokens(collected, rollout)
   batch = batches.train_batch(
     rollout,
     *advantages,
@@ -220,17 +222,23 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
   return batches.minibatches(batch, *sizes, run.mesh, c.rl.packed)
 
 
-def of_tokens(collected: Collected) -> tuple[Rollout, np.ndarray]:
-  """The rollout without the responses on which there is no verdict, and the reward of each token:
-  of turns or lines where these have rewards of their own, else of the response at its end."""
-  rollout, reward_B = collected.rollout, collected.reward_PG.reshape(-1)
-  known_B1 = np.ones((len(reward_B), 1), bool)
-  if collected.groups:
-    known_B1 = np.concatenate([group.known_G for group in collected.groups])[:, None]
-  rollout = dataclasses.replace(rollout, mask=rollout.mask * known_B1)
+def judged(collected: Collected) -> Rollout:
+  """The rollout without the responses on which there is no verdict, for losses that learn from an
+  advantage of 0 too."""
+  rollout = collected.rollout
+  if not collected.groups:
+    return rollout
+  known_B = np.concatenate([group.known_G for group in collected.groups])
+  return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
+
+
+def of_tokens(collected: Collected, rollout: Rollout) -> np.ndarray:
+  """The reward of each token that counts in `rollout`: of turns or lines where these have rewards
+  of their own, else of the response at its end."""
   if collected.advantage_BL is not None:
-    return rollout, rollout.rewards * known_B1
-  return rollout, at_the_end(np.where(known_B1[:, 0], reward_B, 0), rollout.mask)
+    return rollout.rewards * (rollout.mask > 0).any(axis=1, keepdims=True)
+  known_B = (rollout.mask > 0).any(axis=1)
+  return at_the_end(np.where(known_B, collected.reward_PG.reshape(-1), 0), rollout.mask)
 
 
 def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:

@@ -18,7 +18,7 @@
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing. pip may complain that other packages of Colab want an older JAX, and the cell ends with SystemExit: both are as they should be.
 
 # %% tags=["install"]
 import importlib.util
@@ -30,6 +30,8 @@ from pathlib import Path
 REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is published
 
 if importlib.util.find_spec("gspo_jax") is None:
+  if "OWNER" in REPOSITORY:
+    raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
   wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):
@@ -222,7 +224,7 @@ print(f"tokens spread {token.std() / sequence.std():.1f} times as wide as respon
 print(f"the square root of the mean length, {length:.1f} tokens, is {length**0.5:.1f}")
 
 # %% [markdown]
-# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A token that moved far is one of ten there, and tokens that moved up and down cancel. If $n$ tokens moved independently of each other, their mean would spread $\sqrt n$ times less than they do, which is about what we see. With responses of thousands of tokens little is left: this is why the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have ten tokens, and the range is a hundred times the paper's.
+# **Why is the sequence ratio so much closer to 1?** Its logarithm is a mean over the tokens. A token that moved far is one of eight or nine there, and tokens that moved up and down cancel. If $n$ tokens moved independently of each other, their mean would spread $\sqrt n$ times less than they do, which is about what we see. With responses of thousands of tokens little is left: this is why the paper's range is only $[1 - 0.0003,\ 1 + 0.0004]$, while GRPO's is $[0.8,\ 1.27]$. Here responses have about eight tokens, and the range is a hundred times the paper's.
 #
 # **Why would one want that?** The reward judges the whole response. A single token's ratio is one noisy number, and GRPO multiplies each token's gradient with it. GSPO has one weight for the response, as it has one reward.
 #
@@ -280,7 +282,7 @@ for row in rows(run / "metrics.jsonl"):
 # %% [markdown]
 # ## Where to go from here
 #
-# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it. [Running](../docs/running.md) says what else a run leaves.
+# - `report.html` in the run's directory has all curves and responses on one page. In Colab: the folder symbol on the left, then download it. [Running](https://github.com/OWNER/gspo_jax/blob/main/docs/running.md) says what else a run leaves.
 # - Set `--config.objective.name=grpo` in the command, and another `WORKDIR`, to compare.
 # - [The losses in a training loop of your own](losses_in_your_loop.ipynb) uses GSPO without the rest of this project.
 # - [Qwen3 on GSM8K](qwen3_gsm8k.ipynb) does this with a real language model.

@@ -16,7 +16,7 @@
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing. pip may complain that other packages of Colab want an older JAX, and the cell ends with SystemExit: both are as they should be.
 
 # %% tags=["install"]
 import importlib.util
@@ -28,6 +28,8 @@ from pathlib import Path
 REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is published
 
 if importlib.util.find_spec("gspo_jax") is None:
+  if "OWNER" in REPOSITORY:
+    raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
   wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):
@@ -232,4 +234,4 @@ plt.show()
 # - `old_logp_BT` is what the sampler gave, and stays as it is for all updates on a rollout.
 # - The mask is 1 on tokens that the model chose, the end token included, and 0 on prompt, padding and tool output.
 # - Choose the clip range by the length of your responses; watch `clip_fraction/token`. The paper has about 0.15 with GSPO.
-# - The losses run inside `jit`, on any device. [Objectives](../docs/objectives.md) has all of them, with options and formulas.
+# - The losses run inside `jit`, on any device. [Objectives](https://github.com/OWNER/gspo_jax/blob/main/docs/objectives.md) has all of them, with options and formulas.

@@ -21,7 +21,7 @@
 # %% [markdown]
 # ## Install
 #
-# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing.
+# Colab comes with an older JAX. The next cell replaces it and then stops: choose **Runtime > Restart session** and run all cells again. Where gspo_jax is installed, the cell does nothing. pip may complain that other packages of Colab want an older JAX, and the cell ends with SystemExit: both are as they should be.
 
 # %% tags=["install"]
 import importlib.util
@@ -33,6 +33,8 @@ from pathlib import Path
 REPOSITORY = "git+https://github.com/OWNER/gspo_jax"  # where this project is published
 
 if importlib.util.find_spec("gspo_jax") is None:
+  if "OWNER" in REPOSITORY:
+    raise SystemExit("Set REPOSITORY to the address of gspo_jax, or to its directory.")
   tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
   wanted = [f"gspo-jax[{'tpu' if tpu else 'train'}] @ {REPOSITORY}"]
   if not tpu and shutil.which("nvidia-smi"):
@@ -68,8 +70,9 @@ import json
 
 ASK = """
 import jax, json
+from gspo_jax import accelerators
 chip = jax.devices()[0]
-limit = (chip.memory_stats() or {}).get("bytes_limit", 0)
+limit = (chip.memory_stats() or {}).get("bytes_limit") or accelerators.memory(chip.device_kind) or 0
 print(json.dumps(dict(kind=chip.device_kind, platform=chip.platform, gib=limit / 2**30)))
 """
 asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True)

@@ -65,7 +65,7 @@ def test_every_key_that_is_explained_has_the_value_of_the_base():
     assert name == key and why and eval(value) == base[key], key
   assert found["rl.lora_rank"][2].startswith("of adapters")
   assert found["reward.per_line"][2].startswith("True: each line")  # in lines above it
-  assert found["sft_optimizer.learning_rate"][1:] == ("1e-05", "peak")
+  assert found["sft_optimizer.learning_rate"][1:] == ("1e-05", "the largest of the schedule")
 
 
 def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):

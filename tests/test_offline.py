@@ -13,7 +13,7 @@ from support.configs import config_of
 from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
 
 from configs import common, tiny_offline, tiny_rft
-from gspo_jax import offline
+from gspo_jax import offline, train
 from gspo_jax.collect import Collector
 from gspo_jax.data import recorded
 from gspo_jax.data.recorded import Group, Recordings, Response
@@ -133,19 +133,31 @@ def test_fresh_responses_take_their_share():
   engine.load(PARAMS, version=1)
   (out,) = collect(made, 1)
   origin = [name.startswith("p") for name in names(out)]
-  assert origin == [True, True, False, False]
-  assert out.usage.tokens == out.rollout.lengths[2 * G :].sum() > 0
-  assert (out.rollout.version[: 2 * G] == -1).all()
-  assert (out.rollout.version[2 * G :].max(axis=1) == 1).all()
-  fresh = [group.reward_G for group in out.groups[2:]]
+  assert origin == [True, False, True, False], "each mini-batch has its share of both"
+  recorded_B = np.repeat(origin, G)
+  assert out.usage.tokens == out.rollout.lengths[~recorded_B].sum() > 0
+  assert (out.rollout.version[recorded_B] == -1).all()
+  assert (out.rollout.version[~recorded_B].max(axis=1) == 1).all()
+  fresh = [group.reward_G for group in out.groups[1::2]]
   assert out.metrics["reward/mean"] == pytest.approx(np.mean(fresh))
-  rewards = [group.reward_G[group.known_G] for group in out.groups[:2]]
+  rewards = [group.reward_G[group.known_G] for group in out.groups[::2]]
   assert out.metrics["recorded/reward"] == pytest.approx(np.concatenate(rewards).mean())
   batch = batches.train_batch(
     out.rollout, out.advantage_PG, shared_prompts=True, version=out.version
   )
-  np.testing.assert_array_equal(batch.current_BT[2 * G :], batch.mask_BT[2 * G :])
-  assert not batch.current_BT[: 2 * G].any()
+  np.testing.assert_array_equal(batch.current_BT[~recorded_B], batch.mask_BT[~recorded_B])
+  assert not batch.current_BT[recorded_B].any()
+
+
+def test_a_response_without_a_verdict_is_no_target():
+  """To the soft loss an advantage of 0 is one: it holds the response where the reference is."""
+  (out,) = collect(collector(), 1)
+  out.groups[1].unknown = {2: "timeout"}
+  known_B = np.arange(P * G) != G + 2
+  there_B = out.rollout.mask.any(axis=1)
+  np.testing.assert_array_equal(train.judged(out).mask.any(axis=1), there_B & known_B)
+  rewards_B = train.of_tokens(out, train.judged(out)).sum(axis=1)
+  np.testing.assert_array_equal(rewards_B, out.reward_PG.reshape(-1) * (there_B & known_B))
 
 
 def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
@@ -180,7 +192,10 @@ REFUSED = {
   "environment.name='calculator'": dict(environment__name="calculator"),
   "rl.extra_prompts=2": dict(rl__extra_prompts=2),
   "data.query_set.extra_rounds=1": dict(data__query_set__extra_rounds=1),
-  "offline.data='file' is read by job=offline": dict(job="rl"),
+  "offline.data='file', offline.fresh=0.0 have no effect": dict(job="rl"),
+  "offline.fresh=0.01 is 0 of rl.prompts=4": dict(offline__fresh=0.01),
+  "offline.fresh=0.9 is 4 of rl.prompts=4": dict(offline__fresh=0.9),
+  "drop_after=3 has no effect": dict(data__query_set__drop_after=3),
   "offline.fresh=1.0": dict(offline__fresh=1.0),
   "objective.soft_value=0.5": dict(
     objective__name="rft", objective__beta=None, objective__soft_value=0.5
@@ -227,7 +242,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(fresh, tmp_path):
   states = [parameters(path, 6) for path in (whole, killed)]
   np.testing.assert_equal(*states)
   last = rows_of(whole, "rl")[-1]
-  assert ("reward/mean" in last) == (fresh > 0) and last["mismatch/abs/max"] < 1e-4
+  assert ("reward/mean" in last) == (fresh > 0)
+  assert 0 <= last["mismatch/abs/max"] < 1e-4 and (last["mismatch/abs/max"] > 0) == (fresh > 0)
   assert last["spo/error"] != 0 and last["recorded/responses"] == 8 * 4 * (1 - fresh)
   bad = tmp_path / "bad.jsonl"
   bad.write_text('{"prompt": "1+2=", "response": "3"}\n')

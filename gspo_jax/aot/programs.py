@@ -113,28 +113,31 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip, critic)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
+  reference = (state.params,) if c.needs_reference else ()
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
       step = train_step.make_rl_step(learner, c.objective, tx, critic)
       sequences = case.sequences * c.models
       work = flops.work(case.model, sequences, case.length, case.length)
-      yield name, Program(step, (state, batch_of(case, mesh, case.sequences)), work, trains=True)
+      batch = batch_of(case, mesh, case.sequences)
+      yield name, Program(step, (state, batch), work, trains=True, held=reference)
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
       arguments = state.params, batch_of(case, mesh, rows)
       work = flops.work(case.model, rows, case.length, case.length)
-      held = state.opt_state, sample_params, state.critic
+      held = state.opt_state, sample_params, state.critic, *reference
       yield name, Program(train_step.make_score(learner), arguments, work, held=held)
     if name == "publish":
       layout = transformer.shardings(c.model, rollout, mesh)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
-      yield name, Program(publish, (state.params,), None, held=(state.opt_state, state.critic))
+      held = state.opt_state, state.critic, *reference
+      yield name, Program(publish, (state.params,), None, held=held)
     if name in ("prefill", "decode"):
       program = sampling_program(name, case, mesh, sample_params)
-      yield name, dataclasses.replace(program, held=(state,))
+      yield name, dataclasses.replace(program, held=(state, *reference))
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
@@ -196,8 +199,8 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
     sampler_logp_BT=real,
-    current_BT=real if case.config.rl.partial else None,
-    ref_logp_BT=real if case.config.objective.needs_reference else None,
+    current_BT=real if case.config.rl.partial or case.config.job == "offline" else None,
+    ref_logp_BT=real if case.config.needs_reference else None,
     advantage_BT=of_critic,
     old_value_BT=of_critic,
     return_BT=of_critic,

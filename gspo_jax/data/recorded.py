@@ -146,6 +146,7 @@ def _read(
   if prompt_ids is None:
     prompt_ids = tok.encode(tok.render(question, template=template))
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
+  row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
   prompt = Prompt(str(name)[:1000], question, _answer(row), tuple(prompt_ids))
   ids = _ids(row, "response_ids", limits.response_tokens, limits.vocabulary)

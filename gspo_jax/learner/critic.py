@@ -48,13 +48,22 @@ class CriticConfig:
     """ValueError if the sections of these names do not go with a critic, or with having none."""
     what, skipped = f"critic.name={self.name!r}", data.query_set.extra_rounds
     if self.name == "none":
-      if rl.group_size == 1:
+      of_group = objective.advantage_kind == "soft" and objective.soft_value is None
+      if rl.group_size == 1 and (objective.relative or of_group):
         raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
+      for key in ("warmup_iterations", "kl_coef"):
+        if value := getattr(self, key):
+          raise ValueError(f"critic.{key}={value} has no effect, since {what}; set it to 0")
       return
     if not objective.loss.by_token:
       raise ValueError(
         f"{what} gives each token an advantage, which objective.name={objective.name!r} does not "
         "take; set it to ppo_clip, gspo_token or segment"
+      )
+    if objective.advantage_kind != objective.loss.advantage:
+      raise ValueError(
+        f"objective.advantage={objective.advantage!r} has no effect, since {what} gives the "
+        "advantages; leave it unset"
       )
     if skipped:
       raise ValueError(

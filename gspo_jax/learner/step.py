@@ -354,7 +354,8 @@ def _step(
     both = trained, None if critic is None else critic.params
     one = lambda i: gradient(both, frozen, part(i), numbers, weight)  # noqa: E731
     grads, metrics = accumulate(one, number, add, learner.microbatches)
-    denominator = jnp.maximum(metrics["loss"].denominator, 1)
+    denominator = metrics["loss"].denominator
+    denominator = jnp.where(denominator > 0, denominator, 1)
     grads, critic_grads = jax.tree.map(lambda g: g / denominator, grads)
     updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
     params = lora.join(optax.apply_updates(trained, updates), frozen)

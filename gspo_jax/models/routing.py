@@ -51,12 +51,12 @@ def volatility_sums(
 def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) -> jax.Array:
   """Expert-activation volatility of each layer: share of the activated experts that differ.
 
-    v_l = mean over tokens of  1 - |A_l,t ∩ B_l,t| / k
+  v_l = 1/T Σ_t ( 1 − |A_lt ∩ B_lt|/k )
 
-  for the experts A that one policy activates for a token and B that another one activates for the
-  same token. 0: the same experts everywhere; 1: no expert in common. Two independent uniform
-  choices of k out of E differ by 1 - k/E.  GSPO, arXiv:2507.18071, §5.3, reports about 0.10 after
-  one gradient update of a 48-layer model; it gives no formula, this is ours.
+  for T tokens, the experts A that one policy activates for a token and B that another one activates
+  for the same token. 0: the same experts everywhere; 1: no expert in common. Two independent
+  uniform choices of k out of E differ by 1 - k/E. GSPO, arXiv:2507.18071, §5.3, reports about 0.10
+  after one gradient update of a 48-layer model; it gives no formula, this is ours.
 
   Tokens are compared where both sides are recorded and `where_BT` is not 0; a layer without any
   such token has 0.

@@ -82,5 +82,12 @@ def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: Array
   value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
   return_BT = checks.constant(return_BT, "return_BT", mask_BT, dtype, ("BT",))
   error_BT = return_BT - value_BT
-  sums = (x.sum() for x in (error_BT, error_BT**2, return_BT, return_BT**2))
-  return Explained(mask_BT.sum(dtype=dtype), *sums)
+  return Explained(
+    weight=mask_BT.sum(dtype=dtype),
+    error=error_BT.sum(),
+    error_square=(error_BT**2).sum(),
+    target=return_BT.sum(),
+    target_square=(return_BT**2).sum(),
+    low=jnp.where(mask_BT, return_BT, jnp.inf).min(),
+    high=jnp.where(mask_BT, return_BT, -jnp.inf).max(),
+  )

@@ -125,7 +125,7 @@ def rft_loss(
 ) -> Sums:
   """Imitation of chosen responses: best of n, rejection-sampling fine-tuning.
 
-  L = − Σ_i w_i Σ_t log π_θ(y_it) / Σ_i w_i |y_i|,  w_i = max(Â_i, 0).
+  L = −(Σ_i w_i Σ_t log π_θ(y_it))/(Σ_i w_i |y_i|),  w_i = max(Â_i, 0).
 
   Supervised fine-tuning on responses that a reward has chosen (`selection_weights`): with w of 0
   and 1 the mean over the tokens of the chosen ones. Others are in no term, the denominator and the

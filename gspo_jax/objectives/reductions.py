@@ -107,11 +107,14 @@ class Explained(NamedTuple):
   error_square: Array
   target: Array
   target_square: Array
+  low: Array  # the least and the largest target: rounding gives a constant a variance, too
+  high: Array
 
   def compute(self) -> Array:
     left = Std(self.weight, self.error, self.error_square).compute() ** 2
     whole = Std(self.weight, self.target, self.target_square).compute() ** 2
-    return jnp.where(whole > 0, 1 - left / jnp.where(whole > 0, whole, 1), 0)
+    varies = (self.high > self.low) & (whole > 0)
+    return jnp.where(varies, 1 - left / jnp.where(varies, whole, 1), 0)
 
 
 class EffectiveSize(NamedTuple):
@@ -134,7 +137,7 @@ _OVER = {
   Min: (_MIN,),
   Last: (_LAST,),
   Std: (_SUM, _SUM, _SUM),
-  Explained: (_SUM,) * 5,
+  Explained: (_SUM,) * 5 + (_MIN, _MAX),
   EffectiveSize: (_SUM, _LOG_SUM, _LOG_SUM),
 }  # how their fields are reduced
 Reduction = Mean | Max | Min | Last | Std | Explained | EffectiveSize

@@ -149,7 +149,9 @@ def test_explained_variance_is_of_what_the_returns_vary():
   half = [O.explained_variance.sums(0.5 * returns[i : i + 1], returns[i : i + 1], mask[i : i + 1])
           for i in range(2)]  # fmt: skip
   assert O.compute(O.merge(*half)) == pytest.approx(0.75)
-  assert float(O.explained_variance(returns, np.ones((2, 3)), mask)) == 0  # and not NaN
+  for constant in (1, 0.7, 0.9):  # rounding gives the last ones a variance; and no NaN
+    same = np.full((8, 50), constant)
+    assert float(O.explained_variance(same + np.eye(8, 50), same, np.ones((8, 50)))) == 0
 
 
 def test_the_trunk_has_the_gradient_of_both_means():
@@ -238,6 +240,11 @@ WRONG = {
   "discount": (dict(environment__discount=0.9), "environment.discount=0.9 has no effect"),
   "all warm-up": (dict(critic__warmup_iterations=40), "none of rl.iterations=40"),
   "alone": (dict(critic__name="none", rl__group_size=1), "rl.group_size=1: advantages"),
+  "none": (dict(critic__name="none"), "critic.warmup_iterations=2 has no effect"),
+  "two advantages": (
+    dict(objective__advantage="none"),
+    "objective.advantage='none' has no effect",
+  ),
 }
 
 
