@@ -53,7 +53,7 @@ nb_execution_mode = "off"  # notebooks are shown with the outputs that they were
 html_math_renderer = "mathml"  # what browsers typeset themselves, without a network
 highlight_language = "text"
 copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
-suppress_warnings = ["myst.header"]  # a page may begin a section below with a third level
+suppress_warnings = ["myst.header"]  # a page may begin with a heading of the third level
 
 default_role = "py:obj"
 nitpicky = True
@@ -96,9 +96,8 @@ GROUPS = {
 
 
 def _toctree(pages, caption=""):
-  pages = [page for page in pages if "*" not in page or [*ROOT.glob(f"{page}.*")]]
   options = f":hidden:\n:glob:\n:caption: {caption}" if caption else ":hidden:"
-  return "\n\n```{toctree}\n" + options + "\n\n" + "\n".join(pages) + "\n```\n" if pages else ""
+  return "\n\n```{toctree}\n" + options + "\n\n" + "\n".join(pages) + "\n```\n"
 
 
 def _add_contents(app, name, source):

@@ -35,7 +35,10 @@ def setup(app: Sphinx) -> dict[str, Any]:
   app.setup_extension("sphinx.ext.autodoc")
   parser = sphinx.pycode.parser
   # Sphinx takes `#: ...` for the description of what it stands at; here it is any comment there.
-  parser.comment_re = re.compile(parser.comment_re.pattern.replace("#:", "#:?"))
+  pattern = parser.comment_re.pattern
+  if "#:" not in pattern:
+    raise ImportError("this Sphinx reads comments in another way: docs/extensions/docstrings.py")
+  parser.comment_re = re.compile(pattern.replace("#:", "#:?"))
   app.connect("autodoc-process-docstring", _docstring)
   app.connect("autodoc-process-signature", _signature)
   app.connect("missing-reference", _reference)

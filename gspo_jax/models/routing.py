@@ -51,7 +51,7 @@ def volatility_sums(
 def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) -> jax.Array:
   """Expert-activation volatility of each layer: share of the activated experts that differ.
 
-  v_l = 1/T Σ_t ( 1 − |A_lt ∩ B_lt|/k )
+  v_l = 1 − 1/(T·k) Σ_t |A_lt ∩ B_lt|
 
   for T tokens, the experts A that one policy activates for a token and B that another one activates
   for the same token. 0: the same experts everywhere; 1: no expert in common. Two independent
