@@ -60,7 +60,7 @@ class HFTokenizer:
   special_tokens: dict[str, str]  # bos_token, eos_token, ...: the names chat templates use
   add_bos: bool  # the checkpoint wants its bos token before plain text (not before a chat template)
   pad_id: int
-  stop_ids: tuple[int, ...]  # the end-of-turn token first: demonstrations end with it
+  stop_ids: tuple[int, ...]  # eos first: demonstrations end with it; then what ends a turn
   vocab_size: int  # largest id + 1, which the model's vocabulary must hold
 
   def encode(self, text: str) -> list[int]:

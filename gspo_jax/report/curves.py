@@ -18,6 +18,8 @@ MAX_POINTS = 800  # of one curve, where the chart has no more than four
 MAX_CELLS = 16_000  # of a heat map
 LOG_FROM = 100  # times that the largest value is one of the smallest ones
 CUT_FROM = 2.5  # times that a bar is one of the larger ones: it is cut off
+INTERVAL = re.compile(r"eval/.+/(low|high)")  # of the metric before it
+SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
 SAME = 1e-6  # relative difference up to which a metric counts as constant: float32 has no more
 
 
@@ -59,10 +61,18 @@ def _others(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) ->
   """A chart for each metric that no chart names."""
   lines = [line for section in SECTIONS for figure in section.figures for line in figure.lines]
   bands = {edge for line in lines for edge in (line.low, line.high)}
+  known = {key for run in runs for table in run.values() for key in table}
+  ends = {key for key in known if INTERVAL.fullmatch(key) and key.rsplit("/", 1)[0] in known}
+
+  def figure(key: str, phase: str, color: str) -> Figure:
+    interval = (f"{key}/low", f"{key}/high") if f"{key}/low" in ends else ("", "")
+    unit = "percent" if SHARE.fullmatch(key) else "number"
+    return Figure(key, "", (Line(key, "", color, *interval),), (phase,), unit, zero=False)
+
   return [
-    Figure(key, "", (Line(key, "", color),), (phase,), zero=False)
+    figure(key, phase, color)
     for phase, color in (("rl", "blue"), ("sft", "amber"), ("eval", "blue"))
-    for key in sorted({key for run in runs for key in run[phase]} - bands)
+    for key in sorted({key for run in runs for key in run[phase]} - bands - ends)
     if (phase, key) not in drawn and key not in ("phase", "step")
     if not key.startswith("warning/") and not (phase == "sft" and key.startswith("minibatch/"))
     if not UNDRAWN.fullmatch(key)
@@ -83,7 +93,7 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
     parts = [series] if series else []
   else:
     parts = [[s for s in series if s["run"] == i] for i in range(len(runs))]
-  names = {f.name for f in dataclasses.fields(Figure)} - {"lines", "phases"}
+  names = [f.name for f in dataclasses.fields(Figure) if f.name not in ("lines", "phases")]
   common = {name: getattr(figure, name) for name in names}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
@@ -111,7 +121,7 @@ def _usual_top(sizes: Sequence[float]) -> float:
   """The largest size that is no outlier: a step that compiled must not flatten all others."""
   ordered = sorted(sizes) or [0.0]
   usual = ordered[int(0.9 * (len(ordered) - 1))]
-  return max(v for v in ordered if v <= CUT_FROM * usual or not usual)
+  return max(v for v in ordered if v <= CUT_FROM * usual) if usual > 0 else ordered[-1]
 
 
 def mark_constants(series: Sequence[Row], kind: str = "line") -> None:

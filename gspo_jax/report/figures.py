@@ -128,7 +128,7 @@ SECTIONS = (
            {"environment/{name}": "{name} cycle"}),
     _by_length("Reward", "mean over responses of so many tokens", "reward", log=False),
     _by_length("Responses", "share of the responses", "responses", unit="percent", log=False),
-    rest="(eval|verifier|recorded|spo|rft)/.+",
+    rest="(eval|verifier)/.+",
   ),
   _section(
     "learning", "Optimisation", "",

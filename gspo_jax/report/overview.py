@@ -31,11 +31,20 @@ def answer(by_phase: ByPhase, alarms: Rows, flat: Mapping[str, Any]) -> list[Row
 
 def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   rows = by_phase["rl"]
-  measured = [row for row in rows or by_phase["eval"] if row.get("eval/accuracy") is not None]
-  state, text, because = judge_accuracy(measured) or judge_reward(rows)
-  facts = []
-  tried = rows or by_phase["eval"]
-  for key in sorted(filter(ACCURACY.fullmatch, {key for row in tried for key in row})):
+  tried, facts = rows or by_phase["eval"], []
+  measured = [row for row in tried if row.get("eval/accuracy") is not None]
+  found = {key for row in tried for key in row if ACCURACY.fullmatch(key)}
+  keys = sorted(found, key=lambda key: (key != "eval/accuracy", key))
+  judged = next(filter(None, (judge_accuracy(tried, key) for key in keys)), None)
+  by_reward = judge_reward(rows)
+  state, text, because = judged or by_reward
+  if judged and state == "good" and by_reward[0] == "bad":
+    state, text, because = "bad", "It did, but the reward fell", f"{because}; {by_reward[2]}"
+  if not rows and by_phase["sft"]:
+    state, text, because = judge_loss(by_phase["sft"])
+  elif not rows and tried:
+    state, text, because = "plain", "It is evaluated, not trained", "no iterations"
+  for key in keys:
     name = key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
     facts += _change(f"{name or 'Held-out accuracy'}, avg@k", _known(tried, key), "percent")
   facts += _change("Held-out accuracy, greedy", _known(tried, "eval/greedy"), "percent")
@@ -53,26 +62,27 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   return {"state": state, "answer": text, "because": because, "facts": facts}
 
 
-def judge_accuracy(measured: Rows) -> tuple[str, str, str] | None:
+def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, str] | None:
   """Compares the last evaluation with the first and with the best, by their intervals; None without
   two evaluations that have some."""
-  measured = [row for row in measured if row.get("eval/accuracy/low") is not None]
+  measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
+  what = key.removeprefix("eval/").removesuffix("accuracy").rstrip("/") or "held-out"
   if len(measured) < 2:
     return None
   first, last = measured[0], measured[-1]
-  best = max(measured, key=lambda row: row["eval/accuracy"])
+  best = max(measured, key=lambda row: row[key])
 
   def apart(lower: Row, upper: Row) -> bool:
-    return lower["eval/accuracy/high"] < upper["eval/accuracy/low"]
+    return lower[f"{key}/high"] < upper[f"{key}/low"]
 
   def told(row: Row) -> str:
-    return f"{100 * row['eval/accuracy']:.1f}% at step {row['step']}"
+    return f"{100 * row[key]:.1f}% at step {row['step']}"
 
   if apart(last, first):
-    return "bad", "No, it got worse", f"held-out accuracy: {told(first)}, {told(last)}"
+    return "bad", "No, it got worse", f"{what} accuracy: {told(first)}, {told(last)}"
   if apart(last, best):
-    return "bad", "It did, and lost some of it", f"held-out accuracy: {told(best)}, {told(last)}"
-  both = f"held-out accuracy: {told(first)}, {told(last)}"
+    return "bad", "It did, and lost some of it", f"{what} accuracy: {told(best)}, {told(last)}"
+  both = f"{what} accuracy: {told(first)}, {told(last)}"
   if apart(first, last):
     return "good", "Yes", f"{both}; the 95% intervals are apart"
   return "open", "Not shown yet", f"{both}; the 95% intervals overlap"
@@ -80,13 +90,16 @@ def judge_accuracy(measured: Rows) -> tuple[str, str, str] | None:
 
 def judge_reward(rows: Rows) -> tuple[str, str, str]:
   """Compares the mean rewards of the first and of the last tenth of the iterations. What a single
-  one scatters by is read off neighbours, which a trend hardly moves."""
+  one scatters by is read off neighbours, which a trend hardly moves, and off the two tenths, which
+  neighbours that are alike do not hide."""
   rewards = _known(rows, "reward/mean")
   if len(rewards) < 6:
     return "open", "Too early to say", "needs two evaluations, or six iterations with rewards"
   count = max(2, len(rewards) // 10)
-  first, last = statistics.fmean(rewards[:count]), statistics.fmean(rewards[-count:])
+  tenths = rewards[:count], rewards[-count:]
+  first, last = map(statistics.fmean, tenths)
   scatter = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / 2)
+  scatter = max(scatter, math.sqrt(statistics.fmean(map(statistics.variance, tenths))))
   error = scatter * math.sqrt(2 / count)
   text = f"training reward: {first:.3g} at first, {last:.3g} at the end, ± {error:.2g}"
   if abs(last - first) <= SURE * error:
@@ -94,9 +107,21 @@ def judge_reward(rows: Rows) -> tuple[str, str, str]:
   return ("good", "Yes", text) if last > first else ("bad", "No, the reward fell", text)
 
 
+def judge_loss(rows: Rows) -> tuple[str, str, str]:
+  """The same of the cold start's loss, held out where it is: it should fall."""
+  name = "held_out_loss" if _known(rows, "held_out_loss") else "loss"
+  state, text, because = judge_reward([{"reward/mean": -v} for v in _known(rows, name)])
+  if state == "bad":
+    text = "No, the loss rose"
+  values = _known(rows, name)
+  if len(values) > 1:
+    because = f"{name}: {values[0]:.3g} at first, {values[-1]:.3g} at the end"
+  return state, text, because
+
+
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   rows = by_phase["rl"]
-  trained = rows or by_phase["sft"]
+  trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # 0: evaluation alone
   skipped = sum(_known(trained, "updates_skipped"))
   dropped = max(_known(trained, "router/dropped_tokens"), default=0)
   broken = [
@@ -107,7 +132,11 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   troubles = [
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
     ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
-    ("open", skipped, f"{skipped:g} updates were skipped"),
+    (
+      "bad" if all(row.get("updates_skipped") for row in trained[-3:]) else "open",
+      skipped,
+      f"{skipped:g} updates were skipped",
+    ),
   ]
   found = [(state, text) for state, happened, text in troubles if happened]
   if recent:
@@ -118,7 +147,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   if not trained:
     state, text, because = "open", "Too early to say", "no iterations yet"
   elif not found:
-    state, text, because = "good", "Yes", "no alarms; no update skipped, all values finite"
+    state, text, because = "good", "Yes", "no alarms; no update skipped, loss and gradient finite"
   else:
     state = "bad" if "bad" in dict(found) else "open"
     text = "No" if state == "bad" else "Look closer"
@@ -134,7 +163,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
 
 
 def _fast(rows: Rows) -> Row:
-  timed = _timed(rows)
+  timed = [each for each in _timed(rows) if each[0] > 0]  # 0: evaluation alone
   typical = _medians([stages for _, stages, _ in _second_half(timed)])
   if not typical:
     because = "no timed iterations yet"

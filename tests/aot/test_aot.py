@@ -105,6 +105,7 @@ def run(*options: str) -> subprocess.CompletedProcess:
 SMALL = ("--config.model.num_layers=2", "--config.mesh.fsdp=2", "--config.mesh.expert=2")
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_every_program_compiles_for_a_pod(tmp_path):
   out = tmp_path / "aot.json"
@@ -147,6 +148,7 @@ def test_a_critic_is_part_of_the_update_and_held_meanwhile(tmp_path):
   assert extra >= held > 0 and train["model"]["moved_over_needed"] >= 1
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_search_recommends_what_it_compiled(tmp_path):
   out = tmp_path / "aot.json"

@@ -51,12 +51,12 @@ function baseOf(low, high, step) {
 }
 
 // `place` gives a value's share of the height; `note` is what the labels leave out.
-function linearAxis(values, { unit, zero, room = true }) {
+function linearAxis(values, { unit, zero }) {
   let low = values.reduce((a, b) => Math.min(a, b), Infinity);
   let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   if (!values.length) [low, high] = [0, 1];
   if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
-  if (unit === "percent" && room && low >= 0 && high > 0.5) [low, high] = [0, Math.max(1, high)];
+  if (unit === "percent" && low >= 0 && high > 0.5) [low, high] = [0, Math.max(1, high)];
   if (high - low <= 1e-9 * Math.abs(high)) {
     const more = Math.abs(high) * 0.1 || 1;
     [low, high] = [low === 0 ? 0 : low - more, high + more];
@@ -109,10 +109,13 @@ function smooth(values, share) {
   return values.map((v, i) => {
     if (v == null) return null;
     let [mass, lean, spread, sum, slant] = [0, 0, 0, 0, 0];
+    let [low, high] = [v, v];
     const end = Math.min(values.length - 1, i + reach);
     for (let j = Math.max(0, i - reach); j <= end; j++) {
       if (values[j] == null) continue;
       const [weight, x] = [weights[Math.abs(i - j)], j - i];
+      low = Math.min(low, values[j]);
+      high = Math.max(high, values[j]);
       mass += weight;
       lean += weight * x;
       spread += weight * x * x;
@@ -120,6 +123,8 @@ function smooth(values, share) {
       slant += weight * x * values[j];
     }
     const scale = mass * spread - lean * lean;
-    return scale > 1e-9 * mass * spread ? (spread * sum - lean * slant) / scale : sum / mass;
+    const fit =
+      scale > 1e-9 * mass * spread ? (spread * sum - lean * slant) / scale : sum / mass;
+    return Math.min(high, Math.max(low, fit)); // no line leaves what was measured
   });
 }

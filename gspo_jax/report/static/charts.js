@@ -81,9 +81,8 @@ function nearest(x, step) {
 
 // Curves that are one value throughout, in words: "no verdict 0%".
 function constantsOf(figure, series, named) {
-  const keys = [...new Set(series.map((s) => s.key))];
-  return keys.map((key) => {
-    const own = series.filter((s) => s.key === key);
+  const groups = Object.values(Object.groupBy(series, (s) => `${s.phase} ${s.key}`));
+  return groups.map((own) => {
     const texts = own.map((s) => format(s.constant, figure.unit));
     const same = texts.every((text) => text === texts[0]);
     const phases = new Set(series.map((s) => s.phase)).size > 1;
@@ -192,7 +191,7 @@ function chart(figure) {
 
   // The cold start and GSPO side by side, each with its own steps.
   function xParts(box) {
-    const shares = phases.length > 1 ? [0.3, 0.7] : [1];
+    const shares = phases.length < 2 ? [1] : phases[1] === "eval" ? [0.8, 0.2] : [0.3, 0.7];
     let left = box.left;
     return phases.map((phase, i) => {
       const { from, to, title } = report.phases[phase];
@@ -258,8 +257,8 @@ function chart(figure) {
     const steps = drawn[0].x;
     const part = parts[0];
     const base = steps.map(() => 0);
-    const wide =
-      ((part.right - part.left) / Math.max(1, steps.length)) * (steps.length > 60 ? 1.02 : 0.8);
+    const apart = (part.x(steps[steps.length - 1]) - part.x(steps[0])) / (steps.length - 1);
+    const wide = (apart || 24) * (steps.length > 60 ? 1.02 : 0.8);
     for (const s of drawn) {
       let d = "";
       s.y.forEach((v, i) => {
@@ -282,7 +281,8 @@ function chart(figure) {
     drawn.forEach((s, index) => {
       const dot = dots[index];
       if (dot) dot.style.visibility = "hidden";
-      if (s.phase !== part) return;
+      const ends = drawn.filter((o) => o.run === s.run && o.label === s.label);
+      if (phase ? s.phase !== phase : s !== ends[ends.length - 1]) return;
       const steps = report.runs[s.run].phases[s.phase];
       // A run that was shorter than another has nothing to read beyond its end.
       if (step != null && (step > steps.to + 0.5 || step < steps.from - 0.5)) return;
@@ -334,10 +334,18 @@ function readByKey(event, parts) {
   if (event.key === "Escape") readAll(null, null);
   if (!by) return;
   event.preventDefault();
-  const last = parts[parts.length - 1];
-  const part = parts.find((p) => p.phase === reading.phase) || last;
+  const found = parts.findIndex((p) => p.phase === reading.phase);
+  const index = found < 0 ? parts.length - 1 : found;
+  let part = parts[index];
   const stride = Math.max(1, Math.round((part.to - part.from) / 50));
-  const step = reading.step == null ? part.to : reading.step + by * stride;
+  let step = reading.step == null || found < 0 ? part.to : reading.step + by * stride;
+  if (step < part.from && reading.step <= part.from && index) {
+    part = parts[index - 1];
+    step = part.to;
+  } else if (step > part.to && reading.step >= part.to && index < parts.length - 1) {
+    part = parts[index + 1];
+    step = part.from;
+  }
   readAll(part.phase, Math.min(part.to, Math.max(part.from, step)));
 }
 

@@ -41,18 +41,23 @@ function heat(figure) {
   );
   let width;
   const height = () => Math.max(HEAT_ROW[0], Math.min(HEAT_ROW[1], HEAT_HEIGHT / rows.length));
-  const stepOf = (share) => from + share * (to - from);
+  const span = to - from + 1;
+  const stepOf = (share) => from - 0.5 + share * span;
+  const shareOf = (step) => (step - from + 0.5) / span;
+  const read = (step) => step >= steps[0] - 0.5 && step <= steps[steps.length - 1] + 0.5;
   const measure = () => (width = canvas.getBoundingClientRect().width);
 
   // A cell for each value; the browser stretches them.
   function layout() {
     const ends = [rgbOf("--cold"), rgbOf("--warm"), rgbOf("--hot")];
     const context = canvas.getContext("2d");
-    const columns = Math.max(1, steps.length);
+    const columns = Math.min(span, 1000);
     [canvas.width, canvas.height] = [columns, rows.length];
     const image = context.createImageData(columns, rows.length);
     rows.forEach((row, j) =>
-      row.y.forEach((v, i) => {
+      Array.from({ length: columns }, (_, i) => {
+        const step = stepOf((i + 0.5) / columns);
+        const v = read(step) ? row.y[nearest(steps, step)] : null;
         if (v == null) return;
         const share = 2 * Math.min(1, Math.max(0, v / top));
         const [a, b] = share < 1 ? [ends[0], ends[1]] : [ends[1], ends[2]];
@@ -72,9 +77,8 @@ function heat(figure) {
     );
     layers.replaceChildren(...names);
     const { list } = stepTicks(from, to, Math.floor(width / 70));
-    const place = (step) => (to > from ? (100 * (step - from)) / (to - from) : 50);
     axis.replaceChildren(
-      ...list.map((step) => make("span", { style: `left: ${place(step)}%` }, tickLabel(step, 1))),
+      ...list.map((step) => make("span", { style: `left: ${100 * shareOf(step)}%` }, tickLabel(step, 1))),
     );
   }
 
@@ -83,14 +87,15 @@ function heat(figure) {
     if (wanted && wanted !== phase) return;
     cursor.hidden = step == null;
     const i = step == null ? steps.length - 1 : nearest(steps, step);
+    if (step != null && !read(step)) return at.replaceChildren(), value.replaceChildren("–");
     const column = rows.map((one) => one.y[i]);
     const known = column.filter((v) => v != null);
     const most = column.indexOf(known.reduce((a, b) => Math.max(a, b), -Infinity));
-    const read = row ?? most;
+    const shown = row ?? most;
     at.textContent = `step ${steps[i].toLocaleString("en")}`;
-    const what = row == null ? `largest: ${rows[read]?.label}` : rows[read].label;
-    value.replaceChildren(`${what} `, make("b", format(column[read], figure.unit)));
-    if (step != null) cursor.style.left = `${(100 * (i + 0.5)) / steps.length}%`;
+    const what = row == null ? `largest: ${rows[shown]?.label}` : rows[shown].label;
+    value.replaceChildren(`${what} `, make("b", format(column[shown], figure.unit)));
+    if (step != null) cursor.style.left = `${100 * shareOf(steps[i])}%`;
   }
 
   function point(event) {
@@ -112,9 +117,11 @@ function heat(figure) {
     const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
     if (by) {
       event.preventDefault();
-      row = Math.min(rows.length - 1, Math.max(0, (row ?? 0) + by));
+      const next = row == null ? (by > 0 ? 0 : rows.length - 1) : row + by;
+      row = Math.min(rows.length - 1, Math.max(0, next));
       readAll(phase, reading.step ?? to);
-    } else readByKey(event, [{ phase, from, to }]);
+    } else if (event.key === "Escape") leave();
+    else readByKey(event, [{ phase, from, to }]);
   });
   charts.push({ node, measure, layout, show });
   return node;

@@ -26,7 +26,9 @@ function drawFigures(figures, kind = "grid") {
   const flat = figures.filter(isFlat);
   const lines = flat.map((figure) => {
     const named = (s) =>
-      figure.series.length > 1 && s.label ? `${figure.title}, ${s.label}` : figure.title;
+      s.label && s.label !== figure.title.toLowerCase() && figure.series.length > 1
+        ? `${figure.title}, ${s.label}`
+        : figure.title;
     return constantsOf(figure, figure.series, named);
   });
   const drawn = figures.filter((figure) => !isFlat(figure));

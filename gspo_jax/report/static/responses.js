@@ -48,7 +48,7 @@ function responses() {
   function rewardChoices() {
     const distinct = [...new Set(rewards)].sort((a, b) => a - b);
     if (distinct.length <= 8) return distinct.map((r) => [`${r},${r}`, format(r)]);
-    const edge = (i) => low + (i * (high - low)) / 5;
+    const edge = (i) => (i === 5 ? high : low + (i * (high - low)) / 5);
     const ends = [0, 1, 2, 3, 4].map((i) => [edge(i), edge(i + 1)]);
     return ends.map(([from, to]) => [`${from},${to}`, `${format(from)} to ${format(to)}`]);
   }
@@ -213,9 +213,12 @@ function responses() {
     const chosen = ADDRESSED.filter((name) => state[name] !== usual[name]);
     const query = new URLSearchParams(chosen.map((name) => [name, state[name]])).toString();
     history.replaceState(null, "", `#responses${query && "?"}${query}`);
+    // So that a link or a key leads back to them.
+    views.find((one) => one.id === "responses").link.setAttribute("href", location.hash);
   }
 
   function apply(parameters) {
+    const before = JSON.stringify(ADDRESSED.map((name) => state[name]));
     for (const name of ADDRESSED) {
       const box = node.querySelector(`[name="${name}"]`);
       if (!box) continue;
@@ -223,6 +226,7 @@ function responses() {
       if (box.value !== (parameters.get(name) ?? usual[name])) box.value = usual[name];
       state[name] = box.value;
     }
+    if (before !== JSON.stringify(ADDRESSED.map((name) => state[name]))) state.page = 0;
     update();
   }
 

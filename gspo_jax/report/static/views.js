@@ -5,7 +5,8 @@ const anchor = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
 const views = []; // { id, title, node, build }: built when first shown
 
 function placeOf(hash) {
-  const [path, query = ""] = hash.replace(/^#/, "").split("?");
+  const [path, ...queries] = hash.replace(/^#/, "").split("?");
+  const query = queries.join("?");
   const [id, ...rest] = path.split("/");
   const known = views.find((view) => view.id === id) || views[0];
   return { view: known, section: known.id === id ? rest.join("/") : "", query };
@@ -54,6 +55,7 @@ function helpBox() {
   );
   const box = make(
     "dialog",
+    { "aria-label": "Keys" },
     make("h2", "Keys"),
     make("dl", rows),
     make("p.note", "Any key closes."),
@@ -94,11 +96,12 @@ function listenToKeys(help) {
     }
     if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
     const view = /^[1-9]$/.test(event.key) && views[Number(event.key) - 1];
-    if (view) location.hash = view.id;
+    if (view) location.hash = view.link.hash;
     else if (event.key === "?") help.showModal();
     else if (event.key === "/") {
       event.preventDefault();
-      if (document.documentElement.dataset.view !== "responses") location.hash = "responses";
+      if (document.documentElement.dataset.view !== "responses")
+        location.hash = views.find((one) => one.id === "responses").link.hash;
       setTimeout(() => document.querySelector("[name=query]")?.focus(), 50);
     } else if ("np".includes(event.key)) {
       document.querySelector(`#view-responses:not([hidden]) button[name=${event.key}]`)?.click();
