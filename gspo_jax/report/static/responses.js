@@ -208,13 +208,13 @@ function responses() {
     bars[1].node.hidden = pages < 2;
   }
 
-  // The address names the filters that are not as at first.
+  // The address names the filters that are not as at first; a link or a key leads back to them.
   function remember() {
     const chosen = ADDRESSED.filter((name) => state[name] !== usual[name]);
     const query = new URLSearchParams(chosen.map((name) => [name, state[name]])).toString();
-    history.replaceState(null, "", `#responses${query && "?"}${query}`);
-    // So that a link or a key leads back to them.
-    views.find((one) => one.id === "responses").link.setAttribute("href", location.hash);
+    const place = `#responses${query && "?"}${query}`;
+    views.find((one) => one.id === "responses").link.setAttribute("href", place);
+    return place;
   }
 
   function apply(parameters) {
@@ -228,6 +228,7 @@ function responses() {
     }
     if (before !== JSON.stringify(ADDRESSED.map((name) => state[name]))) state.page = 0;
     update();
+    remember();
   }
 
   let timer = 0;
@@ -238,7 +239,7 @@ function responses() {
       clearTimeout(timer);
       const both = () => {
         update();
-        remember();
+        history.replaceState(null, "", remember());
       };
       timer = setTimeout(both, event.type === "input" ? 150 : 0);
     };
