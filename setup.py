@@ -34,7 +34,7 @@ EXPERIMENTS = [
   "matplotlib>=3.10.0",  # figures
 ]
 
-# Reading notebooks/ needs none of it, and Colab has what they import: this is to work on them.
+# To run notebooks/, and to work on them; Colab has what they import.
 NOTEBOOKS = [
   "jupytext>=1.19.0",  # their sources are scripts
   "nbclient>=0.10.4",  # runs them from top to bottom
