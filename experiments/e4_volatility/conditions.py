@@ -49,7 +49,7 @@ EXPERIMENT = Experiment(
     "eval.batch": 32,
   },
   minutes=2.0,
-  start_minutes=3.0,
+  start_minutes=9.0,  # in the mean: 2 of 2 layers, and about 20 of 16
   columns=(r"minibatch/\d+/router/volatility/.*",),
   pod=False,
 )

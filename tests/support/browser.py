@@ -84,6 +84,7 @@ class Browser:
     self.errors = []
     self.call("Page.navigate", url=path.as_uri() + place)
     self.wait("document.documentElement?.dataset.ready === 'yes'")
+    self._frame()  # in which charts say what they read
 
   def point(self, x, y):
     """Moves the pointer, and waits until the page has seen it: input takes a way of its own."""
@@ -95,6 +96,9 @@ class Browser:
     }}, true)""")
     self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     self.wait(f"document.documentElement.dataset.pointed === '{x},{y}'")
+    self._frame()
+
+  def _frame(self):
     self.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)))")
 
   def _read(self):
