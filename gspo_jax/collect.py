@@ -63,11 +63,10 @@ class Collector:
     self._in_parts = (bool(self._environment) or per_line) and relative
     P, seed = self._config.rl.prompts, run.seed("rl", "data")
     self._batches = sources.Batches(run.train_prompts, P, seed=seed)
-    self._records, self._fresh = None, P  # groups that come from files, and how many do not
+    self._records, self._fresh = None, round(self._config.sampled_share * P)
     if run.records is not None:
       self._left_out = run.records.left_out()
       self._records = sources.Batches(run.records, P, seed=run.seed("rl", "recorded"))
-      self._fresh = round(self._config.offline.fresh * P)
     self._filter = PromptFilter(self._config.data.query_set)
     self._under_way: list[Group] = []
 

@@ -224,9 +224,14 @@ class RunConfig:
     return "rl" in self.job or self.job == "offline"
 
   @property
+  def sampled_share(self) -> float:
+    """The share of an iteration's prompts whose responses are sampled; of others they are read."""
+    return self.offline.fresh if self.job == "offline" else 1.0
+
+  @property
   def samples_prompts(self) -> bool:
     """Whether `data.train` is needed."""
-    return self.job != "eval" and (self.job != "offline" or self.offline.fresh > 0)
+    return self.job != "eval" and self.sampled_share > 0
 
   def optimizers(self) -> tuple[Optimizer, Critic | None]:
     """Of the updates of RL: the policy's optimizer, and the critic with its own."""

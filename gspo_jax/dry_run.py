@@ -113,8 +113,7 @@ def iteration(config: RunConfig, devices: Sequence[jax.Device]) -> list[str]:
   window = prompt + most.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   one = forward_flops(c.model, prompt_P, prompt_B, np.full(responses, window))
-  sampled = c.offline.fresh if c.job == "offline" else 1
-  total = (sampled + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
+  total = (c.sampled_share + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
   tokens = responses * most.max_new_tokens
   found = [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "

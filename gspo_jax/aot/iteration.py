@@ -56,10 +56,9 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   sampled = case.lengths.sample(rl.prompts * rl.group_size)
   at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
   read = positions(case, sampled, shards)
-  fresh = c.offline.fresh if c.job == "offline" else 1  # the others are not sampled
   calls = dict(
-    prefill=fresh * -(-rl.prompts // at_once),
-    decode=fresh * decode_steps(sampled, size.slots, tail=not rl.partial),
+    prefill=c.sampled_share * -(-rl.prompts // at_once),
+    decode=c.sampled_share * decode_steps(sampled, size.slots, tail=not rl.partial),
     score=c.passes * read / (case.length * (case.sequences if rl.packed else case.rows)),
     train=rl.epochs * read / (case.length * case.sequences),
     publish=1,

@@ -4,8 +4,10 @@ A row comes with where it is (for messages), an id, and a function that decodes 
 wrong with one row does not end the reading of the others.
 """
 
+import contextlib
 import functools
 import gzip
+import logging
 import re
 import tempfile
 import zlib
@@ -26,6 +28,29 @@ class DataError(ValueError):
 
 class BadRow(ValueError):
   """A fault of one row; the message says what to do about it."""
+
+
+class Skipped:
+  """Rows that cannot be used: the first one is an error, or they are counted (`data.on_error`)."""
+
+  def __init__(self, on_error: str):
+    self.count, self.first, self._raises = 0, "", on_error == "raise"
+
+  @contextlib.contextmanager
+  def row(self, place: str) -> Iterator[None]:
+    """Reads one row, at `place`. DataError names it if it is bad and no row may be left out."""
+    try:
+      yield
+    except (BadRow, RecursionError) as error:  # the latter of objects in objects in objects
+      if self._raises:
+        hint = "or set data.on_error=skip to leave such rows out"
+        raise DataError(f"{place}: {error}, {hint}") from error
+      self.count += 1
+      self.first = self.first or f"; {place}: {error}"
+
+  def warn(self, what: str) -> None:
+    if self.count:
+      logging.warning("%s: %d rows left out%s", what, self.count, self.first)
 
 
 def read(spec: str, key: str) -> Iterator[Row]:

@@ -5,7 +5,6 @@ was written by a model and is checked row by row before training starts.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from gspo_jax import ranges
 from gspo_jax.data import tokenizer
-from gspo_jax.data.files import BadRow, DataError, read
+from gspo_jax.data.files import BadRow, DataError, Skipped, read
 from gspo_jax.data.sources import Prompts
 from gspo_jax.ranges import FractionBelowOne
 from gspo_jax.structs import Prompt
@@ -94,32 +93,24 @@ def load(
       first bad row unless `on_error` is 'skip'.
   """
   found: dict[tuple[int, ...], tuple[Prompt, list[tuple[str, Response]]]] = {}
-  skipped, unknown, first = 0, 0, ""
+  skipped, unknown = Skipped(on_error), 0
   for place, default_id, decode in _rows(spec):
-    try:
+    with skipped.row(place):
       prompt, response = _read(decode(), tok, template, limits)
-    except (BadRow, RecursionError) as error:
-      if on_error == "raise":
-        hint = "or set data.on_error=skip to leave such rows out"
-        raise DataError(f"{place}: {error}, {hint}") from error
-      skipped += 1
-      first = first or f"; {place}: {error}"
-      continue
-    if response is None:
-      unknown += 1
-      continue
-    found.setdefault(prompt.tokens, (prompt, []))[1].append((default_id, response))
+      if response is None:
+        unknown += 1
+        continue
+      found.setdefault(prompt.tokens, (prompt, []))[1].append((default_id, response))
   if not found:
-    why = f"{skipped} bad rows, {unknown} without a reward{first}"
+    why = f"{skipped.count} bad rows, {unknown} without a reward{skipped.first}"
     raise DataError(f"offline.data={spec}: there is no response that can be used ({why})")
-  if skipped:
-    logging.warning("offline.data=%s: %d rows left out%s", spec, skipped, first)
+  skipped.warn(f"offline.data={spec}")
   groups, G = [], limits.group_size
   for prompt, rows in found.values():
     for start in range(0, len(rows), G):
       some = rows[start : start + G]
       groups.append(Group(some[0][0], prompt, tuple(response for _, response in some)))
-  return Recordings(groups, skipped, unknown)
+  return Recordings(groups, skipped.count, unknown)
 
 
 def _rows(spec: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:

@@ -26,7 +26,7 @@ import numpy as np
 from gspo_jax import ranges, structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.embedded import TASKS, Embedded, probe
-from gspo_jax.data.files import BadRow, DataError, read
+from gspo_jax.data.files import BadRow, DataError, Skipped, read
 from gspo_jax.data.prompt_filter import QuerySetConfig
 from gspo_jax.ranges import Fraction, PositiveInt, Range
 
@@ -351,34 +351,26 @@ def _load_rows(
   for name, field in ("question_field", form.question), ("answer_field", form.answer):
     if not field:
       raise DataError(f"data.{name} is empty. Set it to the field of {key}={path} that holds it")
-  prompts, seen, skipped, filtered, first = [], {}, 0, 0, ""
+  prompts, seen, skipped, filtered = [], {}, Skipped(config.on_error), 0
   for place, default_id, decode in read(path, key):
-    try:
+    with skipped.row(place):
       prompt = formats.prompt(
         decode(), form, tok, where=where, max_tokens=config.max_prompt_tokens, default_id=default_id
       )
-      if prompt is not None and prompt.id in seen:
+      if prompt is None:
+        filtered += 1
+        continue
+      if prompt.id in seen:
         raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
-      if prompt is not None and check:
+      if check:
         _require(check, prompt.answer)
-    except (BadRow, RecursionError) as error:  # the latter of objects in objects in objects
-      if config.on_error == "raise":
-        hint = "or set data.on_error=skip to leave such rows out"
-        raise DataError(f"{place}: {error}, {hint}") from error
-      skipped += 1
-      first = first or f"; {place}: {error}"
-      continue
-    if prompt is None:
-      filtered += 1
-      continue
-    seen[prompt.id] = place
-    prompts.append(dataclasses.replace(prompt, id=prefix + prompt.id) if prefix else prompt)
+      seen[prompt.id] = place
+      prompts.append(dataclasses.replace(prompt, id=prefix + prompt.id) if prefix else prompt)
   if not prompts:
-    why = f"{skipped} bad rows, {filtered} that the filter leaves out{first}"
+    why = f"{skipped.count} bad rows, {filtered} that the filter leaves out{skipped.first}"
     raise DataError(f"{key}={path}: the data set is empty ({why})")
-  if skipped:
-    logging.warning("%s=%s: %d rows left out%s", key, path, skipped, first)
-  return Prompts(tuple(prompts), skipped)
+  skipped.warn(f"{key}={path}")
+  return Prompts(tuple(prompts), skipped.count)
 
 
 def _require(check: Check, answer: str) -> None:

@@ -15,10 +15,9 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import ranges
-from gspo_jax.learner.layout import Rows, by_sequence
+from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.models import critic as models
-from gspo_jax.models import transformer
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Max, Mean, Metrics
 from gspo_jax.ranges import Fraction, NonNegativeFloat, NonNegativeInt
@@ -122,15 +121,7 @@ def values(
     hidden_RTD: of the policy, which a critic with a trunk of its own does not look at.
   """
   if critic.trunk is not None:
-    hidden_RTD = transformer.forward(
-      critic.trunk,
-      model,
-      rows.tokens_RT,
-      positions=rows.positions_RT,
-      segments=rows.segments_RT,
-      tree=rows.tree,
-      compute=compute,
-    ).hidden_BTD
+    hidden_RTD = forward(critic.trunk, rows, model, compute).hidden_BTD
   else:
     constant_RTD = jax.lax.stop_gradient(hidden_RTD)
     if config.trunk_coef:  # the same values, and so much of their gradient

@@ -6,14 +6,16 @@ to one prompt share it; or whatever `packing.plan` has put into one row. Losses 
 """
 
 import math
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models import routing
+from gspo_jax.models import routing, transformer
 from gspo_jax.models.attention import Tree
+from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, TrainBatch
 
@@ -32,6 +34,26 @@ class Rows:
   # in none of them. None: where it is in the batch
   place_BT: Array | None = None
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def forward(
+  params: Any,
+  rows: Rows,
+  model: ModelConfig,
+  compute: ComputeConfig,
+  experts_RTlk: Array | None = None,
+) -> transformer.Output:
+  """The model's pass over rows; with `experts_RTlk`, these in the place of the router's choice."""
+  return transformer.forward(
+    params,
+    model,
+    rows.tokens_RT,
+    positions=rows.positions_RT,
+    segments=rows.segments_RT,
+    tree=rows.tree,
+    routing=routing.by_layer(experts_RTlk),
+    compute=compute,
+  )
 
 
 def plain(batch: TrainBatch) -> Rows:

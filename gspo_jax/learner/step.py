@@ -16,7 +16,7 @@ from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.critic import Critic, CriticConfig
-from gspo_jax.learner.layout import Rows, by_sequence, packed, plain, trees
+from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, trees
 from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.learner.optimizer import Optimizer, numbered
@@ -55,16 +55,8 @@ def log_probs(
   router in `params`; ValueError if the batch has no such record.
   """
   rows = rows_of(batch, learner)
-  out = transformer.forward(
-    params,
-    learner.model,
-    rows.tokens_RT,
-    positions=rows.positions_RT,
-    segments=rows.segments_RT,
-    tree=rows.tree,
-    routing=routing.by_layer(experts_to_replay(rows, replay)),
-    compute=learner.compute,
-  )
+  experts_RTlk = experts_to_replay(rows, replay)
+  out = forward(params, rows, learner.model, learner.compute, experts_RTlk)
   both = transformer.token_logp(
     params,
     learner.model,

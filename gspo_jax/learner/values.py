@@ -17,9 +17,10 @@ from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import critic as learning
 from gspo_jax.learner.critic import CriticConfig
+from gspo_jax.learner.layout import forward
 from gspo_jax.learner.step import Learner, by_part, experts_to_replay, rows_of
 from gspo_jax.models import critic as models
-from gspo_jax.models import routing, transformer, weights
+from gspo_jax.models import weights
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.objectives.reductions import Mean, merge
 from gspo_jax.structs import TrainBatch
@@ -60,16 +61,9 @@ def make_values(
   def one(both: tuple[Any, models.Critic], batch: TrainBatch) -> jax.Array:
     (policy, critic), rows, hidden_RTD = both, rows_of(batch, learner), None
     if critic.trunk is None:
-      hidden_RTD = transformer.forward(
-        policy,
-        learner.model,
-        rows.tokens_RT,
-        positions=rows.positions_RT,
-        segments=rows.segments_RT,
-        tree=rows.tree,
-        routing=routing.by_layer(experts_to_replay(rows, "R3" if replay == "R3" else "none")),
-        compute=learner.compute,
-      ).hidden_BTD
+      experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
+      out = forward(policy, rows, learner.model, learner.compute, experts_RTlk)
+      hidden_RTD = out.hidden_BTD
     numbers = dict(trunk_coef=1.0)  # of gradients
     options = rows, learner.model, learner.compute, numbers
     return learning.values(config, critic, hidden_RTD, *options)
