@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from gspo_jax import offline, ranges
+from gspo_jax import consistency, ranges
 from gspo_jax.data.recorded import OfflineConfig
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import EvalConfig
@@ -104,119 +104,7 @@ class RunConfig:
   alarms: AlarmConfig
 
   def __post_init__(self):
-    """Everything that can be seen to be wrong before any device is touched."""
-    rl, rows = self.rl, self.rl.prompts * self.rl.group_size
-    self.critic.check_with(self.objective, rl, self.data, self.environment)
-    _require(
-      rl.prompts % rl.minibatches == 0,
-      f"rl.prompts={rl.prompts} does not divide into rl.minibatches={rl.minibatches}: groups stay "
-      "whole",
-    )
-    _require(
-      rows % (rl.minibatches * rl.microbatches) == 0,
-      f"rl.prompts × rl.group_size = {rows} rows do not divide into rl.minibatches="
-      f"{rl.minibatches} × rl.microbatches={rl.microbatches}",
-    )
-    _require(
-      not self.objective.adaptive_clip.target
-      or self.objective.old_logp == "sampler"
-      or rl.updates > 1,
-      f"objective.adaptive_clip.target={self.objective.adaptive_clip.target}: with one update per "
-      "iteration the ratio is 1 and nothing is clipped; set rl.minibatches or rl.epochs above 1",
-    )
-    _require(
-      not rl.packed or rl.microbatches > 1,
-      "rl.packed=True saves the micro-batches that packing leaves empty: set rl.microbatches above "
-      "1, so that each device has few rows in each",
-    )
-    _require(
-      self.sft.batch % self.sft.microbatches == 0,
-      f"sft.batch={self.sft.batch} does not divide into sft.microbatches={self.sft.microbatches}",
-    )
-    _require(
-      self.objective.replay == "none" or self.model.num_experts > 0,
-      f"objective.replay={self.objective.replay!r}: model.num_experts=0 leaves nothing to route",
-    )
-    for key, window in (
-      ("data.max_prompt_tokens + sampling.max_new_tokens", self.sampling.max_new_tokens),
-      ("data.max_prompt_tokens + eval.max_new_tokens", self.eval.max_new_tokens),
-      ("sft.max_tokens", self.sft.max_tokens - self.data.max_prompt_tokens),
-    ):
-      window += self.data.max_prompt_tokens
-      _require(
-        window <= self.model.max_position_embeddings,
-        f"{key} = {window} exceed model.max_position_embeddings="
-        f"{self.model.max_position_embeddings}",
-      )
-    _require(
-      self.profile <= (self.has_iterations and rl.iterations),
-      f"profile={self.profile} is no iteration: job={self.job!r} has "
-      f"{rl.iterations if self.has_iterations else 'none'}; set it to 0",
-    )
-    _require(
-      "sft" not in self.job or self.sft.steps > 0,
-      f"sft.steps=0: job={self.job!r} begins with a cold start; set job=rl to go without",
-    )
-    best, figures = self.checkpoint.best, self.eval.figures()
-    _require(
-      not best.startswith("eval/")
-      or best in figures
-      or "/verifier/" in best
-      or bool(self.environment.name),  # which has figures of its own
-      f"checkpoint.best={best!r} is no figure of the evaluation; did you mean "
-      f"{(difflib.get_close_matches(best, figures, n=1) or figures)[0]}?",
-    )
-    _require(
-      not self.has_iterations or self.sampling.temperature > 0,
-      "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
-    )
-    _require(
-      not self.has_iterations or self.sampling.whole,
-      f"sampling.top_k={self.sampling.top_k}, sampling.top_p={self.sampling.top_p}, "
-      f"sampling.min_p={self.sampling.min_p}: training samples from the whole distribution, or the "
-      "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
-      "has its own)",
-    )
-    for key in ("format_weight", "overlong_weight", "false_positive", "false_negative", "partial"):
-      _require(
-        not (self.environment.name and getattr(self.reward, key)),
-        f"reward.{key}={getattr(self.reward, key)} has no effect, since environment.name="
-        f"{self.environment.name!r} gives the rewards; set it to 0",
-      )
-    _require(
-      not (self.environment.name and self.reward.per_line),
-      f"reward.per_line=True has no effect, since environment.name={self.environment.name!r} gives "
-      "each turn its reward; set it to False",
-    )
-    _require(
-      not (self.distributed and self.environment.workers),
-      f"environment.workers={self.environment.workers}: with distributed=True hosts would come to "
-      "different orders; set it to 0",
-    )
-    _require(
-      self.job == "offline" or not (self.offline.data or self.offline.fresh),
-      f"offline.data={self.offline.data!r}, offline.fresh={self.offline.fresh} have no effect with "
-      f"job={self.job!r}; set job=offline, or leave them empty and 0",
-    )
-    kind, name = self.objective.advantage_kind, self.objective.name
-    _require(
-      (name == "spo") == (kind == "soft"),
-      f"objective.advantage={kind!r}, objective.name={name!r}: a soft advantage is what the log-"
-      "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
-    )
-    _require(
-      kind != "soft" or not self.data.query_set.extra_rounds,
-      f"data.query_set.extra_rounds={self.data.query_set.extra_rounds} leaves out groups of equal "
-      f"rewards, of which objective.name={name!r} learns too; set it to 0",
-    )
-    _require(
-      self.objective.relative or (not self.reward.per_line and self.environment.discount == 1),
-      f"reward.per_line={self.reward.per_line}, environment.discount={self.environment.discount} "
-      f"have no effect, since objective.advantage={kind!r} is of whole responses; set them to "
-      "False and 1",
-    )
-    if self.job == "offline":
-      offline.check(self)
+    consistency.check(self)
 
   @property
   def has_iterations(self) -> bool:
@@ -296,19 +184,6 @@ class RunConfig:
       partial=self.rl.partial,
       record_routing=self.objective.needs_sampler_routing,
     )
-
-  def check_devices(self, batch_shards: int) -> None:
-    """Rows of every step must divide over the devices that share them."""
-    rows = self.rl.prompts * self.rl.group_size // (self.rl.minibatches * self.rl.microbatches)
-    for name, count in (
-      ("rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)", rows),
-      ("sft.batch / sft.microbatches", self.sft.batch // self.sft.microbatches),
-    ):
-      _require(
-        count % batch_shards == 0,
-        f"{name} = {count} rows do not divide over the {batch_shards} devices of mesh.data × "
-        "mesh.fsdp × mesh.expert",
-      )
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -392,8 +267,3 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     value = float(max(-FLOAT_MAX, min(FLOAT_MAX, value))) if isinstance(value, int) else value
   ranges.check_value(kind, value, key)
   return value
-
-
-def _require(ok: bool, message: str) -> None:
-  if not ok:
-    raise ValueError(message)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import offline, rewards, sharding
+from gspo_jax import consistency, offline, rewards, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
@@ -181,7 +181,7 @@ def _read(config: RunConfig) -> Inputs:
       what = f"environment.name={config.environment.name!r} fails on {train_prompts[0].id}"
       raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
   mesh = sharding.make_mesh(config.mesh)
-  config.check_devices(sharding.batch_shards(mesh))
+  consistency.check_devices(config, sharding.batch_shards(mesh))
   shared = config.has_iterations and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)

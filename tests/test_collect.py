@@ -12,8 +12,9 @@ from support.sampling import sample
 from support.small_models import MOE, forward, initial, next_logp
 
 from configs import common
-from gspo_jax.collect import Collector, Group, environment_metrics
+from gspo_jax.collect import Collector, Group
 from gspo_jax.data.sources import Prompts
+from gspo_jax.group_metrics import environment_metrics
 from gspo_jax.records import rollout_records
 from gspo_jax.rewards import NoVerdictError, Scores
 from gspo_jax.run import Run

@@ -1,0 +1,162 @@
+"""Checks of a configuration's sections against each other, before any device is touched."""
+
+import difflib
+from typing import Any
+
+from gspo_jax import offline
+
+
+def check(c: Any) -> None:
+  """ValueError for what can be seen to be wrong; `c` is a `config.RunConfig`."""
+  c.critic.check_with(c.objective, c.rl, c.data, c.environment)
+  _batches(c)
+  _lengths(c)
+  _job(c)
+  _sampling(c)
+  _environment(c)
+  _objective(c)
+  if c.job == "offline":
+    offline.check(c)
+
+
+def check_devices(c: Any, batch_shards: int) -> None:
+  """ValueError where rows of a step do not divide over the devices that share them."""
+  rows = c.rl.prompts * c.rl.group_size // (c.rl.minibatches * c.rl.microbatches)
+  for name, count in (
+    ("rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)", rows),
+    ("sft.batch / sft.microbatches", c.sft.batch // c.sft.microbatches),
+  ):
+    _require(
+      count % batch_shards == 0,
+      f"{name} = {count} rows do not divide over the {batch_shards} devices of mesh.data × "
+      "mesh.fsdp × mesh.expert",
+    )
+
+
+def _batches(c: Any) -> None:
+  rl, rows = c.rl, c.rl.prompts * c.rl.group_size
+  _require(
+    rl.prompts % rl.minibatches == 0,
+    f"rl.prompts={rl.prompts} does not divide into rl.minibatches={rl.minibatches}: groups stay "
+    "whole",
+  )
+  _require(
+    rows % (rl.minibatches * rl.microbatches) == 0,
+    f"rl.prompts × rl.group_size = {rows} rows do not divide into rl.minibatches="
+    f"{rl.minibatches} × rl.microbatches={rl.microbatches}",
+  )
+  _require(
+    not rl.packed or rl.microbatches > 1,
+    "rl.packed=True saves the micro-batches that packing leaves empty: set rl.microbatches above "
+    "1, so that each device has few rows in each",
+  )
+  _require(
+    c.sft.batch % c.sft.microbatches == 0,
+    f"sft.batch={c.sft.batch} does not divide into sft.microbatches={c.sft.microbatches}",
+  )
+
+
+def _lengths(c: Any) -> None:
+  for key, window in (
+    ("data.max_prompt_tokens + sampling.max_new_tokens", c.sampling.max_new_tokens),
+    ("data.max_prompt_tokens + eval.max_new_tokens", c.eval.max_new_tokens),
+    ("sft.max_tokens", c.sft.max_tokens - c.data.max_prompt_tokens),
+  ):
+    window += c.data.max_prompt_tokens
+    _require(
+      window <= c.model.max_position_embeddings,
+      f"{key} = {window} exceed model.max_position_embeddings={c.model.max_position_embeddings}",
+    )
+
+
+def _job(c: Any) -> None:
+  _require(
+    c.profile <= (c.has_iterations and c.rl.iterations),
+    f"profile={c.profile} is no iteration: job={c.job!r} has "
+    f"{c.rl.iterations if c.has_iterations else 'none'}; set it to 0",
+  )
+  _require(
+    "sft" not in c.job or c.sft.steps > 0,
+    f"sft.steps=0: job={c.job!r} begins with a cold start; set job=rl to go without",
+  )
+  best, figures = c.checkpoint.best, c.eval.figures()
+  _require(
+    not best.startswith("eval/")
+    or best in figures
+    or "/verifier/" in best
+    or bool(c.environment.name),  # which has figures of its own
+    f"checkpoint.best={best!r} is no figure of the evaluation; did you mean "
+    f"{(difflib.get_close_matches(best, figures, n=1) or figures)[0]}?",
+  )
+  _require(
+    c.job == "offline" or not (c.offline.data or c.offline.fresh),
+    f"offline.data={c.offline.data!r}, offline.fresh={c.offline.fresh} have no effect with "
+    f"job={c.job!r}; set job=offline, or leave them empty and 0",
+  )
+
+
+def _sampling(c: Any) -> None:
+  _require(
+    not c.has_iterations or c.sampling.temperature > 0,
+    "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
+  )
+  _require(
+    not c.has_iterations or c.sampling.whole,
+    f"sampling.top_k={c.sampling.top_k}, sampling.top_p={c.sampling.top_p}, "
+    f"sampling.min_p={c.sampling.min_p}: training samples from the whole distribution, or the "
+    "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
+    "has its own)",
+  )
+
+
+def _environment(c: Any) -> None:
+  for key in ("format_weight", "overlong_weight", "false_positive", "false_negative", "partial"):
+    _require(
+      not (c.environment.name and getattr(c.reward, key)),
+      f"reward.{key}={getattr(c.reward, key)} has no effect, since environment.name="
+      f"{c.environment.name!r} gives the rewards; set it to 0",
+    )
+  _require(
+    not (c.environment.name and c.reward.per_line),
+    f"reward.per_line=True has no effect, since environment.name={c.environment.name!r} gives "
+    "each turn its reward; set it to False",
+  )
+  _require(
+    not (c.distributed and c.environment.workers),
+    f"environment.workers={c.environment.workers}: with distributed=True hosts would come to "
+    "different orders; set it to 0",
+  )
+
+
+def _objective(c: Any) -> None:
+  kind, name = c.objective.advantage_kind, c.objective.name
+  _require(
+    (name == "spo") == (kind == "soft"),
+    f"objective.advantage={kind!r}, objective.name={name!r}: a soft advantage is what the log-"
+    "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
+  )
+  _require(
+    kind != "soft" or not c.data.query_set.extra_rounds,
+    f"data.query_set.extra_rounds={c.data.query_set.extra_rounds} leaves out groups of equal "
+    f"rewards, of which objective.name={name!r} learns too; set it to 0",
+  )
+  _require(
+    c.objective.relative or (not c.reward.per_line and c.environment.discount == 1),
+    f"reward.per_line={c.reward.per_line}, environment.discount={c.environment.discount} "
+    f"have no effect, since objective.advantage={kind!r} is of whole responses; set them to "
+    "False and 1",
+  )
+  _require(
+    not c.objective.adaptive_clip.target or c.objective.old_logp == "sampler" or c.rl.updates > 1,
+    f"objective.adaptive_clip.target={c.objective.adaptive_clip.target}: with one update per "
+    "iteration the ratio is 1 and nothing is clipped; set rl.minibatches or rl.epochs above 1",
+  )
+  _require(
+    c.objective.replay == "none" or c.model.num_experts > 0,
+    f"objective.replay={c.objective.replay!r}: model.num_experts=0 leaves nothing to route",
+  )
+
+
+def _require(ok: bool, message: str) -> None:
+  if not ok:
+    raise ValueError(message)

@@ -1,0 +1,54 @@
+"""Metrics of groups: rewards, lengths, outcomes of the verifier, figures of conversations."""
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from gspo_jax.groups import Group, spread
+
+
+def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
+  """Of everything that was sampled, which with dynamic sampling is more than is trained on; rewards
+  of what there is a verdict on."""
+  trajectories = [one for group in groups for one in group.trajectories]
+  judged = [group.reward_G[group.known_G] for group in groups]
+  reward_X = np.concatenate(judged)
+  lengths = [one.length for one in trajectories]
+  row = {
+    "reward/mean": float(reward_X.mean()),
+    "reward/std": float(reward_X.std()),
+    "groups_without_spread": float(np.mean([spread(one) == 0 for one in judged if len(one)])),
+    "response_length/mean": float(np.mean(lengths)),
+    "response_length/max": float(max(lengths)),
+    "truncated_fraction": float(1 - np.mean([one.stopped for one in trajectories])),
+  }
+  total = len(trajectories)
+  if outcomes:
+    row["verifier/unknown"] = 1 - len(reward_X) / total
+  return row | {f"verifier/{name}": n / total for name, n in sorted(outcomes.items())}
+
+
+def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Of the responses that come from files: how many, and their rewards and lengths there."""
+  known = [group.known_G for group in groups]
+  lengths = np.concatenate([[one.length for one in group.trajectories] for group in groups])
+  return {
+    "recorded/responses": float(np.concatenate(known).sum()),
+    "recorded/reward": float(np.concatenate([g.reward_G[k] for g, k in zip(groups, known)]).mean()),
+    "recorded/length": float(lengths[np.concatenate(known)].mean()),
+  }
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Means over conversations."""
+  trajectories = [one for group in groups for one in group.trajectories]
+  mean = lambda values: float(np.mean(list(values)))  # noqa: E731
+  row = {
+    f"environment/{name}": mean(one.figures[name] for one in trajectories)
+    for name in trajectories[0].figures
+  }
+  row["environment/turns"] = mean(one.turn for one in trajectories)
+  sampled = sum(one.length for one in trajectories)
+  following = sum(len(one.tokens) for one in trajectories)
+  return row | {"environment/observation_fraction": 1 - sampled / following}
