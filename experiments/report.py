@@ -49,7 +49,7 @@ class Results:
     mine = runs[(runs.condition == condition) & (runs.stage == stage)]
     mine = mine[mine.status.isin(("done", "nan"))].set_index("seed")
     values = mine[column].astype(float)
-    if column.startswith(TRAINED):
+    if column.startswith(TRAINED) and column != "eval/start":
       values = values.where(mine.status == "done", 0.0)
     return values.dropna().sort_index()
 
@@ -62,6 +62,10 @@ class Results:
     if log:
       first, second = np.log(first), np.log(second)
     return (first - second).dropna()
+
+  def gains(self, condition: str) -> pd.Series:
+    """By how much the held-out accuracy rose, by seed."""
+    return (self.values(condition, "eval/final") - self.values(condition, "eval/start")).dropna()
 
   def curve(self, condition: str, column: str) -> pd.DataFrame:
     """The column by step (rows) and seed (columns), of the second stage."""

@@ -98,7 +98,26 @@ def test_e12_tells_whether_gspo_falls_back_as_data_gets_stale(slope, outcome):
   assert verdicts.report("e12", value).verdict.outcome == outcome
 
 
-@pytest.mark.parametrize("name", ["e5", "e8", "e10", "e11", "e12"])
+@pytest.mark.parametrize("gain, outcome", [(0.2, HOLDS), (0.0, FAILS)])
+def test_e17_wants_each_objective_to_gain(gain, outcome):
+  """One that stays where it was, or diverges, is enough to say no."""
+
+  def value(c, seed):
+    mine = gain if c.name == "gmpo" else 0.3
+    return {"eval/start": 0.4 - noise(c, seed), "eval/final": 0.4 + mine + noise(c, seed)}
+
+  found = verdicts.report("e17", value).verdict
+  assert found.outcome == outcome
+  assert ("gmpo" in found.because) == (gain < 0.3)
+
+  def diverged(c, seed):
+    return value(c, seed) | {"status": "nan" if c.name == "dapo" else "done"}
+
+  found = verdicts.report("e17", diverged).verdict
+  assert found.outcome == FAILS and "dapo, -0.4" in found.because
+
+
+@pytest.mark.parametrize("name", ["e5", "e8", "e10", "e11", "e12", "e17"])
 def test_without_runs_nothing_is_claimed(name):
   _, module = definition.load(definition.find(name))
   none = pd.DataFrame(columns=["condition", "seed", "stage", "status"])
