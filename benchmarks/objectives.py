@@ -46,6 +46,7 @@ def losses(tokens: int) -> dict:
     "cispo": (O.cispo_loss.sums, True),
     "gmpo": (O.gmpo_loss.sums, False),
     "sapo": (O.sapo_loss.sums, True),
+    "dppo": (functools.partial(O.dppo_loss.sums, max_length=tokens), True),
     "value": (O.value_loss.sums, True),
   }
 

@@ -125,12 +125,12 @@ def base() -> ConfigDict:
         page_tokens=128,  # of a page: 256 KiB a layer of Qwen3-30B-A3B, enough for a fast copy
       ),
       objective=dict(
-        # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo | spo
-        # | rft
+        # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo |
+        # dppo | spo | rft
         name="gspo",
         # What the loss is told, in docs/objectives.md: clip_low, clip_high, clip_length,
-        # clip_exponent, dual_clip, aggregate, length_exponent, tau_pos, tau_neg, kl_coef, kl,
-        # entropy_coef, off_policy_threshold, segment_unit, segment_tokens, beta, soft_value; and
+        # clip_exponent, dual_clip, aggregate, divergence, length_exponent, tau_pos, tau_neg,
+        # kl_coef, kl, entropy_coef, off_policy_threshold, segment_unit, segment_tokens, beta, soft_value; and
         # its advantage, std | none | leave_one_out | soft | best | reward. Unset, each is what the
         # loss was published with, or nothing.
         **unset(ObjectiveConfig),

@@ -16,6 +16,7 @@ CONDITIONS = {
   "cispo": {},
   "gmpo": {},
   "sapo": {},
+  "dppo": {},
   "ppo_clip": {},
   "ppo_clip with a critic": {
     "objective.aggregate": "token",

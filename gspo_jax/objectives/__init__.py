@@ -35,7 +35,7 @@ from gspo_jax.objectives.losses import (
   ppo_loss,
   segment_loss,
 )
-from gspo_jax.objectives.other_losses import cispo_loss, gmpo_loss, sapo_loss
+from gspo_jax.objectives.other_losses import cispo_loss, dppo_loss, gmpo_loss, sapo_loss
 from gspo_jax.objectives.ratios import gspo_token_ratio, segment_ratio, sequence_ratio, token_ratio
 from gspo_jax.objectives.recorded_losses import rft_loss, soft_loss, spo_loss
 from gspo_jax.objectives.reductions import (
@@ -65,6 +65,7 @@ POLICY_LOSSES = dict(
   cispo=cispo_loss,
   gmpo=gmpo_loss,
   sapo=sapo_loss,
+  dppo=dppo_loss,
   spo=soft_loss,
   rft=rft_loss,
 )

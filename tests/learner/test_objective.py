@@ -312,7 +312,7 @@ def test_what_is_clipped_is_what_the_loss_clips():
     *_, found = policy_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
     args = CASE["logp"], CASE["old"], CASE["advantage"], CASE["mask"]
     options = dict(segment_BT=SEGMENTS) if name == "segment" else {}
-    options |= dict(max_length=MAX) if name == "dr_grpo" else {}
+    options |= dict(max_length=MAX) if name in ("dr_grpo", "dppo") else {}
     np.testing.assert_array_equal(found, loss.clipped(*args, **options))
     assert np.any(found) == ("clip_high" in loss.options)
 
@@ -325,6 +325,7 @@ def test_what_is_clipped_is_what_the_loss_clips():
     ("grpo", dict(clip_high=0.1), 0.1),
     ("cispo", dict(clip_high=0.3), 0.3),  # without a lower bound
     ("sapo", {}, 0.0),
+    ("dppo", {}, 0.15),  # of probabilities
   ],
 )
 def test_the_clip_range_is_that_of_the_nearer_side(name, changes, expected):

@@ -27,6 +27,7 @@ SUMS = {
   "cispo": O.cispo_loss.sums,
   "gmpo": O.gmpo_loss.sums,
   "sapo": O.sapo_loss.sums,
+  "dppo": functools.partial(O.dppo_loss.sums, max_length=20),
 }
 PLAIN = paper.case(4)  # this one clips on both sides, tokens as well as responses
 

@@ -26,6 +26,8 @@ ALL = {
   "cispo": O.cispo_loss,
   "gmpo": O.gmpo_loss,
   "sapo": O.sapo_loss,
+  "dppo": functools.partial(O.dppo_loss, max_length=20),
+  "dppo_kl": functools.partial(O.dppo_loss, aggregate="token", divergence="kl"),
   "spo": O.soft_loss,
   "rft": O.rft_loss,
 }
@@ -176,6 +178,8 @@ OPTION_MISTAKES = [
   (O.cispo_loss, dict(clip_low=-0.1), "clip_low"),
   (O.gmpo_loss, dict(clip_low=-0.1), "clip_low"),
   (O.sapo_loss, dict(tau_neg=0.0), "tau_neg"),
+  (O.dppo_loss, dict(), "max_length"),
+  (O.dppo_loss, dict(max_length=20, divergence="js"), "divergence"),
   (O.truncated_weight, dict(cap=0.0), "cap"),
   (O.truncated_weight, dict(level="row"), "level"),
   (O.masked_weight, dict(low=2.0, high=1.0), "high"),

@@ -61,6 +61,18 @@ LOSSES = {
   ),
   "sapo": (O.sapo_loss, paper.sapo, True),
   "sapo_row": (O.sapo_loss, paper.sapo, False),
+  "dppo": (
+    functools.partial(O.dppo_loss, max_length=12),
+    functools.partial(paper.dppo, how="constant", max_length=12),
+    True,
+  ),
+  "dppo_kl": (
+    functools.partial(
+      O.dppo_loss, clip_low=0.02, clip_high=0.05, divergence="kl", aggregate="token"
+    ),
+    functools.partial(paper.dppo, low=0.02, high=0.05, kind="kl"),
+    False,
+  ),
   "spo": (
     functools.partial(O.soft_loss, beta=0.3),
     lambda logp, old, advantage, mask: paper.spo(
@@ -119,6 +131,33 @@ def test_sapo_keeps_its_digits_where_the_gate_is_closed():
   np.testing.assert_allclose(f(log_ratio.astype(np.float32)), expected, rtol=2e-5)
 
 
+def test_dppo_lets_rare_tokens_grow_and_holds_likely_ones():
+  """A hundredfold of next to nothing is little; a fifth of nearly everything is much."""
+  old, new = np.log([[1e-5, 0.99]]), np.log([[1e-3, 0.75]])
+  args = new.astype(np.float32), old.astype(np.float32), np.array([[1.0, -1.0]]), np.ones((1, 2))
+  for divergence, threshold in ("tv", 0.15), ("kl", 0.05):
+    options = dict(clip_low=threshold, clip_high=threshold, divergence=divergence)
+    clipped = O.dppo_loss.clipped(*args, max_length=2, **options)
+    np.testing.assert_array_equal(clipped, [[False, True]])
+  np.testing.assert_array_equal(O.ppo_loss.clipped(*args), [[True, True]])
+
+
+def test_dppo_of_certain_tokens_is_finite():
+  """Probabilities of exactly 1 in float32: no divergence from itself, an infinite one to it."""
+  logp = np.array([[0.0, 0.0, -1e-3, -50.0]], np.float32)
+  old = np.array([[0.0, -1e-3, 0.0, -60.0]], np.float32)
+  f = lambda x, sign: O.dppo_loss(  # noqa: E731
+    x, old, np.array([sign]), np.ones((1, 4)), max_length=4, divergence="kl", clip_low=0.05,
+    clip_high=0.05,
+  )  # fmt: skip
+  for sign in 1.0, -1.0:
+    (loss, metrics), grad = jax.value_and_grad(f, has_aux=True)(logp, sign)
+    assert np.isfinite(loss) and np.isfinite(grad).all()
+    assert all(np.isfinite(x) for x in metrics.values())
+    # From 0.999 to 1 all other tokens vanish.
+    assert metrics["clip_fraction/token"] == (0.25 if sign > 0 else 0.0)
+
+
 SEGMENTS = np.arange(12) // 3  # four to a response of `paper.case`
 
 
@@ -157,6 +196,13 @@ def of_log_ratios(log_ratio, advantage, ids, low=0.4, high=0.4):
   return (advantage > 0) & (log_ratio > high) | (advantage < 0) & (log_ratio < -low)
 
 
+def of_divergence(log_ratio, advantage, ids, new, low=0.15, high=0.15, kind="tv"):
+  """arXiv:2602.04879, Eq. 12: only what leaves, and is far enough away already."""
+  far = paper.divergence(new, new - log_ratio, kind)
+  up, down = (advantage > 0) & (log_ratio > 0), (advantage < 0) & (log_ratio < 0)
+  return up & (far > high) | down & (far > low)
+
+
 def of_nothing(log_ratio, advantage, ids):
   return np.zeros(len(ids), bool)
 
@@ -183,6 +229,13 @@ CASES = {
   "gmpo": ("gmpo", {}, of_log_ratios, {}),
   "gmpo_narrow": ("gmpo", dict(clip_low=0.05), of_log_ratios, dict(low=0.05)),
   "sapo": ("sapo", {}, of_nothing, {}),
+  "dppo": ("dppo", dict(max_length=12), of_divergence, {}),
+  "dppo_kl": (
+    "dppo",
+    dict(aggregate="token", divergence="kl", clip_low=0.02, clip_high=0.05),
+    of_divergence,
+    dict(low=0.02, high=0.05, kind="kl"),
+  ),
   "spo": ("spo", {}, of_nothing, {}),
   "rft": ("rft", {}, of_nothing, {}),
 }
@@ -215,7 +268,8 @@ def test_what_is_clipped_against_the_papers_rules(name, spread):
     for i, live in enumerate(case["mask"]):
       if live.any():
         log_ratio = wide["logp"][i, live] - wide["old"][i, live]
-        expected[i, live] = rule(log_ratio, advantage[i, live], SEGMENTS[live], **ranges)
+        more = dict(new=wide["logp"][i, live]) if rule is of_divergence else {}
+        expected[i, live] = rule(log_ratio, advantage[i, live], SEGMENTS[live], **ranges, **more)
     assert found.dtype == bool
     np.testing.assert_array_equal(found, expected)
 
@@ -255,7 +309,7 @@ def test_of_packed_responses_the_same_tokens_are_clipped(name):
   args[2] = np.broadcast_to(args[2][:, None], (B, T))
   ids = np.repeat([0, 1], T) * np.ones((B // 2, 1), int)
   more = () if name != "segment" else (np.tile(SEGMENTS, 2) + 4 * ids,)
-  options = dict(max_length=T) if name == "dr_grpo" else {}
+  options = dict(max_length=T) if name in ("dr_grpo", "dppo") else {}
   packed = [x.reshape(B // 2, 2 * T) for x in (*args, mask)]
   found = loss.clipped(*packed, *more, response_BT=ids, **options)
   plain = loss.clipped(*unpacked, **options)
@@ -279,7 +333,7 @@ def test_a_loss_declares_its_keyword_options(name):
 def test_a_loss_takes_weights_of_the_levels_that_it_declares(name):
   case = paper.case(4)
   loss, args = arguments(name, case, O.POLICY_LOSSES[name].by_token)
-  options = dict(max_length=12) if name == "dr_grpo" else {}
+  options = dict(max_length=12) if name in ("dr_grpo", "dppo") else {}
   for level in loss.levels:
     weight = O.truncated_weight(case["logp"], case["old"], case["mask"], level)
     assert np.isfinite(loss(*args, weight=weight, **options)[0])

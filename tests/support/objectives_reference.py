@@ -127,6 +127,26 @@ def sapo(logp, old, advantage, mask, tau_pos=1.0, tau_neg=1.05):
   return aggregate(losses, "sequence")
 
 
+def divergence(new, past, kind):
+  """arXiv:2602.04879, Eq. 13 and 14."""
+  p, q = np.exp(np.minimum(past, 0)), np.exp(np.minimum(new, 0))
+  if kind == "tv":
+    return abs(q - p)
+  with np.errstate(all="ignore"):
+    others = (1 - p) * np.log((1 - p) / abs(np.expm1(np.minimum(new, 0))))
+  return p * (np.minimum(past, 0) - np.minimum(new, 0)) + np.where(p < 1, others, 0)
+
+
+def dppo(logp, old, advantage, mask, low=0.15, high=0.15, kind="tv", how="token", max_length=None):
+  """arXiv:2602.04879, Eq. 11 and 12."""
+  losses = []
+  for new, past, a in responses(mask, logp, old, advantage):
+    d, up = divergence(new.real, past, kind), new.real > past
+    leaves = (a > 0) & up & (d > high) | (a < 0) & ~up & (d > low)
+    losses.append(-np.where(leaves, 0, np.exp(new - past)) * a)
+  return aggregate(losses, how, max_length)
+
+
 def rft(logp, old, weight, mask):
   """−Σ w log π / Σ w |y| over what has w > 0: supervised fine-tuning on what was chosen."""
   total = chosen = 0
