@@ -243,6 +243,15 @@ def test_a_signal_may_be_a_function_of_the_users_own(tmp_path, monkeypatch):
     constraints.check_importable(section(costs=dict(a=dict(signal="no_own:f", bound="at_most"))))
 
 
+def test_a_verifiers_signal_has_no_additions_and_no_noise():
+  config = section(costs=dict(a=dict(signal="string", bound="at_most")))
+  reward = reward_config(format="think", format_weight=3.0, false_negative=1.0)
+  one = recorded_turn((1,), 0, np.zeros(1, np.int32), True, "p")
+  with constraints.open_signals(config, reward) as signals:
+    found, _ = signals(["<think>a</think> 7"], [one], [Prompt("p", "q", "7", (1,))])
+  assert found["a"].tolist() == [1]
+
+
 def test_what_a_verifier_failed_on_is_left_out_of_everything():
   config = section(costs=dict(a=dict(signal="string", bound="at_most", initial=1.0)))
   groups = [group([0, 1, 1, 0], [5, 7, 9, 3], unknown=[3])]
@@ -417,7 +426,8 @@ def test_an_entry_of_any_name_may_be_added():
 
 FLAGS = """
   constraints.costs.length.limit=4.0 constraints.costs.length.initial=0.3
-  constraints.costs.text.bound=at_most constraints.costs.text.text=7 constraints.costs.text.limit=0.1
+  constraints.costs.text.bound=at_most constraints.costs.text.text=7
+  constraints.costs.text.limit=0.1
   constraints.rewards.extra.signal=arithmetic constraints.rewards.extra.weight=0.5
   rl.iterations=6 rl.prompts=8 rl.group_size=4 checkpoint.every=2 eval.every=6 eval.problems=8
   rl_optimizer.warmup_steps=2 job=rl
