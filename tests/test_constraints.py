@@ -452,6 +452,9 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
   ].keys()
   assert rows[-1]["eval/constraint/length"] == rows[-1]["eval/response_length/mean"]
   assert rows[-1]["eval/constraint/extra"] == rows[-1]["eval/accuracy"]
+  dump = (whole / "rollouts" / "rl_000006.jsonl").read_text().splitlines()
+  records = [json.loads(line) for line in dump]
+  assert all(one["signals"]["length"] == one["length"] for one in records)
   assert rows[-1]["constraint/length/cost"] == pytest.approx(rows[-1]["response_length/mean"])
 
 
