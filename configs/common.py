@@ -307,7 +307,7 @@ def cost(**changes) -> ConfigDict:
       bound="",  # at_most | at_least; "": it is left out
       limit=0.0,  # of the mean over the responses of an iteration, in the signal's units
       initial=0.0,  # multiplier of the first iteration
-      rate=0.1,  # of the multiplier, per iteration and standard deviation off the limit
+      rate=0.2,  # of the multiplier, per iteration and standard deviation off the limit
       gain=2.0,  # added to the multiplier per standard deviation, against overshooting
       most=10.0,  # of the multiplier
     )

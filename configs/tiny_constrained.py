@@ -24,8 +24,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     engine=dict(steps=4),
     objective=dict(volatility=False),
     sft=dict(steps=600, target_loss=0.25, batch=64),  # of which 0.19 nobody can know
-    rl=dict(iterations=60, prompts=32),
-    eval=dict(every=60, greedy=False),
+    rl=dict(iterations=80, prompts=32),
+    eval=dict(every=80, greedy=False),
     checkpoint=dict(every=100),
   )
   return config
