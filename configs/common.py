@@ -64,6 +64,7 @@ def base() -> ConfigDict:
         digits=3,  # of an operand of the embedded task: 1 to 3, with the calculator 1 or 2
         lines=(8, 16, 32),  # that problems of the embedded recurrence ask for
         carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
+        skipped_work=0.0,  # embedded sums: share that the teacher writes down without their work
         query_set=dict(
           drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
           readmit_after=0,  # iterations until it gets another chance; 0: never
@@ -93,6 +94,17 @@ def base() -> ConfigDict:
         # True: each line has its own reward where it ends, what `partial` (0 is 1 then) gives for
         # it, and is misjudged by itself. Verifiers that judge lines: recurrence
         per_line=False,
+      ),
+      constraints=dict(  # further rewards, and costs held at limits: docs/objectives.md
+        reward_weight=1.0,  # of the reward above where there are any
+        # By name, as many as you like; these are left out until they have a weight or a bound.
+        rewards=dict(extra=extra_reward()),
+        costs=dict(
+          length=cost(signal="length"),
+          truncated=cost(signal="truncated"),
+          text=cost(signal="text"),
+          other=cost(),
+        ),
       ),
       environment=dict(
         name="",  # calculator | package.module:function | "": one turn, judged by the verifier
@@ -264,6 +276,40 @@ def benchmark(samples: int, **changes) -> ConfigDict:
       pass_at=(),  # k of pass@k, each at most `samples`, besides the average over all samples
       rating=False,  # Elo rating against the field `rating` of the problems
       standings="",  # JSON lines of contests: a rating against those who took part
+    )
+  )
+  section.update(changes)
+  return section
+
+
+def extra_reward(**changes) -> ConfigDict:
+  """A section of constraints.rewards."""
+  section = ConfigDict(
+    dict(
+      # length | truncated | overlong | format | text | token, or a verifier as reward.name
+      signal="",
+      text="",  # text: 1 for a response that has it
+      token=0,  # token: 1 for a response that has the token of this id
+      weight=0.0,  # of the reward, standardised in its group; 0: it is left out
+    )
+  )
+  section.update(changes)
+  return section
+
+
+def cost(**changes) -> ConfigDict:
+  """A section of constraints.costs, the first three as in `extra_reward`."""
+  section = ConfigDict(
+    dict(
+      signal="",
+      text="",
+      token=0,
+      bound="",  # at_most | at_least; "": it is left out
+      limit=0.0,  # of the mean over the responses of an iteration, in the signal's units
+      initial=0.0,  # multiplier of the first iteration
+      rate=0.2,  # of the multiplier, per iteration and standard deviation off the limit
+      gain=2.0,  # added to the multiplier per standard deviation, against overshooting
+      most=10.0,  # of the multiplier
     )
   )
   section.update(changes)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import rewards, segments
+from gspo_jax.constraints import Constraints
 from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.group_metrics import environment_metrics, recorded_metrics, rollout_metrics
@@ -70,6 +71,7 @@ class Collector:
       self._records = sources.Batches(run.records, P, seed=run.seed("rl", "recorded"))
     self._filter = PromptFilter(self._config.data.query_set)
     self._under_way: list[Group] = []
+    self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
 
   def collect(self, step: int, stages: Stages) -> Collected:
     """Samples and scores the groups of an iteration, but for those that come from files;
@@ -224,6 +226,8 @@ class Collector:
       group.unknown = {g: unknown[i * G + g] for g in range(G) if i * G + g in unknown}
       if not np.isfinite(group.reward_G).all():
         raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
+    if self._constraints:
+      self._constraints.judge(groups)
     return outcomes
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
@@ -250,7 +254,11 @@ class Collector:
       )
     reward_PG = np.stack([group.reward_G for group in groups])
     known_PG = np.stack([group.known_G for group in groups])
-    advantage_PG = c.objective.advantages(reward_PG, known_PG)
+    if self._constraints:
+      advantage_PG, of_constraints = self._constraints.advantages(groups)
+      metrics |= of_constraints
+    else:
+      advantage_PG = c.objective.advantages(reward_PG, known_PG)
     advantage_BL = None
     if self._in_parts:
       part_BL, valid_BL = rollout.turns, rollout.mask * known_PG.reshape(-1, 1)
@@ -301,9 +309,10 @@ class Collector:
     """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
     batches, known = self._batches.get_state(), self._filter.get_state()
     groups = [Group(g.prompt, [one.copy() for one in g.trajectories]) for g in self._under_way]
-    records = {} if self._records is None else dict(recorded=self._records.get_state())
+    own = {} if self._records is None else dict(recorded=self._records.get_state())
+    own |= dict(multipliers=self._constraints.get_state()) if self._constraints else {}
     return lambda: (
-      records
+      own
       | dict(
         batches=batches, prompt_filter=known, under_way=[group.get_state() for group in groups]
       )
@@ -315,5 +324,7 @@ class Collector:
     self._filter.set_state(state["prompt_filter"])
     if self._records is not None and "recorded" in state:  # not after a run of another job
       self._records.set_state(state["recorded"])
+    if self._constraints:
+      self._constraints.set_state(state.get("multipliers", {}))
     make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
     self._under_way = [Group.from_state(group, make) for group in state["under_way"]]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from gspo_jax import consistency, ranges
+from gspo_jax.constraints import ConstraintConfig
 from gspo_jax.data.recorded import OfflineConfig
 from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import EvalConfig
@@ -89,6 +90,7 @@ class RunConfig:
   data: DataConfig
   offline: OfflineConfig
   reward: RewardConfig
+  constraints: ConstraintConfig
   environment: EnvironmentConfig
   sampling: SamplingConfig
   engine: EngineConfig

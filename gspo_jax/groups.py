@@ -24,6 +24,8 @@ class Group:
   reward_G: np.ndarray | None = None  # float32
   correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # as in `rewards.Scores`
+  # float32, by name: further rewards, and costs (constraints.py)
+  signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   @property
   def finished(self) -> bool:

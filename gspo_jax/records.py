@@ -54,6 +54,8 @@ def rollout_records(
     )
     if sample in group.unknown:
       record["unknown"] = group.unknown[sample]
+    if group.signals:
+      record["signals"] = {n: float(value_G[sample]) for n, value_G in group.signals.items()}
     written += len(ratio_X)
     ids_X = rollout.tokens[row][used_L].tolist()
     whole = rollout.response(row) == ids_X  # one turn, which may be read again (data/recorded.py)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import consistency, offline, rewards, sharding
+from gspo_jax import consistency, constraints, offline, rewards, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
@@ -50,6 +50,7 @@ class Run:
   writer: Writer
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
+  signals: constraints.Signals | None = None  # further rewards, and costs
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
@@ -209,6 +210,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   with (
     jax.set_mesh(inputs.mesh),
     _open_scorers(config) as scorers,
+    constraints.open_signals(config.constraints, config.reward) as signals,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
   ):
     read = transformer.dtypes(config.model, config.sampler_compute.dtype)
@@ -235,7 +237,9 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
       environment=config.environment,
       directory=workdir / "evaluations",
-      identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment)),
+      identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment))
+      + repr(config.constraints) * config.constraints.on,
+      signals=signals,
     )
     if jax.process_index() == 0:
       origin = start.find(config.weights)
@@ -253,6 +257,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       writer,
       sum(in_both.values()),
       inputs.records,
+      signals,
     )
 
 
@@ -308,6 +313,7 @@ def _require_paths(config: RunConfig) -> None:
     raise ValueError(f"{key}={directory} is a file: set it to a directory, or to a new name")
   for name in {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config))} - {""}:
     rewards.check_importable(name)
+  constraints.check_importable(config.constraints)
   if config.weights == "random":
     return
   if origin := start.find(config.weights):

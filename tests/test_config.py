@@ -23,6 +23,11 @@ from gspo_jax.models import transformer
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "common")
 BENCHMARK = "eval.benchmarks.aime"
+ENTRIES = {  # of the sections that hold sections by name, one each
+  "eval.benchmarks": BENCHMARK,
+  "constraints.rewards": "constraints.rewards.extra",
+  "constraints.costs": "constraints.costs.length",
+}
 
 
 def values():
@@ -35,7 +40,7 @@ def kinds(kind=configuration.RunConfig, key=""):
   """The declared type of each key, sections included."""
   yield key, kind
   if typing.get_origin(kind) is dict:
-    yield from kinds(typing.get_args(kind)[1], BENCHMARK)
+    yield from kinds(typing.get_args(kind)[1], ENTRIES[key])
   if dataclasses.is_dataclass(kind):
     for name, declared in ranges.kinds(kind).items():
       yield from kinds(declared, f"{key}.{name}".lstrip("."))

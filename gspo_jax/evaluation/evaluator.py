@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from absl import logging
 
+from gspo_jax.constraints import Signals
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, EvalConfig
 from gspo_jax.evaluation.resume import Unfinished, checksums, from_first_process
@@ -53,6 +54,7 @@ class Evaluator:
   environment: EnvironmentConfig | None = None  # for benchmarks that have one
   directory: Path | None = None  # of results and of unfinished evaluations; None: neither
   identity: str = ""  # what else the responses and their scores depend on
+  signals: Signals | None = None  # measured too where responses are single turns
 
   def __call__(self, engine: Engine, key: str = "", step: int = 0) -> tuple[Row, list[Row]]:
     """Returns metrics by the names of metrics.jsonl, and a record of every sampled response.
@@ -203,8 +205,11 @@ class Evaluator:
       outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
     else:
       outcomes, correct = {}, [one.pop("correct") for one in reported]
-    verdicts = outcomes, [float(x) for x in correct], [*unknown.items()]
-    outcomes, correct, unknown = from_first_process(verdicts)
+    measured: list[dict[str, float | None]] = []
+    if self.signals is not None and benchmark.environment is None:
+      measured = self.signals.rows(responses, sampled, asked)
+    verdicts = outcomes, [float(x) for x in correct], [*unknown.items()], measured
+    outcomes, correct, unknown, measured = from_first_process(verdicts)
     unknown = dict(unknown)
     records = []
     for row, response in enumerate(responses):
@@ -222,6 +227,7 @@ class Evaluator:
       )
       record |= dict(figures=reported[row]) if reported[row] else {}
       record |= dict(unknown=unknown[row]) if row in unknown else {}
+      record |= dict(signals=measured[row]) if measured else {}
       records.append(record | (dict(benchmark=benchmark.name) if benchmark.name else {}))
     seconds = dict(score=time.perf_counter() - started)
     return dict(records=records, outcomes=outcomes, seconds=seconds)

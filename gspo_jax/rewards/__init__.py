@@ -138,8 +138,9 @@ class Scorer(Protocol):
     """
 
 
-def check_importable(name: str) -> None:
-  """ValueError if a verifier of the user's own is in a module that is not there."""
+def check_importable(name: str, key: str = "reward.name") -> None:
+  """ValueError, which names `key`, if a verifier of the user's own is in a module that is not
+  there."""
   module = name.partition(":")[0]
   if name in VERIFIERS:
     return
@@ -147,9 +148,9 @@ def check_importable(name: str) -> None:
   try:
     found = importlib.util.find_spec(module)
   except Exception as error:  # a package above it is imported, and is the user's
-    raise ValueError(f"reward.name={name!r}: {type(error).__name__}: {error}") from error
+    raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}") from error
   if found is None:
-    raise ValueError(f"reward.name={name!r}: there is no module {module} here or on PYTHONPATH")
+    raise ValueError(f"{key}={name!r}: there is no module {module} here or on PYTHONPATH")
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:

@@ -41,22 +41,26 @@ def problems(split: str, digits: int) -> Problems:
   return Problems("arithmetic", split, np.minimum(a, b) * np.uint64(count) + np.maximum(a, b), make)
 
 
-def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:
+def demonstration(
+  problem: Problem, carry_errors: float, seed: int, skipped_work: float = 0.0
+) -> str:
   """The pupil's work on a problem: digits from the units up, a colon, the number they spell.
 
-  He forgets each carry with probability `carry_errors`. The same problem and seed give the
-  same text.
+  He forgets each carry with probability `carry_errors`. With `skipped_work` he writes nothing
+  before the colon, and then forgets them all. The same problem and seed give the same text.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
   a, b = (term[::-1] for term in problem["id"].split("+"))
+  # A generator of its own, so that what he forgets when he works does not depend on it.
+  skips = random.Random(f"{seed}/{problem['id']}/work").random() < skipped_work
   digits, carry = "", 0
   for x, y in zip(a, b):
     total = int(x) + int(y) + carry
     digits += str(total % 10)
-    carry = int(total >= 10 and rng.random() >= carry_errors)
+    carry = int(total >= 10 and rng.random() >= carry_errors and not skips)
   if carry:
     digits += "1"
-  return f"{digits}:{int(digits[::-1])}"
+  return f"{'' if skips else digits}:{int(digits[::-1])}"
 
 
 @contextlib.contextmanager

@@ -270,6 +270,11 @@ def test_embedded_task():
   wrong, again = (load("arithmetic:train", carry_errors=0.5) for _ in range(2))
   assert all(wrong[i] == again[i] for i in range(0, len(train), 97))
   assert any(wrong[i].demonstration != train[i].demonstration for i in range(0, len(train), 97))
+  half = load("arithmetic:train", skipped_work=0.5)
+  short = [half[i].demonstration.startswith(":") for i in range(0, len(train), 97)]
+  assert 0.4 < np.mean(short) < 0.6
+  with pytest.raises(sources.DataError, match=r"skipped_work=0\.5 is of sums; data\.train has"):
+    load("recurrence:train", skipped_work=0.5)
 
 
 # Order.

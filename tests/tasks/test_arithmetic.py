@@ -48,6 +48,17 @@ def test_a_pupil_who_forgets_is_right_sometimes_and_wrong_often():
   assert arithmetic.demonstration(wrong, 0.5, 0) == arithmetic.demonstration(wrong, 0.5, 0)
 
 
+def test_a_pupil_who_skips_his_work_forgets_every_carry():
+  source = arithmetic.problems("train", 2)
+  for i in range(0, 4000, 7):
+    worked = arithmetic.demonstration(source[i], 0.5, seed=i)
+    either = arithmetic.demonstration(source[i], 0.5, seed=i, skipped_work=0.5)
+    skipped = arithmetic.demonstration(source[i], 0.0, seed=i, skipped_work=1.0)
+    assert either in (worked, skipped) and skipped[0] == ":"
+    digits = [(int(x) + int(y)) % 10 for x, y in zip(*source[i]["id"].split("+"))]
+    assert int(skipped[1:]) == 10 * digits[0] + digits[1]
+
+
 @pytest.mark.parametrize(
   "response, right",
   [
