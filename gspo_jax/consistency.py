@@ -121,6 +121,17 @@ def _environment(c: Any) -> None:
     f"reward.per_line=True has no effect, since environment.name={c.environment.name!r} gives "
     "each turn its reward; set it to False",
   )
+  for key in ("token_cost", "call_cost"):
+    _require(
+      bool(c.environment.name) or not getattr(c.environment, key),
+      f"environment.{key}={getattr(c.environment, key)} is a cost of conversations, and "
+      "environment.name='' has none; set it to 0 (reward.overlong_weight is for single responses)",
+    )
+  _require(
+    not c.data.checks or "calculator:" in c.data.train,
+    f"data.checks={c.data.checks} is of the calculator's teacher, and data.train={c.data.train!r} "
+    "has another; set it to 0",
+  )
   _require(
     not (c.distributed and c.environment.workers),
     f"environment.workers={c.environment.workers}: with distributed=True hosts would come to "

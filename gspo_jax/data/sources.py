@@ -52,6 +52,7 @@ class DataConfig:
   digits: Annotated[int, Range(1, 3)]  # embedded tasks: digits of the operands
   lines: tuple[Annotated[int, Range(1, 128)], ...]  # recurrence: the lengths of its responses
   carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
+  checks: Fraction  # calculator: probability that a demonstration asks a question twice
   query_set: QuerySetConfig  # which prompts stay in use while the policy learns
 
   def __post_init__(self):
