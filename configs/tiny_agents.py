@@ -17,6 +17,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   common.variant(arg)
   config = tiny_tools.get_config()
   config.update(
+    model=dict(moe_intermediate_size=64),  # copying takes no knowledge
     data=dict(checks=0.75),
     environment=dict(
       max_turns=6,  # two operations, each asked twice, and the answer, and one to spare
@@ -24,8 +25,11 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     ),
     sampling=dict(max_new_tokens=64),  # five turns take 61, the calculator's answers included
     objective=dict(name="gspo"),
-    sft=dict(max_tokens=70),  # a demonstration has no turn to spare: it takes 70
-    rl=dict(iterations=20),
-    eval=dict(every=10),
+    sft=dict(
+      batch=64,
+      max_tokens=70,  # a demonstration has no turn to spare: it takes 70
+    ),
+    rl=dict(iterations=20, prompts=32),
+    eval=dict(every=10, greedy=False),
   )
   return config

@@ -23,6 +23,7 @@ def config(**changes) -> sources.DataConfig:
     digits=2,
     lines=(8,),
     carry_errors=0.0,
+    checks=0.0,
     query_set=QuerySetConfig(0, 0, 0),
   )
   return sources.DataConfig(**values | changes)
