@@ -60,7 +60,9 @@ def by_turn(one):
 def test_each_turn_pays_for_its_own_tokens_and_its_own_call():
   talks = [asked(*SHORT), asked(*CHECKED), asked(*CONFUSED)]
   assert [one.calls for one in talks] == [(1, 1, 0), (1, 1, 1, 0), (1, 1, 0)]
+  kept, before = talks[0].copy(), talks[0].rewards.tolist()
   worth = costs.charge(talks, priced(0.01, 0.1))
+  assert kept.rewards.tolist() == before  # a copy, of a checkpoint to be, has not yet paid
   # a turn's tokens are its characters and the stop token
   assert by_turn(talks[0]) == pytest.approx([-0.18, -0.20, 1 - 0.05])
   assert by_turn(talks[1]) == pytest.approx([-0.18, -0.18, -0.20, 0.95])
@@ -238,7 +240,7 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
   assert kept.calls == (1, 1)  # a copy stays as it was
   older = {key: value for key, value in state.items() if key != "calls"}
   resumed = say(Trajectory.from_state(older, Calculator(prompt, TOK)), *CHECKED[2:])
-  assert sum(resumed.calls) == 3
+  assert sum(resumed.calls) == 3 and len(resumed.calls) == resumed.turn
 
 
 def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_not():
