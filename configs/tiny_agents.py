@@ -29,7 +29,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       batch=64,
       max_tokens=70,  # a demonstration has no turn to spare: it takes 70
     ),
-    rl=dict(iterations=20, prompts=32),
-    eval=dict(every=10, greedy=False),
+    rl=dict(iterations=16, prompts=32),
+    eval=dict(every=16, greedy=False),
   )
   return config
