@@ -65,6 +65,7 @@ def base() -> ConfigDict:
         lines=(8, 16, 32),  # that problems of the embedded recurrence ask for
         carry_errors=0.5,  # probability that the embedded task's teacher forgets a carry
         skipped_work=0.0,  # embedded sums: share that the teacher writes down without their work
+        checks=0.0,  # probability that the calculator's teacher asks a question twice, to be sure
         query_set=dict(
           drop_after=0,  # groups all right or all wrong that end a prompt's use; 0: never
           readmit_after=0,  # iterations until it gets another chance; 0: never
@@ -112,6 +113,8 @@ def base() -> ConfigDict:
         stop_strings=(),  # that end a turn, besides stop tokens
         discount=1.0,  # of rewards of later turns (or lines) in the advantage of an earlier one
         workers=0,  # threads that environments run in; 0: none, for those that never wait
+        token_cost=0.0,  # of each sampled token, taken from the reward of its turn; 0: none
+        call_cost=0.0,  # of each tool call, taken from the reward of its turn; 0: none
       ),
       sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
         temperature=1.0,  # above 0: greedy responses of a group would all be the same

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import rewards, segments
+from gspo_jax import costs, rewards, segments
 from gspo_jax.constraints import Constraints
 from gspo_jax.data import sources
 from gspo_jax.data.prompt_filter import PromptFilter
@@ -203,7 +203,7 @@ class Collector:
     trajectories = [one for group in groups for one in group.trajectories]
     texts = [self._tokenizer.decode(one.tokens.tolist()) for one in trajectories]
     if self._environment:
-      reward_B = np.array([one.rewards.sum() for one in trajectories], np.float32)
+      reward_B = costs.charge(trajectories, self._config.environment)
       correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
     else:
       prompts = [group.prompt for group in groups for _ in group.trajectories]
@@ -269,7 +269,7 @@ class Collector:
       advantage_BL = segments.advantages(rollout.rewards, part_BL, valid_BL, *options)
     if c.data.query_set.extra_rounds:
       # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
-      mixed_P1 = np.array([[group.mixed] for group in groups])
+      mixed_P1 = np.array([[costs.teaches(group, c.environment)] for group in groups])
       advantage_PG = np.where(mixed_P1, advantage_PG, 0)
       if advantage_BL is not None:
         advantage_BL = np.where(np.repeat(mixed_P1, c.rl.group_size, axis=0), advantage_BL, 0)

@@ -10,6 +10,7 @@ def check(c: Any) -> None:
   """ValueError for what can be seen to be wrong; `c` is a `config.RunConfig`."""
   c.critic.check_with(c.objective, c.rl, c.data, c.environment)
   _batches(c)
+  _data(c)
   _lengths(c)
   _job(c)
   _sampling(c)
@@ -55,6 +56,15 @@ def _batches(c: Any) -> None:
     c.sft.batch % c.sft.microbatches == 0,
     f"sft.batch={c.sft.batch} does not divide into sft.microbatches={c.sft.microbatches}",
   )
+
+
+def _data(c: Any) -> None:
+  for key, task in (("checks", "calculator"), ("skipped_work", "arithmetic")):
+    _require(
+      not getattr(c.data, key) or f"{task}:" in c.data.train,
+      f"data.{key}={getattr(c.data, key)} is of the teacher of {task}, and data.train="
+      f"{c.data.train!r} has another; set it to 0",
+    )
 
 
 def _lengths(c: Any) -> None:
@@ -122,6 +132,12 @@ def _environment(c: Any) -> None:
     f"reward.per_line=True has no effect, since environment.name={c.environment.name!r} gives "
     "each turn its reward; set it to False",
   )
+  for key in ("token_cost", "call_cost"):
+    _require(
+      bool(c.environment.name) or not getattr(c.environment, key),
+      f"environment.{key}={getattr(c.environment, key)} is a cost of conversations, and "
+      "environment.name='' has none; set it to 0 (reward.overlong_weight is for single responses)",
+    )
   _require(
     not (c.distributed and c.environment.workers),
     f"environment.workers={c.environment.workers}: with distributed=True hosts would come to "

@@ -177,6 +177,7 @@ TOGETHER = """
   objective.old_logp=recompute objective.replay=R3 objective.volatility=True
   data.query_set.extra_rounds=1 environment.name=talk:Talk environment.max_turns=4
   environment.stop_strings=('1','7') sampling.max_new_tokens=40
+  environment.token_cost=0.01 environment.call_cost=0.1
 """.split()
 TALK = """
 class Talk:
@@ -203,6 +204,9 @@ def test_partial_rollouts_go_with_everything_else(tmp_path):
   for row in training:
     assert row["minibatch/0/ratio/deviation"] == 0, "recomputed with the replayed experts"
     assert row["environment/turns"] > 1 and row["router/dropped_tokens"] == 0
+    paid = 0.01 * row["environment/tokens"] + 0.1 * row["environment/tool_calls"]
+    assert row["environment/cost"] == pytest.approx(paid)
+    assert row["reward/mean"] == pytest.approx(row["environment/reward"] - paid, abs=1e-5)
     assert row["mismatch/abs/max"] < 1e-4, "older weights are not the sampler's fault"
     assert row["partial/stale_tokens"] < 1 and row["tokens_per_second"] > 0
   assert {row["dynamic_sampling/rounds"] for row in training} <= {1, 2}

@@ -21,11 +21,7 @@ class Embedded:
     task, _, split = path.partition(":")
     self.path = path
     self._config, self._tok, self._task = config, tok, TASKS[task]
-    self._skipped = {}
-    if config.skipped_work:
-      if task != "arithmetic":
-        raise DataError(f"data.skipped_work={config.skipped_work} is of sums; {key} has {task}")
-      self._skipped = dict(skipped_work=config.skipped_work)
+    self._told = {key: getattr(config, key) for key in getattr(self._task, "TEACHER", ())}
     try:
       self._problems = self._task.problems(split, getattr(config, self._task.SIZE))
     except ValueError as error:
@@ -55,7 +51,7 @@ class Embedded:
       tokens=tuple(self._tok.encode(text)),
       # The same problem is always demonstrated in the same way, right or wrong.
       demonstration=self._task.demonstration(
-        row, self._config.carry_errors, seed=index, **self._skipped
+        row, self._config.carry_errors, seed=index, **self._told
       ),
       thinks=text.rstrip().endswith("<think>"),
     )

@@ -53,6 +53,7 @@ class DataConfig:
   lines: tuple[Annotated[int, Range(1, 128)], ...]  # recurrence: the lengths of its responses
   carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
   skipped_work: Fraction  # embedded sums: share of demonstrations that are the answer alone
+  checks: Fraction  # calculator: probability that a demonstration asks a question twice
   query_set: QuerySetConfig  # which prompts stay in use while the policy learns
 
   def __post_init__(self):

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from gspo_jax import ranges
-from gspo_jax.ranges import Fraction, Name, PositiveInt, Workers
+from gspo_jax.ranges import Fraction, Name, NonNegativeFloat, PositiveInt, Workers
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.requests import Request, Response, Workload
 from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
@@ -33,9 +33,16 @@ class EnvironmentConfig:
   stop_strings: tuple[str, ...]  # they end a turn, as stop tokens do
   discount: Fraction  # of rewards of later turns in the advantage of an earlier one
   workers: Workers  # threads that environments run in; 0: none, if they do not wait
+  token_cost: NonNegativeFloat  # of a sampled token, taken from the reward of its turn
+  call_cost: NonNegativeFloat  # of a tool call, the same
 
   def __post_init__(self):
     ranges.check(self, "environment")
+
+  @property
+  def costs(self) -> bool:
+    """Whether conversations pay for what they take (costs.py)."""
+    return self.token_cost > 0 or self.call_cost > 0
 
 
 class Driver:

@@ -22,7 +22,11 @@ Message = Mapping[str, str]  # role and content
 
 
 class Environment(Protocol):
-  """The other side of one trajectory. Host code; one object per trajectory, used once."""
+  """The other side of one trajectory. Host code; one object per trajectory, used once.
+
+  It may have an attribute `tool_calls`, a whole number: the calls of tools that it has made so far.
+  Without one, every turn that it answered is a call.
+  """
 
   def reset(self) -> Sequence[Message] | Sequence[int]:
     """Returns what the policy answers first: messages to be rendered, or the prompt's token ids."""
@@ -44,6 +48,7 @@ class Environment(Protocol):
   def figures(self) -> Mapping[str, float]:
     """May be left out. Numbers of a trajectory that is over, whose means are logged by these
     names. `correct`, 0 or 1, is what accuracy counts; without it, whether rewards sum to above 0.
+    `tokens` and `tool_calls` need not be among them.
     """
     return {}
 
@@ -83,6 +88,7 @@ class Trajectory:
       other.
     seed: of its noise; with the prompt and `sample` it decides every token.
     turn: turns that are over, which is also the number of the one under way.
+    calls: of tools, in each turn that is over.
     finished: the environment ended it, or it was cut off, by its length or its turns.
     stopped: the environment ended it.
     routing: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
@@ -97,6 +103,7 @@ class Trajectory:
     self.prompt, self.sample, self.seed = tuple(prompt), sample, seed
     self.environment, self.tag = environment, tag
     self.turn, self.finished, self.stopped = 0, False, False
+    self.calls: tuple[int, ...] = ()
     self.figures: dict[str, float] = {}
     self.routing: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
@@ -140,12 +147,16 @@ class Trajectory:
     rewards = self.rewards.copy()  # of which a copy of the trajectory may know
     rewards[-1] = reward
     self.columns["rewards"] = rewards
+    counted = self._counted
+    self.calls = (*self.calls, 0 if counted is None else counted - sum(self.calls))
     self.turn += 1
     self._begun = len(self.tokens)
 
   def observe(self, tokens: Sequence[int]) -> None:
     """Appends what the environment said, which the next turn follows."""
     n = len(tokens)
+    if self._counted is None:
+      self.calls = (*self.calls[:-1], 1)
     self._extend(
       tokens=np.array(tokens, np.int32),
       turns=np.full(n, -1, np.int32),
@@ -160,8 +171,15 @@ class Trajectory:
     self.finished, self.stopped = True, stopped
     reported = dict(getattr(self.environment, "figures", dict)())
     if not isinstance(self.environment, SingleTurn):
-      reported = dict(correct=float(self.rewards.sum() > 0)) | reported
+      right, calls = float(self.rewards.sum() > 0), sum(self.calls)
+      reported = dict(correct=right, tokens=self.length, tool_calls=calls) | reported
     self.figures = {name: float(value) for name, value in reported.items()}
+
+  @property
+  def _counted(self) -> int | None:
+    """Tool calls so far, where the environment says."""
+    calls = getattr(self.environment, "tool_calls", None)
+    return int(calls) if isinstance(calls, int | np.integer) else None
 
   def copy(self) -> "Trajectory":
     """A trajectory that stays as it is now while this one goes on; with the same environment."""
@@ -179,7 +197,7 @@ class Trajectory:
     arrays = dict(self.columns) | ({} if self.routing is None else dict(routing=self.routing))
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
-    plain = ("prompt", "sample", "seed", "turn", "finished", "stopped", "figures", "_begun")
+    plain = "prompt sample seed turn calls finished stopped figures _begun".split()
     state = {name: getattr(self, name) for name in plain}
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
 
@@ -191,7 +209,9 @@ class Trajectory:
     own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment)
     own.routing = arrays.pop("routing", None)
     own.columns = arrays
+    own.calls = (0,) * state["turn"]  # an older checkpoint does not say
     vars(own).update(state)
+    own.calls = tuple(own.calls)
     if not own.finished:
       environment.reset()
       for turn in range(own.turn):

@@ -20,6 +20,7 @@ import numpy as np
 from gspo_jax.tasks.problems import Problem, Problems
 
 SIZE = "digits"  # the key of `data` that says which problems there are
+TEACHER = ("skipped_work",)  # keys of `data` that the pupil is told besides `carry_errors`
 OUTCOMES = ("right", "wrong")
 _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of thousands of digits
 

@@ -7,7 +7,8 @@ understand costs 0.1 and is answered by `?;`.
 
 Demonstrations come from a pupil who takes the calculator for some operations and does the rest in
 his head, where he forgets carries. A model that imitates him can copy numbers into the calculator
-and out of it; that it pays to do so always is left for reinforcement learning to find out.
+and out of it; that it pays to do so always is left for reinforcement learning to find out. With
+`data.checks` he asks some questions twice, which pays never: that is for a cost of calls to say.
 """
 
 import operator
@@ -22,6 +23,7 @@ from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.problems import Problem, Problems
 
 SIZE = "digits"  # the key of `data` that says which problems there are
+TEACHER = ("checks",)  # keys of `data` that the pupil is told besides `carry_errors`
 USES = 0.4  # share of the operations for which the pupil takes the calculator
 NOT_UNDERSTOOD = -0.1  # reward of such a question
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -49,10 +51,13 @@ def problems(split: str, digits: int) -> Problems:
   return Problems("calculator", split, pair * size + c, make)
 
 
-def demonstration(problem: Problem, carry_errors: float, seed: int) -> tuple[str, ...]:
+def demonstration(
+  problem: Problem, carry_errors: float, seed: int, checks: float = 0.0
+) -> tuple[str, ...]:
   """The pupil's work on a problem: turn, what the calculator says, turn, ..., his answer.
 
-  Once he has begun to work in his head he stays with it. The same problem and seed give the same
+  Once he has begun to work in his head he stays with it. A question of the share `checks` he asks a
+  second time, to be sure; the calculator says the same. The same problem and seed give the same
   texts.
   """
   rng = random.Random(f"{seed}/{problem['id']}")
@@ -62,10 +67,17 @@ def demonstration(problem: Problem, carry_errors: float, seed: int) -> tuple[str
     tens, units = divmod(b, 10)
     product = _in_head(10 * a * tens, a * units, carry_errors, rng)
     return (str(_in_head(product, c, carry_errors, rng)),)
-  said += [f"[{a}*{b}]", f"{a * b};"]
+  said += _asked(f"{a}*{b}", a * b, checks, rng)
   if rng.random() >= USES:
     return (*said, str(_in_head(a * b, c, carry_errors, rng)))
-  return (*said, f"[{a * b}+{c}]", f"{a * b + c};", str(a * b + c))
+  said += _asked(f"{a * b}+{c}", a * b + c, checks, rng)
+  return (*said, str(a * b + c))
+
+
+def _asked(operation: str, result: int, checks: float, rng: random.Random) -> list[str]:
+  """A question and the calculator's answer, once or twice."""
+  twice = checks > 0 and rng.random() < checks
+  return [f"[{operation}]", f"{result};"] * (1 + twice)
 
 
 def _in_head(a: int, b: int, carry_errors: float, rng: random.Random) -> int:
@@ -83,7 +95,7 @@ class Calculator:
 
   def __init__(self, prompt: Any, tokenizer: Any):
     self._prompt, self._tokenizer = prompt, tokenizer
-    self._calls, self._correct = 0, False
+    self.tool_calls, self._correct = 0, False
 
   def reset(self) -> Sequence[int]:
     return self._prompt.tokens
@@ -93,7 +105,7 @@ class Calculator:
     if not text.startswith("["):
       self._correct = arithmetic.verify(text, self._prompt.answer)
       return [], float(self._correct), True
-    self._calls += 1
+    self.tool_calls += 1
     match = _QUESTION.fullmatch(text)
     if match is None:
       return self._tokenizer.encode("?;"), NOT_UNDERSTOOD, False
@@ -102,4 +114,4 @@ class Calculator:
 
   def figures(self) -> dict[str, float]:
     """Figures for the metrics: the answer was right, the calculator was asked, and how often."""
-    return dict(correct=self._correct, tool_use=self._calls > 0, tool_calls=self._calls)
+    return dict(correct=self._correct, tool_use=self.tool_calls > 0, tool_calls=self.tool_calls)

@@ -24,6 +24,7 @@ def config(**changes) -> sources.DataConfig:
     lines=(8,),
     carry_errors=0.0,
     skipped_work=0.0,
+    checks=0.0,
     query_set=QuerySetConfig(0, 0, 0),
   )
   return sources.DataConfig(**values | changes)

@@ -1,6 +1,7 @@
 """The embedded task with a calculator: problems, demonstrations, and what the environment says."""
 
 import collections
+import zlib
 
 import pytest
 from support.data_cases import config
@@ -56,15 +57,38 @@ def test_demonstrations_are_conversations_that_the_environment_would_have_had():
   assert turns[1] > turns[3] > turns[5]
 
 
+def test_a_pupil_who_checks_asks_twice_and_answers_as_he_would_have():
+  source = calculator.problems("train", 2)
+  rows = [source[i] for i in range(0, len(source), 3001)]
+  plain = [calculator.demonstration(row, 0.5, seed=i) for i, row in enumerate(rows)]
+  # of the pupil before he could check: what cold starts of configs/tiny_tools.py have learned from
+  assert zlib.crc32(repr(plain).encode()) == 3962201812
+  share = collections.Counter()
+  for i, row in enumerate(rows):
+    pieces = calculator.demonstration(row, 0.5, seed=i, checks=0.75)
+    assert pieces == calculator.demonstration(row, 0.5, seed=i, checks=0.75)
+    one, asked = environment(row["question"], row["answer"]), []
+    for said, heard in zip(pieces[:-1:2], pieces[1::2]):
+      assert ask(one, said) == (heard, 0.0, False)
+      asked.append(said)
+    assert ask(one, pieces[-1])[2]
+    assert all(asked.count(said) <= 2 for said in asked) and asked == sorted(asked, key=asked.index)
+    share.update(asked.count(said) for said in set(asked))
+    always = calculator.demonstration(row, 0.0, seed=i, checks=1.0)[:-1]
+    assert always[::4] == always[2::4] and always[1::4] == always[3::4]
+  assert share[2] / (share[1] + share[2]) == pytest.approx(0.75, abs=0.07)
+
+
 def test_the_calculator_answers_and_judges():
   one = environment()
   assert TOK.decode(one.reset()) == "37*58+46="
   assert one.figures() == dict(correct=False, tool_use=False, tool_calls=0)
+  assert one.tool_calls == 0
   assert ask(one, "[37*58]") == ("2146;", 0.0, False)
   assert ask(one, "[12-15]") == ("-3;", 0.0, False)
   assert ask(one, "[2146+46]") == ("2192;", 0.0, False)
   assert ask(one, "2192") == ("", 1.0, True)
-  assert one.figures() == dict(correct=True, tool_use=True, tool_calls=3)
+  assert one.figures() == dict(correct=True, tool_use=True, tool_calls=3) and one.tool_calls == 3
   for text in ("[37*58", "[37**58]", "[a]", "[1+2+3]", "[1234567+1]", "[37*58]2192"):
     assert ask(environment(), text) == ("?;", calculator.NOT_UNDERSTOOD, False)
   for text in ("2191", "", "37*58", "2146;2192"):
@@ -84,3 +108,6 @@ def test_a_cold_start_learns_the_turns_and_not_what_the_calculator_says():
   assert said == [first + second, f"{asked}|{again}|{answer}|"]
   with pytest.raises(sources.DataError, match=r"data\.digits=3"):
     sources.load(config(train="calculator:train", digits=3), TOK, "train")
+  checking = sources.load(config(train="calculator:train", checks=1.0), TOK, "train")
+  lengths = [len(p.demonstration) for p in map(checking.__getitem__, range(99))]
+  assert set(lengths) == {1, 5, 9}

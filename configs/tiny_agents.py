@@ -1,0 +1,35 @@
+"""configs/tiny_tools.py after a wasteful teacher, with a cost for every question: GSPO.
+
+The teacher of the cold start asks three in four of his questions twice. The calculator says the
+same again, so that nothing is gained; docs/multi_turn.md has what becomes of it with and without a
+cost.
+
+Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
+Hardware:  any machine with two CPU cores
+Expected:  TODO
+Paper:     arXiv:2510.22477
+"""
+
+from gspo_jax.configs import common, tiny_tools
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  common.variant(arg)
+  config = tiny_tools.get_config()
+  config.update(
+    model=dict(moe_intermediate_size=64),  # copying takes no knowledge
+    data=dict(checks=0.75),
+    environment=dict(
+      max_turns=6,  # two operations, each asked twice, and the answer, and one to spare
+      call_cost=0.1,
+    ),
+    sampling=dict(max_new_tokens=64),  # five turns take 61, the calculator's answers included
+    objective=dict(name="gspo"),
+    sft=dict(
+      batch=64,
+      max_tokens=70,  # a demonstration has no turn to spare: it takes 70
+    ),
+    rl=dict(iterations=16, prompts=32),
+    eval=dict(every=16, greedy=False),
+  )
+  return config
