@@ -12,14 +12,15 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config dry_run evaluation report run runs sft train",
-  "train": "collect hardware learner objectives records report run runs segments",
+  "train": "collect hardware learner objectives records report run runs segments steps",
   "sft": "data learner run runs",
   "records": "collect",
   "collect": "data group_metrics groups rewards run sampling segments",
   "group_metrics": "groups",
   "groups": "data sampling",
   "replay": "config learner models runs sampling",
-  "run": "config consistency data evaluation learner models offline rewards runs sampling tasks",
+  "run": "config consistency data evaluation learner models offline rewards runs sampling"
+  " steps tasks",
   "config": "consistency data evaluation learner models rewards runs sampling",
   "consistency": "offline",
   "offline": "data learner",
@@ -36,6 +37,7 @@ ARROWS = {
   "models": "",
   "runs": "",
   "segments": "",
+  "steps": "",
 }  # all of them may import the leaves
 
 
