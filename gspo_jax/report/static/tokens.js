@@ -170,7 +170,7 @@ function tokenTip(list) {
 }
 
 const SEGMENTS =
-  " Numbers: a segment with an importance ratio of its own begins; struck through and dashed: it is clipped. Point at one for its ratio and its gradient, the sum of |∂ loss/∂ log π| over its tokens; or go to it with Tab and the arrow keys.";
+  " Numbers: a segment with an importance ratio of its own begins; with “clip”: it is clipped. Point at one for its ratio and its gradient, the sum of |∂ loss/∂ log π| over its tokens; or go to it with Tab and the arrow keys.";
 
 function tokenLegend({ scale, colored, known, clipped, segments }) {
   const end = number(scale, 2);
