@@ -127,8 +127,8 @@ def test_segments_of_a_run_with_observations_and_several_versions(unit):
   version_BL = np.where(turns_BL >= 0, np.array([[5], [1]]) + (np.arange(17) > 12), -1)
   rollout = Rollout(
     tokens=tokens, logp=zeros_BL, full_logp=zeros_BL, mask=mask_BL, turns=turns_BL,
-    rewards=zeros_BL, version=version_BL, routing=None, prompt_lengths=at(2), lengths=at(13), ends=at(17),
-    stopped=np.array([True, False]),
+    rewards=zeros_BL, version=version_BL, routing=None, prompt_lengths=at(2), lengths=at(13),
+    ends=at(17), stopped=np.array([True, False]),
   )  # fmt: skip
   opened = SimpleNamespace(
     config=config,
