@@ -55,7 +55,7 @@ STOPS = (15, 10)
 )
 def test_steps_against_a_slow_reference(delimiters, turns):
   rng, (B, T) = np.random.default_rng(len(delimiters) + turns), (60, 50)
-  tokens_BT = rng.integers(-1, len(VOCABULARY) + 1, (B, T))  # and some beyond the vocabulary
+  tokens_BT = rng.integers(-3, len(VOCABULARY) + 6, (B, T))  # and some beyond the vocabulary
   tokens_BT[:20] = rng.integers(0, 5, (20, T))  # where tags are likely
   mask_BT = (rng.random((B, T)) < 0.8) & (np.arange(T) >= 4)
   mask_BT[5] = False
@@ -132,7 +132,7 @@ def test_segments_of_a_run_with_observations_and_several_versions(unit):
   )  # fmt: skip
   opened = SimpleNamespace(
     config=config,
-    delimiters=steps.delimiters(("]",), BYTES),
+    delimiters=steps.delimiters(("]", "x["), BYTES),  # one that two turns make together
     line_breaks=np.array([BYTES.decode([i]).count("\n") for i in range(BYTES.vocab_size)]),
   )
   expected = dict(
