@@ -43,10 +43,9 @@ def metrics(
     batch: with the number of each token's segment in `unit_BT`, from 0 on.
   """
   live_BT = batch.mask_BT > 0
-  unit_BT = jnp.where(live_BT, batch.unit_BT, 0)
 
   def total(x_BT):
-    return unit_sum(jnp.where(live_BT, x_BT, 0).astype(jnp.float32), unit_BT)
+    return unit_sum(jnp.where(live_BT, x_BT, 0).astype(jnp.float32), batch.unit_BT)
 
   old_logp_BT = jax.lax.stop_gradient(batch.old_logp_BT)
   log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
