@@ -145,9 +145,9 @@ def base() -> ConfigDict:
         name="gspo",
         # What the loss is told, in docs/objectives.md: clip_low, clip_high, clip_length,
         # clip_exponent, dual_clip, aggregate, divergence, length_exponent, tau_pos, tau_neg,
-        # kl_coef, kl, entropy_coef, off_policy_threshold, segment_unit, segment_tokens, beta,
-        # soft_value; and its advantage, std | none | leave_one_out | soft | best | reward. Unset,
-        # each is what the loss was published with, or nothing.
+        # kl_coef, kl, entropy_coef, off_policy_threshold, segment_unit, segment_tokens,
+        # segment_delimiters, beta, soft_value; and its advantage, std | none | leave_one_out | soft
+        # | best | reward. Unset, each is what the loss was published with, or nothing.
         **unset(ObjectiveConfig),
         # {loss: {option: value}} that suit the other settings of a file, in the place of published
         # ones; the options above go before them.
@@ -247,7 +247,7 @@ def unset(section: type) -> dict:
     if field.default is None:
       kind, _ = typing.get_args(kinds[field.name])  # or None
       word = typing.get_origin(kind) is typing.Literal
-      keys[field.name] = config_dict.placeholder(str if word else kind)
+      keys[field.name] = config_dict.placeholder(str if word else typing.get_origin(kind) or kind)
   return keys
 
 

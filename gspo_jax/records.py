@@ -17,6 +17,7 @@ def rollout_records(
   decode: Callable[[list[int]], str],
   old_value_BT: np.ndarray | None = None,
   advantage_BT: np.ndarray | None = None,
+  segments: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> list[dict[str, Any]]:
   """Returns a JSON object for each response.
 
@@ -25,6 +26,7 @@ def rollout_records(
     clipped_BT: the tokens whose objective the loss clipped, there.
     decode: from tokens to text.
     old_value_BT, advantage_BT: of a critic; a response's advantage is then the mean over tokens.
+    segments: the number of each token's segment, and the derivative of the loss by its log π.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
   used_BL = rollout.mask > 0
@@ -69,5 +71,21 @@ def rollout_records(
       record["clipped_tokens"] = clipped_X.astype(int).tolist()
       if old_value_BT is not None:
         record["values"] = [round(x, 4) for x in old_value_BT[row][used_L].tolist()]
+      if segments is not None:
+        record |= _of_segments(ratio_X, *(x_BT[row][used_L] for x_BT in segments))
     records.append(record)
   return records
+
+
+def _of_segments(
+  ratio_X: np.ndarray, segment_X: np.ndarray, gradient_X: np.ndarray
+) -> dict[str, list]:
+  """The segment of each token, and of each segment its ratio and Σ |derivative| (`by_segment`)."""
+  size_U = np.maximum(np.bincount(segment_X), 1)
+  mean_U = np.bincount(segment_X, ratio_X) / size_U
+  gradient_U = np.bincount(segment_X, abs(gradient_X))
+  return dict(
+    segments=segment_X.tolist(),
+    segment_ratio=[round(float(x), 6) for x in np.exp(mean_U)],
+    segment_gradient=[float(f"{x:.4g}") for x in gradient_U],
+  )

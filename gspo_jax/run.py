@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import consistency, constraints, offline, rewards, sharding
+from gspo_jax import consistency, constraints, offline, rewards, sharding, steps
 from gspo_jax.config import RunConfig
 from gspo_jax.data import recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
@@ -67,6 +67,10 @@ class Run:
     """int32 [V]: line breaks in the text of each token."""
     tok = self.tokenizer
     return np.array([tok.decode([i]).count("\n") for i in range(tok.vocab_size)], np.int32)
+
+  @functools.cached_property
+  def delimiters(self) -> steps.Delimiters:
+    return steps.delimiters(self.config.objective.segment_delimiters, self.tokenizer)
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
@@ -147,6 +151,8 @@ def _read(config: RunConfig) -> Inputs:
       f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
       f"model.vocab_size={config.model.vocab_size}"
     )
+  if config.has_iterations and config.objective.segment_unit == "step":
+    steps.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)
   verifier = "" if config.environment.name else config.reward.name  # or it judges
   check = rewards.answer_check(verifier if config.has_iterations else "")

@@ -1,5 +1,5 @@
-"""Parts of a trajectory, on the host: its turns, its lines, so many tokens of it. They can have an
-importance ratio of their own, and rewards and advantages."""
+"""Parts of a trajectory, on the host: its turns, steps or lines, so many tokens of it. They can
+have an importance ratio of their own, and rewards and advantages."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,22 +14,25 @@ _advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 
 def segment_ids(
-  unit: Literal["turn", "line", "tokens"],
+  unit: Literal["turn", "step", "line", "tokens"],
   tokens_BT: np.ndarray,
   mask_BT: np.ndarray,
   *,
   turn_BT: np.ndarray | None = None,
   size: int | None = None,
   breaks_V: np.ndarray | None = None,
+  ends_BT: np.ndarray | None = None,
 ) -> np.ndarray:
   """Segments of each response, numbered from 0 in their order; 0 off the mask. int32 [B, T].
 
   A new one begins with every turn; with unit "line" also after a token that ends a line, with unit
-  "tokens" after every `size` sampled tokens of a turn. Observations in between count for nothing.
+  "step" after one that ends a step, with unit "tokens" after every `size` sampled tokens of a turn.
+  Observations in between count for nothing.
 
   Args:
     turn_BT: turn of each sampled token, where there are several.
     breaks_V: line breaks in the text of each token; those beyond it have none.
+    ends_BT: tokens that end a step (`steps.step_ends`).
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)
@@ -44,6 +47,8 @@ def segment_ids(
     begins_X |= (place_X - _latest(place_X, begins_X)) % size == 0
   if unit == "line":
     begins_X[1:] |= np.isin(tokens_BT[row_X, time_X], np.flatnonzero(breaks_V))[:-1]
+  if unit == "step":
+    begins_X[1:] |= ends_BT[row_X, time_X][:-1]
   number_X = np.cumsum(begins_X)
   ids_BT[row_X, time_X] = number_X - _latest(number_X, new_row_X)
   return ids_BT

@@ -39,6 +39,7 @@ from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.totals import Totals
 from gspo_jax.segments import segment_ids
+from gspo_jax.steps import step_ends
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
 
 
@@ -243,9 +244,11 @@ def of_tokens(collected: Collected, rollout: Rollout) -> np.ndarray:
 
 def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
   """Parts of each trajectory that have an importance ratio of their own; None: there are none."""
-  objective = run.config.objective
+  objective, ends_BT = run.config.objective, None
   if objective.segment_unit is None:
     return None
+  if objective.segment_unit == "step":
+    ends_BT = step_ends(run.delimiters, rollout.tokens, rollout.mask, rollout.turns)
   return segment_ids(
     objective.segment_unit,
     rollout.tokens,
@@ -253,6 +256,7 @@ def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
     turn_BT=rollout.turns,
     size=objective.segment_tokens,
     breaks_V=run.line_breaks if objective.segment_unit == "line" else None,
+    ends_BT=ends_BT,
   )
 
 
@@ -319,8 +323,11 @@ def records(
   clipped = [one["clipped_BT"] for one in reviews]
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
   ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
-  of_critic = {}
+  more = {}
   if run.config.critic.name != "none":
     for name in ("old_value_BT", "advantage_BT"):
-      of_critic[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
-  return rollout_records(collected, ratio_BT, clipped_BT, run.tokenizer.decode, **of_critic)
+      more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
+  if minibatches[0].unit_BT is not None:
+    parts = ([b.unit_BT for b in minibatches], [one["gradient_BT"] for one in reviews])
+    more |= dict(segments=tuple(batches.in_rollout_order(x, *order) for x in parts))
+  return rollout_records(collected, ratio_BT, clipped_BT, run.tokenizer.decode, **more)

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config dry_run evaluation report run runs sft train",
-  "train": "collect hardware learner objectives records report run runs segments",
+  "train": "collect hardware learner objectives records report run runs segments steps",
   "sft": "data learner run runs",
   "records": "collect",
   "collect": "constraints costs data group_metrics groups rewards run sampling segments",
@@ -21,7 +21,7 @@ ARROWS = {
   "groups": "data sampling",
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline rewards runs "
-  "sampling tasks",
+  "sampling steps tasks",
   "config": "consistency constraints data evaluation learner models rewards runs sampling",
   "consistency": "constraints offline",
   "constraints": "groups rewards sampling",
@@ -39,6 +39,7 @@ ARROWS = {
   "models": "",
   "runs": "",
   "segments": "",
+  "steps": "",
 }  # all of them may import the leaves
 
 

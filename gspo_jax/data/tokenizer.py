@@ -1,14 +1,15 @@
 """Tokenizers: raw bytes for the embedded default, Hugging Face files for real checkpoints.
 
-Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode` and `render`. Padding is
-never recognised by comparing tokens with `pad_id` (masks are explicit everywhere), so a checkpoint
-whose padding token is also its stop token is fine.
+Both kinds offer `vocab_size`, `pad_id`, `stop_ids`, `encode`, `decode`, `token_bytes` and `render`.
+Padding is never recognised by comparing tokens with `pad_id` (masks are explicit everywhere), so a
+checkpoint whose padding token is also its stop token is fine.
 """
 
 import dataclasses
 import datetime
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ class ByteTokenizer:
     """Text of the bytes among `ids`; special tokens are skipped, broken UTF-8 becomes U+FFFD."""
     return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
 
+  def token_bytes(self) -> list[bytes]:
+    """The byte of each token, by id; none for special tokens."""
+    return [bytes([i]) if i < 256 else b"" for i in range(self.vocab_size)]
+
   def render(self, question: str, *, template: str = "{question}") -> str:
     """The text of a prompt: `template` with the question in it."""
     return fill(template, question)
@@ -72,6 +77,23 @@ class HFTokenizer:
     known = [int(i) for i in ids if 0 <= i < self.vocab_size]
     return self.tokenizer.decode(known, skip_special_tokens=True)
 
+  def token_bytes(self) -> list[bytes]:
+    """The bytes that each token stands for, by id: of a special token those of its name, of a part
+    of a character those that it has."""
+    tokenizer = self.tokenizer
+    how = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
+    added, found = tokenizer.get_added_tokens_decoder(), [b""] * self.vocab_size
+    for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+      if i in added:
+        found[i] = added[i].content.encode()
+      elif "ByteLevel" in how:
+        found[i] = b"".join(_BYTE_OF.get(one, one.encode()) for one in token)
+      elif "ByteFallback" in how and re.fullmatch("<0x[0-9A-F]{2}>", token):
+        found[i] = bytes([int(token[3:5], 16)])
+      else:
+        found[i] = (token.replace(_SPACE, " ") if _SPACE in how else token).encode()
+    return found
+
   def render(self, question: str, *, template: str = "{question}") -> str:
     """The text of a prompt, ready for `encode`.
 
@@ -102,6 +124,13 @@ class HFTokenizer:
         " chat_template.jinja or tokenizer_config.json"
       ) from error
 
+
+# The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTE_OF = {chr(byte): bytes([byte]) for byte in _SEEN}
+_BYTE_OF |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_UNSEEN)}
+_SPACE = "▁"  # stands for one in vocabularies of sentencepiece
 
 Tokenizer = ByteTokenizer | HFTokenizer
 

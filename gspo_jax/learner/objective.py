@@ -38,8 +38,9 @@ KINDS = dict(
   clip_length=PositiveFloat,  # tokens of a response whose ranges clip_low and clip_high are
   clip_exponent=Annotated[float, Range(0, 10)],
   length_exponent=Annotated[float, Range(0, 10)],
-  segment_unit=Literal["turn", "line", "tokens"],  # what has an importance ratio of its own
+  segment_unit=Literal["turn", "step", "line", "tokens"],  # what has a ratio of its own
   segment_tokens=PositiveInt,  # of a segment, where that is the unit
+  segment_delimiters=tuple[str, ...],  # texts that end a step; unset: tags of the chat template
 )
 
 # Options that are arguments of compiled programs, unless they are 0: a term may be left out then.
@@ -58,7 +59,7 @@ def options_of(name: str) -> dict[str, Any]:
   loss = LOSSES[name]
   options = {key: default for key, default in loss.options.items() if key != "max_length"}
   if "segment_BT" in inspect.signature(loss).parameters:
-    options |= dict(segment_unit="turn", segment_tokens=None)
+    options |= dict(segment_unit="turn", segment_tokens=None, segment_delimiters=None)
   if loss.advantage == "soft":
     options |= dict(soft_value=None)
   return options
@@ -118,6 +119,12 @@ class ObjectiveConfig:
       raise ValueError(
         f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
         f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
+      )
+    given = self.segment_delimiters
+    if given is not None and (self.segment_unit != "step" or not all(given) or not given):
+      raise ValueError(
+        f"objective.segment_delimiters={given!r}, objective.segment_unit={self.segment_unit!r}: "
+        "texts that end a segment, none of them empty, go with segment_unit='step'"
       )
     if self.clip_exponent and self.clip_length is None:
       raise ValueError(

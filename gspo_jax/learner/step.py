@@ -11,7 +11,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner import by_length, packing
+from gspo_jax.learner import by_length, by_segment, packing
 from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
@@ -128,7 +128,8 @@ def make_review(
 ) -> Callable[..., dict[str, jax.Array]]:
   """A pass without gradient, for dumps of rollouts: `logp_BT` under these parameters, as an update
   computes it, and `clipped_BT`, the tokens that its loss would clip there, with the ranges at a
-  factor. [B, T] each.
+  factor; where there are segments, `gradient_BT`, the derivative of the loss there
+  (`by_segment.gradient`). [B, T] each.
 
   `old_policy`, which has been compiled, gives the log-probabilities; under R2 an update replays
   other experts, and needs a pass of its own.
@@ -138,7 +139,7 @@ def make_review(
     return log_probs(params, batch, learner, objective.replay)[0]
 
   replayed = jax.jit(by_part(replayed, learner))
-  clipped = _clipped(objective.structure, learner.response_tokens)
+  judged = _judged(objective.structure, learner.response_tokens)
 
   def review(
     params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
@@ -149,18 +150,22 @@ def make_review(
       sampled = batch.replace(old_logp_BT=None, ref_logp_BT=None, routing_BTlk=None)
       logp_BT = old_policy(params, sampled)["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
-    return dict(logp_BT=logp_BT, clipped_BT=clipped(logp_BT, batch, numbers))
+    return dict(logp_BT=logp_BT) | judged(logp_BT, batch, numbers)
 
   return review
 
 
 @functools.cache
-def _clipped(objective: ObjectiveConfig, max_length: int) -> Callable:
-  def clipped(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> jax.Array:
+def _judged(objective: ObjectiveConfig, max_length: int) -> Callable:
+  def judged(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> dict[str, Any]:
     entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
-    return policy_loss(objective, logp_BT, entropy_BT, batch, max_length, numbers)[2]
+    loss = lambda x: policy_loss(objective, x, entropy_BT, batch, max_length, numbers)  # noqa: E731
+    found = dict(clipped_BT=loss(logp_BT)[2])
+    if batch.unit_BT is not None:
+      found |= dict(gradient_BT=by_segment.gradient(lambda x: loss(x)[0], logp_BT))
+    return found
 
-  return jax.jit(clipped)
+  return jax.jit(judged)
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
@@ -224,6 +229,10 @@ def _rl_step(
     if longest:
       tokens = logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT
       metrics |= by_length.ratio_metrics(*tokens, longest)
+    if batch.unit_BT is not None:
+      rest = entropy_BT, batch, longest, numbers
+      of_logp = lambda x_BT: policy_loss(objective, x_BT, *rest)[0]  # noqa: E731
+      metrics |= by_segment.metrics(of_logp, logp_BT, batch, clipped_BT)
     mask_BT = batch.mask_BT  # older weights are another policy, whatever the sampler does
     if batch.current_BT is not None:
       mask_BT = mask_BT * batch.current_BT

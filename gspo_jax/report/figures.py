@@ -90,6 +90,16 @@ def _by_length(title: str, note: str, key: str, **options) -> Figure:
   return _chart(f"{title} by length", note, line, **options)
 
 
+def _by_segment(title: str, note: str, key: str, **options) -> tuple[Figure, Figure]:
+  places = dict(first="blue", middle="violet", last="orange")
+  thirds = {f"segment/{key}/{place}": f"{place} {color}" for place, color in places.items()}
+  line = {f"segment/{key}/{{i}}": "number {i} sequence"}
+  return (
+    _chart(f"{title} by third", note, thirds, **options),
+    _chart(f"{title} by number", note, line, **options),
+  )
+
+
 def _section(view: str, title: str, note: str, *figures: Figure, rest: str = "") -> Section:
   return Section(view, title, note, figures, rest)
 
@@ -190,6 +200,15 @@ SECTIONS = (
     _by_length("Clipped tokens", "share of the tokens", "clip_fraction", unit="percent"),
     _chart("Clip range", "how far the ratio may be from 1 on the nearer side", "clip_range"),
     rest="(clip_fraction|ratio)/.+",
+  ),
+  _section(
+    "ratio", "Segments", "Parts with a ratio of their own, by their place in the response.",
+    *_by_segment("Clipped segments", "share of the segments in this place", "clip_fraction",
+                 unit="percent"),
+    *_by_segment("Gradient of segments", "sum over the tokens of |∂ loss/∂ log π|", "gradient"),
+    *_by_segment("Std of segments' ratios", "over the segments in this place", "ratio_std"),
+    _chart("Segments", "of a response, and the tokens of each, in the mean",
+           {"segment/count": "segments blue", "segment/length": "tokens orange"}),
   ),
   _section(
     "ratio", "Distance", "",

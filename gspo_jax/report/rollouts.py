@@ -113,7 +113,8 @@ def _plain(record: Row) -> Row:
 
 
 def _color(record: Row) -> Row:
-  """The same with its tokens, their log-ratios, and a 1 for each that was clipped, if any was.
+  """The same with its tokens, their log-ratios, and a 1 for each that was clipped, if any was;
+  where there are segments, the number of each token's, and what is known of those that are shown.
 
   The response itself is left out where it is its tokens one after another. It is not where one is a
   byte of a character, or a mark that decoding leaves out.
@@ -123,8 +124,13 @@ def _color(record: Row) -> Row:
   clipped = record.get("clipped_tokens")
   if not isinstance(clipped, list) or len(clipped) != len(tokens):
     clipped = [0] * len(tokens)
-  tokens, ratios, clipped = _cut(tokens, record["log_ratio"], clipped)
+  segments = _segments(record, len(tokens))
+  tokens, ratios, clipped, segments = _cut(tokens, record["log_ratio"], clipped, segments)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
+  if any(segment is not None for segment in segments):
+    figures = zip(record["segment_ratio"], record["segment_gradient"], strict=True)
+    known = {i: pair for i, pair in enumerate(figures) if i in {*segments}}
+    colored |= {"segments": segments, "segment_figures": known}
   if any(clipped):
     colored["clipped_tokens"] = clipped
   if whole:
@@ -132,16 +138,34 @@ def _color(record: Row) -> Row:
   return colored
 
 
-def _cut(tokens: list[str], ratios: list[float | None], clipped: list[int]) -> list[list]:
+def _segments(record: Row, count: int) -> list[int | None]:
+  """The number of each token's segment; None for all where they are not known, or broken."""
+  numbers, none = record.get("segments"), [None] * count
+  figures = [record.get(f"segment_{name}") for name in ("ratio", "gradient")]
+  if not (isinstance(numbers, list) and len(numbers) == count):
+    return none
+  if not all(isinstance(x, list) and all(map(_finite, x)) for x in figures):
+    return none
+  known = range(len(figures[0]))
+  whole = all(type(n) is int and n in known for n in numbers)
+  return numbers if whole and len(figures[1]) == len(known) else none
+
+
+def _cut(
+  tokens: list[str],
+  ratios: list[float | None],
+  clipped: list[int],
+  segments: list[int | None],
+) -> list[list]:
   """Leaves out tokens in the middle as `_shorten` leaves out characters."""
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
-    return [tokens, ratios, clipped]
+    return [tokens, ratios, clipped, segments]
   head = sum(end <= MAX_CHARACTERS * 3 // 4 for end in ends)
   tail = max(head, sum(end <= ends[-1] - MAX_CHARACTERS // 4 for end in ends))
   left_out = sum(map(len, tokens[head:tail]))
   # What stands for them was never sampled and has no ratio.
-  gap = ((tokens, _gap(left_out)), (ratios, None), (clipped, 0))
+  gap = ((tokens, _gap(left_out)), (ratios, None), (clipped, 0), (segments, None))
   return [[*values[:head], between, *values[tail:]] for values, between in gap]
 
 
@@ -160,6 +184,7 @@ def _quantize(samples: Iterable[Row]) -> Row:
   clipped = any("clipped_tokens" in sample for sample in colored)
   return {
     "colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit, "clipped": clipped,
+    "segments": any("segments" in sample for sample in colored),
   }  # fmt: skip
 
 

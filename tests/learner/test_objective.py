@@ -25,7 +25,7 @@ from gspo_jax.structs import TrainBatch
 LOSSES = O.POLICY_LOSSES
 OPTIONS = sorted({option for name in LOSSES for option in options_of(name)})
 WORDS = {option: words for loss in LOSSES.values() for option, words in loss.choices.items()}
-OTHER = dict(segment_unit="line", segment_tokens=4, dual_clip=1.5)
+OTHER = dict(segment_unit="line", segment_tokens=4, segment_delimiters=("]",), dual_clip=1.5)
 BY_LENGTH = dict(clip_length=5.0, clip_exponent=0.7)  # neither does anything alone
 OTHER |= BY_LENGTH
 CASE = paper.case(4)
@@ -195,7 +195,10 @@ REFUSED = [
   (dict(dual_clip=0.5), r"objective\.dual_clip=0\.5 must be at least 1"),
   (dict(name="sapo", tau_neg=0.0), r"objective\.tau_neg=0\.0 must be above 0"),
   (dict(off_policy_threshold=-1.0), r"objective\.off_policy_threshold=-1\.0 must"),
-  (dict(name="segment", segment_unit="word"), r"segment_unit='word' is not one of turn, line"),
+  (
+    dict(name="segment", segment_unit="word"),
+    r"segment_unit='word' is not one of turn, step, line",
+  ),
   (dict(name="segment", segment_unit="tokens"), r"segment_tokens=None.*need both"),
   (dict(name="segment", segment_tokens=4), r"segment_unit='turn'.*need both"),
   (dict(correction__name="tis"), r"correction\.name='tis' is not one of none, truncated, masked"),

@@ -149,6 +149,52 @@ def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
   assert tab.texts(".scale .clipped") == ["clipped"]
 
 
+def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
+  tokens = ["one", "\n", "two", " more", "three"]
+  known = dict(segments=[0, 0, 1, 1, 2], segment_ratio=[1.25, 0.9, 1.0])
+  known |= dict(segment_gradient=[0.0, 0.125, 3.0], clipped_tokens=[1, 1, 0, 0, 0])
+  with metrics.Writer(tmp_path) as writer:
+    ratios = [0.1, 0.3, -0.1, 0.0, 0.0]
+    plain = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
+    writer.dump_rollouts("rl", 1, [plain | known, cases.record(1, 1, 1) | plain | dict(sample=1)])
+  tab.open(write_report(tmp_path), "#responses")
+  marks = "[...document.querySelectorAll('.sample .segment')]"
+  assert tab.evaluate(f"{marks}.map((mark) => mark.getAttribute('aria-label'))") == [
+    "segment 1 · ratio 1.25000 · clipped · gradient 0",
+    "segment 2 · ratio 0.90000 · not clipped · gradient 0.125",
+    "segment 3 · ratio 1.00000 · not clipped · gradient 3",
+  ]
+  # Each stands before the first token of its segment, and adds nothing to the text.
+  assert tab.evaluate(f"{marks}.map((mark) => mark.nextSibling.textContent)") == [
+    "one",
+    "two",
+    "three",
+  ]
+  assert tab.texts(".sample pre") == ["".join(tokens)] * 2
+  shown = "[getComputedStyle({0}, '::before').content, {0}.offsetWidth > 5, {0}.tabIndex]"
+  assert tab.evaluate(f"{marks}.map((mark) => {shown.format('mark')})") == [
+    ['"1 clip"', True, 0],
+    ['"2"', True, -1],
+    ['"3"', True, -1],
+  ]
+  tab.evaluate(f"{marks}[0].focus()")
+  assert tab.texts(".tip:not([hidden])") == ["segment 1 · ratio 1.25000 · clipped · gradient 0"]
+  for _ in range(3):  # and stays with the last
+    tab.press("ArrowRight")
+  assert tab.texts(".tip:not([hidden])") == ["segment 3 · ratio 1.00000 · not clipped · gradient 3"]
+  tab.press("ArrowLeft")
+  assert tab.evaluate(f"{marks}.map((mark) => mark.tabIndex)") == [-1, 0, -1]
+  tab.evaluate("document.activeElement.blur()")
+  assert tab.texts(".tip:not([hidden])") == []
+  box = tab.evaluate(f"{marks}[1].nextSibling.getBoundingClientRect().toJSON()")
+  tab.point(box["x"] + 4, box["y"] + 4)
+  (tip,) = tab.texts(".tip:not([hidden])")
+  assert tip.startswith('"two"log-ratio −0.1') and tip.endswith("not clipped · gradient 0.125")
+  assert "with “clip”: it is clipped" in tab.texts(".scale")[0]
+  tab.choose("tokens", "plain")
+  assert tab.evaluate(f"{marks}.length") == 0
+
+
 def test_the_page_says_which_tokens_it_left_out(tab, tmp_path):
   run = write_run(tmp_path / "run")
   found = rollouts.read_rollouts([run / "rollouts"], 100, 60)

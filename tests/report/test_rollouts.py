@@ -93,6 +93,37 @@ def test_clipped_tokens_are_marked_where_they_are(tmp_path):
   assert not read_records(tmp_path / "none", others[1:], 10)[0]["clipped"]
 
 
+def test_segments_are_shown_with_what_is_known_of_them(tmp_path):
+  tokens = [f" word{i}" for i in range(5000)]
+  numbers = [i // 100 for i in range(5000)]
+  figures = dict(
+    segment_ratio=[1 + n / 1000 for n in range(50)], segment_gradient=[n / 7 for n in range(50)]
+  )
+  whole = colored(1, 1, tokens, [0.1] * 5000, response="".join(tokens), segments=numbers, **figures)
+  short = dict(segments=[0, 1], segment_ratio=[1.0, 0.9], segment_gradient=[0.5, 0.0])
+  broken = [
+    {}, dict(segments=[0]), dict(segments=[0, 2]), dict(segments=[0, True]),
+    dict(segments=[0, None]), dict(segments=7), dict(segment_ratio=[1.0, "x"]),
+    dict(segment_gradient=[1.0, float("nan")]), dict(segment_gradient=[1.0]),
+  ]  # fmt: skip
+  others = [
+    colored(1, p, ["4", "2"], [0.1, 0.2], response="42", **(short | changes if changes else {}))
+    for p, changes in enumerate([dict(length=2), *broken], 2)
+  ]
+  colors, (long, two, *unknown) = read_records(tmp_path, [whole, *others], 100)
+  assert colors["segments"] and len(long["segments"]) == len(long["tokens"]) < 5000
+  gap = long["segments"].index(None)
+  assert "left out" in long["tokens"][gap]
+  assert long["segments"][:gap] == numbers[:gap]
+  assert long["segments"][gap + 1 :] == numbers[gap + 1 - len(long["tokens"]) :]
+  shown = {*long["segments"]} - {None}
+  assert long["segment_figures"] == {n: (1 + n / 1000, n / 7) for n in shown} and len(shown) < 50
+  assert two["segment_figures"] == {0: (1.0, 0.5), 1: (0.9, 0.0)} and two["segments"] == [0, 1]
+  assert len(unknown) == len(broken) and not any("segments" in sample for sample in unknown)
+  (tmp_path / "none").mkdir()
+  assert not read_records(tmp_path / "none", others[1:], 100)[0]["segments"]
+
+
 def test_the_newest_tokens_get_the_room_there_is(tmp_path):
   records = [colored(step, p, ["4", "2"], [0.1, 0.2]) for step in range(1, 7) for p in range(2)]
   colors, samples = read_records(tmp_path, records, 100, 7)

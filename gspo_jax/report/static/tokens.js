@@ -1,13 +1,64 @@
-// Tokens coloured by how much more or less probable an update made them, framed where clipped.
+// Tokens coloured by how much more or less probable an update made them, framed where clipped, with
+// a mark before each segment that has an importance ratio of its own.
 
 const TOKENS_FIRST = 600; // characters of a folded response
 
-// [text, log-ratio or null, clipped or not] of each token; null where the response has none.
+// [text, log-ratio or null, clipped or not, segment or null] of each token; null where the response
+// has none.
 function tokensOf(sample, unit) {
   if (sample.log_ratio == null) return null;
   const ratio = (units) => (units == null ? null : units * unit);
   const clipped = (i) => sample.clipped_tokens?.[i] === 1;
-  return sample.tokens.map((text, i) => [text, ratio(sample.log_ratio[i]), clipped(i)]);
+  const segments = segmentsOf(sample, clipped);
+  return sample.tokens.map((text, i) => [
+    text,
+    ratio(sample.log_ratio[i]),
+    clipped(i),
+    segments[i] ?? null,
+  ]);
+}
+
+// What is known of each token's segment, one object for all tokens of a segment.
+function segmentsOf(sample, clipped) {
+  const known = new Map();
+  return (sample.segments ?? []).map((number, i) => {
+    if (number == null) return null;
+    const [ratio, gradient] = sample.segment_figures[number];
+    const one = known.get(number) ?? { number: number + 1, ratio, gradient, clipped: false };
+    one.clipped ||= clipped(i);
+    known.set(number, one);
+    return one;
+  });
+}
+
+function segmentText({ number, ratio, gradient, clipped }) {
+  const times = `ratio ${ratio.toFixed(5)} · ${clipped ? "clipped" : "not clipped"}`;
+  return `segment ${number} · ${times} · gradient ${format(gradient)}`;
+}
+
+// A button, so that keys reach it too: Tab the first one of a response, arrows the others.
+function segmentMark(segment, first) {
+  const node = make(segment.clipped ? "button.segment.clipped" : "button.segment", {
+    type: "button",
+    tabindex: first ? 0 : -1,
+    "aria-label": segmentText(segment),
+    "data-number": segment.number,
+  });
+  node.segment = segment;
+  return node;
+}
+
+function walkSegments(event) {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const at = event.target.closest?.(".segment");
+  if (!by || !at) return;
+  event.preventDefault();
+  const all = [...at.parentNode.querySelectorAll(".segment")];
+  const next = all[all.indexOf(at) + by];
+  if (!next) return;
+  at.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
 }
 
 // Of each token whether it is part of what was searched for.
@@ -38,8 +89,11 @@ function foundIn(tokens, query) {
 function drawTokens(node, tokens, scale, limit, query) {
   const found = foundIn(tokens, query);
   let drawn = 0;
-  for (const [i, [text, ratio, clipped]] of tokens.entries()) {
+  let last = null;
+  for (const [i, [text, ratio, clipped, segment]] of tokens.entries()) {
     if (drawn > limit) break;
+    if (segment && segment !== last) node.append(segmentMark(segment, !last));
+    last = segment ?? last;
     drawn += Math.max(1, text.length);
     if (ratio == null) {
       node.append(found[i] ? make("mark", text) : text);
@@ -58,6 +112,7 @@ function drawTokens(node, tokens, scale, limit, query) {
     );
     span.ratio = ratio;
     span.clipped = clipped;
+    span.segment = segment;
     node.append(span);
   }
   return node;
@@ -71,37 +126,53 @@ function ratioText(ratio) {
   return `log-ratio ${sign}${number(Math.abs(ratio), 4)} · ×${Number(times)}`;
 }
 
-// One tooltip for all tokens under `list`, beside the one that is pointed at.
+// One tooltip for all tokens and segments under `list`, beside the one that is pointed at or has the
+// focus.
 function tokenTip(list) {
   const tip = make("div", { class: "tip", role: "tooltip", hidden: true });
   function show(event) {
-    const token = event.target.closest?.(".token");
-    tip.hidden = !token;
-    if (!token) return;
-    const kind =
-      token.ratio < 0 ? "less probable" : token.ratio > 0 ? "more probable" : "unchanged";
+    const node = event.target.closest?.(".token, .segment");
+    tip.hidden = !node;
+    if (node) describe(node);
+  }
+  function describe(node) {
+    const { ratio, clipped, segment } = node;
+    const kind = ratio < 0 ? "less probable" : ratio > 0 ? "more probable" : "unchanged";
+    const ofToken = ratio == null ? null : make("code", {}, JSON.stringify(node.textContent));
+    const change =
+      ratio == null ? null : `${ratioText(ratio)} · ${kind}${clipped ? " · clipped" : ""}`;
+    const lines = [change, segment && segmentText(segment)].filter(Boolean);
     tip.replaceChildren(
-      make("code", {}, JSON.stringify(token.textContent)),
-      make("div", {}, `${ratioText(token.ratio)} · ${kind}${token.clipped ? " · clipped" : ""}`),
+      ...[ofToken].filter(Boolean),
+      ...lines.map((line) => make("div", {}, line)),
     );
-    const box = token.getClientRects()[0];
+    const box = node.getClientRects()[0];
     const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
     const above = box.top - tip.offsetHeight - 6;
     tip.style.left = `${Math.max(8, left)}px`;
     tip.style.top = `${above > 0 ? above : box.bottom + 6}px`;
   }
+  const hide = () => {
+    tip.hidden = true;
+  };
   list.addEventListener("pointerover", show);
   list.addEventListener("pointerdown", show);
-  list.addEventListener("pointerleave", () => {
-    tip.hidden = true;
-  });
+  list.addEventListener("pointerleave", hide);
+  list.addEventListener("focusin", show);
+  list.addEventListener("focusout", hide);
+  list.addEventListener("keydown", walkSegments);
   window.addEventListener("scroll", () => {
-    tip.hidden = true;
+    const focused = tip.hidden ? null : list.querySelector(".segment:focus");
+    if (focused) describe(focused);
+    else hide();
   });
   return tip;
 }
 
-function tokenLegend({ scale, colored, known, clipped }) {
+const SEGMENTS =
+  " Numbers: a segment with an importance ratio of its own begins; with “clip”: it is clipped. Point at one for its ratio and its gradient, the sum of |∂ loss/∂ log π| over its tokens; or go to it with Tab and the arrow keys.";
+
+function tokenLegend({ scale, colored, known, clipped, segments }) {
   const end = number(scale, 2);
   const part =
     colored < known
@@ -114,10 +185,13 @@ function tokenLegend({ scale, colored, known, clipped }) {
     make("span", { class: "ramp", "aria-hidden": "true" }),
     make("span", { class: "token higher far", style: "--share: 100%" }, `+${end}`),
     clipped ? make("span", { class: "token clipped", style: "--share: 0%" }, "clipped") : null,
+    segments ? make("span", { class: "segment", "data-number": 1 }) : null,
+    segments && clipped ? make("span", { class: "segment clipped", "data-number": 2 }) : null,
     make(
       "span",
       { class: "meta" },
       "Log-ratio of each token: log-probability after the iteration's updates minus that before. Blue and dotted: less probable, orange and underlined: more. Framed: clipped by the loss. Without colours: not measured." +
+        (segments ? SEGMENTS : "") +
         part,
     ),
   );

@@ -45,6 +45,7 @@ const HELP = [
   ["n, p", "next and previous page of responses"],
   ["← →", "in a chart: read it, and all others, a step further"],
   ["↑ ↓", "in a heat map: another layer"],
+  ["Tab, ← →", "in a response with segments: read one, and the next"],
   ["Esc", "stop reading"],
   ["?", "this list"],
 ];
