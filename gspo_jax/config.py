@@ -26,6 +26,7 @@ from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
 from gspo_jax.runs.checkpoint import CheckpointConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig, Workload
+from gspo_jax.schedules import ScheduleConfig
 from gspo_jax.sharding import MeshConfig
 
 FLOAT_MAX = sys.float_info.max
@@ -97,6 +98,7 @@ class RunConfig:
   sft_optimizer: OptimizerConfig
   rl: RLConfig
   rl_optimizer: OptimizerConfig
+  schedule: ScheduleConfig
   critic: CriticConfig
   critic_optimizer: OptimizerConfig
   eval: EvalConfig

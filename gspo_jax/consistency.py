@@ -3,7 +3,7 @@
 import difflib
 from typing import Any
 
-from gspo_jax import offline
+from gspo_jax import offline, schedules
 
 
 def check(c: Any) -> None:
@@ -15,6 +15,7 @@ def check(c: Any) -> None:
   _sampling(c)
   _environment(c)
   _objective(c)
+  schedules.check(c)
   if c.job == "offline":
     offline.check(c)
 

@@ -16,7 +16,7 @@ from etils import epath
 
 from gspo_jax import consistency, offline, rewards, sharding
 from gspo_jax.config import RunConfig
-from gspo_jax.data import recorded, sources, tokenizer
+from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
 from gspo_jax.evaluation.evaluator import Evaluator
@@ -156,7 +156,8 @@ def _read(config: RunConfig) -> Inputs:
     records = recorded.load(config.offline.data, tok, template, limits, on_error)
   train_prompts: Sequence[Prompt] = [] if records is None else records.prompts
   if config.samples_prompts:
-    train_prompts = sources.load(config.data, tok, "train", check)
+    load = growing.load if config.schedule.refresh_every else sources.load
+    train_prompts = load(config.data, tok, "train", check)
   held_out = {
     name: sources.load_spec(
       config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
@@ -164,6 +165,8 @@ def _read(config: RunConfig) -> Inputs:
     for name, b, key in _benchmarks(config)
   }
   problems = {name: choose(held_out[name], b.problems) for name, b, _ in _benchmarks(config)}
+  if isinstance(train_prompts, growing.Growing):
+    train_prompts.watch([prompt for some in problems.values() for prompt in some])
   in_both = {}
   if config.job != "eval":
     trained_on = [train_prompts, *([records.prompts] if records else [])]
