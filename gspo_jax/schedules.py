@@ -87,7 +87,9 @@ def check(c: Any) -> None:
     f"{longest} is the most: raise the one or lower the other": last > longest,
     f"schedule.new_tokens={s.new_tokens!r}: the overlong punishment moves with the limit, and "
     f"reward.overlong_buffer={reward.overlong_buffer} is more than {first} tokens; make it "
-    "smaller": bool(reward.overlong_weight) and follows(c) and reward.overlong_buffer > first,
+    "smaller": bool(s.stages and reward.overlong_weight)
+    and follows(c)
+    and reward.overlong_buffer > first,
     f"schedule.group_size_min={s.group_size_min} is more than rl.group_size={rl.group_size}, the "
     "most": s.group_size_min > rl.group_size,
     "schedule.group_size_min=1: advantages are relative to a group; make it at least "
