@@ -187,6 +187,6 @@ class _Journal:
       return
     line = json.dumps(dict(step=step, source=self._source, ends=ends))
     text = "".join(f"{one}\n" for one in [*self._lines(), line])
-    new = self._path.with_suffix(".new")
+    new = self._path.with_suffix(".tmp")
     new.write_text(text)
     new.replace(self._path)

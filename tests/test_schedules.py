@@ -3,15 +3,30 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
 import pytest
-from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
+from support.command_line import (
+  ROOT,
+  SMALL,
+  command,
+  environment,
+  figures,
+  parameters,
+  rows_of,
+  run,
+  run_until,
+)
 from support.configs import config_of
-from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, STOP, Counting, G, score, tokenizer
+from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, tokenizer
+from test_two_processes import free_port
 
 from configs import common, tiny_schedules
 from gspo_jax import schedules, train
@@ -471,6 +486,55 @@ def test_what_nobody_can_append_to_is_refused_by_name(why, tmp_path):
     source_of(UNREADABLE[why].format(tmp_path))
 
 
+HOST = """
+import os, sys, pathlib
+os.chdir(sys.argv[1])
+import jax
+jax.distributed.initialize(
+  os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"])
+)
+from test_schedules import append, growing, ids, lines, source_of
+from gspo_jax.data.files import DataError
+first, path = jax.process_index() == 0, pathlib.Path("rows.jsonl")
+path.write_text(lines(range(5 if first else 7)) + "{")  # the other one looks later
+passes = growing.Passes(source_of(path), seed=1)
+assert len(passes.source) == 5, len(passes.source)
+if first:
+  path.write_text(lines(range(9)))
+else:
+  path.write_text(lines(range(12)))
+assert passes.refresh() == 4
+print(ids(passes.take(12)))
+if first:
+  path.write_text(lines(range(3)))
+try:
+  passes.refresh()
+except DataError as error:
+  print(error)
+"""
+
+
+def test_two_hosts_know_the_same_rows_and_fail_alike(tmp_path):
+  """What the first one sees counts, whatever is on file elsewhere by then."""
+  for i in range(2):
+    (tmp_path / str(i)).mkdir()
+  told = lambda i: [sys.executable, "-c", HOST, str(tmp_path / str(i))]  # noqa: E731
+  path, address = f"{ROOT}{os.pathsep}{ROOT / 'tests'}", f"127.0.0.1:{free_port()}"
+  hosts = [
+    subprocess.Popen(
+      told(i),
+      env=environment(PYTHONPATH=path, JAX_COORDINATOR_ADDRESS=address, JAX_PROCESS_ID=str(i)),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  outputs = [host.communicate(timeout=200)[0] for host in hosts]
+  found = ["\n".join(o.strip().splitlines()[-2:]) for o in outputs]
+  assert found[0] == found[1] and "rows.jsonl ends before byte" in found[0]
+
+
 # Configurations.
 
 REFUSED = {
@@ -518,47 +582,76 @@ def test_the_configurations_choose_what_they_say():
   for one in (length, grows, groups):
     on = [one.schedule.new_tokens != "", one.schedule.refresh_every, one.schedule.group_size_min]
     assert sum(map(bool, on)) == 1
-  assert STOP
 
 
-BY_VARIANT = {
-  "length": "schedule.new_tokens=1:8,3:12,5:192",
-  "growing": "schedule.refresh_every=2",
-  "groups": "schedule.group_size_min=2",
-}
+KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
+KILLED += ["rl.iterations=9", "eval.every=9", "checkpoint.every=2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", BY_VARIANT)
+@pytest.mark.parametrize("variant", ["length", "groups"])
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
-  flags = [f for f in SMALL if not f.startswith(("eval", "rl.dump"))]
-  flags += ["rl.iterations=7", "eval.problems=8", "eval.every=7", "job=sft+rl"]
-  flags += [BY_VARIANT[variant]]
-  sums = tmp_path / "sums.jsonl"
-  if variant != "length":
-    sums.write_text(lines(range(100, 112)))
-    flags += [f"data.train={sums}", "data.demonstration_field=answer"]
-  else:
-    flags += ["sft.batch=4", "sft.microbatches=1"]
+  flags = [*KILLED, "schedule.new_tokens=1:8,4:12,6:192"]
+  if variant == "groups":
+    (tmp_path / "sums.jsonl").write_text(lines(range(100, 112)))
+    flags = [*KILLED, f"data.train={tmp_path}/sums.jsonl", "data.demonstration_field=answer"]
   one = dict(config=f"configs/tiny_schedules.py:{variant}")
   whole, killed = tmp_path / "whole", tmp_path / "killed"
-  if variant == "growing":  # rows come while iteration 1 or 2 is made, in both runs
-    flags = [f.replace("sft+rl", "rl") for f in flags]
-    run_until(killed, "rl", 0, signal.SIGKILL, flags, **one)
-    run_until(whole, "rl", 0, signal.SIGKILL, flags, **one)
-    append(sums, lines(range(112, 120)) + '{"id": "r12')
   run(whole, *flags, **one)
-  if variant == "growing":
-    run(killed, *[f.replace("rl.iterations=7", "rl.iterations=7") for f in flags], **one)
-  else:
-    run_until(killed, "rl", 4, signal.SIGKILL, flags, **one)
-    run(killed, *flags, **one)
+  run_until(killed, "rl", 5, signal.SIGKILL, flags, **one)
+  run(killed, *flags, **one)
   assert figures(killed) == figures(whole)
-  states = [parameters(path, 7) for path in (whole, killed)]
-  np.testing.assert_equal(*states)
+  np.testing.assert_equal(*[parameters(path, 9) for path in (whole, killed)])
   rows = rows_of(whole, "rl")
   if variant == "length":
-    assert [r.get("sampling/max_new_tokens") for r in rows] == [None, 8, 8, 12, 12, 192, 192, 192]
-  if variant == "groups":
-    assert rows[-1]["group_size/mean"] <= 4
-  assert re.search("report", "report")
+    expected = [None, 8, 8, 8, 12, 12, 192, 192, 192, 192]
+    assert [r.get("sampling/max_new_tokens") for r in rows] == expected
+  else:
+    assert rows[1]["group_size/mean"] == 4 and 2 <= rows[-1]["group_size/mean"] <= 4
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_the_rows_that_one_that_was_not_has(tmp_path):
+  """Rows come while iteration 1 to 4 is made, half of one with them; and while 6 to 8 is, or after
+  that run has been killed: the one that goes on repeats iteration 5, in which it had looked."""
+  flags = [*KILLED, "job=rl", "weights=random", "schedule.refresh_every=4"]
+  one = dict(config="configs/tiny_schedules.py:growing")
+
+  def begin(folder):
+    sums = folder / "sums.jsonl"
+    sums.parent.mkdir()
+    sums.write_text(lines(range(100, 112)))
+    own = [*flags, f"data.train={sums}"]
+    told = command(folder / "run", *own, **one)
+    process = subprocess.Popen(told, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    come_to(folder, 1, process)
+    append(sums, lines(range(112, 120)) + '{"id": "r120", "ques')
+    come_to(folder, 5, process)
+    return process, sums, own
+
+  def come_to(folder, step, process):
+    deadline = time.monotonic() + 200
+    while not any(row["step"] >= step for row in rows_of(folder / "run", "rl")):
+      assert process.poll() is None and time.monotonic() < deadline
+      time.sleep(0.01)
+    done = max(row["step"] for row in rows_of(folder / "run", "rl"))
+    assert done < step + 3, "too late for what comes now"
+
+  more = 'tion": "120+1=", "answer": "121"}\n' + lines(range(121, 130))
+  process, sums, _ = begin(tmp_path / "whole")
+  append(sums, more)
+  assert process.wait(200) == 0
+  process, sums, own = begin(tmp_path / "killed")
+  process.kill()
+  process.wait()
+  append(sums, more)
+  run(tmp_path / "killed" / "run", *own, **one)
+  whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+  assert figures(killed) == figures(whole)
+  np.testing.assert_equal(*[parameters(path, 9) for path in (whole, killed)])
+  rows = rows_of(whole, "rl")[1:]
+  assert [row["data/rows"] for row in rows] == [12] * 4 + [20] * 4 + [30]
+  assert [row["data/added"] for row in rows] == [0, 0, 0, 0, 8, 0, 0, 0, 10]
+  append(sums, "[1]\n")
+  said = run(tmp_path / "bad", *own, ok=False, **one)
+  assert re.search(r"sums\.jsonl, line 31: a row is an object", said)
