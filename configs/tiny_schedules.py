@@ -10,7 +10,7 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
              --config.data.train=/tmp/sums.jsonl --workdir=/tmp/groups
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  docs/objectives.md, its section on schedules
-Paper:     arXiv:2505.09388 names what is scheduled, not how; the rules are ours
+Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
 """
 
 from gspo_jax.configs import common, tiny, tiny_long

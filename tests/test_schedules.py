@@ -25,6 +25,7 @@ from support.command_line import (
   run_until,
 )
 from support.configs import config_of
+from support.small_updates import learner, score_pass
 from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, tokenizer
 from test_two_processes import free_port
 
@@ -242,6 +243,20 @@ def test_missing_rows_cost_a_packed_update_nothing():
   rows = lambda batch: int(packing.count(packing.plan(batch, 1), 4))  # noqa: E731
   all_of_them = batches.train_batch(whole[-1].rollout, whole[-1].advantage_PG, shared_prompts=True)
   assert rows(batch) < rows(all_of_them)
+
+
+def test_a_smaller_group_shares_its_prompt():
+  (*_, one), _ = iterate(6, **SIZES)
+  batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
+  batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)
+  shared = learner(MOE, group_size=6, prompt_tokens=3)
+  found = score_pass(shared)(PARAMS, batch)
+  plain = score_pass(learner(MOE))(PARAMS, batch.replace(prompt_B=None))
+  sampled = batch.mask_BT > 0
+  assert 0 < sampled.any(axis=1).sum() < len(sampled)
+  for logp_BT in (found, plain):
+    np.testing.assert_allclose(np.asarray(logp_BT)[sampled], one.rollout.logp[sampled], atol=1e-4)
+  assert np.isfinite(np.asarray(found)).all()
 
 
 @pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
