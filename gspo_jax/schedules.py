@@ -93,11 +93,17 @@ def check(c: Any) -> None:
     f"schedule.group_size_min={s.group_size_min} is more than rl.group_size={rl.group_size}, the "
     "most": s.group_size_min > rl.group_size,
     "schedule.group_size_min=1: advantages are relative to a group; make it at least "
-    "2": s.group_size_min == 1 and c.objective.relative,
+    "2": s.group_size_min == 1 and _needs_a_group(c),
   }
   for what, found in wrong.items():
     if found:
       raise ValueError(what)
+
+
+def _needs_a_group(c: Any) -> bool:
+  """Whether a response is judged by others to the same prompt."""
+  soft = c.objective.advantage_kind == "soft" and c.objective.soft_value is None
+  return c.critic.name == "none" and (c.objective.relative or soft)
 
 
 def follows(c: Any) -> bool:

@@ -38,6 +38,7 @@ from gspo_jax.data.sources import Prompts
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import packing
+from gspo_jax.learner.by_length import reward_metrics
 from gspo_jax.records import rollout_records
 from gspo_jax.rewards import Scores
 from gspo_jax.run import Run
@@ -231,10 +232,12 @@ def test_prompts_are_dropped_as_without_it():
 
 
 def test_missing_rows_cost_a_packed_update_nothing():
-  out, (_made, _) = iterate(6, **SIZES, objective__volatility=True)
-  (one,) = out[-1:]
+  (*_, one), _ = iterate(6, **SIZES, objective__volatility=True)
   B, empty = len(one.rollout.tokens), one.rollout.lengths == 0
   assert 0 < empty.sum() < B
+  known_B = np.concatenate([group.known_G for group in one.groups])
+  by_length = reward_metrics(one.reward_PG.reshape(-1), known_B, one.rollout.lengths, NEW)
+  assert sum(x for k, x in by_length.items() if "responses" in k) == pytest.approx(1)
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   plan = packing.plan(batch, 1)
   assert ((plan.row_B < 0) == empty[plan.order_B]).all()
@@ -580,6 +583,14 @@ REFUSED = {
 def test_schedules_that_fit_nothing_are_refused(why):
   with pytest.raises(ValueError, match=why):
     config(**REFUSED[why])
+
+
+def test_groups_of_one_are_for_those_who_need_no_others():
+  keys = dict(schedule__group_size_min=1, objective__name="ppo_clip")
+  config(critic__name="model", **keys)
+  config(objective__name="rft", objective__advantage="reward", schedule__group_size_min=1)
+  with pytest.raises(ValueError, match="at least 2"):
+    config(**keys)
 
 
 def test_a_buffer_that_the_schedule_does_not_move_is_as_long_as_it_likes():
