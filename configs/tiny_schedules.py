@@ -20,7 +20,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   which = common.variant(arg, "length", "growing", "groups") or "length"
   if which == "length":
     config = tiny_long.get_config()
-    config.schedule.new_tokens = "1:48,9:96,17:192"  # all of 8 lines, of 16, of 32
+    config.schedule.new_tokens = "1:48,7:96,13:192"  # all of 8 lines, of 16, of 32
+    config.rl.iterations = 24
     return config
   config = tiny.get_config()
   config.data.train = ""  # JSON lines
