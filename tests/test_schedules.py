@@ -384,6 +384,15 @@ def test_files_that_have_changed_are_an_error_that_names_them(what, tmp_path):
     source.set_state(state)
 
 
+def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
+  for i in range(2):
+    (tmp_path / f"{i}.jsonl").write_text(lines([i]))
+  source = source_of(tmp_path / "*.jsonl")
+  (tmp_path / "0.jsonl").unlink()
+  with pytest.raises(DataError, match=r"0\.jsonl is gone"):
+    source.refresh()
+
+
 def test_an_edit_long_ago_is_seen_when_a_run_goes_on(tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(500)))
