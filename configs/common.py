@@ -193,6 +193,13 @@ def base() -> ConfigDict:
         dump_every=10,  # iterations between dumped rollouts
       ),
       rl_optimizer=optimizer(learning_rate=1e-6),
+      schedule=dict(  # what changes while a run goes on: docs/objectives.md
+        # Tokens of a response, at most, from an iteration on: "1:2048,50:4096"; "": max_new_tokens
+        new_tokens="",
+        refresh_every=0,  # iterations until lines appended to data.train are read; 0: never
+        group_size_min=0,  # responses to the easiest prompts, of group_size; 0: all have group_size
+        group_solved=0.9,  # probability of a right response that decides the size of a group
+      ),
       critic=dict(  # PPO: objective.name=ppo_clip, and docs/objectives.md
         name="none",  # none | head: on the policy's trunk | model: with a trunk of its own
         init="policy",  # of a model of its own: policy: its weights before RL | random

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import costs, rewards, segments
+from gspo_jax import costs, rewards, schedules, segments
 from gspo_jax.constraints import Constraints
-from gspo_jax.data import sources
+from gspo_jax.data import growing, sources
 from gspo_jax.data.prompt_filter import PromptFilter
 from gspo_jax.group_metrics import environment_metrics, recorded_metrics, rollout_metrics
-from gspo_jax.groups import Group
+from gspo_jax.groups import Group, filled
 from gspo_jax.run import Run
 from gspo_jax.sampling import Driver, SingleTurn, Usage, assemble
 from gspo_jax.sampling.driver import new_groups
@@ -64,12 +64,16 @@ class Collector:
     relative = self._config.objective.relative
     self._in_parts = (bool(self._environment) or per_line) and relative
     P, seed = self._config.rl.prompts, run.seed("rl", "data")
-    self._batches = sources.Batches(run.train_prompts, P, seed=seed)
+    self._schedule, self._workdir = self._config.schedule, run.workdir
+    if self._schedule.refresh_every:
+      self._batches = growing.Passes(run.train_prompts, seed)
+    else:
+      self._batches = sources.Batches(run.train_prompts, P, seed=seed)
     self._records, self._fresh = None, round(self._config.sampled_share * P)
     if run.records is not None:
       self._left_out = run.records.left_out()
       self._records = sources.Batches(run.records, P, seed=run.seed("rl", "recorded"))
-    self._filter = PromptFilter(self._config.data.query_set)
+    self._filter = PromptFilter(self._config.data.query_set, self._schedule.group_size_min > 0)
     self._under_way: list[Group] = []
     self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
 
@@ -88,14 +92,15 @@ class Collector:
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._filter.readmit(step)
+    limit, scheduled = schedules.begin(c, self._batches, step, self._workdir)
     sampled: list[Group] = []
     recorded = self._recorded(c.rl.prompts - self._fresh)
     rounds, most = 0, 1 + c.data.query_set.extra_rounds if self._fresh else 0
     while rounds < most and (rounds == 0 or sum(g.mixed for g in sampled) < c.rl.prompts):
       with stages("sample"):
-        groups = self._sample(step, rounds, usage)
+        groups = self._sample(step, rounds, usage, limit)
       with stages("score"):
-        outcomes.update(self._judge(groups))
+        outcomes.update(self._judge(groups, limit))
       sampled += groups
       rounds += 1
       self._require_verdicts(sampled, step)
@@ -105,14 +110,17 @@ class Collector:
     chosen = sampled
     if most > 1:
       chosen = [sampled[i] for i in sorted(first[: c.rl.prompts])]
-    metrics = self._filter.metrics()
+    metrics = self._filter.metrics() | scheduled
     if sampled:
       metrics |= rollout_metrics(sampled, outcomes) | usage.metrics()
     if recorded:
       metrics |= recorded_metrics(recorded) | self._left_out
     metrics |= sources.skipped_rows(self._prompts)
-    if self._shared_prompts:
-      metrics["data/shared_prompts"] = float(self._shared_prompts)
+    if shared := getattr(self._prompts, "shared", self._shared_prompts):
+      metrics["data/shared_prompts"] = float(shared)
+    if self._schedule.group_size_min:
+      metrics |= schedules.size_metrics([len(group.trajectories) for group in sampled])
+      chosen = [filled(group, c.rl.group_size) for group in chosen]
     if most > 1:
       metrics["dynamic_sampling/rounds"] = float(rounds)
       metrics["dynamic_sampling/discarded_groups"] = float(len(sampled) - len(chosen))
@@ -134,7 +142,7 @@ class Collector:
     size, decode = self._config.rl.group_size, self._tokenizer.decode
     return [Group.on_record(one, size, decode) for one in self._records.take(count)]
 
-  def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
+  def _sample(self, step: int, attempt: int, usage: Usage, limit: int) -> list[Group]:
     """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
     most P, and one per mini-batch at least.
 
@@ -147,7 +155,8 @@ class Collector:
     rl, engine = dataclasses.replace(self._config.rl, prompts=self._fresh), self._engine
     turns, workers = self._config.environment.max_turns, self._config.environment.workers
     vocabulary = self._config.model.vocab_size
-    driver = Driver(engine, self._workload, vocab_size=vocabulary, max_turns=turns, workers=workers)
+    options = dict(vocab_size=vocabulary, max_turns=turns, workers=workers, limit=limit)
+    driver = Driver(engine, self._workload, **options)
     stale = [group for group in self._under_way if group.finished and group.newest < step]
     later = stale[max(1, rl.prompts // 2) :]
     groups = [group for group in self._under_way if not any(group is one for one in later)]
@@ -189,17 +198,17 @@ class Collector:
     # A prompt that comes up again in one step gets other responses.
     seed = self._seed("rl", "sample", step, *(again if any(again) else ()))
     prompts = self._batches.take(count, self._filter.wants)
-    size = self._config.rl.group_size
-    groups = new_groups(prompts, size, seed, longest, make, self._render)
+    sizes = schedules.group_sizes(self._config, map(self._filter.tried, prompts))
+    groups = new_groups(prompts, sizes, seed, longest, make, self._render)
     return list(map(Group, prompts, groups))
 
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
-  def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
+  def _judge(self, groups: Sequence[Group], limit: int) -> Mapping[str, int]:
     """Gives finished groups their rewards, by the verifier or by their environments; returns how
     often the verifier came to each of its outcomes."""
-    G, outcomes, unknown = self._config.rl.group_size, {}, {}
+    outcomes, unknown = {}, {}
     trajectories = [one for group in groups for one in group.trajectories]
     texts = [self._tokenizer.decode(one.tokens.tolist()) for one in trajectories]
     if self._environment:
@@ -208,7 +217,8 @@ class Collector:
     else:
       prompts = [group.prompt for group in groups for _ in group.trajectories]
       lengths, stopped = zip(*((one.length, one.stopped) for one in trajectories))
-      scores = self._score(texts, prompts, lengths, stopped)
+      shift = schedules.overlong_shift(self._config, limit)
+      scores = self._score(texts, prompts, [n + shift for n in lengths], stopped)
       reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
       unknown, known_B = scores.unknown, scores.known
       for one, reward_U in zip(trajectories, scores.lines or ()):
@@ -219,11 +229,13 @@ class Collector:
         reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
         elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
         unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
-    for i, group in enumerate(groups):
-      mine = slice(i * G, (i + 1) * G)
+    end = 0
+    for group in groups:
+      start, end = end, end + len(group.trajectories)
+      mine = slice(start, end)
       group.responses = texts[mine]
       group.reward_G, group.correct_G = reward_B[mine], correct_B[mine]
-      group.unknown = {g: unknown[i * G + g] for g in range(G) if i * G + g in unknown}
+      group.unknown = {i - start: unknown[i] for i in range(start, end) if i in unknown}
       if not np.isfinite(group.reward_G).all():
         raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
     if self._constraints:

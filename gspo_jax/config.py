@@ -15,7 +15,7 @@ from gspo_jax import consistency, ranges
 from gspo_jax.constraints import ConstraintConfig
 from gspo_jax.data.recorded import OfflineConfig
 from gspo_jax.data.sources import DataConfig
-from gspo_jax.evaluation.benchmarks import EvalConfig
+from gspo_jax.evaluation.benchmarks import BenchmarkConfig, EvalConfig
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.critic import Critic, CriticConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
@@ -27,6 +27,7 @@ from gspo_jax.rewards import RewardConfig
 from gspo_jax.runs.alarms import AlarmConfig
 from gspo_jax.runs.checkpoint import CheckpointConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig, Workload
+from gspo_jax.schedules import ScheduleConfig
 from gspo_jax.sharding import MeshConfig
 
 FLOAT_MAX = sys.float_info.max
@@ -99,6 +100,7 @@ class RunConfig:
   sft_optimizer: OptimizerConfig
   rl: RLConfig
   rl_optimizer: OptimizerConfig
+  schedule: ScheduleConfig
   critic: CriticConfig
   critic_optimizer: OptimizerConfig
   eval: EvalConfig
@@ -122,6 +124,14 @@ class RunConfig:
   def samples_prompts(self) -> bool:
     """Whether `data.train` is needed."""
     return self.job != "eval" and self.sampled_share > 0
+
+  def benchmarks(self) -> list[tuple[str, BenchmarkConfig, str]]:
+    """Every benchmark that has data: name, what to do, and the config key of its data."""
+    held_out = BenchmarkConfig(
+      self.data.eval, "", self.eval.problems, self.eval.samples, (), False, ""
+    )
+    named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in self.eval.benchmarks.items()]
+    return [entry for entry in [("", held_out, "data.eval"), *named] if entry[1].data]
 
   def optimizers(self) -> tuple[Optimizer, Critic | None]:
     """Of the updates of RL: the policy's optimizer, and the critic with its own."""

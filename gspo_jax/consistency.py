@@ -3,7 +3,7 @@
 import difflib
 from typing import Any
 
-from gspo_jax import constraints, offline
+from gspo_jax import constraints, offline, schedules
 
 
 def check(c: Any) -> None:
@@ -17,6 +17,7 @@ def check(c: Any) -> None:
   _environment(c)
   _objective(c)
   constraints.check(c)
+  schedules.check(c)
   if c.job == "offline":
     offline.check(c)
 

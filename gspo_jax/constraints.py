@@ -179,6 +179,11 @@ def _check_signals(c: Any) -> None:
         f"{key} needs a buffer: reward.overlong_buffer={c.reward.overlong_buffer} must lie between "
         f"1 and reward.overlong_max={c.reward.overlong_max or 'sampling.max_new_tokens'}"
       )
+    if one.signal == "overlong" and c.schedule.new_tokens:
+      raise ValueError(
+        f"{key} has a fixed buffer, and schedule.new_tokens={c.schedule.new_tokens!r} moves the "
+        'limit; leave it "", or take signal=truncated'
+      )
     if one.signal == "format" and c.reward.format == "none":
       raise ValueError(f"{key} needs reward.format=think or think_answer")
     if one.signal == "token" and one.token >= c.model.vocab_size:

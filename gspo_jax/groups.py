@@ -12,6 +12,7 @@ from gspo_jax.sampling.trajectory import recorded_turn
 from gspo_jax.structs import Prompt
 
 MISSING = "there is no further response on record"
+NOT_SAMPLED = "its group is smaller"
 
 
 @dataclasses.dataclass
@@ -80,6 +81,25 @@ class Group:
     reward_G = np.array([response.reward for response in own] + [0.0] * len(blanks), np.float32)
     correct_G = (reward_G > 0).astype(np.float32)
     return cls(prompt, trajectories, texts, reward_G, correct_G, dict.fromkeys(blanks, MISSING))
+
+
+def filled(group: Group, size: int) -> Group:
+  """A scored group with rows of padding, on which there is no verdict, in the place of responses
+  that it has fewer than `size`."""
+  blanks, nothing = range(len(group.trajectories), size), np.zeros(0, np.int32)
+  if not blanks:
+    return group
+  padding = [recorded_turn((), g, nothing, True, group.prompt.id) for g in blanks]
+  widen = lambda values_G: np.pad(values_G, (0, len(blanks)))  # noqa: E731
+  return Group(
+    group.prompt,
+    [*group.trajectories, *padding],
+    [*group.responses, *[""] * len(blanks)],
+    widen(group.reward_G),
+    widen(group.correct_G),
+    {**group.unknown, **dict.fromkeys(blanks, NOT_SAMPLED)},
+    {name: widen(values_G) for name, values_G in group.signals.items()},
+  )
 
 
 def spread(values: np.ndarray) -> float:

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import consistency, constraints, offline, rewards, sharding, steps
+from gspo_jax import consistency, constraints, offline, paths, rewards, sharding, steps
 from gspo_jax.config import RunConfig
-from gspo_jax.data import recorded, sources, tokenizer
+from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
-from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
+from gspo_jax.evaluation.benchmarks import Benchmark, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import lora, transformer
@@ -135,7 +135,7 @@ class Inputs:
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   """Reads what a run is given, and writes nothing. Raises ValueError as `open_run` does."""
-  _require_paths(config)
+  paths.check(config)
   if config.distributed:
     _join_hosts()
   inputs = _read(config)
@@ -163,14 +163,17 @@ def _read(config: RunConfig) -> Inputs:
     records = recorded.load(config.offline.data, tok, template, limits, on_error)
   train_prompts: Sequence[Prompt] = [] if records is None else records.prompts
   if config.samples_prompts:
-    train_prompts = sources.load(config.data, tok, "train", check)
+    load = growing.load if config.schedule.refresh_every else sources.load
+    train_prompts = load(config.data, tok, "train", check)
   held_out = {
     name: sources.load_spec(
       config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
     )
-    for name, b, key in _benchmarks(config)
+    for name, b, key in config.benchmarks()
   }
-  problems = {name: choose(held_out[name], b.problems) for name, b, _ in _benchmarks(config)}
+  problems = {name: choose(held_out[name], b.problems) for name, b, _ in config.benchmarks()}
+  if isinstance(train_prompts, growing.Growing):
+    train_prompts.watch([prompt for some in problems.values() for prompt in some])
   in_both = {}
   if config.job != "eval":
     trained_on = [train_prompts, *([records.prompts] if records else [])]
@@ -205,7 +208,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
     sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
   if jax.process_index() == 0 and any(in_both.values()):
-    found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in _benchmarks(config)]
+    found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
     sys.stderr.write(
       f"warning: held-out problems are in data.train too ({', '.join(found)}): accuracy on them "
       "shows what was memorised; leave them out of one of both\n"
@@ -232,7 +235,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
         scorers[b.reward or config.reward.name],
         None if b.reward else inputs.environment,
       )
-      for name, b, _ in _benchmarks(config)
+      for name, b, _ in config.benchmarks()
     ]
     evaluator = Evaluator(
       config=config.eval,
@@ -267,19 +270,10 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
 
 
-def _benchmarks(config: RunConfig) -> list[tuple[str, BenchmarkConfig, str]]:
-  """Every benchmark that has data: name, what to do, and the config key of its data."""
-  held_out = BenchmarkConfig(
-    config.data.eval, "", config.eval.problems, config.eval.samples, (), False, ""
-  )
-  named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in config.eval.benchmarks.items()]
-  return [entry for entry in [("", held_out, "data.eval"), *named] if entry[1].data]
-
-
 @contextlib.contextmanager
 def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
   """The verifier of the run and those of benchmarks that have another one, by name."""
-  names = {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config) if b.reward)}
+  names = {config.reward.name, *(b.reward for _, b, _ in config.benchmarks() if b.reward)}
   with contextlib.ExitStack() as stack:
     scorers = {}
     for name in sorted(names):
@@ -290,70 +284,6 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
       except RuntimeError as error:  # of a traceback the last line says it
         raise ValueError(f"reward.name={name!r}: {str(error).strip().splitlines()[-1]}") from error
     yield scorers
-
-
-def _require_paths(config: RunConfig) -> None:
-  """Names every path that is still to be set, all at once."""
-  paths = {
-    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
-    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
-    "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
-    "data.eval": (config.data.eval, "held-out problems, in one of the same forms"),
-  }
-  if not config.samples_prompts:
-    del paths["data.train"]
-  if config.job == "offline":
-    what = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
-    paths["offline.data"] = config.offline.data, what
-  if _benchmarks(config):
-    del paths["data.eval"]
-  missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
-  if missing:
-    raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
-  directory, key = epath.Path(config.checkpoint.directory), "--config.checkpoint.directory"
-  try:
-    usable = directory.is_dir() or not directory.exists()
-  except Exception as error:  # of a file system
-    raise ValueError(f"{key}={directory}: {type(error).__name__}: {error}") from error
-  if not usable:
-    raise ValueError(f"{key}={directory} is a file: set it to a directory, or to a new name")
-  for name in {config.reward.name, *(b.reward for _, b, _ in _benchmarks(config))} - {""}:
-    rewards.check_importable(name)
-  constraints.check_importable(config.constraints)
-  if config.weights == "random":
-    return
-  if origin := start.find(config.weights):
-    had = {
-      k: tuple(v) if isinstance(v, list) else v for k, v in origin.config.get("model", {}).items()
-    }
-    if changed := _differences(config, had):
-      raise ValueError(_other_model(config, changed))
-    return
-  if not Path(config.weights).is_dir():
-    raise ValueError(
-      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
-      "(config.json and *.safetensors), to the workdir of a run, or to random"
-    )
-  from gspo_jax.models import hf  # safetensors is only needed here
-
-  if (found := hf.check(config.weights)) != config.model:
-    raise ValueError(_other_model(config, _differences(config, dataclasses.asdict(found))))
-
-
-def _differences(config: RunConfig, had: dict[str, Any]) -> list[str]:
-  asked = dataclasses.asdict(config.model)
-  return [
-    f"model.{key}={asked[key]!r} and not {had[key]!r}"
-    for key in had
-    if key in asked and had[key] != asked[key]
-  ]
-
-
-def _other_model(config: RunConfig, differences: list[str]) -> str:
-  return (
-    f"--config.weights={config.weights} holds another model than the configuration, which has "
-    f"{', '.join(differences)}: set these, or name a configuration of this model"
-  )
 
 
 def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:

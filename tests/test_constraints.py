@@ -18,7 +18,7 @@ from gspo_jax import objectives as O
 from gspo_jax.collect import Collector
 from gspo_jax.constraints import Constraints, Multiplier, Signals
 from gspo_jax.data.tokenizer import ByteTokenizer
-from gspo_jax.groups import Group
+from gspo_jax.groups import Group, filled
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
@@ -76,6 +76,17 @@ def z(value_G, known_G):
   if len(some) > 1 and some.std() > 0:
     out[known_G] = (some - some.mean()) / some.std(ddof=1)
   return out
+
+
+def test_groups_with_padding_have_the_advantages_of_those_without():
+  config = section(costs=dict(long=LENGTH | dict(initial=0.7)))
+  groups = random_groups()
+  judge = judged(config, groups)
+  padded = [filled(one, G + 3) for one in groups]
+  expected, row = judge.advantages(groups)
+  found, same = judged(config, groups).advantages(padded)
+  np.testing.assert_allclose(found[:, :G], expected, atol=1e-6)
+  assert not found[:, G:].any() and same == pytest.approx(row)
 
 
 def test_advantages_are_standardised_one_by_one_and_combined():
@@ -369,6 +380,12 @@ WRONG = {
   r"constraints\.reward_weight=0\.0": {
     "constraints__reward_weight": 0.0,
     f"{COST}bound": "at_most",
+  },
+  r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": {
+    f"{COST}signal": "overlong",
+    f"{COST}bound": "at_most",
+    "reward__overlong_buffer": 4,
+    "schedule__new_tokens": "1:4,5:10",
   },
   r"length\.signal='overlong' needs a buffer: reward\.overlong_buffer=0": {
     f"{COST}signal": "overlong",

@@ -15,15 +15,17 @@ ARROWS = {
   "train": "collect hardware learner objectives records report run runs segments steps",
   "sft": "data learner run runs",
   "records": "collect",
-  "collect": "constraints costs data group_metrics groups rewards run sampling segments",
+  "collect": "constraints costs data group_metrics groups rewards run sampling schedules segments",
   "costs": "groups sampling",
   "group_metrics": "groups",
   "groups": "data sampling",
   "replay": "config learner models runs sampling",
-  "run": "config consistency constraints data evaluation learner models offline rewards runs "
-  "sampling steps tasks",
-  "config": "consistency constraints data evaluation learner models rewards runs sampling",
-  "consistency": "constraints offline",
+  "run": "config consistency constraints data evaluation learner models offline paths "
+  "rewards runs sampling steps tasks",
+  "paths": "constraints models rewards runs",
+  "config": "consistency constraints data evaluation learner models rewards runs "
+  "sampling schedules",
+  "consistency": "constraints offline schedules",
   "constraints": "groups rewards sampling",
   "offline": "data learner",
   "aot": "config hardware learner models sampling",
@@ -38,6 +40,7 @@ ARROWS = {
   "hardware": "models",
   "models": "",
   "runs": "",
+  "schedules": "",
   "segments": "",
   "steps": "",
 }  # all of them may import the leaves

@@ -61,11 +61,10 @@ def read(spec: str, key: str) -> Iterator[Row]:
       decode = functools.partial(examples.__getitem__, i)
       yield f"{spec}, example {i + 1}", f"{spec.removeprefix('tfds:')}:{i + 1}", decode
     return
-  files = _files(spec, key)
-  for file in files:
+  for file in found(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
     # A pattern may match more files at the next start: the ids of these stay what they are.
-    name = str(file) if re.search(_MAGIC, spec) else file.name
+    name = str(file) if is_pattern(spec) else file.name
     try:
       for number, decode in read(file):
         yield f"{file}, {unit} {number}", f"{name}:{number}", decode
@@ -73,7 +72,11 @@ def read(spec: str, key: str) -> Iterator[Row]:
       raise DataError(f"{key}: {file} cannot be read: {error}") from error
 
 
-def _files(spec: str, key: str) -> list[epath.Path]:
+def is_pattern(spec: str) -> bool:
+  return bool(re.search(_MAGIC, spec))
+
+
+def found(spec: str, key: str) -> list[epath.Path]:
   """The files that a path or pattern names, sorted."""
   try:
     return _found(spec, key)
@@ -102,7 +105,7 @@ def _found(spec: str, key: str) -> list[epath.Path]:
   return files
 
 
-def _json(line: bytes) -> Any:
+def json_row(line: bytes) -> Any:
   try:
     return jsons.parse(line)
   except ValueError as error:
@@ -114,7 +117,7 @@ def _json_lines(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     lines = gzip.GzipFile(fileobj=stream) if file.name.endswith(".gz") else stream
     for number, line in enumerate(lines, 1):
       if line.strip():
-        yield number, functools.partial(_json, line)
+        yield number, functools.partial(json_row, line)
 
 
 def _parquet(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -147,7 +150,7 @@ def _array_record(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     count = reader.num_records()
     for start in range(0, count, 1024):
       for i, record in enumerate(reader.read(start, min(start + 1024, count)), start + 1):
-        yield i, functools.partial(_json, record)
+        yield i, functools.partial(json_row, record)
     reader.close()
 
 

@@ -29,13 +29,14 @@ class QuerySetConfig:
 
 class PromptFilter:
   """Counts how often each prompt was solved since it came into use, and drops it after so many
-  groups in a row that are all right, or all wrong.
+  groups in a row that are all right, or all wrong; with `counts` it counts if it drops nothing too.
 
   Its state is JSON, in the checkpoint: a resumed run leaves out the same prompts.
   """
 
-  def __init__(self, config: QuerySetConfig):
+  def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
+    self._counts = counts or config.drop_after > 0
     # id: groups, responses, right ones, and how many groups in a row up to the last one were all
     # right (above 0) or all wrong (below 0)
     self._tried: dict[str, list[int]] = {}
@@ -65,7 +66,7 @@ class PromptFilter:
     Where `valid_PG` is 0 a verdict is unknown: no response to count, and its group adds nothing to
     those in a row. It does not end them either, unless another response does.
     """
-    if not self.config.drop_after:
+    if not self._counts:
       return
     if valid_PG is None:
       valid_PG = [np.ones_like(correct_G) for correct_G in correct_PG]
@@ -82,10 +83,15 @@ class PromptFilter:
         run = 0
       counts = groups + 1, responses + len(known), right + int(known.sum()), run
       self._tried[prompt.id] = list(counts)
-      if abs(run) >= self.config.drop_after:
+      if 0 < self.config.drop_after <= abs(run):
         self._dropped.setdefault(prompt.id, step)
       else:
         self._dropped.pop(prompt.id, None)
+
+  def tried(self, prompt: Prompt) -> tuple[int, int]:
+    """Responses to a prompt since it came into use, and right ones."""
+    _, responses, right, _ = self._tried.get(prompt.id, (0, 0, 0, 0))
+    return responses, right
 
   def metrics(self) -> dict[str, float]:
     """Prompts seen and prompts out, the latter by reason; nothing where nothing is dropped."""

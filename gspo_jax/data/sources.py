@@ -26,8 +26,9 @@ import numpy as np
 from gspo_jax import ranges, structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.embedded import TASKS, Embedded, probe
-from gspo_jax.data.files import BadRow, DataError, Skipped, read
+from gspo_jax.data.files import DataError, Skipped, read
 from gspo_jax.data.prompt_filter import QuerySetConfig
+from gspo_jax.data.rows import Check, Reader
 from gspo_jax.ranges import Fraction, PositiveInt, Range
 
 _SPEC = re.compile(
@@ -123,9 +124,6 @@ class Mixture:
     return self.sources[which][index - (ends[which - 1] if which else 0)]
 
 
-Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot be used
-
-
 def load(
   config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> Source:
@@ -143,11 +141,7 @@ def load_spec(
   config: DataConfig, tok: tokenizer.Tokenizer, spec: str, key: str, check: Check | None = None
 ) -> Source:
   """The prompts of a source or mixture; `key` is the config key that holds `spec`."""
-  if not spec.strip():
-    raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
-  parts = [_SPEC.fullmatch(part.strip()) for part in spec.split(",")]
-  if not all(parts):
-    raise DataError(f"{key}={spec!r} has an empty part: sources are separated by single commas")
+  parts = parts_of(spec, key)
   names = [part[0] for part in parts]
   if len(set(names)) < len(names):
     raise DataError(f"{key}={spec!r} names a source twice; use a weight")
@@ -164,6 +158,16 @@ def load_spec(
   return Mixture(tuple(sources), tuple(weights or map(float, map(len, sources))))
 
 
+def parts_of(spec: str, key: str) -> list[re.Match]:
+  """The sources that a spec names, each with the groups form, path, weight and where."""
+  if not spec.strip():
+    raise DataError(f"{key} is empty. Set --config.{key} to a file or data set")
+  parts = [_SPEC.fullmatch(part.strip()) for part in spec.split(",")]
+  if not all(parts):
+    raise DataError(f"{key}={spec!r} has an empty part: sources are separated by single commas")
+  return parts
+
+
 def _load_part(
   config: DataConfig,
   tok: tokenizer.Tokenizer,
@@ -172,17 +176,34 @@ def _load_part(
   prefix: str,
   check: Check | None,
 ) -> Source:
+  path = part["path"]
+  if path.partition(":")[0] in TASKS:
+    if part["where"] or part["form"]:
+      raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
+    return Embedded(config, tok, path, key)
+  return _load_rows(path, key, reader_of(config, tok, part, key, prefix, check))
+
+
+def reader_of(
+  config: DataConfig,
+  tok: tokenizer.Tokenizer,
+  part: re.Match,
+  key: str,
+  prefix: str = "",
+  check: Check | None = None,
+) -> Reader:
+  """What makes prompts of the rows of a part of a spec; DataError for what cannot be one."""
   path, name = part["path"], part["form"] or ""
   if name and name not in formats.FORMATS:
     raise DataError(
       f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(formats.FORMATS)}"
     )
-  where = formats.conditions(part["where"] or "", key)
-  if path.partition(":")[0] in TASKS:
-    if where or name:
-      raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
-    return Embedded(config, tok, path, key)
-  return _load_rows(config, tok, path, key, config.format(name), where, prefix, check)
+  form, where = config.format(name), formats.conditions(part["where"] or "", key)
+  for field, value in ("question_field", form.question), ("answer_field", form.answer):
+    if not value:
+      raise DataError(f"data.{field} is empty. Set it to the field of {key}={path} that holds it")
+  skipped = Skipped(config.on_error)
+  return Reader(form, tok, where, config.max_prompt_tokens, skipped, check, prefix)
 
 
 class Batches:
@@ -339,44 +360,10 @@ def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
   )
 
 
-def _load_rows(
-  config: DataConfig,
-  tok: tokenizer.Tokenizer,
-  path: str,
-  key: str,
-  form: formats.Format,
-  where: tuple[formats.Condition, ...],
-  prefix: str,
-  check: Check | None,
-) -> Prompts:
+def _load_rows(path: str, key: str, reader: Reader) -> Prompts:
   """Reads and checks every row of files or of a TFDS data set."""
-  for name, field in ("question_field", form.question), ("answer_field", form.answer):
-    if not field:
-      raise DataError(f"data.{name} is empty. Set it to the field of {key}={path} that holds it")
-  prompts, seen, skipped, filtered = [], {}, Skipped(config.on_error), 0
-  for place, default_id, decode in read(path, key):
-    with skipped.row(place):
-      prompt = formats.prompt(
-        decode(), form, tok, where=where, max_tokens=config.max_prompt_tokens, default_id=default_id
-      )
-      if prompt is None:
-        filtered += 1
-        continue
-      if prompt.id in seen:
-        raise BadRow(f"the id {prompt.id!r} is that of {seen[prompt.id]} too. Make ids unique")
-      if check:
-        _require(check, prompt.answer)
-      seen[prompt.id] = place
-      prompts.append(dataclasses.replace(prompt, id=prefix + prompt.id) if prefix else prompt)
+  prompts, skipped = reader(read(path, key)), reader.skipped
   if not prompts:
-    why = f"{skipped.count} bad rows, {filtered} that the filter leaves out{skipped.first}"
-    raise DataError(f"{key}={path}: the data set is empty ({why})")
+    raise DataError(f"{key}={path}: the data set is empty ({reader.left_out})")
   skipped.warn(f"{key}={path}")
   return Prompts(tuple(prompts), skipped.count)
-
-
-def _require(check: Check, answer: str) -> None:
-  try:
-    check(answer)
-  except ValueError as error:
-    raise BadRow(f"{error}. Correct the row") from error

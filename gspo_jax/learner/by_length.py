@@ -29,7 +29,7 @@ def reward_metrics(
   row = {}
   for limit, inside_B in zip(limits(longest), _classes(length_B, longest).T):
     judged_B = inside_B & known_B
-    row[f"by_length/responses/le_{limit}"] = float(inside_B.mean())
+    row[f"by_length/responses/le_{limit}"] = float(inside_B.sum() / max(1, (length_B > 0).sum()))
     row[f"by_length/reward/le_{limit}"] = float(reward_B[judged_B].sum() / max(1, judged_B.sum()))
   return row
 

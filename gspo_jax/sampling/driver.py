@@ -57,6 +57,8 @@ class Driver:
     vocab_size: that the token ids of observations must lie in.
     max_turns: of the policy, after which a trajectory is cut off.
     workers: threads that environments run in; 0: none.
+    limit: tokens that may follow a prompt, observations included; 0: those of the workload. What
+      was put aside under a larger one gets one token more.
   """
 
   def __init__(
@@ -67,7 +69,9 @@ class Driver:
     vocab_size: int = 2**31,
     max_turns: int = 1,
     workers: int = 0,
+    limit: int = 0,
   ):
+    self._limit = limit or workload.sampling.max_new_tokens
     self._engine, self._workload = engine, workload
     self._vocab_size, self._max_turns, self._workers = vocab_size, max_turns, workers
     self._asked: list[tuple[Trajectory, Response, concurrent.futures.Future]] = []
@@ -116,7 +120,7 @@ class Driver:
     self._engine.submit(
       Request(
         first.prompt,
-        load.sampling.max_new_tokens - len(first.tokens),
+        max(1, self._limit - len(first.tokens)),
         samples=len(trajectories),
         first_sample=first.sample,
         seed=first.seed,
@@ -154,7 +158,7 @@ class Driver:
       trajectory.end_turn(float(reward))
       if not done and response.stopped and trajectory.turn < self._max_turns:
         observation = self._checked(observation, name)
-        if len(trajectory.tokens) + len(observation) < self._workload.sampling.max_new_tokens:
+        if len(trajectory.tokens) + len(observation) < self._limit:
           trajectory.observe(observation)
           if go_on:
             self._submit([trajectory])
@@ -191,14 +195,15 @@ class Driver:
 
 def new_groups(
   prompts: Sequence[Prompt],
-  size: int,
+  size: int | Sequence[int],
   seed: int,
   longest: int,
   make: Callable[[Prompt], Environment] | None,
   render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
   tags: Sequence[Any] | None = None,
 ) -> list[list[Trajectory]]:
-  """Begins `size` trajectories about each of the prompts that one seed is for.
+  """Begins `size` trajectories, or as many as it says of each, about the prompts that one seed is
+  for.
 
   Groups that begin with the same tokens are numbered like one larger group, so that no trajectory
   has the noise of another.
@@ -214,7 +219,9 @@ def new_groups(
       there is no `render` for them.
   """
   groups, numbers = [], collections.Counter()  # of trajectories that begin with the same tokens
-  for prompt, tag in zip(prompts, tags or [prompt.id for prompt in prompts], strict=True):
+  sizes = [size] * len(prompts) if isinstance(size, int) else size
+  tags = tags or [prompt.id for prompt in prompts]
+  for prompt, tag, size in zip(prompts, tags, sizes, strict=True):
     if make is None:
       begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for _ in range(size)]
     else:

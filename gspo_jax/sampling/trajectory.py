@@ -251,7 +251,8 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
   """Puts each trajectory into one row of `length`: its prompt, what follows it, then padding.
 
   Args:
-    trajectories: finished ones, all with routing or none.
+    trajectories: finished ones, all with routing or none; but that those without a prompt, which
+      become rows of padding, have none in any case.
   """
   B = len(trajectories)
   fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}
@@ -269,7 +270,7 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
     fields["tokens"][row, :start] = one.prompt
     for name, column in one.columns.items():
       fields[name][row, start:end] = column
-    if experts_BLlk is not None:
+    if experts_BLlk is not None and one.routing is not None:
       experts_BLlk[row, : end - 1] = one.routing
   mask = (fields["turns"] >= 0).astype(np.float32)
   return Rollout(

@@ -1,0 +1,34 @@
+"""What changes while a run goes on, one at a time: length of responses, problems, sizes of groups.
+
+:length   configs/tiny_long.py whose responses may have 48 tokens at first, then 96, then 192
+:growing  configs/tiny.py on a file of sums to which another process appends
+:groups   configs/tiny.py on a file of sums, with fewer responses to those that are often solved
+
+Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --workdir=/tmp/length
+           python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
+           python -m gspo_jax.main --config=configs/tiny_schedules.py:groups
+             --config.data.train=/tmp/sums.jsonl --workdir=/tmp/groups
+Hardware:  any machine with two CPU cores; two to four minutes
+Expected:  docs/objectives.md, its section on schedules
+Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
+"""
+
+from gspo_jax.configs import common, tiny, tiny_long
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  which = common.variant(arg, "length", "growing", "groups") or "length"
+  if which == "length":
+    config = tiny_long.get_config()
+    config.schedule.new_tokens = "1:48,7:96,13:192"  # all of 8 lines, of 16, of 32
+    config.rl.iterations = 24
+    return config
+  config = tiny.get_config()
+  config.data.train = ""  # JSON lines
+  if which == "growing":
+    config.schedule.refresh_every = 2
+  else:
+    config.schedule.group_size_min = 2
+    # Rows of the update that a smaller group leaves empty cost nothing.
+    config.rl.update(packed=True, microbatches=4)
+  return config

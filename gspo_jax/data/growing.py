@@ -1,0 +1,297 @@
+"""A set of problems that grows: JSON lines that somebody appends to while a run goes on.
+
+Only whole lines count, and only what is new is read. All hosts know the same rows: the first one
+says how far to read. What was read may not change any more.
+
+A pass goes through all rows that are known, in an order of the seed. Rows that are found meanwhile
+join what is left of it, shuffled among the rows that are still to come. So they come up in the pass
+that they were found in, and each row comes up once in it.
+"""
+
+import functools
+import json
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from gspo_jax import structs
+from gspo_jax.data import files, overlap, sources, tokenizer
+from gspo_jax.data.embedded import TASKS
+from gspo_jax.data.files import DataError
+from gspo_jax.data.rows import Check, Reader
+
+TAIL = 4096  # bytes at the end of what was read that are compared before reading on
+PATIENCE_S = 60  # for what the first host has seen to be seen by another one
+
+
+def load(
+  config: sources.DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
+) -> "Growing":
+  """The prompts of `config.train` as far as they are on file, as `sources.load` has them.
+
+  Raises:
+    DataError: for what `sources.load` raises it, and for sources that nobody can append to.
+  """
+  key, spec = f"data.{split}", getattr(config, split)
+  (part, *others) = sources.parts_of(spec, key)
+  path = part["path"]
+  wrong = None
+  if others:
+    wrong = "a mixture, whose sources have passes and weights of their own"
+  elif path.partition(":")[0] in TASKS:
+    wrong = "an embedded task, to which nobody appends"
+  elif path.startswith("tfds:"):
+    wrong = "a TFDS data set, to which nobody appends"
+  elif not path.endswith(".jsonl"):
+    wrong = "not of a format that lines are appended to"
+  if wrong:
+    raise DataError(
+      f"{key}={spec} is {wrong}: schedule.refresh_every reads one .jsonl file, or a pattern of "
+      "them; name such a one, or set schedule.refresh_every=0"
+    )
+  make = functools.partial(sources.reader_of, config, tok, part, key, "", check)
+  source = Growing(path, key, make)
+  source.refresh()
+  if not len(source):
+    raise DataError(f"{key}={path}: the data set is empty ({source.left_out})")
+  return source
+
+
+class Growing:
+  """The rows of files that grow, in the order in which they were found (`sources.Source`).
+
+  Args:
+    make: makes a reader of rows.
+  """
+
+  def __init__(self, path: str, key: str, make: Callable[[], Reader]):
+    self.path, self._key, self._make = path, key, make
+    self._held_out: Counter[str] = Counter()  # questions
+    self._begin()
+
+  def _begin(self) -> None:
+    self._reader, self._rows, self._shared = self._make(), [], set()
+    self._known: dict[str, tuple[int, int]] = {}  # file: bytes and lines that were read
+    self._tails: dict[str, bytes] = {}
+    self._parts: list[list[Any]] = []  # file, bytes until, checksum: in the order of the rows
+
+  def __len__(self) -> int:
+    return len(self._rows)
+
+  def __getitem__(self, index: int) -> structs.Prompt:
+    return self._rows[index]
+
+  @property
+  def skipped(self) -> int:
+    return self._reader.skipped.count
+
+  @property
+  def left_out(self) -> str:
+    return self._reader.left_out
+
+  @property
+  def shared(self) -> int:
+    """Held-out problems that are among the rows."""
+    return sum(self._held_out[question] for question in self._shared)
+
+  def watch(self, held_out: Sequence[structs.Prompt]) -> None:
+    """From now on these are counted if they are among the rows."""
+    self._held_out = Counter(overlap.normal(prompt.question) for prompt in held_out)
+    self._compare(self._rows)
+
+  def refresh(self, ends: Mapping[str, int] | None = None) -> int:
+    """Reads on; returns how many rows there are more. With `ends` (as `ends` has them), no further.
+
+    Raises:
+      DataError: for a bad row, as at the start, and for a file whose known part has changed.
+    """
+    before, shared, skipped = len(self), self.shared, self.skipped
+    for file, end in _agreed(lambda: self._look() if ends is None else ends).items():
+      self._read(file, end)
+    if self.skipped > skipped:
+      self._reader.skipped.warn(f"{self._key}={self.path}")
+    if self.shared > shared:
+      logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
+    return len(self) - before
+
+  @property
+  def ends(self) -> dict[str, int]:
+    """How far each file has been read, in bytes."""
+    return {file: end for file, (end, _) in self._known.items()}
+
+  def get_state(self) -> list[list[Any]]:
+    """Returns JSON: which part of which file the rows are from."""
+    return [list(part) for part in self._parts]
+
+  def set_state(self, state: Sequence[Sequence[Any]]) -> None:
+    """Has the rows that there were then, in the same order, and no others.
+
+    Raises:
+      DataError: they are not what they were.
+    """
+    self._begin()
+    for file, end, checksum in state:
+      self._read(file, end)
+      if self._parts[-1][2] != checksum:
+        raise DataError(_changed(self._key, file))
+
+  def _look(self) -> dict[str, int]:
+    """Where the whole lines of each file end, as it is now."""
+    found = {str(file): file for file in files.found(self.path, self._key)}
+    for name in self._known:
+      if name not in found:
+        raise DataError(f"{self._key}: {name} is gone, and its rows are in use. Put it back")
+    ends = {}
+    for name, file in found.items():
+      start, _ = self._known.get(name, (0, 0))
+      new = _bytes(file, start, None)
+      if self._tail_of(file, start) != self._tails.get(name, b""):
+        raise DataError(_changed(self._key, name))
+      if (lines := new.rfind(b"\n") + 1) > 0:
+        ends[name] = start + lines
+    return ends
+
+  def _read(self, name: str, end: int) -> None:
+    """Takes in the rows of a file up to a byte."""
+    start, number = self._known.get(name, (0, 0))
+    if end <= start:
+      return
+    file = epath.Path(name)
+    text = _bytes(file, start, end)
+    checksum = 0
+    if self._parts and self._parts[-1][0] == name:  # the rows follow each other
+      checksum = self._parts.pop()[2]
+    self._parts.append([name, end, zlib.crc32(text, checksum)])
+    self._tails[name] = (self._tails.get(name, b"") + text)[-TAIL:]
+    lines = text.split(b"\n")[:-1]
+    self._known[name] = end, number + len(lines)
+    shown = name if files.is_pattern(self.path) else file.name
+    rows = self._reader(_rows(name, shown, number, lines))
+    self._rows += rows
+    self._compare(rows)
+
+  def _tail_of(self, file: epath.Path, end: int) -> bytes:
+    return _bytes(file, max(0, end - TAIL), end) if end else b""
+
+  def _compare(self, rows: Sequence[structs.Prompt]) -> None:
+    questions = (overlap.normal(prompt.question) for prompt in rows) if self._held_out else ()
+    self._shared.update(question for question in questions if question in self._held_out)
+
+
+def _rows(file: str, shown: str, number: int, lines: Sequence[bytes]) -> Iterator[files.Row]:
+  for i, line in enumerate(lines, number + 1):
+    if line.strip():
+      yield f"{file}, line {i}", f"{shown}:{i}", functools.partial(files.json_row, line)
+
+
+class Passes:
+  """An endless iterator over prompts of a set that grows, as `sources.Batches` is of others."""
+
+  def __init__(self, source: Growing, seed: int):
+    self.source, self._seed = source, seed
+    self._begin(0)
+
+  def _begin(self, number: int) -> None:
+    self._number, self._next = number, 0
+    self._growth: list[tuple[int, int]] = []  # prompts of the pass that were taken, rows from then
+    self._order = np.zeros(0, np.int64)
+    self._join(0, len(self.source))
+
+  def _join(self, taken: int, rows: int) -> None:
+    """Shuffles the new ones of so many rows among what is left of the pass."""
+    rest = np.concatenate([self._order[taken:], np.arange(len(self._order), rows)])
+    rng = np.random.default_rng([self._seed, self._number, len(self._growth)])
+    self._order = np.concatenate([self._order[:taken], rng.permutation(rest)])
+    self._growth.append((taken, rows))
+
+  def take(
+    self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
+  ) -> list[structs.Prompt]:
+    """As `sources.Batches.take`."""
+    taken, refused = [], 0
+    while len(taken) < count:
+      if self._next == len(self._order):
+        self._begin(self._number + 1)
+      prompt = self.source[self._order[self._next]]
+      self._next += 1
+      if wanted(prompt) or refused >= 2 * len(self.source):
+        taken.append(prompt)
+        refused = 0
+      else:
+        refused += 1
+    return taken
+
+  def refresh(self, ends: Mapping[str, int] | None = None) -> int:
+    """As `Growing.refresh`; the new rows join the pass."""
+    added = self.source.refresh(ends)
+    if added:
+      self._join(self._next, len(self.source))
+    return added
+
+  def get_state(self) -> dict[str, Any]:
+    position = dict(number=self._number, next=self._next, growth=list(map(list, self._growth)))
+    # A run that goes on without `refresh_every` finds other contents, and begins a new epoch.
+    return dict(parts=self.source.get_state(), contents="grows", restarts=0) | position
+
+  def set_state(self, state: Mapping[str, Any]) -> None:
+    if "parts" not in state:
+      logging.warning("the checkpoint is of a run whose data did not grow: a new pass starts")
+      return
+    self.source.set_state(state["parts"])
+    rows = state["growth"][-1][1]
+    if len(self.source) != rows:
+      logging.warning("of %d rows there are %d now: a new pass starts", rows, len(self.source))
+      return self._begin(state["number"] + 1)
+    self._number, self._growth, self._order = state["number"], [], np.zeros(0, np.int64)
+    for taken, rows in state["growth"]:
+      self._join(taken, rows)
+    self._next = state["next"]
+
+
+def _bytes(file: epath.Path, start: int, end: int | None) -> bytes:
+  """A part of a file. Other hosts than the first wait until they see what that one has seen."""
+  for _ in range(PATIENCE_S if jax.process_index() else 1):
+    try:
+      with file.open("rb") as stream:
+        stream.seek(start)
+        found = stream.read() if end is None else stream.read(end - start)
+    except OSError as error:
+      raise DataError(f"{file} cannot be read: {error}") from error
+    if end is None or len(found) == end - start:
+      return found
+    time.sleep(1)
+  raise DataError(f"{file} ends before byte {end}, and rows up to there are in use. Put them back")
+
+
+def _agreed(look: Callable[[], Mapping[str, int]]) -> dict[str, int]:
+  """What the first host finds, on all of them; what it raises, too."""
+  if jax.process_count() == 1:
+    return dict(look())
+  told = b""
+  if jax.process_index() == 0:
+    try:
+      told = json.dumps(dict(ends=look())).encode()
+    except DataError as error:
+      told = json.dumps(dict(error=str(error))).encode()
+  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(told))))
+  text = np.zeros(length, np.uint8)
+  text[: len(told)] = np.frombuffer(told, np.uint8)
+  found = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8)))
+  if "error" in found:
+    raise DataError(found["error"])
+  return found["ends"]
+
+
+def _changed(key: str, file: str) -> str:
+  return (
+    f"{key}: {file} is not what it was: rows that are in use were edited or cut off. Append to it "
+    "only, or put back what it was"
+  )

@@ -1,0 +1,74 @@
+"""Checks of what a configuration names outside of itself: files, directories, modules."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from gspo_jax import constraints, rewards
+from gspo_jax.runs import start
+
+
+def check(config: Any) -> None:
+  """Names every path that is still to be set, all at once."""
+  paths = {
+    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
+    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
+    "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
+    "data.eval": (config.data.eval, "held-out problems, in one of the same forms"),
+  }
+  if not config.samples_prompts:
+    del paths["data.train"]
+  if config.job == "offline":
+    what = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
+    paths["offline.data"] = config.offline.data, what
+  if config.benchmarks():
+    del paths["data.eval"]
+  missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
+  if missing:
+    raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+  directory, key = epath.Path(config.checkpoint.directory), "--config.checkpoint.directory"
+  try:
+    usable = directory.is_dir() or not directory.exists()
+  except Exception as error:  # of a file system
+    raise ValueError(f"{key}={directory}: {type(error).__name__}: {error}") from error
+  if not usable:
+    raise ValueError(f"{key}={directory} is a file: set it to a directory, or to a new name")
+  for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
+    rewards.check_importable(name)
+  constraints.check_importable(config.constraints)
+  if config.weights == "random":
+    return
+  if origin := start.find(config.weights):
+    had = {
+      k: tuple(v) if isinstance(v, list) else v for k, v in origin.config.get("model", {}).items()
+    }
+    if changed := _differences(config, had):
+      raise ValueError(_other_model(config, changed))
+    return
+  if not Path(config.weights).is_dir():
+    raise ValueError(
+      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
+      "(config.json and *.safetensors), to the workdir of a run, or to random"
+    )
+  from gspo_jax.models import hf  # safetensors is only needed here
+
+  if (found := hf.check(config.weights)) != config.model:
+    raise ValueError(_other_model(config, _differences(config, dataclasses.asdict(found))))
+
+
+def _differences(config: Any, had: dict[str, Any]) -> list[str]:
+  asked = dataclasses.asdict(config.model)
+  return [
+    f"model.{key}={asked[key]!r} and not {had[key]!r}"
+    for key in had
+    if key in asked and had[key] != asked[key]
+  ]
+
+
+def _other_model(config: Any, differences: list[str]) -> str:
+  return (
+    f"--config.weights={config.weights} holds another model than the configuration, which has "
+    f"{', '.join(differences)}: set these, or name a configuration of this model"
+  )

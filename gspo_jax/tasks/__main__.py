@@ -1,0 +1,43 @@
+"""Problems of an embedded task as JSON lines, for trying out files of problems:
+
+python -m gspo_jax.tasks arithmetic:train --first=0 --rows=64 >> sums.jsonl
+
+The rows are in an order of their own, always the same, so that other numbers give other problems.
+"""
+
+import argparse
+import json
+import sys
+
+import numpy as np
+
+from gspo_jax.tasks import arithmetic, recurrence
+
+
+def main(argv: list[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(prog="python -m gspo_jax.tasks", description=__doc__)
+  parser.add_argument("source", help="arithmetic:train, arithmetic:heldout, recurrence:train, ...")
+  parser.add_argument("--first", type=int, default=0, help="rows to leave out before")
+  parser.add_argument("--rows", type=int, default=64)
+  parser.add_argument("--digits", type=int, default=3, help="arithmetic: of an operand")
+  parser.add_argument("--lines", default="8,16,32", help="recurrence: lengths of responses")
+  flags = parser.parse_args(argv)
+  name, _, split = flags.source.partition(":")
+  try:
+    if name == "arithmetic":
+      problems = arithmetic.problems(split, flags.digits)
+    elif name == "recurrence":
+      problems = recurrence.problems(split, tuple(map(int, flags.lines.split(","))))
+    else:
+      raise ValueError(f"there is no task {name!r} here; there are arithmetic and recurrence")
+    if not (flags.first >= 0 and 0 < flags.rows <= len(problems) - flags.first):
+      raise ValueError(f"rows {flags.first} to {flags.first + flags.rows} of {len(problems)}")
+  except ValueError as error:
+    parser.error(str(error))
+  order = np.random.default_rng(0).permutation(len(problems))
+  for index in order[flags.first : flags.first + flags.rows]:
+    sys.stdout.write(json.dumps(problems[int(index)]) + "\n")
+
+
+if __name__ == "__main__":
+  main()
