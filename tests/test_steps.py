@@ -10,7 +10,7 @@ from data import test_tokenizer
 from support.configs import config_of
 from tokenizers import decoders, models
 
-from configs import common, tiny_tools
+from configs import common, tiny_segments, tiny_tools
 from gspo_jax import run, steps, train
 from gspo_jax.data import tokenizer
 from gspo_jax.segments import segment_ids
@@ -142,6 +142,16 @@ def test_segments_of_a_run_with_observations_and_several_versions(unit):
     tokens=[0] * 5 + [1, 1, 1] + [0, 0] + [2, 2, 2, 3, 3, 3, 4],
   )
   assert train.segments_of(opened, rollout).tolist() == [expected[unit]] * 2
+
+
+def test_the_configuration_and_its_variants():
+  of_gspo = {"": (0.03, 0.04), "steps": (0.03, 0.04), "long": (3e-4, 4e-4)}
+  units = {"": "turn", "steps": "step", "long": "line"}
+  for variant, ranges in of_gspo.items():
+    objective = config_of(lambda v=variant: tiny_segments.get_config(v)).objective
+    assert (objective.name, objective.segment_unit) == ("segment", units[variant])
+    assert (objective.clip_low, objective.clip_high) == ranges and objective.clip_exponent == 0.5
+    assert objective.segment_delimiters == (("*", "+", "]") if variant == "steps" else None)
 
 
 def test_hostile_responses_take_linear_time():
