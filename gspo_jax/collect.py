@@ -76,6 +76,7 @@ class Collector:
     self._filter = PromptFilter(self._config.data.query_set, self._schedule.group_size_min > 0)
     self._under_way: list[Group] = []
     self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
+    self._limit = self._config.sampling.max_new_tokens  # of a response in this iteration
 
   def collect(self, step: int, stages: Stages) -> Collected:
     """Samples and scores the groups of an iteration, but for those that come from files;
@@ -92,15 +93,15 @@ class Collector:
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._filter.readmit(step)
-    limit, scheduled = schedules.begin(c, self._batches, step, self._workdir)
+    self._limit, scheduled = schedules.begin(c, self._batches, step, self._workdir)
     sampled: list[Group] = []
     recorded = self._recorded(c.rl.prompts - self._fresh)
     rounds, most = 0, 1 + c.data.query_set.extra_rounds if self._fresh else 0
     while rounds < most and (rounds == 0 or sum(g.mixed for g in sampled) < c.rl.prompts):
       with stages("sample"):
-        groups = self._sample(step, rounds, usage, limit)
+        groups = self._sample(step, rounds, usage)
       with stages("score"):
-        outcomes.update(self._judge(groups, limit))
+        outcomes.update(self._judge(groups))
       sampled += groups
       rounds += 1
       self._require_verdicts(sampled, step)
@@ -142,7 +143,7 @@ class Collector:
     size, decode = self._config.rl.group_size, self._tokenizer.decode
     return [Group.on_record(one, size, decode) for one in self._records.take(count)]
 
-  def _sample(self, step: int, attempt: int, usage: Usage, limit: int) -> list[Group]:
+  def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
     """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
     most P, and one per mini-batch at least.
 
@@ -155,7 +156,7 @@ class Collector:
     rl, engine = dataclasses.replace(self._config.rl, prompts=self._fresh), self._engine
     turns, workers = self._config.environment.max_turns, self._config.environment.workers
     vocabulary = self._config.model.vocab_size
-    options = dict(vocab_size=vocabulary, max_turns=turns, workers=workers, limit=limit)
+    options = dict(vocab_size=vocabulary, max_turns=turns, workers=workers, limit=self._limit)
     driver = Driver(engine, self._workload, **options)
     stale = [group for group in self._under_way if group.finished and group.newest < step]
     later = stale[max(1, rl.prompts // 2) :]
@@ -205,7 +206,7 @@ class Collector:
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
-  def _judge(self, groups: Sequence[Group], limit: int) -> Mapping[str, int]:
+  def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
     """Gives finished groups their rewards, by the verifier or by their environments; returns how
     often the verifier came to each of its outcomes."""
     outcomes, unknown = {}, {}
@@ -217,7 +218,7 @@ class Collector:
     else:
       prompts = [group.prompt for group in groups for _ in group.trajectories]
       lengths, stopped = zip(*((one.length, one.stopped) for one in trajectories))
-      shift = schedules.overlong_shift(self._config, limit)
+      shift = schedules.overlong_shift(self._config, self._limit)
       scores = self._score(texts, prompts, [n + shift for n in lengths], stopped)
       reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
       unknown, known_B = scores.unknown, scores.known

@@ -19,6 +19,7 @@ from support.command_line import (
   command,
   environment,
   figures,
+  modules_in,
   parameters,
   rows_of,
   run,
@@ -623,14 +624,22 @@ KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "
 KILLED += ["rl.iterations=9", "eval.every=9", "checkpoint.every=2"]
 
 
+PARITY = """
+def judge(response, prompt):
+  return int(prompt["answer"]) % 2 == 0 or len(response) % 5 == 0
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["length", "groups"])
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
   flags = [*KILLED, "schedule.new_tokens=1:8,4:12,6:192"]
   if variant == "groups":
     (tmp_path / "sums.jsonl").write_text(lines(range(100, 112)))
-    flags = [*KILLED, f"data.train={tmp_path}/sums.jsonl", "data.demonstration_field=answer"]
-  one = dict(config=f"configs/tiny_schedules.py:{variant}")
+    (tmp_path / "parity.py").write_text(PARITY)
+    flags = [*KILLED, "job=rl", "weights=random", f"data.train={tmp_path}/sums.jsonl"]
+    flags += ["reward.name=parity:judge", "reward.workers=1"]
+  one = dict(config=f"configs/tiny_schedules.py:{variant}", **modules_in(tmp_path))
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   run(whole, *flags, **one)
   run_until(killed, "rl", 5, signal.SIGKILL, flags, **one)
@@ -642,7 +651,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
     expected = [None, 8, 8, 8, 12, 12, 192, 192, 192, 192]
     assert [r.get("sampling/max_new_tokens") for r in rows] == expected
   else:
-    assert rows[1]["group_size/mean"] == 4 and 2 <= rows[-1]["group_size/mean"] <= 4
+    assert rows[1]["group_size/mean"] == 4 and 2 < rows[-1]["group_size/mean"] < 4
+    assert rows[-1]["group_size/responses"] == 8 * rows[-1]["group_size/mean"]
 
 
 @pytest.mark.slow
