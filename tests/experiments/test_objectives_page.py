@@ -1,0 +1,39 @@
+"""The table that docs/objectives.md begins with: a row for every objective, its figures E17's."""
+
+import re
+
+import pytest
+
+pytest.importorskip("pandas")
+pytest.importorskip("scipy")
+
+from experiments.definition import HERE, find, load  # noqa: E402
+from experiments.results import Store  # noqa: E402
+from gspo_jax import objectives as O  # noqa: E402
+
+PAGE = (HERE.parent / "docs" / "objectives.md").read_text()
+ROW = re.compile(r"\| \[?`(\w+)`.*?\|.*\| (0\.\d\d) → (0\.\d\d) \|")
+
+
+def rows():
+  """Before and after of each objective, by the names of E17's conditions."""
+  lines = PAGE[: PAGE.index("Around any of them")].splitlines()
+  found = {}
+  for line in lines:
+    if match := ROW.match(line):
+      found[match[1] + " with a critic" * ("with a critic" in line)] = match[2], match[3]
+  return found
+
+
+def test_every_objective_has_a_row():
+  found = rows()
+  assert {name.split()[0] for name in found} == {*O.POLICY_LOSSES}
+  experiment, _ = load(find("e17"))
+  assert {*found} == {condition.name for condition in experiment.conditions}
+
+
+def test_the_figures_are_those_of_e17():
+  results = Store(HERE / find("e17")).results()
+  for name, shown in rows().items():
+    means = [results.values(name, column).mean() for column in ("eval/start", "eval/final")]
+    assert shown == tuple(f"{mean:.2f}" for mean in means), name
