@@ -21,7 +21,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     data=dict(checks=0.75),
     environment=dict(
       max_turns=6,  # two operations, each asked twice, and the answer, and one to spare
-      call_cost=0.1,
+      call_cost=0.2,  # a right answer earns 1
+      charge="right",  # where most answers are wrong, to give up at once would pay
     ),
     sampling=dict(max_new_tokens=64),  # five turns take 61, the calculator's answers included
     objective=dict(name="gspo"),
@@ -29,7 +30,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       batch=64,
       max_tokens=70,  # a demonstration has no turn to spare: it takes 70
     ),
-    rl=dict(iterations=16, prompts=32),
-    eval=dict(every=16, greedy=False),
+    rl=dict(iterations=24, prompts=32),
+    rl_optimizer=dict(learning_rate=3e-4),  # fewer responses than usual, and fewer iterations
+    eval=dict(every=24, problems=128, greedy=False),
   )
   return config

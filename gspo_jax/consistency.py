@@ -128,6 +128,11 @@ def _environment(c: Any) -> None:
       "environment.name='' has none; set it to 0 (reward.overlong_weight is for single responses)",
     )
   _require(
+    c.environment.charge == "all" or c.environment.costs,
+    f"environment.charge={c.environment.charge!r} has no effect without a cost; set it to "
+    "'all', or set environment.token_cost or environment.call_cost",
+  )
+  _require(
     not c.data.checks or "calculator:" in c.data.train,
     f"data.checks={c.data.checks} is of the calculator's teacher, and data.train={c.data.train!r} "
     "has another; set it to 0",
