@@ -1,8 +1,7 @@
 """configs/tiny_tools.py after a wasteful teacher, with a cost for every question: GSPO.
 
-The teacher of the cold start asks three in four of his questions twice. The calculator says the
-same again, so that nothing is gained; docs/multi_turn.md has what becomes of it with and without a
-cost.
+The teacher of the cold start asks three in four of his questions twice, and the calculator says the
+same again. docs/multi_turn.md has what becomes of it with and without a cost.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
 Hardware:  any machine with two CPU cores
@@ -30,8 +29,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       batch=64,
       max_tokens=70,  # a demonstration has no turn to spare: it takes 70
     ),
-    rl=dict(iterations=24, prompts=32),
-    rl_optimizer=dict(learning_rate=3e-4),  # fewer responses than usual, and fewer iterations
-    eval=dict(every=24, problems=128, greedy=False),
+    rl=dict(iterations=32, prompts=32),
+    rl_optimizer=dict(learning_rate=4e-4),  # fewer responses than usual, and fewer iterations
+    eval=dict(every=32, problems=128, greedy=False),
   )
   return config
