@@ -115,6 +115,7 @@ def base() -> ConfigDict:
         workers=0,  # threads that environments run in; 0: none, for those that never wait
         token_cost=0.0,  # of each sampled token, taken from the reward of its turn; 0: none
         call_cost=0.0,  # of each tool call, taken from the reward of its turn; 0: none
+        charge="all",  # who pays: all | right: nobody gains by giving up sooner
       ),
       sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
         temperature=1.0,  # above 0: greedy responses of a group would all be the same

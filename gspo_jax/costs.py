@@ -29,6 +29,10 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
     if not config.costs:
       worth.append(reward)
       continue
+    if config.charge == "right" and one.figures["correct"] <= 0:
+      one.figures = one.figures | dict(reward=reward, cost=0.0)
+      worth.append(reward)
+      continue
     calls_U = _calls(one) if config.call_cost else np.zeros(one.turn)
     ends_U, tokens_U = _turns(one.turns)
     rewards = one.rewards.copy()  # of which a copy of the trajectory may know

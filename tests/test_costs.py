@@ -80,6 +80,17 @@ def test_each_turn_pays_for_its_own_tokens_and_its_own_call():
   assert [one.figures["tool_calls"] for one in talks] == [2, 3, 2]
 
 
+def test_those_who_are_wrong_may_be_let_off():
+  talks = [asked(*SHORT), asked(*CONFUSED), asked("7"), asked(*SHORT[:2], stopped=False)]
+  only = dataclasses.replace(priced(0.01, 0.1), charge="right")
+  worth = costs.charge(talks, only)
+  np.testing.assert_allclose(worth, [1 - 0.43, NOT_UNDERSTOOD, 0, 0], rtol=1e-6)
+  assert by_turn(talks[1]) == pytest.approx([NOT_UNDERSTOOD, 0, 0])
+  assert by_turn(talks[0]) == pytest.approx([-0.18, -0.20, 0.95])
+  assert [one.figures["cost"] for one in talks] == [pytest.approx(0.43), 0, 0, 0]
+  assert [one.figures["reward"] for one in talks] == [1, pytest.approx(NOT_UNDERSTOOD), 0, 0]
+
+
 @pytest.mark.parametrize("prices, first", [((0.01, 0), -0.08), ((0, 0.1), -0.1)])
 def test_either_cost_alone(prices, first):
   one = asked(*SHORT)
@@ -281,6 +292,8 @@ WRONG = {
   "environment.token_cost=0.1 is": (common, dict(environment__token_cost=0.1)),
   "environment.call_cost=0.1 is": (common, dict(environment__call_cost=0.1)),
   "environment.call_cost=0.2 is": (tiny_offline, dict(environment__call_cost=0.2)),
+  "environment.charge='right' has": (tiny_tools, dict(environment__charge="right")),
+  "environment.charge='wrong' is": (tiny_tools, dict(environment__charge="wrong")),
   "data.checks=0.5 is": (common, dict(data__checks=0.5)),
   "data.checks=2": (tiny_tools, dict(data__checks=2.0)),
 }

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class EnvironmentConfig:
   workers: Workers  # threads that environments run in; 0: none, if they do not wait
   token_cost: NonNegativeFloat  # of a sampled token, taken from the reward of its turn
   call_cost: NonNegativeFloat  # of a tool call, the same
+  charge: Literal["all", "right"]  # who pays: every conversation | those that are right
 
   def __post_init__(self):
     ranges.check(self, "environment")

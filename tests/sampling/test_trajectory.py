@@ -19,7 +19,14 @@ from gspo_jax.sampling.scheduler import Scheduler
 PARAMS = initial(MOE)
 STOP = tuple(range(12))  # a turn has about five tokens
 TALK = EnvironmentConfig(
-  "", max_turns=4, stop_strings=(), discount=1.0, workers=0, token_cost=0.0, call_cost=0.0
+  "",
+  max_turns=4,
+  stop_strings=(),
+  discount=1.0,
+  workers=0,
+  token_cost=0.0,
+  call_cost=0.0,
+  charge="all",
 )
 
 

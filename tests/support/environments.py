@@ -3,7 +3,14 @@
 from gspo_jax.sampling import EnvironmentConfig
 
 TALK = EnvironmentConfig(
-  "", max_turns=3, stop_strings=(), discount=0.5, workers=0, token_cost=0.0, call_cost=0.0
+  "",
+  max_turns=3,
+  stop_strings=(),
+  discount=0.5,
+  workers=0,
+  token_cost=0.0,
+  call_cost=0.0,
+  charge="all",
 )
 
 
