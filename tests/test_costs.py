@@ -1,6 +1,7 @@
 """Costs of conversations: who pays, where, once, and what goes on as it was without."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -104,6 +105,14 @@ def test_what_costs_the_same_is_worth_the_same():
   ]
   a, b = costs.charge(talks, priced(0.013, 0.07))
   assert a == b
+
+
+def test_rewards_of_other_turns_add_up_to_the_same():
+  """Where all are right, a difference in the last bit would be all that there is to learn from."""
+  questions = "[1", "[22", "[333", "[5*5]"  # of which the calculator understands one
+  talks = [asked(*order, "2192") for order in itertools.permutations(questions)]
+  assert len({float(one.rewards.sum()) for one in talks}) > 1, "else this shows nothing"
+  assert len(set(costs.charge(talks, priced(0.013, 0.07)).tolist())) == 1
 
 
 class Silent:
