@@ -381,6 +381,23 @@ WRONG = {
     "constraints__reward_weight": 0.0,
     f"{COST}bound": "at_most",
   },
+  r"length\.limit=0\.0: with signal='length' no mean is at most that; set it between 1 and 4": {
+    f"{COST}bound": "at_most",
+    "sampling__max_new_tokens": 4,
+  },
+  r"length\.limit=4\.0: with signal='length' every mean is at most": {
+    f"{COST}bound": "at_most",
+    f"{COST}limit": 4.0,
+    "sampling__max_new_tokens": 4,
+  },
+  r"text\.limit=1\.5: with signal='text' no mean is at least that; set it between 0 and 1": {
+    "constraints__costs__text__bound": "at_least",
+    "constraints__costs__text__text": "x",
+    "constraints__costs__text__limit": 1.5,
+  },
+  r"truncated\.limit=0\.0: with signal='truncated' every mean is at least": {
+    "constraints__costs__truncated__bound": "at_least",
+  },
   r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": {
     f"{COST}signal": "overlong",
     f"{COST}bound": "at_most",
@@ -422,9 +439,14 @@ def test_a_bad_entry_is_refused_by_name(message):
 
 @pytest.mark.parametrize("message", WITH)
 def test_what_does_not_go_together_is_refused(message):
-  on = {f"{COST}bound": "at_most"}
+  on = {f"{COST}bound": "at_most", f"{COST}limit": 6.0}
   with pytest.raises(ValueError, match=rf"constraints \(length\): {message}"):
     config_of(common.base, **on | WITH[message])
+
+
+def test_a_fixed_weight_needs_no_limit():
+  fixed = {f"{COST}bound": "at_most", f"{COST}rate": 0.0, f"{COST}gain": 0.0, f"{COST}initial": 0.5}
+  assert config_of(common.base, **fixed).constraints.on
 
 
 def test_two_signals_of_one_name_are_refused():
