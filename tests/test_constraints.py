@@ -19,6 +19,7 @@ from gspo_jax.collect import Collector
 from gspo_jax.constraints import Constraints, Multiplier, Signals
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.groups import Group, filled
+from gspo_jax.records import rollout_records
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
@@ -331,6 +332,16 @@ def test_it_goes_on_from_a_checkpoint(extra):
     ]  # fmt: skip
   assert later.position()()["multipliers"] == made.position()()["multipliers"]
   assert state["multipliers"]["length"]["sum"] > 0
+
+
+def test_a_dump_has_the_signals_of_what_there_is_a_verdict_on():
+  (out,) = collect(collector(), 1)
+  out.groups[0].unknown = {1: "length: crash"}
+  zeros = np.zeros(out.rollout.tokens.shape)
+  dumped = rollout_records(out, zeros, zeros > 0, tokenizer().decode)
+  assert [one["signals"]["length"] for one in dumped[:3]] == [
+    dumped[0]["length"], None, dumped[2]["length"],
+  ]  # fmt: skip
 
 
 def test_a_position_does_not_follow_what_comes_later():
