@@ -186,6 +186,8 @@ def _check_signals(c: Any) -> None:
       )
     if one.signal == "format" and c.reward.format == "none":
       raise ValueError(f"{key} needs reward.format=think or think_answer")
+    if isinstance(one, CostSignal) and (one.rate or one.gain):
+      _check_limit(one, f"constraints.costs.{name}", c.sampling.max_new_tokens)
     if one.signal == "token" and one.token >= c.model.vocab_size:
       raise ValueError(
         f"constraints.{kind}.{name}.token={one.token} is not below model.vocab_size="
@@ -196,6 +198,19 @@ def _check_signals(c: Any) -> None:
         _verifier_config(c.reward, one.signal)
       except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
+
+
+def _check_limit(cost: CostSignal, key: str, longest: int) -> None:
+  low, high = (1, longest) if cost.signal == "length" else (0, 1)
+  side = cost.bound.replace("_", " ")
+  never, always = cost.limit < low, cost.limit >= high
+  if cost.bound == "at_least":
+    never, always = cost.limit > high, cost.limit <= low
+  if never or always:
+    raise ValueError(
+      f"{key}.limit={cost.limit}: with signal={cost.signal!r} {'no' if never else 'every'} mean is "
+      f"{side} that; set it between {low} and {high}"
+    )
 
 
 def check_importable(config: ConstraintConfig) -> None:

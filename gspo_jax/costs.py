@@ -25,7 +25,8 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
   """
   worth = []
   for one in trajectories:
-    reward = float(one.rewards.sum())
+    # float64 adds up float32 exactly, so that it does not matter in which turns rewards are.
+    reward = float(one.rewards.sum(dtype=np.float64 if config.costs else None))
     if not config.costs:
       worth.append(reward)
       continue

@@ -57,7 +57,9 @@ def rollout_records(
     if sample in group.unknown:
       record["unknown"] = group.unknown[sample]
     if group.signals:
-      record["signals"] = {n: float(value_G[sample]) for n, value_G in group.signals.items()}
+      known = sample not in group.unknown
+      measured = {n: float(value_G[sample]) for n, value_G in group.signals.items()}
+      record["signals"] = measured if known else dict.fromkeys(measured)
     written += len(ratio_X)
     ids_X = rollout.tokens[row][used_L].tolist()
     whole = rollout.response(row) == ids_X  # one turn, which may be read again (data/recorded.py)

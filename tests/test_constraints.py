@@ -19,6 +19,7 @@ from gspo_jax.collect import Collector
 from gspo_jax.constraints import Constraints, Multiplier, Signals
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.groups import Group, filled
+from gspo_jax.records import rollout_records
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
@@ -333,6 +334,16 @@ def test_it_goes_on_from_a_checkpoint(extra):
   assert state["multipliers"]["length"]["sum"] > 0
 
 
+def test_a_dump_has_the_signals_of_what_there_is_a_verdict_on():
+  (out,) = collect(collector(), 1)
+  out.groups[0].unknown = {1: "length: crash"}
+  zeros = np.zeros(out.rollout.tokens.shape)
+  dumped = rollout_records(out, zeros, zeros > 0, tokenizer().decode)
+  assert [one["signals"]["length"] for one in dumped[:3]] == [
+    dumped[0]["length"], None, dumped[2]["length"],
+  ]  # fmt: skip
+
+
 def test_a_position_does_not_follow_what_comes_later():
   made = collector()
   collect(made, 2)
@@ -381,6 +392,23 @@ WRONG = {
     "constraints__reward_weight": 0.0,
     f"{COST}bound": "at_most",
   },
+  r"length\.limit=0\.0: with signal='length' no mean is at most that; set it between 1 and 4": {
+    f"{COST}bound": "at_most",
+    "sampling__max_new_tokens": 4,
+  },
+  r"length\.limit=4\.0: with signal='length' every mean is at most": {
+    f"{COST}bound": "at_most",
+    f"{COST}limit": 4.0,
+    "sampling__max_new_tokens": 4,
+  },
+  r"text\.limit=1\.5: with signal='text' no mean is at least that; set it between 0 and 1": {
+    "constraints__costs__text__bound": "at_least",
+    "constraints__costs__text__text": "x",
+    "constraints__costs__text__limit": 1.5,
+  },
+  r"truncated\.limit=0\.0: with signal='truncated' every mean is at least": {
+    "constraints__costs__truncated__bound": "at_least",
+  },
   r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": {
     f"{COST}signal": "overlong",
     f"{COST}bound": "at_most",
@@ -422,9 +450,14 @@ def test_a_bad_entry_is_refused_by_name(message):
 
 @pytest.mark.parametrize("message", WITH)
 def test_what_does_not_go_together_is_refused(message):
-  on = {f"{COST}bound": "at_most"}
+  on = {f"{COST}bound": "at_most", f"{COST}limit": 6.0}
   with pytest.raises(ValueError, match=rf"constraints \(length\): {message}"):
     config_of(common.base, **on | WITH[message])
+
+
+def test_a_fixed_weight_needs_no_limit():
+  fixed = {f"{COST}bound": "at_most", f"{COST}rate": 0.0, f"{COST}gain": 0.0, f"{COST}initial": 0.5}
+  assert config_of(common.base, **fixed).constraints.on
 
 
 def test_two_signals_of_one_name_are_refused():

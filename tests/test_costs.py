@@ -1,6 +1,7 @@
 """Costs of conversations: who pays, where, once, and what goes on as it was without."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from configs import common, tiny_agents, tiny_offline, tiny_tools
 from gspo_jax import costs
 from gspo_jax.collect import Group
 from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.group_metrics import environment_metrics
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Response, Trajectory
 from gspo_jax.structs import Prompt
@@ -115,6 +117,14 @@ def test_what_costs_the_same_is_worth_the_same():
   ]
   a, b = costs.charge(talks, priced(0.013, 0.07))
   assert a == b
+
+
+def test_rewards_of_other_turns_add_up_to_the_same():
+  """Where all are right, a difference in the last bit would be all that there is to learn from."""
+  questions = "[1", "[22", "[333", "[5*5]"  # of which the calculator understands one
+  talks = [asked(*order, "2192") for order in itertools.permutations(questions)]
+  assert len({float(one.rewards.sum()) for one in talks}) > 1, "else this shows nothing"
+  assert len(set(costs.charge(talks, priced(0.013, 0.07)).tolist())) == 1
 
 
 class Silent:
@@ -252,6 +262,32 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
   older = {key: value for key, value in state.items() if key != "calls"}
   resumed = say(Trajectory.from_state(older, Calculator(prompt, TOK)), *CHECKED[2:])
   assert sum(resumed.calls) == 3 and len(resumed.calls) == resumed.turn
+
+
+def test_conversations_of_an_older_checkpoint_are_like_others():
+  prompt, priced_calls = Prompt("p", "37*58+46=", "2192", (5,)), priced(call_cost=0.1)
+
+  def older(one, environment, **figures):
+    state = {k: v for k, v in json.loads(json.dumps(one.get_state())).items() if k != "calls"}
+    return Trajectory.from_state(state | dict(figures=figures), environment)
+
+  whole = asked(*CHECKED)
+  over = older(asked(*CHECKED), Calculator(prompt, TOK), correct=1.0, tool_use=1.0, tool_calls=3.0)
+  assert over.figures == whole.figures and over.calls == whole.calls
+  assert environment_metrics([Group(prompt, [whole, over])])["environment/tokens"] == whole.length
+  assert costs.charge([over], priced_calls) == costs.charge([whole], priced_calls)
+  asks_twice = older(
+    asked(*CHECKED), Calculator(prompt, TOK), correct=1.0, tool_use=1.0, tool_calls=2.0
+  )
+  assert costs.charge([asks_twice], priced_calls) == pytest.approx(0.8)
+
+  silent = Trajectory((5,), 0, 0, Silent(prompt))
+  say(silent, "a", "b").finished = False
+  silent.observe(TOK.encode("so?"))
+  silent.figures = {}
+  resumed = say(older(silent, Silent(prompt)), "done")
+  assert resumed.calls == (1, 1, 0) and resumed.figures["tool_calls"] == 2
+  assert older(resumed, Silent(prompt), correct=0.0).figures == resumed.figures
 
 
 def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_not():

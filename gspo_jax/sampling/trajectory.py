@@ -175,6 +175,17 @@ class Trajectory:
       reported = dict(correct=right, tokens=self.length, tool_calls=calls) | reported
     self.figures = {name: float(value) for name, value in reported.items()}
 
+  def _older_calls(self) -> tuple[int, ...]:
+    """Those that an older checkpoint does not say; of a conversation that is over, figures too."""
+    if isinstance(self.environment, SingleTurn):
+      return (0,) * self.turn
+    if not self.finished:  # where the environment counts, the next turn has all of them
+      return (int(self._counted is None),) * self.turn
+    answered = self.turn - 1
+    self.figures = dict(tokens=float(self.length), tool_calls=float(answered)) | self.figures
+    calls = int(self.figures["tool_calls"])
+    return (1,) * answered + (0,) if calls == answered else (0,) * answered + (calls,)
+
   @property
   def _counted(self) -> int | None:
     """Tool calls so far, where the environment says."""
@@ -209,13 +220,12 @@ class Trajectory:
     own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment)
     own.routing = arrays.pop("routing", None)
     own.columns = arrays
-    own.calls = (0,) * state["turn"]  # an older checkpoint does not say
     vars(own).update(state)
-    own.calls = tuple(own.calls)
     if not own.finished:
       environment.reset()
       for turn in range(own.turn):
         environment.step(own.tokens[own.turns == turn].tolist())
+    own.calls = tuple(state["calls"]) if "calls" in state else own._older_calls()
     return own
 
 
