@@ -4,10 +4,14 @@
 :growing  configs/tiny.py on a file of sums to which another process appends
 :groups   configs/tiny.py on a file of sums, with fewer responses to those that are often solved
 
+The files have sums and their answers, and no demonstrations: the last two begin with the weights of
+a cold start of configs/tiny.py.
+
 Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --workdir=/tmp/length
+           python -m gspo_jax.main --config=configs/tiny.py --config.job=sft --workdir=/tmp/start
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
-           python -m gspo_jax.main --config=configs/tiny_schedules.py:groups
-             --config.data.train=/tmp/sums.jsonl --workdir=/tmp/groups
+           python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
+             --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  docs/objectives.md, its section on schedules
 Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
@@ -24,7 +28,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.rl.iterations = 24
     return config
   config = tiny.get_config()
-  config.data.train = ""  # JSON lines
+  config.update(job="rl", weights="", data=dict(train=""))  # the file: JSON lines
   if which == "growing":
     config.schedule.refresh_every = 2
   else:

@@ -30,7 +30,7 @@ from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, 
 from test_two_processes import free_port
 
 from configs import common, tiny_schedules
-from gspo_jax import schedules, train
+from gspo_jax import paths, schedules, train
 from gspo_jax.collect import Collector
 from gspo_jax.data import growing
 from gspo_jax.data.files import DataError
@@ -697,6 +697,10 @@ def test_the_configurations_choose_what_they_say():
   for one in (length, grows, groups):
     on = [one.schedule.new_tokens != "", one.schedule.refresh_every, one.schedule.group_size_min]
     assert sum(map(bool, on)) == 1
+  for one in (grows, groups):  # their files have no demonstrations
+    with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
+      paths.check(one)
+  paths.check(length)
 
 
 KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
@@ -709,7 +713,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
   flags = [*KILLED, "schedule.new_tokens=1:8,4:12,6:192"]
   if variant == "groups":
     (tmp_path / "sums.jsonl").write_text(lines(range(100, 112)))
-    flags = [*KILLED, f"data.train={tmp_path}/sums.jsonl", "data.demonstration_field=answer"]
+    flags = [*KILLED, f"data.train={tmp_path}/sums.jsonl", "weights=random"]
   one = dict(config=f"configs/tiny_schedules.py:{variant}")
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   run(whole, *flags, **one)
@@ -729,7 +733,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
 def test_a_run_that_was_killed_has_the_rows_that_one_that_was_not_has(tmp_path):
   """Rows come while iteration 1 to 4 is made, half of one with them; and while 6 to 8 is, or after
   that run has been killed: the one that goes on repeats iteration 5, in which it had looked."""
-  flags = [*KILLED, "job=rl", "weights=random", "schedule.refresh_every=4"]
+  flags = [*KILLED, "weights=random", "schedule.refresh_every=4"]
   one = dict(config="configs/tiny_schedules.py:growing")
 
   def begin(folder):
