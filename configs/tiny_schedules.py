@@ -4,11 +4,14 @@
 :growing  configs/tiny.py after its cold start, on a file of sums to which another process appends
 :groups   the same on a file that stays, with fewer responses to what is often solved
 
+The files have sums and their answers, and no demonstrations: the last two begin with the weights of
+a cold start of configs/tiny.py.
+
 Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --workdir=/tmp/length
-           python -m gspo_jax.main --config=configs/tiny.py --config.job=sft --workdir=/tmp/tiny
+           python -m gspo_jax.main --config=configs/tiny.py --config.job=sft --workdir=/tmp/start
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
-             --config.weights=/tmp/tiny/checkpoints/sft --config.data.train=/tmp/sums.jsonl
+             --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  fewer tokens sampled than without; accuracy over seeds has not been measured
 Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
@@ -25,9 +28,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.rl.iterations = 24
     return config
   config = tiny.get_config()
-  # Of a run of configs/tiny.py: rows of a file say nothing of how the pupil writes his sums down.
-  config.update(job="rl", weights="")
-  config.data.train = ""  # JSON lines
+  config.update(job="rl", weights="", data=dict(train=""))  # the file: JSON lines
   if which == "growing":
     config.schedule.refresh_every = 2
   else:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import consistency, constraints, offline, paths, rewards, sharding, steps
+from gspo_jax import consistency, constraints, offline, paths, rewards, schedules, sharding, steps
 from gspo_jax.config import RunConfig
 from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
@@ -215,6 +215,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
+  if isinstance(inputs.train_prompts, growing.Growing):
+    schedules.begin_run(inputs.train_prompts, workdir)
   active = jax.process_index() == 0
   with (
     jax.set_mesh(inputs.mesh),

@@ -19,7 +19,7 @@ import numpy as np
 from gspo_jax import ranges
 from gspo_jax.ranges import NonNegativeInt, Range
 
-REFRESHES = "refreshes.jsonl"  # of the workdir: how far files had been read at which iteration
+REFRESHES = "refreshes.jsonl"  # of the workdir: what was read of files before which iteration
 _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
@@ -127,7 +127,7 @@ def group_size(tried: int, right: int, least: int, most: int, solved: float) -> 
   if not tried:
     return most
   wrong, missed, size = (tried - right + 1) / (tried + 2), 1.0, 0
-  while size < most and (size < least or missed > 1 - solved):
+  while size < most and (size < least or 1 - missed < solved):
     missed *= wrong
     size += 1
   return size
@@ -150,11 +150,23 @@ def size_metrics(sizes: Sequence[int]) -> dict[str, float]:
   }
 
 
+def begin_run(source: Any, workdir: Path) -> None:
+  """Leaves a growing source the rows with which the run of a workdir began: a run that is killed
+  before its first checkpoint begins again with what it had. Writes them down if it begins now.
+
+  Raises:
+    DataError: they are not what they were.
+  """
+  journal = _Journal(workdir, source.path)
+  source.begin_with(journal.pieces(0))
+  journal.write(0, source.pieces)
+
+
 def begin(c: Any, batches: Any, step: int, workdir: Path | None) -> tuple[int, dict[str, float]]:
   """Reads on in the files of problems where that is due before an iteration. Returns the tokens
   that a response may have in it, and metrics.
 
-  A file of the workdir says how far was read, so that an iteration that is repeated after a restart
+  A file of the workdir says what was read, so that an iteration that is repeated after a restart
   has the rows that it had, whatever was appended since.
   """
   s, metrics = c.schedule, {}
@@ -165,14 +177,15 @@ def begin(c: Any, batches: Any, step: int, workdir: Path | None) -> tuple[int, d
     added, every = 0, s.refresh_every
     if step > 1 and (step - 1) % every == 0:
       journal = _Journal(workdir, batches.source.path)
-      added = batches.refresh(journal.ends(step))
-      journal.write(step, batches.source.ends)
+      added = batches.refresh(journal.pieces(step))
+      journal.write(step, batches.source.pieces)
     metrics |= {"data/rows": float(len(batches.source)), "data/added": float(added)}
   return limit, metrics
 
 
 class _Journal:
-  """How far files were read at each refresh. Only the first host looks at it."""
+  """What was read of files at the start (0) and at each refresh. Only the first host looks at
+  it."""
 
   def __init__(self, workdir: Path | None, source: str):
     first = workdir is not None and jax.process_index() == 0
@@ -183,15 +196,15 @@ class _Journal:
       return []
     return self._path.read_text().split("\n")[:-1]  # what comes last may have been cut off
 
-  def ends(self, step: int) -> dict[str, int] | None:
+  def pieces(self, step: int) -> list[list[Any]] | None:
     rows = map(json.loads, self._lines())
     mine = (row for row in rows if (row["step"], row["source"]) == (step, self._source))
-    return next((row["ends"] for row in mine), None)
+    return next((row["pieces"] for row in mine), None)
 
-  def write(self, step: int, ends: dict[str, int]) -> None:
-    if self._path is None or self.ends(step) is not None:
+  def write(self, step: int, pieces: list[list[Any]]) -> None:
+    if self._path is None or self.pieces(step) is not None:
       return
-    line = json.dumps(dict(step=step, source=self._source, ends=ends))
+    line = json.dumps(dict(step=step, source=self._source, pieces=pieces))
     text = "".join(f"{one}\n" for one in [*self._lines(), line])
     new = self._path.with_suffix(".tmp")
     new.write_text(text)

@@ -21,7 +21,7 @@ ARROWS = {
   "groups": "data sampling",
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline paths "
-  "rewards runs sampling steps tasks",
+  "rewards runs sampling schedules steps tasks",
   "paths": "constraints models rewards runs",
   "config": "consistency constraints data evaluation learner models rewards runs "
   "sampling schedules",

@@ -485,6 +485,19 @@ def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
     assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
 
 
+def test_a_run_that_is_opened_again_has_the_rows_that_it_began_with(tmp_path):
+  """A cold start is resumed among the same demonstrations, however the file has grown."""
+  rows = tmp_path / "rows.jsonl"
+  more = lambda i: f'{{"id": "{i}", "question": "{i}+1=", "answer": "{i + 1}"}}\n'  # noqa: E731
+  rows.write_text("".join(map(more, range(8))))
+  changes = {"data.train": str(rows), "schedule.refresh_every": 2, "eval.problems": 8}
+  for workdir, count in ("run", 8), ("run", 8), ("later", 10):
+    with open_run(config_of(tiny.get_config, **changes), tmp_path / workdir) as opened:
+      assert len(opened.train_prompts) == count
+    if count == 8:
+      rows.write_text("".join(map(more, range(10))))
+
+
 def test_the_flagship_says_which_paths_to_set(tmp_path):
   stderr = run(tmp_path, config="configs/moe_aime.py", ok=False)
   for key in ("weights", "tokenizer", "data.train", "data.eval"):

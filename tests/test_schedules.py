@@ -31,7 +31,7 @@ from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, 
 from test_two_processes import free_port
 
 from configs import common, tiny_schedules
-from gspo_jax import schedules, train
+from gspo_jax import paths, schedules, train
 from gspo_jax.collect import Collector
 from gspo_jax.data import growing
 from gspo_jax.data.files import DataError
@@ -174,6 +174,8 @@ def test_sizes_by_hand():
   assert size(8, 6) == 2
   assert size(80, 80) == 2, "one would do, but not for an advantage"
   assert schedules.group_size(8, 4, 1, 3, 0.9) == 3
+  assert schedules.group_size(8, 8, 1, 8, 0.9) == 1, "0.9 is just enough"
+  assert schedules.group_size(2, 0, 2, 16, 0.9) == 9, "1 - 0.75^9 is 0.92, and with 8 it is 0.8999"
   sizes = [size(16, right) for right in range(17)]
   assert sizes == sorted(sizes, reverse=True)
 
@@ -467,6 +469,84 @@ def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(tmp_path):
   assert repeated[-1].metrics["data/rows"] == 20, "and then it goes on"
 
 
+def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
+  """Killed before its first checkpoint; and in a cold start, which has no `position` of RL."""
+  (workdir := tmp_path / "run").mkdir()
+  for first, name in (10, "a"), (30, "b"):
+    (tmp_path / f"{name}.jsonl").write_text(lines(range(first, first + 3)))
+
+  def begun():
+    source = source_of(tmp_path / "*.jsonl")
+    schedules.begin_run(source, workdir)
+    return collector(source=source, workdir=workdir, **GROWS)
+
+  first = begun()
+  out, _ = iterate(2, first)
+  append(tmp_path / "b.jsonl", lines(range(3)))
+  out += iterate(2, first, first=3)[0]
+  append(tmp_path / "a.jsonl", lines(range(3, 7)))
+  (tmp_path / "0.jsonl").write_text(lines(range(20, 22)))
+  repeated, _ = iterate(5, begun())
+  assert [one.metrics["data/rows"] for one in repeated] == [6, 6, 9, 9, 15]
+  for one, same in zip(repeated, out):
+    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
+  other = source_of(tmp_path / "b.jsonl")  # what another source of the same run had is not its own
+  schedules.begin_run(other, workdir)
+  assert len(other) == 6
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_path):
+  """Else a line that the old end is in the middle of would be lost."""
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(3)))
+  source = source_of(path)
+  schedules.begin_run(source, tmp_path)
+  made = collector(source=source, workdir=tmp_path, **GROWS)
+  iterate(2, made)
+  state = made[0].position()()
+  append(path, lines(range(3, 6)))
+  iterate(1, made, first=3)
+  kept = "" if step == 0 else lines(range(3))
+  path.write_text(kept + lines(range(100, 109)))
+  again = source_of(path, on_error="skip")
+  with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
+    schedules.begin_run(again, tmp_path)
+    made = collector(source=again, workdir=tmp_path, **GROWS)
+    made[0].set_position(state)
+    assert step == 3 and len(again) == 3
+    iterate(1, made, first=3)
+
+
+def test_another_source_begins_a_pass_of_its_own(tmp_path, caplog):
+  """With resume=force."""
+  for i in range(2):
+    (tmp_path / f"{i}.jsonl").write_text(lines(range(10 * i, 10 * i + 4)))
+  old, new = (growing.Passes(source_of(tmp_path / f"{i}.jsonl"), seed=3) for i in range(2))
+  old.take(2)
+  new.set_state(json.loads(json.dumps(old.get_state())))
+  assert "0.jsonl: a new pass starts" in caplog.text
+  assert sorted(ids(new.take(4))) == [f"r{i}" for i in range(10, 14)] and new.refresh() == 0
+
+
+def test_another_host_waits_for_a_file_that_the_first_one_has_seen(tmp_path, monkeypatch):
+  path, waited = growing.epath.Path(tmp_path / "rows.jsonl"), []
+
+  def wait(seconds):
+    waited.append(seconds)
+    path.write_text("0123"[: 2 * len(waited)])
+
+  monkeypatch.setattr(growing.time, "sleep", wait)
+  with pytest.raises(DataError, match="cannot be read"):
+    growing._bytes(path, 1, 4)
+  assert not waited, "the first one does not wait"
+  monkeypatch.setattr(growing.jax, "process_index", lambda: 1)
+  assert growing._bytes(path, 1, 4) == b"123" and len(waited) == 2
+  monkeypatch.setattr(growing, "PATIENCE_S", 3)
+  with pytest.raises(DataError, match="ends before byte 9"):
+    growing._bytes(path, 1, 9)
+
+
 def test_held_out_problems_among_new_rows_are_counted(tmp_path, caplog):
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(4)))
@@ -618,6 +698,10 @@ def test_the_configurations_choose_what_they_say():
   for one in (length, grows, groups):
     on = [one.schedule.new_tokens != "", one.schedule.refresh_every, one.schedule.group_size_min]
     assert sum(map(bool, on)) == 1
+  for one in (grows, groups):  # their files have no demonstrations
+    with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
+      paths.check(one)
+  paths.check(length)
 
 
 KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
@@ -637,7 +721,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
   if variant == "groups":
     (tmp_path / "sums.jsonl").write_text(lines(range(100, 112)))
     (tmp_path / "parity.py").write_text(PARITY)
-    flags = [*KILLED, "job=rl", "weights=random", f"data.train={tmp_path}/sums.jsonl"]
+    flags = [*KILLED, "weights=random", f"data.train={tmp_path}/sums.jsonl"]
     flags += ["reward.name=parity:judge", "reward.workers=1"]
   one = dict(config=f"configs/tiny_schedules.py:{variant}", **modules_in(tmp_path))
   whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -659,7 +743,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
 def test_a_run_that_was_killed_has_the_rows_that_one_that_was_not_has(tmp_path):
   """Rows come while iteration 1 to 4 is made, half of one with them; and while 6 to 8 is, or after
   that run has been killed: the one that goes on repeats iteration 5, in which it had looked."""
-  flags = [*KILLED, "job=rl", "weights=random", "schedule.refresh_every=4"]
+  flags = [*KILLED, "weights=random", "schedule.refresh_every=4"]
   one = dict(config="configs/tiny_schedules.py:growing")
 
   def begin(folder):

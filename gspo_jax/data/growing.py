@@ -82,6 +82,8 @@ class Growing:
     self._known: dict[str, tuple[int, int]] = {}  # file: bytes and lines that were read
     self._tails: dict[str, bytes] = {}
     self._parts: list[list[Any]] = []  # file, bytes until, checksum: in the order of the rows
+    # JSON: what was read at last; file, from byte, to byte, checksum
+    self.pieces: list[list[Any]] = []
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -107,25 +109,30 @@ class Growing:
     self._held_out = Counter(overlap.normal(prompt.question) for prompt in held_out)
     self._compare(self._rows)
 
-  def refresh(self, ends: Mapping[str, int] | None = None) -> int:
-    """Reads on; returns how many rows there are more. With `ends` (as `ends` has them), no further.
+  def refresh(self, pieces: Sequence[Sequence[Any]] | None = None) -> int:
+    """Reads on; returns how many rows there are more. With `pieces`, which were once read, no
+    further.
 
     Raises:
       DataError: for a bad row, as at the start, and for a file whose known part has changed.
     """
     before, shared, skipped = len(self), self.shared, self.skipped
-    for file, end in _agreed(lambda: self._look() if ends is None else ends).items():
-      self._read(file, end)
+    self.pieces = _agreed(lambda: self._look() if pieces is None else pieces)
+    for file, start, end, checksum in self.pieces:
+      self._read(file, end, (start, checksum))
     if self.skipped > skipped:
       self._reader.skipped.warn(f"{self._key}={self.path}")
     if self.shared > shared:
       logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
     return len(self) - before
 
-  @property
-  def ends(self) -> dict[str, int]:
-    """How far each file has been read, in bytes."""
-    return {file: end for file, (end, _) in self._known.items()}
+  def begin_with(self, pieces: Sequence[Sequence[Any]] | None) -> None:
+    """Has the rows of the pieces that were once read first, and no others; those that it has
+    without `pieces`. Raises DataError as `refresh` does."""
+    first = _agreed(lambda: self.pieces if pieces is None else pieces)
+    if first != self.pieces:
+      self._begin()
+      self.refresh(first)
 
   def get_state(self) -> list[list[Any]]:
     """Returns JSON: which part of which file the rows are from."""
@@ -143,29 +150,32 @@ class Growing:
       if self._parts[-1][2] != checksum:
         raise DataError(_changed(self._key, file))
 
-  def _look(self) -> dict[str, int]:
-    """Where the whole lines of each file end, as it is now."""
+  def _look(self) -> list[list[Any]]:
+    """The pieces that the whole lines which were not read are in, as the files are now."""
     found = {str(file): file for file in files.found(self.path, self._key)}
     for name in self._known:
       if name not in found:
         raise DataError(f"{self._key}: {name} is gone, and its rows are in use. Put it back")
-    ends = {}
+    pieces = []
     for name, file in found.items():
       start, _ = self._known.get(name, (0, 0))
       new = _bytes(file, start, None)
       if self._tail_of(file, start) != self._tails.get(name, b""):
         raise DataError(_changed(self._key, name))
       if (lines := new.rfind(b"\n") + 1) > 0:
-        ends[name] = start + lines
-    return ends
+        pieces.append([name, start, start + lines, zlib.crc32(new[:lines])])
+    return pieces
 
-  def _read(self, name: str, end: int) -> None:
-    """Takes in the rows of a file up to a byte."""
+  def _read(self, name: str, end: int, expected: tuple[int, int] | None = None) -> None:
+    """Takes in the rows of a file up to a byte. DataError if what comes from the byte that is
+    expected has another checksum."""
     start, number = self._known.get(name, (0, 0))
     if end <= start:
       return
     file = epath.Path(name)
     text = _bytes(file, start, end)
+    if expected and expected[0] == start and expected[1] != zlib.crc32(text):
+      raise DataError(_changed(self._key, name))
     checksum = 0
     if self._parts and self._parts[-1][0] == name:  # the rows follow each other
       checksum = self._parts.pop()[2]
@@ -229,9 +239,9 @@ class Passes:
         refused += 1
     return taken
 
-  def refresh(self, ends: Mapping[str, int] | None = None) -> int:
+  def refresh(self, pieces: Sequence[Sequence[Any]] | None = None) -> int:
     """As `Growing.refresh`; the new rows join the pass."""
-    added = self.source.refresh(ends)
+    added = self.source.refresh(pieces)
     if added:
       self._join(self._next, len(self.source))
     return added
@@ -239,12 +249,16 @@ class Passes:
   def get_state(self) -> dict[str, Any]:
     position = dict(number=self._number, next=self._next, growth=list(map(list, self._growth)))
     # A run that goes on without `refresh_every` finds other contents, and begins a new epoch.
-    return dict(parts=self.source.get_state(), contents="grows", restarts=0) | position
+    origin = dict(source=self.source.path, parts=self.source.get_state())
+    return origin | dict(contents="grows", restarts=0) | position
 
   def set_state(self, state: Mapping[str, Any]) -> None:
     if "parts" not in state:
       logging.warning("the checkpoint is of a run whose data did not grow: a new pass starts")
       return
+    if state["source"] != self.source.path:
+      logging.warning("the checkpoint is of a run on %s: a new pass starts", state["source"])
+      return self._begin(state["number"] + 1)
     self.source.set_state(state["parts"])
     rows = state["growth"][-1][1]
     if len(self.source) != rows:
@@ -258,27 +272,31 @@ class Passes:
 
 def _bytes(file: epath.Path, start: int, end: int | None) -> bytes:
   """A part of a file. Other hosts than the first wait until they see what that one has seen."""
-  for _ in range(PATIENCE_S if jax.process_index() else 1):
+  left = PATIENCE_S if jax.process_index() else 0
+  while True:
     try:
       with file.open("rb") as stream:
         stream.seek(start)
         found = stream.read() if end is None else stream.read(end - start)
+      if end is None or len(found) == end - start:
+        return found
+      wrong = f"ends before byte {end}, and rows up to there are in use. Put them back"
     except OSError as error:
-      raise DataError(f"{file} cannot be read: {error}") from error
-    if end is None or len(found) == end - start:
-      return found
+      wrong = f"cannot be read: {error}"
+    if left == 0:
+      raise DataError(f"{file} {wrong}")
+    left -= 1
     time.sleep(1)
-  raise DataError(f"{file} ends before byte {end}, and rows up to there are in use. Put them back")
 
 
-def _agreed(look: Callable[[], Mapping[str, int]]) -> dict[str, int]:
-  """What the first host finds, on all of them; what it raises, too."""
+def _agreed(look: Callable[[], Sequence[Sequence[Any]]]) -> list[list[Any]]:
+  """The pieces that the first host finds, on all of them; what it raises, too."""
   if jax.process_count() == 1:
-    return dict(look())
+    return list(map(list, look()))
   told = b""
   if jax.process_index() == 0:
     try:
-      told = json.dumps(dict(ends=look())).encode()
+      told = json.dumps(dict(pieces=look())).encode()
     except DataError as error:
       told = json.dumps(dict(error=str(error))).encode()
   length = int(multihost_utils.broadcast_one_to_all(np.int32(len(told))))
@@ -287,7 +305,7 @@ def _agreed(look: Callable[[], Mapping[str, int]]) -> dict[str, int]:
   found = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8)))
   if "error" in found:
     raise DataError(found["error"])
-  return found["ends"]
+  return found["pieces"]
 
 
 def _changed(key: str, file: str) -> str:

@@ -27,11 +27,17 @@ def main(argv: list[str] | None = None) -> None:
     if name == "arithmetic":
       problems = arithmetic.problems(split, flags.digits)
     elif name == "recurrence":
-      problems = recurrence.problems(split, tuple(map(int, flags.lines.split(","))))
+      lines = tuple(map(int, flags.lines.split(",")))
+      if not all(1 <= n <= 128 for n in lines):
+        raise ValueError(f"--lines={flags.lines}: a response has 1 to 128 lines")
+      problems = recurrence.problems(split, lines)
     else:
       raise ValueError(f"there is no task {name!r} here; there are arithmetic and recurrence")
     if not (flags.first >= 0 and 0 < flags.rows <= len(problems) - flags.first):
-      raise ValueError(f"rows {flags.first} to {flags.first + flags.rows} of {len(problems)}")
+      raise ValueError(
+        f"--first={flags.first} --rows={flags.rows}: there are {len(problems)} rows; choose a row "
+        "or more of them"
+      )
   except ValueError as error:
     parser.error(str(error))
   order = np.random.default_rng(0).permutation(len(problems))
