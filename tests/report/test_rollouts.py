@@ -1,5 +1,7 @@
 """Which responses a report holds, and how their tokens are written."""
 
+import time
+
 import pytest
 from support.reported_runs import record
 
