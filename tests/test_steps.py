@@ -218,6 +218,9 @@ def test_bytes_of_tokens_that_are_spelt_in_other_ways():
   assert bytes_of(decoders.Metaspace(), words)[1:3] == [b" the", b"<0xE2>"]
   assert bytes_of(decoders.ByteLevel(), words)[3] == b" the"
   assert bytes_of(None, words)[1] == "▁the".encode()
+  pieces = bytes_of(decoders.WordPiece(), ["a", "think", "##ing"])
+  assert pieces == [b" a", b" think", b"ing"]  # as they are spelt behind others
+  assert bytes_of(decoders.BPEDecoder("</w>"), ["a", "think", "ing</w>"])[1:] == [b"think", b"ing"]
 
 
 def test_every_byte_has_its_token():

@@ -204,6 +204,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     advantage_BT=of_critic,
     old_value_BT=of_critic,
     return_BT=of_critic,
+    unit_BT=tokens if case.config.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     sampler_routing_BTlk=experts,

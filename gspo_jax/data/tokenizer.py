@@ -90,8 +90,10 @@ class HFTokenizer:
         found[i] = b"".join(_BYTE_OF.get(one, one.encode()) for one in token)
       elif "ByteFallback" in how and re.fullmatch("<0x[0-9A-F]{2}>", token):
         found[i] = bytes([int(token[3:5], 16)])
+      elif tokenizer.decoder:  # behind another one: at the beginning some leave out a space
+        found[i] = tokenizer.decoder.decode(["a", token]).removeprefix("a").encode()
       else:
-        found[i] = (token.replace(_SPACE, " ") if _SPACE in how else token).encode()
+        found[i] = token.encode()
     return found
 
   def render(self, question: str, *, template: str = "{question}") -> str:
@@ -130,7 +132,6 @@ _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _SEEN}
 _BYTE_OF |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_UNSEEN)}
-_SPACE = "▁"  # stands for one in vocabularies of sentencepiece
 
 Tokenizer = ByteTokenizer | HFTokenizer
 

@@ -27,7 +27,7 @@ CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 # Types of the options that are neither words nor just numbers that are not negative.
 KINDS = dict(
-  clip_low=ranges.Fraction,  # of ratios that are 1 on policy; gmpo: of their logarithms
+  clip_low=ranges.Fraction,  # of ratios, 1 on policy; gmpo: of logarithms, dppo: of divergences
   clip_high=Annotated[float, Range(0, 1000)],
   dual_clip=Annotated[float, Range(1, 1000)],
   entropy_coef=Annotated[float, Range(-1000, 1000)],
@@ -196,7 +196,7 @@ class ObjectiveConfig:
 
   @property
   def clip_range(self) -> float:
-    """How far a ratio may be from 1 before it is clipped on the nearer side; 0: nothing clips."""
+    """The smaller of clip_low and clip_high, in the loss's own unit; 0: nothing clips."""
     options = options_of(self.name) | self.options()
     sides = [options.get(key) for key in ("clip_low", "clip_high")]
     return min((side for side in sides if side), default=0.0)

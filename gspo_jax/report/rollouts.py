@@ -129,7 +129,8 @@ def _color(record: Row) -> Row:
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
   if any(segment is not None for segment in segments):
     figures = zip(record["segment_ratio"], record["segment_gradient"], strict=True)
-    known = {i: pair for i, pair in enumerate(figures) if i in {*segments}}
+    shown = {*segments}
+    known = {i: pair for i, pair in enumerate(figures) if i in shown}
     colored |= {"segments": segments, "segment_figures": known}
   if any(clipped):
     colored["clipped_tokens"] = clipped

@@ -1,5 +1,7 @@
 """Which responses a report holds, and how their tokens are written."""
 
+import time
+
 import pytest
 from support.reported_runs import record
 
@@ -122,6 +124,17 @@ def test_segments_are_shown_with_what_is_known_of_them(tmp_path):
   assert len(unknown) == len(broken) and not any("segments" in sample for sample in unknown)
   (tmp_path / "none").mkdir()
   assert not read_records(tmp_path / "none", others[1:], 100)[0]["segments"]
+
+
+def test_as_many_segments_as_tokens_take_linear_time(tmp_path):
+  n = 16_000
+  figures = dict(segment_ratio=[1.0] * n, segment_gradient=[0.5] * n)
+  tokens, zeros = ["a"] * n, [0.0] * n
+  record = colored(1, 1, tokens, zeros, response="a" * n, segments=[*range(n)], **figures)
+  begin = time.perf_counter()
+  (sample,) = read_records(tmp_path, [record], 10)[1]
+  assert len(sample["segment_figures"]) == len(sample["tokens"]) - 1
+  assert time.perf_counter() - begin < 2
 
 
 def test_the_newest_tokens_get_the_room_there_is(tmp_path):
