@@ -62,7 +62,7 @@ def _batches(c: Any) -> None:
 def _data(c: Any) -> None:
   for key, task in (("checks", "calculator"), ("skipped_work", "arithmetic")):
     _require(
-      not getattr(c.data, key) or f"{task}:" in c.data.train,
+      not (getattr(c.data, key) and c.data.train) or f"{task}:" in c.data.train,
       f"data.{key}={getattr(c.data, key)} is of the teacher of {task}, and data.train="
       f"{c.data.train!r} has another; set it to 0",
     )

@@ -372,9 +372,11 @@ class Constraints:
     return {name: dataclasses.asdict(one) for name, one in self.multipliers.items()}
 
   def set_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-    """Goes on with what `get_state` gave; costs that it does not have begin anew."""
+    """Goes on with what `get_state` gave; costs that it does not have begin anew. Bounds are those
+    of now."""
     for name in self.multipliers.keys() & state.keys():
-      self.multipliers[name] = Multiplier(**state[name])
+      most = self._config.active_costs[name].most
+      self.multipliers[name] = Multiplier(*(min(x, most) for x in state[name].values()))
 
 
 def deviation(value_PG: np.ndarray, valid_PG: np.ndarray) -> float:

@@ -92,6 +92,9 @@ def check(c: Any) -> None:
     and reward.overlong_buffer > first,
     f"schedule.group_size_min={s.group_size_min} is more than rl.group_size={rl.group_size}, the "
     "most": s.group_size_min > rl.group_size,
+    f"schedule.group_size_min={s.group_size_min}, rl.extra_prompts={rl.extra_prompts}: small "
+    "groups leave room for extra prompts from the start, and these would be trained on late; set "
+    "one of them to 0": s.group_size_min > 0 and rl.extra_prompts > 0,
     "schedule.group_size_min=1: advantages are relative to a group; make it at least "
     "2": s.group_size_min == 1 and _needs_a_group(c),
   }

@@ -90,6 +90,14 @@ def test_groups_with_padding_have_the_advantages_of_those_without():
   assert not found[:, G:].any() and same == pytest.approx(row)
 
 
+def test_a_checkpoint_keeps_to_the_bounds_of_now():
+  config = section(costs=dict(long=LENGTH | dict(initial=3.0, most=5.0)))
+  saved = judged(config, random_groups()).get_state()
+  lower = judged(section(costs=dict(long=LENGTH | dict(most=2.0))), random_groups())
+  lower.set_state(saved)
+  assert lower.multipliers["long"] == Multiplier(2.0, 2.0)
+
+
 def test_advantages_are_standardised_one_by_one_and_combined():
   config = section(
     rewards=dict(short=dict(signal="length", weight=-0.5)),

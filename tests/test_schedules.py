@@ -194,7 +194,7 @@ def by_prompt(responses, prompts, lengths, finished):
 SIZES = dict(rl__group_size=6, schedule__group_size_min=2, source=FEW, judge=by_prompt)
 
 
-@pytest.mark.parametrize("more", [{}, dict(rl__extra_prompts=3, rl__token_budget=80)], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(rl__token_budget=80)], ids=str)
 def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
   out = goes_on(3, 5, **SIZES, **more)
   known = [(g.prompt.id, int(g.known_G.sum())) for one in out for g in one.groups]
@@ -657,6 +657,9 @@ REFUSED = {
   ),
   r"schedule\.group_size_min=4 is more than rl\.group_size=3": dict(schedule__group_size_min=4),
   r"schedule\.group_size_min=1": dict(schedule__group_size_min=1),
+  r"schedule\.group_size_min=2, rl\.extra_prompts=3": dict(
+    schedule__group_size_min=2, rl__extra_prompts=3
+  ),
   r"schedule\.group_solved=1\.0": dict(schedule__group_solved=1.0),
   r"schedule\.new_tokens='1:6'.*no effect with job='offline'": dict(
     job="offline", offline__data="f", schedule__new_tokens="1:6",

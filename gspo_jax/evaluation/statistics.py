@@ -34,7 +34,7 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
   for name in records[0].get("signals", {}):  # those that there is a verdict on
     known = [r["signals"][name] for r in records if r["signals"][name] is not None]
-    row[f"constraint/{name}"] = float(np.mean(known)) if known else 0.0
+    row |= {f"constraint/{name}": float(np.mean(known))} if known else {}
   row["truncated_fraction"] = float(np.mean([r["truncated"] for r in records]))
   if sampled["outcomes"]:
     row["verifier/unknown"] = float(np.mean(["unknown" in record for record in records]))

@@ -197,10 +197,10 @@ def dppo_loss(
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.1, 0.3, 0.5]]))
     >>> old_logp_BT = jnp.log(jnp.array([[0.3, 0.4, 0.3], [0.3, 0.3, 0.5]]))
-    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -0.5]), jnp.ones((2, 3))
     >>> loss, metrics = dppo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT, max_length=3)
     >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
-    0.0000, 0.33 clipped
+    -0.1667, 0.33 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   log_ratio_BT = stop_gradient(batch.log_ratio_BT)

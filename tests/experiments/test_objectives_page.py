@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("pandas")
 pytest.importorskip("scipy")
 
-from experiments.definition import HERE, find, load  # noqa: E402
-from experiments.results import Store  # noqa: E402
-from gspo_jax import objectives as O  # noqa: E402
+from experiments.definition import HERE, find, load
+from experiments.results import Store
+from gspo_jax import objectives as O
 
 PAGE = (HERE.parent / "docs" / "objectives.md").read_text()
 ROW = re.compile(r"\| \[?`(\w+)`.*?\|.*\| (0\.\d\d) → (0\.\d\d) \|")

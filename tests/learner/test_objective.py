@@ -17,6 +17,7 @@ from gspo_jax import objectives as O
 from gspo_jax.learner.objective import (
   CorrectionConfig,
   ObjectiveConfig,
+  effective,
   options_of,
   policy_loss,
 )
@@ -335,3 +336,16 @@ def test_the_clip_range_is_that_of_the_nearer_side(name, changes, expected):
   options = dict(advantage="std", old_logp="sampler", load_balance_coef=0.0, replay="none")
   objective = ObjectiveConfig(name=name, volatility=False, **options, **changes)
   assert objective.clip_range == expected
+
+
+@pytest.mark.parametrize(
+  "section, expected",
+  [
+    (dict(name="dppo"), (0.15, 0.15)),
+    (dict(name="dppo", divergence="kl"), (0.05, 0.05)),  # nats
+    (dict(name="dppo", divergence="kl", clip_high=0.1), (0.05, 0.1)),
+  ],
+)
+def test_each_divergence_has_its_threshold(section, expected):
+  found = effective(section)
+  assert (found["clip_low"], found["clip_high"]) == expected
