@@ -1,6 +1,6 @@
 """configs/tiny_tools.py after a wasteful teacher, with a cost for every question: GSPO.
 
-The teacher of the cold start asks three in four of his questions twice, and the calculator says the
+The teacher of the cold start asks three in five of his questions twice, and the calculator says the
 same again. docs/multi_turn.md has what becomes of it with and without a cost.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
@@ -17,10 +17,10 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   config = tiny_tools.get_config()
   config.update(
     model=dict(moe_intermediate_size=64),  # copying takes no knowledge
-    data=dict(checks=0.75),
+    data=dict(checks=0.6),
     environment=dict(
       max_turns=6,  # two operations, each asked twice, and the answer, and one to spare
-      call_cost=0.2,  # a right answer earns 1
+      call_cost=0.3,  # a right answer earns 1
       charge="right",  # where most answers are wrong, to give up at once would pay
     ),
     sampling=dict(max_new_tokens=64),  # five turns take 61, the calculator's answers included
