@@ -5,8 +5,8 @@ same again. docs/multi_turn.md has what becomes of it with and without a cost.
 
 Command:   python -m gspo_jax.main --config=configs/tiny_agents.py --workdir=/tmp/tiny_agents
 Hardware:  any machine with two CPU cores; about seven minutes
-Expected:  eval/accuracy 0.06 to 0.12 -> 0.95 to 0.98 with eval/tool_calls at 2.0; without the cost 3.0
-           to 3.5 (seeds 19, 20 and 21)
+Expected:  eval/accuracy 0.06 to 0.12 -> 0.95 to 0.98, eval/tool_calls 2.0; without the cost 3.0 to
+           3.5 calls (seeds 19, 20 and 21)
 Paper:     arXiv:2510.22477
 """
 
