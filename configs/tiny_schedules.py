@@ -13,7 +13,9 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
              --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
 Hardware:  any machine with two CPU cores; two to four minutes
-Expected:  fewer tokens sampled than without; accuracy over seeds has not been measured
+Expected:  eval/accuracy 0.39 to 0.44 -> 0.88 to 0.91 by :groups, with 45 % fewer tokens than with
+           whole groups; 0.88 to 0.92 by :growing, 0.70 to 0.83 without what is appended;
+           :length 0.26 -> 0.47 with one seed (docs/objectives.md)
 Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
 """
 
@@ -29,6 +31,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     return config
   config = tiny.get_config()
   config.update(job="rl", weights="", data=dict(train=""))  # the file: JSON lines
+  config.update(rl=dict(iterations=24), eval=dict(every=12, greedy=False))
   if which == "growing":
     config.schedule.refresh_every = 2
   else:
