@@ -1,4 +1,4 @@
-"""configs/tiny_tools.py after a wasteful teacher, with a cost for every question: GSPO.
+"""The calculator of configs/tiny_tools.py after a wasteful teacher: GSPO with a cost per question.
 
 The teacher of the cold start asks three in five of his questions twice, and the calculator says the
 same again. docs/multi_turn.md has what becomes of it with and without a cost.
