@@ -226,18 +226,13 @@ class Passes:
     self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
   ) -> list[structs.Prompt]:
     """As `sources.Batches.take`."""
-    taken, refused = [], 0
-    while len(taken) < count:
-      if self._next == len(self._order):
-        self._begin(self._number + 1)
-      prompt = self.source[self._order[self._next]]
-      self._next += 1
-      if wanted(prompt) or refused >= 2 * len(self.source):
-        taken.append(prompt)
-        refused = 0
-      else:
-        refused += 1
-    return taken
+    return sources.wanted_of(iter(self._draw, None), count, wanted, len(self.source))
+
+  def _draw(self) -> structs.Prompt:
+    if self._next == len(self._order):
+      self._begin(self._number + 1)
+    self._next += 1
+    return self.source[self._order[self._next - 1]]
 
   def refresh(self, pieces: Sequence[Sequence[Any]] | None = None) -> int:
     """As `Growing.refresh`; the new rows join the pass."""

@@ -249,15 +249,7 @@ class Batches:
     self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
   ) -> list[structs.Prompt]:
     """The next `count` prompts that are wanted; where none is, after two epochs, any."""
-    taken, refused = [], 0
-    while len(taken) < count:
-      prompt = next(self._prompts)
-      if wanted(prompt) or refused >= 2 * len(self._source):
-        taken.append(prompt)
-        refused = 0
-      else:
-        refused += 1
-    return taken
+    return wanted_of(self._prompts, count, wanted, len(self._source))
 
   def get_state(self) -> dict[str, Any]:
     position = self._prompts.get_state()
@@ -270,6 +262,24 @@ class Batches:
       logging.warning("the training data has changed since the checkpoint: a new epoch starts")
     else:
       self._prompts.set_state(state["position"])
+
+
+def wanted_of(
+  prompts: Iterator[structs.Prompt],
+  count: int,
+  wanted: Callable[[structs.Prompt], bool],
+  epoch: int,
+) -> list[structs.Prompt]:
+  """The next `count` prompts that are wanted; where none is, after two epochs, any."""
+  taken, refused = [], 0
+  while len(taken) < count:
+    prompt = next(prompts)
+    if wanted(prompt) or refused >= 2 * epoch:
+      taken.append(prompt)
+      refused = 0
+    else:
+      refused += 1
+  return taken
 
 
 def _contents(source: Source) -> str:
