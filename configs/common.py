@@ -162,7 +162,9 @@ def base() -> ConfigDict:
           gain=1.0,  # of log range, by iteration and distance to the target
           span=100.0,  # the largest factor, and the inverse of the smallest
         ),
-        old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
+        # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1 | behaviour: sampler, and
+        # a pass that says by how much the trainer differs: engines of others, asynchronous runs
+        old_logp="sampler",
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
         replay="none",  # Routing Replay: none | R2: the trainer's old experts | R3: the sampler's
         volatility=False,  # True: record experts, for router/volatility/*

@@ -198,6 +198,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     mask_BT=real,
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
+    own_logp_BT=real if case.config.objective.old_logp == "behaviour" else None,
     sampler_logp_BT=real,
     current_BT=real if case.config.rl.partial or case.config.job == "offline" else None,
     ref_logp_BT=real if case.config.needs_reference else None,

@@ -147,7 +147,8 @@ def make_review(
     if objective.replay == "R2":
       logp_BT = replayed(params, batch)
     else:
-      sampled = batch.replace(old_logp_BT=None, ref_logp_BT=None, routing_BTlk=None)
+      fixed = dict.fromkeys(("old_logp_BT", "own_logp_BT", "ref_logp_BT", "routing_BTlk"))
+      sampled = batch.replace(**fixed)
       logp_BT = old_policy(params, sampled)["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
     return dict(logp_BT=logp_BT) | judged(logp_BT, batch, numbers)
@@ -237,6 +238,8 @@ def _rl_step(
     if batch.current_BT is not None:
       mask_BT = mask_BT * batch.current_BT
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT) | of_old
+    if objective.old_logp == "behaviour":
+      metrics |= by_version(batch, mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
@@ -273,6 +276,16 @@ def with_own_logp(
   own_BT = jnp.where(batch.first_B[:, None], jax.lax.stop_gradient(logp_BT), batch.old_logp_BT)
   metrics = {"mismatch/recomputed": sums["mismatch/sequence/abs/mean"]}
   return batch.replace(old_logp_BT=own_BT), metrics
+
+
+def by_version(batch: TrainBatch, current_BT: jax.Array) -> dict[str, Any]:
+  """Distances of the trainer before the updates from the weights that sampled, apart for the tokens
+  of these very weights, where `current_BT` is 1, and for those of older ones."""
+  older_BT, metrics = batch.mask_BT - current_BT, {}
+  for name, mask_BT in (("current", current_BT), ("older", older_BT)):
+    sums = O.mismatch.sums(batch.own_logp_BT, batch.sampler_logp_BT, mask_BT)
+    metrics |= {key.replace("/", f"/{name}/", 1): value for key, value in sums.items()}
+  return metrics | {"mismatch/older/tokens": Mean(older_BT.sum(), batch.mask_BT.sum())}
 
 
 def make_sft_step(learner: Learner, tx: optax.GradientTransformation | Optimizer) -> WithNumbers:
