@@ -11,7 +11,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner import by_length, by_segment, packing
+from gspo_jax.learner import by_length, by_segment, by_version, packing
 from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
@@ -239,7 +239,7 @@ def _rl_step(
       mask_BT = mask_BT * batch.current_BT
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT) | of_old
     if objective.old_logp == "behaviour":
-      metrics |= by_version(batch, mask_BT)
+      metrics |= by_version.metrics(batch, mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}
@@ -276,16 +276,6 @@ def with_own_logp(
   own_BT = jnp.where(batch.first_B[:, None], jax.lax.stop_gradient(logp_BT), batch.old_logp_BT)
   metrics = {"mismatch/recomputed": sums["mismatch/sequence/abs/mean"]}
   return batch.replace(old_logp_BT=own_BT), metrics
-
-
-def by_version(batch: TrainBatch, current_BT: jax.Array) -> dict[str, Any]:
-  """Distances of the trainer before the updates from the weights that sampled, apart for the tokens
-  of these very weights, where `current_BT` is 1, and for those of older ones."""
-  older_BT, metrics = batch.mask_BT - current_BT, {}
-  for name, mask_BT in (("current", current_BT), ("older", older_BT)):
-    sums = O.mismatch.sums(batch.own_logp_BT, batch.sampler_logp_BT, mask_BT)
-    metrics |= {key.replace("/", f"/{name}/", 1): value for key, value in sums.items()}
-  return metrics | {"mismatch/older/tokens": Mean(older_BT.sum(), batch.mask_BT.sum())}
 
 
 def make_sft_step(learner: Learner, tx: optax.GradientTransformation | Optimizer) -> WithNumbers:
