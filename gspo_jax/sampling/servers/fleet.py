@@ -34,6 +34,10 @@ TOKEN, EXPERT = 1024, 16  # bytes of an answer for a token's log-prob, and for o
 T = TypeVar("T")
 
 
+class Moved(Exception):
+  """The server was left out while it had a call, which is not the call's failure."""
+
+
 @dataclasses.dataclass(eq=False)
 class Server:
   """One server and what is known of it."""
@@ -141,6 +145,8 @@ class Fleet:
         self._unsent.discard(call.id)
       try:
         parts = await self._post(server, call)
+      except Moved:
+        continue
       except Failed as error:
         self._blame(server, error)
         tried.append(server)
@@ -176,11 +182,11 @@ class Fleet:
       if not probes:
         await server.settled.wait()
       if not (probes or server.usable):
-        raise Failed("health", f"it was left out: {server.why}")
+        raise Moved
     except asyncio.CancelledError:
       if asyncio.current_task().cancelling():  # of the call itself
         raise
-      raise Failed("health", f"it was left out: {server.why}") from None
+      raise Moved from None
     finally:
       work.cancel()
       del server.posts[work]
@@ -354,6 +360,7 @@ class Fleet:
         continue
       missed = 0 if await self._wire.answers(server.url) else missed + 1
       if missed >= STRIKES and server.usable:
+        self.counts["health"] += 1
         self.leave_out(server, f"it has not answered /health {missed} times")
 
   async def _open(self) -> None:
