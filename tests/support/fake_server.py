@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.server
 import json
+import socket
 import threading
 import time
 import urllib.parse
@@ -37,6 +38,7 @@ class FakeServer:
     self.model, self.params = model, params
     self.version, self.raw, self.reloads, self.pace, self.token = "default", False, True, 0.0, ""
     self.fault = lambda path, body: None
+    self.connections = []
     self.seen, self.bodies, self.aborted, self._lock = [], [], set(), threading.Lock()
     handler = functools.partial(_Handler, self)
     self._http = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -50,6 +52,9 @@ class FakeServer:
     self.dead = True
     self._http.shutdown()
     self._http.server_close()
+    for connection in self.connections:
+      with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
   def answer(self, path, query, body):
     if path == "/inference/v1/generate":
@@ -115,6 +120,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def __init__(self, fake, *args):
     self.fake = fake
+    fake.connections.append(args[0])
     super().__init__(*args)
 
   def log_message(self, *_):

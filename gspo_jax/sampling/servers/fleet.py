@@ -101,7 +101,9 @@ class Fleet:
       raise
 
   def close(self) -> None:
-    """Ends what was started here and the thread."""
+    """Ends what was started here and the thread; more than once it does nothing."""
+    if not self._thread.is_alive():
+      return
     self.run(self._close())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
@@ -225,10 +227,8 @@ class Fleet:
 
   def leave_out(self, server: Server, why: str, refused: bool = False) -> None:
     """The same, on the loop."""
-    if server.usable:
-      left = len(self.usable) - 1
-      logging.warning("server %s is left out: %s; %d left", server.url, why, left)
     server.usable, server.why, server.refused = False, why, refused
+    logging.warning("server %s is left out: %s; %d left", server.url, why, len(self.usable))
     server.settled.set()
     for post in server.posts:
       post.cancel()
