@@ -23,6 +23,11 @@ from gspo_jax.structs import TrainBatch
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
 
+def of_run(config: configuration.RunConfig) -> tuple[str, ...]:
+  """The programs that a run has: none that samples where servers do."""
+  return PROGRAMS if config.engine.name == "local" else PROGRAMS[:3]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
   """A configuration at one batch shape."""
