@@ -25,6 +25,7 @@ TRAIN = [  # all but the losses: models, sampling, and the command line
   "sympy>=1.14.0",  # equality of mathematical answers
   "tensorboardX>=2.6.4",  # event files without TensorFlow
   "tqdm>=4.67.0",  # progress bars
+  "httpx2>=2.16.0",  # HTTP to servers that sample, hundreds of requests at once
 ]
 
 # Experiments are in the checkout only: their tables and figures belong to their commits.

@@ -125,6 +125,9 @@ def base() -> ConfigDict:
         max_new_tokens=10,  # per response: "8991:1998" (sums are written in reverse) and the end
       ),
       engine=dict(
+        # local: slots on the trainer's mesh, with the keys that follow | server: docs/engines.md,
+        # with dtype, urls and server
+        name="local",
         slots=0,  # responses decoded at once, over all devices; 0: all of a batch
         steps=16,  # of decoding between two looks of the host, which prefills for free slots
         prefill_tokens=4096,  # of a device at once, a power of 2; longer prompts go in pieces
@@ -139,6 +142,25 @@ def base() -> ConfigDict:
         # responses that find no page are put aside and begun again: sampling/put_aside.
         cache_tokens=0,
         page_tokens=128,  # of a page: 256 KiB a layer of Qwen3-30B-A3B, enough for a fast copy
+        urls=(),  # of servers: http://host:port
+        server=dict(
+          # vllm: /inference/v1/generate | vllm_completions: /v1/completions | sglang | auto: the
+          # first of these that a server has
+          dialect="auto",
+          directory="",  # of published weights, seen by all servers; "": published/ of the workdir
+          # What starts the server of a URL on this host, for a shell: {host}, {port}, {index} of
+          # the URL, {weights}; "": somebody else does, and starts it again if it has to be
+          command="",
+          token_variable="GSPO_ENGINE_TOKEN",  # of the environment: a bearer token; unset: none
+          in_flight=256,  # responses that one server is asked for at once
+          timeout_s=3600.0,  # of a request; longer than the longest response takes
+          start_s=900.0,  # until a server that is started here answers
+          wait_s=300.0,  # with no server left, until the run ends
+          retries=5,  # of a request, on other servers where there are any
+          # Mean |difference| of a probe's log-probs from the trainer's, in nats, beyond which a
+          # server is not used; 0: 0.005 in float32, 0.1 in bfloat16
+          tolerance=0.0,
+        ),
       ),
       objective=dict(
         # gspo | gspo_token | segment | grpo | ppo_clip | dapo | dr_grpo | cispo | gmpo | sapo |
@@ -162,7 +184,9 @@ def base() -> ConfigDict:
           gain=1.0,  # of log range, by iteration and distance to the target
           span=100.0,  # the largest factor, and the inverse of the smallest
         ),
-        old_logp="sampler",  # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1
+        # sampler: §5.4, saves a pass | recompute: ratios start at exactly 1 | behaviour: as
+        # sampler, and a pass says by how much the trainer differs: for engines of others
+        old_logp="sampler",
         load_balance_coef=0.0,  # none in RL: where rewards are silent, Adam would follow it alone
         replay="none",  # Routing Replay: none | R2: the trainer's old experts | R3: the sampler's
         volatility=False,  # True: record experts, for router/volatility/*

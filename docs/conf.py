@@ -87,6 +87,7 @@ GROUPS = {
   "Reference": ["docs/objectives", "docs/metrics", "docs/reference/*", "CHANGELOG"],
   "Explanation": [
     "docs/sampling",
+    "docs/engines",
     "docs/routing",
     "docs/sharding",
     "docs/speed",

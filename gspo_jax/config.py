@@ -152,7 +152,7 @@ class RunConfig:
   def passes(self) -> int:
     """Passes without gradient over a rollout: old log-probs, a reference's, values."""
     return (
-      (self.objective.old_logp == "recompute") + self.needs_reference + (self.critic.name != "none")
+      (self.objective.old_logp != "sampler") + self.needs_reference + (self.critic.name != "none")
     )
 
   @property

@@ -170,7 +170,7 @@ def _objective(c: Any) -> None:
     "False and 1",
   )
   _require(
-    not c.objective.adaptive_clip.target or c.objective.old_logp == "sampler" or c.rl.updates > 1,
+    not c.objective.adaptive_clip.target or c.objective.old_logp != "recompute" or c.rl.updates > 1,
     f"objective.adaptive_clip.target={c.objective.adaptive_clip.target}: with one update per "
     "iteration the ratio is 1 and nothing is clipped; set rl.minibatches or rl.epochs above 1",
   )

@@ -90,8 +90,9 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     }
     moments = {"in an update": lasting | update}
     if c.has_iterations:
-      slots = programs.sampling_program("decode", case, mesh, sampler).arguments[1]
-      sampling["keys and values, queue and slots"] = estimate.held(slots)
+      if c.engine.name == "local":
+        slots = programs.sampling_program("decode", case, mesh, sampler).arguments[1]
+        sampling["keys and values, queue and slots"] = estimate.held(slots)
       moments["while it samples"] = lasting | sampling
   there = (device.memory_stats() or {}).get("bytes_limit")
   there = there or accelerators.memory(device.device_kind)

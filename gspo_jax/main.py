@@ -29,6 +29,7 @@ from gspo_jax.config import RunConfig
 from gspo_jax.report import page
 from gspo_jax.run import Run, check, open_run
 from gspo_jax.runs import files, nonfinite, preemption, provenance
+from gspo_jax.sampling import ServersGone
 
 BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
 
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> None:
   except nonfinite.NonFiniteError as error:
     logging.debug("", exc_info=True)
     end(f"gspo_jax: {error}")
-  except files.WriteError as error:
+  except (files.WriteError, ServersGone) as error:
     logging.debug("", exc_info=True)
     end(f"gspo_jax: {error}; the same command goes on from the last checkpoint")
   except preemption.Preempted:

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +223,13 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     _open_scorers(config) as scorers,
     constraints.open_signals(config.constraints, config.reward) as signals,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
+    contextlib.ExitStack() as stack,
   ):
     read = transformer.dtypes(config.model, config.sampler_compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
     publish = sharding.publisher(inputs.layout, read, lora.merged)
-    engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
+    engine = stack.enter_context(open_engine(config, publish, tok.decode, workdir))
     benchmarks = [
       Benchmark(
         name,
@@ -249,6 +250,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       environment=config.environment,
       directory=workdir / "evaluations",
       identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment))
+      + "server" * (config.engine.name == "server")
       + repr(config.constraints) * config.constraints.on,
       signals=signals,
     )
@@ -270,6 +272,33 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       inputs.records,
       signals,
     )
+
+
+@contextlib.contextmanager
+def open_engine(
+  config: RunConfig,
+  publish: Callable[[Any], Any],
+  detokenize: Callable[[list[int]], str],
+  workdir: Path,
+) -> Iterator[Engine]:
+  """What samples: slots on the mesh, or servers. `publish` is from the trainer's parameters to the
+  sampler's."""
+  common = config.model, config.engine, config.compute, publish, detokenize
+  if config.engine.name == "local":
+    yield LocalEngine(*common)
+    return
+  from gspo_jax.sampling.server import ServerEngine  # an HTTP client is only needed here
+
+  new = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
+  with ServerEngine(
+    *common,
+    workdir=workdir,
+    window=config.data.max_prompt_tokens + new,
+    temperature=config.sampling.temperature,
+    routing=config.has_iterations and config.objective.needs_sampler_routing,
+    tokenizer=None if config.tokenizer == "bytes" else Path(config.tokenizer),
+  ) as engine:
+    yield engine
 
 
 @contextlib.contextmanager

@@ -78,6 +78,8 @@ class TrainBatch:
   old_logp_BT: Array | None
   sampler_logp_BT: Array  # float32: what the sampler returned
   ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
+  # float32: of the trainer before the updates, where the old policy is what sampled; None: it is it
+  own_logp_BT: Array | None = None
   # float32: 1 on tokens that the policy before the updates sampled; None: it sampled all of them
   current_BT: Array | None = None
   # int32: which part of its response each trained token is in, of those that have an importance

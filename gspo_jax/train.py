@@ -97,6 +97,9 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       fixed = dict(old_logp_BT=batch.sampler_logp_BT)
       if c.objective.old_logp == "recompute":
         fixed = old_policy(state.params, batch)
+      if c.objective.old_logp == "behaviour":
+        found = old_policy(state.params, batch)
+        fixed |= dict(own_logp_BT=found.pop("old_logp_BT")) | found
       if reference is not None:
         fixed["ref_logp_BT"] = score(reference, batch)
       if critic:

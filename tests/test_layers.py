@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 # They import nothing but ranges.
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
-  "main": "config dry_run evaluation report run runs sft train",
+  "main": "config dry_run evaluation report run runs sampling sft train",
   "train": "collect hardware learner objectives records report run runs segments steps",
   "sft": "data learner run runs",
   "records": "collect",

@@ -22,7 +22,7 @@ from gspo_jax import command_line, sharding
 from gspo_jax import config as configuration
 from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
 from gspo_jax.aot.compiler import check, devices_of, examine
-from gspo_jax.aot.programs import PROGRAMS, Case, make_case, programs, resolved
+from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
 from gspo_jax.aot.table import print_line, print_row, title
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -69,10 +69,16 @@ def main(argv: list[str]) -> None:
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")
+    names = [name for name in _PROGRAMS.value if name in of_run(config)]
+    if not names:
+      raise ValueError(
+        f"--programs={','.join(_PROGRAMS.value)}: with engine.name={config.engine.name!r} a run "
+        f"has only {', '.join(of_run(config))}"
+      )
     if _SEARCH.value:
-      rows = search(case, _TOPOLOGY.value, _PROGRAMS.value, _TRIES.value)
+      rows = search(case, _TOPOLOGY.value, names, _TRIES.value)
     else:
-      rows = report(case, _TOPOLOGY.value, _PROGRAMS.value)
+      rows = report(case, _TOPOLOGY.value, names)
   except ValueError as error:
     sys.exit(f"gspo_jax.aot: {error}")
   if _JSON.value:

@@ -23,6 +23,11 @@ from gspo_jax.structs import TrainBatch
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
 
+def of_run(config: configuration.RunConfig) -> tuple[str, ...]:
+  """The programs that a run has: none that samples where servers do."""
+  return PROGRAMS if config.engine.name == "local" else PROGRAMS[:3]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
   """A configuration at one batch shape."""
@@ -198,6 +203,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     mask_BT=real,
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
+    own_logp_BT=real if case.config.objective.old_logp == "behaviour" else None,
     sampler_logp_BT=real,
     current_BT=real if case.config.rl.partial or case.config.job == "offline" else None,
     ref_logp_BT=real if case.config.needs_reference else None,

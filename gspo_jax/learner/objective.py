@@ -96,8 +96,9 @@ class CorrectionConfig:
 @with_options  # clip_low, clip_high, kl_coef, ...: docs/objectives.md
 class ObjectiveConfig:
   name: Literal[*LOSSES]
-  # "sampler": as the sampler returned them; "recompute": one pass of the trainer
-  old_logp: Literal["sampler", "recompute"]
+  # "sampler": as the sampler returned them; "recompute": one pass of the trainer; "behaviour": as
+  # "sampler", and the pass says by how much trainer and sampler differ
+  old_logp: Literal["sampler", "recompute", "behaviour"]
   load_balance_coef: NonNegativeFloat  # router auxiliary loss
   # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
   replay: Literal["none", "R2", "R3"]
@@ -137,7 +138,7 @@ class ObjectiveConfig:
         f"move; {self.name} has none, or clip_low and clip_high are 0"
       )
     self._check_correction()
-    if self.replay == "R2" and self.old_logp != "recompute":
+    if self.replay == "R2" and self.old_logp == "sampler":
       raise ValueError(
         f"objective.replay='R2' replays what the recomputation pass chose, which "
         f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
@@ -161,6 +162,11 @@ class ObjectiveConfig:
       raise ValueError(
         f"objective.correction.name={given.name!r} weighs by the trainer's old log-probs against "
         "the sampler's, which objective.old_logp='sampler' takes for the same: set it to recompute"
+      )
+    if self.old_logp == "behaviour" and given.name == "truncated":
+      raise ValueError(
+        "objective.correction.name='truncated' multiplies by what objective.old_logp='behaviour' "
+        "has in its ratio already: set correction.name to masked or none, or old_logp to recompute"
       )
 
   @property
@@ -340,7 +346,11 @@ def _weight(config, logp_BT, advantage, batch, numbers) -> tuple[jax.Array | Non
   if options := _correction_options(config):
     options |= {key: value for key, value in numbers.items() if key in options}
     name = config.correction.name
-    weight = CORRECTIONS[name](batch.old_logp_BT, batch.sampler_logp_BT, mask_BT, **options)
+    behaviour = config.old_logp == "behaviour"
+    trainer_BT = batch.own_logp_BT if behaviour else batch.old_logp_BT
+    weight = CORRECTIONS[name](trainer_BT, batch.sampler_logp_BT, mask_BT, **options)
+    if behaviour:  # its ratio is to the sampler, so that what is left in counts once
+      weight = (weight > 0).astype(weight.dtype)
     metrics["correction/weight"] = _mean(weight, mask_BT)
     cut = weight >= options["cap"] if name == "truncated" else weight == 0
     metrics[f"correction/{name}"] = _mean(cut, mask_BT)

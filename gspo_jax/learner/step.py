@@ -11,7 +11,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner import by_length, by_segment, packing
+from gspo_jax.learner import by_length, by_segment, by_version, packing
 from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
@@ -147,7 +147,8 @@ def make_review(
     if objective.replay == "R2":
       logp_BT = replayed(params, batch)
     else:
-      sampled = batch.replace(old_logp_BT=None, ref_logp_BT=None, routing_BTlk=None)
+      fixed = dict.fromkeys(("old_logp_BT", "own_logp_BT", "ref_logp_BT", "routing_BTlk"))
+      sampled = batch.replace(**fixed)
       logp_BT = old_policy(params, sampled)["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
     return dict(logp_BT=logp_BT) | judged(logp_BT, batch, numbers)
@@ -237,6 +238,8 @@ def _rl_step(
     if batch.current_BT is not None:
       mask_BT = mask_BT * batch.current_BT
     metrics |= O.mismatch.sums(logp_BT, batch.sampler_logp_BT, mask_BT) | of_old
+    if objective.old_logp == "behaviour":
+      metrics |= by_version.metrics(batch, mask_BT)
     metrics |= volatility_metrics(out, rows, objective.replay)
     empty_RT = (rows.segments_RT == 0).astype(jnp.float32)
     metrics |= {"padding": Mean(empty_RT.sum(), jnp.ones_like(empty_RT).sum())}

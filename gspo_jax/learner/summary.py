@@ -22,13 +22,18 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
   ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
-  before any update.
+  before any update; by version (`by_version.py`) on all, since that has a pass of its own.
   """
   row = _scalars(functools.reduce(merge, minibatches))
   for i, one in enumerate(minibatches):
     one = _scalars({k: v for k, v in one.items() if k in APART})
     row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
-  of_sampler = lambda name: name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"  # noqa: E731
+  of_all = "mismatch/current/", "mismatch/older/"
+
+  def of_sampler(name: str) -> bool:
+    sampler = name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"
+    return sampler and not name.startswith(of_all)
+
   return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
 
 

@@ -9,6 +9,10 @@ from typing import Any, Protocol
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 
 
+class ServersGone(Exception):
+  """No server is left that could sample, or none does what it is asked for."""
+
+
 class Engine(Protocol):
   """Samples responses to requests with the weights that it was given last."""
 

@@ -1,6 +1,7 @@
 """Requests, responses and the cost of sampling: what an engine and the host loop exchange."""
 
 import dataclasses
+import urllib.parse
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -9,6 +10,8 @@ from gspo_jax import ranges, sharding
 from gspo_jax.models.sizes import ComputeConfig
 from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
 from gspo_jax.sampling.sampler import SamplingConfig
+from gspo_jax.sampling.servers.config import DEFAULT as SERVER
+from gspo_jax.sampling.servers.config import ServerConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
 Prefill = Annotated[int, Range(SHORTEST, 2**20)]
@@ -30,9 +33,24 @@ class EngineConfig:
   cache_tokens: Positions = 0  # positions of all pages, over all devices; 0: all windows whole
   page_tokens: PositiveInt = 128  # positions of a page; the TPU's kernel wants a multiple of 16
   dtype: Literal["", "float32", "bfloat16"] = ""  # as compute.dtype, of the sampler; "": the same
+  # Slots on the mesh of the trainer, or servers of others, which have their own ways to sample
+  name: Literal["local", "server"] = "local"
+  urls: tuple[str, ...] = ()  # of servers, http://host:port
+  server: ServerConfig = SERVER
 
   def __post_init__(self):
     ranges.check(self, "engine")
+    if (self.name == "server") != bool(self.urls):
+      raise ValueError(
+        f"engine.name={self.name!r}, engine.urls={self.urls!r}: servers need their URLs, and "
+        "engine.name='local' has none"
+      )
+    for url in self.urls:
+      parts = urllib.parse.urlsplit(url)
+      if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"engine.urls={self.urls!r}: {url!r} is not like http://host:port")
+    if len(set(self.urls)) < len(self.urls):
+      raise ValueError(f"engine.urls={self.urls!r} names a server twice")
     if self.prefill_tokens & (self.prefill_tokens - 1):
       raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")
     if self.cache == "dense" and self.cache_tokens:
@@ -216,15 +234,22 @@ class Usage:
   decode_seconds: float = 0.0
   put_aside: int = 0  # responses that were begun again, since there was no page for them
   cache_bytes: int = 0  # the largest, over all devices
+  servers: dict[str, float] = dataclasses.field(default_factory=dict)  # how they stand; no slots
 
   def add(self, other: "Usage") -> None:
-    most = max(self.cache_bytes, other.cache_bytes)
+    most, servers = max(self.cache_bytes, other.cache_bytes), self.servers | other.servers
     for field in dataclasses.fields(self):
-      setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-    self.cache_bytes = most
+      if field.name != "servers":
+        setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+    self.cache_bytes, self.servers = most, servers
 
   def metrics(self) -> dict[str, float]:
     """By the names of metrics.jsonl."""
+    if self.servers:
+      return {f"engine/{name}": value for name, value in self.servers.items()} | {
+        "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
+        "time/sample/decode": self.decode_seconds,
+      }
     return {
       "sampling/slot_utilisation": self.tokens / max(self.slot_steps, 1),
       "sampling/prefill_utilisation": self.prefilled / max(self.padded, 1),

@@ -213,7 +213,29 @@ REFUSED = [
     dict(old_logp="sampler", correction__name="truncated"),
     r"correction\.name='truncated'.*objective\.old_logp='sampler'.*set it to recompute",
   ),
+  (
+    dict(old_logp="behaviour", correction__name="truncated"),
+    r"correction\.name='truncated' multiplies.*old_logp='behaviour' has in its ratio already",
+  ),
 ]
+
+
+@pytest.mark.parametrize("level", ["geometric", "sequence", "token"])
+def test_a_ratio_to_what_sampled_is_masked_and_not_weighted_again(level):
+  """By the trainer's own pass against the sampler; what is left in counts with its ratio alone."""
+  name = "grpo" if level == "token" else "gspo"
+  options = dict(correction__name="masked", correction__level=level)
+  options |= dict(correction__low=0.9, correction__high=1.15)
+  config = configured(name=name, old_logp="behaviour", **options).objective
+  some = batch(old_logp_BT=SAMPLER, own_logp_BT=CASE["old"])
+  loss, metrics, grad = value_and_gradient(config, some)
+  weight = O.masked_weight(CASE["old"], SAMPLER, CASE["mask"], level, 0.9, 1.15)
+  kept = np.asarray(weight > 0, np.float32)
+  assert 0 < kept.sum() < (CASE["mask"] > 0).sum() and not np.allclose(weight, kept)
+  expected, expected_grad = by_hand(name, some, weight=kept)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
+  assert 0 < metrics["correction/masked"] < 1
 
 
 @pytest.mark.parametrize("changes, message", REFUSED)

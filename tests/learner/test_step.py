@@ -128,6 +128,30 @@ def test_the_samplers_old_log_probs_are_left_as_they_are():
   assert row["ratio/deviation"] > 5e-4 and "mismatch/recomputed" not in row
 
 
+def test_what_sampled_is_compared_with_the_trainer_by_the_version_of_its_weights():
+  objective = dataclasses.replace(GSPO, old_logp="behaviour")
+  batch = rollout_batch()
+  own_BT = np.asarray(score_pass(learner(MOE))(initial(MOE), batch))
+  mask_BT = np.asarray(batch.mask_BT)
+  older_BT = mask_BT * (np.arange(len(mask_BT)) % 2)[:, None]
+  said_BT = own_BT - 0.5 * older_BT - 0.001 * mask_BT
+  batch = batch.replace(
+    own_logp_BT=own_BT, sampler_logp_BT=said_BT, old_logp_BT=said_BT, current_BT=mask_BT - older_BT
+  )
+  step = rl_step(learner(MOE), objective, SGD)
+  state, first = step(new_state(initial(MOE), SGD), batch)
+  row = scalars(first, step(state, batch)[1])  # the second mini-batch meets other weights
+  for name, distance in (("current", 1e-3), ("older", 0.501)):
+    assert row[f"mismatch/{name}/abs/mean"] == pytest.approx(distance, rel=1e-2)
+    assert row[f"mismatch/{name}/sequence/mean"] == pytest.approx(distance, rel=1e-2)
+  assert row["mismatch/older/tokens"] == pytest.approx(older_BT.sum() / mask_BT.sum())
+  assert row["mismatch/abs/mean"] == pytest.approx(1e-3, rel=1e-2)  # alarms look at this one
+  ratio = row["minibatch/0/ratio/deviation"]  # is to what sampled
+  live = (mask_BT > 0).any(1)
+  log_s = (own_BT - said_BT).sum(1)[live] / mask_BT.sum(1)[live]
+  assert ratio == pytest.approx(np.expm1(log_s).mean(), rel=1e-2)
+
+
 def test_the_update_raises_what_had_a_positive_advantage():
   params = initial(MOE)
   batch = rollout_batch()

@@ -1,0 +1,175 @@
+"""What a server is asked for and what it answers, in any dialect, with every answer checked."""
+
+import base64
+import binascii
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.models import routing
+from gspo_jax.sampling.sampler import SamplingConfig
+
+# What can be wrong with an answer, in the order of docs/engines.md.
+KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
+SLACK = 1e-3  # nats above 0 that rounding may put a log-probability
+
+
+class Failed(Exception):
+  """A server did not do what it was asked for; another one may, or the same one later.
+
+  Attributes:
+    kind: one of KINDS.
+  """
+
+  def __init__(self, kind: str, text: str):
+    super().__init__(text)
+    self.kind = kind
+
+
+class Refused(Exception):
+  """A server cannot do what the run needs, now or later, as it was started."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A request to one server: `samples` continuations of the same tokens."""
+
+  id: str
+  tokens: tuple[int, ...]
+  samples: int
+  max_new_tokens: int
+  sampling: SamplingConfig  # but for its `max_new_tokens`
+  stop_ids: tuple[int, ...]
+  seed: int
+  routing: bool = False  # ask for the experts of every token
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One continuation; the whole of a response or a stretch of it."""
+
+  tokens: np.ndarray  # int32 [n], the stop token included
+  logp: np.ndarray  # float32 [n]: after temperature and truncation
+  version: np.ndarray | None  # int32 [n]: of the weights; None: the server does not say
+  stopped: bool  # by a stop token
+  aborted: bool  # somebody told the server to leave it
+  # [tokens of the call + n - 1, l, k]: experts of every token that was fed, or the same flat; None:
+  # not sent
+  experts: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What an answer has to keep to."""
+
+  vocab_size: int
+  num_experts: int = 0
+  experts_per_token: int = 0
+  num_layers: int = 0
+  moe_layers: tuple[int, ...] = ()  # those of all layers that have experts
+
+
+def checked(parts: list[Part], call: Call, limits: Limits, oldest: int, newest: int) -> list[Part]:
+  """The parts, with experts of layers that have some, where these were asked for.
+
+  Args:
+    oldest, newest: versions of the weights that may have sampled them.
+
+  Raises:
+    Failed: they are not what was asked for.
+  """
+  if len(parts) != call.samples:
+    raise Failed("tokens", f"{len(parts)} responses came for {call.samples}")
+  for part in parts:
+    _check(part, call, limits, oldest, newest)
+  return [
+    dataclasses.replace(part, experts=_experts(part, call, limits) if call.routing else None)
+    for part in parts
+  ]
+
+
+def _check(part: Part, call: Call, limits: Limits, oldest: int, newest: int) -> None:
+  n, tokens = len(part.tokens), part.tokens
+  if n > call.max_new_tokens or (n == 0 and not part.aborted):
+    raise Failed("tokens", f"{n} tokens came where 1 to {call.max_new_tokens} were asked for")
+  if n and not 0 <= tokens.min() <= tokens.max() < limits.vocab_size:
+    raise Failed(
+      "tokens", f"token ids reach {tokens.max()}, the model has 0 to {limits.vocab_size - 1}"
+    )
+  if len(part.logp) != n:
+    raise Failed("tokens", f"{len(part.logp)} log-probs came for {n} tokens")
+  if not (np.isfinite(part.logp).all() and (part.logp <= SLACK).all()):
+    raise Failed("tokens", "a log-prob is above 0 or not finite")
+  ends = np.isin(tokens, call.stop_ids)
+  if ends[:-1].any() or (n and bool(ends[-1]) != part.stopped):
+    raise Failed("tokens", "a response does not end where its stop token is")
+  if not (part.stopped or part.aborted or n == call.max_new_tokens):
+    raise Failed("tokens", f"a response ended after {n} tokens, without a stop token")
+  if part.version is not None:
+    if len(part.version) != n:
+      raise Failed("version", f"versions of {len(part.version)} tokens came for {n}")
+    if n and not oldest <= part.version.min() <= part.version.max() <= newest:
+      raise Failed(
+        "version",
+        f"weights {part.version.min()} to {part.version.max()} answered, not {oldest} to {newest}",
+      )
+
+
+def _experts(part: Part, call: Call, limits: Limits) -> np.ndarray | None:
+  """[fed, l, k], in the storage dtype of routing."""
+  experts, fed = part.experts, len(call.tokens) + len(part.tokens) - 1
+  if not len(part.tokens):
+    return None
+  if experts is None:
+    raise Failed("body", "no routed experts came")
+  layers = len(limits.moe_layers)
+  for count in (layers, limits.num_layers):  # some servers have rows for all layers
+    if experts.size == fed * count * limits.experts_per_token and experts.dtype.kind in "iu":
+      experts = experts.reshape(fed, count, limits.experts_per_token)
+      experts = experts if count == layers else experts[:, list(limits.moe_layers)]
+      if 0 <= experts.min() <= experts.max() < limits.num_experts:
+        return experts.astype(routing.storage_dtype(limits.num_experts))
+  raise Failed("body", f"experts of shape {part.experts.shape} came for {fed} tokens")
+
+
+def integers(values: Any) -> np.ndarray:
+  """int32 [n] of a list. Failed if it is none of integers."""
+  try:
+    found = np.asarray(values)
+    if found.size == 0:
+      return np.zeros(0, np.int32)
+    if found.ndim == 1 and found.dtype.kind == "i" and abs(found).max() < 2**31:
+      return found.astype(np.int32)
+  except (TypeError, ValueError, OverflowError):
+    pass
+  raise Failed("body", f"it holds {values!r:.60} where integers belong")
+
+
+def floats(values: Any) -> np.ndarray:
+  """float32 [n] of a list. Failed if it is none of numbers."""
+  try:
+    found = np.asarray(values, np.float64)
+    if found.ndim == 1:
+      return found.astype(np.float32)
+  except (TypeError, ValueError):
+    pass
+  raise Failed("body", f"it holds {values!r:.60} where numbers belong")
+
+
+def version_number(label: Any) -> int:
+  """The version that a label names; -1 for a label that no publication has set."""
+  text = str(label)
+  return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+
+
+def array_of_base64(text: Any, most_bytes: int = 2**30) -> np.ndarray:
+  """The array in base64 of an .npy file. Failed if it is none."""
+  try:
+    raw = base64.b64decode(text, validate=True)
+    if len(raw) <= most_bytes:
+      return np.load(io.BytesIO(raw), allow_pickle=False)
+  except (TypeError, ValueError, EOFError, binascii.Error, OSError):
+    pass
+  raise Failed("body", "its routed experts are no array in base64")

@@ -1,0 +1,93 @@
+"""Responses that servers are at work on, with what has come of them so far."""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gspo_jax.sampling.requests import Request, Response
+from gspo_jax.sampling.sampler import SamplingConfig
+from gspo_jax.sampling.servers.calls import Call, Part
+
+STOP_PIECE = 64  # tokens of a call whose end only we can see: stop strings need a tokenizer
+MOST_ABORTED = 100  # answers in a row without a token
+
+
+class Pending:
+  """One response of a request; its columns grow with every part."""
+
+  def __init__(self, request: Request, number: int, sample: int):
+    self.request, self.number, self.sample = request, number, sample
+    self.tokens, self.version = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    self.logp = np.zeros(0, np.float32)
+    self.experts: np.ndarray | None = None
+    self.stopped = False
+    self.aborted = 0  # answers in a row without a token
+
+  @property
+  def left(self) -> int:
+    return self.request.max_new_tokens - len(self.tokens)
+
+  def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
+    """Appends a part, up to the token that completes a stop string. Whether it was the last."""
+    before, count = len(self.tokens), len(part.tokens)
+    self.aborted = 0 if count else self.aborted + 1
+    self.tokens = np.concatenate([self.tokens, part.tokens])
+    self.stopped = part.stopped
+    if self.request.stop_strings and count:
+      end = first_stop(self.request, self.tokens, before, detokenize)
+      if end is not None:
+        self.tokens, count, self.stopped = self.tokens[:end], end - before, True
+    self.logp = np.concatenate([self.logp, part.logp[:count]])
+    self.version = np.concatenate([self.version, part.version[:count]])
+    if part.experts is not None:
+      fed = self.request.prefix_length + len(self.tokens) - 1
+      # A prefix is prefilled anew for every part; what counts is how each token was fed at first.
+      seen = 0 if self.experts is None else len(self.experts)
+      new = part.experts[seen:fed]
+      self.experts = np.concatenate([self.experts, new]) if seen else new
+    return self.stopped or not self.left
+
+  def response(self, whole: bool, finished: bool) -> Response:
+    """The response as far as it has come; `whole`: its distribution has all tokens."""
+    full_logp = self.logp if whole else np.full_like(self.logp, np.nan)  # nobody says
+    columns = self.tokens, self.logp, full_logp, self.version
+    stopped = finished and self.stopped
+    return Response(self.request, self.sample, *columns, stopped, finished, self.experts)
+
+
+def call_for(some: Sequence[Pending], id_: str, sampling: SamplingConfig, routing: bool) -> Call:
+  """The next call of responses that have the same tokens so far.
+
+  Its seed is of the run's seed, the prompt, the number of the first response and the place in it:
+  what goes on has other noise than what began.
+  """
+  first = some[0]
+  request, tokens = first.request, (*first.request.prefix, *first.tokens.tolist())
+  most = min(first.left, STOP_PIECE) if request.stop_strings else first.left
+  place = len(tokens) - len(request.prompt)
+  noise = np.array([request.seed, first.sample, place, *request.prompt], "<i8").tobytes()
+  seed = zlib.crc32(noise) & 0x7FFFFFFF
+  return Call(id_, tokens, len(some), most, sampling, request.stop_ids, seed, routing)
+
+
+def first_stop(
+  request: Request,
+  tokens: np.ndarray,
+  before: int,
+  detokenize: Callable[[list[int]], str],
+) -> int | None:
+  """Number of sampled tokens that complete a stop string, if one from `before` on does."""
+  # No token is shorter than a byte: what completes now began within so many tokens.
+  longest = max(len(s.encode()) for s in request.stop_strings)
+  begun = request.begun[len(request.begun) - request.unfinished :]
+  text = [*begun, *tokens.tolist()]
+  start = max(0, len(begun) + before - longest)
+
+  def complete(end: int) -> bool:
+    said = detokenize(text[start : len(begun) + end])
+    return any(s in said for s in request.stop_strings)
+
+  if not complete(len(tokens)):
+    return None
+  return next(n for n in range(before + 1, len(tokens) + 1) if complete(n))

@@ -1,0 +1,93 @@
+"""HTTP to servers: time-outs, limits of what is read, and in words what is wrong with it."""
+
+import asyncio
+import json
+import os
+from typing import Any
+
+import httpx2
+
+from gspo_jax.sampling.servers.calls import Failed, Refused
+from gspo_jax.sampling.servers.config import ServerConfig
+from gspo_jax.sampling.servers.dialects import Ask
+
+CONNECT_S = 10.0  # to a server, and for what it answers at once
+JSON = 2**22  # bytes of an answer
+
+
+class Wire:
+  """Connections to some servers, made and used on one event loop."""
+
+  def __init__(self, config: ServerConfig, servers: int):
+    self._variable = config.token_variable
+    token = os.environ.get(self._variable, "")
+    most = max(64, servers * (config.in_flight + 16))
+    self._client = httpx2.AsyncClient(
+      headers=dict(Authorization=f"Bearer {token}") if token else {},
+      timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `sent` has one for all of it
+      limits=httpx2.Limits(max_connections=most, max_keepalive_connections=most),
+      trust_env=False,  # servers are near, and nothing of theirs goes through a proxy
+    )
+
+  async def close(self) -> None:
+    await self._client.aclose()
+
+  async def answers(self, url: str) -> bool:
+    """Whether a server says that it is well."""
+    try:
+      await self.ask(url, Ask("/health"), CONNECT_S)
+    except (Failed, Refused):
+      return False
+    return True
+
+  async def ask(self, url: str, ask: Ask, seconds: float, most: int = JSON) -> Any:
+    """The JSON that a server answers; None where it is empty, or none was asked for.
+
+    Raises:
+      Failed: no answer, or none that can be used.
+      Refused: it does not let us.
+    """
+    status, body = await self.sent(url, ask, seconds, most)
+    if status in (401, 403):
+      raise Refused(
+        f"HTTP {status} for {ask.path}: set {self._variable} to the token that it was given"
+      )
+    if status == 404 and ask.body is not None:
+      raise Refused(
+        f"it has no {ask.path}: vLLM needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+      )
+    if not 200 <= status < 300:
+      text = body[:200].decode(errors="replace")
+      raise Failed("status", f"HTTP {status} for {ask.path}: {text}")
+    try:
+      answer = json.loads(body) if body.strip() else None
+    except (ValueError, RecursionError) as error:
+      if ask.body is None:
+        return None
+      raise Failed("body", f"the answer to {ask.path} is no JSON: {error!s:.80}") from error
+    for key, value in ask.holds.items():
+      if not isinstance(answer, dict) or answer.get(key) != value:
+        text = f"the answer to {ask.path} has not {key}={value}: {answer!r:.200}"
+        raise Failed("body", text)
+    return answer
+
+  async def sent(self, url: str, ask: Ask, seconds: float, most: int = JSON) -> tuple[int, bytes]:
+    """Status and body. Failed: there is none in time, or it is too long."""
+    method, content = ("GET", None) if ask.body is None else ("POST", ask.body)
+    try:
+      async with (
+        asyncio.timeout(seconds),
+        self._client.stream(method, url + ask.path, json=content) as response,
+      ):
+        body = bytearray()
+        async for piece in response.aiter_bytes():
+          body += piece
+          if len(body) > most:
+            raise Failed("body", f"the answer to {ask.path} has more than {most:,} bytes")
+        return response.status_code, bytes(body)
+    except TimeoutError as error:
+      raise Failed("timeout", f"no answer to {ask.path} within {seconds:g} s") from error
+    except httpx2.TimeoutException as error:
+      raise Failed("timeout", f"{ask.path}: {type(error).__name__} {error}") from error
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+      raise Failed("connection", f"{ask.path}: {type(error).__name__} {error}") from error

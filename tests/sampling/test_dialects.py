@@ -1,0 +1,156 @@
+"""What is sent in each dialect, and answers as servers gave them, read.
+
+vLLM's are of 0.32 on the CPU. SGLang's are put together from its documentation (a recorded answer
+of /generate) and its source (log-probs, routes): none was run for this.
+"""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from gspo_jax.sampling import SamplingConfig
+from gspo_jax.sampling.servers.calls import Call, Failed, Limits, checked, version_number
+from gspo_jax.sampling.servers.launch import Process, filled
+from gspo_jax.sampling.servers.sglang import SGLANG
+from gspo_jax.sampling.servers.vllm import COMPLETIONS, VLLM
+
+CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
+LIMITS = Limits(264, 8, 2, 3, (1, 2))
+RECORDED = {  # of vLLM, with one token less
+  "request_id": "generate-tokens-a1", "model": "/weights", "created": 1795422882,
+  "usage": {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3},
+  "prompt_logprobs": None, "output_mode": "tokens",
+  "choices": [{
+    "index": 0, "finish_reason": "stop", "stop_reason": 9, "token_ids": [28, 58, 9],
+    "routed_experts": None, "sampling_mask": None,
+    "weight_versions": [
+      {"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3},
+    ],
+    "logprobs": {"content": [
+      {"token_id": t, "logprob": p, "rank": 2, "top_logprobs": [{"token_id": t, "logprob": p}]}
+      for t, p in ((28, -5.599640846252441), (58, -3.150298595428467), (9, -3.356875419616699))
+    ]},
+  }],
+}  # fmt: skip
+COMPLETION = {  # of vLLM's /v1/completions, with return_token_ids
+  "id": "cmpl-a1", "object": "text_completion", "model": "/weights",
+  "choices": [{
+    "index": 0, "text": "x", "finish_reason": "stop", "stop_reason": 9,
+    "token_ids": [28, 58, 9], "prompt_token_ids": [5, 6, 7],
+    "logprobs": {"text_offset": [0, 1, 2], "token_logprobs": [-5.5, -3.1, -3.3],
+                 "tokens": ["a", "b", "c"], "top_logprobs": [None, None, None]},
+  }],
+}  # fmt: skip
+SGLANG_ANSWER = {
+  "text": "x", "output_ids": [28, 58, 9],
+  "meta_info": {
+    "id": "594dd14c1b89490e95ddebf742382420", "finish_reason": {"type": "stop", "matched": 9},
+    "prompt_tokens": 3, "weight_version": "5", "num_retractions": 0, "completion_tokens": 3,
+    "cached_tokens": 1, "dp_rank": None, "e2e_latency": 2.838345530908555,
+    "output_token_logprobs": [[-5.5, 28, None], [-3.1, 58, None], [-3.3, 9, None]],
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "dialect, answer, versions",
+  [
+    (VLLM, RECORDED, [4, 4, 5]),
+    (COMPLETIONS, COMPLETION, None),
+    (SGLANG, SGLANG_ANSWER, [5, 5, 5]),
+  ],
+  ids=["vllm", "completions", "sglang"],
+)
+def test_an_answer_is_read(dialect, answer, versions):
+  (part,) = checked(dialect.read(answer, CALL), CALL, LIMITS, 4, 5)
+  assert part.tokens.tolist() == [28, 58, 9] and part.stopped and not part.aborted
+  np.testing.assert_allclose(part.logp, [-5.5, -3.1, -3.3], atol=0.1)
+  assert versions is None if part.version is None else part.version.tolist() == versions
+  if versions is not None:
+    with pytest.raises(Failed, match="weights"):
+      checked(dialect.read(answer, CALL), CALL, LIMITS, 6, 6)
+
+
+def test_nothing_of_the_distribution_is_left_to_a_servers_defaults():
+  expected = dict(temperature=0.7, top_p=0.9, min_p=0.0, n=1, ignore_eos=True, stop_token_ids=[9])
+  expected |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+  for dialect, tokens, most in (
+    (VLLM, "token_ids", dict(max_tokens=6, seed=3, top_k=0, logprobs=0)),
+    (COMPLETIONS, "prompt", dict(max_tokens=6, seed=3, top_k=0, logprobs=0)),
+    (SGLANG, "input_ids", dict(max_new_tokens=6, sampling_seed=3, top_k=-1)),
+  ):
+    body = dialect.generate(CALL).body
+    sent = body if dialect is COMPLETIONS else body["sampling_params"]
+    assert body[tokens] == [5, 6, 7] and (expected | most).items() <= sent.items()
+
+
+def npy(array):
+  file = io.BytesIO()
+  np.save(file, array)
+  return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_routed_experts_are_decoded(layers):
+  """Of layers with experts, whether or not the server has rows for the others."""
+  call = Call("a1", (5, 6, 7), 1, 6, CALL.sampling, (9,), 3, routing=True)
+  experts = np.arange(5 * layers * 2).reshape(5, layers, 2) % 8
+  own = experts if layers == 2 else experts[:, 1:]
+  choice = RECORDED["choices"][0] | dict(routed_experts=npy(experts.astype(np.uint8)))
+  flat = base64.b64encode(experts.astype("<i4").tobytes()).decode()
+  meta = SGLANG_ANSWER["meta_info"] | dict(routed_experts=flat)
+  for dialect, answer in (
+    (VLLM, dict(choices=[choice])),
+    (SGLANG, SGLANG_ANSWER | dict(meta_info=meta)),
+  ):
+    (part,) = checked(dialect.read(answer, call), call, LIMITS, 4, 5)
+    assert part.experts.dtype == np.int8
+    np.testing.assert_array_equal(part.experts, own)
+  for wrong in (experts[1:], experts + 8, experts.astype(np.float32)):
+    choice |= dict(routed_experts=npy(wrong))
+    with pytest.raises(Failed, match=r"experts"):
+      checked(VLLM.read(dict(choices=[choice]), call), call, LIMITS, 4, 5)
+  for text in ("no base64", npy(np.array([None]))):  # a pickle, which is never read
+    with pytest.raises(Failed, match=r"no array in base64"):
+      VLLM.read(dict(choices=[choice | dict(routed_experts=text)]), call)
+  with pytest.raises(Failed, match=r"no routed experts came"):
+    checked(VLLM.read(RECORDED, call), call, LIMITS, 4, 5)
+
+
+def test_a_server_that_lacks_something_says_so_before_training():
+  def said(mode, sends):
+    outputs = dict(enable_return_routed_experts=sends)
+    return dict(vllm_config=dict(model_config=dict(logprobs_mode=mode), aux_output_config=outputs))
+
+  right = "processed_logprobs"
+  assert VLLM.unfit(said(right, False), False) == "" == VLLM.unfit(said(right, True), True)
+  assert "--logprobs-mode processed_logprobs" in VLLM.unfit(said("raw_logprobs", True), False)
+  assert "--enable-return-routed-experts" in VLLM.unfit(said(right, False), True)
+  assert VLLM.unfit({}, True) == "" == VLLM.unfit(dict(vllm_config="a text"), True)
+  assert "--enable-return" in SGLANG.unfit(dict(enable_return_routed_experts=False), True)
+
+
+def test_versions_are_whole_numbers_or_nobodys():
+  assert [version_number(x) for x in ("12", 3, "default", "", "-1", "²", "9" * 30, None)] == [
+    12, 3, -1, -1, -1, -1, -1, -1,
+  ]  # fmt: skip
+
+
+def test_sglang_is_told_of_weights_after_what_was_under_way_came_back():
+  asks = SGLANG.publish("/w/weights_000007", 7)
+  assert [ask.path for ask in asks] == [
+    "/pause_generation", "/update_weights_from_disk", "/continue_generation",
+  ]  # fmt: skip
+  assert asks[0].body == dict(mode="abort")
+  assert asks[1].body["weight_version"] == "7" and asks[1].holds == dict(success=True)
+
+
+def test_a_process_ends_with_its_children(tmp_path):
+  command = filled("echo {index} {host}:{port} {weights}; sleep 60 & wait", "http://a:81", 2, "/w")
+  process = Process(command, tmp_path / "logs/server.log")
+  while "2 a:81 /w" not in process.log.read_text():
+    assert process.alive
+  process.stop()
+  assert not process.alive

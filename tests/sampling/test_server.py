@@ -1,0 +1,482 @@
+"""Servers that sample, and all that they may do wrong. Those here are in this process, with log-
+probs of a real model; tests/sampling/test_vllm.py has real ones."""
+
+import contextlib
+import itertools
+import time
+
+import jax
+import numpy as np
+import pytest
+from support.fake_server import FakeServer
+from support.small_models import SMALLER_DENSE, next_logp, on_host
+
+from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.sampling import (
+  Driver,
+  EngineConfig,
+  SamplingConfig,
+  ServersGone,
+  Workload,
+  sample_rollout,
+)
+from gspo_jax.sampling.driver import new_groups
+from gspo_jax.sampling.server import ServerEngine
+from gspo_jax.sampling.servers import fleet, wire
+from gspo_jax.sampling.servers.config import ServerConfig
+from gspo_jax.structs import Prompt
+
+MODEL = SMALLER_DENSE
+STOP = 3
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+WORKLOAD = Workload(SamplingConfig(0.8, 0, 1.0, 0.0, 8), 4, 12, 4, stop_ids=(STOP,))
+QUICK = dict(wait_s=0.0, timeout_s=20.0, retries=3)
+
+
+def weights(seed=0):
+  # Larger than at random, so that log-probs differ from each other and between seeds.
+  return jax.tree.map(lambda x: 3 * x, on_host(MODEL, seed))
+
+
+@pytest.fixture
+def make(tmp_path):
+  """Makes servers, which end with the test, and engines of them."""
+  with contextlib.ExitStack() as stack:
+
+    def servers(count):
+      found = [FakeServer(MODEL) for _ in range(count)]
+      for one in found:
+        stack.callback(lambda one=one: one.dead or one.die())
+      return found
+
+    def engine(servers, detokenize=None, temperature=0.8, **config):
+      config = EngineConfig(
+        **dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server"),
+        urls=tuple(one if isinstance(one, str) else one.url for one in servers),
+        server=ServerConfig(**QUICK | config),
+      )
+      options = dict(workdir=tmp_path, window=24, temperature=temperature)
+      return stack.enter_context(
+        ServerEngine(MODEL, config, REFERENCE, detokenize=detokenize, **options)
+      )
+
+    yield servers, engine
+
+
+def once(kind, path="/inference/v1/generate", skip=0):
+  """A fault of the first request of a run to a path, after `skip` others; not of the probe's."""
+  count = itertools.count()
+
+  def fault(at, body):
+    probing = body and "probe" in str(body.get("request_id"))
+    if at == path and not probing and next(count) == skip:
+      return kind
+    return None
+
+  return fault
+
+
+def always(kind, path="/inference/v1/generate"):
+  return lambda at, body: (
+    kind if at == path and body and "probe" not in str(body.get("request_id")) else None
+  )
+
+
+def check(rollout, params, version, temperature=0.8):
+  """Whole groups, whose log-probs are the trainer's."""
+  assert rollout.tokens.shape == (12, 12) and (rollout.lengths > 0).all()
+  logp_BT = np.asarray(next_logp(params, MODEL, rollout.tokens, temperature=temperature))
+  off_BT = abs(logp_BT - rollout.logp[:, 1:]) * rollout.mask[:, 1:]
+  assert off_BT.max() < 1e-4
+  np.testing.assert_array_equal(rollout.full_logp, rollout.logp)
+  assert set(rollout.version[rollout.mask > 0]) == {version}
+  for row in range(12):
+    tokens = rollout.response(row)
+    assert (STOP in tokens) == rollout.stopped[row] and STOP not in tokens[:-1]
+    assert len(tokens) == 8 or tokens[-1] == STOP
+
+
+def failed(engine):
+  """What went wrong, by kind."""
+  found = engine.usage.metrics().items()
+  return {k.removeprefix("engine/failed/"): v for k, v in found if "/failed/" in k and v}
+
+
+def test_what_servers_sample_is_the_trainers_distribution_after_every_publication(make, tmp_path):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  for version in (1, 2, 3):
+    engine.load(weights(version), version)
+    check(sample_rollout(engine, WORKLOAD, PROMPTS, seed=version), weights(version), version)
+  metrics = engine.usage.metrics()
+  assert metrics["engine/servers"] == 2 and metrics["engine/probe/mean"] < 1e-5
+  assert not failed(engine) and metrics["tokens_per_second/decode"] > 0
+  assert "sampling/slot_utilisation" not in metrics
+  order = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+  for one in two:
+    assert [path for path in one.seen if path in order] == order * 3
+    assert any("probe" not in str(body) and "token_ids" in str(body) for body in one.bodies)
+  kept = sorted(path.name for path in (tmp_path / "published").iterdir())
+  assert kept == ["weights_000002", "weights_000003"]
+
+
+def test_seeds_are_sent_and_no_two_responses_have_the_same(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(), 1)
+  first = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
+  again = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
+  np.testing.assert_array_equal(first.tokens, again.tokens)
+  other = sample_rollout(engine, WORKLOAD, PROMPTS, seed=2)
+  assert (first.tokens != other.tokens).any()
+  sent = [b for b in one.bodies if b and "token_ids" in b and "probe" not in b["request_id"]]
+  assert len({body["sampling_params"]["seed"] for body in sent}) == 6
+  greedy = Workload(SamplingConfig(0.0, 3, 0.9, 0.1, 8), 4, 12, 1, stop_ids=(STOP,))
+  sample = sample_rollout(engine, greedy, PROMPTS)
+  asked = one.bodies[-1]["sampling_params"]
+  assert [asked[k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.0, 3, 0.9, 0.1]
+  assert np.isnan(sample.full_logp[sample.mask > 0]).all()  # nobody says
+
+
+GARBAGE = {
+  "500": ("500", "status"),
+  "truncated": ("truncate", "connection"),
+  "no JSON": (lambda answer: b"<html>", "body"),
+  "nested": (lambda answer: b"[" * 200_000, "body"),
+  "no choices": (lambda answer: {}, "body"),
+  "one response less": (lambda answer: dict(choices=answer["choices"][1:]), "tokens"),
+}
+
+
+def edited(change):
+  """An answer whose first choice is changed."""
+
+  def edit(answer):
+    first, *rest = answer["choices"]
+    return dict(choices=[{**first, **change(first)}, *rest])
+
+  return edit
+
+
+def with_logp(value):
+  def change(choice):
+    content = [entry | dict(logprob=value) for entry in choice["logprobs"]["content"]]
+    return dict(logprobs=dict(content=content))
+
+  return edited(change)
+
+
+GARBAGE |= {
+  "other tokens": (edited(lambda c: dict(token_ids=[c["token_ids"][0] ^ 1])), "tokens"),
+  "tokens of no vocabulary": (
+    edited(
+      lambda c: dict(
+        token_ids=[77], logprobs=dict(content=[dict(token_id=77, logprob=-1.0)])
+      )
+    ),
+    "tokens",
+  ),
+  "words": (edited(lambda c: dict(token_ids=["a"])), "body"),
+  "a null": (edited(lambda c: dict(token_ids=None, logprobs=None)), "tokens"),
+  "NaN": (with_logp(float("nan")), "tokens"),
+  "a likelihood above 1": (with_logp(0.5), "tokens"),
+  "no end": (
+    edited(
+      lambda c: dict(
+        finish_reason="length",
+        token_ids=[5],
+        logprobs=dict(content=[dict(token_id=5, logprob=-1.0)]),
+      )
+    ),
+    "tokens",
+  ),
+  "older weights": (
+    edited(lambda c: dict(weight_versions=[dict(version="0", start=0, end=99)])),
+    "version",
+  ),
+  "nobody's weights": (
+    edited(lambda c: dict(weight_versions=[dict(version="default", start=0, end=99)])),
+    "version",
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_what_cannot_be_used_is_asked_for_again(make, name):
+  fault, kind = GARBAGE[name]
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  two[0].fault = once(fault)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert failed(engine) == {kind: 1}
+  # What says that it has other weights is not asked again; a mishap is nothing yet.
+  assert engine.usage.metrics()["engine/servers"] == (1 if kind == "version" else 2)
+
+
+def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  two[0].fault = once("die")
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert failed(engine).keys() <= {"connection"} and failed(engine)
+  engine.load(weights(2), 2)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  metrics = engine.usage.metrics()
+  assert metrics["engine/servers"] == 1 == metrics["engine/left_out"]
+  port = int(two[0].url.rpartition(":")[2])
+  back = FakeServer(MODEL, port=port)  # somebody starts it again
+  engine.load(weights(3), 3)
+  assert back.version == "3"
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
+  assert engine.usage.metrics()["engine/servers"] == 2
+  back.die()
+
+
+def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monkeypatch):
+  monkeypatch.setattr(fleet, "HEALTH_S", 0.05)
+  monkeypatch.setattr(wire, "CONNECT_S", 1.0)
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  two[0].fault = lambda path, body: "hang"
+  started = time.monotonic()
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert time.monotonic() - started < 15
+  assert set(failed(engine)) == {"health"} and engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_a_request_has_a_time(make):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two, timeout_s=1.0)
+  engine.load(weights(), 1)
+  two[0].fault = once("hang")
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert failed(engine) == {"timeout": 1}
+
+
+def test_without_a_server_the_run_ends_and_says_why(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(), 1)
+  one.fault = once("die")
+  with pytest.raises(ServersGone, match=rf"no server can be used\. {one.url}: .*connect"):
+    sample_rollout(engine, WORKLOAD, PROMPTS)
+
+
+def test_what_fails_everywhere_ends_the_run(make):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two, retries=1)
+  engine.load(weights(), 1)
+  for one in two:
+    one.fault = always("500")
+  with pytest.raises(ServersGone, match=r"2 attempts failed, the last at http.*HTTP 500"):
+    sample_rollout(engine, WORKLOAD, PROMPTS)
+
+
+def test_the_last_server_is_waited_for(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one], wait_s=30.0)
+  engine.load(weights(), 1)
+  one.fault = always("500")
+
+  def recovers(path, body):
+    one.fault = lambda path, body: None  # at the first new probe
+    return None
+
+  count = itertools.count()
+  one.fault = lambda path, body: (
+    recovers(path, body) if path == "/pause" else
+    "500" if path.endswith("generate") and next(count) < 99 else None
+  )  # fmt: skip
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert failed(engine)["status"] >= 3
+
+
+def test_log_probs_before_the_temperature_are_refused_by_name(make):
+  servers, engine = make
+  (one,) = servers(1)
+  for temperature in (0.8, 1.0):  # at 1 they would be right, but no others
+    for one.raw in (True, "says so"):
+      with pytest.raises(ServersGone, match=r"start it with --logprobs-mode processed_logprobs"):
+        engine([one], temperature=temperature, wait_s=60.0).load(weights(), 1)  # no use in waiting
+
+
+def test_new_weights_that_were_not_taken_are_found_out(make):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(1), 1)
+  two[0].reloads = False
+  engine.load(weights(2), 2)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  metrics = engine.usage.metrics()
+  assert metrics["engine/servers"] == 1 == metrics["engine/probe/disagreed"]
+  two[1].reloads = False
+  message = r"off the trainer's by .* in the mean.*engine\.server\.tolerance is 0\.005: start it"
+  with pytest.raises(ServersGone, match=message):
+    engine.load(weights(3), 3)
+  for one in two:
+    one.reloads = True
+  engine.load(weights(4), 4)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(4), 4)
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/resume", "/reset_prefix_cache"])
+def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(1), 1)
+  fails = lambda answer: dict(success=False)  # noqa: E731
+  two[0].fault = once(fails if path == "/reset_prefix_cache" else "500", path)
+  engine.load(weights(2), 2)
+  assert two[0].seen[-1] == "/resume"  # so that it does not wait for ever
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  assert engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
+  """In place of a process, a server in this one: the order of things is the same."""
+  started = []
+
+  class Started:
+    def __init__(self, command, log):
+      directory, port = command.split()
+      self.fake = FakeServer(MODEL, port=int(port))
+      self.fake.answer("/collective_rpc", "", dict(kwargs=dict(weights_path=directory)))
+      self.fake.reloads = False  # garbage after a reload, as MoE on CPU
+      self.alive, self.log = True, log
+      started.append(self)
+
+    def stop(self):
+      self.alive = False
+      if not self.fake.dead:
+        self.fake.die()
+
+  monkeypatch.setattr(fleet, "Process", Started)
+  _, engine = make
+  free = FakeServer(MODEL)
+  free.die()
+  engine = engine([free.url], command="{weights} {port}")
+  engine.load(weights(1), 1)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(1), 1)
+  assert len(started) == 1
+  for version in (2, 3):
+    engine.load(weights(version), version)
+    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(version), version)
+  metrics = engine.usage.metrics()
+  assert len(started) == 3 and metrics["engine/restarts"] == 2
+  assert metrics["engine/probe/disagreed"] == 1  # after that it is not asked to reload any more
+  started[-1].fake.die()
+  started[-1].alive = False
+  check(sample_rollout(engine, WORKLOAD, PROMPTS, seed=9), weights(3), 3)  # in the middle
+  assert len(started) == 4
+  engine.__exit__()
+  assert not started[-1].alive
+
+
+def group(engine, count=4):
+  (found,) = new_groups([Prompt("a", "", "", (5, 6, 7))], count, 0, 4, None)
+  return found, Driver(engine, WORKLOAD)
+
+
+def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(1), 1)
+  one.pace = 0.2
+  begun, driver = group(engine)
+  driver.begin(begun)
+  until = time.monotonic() + 0.7
+  assert list(driver.run(lambda: time.monotonic() > until)) == []
+  lengths = [len(each.tokens) for each in begun]
+  assert 0 < max(lengths) < 8 and not engine.busy
+  one.pace = 0.0
+  engine.load(weights(2), 2)
+  driver = Driver(engine, WORKLOAD)
+  driver.begin(begun)
+  assert len(list(driver.run())) == sum(1 for _ in begun)
+  for each, length in zip(begun, lengths):
+    assert set(each.version[:length]) <= {1} and set(each.version[length:]) <= {2}
+    assert each.finished and (each.stopped or len(each.tokens) == 8)
+    tokens = np.array([[*each.prompt, *each.tokens]], np.int32)
+    pad = np.pad(tokens, ((0, 0), (0, 12 - tokens.shape[1])))
+    said = each.columns["logp"]
+    for seed, mine in ((1, slice(0, length)), (2, slice(length, None))):
+      own = np.asarray(next_logp(weights(seed), MODEL, pad, temperature=0.8))[0, 2:][: len(said)]
+      np.testing.assert_allclose(said[mine], own[mine], atol=1e-4)
+
+
+def test_a_response_that_somebody_aborted_is_gone_on_with(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(), 1)
+
+  def cut(answer):
+    for choice in answer["choices"]:
+      if choice["finish_reason"] != "stop":
+        choice |= dict(finish_reason="abort", token_ids=choice["token_ids"][:3])
+        choice["logprobs"] = dict(content=choice["logprobs"]["content"][:3])
+        choice["weight_versions"][0]["end"] = 3
+    return answer
+
+  one.fault = once(cut)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert not failed(engine)
+
+
+def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
+  servers, engine = make
+  (one,) = servers(1)
+  letters = lambda tokens: "".join(chr(97 + t % 26) for t in tokens)  # noqa: E731
+  engine = engine([one], detokenize=letters)
+  engine.load(weights(), 1)
+  whole = sample_rollout(engine, WORKLOAD, PROMPTS)
+  text = letters(whole.response(0))
+  strings = (text[2:4],)
+  load = Workload(**vars(WORKLOAD) | dict(stop_strings=strings))
+  found = sample_rollout(engine, load, PROMPTS)
+  for row in range(12):
+    uncut, now = letters(whole.response(row)), letters(found.response(row))
+    end = uncut.find(strings[0])
+    assert now == (uncut if end < 0 else uncut[: end + 2])
+    assert found.stopped[row] == (end >= 0 or whole.stopped[row])
+  assert len(found.response(0)) == text.find(strings[0]) + 2 < len(text)
+
+
+def test_a_token_of_the_environment_is_brought(make, monkeypatch):
+  servers, engine = make
+  (one,) = servers(1)
+  one.token = "secret"
+  with pytest.raises(ServersGone, match=r"HTTP 401.*set GSPO_ENGINE_TOKEN to the token"):
+    engine([one], wait_s=60.0).load(weights(), 1)
+  monkeypatch.setenv("GSPO_ENGINE_TOKEN", "secret")
+  engine([one]).load(weights(), 1)
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(name="server", urls=()), r"engine\.name='server', engine\.urls=\(\)"),
+    (dict(name="local", urls=("http://a:1",)), r"engine\.name='local' has none"),
+    (dict(urls=("a:1",)), r"'a:1' is not like http://host:port"),
+    (dict(urls=("http://a:1", "http://a:1")), r"names a server twice"),
+  ],
+)
+def test_urls_are_checked_before_anything_else(changes, message):
+  base = dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server")
+  with pytest.raises(ValueError, match=message):
+    EngineConfig(**base | changes)
