@@ -65,6 +65,11 @@ class LocalEngine:
   def submit(self, request: Request) -> None:
     self._scheduler.submit(request)
 
+  def cancel(self, tag: Any) -> None:
+    """Forgets the requests with this tag, of which nothing comes back."""
+    if self._scheduler is not None:
+      self._scheduler.cancel(tag)
+
   @property
   def busy(self) -> bool:
     return self._scheduler is not None and self._scheduler.busy
