@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
   config = config_flag.configured()
   try:
     serve(_with_weights(config, _WEIGHTS.value or config.weights))
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, Refused) as error:
     config_flag.refuse(error)
 
 
