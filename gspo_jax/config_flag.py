@@ -80,7 +80,7 @@ def in_file(name: str) -> dict[str, Any]:
     ) from error
 
 
-def parse(argv: list[str], check: Callable[[], None]) -> list[str]:
+def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str]:
   """Flags; one line instead of a traceback for what is wrong with them.
 
   check: of the other flags, once they are read; raises ValueError.

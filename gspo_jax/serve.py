@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,10 +69,15 @@ def main(argv: list[str]) -> None:
 
 def serve(config: RunConfig) -> None:
   """Serves until SIGTERM or Ctrl-C. Raises ValueError or OSError for what cannot be served."""
-  import uvicorn
+  try:
+    import uvicorn
 
-  from gspo_jax.serving import app as http  # the extra `serve`
-
+    from gspo_jax.serving import app as http
+  except ImportError as error:
+    raise ValueError(f"{error.name} not found: pip install 'gspo-jax[serve]' has it") from error
+  if not config.weights:
+    raise ValueError("--weights must be given: a Hugging Face directory, a run, or random")
+  paths.check_weights(config)
   if config.distributed:
     raise ValueError(
       "distributed=True: a server has the devices of one host; start one on each, and give the "
@@ -190,12 +194,16 @@ def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> An
   config = _with_weights(config, weights)
   paths.check_weights(config)
   params = initial_params(config, mesh)
-  finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
-  for path, good in jax.tree.leaves_with_path(jax.device_get(finite)):
+  for path, good in jax.tree.leaves_with_path(jax.device_get(_finite(params))):
     if not good:
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(f"weights={weights!r}: {name} has values that are not finite")
   return params
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+  return jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
 
 
 def _with_weights(config: RunConfig, weights: str) -> RunConfig:
@@ -224,10 +232,5 @@ def _listen(host: str, port: int) -> socket.socket:
     raise ValueError(f"--host={host} --port={port}: {error.strerror or error}") from error
 
 
-def _check_flags() -> None:
-  if _WEIGHTS.value and _WEIGHTS.value != "random" and not Path(_WEIGHTS.value).exists():
-    raise ValueError(f"--weights={_WEIGHTS.value}: there is no such directory")
-
-
 if __name__ == "__main__":
-  app.run(main, flags_parser=lambda argv: config_flag.parse(argv, _check_flags))
+  app.run(main, flags_parser=lambda argv: config_flag.parse(argv))

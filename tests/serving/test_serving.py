@@ -133,7 +133,7 @@ def world(tmp_path_factory):
     old = serve.initial_params(CONFIG, mesh)
   loop = Loop(
     lambda: Engine(make_engine()),
-    lambda weights: serve.read_weights(CONFIG, mesh, weights),
+    lambda path: old if path == "random" else serve.read_weights(CONFIG, mesh, path),
     serve.workload(CONFIG, LIMITS, slots=4, record_routing=True),
     lambda: jax.set_mesh(mesh),
   )
@@ -377,6 +377,15 @@ def test_the_token(world):
     assert len(client.generate(max_tokens=1)) == 1
   finally:
     stop()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org", "10.1.2.3"])
+def test_nothing_beyond_loopback_without_a_token(host):
+  with pytest.raises(ValueError, match=serve.TOKEN):
+    serve._check_host(host, "")
+  serve._check_host(host, "secret")
+  for near in ("127.0.0.1", "::1", "localhost"):
+    serve._check_host(near, "")
 
 
 def test_what_a_client_learns(client):
