@@ -126,13 +126,16 @@ class Scheduler:
       raise ValueError(f"{request.samples} samples of {request.max_new_tokens} tokens: nothing")
     self._requests.append((request, []))
 
-  def cancel(self, tag: Any) -> None:
-    """Forgets the requests with this tag; slots that they have are freed some steps later."""
-    mine = [i for i, live in self._live.items() if live.request.tag is tag]
-    for id_ in mine:
-      self._load[self._live.pop(id_).shard] -= 1
+  def cancel(self, tag: Any) -> list[Response]:
+    """Forgets the requests with this tag, and returns what has come of their responses by now, if
+    anything; slots that they have are freed some steps later."""
+    mine = [id_ for id_, live in self._live.items() if live.request.tag is tag]
+    lives = [self._live.pop(id_) for id_ in mine]
+    for live in lives:
+      self._load[live.shard] -= 1
     self._abandoned.update(mine)
     self._requests = collections.deque(r for r in self._requests if r[0].tag is not tag)
+    return [live.response(self._version) for live in lives]
 
   @property
   def busy(self) -> bool:

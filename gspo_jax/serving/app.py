@@ -318,8 +318,12 @@ async def version(server: Server, request: Request) -> Response:
 
 async def server_info(server: Server, request: Request) -> Response:
   """Where a client of vLLM looks for how log-probs are meant."""
-  config = dict(max_model_len=server.limits.window, **server.info)
-  return JSONResponse(dict(vllm_config=dict(model_config=config)))
+  routed = server.info.get("enable_return_routed_experts")
+  config = dict(
+    model_config=dict(max_model_len=server.limits.window, **server.info),
+    aux_output_config=dict(enable_return_routed_experts=routed),
+  )
+  return JSONResponse(dict(vllm_config=config))
 
 
 async def load(server: Server, request: Request) -> Response:

@@ -263,14 +263,14 @@ class Loop:
         self._enter(job)
 
   def _cancel(self, future: concurrent.futures.Future, jobs: list[Job]) -> None:
-    """Ends jobs with what was taken out of the engine so far, if anything."""
+    """Ends jobs with what they have."""
     for job in jobs:
       if job in self._held:
         self._held.remove(job)
       elif self._jobs.get(job.id) is job:
         del self._jobs[job.id]
-        if self._started:
-          self._engine.cancel(job)
+        for response in self._engine.cancel(job) if self._started else ():
+          self._take(response)
       else:
         continue  # it is over
       job.future.set_result(job.trajectories)
@@ -279,7 +279,9 @@ class Loop:
   def _abort(self, future: concurrent.futures.Future, ids: list[str] | None) -> None:
     """Cancels requests by their ids, None: all; gives their number."""
     there = [*self._jobs.values(), *self._held]
-    ended = [job for job in there if ids is None or job.id in ids]
+    # vLLM wants the ids of /inference/v1/generate with this before them.
+    names = None if ids is None else {id_.removeprefix("generate-tokens-") for id_ in ids}
+    ended = [job for job in there if names is None or job.id in names]
     self._cancel(_future(), ended)
     future.set_result(len(ended))
 

@@ -110,9 +110,9 @@ def test_what_is_cancelled_never_comes_and_frees_its_slots(params, alone):
     s.submit(request)
   found = [r for _ in range(4) for r in s.step()]  # some have slots, some wait in the queue
   assert not found and s.busy
-  for request in gone:
-    s.cancel(request.tag)
-  assert not s.busy
+  parts = [part for request in gone for part in s.cancel(request.tag)]
+  assert not s.busy and not any(part.finished for part in parts)
+  assert 0 < sum(len(part.tokens) for part in parts) < 104
   same(run(s, asked()), alone)
   # 8 responses of 13 tokens would have been 104; and slots are used by nothing else.
   wanted = sum(len(r.tokens) for r in alone.values())

@@ -534,15 +534,21 @@ def test_who_goes_away_is_not_sampled_for(world, client):
 
 def test_requests_are_aborted_by_their_ids(world, client):
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    kept = under_way(world, pool)
-    body = dict(token_ids=[1], sampling_params=dict(max_tokens=40), request_id="mine")
-    other = pool.submit(client, "POST", "/inference/v1/generate", body)
+    body = dict(token_ids=PROMPT, sampling_params=LONG, request_id="mine")
+    before = world.loop.total().tokens
+    Engine.delay = 0.03
+    mine = pool.submit(client, "POST", "/inference/v1/generate", body)
+    wait(lambda: world.loop.total().tokens > before)
+    kept = pool.submit(client.generate, [1], max_tokens=10, ignore_eos=True)
     wait(lambda: world.loop.running == 2)
     status, answer = client("POST", "/inference/v1/generate", body)
     assert status == 400 and "under way already" in answer["error"]["message"]
-    assert client.do("/abort_requests", dict(request_ids=["mine", "none"]))["aborted"] == 1
-    status, answer = other.result()
-    assert status == 200 and answer["choices"][0]["finish_reason"] == "abort"
+    ids = ["generate-tokens-mine", "none"]  # as vLLM calls it
+    assert client.do("/inference/v1/abort_requests", dict(request_ids=ids))["aborted"] == 1
+    (choice,) = mine.result()[1]["choices"]
+    assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < 40
+    ((whole, _),) = expected(world, seed=11)
+    assert choice["token_ids"] == whole[: len(choice["token_ids"])]
     assert kept.result()[0]["finish_reason"] == "length"
 
 
