@@ -80,6 +80,7 @@ GROUPS = {
     "docs/rewards",
     "docs/multi_turn",
     "docs/evaluation",
+    "docs/serving",
     "docs/one_chip",
     "notebooks/experiment_*",
     "CONTRIBUTING",

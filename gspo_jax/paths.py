@@ -38,6 +38,11 @@ def check(config: Any) -> None:
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
   constraints.check_importable(config.constraints)
+  check_weights(config)
+
+
+def check_weights(config: Any) -> None:
+  """ValueError unless `weights` names a complete model of the configured shape."""
   if config.weights == "random":
     return
   if origin := start.find(config.weights):

@@ -54,8 +54,7 @@ class Run:
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
-    text = "/".join(map(str, (self.config.seed, *names)))
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+    return seed_of(self.config, *names)
 
   @property
   def workload(self) -> Workload:
@@ -74,17 +73,7 @@ class Run:
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
-    c = self.config
-    if origin := start.find(c.weights):
-      like = abstract_params(c.model, self.mesh, sharding.TRAIN, jax.numpy.float32)
-      return start.restore(origin, like)
-    if c.weights != "random":
-      from gspo_jax.models import hf  # safetensors is only needed here
-
-      return hf.load(c.weights, mesh=self.mesh, rules=sharding.TRAIN)[0]
-    shardings = transformer.shardings(c.model, sharding.TRAIN, self.mesh)
-    init = jax.jit(lambda key: transformer.init(c.model, key), out_shardings=shardings)
-    return init(jax.random.key(self.seed("init")))
+    return initial_params(self.config, self.mesh)
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
     """A phase of `total` steps with `updates` gradient updates each; their mini-batches are kept
@@ -101,6 +90,26 @@ class Run:
       c.alarms if name == "rl" else None,
       at_most=name == "sft" and c.sft.target_loss > 0,
     )
+
+
+def seed_of(config: RunConfig, *names: str | int) -> int:
+  """`Run.seed`."""
+  text = "/".join(map(str, (config.seed, *names)))
+  return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def initial_params(config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
+  """`Run.initial_params`, under the mesh."""
+  if origin := start.find(config.weights):
+    like = abstract_params(config.model, mesh, sharding.TRAIN, jax.numpy.float32)
+    return start.restore(origin, like)
+  if config.weights != "random":
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    return hf.load(config.weights, mesh=mesh, rules=sharding.TRAIN)[0]
+  shardings = transformer.shardings(config.model, sharding.TRAIN, mesh)
+  init = jax.jit(lambda key: transformer.init(config.model, key), out_shardings=shardings)
+  return init(jax.random.key(seed_of(config, "init")))
 
 
 @contextlib.contextmanager

@@ -164,8 +164,8 @@ def test_a_section_checks_itself():
 COMMAND_LINE = """
 import contextlib, functools, io, json, sys
 from absl import flags
-from gspo_jax import config, main
-main.in_file = functools.cache(main.in_file)  # it is the same all the time
+from gspo_jax import config, config_flag, main
+config_flag.in_file = functools.cache(config_flag.in_file)  # it is the same all the time
 for argument in json.load(sys.stdin):
   sys.argv = ["main", "--config=configs/eval_suite.py:tiny", "--workdir=none", *argument.split("|")]
   said, code = io.StringIO(), 0

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 # They import nothing but ranges.
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
-  "main": "config dry_run evaluation report run runs sampling sft train",
+  "main": "config config_flag dry_run evaluation report run runs sampling sft train",
+  "serve": "config config_flag models paths run sampling serving",
   "train": "collect hardware learner objectives records report run runs segments steps",
   "sft": "data learner run runs",
   "records": "collect",
@@ -19,6 +20,8 @@ ARROWS = {
   "costs": "groups sampling",
   "group_metrics": "groups",
   "groups": "data sampling",
+  "config_flag": "config",
+  "serving": "sampling",
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline paths "
   "rewards runs sampling schedules steps tasks",

@@ -5,9 +5,7 @@ in the same order, and so do the processes of one run, without a word between th
 """
 
 import collections
-import dataclasses
 import functools
-import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
+from gspo_jax.sampling import own_sampling
 from gspo_jax.sampling.requests import (
   EngineConfig,
   Request,
@@ -30,7 +29,7 @@ from gspo_jax.sampling.requests import (
   sizes,
 )
 from gspo_jax.sampling.slots import Rows, Sampled, decode, new_state, prefill
-from gspo_jax.sampling.under_way import Live, by_response, lives_of, to_go_on
+from gspo_jax.sampling.under_way import Live, by_response, lives_of, stop_string, to_go_on
 from gspo_jax.sharding import P
 
 
@@ -74,13 +73,17 @@ class Scheduler:
     common = dict(model=model, compute=compute, record_routing=workload.record_routing)
     self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
     self._decode = functools.partial(
-      decode, steps=config.steps, sampling=workload.sampling, **common
+      decode,
+      steps=config.steps,
+      sampling=None if workload.own_sampling else workload.sampling,
+      **common,
     )
     self._state = new_state(
       model,
       tuple(len(block.attention_norm) for block in self._params.blocks),
       stop_ids=self._stop_width,
       dtype=config.cache_dtype,
+      own_sampling=workload.own_sampling,
       **shape.arrays,
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
@@ -90,6 +93,7 @@ class Scheduler:
     self._live: dict[int, Live] = {}
     self._ids = 0
     self._cancelled: list[int] = []
+    self._abandoned: set[int] = set()  # that nobody wants, and the devices do not know yet
     self._free = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # responses that a device has still to finish
     # Of each device: free pages as last reported, and those that prefixes have taken since.
@@ -116,9 +120,22 @@ class Scheduler:
       )
     if request.stop_strings and self._detokenize is None:
       raise ValueError(f"stop_strings={list(request.stop_strings)} need detokenize")
+    if request.sampling and not self._workload.own_sampling:
+      raise ValueError("a request with `sampling` of its own needs a workload with own_sampling")
     if request.max_new_tokens < 1 or request.samples < 1:
       raise ValueError(f"{request.samples} samples of {request.max_new_tokens} tokens: nothing")
     self._requests.append((request, []))
+
+  def cancel(self, tag: Any) -> list[Response]:
+    """Forgets the requests with this tag, and returns what has come of their responses by now, if
+    anything; slots that they have are freed some steps later."""
+    mine = [id_ for id_, live in self._live.items() if live.request.tag is tag]
+    lives = [self._live.pop(id_) for id_ in mine]
+    for live in lives:
+      self._load[live.shard] -= 1
+    self._abandoned.update(mine)
+    self._requests = collections.deque(r for r in self._requests if r[0].tag is not tag)
+    return [live.response(self._version) for live in lives]
 
   @property
   def busy(self) -> bool:
@@ -221,11 +238,11 @@ class Scheduler:
     """One call: `rows` prefixes of each device, padded to `length`."""
     total = rows * self._shards
     tokens = np.zeros((total, length), np.int32)
-    field = {f.name: np.zeros(total, np.int32) for f in dataclasses.fields(Rows)}
+    field = {name: np.zeros(total, np.int32) for name in Rows.names()}
     field |= {name: np.zeros(total, np.uint32) for name in ("seed_B", "prompt_B")}
     field["stop_BX"] = np.full((total, self._stop_width), -1, np.int32)
     waiting, entries = np.zeros(total, np.int32), np.full(total, self._entries, np.int32)
-    used, fetched = [0] * self._shards, []
+    used, fetched, own = [0] * self._shards, [], [self._workload.sampling] * total
     for request, lives in placed:
       shard, prefix = lives[0].shard, request.prefix
       row = shard * rows + used[shard]
@@ -242,6 +259,7 @@ class Scheduler:
       field["sample_B"][row] = request.first_sample
       field["stop_BX"][row, : len(request.stop_ids)] = request.stop_ids
       field["id_B"][row] = self._ids
+      own[row] = request.sampling or own[row]
       routing: list[np.ndarray] = []
       for live in lives:
         self._live[self._ids] = live
@@ -255,6 +273,8 @@ class Scheduler:
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
     work = flops.work(self._model, 1, fed, fed)
     self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
+    if self._workload.own_sampling:
+      field["own"] = own_sampling.stacked(own)
     arrays = (tokens, Rows(**field), waiting, entries)
     self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
     self._prefills.append((experts, fetched))
@@ -294,6 +314,9 @@ class Scheduler:
           del self._queued[entry]
           self._free[entry // self._entries].append(entry % self._entries)
 
+    if self._abandoned and out.steps:  # those that have a slot now are in the last step
+      self._cancelled += self._abandoned & set(out.id_nW[out.steps - 1].tolist())
+      self._abandoned -= set(out.id_nW[: out.steps].ravel().tolist())
     finished, sampled = [], []
     for id_, *part in by_response(out):
       live = self._live.get(id_)
@@ -304,7 +327,7 @@ class Scheduler:
       live.count += len(part[0])
       count, stopped = live.count, bool(part[0][-1] in live.request.stop_ids)
       ended = stopped or count == live.request.max_new_tokens
-      cut = self._stop_string(live, before) if live.request.stop_strings else None
+      cut = stop_string(live, before, self._detokenize) if live.request.stop_strings else None
       if cut is not None:
         if not ended:
           self._cancelled.append(id_)  # its slot goes on, and is told with the next call
@@ -338,28 +361,6 @@ class Scheduler:
       del self._live[id_]
     self.usage.put_aside += len(gone)
     self._requests.extendleft(reversed(list(to_go_on(gone.values()))))
-
-  def _stop_string(self, live: Live, before: int) -> int | None:
-    """Number of sampled tokens that complete a stop string, if one from `before` on does."""
-    request, new = live.request, live.count - before
-    # No token is shorter than a byte: what completes now began within so many tokens.
-    longest = max(len(s.encode()) for s in request.stop_strings)
-    begun = request.begun[len(request.begun) - min(request.unfinished, longest) :]
-    tokens: list[int] = []  # the last ones, so that a long response costs no more than a short one
-    for piece in itertools.chain((part[0].tolist() for part in reversed(live.parts)), [begun]):
-      tokens[:0] = piece
-      if len(tokens) >= longest + new:
-        break
-    tokens = tokens[-(longest + new) :]
-    old = len(tokens) - new
-
-    def complete(end: int) -> bool:
-      text = self._detokenize(tokens[:end])
-      return any(s in text for s in request.stop_strings)
-
-    if not complete(len(tokens)):
-      return None
-    return before + next(n for n in range(1, new + 1) if complete(old + n))
 
   def _lap(self) -> float:
     now = time.perf_counter()

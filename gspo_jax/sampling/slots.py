@@ -20,6 +20,7 @@ from gspo_jax.models import pages, routing, transformer
 from gspo_jax.models.cache import Cache
 from gspo_jax.models.pages import Pages
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.sampling.own_sampling import plain, sample_own
 from gspo_jax.sampling.refill import refill, release
 from gspo_jax.sampling.sampler import SamplingConfig, sample
 from gspo_jax.sharding import BATCH, P
@@ -41,6 +42,12 @@ class Rows:
   sample_B: Any  # int32: its number, of the responses to this prompt
   stop_BX: Any  # int32: tokens that end the response; -1: none
   id_B: Any  # int32: the host's number of the response
+  own: Any = None  # OwnSampling; None: all have that of the workload
+
+  @classmethod
+  def names(cls) -> list[str]:
+    """Its fields that are arrays."""
+    return [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
 
 
 @flax.struct.dataclass
@@ -81,6 +88,7 @@ class Sampled:
     "dtype",
     "pool",
     "page",
+    "own_sampling",
   ),
 )
 def new_state(
@@ -95,6 +103,7 @@ def new_state(
   dtype: Any,
   pool: int = 0,
   page: int = 0,
+  own_sampling: bool = False,
 ) -> State:
   """Free slots and an empty queue; `layers` as the blocks of the parameters stack them.
 
@@ -102,9 +111,11 @@ def new_state(
   """
 
   def rows(count: int) -> Rows:
-    fields = {field.name: jnp.zeros(count, jnp.int32) for field in dataclasses.fields(Rows)}
+    fields = {name: jnp.zeros(count, jnp.int32) for name in Rows.names()}
     for name in ("seed_B", "prompt_B"):
       fields[name] = jnp.zeros(count, jnp.uint32)
+    if own_sampling:
+      fields["own"] = plain(count)
     return Rows(**fields | dict(stop_BX=jnp.zeros((count, stop_ids), jnp.int32)))
 
   split = lambda tree: jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)  # noqa: E731
@@ -205,13 +216,14 @@ def decode(
   cancelled_W: jax.Array,
   *,
   steps: int,
-  sampling: SamplingConfig,
+  sampling: SamplingConfig | None,
   model: ModelConfig,
   compute: ComputeConfig,
   record_routing: bool,
 ) -> tuple[State, Sampled]:
   """Up to `steps` tokens in every slot; it ends early when neither slots nor queue hold anything.
 
+  sampling: of all slots; None: each has its own.
   cancelled_W: ids of responses whose slots are to be freed; -1: none.
   """
   W = state.slots.id_B.shape[0]
@@ -268,7 +280,11 @@ def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, C
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
   key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1
-  token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling)
+  if sampling is None:
+    arguments = (logits_BV, key_B, next_B - s.start_B, s.own)
+    token_B, logp_B, full_logp_B = _on_each_device(sample_own, *arguments, like=(s.token_B,) * 3)
+  else:
+    token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling)
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
   route_Blk = None
   if out.routing_lBTk is not None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -83,3 +83,26 @@ def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
       ),
       alike,
     )
+
+
+def stop_string(live: Live, before: int, detokenize: Callable[[list[int]], str]) -> int | None:
+  """Number of sampled tokens that complete a stop string, if one from `before` on does."""
+  request, new = live.request, live.count - before
+  # No token is shorter than a byte: what completes now began within so many tokens.
+  longest = max(len(s.encode()) for s in request.stop_strings)
+  begun = request.begun[len(request.begun) - min(request.unfinished, longest) :]
+  tokens: list[int] = []  # the last ones, so that a long response costs no more than a short one
+  for piece in itertools.chain((part[0].tolist() for part in reversed(live.parts)), [begun]):
+    tokens[:0] = piece
+    if len(tokens) >= longest + new:
+      break
+  tokens = tokens[-(longest + new) :]
+  old = len(tokens) - new
+
+  def complete(end: int) -> bool:
+    text = detokenize(tokens[:end])
+    return any(s in text for s in request.stop_strings)
+
+  if not complete(len(tokens)):
+    return None
+  return before + next(n for n in range(1, new + 1) if complete(old + n))

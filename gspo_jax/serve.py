@@ -1,0 +1,236 @@
+"""Command line: python -m gspo_jax.serve --config=configs/tiny.py --weights=DIR [--port=8000]
+
+Samples for others over HTTP: for a trainer on other chips (engine.name=server), and for whoever
+tries a checkpoint. The requests are vLLM's; docs/serving.md has them. Model, tokenizer, mesh,
+engine and compute are those of the configuration, and so are the lengths: a prompt and its response
+have data.max_prompt_tokens + sampling.max_new_tokens together. Needs `pip install -e '.[serve]'`.
+"""
+
+import dataclasses
+import functools
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags, logging
+
+from gspo_jax import __version__, config_flag, paths, sharding
+from gspo_jax.config import RunConfig
+from gspo_jax.data import tokenizer
+from gspo_jax.models import lora, transformer
+from gspo_jax.run import initial_params
+from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload
+from gspo_jax.serving.dialect import Ask
+from gspo_jax.serving.limits import Limits, Refused
+from gspo_jax.serving.loop import Job, Loop
+
+TOKEN = "GSPO_JAX_SERVE_TOKEN"  # the environment variable; a flag would be seen by everybody
+
+_WEIGHTS = flags.DEFINE_string(
+  "weights", None, "Hugging Face directory, a run or its checkpoint, or random; default: config's."
+)
+_HOST = flags.DEFINE_string("host", "127.0.0.1", f"Address; beyond loopback it needs ${TOKEN}.")
+_PORT = flags.DEFINE_integer("port", 8000, "0: any that is free, which is printed.", 0, 65_535)
+_NAME = flags.DEFINE_string("model_name", "", "What clients call the model; default: the weights.")
+_SLOTS = flags.DEFINE_integer(
+  "slots", 0, "Responses decoded at once; 0: engine.slots, or 32 if that is 0.", 0
+)
+_ROUTED = flags.DEFINE_bool(
+  "enable_return_routed_experts", False, "Answer with the experts of every token, too."
+)
+_MAX_N = flags.DEFINE_integer("max_n", 256, "Responses to one prompt.", 1)
+_MAX_PROMPTS = flags.DEFINE_integer("max_prompts", 64, "Prompts of a request for completions.", 1)
+_MAX_QUEUE = flags.DEFINE_integer("max_queue", 4096, "Responses that wait or are sampled.", 1)
+_MAX_STOP_IDS = flags.DEFINE_integer("max_stop_ids", 16, "Stop tokens of a request.", 1)
+_MAX_BODY = flags.DEFINE_integer("max_body_mib", 16, "MiB of a request's body.", 1, 1024)
+_TIMEOUT = flags.DEFINE_float("timeout_s", 3600.0, "Seconds that a request may take.", 0.001)
+_GRACE = flags.DEFINE_integer(
+  "grace_s", 30, "Seconds that requests have to be finished in after SIGTERM.", 0
+)
+
+
+def main(argv: list[str]) -> None:
+  if not flags.FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)
+  config_flag.compiled_programs_stay()
+  config = config_flag.configured()
+  try:
+    serve(_with_weights(config, _WEIGHTS.value or config.weights))
+  except (ValueError, OSError, Refused) as error:
+    config_flag.refuse(error)
+
+
+def serve(config: RunConfig) -> None:
+  """Serves until SIGTERM or Ctrl-C. Raises ValueError or OSError for what cannot be served."""
+  try:
+    import uvicorn
+
+    from gspo_jax.serving import app as http
+  except ImportError as error:
+    raise ValueError(f"{error.name} not found: pip install 'gspo-jax[serve]' has it") from error
+  if not config.weights:
+    raise ValueError("--weights must be given: a Hugging Face directory, a run, or random")
+  paths.check_weights(config)
+  if config.distributed:
+    raise ValueError(
+      "distributed=True: a server has the devices of one host; start one on each, and give the "
+      "trainer all of their addresses"
+    )
+  token = os.environ.get(TOKEN, "")
+  _check_host(_HOST.value, token)
+  tok, mesh, make_engine = parts(config)
+  limits = Limits(
+    window=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    vocab_size=config.model.vocab_size,
+    most_samples=_MAX_N.value,
+    most_prompts=_MAX_PROMPTS.value,
+    queue=_MAX_QUEUE.value,
+    body_bytes=_MAX_BODY.value * 2**20,
+    stop_ids=_MAX_STOP_IDS.value,
+    stop_strings=16,
+    stop_string_bytes=256,
+    timeout_s=_TIMEOUT.value,
+  )
+  slots = _SLOTS.value or config.engine.slots or 32
+  work = workload(config, limits, slots, _ROUTED.value)
+  listening = _listen(_HOST.value, _PORT.value)
+  loop = Loop(
+    make_engine,
+    functools.partial(read_weights, config, mesh),
+    work,
+    functools.partial(jax.set_mesh, mesh),
+  )
+  loop.start(config.weights)
+  warm = Job.of("warm-up", Ask((0,), 1, work.sampling, 0, (), frozenset(), ()))
+  loop.submit(warm)  # compiles, before anybody waits for it
+  warm.future.result()
+  name = _NAME.value or config.weights
+  info = dict(
+    version=__version__,
+    engine="gspo_jax",
+    logprobs_mode="processed_logprobs",  # after temperature and truncation; there is no other
+    enable_return_routed_experts=_ROUTED.value,
+  )
+  server = http.Server(loop, limits, tok, name, token, info)
+  options = uvicorn.Config(
+    http.make(server),
+    log_level="info" if flags.FLAGS["verbosity"].value > 0 else "warning",
+    timeout_graceful_shutdown=_GRACE.value,
+    server_header=False,
+  )
+  host, port = listening.getsockname()[:2]
+  sys.stderr.write(
+    f"gspo_jax.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port} with "
+    f"{slots} slots of {limits.window} tokens; SIGTERM ends it\n"
+  )
+  sys.stderr.flush()
+  # uvicorn raises the signal that it got again, once it has ended as it should.
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
+  uvicorn.Server(options).run(sockets=[listening])
+  loop.close()
+
+
+def parts(
+  config: RunConfig, devices: list | None = None
+) -> tuple[tokenizer.Tokenizer, jax.sharding.Mesh, Callable[[], LocalEngine]]:
+  """Tokenizer, mesh, and what makes an engine on it.
+
+  Raises:
+    ValueError: they do not fit together; says what to change.
+  """
+  tok = tokenizer.load(config.tokenizer)
+  if tok.vocab_size > config.model.vocab_size:
+    raise ValueError(
+      f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
+      f"model.vocab_size={config.model.vocab_size}"
+    )
+  mesh = sharding.make_mesh(config.mesh, devices)
+  transformer.check(config.model, config.sampler_compute, shared_prompts=False)
+  rules = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
+  layout = transformer.shardings(config.model, rules, mesh)
+  read = transformer.dtypes(config.model, config.sampler_compute.dtype)
+  publish = sharding.publisher(layout, read, lora.merged)
+  make_engine = functools.partial(
+    LocalEngine, config.model, config.engine, config.compute, publish, tok.decode
+  )
+  return tok, mesh, make_engine
+
+
+def workload(config: RunConfig, limits: Limits, slots: int, record_routing: bool) -> Workload:
+  """All requests to come, whose programs are compiled once: any distribution, any stop tokens, any
+  lengths within the window."""
+  if limits.window > config.model.max_position_embeddings:
+    raise ValueError(
+      f"data.max_prompt_tokens + sampling.max_new_tokens = {limits.window} exceeds "
+      f"model.max_position_embeddings={config.model.max_position_embeddings}: lower one"
+    )
+  return Workload(
+    SamplingConfig(1.0, 0, 1.0, 0.0, config.sampling.max_new_tokens),
+    prompt_length=config.data.max_prompt_tokens,
+    trajectories=slots,
+    group_size=min(config.rl.group_size, slots),
+    stop_ids=tuple(range(limits.stop_ids)),  # their number is what counts
+    partial=True,
+    record_routing=record_routing,
+    own_sampling=True,
+  )
+
+
+def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> Any:
+  """Parameters of the configured model, all of them finite.
+
+  Raises:
+    ValueError: there are none, or those of another model.
+    OSError: they cannot be read.
+  """
+  config = _with_weights(config, weights)
+  paths.check_weights(config)
+  params = initial_params(config, mesh)
+  for path, good in jax.tree.leaves_with_path(jax.device_get(_finite(params))):
+    if not good:
+      name = jax.tree_util.keystr(path, simple=True, separator=".")
+      raise ValueError(f"weights={weights!r}: {name} has values that are not finite")
+  return params
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+  return jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
+
+
+def _with_weights(config: RunConfig, weights: str) -> RunConfig:
+  return dataclasses.replace(config, weights=weights)
+
+
+def _check_host(host: str, token: str) -> None:
+  try:
+    near = ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    near = host == "localhost"
+  if not near and not token:
+    raise ValueError(
+      f"--host={host}: whoever reaches this address could replace the weights; set {TOKEN} to a "
+      f"secret (for example {secrets.token_urlsafe(9)}...), which clients send as "
+      "Authorization: Bearer"
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+  """A socket, bound before the weights are read: a port that is taken is told at once."""
+  try:
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, reuse_port=False)
+  except OSError as error:
+    raise ValueError(f"--host={host} --port={port}: {error.strerror or error}") from error
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=lambda argv: config_flag.parse(argv))

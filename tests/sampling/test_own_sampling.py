@@ -1,0 +1,120 @@
+"""Requests with a distribution each: one program, and each response as if it had been alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.small_models import SMALLER_DENSE, initial
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.sampling import Request, SamplingConfig, Workload, own_sampling, sampler, slots
+from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling.scheduler import Scheduler
+
+PLAIN = SamplingConfig(1.0, 0, 1.0, 0.0, 10)
+KINDS = [
+  PLAIN,
+  dataclasses.replace(PLAIN, temperature=0.0),
+  dataclasses.replace(PLAIN, temperature=0.7, top_k=3),
+  dataclasses.replace(PLAIN, top_p=0.6),
+  dataclasses.replace(PLAIN, temperature=1.5, min_p=0.3),
+  dataclasses.replace(PLAIN, top_k=12, top_p=0.8, min_p=0.05),
+  dataclasses.replace(PLAIN, temperature=0.0, top_k=1),
+]
+PROMPTS = [tuple(np.random.default_rng(i).integers(0, 32, 3 + 2 * i).tolist()) for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def params():
+  return initial(SMALLER_DENSE)
+
+
+def scheduler(params, own, sampling=PLAIN, slots=3):
+  workload = Workload(sampling, 16, trajectories=20, group_size=2, own_sampling=own)
+  config = dataclasses.replace(DEFAULT, slots=slots, steps=2)
+  return Scheduler(params, 0, SMALLER_DENSE, workload, config)
+
+
+def run(s, asked):
+  for request in asked:
+    s.submit(request)
+  return {(r.request.prompt, r.sample): r for r in s.run()}
+
+
+def asked(own=True):
+  return [
+    Request(prompt, 10, samples=2, seed=i, sampling=kind if own else None)
+    for i, (prompt, kind) in enumerate(zip(PROMPTS, KINDS))
+  ]
+
+
+@pytest.fixture(scope="module")
+def alone(params):
+  found = {}
+  for request, kind in zip(asked(own=False), KINDS):
+    found |= run(scheduler(params, False, kind), [request])
+  return found
+
+
+def same(found, expected):
+  assert found.keys() == expected.keys()
+  for key, one in found.items():
+    np.testing.assert_array_equal(one.tokens, expected[key].tokens)
+    np.testing.assert_allclose(one.logp, expected[key].logp, atol=2e-6)
+    np.testing.assert_allclose(one.full_logp, expected[key].full_logp, atol=2e-6)
+
+
+def test_each_response_is_as_if_alone(params, alone):
+  same(run(scheduler(params, True), asked()), alone)
+  truncated = [r for r in alone.values() if np.abs(r.logp - r.full_logp).max() > 0.1]
+  assert len(truncated) >= 6
+
+
+def test_on_a_mesh_too(params, alone):
+  mesh = sharding.make_mesh(sharding.MeshConfig(2, 2, 1, 2))
+  with jax.set_mesh(mesh):
+    rules = sharding.rollout_rules(sharding.MeshConfig(2, 2, 1, 2), mesh, 0)
+    split = jax.device_put(params, transformer.shardings(SMALLER_DENSE, rules, mesh))
+    same(run(scheduler(split, True, slots=4), asked()), alone)
+
+
+def test_kinds_of_requests_compile_nothing(params):
+  s = scheduler(params, True)
+  run(s, asked()[:1])
+  before = slots.decode._cache_size()
+  run(s, asked())
+  assert slots.decode._cache_size() == before
+
+
+def test_own_sampling_must_be_announced(params):
+  with pytest.raises(ValueError, match="own_sampling"):
+    scheduler(params, False).submit(asked()[0])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_same_tokens_are_left_out(kind):
+  logits_BV = jax.random.normal(jax.random.key(3), (16, 100)) * 2
+  logits_BV = logits_BV.at[:, 1].set(logits_BV[:, 0])  # ties
+  rows = own_sampling.stacked([kind] * 16)
+  found = own_sampling.truncate(logits_BV, jax.tree.map(jnp.asarray, rows))
+  np.testing.assert_array_equal(found, sampler.truncate(logits_BV, kind))
+
+
+def test_what_is_cancelled_never_comes_and_frees_its_slots(params, alone):
+  s = scheduler(params, True)
+  gone = [Request((i + 1, 2, 3), 13, samples=2, tag=object()) for i in range(4)]
+  for request in gone:
+    s.submit(request)
+  found = [r for _ in range(4) for r in s.step()]  # some have slots, some wait in the queue
+  assert not found and s.busy
+  parts = [part for request in gone for part in s.cancel(request.tag)]
+  assert not s.busy and not any(part.finished for part in parts)
+  assert 0 < sum(len(part.tokens) for part in parts) < 104
+  same(run(s, asked()), alone)
+  # 8 responses of 13 tokens would have been 104; and slots are used by nothing else.
+  wanted = sum(len(r.tokens) for r in alone.values())
+  assert s.usage.slot_steps < wanted + 104
+  assert not s._abandoned
