@@ -213,6 +213,12 @@ def base() -> ConfigDict:
         kl_coef=0.0,  # of KL to the policy before RL, taken from each token's reward
       ),
       critic_optimizer=optimizer(learning_rate=1e-5),  # larger: its target moves
+      distillation=dict(  # on-policy, from a larger model: docs/objectives.md
+        teacher="",  # Hugging Face directory | run or its checkpoint, as weights; "": none
+        coef=1.0,  # of log π_teacher/π_old in the advantage of a token
+        discount=0.0,  # of that of later tokens, per token; 0: each answers for itself alone
+        reward_weight=1.0,  # of the advantage that rewards give; 0: the teacher's alone
+      ),
       eval=dict(
         every=20,  # iterations between evaluations
         problems=0,  # of the held-out set, evenly spread over it; 0: all

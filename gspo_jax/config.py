@@ -18,6 +18,7 @@ from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import BenchmarkConfig, EvalConfig
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.critic import Critic, CriticConfig
+from gspo_jax.learner.distillation import DistillationConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import Optimizer, OptimizerConfig
 from gspo_jax.learner.step import Learner
@@ -103,6 +104,7 @@ class RunConfig:
   schedule: ScheduleConfig
   critic: CriticConfig
   critic_optimizer: OptimizerConfig
+  distillation: DistillationConfig
   eval: EvalConfig
   checkpoint: CheckpointConfig
   alarms: AlarmConfig

@@ -8,7 +8,8 @@ from gspo_jax import constraints, offline, schedules
 
 def check(c: Any) -> None:
   """ValueError for what can be seen to be wrong; `c` is a `config.RunConfig`."""
-  c.critic.check_with(c.objective, c.rl, c.data, c.environment)
+  c.critic.check_with(c.objective, c.rl, c.data, c.environment, c.distillation.alone)
+  c.distillation.check_with(c)
   _batches(c)
   _data(c)
   _lengths(c)

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config dry_run evaluation report run runs sft train",
-  "train": "collect hardware learner objectives records report run runs segments steps",
+  "train": "collect hardware learner objectives records report run runs segments steps teacher",
   "sft": "data learner run runs",
   "records": "collect",
   "collect": "constraints costs data group_metrics groups rewards run sampling schedules segments",
@@ -21,15 +21,16 @@ ARROWS = {
   "groups": "data sampling",
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline paths "
-  "rewards runs sampling schedules steps tasks",
+  "rewards runs sampling schedules steps tasks teacher",
+  "teacher": "data learner models runs",
   "paths": "constraints models rewards runs",
   "config": "consistency constraints data evaluation learner models rewards runs "
   "sampling schedules",
   "consistency": "constraints offline schedules",
   "constraints": "groups rewards sampling",
   "offline": "data learner",
-  "aot": "config hardware learner models sampling",
-  "dry_run": "aot config configs hardware learner models run runs",
+  "aot": "config hardware learner models sampling teacher",
+  "dry_run": "aot config configs hardware learner models run runs teacher",
   "configs": "learner models",
   "evaluation": "constraints data models rewards runs sampling tasks",
   "learner": "models objectives",
