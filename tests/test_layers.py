@@ -17,7 +17,7 @@ ARROWS = {
   "records": "collect",
   "collect": "constraints costs data group_metrics groups rewards run sampling schedules segments",
   "costs": "groups sampling",
-  "group_metrics": "groups",
+  "group_metrics": "groups models sampling",
   "groups": "data sampling",
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline paths "
@@ -26,7 +26,7 @@ ARROWS = {
   "paths": "constraints models rewards runs",
   "config": "consistency constraints data evaluation learner models rewards runs "
   "sampling schedules",
-  "consistency": "constraints offline schedules",
+  "consistency": "constraints offline sampling schedules",
   "constraints": "groups rewards sampling",
   "offline": "data learner",
   "aot": "config hardware learner models sampling teacher",

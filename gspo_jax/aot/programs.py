@@ -169,7 +169,11 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
   if name == "decode":
     step = functools.partial(
-      slots.decode, steps=engine.steps, sampling=workload.sampling, **options
+      slots.decode,
+      steps=engine.steps,
+      sampling=workload.sampling,
+      width=workload.support,
+      **options,
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
@@ -200,6 +204,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     stored = routing.storage_dtype(model.num_experts)
     experts = field(stored, case.length, layers, model.experts_per_token)
   place = field(jnp.int32) if case.config.rl.packed else None
+  width = case.workload.support
   of_critic = real if case.config.critic.name != "none" else None
   return TrainBatch(
     tokens_BT=tokens,
@@ -217,6 +222,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     sampler_routing_BTlk=experts,
+    support_BTX=field(jnp.int32, case.length, width) if width else None,
     row_B=place,
     start_B=place,
     order_B=place,

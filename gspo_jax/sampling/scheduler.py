@@ -74,7 +74,11 @@ class Scheduler:
     common = dict(model=model, compute=compute, record_routing=workload.record_routing)
     self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
     self._decode = functools.partial(
-      decode, steps=config.steps, sampling=workload.sampling, **common
+      decode,
+      steps=config.steps,
+      sampling=workload.sampling,
+      width=workload.support,
+      **common,
     )
     self._state = new_state(
       model,
