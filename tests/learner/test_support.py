@@ -98,9 +98,8 @@ def test_only_the_support_has_a_gradient():
   found, exact = (jax.grad(f, argnums=(0, 1))(initial(model), hidden_BTD) for f in (total, plain))
   for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
     np.testing.assert_allclose(ours, wanted, atol=2e-6)
-  one = lambda h: transformer.token_logp(
-    initial(model), model, h, tokens_BT, support_BTX=support_BTX
-  )
+  more = dict(support_BTX=support_BTX)
+  one = lambda h: transformer.token_logp(initial(model), model, h, tokens_BT, **more)  # noqa: E731
   alone = jax.grad(lambda h: sum(x[0, 0] for x in one(h)))(hidden_BTD)
   assert one(hidden_BTD)[0][0, 0] == one(hidden_BTD)[1][0, 0] == 0 and np.abs(alone).max() < 1e-6
 
@@ -122,7 +121,7 @@ def test_likely_tokens_outside_of_the_support_do_no_harm():
   assert np.isfinite(gradient).all()
 
 
-PARAMS = initial(SMALLER_DENSE).replace(head=12 * initial(SMALLER_DENSE).head)
+PARAMS = initial(SMALLER_DENSE).replace(head=5 * initial(SMALLER_DENSE).head)
 
 
 @pytest.fixture(scope="module")

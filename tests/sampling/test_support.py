@@ -1,4 +1,4 @@
-"""The tokens that each token was drawn from: kept where it is sampled, with whatever becomes of it."""
+"""The tokens that each one was drawn from: on record where it is sampled, and carried along."""
 
 import dataclasses
 import json
@@ -192,5 +192,5 @@ def test_an_engine_that_keeps_none_is_refused():
   load = Workload(config(4), prompt_length=2, trajectories=1, support=4)
   driver = Driver(Silent(), load)
   driver.begin([Trajectory((5,), 0, 0, SingleTurn((5,)))])
-  with pytest.raises(ValueError, match="Silent does not say which tokens .*: set sampling.top_k=0"):
+  with pytest.raises(ValueError, match=r"Silent does not say which tokens .*: set sampling\.top_k"):
     list(driver.run())
