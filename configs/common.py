@@ -117,9 +117,9 @@ def base() -> ConfigDict:
         call_cost=0.0,  # of each tool call, taken from the reward of its turn; 0: none
         charge="all",  # who pays: all | right: nobody gains by giving up sooner
       ),
-      sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
+      sampling=dict(  # for training; what leaves out tokens needs top_k: docs/objectives.md
         temperature=1.0,  # above 0: greedy responses of a group would all be the same
-        top_k=0,  # 0: all tokens
+        top_k=0,  # at most 1,024, whose ids are kept for the updates; 0: all tokens
         top_p=1.0,  # 1: all tokens
         min_p=0.0,  # 0: all tokens
         max_new_tokens=10,  # per response: "8991:1998" (sums are written in reverse) and the end

@@ -58,15 +58,18 @@ def interrupt():
   raise preemption.Preempted
 
 
-@pytest.mark.parametrize(
-  "changes, match",
-  [
-    (dict(sampling__top_k=0), r"^sampling\.top_p=0\.6, sampling\.min_p=0\.0, sampling\.top_k=0: upd"),
-    (dict(sampling__top_k=0, sampling__top_p=1.0, sampling__min_p=0.1), r"min_p=0\.1, sampling\.top_k"),
-    (dict(sampling__top_k=1025), r"sampling\.top_k=1025: .* 4100 bytes per token; set it to 1024 at"),
-    (dict(sampling__top_k=1), r"sampling\.top_k=1: the greedy responses of a group are equal"),
-  ],
-)  # fmt: skip
+WRONG = {
+  "top-p alone": (dict(sampling__top_k=0), r"^sampling\.top_p=0\.6, .* sampling\.top_k=0: updates"),
+  "min-p alone": (
+    dict(sampling__top_k=0, sampling__top_p=1.0, sampling__min_p=0.1),
+    r"min_p=0\.1, sampling\.top_k=0: updates .* set sampling\.top_k to 2 to 1024 too",
+  ),
+  "too many": (dict(sampling__top_k=1025), r"top_k=1025: .* 4100 bytes per token; set it to 1024"),
+  "one": (dict(sampling__top_k=1), r"sampling\.top_k=1: the greedy responses of a group are equal"),
+}
+
+
+@pytest.mark.parametrize("changes, match", WRONG.values(), ids=WRONG.keys())
 def test_what_cannot_be_put_on_record_is_refused(changes, match):
   with pytest.raises(ValueError, match=match):
     config_of(tiny.get_config, **SMALL | changes)
