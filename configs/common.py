@@ -117,9 +117,9 @@ def base() -> ConfigDict:
         call_cost=0.0,  # of each tool call, taken from the reward of its turn; 0: none
         charge="all",  # who pays: all | right: nobody gains by giving up sooner
       ),
-      sampling=dict(  # for training: the whole distribution, or the importance ratio is biased
+      sampling=dict(  # for training; what leaves out tokens needs top_k: docs/objectives.md
         temperature=1.0,  # above 0: greedy responses of a group would all be the same
-        top_k=0,  # 0: all tokens
+        top_k=0,  # at most 1,024, whose ids are kept for the updates; 0: all tokens
         top_p=1.0,  # 1: all tokens
         min_p=0.0,  # 0: all tokens
         max_new_tokens=10,  # per response: "8991:1998" (sums are written in reverse) and the end
@@ -237,6 +237,12 @@ def base() -> ConfigDict:
         kl_coef=0.0,  # of KL to the policy before RL, taken from each token's reward
       ),
       critic_optimizer=optimizer(learning_rate=1e-5),  # larger: its target moves
+      distillation=dict(  # on-policy, from a larger model: docs/objectives.md
+        teacher="",  # Hugging Face directory | run or its checkpoint, as weights; "": none
+        coef=1.0,  # of log π_teacher/π_old in the advantage of a token
+        discount=0.0,  # of that of later tokens, per token; 0: each answers for itself alone
+        reward_weight=1.0,  # of the advantage that rewards give; 0: the teacher's alone
+      ),
       eval=dict(
         every=20,  # iterations between evaluations
         problems=0,  # of the held-out set, evenly spread over it; 0: all

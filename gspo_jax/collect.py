@@ -77,6 +77,7 @@ class Collector:
     self._under_way: list[Group] = []
     self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
     self._limit = self._config.sampling.max_new_tokens  # of a response in this iteration
+    self._arrays = self._workload.window, self._tokenizer.pad_id, self._workload.support
 
   def collect(self, step: int, stages: Stages) -> Collected:
     """Samples and scores the groups of an iteration, but for those that come from files;
@@ -259,7 +260,7 @@ class Collector:
   ) -> Collected:
     c = self._config
     trajectories = [one for group in groups for one in group.trajectories]
-    rollout = assemble(trajectories, self._workload.window, self._tokenizer.pad_id)
+    rollout = assemble(trajectories, *self._arrays)
     if self._environment and jax.process_count() > 1:
       # Every host runs all environments, and the tokens have to be the same on all of them.
       multihost_utils.assert_equal(
@@ -295,7 +296,7 @@ class Collector:
     """Stands in for what `collect` returns for so many groups: alike but for the values."""
     c, G = self._config, self._config.rl.group_size
     one = blank(c.model, self._workload.record_routing)
-    rollout = assemble([one] * (prompts * G), self._workload.window, self._tokenizer.pad_id)
+    rollout = assemble([one] * (prompts * G), *self._arrays)
     zeros_PG = np.zeros((prompts, G), np.float32)
     advantage_BL = np.zeros_like(rollout.logp) if self._in_parts else None
     return Collected([], rollout, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})

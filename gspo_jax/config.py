@@ -18,6 +18,7 @@ from gspo_jax.data.sources import DataConfig
 from gspo_jax.evaluation.benchmarks import BenchmarkConfig, EvalConfig
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.critic import Critic, CriticConfig
+from gspo_jax.learner.distillation import DistillationConfig
 from gspo_jax.learner.objective import ObjectiveConfig, effective
 from gspo_jax.learner.optimizer import Optimizer, OptimizerConfig
 from gspo_jax.learner.step import Learner
@@ -103,6 +104,7 @@ class RunConfig:
   schedule: ScheduleConfig
   critic: CriticConfig
   critic_optimizer: OptimizerConfig
+  distillation: DistillationConfig
   eval: EvalConfig
   checkpoint: CheckpointConfig
   alarms: AlarmConfig
@@ -183,6 +185,14 @@ class RunConfig:
     """Precision and formulations of whatever samples: rollouts and evaluations."""
     return self.engine.compute(self.compute)
 
+  @property
+  def support(self) -> int:
+    """Tokens that each sampled token is drawn from, at most, where they are put on record for the
+    updates; 0: from the whole vocabulary, or nothing is sampled."""
+    if self.sampling.whole or not (self.has_iterations and self.sampled_share):
+      return 0
+    return min(self.sampling.top_k, self.model.vocab_size)
+
   def workload(self, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
     """The requests that RL makes of the engine; several_turns: of an environment."""
     return Workload(
@@ -195,6 +205,7 @@ class RunConfig:
       several_turns=several_turns,
       partial=self.rl.partial,
       record_routing=self.objective.needs_sampler_routing,
+      support=self.support,
     )
 
 

@@ -4,11 +4,13 @@ import difflib
 from typing import Any
 
 from gspo_jax import constraints, offline, schedules
+from gspo_jax.sampling.sampler import MOST_KEPT
 
 
 def check(c: Any) -> None:
   """ValueError for what can be seen to be wrong; `c` is a `config.RunConfig`."""
-  c.critic.check_with(c.objective, c.rl, c.data, c.environment)
+  c.critic.check_with(c.objective, c.rl, c.data, c.environment, c.distillation.alone)
+  c.distillation.check_with(c)
   _batches(c)
   _data(c)
   _lengths(c)
@@ -112,12 +114,22 @@ def _sampling(c: Any) -> None:
     not c.has_iterations or c.sampling.temperature > 0,
     "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
   )
+  s = c.sampling
   _require(
-    not c.has_iterations or c.sampling.whole,
-    f"sampling.top_k={c.sampling.top_k}, sampling.top_p={c.sampling.top_p}, "
-    f"sampling.min_p={c.sampling.min_p}: training samples from the whole distribution, or the "
-    "ratio would be biased by the mass left out; set top_k=0, top_p=1 and min_p=0 (evaluation "
-    "has its own)",
+    not c.has_iterations or s.whole or s.top_k > 0,
+    f"sampling.top_p={s.top_p}, sampling.min_p={s.min_p}, sampling.top_k=0: updates renormalise "
+    "over the tokens that each one was drawn from, and without top_k these may be the whole "
+    f"vocabulary; set sampling.top_k to 2 to {MOST_KEPT} too, of which top_p and min_p leave out "
+    "more, or set top_p=1 and min_p=0 (evaluation has its own)",
+  )
+  _require(
+    not c.has_iterations or s.top_k <= MOST_KEPT,
+    f"sampling.top_k={s.top_k}: the tokens that each one was drawn from are kept for the updates, "
+    f"which is {4 * s.top_k} bytes per token; set it to {MOST_KEPT} at most, or to 0 for all",
+  )
+  _require(
+    not c.has_iterations or s.top_k != 1,
+    "sampling.top_k=1: the greedy responses of a group are equal and teach nothing",
   )
 
 

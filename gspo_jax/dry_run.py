@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import accelerators, sharding
+from gspo_jax import accelerators, sharding, teacher
 from gspo_jax import config as configuration
 from gspo_jax.accelerators import GIB
 from gspo_jax.aot import estimate, programs
@@ -39,6 +39,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes})",
     f"model: {count:,} parameters{each}",
     *critic_line(config, inputs.mesh),
+    *teacher_line(inputs.teacher),
     f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
   ]
   found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
@@ -48,7 +49,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
       f"cold start: at most {config.sft.steps:,} updates of {config.sft.batch:,} demonstrations, "
       f"{tokens:,} tokens with padding"
     ]
-  return found + (iteration(config, devices) if config.has_iterations else [])
+  return found + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
 
 
 def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
@@ -60,6 +61,13 @@ def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
   count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
   trunk = "a model of its own" if critic.config.name == "model" else "a head on the policy's trunk"
   return [f"critic: {count:,} parameters, {trunk}"]
+
+
+def teacher_line(taught: teacher.Teacher | None) -> list[str]:
+  """Says how large the teacher is, if there is one, and where its weights are."""
+  if taught is None:
+    return []
+  return [f"teacher: {transformer.count(taught.model)[0]:,} parameters, frozen, {taught.path}"]
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
@@ -80,6 +88,8 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
       lasting["the critic's weights and moments"] = of_critic
     if c.has_iterations and c.needs_reference:
       lasting["the reference policy's weights"] = estimate.held(state.params)
+    if inputs.teacher is not None:
+      lasting["the teacher's weights"] = estimate.held(teacher.abstract(inputs.teacher, c, mesh))
     tokens = case.rows * case.length if c.has_iterations else 0
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
@@ -107,14 +117,18 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   ]
 
 
-def iteration(config: RunConfig, devices: Sequence[jax.Device]) -> list[str]:
+def iteration(
+  config: RunConfig, devices: Sequence[jax.Device], taught: teacher.Teacher | None
+) -> list[str]:
   """Tokens and operations of an iteration, and what its time depends on."""
   c, rl = config, config.rl
   responses, prompt, most = rl.prompts * rl.group_size, c.data.max_prompt_tokens, c.sampling
   window = prompt + most.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
-  one = forward_flops(c.model, prompt_P, prompt_B, np.full(responses, window))
+  arguments = prompt_P, prompt_B, np.full(responses, window)
+  one = forward_flops(c.model, *arguments)
   total = (c.sampled_share + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
+  total += forward_flops(taught.model, *arguments) if taught else 0.0
   tokens = responses * most.max_new_tokens
   found = [
     f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gspo_jax.groups import Group, spread
+from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.sampling import Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
@@ -23,10 +25,25 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
     "response_length/max": float(max(lengths)),
     "truncated_fraction": float(1 - np.mean([one.stopped for one in trajectories])),
   }
+  if any(one.support is not None for one in trajectories):
+    row |= support_metrics(trajectories)
   total = len(trajectories)
   if outcomes:
     row["verifier/unknown"] = 1 - len(reward_X) / total
   return row | {f"verifier/{name}": n / total for name, n in sorted(outcomes.items())}
+
+
+def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """Of sampled tokens with a support on record: how many tokens that has, and the probability that
+  these have without truncation."""
+  size, mass = [], []
+  for one in trajectories:
+    if one.support is not None:
+      kept_n = (one.support != NO_TOKEN).sum(axis=1)
+      size.append(kept_n[kept_n > 0])
+      mass.append(np.exp(one.columns["full_logp"] - one.columns["logp"])[kept_n > 0])
+  size, mass = np.concatenate(size), np.concatenate(mass)
+  return {"sampling/support": float(size.mean()), "sampling/support_mass": float(mass.mean())}
 
 
 def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:

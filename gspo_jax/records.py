@@ -25,7 +25,8 @@ def rollout_records(
     log_ratio_BT: log π_new/π_old after the iteration's updates, in the order of the rollout.
     clipped_BT: the tokens whose objective the loss clipped, there.
     decode: from tokens to text.
-    old_value_BT, advantage_BT: of a critic; a response's advantage is then the mean over tokens.
+    old_value_BT, advantage_BT: of a critic, the latter of a teacher too; a response's advantage is
+      then the mean over tokens.
     segments: the number of each token's segment, and the derivative of the loss by its log π.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]

@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import consistency, constraints, offline, paths, rewards, schedules, sharding, steps
+from gspo_jax import teacher as teachers
 from gspo_jax.config import RunConfig
 from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
@@ -51,6 +52,7 @@ class Run:
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
   signals: constraints.Signals | None = None  # further rewards, and costs
+  teacher: teachers.Teacher | None = None  # of distillation
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
@@ -140,6 +142,7 @@ class Inputs:
   mesh: jax.sharding.Mesh
   layout: Any  # shardings of the parameters where they sample
   records: recorded.Recordings | None
+  teacher: teachers.Teacher | None
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
@@ -147,13 +150,13 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   paths.check(config)
   if config.distributed:
     _join_hosts()
-  inputs = _read(config)
+  inputs = _read(config, workdir)
   if workdir is not None:
     provenance.check(workdir, dataclasses.asdict(config))
   return inputs
 
 
-def _read(config: RunConfig) -> Inputs:
+def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   tok = tokenizer.load(config.tokenizer)
   if tok.vocab_size > config.model.vocab_size:
     raise ValueError(
@@ -206,9 +209,11 @@ def _read(config: RunConfig) -> Inputs:
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
   layout = transformer.shardings(config.model, rollout, mesh)
-  _check_memory(config, mesh)
+  if taught := teachers.find(config, workdir):
+    teachers.check(taught, config, tok, mesh)
+  _check_memory(config, mesh, taught)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
-  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout, records)
+  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout, records, taught)
 
 
 @contextlib.contextmanager
@@ -265,7 +270,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
     if jax.process_index() == 0:
       origin = start.find(config.weights)
-      provenance.record(workdir, values, origin and origin.about)
+      of_teacher = inputs.teacher and inputs.teacher.about
+      provenance.record(workdir, values, origin and origin.about, of_teacher)
     yield Run(
       config,
       workdir,
@@ -280,6 +286,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       sum(in_both.values()),
       inputs.records,
       signals,
+      inputs.teacher,
     )
 
 
@@ -326,7 +333,9 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
     yield scorers
 
 
-def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
+def _check_memory(
+  config: RunConfig, mesh: jax.sharding.Mesh, taught: teachers.Teacher | None
+) -> None:
   """ValueError if parameters, gradients and moments alone are more than the devices hold."""
   count, _ = transformer.count(config.model)
   adapters = config.job in ("rl", "offline") and config.rl.lora_rank
@@ -336,6 +345,9 @@ def _check_memory(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     needed += 16 * count
   if config.has_iterations and config.needs_reference:
     needed += 4 * count
+  if taught is not None:
+    itemsize = jax.numpy.dtype(config.compute.dtype).itemsize
+    needed += itemsize * transformer.count(taught.model)[0]
   devices = mesh.devices.flat
   held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
   if None in held:  # a CPU, whose devices share the memory of the host

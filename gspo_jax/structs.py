@@ -60,6 +60,9 @@ class Rollout:
   # int8 or int16 [B, L, l, k]: the experts that the sampler used, -1 where it fed no token (padding
   # and each row's last token); None where nobody asked, or where there are no experts
   routing: np.ndarray | None = None
+  # int32 [B, L, X]: the tokens that top-k, top-p and min-p kept where each one was sampled, -1
+  # where they are fewer; -1 alone: all were kept, or nothing was sampled. None: nobody asked
+  support: np.ndarray | None = None
 
   def response(self, row: int) -> list[int]:
     """Returns what follows the prompt of one row, observations included."""
@@ -89,6 +92,9 @@ class TrainBatch:
   # int8 or int16, -1 for none: the experts that the old policy used on these tokens
   routing_BTlk: Array | None = None  # as the trainer computes it
   sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them
+  # int32 [B, T, X]: the tokens that each one was drawn from, which log-probs are normalised over
+  # (models/head.py); None: the whole vocabulary
+  support_BTX: Array | None = None
   # int32: tokens of the prompt, which all sequences of a group share; None: nothing is shared
   prompt_B: Array | None = None
   # bool: in the first mini-batch of an iteration, before which there was no update; None: unknown

@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from gspo_jax import teacher
 from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
+from gspo_jax.learner.distillation import make_distill
 from gspo_jax.learner.state import (
   abstract,
   abstract_state,
@@ -86,12 +88,15 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   if critic:
     values = make_values(learner, c.critic, c.objective.replay)
     advantages = make_advantages(c.critic, critic.numbers)
+  if run.teacher:
+    of_teacher = teacher.scoring(run.teacher, learner), teacher.load(run.teacher, c, run.mesh)
+    advantages = make_distill(c.distillation, functools.partial(*of_teacher))
 
   def prepared(
     state: TrainState, minibatches: list[TrainBatch]
   ) -> tuple[list[TrainBatch], dict[str, jax.Array]]:
     """The mini-batches with what stays fixed during the updates, log-probabilities and what a
-    critic says, and metrics of it."""
+    critic or a teacher says, and metrics of it."""
 
     def one(batch: TrainBatch) -> TrainBatch:
       fixed = dict(old_logp_BT=batch.sampler_logp_BT)
@@ -107,7 +112,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       return batch.replace(**fixed)
 
     minibatches = [one(batch) for batch in minibatches]
-    return advantages(minibatches) if critic else (minibatches, {})
+    return advantages(minibatches) if critic or run.teacher else (minibatches, {})
 
   if last < c.rl.iterations:
     update, old_policy, values = ahead(run, collector, prepared, update, old_policy, values)
@@ -123,7 +128,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       collected = collector.collect(step, phase.stages)
       with phase.stages("logp"):
         minibatches = place(run, collected, c.rl.minibatches)
-        minibatches, of_critic = prepared(state, minibatches)
+        minibatches, of_advantages = prepared(state, minibatches)
         jax.block_until_ready(minibatches)
       taken = batches.epochs(minibatches, c.rl.epochs)
       phase.hold(step, taken)
@@ -136,8 +141,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           metrics.append(metric)
         # The devices are busy; what the host has to do comes now.
         made = (step - waits) * c.rl.updates  # of the policy
-        row = dict(step=step, learning_rate=float(rates[made - 1]) if made > 0 else 0.0) | of_critic
-        row |= collected.metrics | rewards_by_length(run, collected) | memory()
+        row = dict(step=step, learning_rate=float(rates[made - 1]) if made > 0 else 0.0)
+        row |= of_advantages | collected.metrics | rewards_by_length(run, collected) | memory()
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
       without_gradient, training = operations(run, collected)
@@ -311,8 +316,10 @@ def operations(run: Run, collected: Collected) -> tuple[float, float]:
   """Model FLOPs of an iteration's passes without gradient and of its updates, with each prompt
   counted once, without padding and without what is calculated twice."""
   c, prompt_B = run.config, collected.rollout.prompt_lengths
-  one = forward_flops(c.model, prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends)
-  return c.passes * one, 3 * c.rl.epochs * c.models * one
+  arguments = prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends
+  one = forward_flops(c.model, *arguments)
+  taught = forward_flops(run.teacher.model, *arguments) if run.teacher else 0.0
+  return c.passes * one + taught, 3 * c.rl.epochs * c.models * one
 
 
 def records(
@@ -327,8 +334,9 @@ def records(
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
   ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
   more = {}
-  if run.config.critic.name != "none":
-    for name in ("old_value_BT", "advantage_BT"):
+  of_tokens = ["old_value_BT"] if run.config.critic.name != "none" else []
+  if of_tokens or run.teacher:
+    for name in [*of_tokens, "advantage_BT"]:
       more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
   if minibatches[0].unit_BT is not None:
     parts = ([b.unit_BT for b in minibatches], [one["gradient_BT"] for one in reviews])

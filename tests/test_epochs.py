@@ -101,7 +101,9 @@ def test_updates_take_as_many_operations_as_there_are_epochs():
   passes, updates = zip(
     *(
       train.operations(
-        SimpleNamespace(config=config_of(tiny.get_config, **SMALL | dict(rl__epochs=epochs))),
+        SimpleNamespace(
+          config=config_of(tiny.get_config, **SMALL | dict(rl__epochs=epochs)), teacher=None
+        ),
         SimpleNamespace(rollout=sampled),
       )
       for epochs in (1, 3)

@@ -458,7 +458,10 @@ REFUSED = {
   "weights that are not there": ({"weights": "/no/model"}, "--config.weights=/no/model"),
   "tokenizer that is not there": ({"tokenizer": "/no/tok"}, "/no/tok"),
   "greedy training": ({"sampling.temperature": 0.0}, r"sampling\.temperature=0"),
-  "truncated training": ({"sampling.top_k": 5}, r"sampling\.top_k=5"),
+  "truncated training": (
+    {"sampling.top_p": 0.9},
+    r"sampling\.top_p=0\.9.*set sampling\.top_k to 2 to 1024",
+  ),
   "group of one": ({"rl.group_size": 1}, r"rl\.group_size=1"),
   "no such environment": ({"environment.name": "talk:Talk"}, r"environment\.name='talk:Talk'"),
   "window beyond the model": ({"sampling.max_new_tokens": 9999}, "max_position_embeddings=2048"),

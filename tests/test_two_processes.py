@@ -44,6 +44,7 @@ TX = optax.chain(optax.trace(0.9), optax.scale(-0.1))  # a state to lay out; lin
 def sampled(params):
   prompts = [[1 + i, 20 - i, 3][: 1 + i % 3] for i in range(8)]
   options = dict(group_size=2, max_new_tokens=4, stop_ids=(7, 8, 9), prompt_length=3)
+  options |= dict(truncation=(20, 0.9, 0.0), support=20)  # whole sampling is that of the job below
   return sample(params, SMALLER_MOE, prompts, record_routing=True, **options)
 
 
@@ -85,6 +86,7 @@ def measure(mesh):
   rest = dict(
     tokens=rollout.tokens, routing=rollout.routing, logp=sharding.fetch(old)["old_logp_BT"]
   )
+  rest |= dict(support=np.sort(rollout.support))
   return arrays | rest | {f"metric/{k}": v for k, v in scalars(metrics).items()}
 
 

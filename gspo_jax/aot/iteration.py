@@ -56,10 +56,12 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   sampled = case.lengths.sample(rl.prompts * rl.group_size)
   at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
   read = positions(case, sampled, shards)
+  passes = read / (case.length * (case.sequences if rl.packed else case.rows))
   calls = dict(
     prefill=c.sampled_share * -(-rl.prompts // at_once),
     decode=c.sampled_share * decode_steps(sampled, size.slots, tail=not rl.partial),
-    score=c.passes * read / (case.length * (case.sequences if rl.packed else case.rows)),
+    score=c.passes * passes,
+    teacher=passes if c.distillation.on else 0,
     train=rl.epochs * read / (case.length * case.sequences),
     publish=1,
   )

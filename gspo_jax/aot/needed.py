@@ -4,7 +4,7 @@ moves, per device.
   train    state read and written; gradients written and read; in each micro-batch the weights for
            the forward and for the backward pass, what `compute.remat` keeps written and read, and
            where weights are gathered their gradients before they are scattered
-  score    the weights, in each micro-batch
+  score    the weights, in each micro-batch; teacher: the same of its own
   publish  the trainer's weights read, the sampler's written
   prefill  the layers' weights; keys and values of the prompts written
   decode   the layers' weights, of experts those that a token is expected to choose if all are
@@ -15,13 +15,14 @@ Weights that are split over `fsdp` are read where they lie, written when they ar
 read by the products. Embeddings are looked up: no table is read.
 """
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import sharding
+from gspo_jax import sharding, teacher
 from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import Case
 from gspo_jax.learner.state import abstract_params
@@ -31,9 +32,9 @@ from gspo_jax.sampling.requests import sizes
 
 def of(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes per device of the program; of decode, in one step."""
-  return dict(train=_train, score=_score, publish=_publish, prefill=_prefill, decode=_decode)[name](
-    case, mesh
-  )
+  functions = dict(train=_train, score=_score, teacher=_teacher)
+  functions |= dict(publish=_publish, prefill=_prefill, decode=_decode)
+  return functions[name](case, mesh)
 
 
 def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -50,6 +51,13 @@ def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
 def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
   passes = case.microbatches if case.config.rl.packed else 1
   return passes * _pass(_trained(case, mesh), case, mesh)
+
+
+def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
+  c, taught = case.config, teacher.find(case.config)
+  passes = case.microbatches if c.rl.packed else 1
+  own = dataclasses.replace(case, config=dataclasses.replace(c, model=taught.model))
+  return passes * _pass(teacher.abstract(taught, c, mesh), own, mesh)
 
 
 def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:

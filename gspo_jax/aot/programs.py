@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import config as configuration
-from gspo_jax import sharding
+from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
@@ -119,6 +119,9 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
   reference = (state.params,) if c.needs_reference else ()
+  taught = teacher.find(c)
+  if taught is not None:
+    reference += (teacher.abstract(taught, c, mesh),)
   learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -134,6 +137,12 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       work = flops.work(case.model, rows, case.length, case.length)
       held = state.opt_state, sample_params, state.critic, *reference
       yield name, Program(train_step.make_score(learner), arguments, work, held=held)
+      if taught is not None:
+        *others, params = reference
+        work = flops.work(taught.model, rows, case.length, case.length)
+        held = state, sample_params, *others
+        score = teacher.scoring(taught, learner)
+        yield "teacher", Program(score, (params, arguments[1]), work, held=held)
     if name == "publish":
       layout = transformer.shardings(c.model, rollout, mesh)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
@@ -165,7 +174,11 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
   state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)
   if name == "decode":
     step = functools.partial(
-      slots.decode, steps=engine.steps, sampling=workload.sampling, **options
+      slots.decode,
+      steps=engine.steps,
+      sampling=workload.sampling,
+      width=workload.support,
+      **options,
     )
     work = flops.work(case.model, size.slots, engine.steps, size.window)
     arguments = params, state, shaped((size.slots,), jnp.int32, mesh, P())
@@ -196,6 +209,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     stored = routing.storage_dtype(model.num_experts)
     experts = field(stored, case.length, layers, model.experts_per_token)
   place = field(jnp.int32) if case.config.rl.packed else None
+  width = case.workload.support
   of_critic = real if case.config.critic.name != "none" else None
   return TrainBatch(
     tokens_BT=tokens,
@@ -207,13 +221,14 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     sampler_logp_BT=real,
     current_BT=real if case.config.rl.partial or case.config.job == "offline" else None,
     ref_logp_BT=real if case.config.needs_reference else None,
-    advantage_BT=of_critic,
+    advantage_BT=real if of_critic or case.config.distillation.on else None,
     old_value_BT=of_critic,
     return_BT=of_critic,
     unit_BT=tokens if case.config.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     sampler_routing_BTlk=experts,
+    support_BTX=field(jnp.int32, case.length, width) if width else None,
     row_B=place,
     start_B=place,
     order_B=place,

@@ -64,6 +64,7 @@ def train_batch(
     advantage_BT=advantage_BL,
     reward_BT=reward_BL,
     sampler_routing_BTlk=routing_BTlk,
+    support_BTX=rollout.support,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,
   )
 

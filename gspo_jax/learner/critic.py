@@ -43,12 +43,15 @@ class CriticConfig:
   def __post_init__(self):
     ranges.check(self, "critic")
 
-  def check_with(self, objective: Any, rl: Any, data: Any, environment: Any) -> None:
-    """ValueError if the sections of these names do not go with a critic, or with having none."""
+  def check_with(
+    self, objective: Any, rl: Any, data: Any, environment: Any, taught: bool = False
+  ) -> None:
+    """ValueError if the sections of these names do not go with a critic, or with having none;
+    taught: advantages are a teacher's alone (distillation.py)."""
     what, skipped = f"critic.name={self.name!r}", data.query_set.extra_rounds
     if self.name == "none":
       of_group = objective.advantage_kind == "soft" and objective.soft_value is None
-      if rl.group_size == 1 and (objective.relative or of_group):
+      if rl.group_size == 1 and not taught and (objective.relative or of_group):
         raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
       for key in ("warmup_iterations", "kl_coef"):
         if value := getattr(self, key):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models import routing, transformer
 from gspo_jax.models.attention import Tree
+from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, TrainBatch
@@ -29,6 +30,7 @@ class Rows:
   segments_RT: Array
   routing_RTlk: Array | None
   sampler_routing_RTlk: Array | None
+  support_RTX: Array | None  # of the token after each one
   positions_RT: Array | None = None  # of each token in its sequence; None: in its row
   # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
   # in none of them. None: where it is in the batch
@@ -66,7 +68,11 @@ def _next(tokens_BT: jax.Array) -> jax.Array:
 
 
 def _of_each_token(batch: TrainBatch) -> tuple[Array | None, ...]:
-  return batch.segments_BT, batch.routing_BTlk, batch.sampler_routing_BTlk
+  support_BTX = batch.support_BTX
+  if support_BTX is not None:  # of targets
+    after = ((0, 0), (0, 1), (0, 0))
+    support_BTX = jnp.pad(support_BTX[:, 1:], after, constant_values=NO_TOKEN)
+  return batch.segments_BT, batch.routing_BTlk, batch.sampler_routing_BTlk, support_BTX
 
 
 def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
@@ -137,13 +143,14 @@ def arrange(
     x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
     return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
-  segments_BT, *experts = of_each_token
+  segments_BT, *experts, support_BTX = of_each_token
   time_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], place_BT.shape)
   return Rows(
     put(tokens_BT, 0),
     put(_next(tokens_BT), 0),
     put(segments_BT, 0),
     *(put(x, routing.NO_EXPERT) for x in experts),
+    put(support_BTX, NO_TOKEN),
     put(time_BT, 0),
     place_BT,
   )

@@ -49,7 +49,8 @@ def log_probs(
   params: Any, batch: TrainBatch, learner: Learner, replay: str = "none"
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """log π(token t | tokens before it) and the entropy there, [B, T] each, the forward pass and the
-  rows that it read. Position 0 has no probability and holds 0.
+  rows that it read. Position 0 has no probability and holds 0. Of tokens with a support on record,
+  π is renormalised over it (`head.token_logp`).
 
   With `replay`, π is the network that the experts on record make, with the gate weights of the
   router in `params`; ValueError if the batch has no such record.
@@ -64,6 +65,7 @@ def log_probs(
     rows.targets_RT,
     temperature=learner.temperature,
     compute=learner.compute,
+    support_BTX=rows.support_RTX,
   )
   of_next = (by_sequence(x_RT, rows) for x_RT in both)
   logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)

@@ -10,6 +10,8 @@ from gspo_jax.models.attention_blocks import softcap
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
+NO_TOKEN = -1  # in the place of a token of a support
+
 
 def embed(params: Any, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
   """Rows of the embedding, [B, T, D].
@@ -68,22 +70,34 @@ def token_logp(
   *,
   temperature: float = 1.0,
   compute: ComputeConfig = REFERENCE,
+  support_BTX: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """log softmax(logits / temperature) of each target, and the entropy in nats, both [B, T].
+
+  With a support, both are of the distribution over its tokens alone, renormalised:
+
+  log π(y | S) = z_y − log Σ_{v∈S} exp z_v.
+
+  Only logits of S have a gradient then. A target outside of its support gets what the equation
+  says, which is no log-probability.
 
   Logits exist for `compute.logits_chunk` time steps at once, forward and backward. The target's
   logit is a masked sum over V, which needs no gather where V is split over the mesh. The gradient
   of the head adds up over the chunks on each device, in float32, and over devices once.
+
+  Args:
+    support_BTX: int32, token ids that each target was drawn from, NO_TOKEN where there are fewer;
+      a row of nothing else stands for the whole vocabulary.
   """
 
-  def on_each_device(hidden_BTD, targets_BT, head_DV):
+  def on_each_device(hidden_BTD, targets_BT, support_BTX, head_DV):
     head_DV = sharding.whole(head_DV, split)
     hidden_BTD = sharding.vary(hidden_BTD, ("tensor",))
     head = jax.lax.stop_gradient(head_DV), head_DV.astype(jnp.float32)
     first = head_DV.shape[1] * sharding.axis_index("tensor")
 
     @jax.checkpoint
-    def chunk(hidden_BtD, targets_Bt):
+    def chunk(hidden_BtD, targets_Bt, support_BtX):
       logits_BtV = project(hidden_BtD, *head)
       logits_BtV = softcap(logits_BtV, config.final_logit_softcapping) / temperature
       most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
@@ -92,25 +106,55 @@ def token_logp(
       vocab = first + jnp.arange(logits_BtV.shape[-1])[None, None]
       target_Bt = over_vocabulary(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0))
       p_BtV = jnp.exp(logits_BtV - lse_Bt[..., None])
-      return target_Bt - lse_Bt, lse_Bt - over_vocabulary(p_BtV * logits_BtV)
+      entropy_Bt = lse_Bt - over_vocabulary(p_BtV * logits_BtV)
+      if support_BtX is None:
+        return target_Bt - lse_Bt, entropy_Bt
+      own_lse_Bt, own_entropy_Bt = _over_support(logits_BtV, support_BtX, first)
+      some_Bt = (support_BtX != NO_TOKEN).any(-1)
+      lse_Bt = jnp.where(some_Bt, own_lse_Bt, lse_Bt)
+      return target_Bt - lse_Bt, jnp.where(some_Bt, own_entropy_Bt, entropy_Bt)
 
-    B, T, D = hidden_BTD.shape
+    B, T, _ = hidden_BTD.shape
     size = compute.logits_chunk or T
     if size >= T:
-      return chunk(hidden_BTD, targets_BT)
+      return chunk(hidden_BTD, targets_BT, support_BTX)
     padding = -T % size
-    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, padding), (0, 0)))
-    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, padding)))
-    hidden = jnp.moveaxis(hidden_BTD.reshape(B, -1, size, D), 1, 0)
-    targets = jnp.moveaxis(targets_BT.reshape(B, -1, size), 1, 0)
-    _, both = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, (hidden, targets))
+
+    def cut(x_BT):
+      x_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *((0, 0),) * (x_BT.ndim - 2)))
+      return jnp.moveaxis(x_BT.reshape(B, -1, size, *x_BT.shape[2:]), 1, 0)
+
+    chunks = jax.tree.map(cut, (hidden_BTD, targets_BT, support_BTX))
+    _, both = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, chunks)
     return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in both)
 
   batch, head_DV = P(BATCH), head_weight(params, compute)
   split = sharding.spec_of(head_DV)
-  run = sharding.shard_map(on_each_device, in_specs=(batch, batch, split), out_specs=(batch, batch))
-  hidden_BTD, targets_BT = (sharding.reshard(x, batch) for x in (hidden_BTD, targets_BT))
-  return run(hidden_BTD, targets_BT, head_DV)
+  specs = (batch, batch, batch, split)
+  run = sharding.shard_map(on_each_device, in_specs=specs, out_specs=(batch, batch))
+  of_each_token = hidden_BTD, targets_BT, support_BTX
+  return run(*jax.tree.map(lambda x: sharding.reshard(x, batch), of_each_token), head_DV)
+
+
+def _over_support(
+  logits_BtV: jax.Array, support_BtX: jax.Array, first: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+  """log Σ exp of the logits of a support, and the entropy there; `first` is the id of the first
+  logit on this device, over which V may be split. Finite where there is no token, too."""
+  V = logits_BtV.shape[-1]
+  place_BtX = support_BtX - first
+  here_BtX = (support_BtX != NO_TOKEN) & (place_BtX >= 0) & (place_BtX < V)
+  kept_BtX = jnp.take_along_axis(logits_BtV, jnp.clip(place_BtX, 0, V - 1), axis=-1)
+  over = lambda x_BtX: sharding.psum(jnp.where(here_BtX, x_BtX, 0).sum(-1), "tensor")  # noqa: E731
+  most_Bt = jax.lax.stop_gradient(jnp.where(here_BtX, kept_BtX, -jnp.inf).max(-1))
+  most_Bt = sharding.pmax(most_Bt, "tensor")
+  most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)
+  # What is not kept may lie above `most`, and must not overflow on its way to a factor of 0.
+  shifted_BtX = jnp.where(here_BtX, kept_BtX - most_Bt[..., None], 0)
+  mass_Bt = over(jnp.exp(shifted_BtX))
+  lse_Bt = jnp.log(jnp.where(mass_Bt > 0, mass_Bt, 1))
+  p_BtX = jnp.exp(shifted_BtX - lse_Bt[..., None])
+  return most_Bt + lse_Bt, lse_Bt - over(p_BtX * shifted_BtX)
 
 
 @jax.custom_vjp

@@ -162,6 +162,12 @@ SECTIONS = (
     rest="(value|return|advantage)/.+",
   ),
   _section(
+    "learning", "Distillation", "How near the policy is to its teacher, on its own responses.",
+    _chart("Reverse KL divergence", "an estimate, nats per token, before the updates",
+           "distillation/reverse_kl", log=False),
+    rest="distillation/.+",
+  ),
+  _section(
     "learning", "Cold start",
     "Supervised fine-tuning on demonstrations, before any reinforcement learning.",
     _chart("Loss", "cross-entropy, nats per token; held out with it",

@@ -31,11 +31,15 @@ def check(workdir: Path, config: Mapping[str, Any]) -> None:
 
 
 def record(
-  workdir: Path, config: Mapping[str, Any], start: Mapping[str, Any] | None = None
+  workdir: Path,
+  config: Mapping[str, Any],
+  start: Mapping[str, Any] | None = None,
+  teacher: Mapping[str, Any] | None = None,
 ) -> None:
   """Writes config.json; warns if the run was begun with other code or packages. `start` tells of
-  the checkpoint whose weights it begins with."""
-  made_with = provenance() | (dict(start=start) if start else {})
+  the checkpoint whose weights it begins with, `teacher` of that which it learns from."""
+  of_weights = dict(start=start, teacher=teacher)
+  made_with = provenance() | {name: about for name, about in of_weights.items() if about}
   if was := begun(workdir):
     for line in difference(_code(was.get("provenance", {})), _code(made_with)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")

@@ -1,4 +1,5 @@
-"""Weights to start from that another run left in its checkpoints: the key `weights`.
+"""Weights to start from that another run left in its checkpoints: the key `weights`, and that of a
+teacher.
 
 A run is named by its workdir, which means its newest checkpoint, of RL if it has come so far and of
 the cold start otherwise; or by a directory of its checkpoints: `DIR/checkpoints/sft` for the newest
@@ -42,8 +43,8 @@ class Start:
     return about | dict(seed=self.config.get("seed"), commit=made_with.get("commit"))
 
 
-def find(weights: str) -> Start | None:
-  """The checkpoint that `weights` names; None if it names none of a run.
+def find(weights: str, key: str = "weights") -> Start | None:
+  """The checkpoint that `weights` names; None if it names none of a run. Messages name `key`.
 
   Raises:
     ValueError: a run without a checkpoint, or one that is not complete; says what to name.
@@ -56,23 +57,23 @@ def find(weights: str) -> Start | None:
     home = epath.Path(config["checkpoint"]["directory"] or path / "checkpoints")
     path = next((home / phase for phase in PHASES if _steps(home / phase)), None)
     if path is None:
-      raise ValueError(f"weights={weights!r} is a run that has no checkpoint yet, in {home}")
+      raise ValueError(f"{key}={weights!r} is a run that has no checkpoint yet, in {home}")
   elif config:
     return None  # a Hugging Face directory
   if path.name in PHASES and path.is_dir():
     if not (steps := _steps(path)):
-      raise ValueError(f"weights={weights!r} holds no checkpoint")
+      raise ValueError(f"{key}={weights!r} holds no checkpoint")
     path = path / str(max(steps))
   if not (path.name.isdigit() and path.parent.name in PHASES):
     return None
   if int(path.name) not in (steps := _steps(path.parent)):
     there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
-    raise ValueError(f"weights={weights!r} is no complete checkpoint; {there}")
+    raise ValueError(f"{key}={weights!r} is no complete checkpoint; {there}")
   above = path.parents[2], path.parents[1]  # checkpoints/ of a workdir, or checkpoint.directory
   return Start(path, config or next((c for c in map(_config, above) if c), {}))
 
 
-def restore(start: Start, like: Any) -> Any:
+def restore(start: Start, like: Any, key: str = "weights") -> Any:
   """The parameters alone, laid out as the abstract parameters `like` say.
 
   Raises:
@@ -81,14 +82,14 @@ def restore(start: Start, like: Any) -> Any:
   if wrong := integrity.damage(start.path):
     steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
     before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
-    raise ValueError(f"weights={start.path} is damaged: {wrong}{before}")
+    raise ValueError(f"{key}={start.path} is damaged: {wrong}{before}")
   reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
   stored = shapes(reader.metadata(start.path / "state"))
   wanted = shapes(like)
   for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
     if wanted.get(name) != stored.get(name):
       raise ValueError(
-        f"weights={start.path}: {name} has shape {stored.get(name)}, the configured model wants "
+        f"{key}={start.path}: {name} has shape {stored.get(name)}, the configured model wants "
         f"{wanted.get(name)}; a run with rl.lora_rank can be started from at its cold start only"
       )
   arguments = ocp.args.PyTreeRestore(

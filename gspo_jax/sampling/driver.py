@@ -135,6 +135,11 @@ class Driver:
 
   def _hand_over(self, response: Response, pool: Any) -> None:
     """Gives what was sampled to its trajectory, and a turn that is over to the environment."""
+    if self._workload.support and response.support is None and len(response.tokens):
+      raise ValueError(
+        f"{type(self._engine).__name__} does not say which tokens each one was drawn from, and the "
+        "updates would take another distribution: set sampling.top_k=0, top_p=1 and min_p=0"
+      )
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)
     if response.finished:

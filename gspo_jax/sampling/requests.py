@@ -94,6 +94,9 @@ class Workload:
   partial: bool = False  # trajectories may be put aside and gone on with
   record_routing: bool = False  # keep the experts that prefill and decoding chose
   own_sampling: bool = False  # requests may have a distribution of their own: one program for all
+  # Keep the tokens that each one was drawn from, so many at most, which are those of
+  # `sampling.top_k`; 0: do not.
+  support: int = 0
 
   @property
   def window(self) -> int:
@@ -220,6 +223,8 @@ class Response:
   finished: bool  # False: `Engine.stop` came before its end
   # int8 or int16 [prefix + n - 1, l, k]: experts of every token that was fed; None: not recorded
   routing: np.ndarray | None
+  # int32 [n, X]: tokens that each one was drawn from, -1 where they are fewer; None: not recorded
+  support: np.ndarray | None = None
 
 
 @dataclasses.dataclass

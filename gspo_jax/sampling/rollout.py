@@ -86,4 +86,5 @@ def sample_rollout(
     driver.begin(group)
   for _ in driver.run():
     pass
-  return assemble([one for group in groups for one in group], workload.window, pad_id)
+  trajectories = [one for group in groups for one in group]
+  return assemble(trajectories, workload.window, pad_id, workload.support)

@@ -6,8 +6,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import ranges
+from gspo_jax import ranges, sharding
+from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.ranges import NonNegativeInt, PositiveInt, Temperature
+from gspo_jax.sharding import BATCH, P
+
+MOST_KEPT = 1024  # tokens of a support that is put on record: 4 KiB for each sampled token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +61,35 @@ def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   return logits_BV
 
 
+def support(tempered_BV: jax.Array, config: SamplingConfig) -> jax.Array:
+  """The tokens that top-k, then top-p, then min-p keep, the likeliest first, NO_TOKEN where they
+  are fewer than k: int32 [B, k]. Of equal ones at the edge of the k the first, unlike `truncate`,
+  which keeps all of them."""
+  kept_Bk, token_Bk = jax.lax.top_k(tempered_BV, min(config.top_k, tempered_BV.shape[-1]))
+  kept_Bk = truncate(kept_Bk, dataclasses.replace(config, top_k=0))
+  return jnp.where(kept_Bk > -jnp.inf, token_Bk, NO_TOKEN).astype(jnp.int32)
+
+
+def only(logits_BV: jax.Array, support_BX: jax.Array) -> jax.Array:
+  """-inf for the tokens that are not in the support."""
+
+  def on_each_device(logits_BV, support_BX):
+    B, V = logits_BV.shape
+    row_B1 = jnp.arange(B)[:, None]
+    kept_BX = logits_BV.at[row_B1, jnp.maximum(support_BX, 0)].get(mode="promise_in_bounds")
+    place_BX = jnp.where(support_BX == NO_TOKEN, V, support_BX)  # beyond the end: nowhere
+    return jnp.full_like(logits_BV, -jnp.inf).at[row_B1, place_BX].set(kept_BX, mode="drop")
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(logits_BV, support_BX)
+
+
 def sample(
-  logits_BV: jax.Array, keys_B: jax.Array, position_B: jax.Array, config: SamplingConfig
+  logits_BV: jax.Array,
+  keys_B: jax.Array,
+  position_B: jax.Array,
+  config: SamplingConfig,
+  support_BX: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """A token per row, and its log-probability under the distribution it was drawn from (tempered,
   truncated, renormalised) and under the one that is only tempered.
@@ -67,9 +98,13 @@ def sample(
   batch. Drawn by the Gumbel-max trick, which needs no cumulative sum over V, in two steps: a block
   of tokens, then a token of it. So there are about 2 √V draws instead of V, of 64 random bits each:
   float32 noise of 23 bits ends at 15.94, and no token below e^-15.94 would ever be sampled.
+
+  Args:
+    support_BX: what `support` keeps, in the place of what `truncate` does.
   """
   tempered_BV = temper(logits_BV, config)
-  kept_BJW = _blocks(truncate(tempered_BV, config))
+  kept_BV = truncate(tempered_BV, config) if support_BX is None else only(tempered_BV, support_BX)
+  kept_BJW = _blocks(kept_BV)
   mass_BJ = jax.nn.logsumexp(kept_BJW, axis=-1)
   J, W = kept_BJW.shape[1:]
   if config.temperature > 0:

@@ -76,6 +76,7 @@ class Scheduler:
       decode,
       steps=config.steps,
       sampling=None if workload.own_sampling else workload.sampling,
+      width=workload.support,
       **common,
     )
     self._state = new_state(

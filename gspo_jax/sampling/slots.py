@@ -18,11 +18,12 @@ from gspo_jax import sharding
 from gspo_jax.models import cache as kv_cache
 from gspo_jax.models import pages, routing, transformer
 from gspo_jax.models.cache import Cache
+from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.models.pages import Pages
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.sampling.own_sampling import plain, sample_own
 from gspo_jax.sampling.refill import refill, release
-from gspo_jax.sampling.sampler import SamplingConfig, sample
+from gspo_jax.sampling.sampler import SamplingConfig, sample, support, temper
 from gspo_jax.sharding import BATCH, P
 
 
@@ -69,6 +70,7 @@ class Sampled:
   logp_nW: Any  # float32: under the distribution that it was drawn from
   full_logp_nW: Any  # float32: under the one without truncation
   route_nWlk: Any  # of the token that was fed; None where nobody asked
+  support_nWX: Any = None  # int32: the tokens that it was drawn from (`sampler.support`); or None
   steps: Any = None  # int32 []: how many rows are in use
   waiting_R: Any = None  # int32: of the queue, afterwards
   live_W: Any = None  # int32: responses that go on afterwards; -1: the slot is free
@@ -207,7 +209,7 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
 
 @functools.partial(
   jax.jit,
-  static_argnames=("steps", "sampling", "model", "compute", "record_routing"),
+  static_argnames=("steps", "sampling", "model", "compute", "record_routing", "width"),
   donate_argnames="state",
 )
 def decode(
@@ -220,11 +222,13 @@ def decode(
   model: ModelConfig,
   compute: ComputeConfig,
   record_routing: bool,
+  width: int = 0,
 ) -> tuple[State, Sampled]:
   """Up to `steps` tokens in every slot; it ends early when neither slots nor queue hold anything.
 
   sampling: of all slots; None: each has its own.
   cancelled_W: ids of responses whose slots are to be freed; -1: none.
+  width: tokens of a support to put on record, at most; 0: none are.
   """
   W = state.slots.id_B.shape[0]
   slots = state.slots
@@ -244,6 +248,8 @@ def decode(
     shape = (steps, W, moe_layers, model.experts_per_token)
     nothing = jnp.full(shape, routing.NO_EXPERT, routing.storage_dtype(model.num_experts))
     out = out.replace(route_nWlk=by_step(nothing))
+  if width:
+    out = out.replace(support_nWX=by_step(jnp.full((steps, W, width), NO_TOKEN, jnp.int32)))
 
   def going_on(carry):
     i, state, _ = carry
@@ -252,7 +258,7 @@ def decode(
   def step(carry):
     i, state, out = carry
     state = _on_each_device(refill, state, like=state)
-    slots, cache, taken = _next_token(params, state, sampling, model, compute)
+    slots, cache, taken = _next_token(params, state, sampling, model, compute, width)
     write = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0)  # noqa: E731
     if out.route_nWlk is None:
       taken = taken.replace(route_nWlk=None)
@@ -263,7 +269,9 @@ def decode(
   return state, jax.tree.map(lambda x: sharding.reshard(x, P()), out)
 
 
-def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, Cache, Sampled]:
+def _next_token(
+  params, state: State, sampling, model, compute, width
+) -> tuple[Rows, Cache, Sampled]:
   """One decoding step of all slots."""
   s = state.slots
   active_B = s.left_B > 0
@@ -280,16 +288,20 @@ def _next_token(params, state: State, sampling, model, compute) -> tuple[Rows, C
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
   key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1
+  support_BX = None
   if sampling is None:
     arguments = (logits_BV, key_B, next_B - s.start_B, s.own)
     token_B, logp_B, full_logp_B = _on_each_device(sample_own, *arguments, like=(s.token_B,) * 3)
   else:
-    token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling)
+    support_BX = support(temper(logits_BV, sampling), sampling) if width else None
+    arguments = logits_BV, key_B, next_B - s.start_B, sampling, support_BX
+    token_B, logp_B, full_logp_B = sample(*arguments)
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
   route_Blk = None
   if out.routing_lBTk is not None:
     route_Blk = routing.by_row(out.routing_lBTk, active_B[:, None], model.num_experts)[:, 0]
-  sampled = Sampled(jnp.where(active_B, s.id_B, -1), token_B, logp_B, full_logp_B, route_Blk)
+  id_B = jnp.where(active_B, s.id_B, -1)
+  sampled = Sampled(id_B, token_B, logp_B, full_logp_B, route_Blk, support_BX)
   slots = s.replace(
     token_B=token_B,
     position_B=jnp.where(active_B, next_B, s.position_B),

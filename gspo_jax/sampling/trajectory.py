@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gspo_jax.models import routing
+from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sampling.requests import Response
 from gspo_jax.structs import Rollout
@@ -93,6 +94,8 @@ class Trajectory:
     stopped: the environment ended it.
     routing: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
       where they are not recorded.
+    support: int32 [n, X], tokens that each one was drawn from; NO_TOKEN where they are fewer, and
+      throughout for the whole vocabulary and for observations; None where they are not recorded.
     figures: what the environment says of it once it is over.
     columns: by the names of COLUMNS, [n] each.
   """
@@ -106,6 +109,7 @@ class Trajectory:
     self.calls: tuple[int, ...] = ()
     self.figures: dict[str, float] = {}
     self.routing: np.ndarray | None = None
+    self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
     self._begun = 0  # tokens after the prompt when the turn under way began
 
@@ -129,6 +133,7 @@ class Trajectory:
     n = len(response.tokens)
     if not n:  # nobody has begun it, though its prompt may have been prefilled
       return
+    self._extend_support(n, response.support)
     self._extend(
       tokens=response.tokens,
       turns=np.full(n, self.turn, np.int32),
@@ -157,6 +162,7 @@ class Trajectory:
     n = len(tokens)
     if self._counted is None:
       self.calls = (*self.calls[:-1], 1)
+    self._extend_support(n, None)
     self._extend(
       tokens=np.array(tokens, np.int32),
       turns=np.full(n, -1, np.int32),
@@ -203,9 +209,20 @@ class Trajectory:
       old = self.columns[name]
       self.columns[name] = np.concatenate([old, part]) if len(old) else part
 
+  def _extend_support(self, n: int, new: np.ndarray | None) -> None:
+    """Appends that of the n tokens which are about to be appended."""
+    if self.support is None and new is None:
+      return
+    nothing = lambda rows: np.zeros((rows, 0), np.int32)  # noqa: E731
+    old = nothing(len(self.tokens)) if self.support is None else self.support
+    new = nothing(n) if new is None else new
+    width = max(old.shape[1], new.shape[1])
+    self.support = np.concatenate([_widened(old, width), _widened(new, width)])
+
   def get_state(self) -> dict[str, Any]:
     """Returns JSON, for a checkpoint; all but the environment."""
-    arrays = dict(self.columns) | ({} if self.routing is None else dict(routing=self.routing))
+    more = dict(routing=self.routing, support=self.support)
+    arrays = self.columns | {name: x for name, x in more.items() if x is not None}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     plain = "prompt sample seed turn calls finished stopped figures _begun".split()
@@ -218,7 +235,7 @@ class Trajectory:
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
     own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment)
-    own.routing = arrays.pop("routing", None)
+    own.routing, own.support = arrays.pop("routing", None), arrays.pop("support", None)
     own.columns = arrays
     vars(own).update(state)
     if not own.finished:
@@ -227,6 +244,11 @@ class Trajectory:
         environment.step(own.tokens[own.turns == turn].tolist())
     own.calls = tuple(state["calls"]) if "calls" in state else own._older_calls()
     return own
+
+
+def _widened(support_nX: np.ndarray, width: int) -> np.ndarray:
+  more = width - support_nX.shape[1]
+  return np.pad(support_nX, ((0, 0), (0, more)), constant_values=NO_TOKEN)
 
 
 def blank(model: ModelConfig, record_routing: bool) -> Trajectory:
@@ -257,12 +279,19 @@ def recorded_turn(
   return one
 
 
-def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Rollout:
+def assemble(
+  trajectories: Sequence[Trajectory], length: int, pad_id: int, support: int = 0
+) -> Rollout:
   """Puts each trajectory into one row of `length`: its prompt, what follows it, then padding.
 
   Args:
     trajectories: finished ones, all with routing or none; but that those without a prompt, which
       become rows of padding, have none in any case.
+    support: tokens of a support, at most; 0: there are none. Those of trajectories without one, of
+      recorded responses, are the whole vocabulary.
+
+  Raises:
+    ValueError: a trajectory that was put aside has a wider support, of another configuration.
   """
   B = len(trajectories)
   fields = {name: np.zeros((B, length), dtype) for name, dtype in COLUMNS.items()}
@@ -274,6 +303,7 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
     # and none are needed, since nothing is predicted from it.
     first = trajectories[0].routing
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
+  support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
   for row, one in enumerate(trajectories):
     prompts[row], ends[row] = start, end = len(one.prompt), len(one.prompt) + len(one.tokens)
@@ -282,6 +312,13 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
       fields[name][row, start:end] = column
     if experts_BLlk is not None and one.routing is not None:
       experts_BLlk[row, : end - 1] = one.routing
+    if one.support is not None:
+      if (width := one.support.shape[1]) > support:
+        raise ValueError(
+          f"sampling.top_k is {support} tokens now, and a response that was put aside has tokens "
+          f"drawn from {width}: set it to {width} until that response is finished"
+        )
+      support_BLX[row, start:end] = _widened(one.support, support)
   mask = (fields["turns"] >= 0).astype(np.float32)
   return Rollout(
     **fields,
@@ -291,4 +328,5 @@ def assemble(trajectories: Sequence[Trajectory], length: int, pad_id: int) -> Ro
     ends=ends,
     stopped=np.array([one.stopped for one in trajectories]),
     routing=experts_BLlk,
+    support=support_BLX,
   )

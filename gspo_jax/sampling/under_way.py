@@ -37,9 +37,13 @@ class Live:
     if self.prefix_routing:
       experts = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
       experts = experts[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
+    support = None
+    if self.parts and self.parts[0][4] is not None:
+      support = np.concatenate([part[4] for part in self.parts])[:count]
     columns = [column[:count] for column in columns]
     versions = np.full(len(columns[0]), version, np.int32)
-    return Response(self.request, self.sample, *columns, versions, stopped, finished, experts)
+    ended = stopped, finished
+    return Response(self.request, self.sample, *columns, versions, *ended, experts, support)
 
 
 def lives_of(request: Request) -> list[Live]:
@@ -48,10 +52,10 @@ def lives_of(request: Request) -> list[Live]:
 
 
 def by_response(out: Sampled) -> Iterator[tuple]:
-  """(id, tokens, logp, full_logp[, experts]) of each response with tokens in `out`."""
+  """(id, tokens, logp, full_logp, experts, support) of each response with tokens in `out`; None for
+  what is not recorded."""
   steps = int(out.steps)
-  fields = [out.token_nW, out.logp_nW, out.full_logp_nW]
-  fields += [] if out.route_nWlk is None else [out.route_nWlk]
+  fields = [out.token_nW, out.logp_nW, out.full_logp_nW, out.route_nWlk, out.support_nWX]
   id_Z = out.id_nW[:steps].T.ravel()  # slot by slot, in the order of time
   used_Z = np.flatnonzero(id_Z >= 0)
   if not len(used_Z):
@@ -60,6 +64,9 @@ def by_response(out: Sampled) -> Iterator[tuple]:
   cuts = np.flatnonzero(np.diff(ids)) + 1
   columns = []
   for x in fields:
+    if x is None:
+      columns.append([None] * (len(cuts) + 1))
+      continue
     x = np.swapaxes(x[:steps], 0, 1)
     columns.append(np.split(x.reshape(-1, *x.shape[2:])[used_Z], cuts))
   starts = [0, *cuts.tolist()]

@@ -1,4 +1,4 @@
-"""Sampling with every option of a workload: conversations, stop strings, recorded routing."""
+"""Sampling with every option of a workload: conversations, stop strings, what is recorded."""
 
 from gspo_jax.sampling import Driver, LocalEngine, SamplingConfig, Workload, assemble
 from gspo_jax.sampling.driver import new_groups
@@ -27,13 +27,15 @@ def sample(
   max_turns=1,
   workers=0,
   record_routing=False,
+  truncation=(0, 1.0, 0.0),
+  support=0,
   engine=DEFAULT,
   usage=None,
 ):
   """A rollout of `group_size` trajectories for each prompt, or of one for each environment."""
   count = len(environments) // group_size if environments else len(prompts)
   workload = Workload(
-    SamplingConfig(temperature, 0, 1.0, 0.0, max_new_tokens),
+    SamplingConfig(temperature, *truncation, max_new_tokens),
     prompt_length,
     trajectories=count * group_size,
     group_size=group_size,
@@ -41,6 +43,7 @@ def sample(
     stop_strings=stop_strings,
     several_turns=environments is not None,
     record_routing=record_routing,
+    support=support,
   )
   local = LocalEngine(model, engine, detokenize=detokenize)
   local.load(params, version=0)
@@ -58,4 +61,4 @@ def sample(
   if usage is not None:
     usage.add(local.usage)
   length = max(len(one.prompt) for group in groups for one in group) + max_new_tokens
-  return assemble([one for group in groups for one in group], length, pad_id)
+  return assemble([one for group in groups for one in group], length, pad_id, support)

@@ -101,7 +101,8 @@ def load(
 
   Args:
     directory: config.json, and model.safetensors or shards with model.safetensors.index.json.
-    dtype: of the parameters; the files may hold float64, float32, float16 or bfloat16.
+    dtype: of the parameters, or a tree with that of each; the files may hold float64, float32,
+      float16 or bfloat16.
     mesh: lays the parameters out by `rules`; each host opens only the files that hold a part of its
       own devices. Default: plain arrays on the default device.
     rules: letters -> mesh axes.
@@ -118,8 +119,9 @@ def load(
   # All headers first: a wrong shape in the last file should not cost the reading of the others.
   files.check_headers(_names_needed(leaves, layout, twin), shapes)
 
+  types = jax.tree.leaves(dtype) if isinstance(dtype, transformer.Params) else [dtype] * len(leaves)
   arrays = []
-  for leaf, target in zip(leaves, layout):
+  for leaf, target, dtype in zip(leaves, layout, types):
     copy = twin if leaf.key == "embed" else None
     if target is None:
       part = jax.device_put(_read(files, leaf, _whole(leaf), jnp.dtype(dtype), copy))

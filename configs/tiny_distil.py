@@ -1,0 +1,34 @@
+"""A small dense Qwen3 learns to add from a larger mixture of experts that has learned it by GSPO.
+
+The teacher is a finished run of configs/tiny.py, the student has a tenth of its weights. After a
+cold start of its own the student samples, the teacher scores each token, and that is all it learns
+from: the verifier measures, and teaches nothing.
+
+Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
+           python -m gspo_jax.main --config=configs/tiny_distil.py --workdir=/tmp/tiny_distil
+Hardware:  any machine with two CPU cores; about two minutes for each
+Expected:  not measured yet
+Source:    K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025
+"""
+
+from gspo_jax.configs import common, tiny
+from gspo_jax.models import sizes
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  common.variant(arg)
+  config = tiny.get_config()
+  config.update(
+    model=common.model(sizes.tiny_dense(vocab_size=264)),
+    objective=dict(
+      name="ppo_clip",  # takes advantages by token
+      aggregate="token",  # a teacher's advantages are of tokens: all count alike
+      volatility=False,
+    ),
+    distillation=dict(teacher="/tmp/tiny", reward_weight=0.0),
+  )
+  config.update(
+    model=dict(hidden_size=64, intermediate_size=256, num_heads=8, num_kv_heads=4, head_dim=16),
+  )
+  config.model.rope_theta = 10.0  # as in configs/tiny.py
+  return config

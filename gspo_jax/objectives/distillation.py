@@ -1,0 +1,61 @@
+"""On-policy distillation: what a teacher says of responses that the student has sampled."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from gspo_jax.objectives import checks
+from gspo_jax.objectives.advantages import gae
+from gspo_jax.objectives.checks import Number
+from gspo_jax.objectives.reductions import Mean, reduced
+
+
+def distillation_advantages(
+  old_logp_BT: ArrayLike,
+  teacher_logp_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  discount: Number = 0.0,
+) -> Array:
+  """Advantages of tokens by a teacher, without any other reward. [B,T] ×2 -> [B,T].
+
+  Â_t = −Σ_{u≥t} γ^(u−t) (log π_old(y_u) − log π_teacher(y_u)).
+
+  γ is `discount`. With 1 the sum is, in the mean over responses of π_old, the negated reverse KL
+  divergence of what follows, KL(π_old‖π_teacher); with 0 each token answers for itself alone.
+  Time goes from one unmasked token of a row to the next one; masked positions get 0. Not relative
+  to a group: a token that the teacher finds as likely as the student does has 0.
+
+  Reference: K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025 (γ = 0); arXiv:2306.08543,
+  Eq. 2 (MiniLLM, γ = 1); arXiv:2306.13649 (GKD).
+
+  Example:
+    >>> old_BT, teacher_BT = jnp.array([[-1.0, -2.0]]), jnp.array([[-3.0, -1.5]])
+    >>> print(distillation_advantages(old_BT, teacher_BT, jnp.ones((1, 2))))
+    [[-2.   0.5]]
+    >>> print(distillation_advantages(old_BT, teacher_BT, jnp.ones((1, 2)), discount=1.0))
+    [[-1.5  0.5]]
+  """
+  gain_BT = -_log_ratio(old_logp_BT, teacher_logp_BT, mask_BT)
+  return gae(gain_BT, jnp.zeros_like(gain_BT), mask_BT, discount, 1.0)[0]
+
+
+@reduced
+def reverse_kl(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Mean:
+  """Estimate of KL(π_old‖π_teacher) at a token, in nats: the mean over unmasked tokens of
+  log π_old(y_t) − log π_teacher(y_t), which may be negative. [B,T] ×3 -> scalar.
+
+  Example:
+    >>> print(reverse_kl(jnp.array([[-1.0, -2.0]]), jnp.array([[-3.0, -1.5]]), jnp.ones((1, 2))))
+    0.75
+  """
+  log_ratio_BT = _log_ratio(old_logp_BT, teacher_logp_BT, mask_BT)
+  return Mean(log_ratio_BT.sum(), jnp.asarray(mask_BT).sum(dtype=log_ratio_BT.dtype))
+
+
+def _log_ratio(old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike) -> Array:
+  """log π_old/π_teacher, a constant; 0 where masked."""
+  old_logp_BT = checks.log_probs(old_logp_BT, "old_logp_BT")
+  dtype = old_logp_BT.dtype
+  live_BT = checks.mask(mask_BT, "mask_BT", old_logp_BT.shape)
+  old_BT = checks.constant(old_logp_BT, "old_logp_BT", live_BT, dtype, ("BT",))
+  return old_BT - checks.constant(teacher_logp_BT, "teacher_logp_BT", live_BT, dtype, ("BT",))

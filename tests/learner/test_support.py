@@ -1,0 +1,194 @@
+"""Updates over the tokens that each one was drawn from: log-probs, entropy, gradients, mismatch."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.sampling import sample
+from support.small_models import GEMMA, MOE, SMALLER_DENSE, forward, initial, logits
+from support.small_updates import ALL_TERMS, SGD, after, learner, rl_step, score_pass
+
+from gspo_jax import sharding
+from gspo_jax.learner import packing
+from gspo_jax.learner.batch import train_batch
+from gspo_jax.models import transformer
+from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.models.sizes import REFERENCE
+
+G = 4
+
+
+def supports(tokens_BT, size=5, seed=0, vocabulary=64):
+  """Ragged supports with the targets in them; some whole."""
+  rng = np.random.default_rng(seed)
+  support_BTX = np.full((*tokens_BT.shape, size), NO_TOKEN, np.int32)
+  for place in np.ndindex(tokens_BT.shape):
+    if rng.random() < 0.8:
+      others = rng.permutation(np.setdiff1d(np.arange(vocabulary), [tokens_BT[place]]))
+      number = rng.integers(1, size + 1)
+      support_BTX[place][:number] = rng.permutation([tokens_BT[place], *others[: number - 1]])
+  return support_BTX
+
+
+def by_hand(logits_BTV, tokens_BT, support_BTX):
+  """Log-probs and entropies in float64."""
+  logp_BT, entropy_BT = np.zeros(tokens_BT.shape), np.zeros(tokens_BT.shape)
+  for place in np.ndindex(tokens_BT.shape):
+    z_V, ids = np.float64(logits_BTV[place]), support_BTX[place]
+    kept_X = z_V[ids[ids != NO_TOKEN]] if (ids != NO_TOKEN).any() else z_V
+    lse = np.log(np.exp(kept_X - z_V.max()).sum()) + z_V.max()
+    p_X = np.exp(kept_X - lse)
+    logp_BT[place], entropy_BT[place] = z_V[tokens_BT[place]] - lse, -(p_X * (kept_X - lse)).sum()
+  return logp_BT, entropy_BT
+
+
+@pytest.mark.parametrize("model", [MOE, GEMMA], ids=["moe", "gemma"])  # with a soft bound, tied
+@pytest.mark.parametrize("mesh", [None, (1, 2, 2, 2), (1, 1, 1, 2)], ids=str)
+def test_log_probs_are_normalised_over_the_support(model, mesh):
+  """Where the vocabulary is split too, and in chunks that do not divide the length."""
+  tokens_BT = transformer.example_tokens(model, 4, 10)
+  support_BTX = supports(tokens_BT)
+  hidden_BTD = np.asarray(forward(initial(model), model, tokens_BT).hidden_BTD)
+  wanted = by_hand(logits(initial(model), model, tokens_BT) / 0.7, tokens_BT, support_BTX)
+  compute = dataclasses.replace(REFERENCE, logits_chunk=3)
+  find = jax.jit(
+    functools.partial(transformer.token_logp, temperature=0.7, compute=compute), static_argnums=1
+  )
+  params = initial(model)
+  if mesh is None:
+    found = find(params, model, hidden_BTD, tokens_BT, support_BTX=support_BTX)
+  else:
+    mesh = sharding.make_mesh(sharding.MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
+    with jax.set_mesh(mesh):
+      params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
+      arrays = sharding.put_batch((hidden_BTD, tokens_BT, support_BTX), mesh)
+      found = jax.device_get(find(params, model, *arrays[:2], support_BTX=arrays[2]))
+  for ours, exact in zip(found, wanted):
+    np.testing.assert_allclose(ours, exact, atol=2e-5)
+
+
+def test_only_the_support_has_a_gradient():
+  """By the head's own weights: a column for each token of the vocabulary."""
+  model = SMALLER_DENSE
+  tokens_BT = transformer.example_tokens(model, 2, 6)
+  hidden_BTD = forward(initial(model), model, tokens_BT).hidden_BTD
+  support_BTX = supports(tokens_BT, vocabulary=model.vocab_size, seed=2)
+  support_BTX[0, 0] = [tokens_BT[0, 0], *[NO_TOKEN] * 4]  # alone: certain, whatever the logits
+
+  def total(params, hidden_BTD):
+    logp, entropy = transformer.token_logp(
+      params, model, hidden_BTD, tokens_BT, support_BTX=support_BTX
+    )
+    return (logp * weight_BT + 0.3 * entropy).sum()
+
+  def plain(params, hidden_BTD):
+    z_BTV = transformer.head_logits(params, model, hidden_BTD)
+    kept_BTV = (support_BTX[..., None] == np.arange(model.vocab_size)).any(2)
+    kept_BTV |= (support_BTX == NO_TOKEN).all(-1)[..., None]
+    logp_BTV = jax.nn.log_softmax(jnp.where(kept_BTV, z_BTV, -1e30))
+    p_BTV = jnp.where(kept_BTV, jnp.exp(logp_BTV), 0)
+    logp = jnp.take_along_axis(logp_BTV, tokens_BT[..., None], -1)[..., 0]
+    entropy = -(p_BTV * jnp.where(kept_BTV, logp_BTV, 0)).sum(-1)
+    return (logp * weight_BT + 0.3 * entropy).sum()
+
+  weight_BT = np.random.default_rng(1).normal(size=tokens_BT.shape)
+  found, exact = (jax.grad(f, argnums=(0, 1))(initial(model), hidden_BTD) for f in (total, plain))
+  for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+    np.testing.assert_allclose(ours, wanted, atol=2e-6)
+  more = dict(support_BTX=support_BTX)
+  one = lambda h: transformer.token_logp(initial(model), model, h, tokens_BT, **more)  # noqa: E731
+  alone = jax.grad(lambda h: sum(x[0, 0] for x in one(h)))(hidden_BTD)
+  assert one(hidden_BTD)[0][0, 0] == one(hidden_BTD)[1][0, 0] == 0 and np.abs(alone).max() < 1e-6
+
+
+def test_likely_tokens_outside_of_the_support_do_no_harm():
+  """exp of what is left out overflows in float32, and must not reach a gradient as 0 · ∞."""
+  model = SMALLER_DENSE
+  tokens_BT, hidden_BTD = np.full((1, 1), 3, np.int32), np.ones((1, 1, 16), np.float32)
+  head_DV = np.zeros((16, 32), np.float32)
+  head_DV[:, 9] = 20.0  # a logit of 320
+  params = initial(model).replace(head=jnp.asarray(head_DV))
+  support_BTX = np.array([[[3, 4, NO_TOKEN]]], np.int32)
+  of = lambda h: transformer.token_logp(params, model, h, tokens_BT, support_BTX=support_BTX)  # noqa: E731
+  logp, entropy = of(jnp.asarray(hidden_BTD))
+  assert float(logp[0, 0]) == pytest.approx(-np.log(2)) and float(entropy[0, 0]) == pytest.approx(
+    np.log(2)
+  )
+  gradient = jax.grad(lambda h: sum(x.sum() for x in of(h)))(jnp.asarray(hidden_BTD))
+  assert np.isfinite(gradient).all()
+
+
+PARAMS = initial(SMALLER_DENSE).replace(head=5 * initial(SMALLER_DENSE).head)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+  prompts = [(5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15)]
+  options = dict(group_size=G, max_new_tokens=11, stop_ids=(1, 2), temperature=0.8)
+  return sample(PARAMS, SMALLER_DENSE, prompts, truncation=(6, 0.8, 0.0), support=6, **options)
+
+
+def batch_of(rollout, shared=False):
+  advantage_B = np.random.default_rng(0).normal(size=len(rollout.lengths))
+  made = train_batch(rollout, advantage_B, shared_prompts=shared)
+  return made.replace(old_logp_BT=rollout.logp, ref_logp_BT=rollout.logp - 0.1)
+
+
+LAYOUTS = {
+  "plain": dict(),
+  "trees": dict(shared=True),
+  "packed": dict(packed=True),
+  "mesh": dict(shape=(1, 2, 1, 2)),
+  "trees on a mesh": dict(shared=True, shape=(2, 1, 2, 2)),
+  "packed on a mesh": dict(packed=True, shape=(2, 1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
+  shape = how.get("shape", (1, 1, 1, 1))
+  one, packed = batch_of(rollout, how.get("shared", False)), how.get("packed", False)
+  settings = dict(
+    group_size=G, prompt_tokens=5, response_tokens=11, temperature=0.8, microbatches=2
+  )
+  score = score_pass(learner(SMALLER_DENSE, **settings))
+  mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+
+  def difference(batch):
+    with jax.set_mesh(mesh):
+      params = jax.device_put(PARAMS, transformer.shardings(SMALLER_DENSE, sharding.TRAIN, mesh))
+      placed = packing.plan(batch, sharding.batch_shards(mesh)) if packed else batch
+      found = np.asarray(jax.device_get(score(params, sharding.put_batch(placed, mesh))))
+      found = packing.in_order(found, placed.order_B)
+    return np.abs(found - rollout.logp)[rollout.mask > 0]
+
+  assert difference(one).max() < 1e-5
+  without = difference(one.replace(support_BTX=None))
+  assert without.mean() > 0.05, "the mass that was left out"
+
+
+def test_an_update_of_several_micro_batches_is_one_update(rollout):
+  """Plain, packed and on a mesh, with every term; its ratio is 1, and its entropy the support's."""
+  one = batch_of(rollout)
+  objective = dataclasses.replace(ALL_TERMS, old_logp="sampler", volatility=False)
+  settings = dict(temperature=0.8, response_tokens=11)
+  step = lambda n: rl_step(learner(SMALLER_DENSE, microbatches=n, **settings), objective, SGD)  # noqa: E731
+  wanted, metrics = after(step(1), SMALLER_DENSE, one)
+  for n, batch, shape in (
+    (4, one, None),
+    (4, packing.plan(one, 1), (1, 1, 1, 1)),
+    (2, one, (1, 2, 1, 2)),
+  ):
+    if shape is not None:
+      mesh_devices = np.prod(shape)
+      if mesh_devices < 8:
+        shape = (8 // mesh_devices * shape[0], *shape[1:])
+        batch = packing.plan(one, shape[0]) if batch.row_B is not None else one
+    found, others = after(step(n if batch.row_B is None else 2), SMALLER_DENSE, batch, shape)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+      np.testing.assert_allclose(x, y, atol=2e-5)
+    assert others["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+  assert metrics["entropy"] < np.log(6) and np.isfinite(metrics["kl_ref/k3"])

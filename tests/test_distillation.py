@@ -1,0 +1,286 @@
+"""On-policy distillation: the teacher that is meant, what it says, and whole runs."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import toy_qwen3
+from support.command_line import SMALL_MODEL, figures, rows_of
+from support.configs import config_of
+from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
+from support.small_updates import T, learner, make_batch
+
+from configs import tiny, tiny_distil
+from gspo_jax import dry_run, sharding, teacher, train
+from gspo_jax import run as runs
+from gspo_jax.hardware import forward_flops
+from gspo_jax.learner import packing
+from gspo_jax.learner.distillation import DistillationConfig, make_distill
+from gspo_jax.models import hf, transformer
+from gspo_jax.models.sizes import tiny_moe
+from gspo_jax.run import open_run
+from gspo_jax.runs import preemption
+
+MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
+SMALL = dict(
+  job="rl", model__num_layers=1, sampling__max_new_tokens=4, rl__packed=False,
+  rl__prompts=4, rl__group_size=4, rl__minibatches=2, rl__iterations=2,
+  rl_optimizer__warmup_steps=0, rl_optimizer__schedule="constant",
+  eval__problems=2, eval__every=100, eval__greedy=False, checkpoint__every=1,
+)  # fmt: skip
+STUDENT = MODEL | SMALL | dict(model__moe_intermediate_size=0)  # it has no experts
+ONE = sharding.MeshConfig(1, 1, 1, 1)
+
+
+def student(path, **changes):
+  return config_of(
+    tiny_distil.get_config, **STUDENT | dict(distillation__teacher=str(path)) | changes
+  )
+
+
+def trained(config, workdir):
+  with open_run(config, workdir) as run:
+    return run, jax.device_get(train.train(run, run.initial_params))
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory):
+  """A run of a mixture of experts with checkpoints after one and two iterations of RL."""
+  workdir = tmp_path_factory.mktemp("teacher")
+  _, params = trained(config_of(tiny.get_config, **MODEL | SMALL, seed=3), workdir)
+  return workdir, params
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+  """A Hugging Face directory of a larger model with opinions, in float32."""
+  path = tmp_path_factory.mktemp("hf") / "teacher"
+  model = dataclasses.replace(tiny_moe(264), hidden_size=32, num_layers=1, moe_intermediate_size=16)
+  params = initial(model, seed=7)
+  params = params.replace(head=2 * params.head)
+  hf.save(path, params, model)
+  return path, params, model
+
+
+# Advantages.
+
+
+def batch(**changes):
+  one = make_batch(SMALLER_DENSE)
+  return one.replace(tokens_BT=one.tokens_BT % SMALLER_DENSE.vocab_size, **changes)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
+  config = DistillationConfig("t", coef=0.5, discount=0.25, reward_weight=2.0)
+  rng = np.random.default_rng(0)
+  advantage_BT = rng.normal(size=(16, T)).astype(np.float32) if by_token else None
+  batches = [batch(advantage_BT=advantage_BT), batch(advantage_BT=advantage_BT)]
+  said = [np.where(b.mask_BT > 0, rng.normal(-3, 1, (16, T)), np.nan) for b in batches]
+  said = [np.float32(x) for x in said]
+  find = make_distill(config, lambda b: said[next(i for i, x in enumerate(batches) if x is b)])
+  found, metrics = find(batches)
+  ratios, expected = [], []
+  for one, teacher_BT in zip(batches, said):
+    mask_BT = one.mask_BT > 0
+    gain_BT = np.where(mask_BT, np.nan_to_num(teacher_BT) - one.old_logp_BT, 0)
+    ratios.append(-gain_BT[mask_BT])
+    for t in range(T - 2, -1, -1):
+      gain_BT[:, t] += 0.25 * gain_BT[:, t + 1] * mask_BT[:, t]
+    reward_BT = advantage_BT if by_token else one.advantage_B[:, None]
+    expected.append(np.where(mask_BT, 2.0 * reward_BT + 0.5 * gain_BT, 0))
+  for one, wanted in zip(found, expected):
+    np.testing.assert_allclose(one.advantage_BT, wanted, atol=1e-5)
+  mean = np.concatenate(ratios).mean()
+  assert float(metrics["distillation/reverse_kl"]) == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
+  """In rows of their own, packed, and on a mesh; with experts, which the policy does not have."""
+  taught = teacher.Teacher("t", None, SMALLER_MOE, None)
+  params, one = initial(SMALLER_MOE), batch()
+  mask_BT = one.mask_BT[:, 1:] > 0
+  wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(one.tokens_BT), temperature=0.7)
+  for shape, packed in ((1, 1, 1, 1), False), ((1, 1, 1, 1), True), ((1, 2, 2, 2), True):
+    mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+    score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4, temperature=0.7))
+    with jax.set_mesh(mesh):
+      layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
+      placed = packing.plan(one, sharding.batch_shards(mesh)) if packed else one
+      logp_BT = score(jax.device_put(params, layout), sharding.put_batch(placed, mesh))
+      order = placed.order_B if packed else None
+      found_BT = packing.in_order(np.asarray(jax.device_get(logp_BT)), order)
+    np.testing.assert_allclose(found_BT[:, 1:][mask_BT], wanted_BT[mask_BT], atol=2e-5)
+
+
+# Where it comes from.
+
+
+def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
+  """In bfloat16, but for the router; frozen weights need no more."""
+  (workdir, params), (path, of_hf, _) = other_run, directory
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 1), jax.devices()[:4])
+  for named, wanted in (workdir, params), (path, of_hf):
+    config = student(named, compute__dtype="bfloat16", mesh__fsdp=2, mesh__expert=2, mesh__data=1)
+    taught = teacher.find(config)
+    with jax.set_mesh(mesh):
+      found = teacher.load(taught, config, mesh)
+    types = transformer.dtypes(taught.model, "bfloat16")
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(jnp.dtype, types)
+    assert found.blocks[0].ffn.router.dtype == jnp.float32 and found.embed.dtype == jnp.bfloat16
+    layout = transformer.shardings(taught.model, sharding.TRAIN, mesh)
+    for x, y, s in zip(*map(jax.tree.leaves, (found, wanted, layout)), strict=True):
+      assert x.sharding.is_equivalent_to(s, x.ndim)
+      np.testing.assert_array_equal(x, jnp.asarray(y).astype(x.dtype))
+
+
+def test_a_run_is_named_as_its_weights_are(other_run, tmp_path):
+  workdir, _ = other_run
+  taught = teacher.find(student(workdir))
+  assert taught.path.endswith("checkpoints/rl/2") and taught.tokenizer == "bytes"
+  assert taught.model.num_experts == 8 and taught.about["step"] == 2
+  assert teacher.find(student(workdir / "checkpoints" / "rl" / "1")).about["step"] == 1
+  assert teacher.find(config_of(tiny.get_config)) is None
+  assert teacher.find(student(workdir, job="eval")) is None, "nothing is trained"
+
+
+def refused(config, tmp_path, message):
+  with pytest.raises(ValueError, match=message) as error:
+    runs.check(config, tmp_path / "new")
+  assert "\n" not in str(error.value)
+  assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
+  workdir, _ = other_run
+  refused(student("/nowhere"), tmp_path, r"^distillation\.teacher=/nowhere is not a directory: set")
+  nine = workdir / "checkpoints" / "rl" / "9"
+  refused(student(nine), tmp_path, r"^distillation\.teacher='.*' is no complete checkpoint")
+  wider = student(workdir, model__vocab_size=272)
+  refused(wider, tmp_path, "vocabulary of 264 tokens .* model.vocab_size=272.* the same vocabulary")
+  one = tiny_moe(264)
+  for changes, message in (
+    (dict(max_position_embeddings=8), "= 12 exceed the max_position_embeddings=8 of"),
+    (
+      dict(num_kv_heads=1),
+      r"distillation.teacher=.*attention\.k .* K=1 is not divisible by mesh.tensor=2",
+    ),
+  ):
+    path = tmp_path / "teacher"
+    small = dict(
+      hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, moe_intermediate_size=16
+    )
+    model = dataclasses.replace(one, **small | changes)
+    hf.save(path, transformer.init(model, jax.random.key(0)), model)
+    refused(student(path, mesh__tensor=2, mesh__fsdp=4, mesh__data=1), tmp_path, message)
+    shutil.rmtree(path)
+  named = tmp_path / "named"
+  shutil.copytree(directory[0], named)
+  toy_qwen3.write_tokenizer(named)
+  refused(
+    student(named), tmp_path, "has another tokenizer, .*named', than the policy, tokenizer='b"
+  )
+  runs.check(student(directory[0]), tmp_path / "new")
+
+
+WRONG = {
+  "a loss by response": (
+    dict(objective__name="gspo", objective__aggregate=None),
+    "objective.name='gspo' does not take; set it to one of gspo_token, segment, ppo_clip",
+  ),
+  "a critic": (dict(critic__name="model"), "critic.name='model': both give each token its adv"),
+  "dynamic sampling": (dict(data__query_set__extra_rounds=1), "extra_rounds=1 leaves out groups"),
+  "nobody": (dict(distillation__teacher=""), r"distillation\.reward_weight=0\.0 has no effect"),
+  "a discount of nothing": (
+    dict(distillation__teacher="", distillation__discount=0.5, distillation__reward_weight=1.0),
+    r"distillation\.discount=0\.5 has no effect without a teacher",
+  ),
+  "responses of others": (
+    dict(job="offline", objective__name="rft", objective__aggregate=None),
+    "rft' does not take",
+  ),
+  "one response and rewards": (
+    dict(rl__group_size=1, distillation__reward_weight=1.0),
+    "rl.group_size=1: advantages are relative",
+  ),
+}
+
+
+@pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG.keys())
+def test_what_does_not_go_with_a_teacher_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    student("/t", **changes)
+
+
+# Whole runs.
+
+
+def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monkeypatch):
+  """One response to a prompt, of which the verifier finds none right; and the run ends as one that
+  was interrupted, though its teacher has another checkpoint by then."""
+  path, _, model = directory
+  changes = dict(
+    rl__prompts=32, rl__group_size=1, rl__iterations=5, rl_optimizer__learning_rate=1e-2
+  )
+  config = student(path, **changes)
+  _, params = trained(config, tmp_path / "whole")
+  rows = rows_of(tmp_path / "whole", "rl")
+  divergence = [row["distillation/reverse_kl"] for row in rows[1:]]
+  assert divergence[0] > 1.0 and divergence[-1] < 0.85 * divergence[0]
+  assert all(row["reward/mean"] == 0 for row in rows[1:])
+  lines = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()
+  assert np.std([json.loads(line)["advantage"] for line in lines]) > 0.05
+  said = "\n".join(dry_run.lines(config, runs.check(config)))
+  assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in said
+  assert "the teacher's weights" in said
+  checkpoint = tmp_path / "whole" / "checkpoints" / "rl" / "5" / "state"
+  stored = sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
+  assert stored < 16 * transformer.count(config.model)[0] + 2**16, "the teacher is not in it"
+
+  left = iter(range(9))
+  monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
+  with pytest.raises(preemption.Preempted):
+    trained(config, tmp_path / "again")
+  monkeypatch.setattr(preemption, "check", lambda: None)
+  assert 1 < len(rows_of(tmp_path / "again", "rl")) < 6, "in the middle"
+  _, same = trained(config, tmp_path / "again")
+  assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
+  assert figures(tmp_path / "again") == figures(tmp_path / "whole")
+
+
+def interrupt():
+  raise preemption.Preempted
+
+
+def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_path):
+  source = tmp_path / "source"
+  shutil.copytree(other_run[0], source)
+  first, last = (source / "checkpoints" / "rl" / name for name in "12")
+  shutil.move(last, tmp_path / "later")
+  config = student(source, rl__iterations=1)
+  trained(config, tmp_path / "run")
+  made_with = json.loads((tmp_path / "run" / "config.json").read_text())["provenance"]
+  assert made_with["teacher"]["checkpoint"] == str(first)
+  shutil.move(tmp_path / "later", last)
+  assert teacher.find(config).path == str(last)
+  assert teacher.find(config, tmp_path / "run").path == str(first)
+  with open_run(config, tmp_path / "run") as run:
+    assert run.teacher.path == str(first)
+
+
+def test_its_pass_is_counted(directory):
+  path, _, model = directory
+  config = student(path)
+  taught, prompts = teacher.find(config), np.array([5, 5, 7, 7])
+  collected = type("C", (), {})()
+  collected.rollout = type("R", (), dict(prompt_lengths=prompts, ends=np.array([9, 8, 8, 10])))
+  run = lambda who: type("Run", (), dict(config=config, teacher=who))  # noqa: E731
+  (without, updates), (with_it, same) = (
+    train.operations(run(who), collected) for who in (None, taught)
+  )
+  one = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
+  assert with_it - without == pytest.approx(one) and one > 0 and same == updates
