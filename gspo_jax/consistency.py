@@ -13,6 +13,7 @@ def check(c: Any) -> None:
   _data(c)
   _lengths(c)
   _job(c)
+  _ahead(c)
   _sampling(c)
   _environment(c)
   _objective(c)
@@ -104,6 +105,25 @@ def _job(c: Any) -> None:
     c.job == "offline" or not (c.offline.data or c.offline.fresh),
     f"offline.data={c.offline.data!r}, offline.fresh={c.offline.fresh} have no effect with "
     f"job={c.job!r}; set job=offline, or leave them empty and 0",
+  )
+
+
+def _ahead(c: Any) -> None:
+  samples, axes = c.has_iterations and c.sampled_share > 0, "data fsdp expert tensor".split()
+  nothing = f"job={c.job!r}" + (f" and offline.fresh={c.offline.fresh}" * (c.job == "offline"))
+  _require(
+    samples or not c.rl.lag,
+    f"rl.lag={c.rl.lag} has no effect, since {nothing} samples nothing to train on; set it to 0",
+  )
+  sizes = ", ".join(f"rollout_mesh.{axis}={getattr(c.rollout_mesh, axis)}" for axis in axes)
+  _require(
+    samples or not c.rollout_mesh.on,
+    f"{sizes} has no effect, since {nothing} samples nothing to train on; set one of them to 0",
+  )
+  _require(
+    not (c.distributed and c.rollout_mesh.on),
+    f"{sizes} with distributed=True: two meshes are of one process; set one of them to 0 (rl.lag "
+    "goes without), or let another process sample",
   )
 
 

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ class Run:
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
   signals: constraints.Signals | None = None  # further rewards, and costs
+  rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
+  # The trainer's parameters as such an engine loads them, in arrays that no update changes.
+  publish: Callable[[Any], Any] = lambda params: params
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
@@ -129,6 +132,7 @@ class Inputs:
   problems: dict[str, Sequence[Prompt]]  # of each benchmark
   in_both: dict[str, int]  # how many of them are in the training data too
   mesh: jax.sharding.Mesh
+  rollout_mesh: jax.sharding.Mesh  # the same one, or that of the sampler alone
   layout: Any  # shardings of the parameters where they sample
   records: recorded.Recordings | None
 
@@ -190,16 +194,17 @@ def _read(config: RunConfig) -> Inputs:
     except Exception as error:  # it is the user's
       what = f"environment.name={config.environment.name!r} fails on {train_prompts[0].id}"
       raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
-  mesh = sharding.make_mesh(config.mesh)
+  mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
   consistency.check_devices(config, sharding.batch_shards(mesh))
   shared = config.has_iterations and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
-  rollout = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
-  layout = transformer.shardings(config.model, rollout, mesh)
+  rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
+  layout = transformer.shardings(config.model, rollout, rollout_mesh)
   _check_memory(config, mesh)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
-  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout, records)
+  meshes = mesh, rollout_mesh
+  return Inputs(tok, environment, train_prompts, problems, in_both, *meshes, layout, records)
 
 
 @contextlib.contextmanager
@@ -227,8 +232,12 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     read = transformer.dtypes(config.model, config.sampler_compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
-    publish = sharding.publisher(inputs.layout, read, lora.merged)
-    engine = LocalEngine(config.model, config.engine, config.compute, publish, tok.decode)
+    load = publish = lambda params: params
+    if config.rollout_mesh.on:
+      publish = sharding.publisher_to(inputs.layout, read, lora.merged)
+    else:
+      load = sharding.publisher(inputs.layout, read, lora.merged)
+    engine = LocalEngine(config.model, config.engine, config.compute, load, tok.decode)
     benchmarks = [
       Benchmark(
         name,
@@ -269,6 +278,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       sum(in_both.values()),
       inputs.records,
       signals,
+      inputs.rollout_mesh if config.rollout_mesh.on else None,
+      publish,
     )
 
 

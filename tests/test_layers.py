@@ -12,9 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config dry_run evaluation report run runs sft train",
-  "train": "collect hardware learner objectives records report run runs segments steps",
+  "train": "collect hardware learner objectives pipeline records report run runs segments steps",
   "sft": "data learner run runs",
   "records": "collect",
+  "pipeline": "collect groups run runs sampling",
   "collect": "constraints costs data group_metrics groups rewards run sampling schedules segments",
   "costs": "groups sampling",
   "group_metrics": "groups",
