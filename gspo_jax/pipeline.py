@@ -164,7 +164,8 @@ class Pipeline:
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
-    metrics = ahead.collected.metrics | seconds
+    beside = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
+    metrics = ahead.collected.metrics | beside  # the trainer's stages add up to an iteration
     return dataclasses.replace(
       ahead, collected=dataclasses.replace(ahead.collected, metrics=metrics)
     )
