@@ -87,8 +87,8 @@ def require_one_mesh(config: configuration.RunConfig) -> None:
   """ValueError where the sampler has devices of its own, which are no part of the same topology."""
   if config.rollout_mesh.on:
     raise ValueError(
-      f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh. "
-      "Set rollout_mesh.fsdp=0, and compile --programs=train,score for the trainer's chips, and "
+      f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."
+      " Set rollout_mesh.fsdp=0, and compile --programs=train,score for the trainer's chips, and "
       "--programs=prefill,decode with the mesh of the sampler for the others"
     )
 
