@@ -1,4 +1,4 @@
-"""E12: more updates on the same rollout, by mini-batches or epochs; older weights; all runs at once."""
+"""E12: more updates on the same rollout, or older ones; and all runs of all experiments at once."""
 
 import shlex
 
