@@ -81,6 +81,7 @@ GROUPS = {
     "docs/multi_turn",
     "docs/evaluation",
     "docs/one_chip",
+    "docs/asynchronous",
     "notebooks/experiment_*",
     "CONTRIBUTING",
   ],
