@@ -120,7 +120,8 @@ class Pipeline:
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
-      ahead = [job.result() for job in jobs]
+      with self._waiting():
+        ahead = [job.result() for job in jobs]
       where = ahead[-1].position if ahead else position
       batches = [get_state(one.collected) for one in ahead]
       return where() | (dict(ahead=batches) if batches else {})
@@ -182,12 +183,13 @@ class Pipeline:
       self._loaded = version
 
   def _wait(self, job: concurrent.futures.Future) -> Ahead:
-    if self._worker is None:
-      return job.result()
-    with self._stages("wait_for_sampler"):
-      while not concurrent.futures.wait([job], POLL_S).done:
+    with self._waiting():
+      while not job.done() and not concurrent.futures.wait([job], POLL_S).done:
         preemption.check()
     return job.result()
+
+  def _waiting(self) -> contextlib.AbstractContextManager:
+    return self._stages("wait_for_sampler") if self._worker else contextlib.nullcontext()
 
 
 def get_state(collected: Collected) -> dict[str, Any]:

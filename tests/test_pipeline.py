@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from support.configs import config_of
 from support.small_models import MOE
-from test_collect import OTHER, PARAMS, Counting, collector, iterate
+from test_collect import OTHER, PARAMS, Counting, collector, groups, iterate
 
 from configs import common
 from gspo_jax import sharding
+from gspo_jax.groups import Group, filled
 from gspo_jax.models import transformer
 from gspo_jax.pipeline import Pipeline
 from gspo_jax.runs import preemption
 from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import SingleTurn
 
 LAST = 6
 WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
@@ -170,6 +172,25 @@ def test_without_a_lag_a_checkpoint_is_what_it_was():
     mine = sampling.position()()
   _, (same, _) = iterate(2, weights=weights)
   assert mine == same.position()() and "ahead" not in mine
+
+
+def test_a_scored_group_survives_a_checkpoint():
+  """With its verdicts, also those that are missing, and rows of padding."""
+  (group,) = groups(a=[1, 0, 1])
+  group.unknown = {1: "timeout"}
+  group.signals = dict(length=np.float32([3, 0.1, 3]))
+  group = filled(group, 5)
+  state = json.loads(json.dumps(group.get_state()))
+  again = Group.from_state(state, lambda prompt: SingleTurn(prompt.tokens))
+  for field in ("reward_G", "correct_G", "known_G"):
+    mine, theirs = getattr(again, field), getattr(group, field)
+    assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist()
+  assert again.unknown == group.unknown and again.responses == group.responses
+  assert again.signals["length"].tolist() == group.signals["length"].tolist()
+  assert again.mixed == group.mixed and again.prompt == group.prompt
+  for mine, theirs in zip(again.trajectories, group.trajectories, strict=True):
+    assert mine.prompt == theirs.prompt and mine.stopped == theirs.stopped
+    np.testing.assert_array_equal(mine.tokens, theirs.tokens)
 
 
 def sampler_threads():
