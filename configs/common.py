@@ -51,6 +51,9 @@ def base() -> ConfigDict:
         **dict(data=1, fsdp=-1, expert=1, tensor=1),  # devices per axis; one may be -1: the rest
         rollout_experts="auto",  # sampler's, over: all (fsdp x expert) | expert | auto: all if even
       ),
+      # Devices that only sample, after those of `mesh`, which are fewer then; one axis may be -1:
+      # the rest. With a 0: none, the sampler has the trainer's. docs/asynchronous.md
+      rollout_mesh=dict(data=1, fsdp=0, expert=1, tensor=1),
       data=dict(
         train="arithmetic:train",  # embedded task | [format@]path [where ...]; docs/data.md
         eval="arithmetic:heldout",  # the same
@@ -207,6 +210,7 @@ def base() -> ConfigDict:
         iterations=300,  # rollout batches
         prompts=64,  # P, per rollout batch; a multiple of minibatches
         group_size=8,  # G, responses per prompt; 2 or more where advantages are relative
+        lag=0,  # iterations that sampling is ahead of the updates; 0: none, docs/asynchronous.md
         extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)

@@ -82,6 +82,7 @@ GROUPS = {
     "docs/evaluation",
     "docs/serving",
     "docs/one_chip",
+    "docs/asynchronous",
     "notebooks/experiment_*",
     "CONTRIBUTING",
   ],

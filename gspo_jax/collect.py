@@ -42,6 +42,7 @@ class Collected:
 
   groups: list[Group]
   rollout: Rollout  # of these groups
+  step: int  # the iteration that trains on them
   version: int  # of the weights that sampled last; tokens of groups put aside may have older ones
   reward_PG: np.ndarray
   advantage_PG: np.ndarray
@@ -78,10 +79,12 @@ class Collector:
     self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
     self._limit = self._config.sampling.max_new_tokens  # of a response in this iteration
     self._arrays = self._workload.window, self._tokenizer.pad_id, self._workload.support
+    self._version, self._surplus = 0, set[int]()  # of the weights; ids of groups
 
-  def collect(self, step: int, stages: Stages) -> Collected:
+  def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
     """Samples and scores the groups of an iteration, but for those that come from files;
-    `stages(name)` times its two stages.
+    `stages(name)` times its two stages. The engine has the weights of `version`, by default those
+    that the iteration begins with.
 
     Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
     first. The mixed ones are trained on, in the order in which they were sampled; where there are
@@ -93,6 +96,8 @@ class Collector:
       NoVerdictError: the verifier failed on all responses.
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
+    self._version = step if version is None else version
+    self._surplus = {id(group) for group in self._under_way if group.finished}
     self._filter.readmit(step)
     self._limit, scheduled = schedules.begin(c, self._batches, step, self._workdir)
     sampled: list[Group] = []
@@ -130,7 +135,7 @@ class Collector:
     if self._environment:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
-      metrics |= self._partial_metrics(sampled, chosen, step)
+      metrics |= self._partial_metrics(sampled, chosen)
     groups = [*recorded, *chosen]
     if recorded and chosen:  # each mini-batch, which is a stretch of them, has its share of both
       order = np.argsort(np.arange(len(groups)) % c.rl.minibatches, kind="stable")
@@ -159,7 +164,7 @@ class Collector:
     vocabulary = self._config.model.vocab_size
     options = dict(vocab_size=vocabulary, max_turns=turns, workers=workers, limit=self._limit)
     driver = Driver(engine, self._workload, **options)
-    stale = [group for group in self._under_way if group.finished and group.newest < step]
+    stale = [group for group in self._under_way if id(group) in self._surplus]
     later = stale[max(1, rl.prompts // 2) :]
     groups = [group for group in self._under_way if not any(group is one for one in later)]
     places = rl.group_size * (rl.prompts - sum(group.finished for group in groups))
@@ -290,7 +295,8 @@ class Collector:
     if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
       advantage_PG = np.where(rollout.stopped.reshape(reward_PG.shape), advantage_PG, 0)
       metrics["masked_responses"] = float((~rollout.stopped).sum())
-    return Collected(groups, rollout, step, reward_PG, advantage_PG, advantage_BL, usage, metrics)
+    arrays = reward_PG, advantage_PG, advantage_BL
+    return Collected(groups, rollout, step, self._version, *arrays, usage, metrics)
 
   def blank(self, prompts: int) -> Collected:
     """Stands in for what `collect` returns for so many groups: alike but for the values."""
@@ -299,25 +305,32 @@ class Collector:
     rollout = assemble([one] * (prompts * G), *self._arrays)
     zeros_PG = np.zeros((prompts, G), np.float32)
     advantage_BL = np.zeros_like(rollout.logp) if self._in_parts else None
-    return Collected([], rollout, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})
+    return Collected([], rollout, 0, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})
 
-  def _partial_metrics(
-    self, sampled: Sequence[Group], chosen: Sequence[Group], step: int
-  ) -> dict[str, float]:
-    """Of the tokens that are trained on, the share that older weights sampled, and the age of the
-    oldest in iterations; groups that this iteration has finished, and those of them and of earlier
-    ones that wait for a later iteration; tokens of all groups that are not yet trained on."""
+  def _partial_metrics(self, sampled: Sequence[Group], chosen: Sequence[Group]) -> dict[str, float]:
+    """Of the tokens that are trained on, the share that weights before this iteration's sampled,
+    and the age of the oldest in iterations; groups that this iteration has finished, and those of
+    them and of earlier ones that wait for a later iteration; tokens of all groups that are not yet
+    trained on."""
     versions = [one.version[one.turns >= 0] for group in chosen for one in group.trajectories]
     version = np.concatenate(versions)
     waiting = [group for group in self._under_way if group.finished]
     carried = [one.length for group in self._under_way for one in group.trajectories]
     return {
-      "partial/stale_tokens": float((version < step).mean()),
-      "partial/oldest": float(step - version.min()),
-      "partial/finished_groups": float(sum(g.newest == step for g in [*sampled, *waiting])),
+      "partial/stale_tokens": float((version < self._version).mean()),
+      "partial/oldest": float(self._version - version.min()),
+      "partial/finished_groups": float(
+        sum(id(group) not in self._surplus for group in [*sampled, *waiting])
+      ),
       "partial/waiting_groups": float(len(waiting)),
       "partial/tokens_in_flight": float(sum(carried)),
     }
+
+  def again(self, groups: list[Group], **rest: Any) -> Collected:
+    """What was collected, of its groups and all of its other fields but the rollout."""
+    trajectories = [one for group in groups for one in group.trajectories]
+    rollout = assemble(trajectories, self._workload.window, self._tokenizer.pad_id)
+    return Collected(groups, rollout, **rest)
 
   def position(self) -> Callable[[], dict[str, Any]]:
     """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""

@@ -29,7 +29,7 @@ from gspo_jax.runs.alarms import AlarmConfig
 from gspo_jax.runs.checkpoint import CheckpointConfig
 from gspo_jax.sampling import EngineConfig, EnvironmentConfig, SamplingConfig, Workload
 from gspo_jax.schedules import ScheduleConfig
-from gspo_jax.sharding import MeshConfig
+from gspo_jax.sharding import MeshConfig, RolloutMeshConfig
 
 FLOAT_MAX = sys.float_info.max
 
@@ -54,6 +54,7 @@ class RLConfig:
   iterations: PositiveInt  # rollout batches
   prompts: PositiveInt  # P, per rollout batch
   group_size: Annotated[int, Range(1, 65_536)]  # G
+  lag: Annotated[int, Range(0, 1000)]  # iterations that sampling is ahead of updates, at most
   extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
   token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
   mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering
@@ -74,6 +75,11 @@ class RLConfig:
     """Whether responses may be carried over to the next iteration."""
     return self.extra_prompts > 0 or self.token_budget > 0
 
+  @property
+  def ages(self) -> int:
+    """Classes of responses by the age of the weights that sampled them; 0: all are of one."""
+    return self.lag + 1 + self.partial if self.lag else 0
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -89,6 +95,7 @@ class RunConfig:
   model: ModelConfig
   compute: ComputeConfig
   mesh: MeshConfig
+  rollout_mesh: RolloutMeshConfig
   data: DataConfig
   offline: OfflineConfig
   reward: RewardConfig
@@ -177,6 +184,7 @@ class RunConfig:
       group_size=self.rl.group_size,
       prompt_tokens=self.data.max_prompt_tokens,
       response_tokens=self.sampling.max_new_tokens,
+      ages=self.rl.ages,
       **both,
     )
 

@@ -15,6 +15,7 @@ def check(c: Any) -> None:
   _data(c)
   _lengths(c)
   _job(c)
+  _ahead(c)
   _sampling(c)
   _environment(c)
   _objective(c)
@@ -109,6 +110,30 @@ def _job(c: Any) -> None:
   )
 
 
+def _ahead(c: Any) -> None:
+  samples, axes = c.has_iterations and c.sampled_share > 0, "data fsdp expert tensor".split()
+  nothing = f"job={c.job!r}" + (f" and offline.fresh={c.offline.fresh}" * (c.job == "offline"))
+  _require(
+    samples or not c.rl.lag,
+    f"rl.lag={c.rl.lag} has no effect, since {nothing} samples nothing to train on; set it to 0",
+  )
+  sizes = ", ".join(f"rollout_mesh.{axis}={getattr(c.rollout_mesh, axis)}" for axis in axes)
+  _require(
+    samples or not c.rollout_mesh.on,
+    f"{sizes} has no effect, since {nothing} samples nothing to train on; set one of them to 0",
+  )
+  _require(
+    not (c.distributed and c.rollout_mesh.on),
+    f"{sizes} with distributed=True: two meshes are of one process; set one of them to 0 (rl.lag "
+    "goes without), or let another process sample",
+  )
+  _require(
+    c.engine.name == "local" or not c.rollout_mesh.on,
+    f"{sizes} with engine.name={c.engine.name!r}, whose servers have devices of their own; set one "
+    "of them to 0",
+  )
+
+
 def _sampling(c: Any) -> None:
   _require(
     not c.has_iterations or c.sampling.temperature > 0,
@@ -130,6 +155,11 @@ def _sampling(c: Any) -> None:
   _require(
     not c.has_iterations or s.top_k != 1,
     "sampling.top_k=1: the greedy responses of a group are equal and teach nothing",
+  )
+  _require(
+    not c.has_iterations or s.whole or c.engine.name == "local",
+    f"sampling.top_k={s.top_k}: engine.name={c.engine.name!r} keeps no record of the tokens that "
+    "each one was drawn from; set top_k=0, top_p=1 and min_p=0",
   )
 
 

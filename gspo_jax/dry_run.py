@@ -29,14 +29,19 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   base = configuration.from_dict(common.base().to_dict())
   changed = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
   devices = list(inputs.mesh.devices.flat)
-  axes = " x ".join(f"{axis} {n}" for axis, n in inputs.mesh.shape.items())
+  axes = lambda mesh: " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())  # noqa: E731
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(map(len, inputs.problems.values()))
   found = [
     "configuration, what differs from base() of configs/common.py:",
     *(f"  {line}" for line in changed or ["nothing"]),
-    f"devices: {len(devices)} x {devices[0].device_kind} ({axes})",
+    f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.mesh)})",
+    *(
+      [f"rollout mesh: {inputs.rollout_mesh.size} further ones ({axes(inputs.rollout_mesh)})"]
+      if config.rollout_mesh.on
+      else []
+    ),
     f"model: {count:,} parameters{each}",
     *critic_line(config, inputs.mesh),
     *teacher_line(inputs.teacher),
@@ -73,9 +78,9 @@ def teacher_line(taught: teacher.Teacher | None) -> list[str]:
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   """The arrays that a device holds at once. What programs need besides is known when they are
   compiled."""
-  c, mesh = case.config, inputs.mesh
-  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
-  sampler = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
+  c, mesh, samples_on = case.config, inputs.mesh, inputs.rollout_mesh
+  rollout = sharding.rollout_rules(c.mesh, samples_on, c.model.num_experts)
+  sampler = abstract_params(c.model, samples_on, rollout, c.sampler_compute.dtype)
   sampling = {"the sampler's weights": estimate.held(sampler)}
   if c.job == "eval":
     moments = {"while it samples": {"weights": estimate.held(estimate.state_of(case, mesh).params)}}
@@ -101,9 +106,14 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     moments = {"in an update": lasting | update}
     if c.has_iterations:
       if c.engine.name == "local":
-        slots = programs.sampling_program("decode", case, mesh, sampler).arguments[1]
+        slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
         sampling["keys and values, queue and slots"] = estimate.held(slots)
-      moments["while it samples"] = lasting | sampling
+      if c.rollout_mesh.on:
+        copies = f"the next weights for it, up to {c.rl.lag} times"
+        sampling[copies] = c.rl.lag * estimate.held(sampler)
+        moments["of the rollout mesh"] = sampling
+      elif c.engine.name == "local":
+        moments["while it samples"] = lasting | sampling
   there = (device.memory_stats() or {}).get("bytes_limit")
   there = there or accelerators.memory(device.device_kind)
   of = f" of {there / GIB:,.1f}" if there else ""

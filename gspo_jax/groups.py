@@ -53,9 +53,19 @@ class Group:
     return spread(self.correct_G[self.known_G]) > 0
 
   def get_state(self) -> dict[str, Any]:
-    """Returns JSON, of a group that has not been scored."""
+    """Returns JSON; of a group that has been scored, with what it is worth."""
     trajectories = [one.get_state() for one in self.trajectories]
-    return dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
+    state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
+    if self.reward_G is None:
+      return state
+    floats = lambda value_G: np.asarray(value_G, np.float32).tolist()  # noqa: E731
+    return state | dict(
+      responses=list(self.responses),
+      reward=floats(self.reward_G),
+      correct=floats(self.correct_G),
+      unknown=list(self.unknown.items()),
+      signals={name: floats(value_G) for name, value_G in self.signals.items()},
+    )
 
   @classmethod
   def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
@@ -63,7 +73,11 @@ class Group:
     info = tuple((key, value) for key, value in state["prompt"]["info"])
     prompt = Prompt(**state["prompt"] | dict(tokens=tuple(state["prompt"]["tokens"]), info=info))
     trajectories = [Trajectory.from_state(one, make(prompt)) for one in state["trajectories"]]
-    return cls(prompt, trajectories)
+    if "reward" not in state:
+      return cls(prompt, trajectories)
+    signals = {name: np.float32(values) for name, values in state["signals"].items()}
+    worth = np.float32(state["reward"]), np.float32(state["correct"]), dict(state["unknown"])
+    return cls(prompt, trajectories, state["responses"], *worth, signals)
 
   @classmethod
   def on_record(cls, one: recorded.Group, size: int, decode: Callable[[list[int]], str]) -> "Group":

@@ -36,7 +36,7 @@ def replay(directory: epath.Path) -> bool:
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f"{directory / nonfinite.ABOUT}: {error}") from error
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
-  mesh = sharding.make_mesh(config.mesh)
+  mesh, _ = sharding.make_meshes(config.mesh, config.rollout_mesh)
   with jax.set_mesh(mesh):
     learner, tx, step, critic = _update(config, about["phase"])
     adapters = config.rl.lora_rank if about["phase"] == "rl" else 0

@@ -53,6 +53,9 @@ class Run:
   records: recorded.Recordings | None = None  # responses that job=offline learns from
   signals: constraints.Signals | None = None  # further rewards, and costs
   teacher: teachers.Teacher | None = None  # of distillation
+  rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
+  # The trainer's parameters as such an engine loads them, in arrays that no update changes.
+  publish: Callable[[Any], Any] = lambda params: params
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
@@ -140,6 +143,7 @@ class Inputs:
   problems: dict[str, Sequence[Prompt]]  # of each benchmark
   in_both: dict[str, int]  # how many of them are in the training data too
   mesh: jax.sharding.Mesh
+  rollout_mesh: jax.sharding.Mesh  # the same one, or that of the sampler alone
   layout: Any  # shardings of the parameters where they sample
   records: recorded.Recordings | None
   teacher: teachers.Teacher | None
@@ -202,18 +206,19 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     except Exception as error:  # it is the user's
       what = f"environment.name={config.environment.name!r} fails on {train_prompts[0].id}"
       raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
-  mesh = sharding.make_mesh(config.mesh)
+  mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
   consistency.check_devices(config, sharding.batch_shards(mesh))
   shared = config.has_iterations and not config.rl.packed
   transformer.check(config.model, config.compute, shared_prompts=shared)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
-  rollout = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
-  layout = transformer.shardings(config.model, rollout, mesh)
+  rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
+  layout = transformer.shardings(config.model, rollout, rollout_mesh)
   if taught := teachers.find(config, workdir):
     teachers.check(taught, config, tok, mesh)
   _check_memory(config, mesh, taught)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
-  return Inputs(tok, environment, train_prompts, problems, in_both, mesh, layout, records, taught)
+  there = tok, environment, train_prompts, problems, in_both
+  return Inputs(*there, mesh, rollout_mesh, layout, records, taught)
 
 
 @contextlib.contextmanager
@@ -242,8 +247,12 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     read = transformer.dtypes(config.model, config.sampler_compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
-    publish = sharding.publisher(inputs.layout, read, lora.merged)
-    engine = stack.enter_context(open_engine(config, publish, tok.decode, workdir))
+    load = publish = lambda params: params
+    if config.rollout_mesh.on:
+      publish = sharding.publisher_to(inputs.layout, read, lora.merged)
+    else:
+      load = sharding.publisher(inputs.layout, read, lora.merged)
+    engine = stack.enter_context(open_engine(config, load, tok.decode, workdir))
     benchmarks = [
       Benchmark(
         name,
@@ -287,6 +296,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       inputs.records,
       signals,
       inputs.teacher,
+      inputs.rollout_mesh if config.rollout_mesh.on else None,
+      publish,
     )
 
 

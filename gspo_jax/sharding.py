@@ -59,11 +59,65 @@ class MeshConfig:
     ranges.check(self, "mesh")
 
 
-def make_mesh(config: MeshConfig, devices: list | None = None) -> jax.sharding.Mesh:
+@dataclasses.dataclass(frozen=True)
+class RolloutMeshConfig:
+  """Devices per axis of a mesh that only samples; one of them may be -1: whatever is left. With 0
+  devices, as by default, the sampler is on the mesh of the trainer."""
+
+  data: Annotated[int, Range(0, 1_000_000, also=-1)]
+  fsdp: Annotated[int, Range(0, 1_000_000, also=-1)]
+  expert: Annotated[int, Range(0, 1_000_000, also=-1)]
+  tensor: Annotated[int, Range(0, 1_000_000, also=-1)]
+
+  def __post_init__(self):
+    ranges.check(self, "rollout_mesh")
+
+  @property
+  def on(self) -> bool:
+    return 0 not in _sizes(self)
+
+
+def make_meshes(
+  config: MeshConfig, rollout: RolloutMeshConfig, devices: list | None = None
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+  """The trainer's mesh, and the sampler's: the same one, or one of the devices that follow those of
+  the trainer. ValueError if there are not so many `devices` (default: all)."""
+  devices = jax.devices() if devices is None else devices
+  if not rollout.on:
+    mesh = make_mesh(config, devices)
+    return mesh, mesh
+  counts = [None if -1 in _sizes(c) else math.prod(_sizes(c)) for c in (config, rollout)]
+  first, others = counts
+  if first is others is None:
+    raise ValueError(
+      f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (what "
+      "is left); say how many devices one of both meshes has"
+    )
+  first = len(devices) - others if first is None else first
+  others = len(devices) - first if others is None else others
+  if min(first, others) < 1 or first + others > len(devices):
+    raise ValueError(
+      f"{_named(config, 'mesh')} and {_named(rollout, 'rollout_mesh')} are of {first} and {others} "
+      f"devices, but {len(devices)} are there: make one of them smaller, or rollout_mesh 0 devices"
+    )
+  sampler = make_mesh(rollout, devices[first : first + others], "rollout_mesh")
+  return make_mesh(config, devices[:first]), sampler
+
+
+def _sizes(config: Any) -> list[int]:
+  return [getattr(config, axis) for axis in AXES]
+
+
+def _named(config: Any, section: str) -> str:
+  return ", ".join(f"{section}.{a}={n}" for a, n in zip(AXES, _sizes(config)))
+
+
+def make_mesh(
+  config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
+) -> jax.sharding.Mesh:
   """Mesh over `devices` (default: all). ValueError if the sizes do not multiply to their number."""
   devices = jax.devices() if devices is None else devices
-  sizes = [getattr(config, axis) for axis in AXES]
-  named = ", ".join(f"mesh.{a}={n}" for a, n in zip(AXES, sizes))
+  sizes, named = _sizes(config), _named(config, section)
   if sizes.count(-1) > 1:
     raise ValueError(f"{named}: at most one may be -1 (what is left)")
   if -1 in sizes:
@@ -318,3 +372,12 @@ def publisher(
 
   cast = lambda params: jax.tree.map(one, merge(params), shardings, dtypes)  # noqa: E731
   return jax.jit(cast, out_shardings=shardings)
+
+
+def publisher_to(
+  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
+) -> Callable[[Any], Any]:
+  """The same for `shardings` of other devices of this process; in place when it returns."""
+  of = lambda x, dtype: x.astype(dtype)  # noqa: E731
+  cast = jax.jit(lambda params: jax.tree.map(of, merge(params), dtypes))
+  return lambda params: jax.block_until_ready(jax.device_put(cast(params), shardings))

@@ -88,6 +88,8 @@ class TrainBatch:
   # int32: which part of its response each trained token is in, of those that have an importance
   # ratio of their own in objective "segment" (learner/segments.py); None: there is one
   unit_BT: Array | None = None
+  # int32: iterations since the oldest weights that sampled a response; None: none
+  age_B: Array | None = None
   advantage_BT: Array | None = None  # float32: of each token, for losses that take such
   # int8 or int16, -1 for none: the experts that the old policy used on these tokens
   routing_BTlk: Array | None = None  # as the trainer computes it

@@ -15,7 +15,7 @@ from gspo_jax import teacher
 from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
-from gspo_jax.learner import by_length, optimizer
+from gspo_jax.learner import by_age, by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.distillation import make_distill
@@ -34,6 +34,7 @@ from gspo_jax.learner.step import (
 )
 from gspo_jax.learner.summary import summarize
 from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
+from gspo_jax.pipeline import Pipeline
 from gspo_jax.records import rollout_records
 from gspo_jax.report import page
 from gspo_jax.run import Run
@@ -55,7 +56,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     Preempted: the machine is about to go; where the run stands has been saved.
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
-  c, engine = run.config, run.engine
+  c = run.config
   waits = c.critic.warmup  # iterations in which only the critic learns
   rates = optimizer.rates(c.rl_optimizer, (c.rl.iterations - waits) * c.rl.updates)
   (tx, critic), learner, collector = c.optimizers(), c.learner("rl"), Collector(run)
@@ -78,11 +79,12 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   last, state, host = phase.resume(like=lambda: empty_state(run), start=start_state)
   total = Totals()
   pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
+  sampling = Pipeline(run, collector, phase.stages, last)
   if host is not None:
-    collector.set_position(host["position"])
+    sampling.set_position(host["position"])
     total, pending = Totals(**host["position"].get("total", {})), host["pending"]
   reference = start() if c.needs_reference else None
-  engine.load(state.params, version=last + 1)
+  sampling.publish(state.params, version=last + 1)
 
   values = None
   if critic:
@@ -117,15 +119,15 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   if last < c.rl.iterations:
     update, old_policy, values = ahead(run, collector, prepared, update, old_policy, values)
   review = make_review(learner, c.objective, old_policy)
-  with phase:
-    phase.stand(last, state, position(collector, total), pending)
+  with sampling, phase:
+    phase.stand(last, state, position(sampling, total), pending)
     if pending is not None:
-      conclude(run, phase, state, pending)
+      conclude(run, phase, sampling, state, pending)
     for step in phase.steps():
       if step == c.profile:
         jax.profiler.start_trace(str(run.workdir / "profile"))
       started = time.perf_counter()
-      collected = collector.collect(step, phase.stages)
+      collected = sampling.next(step)
       with phase.stages("logp"):
         minibatches = place(run, collected, c.rl.minibatches)
         minibatches, of_advantages = prepared(state, minibatches)
@@ -133,7 +135,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       taken = batches.epochs(minibatches, c.rl.epochs)
       phase.hold(step, taken)
       phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
-      engine.release()
+      sampling.release()
       metrics, update_started = [], time.perf_counter()
       with phase.stages("update"):
         for minibatch in taken:
@@ -143,16 +145,18 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         made = (step - waits) * c.rl.updates  # of the policy
         row = dict(step=step, learning_rate=float(rates[made - 1]) if made > 0 else 0.0)
         row |= of_advantages | collected.metrics | rewards_by_length(run, collected) | memory()
+        if c.rl.lag:
+          row |= by_age.lag_metrics(collected.rollout, step)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
       without_gradient, training = operations(run, collected)
       row |= utilisation(training, seconds, run.mesh.devices.flat)
-      sampling = collected.usage
-      total = total.plus(sampling.tokens, sampling.flops + without_gradient + training)
+      usage = collected.usage
+      total = total.plus(usage.tokens, usage.flops + without_gradient + training)
       row |= total.metrics()
       with phase.stages("publish"):
-        engine.load(state.params, version=step + 1)
-      row["tokens_per_second"] = sampling.tokens / (time.perf_counter() - started)
+        sampling.publish(state.params, version=step + 1)
+      row["tokens_per_second"] = usage.tokens / (time.perf_counter() - started)
       row |= summarize(tuple(metrics))
       if step == c.profile:
         jax.profiler.stop_trace()
@@ -162,8 +166,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
       if step > waits:
         state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
-      phase.stand(step, state, position(collector, total), row)
-      conclude(run, phase, state, row)
+      phase.stand(step, state, position(sampling, total), row)
+      conclude(run, phase, sampling, state, row)
   return state.params
 
 
@@ -222,7 +226,8 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
     *advantages,
     segments_of(run, rollout),
     shared_prompts=alike,
-    version=collected.version if c.rl.partial or c.job == "offline" else None,
+    version=collected.step if c.rl.partial or c.rl.lag or c.job == "offline" else None,
+    ages=c.rl.ages > 0,
     replays_sampler=c.objective.replay == "R3",
     mask_truncated=c.rl.mask_truncated,
     reward_BL=reward_BL,
@@ -268,14 +273,18 @@ def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
   )
 
 
-def conclude(run: Run, phase: Phase, state: TrainState, row: dict[str, Any]) -> None:
+def conclude(
+  run: Run, phase: Phase, sampling: Pipeline, state: TrainState, row: dict[str, Any]
+) -> None:
   """Evaluates, reports and saves what is due after an iteration, whose row of metrics this is."""
   c, step = run.config, row["step"]
   last = step == c.rl.iterations
   evaluated = step % c.eval.every == 0 or last
   if evaluated:
     with phase.stages("evaluate"):
-      evaluation, records = run.evaluate(run.engine, run.evaluate.key(state.params), step)
+      key = run.evaluate.key(state.params)
+      with sampling.engine() as engine:
+        evaluation, records = run.evaluate(engine, key, step)
     run.writer.dump_rollouts("eval", step, records)
     row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
   check_best(c.checkpoint.best, row, evaluated)
@@ -306,10 +315,10 @@ def rewards_by_length(run: Run, collected: Collected) -> dict[str, float]:
   )
 
 
-def position(collector: Collector, total: Totals) -> Callable[[], dict[str, Any]]:
+def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
   """Remembers where the run stands; called, the result makes JSON of it for a checkpoint."""
-  sampling = collector.position()
-  return lambda: sampling() | dict(total=total.get_state())
+  where = sampling.position()
+  return lambda: where() | dict(total=total.get_state())
 
 
 def operations(run: Run, collected: Collected) -> tuple[float, float]:

@@ -13,9 +13,11 @@ LEAVES = "accelerators command_line jsons objectives ranges sharding structs tas
 ARROWS = {
   "main": "config config_flag dry_run evaluation report run runs sampling sft train",
   "serve": "config config_flag models paths run sampling serving",
-  "train": "collect hardware learner objectives records report run runs segments steps teacher",
+  "train": "collect hardware learner objectives pipeline records report run runs segments steps "
+  "teacher",
   "sft": "data learner run runs",
   "records": "collect",
+  "pipeline": "collect groups run runs sampling",
   "collect": "constraints costs data group_metrics groups rewards run sampling schedules segments",
   "costs": "groups sampling",
   "group_metrics": "groups models sampling",

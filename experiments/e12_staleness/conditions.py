@@ -1,4 +1,4 @@
-"""E12: more updates on the same rollout, by mini-batches or epochs; and all runs at once."""
+"""E12: more updates on the same rollout, or older ones; and all runs of all experiments at once."""
 
 import shlex
 
@@ -13,19 +13,23 @@ from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, mar
 
 MINIBATCHES = (1, 2, 4, 8, 16)
 EPOCHS = (1, 2, 4)  # of four mini-batches
+LAGS = (0, 1, 2, 4)  # iterations, of four mini-batches each
 LEARNED = "eval/final"
 NEGLIGIBLE = 0.02  # of accuracy, per doubling
 
 
-def name(loss: str, minibatches: int, epochs: int = 1) -> str:
-  return f"{loss}_m{minibatches}" + (f"_e{epochs}" if epochs > 1 else "")
+def name(loss: str, minibatches: int, epochs: int = 1, lag: int = 0) -> str:
+  more = (f"_e{epochs}" if epochs > 1 else "") + (f"_lag{lag}" if lag else "")
+  return f"{loss}_m{minibatches}{more}"
 
 
-def condition(loss: str, minibatches: int, epochs: int = 1) -> Condition:
+def condition(loss: str, minibatches: int, epochs: int = 1, lag: int = 0) -> Condition:
   changes = ARMS[loss] | {"rl.minibatches": minibatches}
   if epochs > 1:
     changes["rl.epochs"] = epochs
-  return Condition(name(loss, minibatches, epochs), changes)
+  if lag:
+    changes["rl.lag"] = lag
+  return Condition(name(loss, minibatches, epochs, lag), changes)
 
 
 EXPERIMENT = Experiment(
@@ -39,12 +43,17 @@ EXPERIMENT = Experiment(
   falsified=f"the 95 % interval lies below 0; it holds if it lies above -{NEGLIGIBLE:g}, else it "
   "cannot be told",
   conditions=tuple(
-    condition(loss, m, e)
+    condition(loss, m, e, lag)
     for loss in ARMS
-    for m, e in (*((m, 1) for m in MINIBATCHES), *((4, e) for e in EPOCHS if e > 1))
+    for m, e, lag in (
+      *((m, 1, 0) for m in MINIBATCHES),
+      *((4, e, 0) for e in EPOCHS if e > 1),
+      *((4, 1, lag) for lag in LAGS if lag),
+    )
   ),
   seeds=(10, 11, 12),
   minutes=3.0,
+  columns=(r"lag/.*|by_age/.*|mismatch/by_age/.*",),
 )
 
 
@@ -68,10 +77,17 @@ def report(found: Results) -> Report:
     for loss in ARMS
     for e in EPOCHS[1:]
   }
+  older = {
+    f"{loss.upper()}, lag {lag} - 0": statistics.interval(
+      found.paired(name(loss, 4, lag=lag), name(loss, 4), LEARNED)
+    )
+    for loss in ARMS
+    for lag in LAGS[1:]
+  }
   lines = {"GSPO - GRPO, per doubling of updates": slope}
-  lines |= {f"GSPO - GRPO, {key}": value for key, value in by_updates.items()} | reuse
+  lines |= {f"GSPO - GRPO, {key}": value for key, value in by_updates.items()} | reuse | older
   columns = {"final accuracy": LEARNED, "area": "eval/area", "clipped": "clip_fraction/token"}
-  columns |= {"mean \\|ratio - 1\\|": "ratio/deviation", "KL (k3)": "kl/k3"}
+  columns |= {"mean \\|ratio - 1\\|": "ratio/deviation", "KL (k3)": "kl/k3", "age": "lag/mean"}
   tables = [
     markdown(
       ["accuracy", "seeds", "difference"],
@@ -85,16 +101,21 @@ def report(found: Results) -> Report:
       outcome = FAILS
     elif slope.low > -NEGLIGIBLE:
       outcome = HOLDS
-  both, (left, right) = figures.new(9, 3.4, columns=2)
+  both, (left, middle, right) = figures.new(13, 3.4, columns=3)
   for number, loss in enumerate(ARMS):
     points = [found.interval(name(loss, m), LEARNED) for m in MINIBATCHES]
     if all(p.count for p in points):
       figures.band(left, np.array(MINIBATCHES, float), points, loss.upper(), number)
+    points = [found.interval(name(loss, 4, lag=lag), LEARNED) for lag in LAGS]
+    if all(p.count for p in points):
+      figures.band(middle, np.array(LAGS, float), points, loss.upper(), number)
   left.set_xscale("log", base=2)
   left.set_xlabel("mini-batches")
-  left.set_title("final accuracy", loc="left")
-  if left.get_legend_handles_labels()[0]:
-    left.legend()
+  middle.set_xlabel("lag, iterations")
+  for axes in (left, middle):
+    axes.set_title("final accuracy", loc="left")
+    if axes.get_legend_handles_labels()[0]:
+      axes.legend()
   figures.intervals(right, reuse, "accuracy, difference to one epoch")
   because = f"GSPO - GRPO changes by {slope.text('.4f')} per doubling of the updates"
   drawn = dict(staleness=both, all_runs=all_runs(everything()))

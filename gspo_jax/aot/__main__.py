@@ -60,6 +60,7 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   try:
     config = configuration.from_dict(_CONFIG.value.to_dict())
+    require_one_mesh(config)
     sampling = dict(
       slots=_SLOTS.value,
       mean_response=_MEAN_RESPONSE.value,
@@ -86,6 +87,16 @@ def main(argv: list[str]) -> None:
   if not any(row["fits"] for row in rows) if _SEARCH.value else not all(r["fits"] for r in rows):
     failed = "; ".join(f"{r['program']} {r['error']}" for r in rows if not r["fits"])
     sys.exit(f"gspo_jax.aot: does not fit {_TOPOLOGY.value}: {failed}")
+
+
+def require_one_mesh(config: configuration.RunConfig) -> None:
+  """ValueError where the sampler has devices of its own, which are no part of the same topology."""
+  if config.rollout_mesh.on:
+    raise ValueError(
+      f"rollout_mesh={dataclasses.asdict(config.rollout_mesh)}: programs are compiled for one mesh."
+      " Set rollout_mesh.fsdp=0, and compile --programs=train,score for the trainer's chips, and "
+      "--programs=prefill,decode with the mesh of the sampler for the others"
+    )
 
 
 def search(case: Case, topology: str, names: list[str], tries: int) -> list[dict[str, Any]]:

@@ -203,7 +203,7 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """A batch without shared prompts, for any length: the most that a run needs."""
   field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
-  experts, model = None, case.model
+  experts, model, rl = None, case.model, case.config.rl
   if case.config.objective.replay != "none":
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     stored = routing.storage_dtype(model.num_experts)
@@ -219,7 +219,8 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     old_logp_BT=real,
     own_logp_BT=real if case.config.objective.old_logp == "behaviour" else None,
     sampler_logp_BT=real,
-    current_BT=real if case.config.rl.partial or case.config.job == "offline" else None,
+    current_BT=real if rl.partial or rl.lag or case.config.job == "offline" else None,
+    age_B=field(jnp.int32) if rl.lag else None,
     ref_logp_BT=real if case.config.needs_reference else None,
     advantage_BT=real if of_critic or case.config.distillation.on else None,
     old_value_BT=of_critic,

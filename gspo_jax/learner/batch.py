@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.learner import packing
+from gspo_jax.learner import by_age, packing
 from gspo_jax.models import routing
 from gspo_jax.structs import Rollout, TrainBatch
 
@@ -22,6 +22,7 @@ def train_batch(
   replays_sampler: bool = False,
   mask_truncated: bool = False,
   reward_BL: np.ndarray | None = None,
+  ages: bool = False,
 ) -> TrainBatch:
   """The rollout as the learner sees it; its old log-probabilities are still to be decided.
 
@@ -35,6 +36,7 @@ def train_batch(
     replays_sampler: experts stay on record for all tokens in any case, since they are replayed.
     mask_truncated: leave responses that were cut off out of the loss.
     reward_BL: of each token, for a critic.
+    ages: say how old each response is, against `version`.
   """
   length = rollout.tokens.shape[1]
   segments_BT = (np.arange(length)[None] < rollout.ends[:, None]).astype(np.int32)
@@ -63,6 +65,7 @@ def train_batch(
     unit_BT=unit_BL,
     advantage_BT=advantage_BL,
     reward_BT=reward_BL,
+    age_B=by_age.ages(rollout, version) if ages else None,
     sampler_routing_BTlk=routing_BTlk,
     support_BTX=rollout.support,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,

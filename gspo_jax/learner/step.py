@@ -11,7 +11,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner import by_length, by_segment, by_version, packing
+from gspo_jax.learner import by_age, by_length, by_segment, by_version, packing
 from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
@@ -43,6 +43,7 @@ class Learner:
   group_size: int = 1  # sequences that share a prompt
   prompt_tokens: int = 0  # of a prompt, at most
   response_tokens: int = 0  # of a response, at most: some objectives divide by it
+  ages: int = 0  # classes of `by_age`; 0: none
 
 
 def log_probs(
@@ -149,9 +150,8 @@ def make_review(
     if objective.replay == "R2":
       logp_BT = replayed(params, batch)
     else:
-      fixed = dict.fromkeys(("old_logp_BT", "own_logp_BT", "ref_logp_BT", "routing_BTlk"))
-      sampled = batch.replace(**fixed)
-      logp_BT = old_policy(params, sampled)["old_logp_BT"]
+      unknown = dict.fromkeys(("old_logp_BT", "own_logp_BT", "ref_logp_BT", "routing_BTlk"))
+      logp_BT = old_policy(params, batch.replace(**unknown))["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
     return dict(logp_BT=logp_BT) | judged(logp_BT, batch, numbers)
 
@@ -232,6 +232,7 @@ def _rl_step(
     if longest:
       tokens = logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT
       metrics |= by_length.ratio_metrics(*tokens, longest)
+    metrics |= by_age.metrics(logp_BT, batch, clipped_BT, learner.ages)
     if batch.unit_BT is not None:
       rest = entropy_BT, batch, longest, numbers
       of_logp = lambda x_BT: policy_loss(objective, x_BT, *rest)[0]  # noqa: E731

@@ -57,7 +57,10 @@ VIEWS = {
 BOTH = ("sft", "rl")
 HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
-STAGES = ("sample", "score", "logp", "update", "publish", "evaluate", "save", "report")
+STAGES = (
+  *("wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate", "save"),
+  "report",
+)
 OUTCOMES = {
   "right": "right teal", "wrong": "wrong grey", "unparsable": "unparsable violet",
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",
@@ -236,11 +239,11 @@ SECTIONS = (
   ),
   _section(
     "ratio", "Asynchrony", "How old the weights are that sampled what is trained on.",
-    _chart("Lag", "updates between the weights that sampled and those that are trained",
+    _chart("Lag", "iterations between the weights that sampled and those that are trained",
            {"lag": "lag blue", "lag/{name}": "{name} cycle"}, log=False),
     _chart("Version of the weights", "",
            {"version": "version blue", "version/{name}": "{name} cycle"}, zero=False, log=False),
-    rest="(lag|version|off_policy|async)/.+",
+    rest="(lag|by_age|version|off_policy|async)/.+",
   ),
   _section(
     "router", "Volatility",
@@ -279,6 +282,8 @@ SECTIONS = (
     _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
            kind="stack", wide=True, overview=True),
     _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
+    _chart("Beside the updates", "seconds of a sampler on devices of its own, by batch",
+           {"time/sampler/{name}": "{name} cycle"}, unit="seconds", kind="stack"),
     _chart("Throughput", "tokens per second; of decoding alone",
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
     _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",

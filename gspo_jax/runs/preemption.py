@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
@@ -44,6 +44,7 @@ class _Watch:
 
 
 _watch: _Watch | None = None
+_of_thread = threading.local()
 
 
 @contextlib.contextmanager
@@ -73,6 +74,8 @@ def watch(grace_s: float) -> Iterator[None]:
 def check() -> None:
   """Raises `Preempted` after a notice. All hosts call it equally often: it is how they agree.
   Raises `KeyboardInterrupt` after one that did not get through."""
+  if own := getattr(_of_thread, "check", None):
+    return own()
   if _watch is None:
     return
   if _watch.interrupted:
@@ -83,6 +86,17 @@ def check() -> None:
     _watch.notice()
   if _watch.noticed:
     raise Preempted
+
+
+@contextlib.contextmanager
+def checked_by(own: Callable[[], None]) -> Iterator[None]:
+  """In this thread `check` is `own` within. For a thread whose work is still needed after a notice,
+  by what is saved then; whoever started it ends it."""
+  _of_thread.check = own
+  try:
+    yield
+  finally:
+    del _of_thread.check
 
 
 @contextlib.contextmanager

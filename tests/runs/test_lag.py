@@ -1,0 +1,120 @@
+"""Whole runs whose sampling is ahead of their updates, on one mesh and on two."""
+
+import random
+import re
+import signal
+import subprocess
+import time
+
+import chex
+import pytest
+from support.command_line import (
+  ROOT,
+  SMALL_MODEL,
+  command,
+  environment,
+  figures,
+  parameters,
+  rows,
+  rows_of,
+  run,
+  run_until,
+)
+
+from gspo_jax.runs.preemption import EXIT_CODE
+
+LAST, LAG = 8, 2
+FLAGS = [
+  *SMALL_MODEL,
+  *f"""
+  job=rl rl.lag={LAG} rl.iterations={LAST} rl.prompts=4 rl.group_size=4 rl.minibatches=2
+  rl.extra_prompts=2 engine.slots=8 engine.steps=2 rl.dump_every=1 objective.old_logp=sampler
+  objective.volatility=False objective.entropy_coef=0.01 rl_optimizer.warmup_steps=2
+  rl_optimizer.learning_rate=0.01
+  eval.problems=4 eval.batch=4 eval.samples=1 eval.greedy=False eval.every=3 checkpoint.every=3
+""".split(),
+]
+MESHES = dict(one=[], two=["rollout_mesh.fsdp=1"])
+DEVICES = dict(JAX_NUM_CPU_DEVICES="2")
+
+
+def devices(mesh):
+  return DEVICES if mesh == "two" else dict(JAX_NUM_CPU_DEVICES="1")
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("untouched")
+  run(workdir, *FLAGS, **devices("one"))
+  return workdir
+
+
+def assert_same_run(got, expected):
+  assert figures(got) == figures(expected)
+  chex.assert_trees_all_equal(parameters(got, LAST), parameters(expected, LAST))
+  for path in (expected / "rollouts").iterdir():
+    assert (got / "rollouts" / path.name).read_text() == path.read_text()
+
+
+def test_on_two_meshes_a_run_is_the_same_to_the_bit(untouched, tmp_path):
+  run(tmp_path, *FLAGS, *MESHES["two"], **devices("two"))
+  assert_same_run(tmp_path, untouched)
+  one, two = (rows_of(workdir, "rl")[2] for workdir in (untouched, tmp_path))
+  assert "time/wait_for_sampler" in two and "time/sampler/sample" in two and "time/sample" in one
+  assert "time/sample" not in two  # it is not a stage of the trainer
+
+
+def test_its_rows_say_how_old_the_weights_are(untouched):
+  training = [row for row in rows(untouched) if row["step"]]
+  assert [row["lag/max"] >= min(row["step"] - 1, LAG) for row in training] == [True] * LAST
+  for row in training:
+    assert min(row["step"] - 1, LAG) <= row["lag/mean"] <= row["lag/max"]
+    shares = [row[f"by_age/responses/{age}"] for age in range(LAG + 2)]
+    assert sum(shares) == pytest.approx(1) and not any(shares[: min(row["step"] - 1, LAG)])
+    for age, share in enumerate(shares):  # the mismatch is that of the first mini-batch
+      assert share or not row[f"mismatch/by_age/{age}"]
+    assert row["mismatch/by_age/0"] < 1e-4  # of the same weights
+  assert training[-1]["mismatch/by_age/2"] > 1e-3 < training[1]["mismatch/by_age/1"]
+  assert any(row["partial/stale_tokens"] for row in training)
+  assert training[-1]["minibatch/0/ratio/deviation"] > 0  # older weights sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_notice_ends_in_a_saved_run(untouched, tmp_path, mesh):
+  flags = [*FLAGS, *MESHES[mesh]]
+  stderr, code = run_until(tmp_path, "rl", 2, signal.SIGTERM, flags, **devices(mesh))
+  assert code == EXIT_CODE and "the same command continues" in stderr
+  run(tmp_path, *flags, **devices(mesh))
+  assert_same_run(tmp_path, untouched)
+
+
+@pytest.mark.slow
+def test_a_run_on_one_mesh_goes_on_on_two(untouched, tmp_path):
+  run_until(tmp_path, "rl", 4, signal.SIGKILL, FLAGS, **devices("one"))
+  stderr = run(tmp_path, *FLAGS, *MESHES["two"], "resume=force", **devices("two"))
+  assert not re.search("Traceback", stderr)
+  assert figures(tmp_path) == figures(untouched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_killed_at_any_time_it_ends_as_if_nobody_had_touched_it(untouched, tmp_path, mesh):
+  flags, rng, kills = [*FLAGS, *MESHES[mesh], "checkpoint.every=1"], random.Random(7), 0
+  while True:
+    process = subprocess.Popen(
+      command(tmp_path, *flags), cwd=ROOT, env=environment(**devices(mesh)),
+      stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    before = len(rows(tmp_path))
+    while process.poll() is None and len(rows(tmp_path)) < before + 2:
+      time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.2))
+    if process.poll() is not None:
+      assert process.returncode == 0, process.communicate()[1][-2000:]
+      break
+    process.kill()
+    process.communicate()
+    kills += 1
+  assert kills >= 2
+  assert figures(tmp_path) == figures(untouched)
