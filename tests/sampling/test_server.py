@@ -44,7 +44,7 @@ def make(tmp_path):
   with contextlib.ExitStack() as stack:
 
     def servers(count):
-      found = [FakeServer(MODEL) for _ in range(count)]
+      found = [FakeServer() for _ in range(count)]
       for one in found:
         stack.callback(lambda one=one: one.dead or one.die())
       return found
@@ -230,7 +230,7 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 1 == metrics["engine/left_out"]
   port = int(two[0].url.rpartition(":")[2])
-  back = FakeServer(MODEL, port=port)  # somebody starts it again
+  back = FakeServer(port=port)  # somebody starts it again
   engine.load(weights(3), 3)
   assert back.version == "3"
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
@@ -353,7 +353,7 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
   class Started:
     def __init__(self, command, log):
       directory, port = command.split()
-      self.fake = FakeServer(MODEL, port=int(port))
+      self.fake = FakeServer(port=int(port))
       self.fake.answer("/collective_rpc", "", dict(kwargs=dict(weights_path=directory)))
       self.fake.reloads = False  # garbage after a reload, as MoE on CPU
       self.alive, self.log = True, log
@@ -366,7 +366,7 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
 
   monkeypatch.setattr(fleet, "Process", Started)
   _, engine = make
-  free = FakeServer(MODEL)
+  free = FakeServer()
   free.die()
   engine = engine([free.url], command="{weights} {port}")
   engine.load(weights(1), 1)

@@ -132,8 +132,9 @@ def test_experts_are_reloaded_by_a_restart(tmp_path):
 def test_a_run_goes_on_with_the_server_that_is_left(tmp_path):
   two = urls(2)
   flags = f"""
-    model.num_experts=0 model.experts_per_token=0 sft.load_balance_coef=0 objective.volatility=False
-    objective.old_logp=behaviour engine.name=server engine.urls={two}
+    model.num_experts=0 model.experts_per_token=0 model.moe_intermediate_size=0
+    sft.load_balance_coef=0 objective.volatility=False objective.old_logp=behaviour
+    engine.name=server engine.urls={two}
     sft.steps=40 sft.target_loss=0 rl.iterations=5 rl.prompts=16 eval.every=5 eval.problems=32
     checkpoint.every=2
   """

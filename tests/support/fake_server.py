@@ -34,8 +34,8 @@ class FakeServer:
     token: that a request has to bring.
   """
 
-  def __init__(self, model, params=None, port=0):
-    self.model, self.params = model, params
+  def __init__(self, port=0):
+    self.model = self.params = None
     self.version, self.raw, self.reloads, self.pace, self.token = "default", False, True, 0.0, ""
     self.fault = lambda path, body: None
     self.connections = []
@@ -62,7 +62,7 @@ class FakeServer:
     if path == "/collective_rpc":
       directory = body["kwargs"]["weights_path"]
       if self.reloads:
-        self.params = hf.load(directory)[0]
+        self.params, self.model = hf.load(directory)
       return 200, dict(results=[None])
     if path == "/update_weight_version":
       self.version = body["new_version"]
