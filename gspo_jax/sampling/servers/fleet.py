@@ -128,7 +128,7 @@ class Fleet:
   async def _answered(self, call: Call) -> None:
     try:
       found: list[Part] | Exception = await self._tried(call)
-    except (Failed, Refused) as error:
+    except Failed as error:
       found = error
     except asyncio.CancelledError:
       return
@@ -148,6 +148,9 @@ class Fleet:
       try:
         parts = await self._post(server, call)
       except Moved:
+        continue
+      except Refused as error:
+        self.leave_out(server, str(error), refused=True)
         continue
       except Failed as error:
         self._blame(server, error)
