@@ -77,6 +77,7 @@ class ServerEngine:
       self._fleet = Fleet(config.urls, self._server, Limits(model.vocab_size, *limits), logs)
     self._weights: Path | None = None  # the directory of the last ones
     self._version = -1
+    self._loading = False  # by another thread perhaps, while this one steps
     self._worst, self._disagreed = 0.0, 0  # of the probe
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
@@ -100,6 +101,8 @@ class ServerEngine:
   def load(self, params: Any, version: int) -> None:
     """Publishes weights and has every server take them, those that were left out before too.
 
+    Responses that are under way go on under them; another thread than that which steps may call it.
+
     Raises:
       ServersGone: none can be used; says why of each.
     """
@@ -111,7 +114,11 @@ class ServerEngine:
     except OSError as error:
       where = error.filename or self._directory
       raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
-    self._find_servers(params)
+    self._loading = True
+    try:
+      self._find_servers(params)
+    finally:
+      self._loading = False
 
   def release(self) -> None:
     """Gives up nothing: servers have the weights."""
@@ -265,7 +272,7 @@ class ServerEngine:
     if self._fleet is not None:
       try:
         found = self._arrived(0.5)
-        lost = not self._fleet.usable
+        lost = not self._fleet.usable and not self._loading
       except Failed as failure:
         error = str(failure)
     found, lost, error = told((found, lost, error))

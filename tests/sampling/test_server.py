@@ -3,6 +3,7 @@ probs of a real model; tests/sampling/test_vllm.py has real ones."""
 
 import contextlib
 import itertools
+import threading
 import time
 
 import jax
@@ -250,6 +251,38 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert time.monotonic() - started < 15
   assert set(failed(engine)) == {"health"} and engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_against_it(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one], retries=0)
+  engine.load(weights(), 1)
+  count = itertools.count()
+  one.fault = lambda path, body: "429" if path.endswith("generate") and next(count) < 8 else None
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert not failed(engine) and next(count) > 8
+
+
+def test_weights_may_change_while_responses_are_under_way(make):
+  """Each token says which ones sampled it, as its server does; what came under new weights waits
+  for their probe."""
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(1), 1)
+  one.pace = 0.15
+  begun, driver = group(engine)
+  driver.begin(begun)
+  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
+  loads.start()
+  assert len(list(driver.run())) == 4
+  loads.join()
+  versions = np.concatenate([each.version for each in begun])
+  assert set(versions) == {1, 2}
+  for each in begun:
+    assert (np.diff(each.version) >= 0).all()
+  assert not failed(engine) and engine._fleet.usable
 
 
 def test_a_request_has_a_time(make):
