@@ -6,11 +6,9 @@ came, so that all go on alike.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import os
-import pickle
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
-from jax.experimental import multihost_utils
 
+from gspo_jax import sharding
 from gspo_jax.models import flops
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
@@ -30,6 +27,7 @@ from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, W
 from gspo_jax.sampling.servers import published
 from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused
 from gspo_jax.sampling.servers.fleet import Fleet, Server, counts
+from gspo_jax.sampling.servers.hosts import check_alone, told
 from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
 from gspo_jax.sampling.servers.probe import Probe
 
@@ -77,9 +75,9 @@ class ServerEngine:
       limits = (model.num_experts, model.experts_per_token, model.num_layers, moe)
       logs = workdir.absolute() / "servers"
       self._fleet = Fleet(config.urls, self._server, Limits(model.vocab_size, *limits), logs)
-    self._params: Any = None
-    self._weights: Path | None = None
-    self._version, self._published = -1, 0.0
+    self._weights: Path | None = None  # the directory of the last ones
+    self._version = -1
+    self._loading = False  # by another thread perhaps, while this one steps
     self._worst, self._disagreed = 0.0, 0  # of the probe
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
@@ -103,32 +101,36 @@ class ServerEngine:
   def load(self, params: Any, version: int) -> None:
     """Publishes weights and has every server take them, those that were left out before too.
 
+    Responses that are under way go on under them; another thread than that which steps may call it.
+
     Raises:
       ServersGone: none can be used; says why of each.
     """
-    started = time.perf_counter()
-    self._params, self._version = self._publish(params), version
+    params, self._version = self._publish(params), version
     name = f"weights_{version:06d}"
     try:
-      args = self._directory, name, self._params, self._model, self._tokenizer
+      args = self._directory, name, params, self._model, self._tokenizer
       self._weights = published.write(*args)
     except OSError as error:
       where = error.filename or self._directory
       raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
-    self._find_servers()
-    self._published = time.perf_counter() - started
+    self._loading = True
+    try:
+      self._find_servers(params)
+    finally:
+      self._loading = False
 
   def release(self) -> None:
-    self._params = None
+    """Gives up nothing: servers have the weights."""
 
-  def _find_servers(self) -> None:
+  def _find_servers(self, params: Any) -> None:
     """Brings up as many servers as can be; waits a while for the first.
 
     Raises:
       ServersGone: there is none.
     """
     end = time.monotonic() + self._server.wait_s
-    while not self._bring_up():
+    while not self._bring_up(params):
       gone = None
       if self._fleet is not None:
         reasons = "; ".join(f"{one.url}: {one.why}" for one in self._fleet.servers)
@@ -137,12 +139,12 @@ class ServerEngine:
           gone = f"engine.name='server': no server can be used. {reasons}"
         else:
           logging.warning("waiting for a server: %s", reasons)
-          self._fleet.run(asyncio.sleep(AGAIN_S), _check)
-      if gone := _told(gone):
+          self._fleet.run(asyncio.sleep(AGAIN_S), check_alone)
+      if gone := told(gone):
         raise ServersGone(gone)
       preemption.check()
 
-  def _bring_up(self) -> bool:
+  def _bring_up(self, params: Any) -> bool:
     """One round over all servers: weights in place, or a restart, and the probe. Returns whether
     there is one that can be used."""
     self._worst = 0.0
@@ -151,9 +153,7 @@ class ServerEngine:
       todo = [(one, not one.reloads) for one in self._fleet.servers]
     for again in (True, False):
       answers = self._renewed(todo)
-      verdicts = [
-        None if parts is None else self._probe.verdict(self._params, parts) for parts in answers
-      ]
+      verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
       failed = [
         server for (server, restarted), verdict in zip(todo, verdicts)
         if not self._judged(server, restarted, verdict) and not restarted
@@ -161,11 +161,11 @@ class ServerEngine:
       todo = []
       if self._fleet is not None and self._server.command and again:
         todo = [(one, True) for one in failed]
-      if not _told(bool(todo)):
+      if not told(bool(todo)):
         break
       if todo:
         logging.warning("starting again: %s", ", ".join(one.url for one, _ in todo))
-    return _told(self._fleet is not None and bool(self._fleet.usable))
+    return told(self._fleet is not None and bool(self._fleet.usable))
 
   def _renewed(self, todo: Sequence[tuple[Server, bool]]) -> list[list[Part] | None]:
     """What servers say to the probe after they took the weights; None of those that failed."""
@@ -176,7 +176,7 @@ class ServerEngine:
         self._fleet.renew(server, str(self._weights), self._version, calls, restart)
         for server, restart in todo
       ]
-      results = self._fleet.run(_gathered(work), _check)
+      results = self._fleet.run(_all(work), check_alone)
       for (server, _), result in zip(todo, results):
         if isinstance(result, Failed | Refused):
           refused = isinstance(result, Refused)
@@ -184,7 +184,7 @@ class ServerEngine:
         elif isinstance(result, BaseException):
           raise result
         found.append(result if isinstance(result, list) else None)
-    return _told(found)
+    return told(found)
 
   def _judged(self, server: Server, restarted: bool, verdict: Any) -> bool:
     """Uses a server from now on if its verdict is within the tolerance."""
@@ -272,22 +272,30 @@ class ServerEngine:
     if self._fleet is not None:
       try:
         found = self._arrived(0.5)
-        lost = not self._fleet.usable
+        lost = not self._fleet.usable and not self._loading
       except Failed as failure:
         error = str(failure)
-    found, lost, error = _told((found, lost, error))
+    found, lost, error = told((found, lost, error))
     if error:
       raise ServersGone(f"engine.name='server': a response could not be sampled: {error}")
     if lost:
-      self._find_servers()
+      self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
     return self._handed_out(found)
+
+  def _read(self) -> Any:
+    """The last weights, from their directory: since they were published the trainer has needed the
+    memory."""
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
+    return hf.load(self._weights, mesh=mesh)[0]
 
   def stop(self) -> list[Response]:
     found: list[tuple] = []
     if self._fleet is not None:
       found = self._left()
-    return self._handed_out(_told(found))
+    return self._handed_out(told(found))
 
   def _left(self) -> list[tuple]:
     """Has servers leave what they are at, and takes what they have of it."""
@@ -298,13 +306,10 @@ class ServerEngine:
     try:
       unsent = self._fleet.run(self._fleet.abort(waited))
       end = time.monotonic() + ABORT_S
-      while len(self._pending) > len(unsent & self._pending.keys()) and time.monotonic() < end:
-        with contextlib.suppress(Failed):  # it was tried; it comes back as it is
-          found += self._arrived(0.5)
+      while self._pending.keys() - unsent and time.monotonic() < end:
+        found += self._arrived(0.5)
       self._fleet.run(self._fleet.cancel(list(self._pending)))
-      while not self._fleet.answers.empty():
-        with contextlib.suppress(Failed):
-          found += self._arrived(0.0)
+      found += self._arrived(0.0)
     finally:
       self._stopping = False
     rest = [one for some in self._pending.values() for one in some]
@@ -326,11 +331,12 @@ class ServerEngine:
       some = self._pending.get(id_)
       if some is None:  # of a workload that has ended
         continue
-      if isinstance(answer, Failed | Refused):
-        raise Failed(getattr(answer, "kind", "status"), str(answer))
-      if isinstance(answer, Exception):
+      if isinstance(answer, Exception) and not self._stopping:
         raise answer
       del self._pending[id_]
+      if isinstance(answer, Exception):
+        found += [self._told_of(one, False) for one in some]
+        continue
       for one, part in zip(some, answer):
         finished = one.add(part, self._detokenize)
         if finished or self._stopping:
@@ -341,7 +347,8 @@ class ServerEngine:
           self._send([one])
 
   def _told_of(self, one: Pending, finished: bool) -> tuple[int, Response]:
-    return one.number, one.response(self._workload.sampling.whole, finished)
+    response = one.response(self._workload.sampling.whole, finished)
+    return one.number, dataclasses.replace(response, request=None)  # whose tag is of this process
 
   def _handed_out(self, found: list[tuple[int, Response]]) -> list[Response]:
     """The responses; of processes that were told of them, with their own requests."""
@@ -375,23 +382,5 @@ class ServerEngine:
     }
 
 
-def _check() -> None:
-  """`preemption.check` while this process waits alone; of several, all would have to call it."""
-  if jax.process_count() == 1:
-    preemption.check()
-
-
-async def _gathered(work: list) -> list:
+async def _all(work: list) -> list:
   return await asyncio.gather(*work, return_exceptions=True)
-
-
-def _told(value: Any) -> Any:
-  """The value that the first process has, on all of them."""
-  if jax.process_count() == 1:
-    return value
-  content = pickle.dumps(value)
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-  padded = np.zeros(size, np.uint8)
-  if jax.process_index() == 0:
-    padded[:] = np.frombuffer(content, np.uint8)
-  return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())

@@ -6,9 +6,13 @@ of /generate) and its source (log-probs, routes): none was run for this.
 
 import base64
 import io
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
+from support.command_line import environment
 
 from gspo_jax.sampling import SamplingConfig
 from gspo_jax.sampling.servers.calls import Call, Failed, Limits, checked, version_number
@@ -153,4 +157,29 @@ def test_a_process_ends_with_its_children(tmp_path):
   while "2 a:81 /w" not in process.log.read_text():
     assert process.alive
   process.stop()
-  assert not process.alive
+  assert not process.alive and not in_group(process.pid)
+
+
+def in_group(group):
+  """Processes of a group that are not over."""
+  found = subprocess.run(["ps", "-eo", "pgid,stat"], capture_output=True, text=True).stdout
+  rows = [line.split() for line in found.splitlines()[1:]]
+  return [stat for pgid, stat in rows if pgid == str(group) and not stat.startswith("Z")]
+
+
+def test_a_process_ends_with_a_run_that_was_killed(tmp_path):
+  start = "from gspo_jax.sampling.servers.launch import Process; import pathlib, time; "
+  start += f"print(Process('exec sleep 60', pathlib.Path('{tmp_path}/log')).pid, flush=True); "
+  run = subprocess.Popen(
+    [sys.executable, "-c", start + "time.sleep(60)"],
+    stdout=subprocess.PIPE, env=environment(),
+  )  # fmt: skip
+  group = int(run.stdout.readline())
+  assert in_group(group)
+  run.kill()
+  run.wait()
+  run.stdout.close()
+  end = time.monotonic() + 20
+  while in_group(group):
+    assert time.monotonic() < end
+    time.sleep(0.05)

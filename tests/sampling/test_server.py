@@ -3,6 +3,7 @@ probs of a real model; tests/sampling/test_vllm.py has real ones."""
 
 import contextlib
 import itertools
+import threading
 import time
 
 import jax
@@ -44,7 +45,7 @@ def make(tmp_path):
   with contextlib.ExitStack() as stack:
 
     def servers(count):
-      found = [FakeServer(MODEL) for _ in range(count)]
+      found = [FakeServer() for _ in range(count)]
       for one in found:
         stack.callback(lambda one=one: one.dead or one.die())
       return found
@@ -230,7 +231,7 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 1 == metrics["engine/left_out"]
   port = int(two[0].url.rpartition(":")[2])
-  back = FakeServer(MODEL, port=port)  # somebody starts it again
+  back = FakeServer(port=port)  # somebody starts it again
   engine.load(weights(3), 3)
   assert back.version == "3"
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
@@ -250,6 +251,38 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert time.monotonic() - started < 15
   assert set(failed(engine)) == {"health"} and engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_against_it(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one], retries=0)
+  engine.load(weights(), 1)
+  count = itertools.count()
+  one.fault = lambda path, body: "429" if path.endswith("generate") and next(count) < 8 else None
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert not failed(engine) and next(count) > 8
+
+
+def test_weights_may_change_while_responses_are_under_way(make):
+  """Each token says which ones sampled it, as its server does; what came under new weights waits
+  for their probe."""
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(1), 1)
+  one.pace = 0.15
+  begun, driver = group(engine)
+  driver.begin(begun)
+  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
+  loads.start()
+  assert len(list(driver.run())) == 4
+  loads.join()
+  versions = np.concatenate([each.version for each in begun])
+  assert set(versions) == {1, 2}
+  for each in begun:
+    assert (np.diff(each.version) >= 0).all()
+  assert not failed(engine) and engine._fleet.usable
 
 
 def test_a_request_has_a_time(make):
@@ -353,7 +386,7 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
   class Started:
     def __init__(self, command, log):
       directory, port = command.split()
-      self.fake = FakeServer(MODEL, port=int(port))
+      self.fake = FakeServer(port=int(port))
       self.fake.answer("/collective_rpc", "", dict(kwargs=dict(weights_path=directory)))
       self.fake.reloads = False  # garbage after a reload, as MoE on CPU
       self.alive, self.log = True, log
@@ -366,7 +399,7 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
 
   monkeypatch.setattr(fleet, "Process", Started)
   _, engine = make
-  free = FakeServer(MODEL)
+  free = FakeServer()
   free.die()
   engine = engine([free.url], command="{weights} {port}")
   engine.load(weights(1), 1)

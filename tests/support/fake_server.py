@@ -34,8 +34,8 @@ class FakeServer:
     token: that a request has to bring.
   """
 
-  def __init__(self, model, params=None, port=0):
-    self.model, self.params = model, params
+  def __init__(self, port=0):
+    self.model = self.params = None
     self.version, self.raw, self.reloads, self.pace, self.token = "default", False, True, 0.0, ""
     self.fault = lambda path, body: None
     self.connections = []
@@ -62,7 +62,7 @@ class FakeServer:
     if path == "/collective_rpc":
       directory = body["kwargs"]["weights_path"]
       if self.reloads:
-        self.params = hf.load(directory)[0]
+        self.params, self.model = hf.load(directory)
       return 200, dict(results=[None])
     if path == "/update_weight_version":
       self.version = body["new_version"]
@@ -83,7 +83,7 @@ class FakeServer:
     rng, stop = np.random.default_rng(want["seed"]), want["stop_token_ids"]
     tokens_BT = np.zeros((ROWS, WINDOW), np.int32)
     tokens_BT[:, : len(prompt)] = prompt
-    out = [([], []) for _ in range(n)]
+    out, versions = [([], []) for _ in range(n)], []
     reason = ["length"] * n
     for t in range(len(prompt), len(prompt) + most):
       time.sleep(self.pace)
@@ -92,6 +92,7 @@ class FakeServer:
         break
       with self._lock:
         logits_BV = np.asarray(_logits(self.params, self.model, tokens_BT, t - 1), np.float64)
+      versions.append(self.version)
       said_BV = jax.nn.log_softmax(logits_BV / (1.0 if self.raw else heat or 1.0))
       noise = rng.gumbel(size=(ROWS, logits_BV.shape[1])) if heat else 0
       drawn = np.argmax(logits_BV / (heat or 1.0) + noise, axis=1)
@@ -107,7 +108,10 @@ class FakeServer:
         index=i,
         finish_reason=reason[i],
         token_ids=tokens,
-        weight_versions=[dict(version=self.version, start=0, end=len(tokens))],
+        weight_versions=[
+          dict(version=version, start=t, end=t + 1)
+          for t, version in enumerate(versions[: len(tokens)])
+        ],
         logprobs=dict(content=[dict(token_id=t, logprob=p) for t, p in zip(tokens, logp)]),
       )
       for i, (tokens, logp) in enumerate(out)
@@ -143,8 +147,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       time.sleep(60)
     if fault == "die":
       self.fake.die()
-    if fault == "500":
-      return self.send(500, dict(error="the engine has died"))
+    if fault in ("500", "429"):
+      return self.send(int(fault), dict(error="the engine has died"))
     status, answer = self.fake.answer(parts.path, parts.query, body)
     if callable(fault):  # changes the answer
       answer = fault(answer)

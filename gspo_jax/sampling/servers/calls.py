@@ -28,6 +28,10 @@ class Failed(Exception):
     self.kind = kind
 
 
+class Busy(Failed):
+  """A server has as much to do as it takes, which is nothing against it."""
+
+
 class Refused(Exception):
   """A server cannot do what the run needs, now or later, as it was started."""
 

@@ -18,7 +18,16 @@ from typing import Any, TypeVar
 import numpy as np
 from absl import logging
 
-from gspo_jax.sampling.servers.calls import KINDS, Call, Failed, Limits, Part, Refused, checked
+from gspo_jax.sampling.servers.calls import (
+  KINDS,
+  Busy,
+  Call,
+  Failed,
+  Limits,
+  Part,
+  Refused,
+  checked,
+)
 from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask, Dialect
 from gspo_jax.sampling.servers.launch import Process, filled
@@ -28,6 +37,7 @@ from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
 
 DIALECTS = {one.name: one for one in (VLLM, SGLANG, COMPLETIONS)}
 HEALTH_S = 5.0  # between two looks at a server that has something to do
+BUSY_S = 0.5  # until a server that was busy is asked again
 STRIKES = 3  # failures in a row, of calls or of looks, after which a server is left out
 TOKEN, EXPERT = 1024, 16  # bytes of an answer for a token's log-prob, and for one expert of it
 
@@ -128,7 +138,7 @@ class Fleet:
   async def _answered(self, call: Call) -> None:
     try:
       found: list[Part] | Exception = await self._tried(call)
-    except (Failed, Refused) as error:
+    except Failed as error:
       found = error
     except asyncio.CancelledError:
       return
@@ -139,6 +149,7 @@ class Fleet:
   async def _tried(self, call: Call) -> list[Part]:
     """Asks one server after the other. Failed: as often as the configuration allows."""
     tried: list[Server] = []
+    end = time.monotonic() + self._config.timeout_s
     while True:
       self._unsent.add(call.id)
       try:
@@ -148,6 +159,14 @@ class Fleet:
       try:
         parts = await self._post(server, call)
       except Moved:
+        continue
+      except Busy as error:
+        if time.monotonic() > end:
+          raise Failed(error.kind, f"{server.url} is busy all the time: {error}") from error
+        await asyncio.sleep(BUSY_S)
+        continue
+      except Refused as error:
+        self.leave_out(server, str(error), refused=True)
         continue
       except Failed as error:
         self._blame(server, error)

@@ -8,6 +8,14 @@ import urllib.parse
 from pathlib import Path
 
 STOP_S = 20.0  # from SIGTERM to SIGKILL
+# A command that is killed, with all of its group, once the shell's input has come to its end.
+_BOUND = """exec 3<&0
+( {}
+) </dev/null 3<&- &
+server=$!
+( cat <&3 >/dev/null; kill -9 -$$ ) &
+exec 3<&-
+wait $server"""
 
 
 def filled(command: str, url: str, index: int, weights: str) -> str:
@@ -27,8 +35,8 @@ class Process:
     self.log = log
     with open(log, "ab") as output:
       self._process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
+        ["/bin/sh", "-c", _BOUND.format(command)],
+        stdin=subprocess.PIPE,  # nothing is written: it ends with this process, however that does
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -50,6 +58,7 @@ class Process:
       self._process.wait(STOP_S)
     self._signal(signal.SIGKILL)
     self._process.wait()
+    self._process.stdin.close()
 
   def _signal(self, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from gspo_jax.sampling.servers.calls import Failed, Refused
+from gspo_jax.sampling.servers.calls import Busy, Failed, Refused
 from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask
 
@@ -58,7 +58,8 @@ class Wire:
       )
     if not 200 <= status < 300:
       text = body[:200].decode(errors="replace")
-      raise Failed("status", f"HTTP {status} for {ask.path}: {text}")
+      kind = Busy if status == 429 else Failed
+      raise kind("status", f"HTTP {status} for {ask.path}: {text}")
     try:
       answer = json.loads(body) if body.strip() else None
     except (ValueError, RecursionError) as error:

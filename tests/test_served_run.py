@@ -1,0 +1,65 @@
+"""Whole runs whose rollouts come from a server, on one process and on two. `bash .ci/vllm`."""
+
+import json
+
+import pytest
+from support.command_line import command, rows_of, run
+from support.fake_server import FakeServer
+from test_two_processes import on_two_processes
+
+pytestmark = pytest.mark.slow
+SMALL = """
+  job=rl tokenizer=bytes model.num_experts=0 model.experts_per_token=0 model.moe_intermediate_size=0
+  model.hidden_size=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8
+  model.intermediate_size=16 sampling.max_new_tokens=6 engine.name=server engine.server.wait_s=0
+  objective.old_logp=behaviour objective.correction.name=masked objective.volatility=False
+  rl.iterations=4 rl.prompts=8 rl.group_size=2 rl.minibatches=2 rl.dump_every=1
+  rl_optimizer.schedule=constant rl_optimizer.learning_rate=1e-2 objective.entropy_coef=0.01
+  eval.problems=8 eval.batch=8 eval.samples=2 eval.greedy=false eval.every=2 checkpoint.every=1
+""".split()
+
+
+@pytest.fixture
+def server():
+  one = FakeServer()
+  yield one
+  if not one.dead:
+    one.die()
+
+
+def urls(server):
+  return f'engine.urls=("{server.url}",)'
+
+
+def test_a_run_ends_with_its_last_server_and_goes_on_when_there_is_one(server, tmp_path):
+  def breaks(path, body):
+    third = len(rows_of(tmp_path, "rl")) >= 3  # with the row of step 0
+    return "500" if third and path == "/inference/v1/generate" else None
+
+  server.fault = breaks
+  said = run(tmp_path, *SMALL, urls(server), ok=False)
+  assert f"no server can be used. {server.url}: " in said
+  assert "the same command goes on from the last checkpoint" in said
+  server.fault = lambda path, body: None
+  run(tmp_path, *SMALL, urls(server))
+  rows = rows_of(tmp_path, "rl")
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  for row in rows[1:]:
+    assert row["engine/servers"] == 1 and row["engine/probe/mean"] < 1e-4
+    assert row["mismatch/current/abs/mean"] < 1e-4 and row["mismatch/older/tokens"] == 0
+    assert row["minibatch/0/ratio/deviation"] < 1e-4 < row["minibatch/1/ratio/deviation"]
+    assert row["grad_norm"] > 0 and "sampling/slot_utilisation" not in row
+  assert server.version == "5" and "eval/accuracy" in rows[-1]
+
+
+def test_two_processes_are_told_what_the_first_one_heard(server, tmp_path):
+  one, two = tmp_path / "one", tmp_path / "two"
+  flags = [*SMALL, urls(server), "rl.iterations=2", "mesh.data=2"]
+  run(one, *flags, JAX_NUM_CPU_DEVICES="4")
+  on_two_processes(lambda _: command(two, *flags, "distributed=true"), devices=2)
+  for name in ("rl_000001.jsonl", "rl_000002.jsonl"):
+    theirs, ours = (
+      [json.loads(x) for x in (d / "rollouts" / name).read_text().splitlines()] for d in (one, two)
+    )
+    assert [x["response"] for x in ours] == [x["response"] for x in theirs]
+  assert [row["step"] for row in rows_of(two, "rl")] == [0, 1, 2]
