@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 
-from gspo_jax import __version__, config_flag, paths, sharding
+import gspo_jax
+from gspo_jax import config_flag, paths, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
 from gspo_jax.models import lora, transformer
@@ -113,7 +114,7 @@ def serve(config: RunConfig) -> None:
   warm.future.result()
   name = _NAME.value or config.weights
   info = dict(
-    version=__version__,
+    version=gspo_jax.__version__,
     engine="gspo_jax",
     logprobs_mode="processed_logprobs",  # after temperature and truncation; there is no other
     enable_return_routed_experts=_ROUTED.value,
