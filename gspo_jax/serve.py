@@ -34,6 +34,7 @@ from gspo_jax.serving.loop import Job, Loop
 
 TOKEN = "GSPO_JAX_SERVE_TOKEN"  # the environment variable; a flag would be seen by everybody
 
+flags.adopt_module_key_flags(config_flag)
 _WEIGHTS = flags.DEFINE_string(
   "weights", None, "Hugging Face directory, a run or its checkpoint, or random; default: config's."
 )
@@ -234,4 +235,5 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 if __name__ == "__main__":
+  app.define_help_flags()
   app.run(main, flags_parser=lambda argv: config_flag.parse(argv))
