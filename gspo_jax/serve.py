@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 
-from gspo_jax import __version__, config_flag, paths, sharding
+import gspo_jax
+from gspo_jax import config_flag, paths, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
 from gspo_jax.models import lora, transformer
@@ -33,6 +34,7 @@ from gspo_jax.serving.loop import Job, Loop
 
 TOKEN = "GSPO_JAX_SERVE_TOKEN"  # the environment variable; a flag would be seen by everybody
 
+flags.adopt_module_key_flags(config_flag)
 _WEIGHTS = flags.DEFINE_string(
   "weights", None, "Hugging Face directory, a run or its checkpoint, or random; default: config's."
 )
@@ -113,7 +115,7 @@ def serve(config: RunConfig) -> None:
   warm.future.result()
   name = _NAME.value or config.weights
   info = dict(
-    version=__version__,
+    version=gspo_jax.__version__,
     engine="gspo_jax",
     logprobs_mode="processed_logprobs",  # after temperature and truncation; there is no other
     enable_return_routed_experts=_ROUTED.value,
@@ -233,4 +235,5 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 if __name__ == "__main__":
+  app.define_help_flags()
   app.run(main, flags_parser=lambda argv: config_flag.parse(argv))

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config config_flag dry_run evaluation report run runs sampling sft train",
-  "serve": "config config_flag models paths run sampling serving",
+  "serve": "config config_flag data models paths run sampling serving",
   "train": "collect hardware learner objectives pipeline records report run runs segments steps "
   "teacher",
   "sft": "data learner run runs",

@@ -303,8 +303,8 @@ async def _sent(server: Server, name: str, *arguments: Any) -> Any:
 
 
 async def health(server: Server, request: Request) -> Response:
-  if server.loop.failed:
-    raise Refused(503, server.loop.failed)
+  if server.loop.failed or not server.loop.alive:
+    raise Refused(503, server.loop.failed or "the thread of the engine has ended")
   return Response()
 
 

@@ -130,6 +130,11 @@ class Loop:
     self._thread.join(timeout_s)
 
   @property
+  def alive(self) -> bool:
+    """Whether there is a thread that takes requests."""
+    return self._thread.is_alive() and not self._closing
+
+  @property
   def running(self) -> int:
     """Requests under way."""
     return len(self._jobs)
@@ -167,11 +172,11 @@ class Loop:
       idle = False
       try:
         getattr(self, f"_{name}")(future, *arguments)
-      except (Refused, ValueError, OSError) as error:
-        future.set_exception(error)
       except Exception as error:  # of the file system, of the devices: the server goes on
-        traceback.print_exc()
-        future.set_exception(error)
+        if not isinstance(error, Refused | ValueError | OSError):
+          traceback.print_exc()
+        if not future.done():
+          future.set_exception(error)
 
   def _advance(self) -> None:
     """Has the engine go on with the jobs."""
