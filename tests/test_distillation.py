@@ -17,6 +17,8 @@ from support.small_updates import T, learner, make_batch
 from configs import tiny, tiny_distil
 from gspo_jax import dry_run, sharding, teacher, train
 from gspo_jax import run as runs
+from gspo_jax.aot import needed, programs
+from gspo_jax.aot.estimate import held
 from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import packing
 from gspo_jax.learner.distillation import DistillationConfig, make_distill
@@ -285,3 +287,25 @@ def test_its_pass_is_counted(directory):
   )
   one = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
   assert with_it - without == pytest.approx(one) and one > 0 and same == updates
+
+
+def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
+  """As `gspo_jax.aot` compiles them, which needs no more of a teacher than its files."""
+  path, _, model = directory
+  config = student(path, compute__dtype="bfloat16", rl__packed=True, rl__microbatches=2)
+  mesh = sharding.make_mesh(ONE, jax.devices()[:1])
+  case = programs.make_case(config)
+  found = dict(programs.programs(case, mesh, ["train", "score"]))
+  assert list(found) == ["train", "score", "teacher"]
+  weights = held(found["teacher"].arguments[0])
+  assert 2 * transformer.count(model)[0] <= weights < 2.1 * transformer.count(model)[0]
+  assert all(held(found[name].held) >= weights for name in ("train", "score"))
+  plain = programs.make_case(
+    student("", distillation__reward_weight=1.0, compute__dtype="bfloat16")
+  )
+  without = dict(programs.programs(plain, mesh, ["train", "score"]))
+  assert held(found["train"].held) - held(without["train"].held) == weights
+  assert needed.of("teacher", case, mesh) > needed.of("score", case, mesh) * 0.4
+  with jax.set_mesh(mesh):
+    logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)
+  assert logp_BT.shape == (case.sequences, case.length)
