@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
-from support.command_line import SMALL_MODEL, figures, rows_of
+from support.command_line import SMALL_MODEL, figures, parameters, rows_of
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
 from support.small_updates import T, learner, make_batch
@@ -17,6 +17,8 @@ from support.small_updates import T, learner, make_batch
 from configs import tiny, tiny_distil
 from gspo_jax import dry_run, sharding, teacher, train
 from gspo_jax import run as runs
+from gspo_jax.aot import needed, programs
+from gspo_jax.aot.estimate import held
 from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import packing
 from gspo_jax.learner.distillation import DistillationConfig, make_distill
@@ -221,7 +223,7 @@ def test_what_does_not_go_with_a_teacher_is_refused(changes, message):
 
 def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monkeypatch):
   """One response to a prompt, of which the verifier finds none right; and the run ends as one that
-  was interrupted, though its teacher has another checkpoint by then."""
+  was interrupted."""
   path, _, model = directory
   changes = dict(
     rl__prompts=32, rl__group_size=1, rl__iterations=5, rl_optimizer__learning_rate=1e-2
@@ -237,9 +239,10 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monke
   said = "\n".join(dry_run.lines(config, runs.check(config)))
   assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in said
   assert "the teacher's weights" in said
-  checkpoint = tmp_path / "whole" / "checkpoints" / "rl" / "5" / "state"
-  stored = sum(p.stat().st_size for p in checkpoint.rglob("*") if p.is_file())
-  assert stored < 16 * transformer.count(config.model)[0] + 2**16, "the teacher is not in it"
+  stored = parameters(tmp_path / "whole", 5)
+  assert stored.keys() <= {"step", "params", "opt_state", "skipped", "clip_factor"}
+  sizes = [x.size for x in jax.tree.leaves(stored["params"])]
+  assert sum(sizes) == transformer.count(config.model)[0], "the teacher is not in it"
 
   left = iter(range(9))
   monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
@@ -284,3 +287,25 @@ def test_its_pass_is_counted(directory):
   )
   one = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
   assert with_it - without == pytest.approx(one) and one > 0 and same == updates
+
+
+def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
+  """As `gspo_jax.aot` compiles them, which needs no more of a teacher than its files."""
+  path, _, model = directory
+  config = student(path, compute__dtype="bfloat16", rl__packed=True, rl__microbatches=2)
+  mesh = sharding.make_mesh(ONE, jax.devices()[:1])
+  case = programs.make_case(config)
+  found = dict(programs.programs(case, mesh, ["train", "score"]))
+  assert list(found) == ["train", "score", "teacher"]
+  weights = held(found["teacher"].arguments[0])
+  assert 2 * transformer.count(model)[0] <= weights < 2.1 * transformer.count(model)[0]
+  assert all(held(found[name].held) >= weights for name in ("train", "score"))
+  plain = programs.make_case(
+    student("", distillation__reward_weight=1.0, compute__dtype="bfloat16")
+  )
+  without = dict(programs.programs(plain, mesh, ["train", "score"]))
+  assert held(found["train"].held) - held(without["train"].held) == weights
+  assert needed.of("teacher", case, mesh) > needed.of("score", case, mesh) * 0.4
+  with jax.set_mesh(mesh):
+    logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)
+  assert logp_BT.shape == (case.sequences, case.length)

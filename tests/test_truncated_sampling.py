@@ -36,7 +36,8 @@ def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(tmp_path, 
   rows = rows_of(tmp_path / "whole", "rl")[1:]
   for row in rows:
     assert row["mismatch/abs/max"] < 1e-5 and row["minibatch/0/ratio/deviation"] == 0
-    assert 1 < row["sampling/support"] < 40 and 0.6 < row["sampling/support_mass"] < 0.7
+    assert 1 < row["sampling/support"] < 40  # top-p is of what top-k leaves
+    assert 0.2 < row["sampling/support_mass"] < 0.6
     assert 0 < row["entropy"] < np.log(40) and np.isfinite(row["kl_ref/k3"])
   assert any(row["partial/stale_tokens"] > 0 for row in rows)
   assert rows[-1]["minibatch/1/ratio/deviation"] > 0

@@ -165,7 +165,7 @@ def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
       found = packing.in_order(found, placed.order_B)
     return np.abs(found - rollout.logp)[rollout.mask > 0]
 
-  assert difference(one).max() < 1e-5
+  assert difference(one).max() < 2e-5
   without = difference(one.replace(support_BTX=None))
   assert without.mean() > 0.05, "the mass that was left out"
 
