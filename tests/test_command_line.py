@@ -233,3 +233,13 @@ def test_jobs_that_do_not_sample_for_training(job):
 def test_the_flagship_at_toy_size_has_a_plan():
   text = printed(lambda: moe_aime.get_config("tiny"))
   assert " of them for each token" in text and "while it samples" in text
+
+
+def test_a_mesh_that_only_samples_has_its_own_memory():
+  one = printed(common.base, rl__lag=2)
+  two = printed(common.base, rl__lag=2, rollout_mesh__fsdp=2, mesh__fsdp=4)
+  assert "devices: 4 x cpu" in two and "rollout mesh: 2 further ones (data 1 x fsdp 2 " in two
+  assert "of the rollout mesh" in two and "while it samples" not in two
+  assert "rollout mesh" not in one and "while it samples" in one
+  weights = "the sampler's weights"
+  assert gib(two, "the next weights for it") == pytest.approx(2 * gib(two, weights), rel=0.02)

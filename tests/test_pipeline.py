@@ -15,6 +15,7 @@ import pytest
 from support.configs import config_of
 from support.small_models import MOE
 from test_collect import OTHER, PARAMS, Counting, collector, groups, iterate
+from test_partial_rollouts import surplus
 
 from configs import common
 from gspo_jax import sharding
@@ -121,9 +122,13 @@ def test_a_response_that_is_carried_over_goes_on_under_newer_weights(arrangement
 
 def test_what_is_left_over_is_no_more_than_half_of_a_batch_while_versions_stand_still():
   """The first batches are all of the first weights: what one leaves is old for the next."""
-  with opened(3, extra_prompts=8) as sampling:
+  made, old = surplus(6, extra_prompts=8)
+  made[0]._batches.take(8)  # their prompts
+  with opened(3, made=made) as sampling:
     out = train(sampling)
-  assert all(one.usage.tokens > 0 for one in out)
+  taken = [sum(group.prompt.id in old for group in one.groups) for one in out]
+  assert taken == [2, 2, 2, 0, 0, 0] and all(one.usage.tokens > 0 for one in out)
+  assert out[1].version == 1 and out[1].metrics["partial/finished_groups"] <= 4
 
 
 CASES = dict(
