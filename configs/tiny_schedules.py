@@ -15,7 +15,7 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  eval/accuracy 0.39 to 0.44 -> 0.88 to 0.91 by :groups, with 45 % fewer tokens than with
            whole groups; 0.88 to 0.92 by :growing, 0.70 to 0.83 without what is appended;
-           :length 0.26 -> 0.47 with one seed (docs/objectives.md)
+           :length 0.26 to 0.29 -> 0.46 to 0.56, seeds 17 to 19 (docs/objectives.md)
 Paper:     arXiv:2507.18071, §5.1 (longer responses, updated query sets; the rules are ours)
 """
 

@@ -6,8 +6,9 @@ configs/tiny_segments.py:long. Ranges are those of the sequence by the rule c/sq
 
 Command:   python -m gspo_jax.main --config=configs/tiny_segments.py --workdir=/tmp/segments
 Hardware:  any machine with two CPU cores; a cold start of two minutes and one of RL
-Expected:  eval/accuracy 0.18 to 0.21 -> 0.81 to 0.88 by turn and by step, 0.28 to 0.29 -> 0.37 to 0.53
-           by line in :long, seeds 17 to 19; whole responses are no worse (docs/objectives.md)
+Expected:  eval/accuracy 0.18 to 0.21 -> 0.81 to 0.88 by turn and by step, 0.28 to 0.29 ->
+           0.37 to 0.53 by line in :long, seeds 17 to 19; whole responses are no worse
+           (docs/objectives.md)
 Paper:     arXiv:2602.01202
 """
 
