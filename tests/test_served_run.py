@@ -54,7 +54,7 @@ def test_a_run_ends_with_its_last_server_and_goes_on_when_there_is_one(server, t
 
 def test_two_processes_are_told_what_the_first_one_heard(server, tmp_path):
   one, two = tmp_path / "one", tmp_path / "two"
-  flags = [*SMALL, urls(server), "rl.iterations=2", "mesh.data=2"]
+  flags = [*SMALL, urls(server), "rl.iterations=2", "mesh.data=4"]
   run(one, *flags, JAX_NUM_CPU_DEVICES="4")
   on_two_processes(lambda _: command(two, *flags, "distributed=true"), devices=2)
   for name in ("rl_000001.jsonl", "rl_000002.jsonl"):

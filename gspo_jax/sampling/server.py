@@ -25,8 +25,8 @@ from gspo_jax.runs import preemption
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
 from gspo_jax.sampling.servers import published
-from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused
-from gspo_jax.sampling.servers.fleet import Fleet, Server, counts
+from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused, counts
+from gspo_jax.sampling.servers.fleet import Fleet, Server
 from gspo_jax.sampling.servers.hosts import check_alone, told
 from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
 from gspo_jax.sampling.servers.probe import Probe

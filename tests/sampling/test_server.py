@@ -288,7 +288,7 @@ def test_weights_may_change_while_responses_are_under_way(make):
 def test_a_request_has_a_time(make):
   servers, engine = make
   two = servers(2)
-  engine = engine(two, timeout_s=1.0)
+  engine = engine(two, timeout_s=5.0)  # the probe is quicker
   engine.load(weights(), 1)
   two[0].fault = once("hang")
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)

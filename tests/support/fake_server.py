@@ -41,8 +41,7 @@ class FakeServer:
     self.connections = []
     self.seen, self.bodies, self.aborted, self._lock = [], [], set(), threading.Lock()
     handler = functools.partial(_Handler, self)
-    self._http = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
-    self._http.daemon_threads = True
+    self._http = _Listening(("127.0.0.1", port), handler)
     self.url = f"http://127.0.0.1:{self._http.server_port}"
     self.dead = False
     threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
@@ -119,8 +118,14 @@ class FakeServer:
     return 200, dict(request_id=body["request_id"], choices=choices)
 
 
+class _Listening(http.server.ThreadingHTTPServer):
+  daemon_threads = True
+  request_queue_size = 128  # with 5, a burst of connections waits for a second
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
   protocol_version = "HTTP/1.1"
+  disable_nagle_algorithm = True  # or each answer waits 40 ms
 
   def __init__(self, fake, *args):
     self.fake = fake

@@ -4,6 +4,7 @@ import base64
 import binascii
 import dataclasses
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,20 @@ def _experts(part: Part, call: Call, limits: Limits) -> np.ndarray | None:
       if 0 <= experts.min() <= experts.max() < limits.num_experts:
         return experts.astype(routing.storage_dtype(limits.num_experts))
   raise Failed("body", f"experts of shape {part.experts.shape} came for {fed} tokens")
+
+
+def dated(part: Part, oldest: int, newest: int) -> Part:
+  """A part with the versions of its tokens: if need be the one that its server has had."""
+  if part.version is not None:
+    return part
+  if oldest != newest:
+    raise Failed("version", "new weights came between, and it does not say which sampled what")
+  return dataclasses.replace(part, version=np.full(len(part.tokens), oldest, np.int32))
+
+
+def counts(found: Mapping[str, int]) -> dict[str, float]:
+  """Failures by kind, all kinds, as metrics have them."""
+  return {f"failed/{kind}": float(found.get(kind, 0)) for kind in KINDS}
 
 
 def integers(values: Any) -> np.ndarray:

@@ -15,11 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from absl import logging
 
 from gspo_jax.sampling.servers.calls import (
-  KINDS,
   Busy,
   Call,
   Failed,
@@ -27,6 +25,7 @@ from gspo_jax.sampling.servers.calls import (
   Part,
   Refused,
   checked,
+  dated,
 )
 from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask, Dialect
@@ -213,7 +212,7 @@ class Fleet:
       del server.posts[work]
       async with self._change:
         self._change.notify_all()
-    parts = [_dated(part, oldest, server.version) for part in parts]
+    parts = [dated(part, oldest, server.version) for part in parts]
     return checked(parts, call, self._limits, oldest, max(oldest, self.version))
 
   async def _generated(self, server: Server, call: Call) -> list[Part]:
@@ -393,17 +392,3 @@ class Fleet:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await self._wire.close()
-
-
-def _dated(part: Part, oldest: int, newest: int) -> Part:
-  """A part with the versions of its tokens: if need be the one that its server has had."""
-  if part.version is not None:
-    return part
-  if oldest != newest:
-    raise Failed("version", "new weights came between, and it does not say which sampled what")
-  return dataclasses.replace(part, version=np.full(len(part.tokens), oldest, np.int32))
-
-
-def counts(found: Mapping[str, int]) -> dict[str, float]:
-  """Failures by kind, all kinds, as metrics have them."""
-  return {f"failed/{kind}": float(found.get(kind, 0)) for kind in KINDS}
