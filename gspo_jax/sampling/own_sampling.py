@@ -50,7 +50,7 @@ def truncate(logits_BV: jax.Array, own: OwnSampling) -> jax.Array:
   p = jax.nn.softmax(jnp.where(descending < by_k_B[:, None], -jnp.inf, descending), axis=-1)
   inside = jnp.cumsum(p, axis=-1) - p < own.top_p_B[:, None]
   by_p_B = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1)
-  by_p_B = jnp.where(own.top_p_B < 1, by_p_B, -jnp.inf)  # sums of rounded numbers may exceed 1
+  by_p_B = jnp.where(own.top_p_B < 1, by_p_B, -jnp.inf)  # rounded sums are 1 too soon
   by_min_B = descending[:, 0] + jnp.log(own.min_p_B)
   least_B = jnp.maximum(by_k_B, jnp.maximum(by_p_B, by_min_B))
   return jnp.where(logits_BV < least_B[:, None], -jnp.inf, logits_BV)

@@ -118,3 +118,10 @@ def test_what_is_cancelled_never_comes_and_frees_its_slots(params, alone):
   wanted = sum(len(r.tokens) for r in alone.values())
   assert s.usage.slot_steps < wanted + 104
   assert not s._abandoned
+
+
+def test_rounding_leaves_nothing_out():
+  """Beside a token of probability 1 - 1e-11, which is 1 in float32, the others stay possible."""
+  logits_BV = jnp.zeros((2, 100)).at[:, 7].set(30.0)
+  rows = jax.tree.map(jnp.asarray, own_sampling.stacked([PLAIN] * 2))
+  assert jnp.isfinite(own_sampling.truncate(logits_BV, rows)).all()
