@@ -15,12 +15,12 @@ from gspo_jax.runs import preemption
 
 MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
 SMALL = MODEL | dict(
-  job="rl", model__num_layers=1, sampling__max_new_tokens=6,
+  job="rl", model__num_layers=1, sampling__max_new_tokens=8, engine__steps=2,
   sampling__top_k=40, sampling__top_p=0.6, sampling__temperature=0.7,
   objective__entropy_coef=0.1,  # so small a model earns no reward
   objective__kl_coef=0.1,
   rl__prompts=4, rl__group_size=4, rl__minibatches=2, rl__iterations=3,
-  rl__token_budget=40, rl_optimizer__warmup_steps=0, rl_optimizer__learning_rate=1e-2,
+  rl__token_budget=60, rl_optimizer__warmup_steps=0, rl_optimizer__learning_rate=1e-2,
   eval__problems=2, eval__every=100, eval__greedy=False, checkpoint__every=1, engine__slots=8,
 )  # fmt: skip
 
