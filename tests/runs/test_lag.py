@@ -74,7 +74,8 @@ def test_its_rows_say_how_old_the_weights_are(untouched):
     for age, share in enumerate(shares):  # the mismatch is that of the first mini-batch
       assert share or not row[f"mismatch/by_age/{age}"]
     assert row["mismatch/by_age/0"] < 1e-4  # of the same weights
-  assert training[-1]["mismatch/by_age/2"] > 1e-3 < training[1]["mismatch/by_age/1"]
+  for age in range(1, LAG + 1):
+    assert max(row[f"mismatch/by_age/{age}"] for row in training) > 1e-3
   assert any(row["partial/stale_tokens"] for row in training)
   assert training[-1]["minibatch/0/ratio/deviation"] > 0  # older weights sampled
 
