@@ -1,0 +1,23 @@
+"""Configurations of docs/objectives.md whose own tests kill no run: each goes on exactly."""
+
+import signal
+
+import numpy as np
+import pytest
+from support.command_line import SMALL, figures, parameters, run, run_until
+
+CONFIGS = "tiny_ppo tiny_rft tiny_agents tiny_segments tiny_segments:steps tiny_segments:long"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS.split())
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(name, tmp_path):
+  which, _, variant = name.partition(":")
+  one = dict(config=f"configs/{which}.py" + (f":{variant}" if variant else ""))
+  flags = [*SMALL, "rl.iterations=6"]
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  run(whole, *flags, **one)
+  run_until(killed, "rl", 3, signal.SIGKILL, flags, **one)
+  run(killed, *flags, **one)
+  assert figures(killed) == figures(whole)
+  np.testing.assert_equal(parameters(killed, 6), parameters(whole, 6))
