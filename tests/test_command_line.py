@@ -205,15 +205,15 @@ def test_a_critic_is_in_its_memory_and_its_operations():
 def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
   devices = [types.SimpleNamespace(device_kind="TPU v5p")]
   config = config_of(common.base)
-  *_, one = dry_run.iteration(config, devices)
-  *_, two = dry_run.iteration(config, devices * 2)
+  *_, one = dry_run.iteration(config, devices, None)
+  *_, two = dry_run.iteration(config, devices * 2, None)
   seconds = [float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (one, two)]
   assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
 
 
 def test_its_time_is_a_bound_where_the_peak_is_measured(monkeypatch):
   monkeypatch.setattr(dry_run, "matmul_rate", lambda: 1e9)
-  *_, operations, time = dry_run.iteration(config_of(common.base), jax.devices())
+  *_, operations, time = dry_run.iteration(config_of(common.base), jax.devices(), None)
   total = float(re.search(r"at most ([\d.e+]+), of", operations)[1])
   seconds = float(re.search(r"\(([\d.e+]+) s an iteration\)", time)[1])
   assert seconds == pytest.approx(total / 1e9, rel=0.01)  # eight devices share the processors
