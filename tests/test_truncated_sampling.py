@@ -20,7 +20,8 @@ SMALL = MODEL | dict(
   objective__entropy_coef=0.1,  # so small a model earns no reward
   objective__kl_coef=0.1,
   rl__prompts=4, rl__group_size=4, rl__minibatches=2, rl__iterations=3,
-  rl__extra_prompts=4, rl__token_budget=60, rl_optimizer__warmup_steps=0, rl_optimizer__learning_rate=1e-2,
+  rl__extra_prompts=4, rl__token_budget=60,
+  rl_optimizer__warmup_steps=0, rl_optimizer__learning_rate=1e-2,
   eval__problems=2, eval__every=100, eval__greedy=False, checkpoint__every=1, engine__slots=8,
 )  # fmt: skip
 
