@@ -1,6 +1,8 @@
-"""Whole runs whose rollouts come from a server, on one process and on two. `bash .ci/vllm`."""
+"""Whole runs whose rollouts come from a server, on one process and on two."""
 
 import json
+import socket
+import sys
 
 import pytest
 from support.command_line import command, rows_of, run
@@ -63,3 +65,45 @@ def test_two_processes_are_told_what_the_first_one_heard(server, tmp_path):
     )
     assert [x["response"] for x in ours] == [x["response"] for x in theirs]
   assert [row["step"] for row in rows_of(two, "rl")] == [0, 1, 2]
+
+
+def test_this_projects_own_server(tmp_path):
+  """With experts and their routes, weights reloaded in place, and a secret."""
+  model = [flag for flag in SMALL if flag.startswith(("tokenizer", "model", "sampling"))]
+  model = [flag for flag in model if "=0" not in flag] + ["model.moe_intermediate_size=16"]
+  flags = [f for f in SMALL if not f.startswith("model")] + model
+  serve = " ".join(
+    [
+      f"{sys.executable} -m gspo_jax.serve --config=configs/tiny.py --weights={{weights}}",
+      "--host={host} --port={port} --enable_return_routed_experts",
+      *(f"--config.{flag}" for flag in model),
+    ]
+  )
+  of_server = [f"engine.server.command={serve}", "engine.server.token_variable=SECRET"]
+  run(
+    tmp_path,
+    *flags,
+    *of_server,
+    f'engine.urls=("http://127.0.0.1:{free_port()}",)',
+    "objective.replay=R3",
+    "objective.volatility=true",
+    SECRET="swordfish",
+    GSPO_JAX_SERVE_TOKEN="swordfish",
+  )
+  rows = rows_of(tmp_path, "rl")
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  for row in rows[1:]:
+    assert row["engine/servers"] == 1 and row["engine/restarts"] == 0
+    assert not any(value for key, value in row.items() if key.startswith("engine/failed/"))
+    assert row["engine/probe/mean"] < 1e-5 and row["mismatch/abs/max"] < 1e-4
+    assert row["grad_norm"] > 0
+  assert sorted(path.name for path in (tmp_path / "published").iterdir()) == [
+    "weights_000004",
+    "weights_000005",
+  ]
+
+
+def free_port():
+  with socket.socket() as one:
+    one.bind(("127.0.0.1", 0))
+    return one.getsockname()[1]
