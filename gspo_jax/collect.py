@@ -327,9 +327,21 @@ class Collector:
     }
 
   def again(self, groups: list[Group], **rest: Any) -> Collected:
-    """What was collected, of its groups and all of its other fields but the rollout."""
+    """What was collected, of its groups and all of its other fields but the rollout.
+
+    Raises:
+      ValueError: the batch has more groups than the run's, or groups of another size.
+    """
+    prompts, size = self._config.rl.prompts, self._config.rl.group_size
+    sizes = {len(group.trajectories) for group in groups}
+    if len(groups) > prompts or sizes - {size}:
+      raise ValueError(
+        f"a batch of {len(groups)} groups of {sizes.pop()} waits to be trained on in the "
+        f"checkpoint, which rl.prompts={prompts} and rl.group_size={size} do not go with: set them "
+        "to what they were, or begin in a new --workdir"
+      )
     trajectories = [one for group in groups for one in group.trajectories]
-    rollout = assemble(trajectories, self._workload.window, self._tokenizer.pad_id)
+    rollout = assemble(trajectories, *self._arrays)
     return Collected(groups, rollout, **rest)
 
   def position(self) -> Callable[[], dict[str, Any]]:

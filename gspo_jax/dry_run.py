@@ -109,8 +109,8 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
         sampling["keys and values, queue and slots"] = estimate.held(slots)
       if c.rollout_mesh.on:
-        copies = f"the next weights for it, up to {c.rl.lag} times"
-        sampling[copies] = c.rl.lag * estimate.held(sampler)
+        copies = max(1, c.rl.lag)  # the next ones come before those that sampled are given up
+        sampling[f"the next weights for it, up to {copies} times"] = copies * estimate.held(sampler)
         moments["of the rollout mesh"] = sampling
       elif c.engine.name == "local":
         moments["while it samples"] = lasting | sampling

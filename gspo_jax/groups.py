@@ -38,11 +38,6 @@ class Group:
     return sum(not one.finished for one in self.trajectories)
 
   @property
-  def newest(self) -> int:
-    """Version of the weights that have sampled last; -1 if none have yet."""
-    return max(int(one.version.max(initial=-1)) for one in self.trajectories)
-
-  @property
   def known_G(self) -> np.ndarray:
     """bool: there is a verdict on the response. What has none is in no statistic."""
     return np.array([i not in self.unknown for i in range(len(self.trajectories))], bool)

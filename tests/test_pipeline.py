@@ -157,6 +157,19 @@ def test_a_checkpoint_has_what_was_collected_and_not_trained_on(case):
     assert_same(mine, same)
 
 
+@pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])
+def test_a_batch_of_another_size_is_not_gone_on_with(wrong):
+  with opened(2, **WHOLE) as sampling:
+    train(sampling, last=2)
+    state = sampling.position()()
+  again = opened(2, last=2, **WHOLE)
+  made = again._collector
+  rl = dataclasses.replace(made._config.rl, **wrong)
+  made._config = dataclasses.replace(made._config, rl=rl)
+  with pytest.raises(ValueError, match=r"waits to be trained on in the checkpoint.* set"):
+    again.set_position(state)
+
+
 @pytest.mark.parametrize("lag, versions", [(0, [1, 2, 5, 6]), (1, [1, 2, 4, 5]), (3, [1, 2, 3, 3])])
 def test_another_lag_goes_on_with_what_is_there(lag, versions):
   """From 2: more is begun at once; or batches that are further ahead are trained on first."""

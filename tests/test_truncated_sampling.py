@@ -31,9 +31,11 @@ def run(workdir, **changes):
     return jax.device_get(train.train(opened, opened.initial_params))
 
 
-def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(tmp_path, monkeypatch):
-  """What is put aside goes into checkpoints with the tokens that its own were drawn from."""
-  params = run(tmp_path / "whole")
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_path, monkeypatch):
+  """What is put aside, and what is ahead, goes into checkpoints with the tokens that its own were
+  drawn from."""
+  params = run(tmp_path / "whole", rl__lag=lag)
   rows = rows_of(tmp_path / "whole", "rl")[1:]
   for row in rows:
     assert row["mismatch/abs/max"] < 1e-5 and row["minibatch/0/ratio/deviation"] == 0
@@ -48,10 +50,10 @@ def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(tmp_path, 
   left = iter(range(6))
   monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
   with pytest.raises(preemption.Preempted):
-    run(tmp_path / "again")
+    run(tmp_path / "again", rl__lag=lag)
   monkeypatch.setattr(preemption, "check", lambda: None)
   assert len(rows_of(tmp_path / "again", "rl")) < 4
-  same = run(tmp_path / "again")
+  same = run(tmp_path / "again", rl__lag=lag)
   assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
 

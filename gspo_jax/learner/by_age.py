@@ -15,10 +15,11 @@ from gspo_jax.structs import Rollout, TrainBatch
 
 
 def ages(rollout: Rollout, version: int) -> np.ndarray:
-  """int32 [B]: of each response when weights of `version` are updated; 0 where it has no version,
-  as what is on record and padding. On the host."""
+  """int32 [B]: of each response when weights of `version` are updated; -1 where it has no version,
+  as what is on record and padding: it is in no class. On the host."""
   oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
-  return (version - oldest_B).astype(np.int32)
+  sampled_B = (rollout.version >= 0).any(axis=1)
+  return np.where(sampled_B, version - oldest_B, -1).astype(np.int32)
 
 
 def lag_metrics(rollout: Rollout, version: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ def case(rows, classes, seed, T=9):
   logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
   age_B = rng.integers(0, classes + 2, rows).astype(np.int32)
   age_B[age_B == 1] = 0  # an empty class
+  age_B[:3] = -1  # in no class
   plain = np.zeros((rows, T), np.int32)
   batch = TrainBatch(plain, plain, mask_BT, np.zeros(rows), old_BT, sampler_BT, age_B=age_B)
   return logp_BT, batch, rng.random((rows, T)) < 0.3
@@ -33,7 +34,7 @@ def test_figures_by_age():
   expected = {age: [] for age in range(classes)}
   for logp_BT, batch, clipped_BT in parts:
     for i, live in enumerate(batch.mask_BT > 0):
-      if live.any():
+      if live.any() and batch.age_B[i] >= 0:
         mean = lambda old: (logp_BT[i] - old[i])[live].mean(dtype=np.float64)  # noqa: B023, E731
         ratio = np.exp(mean(batch.old_logp_BT))
         values = abs(ratio - 1), abs(mean(batch.sampler_logp_BT)), clipped_BT[i][live]
@@ -52,7 +53,7 @@ def test_figures_by_age():
 def test_a_response_is_as_old_as_its_oldest_token():
   version_BL = np.array([[-1, 4, 4, -1, 6], [-1, 6, 6, 6, -1], [-1, -1, -1, -1, -1]])
   rollout = SimpleNamespace(version=version_BL)
-  assert by_age.ages(rollout, 7).tolist() == [3, 1, 0]
+  assert by_age.ages(rollout, 7).tolist() == [3, 1, -1]
   assert by_age.lag_metrics(rollout, 7) == {"lag/mean": 10 / 6, "lag/max": 3.0}
   nothing = SimpleNamespace(version=version_BL[2:])
   assert by_age.lag_metrics(nothing, 7) == {"lag/mean": 0.0, "lag/max": 0.0}

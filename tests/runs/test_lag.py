@@ -64,6 +64,15 @@ def test_on_two_meshes_a_run_is_the_same_to_the_bit(untouched, tmp_path):
   assert "time/sample" not in two  # it is not a stage of the trainer
 
 
+@pytest.mark.slow
+def test_meshes_of_several_devices_also_come_to_the_same(tmp_path):
+  """Both threads start collectives, on devices of their own."""
+  one, two = tmp_path / "one", tmp_path / "two"
+  run(one, *FLAGS, "mesh.fsdp=2", JAX_NUM_CPU_DEVICES="2")
+  run(two, *FLAGS, "mesh.fsdp=2", "rollout_mesh.fsdp=2", JAX_NUM_CPU_DEVICES="4")
+  assert_same_run(two, one)
+
+
 def test_its_rows_say_how_old_the_weights_are(untouched):
   training = [row for row in rows(untouched) if row["step"]]
   assert [row["lag/max"] >= min(row["step"] - 1, LAG) for row in training] == [True] * LAST
