@@ -7,7 +7,8 @@ from: the verifier measures, and teaches nothing.
 Command:   python -m gspo_jax.main --config=configs/tiny.py --workdir=/tmp/tiny
            python -m gspo_jax.main --config=configs/tiny_distil.py --workdir=/tmp/tiny_distil
 Hardware:  any machine with two CPU cores; about two minutes for each
-Expected:  not measured yet
+Expected:  eval/accuracy 0.36 to 0.41 -> 0.83 to 0.91 without a verdict, seeds 17, 18 and 19; with
+           rewards and no teacher 0.86 to 0.94 (docs/objectives.md)
 Source:    K. Lu, On-Policy Distillation, Thinking Machines Lab, 2025
 """
 
