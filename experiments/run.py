@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -36,10 +37,14 @@ class Runner:
   Args:
     home: where runs go; those of all experiments share it, and with it cold starts.
     retry: runs that failed are made again.
+    only: regular expression of conditions; others are left missing.
   """
 
-  def __init__(self, experiment: Experiment, store: Store, home: Path, retry: bool = False):
+  def __init__(
+    self, experiment: Experiment, store: Store, home: Path, retry: bool = False, only: str = ""
+  ):
     self.experiment, self.store, self.home, self.retry = experiment, store, home, retry
+    self.only = re.compile(only)
     self.tried: set[tuple] = set()  # in this call
     self._planned: tuple[Any, list[Job]] = None, []
 
@@ -59,7 +64,7 @@ class Runner:
       status = self.store.status(job)
       if job.key in self.tried or status in results.SETTLED or job.stage == runs.START:
         continue
-      if status == FAILED and not self.retry:
+      if (status == FAILED and not self.retry) or not self.only.search(job.condition):
         continue
       wanted.append(job)
     starts: dict[tuple, Job] = {}
@@ -251,6 +256,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("name", help=f"{', '.join(definition.names())}; or all, with --report")
   parser.add_argument("--scale", choices=("laptop", "pod"), default="laptop")
   parser.add_argument("--seeds", help="other ones than declared, e.g. 0,1,2")
+  parser.add_argument("--only", default="", help="conditions: a regular expression, e.g. _lag")
   parser.add_argument("--dry_run", action="store_true", help="only show what would be run")
   parser.add_argument("--report", action="store_true", help="only figures and READMEs, from CSVs")
   parser.add_argument("--retry", action="store_true", help="make failed runs again")
@@ -259,6 +265,10 @@ def main(argv: list[str] | None = None) -> int:
   args, rest = parser.parse_known_args(argv)
   if wrong := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
     parser.error(f"{wrong[0]!r} is no flag; keys of the configuration are --config.KEY=VALUE")
+  try:
+    re.compile(args.only)
+  except re.error as error:
+    parser.error(f"--only={args.only}: {error}")
   try:
     if args.name == "all" and args.report:
       readme.write_all()
@@ -277,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.scale == "pod":
       print(pod.commands(experiment, Store(place)))
       return 0
-    runner = Runner(experiment, Store(place), home, args.retry)
+    runner = Runner(experiment, Store(place), home, args.retry, args.only)
     if args.dry_run:
       print(dry_run(runner, args.jobs))
       return 0

@@ -243,6 +243,14 @@ def test_a_dry_run_lists_what_is_missing(home):
   assert run.dry_run(run.Runner(E, Store(home.store.folder), home.path), 2).startswith("# 0 runs")
 
 
+def test_conditions_that_are_chosen_are_made_alone(home):
+  run.Runner(E, home.store, home.path, only="^gr").run(1)
+  done = home.store.runs[home.store.runs.stage != runs.START]
+  assert set(done.condition) == {"grpo"} and sorted(done.seed) == [0, 1]
+  missing = run.Runner(E, Store(home.store.folder), home.path).missing()
+  assert [(job.condition, job.seed) for job in missing] == [("gspo", 0), ("gspo", 1)]
+
+
 def test_the_readme_says_what_the_files_do(home):
   folder = home.store.folder
   home.fates(rl_gspo_0="nan")
