@@ -211,6 +211,8 @@ def base() -> ConfigDict:
         prompts=64,  # P, per rollout batch; a multiple of minibatches
         group_size=8,  # G, responses per prompt; 2 or more where advantages are relative
         lag=0,  # iterations that sampling is ahead of the updates; 0: none, docs/asynchronous.md
+        record=False,  # True: each batch goes into WORKDIR/batches, as it is trained on
+        replay="",  # WORKDIR/batches of a recorded run, trained on again; "": sample
         extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)
