@@ -25,11 +25,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 
 from gspo_jax.collect import Collected, Collector, Stages
 from gspo_jax.groups import Group
@@ -71,7 +71,7 @@ class Pipeline:
     # Servers that are asked by a thread; loading is the trainer's, whose devices the probe needs.
     self._beside = self._lag > 0 and run.engine.loads_beside_steps
     rl, batches = run.config.rl, run.workdir / "batches"
-    self._record, self._replay = rl.record and batches, rl.replay and epath.Path(rl.replay)
+    self._record, self._replay = rl.record and batches, rl.replay and Path(rl.replay)
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # in order
     self._position = collector.position()  # after the batch that was given out last
     self._published: tuple[Any, int] = None, -1  # weights and their version
@@ -211,13 +211,14 @@ class Pipeline:
     return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
 
 
-def write(directory: epath.Path, collected: Collected) -> None:
-  """A file for the batch of an iteration, which `read` makes the same of."""
-  directory.mkdir(parents=True, exist_ok=True)
-  files.write_text(directory / f"{collected.step:06d}.json", json.dumps(get_state(collected)))
+def write(directory: Path, collected: Collected) -> None:
+  """A file for the batch of an iteration, which `read` makes the same of. Raises WriteError."""
+  with files.writing(directory):
+    directory.mkdir(exist_ok=True)
+  files.write_whole(directory / f"{collected.step:06d}.json", [json.dumps(get_state(collected))])
 
 
-def read(directory: epath.Path, step: int, collector: Collector) -> Collected:
+def read(directory: Path, step: int, collector: Collector) -> Collected:
   """The batch of an iteration on record.
 
   Raises:

@@ -23,6 +23,9 @@ class Engine(Protocol):
   def load(self, params: Any, version: int) -> None:
     """Takes a copy of the trainer's parameters, in place when it returns; `version` names them."""
 
+  def revive(self) -> None:
+    """Brings back what samples if it was lost, for a thread that loads while another one steps."""
+
   def release(self) -> None:
     """Gives up the weights, whose memory the updates need; `load` comes before the next `start`."""
 

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,7 +82,8 @@ class ServerEngine:
     of_first(connect)
     self._weights: Path | None = None  # the directory of the last ones
     self._version = -1
-    self._loading = False  # by another thread perhaps, while this one steps
+    # Loading may be another thread's than stepping. It is the one that has the devices.
+    self._loads, self._loading = 0, False
     self._worst, self._disagreed = 0.0, 0  # of the probe
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
@@ -110,6 +112,7 @@ class ServerEngine:
     Raises:
       ServersGone: none can be used; says why of each.
     """
+    self._loads = threading.get_ident()
     params, self._version = self._publish(params), version
     name = f"weights_{version:06d}"
     try:
@@ -123,6 +126,20 @@ class ServerEngine:
       self._find_servers(params)
     finally:
       self._loading = False
+
+  @property
+  def loads_beside_steps(self) -> bool:
+    """Several processes would have to agree on what each of two threads tells the others."""
+    return jax.process_count() == 1
+
+  def revive(self) -> None:
+    """Finds servers again if none is left.
+
+    Raises:
+      ServersGone: there is none, and there was none for a while.
+    """
+    if not (self._fleet.usable or self._loading):
+      self._find_servers(self._read())
 
   def release(self) -> None:
     """Gives up nothing: servers have the weights."""
@@ -260,7 +277,8 @@ class ServerEngine:
     return bool(self._open)
 
   def step(self) -> list[Response]:
-    """Waits for what comes next, for half a second at most.
+    """Waits for what comes next, for half a second at most. Where no server is left, a thread that
+    has not loaded waits for the one that has.
 
     Raises:
       Preempted: in a run that was told to go.
@@ -277,7 +295,7 @@ class ServerEngine:
         raise ServersGone(said) from error
 
     found, lost = of_first(look)
-    if lost:
+    if lost and self._loads == threading.get_ident():
       self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
     return self._handed_out(found)
