@@ -154,10 +154,13 @@ def base() -> ConfigDict:
           # What starts the server of a URL on this host, for a shell: {host}, {port}, {index} of
           # the URL, {weights}; "": somebody else does, and starts it again if it has to be
           command="",
+          # False: new weights are brought by a restart with `command`; for servers that answer 200
+          # to a reload and stay as they were
+          reloads=True,
           token_variable="GSPO_ENGINE_TOKEN",  # of the environment: a bearer token; unset: none
           in_flight=256,  # responses that one server is asked for at once
           timeout_s=3600.0,  # of a request; longer than the longest response takes
-          start_s=900.0,  # until a server that is started here answers
+          start_s=900.0,  # until a started server answers; of a request with weights or a probe
           wait_s=300.0,  # with no server left, until the run ends
           retries=5,  # of a request, on other servers where there are any
           # Mean |difference| of a probe's log-probs from the trainer's, in nats, beyond which a
@@ -211,6 +214,8 @@ def base() -> ConfigDict:
         prompts=64,  # P, per rollout batch; a multiple of minibatches
         group_size=8,  # G, responses per prompt; 2 or more where advantages are relative
         lag=0,  # iterations that sampling is ahead of the updates; 0: none, docs/asynchronous.md
+        record=False,  # True: each batch goes into WORKDIR/batches, as it is trained on
+        replay="",  # WORKDIR/batches of a recorded run, trained on again; "": sample
         extra_prompts=0,  # begun beyond `prompts` as places become free; the unfinished carry over
         token_budget=0,  # sampled per iteration, the rest is carried over; 0: none
         mask_truncated=False,  # True: responses that were cut off teach nothing (DAPO, §3.4)

@@ -55,6 +55,8 @@ class RLConfig:
   prompts: PositiveInt  # P, per rollout batch
   group_size: Annotated[int, Range(1, 65_536)]  # G
   lag: Annotated[int, Range(0, 1000)]  # iterations that sampling is ahead of updates, at most
+  record: bool  # batches, as they were trained on
+  replay: str  # directory of recorded batches to train on; "": sample
   extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
   token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
   mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering

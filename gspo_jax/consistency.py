@@ -117,6 +117,15 @@ def _ahead(c: Any) -> None:
     samples or not c.rl.lag,
     f"rl.lag={c.rl.lag} has no effect, since {nothing} samples nothing to train on; set it to 0",
   )
+  _require(
+    samples or not (c.rl.record or c.rl.replay),
+    f"rl.record={c.rl.record}, rl.replay={c.rl.replay!r} have no effect, since {nothing} samples "
+    'nothing to train on; set them to False and ""',
+  )
+  _require(
+    not (c.rl.record and c.rl.replay),
+    f"rl.record=True records again what rl.replay={c.rl.replay!r} has; set it to False",
+  )
   sizes = ", ".join(f"rollout_mesh.{axis}={getattr(c.rollout_mesh, axis)}" for axis in axes)
   _require(
     samples or not c.rollout_mesh.on,

@@ -28,6 +28,11 @@ def check(config: Any) -> None:
   missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
   if missing:
     raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+  if config.rl.replay and not Path(config.rl.replay).is_dir():
+    raise ValueError(
+      f"--config.rl.replay={config.rl.replay} is not a directory: set it to WORKDIR/batches of "
+      "a run with rl.record=True"
+    )
   directory, key = epath.Path(config.checkpoint.directory), "--config.checkpoint.directory"
   try:
     usable = directory.is_dir() or not directory.exists()

@@ -9,6 +9,10 @@ and what is trained on when follows from counts: the same seed gives the same fi
   one mesh     batch i + L is collected before the updates of i, by the same thread: two threads
                must not start collectives on the same devices, each could wait for the other
   two meshes   a thread collects it on `rollout_mesh` while the updates of i, i + 1, ... are made
+  servers      a thread asks them, and new weights reach them at once: a response goes on under
+               these, so that a batch is of versions i to j, by when its tokens came
+
+What is by arrival can be recorded (`rl.record`), and trained on again as it was (`rl.replay`).
 """
 
 import base64
@@ -17,9 +21,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import io
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,11 +34,11 @@ import numpy as np
 from gspo_jax.collect import Collected, Collector, Stages
 from gspo_jax.groups import Group
 from gspo_jax.run import Run
-from gspo_jax.runs import preemption
+from gspo_jax.runs import files, preemption
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Engine, SingleTurn, Usage
 
-POLL_S = 0.1  # seconds between two looks for a notice while the trainer waits for the sampler
+POLL_S = 0.1  # seconds between two looks at notices and servers while the trainer waits for a batch
 ARRAYS = "reward_PG", "advantage_PG", "advantage_BL"
 
 
@@ -62,12 +68,16 @@ class Pipeline:
     self._collector, self._engine, self._stages = collector, run.engine, stages
     self._lag, self._iterations, self._begun = run.config.rl.lag, run.config.rl.iterations, last
     self._mesh, self._copy = run.rollout_mesh, run.publish
+    # Servers that are asked by a thread; loading is the trainer's, whose devices the probe needs.
+    self._beside = self._lag > 0 and run.engine.loads_beside_steps
+    rl, batches = run.config.rl, run.workdir / "batches"
+    self._record, self._replay = rl.record and batches, rl.replay and Path(rl.replay)
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # in order
     self._position = collector.position()  # after the batch that was given out last
     self._published: tuple[Any, int] = None, -1  # weights and their version
     self._loaded = -1  # version that the engine has; the thread's, unless it has nothing to do
     self._worker, self._idle_since, self._ended = None, 0.0, threading.Event()
-    if self._mesh is not None:
+    if self._mesh is not None or self._beside:
       self._worker = concurrent.futures.ThreadPoolExecutor(1, "sampler")
 
   def __enter__(self) -> "Pipeline":
@@ -81,7 +91,7 @@ class Pipeline:
 
   def publish(self, params: Any, version: int) -> None:
     """Gives the sampler the trainer's parameters, for the batches that are begun from now on."""
-    if self._worker is None:
+    if self._worker is None or self._beside:
       self._engine.load(params, version)
       self._published = None, version
     else:
@@ -94,11 +104,15 @@ class Pipeline:
 
   def next(self, step: int) -> Collected:
     """The batch of an iteration, whose turn it is; begins the one `lag` iterations later."""
+    if self._replay:
+      return read(self._replay, step, self._collector)
     while self._begun < min(step + self._lag, self._iterations):
       self._begun += 1
       self._jobs.append(self._begin(self._begun))
     ahead = self._wait(self._jobs.popleft())
     self._position = ahead.position
+    if self._record and jax.process_index() == 0:
+      write(self._record, ahead.collected)
     return ahead.collected
 
   @contextlib.contextmanager
@@ -109,7 +123,7 @@ class Pipeline:
       return
     for job in self._jobs:
       self._wait(job)
-    with jax.set_mesh(self._mesh):
+    with self._on_its_mesh():
       self._load(*self._published)
       yield self._engine
 
@@ -120,8 +134,7 @@ class Pipeline:
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
-      with self._waiting():
-        ahead = [job.result() for job in jobs]
+      ahead = [self._wait(job, check=lambda: None) for job in jobs]  # a notice may be why
       where = ahead[-1].position if ahead else position
       batches = [get_state(one.collected) for one in ahead]
       return where() | (dict(ahead=batches) if batches else {})
@@ -155,7 +168,7 @@ class Pipeline:
     begun, stages = time.perf_counter(), Stopwatch()
     waited = begun - self._idle_since if self._idle_since else 0.0
     try:
-      with jax.set_mesh(self._mesh), preemption.checked_by(self._check):
+      with self._on_its_mesh(), preemption.checked_by(self._check):
         self._check()
         with stages("load"):
           self._load(weights, version)
@@ -178,18 +191,46 @@ class Pipeline:
       raise preemption.Preempted
 
   def _load(self, weights: Any, version: int) -> None:
-    if self._loaded != version:
+    if self._loaded != version and not self._beside:
       self._engine.load(weights, version)
       self._loaded = version
 
-  def _wait(self, job: concurrent.futures.Future) -> Ahead:
-    with self._waiting():
+  def _wait(
+    self, job: concurrent.futures.Future, check: Callable[[], None] = preemption.check
+  ) -> Ahead:
+    if self._worker is None:
+      return job.result()
+    with self._stages("wait_for_sampler"):
       while not job.done() and not concurrent.futures.wait([job], POLL_S).done:
-        preemption.check()
+        check()
+        if self._beside:
+          self._engine.revive()
     return job.result()
 
-  def _waiting(self) -> contextlib.AbstractContextManager:
-    return self._stages("wait_for_sampler") if self._worker else contextlib.nullcontext()
+  def _on_its_mesh(self) -> contextlib.AbstractContextManager:
+    return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
+
+
+def write(directory: Path, collected: Collected) -> None:
+  """A file for the batch of an iteration, which `read` makes the same of. Raises WriteError."""
+  with files.writing(directory):
+    directory.mkdir(exist_ok=True)
+  files.write_whole(directory / f"{collected.step:06d}.json", [json.dumps(get_state(collected))])
+
+
+def read(directory: Path, step: int, collector: Collector) -> Collected:
+  """The batch of an iteration on record.
+
+  Raises:
+    ValueError: there is none, or it does not go with the run; names the file.
+  """
+  path = directory / f"{step:06d}.json"
+  try:
+    return from_state(json.loads(path.read_text()), collector)
+  except OSError as error:
+    raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"rl.replay: {path} is no batch of such a run: {error}") from error
 
 
 def get_state(collected: Collected) -> dict[str, Any]:

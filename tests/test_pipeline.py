@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -46,12 +47,16 @@ def elsewhere():
 ARRANGEMENTS = dict(one_mesh=dict, two_meshes=elsewhere)
 
 
-def opened(lag, arrangement=dict, made=None, last=0, **changes):
+def opened(
+  lag, arrangement=dict, made=None, last=0, workdir=None, record=False, replay="", **changes
+):
   """A pipeline around a collector, which comes with its engine."""
   made, engine = made or collector(**changes)
-  rl = dataclasses.replace(made._config.rl, lag=lag, iterations=LAST)
+  more = dict(lag=lag, iterations=LAST, record=record, replay=replay)
+  rl = dataclasses.replace(made._config.rl, **more)
   mesh = dict(rollout_mesh=None, publish=lambda params: params) | arrangement()
-  run = SimpleNamespace(config=SimpleNamespace(rl=rl), engine=engine, **mesh)
+  workdir = Path(workdir or "nowhere")
+  run = SimpleNamespace(config=SimpleNamespace(rl=rl), engine=engine, workdir=workdir, **mesh)
   return Pipeline(run, made, Stopwatch(), last)
 
 
@@ -155,6 +160,23 @@ def test_a_checkpoint_has_what_was_collected_and_not_trained_on(case):
   assert len(after) == LAST - cut
   for mine, same in zip(before + after, expected, strict=True):
     assert_same(mine, same)
+
+
+def test_recorded_batches_are_trained_on_again(tmp_path):
+  with opened(2, workdir=tmp_path, record=True) as sampling:
+    out = train(sampling)
+  batches = tmp_path / "batches"
+  with opened(2, replay=str(batches)) as sampling:
+    again = train(sampling)
+  for mine, same in zip(again, out, strict=True):
+    assert_same(mine, same)
+  (batches / "000003.json").write_text('{"step": 3}')
+  (batches / "000004.json").unlink()
+  with opened(2, replay=str(batches)) as sampling:
+    train(sampling, last=2)
+    for step, why in {3: "is no batch of such a run", 4: "cannot be read: No such file"}.items():
+      with pytest.raises(ValueError, match=rf"rl\.replay: .*{step:06d}\.json {why}"):
+        sampling.next(step)
 
 
 @pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])

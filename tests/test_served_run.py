@@ -4,8 +4,9 @@ import json
 import socket
 import sys
 
+import chex
 import pytest
-from support.command_line import command, rows_of, run
+from support.command_line import command, parameters, rows_of, run
 from support.fake_server import FakeServer
 from test_two_processes import on_two_processes
 
@@ -52,6 +53,33 @@ def test_a_run_ends_with_its_last_server_and_goes_on_when_there_is_one(server, t
     assert row["minibatch/0/ratio/deviation"] < 1e-4 < row["minibatch/1/ratio/deviation"]
     assert row["grad_norm"] > 0 and "sampling/slot_utilisation" not in row
   assert server.version == "5" and "eval/accuracy" in rows[-1]
+
+
+def test_servers_go_on_while_the_trainer_updates(server, tmp_path):
+  """Tokens are of the versions that may be; servers that were lost are found again; and a run on
+  the recorded batches makes the same updates."""
+  workdir, again = tmp_path / "run", tmp_path / "again"
+  lost = iter(range(9))  # more than are tried in a row, so that no server is left
+
+  def breaks(path, body):
+    third = len(rows_of(workdir, "rl")) >= 3
+    return "500" if third and path.endswith("generate") and next(lost, None) is not None else None
+
+  server.fault, server.pace = breaks, 0.05
+  flags = [*SMALL, "rl.iterations=6", "rl.lag=2", "engine.server.wait_s=60", "alarms.ratio=0"]
+  flags = [flag for flag in flags if flag != "engine.server.wait_s=0"]
+  run(workdir, *flags, urls(server), "rl.record=true")
+  rows = rows_of(workdir, "rl")[1:]
+  assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and next(lost, None) is None
+  assert sum(row["engine/failed/status"] for row in rows) > 0
+  assert rows[2]["lag/max"] == 2 and all(row["lag/max"] <= 2 for row in rows)
+  assert all("time/wait_for_sampler" in row for row in rows)
+  flags = [flag for flag in flags if not flag.startswith("engine")]
+  run(again, *flags, f"rl.replay={workdir}/batches")
+  chex.assert_trees_all_equal(parameters(again, 6), parameters(workdir, 6))
+  for mine, same in zip(rows_of(again, "rl")[1:], rows):
+    for name in ("grad_norm", "ratio/deviation", "lag/mean", "by_age/responses/1", "reward/mean"):
+      assert mine[name] == same[name], name
 
 
 def test_two_processes_are_told_what_the_first_one_heard(server, tmp_path):

@@ -17,9 +17,14 @@ class Engine(Protocol):
   """Samples responses to requests with the weights that it was given last."""
 
   usage: Usage  # since the last `start`
+  # Whether one thread may load weights while another one steps; what loads then calls `revive`.
+  loads_beside_steps: bool
 
   def load(self, params: Any, version: int) -> None:
     """Takes a copy of the trainer's parameters, in place when it returns; `version` names them."""
+
+  def revive(self) -> None:
+    """Brings back what samples if it was lost, for a thread that loads while another one steps."""
 
   def release(self) -> None:
     """Gives up the weights, whose memory the updates need; `load` comes before the next `start`."""

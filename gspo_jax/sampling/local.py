@@ -21,6 +21,8 @@ class LocalEngine:
     detokenize: from tokens to text, for stop strings.
   """
 
+  loads_beside_steps = False  # two threads must not start collectives on the same devices
+
   def __init__(
     self,
     model: ModelConfig,
@@ -43,6 +45,9 @@ class LocalEngine:
     self._params = _unstacked(params) if sharding.platform() == "cpu" else params
     self._version = version
     jax.block_until_ready(self._params)
+
+  def revive(self) -> None:
+    """Has nothing to lose."""
 
   def release(self) -> None:
     self._params = self._scheduler = None

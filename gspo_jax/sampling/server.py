@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +27,11 @@ from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
 from gspo_jax.sampling.servers import published
 from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused, counts
-from gspo_jax.sampling.servers.fleet import Fleet, Server
-from gspo_jax.sampling.servers.hosts import check_alone, told
+from gspo_jax.sampling.servers.fleet import Fleet
+from gspo_jax.sampling.servers.hosts import check_alone, of_first, told
 from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
-from gspo_jax.sampling.servers.probe import Probe
+from gspo_jax.sampling.servers.probe import Probe, Verdict
+from gspo_jax.sampling.servers.state import Moved, Server
 
 PIECE = 4096  # tokens of a call with several samples: a failure costs no more, a long one is alone
 ABORT_S = 20.0  # that `stop` waits for what servers have of responses
@@ -69,15 +71,19 @@ class ServerEngine:
     compute = config.compute(compute)
     self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
     self._probe = Probe(model, compute, window, temperature, routing and model.num_experts > 0)
-    self._fleet: Fleet | None = None
-    if jax.process_index() == 0:
+    self._fleet: Fleet | None = None  # of the first process
+
+    def connect() -> None:
       moe = tuple(filter(model.is_moe, range(model.num_layers)))
       limits = (model.num_experts, model.experts_per_token, model.num_layers, moe)
       logs = workdir.absolute() / "servers"
       self._fleet = Fleet(config.urls, self._server, Limits(model.vocab_size, *limits), logs)
+
+    of_first(connect)
     self._weights: Path | None = None  # the directory of the last ones
     self._version = -1
-    self._loading = False  # by another thread perhaps, while this one steps
+    # Loading may be another thread's than stepping. It is the one that has the devices.
+    self._loads, self._loading = 0, False
     self._worst, self._disagreed = 0.0, 0  # of the probe
     self._workload: Workload | None = None
     self._numbers, self._calls = itertools.count(), itertools.count()
@@ -106,6 +112,7 @@ class ServerEngine:
     Raises:
       ServersGone: none can be used; says why of each.
     """
+    self._loads = threading.get_ident()
     params, self._version = self._publish(params), version
     name = f"weights_{version:06d}"
     try:
@@ -120,6 +127,20 @@ class ServerEngine:
     finally:
       self._loading = False
 
+  @property
+  def loads_beside_steps(self) -> bool:
+    """Several processes would have to agree on what each of two threads tells the others."""
+    return jax.process_count() == 1
+
+  def revive(self) -> None:
+    """Finds servers again if none is left.
+
+    Raises:
+      ServersGone: there is none, and there was none for a while.
+    """
+    if not (self._fleet.usable or self._loading):
+      self._find_servers(self._read())
+
   def release(self) -> None:
     """Gives up nothing: servers have the weights."""
 
@@ -130,33 +151,32 @@ class ServerEngine:
       ServersGone: there is none.
     """
     end = time.monotonic() + self._server.wait_s
+
+    def wait() -> None:
+      reasons = "; ".join(f"{one.url}: {one.why}" for one in self._fleet.servers)
+      refused = all(one.refused for one in self._fleet.servers)
+      if refused or time.monotonic() > end:
+        raise ServersGone(f"engine.name='server': no server can be used. {reasons}")
+      logging.warning("waiting for a server: %s", reasons)
+      self._fleet.run(asyncio.sleep(AGAIN_S), check_alone)
+
     while not self._bring_up(params):
-      gone = None
-      if self._fleet is not None:
-        reasons = "; ".join(f"{one.url}: {one.why}" for one in self._fleet.servers)
-        refused = all(one.refused for one in self._fleet.servers)
-        if refused or time.monotonic() > end:
-          gone = f"engine.name='server': no server can be used. {reasons}"
-        else:
-          logging.warning("waiting for a server: %s", reasons)
-          self._fleet.run(asyncio.sleep(AGAIN_S), check_alone)
-      if gone := told(gone):
-        raise ServersGone(gone)
+      of_first(wait)
       preemption.check()
 
   def _bring_up(self, params: Any) -> bool:
     """One round over all servers: weights in place, or a restart, and the probe. Returns whether
     there is one that can be used."""
     self._worst = 0.0
-    todo: list[tuple[Server, bool]] = []
+    todo: list[tuple[Server, bool]] = []  # and whether it is started again
     if self._fleet is not None:
       todo = [(one, not one.reloads) for one in self._fleet.servers]
     for again in (True, False):
-      answers = self._renewed(todo)
+      answers = of_first(lambda todo=todo: self._renewed(todo))
       verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
       failed = [
-        server for (server, restarted), verdict in zip(todo, verdicts)
-        if not self._judged(server, restarted, verdict) and not restarted
+        server for (server, _), verdict in zip(todo, verdicts)
+        if not self._judged(server, verdict) and not server.restarted
       ]  # fmt: skip
       todo = []
       if self._fleet is not None and self._server.command and again:
@@ -170,44 +190,40 @@ class ServerEngine:
   def _renewed(self, todo: Sequence[tuple[Server, bool]]) -> list[list[Part] | None]:
     """What servers say to the probe after they took the weights; None of those that failed."""
     found: list[list[Part] | None] = []
-    if self._fleet is not None:
-      calls = self._probe.calls(f"v{self._version}-{next(self._calls)}")
-      work = [
-        self._fleet.renew(server, str(self._weights), self._version, calls, restart)
-        for server, restart in todo
-      ]
-      results = self._fleet.run(_all(work), check_alone)
-      for (server, _), result in zip(todo, results):
-        if isinstance(result, Failed | Refused):
-          refused = isinstance(result, Refused)
-          self._fleet.run(self._fleet.exclude(server, str(result), refused))
-        elif isinstance(result, BaseException):
-          raise result
-        found.append(result if isinstance(result, list) else None)
-    return told(found)
+    calls = self._probe.calls(f"v{self._version}-{next(self._calls)}")
+    work = [
+      self._fleet.renew(server, str(self._weights), self._version, calls, restart)
+      for server, restart in todo
+    ]
+    results = self._fleet.run(_all(work), check_alone)
+    for (server, _), result in zip(todo, results):
+      if isinstance(result, Failed | Refused | Moved):
+        refused = isinstance(result, Refused)
+        self._fleet.run(self._fleet.exclude(server, str(result), refused))
+      elif isinstance(result, BaseException):
+        raise result
+      found.append(result if isinstance(result, list) else None)
+    return found
 
-  def _judged(self, server: Server, restarted: bool, verdict: Any) -> bool:
+  def _judged(self, server: Server, verdict: Verdict | None) -> bool:
     """Uses a server from now on if its verdict is within the tolerance."""
     if self._fleet is None or verdict is None:
       return False
     if verdict.mean <= self._tolerance:  # of NaN, this is false
-      server.reloads &= not (restarted and server.disagreed)
+      server.reloads &= not (server.restarted and server.disagreed)
       server.disagreed = False
       self._worst = max(self._worst, verdict.mean)
       self._fleet.run(self._fleet.admit(server))
       return True
     self._disagreed += 1
-    server.disagreed |= not restarted
+    server.disagreed |= not server.restarted
     why = (
       f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
       f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is {self._tolerance:g}"
     )
     raw = verdict.raw <= self._tolerance
     if raw:
-      why = (
-        "its log-probs are those before the temperature: start it with --logprobs-mode "
-        "processed_logprobs"
-      )
+      why = f"its log-probs are those before the temperature: {server.dialect.processed}"
     elif not self._server.command:
       why += ": start it again with these weights (engine.server.command does so by itself)"
     self._fleet.run(self._fleet.exclude(server, why, raw))
@@ -261,24 +277,25 @@ class ServerEngine:
     return bool(self._open)
 
   def step(self) -> list[Response]:
-    """Waits for what comes next, for half a second at most.
+    """Waits for what comes next, for half a second at most. Where no server is left, a thread that
+    has not loaded waits for the one that has.
 
     Raises:
       Preempted: in a run that was told to go.
       ServersGone: no server is left, or a request was tried as often as it may be.
     """
     preemption.check()
-    started, found, lost, error = time.perf_counter(), [], False, None
-    if self._fleet is not None:
+    started = time.perf_counter()
+
+    def look() -> tuple[list, bool]:
       try:
-        found = self._arrived(0.5)
-        lost = not self._fleet.usable and not self._loading
-      except Failed as failure:
-        error = str(failure)
-    found, lost, error = told((found, lost, error))
-    if error:
-      raise ServersGone(f"engine.name='server': a response could not be sampled: {error}")
-    if lost:
+        return self._arrived(0.5), not self._fleet.usable and not self._loading
+      except Failed as error:
+        said = f"engine.name='server': a response could not be sampled: {error}"
+        raise ServersGone(said) from error
+
+    found, lost = of_first(look)
+    if lost and self._loads == threading.get_ident():
       self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
     return self._handed_out(found)
@@ -292,10 +309,7 @@ class ServerEngine:
     return hf.load(self._weights, mesh=mesh)[0]
 
   def stop(self) -> list[Response]:
-    found: list[tuple] = []
-    if self._fleet is not None:
-      found = self._left()
-    return self._handed_out(told(found))
+    return self._handed_out(of_first(self._left))
 
   def _left(self) -> list[tuple]:
     """Has servers leave what they are at, and takes what they have of it."""

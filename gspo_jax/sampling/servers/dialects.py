@@ -30,6 +30,7 @@ class Dialect:
     abort: leaves the calls of these ids, whose answers then come with what they have.
     settings: where a server says how it was started.
     unfit: why a server with these settings cannot be used; "": it can, or does not say.
+    processed: what makes its log-probs those after the temperature.
   """
 
   name: str
@@ -41,3 +42,4 @@ class Dialect:
   abort: Callable[[list[str]], list[Ask]]
   settings: Ask
   unfit: Callable[[Mapping[str, Any], bool], str]
+  processed: str

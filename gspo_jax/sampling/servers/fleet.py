@@ -6,14 +6,16 @@ and takes answers out.
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from absl import logging
 
@@ -28,48 +30,17 @@ from gspo_jax.sampling.servers.calls import (
   dated,
 )
 from gspo_jax.sampling.servers.config import ServerConfig
-from gspo_jax.sampling.servers.dialects import Ask, Dialect
-from gspo_jax.sampling.servers.launch import Process, filled
-from gspo_jax.sampling.servers.sglang import SGLANG
-from gspo_jax.sampling.servers.vllm import COMPLETIONS, VLLM
+from gspo_jax.sampling.servers.starting import find_dialect, look, start
+from gspo_jax.sampling.servers.state import Moved, Post, Server
 from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
 
-DIALECTS = {one.name: one for one in (VLLM, SGLANG, COMPLETIONS)}
 HEALTH_S = 5.0  # between two looks at a server that has something to do
 BUSY_S = 0.5  # until a server that was busy is asked again
+AGAIN_S, MOST_AGAIN_S = 0.1, 5.0  # until a call is tried again: at first, doubled, and at most
 STRIKES = 3  # failures in a row, of calls or of looks, after which a server is left out
 TOKEN, EXPERT = 1024, 16  # bytes of an answer for a token's log-prob, and for one expert of it
 
 T = TypeVar("T")
-
-
-class Moved(Exception):
-  """The server was left out while it had a call, which is not the call's failure."""
-
-
-@dataclasses.dataclass(eq=False)
-class Server:
-  """One server and what is known of it."""
-
-  url: str
-  index: int
-  dialect: Dialect | None = None  # once it has been found out
-  usable: bool = False
-  why: str = "it has not been asked yet"  # it is not usable
-  refused: bool = False  # and will not be, as it was started
-  version: int = -1  # of its weights
-  failures: int = 0  # in a row
-  disagreed: bool = False  # with the probe, after it took new weights in place
-  reloads: bool = True  # False: and a restart helped
-  process: Process | None = None
-  posts: dict[asyncio.Task, int] = dataclasses.field(default_factory=dict)  # and their samples
-  # Not set while it has new weights and nobody knows yet whether they are right.
-  settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-  @property
-  def load(self) -> int:
-    """Responses that it is asked for."""
-    return sum(self.posts.values())
 
 
 class Fleet:
@@ -83,13 +54,15 @@ class Fleet:
   """
 
   def __init__(self, urls: Sequence[str], config: ServerConfig, limits: Limits, logs: Path):
-    self.servers = [Server(url.rstrip("/"), index) for index, url in enumerate(urls)]
+    self.servers = [Server(url.rstrip("/"), i, config.reloads) for i, url in enumerate(urls)]
     self._config, self._limits, self._logs = config, limits, logs
+    self._wire = Wire(config, len(self.servers))
     self.answers: queue.SimpleQueue[tuple[str, list[Part] | Exception]] = queue.SimpleQueue()
     self.counts: collections.Counter[str] = collections.Counter()
     self.version = -1
     self._tasks: dict[str, asyncio.Task] = {}
     self._unsent: set[str] = set()  # that wait for a server
+    self._attempts = itertools.count()
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
     self._thread.start()
@@ -116,9 +89,14 @@ class Fleet:
     self.run(self._close())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
-    for server in self.servers:
-      if server.process is not None:
-        server.process.stop()
+    processes = [server.process for server in self.servers if server.process is not None]
+    with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as pool:
+      list(pool.map(lambda process: process.stop(), processes))
+
+  @property
+  def _publish_s(self) -> float:
+    """Time of a request that brings new weights, and of the probe: all servers wait for it."""
+    return min(self._config.start_s, self._config.timeout_s)
 
   @property
   def usable(self) -> list[Server]:
@@ -148,24 +126,25 @@ class Fleet:
   async def _tried(self, call: Call) -> list[Part]:
     """Asks one server after the other. Failed: as often as the configuration allows."""
     tried: list[Server] = []
-    end = time.monotonic() + self._config.timeout_s
+    wait = 0.0
     while True:
       self._unsent.add(call.id)
       try:
+        await asyncio.sleep(wait)
         server = await self._with_room(call, tried)
       finally:
         self._unsent.discard(call.id)
+      wait = 0.0
       try:
         parts = await self._post(server, call)
       except Moved:
         continue
       except Busy as error:
-        if time.monotonic() > end:
-          raise Failed(error.kind, f"{server.url} is busy all the time: {error}") from error
-        await asyncio.sleep(BUSY_S)
+        self._rest(server, error)
         continue
       except Refused as error:
-        self.leave_out(server, str(error), refused=True)
+        if server.usable:  # or it has new weights, and whoever sees to that is told the same
+          self.leave_out(server, str(error), refused=True)
         continue
       except Failed as error:
         self._blame(server, error)
@@ -174,18 +153,18 @@ class Fleet:
           raise Failed(
             error.kind, f"{len(tried)} attempts failed, the last at {server.url}: {error}"
           ) from error
-        await asyncio.sleep(min(0.05 * 2 ** len(tried), 5.0))
+        wait = min(AGAIN_S * 2 ** (len(tried) - 1), MOST_AGAIN_S)
         continue
-      server.failures = 0
+      server.failures, server.busy_since = 0, None
       return parts
 
   async def _with_room(self, call: Call, tried: Sequence[Server]) -> Server:
     """The server that has least to do, rather one that has not failed on this call; waits until
-    there is one."""
+    there is one. Those that were busy a moment ago are not asked."""
     async with self._change:
       while True:
-        most = max(1, self._config.in_flight - call.samples + 1)
-        open_to = [server for server in self.usable if server.load < most]
+        most = max(1, self._wire.in_flight - call.samples + 1)
+        open_to = [one for one in self.usable if one.load < most and not one.resting]
         fresh = [server for server in open_to if server not in tried]
         if fresh or (open_to and all(server in tried for server in self.usable)):
           return min(fresh or open_to, key=lambda server: server.load)
@@ -195,36 +174,53 @@ class Fleet:
     """One attempt at one server. What comes under new weights waits until it is known that they
     are right, but for the probe that says so."""
     oldest = server.version
-    work = self._loop.create_task(self._generated(server, call))
-    server.posts[work] = call.samples
+    # A server may still be at the attempt before, by the id of that one.
+    attempt = dataclasses.replace(call, id=f"{call.id}-{next(self._attempts)}")
+    seconds = self._publish_s if probes else self._config.timeout_s
+    work = self._loop.create_task(self._generated(server, attempt, seconds))
+    server.posts[work] = Post(call.id, attempt.id, call.samples)
     try:
       parts = await work
       if not probes:
         await server.settled.wait()
       if not (probes or server.usable):
-        raise Moved
+        raise Moved("it was left out meanwhile")
     except asyncio.CancelledError:
       if asyncio.current_task().cancelling():  # of the call itself
         raise
-      raise Moved from None
+      raise Moved("it was left out meanwhile") from None
     finally:
       work.cancel()
       del server.posts[work]
       async with self._change:
         self._change.notify_all()
-    parts = [dated(part, oldest, server.version) for part in parts]
-    return checked(parts, call, self._limits, oldest, max(oldest, self.version))
+    with _usable():
+      parts = [dated(part, oldest, server.version) for part in parts]
+      return checked(parts, call, self._limits, oldest, max(oldest, self.version))
 
-  async def _generated(self, server: Server, call: Call) -> list[Part]:
+  async def _generated(self, server: Server, call: Call, seconds: float) -> list[Part]:
     fed = len(call.tokens) * call.samples
     new, each = call.samples * call.max_new_tokens, 0
     if call.routing:
       each = EXPERT * self._limits.num_layers * self._limits.experts_per_token
-    most = JSON + TOKEN * new + each * (new + fed)
-    answer = await self._wire.ask(
-      server.url, server.dialect.generate(call), self._config.timeout_s, most
-    )
-    return server.dialect.read(answer, call)
+    most, dialect = JSON + TOKEN * new + each * (new + fed), server.dialect
+    answer = await self._wire.ask(server.url, dialect.generate(call), seconds, most)
+    with _usable():
+      return dialect.read(answer, call)
+
+  def _rest(self, server: Server, error: Busy) -> None:
+    """Asks a server that is busy for nothing for a while; for good if it always is."""
+    now = time.monotonic()
+    since = server.busy_since = now if server.busy_since is None else server.busy_since
+    if server.usable and now - since > self._config.timeout_s:
+      self.leave_out(server, f"it is busy all the time: {error}")
+    elif not server.resting:
+      server.resting = True
+      self._loop.call_later(BUSY_S, self._rested, server)
+
+  def _rested(self, server: Server) -> None:
+    server.resting = False
+    self._loop.create_task(self._notify())
 
   def _blame(self, server: Server, error: Failed) -> None:
     self.counts[error.kind] += 1
@@ -246,6 +242,7 @@ class Fleet:
   def leave_out(self, server: Server, why: str, refused: bool = False) -> None:
     """The same, on the loop."""
     server.usable, server.why, server.refused = False, why, refused
+    server.dialect = server.busy_since = None  # another one may come in its place
     logging.warning("server %s is left out: %s; %d left", server.url, why, len(self.usable))
     server.settled.set()
     for post in server.posts:
@@ -266,15 +263,17 @@ class Fleet:
   async def abort(self, ids: Sequence[str]) -> set[str]:
     """Has all servers leave calls, whose answers then come with what they have. Returns those that
     no server had yet, of which nothing will come."""
-    unsent = self._unsent & set(ids)
+    asked = set(ids)
+    unsent = self._unsent & asked
     await self.cancel([*unsent])
 
     async def one(server: Server) -> None:
-      for ask in server.dialect.abort(list(ids)):
+      sent = [post.sent for post in server.posts.values() if post.call in asked]
+      for ask in server.dialect.abort(sent) if sent else ():
         with contextlib.suppress(Failed, Refused):
           await self._wire.ask(server.url, ask, CONNECT_S)
 
-    await asyncio.gather(*(one(server) for server in self.usable if server.posts))
+    await asyncio.gather(*(one(server) for server in self.usable))
     return unsent
 
   # Servers.
@@ -290,30 +289,34 @@ class Fleet:
     Raises:
       Failed, Refused: it did not come so far.
     """
-    ours = bool(self._config.command)
-    running = server.process is not None and server.process.alive
-    if ours and not (running or await self._wire.answers(server.url)):
-      restart = True
-    server.usable = False
+    server.usable, server.restarted = False, False
     server.settled.clear()
+    if not restart:
+      try:  # one that hangs would keep the others waiting for as long as weights may take
+        await look(self._wire, server.url)
+      except Failed:
+        if not self._config.command:
+          raise
+        restart = True
+    server.restarted = restart
     if restart:
-      await self._start(server, weights)
+      self.counts["restarts"] += int(server.process is not None)
+      log = self._logs / f"server_{server.index}.log"
+      await start(self._wire, server, self._config, weights, log)
     if server.dialect is None:
-      server.dialect = await self._dialect(server)
-      settings = await self._settings(server)
-      if unfit := server.dialect.unfit(settings, any(call.routing for call in probe)):
-        raise Refused(unfit)
-    asks = server.dialect.publish(weights, version)
-    if restart:
-      asks = [server.dialect.label(version)]
+      routing = any(call.routing for call in probe)
+      configured = self._config.dialect
+      server.dialect = await find_dialect(self._wire, server.url, configured, routing)
+    dialect = server.dialect
+    asks = [dialect.label(version)] if restart else dialect.publish(weights, version)
     self.version = max(self.version, version)
     try:
       for ask in asks:
-        await self._wire.ask(server.url, ask, self._config.timeout_s)
+        await self._wire.ask(server.url, ask, self._publish_s)
         server.version = version  # since the first one stopped it
     except (Failed, Refused):
       with contextlib.suppress(Failed, Refused):
-        await self._wire.ask(server.url, server.dialect.release, CONNECT_S)
+        await self._wire.ask(server.url, dialect.release, CONNECT_S)
       raise
     answers = await asyncio.gather(*(self._post(server, call, probes=True) for call in probe))
     found = [part for parts in answers for part in parts]
@@ -327,46 +330,6 @@ class Fleet:
     server.settled.set()
     async with self._change:
       self._change.notify_all()
-
-  async def _start(self, server: Server, weights: str) -> None:
-    """Starts the server of a URL here, after the end of the one before, and waits for it."""
-    if server.process is not None:
-      self.counts["restarts"] += 1
-      await asyncio.to_thread(server.process.stop)
-    elif await self._wire.answers(server.url):
-      raise Failed("connection", "it was not started by this run: start it again, or stop it")
-    command = filled(self._config.command, server.url, server.index, weights)
-    server.dialect = None
-    server.process = process = Process(command, self._logs / f"server_{server.index}.log")
-    end = time.monotonic() + self._config.start_s
-    while not await self._wire.answers(server.url):
-      if not process.alive:
-        raise Failed("connection", f"it ended before it answered; {process.log} says why")
-      if time.monotonic() > end:
-        await asyncio.to_thread(process.stop)
-        raise Failed(
-          "timeout",
-          f"it did not answer within engine.server.start_s={self._config.start_s:g}; {process.log}",
-        )
-      await asyncio.sleep(0.5)
-
-  async def _dialect(self, server: Server) -> Dialect:
-    """The configured one, or the first whose way of sampling the server has."""
-    if self._config.dialect != "auto":
-      return DIALECTS[self._config.dialect]
-    paths = {"/inference/v1/generate": VLLM, "/generate": SGLANG, "/v1/completions": COMPLETIONS}
-    for path, dialect in paths.items():
-      status, _ = await self._wire.sent(server.url, Ask(path, {}), CONNECT_S)
-      if status not in (404, 405):
-        return dialect
-    raise Refused(f"it has none of {', '.join(paths)}: vLLM has the first with --enable-scale-out")
-
-  async def _settings(self, server: Server) -> Mapping[str, Any]:
-    """What the server says of itself; nothing where it does not."""
-    with contextlib.suppress(Failed, Refused):
-      found = await self._wire.ask(server.url, server.dialect.settings, CONNECT_S)
-      return found if isinstance(found, dict) else {}
-    return {}
 
   async def _watch(self, server: Server) -> None:
     """Leaves a server out that has something to do and does not answer at all."""
@@ -382,7 +345,6 @@ class Fleet:
         self.leave_out(server, f"it has not answered /health {missed} times")
 
   async def _open(self) -> None:
-    self._wire = Wire(self._config, len(self.servers))
     self._change = asyncio.Condition()
     self._watches = [self._loop.create_task(self._watch(server)) for server in self.servers]
 
@@ -392,3 +354,14 @@ class Fleet:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await self._wire.close()
+
+
+@contextlib.contextmanager
+def _usable() -> Iterator[None]:
+  """Whatever an answer makes us stumble over is a failure of its server."""
+  try:
+    yield
+  except Failed:
+    raise
+  except Exception as error:
+    raise Failed("body", f"its answer cannot be used: {error!r:.80}") from error

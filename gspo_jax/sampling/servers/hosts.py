@@ -1,13 +1,17 @@
 """Several processes of a run, of which the first one talks to servers."""
 
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax.runs import preemption
+from gspo_jax.sampling.engine import ServersGone
+
+T = TypeVar("T")
 
 
 def told(value: Any) -> Any:
@@ -20,6 +24,23 @@ def told(value: Any) -> Any:
   if jax.process_index() == 0:
     padded[:] = np.frombuffer(content, np.uint8)
   return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
+
+
+def of_first(work: Callable[[], T]) -> T:
+  """What the first process finds, on all of them. What it raises it raises there, and the others
+  raise `ServersGone` with its text, so that none waits for it."""
+  found = error = None
+  if jax.process_index() == 0:
+    try:
+      found = work()
+    except Exception as raised:
+      error = raised
+  found, text = told((found, None if error is None else str(error) or repr(error)))
+  if error is not None:
+    raise error
+  if text is not None:
+    raise ServersGone(text)
+  return found
 
 
 def check_alone() -> None:

@@ -4,17 +4,23 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 import urllib.parse
 from pathlib import Path
 
-STOP_S = 20.0  # from SIGTERM to SIGKILL
+STOP_S = 10.0  # from SIGTERM to SIGKILL
+GONE_S = 10.0  # from SIGKILL until memory and ports are free, at most
 # A command that is killed, with all of its group, once the shell's input has come to its end.
-_BOUND = """exec 3<&0
+# SIGTERM is for the command alone: it ends the shell's first `wait`, and what watches the input
+# does not hear it.
+_BOUND = """trap : TERM
+exec 3<&0
 ( {}
 ) </dev/null 3<&- &
 server=$!
-( cat <&3 >/dev/null; kill -9 -$$ ) &
+( trap '' TERM; cat <&3 >/dev/null; kill -9 -$$ ) &
 exec 3<&-
+wait $server
 wait $server"""
 
 
@@ -59,7 +65,20 @@ class Process:
     self._signal(signal.SIGKILL)
     self._process.wait()
     self._process.stdin.close()
+    end = time.monotonic() + GONE_S
+    while _running(self.pid) and time.monotonic() < end:
+      time.sleep(0.05)
 
   def _signal(self, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, number)
+
+
+def _running(group: int) -> bool:
+  """Whether a process of a group is not over: zombies are, and nobody may ever take them away."""
+  for file in Path("/proc").glob("[0-9]*/stat"):
+    with contextlib.suppress(OSError):  # it has just ended
+      state, _, its_group = file.read_text(errors="replace").rpartition(")")[2].split()[:3]
+      if int(its_group) == group and state not in "ZX":
+        return True
+  return False

@@ -5,9 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.sampling.servers.hosts import of_first
 
 KEPT = 2  # a server that is being started may still read the last but one
 # Of the tokenizer's directory; not generation_config.json, which changes how some servers sample.
@@ -25,23 +24,28 @@ def write(
   last `KEPT` stay. Every process calls this, and the first one writes.
 
   Raises:
-    OSError: the directory cannot be written.
+    OSError: the directory cannot be written. Of several processes, the others raise ServersGone.
   """
   from gspo_jax.models import hf  # safetensors is only needed here
 
   target, partial = directory / name, directory / (name + _PARTIAL)
-  first = jax.process_index() == 0
-  if first:
-    shutil.rmtree(partial, ignore_errors=True)
+
+  def begin() -> None:
+    for rest in directory.glob(f"weights_*{_PARTIAL}"):  # of publications that broke off
+      shutil.rmtree(rest, ignore_errors=True)
     partial.mkdir(parents=True)
-  hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
-  if first:
+
+  def complete() -> None:
     for file in TOKENIZER if tokenizer else ():
       if (tokenizer / file).is_file():
         shutil.copyfile(tokenizer / file, partial / file)
     shutil.rmtree(target, ignore_errors=True)  # of a run that was resumed
     os.rename(partial, target)
     _remove_older(directory, target)
+
+  of_first(begin)
+  hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
+  of_first(complete)
   return target
 
 

@@ -20,11 +20,13 @@ from gspo_jax.sampling.servers.calls import (
 )
 from gspo_jax.sampling.servers.dialects import Ask, Dialect
 
+SEEDS = 0x7FFFFFFF  # a mask: seeds are int32 there
+
 
 def _generate(call: Call) -> Ask:
   sampling = call.sampling
   parameters = dict(
-    n=call.samples,
+    n=1,
     max_new_tokens=call.max_new_tokens,
     temperature=sampling.temperature,
     top_k=sampling.top_k or -1,
@@ -39,10 +41,19 @@ def _generate(call: Call) -> Ask:
     no_stop_trim=True,
     skip_special_tokens=False,
   )
-  body = dict(input_ids=list(call.tokens), sampling_params=parameters, return_logprob=True)
+  body: dict[str, Any] = dict(return_logprob=True)
   body |= dict(return_routed_experts=True) if call.routing else {}
-  # Each sample of a call has an id of its own, and one of several would have to be a list.
-  return Ask("/generate", body | (dict(rid=call.id) if call.samples == 1 else {}))
+  if call.samples == 1:
+    body |= dict(input_ids=list(call.tokens), sampling_params=parameters, rid=call.id)
+    return Ask("/generate", body)
+  # With `n` of them all samples would have one seed, and with it the same tokens.
+  samples = range(call.samples)
+  body |= dict(
+    input_ids=[list(call.tokens)] * call.samples,
+    sampling_params=[parameters | dict(sampling_seed=(call.seed + i) & SEEDS) for i in samples],
+    rid=[f"{call.id}-{i}" for i in samples],
+  )
+  return Ask("/generate", body)
 
 
 def _read(answer: Any, call: Call) -> list[Part]:
@@ -87,7 +98,7 @@ def _publish(directory: str, version: int) -> list[Ask]:
 
 
 def _abort(ids: list[str]) -> list[Ask]:
-  return [Ask("/abort_request", dict(rid="", abort_all=True))]  # calls of several have other ids
+  return [Ask("/abort_request", dict(rid="", abort_all=True))]  # it takes one id, or all
 
 
 def _unfit(settings: Mapping[str, Any], routing: bool) -> str:
@@ -107,4 +118,5 @@ SGLANG = Dialect(
   abort=_abort,
   settings=Ask("/get_server_info"),
   unfit=_unfit,
+  processed="start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
 )

@@ -20,6 +20,7 @@ from gspo_jax.sampling.servers.calls import (
 )
 from gspo_jax.sampling.servers.dialects import Ask, Dialect
 
+PROCESSED = "start it with --logprobs-mode processed_logprobs"
 PREFIX = "generate-tokens-"  # vLLM puts it before the ids of such requests
 
 
@@ -71,25 +72,30 @@ def _part(choice: Mapping[str, Any]) -> Part:
     content = (choice["logprobs"] or {}).get("content") or []
     said = integers([entry["token_id"] for entry in content])
     logp = floats([entry["logprob"] for entry in content])
-    spans, reason = choice.get("weight_versions") or [], choice["finish_reason"]
-    version = _versions(spans, len(tokens))
-    experts = choice.get("routed_experts")
+    reason = choice["finish_reason"]
   except (KeyError, TypeError, AttributeError) as error:
     raise Failed("body", f"a choice is not as it should be: {error!r:.80}") from error
   if not np.array_equal(said, tokens):
     raise Failed("tokens", "the log-probs are not of the tokens that came")
-  experts = None if experts is None else array_of_base64(experts)
+  version, experts = _versions(choice, len(tokens)), _routed(choice)
   return Part(tokens, logp, version, reason == "stop", reason == "abort", experts)
 
 
-def _versions(spans: list[Mapping[str, Any]], count: int) -> np.ndarray | None:
+def _versions(choice: Mapping[str, Any], count: int) -> np.ndarray | None:
   """int32 [n] of contiguous spans; None where there are none."""
-  if not spans:
-    return None
   version = np.full(count, -1, np.int32)
-  for span in spans:
-    version[int(span["start"]) : int(span["end"])] = version_number(span["version"])
-  return version
+  try:
+    spans = choice.get("weight_versions") or []
+    for span in spans:
+      version[int(span["start"]) : int(span["end"])] = version_number(span["version"])
+  except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    raise Failed("body", f"its weight_versions are no spans: {error!r:.80}") from error
+  return version if spans else None
+
+
+def _routed(choice: Mapping[str, Any]) -> np.ndarray | None:
+  experts = choice.get("routed_experts")
+  return None if experts is None else array_of_base64(experts)
 
 
 def _completion(call: Call) -> Ask:
@@ -106,7 +112,8 @@ def _read_completion(answer: Mapping[str, Any], call: Call) -> list[Part]:
       reason = choice["finish_reason"]
     except (KeyError, TypeError, AttributeError) as error:
       raise Failed("body", f"a choice is not as it should be: {error!r:.80}") from error
-    parts.append(Part(tokens, logp, None, reason == "stop", reason == "abort"))
+    version, experts = _versions(choice, len(tokens)), _routed(choice)
+    parts.append(Part(tokens, logp, version, reason == "stop", reason == "abort", experts))
   return parts
 
 
@@ -141,7 +148,7 @@ def _unfit(settings: Mapping[str, Any], routing: bool) -> str:
   model, outputs = (config.get(key) for key in ("model_config", "aux_output_config"))
   mode = model.get("logprobs_mode") if isinstance(model, Mapping) else None
   if mode not in (None, "processed_logprobs"):
-    return f"its log-probs are {mode}: start it with --logprobs-mode processed_logprobs"
+    return f"its log-probs are {mode}: {PROCESSED}"
   sends = outputs.get("enable_return_routed_experts") if isinstance(outputs, Mapping) else None
   if routing and sends is False:
     return "it sends no routed experts: start it with --enable-return-routed-experts"
@@ -155,6 +162,7 @@ _COMMON = dict(
   label=_label,
   settings=Ask("/server_info?config_format=json"),
   unfit=_unfit,
+  processed=PROCESSED,
 )
 VLLM = Dialect("vllm", _generate, _read, abort=_abort, **_COMMON)
 COMPLETIONS = Dialect(

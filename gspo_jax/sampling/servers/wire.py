@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import resource
 from typing import Any
 
 import httpx2
+from absl import logging
 
 from gspo_jax.sampling.servers.calls import Busy, Failed, Refused
 from gspo_jax.sampling.servers.config import ServerConfig
@@ -13,15 +15,32 @@ from gspo_jax.sampling.servers.dialects import Ask
 
 CONNECT_S = 10.0  # to a server, and for what it answers at once
 JSON = 2**22  # bytes of an answer
+OTHERS = 16  # connections to a server besides those of calls
+SPARE = 1024  # descriptors that the rest of the process may need
 
 
 class Wire:
-  """Connections to some servers, made and used on one event loop."""
+  """Connections to some servers, used on one event loop.
+
+  Attributes:
+    in_flight: calls that one server can be sent at once.
+
+  Raises:
+    ValueError: the token is none that a header can have.
+  """
 
   def __init__(self, config: ServerConfig, servers: int):
     self._variable = config.token_variable
-    token = os.environ.get(self._variable, "")
-    most = max(64, servers * (config.in_flight + 16))
+    token = os.environ.get(self._variable, "").strip()
+    if not (token.isascii() and token.isprintable()):  # and it is not said which one it is
+      raise ValueError(f"the token of {self._variable} must be of printable ASCII characters")
+    most = descriptors(servers * (config.in_flight + OTHERS))
+    self.in_flight = min(config.in_flight, max(1, most // servers - OTHERS))
+    if self.in_flight < config.in_flight:
+      logging.warning(
+        "engine.server.in_flight=%d is %d here: the process may have no more connections "
+        "(ulimit -Hn)", config.in_flight, self.in_flight,
+      )  # fmt: skip
     self._client = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
       timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `sent` has one for all of it
@@ -92,3 +111,14 @@ class Wire:
       raise Failed("timeout", f"{ask.path}: {type(error).__name__} {error}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
       raise Failed("connection", f"{ask.path}: {type(error).__name__} {error}") from error
+
+
+def descriptors(wanted: int) -> int:
+  """How many of `wanted` connections the process may have, after its limit was raised if need be;
+  beyond it, connections fail as if servers were gone."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  none = resource.RLIM_INFINITY
+  need = wanted + SPARE if hard == none else min(hard, wanted + SPARE)
+  if soft != none and soft < need:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+  return wanted if hard == none else min(wanted, max(hard - SPARE, hard // 2))
