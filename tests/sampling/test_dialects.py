@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -200,6 +201,17 @@ def test_nothing_that_experts_may_hold_is_more_than_a_failure(text):
   with pytest.raises(Failed, match=r"no array in base64") as error:
     array_of_base64(text)
   assert error.value.kind == "body"
+
+
+def test_no_room_is_made_for_what_a_header_claims():
+  text = headed("{'descr': '<i4', 'fortran_order': False, 'shape': (134217728,)}\n")
+  tracemalloc.start()
+  try:
+    with pytest.raises(Failed, match=r"no array in base64"):
+      array_of_base64(text)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+  finally:
+    tracemalloc.stop()
   right = headed("{'descr': '<i4', 'fortran_order': False, 'shape': (1,)}\n")
   assert array_of_base64(right).tolist() == [int.from_bytes(b"abcd", "little")]
 

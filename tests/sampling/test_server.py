@@ -263,11 +263,37 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert time.monotonic() - started < 15
   assert set(failed(engine)) == {"health"} and engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeypatch):
+  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
-  engine.load(weights(2), 2)  # it is not waited for
-  assert time.monotonic() - started < 10
+  engine.load(weights(2), 2)
+  assert time.monotonic() - started < 12
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
   assert engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_requests_with_weights_and_probes_have_a_time_of_their_own(make, monkeypatch):
+  servers, engine = make
+  engine = engine(servers(1), timeout_s=1000.0, start_s=30.0)
+  wire, asked = engine._fleet._wire, {}
+  ask = wire.ask
+
+  def asks(url, what, seconds, *rest):
+    asked[what.path] = seconds
+    return ask(url, what, seconds, *rest)
+
+  monkeypatch.setattr(wire, "ask", asks)
+  engine.load(weights(), 1)
+  assert asked["/collective_rpc"] == asked["/inference/v1/generate"] == max(asked.values()) == 30.0
+  sample_rollout(engine, WORKLOAD, PROMPTS)
+  assert asked["/inference/v1/generate"] == 1000.0
 
 
 def test_what_we_stumble_over_is_a_failure_of_the_server_that_said_it(make, monkeypatch):
@@ -506,7 +532,9 @@ def test_a_server_that_was_started_here_is_started_again(make, started, monkeypa
   monkeypatch.setattr(starting, "CONNECT_S", 0.2)
   engine._fleet.servers[0].reloads = True
   started[-1].fake.fault = lambda path, body: "hang"  # its process is there, it is not
+  begun = time.monotonic()
   engine.load(weights(4), 4)
+  assert time.monotonic() - begun < 12
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(4), 4)
   assert len(started) == 5 and not started[-2].alive
   engine.__exit__()
