@@ -312,7 +312,8 @@ def test_what_we_stumble_over_is_a_failure_of_the_server_that_said_it(make, monk
   assert failed(engine) == {"body": 1}
 
 
-def test_a_server_that_is_busy_keeps_nothing_from_others(make):
+def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
+  monkeypatch.setattr(fleet, "BUSY_S", 0.05)
   servers, engine = make
   two = servers(2)
   engine = engine(two)
@@ -321,8 +322,15 @@ def test_a_server_that_is_busy_keeps_nothing_from_others(make):
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
   one = engine._fleet.servers[0]
-  one.busy_since -= 20.0  # QUICK["timeout_s"]
+  one.busy_since -= QUICK["timeout_s"]
+  engine.load(weights(), 1)  # that was long ago, and it was asked for nothing since
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   until = time.monotonic() + 10
+  while one.busy_since is None:
+    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+    assert time.monotonic() < until
+  assert one.usable
+  one.busy_since -= QUICK["timeout_s"]
   while one.usable:  # it is asked again, now and then
     check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
     assert time.monotonic() < until
