@@ -755,9 +755,10 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
     engine.load(weights(2), 2)
   assert "a mistake of ours" in said[-1][1]
   monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
-  monkeypatch.setattr(hosts, "told", lambda value: (None, "the disk is full"))
-  with pytest.raises(ServersGone, match="the disk is full"):
-    hosts.of_first(breaks)
+  for wrong, kind in ((False, ServersGone), (True, ValueError)):
+    monkeypatch.setattr(hosts, "told", lambda value, wrong=wrong: (None, "it is full", wrong))
+    with pytest.raises(kind, match="it is full"):
+      hosts.of_first(breaks)
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):
