@@ -23,7 +23,7 @@ from gspo_jax.sampling import (
 )
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.server import ServerEngine
-from gspo_jax.sampling.servers import fleet, starting, wire
+from gspo_jax.sampling.servers import fleet, hosts, published, starting, wire
 from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.structs import Prompt
 
@@ -148,6 +148,7 @@ GARBAGE = {
   "nested": (lambda answer: b"[" * 200_000, "body"),
   "no choices": (lambda answer: {}, "body"),
   "one response less": (lambda answer: dict(choices=answer["choices"][1:]), "tokens"),
+  "no JSON of 5 MB": (lambda answer: b"x" * 5_000_000, "body"),
 }
 
 
@@ -183,6 +184,16 @@ GARBAGE |= {
   "a null": (edited(lambda c: dict(token_ids=None, logprobs=None)), "tokens"),
   "NaN": (with_logp(float("nan")), "tokens"),
   "a likelihood above 1": (with_logp(0.5), "tokens"),
+  "a number of 400 digits": (with_logp(-(10**400)), "body"),
+  "weights of a word": (
+    edited(lambda c: dict(weight_versions=[dict(version="1", start="x", end=9)])),
+    "body",
+  ),
+  "weights to infinity": (
+    edited(lambda c: dict(weight_versions=[dict(version="1", start=0, end=float("inf"))])),
+    "body",
+  ),
+  "experts that nobody asked for": (edited(lambda c: dict(routed_experts="UEsDBA==")), "body"),
   "no end": (
     edited(
       lambda c: dict(
@@ -242,6 +253,7 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
 def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monkeypatch):
   monkeypatch.setattr(fleet, "HEALTH_S", 0.05)
   monkeypatch.setattr(wire, "CONNECT_S", 1.0)
+  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
   servers, engine = make
   two = servers(2)
   engine = engine(two)
@@ -251,6 +263,107 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert time.monotonic() - started < 15
   assert set(failed(engine)) == {"health"} and engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeypatch):
+  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  two[0].fault = lambda path, body: "hang"
+  started = time.monotonic()
+  engine.load(weights(2), 2)
+  assert time.monotonic() - started < 12
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  assert engine.usage.metrics()["engine/servers"] == 1
+
+
+def test_requests_with_weights_and_probes_have_a_time_of_their_own(make, monkeypatch):
+  servers, engine = make
+  engine = engine(servers(1), timeout_s=1000.0, start_s=30.0)
+  wire, asked = engine._fleet._wire, {}
+  ask = wire.ask
+
+  def asks(url, what, seconds, *rest):
+    asked[what.path] = seconds
+    return ask(url, what, seconds, *rest)
+
+  monkeypatch.setattr(wire, "ask", asks)
+  engine.load(weights(), 1)
+  assert asked["/collective_rpc"] == asked["/inference/v1/generate"] == max(asked.values()) == 30.0
+  sample_rollout(engine, WORKLOAD, PROMPTS)
+  assert asked["/inference/v1/generate"] == 1000.0
+
+
+def test_what_we_stumble_over_is_a_failure_of_the_server_that_said_it(make, monkeypatch):
+  servers, engine = make
+  engine = engine(servers(1))
+  engine.load(weights(), 1)
+  checked, count = fleet.checked, itertools.count()
+
+  def stumbles(*args):
+    if next(count) == 0:
+      raise MemoryError
+    return checked(*args)
+
+  monkeypatch.setattr(fleet, "checked", stumbles)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert failed(engine) == {"body": 1}
+
+
+def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
+  monkeypatch.setattr(fleet, "BUSY_S", 0.05)
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  two[0].fault = always("429")
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
+  one = engine._fleet.servers[0]
+  one.busy_since -= QUICK["timeout_s"]
+  engine.load(weights(), 1)  # that was long ago, and it was asked for nothing since
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  until = time.monotonic() + 10
+  while one.busy_since is None:
+    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+    assert time.monotonic() < until
+  assert one.usable
+  one.busy_since -= QUICK["timeout_s"]
+  while one.usable:  # it is asked again, now and then
+    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+    assert time.monotonic() < until
+  assert "it is busy all the time: HTTP 429" in one.why
+  two[0].fault = lambda path, body: None
+  engine.load(weights(2), 2)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  assert engine.usage.metrics()["engine/servers"] == 2 and one.busy_since is None
+
+
+@pytest.mark.parametrize(
+  "path, message",
+  [
+    ("/inference/v1/generate", "it has none of /inference/v1/generate, /generate, /v1/completions"),
+    ("/collective_rpc", "it has no /collective_rpc: vLLM needs VLLM_SERVER_DEV_MODE=1"),
+  ],
+)
+def test_a_server_without_what_is_needed_is_refused_by_name(make, path, message):
+  servers, engine = make
+  (one,) = servers(1)
+  one.fault = lambda at, body: "404" if at == path else None
+  with pytest.raises(ServersGone, match=message):
+    engine([one], wait_s=60.0).load(weights(), 1)  # no use in waiting
+
+
+def test_an_answer_that_is_too_long_is_not_read(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one], retries=0)
+  engine.load(weights(), 1)
+  one.fault = always(lambda answer: b"x" * 5_000_000)
+  with pytest.raises(ServersGone, match=r"generate has more than 4,\d+,\d+ bytes"):
+    sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_against_it(make):
@@ -379,9 +492,10 @@ def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
   assert engine.usage.metrics()["engine/servers"] == 1
 
 
-def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
-  """In place of a process, a server in this one: the order of things is the same."""
-  started = []
+@pytest.fixture
+def started(monkeypatch):
+  """Servers in this process in the place of processes: the order of things is the same."""
+  found = []
 
   class Started:
     def __init__(self, command, log):
@@ -390,7 +504,7 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
       self.fake.answer("/collective_rpc", "", dict(kwargs=dict(weights_path=directory)))
       self.fake.reloads = False  # garbage after a reload, as MoE on CPU
       self.alive, self.log = True, log
-      started.append(self)
+      found.append(self)
 
     def stop(self):
       self.alive = False
@@ -398,10 +512,18 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
         self.fake.die()
 
   monkeypatch.setattr(starting, "Process", Started)
-  _, engine = make
+  return found
+
+
+def free_url():
   free = FakeServer()
   free.die()
-  engine = engine([free.url], command="{weights} {port}")
+  return free.url
+
+
+def test_a_server_that_was_started_here_is_started_again(make, started, monkeypatch):
+  _, engine = make
+  engine = engine([free_url()], command="{weights} {port}")
   engine.load(weights(1), 1)
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(1), 1)
   assert len(started) == 1
@@ -415,8 +537,48 @@ def test_a_server_that_was_started_here_is_started_again(make, monkeypatch):
   started[-1].alive = False
   check(sample_rollout(engine, WORKLOAD, PROMPTS, seed=9), weights(3), 3)  # in the middle
   assert len(started) == 4
+  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
+  engine._fleet.servers[0].reloads = True
+  started[-1].fake.fault = lambda path, body: "hang"  # its process is there, it is not
+  begun = time.monotonic()
+  engine.load(weights(4), 4)
+  assert time.monotonic() - begun < 12
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(4), 4)
+  assert len(started) == 5 and not started[-2].alive
   engine.__exit__()
   assert not started[-1].alive
+
+
+def test_a_server_that_does_not_reload_is_started_for_every_publication(make, started):
+  _, engine = make
+  engine = engine([free_url()], command="{weights} {port}", reloads=False)
+  for version in (1, 2):
+    engine.load(weights(version), version)
+    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(version), version)
+  metrics = engine.usage.metrics()
+  assert len(started) == 2 and metrics["engine/probe/disagreed"] == 0
+  assert "/collective_rpc" not in [path for one in started for path in one.fake.seen]
+
+
+def test_a_server_that_cannot_be_started_is_started_once_a_publication(make, monkeypatch):
+  tried = []
+
+  class Broken:
+    alive, log = False, "LOG"
+
+    def __init__(self, command, log):
+      tried.append(command)
+
+    def stop(self):
+      pass
+
+  monkeypatch.setattr(starting, "Process", Broken)
+  _, engine = make
+  engine = engine([free_url()], command="false")
+  for count in (1, 2):
+    with pytest.raises(ServersGone, match=r"it ended before it answered; LOG says why"):
+      engine.load(weights(), 1)
+    assert len(tried) == count
 
 
 def group(engine, count=4):
@@ -450,6 +612,153 @@ def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
     for seed, mine in ((1, slice(0, length)), (2, slice(length, None))):
       own = np.asarray(next_logp(weights(seed), MODEL, pad, temperature=0.8))[0, 2:][: len(said)]
       np.testing.assert_allclose(said[mine], own[mine], atol=1e-4)
+
+
+def seen(server):
+  """Ids of the requests that a server was sent, without those of probes."""
+  bodies = [body for body in server.bodies if body and "token_ids" in body]
+  return [body["request_id"] for body in bodies if "probe" not in body["request_id"]]
+
+
+def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two, in_flight=2)
+  engine.load(weights(), 1)
+  for one in two:
+
+    def waits(path, body, one=one):  # as in its queue, until it is aborted
+      while path.endswith("generate") and "probe" not in str(body) and not one.aborted:
+        time.sleep(0.01)
+
+    one.fault = waits
+  begun, driver = group(engine)
+  driver.begin(begun)
+  until = time.monotonic() + 10
+  while not all(seen(one) for one in two):
+    assert time.monotonic() < until
+    time.sleep(0.01)
+  engine.load(weights(2), 2)
+  assert list(driver.run(lambda: True)) == []
+  assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
+  for one in two:  # each was told of what it had
+    assert one.aborted == {f"generate-tokens-{id_}" for id_ in seen(one)}
+  driver = Driver(engine, WORKLOAD)
+  driver.begin(begun)
+  list(driver.run())
+  assert all(each.finished and set(each.version) == {2} for each in begun)
+
+
+def test_an_attempt_has_an_id_of_its_own(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(), 1)
+  one.fault = once("500")
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  assert failed(engine) == {"status": 1}
+  assert len(seen(one)) == len(set(seen(one))) == 4
+
+
+def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeypatch):
+  monkeypatch.setattr(fleet, "AGAIN_S", 5.0)
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(), 1)
+  one.fault = always("500")
+  begun, driver = group(engine, count=1)
+  driver.begin(begun)
+  while not engine._fleet.counts["status"]:
+    time.sleep(0.01)
+  started = time.monotonic()
+  assert list(driver.run(lambda: True)) == []
+  assert time.monotonic() - started < 3
+
+
+def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_probe(make):
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+  engine.load(weights(), 1)
+  probed = threading.Event()
+
+  def refuses(path, body):
+    if "probe" in str(body) and not probed.is_set():
+      probed.set()
+      time.sleep(0.3)  # the call's answer comes in the meantime
+    elif path.endswith("generate") and body and not probed.is_set():
+      probed.wait(20)
+      return "401"
+    return None
+
+  one.fault = refuses
+  begun, driver = group(engine, count=1)
+  driver.begin(begun)
+  while not seen(one):
+    time.sleep(0.01)
+  engine.load(weights(2), 2)
+  list(driver.run())
+  assert all(each.finished and set(each.version) == {2} for each in begun)
+
+
+def test_who_comes_in_the_place_of_a_server_is_asked_for_its_dialect(make):
+  servers, engine = make
+  two = servers(2)
+  engine = engine(two)
+  engine.load(weights(), 1)
+  engine.load(weights(2), 2)
+
+  def asked(one):
+    return [at for at, body in zip(one.seen, one.bodies) if at.endswith("generate") and not body]
+
+  two[0].fault = once(GARBAGE["older weights"][0])
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  assert engine.usage.metrics()["engine/servers"] == 1
+  engine.load(weights(3), 3)
+  assert [len(asked(one)) for one in two] == [2, 1]
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
+  assert engine.usage.metrics()["engine/servers"] == 2
+
+
+def test_directories_that_are_not_complete_are_not_among_the_last_two(tmp_path):
+  for number in (4, 5):
+    published.write(tmp_path, f"weights_{number:06d}", weights(), MODEL)
+  (tmp_path / "weights_000006.partial").mkdir()
+  published.write(tmp_path, "weights_000007", weights(), MODEL)
+  kept = sorted(path.name for path in tmp_path.iterdir())
+  assert kept == ["weights_000005", "weights_000007"]
+
+
+def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monkeypatch):
+  said = []
+
+  def told(value):
+    said.append(value)
+    return value
+
+  monkeypatch.setattr(hosts, "told", told)
+  servers, engine = make
+  engine = engine(servers(1))
+  (tmp_path / "published").write_text("a file")
+  with pytest.raises(ServersGone, match=r"published.* cannot be written"):
+    engine.load(weights(), 1)
+  assert "published" in said[-1][1]
+  (tmp_path / "published").unlink()
+  engine.load(weights(), 1)
+
+  def breaks(*args):
+    raise KeyError("a mistake of ours")
+
+  monkeypatch.setattr(engine._fleet, "renew", breaks)
+  with pytest.raises(KeyError):
+    engine.load(weights(2), 2)
+  assert "a mistake of ours" in said[-1][1]
+  monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
+  for wrong, kind in ((False, ServersGone), (True, ValueError)):
+    monkeypatch.setattr(hosts, "told", lambda value, wrong=wrong: (None, "it is full", wrong))
+    with pytest.raises(kind, match="it is full"):
+      hosts.of_first(breaks)
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):

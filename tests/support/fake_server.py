@@ -152,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       time.sleep(60)
     if fault == "die":
       self.fake.die()
-    if fault in ("500", "429"):
+    if isinstance(fault, str) and fault.isdecimal():
       return self.send(int(fault), dict(error="the engine has died"))
     status, answer = self.fake.answer(parts.path, parts.query, body)
     if callable(fault):  # changes the answer

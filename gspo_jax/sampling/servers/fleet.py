@@ -209,7 +209,7 @@ class Fleet:
       return dialect.read(answer, call)
 
   def _rest(self, server: Server, error: Busy) -> None:
-    """Asks a server that is busy for nothing for a while; for good if it always is."""
+    """Asks a server that is busy for nothing for a while, and leaves out one that always is."""
     now = time.monotonic()
     since = server.busy_since = now if server.busy_since is None else server.busy_since
     if server.usable and now - since > self._config.timeout_s:
@@ -326,7 +326,8 @@ class Fleet:
 
   async def admit(self, server: Server) -> None:
     """Uses a server from now on."""
-    server.usable, server.why, server.refused, server.failures = True, "", False, 0
+    server.usable, server.why, server.refused = True, "", False
+    server.failures, server.busy_since = 0, None
     server.settled.set()
     async with self._change:
       self._change.notify_all()

@@ -28,18 +28,20 @@ def told(value: Any) -> Any:
 
 def of_first(work: Callable[[], T]) -> T:
   """What the first process finds, on all of them. What it raises it raises there, and the others
-  raise `ServersGone` with its text, so that none waits for it."""
+  raise `ServersGone` with its text, or ValueError where it does: all end in the same way, so that
+  none waits for another."""
   found = error = None
   if jax.process_index() == 0:
     try:
       found = work()
     except Exception as raised:
       error = raised
-  found, text = told((found, None if error is None else str(error) or repr(error)))
+  text = None if error is None else str(error) or repr(error)
+  found, text, wrong = told((found, text, isinstance(error, ValueError)))
   if error is not None:
     raise error
   if text is not None:
-    raise ServersGone(text)
+    raise (ValueError if wrong else ServersGone)(text)
   return found
 
 
