@@ -82,7 +82,6 @@ class Loop:
     labels: of weights, by the number of their load; a client names them.
     paused: nothing is sampled.
     failed: why the engine is gone for good; None: it is not.
-    usage: of sampling, over all workloads that are over.
   """
 
   def __init__(
@@ -107,7 +106,8 @@ class Loop:
     self.paused = False
     self.failed: str | None = None
     self.failures = 0
-    self.usage = Usage()
+    # Of the workloads that are over, and of the one that is not; replaced, never changed in place.
+    self._usages: tuple[Usage, Usage | None] = (Usage(), None)
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
   def start(self, weights: str) -> None:
@@ -141,9 +141,10 @@ class Loop:
 
   def total(self) -> Usage:
     """The cost of all sampling so far."""
-    total = dataclasses.replace(self.usage)
-    if self._started:
-      total.add(self._engine.usage)
+    before, now = self._usages  # at once: the thread may replace both
+    total = dataclasses.replace(before)
+    if now is not None:
+      total.add(now)
     return total
 
   @property
@@ -183,13 +184,15 @@ class Loop:
     try:
       if self._jobs and not self._started:
         self._engine.start(self._workload)
-        self._started = True
+        self._started, self._usages = True, (self._usages[0], self._engine.usage)
         for job in list(self._jobs.values()):
           self._enter(job)
       if self._started and self._engine.busy:
-        for response in self._engine.step():
+        found = self._engine.step()
+        for response in found:
           self._take(response)
-        self._in_a_row = 0
+        if found:  # a step that only starts computation succeeds on a broken device, too
+          self._in_a_row = 0
     except Exception as error:
       self._recover(error)
     if self._waiters and not self._jobs:
@@ -223,15 +226,21 @@ class Loop:
   def _interrupt(self) -> None:
     """Takes what is sampled so far out of the engine, whose cache is freed."""
     if self._started:
-      self.usage.add(self._engine.usage)
-      self._started = False
-      for response in self._engine.stop():
-        self._take(response)
+      try:
+        for response in self._engine.stop():  # which counts what it still fetches
+          self._take(response)
+      finally:
+        self._over()
+
+  def _over(self) -> None:
+    """The workload is: what it has cost is added to that of those before, all at once."""
+    self._usages, self._started = (self.total(), None), False
 
   def _recover(self, error: Exception) -> None:
     """What was under way is lost; the engine begins anew with what comes next."""
     traceback.print_exc()
-    self.failures, self._in_a_row, self._started = self.failures + 1, self._in_a_row + 1, False
+    self.failures, self._in_a_row = self.failures + 1, self._in_a_row + 1
+    self._over()
     text = f"the engine failed: {type(error).__name__}: {str(error)[:500]}"
     if self._in_a_row == FAILURES:
       sys.stderr.write("gspo_jax.serve: the engine has failed too often, and samples no more\n")

@@ -108,9 +108,10 @@ def wait(condition, seconds=NEVER):
 
 
 class Engine:
-  """An engine whose steps may take long, or fail."""
+  """An engine whose steps may take long, or fail: the first ones after a start do not, as on a
+  device, whose errors come with what is fetched."""
 
-  delay, errors = 0.0, 0
+  delay, errors, spared = 0.0, 0, 0
 
   def __init__(self, engine):
     self._engine = engine
@@ -118,9 +119,14 @@ class Engine:
   def __getattr__(self, name):
     return getattr(self._engine, name)
 
+  def start(self, workload):
+    self._steps = 0
+    self._engine.start(workload)
+
   def step(self):
     time.sleep(Engine.delay)
-    if Engine.errors:
+    self._steps += 1
+    if Engine.errors and self._steps > Engine.spared:
       Engine.errors -= 1
       raise RuntimeError("the chip is gone")
     return self._engine.step()
@@ -155,7 +161,7 @@ def world(tmp_path_factory):
 @pytest.fixture
 def client(world):
   yield world.client
-  Engine.delay = Engine.errors = 0
+  Engine.delay = Engine.errors = Engine.spared = 0
   world.client.do("/resume")
   if world.loop.version or world.loop.label != "default":
     assert world.client.reload("random")[0] == 200
@@ -576,11 +582,16 @@ def test_metrics(world, client):
   assert after["gspo_jax_paused",] == after["gspo_jax_responses_queued",] == 0
 
 
-def test_an_engine_that_fails_begins_anew(world, client):
+@pytest.mark.parametrize("spared", [0, 1, 4])
+def test_an_engine_that_fails_begins_anew(world, client, spared):
   body = dict(token_ids=PROMPT, sampling_params=LONG)
-  Engine.errors = 1
+  Engine.errors, Engine.spared = 1, spared
+  before = world.loop.total()
   status, answer = client("POST", "/inference/v1/generate", body)
   assert status == 500 and "the chip is gone" in answer["error"]["message"]
+  after = world.loop.total()  # what was sampled has cost what it has
+  assert after.steps - before.steps == 2 * max(0, spared - 1)
+  assert (after.prefilled > before.prefilled) == (spared > 0)
   same(client.generate(**LONG), expected(world, seed=11))
   Engine.errors = 3
   for _ in range(3):
