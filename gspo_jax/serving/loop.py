@@ -332,8 +332,9 @@ class Loop:
     del params
     if self._engine is not None:
       self._engine.release()
+    # Never the label of other weights; there before others look for that of the version.
+    self.labels.setdefault(number, f"reload-{number}")
     self._engine, self.version, self.failed, self._in_a_row = engine, number, None, 0
-    self.labels.setdefault(number, f"reload-{number}")  # never that of other weights
     future.set_result(None)
 
   def _label(self, future: concurrent.futures.Future, label: str) -> None:

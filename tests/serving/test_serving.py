@@ -452,6 +452,7 @@ def test_a_pause_may_wait(world, client):
 
 @pytest.mark.parametrize("paused", [True, False], ids=["paused", "sampling"])
 def test_responses_go_on_under_new_weights(world, client, paused):
+  before = world.loop.total().tokens
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     future = under_way(world, pool, n=2, tokens=8)
     if paused:
@@ -463,6 +464,7 @@ def test_responses_go_on_under_new_weights(world, client, paused):
     if paused:
       client.do("/resume")
     choices = future.result()
+  assert world.loop.total().tokens - before == 2 * 40  # those that came with the change, too
   for choice, (whole, logp) in zip(choices, expected(world, n=2, seed=11), strict=True):
     old, new = choice["weight_versions"]
     assert (old["version"], new["version"]) == ("default", "v1")
@@ -482,6 +484,21 @@ def test_weights_nobody_named_have_no_other_name(world, client):
   assert client.reload(world.directory / "new")[0] == 200
   (span,) = client.generate(max_tokens=3)[0]["weight_versions"]
   assert span["version"].startswith("reload-")
+
+
+def test_there_is_always_a_label():
+  """Other threads read `label` at any time."""
+  engine = SimpleNamespace(load=lambda *_: None, release=lambda: None)
+  loop = Loop(lambda: engine, lambda path: None, None)
+
+  class Labels(dict):
+    def setdefault(self, number, label):
+      assert loop.label == "default"
+      return super().setdefault(number, label)
+
+  loop.labels = Labels(loop.labels)
+  loop._reload(concurrent.futures.Future(), "new")
+  assert loop.label == "reload-1"
 
 
 def test_a_checkpoint_of_a_run_is_read_too(world, client, tmp_path):
