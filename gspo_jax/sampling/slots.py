@@ -294,7 +294,7 @@ def _next_token(
   next_B = s.position_B + 1
   support_BX = None
   if sampling is None:
-    arguments = (logits_BV, key_B, next_B - s.start_B, s.own)
+    arguments = (logits_BV, key_B, next_B - s.start_B, s.own, active_B)
     token_B, logp_B, full_logp_B = _on_each_device(sample_own, *arguments, like=(s.token_B,) * 3)
   else:
     support_BX = support(temper(logits_BV, sampling), sampling) if width else None

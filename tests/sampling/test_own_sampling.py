@@ -178,6 +178,25 @@ def test_what_was_put_aside_comes_back_when_it_is_cancelled(params):
   assert sum(len(part.tokens) for part in parts) == wanted and not s.busy
 
 
+def test_nothing_is_sorted_for_a_request_that_is_over(params, monkeypatch):
+  sorted_ = []
+
+  def counted(logits_BV, own):
+    jax.debug.callback(lambda: sorted_.append(1))
+    return truncate(logits_BV, own)
+
+  truncate = own_sampling.truncate
+  monkeypatch.setattr(own_sampling, "truncate", counted)
+  s = scheduler(params, True, slots=5)  # compiled by no other test
+  run(s, [Request((1, 2), 3, samples=3, sampling=KINDS[2])])
+  jax.effects_barrier()
+  assert 3 <= len(sorted_) <= 4
+  del sorted_[:]
+  run(s, [Request((3, 4), 6, sampling=PLAIN)])  # takes one of the three slots
+  jax.effects_barrier()
+  assert not sorted_
+
+
 def test_rounding_leaves_nothing_out():
   """Beside a token of probability 1 - 1e-11, which is 1 in float32, the others stay possible."""
   logits_BV = jnp.zeros((2, 100)).at[:, 7].set(30.0)
