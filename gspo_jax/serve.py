@@ -27,7 +27,8 @@ from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
 from gspo_jax.models import lora, transformer
 from gspo_jax.run import initial_params
-from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload
+from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
+from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Limits, Refused
 from gspo_jax.serving.loop import Job, Loop
@@ -87,6 +88,7 @@ def serve(config: RunConfig) -> None:
     )
   token = os.environ.get(TOKEN, "")
   _check_host(_HOST.value, token)
+  config = with_slots(config, _SLOTS.value)
   tok, mesh, make_engine = parts(config)
   limits = Limits(
     window=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
@@ -100,8 +102,7 @@ def serve(config: RunConfig) -> None:
     stop_string_bytes=256,
     timeout_s=_TIMEOUT.value,
   )
-  slots = _SLOTS.value or config.engine.slots or 32
-  work = workload(config, limits, slots, _ROUTED.value)
+  work = workload(config, limits, _ROUTED.value)
   listening = _listen(_HOST.value, _PORT.value)
   loop = Loop(
     make_engine,
@@ -110,9 +111,7 @@ def serve(config: RunConfig) -> None:
     functools.partial(jax.set_mesh, mesh),
   )
   loop.start(config.weights)
-  warm = Job.of("warm-up", Ask((0,), 1, work.sampling, 0, (), frozenset(), ()))
-  loop.submit(warm)  # compiles, before anybody waits for it
-  warm.future.result()
+  warm_up(loop, work, config.engine)
   name = _NAME.value or config.weights
   info = dict(
     version=gspo_jax.__version__,
@@ -130,7 +129,7 @@ def serve(config: RunConfig) -> None:
   host, port = listening.getsockname()[:2]
   sys.stderr.write(
     f"gspo_jax.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port} with "
-    f"{slots} slots of {limits.window} tokens; SIGTERM ends it\n"
+    f"{work.trajectories} slots of {limits.window} tokens; SIGTERM ends it\n"
   )
   sys.stderr.flush()
   # uvicorn raises the signal that it got again, once it has ended as it should.
@@ -166,7 +165,13 @@ def parts(
   return tok, mesh, make_engine
 
 
-def workload(config: RunConfig, limits: Limits, slots: int, record_routing: bool) -> Workload:
+def with_slots(config: RunConfig, slots: int) -> RunConfig:
+  """The configuration with so many slots; 0: its own, or 32."""
+  engine = dataclasses.replace(config.engine, slots=slots or config.engine.slots or 32)
+  return dataclasses.replace(config, engine=engine)
+
+
+def workload(config: RunConfig, limits: Limits, record_routing: bool) -> Workload:
   """All requests to come, whose programs are compiled once: any distribution, any stop tokens, any
   lengths within the window."""
   if limits.window > config.model.max_position_embeddings:
@@ -177,13 +182,29 @@ def workload(config: RunConfig, limits: Limits, slots: int, record_routing: bool
   return Workload(
     SamplingConfig(1.0, 0, 1.0, 0.0, config.sampling.max_new_tokens),
     prompt_length=config.data.max_prompt_tokens,
-    trajectories=slots,
-    group_size=min(config.rl.group_size, slots),
+    trajectories=config.engine.slots,
+    group_size=min(config.rl.group_size, config.engine.slots),
     stop_ids=tuple(range(limits.stop_ids)),  # their number is what counts
     partial=True,
     record_routing=record_routing,
     own_sampling=True,
   )
+
+
+def warm_up(loop: Loop, work: Workload, engine: EngineConfig) -> None:
+  """Has everything compiled before anybody waits for it: decoding, and a prefill of each length
+  that prefixes are padded to. Raises `Refused` if sampling fails."""
+  lengths = {}
+  for n in range(1, work.window):
+    lengths[bucket(n, work.prefix_length, engine.prefill_tokens)] = n
+  one = dataclasses.replace(work.sampling, max_new_tokens=1)
+  jobs = [
+    Job.of(f"warm-up-{n}", Ask((0,) * n, 1, one, 0, (), frozenset(), ())) for n in lengths.values()
+  ]
+  for job in jobs:
+    loop.submit(job)
+  for job in jobs:
+    job.future.result()
 
 
 def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> Any:

@@ -22,7 +22,8 @@ from gspo_jax import serve
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import hf
 from gspo_jax.runs import checkpoint
-from gspo_jax.sampling import generate
+from gspo_jax.sampling import generate, slots
+from gspo_jax.sampling.requests import sizes
 from gspo_jax.serving.limits import Limits
 from gspo_jax.serving.loop import Loop
 
@@ -32,7 +33,7 @@ from gspo_jax.serving import app as http_app  # noqa: E402
 
 CONFIG = config_of(
   common.base, mesh__data=1, mesh__fsdp=1, weights="random", engine__steps=2, rl__group_size=2,
-  data__max_prompt_tokens=24, sampling__max_new_tokens=24, reward__overlong_max=24,
+  data__max_prompt_tokens=24, sampling__max_new_tokens=24, reward__overlong_max=24, engine__slots=4,
   model__hidden_size=16, model__num_layers=1, model__num_heads=2, model__num_kv_heads=2,
   model__head_dim=8, model__moe_intermediate_size=8,
 )  # fmt: skip
@@ -132,18 +133,26 @@ class Engine:
     return self._engine.step()
 
 
+def programs():
+  return slots.prefill._cache_size() + slots.decode._cache_size()
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
   tok, mesh, make_engine = serve.parts(CONFIG, jax.devices()[:1])
   with jax.set_mesh(mesh):
     old = serve.initial_params(CONFIG, mesh)
+  work = serve.workload(CONFIG, LIMITS, record_routing=True)
   loop = Loop(
     lambda: Engine(make_engine()),
     lambda path: old if path == "random" else serve.read_weights(CONFIG, mesh, path),
-    serve.workload(CONFIG, LIMITS, slots=4, record_routing=True),
+    work,
     lambda: jax.set_mesh(mesh),
   )
   loop.start("random")
+  compiled = programs()
+  serve.warm_up(loop, work, CONFIG.engine)
+  compiled = programs() - compiled
   server = http_app.Server(loop, LIMITS, tok, "tiny", info=dict(logprobs_mode="processed_logprobs"))
   client, stop = serving(server)
   new = initial(MODEL, 7)
@@ -151,7 +160,7 @@ def world(tmp_path_factory):
   hf.save(directory / "new", new, MODEL)
   yield SimpleNamespace(
     client=client, server=server, loop=loop, old=jax.device_get(old), new=new, tok=tok,
-    directory=directory, mesh=mesh,
+    directory=directory, mesh=mesh, compiled=compiled,
   )  # fmt: skip
   stop()
   loop.close()
@@ -236,6 +245,25 @@ def test_many_at_once_are_each_as_if_alone(world, client):
     for one, other in zip(choices, alone):
       np.testing.assert_allclose(logps(one), logps(other), atol=1e-5)
   assert len({tuple(c[0]["token_ids"]) for c in together}) == 16
+
+
+def test_no_request_compiles(world, client):
+  """Whatever its length: decoding and the prefills of 16, 32 and 46 tokens are there."""
+  assert world.compiled == 4
+  before = programs()
+  for length in (1, 17, 18, 33, 34, 47):
+    client.generate([7] * length, max_tokens=1, top_k=2)
+  assert programs() == before
+
+
+@pytest.mark.parametrize(
+  "asked, configured, expected", [(0, 0, 32), (0, 5, 5), (64, 32, 64), (3, 32, 3)]
+)
+def test_as_many_slots_as_are_said(asked, configured, expected):
+  config = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, slots=configured))
+  config = serve.with_slots(config, asked)
+  work = serve.workload(config, LIMITS, False)
+  assert work.trajectories == sizes(work, config.engine, 1).slots == expected
 
 
 def test_completions_as_text_and_as_tokens(world, client):
