@@ -90,9 +90,11 @@ def serve(config: RunConfig) -> None:
   _check_host(_HOST.value, token)
   config = with_slots(config, _SLOTS.value)
   tok, mesh, make_engine = parts(config)
+  window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
   limits = Limits(
-    window=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    window=window,
     vocab_size=config.model.vocab_size,
+    most_text=window * max(map(len, tok.token_bytes())),
     most_samples=_MAX_N.value,
     most_prompts=_MAX_PROMPTS.value,
     queue=_MAX_QUEUE.value,

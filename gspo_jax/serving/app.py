@@ -142,7 +142,7 @@ async def _object(server: Server, request: Request) -> dict[str, Any]:
   kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
   if kind != "application/json":  # pages of other sites may send anything else unasked
     raise Refused(415, "send the header Content-Type: application/json")
-  return dialect.read_object(await _body(server, request))
+  return await run_in_threadpool(dialect.read_object, await _body(server, request))
 
 
 # Responses.
@@ -151,7 +151,7 @@ async def _object(server: Server, request: Request) -> dict[str, Any]:
 async def generate(server: Server, request: Request) -> Response:
   body = await _object(server, request)
   eos = server.tokenizer.stop_ids
-  ask, form = dialect.generate(body, server.limits, eos, server.model)
+  ask, form = await run_in_threadpool(dialect.generate, body, server.limits, eos, server.model)
   (done,) = await _sample(server, request, form.request_id, [ask])
   decode = server.tokenizer.decode
   return await _written(

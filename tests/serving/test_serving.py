@@ -24,6 +24,7 @@ from gspo_jax.models import hf
 from gspo_jax.runs import checkpoint
 from gspo_jax.sampling import generate, slots
 from gspo_jax.sampling.requests import sizes
+from gspo_jax.serving import dialect
 from gspo_jax.serving.limits import Limits
 from gspo_jax.serving.loop import Loop
 
@@ -39,7 +40,7 @@ CONFIG = config_of(
 )  # fmt: skip
 MODEL = CONFIG.model
 LIMITS = Limits(
-  window=48, vocab_size=MODEL.vocab_size, most_samples=8, most_prompts=3, queue=64,
+  window=48, vocab_size=MODEL.vocab_size, most_text=96, most_samples=8, most_prompts=3, queue=64,
   body_bytes=20_000, stop_ids=4, stop_strings=2, stop_string_bytes=8, timeout_s=60.0,
 )  # fmt: skip
 PROMPT = list(b"12+34=")
@@ -300,6 +301,11 @@ def test_stop_strings(client):
 def test_seeds_that_are_not_given_differ(client):
   texts = {tuple(client.generate(max_tokens=12)[0]["token_ids"]) for _ in range(3)}
   assert len(texts) == 3
+  body = dict(prompt=["12+34="] * 3, max_tokens=12, return_token_ids=True)
+  choices = client.do("/v1/completions", body)["choices"]
+  assert len({tuple(one["token_ids"]) for one in choices}) == 3
+  seeded = client.do("/v1/completions", body | dict(seed=4))["choices"]
+  assert len({tuple(one["token_ids"]) for one in seeded}) == 1
 
 
 GOOD = dict(token_ids=[1, 2], sampling_params=dict(max_tokens=2))
@@ -314,6 +320,8 @@ REFUSED = [
   (dict(token_ids=[264]), "from 0 to 263"),
   (dict(token_ids=[True]), "from 0 to 263"),
   (dict(token_ids=[1] * 48), "window of 48"),
+  (dict(token_ids=[1] * 49), "token_ids: 49 tokens are more than the window of 48"),
+  (dict(token_ids=[264] * 49), "more than the window"),  # before each is looked at
   (GOOD | dict(stream=True), "stream=True is not offered"),
   (GOOD | dict(output_mode="text"), "output_mode='text' is not offered"),
   (GOOD | dict(surprise=1), "unknown field surprise"),
@@ -357,6 +365,8 @@ def test_what_is_wrong_with_a_request_is_said(client, body, message):
     ("POST", "/inference/v1/generate", GOOD | dict(model="other"), {}, 404, "no model 'other'"),
     ("POST", "/v1/completions", dict(prompt=["a"] * 4), {}, 400, "up to 3 of these"),
     ("POST", "/v1/completions", dict(prompt={}), {}, 400, "prompt must be a text"),
+    ("POST", "/v1/completions", dict(prompt="a" * 96), {}, 400, "96 tokens are more than"),
+    ("POST", "/v1/completions", dict(prompt="a" * 97), {}, 400, "97 characters are more than"),
     ("POST", "/v1/completions", dict(prompt="a", echo=True), {}, 400, "echo=True"),
     ("POST", "/v1/completions", "{}", dict(content_type="text/plain"), 415, "Content-Type"),
     ("POST", "/v1/completions", dict(prompt="a" * 20_000), {}, 413, "--max_body_mib"),
@@ -372,6 +382,16 @@ def test_what_is_wrong_with_a_request_is_said(client, body, message):
 def test_and_with_any_other(client, method, path, body, headers, status, message):
   found, answer = client(method, path, body, **headers)
   assert found == status and message in answer["error"]["message"], answer
+
+
+def test_long_bodies_are_read_in_other_threads(client, monkeypatch):
+  """What the event loop does, all others wait for."""
+  names, here = set(), threading.current_thread
+  for name in ("read_object", "generate"):
+    was = getattr(dialect, name)
+    monkeypatch.setattr(dialect, name, lambda *a, was=was: (names.add(here().name), was(*a))[1])
+  client.generate(max_tokens=1)
+  assert names and all("worker" in name for name in names)
 
 
 def test_a_full_queue_is_said(world, client):
