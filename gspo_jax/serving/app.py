@@ -104,6 +104,9 @@ async def _answer(
   server: Server, handler: Callable[[Server, Request], Awaitable[Response]], request: Request
 ) -> Response:
   try:
+    # Browsers send it with whatever a page posts, and a page of another site may post to loopback.
+    if request.method == "POST" and "origin" in request.headers:
+      raise Refused(403, "requests of web pages are not taken: leave out the header Origin")
     response = await handler(server, request)
   except Refused as refused:
     response = _error(refused)
@@ -186,6 +189,10 @@ async def _sample(
   """Trajectories of each prompt. Raises `Refused`, and ClientDisconnect where nobody waits."""
   loop, limits = server.loop, server.limits
   count = sum(ask.samples for ask in asks)
+  if count > limits.queue:
+    raise Refused(
+      400, f"{count} responses are more than the {limits.queue} that a server takes (--max_queue)"
+    )
   if server.queued + count > limits.queue:
     raise Refused(
       429,

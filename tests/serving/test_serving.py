@@ -370,6 +370,8 @@ def test_what_is_wrong_with_a_request_is_said(client, body, message):
     ("POST", "/v1/completions", dict(prompt="a", echo=True), {}, 400, "echo=True"),
     ("POST", "/v1/completions", "{}", dict(content_type="text/plain"), 415, "Content-Type"),
     ("POST", "/v1/completions", dict(prompt="a" * 20_000), {}, 413, "--max_body_mib"),
+    ("POST", "/pause", None, dict(origin="http://example.org"), 403, "web pages"),
+    ("POST", "/v1/completions", dict(prompt="a"), dict(origin="null"), 403, "web pages"),
     ("GET", "/v1/completions", None, {}, 405, "Not Allowed"),
     ("GET", "/nothing", None, {}, 404, "Not Found"),
     ("POST", "/pause?mode=sleep", None, {}, 400, "keep, abort or wait"),
@@ -404,6 +406,14 @@ def test_a_full_queue_is_said(world, client):
     assert status == 429 and "--max_queue" in answer["error"]["message"]
     client.do("/resume")
     assert all(len(future.result()) == 8 for future in waiting)
+
+
+def test_what_can_never_fit_is_not_told_to_come_again(world, client, monkeypatch):
+  monkeypatch.setattr(world.server, "limits", dataclasses.replace(LIMITS, queue=7))
+  body = dict(prompt=["a", "b"], max_tokens=1, n=4)
+  status, answer = client("POST", "/v1/completions", body)
+  assert status == 400 and "8 responses are more than the 7" in answer["error"]["message"]
+  assert client("POST", "/v1/completions", body | dict(n=3))[0] == 200
 
 
 def test_a_request_has_its_time(world, client):
