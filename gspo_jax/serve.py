@@ -129,16 +129,27 @@ def serve(config: RunConfig) -> None:
     server_header=False,
   )
   host, port = listening.getsockname()[:2]
-  sys.stderr.write(
+  line = (
     f"gspo_jax.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port} with "
     f"{work.trajectories} slots of {limits.window} tokens; SIGTERM ends it\n"
   )
-  sys.stderr.flush()
-  # uvicorn raises the signal that it got again, once it has ended as it should.
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: None)
-  uvicorn.Server(options).run(sockets=[listening])
+  run(uvicorn.Server(options), listening, line)
   loop.close()
+
+
+def run(server: Any, listening: socket.socket, line: str) -> None:
+  """Serves from the moment that it says `line` until a signal comes, even if that is at once."""
+
+  # uvicorn has handlers of its own while it runs, and raises the signal that it got once more when
+  # it has ended as it should; before them, it looks at this.
+  def end(*_: Any) -> None:
+    server.should_exit = True
+
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
+  sys.stderr.write(line)
+  sys.stderr.flush()
+  server.run(sockets=[listening])
 
 
 def parts(

@@ -298,6 +298,22 @@ def test_stop_strings(client):
   assert client.do("/v1/completions", body)["choices"][0]["text"] == cut["text"] + string
 
 
+def test_only_texts_that_are_needed_are_made(world, client, monkeypatch):
+  made, decode = [], world.tok.decode
+  one = SimpleNamespace(
+    encode=world.tok.encode, stop_ids=(),
+    decode=lambda ids: (made.append(len(ids)), decode(ids))[1],
+  )  # fmt: skip
+  monkeypatch.setattr(world.server, "tokenizer", one)
+  body = dict(prompt="12+34=", seed=3, max_tokens=5)
+  client.generate(max_tokens=5)
+  assert not made
+  client.generate(max_tokens=5, stop="never")
+  assert made == [5]
+  client.do("/v1/completions", body)
+  assert made == [5, 5]
+
+
 def test_seeds_that_are_not_given_differ(client):
   texts = {tuple(client.generate(max_tokens=12)[0]["token_ids"]) for _ in range(3)}
   assert len(texts) == 3
