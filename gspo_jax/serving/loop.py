@@ -31,18 +31,19 @@ class Job:
   ask: Ask
   future: concurrent.futures.Future
   trajectories: list[Trajectory]
+  name: str  # of the request, which may have several prompts: what it is aborted by
 
   @property
   def done(self) -> bool:
     return all(one.finished for one in self.trajectories)
 
   @classmethod
-  def of(cls, id: str, ask: Ask) -> "Job":
+  def of(cls, id: str, ask: Ask, name: str = "") -> "Job":
     begun = [
       Trajectory(ask.prompt, sample, ask.seed, SingleTurn(ask.prompt))
       for sample in range(ask.samples)
     ]
-    return cls(id, ask, _future(), begun)
+    return cls(id, ask, _future(), begun, name or id)
 
   def requests(self) -> list[Request]:
     """What is left to sample: one request for all that have not begun, one for each other."""
@@ -291,11 +292,11 @@ class Loop:
     future.set_result(None)
 
   def _abort(self, future: concurrent.futures.Future, ids: list[str] | None) -> None:
-    """Cancels requests by their ids, None: all; gives their number."""
+    """Cancels requests by their ids, None: all; gives the number of their prompts."""
     there = [*self._jobs.values(), *self._held]
     # vLLM wants the ids of /inference/v1/generate with this before them.
     names = None if ids is None else {id_.removeprefix("generate-tokens-") for id_ in ids}
-    ended = [job for job in there if names is None or job.id in names]
+    ended = [job for job in there if names is None or job.name in names]
     self._cancel(_future(), ended)
     future.set_result(len(ended))
 

@@ -649,7 +649,17 @@ def test_requests_are_aborted_by_their_ids(world, client):
     assert kept.result()[0]["finish_reason"] == "length"
 
 
-def test_metrics(world, client):
+def test_all_prompts_of_a_request_are_aborted(world, client):
+  client.do("/pause?mode=keep")
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    body = dict(prompt=["a", "b", "c"], request_id="all")
+    future = pool.submit(client.do, "/v1/completions", body)
+    wait(lambda: world.loop.running == 3)
+    assert client.do("/abort_requests", dict(request_ids=["all"]))["aborted"] == 3
+    assert [one["finish_reason"] for one in future.result()["choices"]] == ["abort"] * 3
+
+
+def test_metrics(world, client, monkeypatch):
   client.generate(max_tokens=5, n=2)
 
   def figures():
@@ -661,14 +671,28 @@ def test_metrics(world, client):
   before = figures()
   client.generate(max_tokens=5, n=2, ignore_eos=True)
   client("POST", "/inference/v1/generate", {})
+  for method, path in (("GET", "/nothing"), ("GET", "/<b>"), ("POST", "/health")):
+    client(method, path)
+  guarded, stop = serving(dataclasses.replace(world.server, token="secret"))
+  guarded("GET", "/version")
+  stop()
+  found = {"401": 1, "404": 2, "405": 1}
+  with monkeypatch.context() as broken:
+    broken.setattr(http_app.answers, "generate", None)
+    client(
+      "POST", "/inference/v1/generate", dict(token_ids=[1], sampling_params=dict(max_tokens=1))
+    )
   after = figures()
   gained = {key: value - before.get(key, 0) for key, value in after.items()}
-  assert gained["gspo_jax_generated_tokens_total",] == 10
+  assert gained["gspo_jax_generated_tokens_total",] == 11
   assert gained["gspo_jax_prefilled_tokens_total",] == len(PROMPT) - 1
-  assert gained["gspo_jax_responses_total", "length"] == 2
-  assert gained["gspo_jax_request_seconds_count",] == 1
+  assert gained["gspo_jax_responses_total", "length"] == 3
+  assert gained["gspo_jax_request_seconds_count",] == 2
   assert gained["gspo_jax_requests_total", "/inference/v1/generate", "200"] == 1
   assert gained["gspo_jax_requests_total", "/inference/v1/generate", "400"] == 1
+  assert gained["gspo_jax_requests_total", "/inference/v1/generate", "500"] == 1
+  others = {status: gained["gspo_jax_requests_total", status, "other"] for status in found}
+  assert others == found
   assert after["gspo_jax_weights_info", "default"] == 1
   assert after["gspo_jax_paused",] == after["gspo_jax_responses_queued",] == 0
 
