@@ -27,6 +27,7 @@ from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
 from gspo_jax.models import lora, transformer
 from gspo_jax.run import initial_params
+from gspo_jax.runs import start
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
 from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving.dialect import Ask
@@ -168,14 +169,19 @@ def parts(
     )
   mesh = sharding.make_mesh(config.mesh, devices)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
-  rules = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
+  rules, dtypes = _as_sampled(config, mesh)
   layout = transformer.shardings(config.model, rules, mesh)
-  read = transformer.dtypes(config.model, config.sampler_compute.dtype)
-  publish = sharding.publisher(layout, read, lora.merged)
+  publish = sharding.publisher(layout, dtypes, lora.merged)
   make_engine = functools.partial(
     LocalEngine, config.model, config.engine, config.compute, publish, tok.decode
   )
   return tok, mesh, make_engine
+
+
+def _as_sampled(config: RunConfig, mesh: jax.sharding.Mesh) -> tuple[sharding.Rules, Any]:
+  """Layout and types of the parameters that responses are sampled with."""
+  rules = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
+  return rules, transformer.dtypes(config.model, config.sampler_compute.dtype)
 
 
 def with_slots(config: RunConfig, slots: int) -> RunConfig:
@@ -221,7 +227,8 @@ def warm_up(loop: Loop, work: Workload, engine: EngineConfig) -> None:
 
 
 def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> Any:
-  """Parameters of the configured model, all of them finite.
+  """Parameters of the configured model, all of them finite: those of a Hugging Face directory as
+  they are sampled with, others as they are trained.
 
   Raises:
     ValueError: there are none, or those of another model.
@@ -229,7 +236,13 @@ def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> An
   """
   config = _with_weights(config, weights)
   paths.check_weights(config)
-  params = initial_params(config, mesh)
+  if weights == "random" or start.find(weights):
+    params = initial_params(config, mesh)
+  else:  # in float32, beside the sampler's copy, they would be three times as much
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    rules, dtypes = _as_sampled(config, mesh)
+    params, _ = hf.load(weights, mesh=mesh, rules=rules, dtype=dtypes)
   for path, good in jax.tree.leaves_with_path(jax.device_get(_finite(params))):
     if not good:
       name = jax.tree_util.keystr(path, simple=True, separator=".")

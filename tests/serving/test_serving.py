@@ -18,9 +18,9 @@ from support.configs import config_of
 from support.small_models import initial, next_logp
 
 from configs import common
-from gspo_jax import serve
+from gspo_jax import serve, sharding
 from gspo_jax.learner.state import new_state
-from gspo_jax.models import hf
+from gspo_jax.models import hf, transformer
 from gspo_jax.runs import checkpoint
 from gspo_jax.sampling import generate, slots
 from gspo_jax.sampling.requests import sizes
@@ -591,6 +591,25 @@ def test_a_checkpoint_of_a_run_is_read_too(world, client, tmp_path):
     saved.close()
   assert client.reload(tmp_path / "checkpoints" / "rl")[0] == 200
   same(client.generate(**LONG), expected(world, world.new, seed=11))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_directory_is_read_as_it_is_sampled_with(world, dtype):
+  """At once in the sampler's layout and types, so that publishing changes nothing."""
+  engine = dataclasses.replace(CONFIG.engine, dtype=dtype)
+  split = dataclasses.replace(CONFIG.mesh, fsdp=2)
+  config = dataclasses.replace(CONFIG, engine=engine, mesh=split)
+  mesh = sharding.make_mesh(split, jax.devices()[:2])
+  with jax.set_mesh(mesh):
+    found = serve.read_weights(config, mesh, str(world.directory / "new"))
+    config = dataclasses.replace(config, weights=str(world.directory / "new"))
+    rules = sharding.rollout_rules(split, mesh, MODEL.num_experts)
+    layout = transformer.shardings(MODEL, rules, mesh)
+    publish = sharding.publisher(layout, transformer.dtypes(MODEL, dtype))
+    wanted = publish(serve.initial_params(config, mesh))
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    np.testing.assert_array_equal(one, other)
 
 
 def test_weights_that_are_wrong_leave_the_old_ones(world, client, tmp_path):
