@@ -25,9 +25,8 @@ import gspo_jax
 from gspo_jax import config_flag, paths, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import hf, lora, transformer
 from gspo_jax.run import initial_params
-from gspo_jax.runs import start
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
 from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving.dialect import Ask
@@ -236,18 +235,24 @@ def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> An
   """
   config = _with_weights(config, weights)
   paths.check_weights(config)
-  if weights == "random" or start.find(weights):
-    params = initial_params(config, mesh)
-  else:  # in float32, beside the sampler's copy, they would be three times as much
-    from gspo_jax.models import hf  # safetensors is only needed here
-
+  if _published(weights):  # float32 beside the sampler's copy would be three times as much
     rules, dtypes = _as_sampled(config, mesh)
     params, _ = hf.load(weights, mesh=mesh, rules=rules, dtype=dtypes)
+  else:
+    params = initial_params(config, mesh)
   for path, good in jax.tree.leaves_with_path(jax.device_get(_finite(params))):
     if not good:
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(f"weights={weights!r}: {name} has values that are not finite")
   return params
+
+
+def _published(weights: str) -> bool:
+  """Whether these are a Hugging Face directory: the config.json of a run is another."""
+  try:
+    return weights != "random" and bool(hf.load_config(weights))
+  except (ValueError, OSError):
+    return False
 
 
 @jax.jit
