@@ -20,7 +20,7 @@ from gspo_jax.sampling.trajectory import SingleTurn
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Refused
 
-FAILURES = 3  # of the engine, one after the other, after which the server has none
+FAILURES = 3  # of the engine, with no response between them, after which the server has none
 
 
 @dataclasses.dataclass(eq=False)
