@@ -25,9 +25,10 @@ import gspo_jax
 from gspo_jax import config_flag, paths, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import hf, lora, transformer
 from gspo_jax.run import initial_params
-from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload
+from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
+from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Limits, Refused
 from gspo_jax.serving.loop import Job, Loop
@@ -87,10 +88,13 @@ def serve(config: RunConfig) -> None:
     )
   token = os.environ.get(TOKEN, "")
   _check_host(_HOST.value, token)
+  config = with_slots(config, _SLOTS.value)
   tok, mesh, make_engine = parts(config)
+  window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
   limits = Limits(
-    window=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
+    window=window,
     vocab_size=config.model.vocab_size,
+    most_text=window * max(map(len, tok.token_bytes())),
     most_samples=_MAX_N.value,
     most_prompts=_MAX_PROMPTS.value,
     queue=_MAX_QUEUE.value,
@@ -100,8 +104,7 @@ def serve(config: RunConfig) -> None:
     stop_string_bytes=256,
     timeout_s=_TIMEOUT.value,
   )
-  slots = _SLOTS.value or config.engine.slots or 32
-  work = workload(config, limits, slots, _ROUTED.value)
+  work = workload(config, limits, _ROUTED.value)
   listening = _listen(_HOST.value, _PORT.value)
   loop = Loop(
     make_engine,
@@ -110,9 +113,7 @@ def serve(config: RunConfig) -> None:
     functools.partial(jax.set_mesh, mesh),
   )
   loop.start(config.weights)
-  warm = Job.of("warm-up", Ask((0,), 1, work.sampling, 0, (), frozenset(), ()))
-  loop.submit(warm)  # compiles, before anybody waits for it
-  warm.future.result()
+  warm_up(loop, work, config.engine)
   name = _NAME.value or config.weights
   info = dict(
     version=gspo_jax.__version__,
@@ -128,16 +129,27 @@ def serve(config: RunConfig) -> None:
     server_header=False,
   )
   host, port = listening.getsockname()[:2]
-  sys.stderr.write(
+  line = (
     f"gspo_jax.serve: {name} at http://{f'[{host}]' if ':' in host else host}:{port} with "
-    f"{slots} slots of {limits.window} tokens; SIGTERM ends it\n"
+    f"{work.trajectories} slots of {limits.window} tokens; SIGTERM ends it\n"
   )
-  sys.stderr.flush()
-  # uvicorn raises the signal that it got again, once it has ended as it should.
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: None)
-  uvicorn.Server(options).run(sockets=[listening])
+  run(uvicorn.Server(options), listening, line)
   loop.close()
+
+
+def run(server: Any, listening: socket.socket, line: str) -> None:
+  """Serves from the moment that it says `line` until a signal comes, even if that is at once."""
+
+  # uvicorn has handlers of its own while it runs, and raises the signal that it got once more when
+  # it has ended as it should; before them, it looks at this.
+  def end(*_: Any) -> None:
+    server.should_exit = True
+
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
+  sys.stderr.write(line)
+  sys.stderr.flush()
+  server.run(sockets=[listening])
 
 
 def parts(
@@ -156,17 +168,28 @@ def parts(
     )
   mesh = sharding.make_mesh(config.mesh, devices)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
-  rules = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
+  rules, dtypes = _as_sampled(config, mesh)
   layout = transformer.shardings(config.model, rules, mesh)
-  read = transformer.dtypes(config.model, config.sampler_compute.dtype)
-  publish = sharding.publisher(layout, read, lora.merged)
+  publish = sharding.publisher(layout, dtypes, lora.merged)
   make_engine = functools.partial(
     LocalEngine, config.model, config.engine, config.compute, publish, tok.decode
   )
   return tok, mesh, make_engine
 
 
-def workload(config: RunConfig, limits: Limits, slots: int, record_routing: bool) -> Workload:
+def _as_sampled(config: RunConfig, mesh: jax.sharding.Mesh) -> tuple[sharding.Rules, Any]:
+  """Layout and types of the parameters that responses are sampled with."""
+  rules = sharding.rollout_rules(config.mesh, mesh, config.model.num_experts)
+  return rules, transformer.dtypes(config.model, config.sampler_compute.dtype)
+
+
+def with_slots(config: RunConfig, slots: int) -> RunConfig:
+  """The configuration with so many slots; 0: its own, or 32."""
+  engine = dataclasses.replace(config.engine, slots=slots or config.engine.slots or 32)
+  return dataclasses.replace(config, engine=engine)
+
+
+def workload(config: RunConfig, limits: Limits, record_routing: bool) -> Workload:
   """All requests to come, whose programs are compiled once: any distribution, any stop tokens, any
   lengths within the window."""
   if limits.window > config.model.max_position_embeddings:
@@ -177,8 +200,8 @@ def workload(config: RunConfig, limits: Limits, slots: int, record_routing: bool
   return Workload(
     SamplingConfig(1.0, 0, 1.0, 0.0, config.sampling.max_new_tokens),
     prompt_length=config.data.max_prompt_tokens,
-    trajectories=slots,
-    group_size=min(config.rl.group_size, slots),
+    trajectories=config.engine.slots,
+    group_size=min(config.rl.group_size, config.engine.slots),
     stop_ids=tuple(range(limits.stop_ids)),  # their number is what counts
     partial=True,
     record_routing=record_routing,
@@ -186,8 +209,25 @@ def workload(config: RunConfig, limits: Limits, slots: int, record_routing: bool
   )
 
 
+def warm_up(loop: Loop, work: Workload, engine: EngineConfig) -> None:
+  """Has everything compiled before anybody waits for it: decoding, and a prefill of each length
+  that prefixes are padded to. Raises `Refused` if sampling fails."""
+  lengths = {}
+  for n in range(1, work.window):
+    lengths[bucket(n, work.prefix_length, engine.prefill_tokens)] = n
+  one = dataclasses.replace(work.sampling, max_new_tokens=1)
+  jobs = [
+    Job.of(f"warm-up-{n}", Ask((0,) * n, 1, one, 0, (), frozenset(), ())) for n in lengths.values()
+  ]
+  for job in jobs:
+    loop.submit(job)
+  for job in jobs:
+    job.future.result()
+
+
 def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> Any:
-  """Parameters of the configured model, all of them finite.
+  """Parameters of the configured model, all of them finite: those of a Hugging Face directory as
+  they are sampled with, others as they are trained.
 
   Raises:
     ValueError: there are none, or those of another model.
@@ -195,12 +235,24 @@ def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> An
   """
   config = _with_weights(config, weights)
   paths.check_weights(config)
-  params = initial_params(config, mesh)
+  if _published(weights):  # float32 beside the sampler's copy would be three times as much
+    rules, dtypes = _as_sampled(config, mesh)
+    params, _ = hf.load(weights, mesh=mesh, rules=rules, dtype=dtypes)
+  else:
+    params = initial_params(config, mesh)
   for path, good in jax.tree.leaves_with_path(jax.device_get(_finite(params))):
     if not good:
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(f"weights={weights!r}: {name} has values that are not finite")
   return params
+
+
+def _published(weights: str) -> bool:
+  """Whether these are a Hugging Face directory: the config.json of a run is another."""
+  try:
+    return weights != "random" and bool(hf.load_config(weights))
+  except (ValueError, OSError):
+    return False
 
 
 @jax.jit

@@ -1,8 +1,8 @@
 """`sampler.sample` where every response has a temperature and a truncation of its own.
 
 They are arrays, so that requests of any kind share slots and one compiled program (a server's). All
-tokens are sorted in every step in which a row leaves some out, and in no other; a workload with one
-distribution for all has `sampler`, which XLA knows the numbers of.
+tokens are sorted in every step in which a row in use leaves some out, and in no other; a workload
+with one distribution for all has `sampler`, which XLA knows the numbers of.
 """
 
 from collections.abc import Sequence
@@ -57,13 +57,20 @@ def truncate(logits_BV: jax.Array, own: OwnSampling) -> jax.Array:
 
 
 def sample_own(
-  logits_BV: jax.Array, keys_B: jax.Array, position_B: jax.Array, own: OwnSampling
+  logits_BV: jax.Array,
+  keys_B: jax.Array,
+  position_B: jax.Array,
+  own: OwnSampling,
+  active_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """A token per row and its two log-probabilities, as `sampler.sample`, with its noise."""
+  """A token per row and its two log-probabilities, as `sampler.sample`, with its noise.
+
+  active_B: rows in use; others may have what the last request has left there.
+  """
   drawn_B = own.temperature_B > 0
   tempered_BV = logits_BV.astype(jnp.float32) / jnp.where(drawn_B, own.temperature_B, 1.0)[:, None]
-  some = ((own.top_k_B > 0) | (own.top_p_B < 1) | (own.min_p_B > 0)).any()
-  kept_BV = jax.lax.cond(some, truncate, lambda x, _: x, tempered_BV, own)
+  some_B = (own.top_k_B > 0) | (own.top_p_B < 1) | (own.min_p_B > 0)
+  kept_BV = jax.lax.cond((some_B & active_B).any(), truncate, lambda x, _: x, tempered_BV, own)
   kept_BJW = _blocks(kept_BV)
   mass_BJ = jax.nn.logsumexp(kept_BJW, axis=-1)
   J, W = kept_BJW.shape[1:]

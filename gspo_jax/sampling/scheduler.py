@@ -93,8 +93,11 @@ class Scheduler:
     self._requests: collections.deque[tuple[Request, list[Live]]] = collections.deque()
     self._live: dict[int, Live] = {}
     self._ids = 0
-    self._cancelled: list[int] = []
-    self._abandoned: set[int] = set()  # that nobody wants, and the devices do not know yet
+    self._cancelled: list[int] = []  # that have a slot, and are to lose it
+    # That nobody wants: each with the call that takes what waits of it out of the queue. Those that
+    # have a slot by then are seen there, and cancelled.
+    self._abandoned: dict[int, int] = {}
+    self._given_up: list[int] = []  # entries of these
     self._free = [list(range(self._entries)) for _ in range(self._shards)]
     self._load = [0] * self._shards  # responses that a device has still to finish
     # Of each device: free pages as last reported, and those that prefixes have taken since.
@@ -129,12 +132,17 @@ class Scheduler:
 
   def cancel(self, tag: Any) -> list[Response]:
     """Forgets the requests with this tag, and returns what has come of their responses by now, if
-    anything; slots that they have are freed some steps later."""
-    mine = [id_ for id_, live in self._live.items() if live.request.tag is tag]
-    lives = [self._live.pop(id_) for id_ in mine]
+    anything; slots that they have are freed some steps later. The workload has `own_sampling`."""
+    mine = {id_ for id_, live in self._live.items() if live.request.tag is tag}
+    lives = [self._live.pop(id_) for id_ in sorted(mine)]
     for live in lives:
       self._load[live.shard] -= 1
-    self._abandoned.update(mine)
+    self._abandoned |= dict.fromkeys(mine, self._calls)
+    for entry, (_, _, end) in self._queued.items():
+      if end - 1 in mine:  # the last of an entry waits as long as any
+        self._given_up.append(entry)
+        self._queued[entry] = (self._calls, 0, end)
+    lives += [live for r, aside in self._requests if r.tag is tag for live in aside]
     self._requests = collections.deque(r for r in self._requests if r[0].tag is not tag)
     return [live.response(self._version) for live in lives]
 
@@ -283,9 +291,12 @@ class Scheduler:
   def _dispatch(self) -> None:
     cancelled = np.full(self._slots, -1, np.int32)
     cancelled[: len(self._cancelled)] = self._cancelled
-    self._cancelled = []
+    entries = np.arange(self._entries * self._shards)
+    given_up = np.isin(entries, self._given_up) if self._workload.own_sampling else None
+    self._cancelled, self._given_up = [], []
     marker = self._state.waiting_R.sum() if self._prefills else None
-    self._state, out = self._decode(self._params, self._state, _replicate(cancelled))
+    cancelled, given_up = _replicate(cancelled), _put(given_up)
+    self._state, out = self._decode(self._params, self._state, cancelled, given_up)
     for x in jax.tree.leaves(out):
       x.copy_to_host_async()
     self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
@@ -315,9 +326,11 @@ class Scheduler:
           del self._queued[entry]
           self._free[entry // self._entries].append(entry % self._entries)
 
-    if self._abandoned and out.steps:  # those that have a slot now are in the last step
-      self._cancelled += self._abandoned & set(out.id_nW[out.steps - 1].tolist())
-      self._abandoned -= set(out.id_nW[: out.steps].ravel().tolist())
+    if self._abandoned:
+      last = out.id_nW[max(0, out.steps - 1)].tolist()  # those that have a slot now are in it
+      self._cancelled += sorted(self._abandoned.keys() & set(last))
+      seen = set(out.id_nW[: out.steps].ravel().tolist())
+      self._abandoned = {i: n for i, n in self._abandoned.items() if n > call and i not in seen}
     finished, sampled = [], []
     for id_, *part in by_response(out):
       live = self._live.get(id_)

@@ -216,6 +216,7 @@ def decode(
   params: transformer.Params,
   state: State,
   cancelled_W: jax.Array,
+  given_up_R: jax.Array | None = None,
   *,
   steps: int,
   sampling: SamplingConfig | None,
@@ -228,12 +229,15 @@ def decode(
 
   sampling: of all slots; None: each has its own.
   cancelled_W: ids of responses whose slots are to be freed; -1: none.
+  given_up_R: bool: prefixes of the queue for which nobody waits any more; None: there are none.
   width: tokens of a support to put on record, at most; 0: none are.
   """
   W = state.slots.id_B.shape[0]
   slots = state.slots
   cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
   state = state.replace(slots=slots.replace(left_B=jnp.where(cancelled_B, 0, slots.left_B)))
+  if given_up_R is not None:
+    state = state.replace(waiting_R=jnp.where(given_up_R, 0, state.waiting_R))
 
   by_step = lambda x: sharding.reshard(x, P(None, BATCH))  # noqa: E731
   out = Sampled(
@@ -290,7 +294,7 @@ def _next_token(
   next_B = s.position_B + 1
   support_BX = None
   if sampling is None:
-    arguments = (logits_BV, key_B, next_B - s.start_B, s.own)
+    arguments = (logits_BV, key_B, next_B - s.start_B, s.own, active_B)
     token_B, logp_B, full_logp_B = _on_each_device(sample_own, *arguments, like=(s.token_B,) * 3)
   else:
     support_BX = support(temper(logits_BV, sampling), sampling) if width else None

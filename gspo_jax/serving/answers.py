@@ -24,7 +24,9 @@ def generate(form: Form, model: str, done: Done, labels: Mapping[int, str], deco
   ask, trajectories = done
   choices = []
   for index, one in enumerate(trajectories):
-    reason, stop_reason, _ = _end(ask, one, decode)
+    # There is no text in the answer, and making one holds up other requests.
+    text = decode(one.tokens.tolist()) if ask.stop_strings else ""
+    reason, stop_reason, _ = _end(ask, one, text)
     choices.append(
       dict(
         index=index,
@@ -58,7 +60,8 @@ def completions(
   for done in all_done:
     ask, trajectories = done
     for one in trajectories:
-      reason, stop_reason, text = _end(ask, one, decode, form.keep_stop_string)
+      text = decode(one.tokens.tolist())
+      reason, stop_reason, text = _end(ask, one, text, form.keep_stop_string)
       choices.append(
         dict(
           index=len(choices),
@@ -83,17 +86,16 @@ def completions(
 
 
 def _end(
-  ask: Ask, one: Trajectory, decode: Decode, keep: bool = False
+  ask: Ask, one: Trajectory, text: str, keep: bool = False
 ) -> tuple[str, int | str | None, str]:
   """How a response ended: finish_reason, stop_reason, and its text without the stop string."""
-  tokens = one.tokens.tolist()
-  text = decode(tokens)
   if not one.finished:
     return "abort", None, text
   if not one.stopped:
     return "length", None, text
-  if tokens[-1] in ask.stop_ids:
-    return "stop", tokens[-1] if tokens[-1] in ask.named_stop_ids else None, text
+  last = int(one.tokens[-1])
+  if last in ask.stop_ids:
+    return "stop", last if last in ask.named_stop_ids else None, text
   found = [(text.find(s), s) for s in ask.stop_strings if s in text]
   if not found:  # it ran over the end of the text, in what the decoder leaves out
     return "stop", None, text

@@ -28,6 +28,7 @@ from gspo_jax.serving.loop import Job, Loop
 from gspo_jax.serving.metrics import Metrics
 
 BODY_S = 60.0  # a body that has not come by then is refused
+OTHER = "other"  # in metrics, of requests that reach no route: their paths may be anything
 OPEN = {"/health", "/ping"}  # to everybody, since they say nothing of the model
 
 
@@ -80,19 +81,20 @@ def make(server: Server) -> ASGIApp:
       for key, handler in routes.items()
       for path in key.split()[1:]
     ],
-    exception_handlers={HTTPException: _http_error},
+    exception_handlers={HTTPException: functools.partial(_http_error, server)},
   )
-  return _guarded(app, server.token) if server.token else app
+  return _guarded(app, server) if server.token else app
 
 
-def _guarded(app: ASGIApp, token: str) -> ASGIApp:
+def _guarded(app: ASGIApp, server: Server) -> ASGIApp:
   """Lets nobody through who does not know the token."""
   message = "this server wants its token: send the header Authorization: Bearer TOKEN"
 
   async def guard(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "http" and scope["path"] not in OPEN:
       given = dict(scope["headers"]).get(b"authorization", b"")
-      if not secrets.compare_digest(given, f"Bearer {token}".encode()):
+      if not secrets.compare_digest(given, f"Bearer {server.token}".encode()):
+        server.metrics.requests.labels(OTHER, 401).inc()
         await _error(Refused(401, message))(scope, receive, send)
         return
     await app(scope, receive, send)
@@ -104,11 +106,17 @@ async def _answer(
   server: Server, handler: Callable[[Server, Request], Awaitable[Response]], request: Request
 ) -> Response:
   try:
+    # Browsers send it with whatever a page posts, and a page of another site may post to loopback.
+    if request.method == "POST" and "origin" in request.headers:
+      raise Refused(403, "requests of web pages are not taken: leave out the header Origin")
     response = await handler(server, request)
   except Refused as refused:
     response = _error(refused)
   except ClientDisconnect:
     response = Response(status_code=499)  # which nobody reads
+  except Exception:  # Starlette answers and uvicorn logs it
+    server.metrics.requests.labels(request.url.path, 500).inc()
+    raise
   server.metrics.requests.labels(request.url.path, response.status_code).inc()
   return response
 
@@ -120,7 +128,8 @@ def _error(refused: Refused) -> JSONResponse:
   return JSONResponse(dict(error=about), refused.status, headers)
 
 
-async def _http_error(_: Request, error: HTTPException) -> JSONResponse:
+async def _http_error(server: Server, _: Request, error: HTTPException) -> JSONResponse:
+  server.metrics.requests.labels(OTHER, error.status_code).inc()
   return _error(Refused(error.status_code, str(error.detail)))
 
 
@@ -142,7 +151,7 @@ async def _object(server: Server, request: Request) -> dict[str, Any]:
   kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
   if kind != "application/json":  # pages of other sites may send anything else unasked
     raise Refused(415, "send the header Content-Type: application/json")
-  return dialect.read_object(await _body(server, request))
+  return await run_in_threadpool(dialect.read_object, await _body(server, request))
 
 
 # Responses.
@@ -151,7 +160,7 @@ async def _object(server: Server, request: Request) -> dict[str, Any]:
 async def generate(server: Server, request: Request) -> Response:
   body = await _object(server, request)
   eos = server.tokenizer.stop_ids
-  ask, form = dialect.generate(body, server.limits, eos, server.model)
+  ask, form = await run_in_threadpool(dialect.generate, body, server.limits, eos, server.model)
   (done,) = await _sample(server, request, form.request_id, [ask])
   decode = server.tokenizer.decode
   return await _written(
@@ -186,6 +195,10 @@ async def _sample(
   """Trajectories of each prompt. Raises `Refused`, and ClientDisconnect where nobody waits."""
   loop, limits = server.loop, server.limits
   count = sum(ask.samples for ask in asks)
+  if count > limits.queue:
+    raise Refused(
+      400, f"{count} responses are more than the {limits.queue} that a server takes (--max_queue)"
+    )
   if server.queued + count > limits.queue:
     raise Refused(
       429,
@@ -193,7 +206,7 @@ async def _sample(
       "may (--max_queue); ask again later",
     )
   begun, ids = time.perf_counter(), [f"{name}-{i}" if i else name for i in range(len(asks))]
-  jobs = [Job.of(id_, ask) for id_, ask in zip(ids, asks)]
+  jobs = [Job.of(id_, ask, name) for id_, ask in zip(ids, asks)]
   server.queued += count
   server.metrics.queued.set(server.queued)
   for job in jobs:

@@ -111,7 +111,7 @@ def generate(
   if not isinstance(parameters, Mapping):
     raise Refused(400, "sampling_params must be an object", "sampling_params")
   _check_keys(parameters, OF_SAMPLING, {}, "sampling_params.")
-  prompt = _tokens(body.get("token_ids"), "token_ids", limits.vocab_size)
+  prompt = _tokens(body.get("token_ids"), "token_ids", limits)
   rest = limits.window - len(prompt)
   ask = _ask(prompt, parameters, limits, eos, rest, "sampling_params.", _chance())
   form = Form(
@@ -151,11 +151,17 @@ def completions(
       f"{limits.most_prompts} of these (--max_prompts)",
       "prompt",
     )
-  chance, asks = _chance(), []
+  asks = []
   for one in prompts:
-    tokens = encode(one) if isinstance(one, str) else one
-    prompt = _tokens(tokens, "prompt", limits.vocab_size)
-    asks.append(_ask(prompt, body, limits, eos, 16, "", chance))
+    if isinstance(one, str) and len(one) > limits.most_text:  # tokenizing it would take long
+      raise Refused(
+        400,
+        f"prompt: {len(one)} characters are more than the window of {limits.window} tokens has, "
+        f"{limits.most_text} at most",
+        "prompt",
+      )
+    prompt = _tokens(encode(one) if isinstance(one, str) else one, "prompt", limits)
+    asks.append(_ask(prompt, body, limits, eos, 16, "", _chance()))
   ids = _take(body, "return_token_ids", bool, False)
   form = Form(
     logprobs=_logprobs(body, ""),
@@ -217,7 +223,7 @@ def _stops(
 ) -> tuple[tuple[int, ...], frozenset[int], tuple[str, ...]]:
   """What ends a response: all tokens, those that the request names, and strings."""
   named = values.get("stop_token_ids") or []
-  named = _tokens(named, f"{path}stop_token_ids", limits.vocab_size) if named else ()
+  named = _tokens(named, f"{path}stop_token_ids", limits) if named else ()
   ignored = _take(values, "ignore_eos", bool, False, path)
   ids = tuple(dict.fromkeys([*named, *([] if ignored else eos)]))
   if len(ids) > limits.stop_ids:
@@ -256,11 +262,15 @@ def _logprobs(values: Mapping[str, Any], path: str) -> bool:
   return True
 
 
-def _tokens(found: Any, key: str, vocab_size: int) -> tuple[int, ...]:
+def _tokens(found: Any, key: str, limits: Limits) -> tuple[int, ...]:
   if not isinstance(found, Sequence) or isinstance(found, str) or not len(found):
     raise Refused(400, f"{key} must be token ids, at least one", key)
-  if not all(type(i) is int and 0 <= i < vocab_size for i in found):
-    raise Refused(400, f"{key} must be token ids from 0 to {vocab_size - 1}", key)
+  if len(found) > limits.window:
+    raise Refused(
+      400, f"{key}: {len(found)} tokens are more than the window of {limits.window}", key
+    )
+  if not all(type(i) is int and 0 <= i < limits.vocab_size for i in found):
+    raise Refused(400, f"{key} must be token ids from 0 to {limits.vocab_size - 1}", key)
   return tuple(found)
 
 

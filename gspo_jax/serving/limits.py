@@ -24,6 +24,7 @@ class Limits:
 
   window: PositiveInt  # tokens of a prompt and its response: the positions of a slot
   vocab_size: PositiveInt
+  most_text: PositiveInt  # characters of a prompt: no window of tokens has more
   most_samples: PositiveInt  # n: responses to one prompt
   most_prompts: PositiveInt  # of one request to /v1/completions
   queue: PositiveInt  # responses that wait or are sampled, of all requests

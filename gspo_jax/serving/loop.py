@@ -20,7 +20,7 @@ from gspo_jax.sampling.trajectory import SingleTurn
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Refused
 
-FAILURES = 3  # of the engine, one after the other, after which the server has none
+FAILURES = 3  # of the engine, with no response between them, after which the server has none
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,18 +31,19 @@ class Job:
   ask: Ask
   future: concurrent.futures.Future
   trajectories: list[Trajectory]
+  name: str  # of the request, which may have several prompts: what it is aborted by
 
   @property
   def done(self) -> bool:
     return all(one.finished for one in self.trajectories)
 
   @classmethod
-  def of(cls, id: str, ask: Ask) -> "Job":
+  def of(cls, id: str, ask: Ask, name: str = "") -> "Job":
     begun = [
       Trajectory(ask.prompt, sample, ask.seed, SingleTurn(ask.prompt))
       for sample in range(ask.samples)
     ]
-    return cls(id, ask, _future(), begun)
+    return cls(id, ask, _future(), begun, name or id)
 
   def requests(self) -> list[Request]:
     """What is left to sample: one request for all that have not begun, one for each other."""
@@ -82,7 +83,6 @@ class Loop:
     labels: of weights, by the number of their load; a client names them.
     paused: nothing is sampled.
     failed: why the engine is gone for good; None: it is not.
-    usage: of sampling, over all workloads that are over.
   """
 
   def __init__(
@@ -107,7 +107,8 @@ class Loop:
     self.paused = False
     self.failed: str | None = None
     self.failures = 0
-    self.usage = Usage()
+    # Of the workloads that are over, and of the one that is not; replaced, never changed in place.
+    self._usages: tuple[Usage, Usage | None] = (Usage(), None)
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
   def start(self, weights: str) -> None:
@@ -141,9 +142,10 @@ class Loop:
 
   def total(self) -> Usage:
     """The cost of all sampling so far."""
-    total = dataclasses.replace(self.usage)
-    if self._started:
-      total.add(self._engine.usage)
+    before, now = self._usages  # at once: the thread may replace both
+    total = dataclasses.replace(before)
+    if now is not None:
+      total.add(now)
     return total
 
   @property
@@ -183,13 +185,15 @@ class Loop:
     try:
       if self._jobs and not self._started:
         self._engine.start(self._workload)
-        self._started = True
+        self._started, self._usages = True, (self._usages[0], self._engine.usage)
         for job in list(self._jobs.values()):
           self._enter(job)
       if self._started and self._engine.busy:
-        for response in self._engine.step():
+        found = self._engine.step()
+        for response in found:
           self._take(response)
-        self._in_a_row = 0
+        if found:  # a step that only starts computation succeeds on a broken device, too
+          self._in_a_row = 0
     except Exception as error:
       self._recover(error)
     if self._waiters and not self._jobs:
@@ -223,15 +227,21 @@ class Loop:
   def _interrupt(self) -> None:
     """Takes what is sampled so far out of the engine, whose cache is freed."""
     if self._started:
-      self.usage.add(self._engine.usage)
-      self._started = False
-      for response in self._engine.stop():
-        self._take(response)
+      try:
+        for response in self._engine.stop():  # which counts what it still fetches
+          self._take(response)
+      finally:
+        self._over()
+
+  def _over(self) -> None:
+    """The workload is: what it has cost is added to that of those before, all at once."""
+    self._usages, self._started = (self.total(), None), False
 
   def _recover(self, error: Exception) -> None:
     """What was under way is lost; the engine begins anew with what comes next."""
     traceback.print_exc()
-    self.failures, self._in_a_row, self._started = self.failures + 1, self._in_a_row + 1, False
+    self.failures, self._in_a_row = self.failures + 1, self._in_a_row + 1
+    self._over()
     text = f"the engine failed: {type(error).__name__}: {str(error)[:500]}"
     if self._in_a_row == FAILURES:
       sys.stderr.write("gspo_jax.serve: the engine has failed too often, and samples no more\n")
@@ -282,11 +292,11 @@ class Loop:
     future.set_result(None)
 
   def _abort(self, future: concurrent.futures.Future, ids: list[str] | None) -> None:
-    """Cancels requests by their ids, None: all; gives their number."""
+    """Cancels requests by their ids, None: all; gives the number of their prompts."""
     there = [*self._jobs.values(), *self._held]
     # vLLM wants the ids of /inference/v1/generate with this before them.
     names = None if ids is None else {id_.removeprefix("generate-tokens-") for id_ in ids}
-    ended = [job for job in there if names is None or job.id in names]
+    ended = [job for job in there if names is None or job.name in names]
     self._cancel(_future(), ended)
     future.set_result(len(ended))
 
@@ -323,8 +333,9 @@ class Loop:
     del params
     if self._engine is not None:
       self._engine.release()
+    # Never the label of other weights; there before others look for that of the version.
+    self.labels.setdefault(number, f"reload-{number}")
     self._engine, self.version, self.failed, self._in_a_row = engine, number, None, 0
-    self.labels.setdefault(number, f"reload-{number}")  # never that of other weights
     future.set_result(None)
 
   def _label(self, future: concurrent.futures.Future, label: str) -> None:

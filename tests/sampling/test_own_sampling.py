@@ -32,8 +32,8 @@ def params():
   return initial(SMALLER_DENSE)
 
 
-def scheduler(params, own, sampling=PLAIN, slots=3):
-  workload = Workload(sampling, 16, trajectories=20, group_size=2, own_sampling=own)
+def scheduler(params, own, sampling=PLAIN, slots=3, group=2):
+  workload = Workload(sampling, 16, trajectories=20, group_size=group, own_sampling=own)
   config = dataclasses.replace(DEFAULT, slots=slots, steps=2)
   return Scheduler(params, 0, SMALLER_DENSE, workload, config)
 
@@ -118,6 +118,83 @@ def test_what_is_cancelled_never_comes_and_frees_its_slots(params, alone):
   wanted = sum(len(r.tokens) for r in alone.values())
   assert s.usage.slot_steps < wanted + 104
   assert not s._abandoned
+
+
+def test_a_group_that_is_cancelled_gives_way_to_the_next(params, alone):
+  s = scheduler(params, True)
+  group = Request((1, 2, 3), 10, samples=40, tag=object())
+  s.submit(group)
+  for _ in range(3):
+    s.step()
+  assert len(s.cancel(group.tag)) == 40
+  s.submit(asked()[0])
+  found, calls = [], s._calls
+  while s.busy:
+    found += s.step()
+  # 5 for its 10 tokens, 1 ahead, 2 until slots that others have are free; 40 on 3 slots take 27.
+  assert s._calls - calls <= 8
+  found = {(r.request.prompt, r.sample): r for r in found}
+  same(found, {key: one for key, one in alone.items() if key[0] == PROMPTS[0]})
+  assert not s._abandoned and not s._queued
+
+
+def test_many_are_cancelled_at_once(params, alone):
+  """More prefixes than there are slots, by one tag, before and after some have slots."""
+  s, tag = scheduler(params, True), object()
+  for steps in range(4):
+    for i in range(9):
+      s.submit(Request((i + 1, 2, 3), 10, samples=1 + i % 3, tag=tag))
+    for _ in range(steps):
+      s.step()
+    s.cancel(tag)
+  same(run(s, asked()), alone)
+  assert not s._abandoned and not s._queued
+
+
+def test_who_came_first_is_first(params):
+  """A single request between groups waits for those before it, and for no others."""
+  s = scheduler(params, True, group=1)
+  groups = [Request((i + 1, 2, 3), 4, samples=1 if i == 1 else 8) for i in range(4)]
+  for request in groups:
+    s.submit(request)
+  order = [response.request.samples for response in s.run()]
+  assert order.index(1) <= 8 + 3 and len(order) == 25
+
+
+def test_what_was_put_aside_comes_back_when_it_is_cancelled(params):
+  """Of pages that are not enough for all: its tokens are with the request that waits again."""
+  workload = Workload(PLAIN, 16, trajectories=20, group_size=1, partial=True, own_sampling=True)
+  config = dataclasses.replace(
+    DEFAULT, slots=4, steps=2, cache="paged", page_tokens=2, cache_tokens=36
+  )
+  s, tag = Scheduler(params, 0, SMALLER_DENSE, workload, config), object()
+  for i in range(4):
+    s.submit(Request((i + 1, 2, 3, 4, 5, 6, 7), 10, tag=tag))
+  while not any(lives and lives[0].count for _, lives in s._requests):
+    assert s.busy
+    s.step()
+  wanted = s.usage.tokens
+  parts = s.cancel(tag)
+  assert sum(len(part.tokens) for part in parts) == wanted and not s.busy
+
+
+def test_nothing_is_sorted_for_a_request_that_is_over(params, monkeypatch):
+  sorted_ = []
+
+  def counted(logits_BV, own):
+    jax.debug.callback(lambda: sorted_.append(1))
+    return truncate(logits_BV, own)
+
+  truncate = own_sampling.truncate
+  monkeypatch.setattr(own_sampling, "truncate", counted)
+  s = scheduler(params, True, slots=5)  # compiled by no other test
+  run(s, [Request((1, 2), 3, samples=3, sampling=KINDS[2])])
+  jax.effects_barrier()
+  assert 3 <= len(sorted_) <= 4
+  del sorted_[:]
+  run(s, [Request((3, 4), 6, sampling=PLAIN)])  # takes one of the three slots
+  jax.effects_barrier()
+  assert not sorted_
 
 
 def test_rounding_leaves_nothing_out():

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -16,9 +18,10 @@ from support.command_line import ROOT, SMALL_MODEL, environment
 from support.configs import config_of
 
 from configs import tiny
+from gspo_jax import serve
 from gspo_jax.models import hf, transformer
 
-pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
+uvicorn = pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
 TOKEN = "GSPO_JAX_SERVE_TOKEN"
 MODEL = [f"--config.{flag}" for flag in SMALL_MODEL]
@@ -49,6 +52,29 @@ def test_one_line_for_what_cannot_be_served(tmp_path):
     )
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_first_moment_ends_it(monkeypatch, number):
+  """As soon as it has said where it listens, when uvicorn has not begun."""
+
+  async def nothing(scope, receive, send):
+    raise AssertionError("nobody has asked")
+
+  server = uvicorn.Server(uvicorn.Config(nothing, lifespan="off", log_level="error"))
+  stderr = SimpleNamespace(write=lambda _: os.kill(os.getpid(), number), flush=lambda: None)
+  monkeypatch.setattr(serve.sys, "stderr", stderr)
+  before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+  late = threading.Timer(5, lambda: setattr(server, "should_exit", True))
+  late.start()
+  begun = time.monotonic()
+  try:
+    serve.run(server, serve._listen("127.0.0.1", 0), "it listens")
+  finally:
+    late.cancel()
+    for s, handler in before.items():
+      signal.signal(s, handler)
+  assert time.monotonic() - begun < 4
 
 
 @pytest.mark.slow  # a process that compiles

@@ -18,11 +18,13 @@ from support.configs import config_of
 from support.small_models import initial, next_logp
 
 from configs import common
-from gspo_jax import serve
+from gspo_jax import serve, sharding
 from gspo_jax.learner.state import new_state
-from gspo_jax.models import hf
+from gspo_jax.models import hf, transformer
 from gspo_jax.runs import checkpoint
-from gspo_jax.sampling import generate
+from gspo_jax.sampling import generate, slots
+from gspo_jax.sampling.requests import sizes
+from gspo_jax.serving import dialect
 from gspo_jax.serving.limits import Limits
 from gspo_jax.serving.loop import Loop
 
@@ -32,13 +34,13 @@ from gspo_jax.serving import app as http_app  # noqa: E402
 
 CONFIG = config_of(
   common.base, mesh__data=1, mesh__fsdp=1, weights="random", engine__steps=2, rl__group_size=2,
-  data__max_prompt_tokens=24, sampling__max_new_tokens=24, reward__overlong_max=24,
+  data__max_prompt_tokens=24, sampling__max_new_tokens=24, reward__overlong_max=24, engine__slots=4,
   model__hidden_size=16, model__num_layers=1, model__num_heads=2, model__num_kv_heads=2,
   model__head_dim=8, model__moe_intermediate_size=8,
 )  # fmt: skip
 MODEL = CONFIG.model
 LIMITS = Limits(
-  window=48, vocab_size=MODEL.vocab_size, most_samples=8, most_prompts=3, queue=64,
+  window=48, vocab_size=MODEL.vocab_size, most_text=96, most_samples=8, most_prompts=3, queue=64,
   body_bytes=20_000, stop_ids=4, stop_strings=2, stop_string_bytes=8, timeout_s=60.0,
 )  # fmt: skip
 PROMPT = list(b"12+34=")
@@ -108,9 +110,10 @@ def wait(condition, seconds=NEVER):
 
 
 class Engine:
-  """An engine whose steps may take long, or fail."""
+  """An engine whose steps may take long, or fail: the first ones after a start do not, as on a
+  device, whose errors come with what is fetched."""
 
-  delay, errors = 0.0, 0
+  delay, errors, spared = 0.0, 0, 0
 
   def __init__(self, engine):
     self._engine = engine
@@ -118,12 +121,21 @@ class Engine:
   def __getattr__(self, name):
     return getattr(self._engine, name)
 
+  def start(self, workload):
+    self._steps = 0
+    self._engine.start(workload)
+
   def step(self):
     time.sleep(Engine.delay)
-    if Engine.errors:
+    self._steps += 1
+    if Engine.errors and self._steps > Engine.spared:
       Engine.errors -= 1
       raise RuntimeError("the chip is gone")
     return self._engine.step()
+
+
+def programs():
+  return slots.prefill._cache_size() + slots.decode._cache_size()
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +143,17 @@ def world(tmp_path_factory):
   tok, mesh, make_engine = serve.parts(CONFIG, jax.devices()[:1])
   with jax.set_mesh(mesh):
     old = serve.initial_params(CONFIG, mesh)
+  work = serve.workload(CONFIG, LIMITS, record_routing=True)
   loop = Loop(
     lambda: Engine(make_engine()),
     lambda path: old if path == "random" else serve.read_weights(CONFIG, mesh, path),
-    serve.workload(CONFIG, LIMITS, slots=4, record_routing=True),
+    work,
     lambda: jax.set_mesh(mesh),
   )
   loop.start("random")
+  compiled = programs()
+  serve.warm_up(loop, work, CONFIG.engine)
+  compiled = programs() - compiled
   server = http_app.Server(loop, LIMITS, tok, "tiny", info=dict(logprobs_mode="processed_logprobs"))
   client, stop = serving(server)
   new = initial(MODEL, 7)
@@ -145,7 +161,7 @@ def world(tmp_path_factory):
   hf.save(directory / "new", new, MODEL)
   yield SimpleNamespace(
     client=client, server=server, loop=loop, old=jax.device_get(old), new=new, tok=tok,
-    directory=directory, mesh=mesh,
+    directory=directory, mesh=mesh, compiled=compiled,
   )  # fmt: skip
   stop()
   loop.close()
@@ -155,7 +171,7 @@ def world(tmp_path_factory):
 @pytest.fixture
 def client(world):
   yield world.client
-  Engine.delay = Engine.errors = 0
+  Engine.delay = Engine.errors = Engine.spared = 0
   world.client.do("/resume")
   if world.loop.version or world.loop.label != "default":
     assert world.client.reload("random")[0] == 200
@@ -232,6 +248,25 @@ def test_many_at_once_are_each_as_if_alone(world, client):
   assert len({tuple(c[0]["token_ids"]) for c in together}) == 16
 
 
+def test_no_request_compiles(world, client):
+  """Whatever its length: decoding and the prefills of 16, 32 and 46 tokens are there."""
+  assert world.compiled == 4
+  before = programs()
+  for length in (1, 17, 18, 33, 34, 47):
+    client.generate([7] * length, max_tokens=1, top_k=2)
+  assert programs() == before
+
+
+@pytest.mark.parametrize(
+  "asked, configured, expected", [(0, 0, 32), (0, 5, 5), (64, 32, 64), (3, 32, 3)]
+)
+def test_as_many_slots_as_are_said(asked, configured, expected):
+  config = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, slots=configured))
+  config = serve.with_slots(config, asked)
+  work = serve.workload(config, LIMITS, False)
+  assert work.trajectories == sizes(work, config.engine, 1).slots == expected
+
+
 def test_completions_as_text_and_as_tokens(world, client):
   body = dict(model="tiny", max_tokens=12, seed=3, logprobs=1, n=2, return_token_ids=True)
   answer = client.do("/v1/completions", body | dict(prompt=["12+34=", PROMPT[:3]]))
@@ -263,9 +298,30 @@ def test_stop_strings(client):
   assert client.do("/v1/completions", body)["choices"][0]["text"] == cut["text"] + string
 
 
+def test_only_texts_that_are_needed_are_made(world, client, monkeypatch):
+  made, decode = [], world.tok.decode
+  one = SimpleNamespace(
+    encode=world.tok.encode, stop_ids=(),
+    decode=lambda ids: (made.append(len(ids)), decode(ids))[1],
+  )  # fmt: skip
+  monkeypatch.setattr(world.server, "tokenizer", one)
+  body = dict(prompt="12+34=", seed=3, max_tokens=5)
+  client.generate(max_tokens=5)
+  assert not made
+  client.generate(max_tokens=5, stop="never")
+  assert made == [5]
+  client.do("/v1/completions", body)
+  assert made == [5, 5]
+
+
 def test_seeds_that_are_not_given_differ(client):
   texts = {tuple(client.generate(max_tokens=12)[0]["token_ids"]) for _ in range(3)}
   assert len(texts) == 3
+  body = dict(prompt=["12+34="] * 3, max_tokens=12, return_token_ids=True)
+  choices = client.do("/v1/completions", body)["choices"]
+  assert len({tuple(one["token_ids"]) for one in choices}) == 3
+  seeded = client.do("/v1/completions", body | dict(seed=4))["choices"]
+  assert len({tuple(one["token_ids"]) for one in seeded}) == 1
 
 
 GOOD = dict(token_ids=[1, 2], sampling_params=dict(max_tokens=2))
@@ -280,6 +336,8 @@ REFUSED = [
   (dict(token_ids=[264]), "from 0 to 263"),
   (dict(token_ids=[True]), "from 0 to 263"),
   (dict(token_ids=[1] * 48), "window of 48"),
+  (dict(token_ids=[1] * 49), "token_ids: 49 tokens are more than the window of 48"),
+  (dict(token_ids=[264] * 49), "more than the window"),  # before each is looked at
   (GOOD | dict(stream=True), "stream=True is not offered"),
   (GOOD | dict(output_mode="text"), "output_mode='text' is not offered"),
   (GOOD | dict(surprise=1), "unknown field surprise"),
@@ -323,9 +381,13 @@ def test_what_is_wrong_with_a_request_is_said(client, body, message):
     ("POST", "/inference/v1/generate", GOOD | dict(model="other"), {}, 404, "no model 'other'"),
     ("POST", "/v1/completions", dict(prompt=["a"] * 4), {}, 400, "up to 3 of these"),
     ("POST", "/v1/completions", dict(prompt={}), {}, 400, "prompt must be a text"),
+    ("POST", "/v1/completions", dict(prompt="a" * 96), {}, 400, "96 tokens are more than"),
+    ("POST", "/v1/completions", dict(prompt="a" * 97), {}, 400, "97 characters are more than"),
     ("POST", "/v1/completions", dict(prompt="a", echo=True), {}, 400, "echo=True"),
     ("POST", "/v1/completions", "{}", dict(content_type="text/plain"), 415, "Content-Type"),
     ("POST", "/v1/completions", dict(prompt="a" * 20_000), {}, 413, "--max_body_mib"),
+    ("POST", "/pause", None, dict(origin="http://example.org"), 403, "web pages"),
+    ("POST", "/v1/completions", dict(prompt="a"), dict(origin="null"), 403, "web pages"),
     ("GET", "/v1/completions", None, {}, 405, "Not Allowed"),
     ("GET", "/nothing", None, {}, 404, "Not Found"),
     ("POST", "/pause?mode=sleep", None, {}, 400, "keep, abort or wait"),
@@ -340,6 +402,16 @@ def test_and_with_any_other(client, method, path, body, headers, status, message
   assert found == status and message in answer["error"]["message"], answer
 
 
+def test_long_bodies_are_read_in_other_threads(client, monkeypatch):
+  """What the event loop does, all others wait for."""
+  names, here = set(), threading.current_thread
+  for name in ("read_object", "generate"):
+    was = getattr(dialect, name)
+    monkeypatch.setattr(dialect, name, lambda *a, was=was: (names.add(here().name), was(*a))[1])
+  client.generate(max_tokens=1)
+  assert names and all("worker" in name for name in names)
+
+
 def test_a_full_queue_is_said(world, client):
   client.do("/pause?mode=keep")
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -350,6 +422,14 @@ def test_a_full_queue_is_said(world, client):
     assert status == 429 and "--max_queue" in answer["error"]["message"]
     client.do("/resume")
     assert all(len(future.result()) == 8 for future in waiting)
+
+
+def test_what_can_never_fit_is_not_told_to_come_again(world, client, monkeypatch):
+  monkeypatch.setattr(world.server, "limits", dataclasses.replace(LIMITS, queue=7))
+  body = dict(prompt=["a", "b"], max_tokens=1, n=4)
+  status, answer = client("POST", "/v1/completions", body)
+  assert status == 400 and "8 responses are more than the 7" in answer["error"]["message"]
+  assert client("POST", "/v1/completions", body | dict(n=3))[0] == 200
 
 
 def test_a_request_has_its_time(world, client):
@@ -374,6 +454,8 @@ def test_the_token(world):
     assert client("POST", "/pause")[0] == 401 and not world.loop.paused
     client.token = "secret"
     assert client("GET", "/v1/models")[1]["data"][0]["id"] == "tiny"
+    counted = 'gspo_jax_requests_total{path="other",status="401"} 4.0'
+    assert counted in client("GET", "/metrics")[1]
     assert len(client.generate(max_tokens=1)) == 1
   finally:
     stop()
@@ -446,6 +528,7 @@ def test_a_pause_may_wait(world, client):
 
 @pytest.mark.parametrize("paused", [True, False], ids=["paused", "sampling"])
 def test_responses_go_on_under_new_weights(world, client, paused):
+  before = world.loop.total().tokens
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     future = under_way(world, pool, n=2, tokens=8)
     if paused:
@@ -457,6 +540,7 @@ def test_responses_go_on_under_new_weights(world, client, paused):
     if paused:
       client.do("/resume")
     choices = future.result()
+  assert world.loop.total().tokens - before == 2 * 40  # those that came with the change, too
   for choice, (whole, logp) in zip(choices, expected(world, n=2, seed=11), strict=True):
     old, new = choice["weight_versions"]
     assert (old["version"], new["version"]) == ("default", "v1")
@@ -478,6 +562,21 @@ def test_weights_nobody_named_have_no_other_name(world, client):
   assert span["version"].startswith("reload-")
 
 
+def test_there_is_always_a_label():
+  """Other threads read `label` at any time."""
+  engine = SimpleNamespace(load=lambda *_: None, release=lambda: None)
+  loop = Loop(lambda: engine, lambda path: None, None)
+
+  class Labels(dict):
+    def setdefault(self, number, label):
+      assert loop.label == "default"
+      return super().setdefault(number, label)
+
+  loop.labels = Labels(loop.labels)
+  loop._reload(concurrent.futures.Future(), "new")
+  assert loop.label == "reload-1"
+
+
 def test_a_checkpoint_of_a_run_is_read_too(world, client, tmp_path):
   import optax
 
@@ -492,6 +591,25 @@ def test_a_checkpoint_of_a_run_is_read_too(world, client, tmp_path):
     saved.close()
   assert client.reload(tmp_path / "checkpoints" / "rl")[0] == 200
   same(client.generate(**LONG), expected(world, world.new, seed=11))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_directory_is_read_as_it_is_sampled_with(world, dtype):
+  """At once in the sampler's layout and types, so that publishing changes nothing."""
+  engine = dataclasses.replace(CONFIG.engine, dtype=dtype)
+  split = dataclasses.replace(CONFIG.mesh, fsdp=2)
+  config = dataclasses.replace(CONFIG, engine=engine, mesh=split)
+  mesh = sharding.make_mesh(split, jax.devices()[:2])
+  with jax.set_mesh(mesh):
+    found = serve.read_weights(config, mesh, str(world.directory / "new"))
+    config = dataclasses.replace(config, weights=str(world.directory / "new"))
+    rules = sharding.rollout_rules(split, mesh, MODEL.num_experts)
+    layout = transformer.shardings(MODEL, rules, mesh)
+    publish = sharding.publisher(layout, transformer.dtypes(MODEL, dtype))
+    wanted = publish(serve.initial_params(config, mesh))
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    np.testing.assert_array_equal(one, other)
 
 
 def test_weights_that_are_wrong_leave_the_old_ones(world, client, tmp_path):
@@ -552,7 +670,17 @@ def test_requests_are_aborted_by_their_ids(world, client):
     assert kept.result()[0]["finish_reason"] == "length"
 
 
-def test_metrics(world, client):
+def test_all_prompts_of_a_request_are_aborted(world, client):
+  client.do("/pause?mode=keep")
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    body = dict(prompt=["a", "b", "c"], request_id="all")
+    future = pool.submit(client.do, "/v1/completions", body)
+    wait(lambda: world.loop.running == 3)
+    assert client.do("/abort_requests", dict(request_ids=["all"]))["aborted"] == 3
+    assert [one["finish_reason"] for one in future.result()["choices"]] == ["abort"] * 3
+
+
+def test_metrics(world, client, monkeypatch):
   client.generate(max_tokens=5, n=2)
 
   def figures():
@@ -564,23 +692,39 @@ def test_metrics(world, client):
   before = figures()
   client.generate(max_tokens=5, n=2, ignore_eos=True)
   client("POST", "/inference/v1/generate", {})
+  for method, path in (("GET", "/nothing"), ("GET", "/<b>"), ("POST", "/health")):
+    client(method, path)
+  found = {"404": 2, "405": 1}
+  with monkeypatch.context() as broken:
+    broken.setattr(http_app.answers, "generate", None)
+    client(
+      "POST", "/inference/v1/generate", dict(token_ids=[1], sampling_params=dict(max_tokens=1))
+    )
   after = figures()
   gained = {key: value - before.get(key, 0) for key, value in after.items()}
-  assert gained["gspo_jax_generated_tokens_total",] == 10
+  assert gained["gspo_jax_generated_tokens_total",] == 11
   assert gained["gspo_jax_prefilled_tokens_total",] == len(PROMPT) - 1
-  assert gained["gspo_jax_responses_total", "length"] == 2
-  assert gained["gspo_jax_request_seconds_count",] == 1
+  assert gained["gspo_jax_responses_total", "length"] == 3
+  assert gained["gspo_jax_request_seconds_count",] == 2
   assert gained["gspo_jax_requests_total", "/inference/v1/generate", "200"] == 1
   assert gained["gspo_jax_requests_total", "/inference/v1/generate", "400"] == 1
+  assert gained["gspo_jax_requests_total", "/inference/v1/generate", "500"] == 1
+  others = {status: gained["gspo_jax_requests_total", status, "other"] for status in found}
+  assert others == found
   assert after["gspo_jax_weights_info", "default"] == 1
   assert after["gspo_jax_paused",] == after["gspo_jax_responses_queued",] == 0
 
 
-def test_an_engine_that_fails_begins_anew(world, client):
+@pytest.mark.parametrize("spared", [0, 1, 4])
+def test_an_engine_that_fails_begins_anew(world, client, spared):
   body = dict(token_ids=PROMPT, sampling_params=LONG)
-  Engine.errors = 1
+  Engine.errors, Engine.spared = 1, spared
+  before = world.loop.total()
   status, answer = client("POST", "/inference/v1/generate", body)
   assert status == 500 and "the chip is gone" in answer["error"]["message"]
+  after = world.loop.total()  # what was sampled has cost what it has
+  assert after.steps - before.steps == 2 * max(0, spared - 1)
+  assert (after.prefilled > before.prefilled) == (spared > 0)
   same(client.generate(**LONG), expected(world, seed=11))
   Engine.errors = 3
   for _ in range(3):
