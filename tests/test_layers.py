@@ -34,7 +34,7 @@ ARROWS = {
   "consistency": "constraints offline sampling schedules",
   "constraints": "groups rewards sampling",
   "offline": "data learner",
-  "aot": "config hardware learner models sampling teacher",
+  "aot": "config config_flag hardware learner models sampling teacher",
   "dry_run": "aot config configs hardware learner models run runs teacher",
   "configs": "learner models",
   "evaluation": "constraints data models rewards runs sampling tasks",

@@ -16,18 +16,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from gspo_jax import command_line, sharding
+from gspo_jax import command_line, config_flag, sharding
 from gspo_jax import config as configuration
 from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
 from gspo_jax.aot.table import print_line, print_row, title
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "Configuration: its name, e.g. moe_aime, or the path of a file."
-)
+flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
 _SEQUENCES = flags.DEFINE_integer(
   "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
@@ -59,7 +56,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)
   try:
-    config = configuration.from_dict(_CONFIG.value.to_dict())
+    config = configuration.from_dict(config_flag.CONFIG.value.to_dict())
     require_one_mesh(config)
     sampling = dict(
       slots=_SLOTS.value,
