@@ -14,6 +14,9 @@ from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask
 
 CONNECT_S = 10.0  # to a server, and for what it answers at once
+# An idle connection is used again within these seconds: servers close one after 5 (uvicorn's
+# default), and a request that is on its way then is lost.
+IDLE_S = 2.0
 JSON = 2**22  # bytes of an answer
 OTHERS = 16  # connections to a server besides those of calls
 SPARE = 1024  # descriptors that the rest of the process may need
@@ -44,7 +47,9 @@ class Wire:
     self._client = httpx2.AsyncClient(
       headers=dict(Authorization=f"Bearer {token}") if token else {},
       timeout=httpx2.Timeout(None, connect=CONNECT_S),  # `sent` has one for all of it
-      limits=httpx2.Limits(max_connections=most, max_keepalive_connections=most),
+      limits=httpx2.Limits(
+        max_connections=most, max_keepalive_connections=most, keepalive_expiry=IDLE_S
+      ),
       trust_env=False,  # servers are near, and nothing of theirs goes through a proxy
     )
 
