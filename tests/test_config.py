@@ -222,11 +222,12 @@ def allowed(kind, text):
   return text in arguments if origin is Literal else None  # None: not for this test to say
 
 
-def test_the_command_line_refuses_every_bad_value_of_every_key_in_one_line():
+def test_the_command_line_refuses_bad_values_of_every_key_in_one_line():
+  """Each key has a third of the texts, since all wrong values of all keys are tried above."""
   cases = {}
-  for key, kind in KINDS.items():
+  for i, (key, kind) in enumerate(KINDS.items()):
     key = key.replace(BENCHMARK, "eval.benchmarks.math")
-    for text in TEXTS:
+    for text in TEXTS[i % 3 :: 3]:
       cases[f"--config.{key}={text}"] = key, allowed(kind, text)
   for section in SECTIONS:
     key = f"{section}.no_such_key".lstrip(".").replace(BENCHMARK, "eval.benchmarks.math")
@@ -239,7 +240,7 @@ def test_the_command_line_refuses_every_bad_value_of_every_key_in_one_line():
     assert not code or key in text, (flag, text)
     assert may is not False or code == 2, f"{flag} is accepted"
     refused += code == 2
-  assert refused > 1000
+  assert refused > 400
 
 
 VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]
