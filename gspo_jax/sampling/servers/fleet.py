@@ -243,8 +243,9 @@ class Fleet:
     """The same, on the loop."""
     server.usable, server.why, server.refused = False, why, refused
     server.dialect = server.busy_since = None  # another one may come in its place
-    logging.warning("server %s is left out: %s; %d left", server.url, why, len(self.usable))
     server.settled.set()
+    left = sum(one.usable or not one.settled.is_set() for one in self.servers)  # or about to be
+    logging.warning("server %s is left out: %s; %d left", server.url, why, left)
     for post in server.posts:
       post.cancel()
     self._loop.create_task(self._notify())
