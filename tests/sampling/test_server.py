@@ -253,7 +253,7 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
 def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monkeypatch):
   monkeypatch.setattr(fleet, "HEALTH_S", 0.05)
   monkeypatch.setattr(wire, "CONNECT_S", 1.0)
-  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
+  monkeypatch.setattr(starting, "CONNECT_S", 1.5)
   servers, engine = make
   two = servers(2)
   engine = engine(two)
@@ -266,7 +266,7 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
 
 
 def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeypatch):
-  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
+  monkeypatch.setattr(starting, "CONNECT_S", 1.5)
   servers, engine = make
   two = servers(2)
   engine = engine(two)
@@ -274,7 +274,7 @@ def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeyp
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
   engine.load(weights(2), 2)
-  assert time.monotonic() - started < 12
+  assert time.monotonic() - started < 18
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
   assert engine.usage.metrics()["engine/servers"] == 1
 
@@ -537,7 +537,7 @@ def test_a_server_that_was_started_here_is_started_again(make, started, monkeypa
   started[-1].alive = False
   check(sample_rollout(engine, WORKLOAD, PROMPTS, seed=9), weights(3), 3)  # in the middle
   assert len(started) == 4
-  monkeypatch.setattr(starting, "CONNECT_S", 0.2)
+  monkeypatch.setattr(starting, "CONNECT_S", 1.5)
   engine._fleet.servers[0].reloads = True
   started[-1].fake.fault = lambda path, body: "hang"  # its process is there, it is not
   begun = time.monotonic()
@@ -673,7 +673,7 @@ def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeyp
     time.sleep(0.01)
   started = time.monotonic()
   assert list(driver.run(lambda: True)) == []
-  assert time.monotonic() - started < 3
+  assert time.monotonic() - started < 9
 
 
 def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_probe(make):
