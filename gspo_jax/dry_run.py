@@ -44,7 +44,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
     ),
     f"model: {count:,} parameters{each}",
     *critic_line(config, inputs.mesh),
-    *teacher_line(inputs.teacher),
+    *teacher_line(config, inputs.teacher),
     f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
   ]
   found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
@@ -68,8 +68,10 @@ def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
   return [f"critic: {count:,} parameters, {trunk}"]
 
 
-def teacher_line(taught: teacher.Teacher | None) -> list[str]:
+def teacher_line(config: RunConfig, taught: teacher.Teacher | None) -> list[str]:
   """Says how large the teacher is, if there is one, and where its weights are."""
+  if config.has_iterations and config.distillation.served:
+    return [f"teacher: a server, {config.distillation.url}, whose operations are not counted"]
   if taught is None:
     return []
   return [f"teacher: {transformer.count(taught.model)[0]:,} parameters, frozen, {taught.path}"]

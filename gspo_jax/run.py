@@ -52,7 +52,7 @@ class Run:
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
   signals: constraints.Signals | None = None  # further rewards, and costs
-  teacher: teachers.Teacher | None = None  # of distillation
+  teacher: teachers.Teacher | None = None  # of distillation, unless a server has its weights
   rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
   # The trainer's parameters as such an engine loads them, in arrays that no update changes.
   publish: Callable[[Any], Any] = lambda params: params
@@ -234,6 +234,9 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
+  of_teacher = inputs.teacher and inputs.teacher.about
+  if config.has_iterations and config.distillation.served:
+    of_teacher = teachers.probed(config)
   if isinstance(inputs.train_prompts, growing.Growing):
     schedules.begin_run(inputs.train_prompts, workdir)
   active = jax.process_index() == 0
@@ -279,7 +282,6 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
     if jax.process_index() == 0:
       origin = start.find(config.weights)
-      of_teacher = inputs.teacher and inputs.teacher.about
       provenance.record(workdir, values, origin and origin.about, of_teacher)
     yield Run(
       config,

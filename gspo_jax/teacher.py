@@ -1,4 +1,5 @@
-"""The teacher of on-policy distillation: found, checked and loaded, frozen, beside the policy."""
+"""The teacher of on-policy distillation: found, checked and loaded, frozen, beside the policy; or
+asked, where it is a server."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer
@@ -21,7 +24,7 @@ KEY = "distillation.teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """Where the weights of a teacher are, and of which model."""
+  """Where the weights of a teacher are, and of which model; one behind a server has none here."""
 
   path: str  # a Hugging Face directory, or a checkpoint
   origin: start.Start | None  # the checkpoint, if it is one
@@ -35,14 +38,15 @@ class Teacher:
 
 
 def find(config: Any, workdir: Path | None = None) -> Teacher | None:
-  """The teacher of a `config.RunConfig`, if it has one. A run that goes on in its `workdir` has the
-  checkpoint that it began with, whatever has been added to the teacher's run since.
+  """The teacher of a `config.RunConfig`, if it has one with weights. A run that goes on in its
+  `workdir` has the checkpoint that it began with, whatever has been added to the teacher's run
+  since.
 
   Raises:
     ValueError: there is no such directory or checkpoint, or none that can be read.
   """
   d = config.distillation
-  if not (d.on and config.has_iterations):
+  if not (d.on and config.has_iterations) or d.served:
     return None
   name = d.teacher
   if workdir is not None and (was := provenance.begun(workdir)):
@@ -121,3 +125,45 @@ def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, TrainBatch], j
   """A jitted pass of the teacher: its log-probabilities [B, T] of a batch, at the temperature of
   the policy, so that a policy with the teacher's logits has the advantage 0."""
   return make_score(dataclasses.replace(learner, model=teacher.model))
+
+
+def probed(config: Any) -> dict[str, Any]:
+  """JSON for the provenance of a run whose teacher is a server, which is asked once.
+
+  Raises:
+    ServersGone: it cannot teach; says what is wrong.
+  """
+  from gspo_jax.sampling.servers import hosts, scoring  # an HTTP client is only needed here
+
+  c, url = config, config.distillation.url
+  window = c.data.max_prompt_tokens + c.sampling.max_new_tokens
+  arguments = url, c.engine.server, c.model.vocab_size, window
+  return hosts.of_first(lambda: scoring.probe(*arguments))
+
+
+def asking(config: Any, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.Array]:
+  """What `scoring` and its weights are, of a server: log-probabilities [B, T] of a batch, 0 off its
+  mask. The first process asks, for all sequences at once, and tells the others."""
+  from gspo_jax.sampling.servers import hosts, scoring
+
+  url, server = config.distillation.url, config.engine.server
+
+  def logp(batch: TrainBatch) -> jax.Array:
+    if isinstance(batch.mask_BT, jax.core.Tracer):  # of `jax.eval_shape`; NaN would be seen
+      return jnp.full_like(batch.mask_BT, jnp.nan)
+    tokens_BT, mask_BT = sharding.fetch((batch.tokens_BT, batch.mask_BT))
+    taught_BT = mask_BT > 0
+    ends = {row: int(np.flatnonzero(taught_BT[row])[-1]) + 1 for row in _rows(taught_BT)}
+    sequences = [tokens_BT[row, :end].tolist() for row, end in ends.items()]
+    found = hosts.of_first(lambda: scoring.score(url, server, sequences))
+    logp_BT = np.zeros(mask_BT.shape, np.float32)
+    for (row, end), said in zip(ends.items(), found, strict=True):
+      logp_BT[row, :end] = said
+    return sharding.put_batch(np.where(taught_BT, logp_BT, 0), mesh)
+
+  return logp
+
+
+def _rows(taught_BT: np.ndarray) -> list[int]:
+  """Rows in which something is taught."""
+  return np.flatnonzero(taught_BT.any(axis=1)).tolist()

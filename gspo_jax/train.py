@@ -93,6 +93,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   if run.teacher:
     of_teacher = teacher.scoring(run.teacher, learner), teacher.load(run.teacher, c, run.mesh)
     advantages = make_distill(c.distillation, functools.partial(*of_teacher))
+  if c.distillation.served:
+    advantages = make_distill(c.distillation, teacher.asking(c, run.mesh))
 
   def prepared(
     state: TrainState, minibatches: list[TrainBatch]
@@ -114,7 +116,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       return batch.replace(**fixed)
 
     minibatches = [one(batch) for batch in minibatches]
-    return advantages(minibatches) if critic or run.teacher else (minibatches, {})
+    return advantages(minibatches) if critic or c.distillation.on else (minibatches, {})
 
   if last < c.rl.iterations:
     update, old_policy, values = ahead(run, collector, prepared, update, old_policy, values)
@@ -344,7 +346,7 @@ def records(
   ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
   more = {}
   of_tokens = ["old_value_BT"] if run.config.critic.name != "none" else []
-  if of_tokens or run.teacher:
+  if of_tokens or run.config.distillation.on:
     for name in [*of_tokens, "advantage_BT"]:
       more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
   if minibatches[0].unit_BT is not None:

@@ -27,7 +27,7 @@ ARROWS = {
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline paths "
   "rewards runs sampling schedules steps tasks teacher",
-  "teacher": "data learner models runs",
+  "teacher": "data learner models runs sampling",
   "paths": "constraints models rewards runs",
   "config": "consistency constraints data evaluation learner models rewards runs "
   "sampling schedules",
