@@ -1,4 +1,5 @@
-"""Real vLLM, on the CPU: sampling, new weights in place and by a restart, a server that is killed.
+"""Real vLLM, on the CPU: sampling, new weights in place and by a restart, a server that is killed,
+and a teacher.
 
   GSPO_VLLM_PYTHON=PYTHON python -m pytest -m slow -n0 tests/sampling/test_vllm.py
 
@@ -19,12 +20,21 @@ import pytest
 from support.command_line import command, environment, rows
 from support.small_models import next_logp
 
-from gspo_jax.models import sizes, transformer
+from gspo_jax.models import hf, sizes, transformer
 from gspo_jax.models.sizes import REFERENCE
-from gspo_jax.sampling import Driver, EngineConfig, SamplingConfig, Workload, sample_rollout
+from gspo_jax.sampling import (
+  Driver,
+  EngineConfig,
+  SamplingConfig,
+  ServersGone,
+  Workload,
+  sample_rollout,
+)
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.server import ServerEngine
+from gspo_jax.sampling.servers import scoring
 from gspo_jax.sampling.servers.config import ServerConfig
+from gspo_jax.sampling.servers.launch import Process, filled
 from gspo_jax.structs import Prompt
 
 PYTHON = os.environ.get("GSPO_VLLM_PYTHON", "")
@@ -40,6 +50,11 @@ COMMAND = (
   f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{weights}} "
   "--host {host} --port {port} --dtype float32 --enforce-eager --skip-tokenizer-init "
   "--logprobs-mode processed_logprobs --enable-scale-out"
+)
+TEACHER = (
+  "exec env VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 "
+  f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{weights}} "
+  "--host {host} --port {port} --dtype float32 --enforce-eager --skip-tokenizer-init"
 )
 MOST_S = 1200.0  # of half a run, on a machine that has other things to do
 SMALL = dict(rope_theta=10.0, max_position_embeddings=256)
@@ -162,3 +177,43 @@ def test_a_run_goes_on_with_the_server_that_is_left(tmp_path):
   assert max(row["mismatch/current/abs/mean"] for row in found) < 1e-4
   assert max(row["engine/probe/mean"] for row in found) < 1e-4
   assert "eval/accuracy" in found[-1]
+
+
+def test_a_teacher_scores_what_it_is_sent(tmp_path):
+  """Of lengths up to the longest that it has room for, 64 at once."""
+  params, (url,) = transformer.init(MOE, jax.random.key(3)), urls(1)
+  hf.save(tmp_path / "teacher", params, MOE)
+  process = Process(filled(TEACHER, url, 0, str(tmp_path / "teacher")), tmp_path / "teacher.log")
+  vocabulary, longest, end = MOE.vocab_size, MOE.max_position_embeddings, time.monotonic() + MOST_S
+  config = ServerConfig(in_flight=64)
+
+  def probe(vocab_size=vocabulary, window=longest - 1):
+    return scoring.probe(url, config, vocab_size, window)
+
+  try:
+    about = None
+    while about is None:
+      try:
+        about = probe()
+      except ServersGone as error:
+        assert "ConnectError" in str(error) and process.alive and time.monotonic() < end, error
+        time.sleep(1)
+    assert about == dict(server=url, model=str(tmp_path / "teacher"))
+    with pytest.raises(ServersGone, match=f"a vocabulary of {vocabulary} tokens, and the policy"):
+      probe(vocab_size=vocabulary + 8)
+    with pytest.raises(ServersGone, match=r"a larger vocabulary than model\.vocab_size=256"):
+      probe(vocab_size=256)
+    with pytest.raises(ServersGone, match=r"room for 256 tokens, .* a larger --max-model-len"):
+      probe(window=longest)
+    rng = np.random.default_rng(0)
+    lengths = [2, longest - 1, *rng.integers(3, longest, 98)]
+    sequences = [rng.integers(0, vocabulary, length).tolist() for length in lengths]
+    found = scoring.score(url, config, sequences)
+  finally:
+    process.stop()
+  tokens_BT = np.zeros((len(sequences), longest), np.int32)
+  for row, tokens in enumerate(sequences):
+    tokens_BT[row, : len(tokens)] = tokens
+  wanted_BT = np.asarray(next_logp(params, MOE, tokens_BT))
+  for logp, wanted, length in zip(found, wanted_BT, lengths, strict=True):
+    np.testing.assert_allclose(logp[1:], wanted[: length - 1], atol=1e-4)
