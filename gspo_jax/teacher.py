@@ -142,9 +142,10 @@ def probed(config: Any) -> dict[str, Any]:
 
 
 def asking(config: Any, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.Array]:
-  """What `scoring` and its weights are, of a server: log-probabilities [B, T] of a batch, 0 off its
-  mask. The first process asks, for all sequences at once, and tells the others."""
-  from gspo_jax.sampling.servers import hosts, scoring
+  """What `scoring` is with its weights, of a server: log-probabilities [B, T] of a batch, up to the
+  last token of each row that is taught. The first process asks, for all rows at once, and tells the
+  others."""
+  from gspo_jax.sampling.servers import hosts, scoring  # an HTTP client is only needed here
 
   url, server = config.distillation.url, config.engine.server
 
@@ -153,17 +154,13 @@ def asking(config: Any, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.A
       return jnp.full_like(batch.mask_BT, jnp.nan)
     tokens_BT, mask_BT = sharding.fetch((batch.tokens_BT, batch.mask_BT))
     taught_BT = mask_BT > 0
-    ends = {row: int(np.flatnonzero(taught_BT[row])[-1]) + 1 for row in _rows(taught_BT)}
-    sequences = [tokens_BT[row, :end].tolist() for row, end in ends.items()]
+    rows = np.flatnonzero(taught_BT.any(axis=1))
+    ends = [np.flatnonzero(taught_BT[row])[-1] + 1 for row in rows]
+    sequences = [tokens_BT[row, :end].tolist() for row, end in zip(rows, ends)]
     found = hosts.of_first(lambda: scoring.score(url, server, sequences))
     logp_BT = np.zeros(mask_BT.shape, np.float32)
-    for (row, end), said in zip(ends.items(), found, strict=True):
+    for row, end, said in zip(rows, ends, found, strict=True):
       logp_BT[row, :end] = said
-    return sharding.put_batch(np.where(taught_BT, logp_BT, 0), mesh)
+    return sharding.put_batch(logp_BT, mesh)
 
   return logp
-
-
-def _rows(taught_BT: np.ndarray) -> list[int]:
-  """Rows in which something is taught."""
-  return np.flatnonzero(taught_BT.any(axis=1)).tolist()

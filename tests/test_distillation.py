@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
-from support.command_line import SMALL_MODEL, figures, parameters, rows_of
+from support.command_line import SMALL_MODEL, command, figures, parameters, rows_of, run
 from support.configs import config_of
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
 from support.small_updates import T, learner, make_batch
+from test_two_processes import on_two_processes
 
 from configs import tiny, tiny_distil
 from gspo_jax import dry_run, sharding, teacher, train
@@ -448,8 +449,28 @@ def test_a_run_learns_the_same_from_a_server(directory, server, tmp_path):
     assert one["total/flops"] < other["total/flops"], "what a server does is not counted"
   made_with = json.loads((tmp_path / "served" / "config.json").read_text())["provenance"]
   assert made_with["teacher"] == dict(server=server.url, model="a model")
+  before = len(server.seen)
   said = "\n".join(dry_run.lines(config, runs.check(config)))
+  assert len(server.seen) == before, "a dry run asks nobody"
   assert f"teacher: a server, {server.url}" in said and "the teacher's weights" not in said
+
+
+@pytest.mark.slow
+def test_two_processes_are_told_what_the_first_one_heard(directory, server, tmp_path):
+  _, params, model = directory
+  values = {key.replace("__", "."): value for key, value in STUDENT.items() if key != "rl__packed"}
+  flags = [f"{key}={value}" for key, value in values.items()]
+  flags += [f"distillation.teacher={server.url}", "mesh.data=2", "mesh.fsdp=1"]
+  of = functools.partial(command, config="configs/tiny_distil.py")
+  with changed(server, model=model, params=params):
+    run(tmp_path / "one", *flags, config="configs/tiny_distil.py", JAX_NUM_CPU_DEVICES="2")
+    before = len(server.seen)
+    on_two_processes(lambda _: of(tmp_path / "two", *flags, "distributed=true"), devices=1)
+  one, two = (rows_of(tmp_path / name, "rl")[1:] for name in ("one", "two"))
+  assert 2 * 2 * 8 <= len(server.seen) - before <= 2 * 2 * 8 + 3, "each response once, and a probe"
+  for mine, same in zip(one, two, strict=True):
+    for name in ("distillation/reverse_kl", "grad_norm"):
+      assert mine[name] == pytest.approx(same[name], rel=1e-4)
 
 
 def interrupt():
@@ -502,6 +523,8 @@ def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
   )
   without = dict(programs.programs(plain, mesh, ["train", "score"]))
   assert held(found["train"].held) - held(without["train"].held) == weights
+  served = programs.make_case(student("http://host:1", compute__dtype="bfloat16"))
+  assert list(dict(programs.programs(served, mesh, ["train", "score"]))) == ["train", "score"]
   assert needed.of("teacher", case, mesh) > needed.of("score", case, mesh) * 0.4
   with jax.set_mesh(mesh):
     logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)

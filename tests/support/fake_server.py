@@ -64,8 +64,8 @@ class FakeServer:
   def answer(self, path, query, body):
     if path == "/inference/v1/generate":
       return (self.generate(body)) if body else (400, dict(error="no token_ids"))
-    if path == "/v1/completions":
-      return self.complete(body) if body else (400, dict(error="no prompt"))
+    if path == "/v1/completions" and body:  # it scores there, and samples elsewhere
+      return self.complete(body)
     if path == "/v1/models":
       return 200, dict(data=[dict(id="a model", max_model_len=self.longest)])
     if path == "/collective_rpc":
