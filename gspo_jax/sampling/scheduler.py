@@ -29,7 +29,7 @@ from gspo_jax.sampling.requests import (
   sizes,
 )
 from gspo_jax.sampling.slots import Rows, Sampled, decode, new_state, prefill
-from gspo_jax.sampling.under_way import Live, by_response, lives_of, stop_string, to_go_on
+from gspo_jax.sampling.under_way import Live, by_response, lives_of, to_go_on
 from gspo_jax.sharding import P
 
 
@@ -341,7 +341,7 @@ class Scheduler:
       live.count += len(part[0])
       count, stopped = live.count, bool(part[0][-1] in live.request.stop_ids)
       ended = stopped or count == live.request.max_new_tokens
-      cut = stop_string(live, before, self._detokenize) if live.request.stop_strings else None
+      cut = live.stopped_by(self._detokenize)
       if cut is not None:
         if not ended:
           self._cancelled.append(id_)  # its slot goes on, and is told with the next call

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from gspo_jax.sampling import stop_strings
 from gspo_jax.sampling.requests import Request, Response
 from gspo_jax.sampling.slots import Sampled
 
@@ -26,6 +27,24 @@ class Live:
   def tokens(self) -> tuple[int, ...]:
     """What has been sampled of it."""
     return tuple(int(token) for part in self.parts for token in part[0])
+
+  def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
+    """Number of sampled tokens that complete a stop string, if the last part completes one."""
+    strings = self.request.stop_strings
+    if not strings:
+      return None
+    longest = stop_strings.longest(strings)
+    unfinished = min(self.request.unfinished, longest)
+    begun = self.request.begun[len(self.request.begun) - unfinished :]
+    new, *_ = self.parts[-1]
+    old: list[int] = []
+    earlier = (tokens for tokens, *_ in itertools.islice(reversed(self.parts), 1, None))
+    for piece in itertools.chain(earlier, [begun]):
+      old[:0] = map(int, piece)
+      if len(old) >= longest:
+        break
+    found = stop_strings.end(strings, old, new.tolist(), detokenize)
+    return None if found is None else self.count - len(new) + found
 
   def response(
     self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
@@ -90,26 +109,3 @@ def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
       ),
       alike,
     )
-
-
-def stop_string(live: Live, before: int, detokenize: Callable[[list[int]], str]) -> int | None:
-  """Number of sampled tokens that complete a stop string, if one from `before` on does."""
-  request, new = live.request, live.count - before
-  # No token is shorter than a byte: what completes now began within so many tokens.
-  longest = max(len(s.encode()) for s in request.stop_strings)
-  begun = request.begun[len(request.begun) - min(request.unfinished, longest) :]
-  tokens: list[int] = []  # the last ones, so that a long response costs no more than a short one
-  for piece in itertools.chain((part[0].tolist() for part in reversed(live.parts)), [begun]):
-    tokens[:0] = piece
-    if len(tokens) >= longest + new:
-      break
-  tokens = tokens[-(longest + new) :]
-  old = len(tokens) - new
-
-  def complete(end: int) -> bool:
-    text = detokenize(tokens[:end])
-    return any(s in text for s in request.stop_strings)
-
-  if not complete(len(tokens)):
-    return None
-  return before + next(n for n in range(1, new + 1) if complete(old + n))

@@ -1,7 +1,5 @@
 """Whatever reads a response in the trainer's process takes time that grows with its length only."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from support.cost import assert_linear
@@ -11,7 +9,8 @@ from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.report import page, rollouts
 from gspo_jax.rewards import math_answer, shaping, string_match, thought
 from gspo_jax.rewards.programs import cases
-from gspo_jax.sampling.scheduler import Scheduler
+from gspo_jax.sampling.requests import Request
+from gspo_jax.sampling.under_way import Live
 from gspo_jax.tasks import arithmetic
 from gspo_jax.tasks.calculator import Calculator
 
@@ -43,18 +42,14 @@ def text_of(hostile, length):
   return first + unit * ((length - len(first) - len(last)) // len(unit)) + last
 
 
-def stop_string(text):
-  """The search for a stop string over a whole response, 16 tokens at a time."""
-  tokenizer = ByteTokenizer()
-  tokens = np.array(tokenizer.encode(text), np.int32)
-  request = SimpleNamespace(stop_strings=("</end>", "\n\n\n"), begun=(), unfinished=0)
-  live = SimpleNamespace(request=request, parts=[], count=0)
-  host = SimpleNamespace(_detokenize=tokenizer.decode)
+def stop_strings(text):
+  """The search for a stop string in a whole response, as an engine hands it out: by 16 tokens."""
+  tokens = np.array(ByteTokenizer().encode(text), np.int32)
+  live = Live(Request((1,), 1 << 30, stop_strings=("</end>", "\n\n\n")), 0, 0, [])
   for start in range(0, len(tokens), 16):
-    before = live.count
     live.parts.append((tokens[start : start + 16],))
     live.count += len(live.parts[-1][0])
-    Scheduler._stop_string(host, live, before)
+    live.stopped_by(ByteTokenizer().decode)
 
 
 def shown_in_the_report(text):
@@ -83,7 +78,7 @@ READERS = {
   "math, cut off": lambda text: math_answer.extract(text, finished=False),
   "arithmetic": lambda text: arithmetic.verify(text, "5"),
   "calculator": lambda text: Calculator(prompts("5")[0], ByteTokenizer()).step(text.encode()),
-  "stop strings": stop_string,
+  "stop strings": stop_strings,
   "report": shown_in_the_report,
   "tokens": decode,
 }

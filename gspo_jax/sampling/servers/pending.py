@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gspo_jax.sampling import stop_strings
 from gspo_jax.sampling.requests import Request, Response
 from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sampling.servers.calls import Call, Part
@@ -30,14 +31,15 @@ class Pending:
 
   def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
     """Appends a part, up to the token that completes a stop string. Whether it was the last."""
-    before, count = len(self.tokens), len(part.tokens)
+    count = len(part.tokens)
     self.aborted = 0 if count else self.aborted + 1
-    self.tokens = np.concatenate([self.tokens, part.tokens])
     self.stopped = part.stopped
-    if self.request.stop_strings and count:
-      end = first_stop(self.request, self.tokens, before, detokenize)
+    strings = self.request.stop_strings
+    if strings and count:
+      end = stop_strings.end(strings, self._old_tokens(), part.tokens.tolist(), detokenize)
       if end is not None:
-        self.tokens, count, self.stopped = self.tokens[:end], end - before, True
+        count, self.stopped = end, True
+    self.tokens = np.concatenate([self.tokens, part.tokens[:count]])
     self.logp = np.concatenate([self.logp, part.logp[:count]])
     self.version = np.concatenate([self.version, part.version[:count]])
     if part.experts is not None:
@@ -47,6 +49,13 @@ class Pending:
       new = part.experts[seen:fed]
       self.experts = np.concatenate([self.experts, new]) if seen else new
     return self.stopped or not self.left
+
+  def _old_tokens(self) -> list[int]:
+    """The last tokens of the turn that is gone on with, enough to begin a stop string."""
+    longest = stop_strings.longest(self.request.stop_strings)
+    begun = self.request.begun
+    unfinished = begun[len(begun) - min(self.request.unfinished, longest) :]
+    return [*unfinished, *self.tokens[-longest:].tolist()]
 
   def response(self, whole: bool, finished: bool) -> Response:
     """The response as far as it has come; `whole`: its distribution has all tokens."""
@@ -69,25 +78,3 @@ def call_for(some: Sequence[Pending], id_: str, sampling: SamplingConfig, routin
   noise = np.array([request.seed, first.sample, place, *request.prompt], "<i8").tobytes()
   seed = zlib.crc32(noise) & 0x7FFFFFFF
   return Call(id_, tokens, len(some), most, sampling, request.stop_ids, seed, routing)
-
-
-def first_stop(
-  request: Request,
-  tokens: np.ndarray,
-  before: int,
-  detokenize: Callable[[list[int]], str],
-) -> int | None:
-  """Number of sampled tokens that complete a stop string, if one from `before` on does."""
-  # No token is shorter than a byte: what completes now began within so many tokens.
-  longest = max(len(s.encode()) for s in request.stop_strings)
-  begun = request.begun[len(request.begun) - request.unfinished :]
-  text = [*begun, *tokens.tolist()]
-  start = max(0, len(begun) + before - longest)
-
-  def complete(end: int) -> bool:
-    said = detokenize(text[start : len(begun) + end])
-    return any(s in said for s in request.stop_strings)
-
-  if not complete(len(tokens)):
-    return None
-  return next(n for n in range(before + 1, len(tokens) + 1) if complete(n))
