@@ -97,7 +97,9 @@ ENVIRONMENTS = dict(single=None, turns=Counting)
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
-@pytest.mark.parametrize("changes", CASES, ids=str)
+@pytest.mark.parametrize(
+  "changes", [CASES[1], *(pytest.param(c, marks=pytest.mark.long) for c in CASES[::2])], ids=str
+)
 def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
   make, carried, several = ENVIRONMENTS[kind], 0, 0
   out, _ = iterate(6, environment=make, routing=True, **changes)

@@ -285,6 +285,7 @@ def test_a_server_that_cannot_teach_is_named_before_anything_depends_on_it(serve
 # Where it comes from.
 
 
+@pytest.mark.long
 def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
   """In bfloat16, but for the router; frozen weights need no more."""
   (workdir, params), (path, of_hf, _) = other_run, directory
@@ -303,6 +304,7 @@ def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
       np.testing.assert_array_equal(x, jnp.asarray(y).astype(x.dtype))
 
 
+@pytest.mark.long
 def test_a_run_is_named_as_its_weights_are(other_run, tmp_path):
   workdir, _ = other_run
   taught = teacher.find(student(workdir))
@@ -320,6 +322,7 @@ def refused(config, tmp_path, message):
   assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   workdir, _ = other_run
   refused(student("/nowhere"), tmp_path, r"^distillation\.teacher=/nowhere is not a directory: set")
@@ -397,6 +400,7 @@ def test_what_does_not_go_with_a_teacher_is_refused(changes, message):
 # Whole runs.
 
 
+@pytest.mark.long
 def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monkeypatch):
   """One response to a prompt, of which the verifier finds none right; and the run ends as one that
   was interrupted."""
@@ -431,6 +435,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monke
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_run_learns_the_same_from_a_server(directory, server, tmp_path):
   path, params, model = directory
   config = student(server.url)
@@ -477,6 +482,7 @@ def interrupt():
   raise preemption.Preempted
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_path):
   source = tmp_path / "source"
   shutil.copytree(other_run[0], source)

@@ -57,6 +57,7 @@ def run(workdir, **changes):
     return config, jax.device_get(train.train(opened, opened.initial_params))
 
 
+@pytest.mark.long
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
   config, params = run(tmp_path / "whole")
   rows = rows_of(tmp_path / "whole", "rl")[1:]

@@ -197,6 +197,7 @@ def talking(folder):
   return modules_in(folder)
 
 
+@pytest.mark.long
 def test_partial_rollouts_go_with_everything_else(tmp_path):
   run(tmp_path / "run", *SMALL, *TOGETHER, **talking(tmp_path))
   training = [row for row in rows_of(tmp_path / "run", "rl") if row["step"]]
@@ -266,6 +267,7 @@ EVALUATION = (
 )
 
 
+@pytest.mark.long
 def test_an_evaluation_job_of_several_benchmarks(tmp_path):
   aime = [dict(id=i, problem=f"Find {i}.", solution="So.", answer=str(i)) for i in range(3)]
   gsm8k = [dict(question=f"{i}?", answer=f"#### {i}") for i in range(5)]

@@ -40,6 +40,7 @@ def ran(workdir, **changes):
   return rows_of(workdir, "rl")[1:]
 
 
+@pytest.mark.long
 def test_the_sampler_rounds_and_the_trainer_does_not(tmp_path, monkeypatch):
   rows = ran(tmp_path / "whole")
   for row in rows:

@@ -40,6 +40,7 @@ def dumps(workdir, step):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_by_steps_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
   _, params = run(tmp_path / "whole")
   rows = rows_of(tmp_path / "whole", "rl")[1:]

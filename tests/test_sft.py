@@ -69,6 +69,7 @@ def test_it_ends_with_the_first_look_that_finds_the_target_reached(learned, capf
   assert "cold start" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_interrupted_anywhere_it_ends_as_if_it_had_not_been(learned, tmp_path, monkeypatch):
   workdir, target, params = learned
   last = max(losses(workdir))

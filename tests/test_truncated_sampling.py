@@ -32,6 +32,7 @@ def run(workdir, **changes):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.long
 def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_path, monkeypatch):
   """What is put aside, and what is ahead, goes into checkpoints with the tokens that its own were
   drawn from."""

@@ -238,6 +238,7 @@ def saved(workdir, step):
   return (workdir / "checkpoints" / "rl" / str(step)).exists()
 
 
+@pytest.mark.long
 def test_a_notice_to_one_process_stops_both_at_the_same_step(job_on_one_process, tmp_path):
   """While they sample for the first iteration: no checkpoint is due there."""
   evaluated = tmp_path / "rollouts" / "eval_000000.jsonl"

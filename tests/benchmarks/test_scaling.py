@@ -41,6 +41,7 @@ def test_scaling_measures_prints_and_draws(tmp_path, capsys):
   assert len(drawn.findall(".//{*}polyline")) == 2 * len(lines)
 
 
+@pytest.mark.long
 def test_points_on_several_devices_have_a_process_of_their_own(monkeypatch):
   monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # compile quickly
   first, *_ = scaling.quick(list(scaling.devices()))
@@ -79,6 +80,7 @@ def test_more_experts_are_more_bytes_and_hardly_more_operations():
   assert scaling_points.read_weights(many, 32) > 4 * scaling_points.read_weights(few, 32)
 
 
+@pytest.mark.long
 def test_whole_scores_and_logits_take_more_memory():
   point = scaling.Point("T", 1024, "dense, update", scaling_points.DENSE, True, 1, 1, 256, 768)
   changes = point.changes | scaling.QUICK
@@ -121,6 +123,7 @@ def test_a_decoding_step_reads_weights_and_cache_once():
 
 
 @pytest.mark.parametrize("task", ["train", "sample"])
+@pytest.mark.long
 def test_gpu_programs_run_at_toy_size(task):
   spec = gpu.make_spec("dense", task, toy=True) | dict(experts="auto")
   one = sharding.MeshConfig(data=1, fsdp=1, expert=1, tensor=1)

@@ -22,8 +22,6 @@ SMALL = {
   "eval.batch": 2, "checkpoint.every": 100,
 }  # fmt: skip
 FOLDERS = definition.names()
-# Each compiles an update of its own: CI runs all of them, the suite the first.
-TRAINED = [FOLDERS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS[1:])]
 
 
 def first(experiment):
@@ -68,7 +66,8 @@ def rows(tmp_path_factory, quick):
   one.stop()
 
 
-@pytest.mark.parametrize("folder", TRAINED)
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_the_first_condition_trains(folder, rows):
   row, curve = rows(folder)
   if definition.load(folder)[0].measure:
@@ -80,7 +79,8 @@ def test_the_first_condition_trains(folder, rows):
   assert list(curve.step) == [0, 1, 2] and curve["eval/accuracy"].notna().all()
 
 
-@pytest.mark.parametrize("folder", TRAINED)
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
   """With numbers that vary over seeds; whatever they are, there is a verdict."""
   experiment, module = definition.load(folder)
@@ -129,6 +129,7 @@ def test_every_number_of_a_readme_is_that_of_its_results(folder, tmp_path):
     assert (HERE / folder / f"{name}.svg").exists()
 
 
+@pytest.mark.long
 def test_the_table_of_experiments_is_that_of_their_results():
   text = (HERE / "README.md").read_text()
   made = readme.overview()

@@ -64,6 +64,7 @@ def by_hand(batch, logp_BT, low, high):
   return found
 
 
+@pytest.mark.long
 def test_metrics_by_place_of_two_micro_batches():
   rng = np.random.default_rng(1)
   batch = in_segments(make_batch())
@@ -144,6 +145,7 @@ def plain():
 
 
 @pytest.mark.parametrize("how", ["micro-batches", "packed", "mesh"])
+@pytest.mark.long
 def test_an_update_by_segments_is_the_same_in_every_layout(plain, how):
   batch, shape = in_segments(make_batch()), None
   if how == "packed":

@@ -195,6 +195,7 @@ def test_a_critic_is_warmed_up_alone_and_its_loss_falls():
   assert difference(waited.critic, end.critic) == 0
 
 
+@pytest.mark.long
 def test_a_sharded_update_is_that_of_one_device():
   start, expected, rows = updated(OWN)
   _, found, sharded = updated(OWN, shape=(1, 2, 2, 2))

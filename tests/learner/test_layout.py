@@ -67,10 +67,14 @@ def sharing(model, microbatches=1, **compute):
 
 @pytest.mark.parametrize("name, shape, replay, microbatches, compute", [
   ("dense", None, "none", 1, {}),
-  ("dense", None, "none", 4, dict(attention="blockwise", logits_chunk=3)),
-  ("dense", (2, 2, 1, 2), "none", 1, dict(remat="full")),
+  pytest.param(
+    "dense", None, "none", 4, dict(attention="blockwise", logits_chunk=3), marks=pytest.mark.long
+  ),
+  pytest.param(
+    "dense", (2, 2, 1, 2), "none", 1, dict(remat="full"), marks=pytest.mark.long
+  ),
   ("gemma", None, "none", 2, dict(attention="blockwise")),  # windows across trunk and branch
-  ("moe", None, "R2", 2, {}),
+  pytest.param("moe", None, "R2", 2, {}, marks=pytest.mark.long),
   ("moe", (1, 2, 2, 2), "R3", 2, {}),  # two responses on each device: half of a group
 ])  # fmt: skip
 def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microbatches, compute):

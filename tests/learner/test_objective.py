@@ -73,7 +73,6 @@ def value_and_gradient(config, some):
     *sums, _ = policy_loss(config, logp_BT, ENTROPY, some, MAX)
     return sums[0].numerator, sums
 
-  @jax.jit
   def both(logp_BT):
     grad, sums = jax.grad(numerator, has_aux=True)(logp_BT)
     return *O.compute(sums), grad / sums[0].denominator
@@ -97,7 +96,7 @@ def by_hand(name, some, weight=None, **options):
   old_logp_BT = some.ref_logp_BT if loss.to_reference else some.old_logp_BT
   args = old_logp_BT, advantage, some.mask_BT
   f = lambda x: loss(x, *args, weight=weight, entropy_BT=ENTROPY, **options)[0]  # noqa: E731
-  return jax.device_get(jax.jit(jax.value_and_grad(f))(CASE["logp"]))
+  return jax.device_get(jax.value_and_grad(f)(CASE["logp"]))
 
 
 @functools.cache

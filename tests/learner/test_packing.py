@@ -41,9 +41,9 @@ from gspo_jax.structs import TrainBatch
 
 @pytest.mark.parametrize("name, shape, replay", [
   ("dense", None, "none"),
-  ("dense", (2, 2, 1, 2), "none"),
-  ("gemma", None, "none"),
-  pytest.param("moe", None, "none", marks=pytest.mark.slow),  # the next one has all of it
+  pytest.param("dense", (2, 2, 1, 2), "none", marks=pytest.mark.long),
+  pytest.param("gemma", None, "none", marks=pytest.mark.long),
+  pytest.param("moe", None, "none", marks=pytest.mark.long),
   ("moe", None, "R2"),
   ("moe", (1, 2, 2, 2), "R3"),
 ])  # fmt: skip

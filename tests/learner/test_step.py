@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support.sampling import sample
-from support.small_models import DENSE, MOE, SMALLER_MOE, forward, initial
+from support.small_models import DENSE, MOE, SMALLER_DENSE, SMALLER_MOE, forward, initial
 from support.small_updates import (
   GSPO,
   SGD,
@@ -102,7 +102,7 @@ def of_another_program(batch, noise=1e-2):
   return batch.replace(old_logp_BT=batch.old_logp_BT + noise * rng.normal(size=(16, 1)))
 
 
-@pytest.mark.parametrize("replay", ["none", "R2", "R3"])
+@pytest.mark.parametrize("replay", ["none", pytest.param("R2", marks=pytest.mark.long), "R3"])
 def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
   """Whatever the pass that found the old log-probs has rounded; in bfloat16, in micro-batches."""
   params, bfloat16 = initial(SMALLER_MOE), dataclasses.replace(REFERENCE, dtype="bfloat16")
@@ -164,7 +164,7 @@ def test_the_update_raises_what_had_a_positive_advantage():
   assert np.corrcoef(change_B, batch.advantage_B)[0, 1] > 0.3
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_micro_batches_change_nothing(parts):
   params = initial(DENSE)
   batch = rollout_batch(DENSE)
@@ -188,10 +188,12 @@ def test_micro_batches_change_nothing(parts):
 
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_every_objective_by_name(name):
-  params = initial(DENSE)
-  batch, loss = rollout_batch(DENSE), O.POLICY_LOSSES[name]
+  params = initial(SMALLER_DENSE)
+  batch, loss = rollout_batch(SMALLER_DENSE), O.POLICY_LOSSES[name]
   batch = batch.replace(ref_logp_BT=batch.old_logp_BT)
-  step = rl_step(learner(DENSE, response_tokens=6), dataclasses.replace(GSPO, name=name), TX)
+  step = rl_step(
+    learner(SMALLER_DENSE, response_tokens=6), dataclasses.replace(GSPO, name=name), TX
+  )
   _, metrics = step(new_state(params, TX), batch)
   row = scalars(metrics)
   assert np.isfinite(list(row.values())).all()
@@ -230,7 +232,9 @@ def test_the_kl_penalty_pulls_back_to_the_reference():
   assert gap(state.params) < gap(params)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [pytest.param((2, 2, 2, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
+)
 def test_a_sharded_update_is_the_update_of_one_device(shape):
   params = initial(MOE)
   batch = rollout_batch()
@@ -271,7 +275,7 @@ def first_metrics(params, batch, objective, **changes):
   return scalars(metrics)
 
 
-@pytest.mark.parametrize("replay", ["R2", "R3"])
+@pytest.mark.parametrize("replay", [pytest.param("R2", marks=pytest.mark.long), "R3"])
 def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_network(replay):
   params = initial(MOE)
   batch = rollout_batch()
@@ -385,7 +389,8 @@ def test_without_records_there_is_no_volatility():
       first_metrics(params, batch, dataclasses.replace(objective, replay=replay))
 
 
-@pytest.mark.parametrize("replay", ["none", pytest.param("R3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replay", ["none", pytest.param("R3", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
   params = initial(MOE)
   sampled = rollout_batch()

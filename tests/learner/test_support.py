@@ -170,6 +170,7 @@ def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
   assert without.mean() > 0.05, "the mass that was left out"
 
 
+@pytest.mark.long
 def test_an_update_of_several_micro_batches_is_one_update(rollout):
   """Plain, packed and on a mesh, with every term; its ratio is 1, and its entropy the support's."""
   one = batch_of(rollout)

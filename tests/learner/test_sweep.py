@@ -64,6 +64,7 @@ def condition(workdir, *changes):
     train.train(run, run.initial_params)
 
 
+@pytest.mark.long
 def test_the_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
   condition(tmp_path / "first")
   assert misses

@@ -63,9 +63,9 @@ def expected():
 @pytest.mark.parametrize(
   "shape, rules, form",
   [
-    ((1, 2, 4, 1), ROLLOUT, "one_hot"),
+    pytest.param((1, 2, 4, 1), ROLLOUT, "one_hot", marks=pytest.mark.long),
     ((1, 2, 4, 1), ROLLOUT_SLICE, "auto"),
-    ((1, 4, 2, 1), ROLLOUT_SLICE, "one_hot"),
+    pytest.param((1, 4, 2, 1), ROLLOUT_SLICE, "one_hot", marks=pytest.mark.long),
     ((2, 2, 1, 2), ROLLOUT_SLICE, "one_hot"),
   ],
   ids=str,

@@ -51,6 +51,7 @@ def make_mesh(shape):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long
 def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
   before, after, _ = two_updates(name, ONE)
   plain, model = initial(MODELS[name]), MODELS[name]
@@ -63,6 +64,7 @@ def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
   assert np.abs(logits(after, model, TOKENS) - logits(plain, model, TOKENS)).max() > 1e-3
 
 
+@pytest.mark.long
 def test_updates_are_the_same_on_any_mesh():
   _, params, norm = two_updates("moe", ONE)
   _, others, other_norm = two_updates("moe", (1, 2, 2, 2))

@@ -64,7 +64,7 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
 
 @pytest.mark.parametrize("name", moe.FORMS)
 @pytest.mark.parametrize("case", ["mixed", "all_to_one"])
-@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.long), 5])
 def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
   x, gate, index, w = inputs(tokens=48, expert=jnp.full((48, 2), 3) if case != "mixed" else None)
   by_row = lambda a: a.reshape(8, 6, -1)  # noqa: E731

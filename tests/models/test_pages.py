@@ -47,6 +47,7 @@ def test_the_kernel_reads_and_writes_what_the_plain_form_does(dtype, scores):
   assert changed.sum() == 3 and not changed[0].any()
 
 
+@pytest.mark.long
 def test_a_model_decodes_with_the_kernel_as_without_a_cache():
   """Gemma: local layers and global ones, soft bounds; heads are split over `tensor`."""
   model = dataclasses.replace(GEMMA, head_dim=128, sliding_window=20)

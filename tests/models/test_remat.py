@@ -50,7 +50,7 @@ def kept(remat, attention):
   return collections.Counter(shape for shape in shapes if shape[:1] == (LAYERS,))
 
 
-@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+@pytest.mark.parametrize("attention", [pytest.param("plain", marks=pytest.mark.long), "blockwise"])
 @pytest.mark.parametrize("remat", POLICIES)
 def test_every_policy_gives_the_same_loss_and_gradients(remat, attention):
   value, gradient = step(remat, attention)

@@ -236,7 +236,9 @@ def test_recording_changes_no_token_and_a_row_does_not_depend_on_the_others():
     np.testing.assert_array_equal(alone.routing[row, :end], out.routing[8 + row, :end])
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [pytest.param((8, 1, 1, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
+)
 def test_every_mesh_records_the_same_routes(shape):
   base = sample()
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))

@@ -33,8 +33,9 @@ GEMMA = dataclasses.replace(  # layers local, local, global; rows are longer tha
 CONFIGS = pytest.mark.parametrize(
   "config", [MOE, MIXED, DENSE, GEMMA], ids=["moe", "mixed", "dense", "gemma"]
 )
-MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)]
-LAYOUTS = [(MOE, mesh) for mesh in MESHES] + [(c, MESHES[4]) for c in (MIXED, DENSE, GEMMA)]
+MESHES = [(1, 2, 2, 2), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (2, 1, 2, 2)]
+LAYOUTS = [(config, MESHES[0]) for config in (MOE, MIXED, DENSE, GEMMA)]
+LAYOUTS += [pytest.param(MOE, mesh, marks=pytest.mark.long) for mesh in MESHES[1:]]
 
 
 def tokens_of(config, batch=8, length=10):
@@ -111,6 +112,7 @@ def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
 
 
 @pytest.mark.parametrize("config", [MOE, GEMMA], ids=["moe", "gemma"])
+@pytest.mark.long
 def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeypatch):
   """Few layers are unrolled on CPU: with a mesh and without, the loop is what a pod runs."""
   params, tokens = initial(config), tokens_of(config)
@@ -221,7 +223,9 @@ def test_attention_that_lacks_a_window_is_refused_by_name():
       transformer.check(GEMMA, named(name), shared_prompts=True)
 
 
-@pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+  "shape", [None, pytest.param((1, 2, 2, 2), marks=pytest.mark.long)], ids=str
+)
 def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
   """In pieces that look back at the cache, by blocks and on a mesh: each token is the most likely
   one of a forward pass over the whole row."""

@@ -58,7 +58,7 @@ def restore(directory, like, mesh, config=CONFIG):
   return step, state, host
 
 
-@pytest.mark.parametrize("devices", [8, 4, 1])
+@pytest.mark.parametrize("devices", [8, pytest.param(4, marks=pytest.mark.long), 1])
 def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   with jax.set_mesh(mesh_of(1, 2, 2, 2)):
     saved = state_on(jax.sharding.get_mesh())
@@ -135,6 +135,7 @@ def two_checkpoints(tmp_path_factory):
   return mesh, workdir, states
 
 
+@pytest.mark.long
 def test_a_checkpoint_with_any_file_shortened_is_set_aside(two_checkpoints, tmp_path, capsys):
   mesh, whole, states = two_checkpoints
   of_state = whole / "checkpoints" / "rl" / "2"

@@ -55,6 +55,7 @@ def untouched(tmp_path_factory):
   return workdir
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_ends_with_its_code(untouched, tmp_path):
   """In the middle of an iteration, which no periodic checkpoint covers, and of an evaluation."""
   flags = [*SMALL, *RUN]
@@ -69,6 +70,7 @@ def test_sigterm_saves_and_ends_with_its_code(untouched, tmp_path):
   chex.assert_trees_all_equal(parameters(tmp_path, 6), parameters(untouched, 6))
 
 
+@pytest.mark.long
 def test_without_its_cold_start_and_its_last_checkpoint_it_goes_on(untouched, tmp_path):
   workdir = tmp_path / "run"
   shutil.copytree(untouched, workdir)

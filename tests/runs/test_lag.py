@@ -56,6 +56,7 @@ def assert_same_run(got, expected):
     assert (got / "rollouts" / path.name).read_text() == path.read_text()
 
 
+@pytest.mark.long
 def test_on_two_meshes_a_run_is_the_same_to_the_bit(untouched, tmp_path):
   run(tmp_path, *FLAGS, *MESHES["two"], **devices("two"))
   assert_same_run(tmp_path, untouched)

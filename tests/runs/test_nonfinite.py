@@ -131,6 +131,7 @@ def replay(directory):
   )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
   """A learning rate of 1e10 breaks the model in the first update; the second one meets it."""
   wild = [*SMALL, "job=rl", "eval.greedy=False", "rl_optimizer.learning_rate=1e10"]
@@ -146,6 +147,7 @@ def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
   assert len(nonfinite.load(found)[1]) == 7  # the first of eight updates was sound
 
 
+@pytest.mark.long
 def test_a_run_may_leave_such_updates_out(tmp_path):
   wild = [*SMALL, "job=sft", "sft_optimizer.learning_rate=1e10", "on_nonfinite=skip"]
   stderr = run(tmp_path, *wild)

@@ -60,6 +60,7 @@ def test_other_meshes_can_begin_with_it(pupil, tmp_path):
   assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)
 
 
+@pytest.mark.long
 def test_rl_begins_with_a_cold_start_and_adapters_are_not_begun_with(pupil, tmp_path, capfd):
   workdir, _ = pupil
   adapted = tmp_path / "adapted"

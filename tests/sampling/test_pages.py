@@ -68,9 +68,12 @@ def test_nor_do_windows_and_bounds():
   same(run(scheduler(GEMMA, **PAGES)), run(scheduler(GEMMA, cache="dense")))
 
 
+OTHER_ENGINES = dict(slots=3, steps=1), dict(steps=64), dict(prefill_tokens=16)
+
+
 @pytest.mark.parametrize(
   "engine",
-  [dict(), dict(slots=3, steps=1), dict(steps=64), dict(prefill_tokens=16)],
+  [dict(), *(pytest.param(c, marks=pytest.mark.long) for c in OTHER_ENGINES)],
   ids=str,
 )
 def test_responses_that_are_put_aside_go_on(expected, engine):
@@ -82,6 +85,7 @@ def test_responses_that_are_put_aside_go_on(expected, engine):
   assert s.usage.tokens == sum(len(r.tokens) for r in expected.values())
 
 
+@pytest.mark.long
 def test_every_device_has_pages_of_its_own(expected):
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
   shards = sharding.batch_shards(mesh)

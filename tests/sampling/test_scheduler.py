@@ -68,9 +68,9 @@ def test_responses_are_worth_comparing(expected):
   [
     dict(slots=1),
     dict(slots=5, steps=1),
-    dict(slots=7, steps=64),
+    pytest.param(dict(slots=7, steps=64), marks=pytest.mark.long),
     dict(prefill_tokens=16),  # the longest prompts in three pieces
-    dict(prompt_length=188),
+    pytest.param(dict(prompt_length=188), marks=pytest.mark.long),
     dict(partial=True),
     dict(group_size=1),
   ],
@@ -88,7 +88,11 @@ def test_neither_order_nor_company_matter(expected):
   same(second, {(PROMPTS[0], 2): expected[PROMPTS[0], 2]})
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 2, 2, 2), (1, 1, 4, 2)], ids=str)
+OTHER_MESHES = (8, 1, 1, 1), (1, 1, 4, 2)
+MESHES = [(1, 2, 2, 2), *(pytest.param(m, marks=pytest.mark.long) for m in OTHER_MESHES)]
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_nor_does_the_mesh(expected, shape):
   mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
   with jax.set_mesh(mesh):

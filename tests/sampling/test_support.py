@@ -85,6 +85,7 @@ def test_what_is_on_record_is_what_was_drawn_from(rollout):
   assert (rollout.support[rollout.mask == 0] == -1).all()
 
 
+@pytest.mark.long
 def test_a_mesh_and_few_slots_have_the_same(rollout):
   few = sample(
     PARAMS, MODEL, PROMPTS, engine=dataclasses.replace(DEFAULT, slots=2, steps=3), **OPTIONS

@@ -133,6 +133,7 @@ def test_no_conversation_depends_on_another(base, changes):
       )
 
 
+@pytest.mark.long
 def test_a_mesh_says_the_same(base):
   mesh = sharding.make_mesh(sharding.MeshConfig(4, 1, 2, 1))
   with jax.set_mesh(mesh):

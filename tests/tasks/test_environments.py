@@ -46,6 +46,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.long
 def test_a_run_with_an_environment_of_ones_own(tmp_path):
   """Random weights say random bytes, and this environment lets all of them speak three times."""
   (tmp_path / "my_game.py").write_text(
