@@ -20,23 +20,23 @@ def bound(
   flops: float,
   useful: float,
   hbm_bytes: float,
-  wire_bytes: float,
+  ring_bytes: float,
   hidden_bytes: float = 0.0,
 ) -> dict[str, float | str]:
   """Seconds that each resource needs at least, which one binds, and utilisation if it were reached.
 
-  `flops` and `useful` are of the whole batch; the bytes are per chip. A collective is taken to run
-  over one axis of the torus, both ways: what a mesh axis laid along it gets. `bound_s` takes all
+  `flops` and `useful` are of the whole batch; the bytes are per chip. `ring_bytes` are sent over
+  both links of one axis of the torus (`links`: what has only one counts twice). `bound_s` takes all
   collectives to be overlapped; `serial_s` those of `hidden_bytes` only, and the others to add to
   the rest.
   """
   seconds = dict(
     compute=flops / chips / chip.flops,
     hbm=hbm_bytes / chip.hbm_speed,
-    interconnect=wire_bytes / (chip.ici_speed / 2 / chip.axes),
+    interconnect=ring_bytes / (chip.ici_speed / 2 / chip.axes),
   )
   binds = max(seconds, key=seconds.get)
-  hidden = seconds["interconnect"] * hidden_bytes / max(wire_bytes, 1e-12)
+  hidden = seconds["interconnect"] * hidden_bytes / max(ring_bytes, 1e-12)
   exposed = seconds["interconnect"] - hidden
   return dict(
     **{f"{name}_s": value for name, value in seconds.items()},

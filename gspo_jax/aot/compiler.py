@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from gspo_jax import sharding
 from gspo_jax.accelerators import GIB
-from gspo_jax.aot import chips, hlo_costs
+from gspo_jax.aot import chips, hlo_costs, links
 from gspo_jax.aot.estimate import held
 from gspo_jax.aot.programs import Case, Program
 from gspo_jax.models import transformer
@@ -76,7 +76,8 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     row |= dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
     return Compiled(row)
   memory, text = compiled.memory_analysis(), compiled.as_text()
-  costs = hlo_costs.costs(text, program.rates)
+  torus = links.torus_of(topology, jax.sharding.get_mesh())
+  costs = hlo_costs.costs(text, program.rates, torus)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
   row["held_gib"] = held(program.held) * per_chip / GIB
@@ -90,14 +91,14 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     flops = program.work.executed(remat) if program.trains else useful
   useful, flops = useful / program.turns, flops / program.turns
   scale = per_chip / program.turns
-  traffic = costs.memory * scale, costs.wire * scale, costs.hidden * scale
+  traffic = costs.memory * scale, costs.ring_wire * scale, costs.ring_hidden * scale
   row |= dict(
     compile_s=time.perf_counter() - started,
     model_flops=useful,
     executed_flops=flops,
     hbm_bytes=traffic[0],
-    wire_bytes=traffic[1],
-    hidden_bytes=traffic[2],
+    wire_bytes=costs.wire * scale,
+    hidden_bytes=costs.hidden * scale,
     collectives={
       kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)

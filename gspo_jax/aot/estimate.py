@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips
+from gspo_jax.aot import chips, links
 from gspo_jax.aot.programs import Case, resolved
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops, lora, remat
@@ -43,7 +43,8 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 
   Memory: state, gradients and what `compute.remat` keeps. Traffic: the state once, and in each
   micro-batch the layers' weights and kept activations, forward and backward. Links: weights
-  gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`.
+  gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`, each
+  at the speed that the axis has (`links`).
   """
   case = resolved(case, mesh)
   c, model = case.config, case.model
@@ -65,13 +66,15 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   adding = 2 * gradients if times > 1 else 0.0
   traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
 
+  torus = links.torus_of(topology, mesh)
+  share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
   passes = 1 + (c.compute.remat != "none") + (c.rl.lora_rank == 0)  # the last: of gradients
-  sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp")
+  sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp") / share["fsdp"]
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
   if model.num_experts:
-    sent += 5 * hidden * (mesh.shape["expert"] - 1)
-  sent += 4 * 2 * hidden * _others(mesh, "tensor")
+    sent += 5 * hidden * (mesh.shape["expert"] - 1) / share["expert"]
+  sent += 4 * 2 * hidden * _others(mesh, "tensor") / share["tensor"]
   bound = chips.bound(
     chip,
     number,

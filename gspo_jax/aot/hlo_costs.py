@@ -22,12 +22,11 @@ Rules, of what an instruction that is not fused away reads and writes:
 """
 
 import dataclasses
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gspo_jax.aot import hlo, kernels
+from gspo_jax.aot import hlo, kernels, links
 from gspo_jax.aot.hlo import Instruction, Module
 
 COLLECTIVES = (
@@ -67,14 +66,20 @@ class Costs:
   moved: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
   wire: float = 0.0  # bytes that a device sends
   hidden: float = 0.0  # of these, while it does something else
+  # As many would take as long around a whole side of the torus; of these, those that are hidden.
+  ring_wire: float = 0.0
+  ring_hidden: float = 0.0
 
 
-def costs(text: str, rates: Mapping[str, float] | None = None) -> Costs:
+def costs(
+  text: str, rates: Mapping[str, float] | None = None, torus: links.Torus | None = None
+) -> Costs:
   """Counts a program's costs in its compiled text (`compiled.as_text()`).
 
   rates: by the name of a scope or a kernel.
+  torus: where the partitions are; None: all collectives go around whole sides.
   """
-  counter = _Counter(hlo.parse(text), rates or {})
+  counter = _Counter(hlo.parse(text), rates or {}, torus)
   counter.walk(counter.module.entry, 1.0)
   return counter.total
 
@@ -85,9 +90,9 @@ def of_kernel(found: Costs, name: str) -> float:
 
 
 class _Counter:
-  def __init__(self, module: Module, rates: Mapping[str, float]):
+  def __init__(self, module: Module, rates: Mapping[str, float], torus: links.Torus | None):
     self.module, self.total = module, Costs()
-    self._rates = rates
+    self._rates, self._torus = rates, torus
 
   def walk(self, name: str, times: float, rated: bool = False) -> None:
     """`rated`: inside a loop that `rates` has counted."""
@@ -114,9 +119,12 @@ class _Counter:
     """One instruction that is not control flow."""
     kind = collective_of(one, self.module)
     if kind:
-      sent = self._collective(kind, one, others, times)
+      sent, around = self._collective(kind, one, others, times)
       self.total.wire += sent
-      self.total.hidden += sent if covered else 0.0
+      self.total.ring_wire += around
+      if covered:
+        self.total.hidden += sent
+        self.total.ring_hidden += around
     moved = hbm_bytes(one, others, self.module)
     if one.kernel:
       moved *= next((n for name, n in self._rates.items() if _named(one, name)), 1)
@@ -124,8 +132,8 @@ class _Counter:
       self.total.memory += times * moved
       self.total.items.append(Item(one, self.module.source(one), moved, times))
 
-  def _collective(self, kind: str, one: Instruction, others, times: float) -> float:
-    """Counts it; returns the bytes that it sends."""
+  def _collective(self, kind: str, one: Instruction, others, times: float) -> tuple[float, float]:
+    """Counts it; returns the bytes that it sends, and as many around a whole side of the torus."""
     started, rest = one.op.endswith("-start"), one.rest
     if one.op == "fusion":
       if inner := carried(one, self.module):
@@ -133,9 +141,9 @@ class _Counter:
       else:
         body = self.module.computations[one.called("calls")]
         rest = next((x.rest for x in body if x.op == "all-reduce"), rest)
-    n = group(rest)
-    if n < 2 and kind != "collective-permute":
-      return 0.0
+    n = len(links.members(rest))
+    if n < 2:
+      return 0.0, 0.0
     result = sum(array.bytes for array in one.arrays)
     operand = sum(array.bytes for x in one.operands if x in others for array in others[x].arrays)
     if kind == "all-gather":
@@ -148,7 +156,8 @@ class _Counter:
       sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
     self.total.count[kind] += times
     self.total.moved[kind] += times * size
-    return times * sent
+    share = self._torus.of_instruction(rest) if self._torus else 1.0
+    return times * sent, times * sent / share
 
 
 def _named(kernel: Instruction, name: str) -> bool:
@@ -335,15 +344,3 @@ def trips(module: Module, loop: Instruction) -> int:
   constants = (re.match(r"\d+", x.rest) for x in body if x.op == "constant" and "s32[]" in x.shape)
   found = {int(x[0]) for x in constants if x} - {0}
   return found.pop() if len(found) == 1 else 1
-
-
-def group(text: str) -> int:
-  """Devices that take part in one collective together."""
-  if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
-    return len(found[1].split(","))
-  if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", text):
-    return int(found[2])
-  if found := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", text):
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
-  return 1

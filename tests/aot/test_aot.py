@@ -57,19 +57,6 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
   assert costs.wire == 2 * 5 * 512 * 3 / 4  # three quarters of it come from the other three
 
 
-@pytest.mark.parametrize(
-  "groups, devices",
-  [
-    ("replica_groups={{0,1,2},{3,4,5}}", 3),
-    ("replica_groups=[4,16]<=[16,4]T(1,0)", 16),
-    ("replica_groups=mesh['axis_0'=16,'axis_1'=4] {'axis_0'}", 16),
-    ("replica_groups=mesh['axis_0'=16,'axis_1'=4] {'axis_0','axis_1'}", 64),
-  ],
-)
-def test_how_many_devices_take_part(groups, devices):
-  assert hlo_costs.group(f"%x), channel_id=1, {groups}, dimensions={{0}}") == devices
-
-
 def test_work_is_six_flops_per_active_parameter_and_token():
   config = PUBLISHED["Qwen3-30B-A3B-Base"]
   work = flops.work(config, sequences=1, queries=1024, keys=1024)
@@ -83,9 +70,9 @@ def test_work_is_six_flops_per_active_parameter_and_token():
 def test_the_slowest_resource_binds():
   chip, number = chips.parse("v5p:4x4x4")
   assert number == 64
-  row = chips.bound(chip, number, flops=64 * 459e12, useful=32 * 459e12, hbm_bytes=0, wire_bytes=0)
+  row = chips.bound(chip, number, flops=64 * 459e12, useful=32 * 459e12, hbm_bytes=0, ring_bytes=0)
   assert row["binds"] == "compute" and row["bound_s"] == 1 and row["mfu"] == 0.5
-  row = chips.bound(chip, number, 64 * 459e12, 32 * 459e12, 0, wire_bytes=400e9)
+  row = chips.bound(chip, number, 64 * 459e12, 32 * 459e12, 0, ring_bytes=400e9)
   assert row["binds"] == "interconnect" and row["mfu"] == pytest.approx(0.25)
 
 

@@ -1,0 +1,90 @@
+"""Which chips a collective joins, and what share of an axis of the torus it has.
+
+The model: of its links a chip uses the two of one axis. Around a ring it sends over both, and that
+is a share of 1. A ring is a whole side of the slice, if its ends are joined, or runs to and fro
+over several sides. Chips in a row whose ends are not joined have a share of 1/2: all that the last
+one gets comes through one link. So have chips with others between them, and a permutation, in which
+each chip sends one way.
+
+Which ends are joined: all those of v4, v5p and tpu7x slices of cubes of 4x4x4, none of smaller ones
+(https://docs.cloud.google.com/tpu/docs/v5p: "All 4x4x4 and larger slices have full 3D torus");
+those of a side of 16 on v5e and v6e (https://jax-ml.github.io/scaling-book/tpus). Twisted tori are
+taken to be plain ones.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+PERMUTE = "source_target_pairs="
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus:
+  """The chips of a mesh's devices, in the order in which a program counts its partitions."""
+
+  sides: tuple[int, ...]
+  coords: tuple[tuple[int, ...], ...]
+
+  @functools.cached_property
+  def joined(self) -> tuple[bool, ...]:
+    """Of each side, whether its ends are."""
+    if len(self.sides) == 3:
+      return (all(side % 4 == 0 for side in self.sides),) * 3
+    return tuple(side == 16 for side in self.sides)
+
+  def share(self, members: Sequence[int]) -> float:
+    """Of the speed of an axis, what a collective between these partitions has; 1 on one chip."""
+    spans = [sorted(set(xs)) for xs in zip(*(self.coords[i] for i in members))]
+    spanned = [(axis, span) for axis, span in enumerate(spans) if len(span) > 1]
+    if len(spanned) != 1:
+      return 1.0
+    axis, span = spanned[0]
+    return 1.0 if len(span) == self.sides[axis] and self.joined[axis] else 0.5
+
+  def of_instruction(self, text: str) -> float:
+    """The same, of an instruction of a compiled program."""
+    found = members(text)
+    apart = len({self.coords[i] for i in found}) > 1
+    return 0.5 if PERMUTE in text and apart else self.share(found)
+
+
+def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
+  """Of a mesh of the devices of a topology, e.g. "v5p:4x4x4"."""
+  sides = tuple(int(n) for n in topology.partition(":")[2].split("x"))
+  return Torus(sides, tuple(tuple(d.coords[: len(sides)]) for d in mesh.devices.flat))
+
+
+def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
+  """The partitions that the first device meets along an axis of the mesh."""
+  place = np.arange(mesh.size).reshape(mesh.devices.shape)
+  others = tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)
+  return place[others].tolist()
+
+
+def members(text: str) -> list[int]:
+  """The partitions that the first of a collective's groups has, by the text of its instruction; of
+  a permutation, the first pair; [] if it says nothing."""
+  if found := re.search(rf"{PERMUTE}\{{\{{(\d+),(\d+)\}}", text):
+    return [int(n) for n in found.groups()]
+  if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
+    return [int(n) for n in found[1].split(",")]
+  if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+    groups, size = int(found[1]), int(found[2])
+    order = np.arange(groups * size).reshape([int(n) for n in found[3].split(",")])
+    if found[4]:
+      order = order.transpose([int(n) for n in found[4].split(",")])
+    return order.reshape(groups, size)[0].tolist()
+  if found := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", text):
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+    together = re.findall(r"'(\w+)'", found[2])
+    order = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    last = [list(sizes).index(axis) for axis in together]
+    order = np.moveaxis(order, last, range(-len(last), 0))
+    return order.reshape(-1, math.prod(sizes[axis] for axis in together))[0].tolist()
+  return []
