@@ -64,6 +64,15 @@ def make(tmp_path):
     yield servers, engine
 
 
+def loaded(make, count, **options):
+  """So many servers with `weights()` as version 1, and their engine."""
+  servers, engine = make
+  found = servers(count)
+  engine = engine(found, **options)
+  engine.load(weights(), 1)
+  return found, engine
+
+
 def once(kind, path="/inference/v1/generate", skip=0):
   """A fault of the first request of a run to a path, after `skip` others; not of the probe's."""
   count = itertools.count()
@@ -123,10 +132,7 @@ def test_what_servers_sample_is_the_trainers_distribution_after_every_publicatio
 
 
 def test_seeds_are_sent_and_no_two_responses_have_the_same(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1)
   first = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
   again = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
   np.testing.assert_array_equal(first.tokens, again.tokens)
@@ -218,10 +224,7 @@ GARBAGE |= {
 @pytest.mark.parametrize("name", GARBAGE)
 def test_what_cannot_be_used_is_asked_for_again(make, name):
   fault, kind = GARBAGE[name]
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2)
   two[0].fault = once(fault)
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert failed(engine) == {kind: 1}
@@ -230,10 +233,7 @@ def test_what_cannot_be_used_is_asked_for_again(make, name):
 
 
 def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2)
   two[0].fault = once("die")
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert failed(engine).keys() <= {"connection"} and failed(engine)
@@ -254,10 +254,7 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
   monkeypatch.setattr(fleet, "HEALTH_S", 0.05)
   monkeypatch.setattr(wire, "CONNECT_S", 1.0)
   monkeypatch.setattr(starting, "CONNECT_S", 1.5)
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2)
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
@@ -267,10 +264,7 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
 
 def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeypatch):
   monkeypatch.setattr(starting, "CONNECT_S", 1.5)
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2)
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
   engine.load(weights(2), 2)
@@ -314,10 +308,7 @@ def test_what_we_stumble_over_is_a_failure_of_the_server_that_said_it(make, monk
 
 def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
   monkeypatch.setattr(fleet, "BUSY_S", 0.05)
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2)
   two[0].fault = always("429")
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
@@ -357,20 +348,14 @@ def test_a_server_without_what_is_needed_is_refused_by_name(make, path, message)
 
 
 def test_an_answer_that_is_too_long_is_not_read(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one], retries=0)
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1, retries=0)
   one.fault = always(lambda answer: b"x" * 5_000_000)
   with pytest.raises(ServersGone, match=r"generate has more than 4,\d+,\d+ bytes"):
     sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_against_it(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one], retries=0)
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1, retries=0)
   count = itertools.count()
   one.fault = lambda path, body: "429" if path.endswith("generate") and next(count) < 8 else None
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
@@ -399,30 +384,21 @@ def test_weights_may_change_while_responses_are_under_way(make):
 
 
 def test_a_request_has_a_time(make):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two, timeout_s=5.0)  # the probe is quicker
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2, timeout_s=5.0)  # the probe is quicker
   two[0].fault = once("hang")
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert failed(engine) == {"timeout": 1}
 
 
 def test_without_a_server_the_run_ends_and_says_why(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1)
   one.fault = once("die")
   with pytest.raises(ServersGone, match=rf"no server can be used\. {one.url}: .*connect"):
     sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_what_fails_everywhere_ends_the_run(make):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two, retries=1)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2, retries=1)
   for one in two:
     one.fault = always("500")
   with pytest.raises(ServersGone, match=r"2 attempts failed, the last at http.*HTTP 500"):
@@ -430,10 +406,7 @@ def test_what_fails_everywhere_ends_the_run(make):
 
 
 def test_the_last_server_is_waited_for(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one], wait_s=30.0)
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1, wait_s=30.0)
   one.fault = always("500")
 
   def recovers(path, body):
@@ -621,10 +594,7 @@ def seen(server):
 
 
 def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two, in_flight=2)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2, in_flight=2)
   for one in two:
 
     def waits(path, body, one=one):  # as in its queue, until it is aborted
@@ -650,10 +620,7 @@ def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
 
 
 def test_an_attempt_has_an_id_of_its_own(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1)
   one.fault = once("500")
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert failed(engine) == {"status": 1}
@@ -662,10 +629,7 @@ def test_an_attempt_has_an_id_of_its_own(make):
 
 def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeypatch):
   monkeypatch.setattr(fleet, "AGAIN_S", 5.0)
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1)
   one.fault = always("500")
   begun, driver = group(engine, count=1)
   driver.begin(begun)
@@ -677,10 +641,7 @@ def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeyp
 
 
 def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_probe(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1)
   probed = threading.Event()
 
   def refuses(path, body):
@@ -703,10 +664,7 @@ def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_
 
 
 def test_who_comes_in_the_place_of_a_server_is_asked_for_its_dialect(make):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(), 1)
+  two, engine = loaded(make, 2)
   engine.load(weights(2), 2)
 
   def asked(one):
@@ -762,10 +720,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(), 1)
+  (one,), engine = loaded(make, 1)
 
   def cut(answer):
     for choice in answer["choices"]:
