@@ -55,9 +55,12 @@ class Torus:
 
 
 def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
-  """Of a mesh of the devices of a topology, e.g. "v5p:4x4x4"."""
+  """Of a mesh of the devices of a topology, e.g. "v5p:4x4x4". Devices without coordinates, which
+  are none of a TPU, are taken to be on one chip."""
   sides = tuple(int(n) for n in topology.partition(":")[2].split("x"))
-  return Torus(sides, tuple(tuple(d.coords[: len(sides)]) for d in mesh.devices.flat))
+  nowhere = (0,) * len(sides)
+  coords = (getattr(device, "coords", nowhere) for device in mesh.devices.flat)
+  return Torus(sides, tuple(tuple(place[: len(sides)]) for place in coords))
 
 
 def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
