@@ -227,31 +227,35 @@ def attend_splash(
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % 128))
   heads_first = lambda x: jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # noqa: E731
   q, k, v = map(heads_first, (q_BTNH * scores.scale, k_BTKH, v_BTKH))
-  kernel = _splash_kernel(N, q.shape[2], block, scores, sharding.platform() != "tpu")
+  kernel = _splash_kernel(N, *q.shape[2:], block, scores, sharding.platform() != "tpu")
   y_BNTH = jax.vmap(kernel)(q, k, v, segments)
   return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
 
 
-def _splash_kernel(heads: int, length: int, block: int, scores: Scores, interpret: bool):
+def _splash_kernel(
+  heads: int, length: int, width: int, block: int, scores: Scores, interpret: bool
+):
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   mask = splash.CausalMask((length, length))
   if scores.window:
     mask = splash.LocalMask((length, length), (scores.window - 1, 0), offset=0)
-  # Keys that stay in fast memory; scores exist for `block` of them.
-  largest = math.gcd(length, 1024)
+  # Of queries and keys that stay in vector memory; scores exist for `block` keys. All keys are read
+  # again for each block of queries, and the other way round: 32 heads of 32,768 positions on v5p
+  # move 22 GB a layer so, and 36 with half of these. More do not fit there.
+  large, larger = (math.gcd(length, n) for n in (1024, 2048 if width <= 128 else 1024))
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=1,
     block_sizes=splash.BlockSizes(
-      block_q=block,
-      block_kv=largest,
+      block_q=large,
+      block_kv=large,
       block_kv_compute=block,
       block_q_dkv=block,
-      block_kv_dkv=largest,
+      block_kv_dkv=larger,
       block_kv_dkv_compute=block,
-      block_q_dq=block,
+      block_q_dq=large,
       block_kv_dq=block,
     ),
     attn_logits_soft_cap=scores.cap or None,
