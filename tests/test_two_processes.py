@@ -151,6 +151,7 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("mesh", ["expert", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_two_processes_compute_what_one_device_does(mesh, one_device):
   for process in two_processes(mesh):
     assert_same(process, one_device)

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.long
 def test_the_cache_is_read_where_it_lies_and_never_copied(topology, tmp_path):
   shape = dict(head_dim=128, num_heads=4, num_kv_heads=2, num_layers=2)
   model = [f"--config.model.{key}={value}" for key, value in shape.items()]

@@ -77,6 +77,7 @@ def worse(found: dict, known: dict) -> list[str]:
   return said
 
 
+@pytest.mark.long
 def test_programs_are_no_worse_than_they_were():
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("needs libtpu: pip install -e '.[tpu]'")
