@@ -6,12 +6,17 @@ import re
 from gspo_jax.accelerators import CHIPS, Chip
 
 
+def sides(topology: str) -> tuple[int, ...]:
+  """Chips along each axis of e.g. "v5p:4x4x4"."""
+  return tuple(int(n) for n in topology.partition(":")[2].split("x"))
+
+
 def parse(topology: str) -> tuple[Chip, int]:
   """The chip and their number of e.g. "v5p:4x4x4". ValueError says what is known."""
   name, _, shape = topology.partition(":")
   if name not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
     raise ValueError(f"--topology={topology}: want CHIP:AxB or CHIP:AxBxC, CHIP of {list(CHIPS)}")
-  return CHIPS[name], math.prod(int(n) for n in shape.split("x"))
+  return CHIPS[name], math.prod(sides(topology))
 
 
 def bound(

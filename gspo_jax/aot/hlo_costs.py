@@ -141,7 +141,8 @@ class _Counter:
       else:
         body = self.module.computations[one.called("calls")]
         rest = next((x.rest for x in body if x.op == "all-reduce"), rest)
-    n = len(links.members(rest))
+    members = links.members(rest)
+    n = len(members)
     if n < 2:
       return 0.0, 0.0
     result = sum(array.bytes for array in one.arrays)
@@ -156,7 +157,8 @@ class _Counter:
       sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
     self.total.count[kind] += times
     self.total.moved[kind] += times * size
-    share = self._torus.of_instruction(rest) if self._torus else 1.0
+    one_way = kind == "collective-permute"
+    share = self._torus.share(members, one_way) if self._torus else 1.0
     return times * sent, times * sent / share
 
 

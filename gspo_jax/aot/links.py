@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-PERMUTE = "source_target_pairs="
+from gspo_jax.aot import chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,26 +38,22 @@ class Torus:
       return (all(side % 4 == 0 for side in self.sides),) * 3
     return tuple(side == 16 for side in self.sides)
 
-  def share(self, members: Sequence[int]) -> float:
+  def share(self, members: Sequence[int], one_way: bool = False) -> float:
     """Of the speed of an axis, what a collective between these partitions has; 1 on one chip."""
-    spans = [sorted(set(xs)) for xs in zip(*(self.coords[i] for i in members))]
-    spanned = [(axis, span) for axis, span in enumerate(spans) if len(span) > 1]
+    spans = [len(set(xs)) for xs in zip(*(self.coords[i] for i in members))]
+    spanned = [axis for axis, span in enumerate(spans) if span > 1]
+    if one_way and spanned:
+      return 0.5
     if len(spanned) != 1:
       return 1.0
-    axis, span = spanned[0]
-    return 1.0 if len(span) == self.sides[axis] and self.joined[axis] else 0.5
-
-  def of_instruction(self, text: str) -> float:
-    """The same, of an instruction of a compiled program."""
-    found = members(text)
-    apart = len({self.coords[i] for i in found}) > 1
-    return 0.5 if PERMUTE in text and apart else self.share(found)
+    (axis,) = spanned
+    return 1.0 if spans[axis] == self.sides[axis] and self.joined[axis] else 0.5
 
 
 def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
   """Of a mesh of the devices of a topology, e.g. "v5p:4x4x4". Devices without coordinates, which
   are none of a TPU, are taken to be on one chip."""
-  sides = tuple(int(n) for n in topology.partition(":")[2].split("x"))
+  sides = chips.sides(topology)
   nowhere = (0,) * len(sides)
   coords = (getattr(device, "coords", nowhere) for device in mesh.devices.flat)
   return Torus(sides, tuple(tuple(place[: len(sides)]) for place in coords))
@@ -73,7 +69,7 @@ def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
 def members(text: str) -> list[int]:
   """The partitions that the first of a collective's groups has, by the text of its instruction; of
   a permutation, the first pair; [] if it says nothing."""
-  if found := re.search(rf"{PERMUTE}\{{\{{(\d+),(\d+)\}}", text):
+  if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
     return [int(n) for n in found.groups()]
   if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
     return [int(n) for n in found[1].split(",")]

@@ -208,6 +208,10 @@ class Request:
   def prefix_length(self) -> int:
     return len(self.prompt) + len(self.begun)
 
+  def last_begun(self, most: int) -> tuple[int, ...]:
+    """The last tokens, so many at most, of the turn that is gone on with."""
+    return self.begun[len(self.begun) - min(self.unfinished, most) :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Response:

@@ -34,12 +34,10 @@ class Live:
     if not strings:
       return None
     longest = stop_strings.longest(strings)
-    unfinished = min(self.request.unfinished, longest)
-    begun = self.request.begun[len(self.request.begun) - unfinished :]
     new, *_ = self.parts[-1]
     old: list[int] = []
     earlier = (tokens for tokens, *_ in itertools.islice(reversed(self.parts), 1, None))
-    for piece in itertools.chain(earlier, [begun]):
+    for piece in itertools.chain(earlier, [self.request.last_begun(longest)]):
       old[:0] = map(int, piece)
       if len(old) >= longest:
         break

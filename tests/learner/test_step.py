@@ -389,7 +389,7 @@ def test_without_records_there_is_no_volatility():
       first_metrics(params, batch, dataclasses.replace(objective, replay=replay))
 
 
-@pytest.mark.parametrize("replay", ["none", pytest.param("R3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("replay", ["none", "R3"])
 @pytest.mark.long
 def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
   params = initial(MOE)

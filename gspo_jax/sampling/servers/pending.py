@@ -53,9 +53,7 @@ class Pending:
   def _old_tokens(self) -> list[int]:
     """The last tokens of the turn that is gone on with, enough to begin a stop string."""
     longest = stop_strings.longest(self.request.stop_strings)
-    begun = self.request.begun
-    unfinished = begun[len(begun) - min(self.request.unfinished, longest) :]
-    return [*unfinished, *self.tokens[-longest:].tolist()]
+    return [*self.request.last_begun(longest), *self.tokens[-longest:].tolist()]
 
   def response(self, whole: bool, finished: bool) -> Response:
     """The response as far as it has come; `whole`: its distribution has all tokens."""
