@@ -38,7 +38,7 @@ SERVE = [
 # Experiments are in the checkout only: their tables and figures belong to their commits.
 EXPERIMENTS = [
   "pandas>=3.0.0",  # tables of runs
-  "scipy>=1.17.0",  # bootstrap and trimmed means
+  "scipy>=1.17.0",  # Student's t intervals, interpolation
   "matplotlib>=3.10.0",  # figures
 ]
 

@@ -29,6 +29,7 @@ class Condition:
   # Another condition whose run of the same seed this one begins with, in the place of the cold
   # start: "grpo" its last checkpoint, "grpo/20" the one after iteration 20 (checkpoint.keep_every).
   after: str = ""
+  secondary: bool = False  # the verdict does not rest on it, nor wait for it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,15 @@ NOTHING = Verdict(OPEN, "no run has been made yet")
 def assess(
   folder: Path, experiment: Experiment, report: Callable[[Results], Report]
 ) -> tuple[Verdict, Report | None]:
-  """The verdict and what it rests on. As long as runs are missing it cannot be told."""
+  """The verdict and what it rests on. As long as runs are missing it cannot be told, but for those
+  of secondary conditions."""
   store = Store(folder)
-  final = [job for job in runs.plan(experiment, store) if job.stage != runs.START]
-  settled = sum(store.settled(job) for job in final)
-  if not settled:
+  jobs = [job for job in runs.plan(experiment, store) if job.stage != runs.START]
+  if not any(store.settled(job) for job in jobs):
     return NOTHING, None
-  found, total = report(store.results()), runs.number(experiment)
+  primary = runs.primary(experiment)
+  settled = sum(store.settled(job) for job in jobs if runs.condition_of(job) in primary)
+  found, total = report(store.results(jobs)), runs.number(experiment, primary)
   if settled < total:
     because = f"{settled} of {total} runs are there; so far, {found.verdict.because}"
     return Verdict(OPEN, because), found

@@ -92,10 +92,16 @@ class Store:
     if not self.curves.empty:
       _write(self.curves, self.folder / "curves.csv", [*KEY, "step"])
 
-  def results(self) -> Results:
-    """Both as they are on file, without the cold starts."""
+  def results(self, jobs: Iterable[Any]) -> Results:
+    """Both as they are on file, of these jobs: a line of what was declared otherwise once is no
+    result of theirs."""
     runs, curves = _read(self.folder / "results.csv"), _read(self.folder / "curves.csv")
-    return Results(runs[runs.stage != "start"] if len(runs) else runs, curves)
+    keys = {(*job.key, job.run) for job in jobs}
+    runs = runs[[key in keys for key in zip(*(runs[name] for name in (*KEY, "run")))]]
+    if not curves.empty:
+      keys = {*zip(*(runs[name] for name in KEY))}
+      curves = curves[[key in keys for key in zip(*(curves[name] for name in KEY))]]
+    return Results(runs, curves)
 
 
 def empty() -> pd.DataFrame:
@@ -108,15 +114,30 @@ def others(folder: Path) -> list[Store]:
 
 
 def reusable(
-  job: Any, stores: Iterable[Store]
+  job: Any, stores: Iterable[Store], home: Path
 ) -> tuple[dict[str, Any], pd.DataFrame | None] | None:
-  """The line and the curve of the same run in another experiment."""
+  """The line and the curve of the same run in another experiment, if it began with the cold start
+  that is in `home`. One that was made anew, by other code or on another machine, is another."""
+  begun = job
+  while begun.start is not None:
+    begun = begun.start
   for store in stores:
     runs = store.runs
-    if len(found := runs[(runs.run == job.run) & (runs.status == DONE)]):
+    found = runs[(runs.run == job.run) & (runs.status == DONE)]
+    start = runs[(runs.run == begun.run) & (runs.status == DONE)]
+    if len(found) and len(start) and same_start(start.iloc[0], begun.workdir(home)):
       row = found.iloc[0].dropna().to_dict()
       return row, store.curve(row)
   return None
+
+
+def same_start(row: Mapping[str, Any], workdir: Path) -> bool:
+  """Whether a line is of the cold start in a directory: by its updates and its held-out loss."""
+  if not (workdir / "checkpoints").is_dir():
+    return False
+  there, _ = collect(workdir, "sft", ())
+  numbers = lambda of: (of.get("steps"), f"{of.get('held_out_loss', np.nan):.6g}")  # noqa: E731
+  return numbers(there) == numbers(row)
 
 
 def collect(

@@ -85,8 +85,7 @@ class Runner:
     """Copies lines of the same runs from other experiments."""
     stores = results.others(self.store.folder)
     for job in self.plan():
-      there = job.stage != runs.START or (job.workdir(self.home) / "checkpoints").is_dir()
-      if there and not self.store.status(job) and (ready := results.reusable(job, stores)):
+      if not self.store.status(job) and (ready := results.reusable(job, stores, self.home)):
         row, curve = ready
         self.store.put(row | self.names(job), curve)
 
@@ -116,8 +115,14 @@ class Runner:
     if self.store.status(job) == FAILED:
       shutil.rmtree(workdir, ignore_errors=True)
     row = dict(status=INTERRUPTED, reason="under way, or the runner was killed")
-    self.store.put(self.names(job) | row)
+    self.store.put(self.names(job) | row | dict(seconds=self.seconds(job)))
     return dict(job.values) | dict(weights=job.weights(self.home))
+
+  def seconds(self, job: Job) -> float:
+    """What an interrupted run has taken so far."""
+    row = self.store.row(job) or {}
+    so_far = row.get("seconds", 0.0) if row.get("status") == INTERRUPTED else 0.0
+    return 0.0 if math.isnan(so_far) else so_far
 
   def end(self, job: Job, answer: dict[str, Any]) -> None:
     """Writes down what came of a run."""
@@ -129,6 +134,7 @@ class Runner:
       found, curve = {}, None
       if answer["status"] == DONE:
         answer |= dict(status=FAILED, reason=f"its results cannot be read: {error}")
+    answer["seconds"] += self.seconds(job)
     self.store.put(self.names(job) | answer | found, curve)
     self.tried.add(job.key)
     if answer["status"] == FAILED:
@@ -255,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
   )
   parser.add_argument("name", help=f"{', '.join(definition.names())}; or all, with --report")
   parser.add_argument("--scale", choices=("laptop", "pod"), default="laptop")
-  parser.add_argument("--seeds", help="other ones than declared, e.g. 0,1,2")
+  parser.add_argument("--seeds", help="some of those declared, or others, e.g. 0,1,2")
   parser.add_argument("--only", default="", help="conditions: a regular expression, e.g. _lag")
   parser.add_argument("--dry_run", action="store_true", help="only show what would be run")
   parser.add_argument("--report", action="store_true", help="only figures and READMEs, from CSVs")
@@ -281,9 +287,12 @@ def main(argv: list[str] | None = None) -> int:
       changes = dict(experiment.common) | dict(map(override, rest))
       experiment = dataclasses.replace(experiment, common=changes)
       place = home / "others" / folder
+    reported = experiment
     if args.seeds:
       seeds = tuple(map(int, args.seeds.split(",")))
       experiment = dataclasses.replace(experiment, seeds=seeds)
+      if not {*seeds} <= {*reported.seeds}:
+        reported, place = experiment, home / "others" / folder
     if args.scale == "pod":
       print(pod.commands(experiment, Store(place)))
       return 0
@@ -294,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.report:
       with alone(home / f"{folder}.lock"):
         runner.run(args.jobs)
-    verdict = readme.write(place, experiment, module.report)
+    verdict = readme.write(place, reported, module.report)
     if place.parent == definition.HERE:
       readme.write_overview()
     print(f"{folder}: {verdict.outcome}: {verdict.because}")

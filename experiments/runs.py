@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,22 @@ def chosen(
   return max(means, key=means.get)
 
 
-def number(experiment: Experiment) -> int:
-  """How many runs there are in all, cold starts left out."""
-  tuning, seeds = experiment.tuning, [c.seeds or experiment.seeds for c in experiment.conditions]
-  first = len(tuning.grid) * len(tuning.seeds) * len(experiment.conditions) if tuning else 0
-  return first + sum(map(len, seeds))
+def primary(experiment: Experiment) -> set[str]:
+  """Names of the conditions that the verdict rests on."""
+  return {c.name for c in experiment.conditions if not c.secondary}
+
+
+def condition_of(job: Job) -> str:
+  """The name of its condition; in the first stage, without that of its setting."""
+  return job.condition.split("/")[0]
+
+
+def number(experiment: Experiment, names: Collection[str] | None = None) -> int:
+  """How many runs there are in all, or of the conditions with these names; cold starts left out."""
+  counted = [c for c in experiment.conditions if names is None or c.name in names]
+  tuning = experiment.tuning
+  first = len(tuning.grid) * len(tuning.seeds) * len(counted) if tuning else 0
+  return first + sum(len(c.seeds or experiment.seeds) for c in counted)
 
 
 def _add(

@@ -1,12 +1,10 @@
-"""Intervals over seeds: interquartile means and 95 % bootstrap, of paired differences above all."""
+"""Means over seeds and their 95 % intervals, of paired differences above all."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
-
-RESAMPLES = 9999
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,29 +25,21 @@ class Interval:
     return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
-def interquartile_mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
-  """The mean of the middle half; of fewer than four values, the mean."""
-  return stats.trim_mean(values, 0.25, axis=axis)
-
-
 def interval(values: Sequence[float]) -> Interval:
-  """Interquartile mean of values of several seeds, and its percentile bootstrap. Resamples are
-  always the same; of a single value the interval is without bounds."""
+  """The mean of values of several seeds and Student's 95 % interval of it; of a single value the
+  interval is without bounds.
+
+  Not a bootstrap: its percentiles hold the mean of three values in 75 % of cases, of seven in 91 %.
+  """
   values = np.asarray(values, np.float64)
   if len(values) == 0:
     return Interval(np.nan, np.nan, np.nan, 0)
-  middle = float(interquartile_mean(values))
+  mean = float(values.mean())
   if len(values) == 1:
-    return Interval(middle, -np.inf, np.inf, 1)
-  found = stats.bootstrap(
-    (values,),
-    interquartile_mean,
-    n_resamples=RESAMPLES,
-    vectorized=True,
-    method="percentile",
-    rng=np.random.default_rng(0),
-  ).confidence_interval
-  return Interval(middle, float(found.low), float(found.high), len(values))
+    return Interval(mean, -np.inf, np.inf, 1)
+  error = float(stats.sem(values))
+  reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
+  return Interval(mean, mean - reach, mean + reach, len(values))
 
 
 def exp(of: Interval) -> Interval:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 # %%
 from IPython.display import display
 
-from experiments import definition, figures, readme
+from experiments import definition, figures, readme, runs
 from experiments.results import Store
 
 folder = definition.HERE / definition.find(EXPERIMENT)
@@ -37,7 +37,8 @@ print(f"{verdict.outcome}: {verdict.because}")
 # One line per run; `results.values(condition, column)` is a column by seed.
 
 # %%
-results = Store(folder).results()
+store = Store(folder)
+results = store.results(runs.plan(experiment, store))
 results.runs.head()
 
 # %% [markdown]

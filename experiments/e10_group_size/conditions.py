@@ -26,7 +26,7 @@ EXPERIMENT = Experiment(
   hypothesis="accuracy depends on the group size in another way under GSPO than under GRPO",
   statistic="difference of slopes, GSPO - GRPO: per seed, the slope of the final held-out accuracy "
   f"over log2 G, G in {', '.join(map(str, GROUPS))} at {RESPONSES} responses per iteration; "
-  "bootstrap over seeds",
+  "95 % t interval over seeds",
   falsified="the 95 % interval includes 0 and lies within "
   f"{NEGLIGIBLE:g} of it; if it includes 0 and is wider, it cannot be told",
   conditions=tuple(condition(loss, group) for loss in ARMS for group in GROUPS),

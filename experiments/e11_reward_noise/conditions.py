@@ -31,7 +31,7 @@ EXPERIMENT = Experiment(
   hypothesis="accuracy falls less with the rate of wrong rewards under GSPO than under GRPO",
   statistic="difference of slopes, GSPO - GRPO: per seed, the slope of the final held-out accuracy "
   "(judged without noise) over the rate of false positives and over that of false negatives, 0 to "
-  "0.3, in the mean of both; bootstrap over seeds",
+  "0.3, in the mean of both; 95 % t interval over seeds",
   falsified="the 95 % interval lies below 0, or includes 0 and lies below "
   f"{NEGLIGIBLE:g}; if it includes 0 and reaches further, it cannot be told",
   conditions=tuple(Condition(key, changes) for key, changes in CONDITIONS.items()),

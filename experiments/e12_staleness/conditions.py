@@ -39,7 +39,7 @@ EXPERIMENT = Experiment(
   hypothesis="GSPO stands to GRPO with 16 updates per rollout as it does with one",
   statistic="slope of the difference GSPO - GRPO of final held-out accuracy over log2 of the "
   f"updates per rollout, {', '.join(map(str, MINIBATCHES))} mini-batches of the same responses, "
-  "per seed; bootstrap over seeds",
+  "per seed; 95 % t interval over seeds",
   falsified=f"the 95 % interval lies below 0; it holds if it lies above -{NEGLIGIBLE:g}, else it "
   "cannot be told",
   conditions=tuple(

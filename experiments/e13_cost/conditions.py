@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
   "long as one with neither",
   statistic="ratio of the seconds of an iteration (sampling, log-probs, updates, publication), "
   f"recompute and R2 over sampler and none, each the median over a run's iterations from number "
-  f"{WARM} on; geometric mean over seeds, bootstrap",
+  f"{WARM} on; geometric mean over seeds and t interval",
   falsified=f"the 95 % interval lies below {MATTERS:g}; it holds if it lies above",
   conditions=tuple(Condition(arm, changes) for arm, changes in ARMS.items()),
   seeds=(10, 11, 12),

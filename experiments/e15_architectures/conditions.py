@@ -34,8 +34,8 @@ EXPERIMENT = Experiment(
   claim="GSPO was shown on one family, Qwen3; others are an open question",
   hypothesis="on none of six architectures does GSPO end below GRPO: dense, with 1, 2 or 4 of 8 "
   "experts per token, without qk-norm, with the embedding as head",
-  statistic="paired difference GSPO - GRPO of the final held-out accuracy on each; interquartile "
-  "mean over seeds and 95 % bootstrap interval",
+  statistic="paired difference GSPO - GRPO of the final held-out accuracy on each; mean "
+  "over seeds and 95 % t interval",
   falsified=f"on some architecture the interval lies below -{LOSS:g}; it holds if all lie above "
   f"-{LOSS:g}, else it cannot be told",
   conditions=tuple(

@@ -24,7 +24,7 @@ EXPERIMENT = Experiment(
   "should grow with them; very long generations are an open question",
   hypothesis="the longer the responses, the larger GSPO's advantage over GRPO",
   statistic="slope of the difference GSPO - GRPO of final held-out accuracy over log2 of the "
-  "length, 192, 384 and 768 tokens, per seed; bootstrap over seeds",
+  "length, 192, 384 and 768 tokens, per seed; 95 % t interval over seeds",
   falsified=f"the 95 % interval lies below {NEGLIGIBLE:g} per doubling; it holds if it lies above "
   "0, else it cannot be told",
   conditions=tuple(condition(loss, lines) for lines in LINES for loss in LOSSES),

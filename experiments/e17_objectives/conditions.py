@@ -36,7 +36,7 @@ EXPERIMENT = Experiment(
   "published ranges, GSPO's and its relatives' widened for responses of ten tokens",
   hypothesis="with each objective the held-out accuracy rises",
   statistic="gain of each: final held-out accuracy less that of the cold start, by seed; "
-  "interquartile mean and 95 % bootstrap interval",
+  "mean and 95 % t interval",
   falsified="the interval of some objective's gain includes 0, or lies below it",
   conditions=tuple(
     Condition(name, {"objective.name": name.split()[0]} | changes)

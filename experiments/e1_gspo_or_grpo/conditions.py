@@ -15,7 +15,7 @@ EXPERIMENT = Experiment(
   "GRPO has Routing Replay (§5.1, Figure 1)",
   hypothesis="with equally many iterations GSPO ends with a higher held-out accuracy than GRPO",
   statistic="paired difference GSPO - GRPO of the final held-out accuracy (avg@4), each at its own "
-  "best learning rate; interquartile mean over seeds and 95 % bootstrap interval",
+  "best learning rate; mean over seeds and 95 % t interval",
   falsified=f"the interval lies below {NEGLIGIBLE:g}: a smaller advantage does not matter",
   conditions=(
     Condition(

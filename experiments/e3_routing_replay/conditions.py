@@ -27,7 +27,7 @@ EXPERIMENT = Experiment(
   hypothesis="GSPO gains nothing by replay, with 16 mini-batches per rollout batch no more than "
   "with 4",
   statistic="paired difference of the final held-out accuracy, GSPO with R2 or R3 - GSPO without, "
-  "with 4 and with 16 mini-batches; interquartile mean over seeds and 95 % bootstrap interval",
+  "with 4 and with 16 mini-batches; mean over seeds and 95 % t interval",
   falsified=f"one of the four intervals lies above 0; it holds if all four lie below {MATTERS:g}; "
   f"it cannot be told if fewer than {VOLATILE:.0%} of the experts change with an update",
   conditions=tuple(

@@ -29,7 +29,7 @@ EXPERIMENT = Experiment(
   "more prominent in deeper models (§5.3)",
   hypothesis="with more layers one update changes more of a rollout's experts",
   statistic="slope of the share of experts that one update changes over log2 of the number of "
-  "layers (2 to 16; 8 experts, top 2); interquartile mean over seeds and 95 % bootstrap interval",
+  "layers (2 to 16; 8 experts, top 2); mean over seeds and 95 % t interval",
   falsified="the interval lies below 0.0005 per doubling (0.1 % of the experts from 2 to 8 layers)",
   conditions=(
     *(model(layers) for layers in DEPTHS),

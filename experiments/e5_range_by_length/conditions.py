@@ -46,7 +46,7 @@ EXPERIMENT = Experiment(
   statistic="per seed, the exponent over T of the range (interpolated between four widths) that "
   "clips as much as the paper's range does at 96 tokens; and the exponent of the clipped fraction "
   "with the largest area under the accuracy curve (top of a parabola over the best width and its "
-  "neighbours); bootstrap over seeds",
+  "neighbours); 95 % t interval over seeds",
   falsified="the 95 % interval of the first excludes -1/2, or that of the second excludes 0; "
   "cannot be told if the first includes 0 or -1 as well",
   conditions=(*FIXED, *FOUND, *MIXED),

@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
   hypothesis="GSPO learns as well with the sampler's log-probs as with recomputed ones, with a "
   "sampler in float32, with a bfloat16 cache and wholly in bfloat16",
   statistic="paired difference sampler - recompute of GSPO's final held-out accuracy, for each of "
-  "three precisions; interquartile mean over seeds and 95 % bootstrap interval",
+  "three precisions; mean over seeds and 95 % t interval",
   falsified=f"at any precision the interval lies below -{LOSS:g}; it holds if all lie above "
   f"-{LOSS:g}, else it cannot be told",
   conditions=tuple(

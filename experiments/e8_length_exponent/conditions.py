@@ -41,7 +41,7 @@ EXPERIMENT = Experiment(
   hypothesis="at the same clipped fraction nothing is learned better with |y|^(1/2) than with |y|",
   statistic="paired difference of the final held-out accuracy, exponent 1/2 - exponent 1, at 48 "
   "tokens, at 192 tokens and with lengths mixed, all with ranges that adapt to 15 % of tokens "
-  "clipped; bootstrap over seeds",
+  "clipped; 95 % t interval over seeds",
   falsified="at some length the 95 % interval lies above 0; it holds if all lie below "
   f"{NEGLIGIBLE:g}; it cannot be told if the clipped fractions differ by more than {ALIKE:g} times",
   conditions=tuple(

@@ -42,7 +42,7 @@ EXPERIMENT = Experiment(
   "better than ratios of responses",
   statistic="paired differences of the final held-out accuracy: GSPO-token - GSPO with process "
   "rewards and with terminal ones, and segments of 1 token - segments of all tokens, at a clipped "
-  f"fraction of {TARGET:g}; interquartile mean over seeds and 95 % bootstrap interval",
+  f"fraction of {TARGET:g}; mean over seeds and 95 % t interval",
   falsified=f"the first interval lies below {NEGLIGIBLE:g}, or the second or the third above 0",
   conditions=(
     *(Condition(f"gspo_{shape}", GSPO | changes) for shape, changes in SHAPES.items()),

@@ -112,7 +112,7 @@ def test_reports_of_a_few_runs_and_of_all(folder, rows, tmp_path):
   for name, figure in found.figures.items():
     figures.save(figure, tmp_path / f"{name}.svg")
     text = (tmp_path / f"{name}.svg").read_text()
-    again = module.report(store.results()).figures[name]
+    again = module.report(store.results(jobs)).figures[name]
     figures.save(again, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == text and "<dc:date>" not in text
 

@@ -9,6 +9,7 @@ pytest.importorskip("scipy")
 
 from experiments.definition import HERE, find, load
 from experiments.results import Store
+from experiments.runs import plan
 from gspo_jax import objectives as O
 
 PAGE = (HERE.parent / "docs" / "objectives.md").read_text()
@@ -34,7 +35,9 @@ def test_every_objective_has_a_row():
 
 def test_the_figures_are_those_of_e17():
   """Means over the seeds that it has of all objectives, which the page names."""
-  results, shown = Store(HERE / find("e17")).results(), rows()
+  experiment, _ = load(find("e17"))
+  store, shown = Store(HERE / find("e17")), rows()
+  results = store.results(plan(experiment, store))
   seeds = set.intersection(*({*results.values(name, "eval/final").index} for name in shown))
   named = re.search(r"over seeds? ([\d, and]+)", PAGE)[1]
   assert {*map(int, re.findall(r"\d+", named))} == seeds

@@ -185,6 +185,8 @@ def test_a_signal_saves_what_is_under_way(home):
   calls = home.run()
   assert calls["rl grpo 0"] == 1 and calls["rl gspo 0"] == 0
   assert home.statuses() == dict.fromkeys(ALL, "done")
+  seconds = Store(home.store.folder).runs.set_index(["condition", "seed"]).seconds
+  assert seconds["grpo", 0] == 12 and seconds["gspo", 0] == 6  # what it had taken counts too
 
 
 def test_a_line_is_there_as_soon_as_a_run_begins(home):
@@ -228,6 +230,17 @@ def test_another_experiments_runs_are_not_made_again(home):
   assert len(curves[curves.condition == "the_same"]) == 2 * 4
 
 
+def test_runs_that_began_with_another_cold_start_are_made_again(home):
+  """The difference of two runs of a seed is of the same beginning."""
+  home.run()
+  other = Home(home.path)
+  other.store = Store(home.path / "e2_other")
+  start = next(j for j in runs.plan(E, home.store) if j.key == ("start", "cold start", 1))
+  metrics = start.workdir(home.path) / "metrics.jsonl"
+  metrics.write_text(metrics.read_text().replace("0.1", "0.2"))
+  assert dict(other.run()) == {"rl gspo 1": 1, "rl grpo 1": 1, "sft gspo 1": 1}
+
+
 def test_two_runners_of_an_experiment_are_one_too_many(tmp_path):
   with run.alone(tmp_path / "e1.lock"), pytest.raises(ValueError, match="e1 is being run"):  # noqa: SIM117
     with run.alone(tmp_path / "e1.lock"):
@@ -266,6 +279,24 @@ def test_the_readme_says_what_the_files_do(home):
   (folder / "README.md").write_text(before)
   readme.write(folder, E, report)
   assert (folder / "README.md").read_text() == text + "by hand\n"
+
+
+def test_a_verdict_waits_for_what_it_rests_on_alone(home):
+  folder = home.store.folder
+  e = dataclasses.replace(E, conditions=(*CONDITIONS, Condition("more", {}, secondary=True)))
+  home.run(e, only="^g")
+  assert readme.assess(folder, e, report)[0].outcome == HOLDS
+
+
+def test_lines_of_other_seeds_are_no_results(home):
+  home.run(dataclasses.replace(E, seeds=(0, 1, 2)))
+  verdict, _ = readme.assess(home.store.folder, E, report_of_seeds)
+  assert verdict.because == "0 1"
+
+
+def report_of_seeds(found):
+  seeds = found.values("gspo", "eval/final").index
+  return Report(Verdict(HOLDS, " ".join(map(str, seeds))), [], {})
 
 
 def test_names_of_experiments():
