@@ -137,6 +137,7 @@ class _Reader:
     return self.power()
 
   def power(self):
+    before = self.letters_before()
     value = self.postfix(self.atom())
     while self.accept("^"):
       if self.accept("circ"):
@@ -149,7 +150,18 @@ class _Reader:
       value = self.postfix(power(value, self.exponent()))
       if self.peek().text == "^" and self.peek(1).text != "circ":
         raise Unreadable("a double exponent")
-    return value
+    return before * value
+
+  def letters_before(self):
+    """The product of the letters of a word but its last, which takes what follows (ab^2)."""
+    token = self.peek()
+    if token.kind != "word":
+      return sp.Integer(1)
+    if len(token.text) > 4:
+      raise Unreadable(f"the word {token.text!r}")
+    self.tokens = list(self.tokens)
+    self.tokens[self.position] = Token("letter", token.text[-1])
+    return sp.Mul(*map(self.letter, token.text[:-1]))
 
   def exponent(self):
     """What follows a caret: a group, or a signed atom; carets associate to the right."""
@@ -158,11 +170,12 @@ class _Reader:
       raise Unreadable("nested too deeply")
     if self.accept("-"):
       return -self.exponent()
+    before = self.letters_before()
     value = self.postfix(self.atom())
     if self.accept("^"):
       value = power(value, self.exponent())
     self.depth -= 1
-    return value
+    return before * value
 
   def postfix(self, value):
     while True:
@@ -190,13 +203,6 @@ class _Reader:
       return self.mixed(number(token.text))
     if token.kind == "letter":
       return self.named(token.text)
-    if token.kind == "word":
-      if len(token.text) > 4:
-        raise Unreadable(f"the word {token.text!r}")
-      value = sp.Integer(1)  # letters that are multiplied; a subscript or bracket is the last one's
-      for letter in token.text[:-1]:
-        value = value * self.letter(letter)
-      return value * self.named(token.text[-1])
     if token.kind == "open":
       return self.bracket(token)
     if token.text == "|":
