@@ -30,8 +30,8 @@ EXPERIMENT = Experiment(
   hypothesis="no restart from the checkpoint before the collapse, with a lower rate, with GSPO or "
   "with Routing Replay, comes near to a run that did not collapse",
   statistic=f"paired difference of the final held-out accuracy after {AGAIN} further iterations, "
-  "restart - GRPO at the lower rate from the cold start, for each of these three; 95 % t interval over "
-  "seeds",
+  "restart - GRPO at the lower rate from the cold start, for each of these three; 95 % t "
+  "interval over seeds",
   falsified=f"the interval of one of them lies above -{RECOVERED:g}; it holds if all lie below; it "
   f"cannot be told if the run at the high rate does not end {FALLEN:g} below its start",
   conditions=(
