@@ -93,7 +93,7 @@ def by_response(out: Sampled) -> Iterator[tuple]:
 def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
   """Requests for what has lost its place, each with its responses: those of one request that had
   not begun together, any other one by itself with the tokens that it has."""
-  of_one = lambda live: (id(live.request), live.count and live.sample)  # noqa: E731
+  of_one = lambda live: (id(live.request), live.sample if live.count else None)  # noqa: E731
   for _, alike in itertools.groupby(lives, of_one):
     alike = list(alike)
     first = alike[0]

@@ -9,7 +9,7 @@ from support.small_models import GEMMA, MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling import Request, SamplingConfig, Workload
+from gspo_jax.sampling import Request, SamplingConfig, Workload, under_way
 from gspo_jax.sampling.requests import DEFAULT, sizes
 from gspo_jax.sampling.scheduler import Scheduler
 
@@ -83,6 +83,19 @@ def test_responses_that_are_put_aside_go_on(expected, engine):
   assert s.usage.put_aside > 0
   assert s.usage.metrics()["sampling/put_aside"] == s.usage.put_aside
   assert s.usage.tokens == sum(len(r.tokens) for r in expected.values())
+
+
+def test_the_first_response_of_a_group_keeps_what_it_has_to_itself():
+  """It is put aside in the same call as the prefix that its siblings, not begun, wait for."""
+  group = Request(PROMPTS[0], NEW, samples=3)
+  lives = under_way.lives_of(group)
+  columns = (np.array([9, 8], np.int32), *np.zeros((2, 2), np.float32), None, None)
+  lives[0].parts, lives[0].count = [columns], 2
+  found = [
+    (request.first_sample, request.samples, request.begun, request.max_new_tokens)
+    for request, _ in under_way.to_go_on(lives)
+  ]
+  assert found == [(0, 1, (9, 8), NEW - 2), (1, 2, (), NEW)]
 
 
 @pytest.mark.long
