@@ -71,6 +71,12 @@ class ModelConfig:
         f"model.mlp_only_layers={max(self.mlp_only_layers)} must be below "
         f"model.num_layers={self.num_layers}"
       )
+    if self.num_experts and not any(map(self.is_moe, range(self.num_layers))):
+      raise ValueError(
+        f"model.num_experts={self.num_experts}: no layer has them, with model.num_layers="
+        f"{self.num_layers}, decoder_sparse_step={self.decoder_sparse_step} and "
+        f"mlp_only_layers={self.mlp_only_layers}"
+      )
     if self.head_dim % 2:
       raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
 

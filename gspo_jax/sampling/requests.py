@@ -49,7 +49,7 @@ class EngineConfig:
       parts = urllib.parse.urlsplit(url)
       if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
         raise ValueError(f"engine.urls={self.urls!r}: {url!r} is not like http://host:port")
-    if len(set(self.urls)) < len(self.urls):
+    if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
       raise ValueError(f"engine.urls={self.urls!r} names a server twice")
     if self.prefill_tokens & (self.prefill_tokens - 1):
       raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")

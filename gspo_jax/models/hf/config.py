@@ -138,6 +138,8 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
   ValueError for a combination of features that no supported architecture has.
   """
+  if config.family == "gemma" and not config.query_pre_attn_scalar:  # Hugging Face divides by it
+    config = dataclasses.replace(config, query_pre_attn_scalar=config.head_dim)
   # Qwen3-MoE comes first and would also take models without experts.
   for model_type, architecture in reversed(ARCHITECTURES.items()):
     content = _write(config, model_type, architecture, dtype)

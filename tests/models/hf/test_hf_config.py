@@ -116,6 +116,13 @@ def test_keys_of_gemma_that_published_files_leave_out(tmp_path):
   )
 
 
+def test_the_default_scale_of_gemma_is_written_out(tmp_path):
+  """transformers divides by its root."""
+  for config in (GEMMA2, GEMMA3):
+    content = hf_config.to_hf(dataclasses.replace(config, query_pre_attn_scalar=0), "float32")
+    assert content["query_pre_attn_scalar"] == config.head_dim
+
+
 def test_what_no_architecture_has_is_not_written():
   for config, change in (
     (GEMMA2, dict(local_rope_theta=3e4)),
