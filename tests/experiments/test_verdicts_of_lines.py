@@ -47,8 +47,7 @@ def test_e6_wants_a_gap_that_grows(at_most, exponent, outcome):
     (dict(token_process=0.1), HOLDS),
     (dict(token_process=0.01), FAILS),
     (dict(token_process=0.1, token_terminal=0.1), FAILS),
-    (dict(token_process=0.1, segment_1=0.1), FAILS),
-    (dict(token_process=0.1, segment_1=None), OPEN),
+    (dict(token_process=None), OPEN),
   ],
 )
 def test_e9_wants_a_gain_from_process_rewards_alone(gain, outcome):
