@@ -21,6 +21,7 @@ REPEATED = """
 the␣final␣ Final␣Answer:␣ ####␣ \\boxed{ \\boxed{1} \\frac{ \\text{ \\frac{1}{ <think> </think>
 <think></think> <answer> </answer> <answer>x</answer> </think><answer> </think><answer></answer> <
 <|im_end|> def␣ f¶ f␣( async␣ return¶ é ﷺ \u0f73 \\ " &lt; [1+ [1+1]
+answer␣is␣a␣ answer␣is␣not␣5, 5^ √5␣ 3:4 x+5_ ####␣5¶ ####␣5␣a␣
 """
 SPACED = """
 <think>|</think>x </think>| </think>|<answer>x</answer> x</think><answer>|</answer> ```|python

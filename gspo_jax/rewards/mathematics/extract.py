@@ -3,11 +3,12 @@
 import re
 
 from gspo_jax.rewards import thought
+from gspo_jax.rewards.mathematics.formulas import FORMULA, around, is_formula, stated, trim
 from gspo_jax.rewards.mathematics.units import MULTIPLIERS
 
 MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
 TAIL = 2000  # characters at the end of a response that are searched where nothing is boxed
-_BOXES = 16  # at the end of a response that are looked at
+_LAST = 16  # boxes and markers at the end of a response that are looked at
 
 SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # of thousands, as typed or as typeset
 _DIGITS = rf"(?:[1-9]\d{{0,2}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+(?:,\d+)*)(?:\.\d+)?|\.\d+"
@@ -18,13 +19,6 @@ _NUMBER = re.compile(
   r"(?:\s?/\s?\d+)?(?:\s?\\?%)?"
   r")"
 )
-_MATRIX = r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)\}"
-_FORMULA = re.compile(
-  r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)\$"
-  r"|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]])+)\\\]"
-  rf"|(?P<e>{_MATRIX}.+?\\end\{{\w+\}})",
-  re.DOTALL,
-)
 # "Answer: the largest n is 34": the value comes after the verb.
 _MARKER = re.compile(
   r"####|\banswer\b[*_]{0,3}\s{0,3}(?::[^.\n]{0,150}?\bis\b|is|:|=)[*_:\s]{0,5}", re.IGNORECASE
@@ -32,10 +26,6 @@ _MARKER = re.compile(
 _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|bb)|mbox)\s*\{([^{}]*)\}")
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?")
-_WORD = re.compile(r"[A-Za-z]{2,}")
-_FUNCTIONS = re.compile("(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}")
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
 _CORRECTION = re.compile(
   r"\b(?:no|not|wait|but|so|thus|then|hence|therefore|actually|instead|rather|wrong|correct\w*"
@@ -54,11 +44,11 @@ def extract(response: str, finished: bool = True) -> str | None:
   response was cut off (not `finished`), as it is where the tokens ran out.
   """
   text = thought.after(response).replace("−", "-")
-  boxes = [match.span() for match in _BOX.finditer(text)][-_BOXES:]
+  boxes = [match.span() for match in _BOX.finditer(text)][-_LAST:]
   if boxes:
     return _boxed(text, boxes)
   tail = text[-TAIL:]
-  whole = _FORMULA.fullmatch(text.strip()) if finished and len(text) <= MAX_ANSWER else None
+  whole = FORMULA.fullmatch(text.strip()) if finished and len(text) <= MAX_ANSWER else None
   if whole:
     return trim(whole[0]) or None
   markers = [match.end() for match in _MARKER.finditer(tail)]
@@ -66,11 +56,11 @@ def extract(response: str, finished: bool = True) -> str | None:
     lines = tail[markers[-1] :].split("\n")
     line = next((line for line in lines if re.search(r"\w", line)), "")
     none = _NO_SOLUTION.match(line.strip())
-    return none[0] if none else _as_formula(line) or min(_items(line, first=True), default=_NONE)[2]
+    return none[0] if none else stated(line)[0]
   if not finished:
     return None
   line = tail.strip().rpartition("\n")[2]
-  return _as_formula(line) or max(_items(tail), default=_NONE)[2]
+  return trim(line) if is_formula(line) else _last(tail)
 
 
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
@@ -93,14 +83,15 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
 
 
 def _after_box(text: str) -> str | None:
-  """What "the final answer is" announces after the last box, which it replaces."""
+  """What "the final answer is" announces after the last box, which it replaces.
+
+  The box is the surer one where more is said than a value and its unit.
+  """
   end = max((match.end() for match in _FINAL.finditer(text)), default=None)
-  rest = text[end : end + MAX_ANSWER] if end is not None else ""
-  for pattern in (_FORMULA, _NUMBER):
-    match = pattern.match(rest)
-    if match:
-      return trim(match[0])
-  return None
+  line = text[end:].partition("\n")[0] if end is not None else ""
+  content, whole = stated(line)
+  is_value = whole and (FORMULA.match(line) or re.search(r"[\d\\]", content))
+  return content if is_value else None
 
 
 def _is_listing(gap: str) -> bool:
@@ -127,50 +118,27 @@ def _argument(text: str, start: int) -> tuple[int, str | None]:
   return start, None
 
 
-_NONE = (0, 0, None)
 _FOLLOWING = re.compile(r"\s([A-Za-z]{1,12})\b")
 _NO_SOLUTION = re.compile(
   r"(?:that )?(?:there (?:is|are) )?no (?:real )?solutions?\b", re.IGNORECASE
 )
 
 
-def _items(text: str, first: bool = False) -> list[tuple[int, int, str]]:
-  """Formulas and numbers of `text` with a key: the least comes first, the greatest last."""
-  found = []
-  for pattern in (_FORMULA, _NUMBER):
-    for match in pattern.finditer(text):
-      content = next(filter(None, match.groups()), match[0])
-      word = _FOLLOWING.match(text, match.end())
-      if pattern is _NUMBER and word and word[1].casefold() in MULTIPLIERS:
-        content += word[0]  # 2 dozen are not 2
-      if pattern is _NUMBER or is_formula(content):
-        # A formula contains its numbers: it starts before the first and ends after the last one.
-        found.append((match.start() if first else match.end(), -len(content), trim(content)))
-  return found
+def _last(text: str) -> str | None:
+  """The last formula or number of a text; a formula ends behind its numbers."""
+  formulas = [match for match in FORMULA.finditer(text) if is_formula(_inside(match))]
+  found = [*formulas, *_NUMBER.finditer(text)]
+  last = max(found, key=lambda match: match.span()[::-1], default=None)
+  if not last or last.re is FORMULA:
+    return trim(_inside(last)) if last else None
+  whole = around(text, *last.span())
+  content = last[0] if whole is None else whole
+  word = _FOLLOWING.match(text, last.end())
+  if content and word and word[1].casefold() in MULTIPLIERS:
+    content += word[0]  # 2 dozen are not 2
+  return trim(content) or None
 
 
-def _as_formula(line: str) -> str | None:
-  """The line without its decoration if it is a formula all through."""
-  return trim(line) if is_formula(line) else None
-
-
-def is_formula(text: str) -> bool:
-  r"""Whether `text` is mathematics all through: short, no words outside \text and the like."""
-  if len(text) > 400:
-    return False
-  bare = _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text))
-  bare = re.sub(r"\\[a-zA-Z]+", " ", bare)
-  bare = re.sub(r"(?<=[\d)])(?:and|or)(?=[A-Z(])", " ", bare)  # x=1orW=2
-  return bool(re.search(r"\w", bare + "".join(_TEXT.findall(text)))) and all(
-    map(_FUNCTIONS.fullmatch, _WORD.findall(bare))
-  )
-
-
-def trim(text: str) -> str:
-  """Without the Markdown, math delimiters and punctuation around an answer."""
-  text = text.strip().strip("*_` \t")
-  if not text.endswith("..."):
-    shorter = text.rstrip(".,;:*_` ")
-    text = (shorter.rstrip("\\") if shorter != text else text).strip()  # a thin space is \,
-  match = _FORMULA.fullmatch(text)
-  return next(filter(None, match.groups())).strip().rstrip(".,;") if match else text
+def _inside(formula: re.Match) -> str:
+  """What stands between the delimiters of a formula."""
+  return next(filter(None, formula.groups()))

@@ -5,7 +5,7 @@ import fractions
 import functools
 import re
 
-from gspo_jax.rewards.mathematics import extract, units
+from gspo_jax.rewards.mathematics import extract, formulas, units
 
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
@@ -34,7 +34,7 @@ class Quantity:
 
 def normalise(text: str) -> str:
   """One spelling for what typesetting spells in several ways; the meaning stays."""
-  text = extract.trim(text).replace("−", "-").replace(r"\left", "").replace(r"\right", "")
+  text = formulas.trim(text).replace("−", "-").replace(r"\left", "").replace(r"\right", "")
   text = _THOUSANDS.sub(",", text)
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
   text = " ".join(_SPACE.sub(" ", text).split())

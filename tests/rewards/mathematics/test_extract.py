@@ -1,0 +1,111 @@
+"""Where an answer begins and ends in a sentence: no part of a formula stands for all of it."""
+
+import pytest
+
+from gspo_jax.rewards.mathematics.extract import extract
+
+STATED = [  # what follows "The answer is "
+  (r"5\sqrt{2} cm.", r"5\sqrt{2}"),
+  ("10^6 people", "10^6"),
+  ("2^5 ways", "2^5"),
+  (r"3\pi square units.", r"3\pi"),
+  ("3π cm", "3π"),
+  ("5√2 cm", "5√2"),
+  ("3:4 in simplest form", "3:4"),
+  ("2x+1, where x is the number of apples", "2x+1"),
+  ("2xy+3 apples", "2xy+3"),
+  ("minus 3", "-3"),
+  ("negative 3 dollars", "-3"),
+  ("x = 3 and y = 4 metres", "x = 3 and y = 4"),
+  ("(3, 4) in the plane.", "(3, 4)"),
+  ("[0,1) as an interval", "[0,1)"),
+  (r"\(5\sqrt{2}\) cm.", r"5\sqrt{2}"),
+  (r"$\$18$ per day.", r"\$18"),
+  (r"\frac{1}{2} of the pie", r"\frac{1}{2}"),
+  ("$18 per day.", "$18"),
+  ("$28/month", "$28"),
+  ("60 miles/hour", "60"),
+  ("**18** because 9*2=18.", "18"),
+  ("18 - because 9*2 is", "18"),
+  ("18 (eighteen)", "18"),
+  ("(18 dollars)", "18"),
+  ("18 a day", "18"),
+  ("18. We add 9 and 9.", "18"),
+  ("18, I am sure. I hope so.", "18"),
+  ("70,000, as shown", "70,000"),
+  ("still 18.", "18"),
+  ("option (B) 18.", "(B) 18"),
+  ("C. 18", "C. 18"),
+  ("5 dozen eggs", "5 dozen"),
+  ("3 times as many", "3"),
+  ("15 gallons * 8 pints / gallon = 120 pints", "120"),
+  ("this: Mr. Smith has 7 apples.", "7"),
+]
+
+
+@pytest.mark.parametrize("sentence, answer", STATED)
+def test_what_is_announced_is_taken_whole(sentence, answer):
+  assert extract(f"We count 5 apples.\nThe answer is {sentence}") == answer
+  assert extract(f"The answer is {sentence}\nI hope it is correct.", finished=False) == answer
+
+
+@pytest.mark.parametrize(
+  "sentence",
+  ["not 18 but 20.", "either 18 or 19.", "18 or maybe 19", "18 apples or 19", "between 18 and 20",
+   "definitely less than 18", "more than 18", "18 more than 5", "one of 18, 19, 20", "about 18",
+   "10 plus 8", "3 times 6", "5 squared", "half of 36", "the sum of 10 and 8", "3 and a half",
+   "18 + something", "B because 5 is wrong", "15 apples + 3 pears", "1" + "+1" * 300],
+)  # fmt: skip
+def test_a_hedge_is_no_answer_and_nor_is_a_part(sentence):
+  assert extract(f"The answer is {sentence}") is None
+
+
+@pytest.mark.parametrize(
+  "announced, answer",
+  [
+    (r"5\sqrt{2}.", r"5\sqrt{2}"),
+    ("6.", "6"),
+    ("$6$. I hope it is correct.", "6"),
+    ("6 apples. Sorry.", "6"),
+    ("2 dozen.", "2 dozen"),
+    ("$x$.", "x"),
+    # The box stays where more is said than a value.
+    ("6 because I miscounted.", "1"),
+    ("6 or 7.", "6 or 7"),
+    ("6 apples or 7.", "1"),
+    ("6 (for a) and 3 (for b).", "1"),
+    ("18:", "18"),
+    ("B.", "1"),
+    ("therefore 6.", "1"),
+  ],
+)
+def test_what_replaces_a_box(announced, answer):
+  assert extract(rf"So $\boxed{{1}}$. The final answer is {announced}") == answer
+
+
+@pytest.mark.parametrize(
+  "text, answer",
+  [
+    (r"The area is 5\pi", r"5\pi"),
+    ("Therefore the area equals 5π.", "5π"),
+    ("So we get x^2+5", "x^2+5"),
+    (r"Hence the result is \sqrt{2}.", r"\sqrt{2}"),
+    ("Hence sqrt(2).", "sqrt(2)"),
+    ("Thus the value is -√5", "-√5"),
+    ("Thus x = 2^{10}", "2^{10}"),
+    ("The area is 18 cm^2.", "18 cm^2"),
+    ("The ratio is 3:4", "3:4"),
+    ("It is 1011_2", "1011_2"),
+    (r"It equals \pi/2.", r"\pi/2"),
+    ("It is log 5", "log 5"),
+    ("It is 3x", "3x"),
+    # These stand alone:
+    ("It is 18km.", "18"),
+    ("On week 3:210 pages.", "210"),
+    ("She has them on the 5th day.", "5"),
+    (r"It is 90^\circ", "90"),
+    ("She has 10 - 3 = 7 apples", "7"),
+  ],
+)
+def test_the_last_number_is_no_part_of_a_formula(text, answer):
+  assert extract(text) == answer
