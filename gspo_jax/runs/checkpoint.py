@@ -61,7 +61,9 @@ class Checkpointer:
     self._best = config.best
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # of what is written in the background
+    self._replacing = False  # whether the checkpoint that was there before has been put by
     if jax.process_index() == 0:
+      integrity.settle(self.directory)
       integrity.set_aside_short(self.directory)
     multihost_utils.sync_global_devices("damaged checkpoints are set aside")
     integrity.require_one(self.directory)
@@ -116,7 +118,8 @@ class Checkpointer:
   def save(
     self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float] | None = None
   ) -> None:
-    """Starts saving; values are copied before it returns. What is there for this step is replaced.
+    """Starts saving; values are copied before it returns. What is there for this step is replaced,
+    and stays until this is complete.
 
     Args:
       host: JSON: where the data stands, and the like.
@@ -132,7 +135,7 @@ class Checkpointer:
       value = multihost_utils.broadcast_one_to_all(np.float64(value))
     with self._told(self.directory / str(step)):
       if step in self._manager.all_steps():
-        self._manager.delete(step)
+        self._put_by(step)
       self._saving = step, time.perf_counter()
       with (
         preemption.interrupts_wait()
@@ -191,6 +194,17 @@ class Checkpointer:
       if self._failure is not None:
         raise self._failure
       self._manager.wait_until_finished()
+      if self._replacing and jax.process_index() == 0:
+        integrity.settle(self.directory)
+      self._replacing = False
+
+  def _put_by(self, step: int) -> None:
+    """Keeps a checkpoint where Orbax does not see it, for a process that ends in the meantime."""
+    if jax.process_index() == 0:
+      integrity.put_by(self.directory / str(step))
+    multihost_utils.sync_global_devices("a checkpoint is put by")
+    self._manager.reload()
+    self._replacing = True
 
   @contextlib.contextmanager
   def _told(self, path: epath.Path | None) -> Iterator[None]:

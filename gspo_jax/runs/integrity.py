@@ -24,6 +24,7 @@ from gspo_jax.runs.files import seal, unseal, writing
 from gspo_jax.runs.mirror import files_below
 
 SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes and checksums
+REPLACED = "replaced_"  # before its step: a checkpoint while the one that replaces it is written
 METRICS = "metrics"  # what decides on the best one; read of every checkpoint when a run starts
 ITEMS = ("state", "host", METRICS)  # Orbax writes beside them, to the last moment
 
@@ -101,6 +102,30 @@ def set_aside(path: epath.Path, wrong: str) -> None:
     if aside.exists():
       aside.rmtree()
     path.rename(aside)
+
+
+def put_by(path: epath.Path) -> None:
+  """Renames a checkpoint to `replaced_<step>`, until another one of its step is complete."""
+  by = path.parent / f"{REPLACED}{path.name}"
+  with writing(by):
+    path.rename(by)
+
+
+def settle(directory: epath.Path) -> None:
+  """Removes checkpoints that were put by and have been replaced, and puts back the others, of a
+  process that ended before. Raises WriteError where that cannot be done."""
+  if not directory.exists():
+    return
+  complete = {path.name for path in finished(directory)}
+  for by in directory.glob(f"{REPLACED}*"):
+    path = directory / by.name.removeprefix(REPLACED)
+    with writing(path):
+      if path.name in complete:
+        by.rmtree()
+        continue
+      if path.exists():  # on gs://, half written
+        path.rmtree()
+      by.rename(path)
 
 
 def damage(path: epath.Path) -> str | None:

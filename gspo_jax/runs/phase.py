@@ -117,6 +117,7 @@ class Phase:
     have to wait for the host if values were fetched that have just been dispatched."""
     self.flush()
     self._held = dict(phase=self._name) | row | self._checkpoints.metrics()
+    self._pending = None  # whatever saves from here on puts the row on file first
 
   def flush(self) -> None:
     """Writes the row that is still held back."""

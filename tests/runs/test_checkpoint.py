@@ -16,7 +16,7 @@ from support.small_models import MOE
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
-from gspo_jax.runs import checkpoint, integrity
+from gspo_jax.runs import checkpoint, files, integrity
 from gspo_jax.runs.mirror import Mirror
 
 TX = optax.adamw(1e-3)
@@ -197,6 +197,23 @@ def test_a_step_that_is_saved_again_is_replaced(mesh, tmp_path):
   step, restored, host = restore(tmp_path, first, mesh)
   assert (step, host) == (4, {"n": 2})
   chex.assert_trees_all_equal(restored, second)
+
+
+def test_a_step_that_is_saved_again_stays_until_the_other_one_is_complete(tmp_path, monkeypatch):
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = dict(x=jax.ShapeDtypeStruct((4,), jnp.float32, sharding=here))
+  save(tmp_path, dict(x=jnp.ones(4)), (4,), dict(n=1))
+  with monkeypatch.context() as broken:
+    broken.setattr(integrity, "write_list", lambda _: 1 / 0)  # in the background, near the end
+    with pytest.raises(files.WriteError, match="rl/4 cannot be written: ZeroDivisionError"):
+      save(tmp_path, dict(x=jnp.zeros(4)), (4,), dict(n=2))
+  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)  # of the next process: finds it
+  state, host = checkpoints.restore(checkpoints.latest_whole(), like)
+  assert host == dict(n=1) and state["x"].sum() == 4
+  for step in 4, 5, 5, 6:  # and replaces it
+    checkpoints.save(step, state, dict(n=step))
+  checkpoints.close()
+  assert {path.name for path in checkpoints.directory.iterdir()} == {"5", "6"}
 
 
 def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):

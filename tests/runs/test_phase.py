@@ -3,20 +3,28 @@
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import pytest
 
 from gspo_jax.objectives.reductions import Mean
-from gspo_jax.runs import phase
+from gspo_jax.runs import phase, preemption
+
+
+def phase_with(**parts):
+  """A phase at its start, whose checkpoints, writer and guard do nothing but these things."""
+  part = SimpleNamespace(
+    latest_whole=lambda: None, latest=lambda: None, metrics=dict, truncate=dict, start=bool,
+    check=lambda *_: None, close=bool,
+  )  # fmt: skip
+  vars(part).update(parts)
+  running = phase.Phase("rl", 2, part, part, part)
+  running.resume(like=None, start=dict)
+  running.stand(0, None, dict)
+  return running
 
 
 def test_a_row_is_written_when_the_next_one_is_there():
   rows = []
-  part = SimpleNamespace(
-    latest_whole=lambda: None, metrics=dict, truncate=dict, start=bool, check=lambda *_: None,
-    write=rows.append,
-  )  # fmt: skip
-  running = phase.Phase("rl", 2, part, part, part)
-  running.resume(like=None, start=dict)
-  running.stand(0, None, dict)
+  running = phase_with(write=rows.append)
   running.flush()
   running.report(dict(step=1, loss=Mean(jnp.float32(3), jnp.float32(2))))
   assert rows == []
@@ -25,3 +33,16 @@ def test_a_row_is_written_when_the_next_one_is_there():
   running.flush()
   running.flush()
   assert rows[1:] == [dict(phase="rl", step=2, loss=2.5)]
+
+
+def test_a_checkpoint_has_the_metrics_of_a_step_that_is_not_yet_reported():
+  rows, saved = [], []
+  save = lambda step, state, host, _: saved.append((step, host["pending"], len(rows)))  # noqa: E731
+  running = phase_with(write=rows.append, save=save)
+  row = dict(step=1, loss=2.0)
+  with pytest.raises(preemption.Preempted), running:  # while it is evaluated
+    running.stand(1, None, dict, row)
+    raise preemption.Preempted
+  running.report(row)
+  running.save(row)  # with its row on file: the step is done
+  assert saved == [(1, row, 0), (1, None, 1)]
