@@ -15,6 +15,7 @@ import bisect
 import dataclasses
 import itertools
 import logging
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -249,7 +250,7 @@ class Batches:
     self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
   ) -> list[structs.Prompt]:
     """The next `count` prompts that are wanted; where none is, after two epochs, any."""
-    return wanted_of(self._prompts, count, wanted, len(self._source))
+    return wanted_of(self._prompts, count, wanted, epoch_of(self._source))
 
   def get_state(self) -> dict[str, Any]:
     position = self._prompts.get_state()
@@ -280,6 +281,14 @@ def wanted_of(
     else:
       refused += 1
   return taken
+
+
+def epoch_of(source: Source) -> int:
+  """How many draws it takes until every row has come: of a mixture, every row of every part."""
+  if not isinstance(source, Mixture):
+    return len(source)
+  total = sum(source.weights)
+  return max(math.ceil(len(s) * total / w) for s, w in zip(source.sources, source.weights))
 
 
 def _contents(source: Source) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -74,11 +75,13 @@ class Benchmark:
   environment: Make | None = None  # where responses are conversations, which it judges
 
   def __post_init__(self):
-    without = [p.id for p in self.problems if self.config.rating and "rating" not in dict(p.info)]
+    without = [p for p in self.problems if self.config.rating and not _has_rating(p)]
     if without:
+      found = dict(without[0].info).get("rating", "none")
       raise ValueError(
-        f"eval.benchmarks.{self.name}: the problem {without[0]} has no rating, and"
-        f" {len(without) - 1} more; filter them out (`where rating>0`) or set rating=False"
+        f"eval.benchmarks.{self.name}: the problem {without[0].id} has no rating that is a number "
+        f"({found}), and {len(without) - 1} more; filter them out (`where rating>0`) or set "
+        "rating=False"
       )
     unknown = sorted({dict(p.info).get("contest_id", "") for p in self.problems} - {*self.contests})
     if self.config.standings and unknown:
@@ -90,6 +93,13 @@ class Benchmark:
   @functools.cached_property
   def contests(self) -> dict[str, elo.Contest]:
     return elo.read_standings(self.config.standings) if self.config.standings else {}
+
+
+def _has_rating(problem: Prompt) -> bool:
+  try:
+    return math.isfinite(float(dict(problem.info)["rating"]))
+  except (KeyError, ValueError):
+    return False
 
 
 def choose(source: Sequence[Prompt], problems: int) -> list[Prompt]:

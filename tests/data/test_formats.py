@@ -309,6 +309,12 @@ def test_prompts_that_are_not_wanted_are_passed_over(two):
   assert len(batches.take(3, lambda p: False)) == 3  # none is wanted: it does not hang
 
 
+def test_prompts_that_are_wanted_are_waited_for_where_their_source_has_little_weight(two):
+  """Every row of every part has come twice before any other prompt is taken."""
+  batches = sources.Batches(load(f"{two[0]}:0.99, {two[1]}:0.01"), 8, seed=0)
+  assert all(int(p.answer) >= 100 for p in batches.take(50, lambda p: int(p.answer) >= 100))
+
+
 @pytest.mark.parametrize(
   "template, thinks", [("{question}", False), ("{question}\n<think>\n", True)]
 )

@@ -30,3 +30,7 @@ def test_problems_without_a_rating_are_found_before_sampling():
   Benchmark("cf", rated, PROBLEMS, None)
   with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no rating"):
     Benchmark("cf", rated, [PROBLEMS[0], plain], None)
+  for text in ("unrated", "nan", ""):
+    worded = dataclasses.replace(PROBLEMS[1], info=(("rating", text),))
+    with pytest.raises(ValueError, match=rf"no rating that is a number \({text}\), and 0 more"):
+      Benchmark("cf", rated, [PROBLEMS[0], worded], None)
