@@ -48,7 +48,7 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
   cut off (not `finished`) does not. None where there is nothing, or more than `longest` characters.
   """
   text = thought.after(response)
-  line = _last_tagged(text)
+  line = last_tagged(text)
   if line is None:
     line = text.strip().rpartition("\n")[2] if finished else ""
   line = line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
@@ -56,7 +56,7 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
   return line if len(line) <= longest and normalise(line) else None
 
 
-def _last_tagged(text: str) -> str | None:
+def last_tagged(text: str) -> str | None:
   """What the last pair of `<answer>` and `</answer>` without another one inside holds."""
   found = start = None
   for tag in _TAG.finditer(text):

@@ -2,7 +2,7 @@
 
 import re
 
-from gspo_jax.rewards import thought
+from gspo_jax.rewards import string_match, thought
 from gspo_jax.rewards.mathematics.formulas import FORMULA, around, is_formula, stated, trim
 from gspo_jax.rewards.mathematics.units import MULTIPLIERS
 
@@ -39,28 +39,47 @@ def extract(response: str, finished: bool = True) -> str | None:
 
   Only what follows the thought counts (`thought.after`). The last complete `\boxed{}` is the
   answer, together with those before it that it is listed with (`\boxed{1}` and `\boxed{2}`); a
-  response whose only box is empty or cut off gives none. Without a box: what follows the last
-  "####" or "answer is/:/=", else the last formula or number of the text: no answer where the
-  response was cut off (not `finished`), as it is where the tokens ran out.
+  response whose only box is empty or cut off gives none. Without a box: all that the last
+  `<answer>` holds, else what follows the last "####" or "answer is/:/=", else the last formula or
+  number of the text: no answer where the response was cut off (not `finished`), as it is where the
+  tokens ran out.
   """
   text = thought.after(response).replace("−", "-")
   boxes = [match.span() for match in _BOX.finditer(text)][-_LAST:]
   if boxes:
     return _boxed(text, boxes)
-  tail = text[-TAIL:]
-  whole = FORMULA.fullmatch(text.strip()) if finished and len(text) <= MAX_ANSWER else None
-  if whole:
-    return trim(whole[0]) or None
-  markers = [match.end() for match in _MARKER.finditer(tail)]
-  if markers:
-    lines = tail[markers[-1] :].split("\n")
-    line = next((line for line in lines if re.search(r"\w", line)), "")
-    none = _NO_SOLUTION.match(line.strip())
+  tagged = string_match.last_tagged(text)
+  tail = (text if tagged is None else tagged)[-TAIL:]
+  line = _announced(tail, finished)
+  if line is not None:
+    none = _NO_SOLUTION.match(line)
     return none[0] if none else stated(line)[0]
+  if tagged is not None:
+    return trim(tagged) or None
   if not finished:
     return None
-  line = tail.strip().rpartition("\n")[2]
-  return trim(line) if is_formula(line) else _last(tail)
+  whole = FORMULA.fullmatch(text.strip()) if len(text) <= MAX_ANSWER else None
+  line = whole[0] if whole else tail.strip().rpartition("\n")[2]
+  return trim(line) or None if whole or is_formula(line) else _last(tail)
+
+
+def _announced(text: str, finished: bool) -> str | None:
+  """The line that follows the last marker; None: there is none.
+
+  "####" begins a heading of Markdown if its line is more than a value, and not the last one.
+  """
+  for match in [*_MARKER.finditer(text)][: -_LAST - 1 : -1]:
+    lines = [line.strip() for line in text[match.end() :].split("\n") if re.search(r"\w", line)]
+    line = lines[0] if lines else ""
+    alone = finished and len(lines) < 2
+    if match[0] != "####" or alone or _NO_SOLUTION.match(line) or _is_value(line):
+      return line
+  return None
+
+
+def _is_value(line: str) -> bool:
+  """Whether a line is a formula or number all through, but for a unit."""
+  return stated(line)[1] and not re.search(r"[.;?]\s+\w", line)
 
 
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:

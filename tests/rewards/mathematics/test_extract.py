@@ -109,3 +109,55 @@ def test_what_replaces_a_box(announced, answer):
 )
 def test_the_last_number_is_no_part_of_a_formula(text, answer):
   assert extract(text) == answer
+
+
+@pytest.mark.parametrize(
+  "text, answer",
+  [
+    ("#### Final Answer\n18", "18"),
+    ("#### Final Answer: 18", "18"),
+    ("#### Step 4: Add\nSo 10 and 8 are 18", "18"),
+    ("#### Step 1\nWe have 5.\n#### Step 2\nSo there are 5+3 = 8 apples", "8"),
+    ("#### 4. Conclusion\nShe has 8 apples left.", "8"),
+    ("#### 4: Conclusion\nShe has 8 apples left.", "8"),
+    ("#### Conclusion 2\nHence \\(8\\).", "8"),
+    # GSM8K's marker, and what stands in its place:
+    ("#### 18\nbye, 5", "18"),
+    ("#### 18 dollars\nbye, 5", "18"),
+    ("#### **$18**\nbye, 5", "$18"),
+    ("#### 1.5 million\nbye, 5", "1.5 million"),
+    ("#### 3\\pi cm\nbye, 5", r"3\pi"),
+    ("#### no solution\nbye, 5", "no solution"),
+    ("####\n18\nbye, 5", "18"),
+    ("5 it is not.\n#### unknown", None),
+  ],
+)
+def test_headings_are_no_markers(text, answer):
+  assert extract(text) == answer
+
+
+def test_a_heading_at_which_a_response_was_cut_off_is_no_answer():
+  assert extract("We add 5 and 3.\n#### Step 2", finished=False) is None
+  assert extract("#### 18 dollars", finished=False) == "18"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+  "text, answer",
+  [
+    ("<answer>18</answer>", "18"),
+    (r"We get 5. <answer> \sqrt{2} </answer> Or 7?", r"\sqrt{2}"),
+    ("<answer>B</answer><|im_end|>", "B"),
+    ("<answer>1, 2, 3</answer>", "1, 2, 3"),
+    ("<answer>18 is wrong</answer>", "18 is wrong"),
+    ("<answer>The answer is 18.</answer>", "18"),
+    ("<answer>5</answer> No: <answer>6</answer>", "6"),
+    ("The answer is 7. <answer>6</answer>", "6"),
+    (r"<answer>So \boxed{5}, from 6</answer>", "5"),
+    (r"\boxed{5} <answer>6</answer>", "5"),
+    ("<answer></answer>", None),
+    ("<think><answer>5</answer></think>", None),
+  ],
+)
+def test_the_whole_of_a_tag_is_the_answer(text, answer, finished):
+  assert extract(text, finished) == answer
