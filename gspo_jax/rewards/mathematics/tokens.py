@@ -5,7 +5,7 @@ import functools
 import re
 import unicodedata
 
-from gspo_jax.rewards.mathematics import extract
+from gspo_jax.rewards.mathematics import extract, units
 
 
 class Unreadable(ValueError):
@@ -68,6 +68,8 @@ _WORDS = frozenset(
 _TEXT = re.compile(
   r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathit|mathsf|mbox|operatorname\*?)\s*\{([^{}]*)\}"
 )
+_LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # words, of which a formula in \text{} has none
+_CHOICE = re.compile(r"\(?[A-J](?:[):]|\.\))")
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
 _REPEATING = re.compile(
   r"\d*\.\d*(?:\\(?:overline|bar)\s*\{?\d+\}?|\(\d+\)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
@@ -194,16 +196,22 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
   bare = content.strip(" .,;")
   if re.fullmatch(r"(?:and|or)", bare):
     return [Token("separator", bare, spaced)]
-  if len(bare) <= 1 or bare in _WORDS or re.fullmatch(r"[-\d.,/%\s]+", bare):
-    return [dataclasses.replace(t, spaced=True) for t in _tokenise(bare, True)]
   if not bare:
     return []
+  if bare in _WORDS or not (_LANGUAGE.search(bare) or _CHOICE.fullmatch(bare) or _is_unit(bare)):
+    tokens = list(_tokenise(bare, True))
+    return [dataclasses.replace(token, spaced=True) for token in tokens[:1]] + tokens[1:]
   found = []
   for part in re.split(r"(\b(?:and|or)\b|,)", bare):
     part = part.strip()
     if part:
       found.append(Token("separator" if part in ("and", "or", ",") else "text", part, True))
   return found
+
+
+def _is_unit(text: str) -> bool:
+  """Whether a text without words is a unit: m/s, but not m alone, which may be a variable."""
+  return len(text) > 1 and units.parse(" " + text) is not None
 
 
 def _letters(run: str, spaced: bool) -> list[Token]:
