@@ -20,10 +20,10 @@ _FUNCTIONS = re.compile("(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|
 _BLANK = (None, False)
 # A full stop behind B may belong to a choice: B. 18.
 _SENTENCE = re.compile(r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])[.?;](?=\s)")
-# Letters that touch a digit, ^ or _ belong to the formula: 18cm, 5th, 2xy.
+# Letters that touch a digit, ^ or _ belong to the formula: 18cm, 2xy; but not those of 5th.
 _PLAIN = re.compile(
   rf"{_TEXT.pattern}|{_ENVIRONMENT.pattern}|\\[a-zA-Z]+"
-  r"|(?<![A-Za-z\d^_])(?P<word>[A-Za-z]{2,})(?![A-Za-z\d^_])"
+  r"|(?P<word>(?<![A-Za-z\d^_])[A-Za-z]{2,}(?![A-Za-z\d^_])|(?<=\d)(?:st|nd|rd|th)\b)"
 )
 _VALUE = re.compile(r"[\dπ√∞]|\\[a-zA-Z(\[]|\$[^$]+\$")
 # Words before a number that make it another one, or none.

@@ -30,6 +30,7 @@ class Quantity:
   value: fractions.Fraction
   places: int | None = None
   unit: units.Unit | None = None
+  count: fractions.Fraction | None = None  # of things that also are a factor: 7 of 7 dozen
 
 
 def normalise(text: str) -> str:
@@ -79,15 +80,21 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   value = fractions.Fraction(digits + (part["exponent"] or "")) / bottom + int(part["whole"] or 0)
   places = len(digits.partition(".")[2]) if "." in digits and bottom == 1 else None
   value = -value if "-" in (part["sign"], part["sign2"]) else value
-  return Quantity(value * factor, places if factor == 1 and not part["exponent"] else None, unit)
+  word = rest.split()[0].casefold() if factor != 1 else ""
+  counts = word in units.COUNTED and factor == units.MULTIPLIERS[word]
+  places = places if factor == 1 and not part["exponent"] else None
+  return Quantity(value * factor, places, unit, value if counts else None)
 
 
 def same(gold: Quantity, ours: Quantity) -> bool | None:
   r"""Whether two quantities agree; None: only symbols can tell (degrees against radians).
 
   Units must agree where both have one; where one has none, the question named it. 50\% agrees with
-  0.5 and, as questions for "how many percent" want it, with 50.
+  0.5 and, as questions for "how many percent" want it, with 50. 7 dozen agree with 84 and, as those
+  for "how many dozen" want it, with a bare 7.
   """
+  if ours.count is not None and gold.unit is None is gold.count and ours.count == gold.value:
+    return True
   if gold.unit and ours.unit:
     if gold.unit.dimensions == ours.unit.dimensions:
       return gold.value * gold.unit.scale == ours.value * ours.unit.scale or (

@@ -110,6 +110,7 @@ MULTIPLIERS |= {"thousandth": F(1, 1000), "millionth": F(1, 10**6), "billionth":
 MULTIPLIERS |= {word + "s": value for word, value in MULTIPLIERS.items()} | {"halves": F(1, 2)}
 MULTIPLIERS |= {"dozen": F(12), "hundred": F(100), "thousand": F(1000), "million": F(10**6)}
 MULTIPLIERS |= {"billion": F(10**9), "trillion": F(10**12)}
+COUNTED = frozenset("dozen quarter quarters half halves".split())  # and that are things as well
 
 # Words that no unit has: they change the value in a way of their own, comment on it, or deny it.
 _COMMENTS = frozenset(

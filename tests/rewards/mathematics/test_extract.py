@@ -34,6 +34,8 @@ STATED = [  # what follows "The answer is "
   ("18, I am sure. I hope so.", "18"),
   ("70,000, as shown", "70,000"),
   ("still 18.", "18"),
+  ("the 5th of May", "5"),
+  ("18cm long", "18cm"),
   ("option (B) 18.", "(B) 18"),
   ("C. 18", "C. 18"),
   ("5 dozen eggs", "5 dozen"),
@@ -76,6 +78,7 @@ def test_a_hedge_is_no_answer_and_nor_is_a_part(sentence):
     ("6 (for a) and 3 (for b).", "1"),
     ("18:", "18"),
     ("B.", "1"),
+    ("7th", "1"),
     ("therefore 6.", "1"),
   ],
 )

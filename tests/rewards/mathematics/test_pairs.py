@@ -41,8 +41,11 @@ def test_tables(verifier, name, right):
   assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o not in expected]
 
 
-# A letter without \text is a variable in the gold answer: 18 m may be 18 times m.
+# A letter without \text is a variable in the gold answer: 18 m may be 18 times m. A gold answer in
+# dozens says what it means.
 ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
+ONE_WAY |= {("97", "97 quarters"), ("97", "97 \\text{ quarters}"), ("2", "2 dozen eggs")}
+ONE_WAY |= {("5", "5 halves")}
 
 
 def test_what_agrees_agrees_the_other_way_round():
