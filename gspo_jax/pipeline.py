@@ -90,9 +90,11 @@ class Pipeline:
       self._worker.shutdown(cancel_futures=True)
 
   def publish(self, params: Any, version: int) -> None:
-    """Gives the sampler the trainer's parameters, for the batches that are begun from now on."""
+    """Gives the sampler the trainer's parameters, for the batches that are begun from now on. A
+    notice breaks it off, and is left to the next check: the caller has yet to say what to save."""
     if self._worker is None or self._beside:
-      self._engine.load(params, version)
+      with contextlib.suppress(preemption.Preempted):
+        self._engine.load(params, version)
       self._published = None, version
     else:
       self._published = self._copy(params), version
@@ -134,7 +136,8 @@ class Pipeline:
     jobs, position = tuple(self._jobs), self._position
 
     def state() -> dict[str, Any]:
-      ahead = [self._wait(job, check=lambda: None) for job in jobs]  # a notice may be why
+      with preemption.checked_by(lambda: None):  # a notice may be why
+        ahead = [self._wait(job) for job in jobs]
       where = ahead[-1].position if ahead else position
       batches = [get_state(one.collected) for one in ahead]
       return where() | (dict(ahead=batches) if batches else {})
@@ -195,14 +198,12 @@ class Pipeline:
       self._engine.load(weights, version)
       self._loaded = version
 
-  def _wait(
-    self, job: concurrent.futures.Future, check: Callable[[], None] = preemption.check
-  ) -> Ahead:
+  def _wait(self, job: concurrent.futures.Future) -> Ahead:
     if self._worker is None:
       return job.result()
     with self._stages("wait_for_sampler"):
       while not job.done() and not concurrent.futures.wait([job], POLL_S).done:
-        check()
+        preemption.check()
         if self._beside:
           self._engine.revive()
     return job.result()

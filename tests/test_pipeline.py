@@ -301,6 +301,36 @@ def test_a_notice_ends_the_wait_and_what_was_begun_is_saved():
       assert_same(mine, same)
 
 
+class Away(Slow):
+  """One that is beside the trainer and has to be found again, by whom a notice ends."""
+
+  loads_beside_steps = True
+
+  def load(self, params, version):
+    preemption.check()
+    self._engine.load(params, version)
+
+  def revive(self):
+    preemption.check()
+    self.go.set()
+
+
+def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
+  """What is to be saved is the state that they are of, with the batches that were begun."""
+  made, engine = collector(**WHOLE)
+  away = Away(engine)
+  made._engine = away
+  with preemption.watch(grace_s=60), opened(1, made=(made, away)) as sampling:
+    sampling.publish(weights(1), 1)
+    sampling._jobs.append(sampling._begin(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    sampling.publish(weights(2), 2)
+    state = sampling.position()()
+    with pytest.raises(preemption.Preempted):
+      preemption.check()
+  assert [batch["step"] for batch in state["ahead"]] == [1]
+
+
 def test_nothing_goes_on_after_the_end():
   made, engine = collector(**WHOLE)
   slow = Slow(engine)
