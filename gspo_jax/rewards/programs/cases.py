@@ -179,19 +179,21 @@ def extract(response: str, fences: bool = True) -> str | None:
 
   It is the last complete fenced block that is marked as Python; if none is, the last one without a
   mark. Only what follows the thought counts (`thought.after`). With `fences=False` a response
-  without any fence is a program as a whole, as base models complete functions.
+  without any fence is a program as a whole, as base models complete functions. Lines lose the
+  indentation of their fence, which is a list's.
   """
   text = thought.after(response)
-  found, block, mark, opening = {}, None, "", ""
+  found, block, mark, opening, indent = {}, None, "", "", 0
   for line in text.split("\n"):
     fence, label = _fence(line)
     if fence and block is None:
       block, opening, mark = [], fence, label.strip("{}.").lower()
+      indent = len(line) - len(line.lstrip(" \t"))
     elif fence.startswith(opening) and fence and not label:
-      found["python" if mark in ("python", "py", "python3") else mark] = block
+      found["python" if mark in ("python", "py", "python3", "py3") else mark] = block
       block = None
     elif block is not None:
-      block.append(line)
+      block.append(line[:indent].lstrip(" \t") + line[indent:])
   lines = found.get("python", found.get(""))
   program = None if lines is None else "\n".join(lines)
   if program is None and not fences and "```" not in text:
