@@ -61,7 +61,8 @@ class Pool:
     workers: processes.
     time_limit_s: wall-clock seconds that one item may run; queueing is not counted.
     warm_up: an item that every new worker runs once before its first (imports, caches).
-    memory_bytes: address space of a worker; past it the item fails with MemoryError, a CRASH.
+    memory_bytes: address space of a worker; past it the item fails with MemoryError, a CRASH. None:
+      no limit.
 
   Raises:
     RuntimeError: if the workers cannot be started, with the worker's traceback.
@@ -74,7 +75,7 @@ class Pool:
     time_limit_s: float,
     *,
     warm_up: Any,
-    memory_bytes: int = 2 << 30,
+    memory_bytes: int | None = 2 << 30,
   ):
     if workers < 1 or not time_limit_s > 0:
       raise ValueError(f"need workers >= 1 and time_limit_s > 0, got {workers} and {time_limit_s}")
@@ -176,8 +177,8 @@ def last_line(text: str) -> str:
 class _Worker:
   """One process, its pipe, and the index of the item that it runs (None: it is idle)."""
 
-  def __init__(self, function: str, warm_up: Any, memory_bytes: int):
-    self._arguments, self._warm_up = [function, str(memory_bytes)], warm_up
+  def __init__(self, function: str, warm_up: Any, memory_bytes: int | None):
+    self._arguments, self._warm_up = [function, str(memory_bytes or 0)], warm_up
     self.process, self.pipe, self.item, self.deadline = None, None, None, 0.0
     self.failed_starts, self.reason = 0, ""  # in a row, and why the last one failed
 
@@ -252,7 +253,8 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
   """The worker's side: reads `[time limit, item]` and answers with a value or an error."""
   pipe = connection.Connection(descriptor)
   _limit(resource.RLIMIT_CORE, 0)
-  _limit(resource.RLIMIT_AS, memory_bytes)
+  if memory_bytes:
+    _limit(resource.RLIMIT_AS, memory_bytes)
   module, name = function.split(":")
   with contextlib.suppress(EOFError, OSError):  # the pool is closed, or its process is gone
     while True:

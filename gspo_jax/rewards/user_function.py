@@ -4,7 +4,8 @@ The function takes the text of a response and the record of its prompt, and retu
 number from 0 to 1, where 1 is right and anything less is wrong with partial credit. The record is a
 dict of texts: `id`, `question`, `answer`, and the further fields of the row in the data set. The
 function runs in worker processes: one that hangs is a timeout, one that raises or returns something
-else is a crash, and neither is a wrong answer: nothing is known about the response then.
+else is a crash, and neither is a wrong answer: nothing is known about the response then. Its memory
+has no limit: what it needs, a model with its libraries perhaps, only its author knows.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def open_verifier(config: Any) -> Iterator[Callable]:
   """
   name = config.name
   limits = config.workers, config.time_limit_s
-  with pool.Pool(f"{__name__}:call", *limits, warm_up=[name]) as workers:
+  with pool.Pool(f"{__name__}:call", *limits, warm_up=[name], memory_bytes=None) as workers:
 
     def verify(responses, prompts, finished):
       results = workers.map([[name, r, record(p)] for r, p in zip(responses, prompts)])

@@ -168,6 +168,13 @@ def test_verifiers_say_what_they_find(name):
     assert scorer([], []).outcomes == dict.fromkeys(outcomes, 0)
 
 
+def test_a_function_of_the_users_may_take_much_memory(monkeypatch, tmp_path):
+  code = "import mmap\n\ndef f(response, prompt):\n  return len(mmap.mmap(-1, 3 << 30)) > 0\n"
+  (tmp_path / "large.py").write_text(code)
+  monkeypatch.chdir(tmp_path)
+  assert score(["a"], ["a"], name="large:f").outcomes["right"] == 1
+
+
 def test_a_function_that_kills_its_process(monkeypatch):
   monkeypatch.chdir(Path(__file__).parents[1])
   scores = score(["die", "abcd"], ["wxyz"] * 2, name="support.user_rewards:by_length")
