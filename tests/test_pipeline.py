@@ -320,7 +320,7 @@ def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
   made, engine = collector(**WHOLE)
   away = Away(engine)
   made._engine = away
-  with preemption.watch(grace_s=60), opened(1, made=(made, away)) as sampling:
+  with preemption.watch(grace_s=600), opened(1, made=(made, away)) as sampling:
     sampling.publish(weights(1), 1)
     sampling._jobs.append(sampling._begin(1))
     os.kill(os.getpid(), signal.SIGTERM)
