@@ -10,10 +10,10 @@ from pathlib import Path
 
 from etils import epath
 
-from gspo_jax.runs.files import writing
+from gspo_jax.runs.files import WriteError, writing
 
 FOLDER = "workdir"  # of checkpoint.directory
-LEFT_OUT = ("checkpoints", "failures", "profile", "wandb", "lock")
+LEFT_OUT = ("checkpoints", "failures", "profile", "published", "wandb", "lock")
 
 
 class Mirror:
@@ -35,15 +35,22 @@ class Mirror:
     return True
 
   def copy(self) -> None:
-    """Raises WriteError where a file cannot be copied."""
+    """Raises WriteError where a file cannot be copied, unless the run removes it meanwhile."""
     if self.target is None:
       return
     for name in _files(self._workdir):
-      stat = (self._workdir / name).stat()
-      seen = stat.length, stat.mtime
-      if self._copied.get(name) != seen:
-        _copy(self._workdir / name, self.target / name)
-        self._copied[name] = seen
+      try:
+        self._copy_new(name)
+      except (FileNotFoundError, WriteError):
+        if (self._workdir / name).exists():
+          raise
+
+  def _copy_new(self, name: str) -> None:
+    stat = (self._workdir / name).stat()
+    seen = stat.length, stat.mtime
+    if self._copied.get(name) != seen:
+      _copy(self._workdir / name, self.target / name)
+      self._copied[name] = seen
 
 
 def _files(folder: epath.Path) -> list[str]:

@@ -16,7 +16,7 @@ from support.small_models import MOE
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
-from gspo_jax.runs import checkpoint, files, integrity
+from gspo_jax.runs import checkpoint, files, integrity, mirror
 from gspo_jax.runs.mirror import Mirror
 
 TX = optax.adamw(1e-3)
@@ -223,8 +223,9 @@ def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
   (workdir / "rollouts").mkdir(parents=True)
   for name, text in ("config.json", "{}"), ("metrics.jsonl", "1\n"), ("rollouts/a.jsonl", "a"):
     (workdir / name).write_text(text)
-  (workdir / "failures").mkdir()
-  (workdir / "failures" / "large").write_text("not copied")
+  for name in "failures", "published":  # weights for servers, which come and go, among them
+    (workdir / name).mkdir()
+    (workdir / name / "large.json").write_text("not copied")
   state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
   save(workdir, state, (1,), config=config)
   (workdir / "metrics.jsonl").write_text("1\n2\n")
@@ -238,3 +239,21 @@ def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
   assert found == expected
   assert not Mirror(workdir, config.directory).back()  # it holds a run now
   assert restore(workdir, state, mesh, config)[0] == 2
+
+
+@pytest.mark.parametrize("removed_at", ["listed", "copied"])
+def test_what_a_run_removes_while_it_is_copied_is_left_out(removed_at, tmp_path, monkeypatch):
+  workdir, bucket = tmp_path / "run", tmp_path / "bucket"
+  workdir.mkdir()
+  for name in "a.json", "b.json", "c.json":
+    (workdir / name).write_text(name)
+  copy = mirror._copy
+
+  def removing(source, target):
+    if source.name == dict(listed="a.json", copied="b.json")[removed_at]:
+      (workdir / "b.json").unlink()
+    copy(source, target)
+
+  monkeypatch.setattr(mirror, "_copy", removing)
+  Mirror(workdir, str(bucket)).copy()
+  assert {path.name for path in (bucket / "workdir").iterdir()} == {"a.json", "c.json"}
