@@ -8,6 +8,7 @@ import numpy as np
 from gspo_jax import sharding
 from gspo_jax.learner import by_age, packing
 from gspo_jax.models import routing
+from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.structs import Rollout, TrainBatch
 
 
@@ -101,8 +102,7 @@ def minibatches(
   missing = prompts * group_size - len(batch.tokens_BT)
   if missing:
     place = _places(prompts, group_size, parts)
-    widen = lambda x: np.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
-    batch = jax.tree.map(lambda x: widen(x)[place], batch)
+    batch = jax.tree.map(lambda x: x[place], _widened(batch, missing))
   cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
   structure = jax.tree.structure(batch)
   batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
@@ -111,6 +111,17 @@ def minibatches(
   if packed:
     batches = [packing.plan(one, sharding.batch_shards(mesh)) for one in batches]
   return [sharding.put_batch(one, mesh) for one in batches]
+
+
+def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
+  """The batch with so many rows of padding after it."""
+  nothing = dict(sampler_routing_BTlk=routing.NO_EXPERT, support_BTX=NO_TOKEN)  # 0 would be one
+
+  def widen(path, x):
+    room = ((0, rows), *((0, 0),) * (x.ndim - 1))
+    return np.pad(x, room, constant_values=nothing.get(path[0].name, 0))
+
+  return jax.tree_util.tree_map_with_path(widen, batch)
 
 
 def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:

@@ -33,6 +33,17 @@ def test_missing_groups_are_padding_in_every_mini_batch():
     np.testing.assert_array_equal(part.segments_BT.any(1), part.advantage_B > 0)
 
 
+def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
+  """0 is an expert and a token, and the trainer's own choices would be compared with it."""
+  one = batch(2, np.zeros((2, T), np.float32)).replace(
+    sampler_routing_BTlk=np.ones((2, T, 1, 2), np.int8), support_BTX=np.ones((2, T, 3), np.int32)
+  )
+  (made,) = minibatches(one, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
+  for found in made.sampler_routing_BTlk, made.support_BTX:
+    assert np.unique(found[:2]) == 1 and np.unique(found[2:]) == -1
+  assert made.sampler_routing_BTlk.dtype == np.int8
+
+
 def test_log_ratios_come_back_in_the_order_of_the_rollout():
   rows = 4 * 3  # two groups are missing
   old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
