@@ -26,6 +26,8 @@ def same_answer(gold, ours) -> bool:
     return _same_choice(gold, ours)
   if isinstance(gold, Named) or isinstance(ours, Named):
     return _same_named(gold, ours)
+  if isinstance(gold, Scalar) and isinstance(ours, Relation):
+    return _is_sum(ours) and _same_scalar(gold, Scalar(ours.members[-1]))
   if isinstance(gold, Relation) or isinstance(ours, Relation):
     both = isinstance(gold, Relation) and isinstance(ours, Relation)
     return both and _same_relation(gold, ours)
@@ -82,6 +84,21 @@ def _same_named(gold, ours) -> bool:
   if isinstance(other, Relation):
     return bool(named.relation) and _same_relation(named.relation, other)
   return same_answer(*((named.value, other) if named is gold else (other, named.value)))
+
+
+def _is_sum(relation: Relation) -> bool:
+  """Whether it gives a sum of letters a value: m + n = 204, what a question asks for.
+
+  Not x + y = 204, which is a line.
+  """
+  total, *values = relation.members
+  letters = total.args if isinstance(total, sp.Add) else ()
+  return (
+    set(relation.operators) == {"="}
+    and len(letters) > 1
+    and all(letter.is_Symbol and re.fullmatch("[a-wA-Z]", letter.name) for letter in letters)
+    and all(value.is_Rational and value == values[0] for value in values)
+  )
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:

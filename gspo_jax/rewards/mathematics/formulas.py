@@ -157,7 +157,6 @@ def trim(text: str) -> str:
   """Without the Markdown, math delimiters and punctuation around an answer."""
   text = text.strip().strip("*_` \t")
   if not text.endswith("..."):
-    shorter = text.rstrip(".,;:*_` ")
-    text = (shorter.rstrip("\\") if shorter != text else text).strip()  # a thin space is \,
+    text = text.rstrip(".,;:*_` \\")  # a thin space is \,
   match = FORMULA.fullmatch(text)
   return next(filter(None, match.groups())).strip().rstrip(".,;") if match else text

@@ -5,7 +5,7 @@ import re
 
 import sympy as sp
 
-from gspo_jax.rewards.mathematics import expression, names, nodes, units
+from gspo_jax.rewards.mathematics import cuts, equal, expression, names, nodes, units
 from gspo_jax.rewards.mathematics.nodes import (
   Choice,
   Group,
@@ -16,7 +16,7 @@ from gspo_jax.rewards.mathematics.nodes import (
   Word,
   as_region,
 )
-from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, is_product, spell, tokenise
+from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, is_product, tokenise
 from gspo_jax.rewards.mathematics.values import split
 
 _REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
@@ -29,7 +29,6 @@ _REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
 )
 MAX_ITEMS = 64
 MAX_UNIT = 16  # tokens
-_RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "approx": "~"}
 _SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
 _NOTHING = re.compile(
   r"(?:there (?:is|are) )?no (?:such )?(?:real |integer |valid |possible )?"
@@ -88,7 +87,7 @@ class _Structure:
       if not rest or rest[0].kind in ("number", "text") or rest[0].text == "frac":
         return Choice(tokens[1].text, self.everything(rest) if rest else None)
     if first.kind == "letter" and "A" <= first.text <= "J" and rest:
-      if rest[0].text in (")", ":") and rest[1:] and not _find(rest[1:], ":", "="):
+      if rest[0].text in (")", ":") and rest[1:] and not cuts.find(rest[1:], ":", "="):
         return Choice(first.text, self.everything(rest[1:]))
       if rest[0].kind == "number" and rest[0].spaced:
         return Choice(first.text, self.everything(rest))
@@ -112,10 +111,11 @@ class _Structure:
 
   def listed(self, tokens: list[Token]):
     """Items between separators; conditions on one variable are one region."""
-    outer = (";",) if _find(tokens, ";") and _find(tokens, ",", "and", "or") else ()
+    given, tokens = tokens, cuts.without_integers(tokens)
+    outer = (";",) if cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or") else ()
     parts = [part for part in split(tokens, *outer) if part]
     if len(parts) < 2:
-      if parts and len(parts[0]) < len(tokens):
+      if parts and len(parts[0]) < len(given):
         return self.everything(parts[0])
       return None
     if len(parts) > MAX_ITEMS:
@@ -123,14 +123,18 @@ class _Structure:
     items = [self.everything(part) for part in parts]
     about = {item.name if isinstance(item, Region) else None for item in items}
     if len(about) == 1 and None not in about:
-      join = sp.Union if _find(tokens, "or") else sp.Intersection
+      join = sp.Union if cuts.find(tokens, "or") else sp.Intersection
       return Region(join(*(item.region for item in items)), items[0].name)
+    if cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and") and _same_value(items):
+      return items[0]  # 3/8 or 0.375
     return Group("list", tuple(_flatten(items)))
 
   def related(self, tokens: list[Token]):
-    operators, members = _cut(tokens)
+    operators, members = cuts.cut(tokens)
     if not operators:
       return self.value(tokens)
+    if operators == ["~"] and not members[0]:
+      return self.value(members[1])
     if any(not member for member in members):
       raise Unreadable("a relation without a side")
     if set(operators) <= {"=", "~"}:
@@ -161,6 +165,8 @@ class _Structure:
     if all(isinstance(value, Scalar) for value in values):
       if any(value.unit for value in values):  # 3 hours = 180 minutes
         return values[-1]
+      if operators == ["~"] and (known := _exact(*values)):
+        return known
       exact = [value.value for value in values]
       if all(sp.sympify(a - exact[-1]).equals(0) for a in exact[:-1]):
         return values[-1]
@@ -195,8 +201,8 @@ class _Structure:
       raise Unreadable("nothing")
     if any(t.kind == "command" and t.text in ("cup", "cap", "setminus") for t in tokens):
       return self.regions(tokens)
-    if _find(tokens, ":"):
-      parts = [self.value(part) for part in _cut(tokens, ":")[1]]
+    if cuts.find(tokens, ":"):
+      parts = [self.value(part) for part in cuts.cut(tokens, ":")[1]]
       return Group("ratio", tuple(parts))
     node = self.named_set(tokens) or self.bracketed(tokens)
     if node is not None:
@@ -208,12 +214,11 @@ class _Structure:
   def named_set(self, tokens: list[Token]):
     if [t.text for t in tokens] == ["emptyset"]:
       return Region(sp.S.EmptySet)
-    shape = spell(tokens).replace(" ", "").replace("{", "").replace("}", "")
-    match = re.fullmatch(r"mathbb([RZNQ])", shape)
+    match = re.fullmatch(r"mathbb([RZNQ])", cuts.shape(tokens))
     return Region(_SETS[match[1]]) if match else None
 
   def bracketed(self, tokens: list[Token]):
-    if tokens[0].kind != "open" or _match(tokens) != len(tokens) - 1:
+    if tokens[0].kind != "open" or cuts.match(tokens) != len(tokens) - 1:
       return None
     opening, closing, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
     if opening in ("lfloor", "lceil"):
@@ -222,8 +227,8 @@ class _Structure:
       return Region(sp.S.EmptySet) if opening in ("\\{", "{") else None
     parts = split(inner)
     if opening in ("\\{", "{"):
-      builder = _cut(inner, ":", "|")[1]
-      if opening == "\\{" and len(builder) == 2 and names.name(builder[0]):
+      builder = cuts.cut(inner, ":", "|")[1]
+      if opening == "\\{" and len(builder) == 2 and names.name(cuts.without_reals(builder[0])):
         return self.everything(builder[1])
       if opening == "{" and len(parts) == 1:
         return self.everything(inner)
@@ -240,7 +245,7 @@ class _Structure:
 
   def regions(self, tokens: list[Token]):
     """Unions, intersections and differences, from left to right."""
-    operators, parts = _cut(tokens, "cup", "cap", "setminus")
+    operators, parts = cuts.cut(tokens, "cup", "cap", "setminus")
     result = None
     for operator, part in zip(["", *operators], parts):
       region = as_region(self.value(part) if part else None)
@@ -303,6 +308,22 @@ def _places(tokens: list[Token]) -> int | None:
   return len(match[1]) if match else None
 
 
+def _same_value(items: list) -> bool:
+  return all(isinstance(i, Scalar) and equal.same_answer(items[0], i) for i in items)
+
+
+def _exact(left: Scalar, right: Scalar) -> Scalar | None:
+  """The side that the other one is a decimal of, rounded: 90√2 of 90√2 ≈ 127.28."""
+  for exact, decimal in ((left, right), (right, left)):
+    if decimal.places is None or exact.places is not None or exact.value.is_Integer:
+      continue
+    if exact.value.is_real and not exact.value.free_symbols:
+      off = sp.Abs(exact.value - decimal.value).evalf(15, maxn=400)
+      if 2 * off <= sp.Rational(1, 10**decimal.places):
+        return exact
+  return None
+
+
 def _flatten(items: list) -> list:
   r"""Lists within a list come from \pm."""
   found = []
@@ -318,37 +339,3 @@ def _flatten(items: list) -> list:
     else:
       found.append(item)
   return found
-
-
-def _find(tokens: list[Token], *texts: str) -> bool:
-  return len(_cut(tokens, *texts)[1]) > 1
-
-
-def _cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
-  """Operators that stand in no brackets (relations, or the given ones), and what they separate."""
-  operators, parts, depth = [], [[]], 0
-  for token in tokens:
-    depth += {"open": 1, "close": -1}.get(token.kind, 0)
-    if token.kind == "command" and token.text in ("begin", "end"):
-      depth += 1 if token.text == "begin" else -1
-    sign = token.kind in ("symbol", "command", "separator")
-    if texts:
-      hit = token.text if sign and token.text in texts else None
-    else:
-      hit = "in" if token.text == "in" and sign else _RELATIONS.get(token.text) if sign else None
-    if hit and depth == 0:
-      operators.append(hit)
-      parts.append([])
-    else:
-      parts[-1].append(token)
-  return operators, parts
-
-
-def _match(tokens: list[Token]) -> int:
-  """The index of the bracket that closes the first one; -1: none does."""
-  depth = 0
-  for index, token in enumerate(tokens):
-    depth += {"open": 1, "close": -1}.get(token.kind, 0)
-    if depth == 0:
-      return index
-  return -1

@@ -133,8 +133,8 @@ _ADVERB = re.compile(r"(?!family|assembly|jelly|belly|fly|butterfly|lily|supply|
 _ORDINAL = re.compile(
   r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand)ths?"
 )
-_FILLER = frozenset("a an the of each total left remaining altogether overall".split())
-_TAIL = re.compile(r"\s+(?:in total|in all|altogether|each|apiece|overall)$")
+_FILLER = frozenset("a an the of more each total left remaining altogether overall".split())
+_TAIL = re.compile(r"\s+(?:in total|in all|altogether|each|apiece|overall|times)$")
 _ITEM = re.compile(
   r"\s*(?P<per>/|\bper\b)?\s*(?:\\cdot|[·*-])?\s*"
   r"(?P<word>[^\W\d_]+(?:'[a-z]+)?|[$£€¥₹%°¢](?:[CF]\b)?)\.?"

@@ -42,10 +42,10 @@ def test_tables(verifier, name, right):
 
 
 # A letter without \text is a variable in the gold answer: 18 m may be 18 times m. A gold answer in
-# dozens says what it means.
+# dozens says what it means, and one that is an equation asks for one.
 ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
 ONE_WAY |= {("97", "97 quarters"), ("97", "97 \\text{ quarters}"), ("2", "2 dozen eggs")}
-ONE_WAY |= {("5", "5 halves")}
+ONE_WAY |= {("5", "5 halves"), ("204", "m+n=204"), ("204", "a + b + c = 199 + 5 = 204")}
 
 
 def test_what_agrees_agrees_the_other_way_round():
