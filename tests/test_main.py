@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -27,11 +28,12 @@ from support.command_line import (
 from support.configs import config_of
 
 from configs import tiny
-from gspo_jax import command_line
+from gspo_jax import command_line, main
 from gspo_jax import config as configuration
 from gspo_jax.data import tokenizer
 from gspo_jax.models import flops, hf, sizes, transformer
 from gspo_jax.run import open_run
+from gspo_jax.runs import metrics
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +304,29 @@ def test_an_evaluation_job_of_several_benchmarks(tmp_path):
   assert again["time/eval/aime24/sample"] == row["time/eval/aime24/sample"]
   assert figures(tmp_path / "run") == [{k: v for k, v in row.items() if not k.startswith("time/")}]
   assert (tmp_path / "run" / "rollouts" / "eval_000000.jsonl").read_text() == responses
+
+
+class Evaluates:
+  """An evaluator that finds nothing wrong."""
+
+  key = str
+
+  def __call__(self, engine, key):
+    return {"eval/accuracy": 1.0}, []
+
+
+def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path):
+  """With resume=force its workdir may be one that a run has trained in."""
+  trained = [dict(phase="sft", step=4), dict(phase="rl", step=2)]
+  config, engine = SimpleNamespace(job="eval"), SimpleNamespace(load=lambda *_, **__: None)
+  for _ in range(2):
+    with metrics.Writer(tmp_path) as writer:
+      for row in trained:
+        writer.write(row)
+      trained = []  # by the first one
+      parts = dict(config=config, engine=engine, evaluate=Evaluates(), writer=writer)
+      main.do(SimpleNamespace(initial_params=dict, **parts))
+  assert [row["phase"] for row in rows(tmp_path)] == ["sft", "rl", "eval"]
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
