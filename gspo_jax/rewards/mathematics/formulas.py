@@ -23,7 +23,7 @@ _SENTENCE = re.compile(r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])[.?;](?=\s)")
 # Letters that touch a digit, ^ or _ belong to the formula: 18cm, 2xy; but not those of 5th.
 _PLAIN = re.compile(
   rf"{_TEXT.pattern}|{_ENVIRONMENT.pattern}|\\[a-zA-Z]+"
-  r"|(?P<word>(?<![A-Za-z\d^_])[A-Za-z]{2,}(?![A-Za-z\d^_])|(?<=\d)(?:st|nd|rd|th)\b)"
+  r"|(?P<word>(?<![A-Za-z\d^_])[A-Za-z]{2,}(?![A-Za-z\d^_])|(?<=\d)(?:st|nd|rd|th)\b|\bi\.e\b)"
 )
 _VALUE = re.compile(r"[\dπ√∞]|\\[a-zA-Z(\[]|\$[^$]+\$")
 # Words before a number that make it another one, or none.
@@ -37,7 +37,7 @@ _HEDGE = re.compile(
 _NEGATIVE = re.compile(r"\b(?:minus|negative)\s*$", re.IGNORECASE)
 # Words behind a number that go on with it.
 _GOES_ON = re.compile(
-  r"(?:squared|cubed|factorial)\b|(?:[a-z]+,?\s+){1,3}(?:or\b|(?P<on>[*+×=]))"
+  r"(?:squared|cubed|factorial)\b|(?:[a-z]+,?\s+){1,3}(?:or\b|and\s+\$?\d|(?P<on>[*+×=]))"
   r"|(?:plus|minus|times|over|to|through|choose|mod|modulo|(?:divided|multiplied) by"
   r"|(?:more|less|fewer|greater) than)\s+\W{0,3}\d",
   re.IGNORECASE,
@@ -45,7 +45,8 @@ _GOES_ON = re.compile(
 _OPERATOR = re.compile(
   r"(?:[-+*/^_=<>×·÷≈±√]|\bor|\\(?:cdot|times|div|pm|mp|approx|[lgn]eq?|in|to|sqrt))$"
 )
-_LEADING = re.compile(r"^\W?and\s+", re.IGNORECASE)
+# An "and" before it, and what Markdown sets bold, which is no power: **18** apples.
+_DECORATION = re.compile(r"(?i:^\W?and\s+)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)])")
 _LABEL = re.compile(r"^(?:[a-zA-Z]|[A-Z]{2,4})[,:]?\s+(?=[-+$]?\d)")
 # What touches a number that is a part of a formula.
 _BEHIND = re.compile(r"\s?(?:\^(?!\s?\{?\s?\\?circ)|√|\\?sqrt|π|\\?pi(?![a-z]))|:\d{1,2}\b|_[\d{]")
@@ -63,7 +64,7 @@ def stated(text: str) -> tuple[str | None, bool]:
   That is the longest one: 5\sqrt{2} of "5\sqrt{2} cm long". What is said before or behind it
   may make it no answer: "not 5", "5 plus 3", "5 or more". The words around it are left out.
   """
-  cut, text = len(text) > LONGEST, _LEADING.sub("", text[:LONGEST])
+  cut, text = len(text) > LONGEST, _DECORATION.sub("", text[:LONGEST])
   first = _SENTENCE.split(text, maxsplit=1)[0]
   if is_formula(first):
     return (trim(first), True) if not cut or len(first) < len(text) else _BLANK

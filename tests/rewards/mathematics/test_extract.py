@@ -34,6 +34,9 @@ STATED = [  # what follows "The answer is "
   ("18, I am sure. I hope so.", "18"),
   ("70,000, as shown", "70,000"),
   ("still 18.", "18"),
+  ("**B**: 5 apples", "5"),
+  ("2**3 apples", "2**3"),
+  (r"therefore $\frac{3}{4}$, i.e. 75% of it", r"\frac{3}{4}"),
   ("the 5th of May", "5"),
   ("18cm long", "18cm"),
   ("option (B) 18.", "(B) 18"),
@@ -56,6 +59,7 @@ def test_what_is_announced_is_taken_whole(sentence, answer):
   ["not 18 but 20.", "either 18 or 19.", "18 or maybe 19", "18 apples or 19", "between 18 and 20",
    "definitely less than 18", "more than 18", "18 more than 5", "one of 18, 19, 20", "about 18",
    "10 plus 8", "3 times 6", "5 squared", "half of 36", "the sum of 10 and 8", "3 and a half",
+   "6 hours and 30 minutes",
    "18 + something", "B because 5 is wrong", "15 apples + 3 pears", "1" + "+1" * 300],
 )  # fmt: skip
 def test_a_hedge_is_no_answer_and_nor_is_a_part(sentence):
