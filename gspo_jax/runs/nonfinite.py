@@ -58,12 +58,24 @@ class Guard:
     keep: int,
   ):
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
-    self._updates, self._skipped = updates, 0
+    self._updates, self._skipped, self._before = updates, 0, 0
     self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
 
-  def start(self, state: TrainState) -> None:
-    """Takes the state that the phase starts or goes on with."""
+  def start(self, state: TrainState, done: int = 0, reported: bool = True) -> TrainState:
+    """Takes the state after `done` steps; returns the one to go on with. What a run with "skip" has
+    left out is forgotten with "stop", which would leave out all that follows.
+
+    Args:
+      reported: whether the row of the last step has been checked.
+    """
     self._skipped = int(jax.device_get(state.skipped))
+    if self._skipped and self._on_nonfinite == "stop":
+      state, self._skipped = state.replace(skipped=state.skipped * 0), 0
+    # `state.step` counts what was applied; batches are found by what was tried.
+    self._before = done * self._updates - int(jax.device_get(state.step))
+    if not reported:  # any of them may be in that row
+      self._skipped = 0
+    return state
 
   def hold(self, step: int, batches: Sequence[TrainBatch]) -> None:
     """Remembers what the updates of a step are made on."""
@@ -82,8 +94,10 @@ class Guard:
         return
     if not names and not skipped:
       return
-    made = int(jax.device_get(state.step))
-    step, index = (made // self._updates + 1, made % self._updates) if skipped else (row["step"], 0)
+    step, index = row["step"], 0
+    if skipped and self._on_nonfinite == "stop":
+      tried = self._before + int(jax.device_get(state.step))
+      step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._held).get(step, ())[index:]
     what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
     why = f"not finite at {row['phase']} step {step}: {what}"
@@ -93,6 +107,13 @@ class Guard:
       reason = checkpoint.reason(error)
       raise NonFiniteError(f"{why}; what led to it cannot be written: {reason}", names) from error
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
+
+  def check_saved(self, phase: str, step: int, state: TrainState) -> None:
+    """Raises the same for a state that "stop" has brought to a stand, of which there is no row yet:
+    going on from it would do without the updates that were left out."""
+    if self._on_nonfinite == "stop":
+      skipped = int(jax.device_get(state.skipped))
+      self.check(dict(phase=phase, step=step, updates_skipped=skipped), state)
 
 
 def nonfinite(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class Phase:
         f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "
         "metrics.jsonl go\n"
       )
-    self._guard.start(state)
+    state = self._guard.start(state, step, reported=reported == step)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
     self._done = step
@@ -133,6 +133,7 @@ class Phase:
   def save(self, row: Row | None = None) -> None:
     """Saves where the phase stands; `row` has the metric that decides which checkpoint is best."""
     self.flush()  # no checkpoint may cover a step whose row is not on file
+    self._guard.check_saved(self._name, self._step, self._state)
     pending = None if self._pending is None else compute(self._pending)
     host = dict(position=self._position(), pending=pending)
     self._checkpoints.save(self._step, self._state, host, row)

@@ -124,6 +124,53 @@ def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
   assert capsys.readouterr().err == "" and not (tmp_path / "failures").exists()
 
 
+def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
+  """With two updates in a step: one of step 1 was left out, and then the first bad one is the
+  second of step 4."""
+  step, stop = update("skip"), update("stop")
+  state, _ = after(step, [batch(0), batch(1, bad=True)])
+  guard = guard_of(tmp_path, "stop", updates=2, keep=2)
+  state = guard.start(state, 1)
+  assert int(state.skipped) == 0 and int(state.step) == 1
+  for number, bad in (2, False), (3, False), (4, True):
+    batches = [batch(2 * number), batch(2 * number + 1, bad)]
+    guard.hold(number, batches)
+    for one in batches:
+      state, metrics = stop(state, one)
+    row_of = row(number, updates_skipped=float(metrics["updates_skipped"].compute()))
+    if not bad:
+      guard.check(row_of, state)
+      guard.check_saved("sft", number, state)
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
+    guard.check_saved("sft", number, state)
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
+    guard.check(row_of, state)
+  _, found = nonfinite.load(tmp_path / "failures" / "sft_000004")
+  chex.assert_trees_all_equal(found, [batches[1]])
+
+
+def test_after_a_skipped_update_the_dump_is_still_of_the_step_that_is_not_finite(tmp_path):
+  state, _ = after(update("skip"), [batch(0), batch(1, bad=True)])
+  guard = guard_of(tmp_path, "skip", updates=2, keep=2)
+  guard.start(state, 1)
+  guard.hold(2, [batch(2), batch(3)])
+  guard.hold(3, [batch(4), batch(5)])
+  guard.check_saved("sft", 2, state)
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: entropy is inf"):
+    guard.check(dict(phase="sft", step=3, entropy=jnp.inf), state)
+  _, found = nonfinite.load(tmp_path / "failures" / "sft_000003")
+  chex.assert_trees_all_equal(found, [batch(4), batch(5)])
+
+
+def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_path, capsys):
+  """Its evaluation was interrupted, and the checkpoint has counted the update already."""
+  state, _ = after(update("skip"), [batch(0), batch(1, bad=True)])
+  guard = guard_of(tmp_path, "skip", updates=2, keep=2)
+  guard.start(state, 1, reported=False)
+  guard.check(row(1, loss=np.nan, updates_skipped=1.0), state)
+  assert "sft step 1: of its updates, 1 not finite and left out (loss)" in capsys.readouterr().err
+
+
 def replay(directory):
   return subprocess.run(
     [sys.executable, "-m", "gspo_jax.replay", str(directory)],

@@ -12,8 +12,8 @@ from gspo_jax.runs import phase, preemption
 def phase_with(**parts):
   """A phase at its start, whose checkpoints, writer and guard do nothing but these things."""
   part = SimpleNamespace(
-    latest_whole=lambda: None, latest=lambda: None, metrics=dict, truncate=dict, start=bool,
-    check=lambda *_: None, close=bool,
+    latest_whole=lambda: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
+    start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
   )  # fmt: skip
   vars(part).update(parts)
   running = phase.Phase("rl", 2, part, part, part)
