@@ -8,6 +8,7 @@ of a phase, `DIR/checkpoints/rl/30` for the one after iteration 30.
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def find(weights: str, key: str = "weights") -> Start | None:
   """
   if weights in ("", "random"):
     return None
-  path = epath.Path(weights)
+  path = epath.Path(weights if "://" in weights else os.path.abspath(weights))
   config = _config(path)
   if "provenance" in config:
     home = epath.Path(config["checkpoint"]["directory"] or path / "checkpoints")
@@ -69,7 +70,8 @@ def find(weights: str, key: str = "weights") -> Start | None:
   if int(path.name) not in (steps := _steps(path.parent)):
     there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
     raise ValueError(f"{key}={weights!r} is no complete checkpoint; {there}")
-  above = path.parents[2], path.parents[1]  # checkpoints/ of a workdir, or checkpoint.directory
+  of_phases = path.parent.parent
+  above = of_phases.parent, of_phases  # checkpoints/ of a workdir, or checkpoint.directory
   return Start(path, config or next((c for c in map(_config, above) if c), {}))
 
 

@@ -55,6 +55,25 @@ def test_a_run_begins_with_what_another_one_ended_with(pupil, tmp_path):
   assert "start" not in json.loads((workdir / "config.json").read_text())["provenance"]
 
 
+@pytest.mark.parametrize(
+  "here, name",
+  [
+    (".", "."),
+    (".", "checkpoints/sft"),
+    ("checkpoints", "sft"),
+    ("checkpoints", "sft/4"),
+    ("checkpoints/sft", "."),
+    ("checkpoints/sft", "4"),
+    ("checkpoints/sft/4", "../../.."),
+  ],
+)
+def test_a_checkpoint_has_many_names(here, name, pupil, monkeypatch):
+  monkeypatch.chdir(pupil[0] / here)
+  found = start.find(name)
+  assert str(found.path) == f"{pupil[0]}/checkpoints/sft/4"
+  assert found.config["sft"]["steps"] == 4
+
+
 def test_other_meshes_can_begin_with_it(pupil, tmp_path):
   workdir, params = pupil
   assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)
