@@ -32,13 +32,18 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
   Raises:
     ValueError: if nothing of the gold answer is left by `normalise`.
   """
+  check_answer(answer)
   gold = normalise(answer)
-  if not gold:
-    raise ValueError(f"the gold answer {answer!r:.80} is nothing but white space and punctuation")
   found = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
   if found is None:
     return "unparsable"
   return "right" if normalise(found) == gold else "wrong"
+
+
+def check_answer(text: str) -> None:
+  """ValueError for a gold answer of which `normalise` leaves nothing."""
+  if not normalise(text):
+    raise ValueError(f"the gold answer {text!r:.80} is nothing but white space and punctuation")
 
 
 def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> str | None:

@@ -75,6 +75,14 @@ def open_verifier(config: Any) -> Iterator[Callable]:
   yield outcomes
 
 
+def check_answer(text: str) -> None:
+  """ValueError for a gold answer that is no whole number."""
+  try:
+    int(text)
+  except ValueError as error:
+    raise ValueError(f"the gold answer {text!r:.80} is no whole number") from error
+
+
 def verify(response: str, answer: str) -> bool:
   """Tells whether the number after the last colon is exactly `answer`; ValueError if that is no
   integer."""

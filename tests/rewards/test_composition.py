@@ -238,4 +238,9 @@ def test_verifiers_that_cannot_read_every_answer_say_so():
   check(json.dumps({"inputs": ["1"], "outputs": ["2"]}))
   with pytest.raises(ValueError, match="JSON object"):
     check("42")
-  assert rewards.answer_check("string") is None and rewards.answer_check("") is None
+  with pytest.raises(ValueError, match="nothing but white space and punctuation"):
+    rewards.answer_check("string")(" .")
+  with pytest.raises(ValueError, match="'1,234' is no whole number"):
+    rewards.answer_check("arithmetic")("1,234")
+  rewards.answer_check("string")("Paris"), rewards.answer_check("arithmetic")("-12")
+  assert rewards.answer_check("math") is None and rewards.answer_check("") is None
