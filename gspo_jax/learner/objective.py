@@ -244,10 +244,11 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
   _check_tuned(tuned)
   if name not in (*LOSSES,):
     return section  # as ObjectiveConfig will say
-  defaults = dict(advantage=LOSSES[name].advantage) | options_of(name)
-  if name == "dppo" and section.get("divergence") == "kl":  # whose threshold is another number
+  defaults, own = dict(advantage=LOSSES[name].advantage) | options_of(name), tuned.get(name, {})
+  divergence = section.get("divergence") or own.get("divergence")
+  if name == "dppo" and divergence == "kl":  # whose threshold is another number
     defaults |= dict(clip_low=0.05, clip_high=0.05)
-  section = _filled(section, defaults | dict(tuned.get(name, {})))
+  section = _filled(section, defaults | dict(own))
   if isinstance(correction, Mapping):
     section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
   return section

@@ -365,6 +365,8 @@ def test_the_clip_range_is_that_of_the_nearer_side(name, changes, expected):
     (dict(name="dppo"), (0.15, 0.15)),
     (dict(name="dppo", divergence="kl"), (0.05, 0.05)),  # nats
     (dict(name="dppo", divergence="kl", clip_high=0.1), (0.05, 0.1)),
+    (dict(name="dppo", tuned=dict(dppo=dict(divergence="kl"))), (0.05, 0.05)),
+    (dict(name="dppo", divergence="tv", tuned=dict(dppo=dict(divergence="kl"))), (0.15, 0.15)),
   ],
 )
 def test_each_divergence_has_its_threshold(section, expected):
