@@ -19,6 +19,7 @@ from gspo_jax.learner import by_age, by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
 from gspo_jax.learner.distillation import make_distill
+from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import (
   abstract,
   abstract_state,
@@ -105,9 +106,9 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     def one(batch: TrainBatch) -> TrainBatch:
       fixed = dict(old_logp_BT=batch.sampler_logp_BT)
       if c.objective.old_logp == "recompute":
-        fixed = old_policy(state.params, batch)
+        fixed = old_policy(state.params, sampled(batch))
       if c.objective.old_logp == "behaviour":
-        found = old_policy(state.params, batch)
+        found = old_policy(state.params, sampled(batch))
         fixed |= dict(own_logp_BT=found.pop("old_logp_BT")) | found
       if reference is not None:
         fixed["ref_logp_BT"] = score(reference, batch)
@@ -194,7 +195,7 @@ def ahead(
     minibatches, _ = jax.eval_shape(prepared, state, [batch()])
     return abstract(minibatches[0], run.mesh)
 
-  compiled = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, batch()))
+  compiled = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, sampled(batch())))
   if values is not None:
     both = lambda: (state.params, state.critic.params)  # noqa: E731
     values = compile_ahead(pool, run.mesh, values, lambda: (both(), batch()))

@@ -5,6 +5,7 @@ to one prompt share it; or whatever `packing.plan` has put into one row. Losses 
 [B, T] only. A sequence is on the device that has its row, so nothing moves between devices.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -56,6 +57,14 @@ def forward(
     routing=routing.by_layer(experts_RTlk),
     compute=compute,
   )
+
+
+def sampled(batch: TrainBatch) -> TrainBatch:
+  """What a pass without gradient reads of a batch, and no more: the same fields, and so the same
+  program, before and after others have been added."""
+  read = "tokens_BT segments_BT mask_BT sampler_routing_BTlk support_BTX prompt_B row_B start_B"
+  rest = {field.name for field in dataclasses.fields(batch)} - set(read.split())
+  return batch.replace(**dict.fromkeys(rest))
 
 
 def plain(batch: TrainBatch) -> Rows:

@@ -16,7 +16,7 @@ from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.critic import Critic, CriticConfig
-from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, trees
+from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, sampled, trees
 from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.learner.optimizer import Optimizer, numbered
@@ -150,8 +150,7 @@ def make_review(
     if objective.replay == "R2":
       logp_BT = replayed(params, batch)
     else:
-      unknown = dict.fromkeys(("old_logp_BT", "own_logp_BT", "ref_logp_BT", "routing_BTlk"))
-      logp_BT = old_policy(params, batch.replace(**unknown))["old_logp_BT"]
+      logp_BT = old_policy(params, sampled(batch))["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
     return dict(logp_BT=logp_BT) | judged(logp_BT, batch, numbers)
 

@@ -31,8 +31,12 @@ SMALL_VALUES = {
       tiny_tools.get_config,
       dict(objective__name="gspo_token", rl__packed=True, rl__microbatches=2),
     ),
+    (  # another model: what the first one has compiled is still there
+      tiny.get_config,
+      dict(objective__name="ppo_clip", critic__name="head", model__num_layers=1),
+    ),
   ],
-  ids=["as sampled", "recomputed, of conversations"],
+  ids=["as sampled", "recomputed, of conversations", "with a critic"],
 )
 def test_nothing_is_compiled_twice(get_config, changes, tmp_path, caplog):
   mesh = dict(mesh__data=1, mesh__fsdp=2, mesh__expert=2, mesh__tensor=2)

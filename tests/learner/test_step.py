@@ -26,6 +26,7 @@ from support.small_updates import (
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import routing, transformer
 from gspo_jax.models.sizes import REFERENCE
@@ -438,6 +439,16 @@ def test_a_review_is_of_the_network_that_is_replayed():
   free = dataclasses.replace(objective, replay="none")
   pair = [review_pass(learner(MOE), o)(moved, batch)["logp_BT"] for o in (objective, free)]
   assert np.abs(np.asarray(pair[0] - pair[1])[mask_BT]).max() > 1e-3
+
+
+def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_batch():
+  """By a critic, say: the passes before the updates are of a batch without values."""
+  find, batch = train_step.make_old_policy(learner(DENSE), GSPO), rollout_batch(DENSE)
+  find(initial(DENSE), sampled(batch))
+  review = train_step.make_review(learner(DENSE), GSPO, find)
+  for more in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
+    review(initial(DENSE), batch.replace(**more))
+  assert find._cache_size() == 1
 
 
 @pytest.mark.parametrize("shape, microbatches", [((1, 1, 8, 1), 1), ((1, 2, 2, 2), 2)], ids=str)
