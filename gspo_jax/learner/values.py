@@ -83,7 +83,9 @@ def make_advantages(
   """
   number = {key: float(numbers.get(key, 0.0)) for key in ("discount", "trace", "kl_coef")}
 
-  def of_batch(batch: TrainBatch, number: Mapping[str, Any]) -> tuple[TrainBatch, dict[str, Any]]:
+  def of_batch(
+    batch: TrainBatch, number: Mapping[str, Any]
+  ) -> tuple[TrainBatch, jax.Array, dict[str, Any]]:
     mask_BT, reward_BT, metrics = batch.mask_BT, batch.reward_BT, {}
     if config.kl_coef:
       tokens_BT = jnp.where(mask_BT > 0, batch.old_logp_BT - batch.ref_logp_BT, 0)
@@ -93,17 +95,21 @@ def make_advantages(
     gamma = number["discount"]
     advantage_BT, return_BT = O.gae(reward_BT, batch.old_value_BT, mask_BT, gamma, number["trace"])
     outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
-    explained = O.explained_variance.sums(batch.old_value_BT, outcome_BT, mask_BT)
-    metrics["value/explained_variance"] = explained
-    return batch.replace(reward_BT=None, advantage_BT=advantage_BT, return_BT=return_BT), metrics
+    made = batch.replace(reward_BT=None, advantage_BT=advantage_BT, return_BT=return_BT)
+    return made, outcome_BT, metrics
 
   @jax.jit
   def advantages(batches: Sequence[TrainBatch], number: Mapping[str, Any]) -> Any:
-    batches, metrics = zip(*(of_batch(batch, number) for batch in batches))
-    mean = _mean(batches, lambda x: x)
-    std = jnp.sqrt(_mean(batches, lambda x: (x - mean) ** 2))
+    batches, outcomes, metrics = zip(*(of_batch(batch, number) for batch in batches))
+    masks = [batch.mask_BT for batch in batches]
+    mean, far = _about_mean([batch.advantage_BT for batch in batches], masks)
+    std = jnp.sqrt(_mean([x**2 for x in far], masks))
     row = O.compute(functools.reduce(merge, metrics))
     row |= {"advantage/mean": mean, "advantage/std": std}
+    # About their means: squares of values and returns far from 0 would cancel.
+    about = [_about_mean(x, masks)[1] for x in ([b.old_value_BT for b in batches], outcomes)]
+    explained = map(O.explained_variance.sums, *about, masks)
+    row["value/explained_variance"] = functools.reduce(merge, explained).compute()
     if config.normalize:
       scaled = lambda b: (b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT  # noqa: E731
       batches = [b.replace(advantage_BT=scaled(b)) for b in batches]
@@ -112,9 +118,17 @@ def make_advantages(
   return lambda batches: advantages(list(batches), number)
 
 
-def _mean(batches: Sequence[TrainBatch], of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-  """Of the advantages of all tokens."""
-  each = [Mean((of(b.advantage_BT) * b.mask_BT).sum(), b.mask_BT.sum()) for b in batches]
+def _about_mean(
+  values: Sequence[jax.Array], masks: Sequence[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+  """The mean over the tokens of all mini-batches, and by how much each [B, T] is above it."""
+  mean = _mean(values, masks)
+  return mean, [value_BT - mean for value_BT in values]
+
+
+def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
+  inside = lambda x_BT, mask_BT: jnp.where(mask_BT > 0, x_BT, 0)  # noqa: E731
+  each = [Mean(inside(*both).sum(), both[1].sum()) for both in zip(values, masks)]
   return functools.reduce(merge, each).compute()
 
 

@@ -140,6 +140,23 @@ def test_advantages_are_those_of_the_recursion(normalize):
   assert found[0].reward_BT is None
 
 
+def test_the_variance_of_large_returns_is_explained_too():
+  """In float32 the mean of their squares, less the square of their mean, is mostly rounding."""
+  rng, config = np.random.default_rng(0), dataclasses.replace(HEAD, discount=1.0, normalize=False)
+  parts, pairs = [], []
+  for _ in range(2):
+    of_row_B1 = 1000 + 0.1 * rng.normal(size=(B, 1))
+    reward_BT = at_the_end(of_row_B1[:, 0].astype(np.float32), batch().mask_BT)
+    value_BT = (of_row_B1 - 30 + 0.05 * rng.normal(size=(B, T))).astype(np.float32)
+    parts.append(batch().replace(reward_BT=reward_BT, old_value_BT=value_BT))
+    live = batch().mask_BT > 0
+    pairs.append((np.broadcast_to(of_row_B1, (B, T))[live], np.float64(value_BT)[live]))
+  returns, values = (np.concatenate(x) for x in zip(*pairs))
+  _, row = make_advantages(config, config.numbers(1))(parts)
+  expected = 1 - np.var(returns - values) / np.var(returns)
+  assert row["value/explained_variance"] == pytest.approx(expected, abs=0.01) and expected > 0.5
+
+
 def test_explained_variance_is_of_what_the_returns_vary():
   returns = np.array([[1.0, 0.0, 5.0], [0.0, 1.0, np.nan]])
   mask = np.array([[1, 1, 0], [1, 1, 0]])
