@@ -294,7 +294,8 @@ class Collector:
         advantage_BL = np.where(np.repeat(mixed_P1, c.rl.group_size, axis=0), advantage_BL, 0)
     if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
       advantage_PG = np.where(rollout.stopped.reshape(reward_PG.shape), advantage_PG, 0)
-      metrics["masked_responses"] = float((~rollout.stopped).sum())
+      cut_B = ~rollout.stopped & (rollout.lengths > 0)  # one without tokens is not on record
+      metrics["masked_responses"] = float(cut_B.sum())
     arrays = reward_PG, advantage_PG, advantage_BL
     return Collected(groups, rollout, step, self._version, *arrays, usage, metrics)
 
@@ -336,9 +337,8 @@ class Collector:
     sizes = {len(group.trajectories) for group in groups}
     if len(groups) > prompts or sizes - {size}:
       raise ValueError(
-        f"a batch of {len(groups)} groups of {sizes.pop()} waits to be trained on in the "
-        f"checkpoint, which rl.prompts={prompts} and rl.group_size={size} do not go with: set them "
-        "to what they were, or begin in a new --workdir"
+        f"its {len(groups)} groups of {max(sizes)} responses do not go with rl.prompts={prompts} "
+        f"and rl.group_size={size}: set these to what they were"
       )
     trajectories = [one for group in groups for one in group.trajectories]
     rollout = assemble(trajectories, *self._arrays)

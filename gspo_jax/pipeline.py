@@ -146,12 +146,17 @@ class Pipeline:
 
   def set_position(self, state: Mapping[str, Any]) -> None:
     """Goes on from what `position` made. Batches of a run with a larger lag are all trained on;
-    after one with a smaller lag more are begun at once."""
+    after one with a smaller lag more are begun at once. ValueError if they do not go with the run.
+    """
     self._collector.set_position(state)
     self._position = self._collector.position()
     for batch in state.get("ahead", ()):
       job = concurrent.futures.Future()
-      job.set_result(Ahead(from_state(batch, self._collector), self._position))
+      try:
+        job.set_result(Ahead(from_state(batch, self._collector), self._position))
+      except ValueError as error:
+        what = f"a batch waits to be trained on in the checkpoint: {error}"
+        raise ValueError(f"{what}, or begin in a new --workdir") from error
       self._jobs.append(job)
       self._begun += 1
 

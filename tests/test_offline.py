@@ -116,6 +116,14 @@ def test_every_group_comes_up_once_in_an_epoch_in_an_order_of_the_seed():
   assert out != [name for one in collect(collector(seed=1), count) for name in names(one)]
 
 
+def test_responses_that_are_not_on_record_were_not_cut_off():
+  """They are blank rows, where a file has fewer than the group."""
+  (one,) = collect(collector(rl__mask_truncated=True), 1)
+  blank_B = one.rollout.lengths == 0
+  assert blank_B.any() and not one.rollout.stopped[blank_B].any()
+  assert one.metrics["masked_responses"] == (~one.rollout.stopped[~blank_B]).sum()
+
+
 def test_it_goes_on_from_a_checkpoint():
   made = collector()
   collect(made, 3)

@@ -22,7 +22,7 @@ from configs import common
 from gspo_jax import sharding
 from gspo_jax.groups import Group, filled
 from gspo_jax.models import transformer
-from gspo_jax.pipeline import Pipeline
+from gspo_jax.pipeline import Pipeline, read
 from gspo_jax.runs import preemption
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import SingleTurn
@@ -180,16 +180,19 @@ def test_recorded_batches_are_trained_on_again(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])
-def test_a_batch_of_another_size_is_not_gone_on_with(wrong):
-  with opened(2, **WHOLE) as sampling:
+def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
+  with opened(2, workdir=tmp_path, record=True, **WHOLE) as sampling:
     train(sampling, last=2)
     state = sampling.position()()
   again = opened(2, last=2, **WHOLE)
   made = again._collector
   rl = dataclasses.replace(made._config.rl, **wrong)
   made._config = dataclasses.replace(made._config, rl=rl)
-  with pytest.raises(ValueError, match=r"waits to be trained on in the checkpoint.* set"):
+  message = r"its 4 groups of 3 responses do not go with rl\.prompts=\d and rl\.group_size=\d: set"
+  with pytest.raises(ValueError, match=f"waits to be trained on in the checkpoint: {message}"):
     again.set_position(state)
+  with pytest.raises(ValueError, match=rf"rl\.replay: \S*1\.json is no .* run: {message}"):
+    read(tmp_path / "batches", 1, made)
 
 
 @pytest.mark.parametrize("lag, versions", [(0, [1, 2, 5, 6]), (1, [1, 2, 4, 5]), (3, [1, 2, 3, 3])])
