@@ -229,6 +229,25 @@ def _objective(c: Any) -> None:
     c.objective.replay == "none" or c.model.num_experts > 0,
     f"objective.replay={c.objective.replay!r}: model.num_experts=0 leaves nothing to route",
   )
+  _without_effect(c.objective, c.model)
+
+
+def _without_effect(objective: Any, model: Any) -> None:
+  _require(
+    objective.kl_coef or objective.kl in (None, objective.loss.options.get("kl")),
+    f"objective.kl={objective.kl!r} has no effect without objective.kl_coef; set it, or leave "
+    "objective.kl unset",
+  )
+  _require(
+    objective.clip_exponent or objective.clip_length is None,
+    f"objective.clip_length={objective.clip_length} has no effect without objective.clip_exponent; "
+    "set it, or leave objective.clip_length unset",
+  )
+  _require(
+    model.num_experts > 0 or not objective.load_balance_coef,
+    f"objective.load_balance_coef={objective.load_balance_coef} has no effect, since model."
+    "num_experts=0 leaves nothing to balance; set it to 0",
+  )
 
 
 def _require(ok: bool, message: str) -> None:

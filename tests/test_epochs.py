@@ -137,7 +137,13 @@ def test_ranges_that_move_only_after_updates_that_were_made():
     (dict(objective__name="sapo"), "sapo has none"),
     (dict(rl__epochs=1, rl__minibatches=1), "nothing is clipped"),
     (dict(objective__clip_exponent=0.5), "needs objective.clip_length"),
+    (dict(objective__clip_length=8.0), "clip_length=8.0 has no effect without"),
     (dict(objective__name="grpo", objective__clip_length=8.0), "grpo has no such option"),
+    (dict(objective__kl="k1"), "objective.kl='k1' has no effect without objective.kl_coef"),
+    (
+      dict(model__num_experts=0, model__experts_per_token=0, objective__load_balance_coef=0.1),
+      "load_balance_coef=0.1 has no effect",
+    ),
     (dict(objective__adaptive_clip__span=0.5), "adaptive_clip.span"),
   ],
 )

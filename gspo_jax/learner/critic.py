@@ -43,6 +43,12 @@ class CriticConfig:
   def __post_init__(self):
     ranges.check(self, "critic")
 
+  def _not_read(self) -> dict[str, Any]:
+    """Keys that have no effect with this name, and the values that they have then."""
+    own = {} if self.name == "model" else dict(init="policy")
+    any_critic = dict(warmup_iterations=0, kl_coef=0, discount=1, normalize=True)
+    return own | any_critic if self.name == "none" else own
+
   def check_with(
     self, objective: Any, rl: Any, data: Any, environment: Any, taught: bool = False
   ) -> None:
@@ -53,9 +59,10 @@ class CriticConfig:
       of_group = objective.advantage_kind == "soft" and objective.soft_value is None
       if rl.group_size == 1 and not taught and (objective.relative or of_group):
         raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
-      for key in ("warmup_iterations", "kl_coef"):
-        if value := getattr(self, key):
-          raise ValueError(f"critic.{key}={value} has no effect, since {what}; set it to 0")
+    for key, usual in self._not_read().items():
+      if (value := getattr(self, key)) != usual:
+        raise ValueError(f"critic.{key}={value!r} has no effect, since {what}; set it to {usual}")
+    if self.name == "none":
       return
     if not objective.loss.by_token:
       raise ValueError(

@@ -259,6 +259,18 @@ WRONG = {
   "all warm-up": (dict(critic__warmup_iterations=40), "none of rl.iterations=40"),
   "alone": (dict(critic__name="none", rl__group_size=1), "rl.group_size=1: advantages"),
   "none": (dict(critic__name="none"), "critic.warmup_iterations=2 has no effect"),
+  "begun as": (
+    dict(critic__name="head", critic__init="random"),
+    "critic.init='random' has no effect, since critic.name='head'; set it to policy",
+  ),
+  "γ of none": (
+    dict(critic__name="none", critic__warmup_iterations=0, critic__discount=0.5),
+    "critic.discount=0.5 has no effect",
+  ),
+  "scale of none": (
+    dict(critic__name="none", critic__warmup_iterations=0, critic__normalize=False),
+    "critic.normalize=False has no effect",
+  ),
   "two advantages": (
     dict(objective__advantage="none"),
     "objective.advantage='none' has no effect",
