@@ -5,7 +5,7 @@ from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
-BEFORE, AFTER = "eval/start", "eval/final"
+BEFORE, AFTER, REWARD = "eval/start", "eval/final", "reward/mean"
 REPLAYS = ("none", "R2", "R3")
 MINIBATCHES = (4, 16)
 FAR = 16  # of them: what the verdict is about
@@ -64,10 +64,12 @@ def gain(results: Results, loss: str, replay: str, number: int) -> statistics.In
   return statistics.interval(results.paired(*names, AFTER))
 
 
-def gain_of_both(results: Results, loss: str, number: int) -> statistics.Interval:
+def gain_of_both(
+  results: Results, loss: str, number: int, column: str = AFTER
+) -> statistics.Interval:
   """The mean of what R2 and R3 add to a loss."""
   r2, r3 = (
-    results.paired(f"{loss}_{replay}_{number}", f"{loss}_none_{number}", AFTER)
+    results.paired(f"{loss}_{replay}_{number}", f"{loss}_none_{number}", column)
     for replay in REPLAYS[1:]
   )
   return statistics.interval(((r2 + r3) / 2).dropna())
@@ -105,6 +107,7 @@ def report(results: Results) -> Report:
     f"{loss.upper()}, {number} mini-batches": (
       gain_of_both(results, loss, number),
       statistics.interval(results.paired(f"{loss}_R3_{number}", f"{loss}_R2_{number}", AFTER)),
+      gain_of_both(results, loss, number, REWARD),
     )
     for loss in ARMS
     for number in reversed(MINIBATCHES)
@@ -128,6 +131,14 @@ def report(results: Results) -> Report:
   figures.intervals(axes, shown, "gain of final held-out accuracy by replay")
   tables = [
     markdown(head, rows),
-    markdown(["final accuracy", "mean of R2 and R3 - none", "R3 - R2"], second),
+    markdown(
+      [
+        "",
+        "final accuracy, mean of R2 and R3 - none",
+        "R3 - R2",
+        "reward of the run, the same mean",
+      ],
+      second,
+    ),
   ]
   return Report(Verdict(outcome(results), because), tables, dict(replay=figure))
