@@ -443,6 +443,7 @@ def test_a_review_is_of_the_network_that_is_replayed():
 
 def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_batch():
   """By a critic, say: the passes before the updates are of a batch without values."""
+  jax.clear_caches()  # as below
   find, batch = train_step.make_old_policy(learner(DENSE), GSPO), rollout_batch(DENSE)
   find(initial(DENSE), sampled(batch))
   review = train_step.make_review(learner(DENSE), GSPO, find)
@@ -477,6 +478,7 @@ def _without_ones(spec, mesh):
 
 
 def test_compiles_once():
+  jax.clear_caches()  # a cache that other tests have filled counts nothing
   params = initial(DENSE)
   batch = rollout_batch(DENSE)
   step = train_step.make_rl_step(learner(DENSE), GSPO, TX)
