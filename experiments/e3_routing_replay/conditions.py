@@ -128,7 +128,8 @@ def report(results: Results) -> Report:
     for replay in REPLAYS[1:]
   }
   shown = {name: of for name, of in labels.items() if of.count}
-  figures.intervals(axes, shown, "gain of final held-out accuracy by replay")
+  if shown:
+    figures.intervals(axes, shown, "gain of final held-out accuracy by replay")
   tables = [
     markdown(head, rows),
     markdown(
