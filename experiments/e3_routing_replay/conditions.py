@@ -75,8 +75,8 @@ def gain_of_both(
   return statistics.interval(((r2 + r3) / 2).dropna())
 
 
-def outcome(results: Results) -> str:
-  primary = gain_of_both(results, "gspo", FAR)
+def outcome(results: Results, primary: statistics.Interval) -> str:
+  """Of the declared rule, for GSPO's gain by replay."""
   plain = f"gspo_none_{FAR}"
   ends = [results.gains(f"{loss}_{replay}_{FAR}") for loss in ARMS for replay in REPLAYS]
   sound = (
@@ -142,4 +142,4 @@ def report(results: Results) -> Report:
       second,
     ),
   ]
-  return Report(Verdict(outcome(results), because), tables, dict(replay=figure))
+  return Report(Verdict(outcome(results, gains["gspo"]), because), tables, dict(replay=figure))
