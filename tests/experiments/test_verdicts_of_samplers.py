@@ -73,18 +73,33 @@ def test_e14_tells_whether_a_restart_recovers(fallen, recovered, outcome):
 
 
 @pytest.mark.parametrize("gap, outcome", [(0.1, HOLDS), (0.0, HOLDS), (-0.1, FAILS)])
-def test_e15_finds_the_architecture_that_differs(gap, outcome):
+def test_e15_tells_whether_other_architectures_differ(gap, outcome):
   def value(c):
-    return {"eval/final": 0.5 + gap * (c.name == "dense_gspo"), "eval/start": 0.4}
+    other = c.name.endswith("_gspo") and not c.name.startswith("top_2")
+    return {"eval/final": 0.5 + gap * other, "eval/start": 0.4}
 
   assert report("e15", value).verdict.outcome == outcome
 
 
-@pytest.mark.parametrize("slope, outcome", [(0.05, HOLDS), (0.0, FAILS), (-0.05, FAILS)])
-def test_e16_tells_whether_the_advantage_grows_with_length(slope, outcome):
+@pytest.mark.parametrize("before, outcome", [(0.4, FAILS), (0.02, HOLDS)])
+def test_e15_leaves_out_architectures_that_did_not_learn_the_task(before, outcome):
+  def value(c):
+    dense = c.name.startswith("dense")
+    final = 0.5 - 0.4 * (c.name == "dense_gspo")
+    return {"eval/final": final, "eval/start": before if dense else 0.4}
+
+  assert report("e15", value).verdict.outcome == outcome
+
+
+@pytest.mark.parametrize(
+  "slope, before, outcome",
+  [(0.05, 0.4, HOLDS), (0.0, 0.4, FAILS), (-0.05, 0.4, FAILS), (0.05, 0.1, OPEN)],
+)
+def test_e16_tells_whether_the_advantage_grows_with_length(slope, before, outcome):
   def value(c):
     gspo = c.changes["objective.name"] == "gspo"
-    return {"eval/final": 0.5 + slope * gspo * np.log2(c.changes["data.lines"][0])}
+    final = 0.5 + slope * gspo * np.log2(c.changes["data.lines"][0])
+    return {"eval/final": final, "eval/start": before}
 
   assert report("e16", value).verdict.outcome == outcome
 
