@@ -182,11 +182,12 @@ class Told:
     runner = self.runner
     row = runner.store.row(job)
     self.made += job.stage != runs.START
-    total = runs.number(runner.experiment)
-    statuses = [runner.store.status(j) for j in runner.plan() if j.stage != runs.START]
+    known = [j for j in runner.plan() if j.stage != runs.START]
+    statuses = [runner.store.status(j) for j in known if runner.only.search(j.condition)]
     settled = sum(status in results.SETTLED for status in statuses)
-    left = sum(status not in (*results.SETTLED, FAILED) for status in statuses)
-    left += total - len(statuses)
+    later = runs.number(runner.experiment) - len(known)  # the first stage decides on their settings
+    left = sum(status not in (*results.SETTLED, FAILED) for status in statuses) + later
+    total = len(statuses) + later
     each = (time.monotonic() - self.since) / self.made if self.made else None
     time_left = "?" if each is None else f"{each * left / 60:.0f} min"
     begun, ended = (row.get(name, math.nan) for name in ("eval/start", "eval/final"))

@@ -256,8 +256,10 @@ def test_a_dry_run_lists_what_is_missing(home):
   assert run.dry_run(run.Runner(E, Store(home.store.folder), home.path), 2).startswith("# 0 runs")
 
 
-def test_conditions_that_are_chosen_are_made_alone(home):
+def test_conditions_that_are_chosen_are_made_alone(home, capsys):
   run.Runner(E, home.store, home.path, only="^gr").run(1)
+  progress = capsys.readouterr().err.splitlines()
+  assert progress[-1].startswith("2/2  grpo seed 1: done") and progress[-1].endswith("left 0 min")
   done = home.store.runs[home.store.runs.stage != runs.START]
   assert set(done.condition) == {"grpo"} and sorted(done.seed) == [0, 1]
   missing = run.Runner(E, Store(home.store.folder), home.path).missing()
