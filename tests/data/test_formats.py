@@ -312,7 +312,7 @@ def test_prompts_that_are_not_wanted_are_passed_over(two):
 def test_prompts_that_are_wanted_are_waited_for_where_their_source_has_little_weight(two):
   """Every row of every part has come twice before any other prompt is taken."""
   batches = sources.Batches(load(f"{two[0]}:0.99, {two[1]}:0.01"), 8, seed=0)
-  assert all(int(p.answer) >= 100 for p in batches.take(50, lambda p: int(p.answer) >= 100))
+  assert all(int(p.answer) >= 100 for p in batches.take(8, lambda p: int(p.answer) >= 100))
 
 
 @pytest.mark.parametrize(
