@@ -78,7 +78,7 @@ class Run:
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
-    return initial_params(self.config, self.mesh)
+    return initial_params(self.config, self.mesh, self.workdir)
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
     """A phase of `total` steps with `updates` gradient updates each; their mini-batches are kept
@@ -103,9 +103,12 @@ def seed_of(config: RunConfig, *names: str | int) -> int:
   return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
-def initial_params(config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
+def initial_params(
+  config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = None
+) -> Any:
   """`Run.initial_params`, under the mesh."""
-  if origin := start.find(config.weights):
+  began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
+  if origin := start.find(began_with.get("checkpoint", config.weights)):
     like = abstract_params(config.model, mesh, sharding.TRAIN, jax.numpy.float32)
     return start.restore(origin, like)
   if config.weights != "random":
@@ -281,8 +284,10 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       signals=signals,
     )
     if jax.process_index() == 0:
-      origin = start.find(config.weights)
-      provenance.record(workdir, values, origin and origin.about, of_teacher)
+      begins_with = provenance.origin(workdir, values, "start")
+      if not begins_with and (origin := start.find(config.weights)):
+        begins_with = origin.about
+      provenance.record(workdir, values, begins_with, of_teacher)
     yield Run(
       config,
       workdir,

@@ -48,10 +48,8 @@ def find(config: Any, workdir: Path | None = None) -> Teacher | None:
   d = config.distillation
   if not (d.on and config.has_iterations) or d.served:
     return None
-  name = d.teacher
-  if workdir is not None and (was := provenance.begun(workdir)):
-    same = was.get("distillation", {}).get("teacher") == name
-    name = was.get("provenance", {}).get("teacher", {}).get("checkpoint", name) if same else name
+  began_with = provenance.origin(workdir, dataclasses.asdict(config), "teacher")
+  name = began_with.get("checkpoint", d.teacher)
   origin = start.find(name, KEY)
   if origin is not None:
     try:

@@ -97,6 +97,18 @@ def begun(workdir: Path) -> dict[str, Any]:
   )
 
 
+def origin(workdir: Path | None, config: Mapping[str, Any], of: str) -> dict[str, Any]:
+  """What a run that goes on began with, as `record` wrote it down: of `weights` ("start") or of
+  its teacher ("teacher"). {} if nothing is recorded, or another one is configured now.
+
+  A run that is named there may have come further since: this one keeps to what it found.
+  """
+  was = begun(workdir) if workdir is not None else {}
+  section, key = ("distillation", "teacher") if of == "teacher" else (None, "weights")
+  before, now = (values.get(section, {}) if section else values for values in (was, config))
+  return was.get("provenance", {}).get(of, {}) if before.get(key) == now[key] else {}
+
+
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
   """The configuration as it is read back: tuples are lists."""
   return json.loads(json.dumps(config))

@@ -1,6 +1,7 @@
 """Starting from another run's checkpoint: which one is meant, what arrives, what is refused."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -53,6 +54,21 @@ def test_a_run_begins_with_what_another_one_ended_with(pupil, tmp_path):
   about = dict(phase="sft", step=2, seed=0, commit=made_with["commit"])
   assert made_with["start"] == about | dict(checkpoint=f"{workdir}/checkpoints/sft/2")
   assert "start" not in json.loads((workdir / "config.json").read_text())["provenance"]
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with(pupil, tmp_path):
+  """Its reference policy is read again, and the run that `weights` names may have come further."""
+  source = tmp_path / "source"
+  shutil.copytree(pupil[0], source)
+  shutil.move(source / "checkpoints" / "sft" / "4", tmp_path / "later")
+  first = begins_with(tmp_path / "new", source)
+  shutil.move(tmp_path / "later", source / "checkpoints" / "sft" / "4")
+  assert same(begins_with(tmp_path / "new", source), first)
+  made_with = json.loads((tmp_path / "new" / "config.json").read_text())["provenance"]
+  assert made_with["start"]["checkpoint"] == f"{source}/checkpoints/sft/2"
+  other = dict(weights=str(source / "checkpoints" / "sft" / "4"), resume="force")
+  assert not same(begins_with(tmp_path / "new", **other), first)  # another one is asked for
+  assert not same(begins_with(tmp_path / "newer", source), first)
 
 
 @pytest.mark.parametrize(
