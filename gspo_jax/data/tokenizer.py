@@ -46,6 +46,10 @@ class ByteTokenizer:
     """The byte of each token, by id; none for special tokens."""
     return [bytes([i]) if i < 256 else b"" for i in range(self.vocab_size)]
 
+  def begin(self, text: str) -> str:
+    """`text` as the beginning of a prompt: as it is."""
+    return text
+
   def render(self, question: str, *, template: str = "{question}") -> str:
     """The text of a prompt: `template` with the question in it."""
     return fill(template, question)
@@ -96,6 +100,12 @@ class HFTokenizer:
         found[i] = token.encode()
     return found
 
+  def begin(self, text: str) -> str:
+    """Plain `text` as the beginning of a prompt: behind the bos token, if the checkpoint wants one
+    and it is not there."""
+    bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
+    return text if text.startswith(bos) else bos + text
+
   def render(self, question: str, *, template: str = "{question}") -> str:
     """The text of a prompt, ready for `encode`.
 
@@ -105,13 +115,13 @@ class HFTokenizer:
     text = fill(template, question)
     if self.chat_template:
       return self.chat([{"role": "user", "content": text}])
-    return (self.special_tokens.get("bos_token", "") if self.add_bos else "") + text
+    return self.begin(text)
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages, up to where the assistant begins to speak;
     without a chat template one after another, on lines of their own."""
     if not self.chat_template:
-      return "\n".join(message["content"] for message in messages)
+      return self.begin("\n".join(message["content"] for message in messages))
     try:
       return _compile(self.chat_template).render(
         messages=list(messages),
@@ -134,6 +144,11 @@ _BYTE_OF = {chr(byte): bytes([byte]) for byte in _SEEN}
 _BYTE_OF |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_UNSEEN)}
 
 Tokenizer = ByteTokenizer | HFTokenizer
+
+
+def shows(tokenizer: Tokenizer, text: str) -> bool:
+  """Whether the text of tokens can hold `text`: special tokens are left out of it."""
+  return text.strip() in tokenizer.decode(tokenizer.encode(text))
 
 
 def load(path: str) -> Tokenizer:
@@ -186,11 +201,22 @@ def _load(directory: epath.Path) -> HFTokenizer:
     tokenizer=tokenizer,
     chat_template=template,
     special_tokens=special,
-    add_bos=bool(config.get("add_bos_token", False)),
+    add_bos=_adds_bos(tokenizer, special, config),
     pad_id=stop_ids[0] if pad_id is None else pad_id,
     stop_ids=stop_ids,
     vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
   )
+
+
+def _adds_bos(
+  tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], config: Mapping[str, Any]
+) -> bool:
+  """Whether plain text wants the bos token before it: the config says so, or tokenizer.json, which
+  has a template for it."""
+  if config.get("add_bos_token") is not None or "bos_token" not in special:
+    return bool(config.get("add_bos_token"))
+  bos = tokenizer.token_to_id(special["bos_token"])
+  return bos is not None and tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos]
 
 
 def fill(template: str, question: str) -> str:

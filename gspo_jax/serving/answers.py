@@ -113,13 +113,26 @@ def _contents(one: Trajectory) -> list[dict[str, Any]]:
 def _openai_logprobs(one: Trajectory, decode: Decode, as_ids: bool) -> dict[str, list]:
   ids, logps = one.tokens.tolist(), _finite(one.columns["logp"])
   texts = [f"token_id:{i}" if as_ids else decode([i]) for i in ids]
-  offsets = list(itertools.accumulate(map(len, texts), initial=0))[: len(texts)]
   return dict(
-    text_offset=offsets,
+    text_offset=_offsets(ids, decode),
     token_logprobs=logps,
     tokens=texts,
     top_logprobs=[{text: logp} for text, logp in zip(texts, logps)],
   )
+
+
+def _offsets(ids: Sequence[int], decode: Decode) -> list[int]:
+  """Where in the text each token begins; tokens of one character all where it does."""
+  offsets, length, before, parts = [], 0, [], []
+  for i in ids:
+    offsets.append(length)
+    parts.append(i)
+    text = decode([*before, *parts])  # some decoders leave out a space at the beginning
+    if text.endswith("\ufffd") and len(parts) < 4:
+      continue  # a character has four bytes at most
+    length += len(text) - len(decode(before))
+    before, parts = (parts if decode(parts) else before), []
+  return offsets
 
 
 def _finite(logp: np.ndarray) -> list[float]:

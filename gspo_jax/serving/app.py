@@ -159,8 +159,8 @@ async def _object(server: Server, request: Request) -> dict[str, Any]:
 
 async def generate(server: Server, request: Request) -> Response:
   body = await _object(server, request)
-  eos = server.tokenizer.stop_ids
-  ask, form = await run_in_threadpool(dialect.generate, body, server.limits, eos, server.model)
+  given = body, server.limits, server.tokenizer, server.model
+  ask, form = await run_in_threadpool(dialect.generate, *given)
   (done,) = await _sample(server, request, form.request_id, [ask])
   decode = server.tokenizer.decode
   return await _written(
@@ -170,10 +170,8 @@ async def generate(server: Server, request: Request) -> Response:
 
 async def completions(server: Server, request: Request) -> Response:
   body = await _object(server, request)
-  tok = server.tokenizer
-  asks, form = await run_in_threadpool(
-    dialect.completions, body, server.limits, tok.stop_ids, server.model, tok.encode
-  )
+  given = body, server.limits, server.tokenizer, server.model
+  asks, form = await run_in_threadpool(dialect.completions, *given)
   done = await _sample(server, request, form.request_id, asks)
   return await _written(
     answers.completions,
@@ -181,7 +179,7 @@ async def completions(server: Server, request: Request) -> Response:
     server.model,
     list(zip(asks, done)),
     dict(server.loop.labels),
-    tok.decode,
+    server.tokenizer.decode,
   )
 
 

@@ -7,9 +7,11 @@ and openai/completion/protocol.py. `answers` writes what comes back.
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gspo_jax.data import tokenizer
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.sampling import SamplingConfig
 from gspo_jax.serving.limits import Limits, Refused
 
@@ -71,7 +73,6 @@ OF_COMPLETIONS = dict(
   echo=(False, None),
   suffix=(None, ""),
   use_beam_search=(False, None),
-  add_special_tokens=(True, False, None),
   response_format=(None, {"type": "text"}),
   truncate_prompt_tokens=(None,),
 )
@@ -95,11 +96,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def generate(
-  body: Mapping[str, Any], limits: Limits, eos: Sequence[int], model: str
+  body: Mapping[str, Any], limits: Limits, tok: Tokenizer, model: str
 ) -> tuple[Ask, Form]:
-  """A request to /inference/v1/generate: token ids in, token ids out.
-
-  eos: stop tokens of the tokenizer, which end a response unless `ignore_eos`.
+  """A request to /inference/v1/generate: token ids in, token ids out. The tokenizer's stop tokens
+  end a response unless `ignore_eos`.
 
   Raises:
     Refused: says which field is wrong, and what it may be.
@@ -113,7 +113,7 @@ def generate(
   _check_keys(parameters, OF_SAMPLING, {}, "sampling_params.")
   prompt = _tokens(body.get("token_ids"), "token_ids", limits)
   rest = limits.window - len(prompt)
-  ask = _ask(prompt, parameters, limits, eos, rest, "sampling_params.", _chance())
+  ask = _ask(prompt, parameters, limits, tok, rest, "sampling_params.", _chance())
   form = Form(
     logprobs=_logprobs(parameters, "sampling_params."),
     request_id=_take(body, "request_id", str, "")[:200] or secrets.token_hex(16),
@@ -123,19 +123,17 @@ def generate(
 
 
 def completions(
-  body: Mapping[str, Any],
-  limits: Limits,
-  eos: Sequence[int],
-  model: str,
-  encode: Callable[[str], Sequence[int]],
+  body: Mapping[str, Any], limits: Limits, tok: Tokenizer, model: str
 ) -> tuple[list[Ask], Form]:
-  """A request to /v1/completions, in the form of OpenAI's: one `Ask` for each prompt.
+  """A request to /v1/completions, in the form of OpenAI's: one `Ask` for each prompt. A text begins
+  with the bos token, if the checkpoint wants one, unless `add_special_tokens` is false.
 
   Raises:
     Refused: says which field is wrong, and what it may be.
   """
   known = OF_SAMPLING | {
     "prompt", "model", "request_id", "return_token_ids", "return_tokens_as_token_ids",
+    "add_special_tokens",
   }  # fmt: skip
   _check_keys(body, known, OF_COMPLETIONS)
   _check_model(body, model)
@@ -151,6 +149,7 @@ def completions(
       f"{limits.most_prompts} of these (--max_prompts)",
       "prompt",
     )
+  begin = tok.begin if _take(body, "add_special_tokens", bool, True) else str
   asks = []
   for one in prompts:
     if isinstance(one, str) and len(one) > limits.most_text:  # tokenizing it would take long
@@ -160,9 +159,16 @@ def completions(
         f"{limits.most_text} at most",
         "prompt",
       )
-    prompt = _tokens(encode(one) if isinstance(one, str) else one, "prompt", limits)
-    asks.append(_ask(prompt, body, limits, eos, 16, "", _chance()))
+    prompt = _tokens(tok.encode(begin(one)) if isinstance(one, str) else one, "prompt", limits)
+    asks.append(_ask(prompt, body, limits, tok, 16, "", _chance()))
   ids = _take(body, "return_token_ids", bool, False)
+  if _take(body, "skip_special_tokens", bool, True) is False and not ids:
+    raise Refused(
+      400,
+      "skip_special_tokens=false is not offered, text is without them: leave it out, or ask for "
+      "return_token_ids",
+      "skip_special_tokens",
+    )
   form = Form(
     logprobs=_logprobs(body, ""),
     request_id=_take(body, "request_id", str, "")[:200] or secrets.token_hex(16),
@@ -183,7 +189,7 @@ def _ask(
   prompt: tuple[int, ...],
   values: Mapping[str, Any],
   limits: Limits,
-  eos: Sequence[int],
+  tok: Tokenizer,
   default_tokens: int,
   path: str,
   chance: int,
@@ -215,17 +221,17 @@ def _ask(
   seed = _take(values, "seed", int, chance, path)
   if not 0 <= seed < SEEDS:
     raise Refused(400, f"{path}seed={seed} must be 0 to {SEEDS - 1}", f"{path}seed")
-  return Ask(prompt, samples, sampling, seed, *_stops(values, limits, eos, path))
+  return Ask(prompt, samples, sampling, seed, *_stops(values, limits, tok, path))
 
 
 def _stops(
-  values: Mapping[str, Any], limits: Limits, eos: Sequence[int], path: str
+  values: Mapping[str, Any], limits: Limits, tok: Tokenizer, path: str
 ) -> tuple[tuple[int, ...], frozenset[int], tuple[str, ...]]:
   """What ends a response: all tokens, those that the request names, and strings."""
   named = values.get("stop_token_ids") or []
   named = _tokens(named, f"{path}stop_token_ids", limits) if named else ()
   ignored = _take(values, "ignore_eos", bool, False, path)
-  ids = tuple(dict.fromkeys([*named, *([] if ignored else eos)]))
+  ids = tuple(dict.fromkeys([*named, *([] if ignored else tok.stop_ids)]))
   if len(ids) > limits.stop_ids:
     raise Refused(
       400,
@@ -244,6 +250,13 @@ def _stops(
     if len(s.encode(errors="replace")) > limits.stop_string_bytes:
       raise Refused(
         400, f"{path}stop: a text is longer than {limits.stop_string_bytes} bytes", f"{path}stop"
+      )
+    if not tokenizer.shows(tok, s):
+      raise Refused(
+        400,
+        f"{path}stop: no text has {s!r:.60}, since special tokens are left out of it; name tokens "
+        f"in {path}stop_token_ids",
+        f"{path}stop",
       )
   return ids, frozenset(named), tuple(strings)
 

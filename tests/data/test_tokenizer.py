@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gspo_jax.data import tokenizer
 
@@ -148,7 +148,28 @@ def test_without_chat_template(tmp_path):
   write_checkpoint(
     tmp_path, {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "add_bos_token": True}
   )
-  assert tokenizer.load(str(tmp_path)).render("q") == "<|im_start|>q"
+  tok = tokenizer.load(str(tmp_path))
+  assert tok.render("q") == tok.chat([dict(content="q")]) == tok.begin("q") == "<|im_start|>q"
+  assert tok.begin("<|im_start|>q") == "<|im_start|>q"
+
+
+@pytest.mark.parametrize("says, expected", [({}, "<|im_start|>q"), ({"add_bos_token": False}, "q")])
+def test_a_bos_token_that_tokenizer_json_alone_adds(tmp_path, says, expected):
+  """As in Llama 3's."""
+  keys = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+  tok = write_checkpoint(tmp_path, keys | says)
+  bos = "<|im_start|>", tok.token_to_id("<|im_start|>")
+  tok.post_processor = processors.TemplateProcessing(
+    single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos]
+  )
+  tok.save(str(tmp_path / "tokenizer.json"))
+  assert tokenizer.load(str(tmp_path)).render("q") == expected
+
+
+def test_text_shows_no_special_tokens(tmp_path):
+  write_checkpoint(tmp_path, QWEN)
+  tok = tokenizer.load(str(tmp_path))
+  assert tokenizer.shows(tok, "the answer") and not tokenizer.shows(tok, "<|im_end|>")
 
 
 def test_saved_truncation_does_not_cut(tmp_path):

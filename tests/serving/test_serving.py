@@ -19,12 +19,13 @@ from support.small_models import initial, next_logp
 
 from configs import common
 from gspo_jax import serve, sharding
+from gspo_jax.data import tokenizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import hf, transformer
 from gspo_jax.runs import checkpoint
 from gspo_jax.sampling import generate, slots
 from gspo_jax.sampling.requests import sizes
-from gspo_jax.serving import dialect
+from gspo_jax.serving import answers, dialect
 from gspo_jax.serving.limits import Limits
 from gspo_jax.serving.loop import Loop
 
@@ -301,17 +302,43 @@ def test_stop_strings(client):
 def test_only_texts_that_are_needed_are_made(world, client, monkeypatch):
   made, decode = [], world.tok.decode
   one = SimpleNamespace(
-    encode=world.tok.encode, stop_ids=(),
+    encode=world.tok.encode, begin=str, stop_ids=(),
     decode=lambda ids: (made.append(len(ids)), decode(ids))[1],
   )  # fmt: skip
   monkeypatch.setattr(world.server, "tokenizer", one)
   body = dict(prompt="12+34=", seed=3, max_tokens=5)
   client.generate(max_tokens=5)
   assert not made
-  client.generate(max_tokens=5, stop="never")
-  assert made == [5]
+  client.generate(max_tokens=5, stop="nev")
+  assert made == [3, 5]  # whether any text can have it
   client.do("/v1/completions", body)
-  assert made == [5, 5]
+  assert made == [3, 5, 5]
+
+
+def test_texts_begin_with_a_bos_token_and_stop_at_what_can_be_said(world, client, monkeypatch):
+  tok = world.tok
+  one = SimpleNamespace(
+    encode=lambda text: [] if text == "<s>" else tok.encode(text),  # the decoder skips it
+    decode=tok.decode, stop_ids=(), begin=lambda text: "B" + text,
+  )  # fmt: skip
+  monkeypatch.setattr(world.server, "tokenizer", one)
+  body = dict(prompt="12+34=", seed=3, max_tokens=5, return_token_ids=True)
+  (choice,) = client.do("/v1/completions", body)["choices"]
+  assert choice["prompt_token_ids"] == tok.encode("B12+34=")
+  (choice,) = client.do("/v1/completions", body | dict(add_special_tokens=False))["choices"]
+  assert choice["prompt_token_ids"] == tok.encode("12+34=")
+  status, answer = client("POST", "/v1/completions", body | dict(stop="<s>"))
+  assert status == 400 and "name tokens in stop_token_ids" in answer["error"]["message"]
+
+
+def test_tokens_of_one_character_begin_where_it_does():
+  text = "é = 価ok"
+  ids = list(text.encode())
+  offsets = answers._offsets(ids, tokenizer.load("bytes").decode)
+  assert offsets == [i for i, c in enumerate(text) for _ in c.encode()]
+  pieces = [" a", " b", "", "c"]  # a decoder that leaves out a space at the beginning
+  join = lambda some: "".join(pieces[i] for i in some).removeprefix(" ")  # noqa: E731
+  assert answers._offsets([0, 1, 2, 3], join) == [0, 1, 3, 3]
 
 
 def test_seeds_that_are_not_given_differ(client):
@@ -384,6 +411,7 @@ def test_what_is_wrong_with_a_request_is_said(client, body, message):
     ("POST", "/v1/completions", dict(prompt="a" * 96), {}, 400, "96 tokens are more than"),
     ("POST", "/v1/completions", dict(prompt="a" * 97), {}, 400, "97 characters are more than"),
     ("POST", "/v1/completions", dict(prompt="a", echo=True), {}, 400, "echo=True"),
+    ("POST", "/v1/completions", dict(prompt="a", skip_special_tokens=False), {}, 400, "_token_ids"),
     ("POST", "/v1/completions", "{}", dict(content_type="text/plain"), 415, "Content-Type"),
     ("POST", "/v1/completions", dict(prompt="a" * 20_000), {}, 413, "--max_body_mib"),
     ("POST", "/pause", None, dict(origin="http://example.org"), 403, "web pages"),
