@@ -210,15 +210,29 @@ def _objective(c: Any) -> None:
     "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
   )
   _require(
-    kind != "soft" or not c.data.query_set.extra_rounds,
+    c.objective.relative or not c.data.query_set.extra_rounds,
     f"data.query_set.extra_rounds={c.data.query_set.extra_rounds} leaves out groups of equal "
-    f"rewards, of which objective.name={name!r} learns too; set it to 0",
+    f"rewards, of which objective.name={name!r} with objective.advantage={kind!r} learns too; set "
+    "it to 0",
   )
   _require(
-    c.objective.relative or (not c.reward.per_line and c.environment.discount == 1),
-    f"reward.per_line={c.reward.per_line}, environment.discount={c.environment.discount} "
-    f"have no effect, since objective.advantage={kind!r} is of whole responses; set them to "
-    "False and 1",
+    c.objective.relative or not c.reward.per_line,
+    f"reward.per_line=True has no effect, since objective.advantage={kind!r} is of whole "
+    "responses; set it to False",
+  )
+  parts = c.objective.relative and c.objective.loss.by_token
+  _require(
+    c.environment.discount == 1 or (parts and (c.environment.name or c.reward.per_line)),
+    f"environment.discount={c.environment.discount} has no effect: it is of turns and lines with "
+    f"advantages of their own, and objective.name={name!r}, objective.advantage={kind!r}, "
+    f"environment.name={c.environment.name!r}, reward.per_line={c.reward.per_line} have none; set "
+    "it to 1",
+  )
+  _require(
+    c.objective.off_policy_threshold is None or not (name == "rft" or kind == "best"),
+    f"objective.off_policy_threshold={c.objective.off_policy_threshold} has no effect: it masks "
+    f"responses with Â < 0, of which objective.name={name!r} with objective.advantage={kind!r} "
+    "learns nothing; leave it unset",
   )
   _require(
     not c.objective.adaptive_clip.target or c.objective.old_logp != "recompute" or c.rl.updates > 1,

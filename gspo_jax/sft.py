@@ -57,7 +57,7 @@ def sft(run: Run) -> Any:
       batch = sharding.put_batch(batch, run.mesh)
       phase.hold(step, [batch])
       state, metrics = update(state, batch)
-      row = dict(step=step, learning_rate=float(rates[step - 1]))
+      row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         row["held_out_loss"] = loss = held_out.loss(state.params)
       phase.stand(step, state, position)

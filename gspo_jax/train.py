@@ -145,8 +145,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           state, metric = update(state, minibatch)
           metrics.append(metric)
         # The devices are busy; what the host has to do comes now.
-        made = (step - waits) * c.rl.updates  # of the policy
-        row = dict(step=step, learning_rate=float(rates[made - 1]) if made > 0 else 0.0)
+        rate = optimizer.last_rate(rates, state.step, waits * c.rl.updates)
+        row = dict(step=step, learning_rate=rate)
         row |= of_advantages | collected.metrics | rewards_by_length(run, collected) | memory()
         if c.rl.lag:
           row |= by_age.lag_metrics(collected.rollout, step)
@@ -313,9 +313,8 @@ def rewards_by_length(run: Run, collected: Collected) -> dict[str, float]:
   """Rewards of the responses that are trained on, by their length."""
   known_B = np.concatenate([group.known_G for group in collected.groups])
   longest, rollout = run.config.sampling.max_new_tokens, collected.rollout
-  return by_length.reward_metrics(
-    collected.reward_PG.reshape(-1), known_B, rollout.lengths, longest
-  )
+  length_B = rollout.lengths * (rollout.stopped | (not run.config.rl.mask_truncated))
+  return by_length.reward_metrics(collected.reward_PG.reshape(-1), known_B, length_B, longest)
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:

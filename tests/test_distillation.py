@@ -362,6 +362,14 @@ WRONG = {
   ),
   "a critic": (dict(critic__name="model"), "critic.name='model': both give each token its adv"),
   "dynamic sampling": (dict(data__query_set__extra_rounds=1), "extra_rounds=1 leaves out groups"),
+  "constraints that nothing follows": (
+    dict(
+      distillation__reward_weight=0.0,
+      constraints__costs__length__bound="at_most",
+      constraints__costs__length__limit=6.0,
+    ),
+    r"distillation\.reward_weight=0 leaves constraints and costs without effect",
+  ),
   "nobody": (dict(distillation__teacher=""), r"distillation\.reward_weight=0\.0 has no effect"),
   "a discount of nothing": (
     dict(distillation__teacher="", distillation__discount=0.5, distillation__reward_weight=1.0),

@@ -118,17 +118,23 @@ def state(skipped=0, factor=2.0):
 
 
 def test_ranges_that_move_only_after_updates_that_were_made():
-  config, row = AdaptiveClipConfig(target=0.2), {"clip_fraction/token": jnp.float32(0.7)}
-  bad = {"clip_fraction/token": jnp.float32(np.nan)}
+  def row(clipped, ratio=1.0):
+    return {"clip_fraction/token": jnp.float32(clipped), "ratio/mean": jnp.float32(ratio)}
+
+  config = AdaptiveClipConfig(target=0.2)
   for on_nonfinite, skipped, expected in (
     ("stop", 0, 2 * np.exp(0.5)),
     ("stop", 1, 2.0),  # a failure is replayed with the ranges that it met
     ("skip", 1, 2 * np.exp(0.5)),
   ):
-    after = adaptive_clip.adapted(state(skipped), row, config, on_nonfinite)
+    after = adaptive_clip.adapted(state(skipped), row(0.7), config, on_nonfinite)
     assert float(after.clip_factor) == pytest.approx(expected)
-    assert float(adaptive_clip.adapted(state(), bad, config, on_nonfinite).clip_factor) == 2
+    for nothing in (row(np.nan), row(0.0, ratio=0.0)):  # no token was trained on
+      assert float(adaptive_clip.adapted(state(), nothing, config, on_nonfinite).clip_factor) == 2
   assert adaptive_clip.adapted(state(factor=None), {}, config, "stop").clip_factor is None
+
+
+RFT = dict(objective__name="rft", objective__adaptive_clip__target=0.0)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +151,19 @@ def test_ranges_that_move_only_after_updates_that_were_made():
       "load_balance_coef=0.1 has no effect",
     ),
     (dict(objective__adaptive_clip__span=0.5), "adaptive_clip.span"),
+    (dict(environment__discount=0.5), r"environment\.discount=0\.5 has no effect"),
+    (
+      dict(objective__name="gspo_token", environment__discount=0.5),
+      r"environment\.name='', reward\.per_line=False have none; set it to 1",
+    ),
+    (
+      RFT | dict(objective__off_policy_threshold=0.1),
+      r"off_policy_threshold=0\.1 has no effect",
+    ),
+    (
+      RFT | dict(data__query_set__extra_rounds=1),
+      r"extra_rounds=1 leaves out groups of equal rewards, of which objective\.name='rft'",
+    ),
   ],
 )
 def test_what_has_no_effect_is_refused(changes, match):

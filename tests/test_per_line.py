@@ -42,6 +42,7 @@ def score(responses, prompts, lengths, finished):
 
 @functools.cache
 def collected(discount, **changes):
+  changes = dict(objective__name="gspo_token") | changes
   config = config_of(
     common.base,
     data__max_prompt_tokens=3,

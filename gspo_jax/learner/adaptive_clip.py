@@ -42,16 +42,18 @@ def adapted(
   state: TrainState, row: Mapping[str, Any], config: AdaptiveClipConfig, on_nonfinite: str
 ) -> TrainState:
   """The state after an iteration with this row of metrics. It is made on the devices: no value is
-  fetched. After an update that was not finite, with "stop", the ranges stay as the update met them.
+  fetched. After an update that was not finite, with "stop", the ranges stay as the update met them,
+  and as they are where no token was trained on.
   """
   if state.clip_factor is None:
     return state
   numbers = dict(target=config.target, gain=config.gain, span=config.span)
-  arguments = state.clip_factor, row[METRIC], state.skipped, numbers
+  # Ratios are positive: their mean is 0 where there are none.
+  arguments = state.clip_factor, row[METRIC], row["ratio/mean"], state.skipped, numbers
   return state.replace(clip_factor=_adapted(*arguments, stop=on_nonfinite == "stop"))
 
 
 @functools.partial(jax.jit, static_argnames="stop")
-def _adapted(factor, clipped, skipped, numbers, *, stop):
-  sound = jnp.isfinite(clipped) & ((skipped == 0) | (not stop))
+def _adapted(factor, clipped, ratio, skipped, numbers, *, stop):
+  sound = jnp.isfinite(clipped) & (ratio > 0) & ((skipped == 0) | (not stop))
   return jnp.where(sound, adapted_factor(factor, clipped, **numbers), factor)

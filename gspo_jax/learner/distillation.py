@@ -75,6 +75,9 @@ class DistillationConfig:
       "to none": c.critic.name != "none",
       f"{what}: the student learns from its own responses, and job='offline' has others; set job "
       "to rl": c.job == "offline",
+      "distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
+      "or leave out constraints, environment.token_cost and environment.call_cost": self.alone
+      and (c.constraints.on or c.environment.costs),
       f"data.query_set.extra_rounds={rounds} leaves out groups of equal rewards, of which "
       f"{what} teaches too; set it to 0": rounds > 0,
       f"{of_server} temperature 1; set sampling.temperature={s.temperature:g} to 1, or take the "

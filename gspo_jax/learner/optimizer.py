@@ -82,6 +82,14 @@ def rates(config: OptimizerConfig, updates: int) -> np.ndarray:
   return rate(numbers(config, updates), np.arange(updates), np)
 
 
+@jax.jit
+def last_rate(rates: np.ndarray, step: jax.Array, waits: int = 0) -> jax.Array:
+  """The rate of the last update that was applied: of `TrainState.step`, which does not count those
+  that were left out, less `waits` in which other parameters alone were updated; 0: of none yet."""
+  made = step - waits
+  return jnp.where(made > 0, rates[jnp.maximum(made - 1, 0)], 0.0)
+
+
 @functools.cache
 def _chain(b1: float, b2: float, eps: float, bounded: bool) -> tuple[Callable, Callable]:
   """`init` and `update` of an Optimizer."""

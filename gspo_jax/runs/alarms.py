@@ -64,7 +64,7 @@ class Alarms:
       high = c.grad_norm and norm > c.grad_norm * usual
       yield "grad_norm", high and f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
       self._norms.append(norm)
-    if entropy is not None:
+    if entropy is not None and row.get("ratio/mean") != 0:  # 0: no token was trained on
       low = c.entropy and entropy < c.entropy
       yield "entropy", low and f"the policy's entropy is down to {entropy:.3g} nats per token"
     if deviation is not None:

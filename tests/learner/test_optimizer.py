@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.learner.optimizer import OptimizerConfig, rates
+from gspo_jax.learner.optimizer import OptimizerConfig, last_rate, rates
 
 CONFIG = OptimizerConfig(
   learning_rate=1e-3, schedule="linear", warmup_steps=0, final_fraction=0.1, b1=0.9, b2=0.95,
@@ -31,3 +32,9 @@ def test_a_constant_rate_and_short_runs_have_no_end_to_reach():
   np.testing.assert_allclose(rates(CONFIG, 2), [1e-3, 1e-4], rtol=1e-5)
   rising = rates(dataclasses.replace(CONFIG, warmup_steps=10), 5)
   assert (np.diff(rising) > 0).all() and rising[-1] < 1e-3
+
+
+def test_the_rate_on_show_is_that_of_the_last_update_that_was_applied():
+  all_rates = rates(CONFIG, 5)
+  shown = [float(last_rate(all_rates, jnp.int32(step), waits=2)) for step in range(8)]
+  np.testing.assert_allclose(shown, [0, 0, 0, *all_rates], rtol=1e-6)

@@ -53,6 +53,11 @@ def test_each_trouble_is_told_once_and_marked_while_it_lasts(name):
   assert text in printed[0]
 
 
+def test_an_iteration_that_trains_on_nothing_has_no_entropy():
+  nothing = {"entropy": 0.0, "ratio/mean": 0.0, "ratio/deviation": 0.0}
+  assert run(healthy(step, **nothing) for step in range(3)) == ({}, [])
+
+
 def test_a_reward_that_falls_is_told_when_its_mean_has_fallen():
   rewards = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]
   held, printed = run(healthy(s, **{"reward/mean": r}) for s, r in enumerate(rewards))
