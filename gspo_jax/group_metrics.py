@@ -1,7 +1,7 @@
 """Metrics of groups: rewards, lengths, outcomes of the verifier, figures of conversations."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -61,11 +61,18 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Means over conversations."""
   trajectories = [one for group in groups for one in group.trajectories]
   mean = lambda values: float(np.mean(list(values)))  # noqa: E731
-  row = {
-    f"environment/{name}": mean(one.figures[name] for one in trajectories)
-    for name in trajectories[0].figures
-  }
+  found = means([one.figures for one in trajectories])
+  row = {f"environment/{name}": value for name, value in found.items()}
   row["environment/turns"] = mean(one.turn for one in trajectories)
   sampled = sum(one.length for one in trajectories)
   following = sum(len(one.tokens) for one in trajectories)
   return row | {"environment/observation_fraction": 1 - sampled / following}
+
+
+def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The mean of each figure, over those that have it."""
+  found: dict[str, list[float]] = {}
+  for one in figures:
+    for name, value in one.items():
+      found.setdefault(name, []).append(value)
+  return {name: float(np.mean(values)) for name, values in found.items()}

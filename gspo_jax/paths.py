@@ -10,7 +10,7 @@ from gspo_jax import constraints, rewards
 from gspo_jax.runs import start
 
 
-def check(config: Any) -> None:
+def check(config: Any, workdir: Path | None = None) -> None:
   """Names every path that is still to be set, all at once."""
   paths = {
     "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
@@ -33,17 +33,30 @@ def check(config: Any) -> None:
       f"--config.rl.replay={config.rl.replay} is not a directory: set it to WORKDIR/batches of "
       "a run with rl.record=True"
     )
-  directory, key = epath.Path(config.checkpoint.directory), "--config.checkpoint.directory"
-  try:
-    usable = directory.is_dir() or not directory.exists()
-  except Exception as error:  # of a file system
-    raise ValueError(f"{key}={directory}: {type(error).__name__}: {error}") from error
-  if not usable:
-    raise ValueError(f"{key}={directory} is a file: set it to a directory, or to a new name")
+  if config.checkpoint.directory:
+    _check_checkpoints(config.checkpoint.directory, workdir)
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
   constraints.check_importable(config.constraints)
   check_weights(config)
+
+
+def _check_checkpoints(directory: str, workdir: Path | None) -> None:
+  what, path = f"--config.checkpoint.directory={directory}", epath.Path(directory)
+  if "://" not in directory:
+    if not path.is_absolute():
+      raise ValueError(f"{what}: write the whole path, from / on")
+    if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
+      raise ValueError(
+        f"{what} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
+        "or leave it unset for WORKDIR/checkpoints"
+      )
+  try:
+    usable = path.is_dir() or not path.exists()
+  except Exception as error:  # of a file system
+    raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+  if not usable:
+    raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
 
 
 def check_weights(config: Any) -> None:

@@ -19,10 +19,11 @@ from gspo_jax import teacher as teachers
 from gspo_jax.config import RunConfig
 from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
-from gspo_jax.evaluation.benchmarks import Benchmark, choose
+from gspo_jax.evaluation.benchmarks import Benchmark, check_problems, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import lora, transformer
+from gspo_jax.rewards import user_function
 from gspo_jax.runs import lock, provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Writer
@@ -103,9 +104,7 @@ def seed_of(config: RunConfig, *names: str | int) -> int:
   return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
-def initial_params(
-  config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = None
-) -> Any:
+def initial_params(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = None) -> Any:
   """`Run.initial_params`, under the mesh."""
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
   if origin := start.find(began_with.get("checkpoint", config.weights)):
@@ -154,7 +153,7 @@ class Inputs:
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   """Reads what a run is given, and writes nothing. Raises ValueError as `open_run` does."""
-  paths.check(config)
+  paths.check(config, workdir)
   if config.distributed:
     _join_hosts()
   inputs = _read(config, workdir)
@@ -173,6 +172,12 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   if config.has_iterations and config.objective.segment_unit == "step":
     steps.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)
+  for text in config.environment.stop_strings:
+    if not tokenizer.shows(tok, text):
+      raise ValueError(
+        f"environment.stop_strings: no text has {text!r}, since special tokens are left out of it; "
+        "name such a token as eos_token_id in the tokenizer's generation_config.json"
+      )
   verifier = "" if config.environment.name else config.reward.name  # or it judges
   check = rewards.answer_check(verifier if config.has_iterations else "")
   records = None
@@ -191,6 +196,10 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     for name, b, key in config.benchmarks()
   }
   problems = {name: choose(held_out[name], b.problems) for name, b, _ in config.benchmarks()}
+  for name, b, _ in config.benchmarks():
+    check_problems(name, b, problems[name])
+  for one in _reward_configs(config).values():
+    rewards.check_lines(one)
   if isinstance(train_prompts, growing.Growing):
     train_prompts.watch([prompt for some in problems.values() for prompt in some])
   in_both = {}
@@ -279,6 +288,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       environment=config.environment,
       directory=workdir / "evaluations",
       identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment))
+      + "".join(map(user_function.checksum, [*sorted(scorers), config.environment.name]))
       + "server" * (config.engine.name == "server")
       + repr(config.constraints) * config.constraints.on,
       signals=signals,
@@ -338,17 +348,27 @@ def open_engine(
 @contextlib.contextmanager
 def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
   """The verifier of the run and those of benchmarks that have another one, by name."""
-  names = {config.reward.name, *(b.reward for _, b, _ in config.benchmarks() if b.reward)}
   with contextlib.ExitStack() as stack:
     scorers = {}
-    for name in sorted(names):
-      own = {} if name == config.reward.name else dict(partial=0.0, per_line=False)
-      opened = rewards.open_scorer(dataclasses.replace(config.reward, name=name, **own))
+    for name, section in sorted(_reward_configs(config).items()):
       try:
-        scorers[name] = stack.enter_context(opened)
+        scorers[name] = stack.enter_context(rewards.open_scorer(section))
       except RuntimeError as error:  # of a traceback the last line says it
         raise ValueError(f"reward.name={name!r}: {str(error).strip().splitlines()[-1]}") from error
     yield scorers
+
+
+def _reward_configs(config: RunConfig) -> dict[str, rewards.RewardConfig]:
+  """The section `reward` by verifier: of the run, and of benchmarks that have another one."""
+  found = {config.reward.name: config.reward}
+  for name, b, _ in config.benchmarks():
+    if b.reward and b.reward not in found:
+      try:
+        own = dict(name=b.reward, partial=0.0, per_line=False)
+        found[b.reward] = dataclasses.replace(config.reward, **own)
+      except ValueError as error:
+        raise ValueError(f"eval.benchmarks.{name}.reward={b.reward!r}: {error}") from error
+  return found
 
 
 def _check_memory(

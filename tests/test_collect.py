@@ -262,14 +262,15 @@ def test_metrics_count_conversations():
       one.end_turn(0.5)
       if turn < turns - 1:
         one.observe([20, 21, 22])
-    one.environment.figures = lambda: dict(tool_use=asked)
+    rare = dict(steps=4.0) if asked else {}  # where it applies
+    one.environment.figures = lambda: dict(tool_use=asked) | rare
     one.finish(True)
     return one
 
   group = Group(None, [trajectory(1, 0), trajectory(3, 1)])
   row = environment_metrics([group])
   assert row["environment/tool_use"] == 0.5 and row["environment/correct"] == 1
-  assert row["environment/turns"] == 2
+  assert row["environment/turns"] == 2 and row["environment/steps"] == 4
   assert row["environment/observation_fraction"] == pytest.approx(6 / (6 + 16))
 
 

@@ -170,6 +170,36 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
     runs.check(config_of(tiny.get_config), tmp_path)
 
 
+REFUSED = {
+  r"checkpoint\.directory=ck: write the whole path": {"checkpoint__directory": "ck"},
+  r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
+  r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {
+    "reward__per_line": True, "objective__name": "gspo_token",
+  },
+  r"eval\.benchmarks\.one\.reward='code': reward\.workers=0: .*needs at least 1": {
+    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__reward": "code",
+    "reward__workers": 0,
+  },
+  r"eval\.benchmarks\.one: the problem .* has no rating": {
+    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__rating": True,
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
+  def get_config():
+    config = tiny.get_config()
+    config.eval.benchmarks.one = common.benchmark(1)
+    return config
+
+  changes = REFUSED[message]
+  where = changes.get("checkpoint__directory", "").replace("HERE", str(tmp_path))
+  changes = changes | ({"checkpoint__directory": where} if where else {})
+  with pytest.raises(ValueError, match=message):
+    runs.check(config_of(get_config, **changes), tmp_path / "run")
+
+
 def printed(get_config, **changes):
   config = config_of(get_config, **changes)
   return "\n".join(dry_run.lines(config, runs.check(config)))

@@ -306,20 +306,24 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
   "<": operator.lt,
   ">": operator.gt,
 }
+ORDER = ("<=", ">=", "<", ">")
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(==|!=|<=|>=|<|>|=~|!~)\s*(.+?)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
   """`field op value`. Two numbers are compared as numbers, anything else as text, in which dates
-  written year first come in their order; `=~` and `!~` search for a regular expression."""
+  written year first come in their order; `=~` and `!~` search for a regular expression. What is
+  null is neither more nor less than anything, and an empty text otherwise."""
 
   field: str
   op: str
   value: str
 
   def keeps(self, found: Any) -> bool:
-    text = found if isinstance(found, str) else _as_text(found)
+    if found is None and self.op in ORDER:
+      return False
+    text = found if isinstance(found, str) else "" if found is None else _as_text(found)
     if self.op in ("=~", "!~"):
       return bool(re.search(self.value, text)) == (self.op == "=~")
     try:

@@ -75,24 +75,30 @@ class Benchmark:
   environment: Make | None = None  # where responses are conversations, which it judges
 
   def __post_init__(self):
-    without = [p for p in self.problems if self.config.rating and not _has_rating(p)]
-    if without:
-      found = dict(without[0].info).get("rating", "none")
-      raise ValueError(
-        f"eval.benchmarks.{self.name}: the problem {without[0].id} has no rating that is a number "
-        f"({found}), and {len(without) - 1} more; filter them out (`where rating>0`) or set "
-        "rating=False"
-      )
-    unknown = sorted({dict(p.info).get("contest_id", "") for p in self.problems} - {*self.contests})
-    if self.config.standings and unknown:
-      raise ValueError(
-        f"eval.benchmarks.{self.name}: problems of the contests {', '.join(unknown)}, which"
-        f" {self.config.standings} does not have"
-      )
+    check_problems(self.name, self.config, self.problems)
 
   @functools.cached_property
   def contests(self) -> dict[str, elo.Contest]:
     return elo.read_standings(self.config.standings) if self.config.standings else {}
+
+
+def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt]) -> None:
+  """ValueError for a rating or standings that some problem has no part in."""
+  without = [p for p in problems if config.rating and not _has_rating(p)]
+  if without:
+    found = dict(without[0].info).get("rating", "none")
+    raise ValueError(
+      f"eval.benchmarks.{name}: the problem {without[0].id} has no rating that is a number "
+      f"({found}), and {len(without) - 1} more; filter them out (`where rating>0`) or set "
+      "rating=False"
+    )
+  if config.standings:
+    contests = elo.read_standings(config.standings)
+    if unknown := sorted({dict(p.info).get("contest_id", "") for p in problems} - {*contests}):
+      raise ValueError(
+        f"eval.benchmarks.{name}: problems of the contests {', '.join(unknown)}, which"
+        f" {config.standings} does not have"
+      )
 
 
 def _has_rating(problem: Prompt) -> bool:

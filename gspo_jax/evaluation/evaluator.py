@@ -68,9 +68,9 @@ class Evaluator:
     """
     c, row, records = self.config, {}, []
     log = Unfinished(self.directory, key)
-    passes = [(b, b.config.samples, c.temperature) for b in self.benchmarks]
-    passes += [(b, 1, 0.0) for b in self.benchmarks if c.greedy]
-    total, active = sum(len(b.problems) for b, _, _ in passes), jax.process_index() == 0
+    passes = [(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
+    passes += [(b, "greedy", 1, 0.0) for b in self.benchmarks if c.greedy]
+    total, active = sum(len(b.problems) for b, *_ in passes), jax.process_index() == 0
     with Progress("eval", total, delay=5.0, active=active) as progress:
       results = [self._pass(engine, *args, log, progress) for args in passes]
     for benchmark, sampled in zip(self.benchmarks, results):
@@ -109,13 +109,14 @@ class Evaluator:
     self,
     engine: Engine,
     benchmark: Benchmark,
+    role: str,
     samples: int,
     temperature: float,
     log: Unfinished,
     progress: Progress,
   ) -> Row:
     """`samples` responses to each problem, scored: their records, and sums over them."""
-    name = f"{benchmark.name}/{'samples' if temperature else 'greedy'}/{samples}"
+    name = f"{benchmark.name}/{role}/{samples}"
     chunks = log.find(name)
     done = {index for chunk in chunks for index in chunk["problems"]}
     progress.update(progress.step + len(done), {})

@@ -9,6 +9,7 @@ import numpy as np
 
 from gspo_jax.evaluation import elo
 from gspo_jax.evaluation.benchmarks import Benchmark
+from gspo_jax.group_metrics import means
 
 Row = dict[str, Any]
 
@@ -17,8 +18,7 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
   """Figures of a benchmark, by name."""
   right_PG, records = right_answers(benchmark, sampled), sampled["records"]
   accuracy_P = right_PG.mean(1)
-  names = records[0].get("figures", {})
-  row = {name: float(np.mean([r["figures"][name] for r in records])) for name in names}
+  row = means([record.get("figures", {}) for record in records])
   row |= _interval("accuracy", accuracy_P)
   for k in benchmark.config.pass_at:
     row |= _interval(f"pass@{k}", pass_at_k(right_PG.shape[1], right_PG.sum(1), k))

@@ -153,6 +153,12 @@ def check_importable(name: str, key: str = "reward.name") -> None:
     raise ValueError(f"{key}={name!r}: there is no module {module} here or on PYTHONPATH")
 
 
+def check_lines(config: RewardConfig) -> None:
+  """ValueError for `per_line` with a verifier that judges no lines."""
+  if config.per_line:
+    lines.judge(importlib.import_module(VERIFIERS.get(config.name, _USER)), config.name)
+
+
 def answer_check(name: str) -> Callable[[str], None] | None:
   """The check of gold answers that a verifier has, by its name as in `RewardConfig`; else None."""
   if not name:

@@ -10,11 +10,13 @@ has no limit: what it needs, a model with its libraries perhaps, only its author
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import math
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from gspo_jax.rewards import pool
@@ -62,6 +64,18 @@ def call(item: list[Any]) -> float:
   if not (math.isfinite(value) and 0 <= value <= 1):
     raise ValueError(f"{name} returned {value}, and rewards lie between 0 and 1")
   return value
+
+
+def checksum(name: str) -> str:
+  """Of the file that `package.module:function` is in; empty for a name without a module."""
+  module, colon, _ = name.partition(":")
+  if not colon:
+    return ""
+  try:
+    spec = importlib.util.find_spec(module)
+    return f"{zlib.crc32(Path(spec.origin).read_bytes()):08x}"
+  except (ImportError, AttributeError, TypeError, ValueError, OSError):  # it is in no file
+    return ""
 
 
 @functools.cache

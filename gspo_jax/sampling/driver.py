@@ -156,8 +156,9 @@ class Driver:
       try:
         observation, reward, done = future.result()
       except Exception as error:
-        raise RuntimeError(
-          f"{name} raised {error!r}: let it answer with an observation instead"
+        raise ValueError(
+          f"{name} raised {error!r}: let it answer with an observation instead "
+          "(--verbosity=1: where)"
         ) from error
       if not (isinstance(reward, (int, float, np.number)) and math.isfinite(reward)):
         raise ValueError(f"{name} gave the reward {reward!r}: return a finite number")

@@ -152,6 +152,14 @@ def test_numbers_in_text_are_compared_as_numbers(tmp_path):
   assert [p.answer for p in load(f"{path} where answer>=9 and answer<11")] == ["9", "10"]
 
 
+def test_null_is_neither_more_nor_less(tmp_path):
+  rows = [row | dict(rating=rating) for row, rating in zip(numbered(0, 3), [1000, None, 900])]
+  path = write(tmp_path / "a.jsonl", rows)
+  kept = {"rating>0": "02", "rating<=950": "2", "rating!=1000": "12", "rating!~^1": "12"}
+  for where, answers in kept.items():
+    assert "".join(p.answer for p in load(f"{path} where {where}")) == answers
+
+
 def test_the_window_of_the_paper(tmp_path):
   row, _ = DOCUMENTED["livecodebench"]
   dates = ["2024-09-30T23:59:59", "2024-10-01T00:00:00", "2025-02-28T23:59:59", "2025-03-01"]

@@ -220,6 +220,12 @@ def test_an_interrupted_evaluation_goes_on(params, tmp_path):
   )
 
 
+def test_greedy_samples_and_the_greedy_response_are_kept_apart(params, tmp_path):
+  run = evaluator(benchmark(by_length, samples=1), temperature=0.0, directory=tmp_path)
+  first, again = evaluate(run, params)[0], evaluate(run, params)[0]
+  assert untimed(first) == untimed(again) and "eval/greedy" in first
+
+
 @pytest.mark.parametrize("what", ["weights", "seed", "temperature", "problems", "identity"])
 def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
   run = evaluator(benchmark(by_length), directory=tmp_path, greedy=False)

@@ -11,7 +11,7 @@ from support.prompts import prompts
 from support.sandboxes import needs_namespaces
 
 from gspo_jax import rewards
-from gspo_jax.rewards import shaping, string_match
+from gspo_jax.rewards import shaping, string_match, user_function
 from gspo_jax.structs import Prompt
 
 
@@ -244,3 +244,14 @@ def test_verifiers_that_cannot_read_every_answer_say_so():
     rewards.answer_check("arithmetic")("1,234")
   rewards.answer_check("string")("Paris"), rewards.answer_check("arithmetic")("-12")
   assert rewards.answer_check("math") is None and rewards.answer_check("") is None
+
+
+def test_a_function_that_was_corrected_is_another_one(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  file = tmp_path / "mine_to_correct.py"
+  found = []
+  for value in (0.0, 1.0):
+    file.write_text(f"def f(response, prompt):\n  return {value}\n")
+    found.append(user_function.checksum("mine_to_correct:f"))
+  assert found[0] != found[1] and all(found)
+  assert user_function.checksum("math") == user_function.checksum("nowhere_at_all:f") == ""
