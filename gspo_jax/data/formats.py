@@ -43,6 +43,11 @@ class Format:
   starter: str = ""  # field of code to start from; where a row has some, the next template is used
   starter_template: str = ""  # holds {question} and {starter}
   id: str = ""  # "": the first of ID_FIELDS that the row has, else file and line
+  name: str = ""  # of FORMATS; "": the keys of the section `data` say all this
+
+  def key(self, name: str) -> str:
+    """What to set for other fields, in messages."""
+    return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
 
   def __post_init__(self):
     if self.answer_pattern and self.answer_pattern != BOXED:
@@ -130,6 +135,7 @@ FORMATS = {
     template=_STDIN,
   ),
 }
+FORMATS = {name: dataclasses.replace(form, name=name) for name, form in FORMATS.items()}
 
 
 def prompt(
@@ -150,11 +156,11 @@ def prompt(
     raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
   if not all(c.keeps(_lookup(row, c.field, "the filter")) for c in where if c.field != TOKENS):
     return None
-  question = text_of(row, form.question, "data.question_field", numbers=False)
+  question = text_of(row, form.question, form.key("question_field"), numbers=False)
   whole, answer = _answer(row, form)
   demonstration = whole
   if form.demonstration:
-    demonstration = text_of(row, form.demonstration, "data.demonstration_field")
+    demonstration = text_of(row, form.demonstration, form.key("demonstration_field"))
   template = form.template
   starter = row.get(form.starter) if form.starter else None
   if starter:
@@ -201,10 +207,11 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
   """The answer field, and the gold answer within it."""
   if form.answer.startswith(JSON):
     pairs = [name.rpartition("=") for name in form.answer.removeprefix(JSON).split(",")]
-    values = {new or old: _lookup_all(row, old, "data.answer_field") for new, _, old in pairs}
+    key = form.key("answer_field")
+    values = {new or old: _lookup_all(row, old, key) for new, _, old in pairs}
     answer = json.dumps(values, default=_plain)
     return answer, answer
-  whole = text_of(row, form.answer, "data.answer_field")
+  whole = text_of(row, form.answer, form.key("answer_field"))
   if form.answer_pattern == BOXED:
     answer = (r"\boxed" in whole and math_answer.extract(whole)) or ""
   elif form.answer_pattern:
@@ -213,9 +220,11 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
   else:
     answer = whole.strip()
   if not answer:
+    pattern = f"the pattern {form.answer_pattern!r}" if form.name else "data.answer_pattern"
+    pattern += "" if form.name else f"={form.answer_pattern!r}"
     raise BadRow(
-      f"data.answer_pattern={form.answer_pattern!r} finds no answer in the field"
-      f" {form.answer!r} (its end: {whole[-40:]!r}). Correct the row or the pattern"
+      f"{pattern} finds no answer in the field {form.answer!r} (its end: {whole[-40:]!r}). Correct "
+      f"the row or {form.key('answer_pattern')}"
     )
   return whole, answer
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_jax.report.page import write_report
+from gspo_jax.runs.files import WriteError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   limit, output = options.max_rollouts, options.output
   try:
     path = write_report(*options.workdirs, output=output, max_rollouts=limit)
-  except ValueError as error:
+  except (ValueError, WriteError) as error:
     parser.error(str(error))
   sys.stdout.write(f"{path}\n")
 

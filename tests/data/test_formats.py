@@ -116,6 +116,14 @@ def test_tests_of_another_form_are_a_bad_row(tmp_path, tests):
     load(f"codeforces@{write(tmp_path / 'a.jsonl', [row])}")
 
 
+def test_a_row_of_another_format_is_told_what_to_set(tmp_path):
+  path = write(tmp_path / "a.jsonl", [dict(problem="1+1?", solution="2")])
+  unset = r"'question' is missing; .* or leave out gsm8k@ and set data\.question_field"
+  for name, message in dict(gsm8k=unset, math=r"the pattern 'boxed' finds no answer").items():
+    with pytest.raises(sources.DataError, match=message):
+      load(f"{name}@{path}", question_field="problem")
+
+
 # Filters.
 
 

@@ -271,6 +271,10 @@ def test_command_line(workdir, tmp_path, capsys):
   with pytest.raises(SystemExit):
     main([str(tmp_path / "nowhere")])
   assert "holds no metrics.jsonl" in capsys.readouterr().err
+  (tmp_path / "file").touch()
+  with pytest.raises(SystemExit):
+    main([str(workdir), "--output", str(tmp_path / "file" / "page.html")])
+  assert "file/page.html cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
