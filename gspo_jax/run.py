@@ -21,7 +21,6 @@ from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, check_problems, choose
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
 from gspo_jax.runs import lock, provenance, start
@@ -108,8 +107,7 @@ def initial_params(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | N
   """`Run.initial_params`, under the mesh."""
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
   if origin := start.find(began_with.get("checkpoint", config.weights)):
-    like = abstract_params(config.model, mesh, sharding.TRAIN, jax.numpy.float32)
-    return start.restore(origin, like)
+    return start.restore(origin, config.model, mesh, jax.numpy.float32)
   if config.weights != "random":
     from gspo_jax.models import hf  # safetensors is only needed here
 

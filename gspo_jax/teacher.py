@@ -110,12 +110,11 @@ def load(teacher: Teacher, config: Any, mesh: jax.sharding.Mesh) -> Any:
   Raises:
     ValueError: the checkpoint is damaged, or holds other parameters.
   """
-  like = abstract(teacher, config, mesh)
   if teacher.origin is not None:
-    return start.restore(teacher.origin, like, KEY)
+    return start.restore(teacher.origin, teacher.model, mesh, config.compute.dtype, KEY)
   from gspo_jax.models import hf  # safetensors is only needed here
 
-  types = jax.tree.map(lambda x: x.dtype, like)
+  types = jax.tree.map(lambda x: x.dtype, abstract(teacher, config, mesh))
   return hf.load(teacher.path, dtype=types, mesh=mesh, rules=sharding.TRAIN)[0]
 
 

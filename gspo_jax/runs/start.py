@@ -16,6 +16,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gspo_jax import sharding
+from gspo_jax.learner.state import abstract_params
+from gspo_jax.models import lora
+from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import integrity
 from gspo_jax.runs.checkpoint import shapes
 from gspo_jax.runs.provenance import FILE
@@ -35,6 +39,11 @@ class Start:
     """Section `model` of that run's configuration, as far as it is known."""
     values = self.config.get("model", {})
     return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+
+  @property
+  def lora_rank(self) -> int:
+    """Of the adapters that its parameters have; 0: none."""
+    return self.config.get("rl", {}).get("lora_rank", 0) if self.path.parent.name == "rl" else 0
 
   @property
   def about(self) -> dict[str, Any]:
@@ -75,8 +84,11 @@ def find(weights: str, key: str = "weights") -> Start | None:
   return Start(path, config or next((c for c in map(_config, above) if c), {}))
 
 
-def restore(start: Start, like: Any, key: str = "weights") -> Any:
-  """The parameters alone, laid out as the abstract parameters `like` say.
+def restore(
+  start: Start, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, key: str = "weights"
+) -> Any:
+  """The parameters alone, in the layout of training, as a pass of compute type `dtype` reads them;
+  those of a run with adapters (`rl.lora_rank`) merged.
 
   Raises:
     ValueError: the checkpoint is damaged, or holds other parameters.
@@ -85,21 +97,27 @@ def restore(start: Start, like: Any, key: str = "weights") -> Any:
     steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
     before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
     raise ValueError(f"{key}={start.path} is damaged: {wrong}{before}")
-  reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
+  layout = model, mesh, sharding.TRAIN, dtype
+  like = dict(params=abstract_params(*layout, start.lora_rank))
+  reader = ocp.PyTreeCheckpointHandler()
   stored = shapes(reader.metadata(start.path / "state"))
   wanted = shapes(like)
   for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
     if wanted.get(name) != stored.get(name):
       raise ValueError(
         f"{key}={start.path}: {name} has shape {stored.get(name)}, the configured model wants "
-        f"{wanted.get(name)}; a run with rl.lora_rank can be started from at its cold start only"
+        f"{wanted.get(name)}"
       )
   arguments = ocp.args.PyTreeRestore(
     item=like,
     restore_args=ocp.checkpoint_utils.construct_restore_args(like),
     partial_restore=True,  # the optimizer's moments stay where they are
   )
-  return jax.block_until_ready(reader.restore(start.path / "state", args=arguments)["params"])
+  params = reader.restore(start.path / "state", args=arguments)["params"]
+  if start.lora_rank:
+    plain = jax.tree.map(lambda x: x.sharding, abstract_params(*layout))
+    params = jax.jit(lora.merged, out_shardings=plain)(params)
+  return jax.block_until_ready(params)
 
 
 def _steps(directory: epath.Path) -> list[int]:

@@ -274,7 +274,7 @@ def test_command_line(workdir, tmp_path, capsys):
   (tmp_path / "file").touch()
   with pytest.raises(SystemExit):
     main([str(workdir), "--output", str(tmp_path / "file" / "page.html")])
-  assert "file/page.html cannot be written" in capsys.readouterr().err
+  assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Writes what a run has learned as a Hugging Face directory.
+
+  python -m gspo_jax.export RUN DIR [--dtype=bfloat16]
+
+RUN is named as in the key `weights`: a workdir for its newest checkpoint, or one of its
+checkpoints. transformers, vLLM and `--config.weights=DIR` read DIR. Adapters are merged. It runs on
+the CPU, and takes memory for the weights once.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from gspo_jax import sharding
+from gspo_jax.models import hf
+from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.runs import start
+
+# Of a tokenizer, as far as they are there.
+TOKENIZER = (
+  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+  "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def export(run: str, directory: Path, dtype: str = "bfloat16") -> start.Start:
+  """Writes config.json, safetensors of this type, and the tokenizer's files if there are any.
+
+  Raises:
+    ValueError: there is no such checkpoint, it is damaged, or does not say of which model it is;
+      or the directory holds something.
+  """
+  origin = start.find(run, "RUN")
+  if origin is None:
+    raise ValueError(f"RUN={run} is not the workdir of a run, nor one of its checkpoints")
+  try:
+    model = ModelConfig(**origin.model)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"the config.json of RUN={run} does not say its model: {error}") from error
+  if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    raise ValueError(f"DIR={directory} is there already: give a new name")
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    hf.save(directory, start.restore(origin, model, mesh, dtype, "RUN"), model, dtype=dtype)
+  tokenizer = Path(origin.config["tokenizer"])
+  for name in TOKENIZER:
+    if (tokenizer / name).is_file():
+      shutil.copy(tokenizer / name, directory / name)
+  return origin
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(
+    prog="python -m gspo_jax.export", description=__doc__.splitlines()[0]
+  )
+  parser.add_argument("run", metavar="RUN", help="a workdir, or one of its checkpoints")
+  parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it")
+  parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+  options = parser.parse_args(arguments)
+  jax.config.update("jax_platforms", "cpu")
+  try:
+    origin = export(options.run, options.directory, options.dtype)
+  except (ValueError, OSError) as error:
+    parser.error(str(error))
+  sys.stdout.write(f"{options.directory}: the weights of {origin.path}\n")
+
+
+if __name__ == "__main__":
+  main()
