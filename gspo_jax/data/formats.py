@@ -220,11 +220,10 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
   else:
     answer = whole.strip()
   if not answer:
-    pattern = f"the pattern {form.answer_pattern!r}" if form.name else "data.answer_pattern"
-    pattern += "" if form.name else f"={form.answer_pattern!r}"
+    what = "the pattern " if form.name else "data.answer_pattern="
     raise BadRow(
-      f"{pattern} finds no answer in the field {form.answer!r} (its end: {whole[-40:]!r}). Correct "
-      f"the row or {form.key('answer_pattern')}"
+      f"{what}{form.answer_pattern!r} finds no answer in the field {form.answer!r} (its end: "
+      f"{whole[-40:]!r}). Correct the row or {form.key('answer_pattern')}"
     )
   return whole, answer
 
