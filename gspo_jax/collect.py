@@ -221,6 +221,9 @@ class Collector:
     if self._environment:
       reward_B = costs.charge(trajectories, self._config.environment)
       correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
+      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(trajectories) if one.failure}
+      outcomes = dict(crash=len(unknown)) if unknown else {}
+      known_B = np.array([i not in unknown for i in range(len(trajectories))])
     else:
       prompts = [group.prompt for group in groups for _ in group.trajectories]
       lengths, stopped = zip(*((one.length, one.stopped) for one in trajectories))
@@ -230,12 +233,12 @@ class Collector:
       unknown, known_B = scores.unknown, scores.known
       for one, reward_U in zip(trajectories, scores.lines or ()):
         one.columns["rewards"] = segments.line_rewards(reward_U, one.tokens, self._breaks_V)
-      if jax.process_count() > 1:
-        # A time limit may strike on one host and not on another: the first one's word counts.
-        verdicts = reward_B, correct_B, known_B.astype(np.float32)
-        reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
-        elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
-        unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
+    if jax.process_count() > 1:
+      # A time limit may strike on one host and not on another: the first one's word counts.
+      verdicts = reward_B, correct_B, known_B.astype(np.float32)
+      reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
+      elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
+      unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
     end = 0
     for group in groups:
       start, end = end, end + len(group.trajectories)

@@ -58,10 +58,10 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Means over conversations."""
+  """Means over conversations; figures of those whose environment has not failed."""
   trajectories = [one for group in groups for one in group.trajectories]
   mean = lambda values: float(np.mean(list(values)))  # noqa: E731
-  found = means([one.figures for one in trajectories])
+  found = means([one.figures for one in trajectories if not one.failure])
   row = {f"environment/{name}": value for name, value in found.items()}
   row["environment/turns"] = mean(one.turn for one in trajectories)
   sampled = sum(one.length for one in trajectories)

@@ -274,6 +274,28 @@ def test_metrics_count_conversations():
   assert row["environment/observation_fraction"] == pytest.approx(6 / (6 + 16))
 
 
+def test_an_environment_that_raises_costs_its_own_conversation_its_verdict():
+  class Failing(Counting):
+    def step(self, response):
+      if response[0] % 3 == 0:
+        raise OSError("no network")
+      return super().step(response)
+
+  made, engine = collector(environment=Failing, extra_prompts=0)
+  dumped = []
+  made._writer = SimpleNamespace(dump_rollouts=lambda *args, **_: dumped.extend(args[2]))
+  (out,), _ = iterate(1, (made, engine))
+  failed_B = np.array([bool(one.failure) for group in out.groups for one in group.trajectories])
+  assert 0 < failed_B.sum() < len(failed_B)
+  known_B = np.concatenate([group.known_G for group in out.groups])
+  np.testing.assert_array_equal(known_B, ~failed_B)
+  assert not out.advantage_BL[failed_B].any() and out.advantage_BL[~failed_B].any()
+  share = failed_B.mean()
+  assert out.metrics["verifier/unknown"] == pytest.approx(share)
+  assert out.metrics["verifier/crash"] == pytest.approx(share)
+  assert len(dumped) == failed_B.sum() and "OSError('no network')" in str(dumped[0])
+
+
 ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
 
 

@@ -205,7 +205,9 @@ class Evaluator:
       scores = benchmark.score(responses, asked, finished=[one.stopped for one in sampled])
       outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
     else:
-      outcomes, correct = {}, [one.pop("correct") for one in reported]
+      correct = [one.pop("correct") for one in reported]
+      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(sampled) if one.failure}
+      outcomes = dict(crash=len(unknown)) if unknown else {}
     measured: list[dict[str, float | None]] = []
     if self.signals is not None and benchmark.environment is None:
       measured = self.signals.rows(responses, sampled, asked)

@@ -90,13 +90,13 @@ class Driver:
         self._submit([one])
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
-    """Yields trajectories as they are finished, until all are or `enough()` is true.
+    """Yields trajectories as they are finished, until all are or `enough()` is true. One whose
+    environment raises is over, with `failure`.
 
     Those that are not finished by then keep what they have, and `begin` goes on with them.
 
     Raises:
       ValueError: an environment whose observation or reward cannot be used.
-      RuntimeError: an environment raised.
     """
     with contextlib.ExitStack() as stack:
       pool = _Here()
@@ -155,11 +155,10 @@ class Driver:
       name = f"{name}, sample {trajectory.sample}, turn {trajectory.turn + 1},"
       try:
         observation, reward, done = future.result()
-      except Exception as error:
-        raise ValueError(
-          f"{name} raised {error!r}: let it answer with an observation instead "
-          "(--verbosity=1: where)"
-        ) from error
+      except Exception as error:  # it is the user's, and was given what a policy wrote
+        trajectory.fail(f"{name} raised {error!r}: let it answer with an observation instead")
+        yield trajectory
+        continue
       if not (isinstance(reward, (int, float, np.number)) and math.isfinite(reward)):
         raise ValueError(f"{name} gave the reward {reward!r}: return a finite number")
       trajectory.end_turn(float(reward))

@@ -97,6 +97,7 @@ class Trajectory:
     support: int32 [n, X], tokens that each one was drawn from; NO_TOKEN where they are fewer, and
       throughout for the whole vocabulary and for observations; None where they are not recorded.
     figures: what the environment says of it once it is over.
+    failure: how the environment failed, which ended it: nothing is known about it then.
     columns: by the names of COLUMNS, [n] each.
   """
 
@@ -108,6 +109,7 @@ class Trajectory:
     self.turn, self.finished, self.stopped = 0, False, False
     self.calls: tuple[int, ...] = ()
     self.figures: dict[str, float] = {}
+    self.failure = ""
     self.routing: np.ndarray | None = None
     self.support: np.ndarray | None = None
     self.columns = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
@@ -181,6 +183,12 @@ class Trajectory:
       reported = dict(correct=right, tokens=self.length, tool_calls=calls) | reported
     self.figures = {name: float(value) for name, value in reported.items()}
 
+  def fail(self, failure: str) -> None:
+    """Ends it in the turn that the environment failed in."""
+    self.end_turn(0.0)
+    self.finished, self.failure = True, failure
+    self.figures = dict(correct=0.0, tokens=float(self.length), tool_calls=float(sum(self.calls)))
+
   def _older_calls(self) -> tuple[int, ...]:
     """Those that an older checkpoint does not say; of a conversation that is over, figures too."""
     if isinstance(self.environment, SingleTurn):
@@ -225,7 +233,7 @@ class Trajectory:
     arrays = self.columns | {name: x for name, x in more.items() if x is not None}
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
-    plain = "prompt sample seed turn calls finished stopped figures _begun".split()
+    plain = "prompt sample seed turn calls finished stopped figures failure _begun".split()
     state = {name: getattr(self, name) for name in plain}
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
 
