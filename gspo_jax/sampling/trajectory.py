@@ -66,9 +66,6 @@ class SingleTurn:
   def step(self, response: Sequence[int]) -> tuple[Sequence[int], float, bool]:
     return (), 0.0, True
 
-  def figures(self) -> dict[str, float]:
-    return {}
-
 
 COLUMNS = dict(  # of the n tokens that follow the prompt
   tokens=np.int32,
@@ -177,11 +174,15 @@ class Trajectory:
 
   def finish(self, stopped: bool) -> None:
     self.finished, self.stopped = True, stopped
-    reported = dict(getattr(self.environment, "figures", dict)())
-    if not isinstance(self.environment, SingleTurn):
-      right, calls = float(self.rewards.sum() > 0), sum(self.calls)
-      reported = dict(correct=right, tokens=self.length, tool_calls=calls) | reported
-    self.figures = {name: float(value) for name, value in reported.items()}
+    if isinstance(self.environment, SingleTurn):
+      return
+    right = float(self.rewards.sum() > 0)
+    self.figures = dict(correct=right, tokens=float(self.length), tool_calls=float(sum(self.calls)))
+    try:
+      reported = getattr(self.environment, "figures", dict)()
+      self.figures |= {name: float(value) for name, value in reported.items()}
+    except Exception as error:  # it is the user's
+      self.failure = f"{type(self.environment).__name__}.figures() raised {error!r}"
 
   def fail(self, failure: str) -> None:
     """Ends it in the turn that the environment failed in."""

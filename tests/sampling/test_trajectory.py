@@ -15,6 +15,7 @@ from gspo_jax.models import routing, transformer
 from gspo_jax.sampling import EnvironmentConfig, Request, SamplingConfig, Usage, Workload, generate
 from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.sampling.scheduler import Scheduler
+from gspo_jax.sampling.trajectory import Trajectory
 
 PARAMS = initial(MOE)
 STOP = tuple(range(12))  # a turn has about five tokens
@@ -293,6 +294,14 @@ def test_an_environment_that_raises_ends_its_own_trajectory():
   others = [0, 1, 3]
   np.testing.assert_array_equal(found.tokens[others], whole.tokens[others])
   assert found.turns[2].max() == 0 and not found.stopped[2] and not found.rewards[2].any()
+
+
+def test_figures_that_cannot_be_had_are_a_failure_too():
+  for figures in (lambda: dict(steps=None), lambda: {}["steps"]):
+    one = Trajectory((5,), 0, 0, Endless())
+    one.environment.figures = figures
+    one.finish(stopped=True)
+    assert one.finished and "Endless.figures() raised" in one.failure
 
 
 def test_bad_settings():
