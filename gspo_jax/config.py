@@ -8,6 +8,7 @@ import difflib
 import sys
 import types
 import typing
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -120,6 +121,10 @@ class RunConfig:
 
   def __post_init__(self):
     consistency.check(self)
+
+  def seed_of(self, *names: str | int) -> int:
+    """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
+    return zlib.crc32("/".join(map(str, (self.seed, *names))).encode()) & 0x7FFFFFFF
 
   @property
   def has_iterations(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from gspo_jax import sharding
+from gspo_jax import sharding, weights
 from gspo_jax.models import hf
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import start
@@ -45,7 +45,7 @@ def export(run: str, directory: Path, dtype: str = "bfloat16") -> start.Start:
     raise ValueError(f"DIR={directory} is there already: give a new name")
   mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
-    hf.save(directory, start.restore(origin, model, mesh, dtype, "RUN"), model, dtype=dtype)
+    hf.save(directory, weights.of_checkpoint(origin, model, mesh, dtype, "RUN"), model, dtype=dtype)
   tokenizer = Path(origin.config["tokenizer"])
   for name in TOKENIZER:
     if (tokenizer / name).is_file():

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from gspo_jax.sampling import Engine, LocalEngine, Workload
 from gspo_jax.sampling.driver import first_tokens
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks import environments
+from gspo_jax.weights import initial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Run:
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
-    return seed_of(self.config, *names)
+    return self.config.seed_of(*names)
 
   @property
   def workload(self) -> Workload:
@@ -78,7 +78,7 @@ class Run:
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
-    return initial_params(self.config, self.mesh, self.workdir)
+    return initial(self.config, self.mesh, self.workdir)
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
     """A phase of `total` steps with `updates` gradient updates each; their mini-batches are kept
@@ -95,26 +95,6 @@ class Run:
       c.alarms if name == "rl" else None,
       at_most=name == "sft" and c.sft.target_loss > 0,
     )
-
-
-def seed_of(config: RunConfig, *names: str | int) -> int:
-  """`Run.seed`."""
-  text = "/".join(map(str, (config.seed, *names)))
-  return zlib.crc32(text.encode()) & 0x7FFFFFFF
-
-
-def initial_params(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = None) -> Any:
-  """`Run.initial_params`, under the mesh."""
-  began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
-  if origin := start.find(began_with.get("checkpoint", config.weights)):
-    return start.restore(origin, config.model, mesh, jax.numpy.float32)
-  if config.weights != "random":
-    from gspo_jax.models import hf  # safetensors is only needed here
-
-    return hf.load(config.weights, mesh=mesh, rules=sharding.TRAIN)[0]
-  shardings = transformer.shardings(config.model, sharding.TRAIN, mesh)
-  init = jax.jit(lambda key: transformer.init(config.model, key), out_shardings=shardings)
-  return init(jax.random.key(seed_of(config, "init")))
 
 
 @contextlib.contextmanager
@@ -282,7 +262,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       benchmarks=benchmarks,
       tokenizer=tok,
       prompt_length=config.data.max_prompt_tokens,
-      seed=zlib.crc32(f"{config.seed}/eval".encode()) & 0x7FFFFFFF,
+      seed=config.seed_of("eval"),
       environment=config.environment,
       directory=workdir / "evaluations",
       identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment))

@@ -26,12 +26,12 @@ from gspo_jax import config_flag, paths, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.data import tokenizer
 from gspo_jax.models import hf, lora, transformer
-from gspo_jax.run import initial_params
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
 from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Limits, Refused
 from gspo_jax.serving.loop import Job, Loop
+from gspo_jax.weights import initial
 
 TOKEN = "GSPO_JAX_SERVE_TOKEN"  # the environment variable; a flag would be seen by everybody
 
@@ -239,7 +239,7 @@ def read_weights(config: RunConfig, mesh: jax.sharding.Mesh, weights: str) -> An
     rules, dtypes = _as_sampled(config, mesh)
     params, _ = hf.load(weights, mesh=mesh, rules=rules, dtype=dtypes)
   else:
-    params = initial_params(config, mesh)
+    params = initial(config, mesh)
   for path, good in jax.tree.leaves_with_path(jax.device_get(_finite(params))):
     if not good:
       name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import sharding
+from gspo_jax import sharding, weights
 from gspo_jax.data import tokenizer
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.learner.step import Learner, make_score
@@ -111,7 +111,7 @@ def load(teacher: Teacher, config: Any, mesh: jax.sharding.Mesh) -> Any:
     ValueError: the checkpoint is damaged, or holds other parameters.
   """
   if teacher.origin is not None:
-    return start.restore(teacher.origin, teacher.model, mesh, config.compute.dtype, KEY)
+    return weights.of_checkpoint(teacher.origin, teacher.model, mesh, config.compute.dtype, KEY)
   from gspo_jax.models import hf  # safetensors is only needed here
 
   types = jax.tree.map(lambda x: x.dtype, abstract(teacher, config, mesh))

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config config_flag dry_run evaluation report run runs sampling sft train",
-  "serve": "config config_flag data models paths run sampling serving",
+  "serve": "config config_flag data models paths sampling serving weights",
   "train": "collect hardware learner objectives pipeline records report run runs segments steps "
   "teacher",
   "sft": "data learner run runs",
@@ -23,11 +23,13 @@ ARROWS = {
   "group_metrics": "groups models sampling",
   "groups": "data sampling",
   "config_flag": "config",
-  "serving": "sampling",
+  "serving": "data.tokenizer sampling",
+  "export": "models runs weights",
+  "weights": "config learner models runs",
   "replay": "config learner models runs sampling",
   "run": "config consistency constraints data evaluation learner models offline paths "
-  "rewards runs sampling schedules steps tasks teacher",
-  "teacher": "data learner models runs sampling",
+  "rewards runs sampling schedules steps tasks teacher weights",
+  "teacher": "data learner models runs sampling weights",
   "paths": "constraints models rewards runs",
   "config": "consistency constraints data evaluation learner models rewards runs "
   "sampling schedules",
@@ -37,7 +39,7 @@ ARROWS = {
   "aot": "config config_flag hardware learner models sampling teacher",
   "dry_run": "aot config configs hardware learner models run runs teacher",
   "configs": "learner models",
-  "evaluation": "constraints data models rewards runs sampling tasks",
+  "evaluation": "constraints data group_metrics models rewards runs sampling tasks",
   "learner": "models objectives",
   "sampling": "models runs.preemption",
   "data": "rewards.math_answer tasks",

@@ -16,10 +16,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspo_jax import sharding
-from gspo_jax.learner.state import abstract_params
-from gspo_jax.models import lora
-from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import integrity
 from gspo_jax.runs.checkpoint import shapes
 from gspo_jax.runs.provenance import FILE
@@ -84,11 +80,9 @@ def find(weights: str, key: str = "weights") -> Start | None:
   return Start(path, config or next((c for c in map(_config, above) if c), {}))
 
 
-def restore(
-  start: Start, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, key: str = "weights"
-) -> Any:
-  """The parameters alone, in the layout of training, as a pass of compute type `dtype` reads them;
-  those of a run with adapters (`rl.lora_rank`) merged.
+def restore(start: Start, like: Any, key: str = "weights") -> Any:
+  """The parameters alone, laid out as the abstract parameters `like` say, with adapters if
+  `start.lora_rank` is above 0.
 
   Raises:
     ValueError: the checkpoint is damaged, or holds other parameters.
@@ -97,9 +91,7 @@ def restore(
     steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
     before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
     raise ValueError(f"{key}={start.path} is damaged: {wrong}{before}")
-  layout = model, mesh, sharding.TRAIN, dtype
-  like = dict(params=abstract_params(*layout, start.lora_rank))
-  reader = ocp.PyTreeCheckpointHandler()
+  reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
   stored = shapes(reader.metadata(start.path / "state"))
   wanted = shapes(like)
   for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
@@ -113,11 +105,7 @@ def restore(
     restore_args=ocp.checkpoint_utils.construct_restore_args(like),
     partial_restore=True,  # the optimizer's moments stay where they are
   )
-  params = reader.restore(start.path / "state", args=arguments)["params"]
-  if start.lora_rank:
-    plain = jax.tree.map(lambda x: x.sharding, abstract_params(*layout))
-    params = jax.jit(lora.merged, out_shardings=plain)(params)
-  return jax.block_until_ready(params)
+  return jax.block_until_ready(reader.restore(start.path / "state", args=arguments)["params"])
 
 
 def _steps(directory: epath.Path) -> list[int]:

@@ -18,7 +18,7 @@ from support.configs import config_of
 from support.small_models import initial, next_logp
 
 from configs import common
-from gspo_jax import serve, sharding
+from gspo_jax import serve, sharding, weights
 from gspo_jax.data import tokenizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import hf, transformer
@@ -143,7 +143,7 @@ def programs():
 def world(tmp_path_factory):
   tok, mesh, make_engine = serve.parts(CONFIG, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    old = serve.initial_params(CONFIG, mesh)
+    old = weights.initial(CONFIG, mesh)
   work = serve.workload(CONFIG, LIMITS, record_routing=True)
   loop = Loop(
     lambda: Engine(make_engine()),
@@ -612,7 +612,7 @@ def test_a_checkpoint_of_a_run_is_read_too(world, client, tmp_path):
     directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0
   )
   with jax.set_mesh(world.mesh):
-    layout = jax.tree.map(lambda x: x.sharding, serve.initial_params(CONFIG, world.mesh))
+    layout = jax.tree.map(lambda x: x.sharding, weights.initial(CONFIG, world.mesh))
     state = new_state(jax.device_put(world.new, layout), optax.sgd(0.1))
     saved = checkpoint.Checkpointer(tmp_path, "rl", config)
     saved.save(3, state, {"data": {}})
@@ -634,7 +634,7 @@ def test_a_directory_is_read_as_it_is_sampled_with(world, dtype):
     rules = sharding.rollout_rules(split, mesh, MODEL.num_experts)
     layout = transformer.shardings(MODEL, rules, mesh)
     publish = sharding.publisher(layout, transformer.dtypes(MODEL, dtype))
-    wanted = publish(serve.initial_params(config, mesh))
+    wanted = publish(weights.initial(config, mesh))
   for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     assert one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, one.ndim)
     np.testing.assert_array_equal(one, other)
