@@ -3,7 +3,16 @@
 import re
 
 from gspo_jax.rewards import string_match, thought
-from gspo_jax.rewards.mathematics.formulas import FORMULA, around, is_formula, stated, trim
+from gspo_jax.rewards.mathematics.formulas import (
+  FORMULA,
+  around,
+  is_formula,
+  is_hedged,
+  sentence_before,
+  signed,
+  stated,
+  trim,
+)
 from gspo_jax.rewards.mathematics.units import MULTIPLIERS
 
 MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
@@ -11,7 +20,9 @@ TAIL = 2000  # characters at the end of a response that are searched where nothi
 _LAST = 16  # boxes and markers at the end of a response that are looked at
 
 SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # of thousands, as typed or as typeset
-_DIGITS = rf"(?:[1-9]\d{{0,2}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+(?:,\d+)*)(?:\.\d+)?|\.\d+"
+SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
+_THOUSANDS = rf"(?:(?:{SEPARATOR}\d{{3}})+|(?:{SPACE}\d{{3}})+)(?!\d)"
+_DIGITS = rf"(?:[1-9]\d{{0,2}}{_THOUSANDS}|\d+(?:,\d+)*)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
   r"(?<![\w.\\])(?:"
   r"-?\\[dtc]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
@@ -92,13 +103,15 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   stated = _after_box(text[found[-1][1] :][-TAIL:])
   if stated:
     return stated
-  contents = [found[-1][2]]
+  answer = last = found[-1][2]
   for (_, end, content), (start, *_) in zip(found[-2::-1], found[:0:-1]):
-    if not _is_listing(text[end:start]):
+    gap = text[end:start]
+    if not _is_listing(gap):
       break
-    if content != contents[0]:
-      contents.insert(0, content)
-  return ", ".join(contents)
+    if content != last:
+      answer = content + (" or " if re.search(r"\bor\b", gap) else ", ") + answer
+    last = content
+  return answer
 
 
 def _after_box(text: str) -> str | None:
@@ -120,8 +133,12 @@ def _is_listing(gap: str) -> bool:
   bare = _FILLER.sub(" ", gap)
   if re.fullmatch(r"\s*[=<>≈]+\s*", bare):
     return False
-  joined = not re.search(r"\w", bare) or re.search(r"\b(?:and|or)\b", bare)
+  joined = not re.search(r"\w", bare) or _JOINED.search(bare)
   return bool(joined) and not _CORRECTION.search(bare)
+
+
+# Nothing but a name may follow the "and": "and the sum is 7" begins another answer.
+_JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 
 
 def _argument(text: str, start: int) -> tuple[int, str | None]:
@@ -144,14 +161,17 @@ _NO_SOLUTION = re.compile(
 
 
 def _last(text: str) -> str | None:
-  """The last formula or number of a text; a formula ends behind its numbers."""
+  """The last formula or number of a text; a formula ends behind its numbers. None: a hedge."""
   formulas = [match for match in FORMULA.finditer(text) if is_formula(_inside(match))]
   found = [*formulas, *_NUMBER.finditer(text)]
   last = max(found, key=lambda match: match.span()[::-1], default=None)
   if not last or last.re is FORMULA:
     return trim(_inside(last)) if last else None
+  before = sentence_before(text, last.start())
+  if is_hedged(before.rpartition("=")[2]):  # the sum of 2 and 3 is 2+3 = 5
+    return None
   whole = around(text, *last.span())
-  content = last[0] if whole is None else whole
+  content = signed(before, last[0]) if whole is None else whole
   word = _FOLLOWING.match(text, last.end())
   if content and word and word[1].casefold() in MULTIPLIERS:
     content += word[0]  # 2 dozen are not 2

@@ -34,12 +34,15 @@ _HEDGE = re.compile(
   r"|\b(?:sum|product|difference|quotient|ratio|square|cube|root|factorial) of\b",
   re.IGNORECASE,
 )
-_NEGATIVE = re.compile(r"\b(?:minus|negative)\s*$", re.IGNORECASE)
+_NEGATIVE = re.compile(
+  r"(?:(?<!\d)(?<!\d\s)\b(?:minus|negative)\s*|(?:=|\bis|\bequals)\s?-\s)$", re.IGNORECASE
+)
 # Words behind a number that go on with it.
 _GOES_ON = re.compile(
   r"(?:squared|cubed|factorial)\b|(?:[a-z]+,?\s+){1,3}(?:or\b|and\s+\$?\d|(?P<on>[*+×=]))"
-  r"|(?:plus|minus|times|over|to|through|choose|mod|modulo|(?:divided|multiplied) by"
-  r"|(?:more|less|fewer|greater) than)\s+\W{0,3}\d",
+  r"|(?P<by>plus|minus|times|over|to|through|choose|mod|modulo|remainder|(?:divided|multiplied) by"
+  r"|(?:out )?of|(?:more|less|fewer|greater) than)\s+\W{0,3}\d"
+  r"|(?P<unit>[a-z]+),?\s+\d[\d.]*\s+(?P<second>[a-z]+)\b",
   re.IGNORECASE,
 )
 _OPERATOR = re.compile(
@@ -51,8 +54,8 @@ _LABEL = re.compile(r"^(?:[a-zA-Z]|[A-Z]{2,4})[,:]?\s+(?=[-+$]?\d)")
 # What touches a number that is a part of a formula.
 _BEHIND = re.compile(r"\s?(?:\^(?!\s?\{?\s?\\?circ)|√|\\?sqrt|π|\\?pi(?![a-z]))|:\d{1,2}\b|_[\d{]")
 _BEFORE = re.compile(
-  r"(?:√|\b(?:sqrt|log|ln|sin|cos|tan|exp)\s?[{(]?|\^\s?[{(]?-?|(?:π|\\pi)\s?/\s?|_\{|\+\s?)\S$"
-  r"|[\w)}][-+]$"
+  r"(?:√|\b(?:sqrt|log|ln|sin|cos|tan|exp)\s?[{(]?|\^\s?[{(]?-?|(?:π|\\?pi)\s?/\s?|_\{|\+\s?)\S$"
+  r"|[\w)}][-+]$|[\d)}](?:-|\*\*?|\s?\*\*?\s|\s?[×·÷x]\s?)\S$"
 )
 _RATIO = re.compile(r"(?:^|\D)\d{1,2}:\d{1,2}$")
 _ARTICLE = re.compile(r"(?:\s(?:a|I|and))+$")
@@ -71,18 +74,22 @@ def stated(text: str) -> tuple[str | None, bool]:
   sentence = _up_to_a_value(text)
   start, end = _with_value(sentence)
   before, behind = sentence[:start], sentence[end:]
-  if (not behind and cut) or _HEDGE.search(before + " "):
+  if (not behind and cut) or is_hedged(before):
     return _BLANK
-  if goes_on := _GOES_ON.match(behind):  # 9 eggs * 2 dollars = 18 dollars
+  goes_on = _GOES_ON.match(behind)
+  if goes_on and not goes_on["unit"]:  # 9 eggs * 2 dollars = 18 dollars; 20% of 50 = 10
     _, equals, last = behind.rpartition("=")
-    return (stated(last)[0], False) if goes_on["on"] and equals else _BLANK
+    joined = goes_on["on"] or goes_on["by"]
+    return (stated(last)[0], False) if joined and equals else _BLANK
+  if goes_on and {goes_on["unit"], goes_on["second"]} <= units.UNITS.keys():  # 2 hours 30 minutes
+    return _BLANK
   content = _without_ends(sentence[start:end].rstrip(" /" if behind else None))  # $5/day
   bare = _ARTICLE.sub("", content)
   factor = re.match(r"[A-Za-z]{1,12}\b", behind)
   if factor and factor[0].casefold() in units.MULTIPLIERS:  # 2 dozen are not 2
     content = f"{bare} {factor[0]}" if bare == content else ""  # nor are 3 and a half 3
   else:
-    content = ("-" if _NEGATIVE.search(before) else "") + bare
+    content = signed(before, bare)
   unit = not behind or units.parse(" " + behind.strip(" .,*_`$")) is not None
   whole = unit and not start and not sentence[:end].rstrip().endswith(":")
   return (trim(content), whole) if bare and content else _BLANK
@@ -121,6 +128,22 @@ def _without_ends(text: str) -> str:
     text = text[1:]
   opened, closed = (len(re.findall(brackets, text)) for brackets in (r"[(\[{]", r"[)\]}]"))
   return "" if opened != closed or _OPERATOR.search(text) else text
+
+
+def is_hedged(before: str) -> bool:
+  """Whether the words before a number make it another one, or none."""
+  return bool(_HEDGE.search(before + " "))
+
+
+def signed(before: str, number: str) -> str:
+  """The number with the sign that the words before it give it: negative 5; x = - 5."""
+  return "-" + number if _NEGATIVE.search(before) else number
+
+
+def sentence_before(text: str, end: int) -> str:
+  """The part before `end` of the sentence that `text[end]` is in; a line ends it too."""
+  line = text[max(0, end - LONGEST) : end].rpartition("\n")[2]
+  return _SENTENCE.split(line)[-1]
 
 
 def around(text: str, start: int, end: int) -> str | None:

@@ -9,7 +9,7 @@ from gspo_jax.rewards.mathematics import extract, formulas, units
 
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
-_THOUSANDS = re.compile(rf"(?<=\d)(?:{extract.SEPARATOR}|[ \u00a0\u202f\u2009])(?=\d{{3}}(?!\d))")
+_THOUSANDS = re.compile(rf"(?<=\d)(?:{extract.SEPARATOR}|{extract.SPACE})(?=\d{{3}}(?!\d))")
 _VALUE = re.compile(
   r"(?P<sign>[-+]?)\s*(?P<currency>\\?[$€£¥₹])?\s*(?P<sign2>[-+]?)"
   r"(?:(?P<whole>\d+)\s*(?=\s\d+\s*/|\\frac))?\s*"  # mixed numbers

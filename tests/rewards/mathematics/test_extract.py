@@ -45,6 +45,9 @@ STATED = [  # what follows "The answer is "
   ("3 times as many", "3"),
   ("15 gallons * 8 pints / gallon = 120 pints", "120"),
   ("this: Mr. Smith has 7 apples.", "7"),
+  ("20% of 50 = 10.", "10"),
+  ("3 times 5 = 15 apples", "15"),
+  ("18 apples in 2 years", "18"),
 ]
 
 
@@ -60,6 +63,7 @@ def test_what_is_announced_is_taken_whole(sentence, answer):
    "definitely less than 18", "more than 18", "18 more than 5", "one of 18, 19, 20", "about 18",
    "10 plus 8", "3 times 6", "5 squared", "half of 36", "the sum of 10 and 8", "3 and a half",
    "6 hours and 30 minutes",
+   "2 hours 30 minutes", "5 feet 6 inches", "20% of 50", "2 out of 5", "3 remainder 1",
    "18 + something", "B because 5 is wrong", "15 apples + 3 pears", "1" + "+1" * 300],
 )  # fmt: skip
 def test_a_hedge_is_no_answer_and_nor_is_a_part(sentence):
@@ -112,9 +116,38 @@ def test_what_replaces_a_box(announced, answer):
     ("She has them on the 5th day.", "5"),
     (r"It is 90^\circ", "90"),
     ("She has 10 - 3 = 7 apples", "7"),
+    ("He ends with $12 500.", "$12 500"),
+    ("He ends with 12\u202f500 dollars.", "12\u202f500"),
+    ("So x = - 2.", "-2"),
+    ("It is negative 5.", "-5"),
+    ("It is 10**5.", "10**5"),
+    ("It is 5 * 6.", "5 * 6"),
+    ("It is 5 x 6.", "5 x 6"),
+    ("It is 2pi/3", "2pi/3"),
+    ("She has **18** apples.", "18"),
+    ("The total is 5 **18**", "18"),
+    ("She saves 18 - 3 is her age", "3"),
   ],
 )
 def test_the_last_number_is_no_part_of_a_formula(text, answer):
+  assert extract(text) == answer
+
+
+@pytest.mark.parametrize(
+  "text, answer",
+  [
+    ("It is not 7.", None),
+    ("It can't be 7.", None),
+    ("It lies between 5 and 6.", None),
+    ("It is about 5.", None),
+    ("She has at least 5 apples.", None),
+    # What an equation ends with stands, and so does another sentence.
+    ("The sum of their ages is 2 + 5 = 7.", "7"),
+    ("That is not right. She has 7 apples.", "7"),
+    ("It is not 5.\nShe has 7 apples.", "7"),
+  ],
+)
+def test_a_last_number_that_is_hedged_is_no_answer(text, answer):
   assert extract(text) == answer
 
 
