@@ -32,7 +32,8 @@ def block_table(c: ModelConfig, is_moe: bool, layers: int) -> Block:
   """Declares the weights of `layers` layers of one kind, stacked."""
   w = weights.of_sizes(c, l=layers, F=c.moe_intermediate_size if is_moe else c.intermediate_size)
   sparse = Moe(
-    router=w("lDE", fan_in="D", wide=True),  # rounded, it would choose other experts
+    # Rounded, it would choose other experts; and every device chooses for its own tokens.
+    router=w("lDE", fan_in="D", wide=True, whole=True),
     gate=w("lEDF", fan_in="D"),
     up=w("lEDF", fan_in="D"),
     down=w("lEFD", fan_in="F"),

@@ -57,8 +57,9 @@ class InStack(NamedTuple):
 
 
 class Weight:
-  """One line of the table: letters, their sizes, which of them are inputs, and whether the weight
-  is read in float32 whatever the compute type is: small ones that much depends on."""
+  """One line of the table: letters, their sizes, which of them are inputs, whether the weight is
+  read in float32 whatever the compute type is (small ones that much depends on), and whether it is
+  whole on every device but for D."""
 
   def __init__(
     self,
@@ -67,8 +68,10 @@ class Weight:
     fan_in: str = "",
     constant: float = 0.0,
     wide: bool = False,
+    whole: bool = False,
   ):
-    self.letters, self.constant, self.wide, self.inputs = letters, constant, wide, fan_in
+    self.letters, self.constant, self.inputs = letters, constant, fan_in
+    self.wide, self.whole = wide, whole
     self.shape = tuple(sizes[letter] for letter in letters)
     self.fan_in = math.prod(sizes[letter] for letter in fan_in) if fan_in else None
 
@@ -127,8 +130,7 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
   """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
 
   def one(path, w: Weight) -> NamedSharding:
-    # What is read in float32 is small, and read whole.
-    used = {letter: rules[letter] for letter in rules if letter == "D" or not w.wide}
+    used = {letter: rules[letter] for letter in rules if letter == "D" or not w.whole}
     pspec = sharding.spec(w.letters, used)
     for letter, size, axes in zip(w.letters, w.shape, pspec):
       if size % (parts := sharding.parts(axes, mesh.shape)):

@@ -13,7 +13,7 @@ from support.small_updates import GSPO, learner, make_batch, rl_step, scalars
 
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract_state, new_state, with_adapters
-from gspo_jax.models import hf, lora, transformer
+from gspo_jax.models import hf, lora, transformer, weights
 from gspo_jax.runs import checkpoint
 
 RANK = 3
@@ -62,6 +62,17 @@ def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
   assert all(jax.tree.leaves(changed))
   assert len(jax.tree.leaves(changed)) == 2 * 7 * len(plain.blocks)
   assert np.abs(logits(after, model, TOKENS) - logits(plain, model, TOKENS)).max() > 1e-3
+
+
+def test_adapters_are_split_as_their_weights_are():
+  model, mesh = MODELS["moe"], make_mesh((1, 2, 2, 2))
+  declared = lora.table(transformer.table(model), RANK)
+  experts = weights.shardings(declared, sharding.TRAIN, mesh).blocks[0].ffn.gate  # l E D F
+  assert experts.frozen.spec == jax.P(None, "expert", "fsdp", "tensor")
+  assert experts.a.spec == jax.P(None, "expert", "fsdp", None)
+  assert experts.b.spec == jax.P(None, "expert", None, "tensor")
+  heads = weights.shardings(declared, sharding.TRAIN, mesh).blocks[0].attention.o  # l N H D
+  assert (heads.a.spec[1], heads.b.spec[2]) == ("tensor", "fsdp")
 
 
 @pytest.mark.long
