@@ -52,18 +52,21 @@ def outer_tiles(
 
 def _best(rows, inner, outer, moved, held) -> tuple[Tiles, int]:
   most = math.gcd(rows, 512)
-  tiles = [
-    (tm, tk, tn)
-    for tm in sorted({most, min(most, 256)})
-    for tk in _parts(inner)
-    for tn in _parts(outer)
-    if held(tm, tk, tn) <= VECTOR_MEMORY
-  ]
+  for least in (3, 1):  # lanes; of fewer the products wait, which a width of 11 lanes has to
+    tiles = [
+      (tm, tk, tn)
+      for tm in sorted({most, min(most, 256)})
+      for tk in _parts(inner, least)
+      for tn in _parts(outer, least)
+      if held(tm, tk, tn) <= VECTOR_MEMORY
+    ]
+    if tiles:
+      break
   best = min(tiles, key=lambda each: (moved(*each), -math.prod(each)))
   return best, moved(*best)
 
 
-def _parts(width: int) -> Iterator[int]:
-  """Tiles that divide a width evenly, of whole lanes; none so narrow that the products wait."""
+def _parts(width: int, least: int) -> Iterator[int]:
+  """Tiles that divide a width evenly, of `least` lanes or more."""
   lanes = -(-width // 128)
-  return (128 * n for n in range(min(lanes, 3), lanes + 1) if lanes % n == 0)
+  return (128 * n for n in range(min(lanes, least), lanes + 1) if lanes % n == 0)

@@ -40,6 +40,16 @@ def test_a_product_moves_what_pallas_fetches_at_most(inner, outer):
     assert total > 0.95 * moved  # a tile that two groups share is the same one for both
 
 
+@pytest.mark.parametrize("width", [1408, 1664, 2432])
+def test_widths_with_few_divisors_have_tiles_too(width):
+  """11, 13 and 19 lanes of 128: with whole widths alone nothing would fit into vector memory."""
+  for size in (2, 4):
+    (_, tk, tn), _ = expert_tiles.outer_tiles(2048, 4096, width, 64, size, 4)
+    assert 2048 % tk == width % tn == 0
+    (_, tk, tn), _ = expert_tiles.product_tiles(4096, width, 2048, 64, size, 4)
+    assert width % tk == 2048 % tn == 0
+
+
 @pytest.mark.parametrize("inner, outer", FLAGSHIP.values())
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_outer_product_moves_what_pallas_fetches(inner, outer, size):
