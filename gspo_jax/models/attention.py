@@ -49,7 +49,12 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
 
 
 def choose(
-  implementation: str, queries: int, dtype: Any, scores: Scores | None = None, gaps: bool = False
+  implementation: str,
+  queries: int,
+  dtype: Any,
+  scores: Scores | None = None,
+  gaps: bool = False,
+  width: int = 128,
 ) -> str:
   """Names the formulation: the one asked for, or what suits the length and the mesh's platform.
 
@@ -57,34 +62,48 @@ def choose(
     implementation: as `ComputeConfig.attention`.
     scores: None: without window and bound.
     gaps: whether padding may lie between the keys of a segment.
+    width: H, of one head.
 
   Raises:
-    ValueError: a formulation by name that does not have such scores.
+    ValueError: a formulation by name that does not have such scores or heads.
   """
-  missing = lacks(implementation, scores, gaps)
-  if missing:
+  needs = dtype, scores, gaps, width
+  if missing := lacks(implementation, *needs):
     raise ValueError(f"compute.attention={implementation!r} has no {missing}: set it to auto")
   if implementation != "auto":
     return implementation
   kernel = dict(tpu="splash", gpu="cudnn", cuda="cudnn").get(sharding.platform())
-  if lacks(kernel, scores, gaps) or (kernel == "cudnn" and jnp.dtype(dtype).itemsize > 2):
+  if lacks(kernel, *needs):
     kernel = None
   if queries <= (PLAIN if kernel else 2 * PLAIN):
     return "plain"
   return kernel or "blockwise"
 
 
-def lacks(implementation: str | None, scores: Scores | None, gaps: bool) -> str:
-  """Names the part of such scores that a kernel does not have; "": it has all."""
-  if scores is None:
+def lacks(
+  implementation: str | None, dtype: Any, scores: Scores | None, gaps: bool, width: int
+) -> str:
+  """Names what of such scores and heads a kernel does not have; "": it has all."""
+  window, cap = (scores.window, scores.cap) if scores else (0, 0.0)
+  if implementation == "splash" and window and gaps:  # it measures by places in the row
+    return "sliding window where responses share their prompt"
+  if implementation != "cudnn":
     return ""
-  if implementation == "cudnn" and scores.cap:
+  if cap:
     return "soft bound on scores"
-  if implementation == "cudnn" and scores.window:
+  if window:
     return "sliding window"
-  # The kernel measures by places in the row.
-  by_place = implementation == "splash" and scores.window and gaps
-  return "sliding window where responses share their prompt" if by_place else ""
+  if jnp.dtype(dtype).itemsize > 2:
+    return f"{jnp.dtype(dtype).name}, 16-bit types alone"
+  if width % 8 or width > _widest_head():
+    return f"heads of {width} here: they are multiples of 8, and {_widest_head()} at most"
+  return ""
+
+
+def _widest_head() -> int:
+  """Of cuDNN's attention on these devices."""
+  capability = getattr(jax.local_devices()[0], "compute_capability", "0")
+  return 256 if float(capability) >= 9 else 128  # Hopper
 
 
 def attend_self(

@@ -149,7 +149,8 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     length = q.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
-    name = attention.choose(compute.attention, length, q.dtype, scores, gaps=tree is not None)
+    gaps, width = tree is not None, q.shape[3]
+    name = attention.choose(compute.attention, length, q.dtype, scores, gaps, width)
     if isinstance(kv, pages.Block):
       name = pages.choose(kv, compute.attention)
       return pages.attend(q, k, v, kv, layer, positions_BT, scores, name)

@@ -52,13 +52,20 @@ def table(config: ModelConfig) -> Params:
 
 
 def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> None:
-  """ValueError where the attention that `compute` names lacks what the model's layers need.
+  """ValueError where the attention that `compute` names lacks what the model's layers need, or is
+  not for these devices.
 
   shared_prompts: whether updates take `tree`s.
   """
+  if compute.attention == "cudnn" and sharding.platform() not in ("gpu", "cuda"):
+    raise ValueError(
+      f"compute.attention='cudnn' is for NVIDIA GPUs, and this is a {sharding.platform()}: set it "
+      "to auto"
+    )
   for kind, _ in config.runs():
     scores = layers.scores_of(config, kind.local)
-    attention.choose(compute.attention, 1, compute.dtype, scores, gaps=shared_prompts)
+    needs = scores, shared_prompts, config.head_dim
+    attention.choose(compute.attention, 1, compute.dtype, *needs)
 
 
 def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:

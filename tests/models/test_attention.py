@@ -278,3 +278,17 @@ def test_cudnn_is_for_16_bit_on_gpu_and_splash_for_tpu(monkeypatch):
   ):
     monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
     assert attention.choose("auto", 4096, dtype) == expected
+
+
+def test_cudnn_is_for_heads_that_the_device_has_room_for(monkeypatch):
+  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+  widths = lambda: [attention.choose("auto", 4096, "bfloat16", width=n) for n in (100, 128, 256)]  # noqa: E731
+  assert widths() == ["blockwise", "cudnn", "blockwise"]
+  for dtype, width, message in (
+    ("float32", 64, "no float32"),
+    ("bfloat16", 256, "no heads of 256"),
+  ):
+    with pytest.raises(ValueError, match=f"compute.attention='cudnn' has {message}"):
+      attention.choose("cudnn", 4096, dtype, width=width)
+  monkeypatch.setattr(attention, "_widest_head", lambda: 256)  # Hopper's
+  assert widths() == ["blockwise", "cudnn", "cudnn"]

@@ -210,8 +210,12 @@ def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
     sharding.spec("DF", dict(D="fsdp", F="fsdp"))
 
 
-def test_attention_that_lacks_a_window_is_refused_by_name():
-  named = lambda name: dataclasses.replace(REFERENCE, attention=name)  # noqa: E731
+def test_attention_that_lacks_a_window_is_refused_by_name(monkeypatch):
+  half = dataclasses.replace(REFERENCE, dtype="bfloat16")
+  named = lambda name: dataclasses.replace(half, attention=name)  # noqa: E731
+  with pytest.raises(ValueError, match=r"attention='cudnn' is for NVIDIA GPUs"):
+    transformer.check(DENSE, named("cudnn"), shared_prompts=True)
+  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
   transformer.check(GEMMA, named("auto"), shared_prompts=True)
   transformer.check(DENSE, named("cudnn"), shared_prompts=True)
   transformer.check(GEMMA, named("splash"), shared_prompts=False)
