@@ -45,9 +45,9 @@ class CriticConfig:
 
   def _not_read(self) -> dict[str, Any]:
     """Keys that have no effect with this name, and the values that they have then."""
-    own = {} if self.name == "model" else dict(init="policy")
-    any_critic = dict(warmup_iterations=0, kl_coef=0, discount=1, normalize=True)
-    return own | any_critic if self.name == "none" else own
+    of_model, of_head = dict(init="policy"), dict(trunk_coef=0.1)
+    of_any = dict(warmup_iterations=0, kl_coef=0, discount=1, trace=0.95, clip=0.2, normalize=True)
+    return dict(none=of_model | of_head | of_any, model=of_head, head=of_model)[self.name]
 
   def check_with(
     self, objective: Any, rl: Any, data: Any, environment: Any, taught: bool = False

@@ -77,6 +77,12 @@ class ModelConfig:
         f"{self.num_layers}, decoder_sparse_step={self.decoder_sparse_step} and "
         f"mlp_only_layers={self.mlp_only_layers}"
       )
+    if (self.sliding_window > 0) != (self.sliding_window_pattern > 1):
+      raise ValueError(
+        f"model.sliding_window={self.sliding_window} and model.sliding_window_pattern="
+        f"{self.sliding_window_pattern}: a window takes a pattern of 2 or more, every n-th layer "
+        "being global; without one they are 0 and 1"
+      )
     if self.head_dim % 2:
       raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
 

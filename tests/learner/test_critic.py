@@ -271,6 +271,14 @@ WRONG = {
     dict(critic__name="none", critic__warmup_iterations=0, critic__normalize=False),
     "critic.normalize=False has no effect",
   ),
+  "λ of none": (
+    dict(critic__name="none", critic__warmup_iterations=0, critic__trace=0.5),
+    "critic.trace=0.5 has no effect",
+  ),
+  "trunk's own": (
+    dict(critic__trunk_coef=0.5),
+    "critic.trunk_coef=0.5 has no effect, since critic.name='model'; set it to 0.1",
+  ),
   "two advantages": (
     dict(objective__advantage="none"),
     "objective.advantage='none' has no effect",

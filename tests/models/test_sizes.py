@@ -120,7 +120,7 @@ CHANGED = dict(
   attn_logit_softcapping=0.5,
   final_logit_softcapping=1.0,
   sliding_window=3,
-  sliding_window_pattern=1,
+  sliding_window_pattern=3,
   local_rope_theta=10.0,
 )
 
@@ -172,6 +172,8 @@ def test_inconsistent_sizes_are_named():
     (dict(head_dim=7), "head_dim=7 must be even"),
     (dict(decoder_sparse_step=100), "no layer has them, with model.num_layers="),
     (dict(sliding_window_pattern=0), "sliding_window_pattern=0 must be at least 1"),
+    (dict(sliding_window_pattern=1), "sliding_window=5 and model.sliding_window_pattern=1: a"),
+    (dict(sliding_window=0), "sliding_window=0 and model.sliding_window_pattern=2"),
   ]:
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(CONFIG, **changes)

@@ -73,7 +73,10 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     return config
   # The pattern of these layers is not the usual one.
   first = types.index(_GLOBAL) if _GLOBAL in types else len(types)
-  config = dataclasses.replace(config, sliding_window_pattern=first + 1)
+  if "sliding_window_pattern" in values:
+    window = config.sliding_window if first else 0  # every layer is global
+    changes = dict(sliding_window=window, sliding_window_pattern=first + 1)
+    config = dataclasses.replace(config, **changes)
   if "sliding_window_pattern" not in values or types != layer_types(config):
     allowed = f"every n-th {_GLOBAL}" if "sliding_window_pattern" in values else f"only {_GLOBAL}"
     raise ValueError(f"layer_types={types} is not supported, {allowed}")
