@@ -321,8 +321,9 @@ def _step(
 
   Numerators are differentiated and summed over micro-batches, denominators are summed, and they
   are divided once: the number of micro-batches changes memory and nothing else. (The load-balance
-  loss is the exception: it is a product of two means, taken per micro-batch.) The metric
-  `updates_skipped` counts, since the start of the run, the updates that were left out.
+  loss is the exception: it is a product of two means, taken per micro-batch.) A batch of nothing to
+  train on changes nothing. The metric `updates_skipped` counts, since the start of the run, the
+  updates that were left out.
 
   A critic learns in the same pass, from the metric `critic.LOSS`, with an optimizer of its own. Its
   numerators count `share(batch, numbers)` times, so that one division is right for both.
@@ -361,8 +362,8 @@ def _step(
     one = lambda i: gradient(both, frozen, part(i), numbers, weight)  # noqa: E731
     grads, metrics = accumulate(one, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
-    denominator = jnp.where(denominator > 0, denominator, 1)
-    grads, critic_grads = jax.tree.map(lambda g: g / denominator, grads)
+    some = denominator > 0  # without a token, Adam would still follow its momentum
+    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(some, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
     params = lora.join(optax.apply_updates(trained, updates), frozen)
     grad_norm = optax.tree.norm(grads)
@@ -374,7 +375,7 @@ def _step(
       new, of_critic = critics.update(new, state, critic_grads, apply_to_critic, numbers)
       metrics |= of_critic
       sound &= jnp.isfinite(of_critic[critics.GRAD_NORM].value)
-    state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
+    state = jax.tree.map(lambda new, old: jnp.where(sound & some, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~sound)
     metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
     return state, metrics

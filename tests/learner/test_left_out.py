@@ -3,10 +3,15 @@
 import dataclasses
 
 import chex
+import jax
 import numpy as np
+import optax
 import pytest
-from support.small_models import DENSE
+from support.small_models import DENSE, initial
 from support.small_updates import GSPO, SGD, after, learner, make_batch, rl_step
+
+from gspo_jax import sharding
+from gspo_jax.learner.state import new_state
 
 LENGTHS = (5, 20, 3, 4, 9, 4, 12, 6)
 OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=0.2)
@@ -56,3 +61,15 @@ def test_a_mini_batch_of_masked_responses_changes_nothing():
   chex.assert_trees_all_close(found, before, atol=0)
   assert all(np.isfinite(value) for value in row.values()) and row["loss"] == 0
   assert row["updates_skipped"] == 0
+
+
+def test_without_a_token_an_optimizer_does_not_follow_its_momentum():
+  step, whole = rl_step(learner(DENSE), OBJECTIVE, optax.adamw(1e-2)), batch()
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    state = new_state(initial(DENSE), optax.adamw(1e-2))
+    whole = sharding.put_batch(whole, mesh)
+    state, _ = step(state, whole)
+    before = jax.device_get(state)
+    state, _ = step(state, whole.replace(mask_BT=0 * whole.mask_BT))
+    chex.assert_trees_all_equal(jax.device_get(state), before)
