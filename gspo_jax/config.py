@@ -132,6 +132,12 @@ class RunConfig:
     return "rl" in self.job or self.job == "offline"
 
   @property
+  def shares_prompts(self) -> bool:
+    """Whether a group's rows may share their prompt in a pass. Conversations begin differently."""
+    grouped = self.rl.group_size > 1 and not (self.rl.packed or self.environment.name)
+    return self.has_iterations and grouped
+
+  @property
   def sampled_share(self) -> float:
     """The share of an iteration's prompts whose responses are sampled; of others they are read."""
     return self.offline.fresh if self.job == "offline" else 1.0

@@ -28,10 +28,11 @@ def check(c: Any) -> None:
 def check_devices(c: Any, batch_shards: int) -> None:
   """ValueError where rows of a step do not divide over the devices that share them."""
   rows = c.rl.prompts * c.rl.group_size // (c.rl.minibatches * c.rl.microbatches)
-  for name, count in (
-    ("rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)", rows),
-    ("sft.batch / sft.microbatches", c.sft.batch // c.sft.microbatches),
-  ):
+  of_rl = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
+  steps = [(of_rl, rows)] if c.has_iterations else []
+  if "sft" in c.job:
+    steps.append(("sft.batch / sft.microbatches", c.sft.batch // c.sft.microbatches))
+  for name, count in steps:
     _require(
       count % batch_shards == 0,
       f"{name} = {count} rows do not divide over the {batch_shards} devices of mesh.data × "

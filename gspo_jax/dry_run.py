@@ -94,7 +94,8 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     if state.critic is not None:
       lasting["the critic's weights and moments"] = of_critic
     if c.has_iterations and c.needs_reference:
-      lasting["the reference policy's weights"] = estimate.held(state.params)
+      frozen = abstract_params(c.model, mesh, sharding.TRAIN, c.compute.dtype)
+      lasting["the reference policy's weights"] = estimate.held(frozen)
     if inputs.teacher is not None:
       lasting["the teacher's weights"] = estimate.held(teacher.abstract(inputs.teacher, c, mesh))
     tokens = case.rows * case.length if c.has_iterations else 0

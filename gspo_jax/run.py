@@ -13,7 +13,17 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import consistency, constraints, offline, paths, rewards, schedules, sharding, steps
+from gspo_jax import (
+  consistency,
+  constraints,
+  hardware,
+  offline,
+  paths,
+  rewards,
+  schedules,
+  sharding,
+  steps,
+)
 from gspo_jax import teacher as teachers
 from gspo_jax.config import RunConfig
 from gspo_jax.data import growing, recorded, sources, tokenizer
@@ -198,17 +208,24 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
       raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
   mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
   consistency.check_devices(config, sharding.batch_shards(mesh))
-  shared = config.has_iterations and not config.rl.packed
-  transformer.check(config.model, config.compute, shared_prompts=shared)
+  transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
   layout = transformer.shardings(config.model, rollout, rollout_mesh)
-  if taught := teachers.find(config, workdir):
-    teachers.check(taught, config, tok, mesh)
-  _check_memory(config, mesh, taught)
+  taught = _teacher(config, workdir, tok, mesh)
+  hardware.check_memory(config, mesh, taught and taught.model)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   there = tok, environment, train_prompts, problems, in_both
   return Inputs(*there, mesh, rollout_mesh, layout, records, taught)
+
+
+def _teacher(
+  config: RunConfig, workdir: Path | None, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
+) -> teachers.Teacher | None:
+  """The teacher, checked."""
+  if taught := teachers.find(config, workdir):
+    teachers.check(taught, config, tok, mesh)
+  return taught
 
 
 @contextlib.contextmanager
@@ -224,6 +241,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
+  # A workdir that was filled again has said only now which checkpoint it began with.
+  inputs = dataclasses.replace(inputs, teacher=_teacher(config, workdir, tok, inputs.mesh))
   of_teacher = inputs.teacher and inputs.teacher.about
   if config.has_iterations and config.distillation.served:
     of_teacher = teachers.probed(config)
@@ -347,33 +366,6 @@ def _reward_configs(config: RunConfig) -> dict[str, rewards.RewardConfig]:
       except ValueError as error:
         raise ValueError(f"eval.benchmarks.{name}.reward={b.reward!r}: {error}") from error
   return found
-
-
-def _check_memory(
-  config: RunConfig, mesh: jax.sharding.Mesh, taught: teachers.Teacher | None
-) -> None:
-  """ValueError if parameters, gradients and moments alone are more than the devices hold."""
-  count, _ = transformer.count(config.model)
-  adapters = config.job in ("rl", "offline") and config.rl.lora_rank
-  trained = config.job != "eval" and not adapters
-  needed = count * (16 if trained else 4)  # bytes of float32; frozen weights are read in it
-  if config.has_iterations and config.critic.name == "model":
-    needed += 16 * count
-  if config.has_iterations and config.needs_reference:
-    needed += 4 * count
-  if taught is not None:
-    itemsize = jax.numpy.dtype(config.compute.dtype).itemsize
-    needed += itemsize * transformer.count(taught.model)[0]
-  devices = mesh.devices.flat
-  held = [(d.memory_stats() or {}).get("bytes_limit") for d in devices if d in mesh.local_devices]
-  if None in held:  # a CPU, whose devices share the memory of the host
-    held = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-  there = sum(held) * len(mesh.devices.flat) // len(mesh.local_devices)
-  if needed > there:
-    raise ValueError(
-      f"the model has {count:,} parameters, which take {needed / 2**30:,.0f} GiB: more than the "
-      f"{there / 2**30:,.0f} GiB of the devices; make model.* smaller, or take more devices"
-    )
 
 
 def _join_hosts() -> None:

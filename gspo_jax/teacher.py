@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import sharding, weights
+from gspo_jax import hosts, sharding, weights
 from gspo_jax.data import tokenizer
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.learner.step import Learner, make_score
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.runs import provenance, start
+from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.structs import TrainBatch
 
 KEY = "distillation.teacher"
@@ -50,7 +51,7 @@ def find(config: Any, workdir: Path | None = None) -> Teacher | None:
     return None
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "teacher")
   name = began_with.get("checkpoint", d.teacher)
-  origin = start.find(name, KEY)
+  origin = hosts.of_first(lambda: start.find(name, KEY))
   if origin is not None:
     try:
       model = ModelConfig(**origin.model)
@@ -93,7 +94,7 @@ def check(teacher: Teacher, config: Any, tok: tokenizer.Tokenizer, mesh: jax.sha
       f"max_position_embeddings={model.max_position_embeddings} of {what}"
     )
   try:
-    transformer.check(model, config.compute, shared_prompts=not config.rl.packed)
+    transformer.check(model, config.compute, shared_prompts=config.shares_prompts)
     transformer.shardings(model, sharding.TRAIN, mesh)
   except ValueError as error:
     raise ValueError(f"{what}: {error}") from error
@@ -130,19 +131,19 @@ def probed(config: Any) -> dict[str, Any]:
   Raises:
     ServersGone: it cannot teach; says what is wrong.
   """
-  from gspo_jax.sampling.servers import hosts, scoring  # an HTTP client is only needed here
+  from gspo_jax.sampling.servers import scoring  # an HTTP client is only needed here
 
   c, url = config, config.distillation.url
   window = c.data.max_prompt_tokens + c.sampling.max_new_tokens
   arguments = url, c.engine.server, c.model.vocab_size, window
-  return hosts.of_first(lambda: scoring.probe(*arguments))
+  return hosts.of_first(lambda: scoring.probe(*arguments), ServersGone)
 
 
 def asking(config: Any, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.Array]:
   """What `scoring` is with its weights, of a server: log-probabilities [B, T] of a batch, up to the
   last token of each row that is taught. The first process asks, for all rows at once, and tells the
   others."""
-  from gspo_jax.sampling.servers import hosts, scoring  # an HTTP client is only needed here
+  from gspo_jax.sampling.servers import scoring  # an HTTP client is only needed here
 
   url, server = config.distillation.url, config.engine.server
 
@@ -154,7 +155,7 @@ def asking(config: Any, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.A
     rows = np.flatnonzero(taught_BT.any(axis=1))
     ends = [np.flatnonzero(taught_BT[row])[-1] + 1 for row in rows]
     sequences = [tokens_BT[row, :end].tolist() for row, end in zip(rows, ends)]
-    found = hosts.of_first(lambda: scoring.score(url, server, sequences))
+    found = hosts.of_first(lambda: scoring.score(url, server, sequences), ServersGone)
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     for row, end, said in zip(rows, ends, found, strict=True):
       logp_BT[row, :end] = said

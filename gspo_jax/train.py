@@ -23,6 +23,7 @@ from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import (
   abstract,
   abstract_state,
+  as_read,
   new_state,
   with_adapters,
   with_critic,
@@ -84,7 +85,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   if host is not None:
     sampling.set_position(host["position"])
     total, pending = Totals(**host["position"].get("total", {})), host["pending"]
-  reference = start() if c.needs_reference else None
+  reference = as_read(start_params(), c.model, c.compute.dtype) if c.needs_reference else None
   sampling.publish(state.params, version=last + 1)
 
   values = None

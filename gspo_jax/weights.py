@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import sharding
+from gspo_jax import hosts, sharding
 from gspo_jax.config import RunConfig
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import lora, transformer
@@ -23,7 +23,8 @@ def initial(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = N
     ValueError: there are none, they are damaged, or of another model.
   """
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
-  if origin := start.find(began_with.get("checkpoint", config.weights)):
+  name = began_with.get("checkpoint", config.weights)
+  if origin := hosts.of_first(lambda: start.find(name)):  # its run may be writing the next one
     return of_checkpoint(origin, config.model, mesh, jnp.float32)
   if config.weights != "random":
     from gspo_jax.models import hf  # safetensors is only needed here

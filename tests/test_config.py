@@ -17,7 +17,7 @@ from support.configs import values_of
 
 from configs import common, gsm8k, tiny_tools
 from gspo_jax import config as configuration
-from gspo_jax import ranges, train
+from gspo_jax import consistency, ranges, train
 from gspo_jax.models import transformer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -326,6 +326,32 @@ def test_what_does_not_go_together_is_named(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     configuration.from_dict(values_of(lambda: given, **changes))
   assert "\n" not in str(error.value)
+
+
+def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
+  of_sft = dict(sft__batch=60, sft__microbatches=1)
+  of_rl = dict(rl__prompts=2, rl__group_size=2, rl__minibatches=1)
+
+  def config(**changes):
+    return configuration.from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
+
+  consistency.check_devices(config(job="rl", **of_sft), 8)
+  consistency.check_devices(config(job="sft", **of_rl), 8)
+  consistency.check_devices(config(job="eval", **of_rl, **of_sft), 8)
+  for changes, message in ((of_sft, "sft.batch"), (of_rl, "rl.prompts")):
+    with pytest.raises(ValueError, match=f"^{message}.* do not divide over the 8 devices"):
+      consistency.check_devices(config(job="sft+rl", **changes), 8)
+
+
+def test_conversations_share_no_prompts():
+  tools = values_of(tiny_tools.get_config)
+  assert configuration.from_dict(values_of(common.base)).shares_prompts
+  for given in (
+    tools,
+    values_of(common.base, rl__packed=True, rl__microbatches=2),
+    values_of(common.base, job="eval"),
+  ):
+    assert not configuration.from_dict(given).shares_prompts
 
 
 @pytest.mark.parametrize(

@@ -507,6 +507,19 @@ def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_pat
     assert run.teacher.path == str(first)
 
 
+@pytest.mark.long
+def test_it_does_so_where_only_the_directory_of_its_checkpoints_is_left(other_run, tmp_path):
+  source = tmp_path / "source"
+  shutil.copytree(other_run[0], source)
+  last = source / "checkpoints" / "rl" / "2"
+  shutil.move(last, tmp_path / "later")
+  config = student(source, rl__iterations=1, checkpoint__directory=str(tmp_path / "kept"))
+  trained(config, tmp_path / "run")
+  shutil.move(tmp_path / "later", last)
+  with open_run(config, tmp_path / "another machine") as run:
+    assert run.teacher.path == str(source / "checkpoints" / "rl" / "1")
+
+
 def test_its_pass_is_counted(directory):
   path, _, model = directory
   config = student(path)

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 
 # importer: what it may import. A package name stands for all its modules.
 # They import nothing but ranges.
-LEAVES = "accelerators command_line jsons objectives ranges sharding structs tasks"
+LEAVES = "accelerators command_line hosts jsons objectives ranges sharding structs tasks"
 ARROWS = {
   "main": "config config_flag dry_run evaluation report run runs sampling sft train",
   "serve": "config config_flag data models paths sampling serving weights",
@@ -27,7 +27,7 @@ ARROWS = {
   "export": "models runs weights",
   "weights": "config learner models runs",
   "replay": "config learner models runs sampling",
-  "run": "config consistency constraints data evaluation learner models offline paths "
+  "run": "config consistency constraints data evaluation hardware learner models offline paths "
   "rewards runs sampling schedules steps tasks teacher weights",
   "teacher": "data learner models runs sampling weights",
   "paths": "constraints models rewards runs",

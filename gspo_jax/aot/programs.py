@@ -118,7 +118,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip, critic)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
-  reference = (state.params,) if c.needs_reference else ()
+  frozen = abstract_params(c.model, mesh, sharding.TRAIN, c.compute.dtype)
+  reference = (frozen,) if c.needs_reference else ()
   taught = teacher.find(c)
   if taught is not None:
     reference += (teacher.abstract(taught, c, mesh),)

@@ -9,7 +9,6 @@ that they were found in, and each row comes up once in it.
 """
 
 import functools
-import json
 import logging
 import time
 import zlib
@@ -20,9 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
-from gspo_jax import structs
+from gspo_jax import hosts, structs
 from gspo_jax.data import files, overlap, sources, tokenizer
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.data.files import DataError
@@ -286,21 +284,10 @@ def _bytes(file: epath.Path, start: int, end: int | None) -> bytes:
 
 def _agreed(look: Callable[[], Sequence[Sequence[Any]]]) -> list[list[Any]]:
   """The pieces that the first host finds, on all of them; what it raises, too."""
-  if jax.process_count() == 1:
-    return list(map(list, look()))
-  told = b""
-  if jax.process_index() == 0:
-    try:
-      told = json.dumps(dict(pieces=look())).encode()
-    except DataError as error:
-      told = json.dumps(dict(error=str(error))).encode()
-  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(told))))
-  text = np.zeros(length, np.uint8)
-  text[: len(told)] = np.frombuffer(told, np.uint8)
-  found = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8)))
-  if "error" in found:
-    raise DataError(found["error"])
-  return found["pieces"]
+  try:
+    return list(map(list, hosts.of_first(look)))
+  except ValueError as error:
+    raise DataError(str(error)) from error
 
 
 def _changed(key: str, file: str) -> str:

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 from absl import logging
 
+from gspo_jax import hosts
 from gspo_jax.constraints import Signals
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, EvalConfig
-from gspo_jax.evaluation.resume import Unfinished, checksums, from_first_process
+from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.rewards import require_verdicts
@@ -212,7 +213,8 @@ class Evaluator:
     if self.signals is not None and benchmark.environment is None:
       measured = self.signals.rows(responses, sampled, asked)
     verdicts = outcomes, [float(x) for x in correct], [*unknown.items()], measured
-    outcomes, correct, unknown, measured = from_first_process(verdicts)
+    # A time limit may strike on one host and not on another: the first one's word counts.
+    outcomes, correct, unknown, measured = hosts.told(verdicts)
     unknown = dict(unknown)
     records = []
     for row, response in enumerate(responses):

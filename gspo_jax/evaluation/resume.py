@@ -1,6 +1,5 @@
 """The memory of an evaluation in progress, so that an interruption costs one chunk at most."""
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -10,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
-from gspo_jax import sharding
+from gspo_jax import hosts, sharding
 from gspo_jax.runs.files import seal, unseal, write_whole, writing
 
 
@@ -30,7 +28,7 @@ class Unfinished:
     if self._path is None:
       return
     here = jax.process_index() == 0 and self._path.exists()
-    lines = self._read(from_first_process(self._path.read_text(errors="replace") if here else ""))
+    lines = self._read(hosts.told(self._path.read_text(errors="replace") if here else ""))
     if lines and lines[0] == dict(key=key):
       self._chunks = lines[1:]
     if jax.process_index() == 0:
@@ -62,22 +60,6 @@ class Unfinished:
           sys.stderr.write(f"{self._path}:{number}: {error}; the rest is evaluated again\n")
         break
     return found
-
-
-def from_first_process(value: Any) -> Any:
-  """The JSON value that process 0 has, on all processes.
-
-  They must go on at the same chunk, and with the same verdicts: a time limit may strike on one host
-  and not on another, and each would then keep another checkpoint as the best.
-  """
-  if jax.process_count() == 1:
-    return value
-  content = json.dumps(value).encode()
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-  padded = np.zeros(size, np.uint8)
-  if jax.process_index() == 0:
-    padded[:] = np.frombuffer(content, np.uint8)
-  return json.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
 
 
 def checksums(params: Any) -> list[int]:

@@ -56,6 +56,13 @@ def with_adapters(
   return adapt(params, jax.random.key(seed))
 
 
+def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
+  """The parameters in the types in which passes of that compute type read them: all that those need
+  which are never changed."""
+  read = transformer.dtypes(model, compute_dtype)
+  return jax.jit(lambda p: jax.tree.map(lambda x, dtype: x.astype(dtype), p, read))(params)
+
+
 def abstract_params(
   model: ModelConfig,
   mesh: jax.sharding.Mesh,

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import jsons
+from gspo_jax import hosts, jsons
 from gspo_jax.runs.files import write_whole
 
 FILE = "config.json"
+NO_PART = ("provenance", "resume")  # of what makes a run another one
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
 
@@ -22,8 +23,8 @@ def check(workdir: Path, config: Mapping[str, Any]) -> None:
   "force"."""
   if config["resume"] == "force" or not (was := begun(workdir)):
     return
-  was.pop("provenance", None)
-  if changed := difference(was, _as_json(config)):
+  was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
+  if changed := difference(was, now):
     raise ValueError(
       f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
       "another --workdir, or --config.resume=force to go on with this one"
@@ -101,9 +102,10 @@ def origin(workdir: Path | None, config: Mapping[str, Any], of: str) -> dict[str
   """What a run that goes on began with, as `record` wrote it down: of `weights` ("start") or of
   its teacher ("teacher"). {} if nothing is recorded, or another one is configured now.
 
-  A run that is named there may have come further since: this one keeps to what it found.
+  A run that is named there may have come further since: this one keeps to what it found. Of several
+  processes the first one's workdir counts: it is where config.json is written. All call it.
   """
-  was = begun(workdir) if workdir is not None else {}
+  was = hosts.of_first(lambda: begun(workdir) if workdir is not None else {})
   section, key = ("distillation", "teacher") if of == "teacher" else (None, "weights")
   before, now = (values.get(section, {}) if section else values for values in (was, config))
   return was.get("provenance", {}).get(of, {}) if before.get(key) == now[key] else {}

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from gspo_jax import sharding
+from gspo_jax import hosts, sharding
 from gspo_jax.models import flops
 from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.runs import preemption
@@ -28,7 +28,6 @@ from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, W
 from gspo_jax.sampling.servers import published
 from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused, counts
 from gspo_jax.sampling.servers.fleet import Fleet
-from gspo_jax.sampling.servers.hosts import check_alone, of_first, told
 from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
 from gspo_jax.sampling.servers.probe import Probe, Verdict
 from gspo_jax.sampling.servers.state import Moved, Server
@@ -79,7 +78,7 @@ class ServerEngine:
       logs = workdir.absolute() / "servers"
       self._fleet = Fleet(config.urls, self._server, Limits(model.vocab_size, *limits), logs)
 
-    of_first(connect)
+    hosts.of_first(connect, ServersGone)
     self._weights: Path | None = None  # the directory of the last ones
     self._version = -1
     # Loading may be another thread's than stepping. It is the one that has the devices.
@@ -158,10 +157,10 @@ class ServerEngine:
       if refused or time.monotonic() > end:
         raise ServersGone(f"engine.name='server': no server can be used. {reasons}")
       logging.warning("waiting for a server: %s", reasons)
-      self._fleet.run(asyncio.sleep(AGAIN_S), check_alone)
+      self._fleet.run(asyncio.sleep(AGAIN_S), preemption.check_alone)
 
     while not self._bring_up(params):
-      of_first(wait)
+      hosts.of_first(wait, ServersGone)
       preemption.check()
 
   def _bring_up(self, params: Any) -> bool:
@@ -172,7 +171,7 @@ class ServerEngine:
     if self._fleet is not None:
       todo = [(one, not one.reloads) for one in self._fleet.servers]
     for again in (True, False):
-      answers = of_first(lambda todo=todo: self._renewed(todo))
+      answers = hosts.of_first(lambda todo=todo: self._renewed(todo), ServersGone)
       verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
       failed = [
         server for (server, _), verdict in zip(todo, verdicts)
@@ -181,11 +180,11 @@ class ServerEngine:
       todo = []
       if self._fleet is not None and self._server.command and again:
         todo = [(one, True) for one in failed]
-      if not told(bool(todo)):
+      if not hosts.told(bool(todo)):
         break
       if todo:
         logging.warning("starting again: %s", ", ".join(one.url for one, _ in todo))
-    return told(self._fleet is not None and bool(self._fleet.usable))
+    return hosts.told(self._fleet is not None and bool(self._fleet.usable))
 
   def _renewed(self, todo: Sequence[tuple[Server, bool]]) -> list[list[Part] | None]:
     """What servers say to the probe after they took the weights; None of those that failed."""
@@ -195,7 +194,7 @@ class ServerEngine:
       self._fleet.renew(server, str(self._weights), self._version, calls, restart)
       for server, restart in todo
     ]
-    results = self._fleet.run(_all(work), check_alone)
+    results = self._fleet.run(_all(work), preemption.check_alone)
     for (server, _), result in zip(todo, results):
       if isinstance(result, Failed | Refused | Moved):
         refused = isinstance(result, Refused)
@@ -294,7 +293,7 @@ class ServerEngine:
         said = f"engine.name='server': a response could not be sampled: {error}"
         raise ServersGone(said) from error
 
-    found, lost = of_first(look)
+    found, lost = hosts.of_first(look, ServersGone)
     if lost and self._loads == threading.get_ident():
       self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
@@ -309,7 +308,7 @@ class ServerEngine:
     return hf.load(self._weights, mesh=mesh)[0]
 
   def stop(self) -> list[Response]:
-    return self._handed_out(of_first(self._left))
+    return self._handed_out(hosts.of_first(self._left, ServersGone))
 
   def _left(self) -> list[tuple]:
     """Has servers leave what they are at, and takes what they have of it."""

@@ -20,12 +20,11 @@ if __name__ == "__main__":
 from support.small_models import DENSE
 from test_two_processes import on_two_processes
 
-from gspo_jax import rewards
+from gspo_jax import hosts, rewards
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.evaluation.resume import from_first_process
-from gspo_jax.runs import checkpoint, integrity, lock
+from gspo_jax.runs import checkpoint, integrity, lock, provenance
 from gspo_jax.sampling import Trajectory
 from gspo_jax.structs import Prompt
 
@@ -44,6 +43,7 @@ def test_two_hosts(tmp_path):
   assert first["listed"] == [0, 1]  # who has listed its own files
   assert first["whole"] == 1
   assert first["refused"] == ["another run is in"] * 2
+  assert first["began_with"] == dict(checkpoint="DIR/checkpoints/rl/2")
 
 
 def verdicts(process):
@@ -103,7 +103,16 @@ def saved(workdir, process):
   checkpoints.close()
   for shard in restored["x"].addressable_shards:
     np.testing.assert_array_equal(shard.data, whole[shard.index])
-  return dict(kept=kept, whole=step, listed=from_first_process(listed[:2]))
+  return dict(kept=kept, whole=step, listed=hosts.told(listed[:2]))
+
+
+def began_with(workdir, process):
+  """What a run goes on with whose workdirs are the hosts' own: the first one writes config.json."""
+  mine, config = Path(f"{workdir}_{process}"), dict(resume="auto", weights="DIR")
+  mine.mkdir()
+  if process == 0:
+    provenance.record(mine, config, dict(checkpoint="DIR/checkpoints/rl/2"))
+  return dict(began_with=provenance.origin(mine, config, "start"))
 
 
 def abstract(x):
@@ -131,4 +140,5 @@ if __name__ == "__main__":
   with contextlib.redirect_stderr(io.StringIO()) as said:
     found = verdicts(jax.process_index())
     found |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
+    found |= began_with(sys.argv[1], jax.process_index())
   Path(sys.argv[2]).write_text(json.dumps(found | dict(said=said.getvalue())))

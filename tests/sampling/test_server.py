@@ -12,6 +12,7 @@ import pytest
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, next_logp, on_host
 
+from gspo_jax import hosts
 from gspo_jax.models.sizes import REFERENCE
 from gspo_jax.sampling import (
   Driver,
@@ -23,7 +24,7 @@ from gspo_jax.sampling import (
 )
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.server import ServerEngine
-from gspo_jax.sampling.servers import fleet, hosts, published, starting, wire
+from gspo_jax.sampling.servers import fleet, published, starting, wire
 from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.structs import Prompt
 
@@ -716,7 +717,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
   for wrong, kind in ((False, ServersGone), (True, ValueError)):
     monkeypatch.setattr(hosts, "told", lambda value, wrong=wrong: (None, "it is full", wrong))
     with pytest.raises(kind, match="it is full"):
-      hosts.of_first(breaks)
+      hosts.of_first(breaks, ServersGone)
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):

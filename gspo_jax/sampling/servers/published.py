@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import hosts
 from gspo_jax.models.sizes import ModelConfig
-from gspo_jax.sampling.servers.hosts import of_first
+from gspo_jax.sampling.engine import ServersGone
 
 KEPT = 2  # a server that is being started may still read the last but one
 # Of the tokenizer's directory; not generation_config.json, which changes how some servers sample.
@@ -43,9 +44,9 @@ def write(
     os.rename(partial, target)
     _remove_older(directory, target)
 
-  of_first(begin)
+  hosts.of_first(begin, ServersGone)
   hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
-  of_first(complete)
+  hosts.of_first(complete, ServersGone)
   return target
 
 

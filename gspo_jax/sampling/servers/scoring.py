@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 from absl import logging
 
+from gspo_jax.runs import preemption
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.servers.calls import SLACK, Busy, Failed, Refused, floats
 from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask
-from gspo_jax.sampling.servers.hosts import check_alone
 from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
 
 KEY = "distillation.teacher"
@@ -105,7 +105,7 @@ def _run(url: str, config: ServerConfig, work: Callable[[Wire], Awaitable[T]]) -
     try:
       while not future.done():
         concurrent.futures.wait([future], 0.5)
-        check_alone()
+        preemption.check_alone()
     finally:
       left.set()
     try:

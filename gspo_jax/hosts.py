@@ -1,4 +1,4 @@
-"""Several processes of a run, of which the first one talks to servers."""
+"""What the first process of a run says, on all of its processes."""
 
 import pickle
 from collections.abc import Callable
@@ -8,14 +8,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax.runs import preemption
-from gspo_jax.sampling.engine import ServersGone
-
 T = TypeVar("T")
 
 
 def told(value: Any) -> Any:
-  """The value that the first process has, on all of them."""
+  """The value that the first process has, on all of them. All call it."""
   if jax.process_count() == 1:
     return value
   content = pickle.dumps(value)
@@ -26,10 +23,12 @@ def told(value: Any) -> Any:
   return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
 
 
-def of_first(work: Callable[[], T]) -> T:
-  """What the first process finds, on all of them. What it raises it raises there, and the others
-  raise `ServersGone` with its text, or ValueError where it does: all end in the same way, so that
-  none waits for another."""
+def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
+  """What the first process finds, on all of them.
+
+  What it raises it raises there, and the others raise ValueError with its text where it is one, and
+  `otherwise` where it is not: all end in the same way, so that none waits for another.
+  """
   found = error = None
   if jax.process_index() == 0:
     try:
@@ -41,11 +40,5 @@ def of_first(work: Callable[[], T]) -> T:
   if error is not None:
     raise error
   if text is not None:
-    raise (ValueError if wrong else ServersGone)(text)
+    raise (ValueError if wrong else otherwise)(text)
   return found
-
-
-def check_alone() -> None:
-  """`preemption.check` where there is one process; of several, all would have to call it."""
-  if jax.process_count() == 1:
-    preemption.check()

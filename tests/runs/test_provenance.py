@@ -1,0 +1,25 @@
+"""What makes a run another one, and what it began with."""
+
+import pytest
+
+from gspo_jax.runs import provenance
+
+CONFIG = dict(resume="auto", seed=0, weights="DIR", distillation=dict(teacher="TEACHER"))
+START, TEACHER = dict(checkpoint="DIR/checkpoints/rl/2"), dict(checkpoint="TEACHER/checkpoints/1")
+
+
+def test_a_run_that_was_forced_once_goes_on_without(tmp_path):
+  provenance.record(tmp_path, CONFIG | dict(resume="force"))
+  provenance.check(tmp_path, CONFIG)
+  with pytest.raises(ValueError, match=r"another configuration \(seed: 0 -> 1\): use another"):
+    provenance.check(tmp_path, CONFIG | dict(seed=1))
+  provenance.check(tmp_path, CONFIG | dict(seed=1, resume="force"))
+
+
+def test_a_run_that_goes_on_is_told_what_it_began_with(tmp_path):
+  assert provenance.origin(None, CONFIG, "start") == {}
+  assert provenance.origin(tmp_path, CONFIG, "start") == {}
+  provenance.record(tmp_path, CONFIG, START, TEACHER)
+  assert provenance.origin(tmp_path, CONFIG, "start") == START
+  assert provenance.origin(tmp_path, CONFIG, "teacher") == TEACHER
+  assert provenance.origin(tmp_path, CONFIG | dict(weights="OTHER"), "start") == {}
