@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     return plan()
   compiled_programs_stay()
   garbage_is_rare()
-  config, workdir = configured(), Path(_WORKDIR.value)
+  config, workdir = configured(), _workdir()
   try:
     with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
@@ -73,7 +73,7 @@ def plan() -> None:
 
   config = configured()
   try:
-    lines = dry_run.lines(config, check(config, _WORKDIR.value and Path(_WORKDIR.value)))
+    lines = dry_run.lines(config, check(config, _workdir()))
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:
@@ -131,12 +131,23 @@ def parse(argv: list[str]) -> list[str]:
 def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
     raise ValueError("--workdir must be given: where the run goes")
-  if _WORKDIR.value:
-    _check_workdir(Path(_WORKDIR.value))
+  if workdir := _workdir():
+    _check_workdir(workdir)
+
+
+def _workdir() -> Path | None:
+  return Path(_WORKDIR.value).expanduser() if _WORKDIR.value else None
 
 
 def _check_workdir(workdir: Path) -> None:
   """ValueError if nothing can be written there; nothing is made yet."""
+  if "://" in _WORKDIR.value:
+    raise ValueError(
+      f"--workdir={_WORKDIR.value}: it is a local directory; for checkpoints, and a copy of it, in "
+      f"a bucket set --config.checkpoint.directory={_WORKDIR.value}"
+    )
+  if _WORKDIR.value.startswith("--"):
+    raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; say where the run goes")
   above = next(path for path in (workdir, *workdir.absolute().parents) if os.path.lexists(path))
   if not above.is_dir():
     raise ValueError(f"--workdir={workdir}: {above} is no directory; give one, or a new name")

@@ -16,9 +16,9 @@ from gspo_jax import run as runs
 from gspo_jax.models import transformer
 
 
-def called(*arguments, cwd=ROOT, **more):
+def called(*arguments, cwd=ROOT, module="gspo_jax.main", **more):
   return subprocess.run(
-    [sys.executable, "-m", "gspo_jax.main", *arguments],
+    [sys.executable, "-m", module, *arguments],
     cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=60,
   )  # fmt: skip
 
@@ -168,6 +168,30 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
   (tmp_path / "config.json").write_text('{"seed": 1}')
   with pytest.raises(ValueError, match="belongs to a run of another configuration"):
     runs.check(config_of(tiny.get_config), tmp_path)
+
+
+@pytest.mark.parametrize(
+  "workdir, message",
+  [
+    ("gs://bucket/run", r"--workdir=gs://bucket/run: .* set --config\.checkpoint\.directory="),
+    ("--dry_run", "--workdir=--dry_run: that is a flag"),
+  ],
+)
+def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
+  done = called("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
+  assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+  assert not [*tmp_path.iterdir()]
+
+
+def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
+  for flags, message in (
+    (["--config=tinny"], "tinny"),
+    (["--config=tiny", "--config.rl.promts=3"], r"rl\.promts.*prompts"),
+    (["--config=tiny", f"--json={tmp_path}/none/x.json"], "none is no directory"),
+  ):
+    done = called(*flags, module="gspo_jax.aot", cwd=tmp_path)
+    assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 REFUSED = {

@@ -17,8 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would
 import jax
 from absl import app, flags, logging
 
-from gspo_jax import command_line, config_flag, sharding
 from gspo_jax import config as configuration
+from gspo_jax import config_flag, sharding
 from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
@@ -57,6 +57,8 @@ def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)
   try:
     config = configuration.from_dict(config_flag.CONFIG.value.to_dict())
+    if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
+      raise ValueError(f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; make it")
     require_one_mesh(config)
     sampling = dict(
       slots=_SLOTS.value,
@@ -141,5 +143,4 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["config"])
-  app.run(main, command_line.with_paths(sys.argv))
+  app.run(main, flags_parser=config_flag.parse)

@@ -57,6 +57,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
   read = positions(case, sampled, shards)
   passes = read / (case.length * (case.sequences if rl.packed else case.rows))
+  full = c.sampled_share * sum(sampled) / size.slots
   calls = dict(
     prefill=c.sampled_share * -(-rl.prompts // at_once),
     decode=c.sampled_share * decode_steps(sampled, size.slots, tail=not rl.partial),
@@ -66,7 +67,8 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
     publish=1,
   )
   seconds = {name: n * rows[name]["serial_s"] for name, n in calls.items() if n}
-  seconds["decode"] = decode_seconds(calls["decode"], sum(sampled) / size.slots, rows["decode"])
+  if calls["decode"]:
+    seconds["decode"] = decode_seconds(calls["decode"], full, rows["decode"])
   parts = (Part(name, calls[name], s, rows[name]["binds"]) for name, s in seconds.items())
   return Iteration(tuple(parts), float(sum(sampled)), chips)
 
@@ -98,7 +100,7 @@ def positions(case: Case, lengths: Sequence[int], shards: int) -> float:
   rows = len(lengths) // rl.minibatches  # of an update, unless they are packed
   if not rl.packed:
     return float(len(lengths) * window)
-  at_once = rows // rl.microbatches
+  at_once = max(rows // rl.microbatches, shards)  # a row of each device at least
   number = sum(
     packed_microbatches(part, window, shards, at_once // shards)
     for part in np.split(np.array(lengths) + round(case.prompt), rl.minibatches)

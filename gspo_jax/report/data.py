@@ -112,9 +112,9 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
 def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
   """The clip range as levels to mark in a chart of the ratio, where the config has one.
 
-  Not GMPO's, which is of the log-ratios of tokens.
+  Not GMPO's, which is of the log-ratios of tokens, and not DPPO's, which is of a divergence.
   """
-  if flat.get("objective.name") == "gmpo":
+  if flat.get("objective.name") in ("gmpo", "dppo"):
     return []
   bounds = (
     (flat.get("objective.clip_low"), -1, "1 − ε"),

@@ -119,10 +119,15 @@ def judge_loss(rows: Rows) -> tuple[str, str, str]:
   return state, text, because
 
 
+def _new(counts: list[float]) -> list[float]:
+  """What each row of a running count adds to it."""
+  return [now - before if now >= before else now for before, now in zip([0, *counts], counts)]
+
+
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   rows = by_phase["rl"]
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # 0: evaluation alone
-  skipped = sum(_known(trained, "updates_skipped"))
+  skipped = _new(_known(trained, "updates_skipped"))
   dropped = max(_known(trained, "router/dropped_tokens"), default=0)
   broken = [
     row["step"] for row in trained if any(_is_broken(row, k) for k in ("loss", "grad_norm"))
@@ -133,9 +138,9 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
     ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
     (
-      "bad" if all(row.get("updates_skipped") for row in trained[-3:]) else "open",
-      skipped,
-      f"{skipped:g} updates were skipped",
+      "bad" if all(skipped[-3:]) else "open",
+      sum(skipped),
+      f"{sum(skipped):g} updates were skipped",
     ),
   ]
   found = [(state, text) for state, happened, text in troubles if happened]

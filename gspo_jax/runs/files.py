@@ -2,6 +2,7 @@
 about those that cannot be written."""
 
 import contextlib
+import errno
 import json
 import os
 import zlib
@@ -34,6 +35,8 @@ def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
   path = Path(path)
   temporary = path.with_name(path.name + ".tmp")
   with writing(path):
+    if path.is_dir():
+      raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
       file.writelines(texts)
       file.flush()

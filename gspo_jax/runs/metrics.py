@@ -170,7 +170,9 @@ class Writer:
       if row["phase"] in self._purge:
         self._purge[row["phase"]] = max(self._purge[row["phase"]], row["step"] + 1)
     if dropped:
-      self.close()
+      for phase in self._purge:
+        self._board(phase)  # hides them before they go, or the next process would not know
+      self._file.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in kept))
       self._open()
     return len(dropped)

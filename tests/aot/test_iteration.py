@@ -49,11 +49,12 @@ def test_packed_rows_are_those_that_the_learner_fills():
   assert iteration.packed_microbatches(np.array([10, 10, 10, 10]), 10, 2, 1) == 2
 
 
-def flagship(**rl):
+def flagship(changes=None, /, **rl):
   config = moe_aime.get_config("tiny")
   config.sampling.max_new_tokens = 24
   config.data.max_prompt_tokens = 8
   config.rl.update(rl)
+  config.update(changes or {})
   return configuration.from_dict(config.to_dict())
 
 
@@ -82,6 +83,31 @@ def test_an_iteration_is_the_sum_of_its_parts():
   parts = {part.name: part.calls for part in iteration.estimate(again, mesh, 8, rows).parts}
   assert (parts["train"], parts["decode"]) == (12, 48)
   assert any("train takes most, bound by hbm" in line for line in iteration.lines(found, case))
+
+
+def test_recorded_responses_are_not_sampled():
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  rows = {name: dict(serial_s=1.0, idle_s=0.5, binds="hbm") for name in programs.PROGRAMS}
+
+  def decoded(fresh):
+    objective = dict(name="rft", old_logp="recompute", volatility=False)
+    offline = dict(job="offline", offline=dict(data="x", fresh=fresh), objective=objective)
+    config = flagship(offline, **SIZES)
+    case = programs.make_case(config, slots=64, mean_response=24)
+    found = iteration.estimate(case, mesh, 8, rows)
+    assert iteration.lines(found, case)
+    return {part.name: (part.calls, part.seconds) for part in found.parts}.get("decode")
+
+  assert decoded(0.5) == (24, 24.0)
+  assert decoded(0.25) == (12, 12.0)
+  assert decoded(0.0) is None
+
+
+def test_a_microbatch_has_a_row_of_each_device_at_least():
+  config = flagship(prompts=16, group_size=4, minibatches=4, microbatches=4, packed=True)
+  case = programs.make_case(config, 8, 32)
+  lengths = case.lengths.sample(64)
+  assert iteration.positions(case, lengths, 8) % (8 * 32) == 0  # 16 rows / 4, and 8 devices
 
 
 def test_short_responses_leave_packed_microbatches_out():

@@ -9,7 +9,7 @@ import pytest
 from configs import moe_aime
 from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.aot import needed, programs
+from gspo_jax.aot import estimate, needed, programs
 
 EXPERTS = 48 * 3 * 128 * 2048 * 768
 HEAD = 151_936 * 2048
@@ -52,6 +52,16 @@ def test_an_update_needs_state_weights_activations_and_gradients(mesh):
   expected = state + passes + gradients + kept
   assert needed.of("train", one, mesh) == pytest.approx(expected, rel=0.004)
   assert needed.of("score", one, mesh) == pytest.approx(passes / 2, rel=0.004)
+
+
+@pytest.mark.parametrize("tokens, positions", [(16, 208), (256, 207), (512, 414)])
+def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
+  config = moe_aime.get_config("tiny")
+  config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
+  one = programs.make_case(configuration.from_dict(config.to_dict()))
+  weights = estimate.held(needed.sampled(one, mesh).blocks)
+  written = (needed.of("prefill", one, mesh) - weights) / needed._position(one, mesh)
+  assert written == pytest.approx(positions)
 
 
 def test_publication_reads_the_trainers_weights_and_writes_the_samplers(mesh):

@@ -69,7 +69,10 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
   assert state()[0] == "good"
   assert state((30, {"warning/entropy": 1.0})) == ("bad", "alarms at the end: entropy")
   assert state((5, {"warning/entropy": 1.0})) == ("open", "1 alarm earlier, none at the end")
-  assert state((5, {"updates_skipped": 2.0})) == ("open", "2 updates were skipped")
+  since = [(i, {"updates_skipped": 2.0}) for i in range(5, 31)]  # it counts from the start
+  assert state(*since) == ("open", "2 updates were skipped")
+  again = [(i, {"updates_skipped": float(i - 27)}) for i in range(28, 31)]
+  assert state(*again) == ("bad", "3 updates were skipped")
   assert state((5, {"loss": math.nan}))[0] == "bad"
   assert state((5, {"router/dropped_tokens": 3.0}))[0] == "bad"
 
@@ -120,7 +123,7 @@ def test_metrics_of_asynchrony_engines_and_layers_have_their_views():
   rows = [
     rl(
       i,
-      **{"lag/mean": i, "lag/max": 2.0 * i, "version": i, "probe/abs": 1.0 / i, "engine/queue": i},
+      **{"lag/mean": i, "lag/max": 2.0 * i, "engine/probe/mean": 1.0 / i, "engine/queue": i},
       **{f"router/volatility/layer_{j:02d}": 0.01 * i * j for j in range(3)},
     )
     for i in (1, 2, 3)
@@ -133,8 +136,8 @@ def test_metrics_of_asynchrony_engines_and_layers_have_their_views():
     for s in figure["series"]
   }
   assert place == {
-    "lag/mean": ("ratio", "line"), "lag/max": ("ratio", "line"), "version": ("ratio", "line"),
-    "probe/abs": ("ratio", "line"), "engine/queue": ("speed", "line"),
+    "lag/mean": ("ratio", "line"), "lag/max": ("ratio", "line"),
+    "engine/probe/mean": ("ratio", "line"), "engine/queue": ("speed", "line"),
     **{f"router/volatility/layer_{j:02d}": ("router", "heat") for j in range(3)},
   }  # fmt: skip
   lag = figures(report)["Asynchrony", "Lag"]
