@@ -39,6 +39,7 @@ def group_advantages(
     [[ 1. -1.  0.]
      [ 0.  0.  0.]]
   """
+  checks.numbers(epsilon=epsilon)
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   size_P1 = valid_PG.sum(axis=1, keepdims=True, dtype=reward_PG.dtype)
   mean_P1 = reward_PG.sum(axis=1, keepdims=True) / jnp.maximum(size_P1, 1)
@@ -85,7 +86,10 @@ def constrained_advantages(
     raise ValueError(f"{len(reward_weights)} reward_weights for {len(rewards)} rewards")
   if len(costs) != len(multipliers):
     raise ValueError(f"{len(multipliers)} multipliers for {len(costs)} costs")
+  for weight in reward_weights:
+    checks.numbers(reward_weights=weight)
   for multiplier in multipliers:
+    checks.numbers(multipliers=multiplier)
     checks.require(multiplier >= 0, "multipliers must not be negative")
   terms = [
     weight * group_advantages(_group(signal, name, valid_PG)[0], epsilon=epsilon, valid_PG=valid_PG)
@@ -132,6 +136,7 @@ def turn_advantages(
   reward_PGU = jnp.asarray(reward_PGU)
   if reward_PGU.ndim != 3 or 0 in reward_PGU.shape:
     raise ValueError(f"reward_PGU has shape {reward_PGU.shape}, expected [P, G, U], none of them 0")
+  checks.numbers(discount=discount)
   checks.require((discount >= 0) & (discount <= 1), "discount must be in [0, 1]")
   P, G, U = reward_PGU.shape
   valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
@@ -178,6 +183,7 @@ def gae(
   mask_BT = tokens.mask_BT
   reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
   value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
+  checks.numbers(discount=discount, trace=trace)
   for name, factor in ("discount", discount), ("trace", trace):
     checks.require((factor >= 0) & (factor <= 1), f"{name} must be in [0, 1]")
   skip_BT = 1 - mask_BT.astype(dtype)
@@ -205,6 +211,7 @@ def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None
     >>> print(f"{value_P[0]:.4f}, {value_P[1]:.4f}")
     0.5705, 1.0000
   """
+  checks.numbers(beta=beta)
   checks.require(beta > 0, "beta must be positive")
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   scaled_PG = jnp.where(valid_PG, reward_PG / beta, -jnp.inf)
@@ -237,6 +244,7 @@ def soft_advantages(
     >>> print([f"{advantage:.4f}" for advantage in advantage_PG[0]])
     ['0.4295', '-0.5705', '-0.5705']
   """
+  checks.numbers(value=value)
   value_P = soft_value(reward_PG, beta, valid_PG=valid_PG)
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   if value is not None:

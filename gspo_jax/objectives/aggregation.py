@@ -74,6 +74,7 @@ def aggregate_tokens(
   if how == "constant":
     if max_length is None:
       raise ValueError('aggregate="constant" needs max_length')
+    checks.numbers(max_length=max_length)
     checks.require(max_length > 0, "max_length must be positive")
     return Mean(total, tokens.responses() * max_length)
   raise ValueError(f'aggregate must be "sequence", "token" or "constant", got {how!r}')

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-Number = float | Array  # Array: a traced one, or one for each response [B]
+Number = float | Array  # Array: a traced one; of clip ranges also one for each response [B]
 
 
 def require(ok: Any, message: str) -> None:
@@ -21,6 +21,14 @@ def require(ok: Any, message: str) -> None:
     return
   if not (ok.all() if hasattr(ok, "all") else ok):
     raise ValueError(message)
+
+
+def numbers(**named: Number | None) -> None:
+  """Raises ValueError for what is not one number: an array would count along whichever axis it
+  happens to fit."""
+  for name, value in named.items():
+    if value is not None and jnp.ndim(value):
+      raise ValueError(f"{name} has shape {jnp.shape(value)}, expected one number")
 
 
 def log_probs(value: ArrayLike, name: str) -> Array:

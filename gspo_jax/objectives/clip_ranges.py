@@ -30,6 +30,7 @@ def length_factor(
     [[1. ]
      [0.5]]
   """
+  checks.numbers(clip_length=clip_length, clip_exponent=clip_exponent)
   if isinstance(clip_exponent, int | float) and clip_exponent == 0:
     return None
   checks.require(clip_exponent >= 0, "clip_exponent must not be negative")

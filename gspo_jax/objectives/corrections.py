@@ -41,6 +41,7 @@ def truncated_weight(
     [[1.1   1.    1.   ]
      [0.333 1.    1.   ]]
   """
+  checks.numbers(cap=cap)
   checks.require(cap > 0, "cap must be positive")
   log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
   weight = jnp.minimum(ratios.bounded_exp(log_weight), cap)
@@ -72,6 +73,7 @@ def masked_weight(
     [[1.25 1.   1.  ]
      [0.   1.   1.  ]]
   """
+  checks.numbers(low=low, high=high)
   checks.require(low >= 0, "low must not be negative")
   checks.require(high >= low, "high must not be smaller than low")
   log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
@@ -104,6 +106,7 @@ def off_policy_mask(
     >>> print(off_policy_mask(logp_BT, old_logp_BT, advantage_B, mask_BT, threshold=0.1))
     [1. 0.]
   """
+  checks.numbers(threshold=threshold)
   log_ratio_BT, tokens = _difference(logp_BT, "old_logp_BT", old_logp_BT, mask_BT, response_BT)
   advantage_BX = checks.constant(advantage, "advantage", tokens.mask_BT, log_ratio_BT.dtype)
   drift_BX = at_tokens(-tokens.means(log_ratio_BT), tokens.response_BT)

@@ -48,6 +48,7 @@ def value_loss(
   error_BT = ratios.difference(value_BT, return_BT)
   clipped_BT = jnp.zeros_like(tokens.mask_BT)
   if clip is not None:
+    checks.numbers(clip=clip)
     checks.require(clip >= 0, "clip must not be negative")
     near_BT = jnp.clip(value_BT, old_value_BT - clip, old_value_BT + clip)
     near_error_BT = ratios.difference(near_BT, return_BT)
@@ -66,7 +67,8 @@ def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: Array
   """1 − Var(R − V)/Var(R) over tokens: the share of the returns' variance that the values explain.
 
   At most 1; 0 for a constant, and where the returns do not vary; below 0 for values that are worse
-  than one. Compare with what was really earned: the returns of `gae` contain the values.
+  than one. Compare with what was really earned: the returns of `gae` contain the values. The sums
+  are of squares: in float32 returns that lie many standard deviations from 0 leave no digits.
 
   Shapes: [B,T] ×3 -> scalar.
 

@@ -151,6 +151,7 @@ def sapo_loss(
     >>> print(f"{loss:.4f}, ratios up to {metrics['ratio/max']:.2f}")
     -0.1441, ratios up to 1.25
   """
+  checks.numbers(tau_pos=tau_pos, tau_neg=tau_neg)
   checks.require(tau_pos > 0, "tau_pos must be positive")
   checks.require(tau_neg > 0, "tau_neg must be positive")
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)

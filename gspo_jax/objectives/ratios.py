@@ -113,6 +113,7 @@ def unit_log_ratio(
   log_ratio_BT: Array, mask_BT: Array, id_BT: Array | None, length_exponent: Number
 ) -> tuple[Array, Array]:
   """1/|u|^α Σ_{t∈u} log w_t of each unit u, 0 for an empty one, and |u|. [B,U] each."""
+  checks.numbers(length_exponent=length_exponent)
   length_BU = unit_sum(mask_BT.astype(log_ratio_BT.dtype), id_BT)
   scale_BU = jnp.maximum(length_BU, 1) ** length_exponent
   return unit_sum(log_ratio_BT, id_BT) / scale_BU, length_BU
@@ -120,6 +121,7 @@ def unit_log_ratio(
 
 def detached_ratio(log_ratio_BX: Array, scale_BX: ArrayLike, logp_BT: Array) -> Array:
   """sg[s] · (π_θ(y_t) / sg[π_θ(y_t)])^scale: s, with a gradient through token t alone. [B,T]."""
+  logp_BT = jnp.maximum(logp_BT, -_GARBAGE)  # of -inf the difference would be NaN
   step_BT = scale_BX * (logp_BT - stop_gradient(logp_BT))  # 0, with a gradient
   return bounded_exp(stop_gradient(log_ratio_BX)) * jnp.exp(step_BT)
 
@@ -130,10 +132,11 @@ def scale(length_BX: Array, length_exponent: Number) -> Array:
 
 
 def difference(logp: Array, other_logp: ArrayLike) -> Array:
-  """logp − other_logp in float32 or wider, finite for all finite inputs."""
+  """logp − other_logp in float32 or wider, finite for all inputs but NaN; 0 where both are −inf."""
   dtype = jnp.promote_types(jnp.result_type(logp, other_logp), jnp.float32)
   logp, other_logp = jnp.asarray(logp, dtype), jnp.asarray(other_logp, dtype)
-  return jnp.clip(logp - other_logp, -_GARBAGE, _GARBAGE)
+  nowhere = jnp.isneginf(logp) & jnp.isneginf(other_logp)
+  return jnp.clip(jnp.where(nowhere, 0, logp - other_logp), -_GARBAGE, _GARBAGE)
 
 
 def finite(x: Array) -> Array:

@@ -46,6 +46,7 @@ def soft_loss(
     >>> print(f"{loss:.4f}, mean error {metrics['spo/error']:.4f}")
     0.2196, mean error -0.0091
   """
+  checks.numbers(beta=beta)
   checks.require(beta > 0, "beta must be positive")
   constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
   batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
@@ -88,6 +89,7 @@ def spo_loss(
     >>> print(f"{loss:.4f}, mean error {metrics['spo/error']:.4f}")
     0.2196, mean error -0.0091
   """
+  checks.numbers(beta=beta)
   checks.require(beta > 0, "beta must be positive")
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
   dtype = logp_BT.dtype

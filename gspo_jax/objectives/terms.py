@@ -265,6 +265,7 @@ def _penalty(
   entropy_coef: Number = 0.0,
 ) -> tuple[Array | None, Metrics]:
   """kl_coef · KL − entropy_coef · entropy at each token, or None, and what they are."""
+  checks.numbers(kl_coef=kl_coef, entropy_coef=entropy_coef)
   penalty_BT: Array | None = None
   metrics: Metrics = {}
   dtype = logp_BT.dtype

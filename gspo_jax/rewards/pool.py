@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -243,6 +244,9 @@ class _Worker:
     process, pipe = self.process, self.pipe
     self.process, self.pipe, self.item = None, None, None
     if process is not None:
+      # It leads a session of its own; what its function has started is to end with it.
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
       process.kill()
       process.wait()
     if pipe is not None:

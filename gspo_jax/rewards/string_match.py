@@ -11,7 +11,7 @@ from gspo_jax.rewards import thought
 OUTCOMES = ("right", "wrong", "unparsable")
 MAX_ANSWER = 2000  # characters, or twice the gold answer; longer is no answer
 _TAG = re.compile("</?answer>")
-_LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
+_LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 _AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
 
 
@@ -33,7 +33,7 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
     ValueError: if nothing of the gold answer is left by `normalise`.
   """
   check_answer(answer)
-  gold = normalise(answer)
+  gold = normalise(_unlabelled(answer)) or normalise(answer)  # responses lose theirs too
   found = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
   if found is None:
     return "unparsable"
@@ -56,9 +56,14 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
   line = last_tagged(text)
   if line is None:
     line = text.strip().rpartition("\n")[2] if finished else ""
-  line = line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
+  line = _unlabelled(line)
   # The bound is for `normalise`: Unicode's order of combining characters takes quadratic time.
   return line if len(line) <= longest and normalise(line) else None
+
+
+def _unlabelled(line: str) -> str:
+  """What follows the last "the answer is"; the line, where there is none."""
+  return line[max((label.end() for label in _LABEL.finditer(line)), default=0) :]
 
 
 def last_tagged(text: str) -> str | None:

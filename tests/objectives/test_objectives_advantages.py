@@ -288,3 +288,19 @@ def test_turn_advantages_refuse_what_is_wrong():
     O.turn_advantages(reward, valid, discount=1.1)
   with pytest.raises(ValueError, match="reward_PGU is not finite"):
     O.turn_advantages(np.where(reward, np.nan, 0), valid)
+
+
+def test_settings_are_one_number():
+  x, one = np.ones((2, 2)), np.ones(2)
+  for wrong, argument in (
+    (lambda: O.soft_advantages(x, 0.5, value=one), "value"),
+    (lambda: O.soft_value(x, one), "beta"),
+    (lambda: O.group_advantages(x, epsilon=one), "epsilon"),
+    (lambda: O.gae(x, x, x, discount=one), "discount"),
+    (lambda: O.distillation_advantages(x, x, x, discount=one), "discount"),
+    (lambda: O.turn_advantages(x[None], x[None], discount=one), "discount"),
+    (lambda: O.constrained_advantages([x], [], [one], []), "reward_weights"),
+    (lambda: O.value_loss(x, x, x, x, clip=one), "clip"),
+  ):
+    with pytest.raises(ValueError, match=rf"^{argument} has shape \(2,\), expected one number"):
+      wrong()

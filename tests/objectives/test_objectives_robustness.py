@@ -80,6 +80,29 @@ def test_no_finite_input_gives_anything_else(name):
       assert all(np.isfinite(grad).all() for grad in grads)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_token_that_no_longer_has_a_probability_leaves_the_others_theirs(name):
+  """As of a policy that has underflowed, or samples from the likeliest tokens only."""
+  mask = CASE["mask"]
+  row, t = np.argwhere(mask)[0]
+  for nowhere in (["logp"], ["old"], ["logp", "old"]):
+    case = {key: CASE[key].copy() for key in ("logp", "old")}
+    for key in nowhere:
+      case[key][row, t] = -np.inf
+    arguments = case["logp"], case["old"], CASE["ref"], -CASE["ref"], CASE["advantage"], mask
+    (loss, _), grads = compiled(name, "k3")(*arguments)
+    assert np.isfinite(loss) and all(np.isfinite(grad).all() for grad in grads), nowhere
+    assert np.any(grads[0])
+
+
+def test_gspo_token_is_gspo_there_too():
+  logp = CASE["logp"].copy()
+  logp[tuple(np.argwhere(CASE["mask"])[0])] = -np.inf
+  arguments = logp, CASE["old"], CASE["advantage"], CASE["mask"]
+  losses = [float(loss(*arguments)[0]) for loss in (O.gspo_token_loss, O.gspo_loss)]
+  assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_log_ratios_of_a_real_size_are_not_cut():
   """A clamp of log-ratios at 10 or 20, as elsewhere, would show here."""
   for size in 15.0, 25.0, 60.0:
@@ -184,6 +207,16 @@ OPTION_MISTAKES = [
   (O.truncated_weight, dict(level="row"), "level"),
   (O.masked_weight, dict(low=2.0, high=1.0), "high"),
   (O.masked_weight, dict(low=-1.0), "low"),
+  # One number, or it would count along whichever axis it fits.
+  (O.gspo_loss, dict(length_exponent=np.ones(B)), "length_exponent"),
+  (O.gspo_token_loss, dict(clip_exponent=0.5, clip_length=np.ones(B)), "clip_length"),
+  (O.gspo_loss, dict(clip_exponent=np.ones(B), clip_length=8), "clip_exponent"),
+  (O.gspo_loss, dict(ref_logp_BT=CASE["ref"], kl_coef=np.ones((B, 1))), "kl_coef"),
+  (O.soft_loss, dict(beta=np.ones(B)), "beta"),
+  (O.sapo_loss, dict(tau_pos=np.ones(B)), "tau_pos"),
+  (O.grpo_loss, dict(aggregate="constant", max_length=np.ones(B)), "max_length"),
+  (O.truncated_weight, dict(cap=np.ones(B)), "cap"),
+  (O.masked_weight, dict(high=np.ones(B)), "high"),
 ]
 
 

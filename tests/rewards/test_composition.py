@@ -119,6 +119,11 @@ def test_noise_does_not_follow_other_text():
     ("<think>a</think><answer> New   York </answer>", "new york", "right"),
     ("<answer>Rome</answer> or <answer>Paris</answer>", "Paris", "right"),
     ("Final answer: ﬁve", "five", "right"),  # a ligature
+    ("**Answer**: Paris", "Paris", "right"),
+    ("__Final Answer__: Paris", "Paris", "right"),
+    ("what is the answer: life", "What is the answer: life", "right"),
+    ("The answer is 42", "The answer is 42.", "right"),
+    ("The answer is 43", "The answer is 42.", "wrong"),
     ("-1.5", "1.5", "wrong"),
     ("1.5", "15", "wrong"),
     ("−3", "-3", "right"),

@@ -56,6 +56,17 @@ def test_a_hanging_item_is_killed_alone(hang):
     assert not alive(pid)
 
 
+def test_what_a_hanging_item_has_started_ends_with_it(tmp_path):
+  pid = tmp_path / "pid"
+  starts = f"__import__('subprocess').run('echo $$ > {pid}; exec sleep 77', shell=True)"
+  with evaluator(workers=1, time_limit_s=2.0) as evaluate:
+    assert evaluate.map([starts]) == [pool.Failure("timeout", "")]
+  deadline = time.monotonic() + 10
+  while alive(int(pid.read_text())):
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+
+
 def test_queueing_is_not_counted():
   with evaluator(workers=1, time_limit_s=0.6) as evaluate:
     results = evaluate.map([f"{SLEEP % 0.15} or {i}" for i in range(12)])
