@@ -24,6 +24,7 @@ import io
 import json
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
     return from_state(json.loads(path.read_text()), collector)
   except OSError as error:
     raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
-  except (KeyError, TypeError, ValueError) as error:
+  except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
     raise ValueError(f"rl.replay: {path} is no batch of such a run: {error}") from error
 
 

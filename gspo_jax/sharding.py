@@ -122,6 +122,11 @@ def make_mesh(
     raise ValueError(f"{named}: at most one may be -1 (what is left)")
   if -1 in sizes:
     known = -math.prod(sizes)
+    if known > len(devices):
+      raise ValueError(
+        f"{named}: without the -1 that is {known} devices, but {len(devices)} are there: make one "
+        "smaller"
+      )
     sizes[sizes.index(-1)] = len(devices) // known
   if math.prod(sizes) != len(devices):
     raise ValueError(

@@ -49,7 +49,7 @@ def metrics(logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array, classe
     return jnp.where(live_BT, delta_BT, 0).sum(1) / jnp.maximum(length_B, 1)
 
   count_X = over(jnp.ones_like(length_B))
-  deviation_B = abs(jnp.expm1(mean_B(batch.old_logp_BT)))
+  deviation_B = abs(ratios.bounded_expm1(mean_B(batch.old_logp_BT)))
   found = {
     "by_age/responses": (count_X, jnp.broadcast_to(count_X.sum(), count_X.shape)),
     "by_age/ratio_deviation": (over(deviation_B), count_X),
