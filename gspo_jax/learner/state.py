@@ -57,8 +57,8 @@ def with_adapters(
 
 
 def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
-  """The parameters in the types in which passes of that compute type read them: all that those need
-  which are never changed."""
+  """The parameters in the types in which passes of that compute type read them. No more is needed of
+  those that are never updated."""
   read = transformer.dtypes(model, compute_dtype)
   return jax.jit(lambda p: jax.tree.map(lambda x, dtype: x.astype(dtype), p, read))(params)
 
