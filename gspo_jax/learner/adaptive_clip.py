@@ -22,14 +22,6 @@ class AdaptiveClipConfig:
   gain: PositiveFloat = 1.0  # of the ranges' logarithms, by iteration and distance to the target
   span: Annotated[float, Range(1, 1e9)] = 100.0  # how far the ranges may go, as a factor
 
-  def __post_init__(self):
-    for key in ("gain", "span"):
-      if not self.target and (value := getattr(self, key)) != getattr(type(self), key):
-        raise ValueError(
-          f"objective.adaptive_clip.{key}={value!r} has no effect without "
-          "objective.adaptive_clip.target; set that, or leave it as it is"
-        )
-
 
 FIXED = AdaptiveClipConfig()  # ranges that stay
 
