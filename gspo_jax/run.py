@@ -290,8 +290,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       + repr(config.constraints) * config.constraints.on,
       signals=signals,
     )
+    begins_with = provenance.origin(workdir, values, "start")
     if jax.process_index() == 0:
-      begins_with = provenance.origin(workdir, values, "start")
       if not begins_with and (origin := start.find(config.weights)):
         begins_with = origin.about
       provenance.record(workdir, values, begins_with, of_teacher)

@@ -57,7 +57,7 @@ def with_adapters(
 
 
 def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
-  """The parameters in the types in which passes of that compute type read them. No more is needed of
+  """The parameters in the types in which passes of that compute type read them: what is needed of
   those that are never updated."""
   read = transformer.dtypes(model, compute_dtype)
   return jax.jit(lambda p: jax.tree.map(lambda x, dtype: x.astype(dtype), p, read))(params)
