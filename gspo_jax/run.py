@@ -17,6 +17,7 @@ from gspo_jax import (
   consistency,
   constraints,
   hardware,
+  hosts,
   offline,
   paths,
   rewards,
@@ -34,6 +35,7 @@ from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
 from gspo_jax.runs import lock, provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.files import WriteError
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
@@ -231,8 +233,11 @@ def _teacher(
 @contextlib.contextmanager
 def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   tok, problems, in_both = inputs.tokenizer, inputs.problems, inputs.in_both
-  if jax.process_index() == 0 and Mirror(workdir, config.checkpoint.directory).back():
-    sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
+  if hosts.of_first(Mirror(workdir, config.checkpoint.directory).back, WriteError):
+    if jax.process_index() == 0:
+      sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
+    # Only now is it known which checkpoint the run began to learn from.
+    inputs = dataclasses.replace(inputs, teacher=_teacher(config, workdir, tok, inputs.mesh))
   if jax.process_index() == 0 and any(in_both.values()):
     found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
     sys.stderr.write(
@@ -241,8 +246,6 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
-  # A workdir that was filled again has said only now which checkpoint it began with.
-  inputs = dataclasses.replace(inputs, teacher=_teacher(config, workdir, tok, inputs.mesh))
   of_teacher = inputs.teacher and inputs.teacher.about
   if config.has_iterations and config.distillation.served:
     of_teacher = teachers.probed(config)

@@ -54,7 +54,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   c, shards = case.config, sharding.batch_shards(mesh)
   size, rl = sizes(case.workload, case.engine, shards), c.rl
   sampled = case.lengths.sample(rl.prompts * rl.group_size)
-  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * shards
+  at_once = size.at_once(size.prompt) * shards
   read = positions(case, sampled, shards)
   passes = read / (case.length * (case.sequences if rl.packed else case.rows))
   full = c.sampled_share * sum(sampled) / size.slots

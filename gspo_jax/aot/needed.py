@@ -67,7 +67,7 @@ def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
 def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
   params = sampled(case, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  tokens = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt)) * size.prompt
+  tokens = size.at_once(size.prompt) * size.prompt
   return estimate.held(params.blocks) + tokens * _position(case, mesh)
 
 

@@ -189,7 +189,7 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     rates = dict(refill=refills, paged_attention=filled)
     by_slot = dict(rates=rates, of_slots="paged_attention", turns=engine.steps)
     return Program(jax.jit(step, donate_argnums=1), arguments, work, **by_slot)
-  prompts = min(size.rows, max(1, engine.prefill_tokens // size.prompt)) * shards
+  prompts = size.at_once(size.prompt) * shards
   by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue

@@ -188,8 +188,7 @@ def least(
 def prefill_s(case: Case, mesh: jax.sharding.Mesh, chip: Chip, number: int) -> float:
   """Seconds that the prefills of an iteration take at least."""
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
-  at_once = min(size.rows, max(1, case.engine.prefill_tokens // size.prompt))
-  at_once *= sharding.batch_shards(mesh)
+  at_once = size.at_once(size.prompt) * size.shards
   calls = -(-case.config.rl.prompts // at_once)
   work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
   moved = needed.of("prefill", case, mesh) * mesh.size / number

@@ -60,7 +60,7 @@ def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
   """The parameters in the types in which passes of that compute type read them: what is needed of
   those that are never updated."""
   read = transformer.dtypes(model, compute_dtype)
-  return jax.jit(lambda p: jax.tree.map(lambda x, dtype: x.astype(dtype), p, read))(params)
+  return jax.tree.map(lambda x, dtype: x.astype(dtype), params, read)  # what is so already stays
 
 
 def abstract_params(

@@ -128,6 +128,11 @@ class Sizes:
   prefix: int  # positions of an entry: no less, since what was put aside comes back
   pages: int  # of a device, for slots and queue; 0: both are dense
   page: int  # positions of a page
+  piece: int  # tokens that a device prefills at once
+
+  def at_once(self, length: int) -> int:
+    """Prefixes, padded to this length, that a device prefills in one call."""
+    return min(self.rows, max(1, self.piece // length))
 
   @property
   def arrays(self) -> dict[str, int]:
@@ -168,7 +173,8 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
         f"devices, and one response of {window} positions takes up to {least}: set it to "
         f"{least * S * shards} at least, or to 0"
       )
-  return Sizes(shards, slots * shards, window, rows, entries, longest, prompt, prefix, pages, S)
+  of_queue = rows, entries, longest, prompt, prefix
+  return Sizes(shards, slots * shards, window, *of_queue, pages, S, config.prefill_tokens)
 
 
 def bucket(prefix: int, longest: int, piece: int) -> int:

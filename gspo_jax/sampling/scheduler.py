@@ -196,7 +196,7 @@ class Scheduler:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
     while self._requests:
       length = self._bucket(self._requests[0][0].prefix_length)
-      rows = min(self._size.rows, max(1, self._config.prefill_tokens // length))
+      rows = self._size.at_once(length)
       room = sum(min(rows, len(free)) for free in self._free)
       waiting = sum(count for _, count, _ in self._queued.values())
       enough = min(rows * self._shards, len(self._requests))

@@ -41,10 +41,10 @@ _NEGATIVE = re.compile(
 _GOES_ON = re.compile(
   r"(?:squared|cubed|factorial)\b|(?:[a-z]+,?\s+){1,3}(?:or\b|and\s+\$?\d|(?P<on>[*+×=]))"
   r"|(?P<by>plus|minus|times|over|to|through|choose|mod|modulo|remainder|(?:divided|multiplied) by"
-  r"|(?:out )?of|(?:more|less|fewer|greater) than)\s+\W{0,3}\d"
-  r"|(?P<unit>[a-z]+),?\s+\d[\d.]*\s+(?P<second>[a-z]+)\b",
+  r"|(?:out )?of|(?:more|less|fewer|greater) than)\s+\W{0,3}\d",
   re.IGNORECASE,
 )
+_SECOND = re.compile(r"([a-z]+),?\s+\d[\d.]*\s+([a-z]+)\b", re.IGNORECASE)  # hours 30 minutes
 _OPERATOR = re.compile(
   r"(?:[-+*/^_=<>×·÷≈±√]|\bor|\\(?:cdot|times|div|pm|mp|approx|[lgn]eq?|in|to|sqrt))$"
 )
@@ -76,12 +76,12 @@ def stated(text: str) -> tuple[str | None, bool]:
   before, behind = sentence[:start], sentence[end:]
   if (not behind and cut) or is_hedged(before):
     return _BLANK
-  goes_on = _GOES_ON.match(behind)
-  if goes_on and not goes_on["unit"]:  # 9 eggs * 2 dollars = 18 dollars; 20% of 50 = 10
+  if goes_on := _GOES_ON.match(behind):  # 9 eggs * 2 dollars = 18 dollars; 20% of 50 = 10
     _, equals, last = behind.rpartition("=")
     joined = goes_on["on"] or goes_on["by"]
     return (stated(last)[0], False) if joined and equals else _BLANK
-  if goes_on and {goes_on["unit"], goes_on["second"]} <= units.UNITS.keys():  # 2 hours 30 minutes
+  second = _SECOND.match(behind)
+  if second and set(second.groups()) <= units.UNITS.keys():
     return _BLANK
   content = _without_ends(sentence[start:end].rstrip(" /" if behind else None))  # $5/day
   bare = _ARTICLE.sub("", content)
