@@ -284,7 +284,8 @@ def reason(error: BaseException) -> str:
   """Why something could not be written, in a few words: TensorStore tells a long story."""
   if isinstance(error, OSError) and error.strerror:
     return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-  of_the_system = re.search(r": ([^:]+) \[os_error_code=", str(error))
+  # ...: File too large [tensorstore_spec='...'] [os_error_code='27'], in either order
+  of_the_system = re.search(r': ([^:"[]+) \[\w+=', str(error))
   lines = str(error).splitlines() or [""]
   return of_the_system[1] if of_the_system else f"{type(error).__name__}: {lines[0][:300]}"
 

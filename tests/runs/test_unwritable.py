@@ -59,6 +59,17 @@ except files.WriteError as error:
 """
 
 
+CODE, SPEC = "[os_error_code='27']", """[tensorstore_spec='{\\"driver\\":\\"zarr\\"}']"""
+
+
+@pytest.mark.parametrize("notes", [CODE, f"{CODE} {SPEC}", f"{SPEC} {CODE}"])
+def test_the_reason_is_what_the_system_said(notes):
+  """TensorStore appends its notes in any order."""
+  where = 'OUT_OF_RANGE: Error opening "zarr" driver: Failed writing: "/a: b/c"'
+  error = ValueError(f"{where}: Failed to write 9 bytes to file 4: File too large {notes}")
+  assert checkpoint.reason(error) == "File too large"
+
+
 def test_a_directory_that_cannot_be_made_lets_the_process_end(tmp_path):
   """By itself, even, without `main.end`: no thread waits for what will not come."""
   done = subprocess.run(
