@@ -272,6 +272,8 @@ def main(argv: list[str] | None = None) -> int:
   args, rest = parser.parse_known_args(argv)
   if wrong := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
     parser.error(f"{wrong[0]!r} is no flag; keys of the configuration are --config.KEY=VALUE")
+  if args.jobs < 1:
+    parser.error(f"--jobs={args.jobs}: at least one run at a time")
   try:
     re.compile(args.only)
   except re.error as error:

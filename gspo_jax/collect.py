@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gspo_jax import costs, rewards, schedules, segments
+from gspo_jax import costs, hosts, rewards, schedules, segments
 from gspo_jax.constraints import Constraints
 from gspo_jax.data import growing, sources
 from gspo_jax.data.prompt_filter import PromptFilter
@@ -274,6 +274,8 @@ class Collector:
       multihost_utils.assert_equal(
         rollout.tokens, "an environment says different things on two hosts"
       )
+    if self._in_parts:  # the first host's word counts, as for rewards of responses
+      rollout = dataclasses.replace(rollout, rewards=hosts.told(rollout.rewards))
     reward_PG = np.stack([group.reward_G for group in groups])
     known_PG = np.stack([group.known_G for group in groups])
     if self._constraints:

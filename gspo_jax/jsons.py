@@ -1,5 +1,6 @@
 """JSON that somebody else wrote: read strictly, with errors that a user can act on."""
 
+import collections
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -44,6 +45,6 @@ def read_object(path: Any) -> dict[str, Any]:
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
   found = dict(pairs)
   if len(found) < len(pairs):
-    twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+    twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
     raise ValueError(f"it has the key {twice!r} twice")
   return found

@@ -153,12 +153,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
 
 
 def _read(config: RunConfig, workdir: Path | None) -> Inputs:
-  tok = tokenizer.load(config.tokenizer)
-  if tok.vocab_size > config.model.vocab_size:
-    raise ValueError(
-      f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
-      f"model.vocab_size={config.model.vocab_size}"
-    )
+  tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size)
   if config.has_iterations and config.objective.segment_unit == "step":
     steps.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)

@@ -16,8 +16,10 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from gspo_jax import ranges
+from gspo_jax import hosts, ranges
 from gspo_jax.ranges import NonNegativeInt, Range
+from gspo_jax.runs.files import write_whole
+from gspo_jax.runs.metrics import read_rows
 
 REFRESHES = "refreshes.jsonl"  # of the workdir: what was read of files before which iteration
 _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
@@ -191,24 +193,20 @@ class _Journal:
   it."""
 
   def __init__(self, workdir: Path | None, source: str):
-    first = workdir is not None and jax.process_index() == 0
-    self._path, self._source = workdir / REFRESHES if first else None, source
-
-  def _lines(self) -> list[str]:
-    if self._path is None or not self._path.exists():
-      return []
-    return self._path.read_text().split("\n")[:-1]  # what comes last may have been cut off
+    self._path, self._source = workdir / REFRESHES if workdir else None, source
 
   def pieces(self, step: int) -> list[list[Any]] | None:
-    rows = map(json.loads, self._lines())
-    mine = (row for row in rows if (row["step"], row["source"]) == (step, self._source))
-    return next((row["pieces"] for row in mine), None)
+    """On all hosts; ValueError names a damaged line."""
+    return hosts.of_first(lambda: self._pieces(step))
+
+  def _pieces(self, step: int) -> list[list[Any]] | None:
+    rows = read_rows(self._path) if self._path else []
+    mine = (row for row in rows if (row["step"], row.get("source")) == (step, self._source))
+    return next((row.get("pieces") for row in mine), None)
 
   def write(self, step: int, pieces: list[list[Any]]) -> None:
-    if self._path is None or self.pieces(step) is not None:
+    """Raises WriteError."""
+    if self._path is None or jax.process_index() or self._pieces(step) is not None:
       return
-    line = json.dumps(dict(step=step, source=self._source, pieces=pieces))
-    text = "".join(f"{one}\n" for one in [*self._lines(), line])
-    new = self._path.with_suffix(".tmp")
-    new.write_text(text)
-    new.replace(self._path)
+    rows = [*read_rows(self._path), dict(step=step, source=self._source, pieces=pieces)]
+    write_whole(self._path, (json.dumps(row) + "\n" for row in rows))

@@ -160,12 +160,7 @@ def parts(
   Raises:
     ValueError: they do not fit together; says what to change.
   """
-  tok = tokenizer.load(config.tokenizer)
-  if tok.vocab_size > config.model.vocab_size:
-    raise ValueError(
-      f"tokenizer {config.tokenizer!r} has {tok.vocab_size} tokens, more than "
-      f"model.vocab_size={config.model.vocab_size}"
-    )
+  tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size)
   mesh = sharding.make_mesh(config.mesh, devices)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rules, dtypes = _as_sampled(config, mesh)

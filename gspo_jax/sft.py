@@ -54,9 +54,8 @@ def sft(run: Run) -> Any:
       if _learned(run, loss):
         break
       batch = train_batch(batches.take(c.sft.batch, held_out.others), tok, c.sft.max_tokens)
-      batch = sharding.put_batch(batch, run.mesh)
-      phase.hold(step, [batch])
-      state, metrics = update(state, batch)
+      phase.hold(step, [batch])  # on the host: there are many
+      state, metrics = update(state, sharding.put_batch(batch, run.mesh))
       row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         row["held_out_loss"] = loss = held_out.loss(state.params)
@@ -148,7 +147,7 @@ def finished(run: Run) -> bool:
 def _end(run: Run, checkpoints: Checkpointer) -> int | None:
   """The update after which the cold start ended; None: it has not."""
   step = checkpoints.latest_whole()
-  if step is None or step == run.config.sft.steps:
+  if step is None or step >= run.config.sft.steps:
     return step
   return step if _learned(run, checkpoints.host(step)["position"].get("held_out_loss")) else None
 

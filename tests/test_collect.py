@@ -12,6 +12,7 @@ from support.sampling import sample
 from support.small_models import MOE, forward, initial, next_logp
 
 from configs import common
+from gspo_jax import hosts
 from gspo_jax.collect import Collector, Group
 from gspo_jax.data.sources import Prompts
 from gspo_jax.group_metrics import environment_metrics
@@ -53,6 +54,14 @@ class Counting:
 
   def figures(self):
     return dict(heard=sum(map(len, self.heard)))
+
+
+class Late(Counting):
+  """The same on a host where a time limit strikes in every second turn."""
+
+  def step(self, response):
+    seen, reward, done = super().step(response)
+    return seen, reward * (len(self.heard) % 2), done
 
 
 def tokenizer():
@@ -462,3 +471,13 @@ def test_the_dump_of_a_rollout_says_what_is_unknown():
   made = rollout_records(out, np.zeros(shape), np.zeros(shape, bool), str)
   assert [record["reward"] for record in made[:3]] == [1.25, None, 0.25]
   assert made[1]["unknown"] == "crash: a" and "unknown" not in made[0]
+
+
+def test_rewards_of_turns_are_those_of_the_first_host(monkeypatch):
+  said = []
+  monkeypatch.setattr(hosts, "told", lambda value: [said.append(value), said[0]][1])
+  (first,), _ = iterate(1, environment=Counting)
+  (second,), _ = iterate(1, environment=Late)
+  assert len(said) == 2 and (said[0] != said[1]).any()
+  np.testing.assert_array_equal(first.rollout.rewards, second.rollout.rewards)
+  np.testing.assert_array_equal(first.advantage_BL, second.advantage_BL)

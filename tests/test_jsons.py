@@ -26,6 +26,12 @@ def test_what_is_no_json_is_a_value_error(text, tmp_path):
     jsons.read_object(path)
 
 
+def test_many_keys_are_looked_at_once():
+  keys = ", ".join(f'"{i}": 0' for i in range(100_000))
+  with pytest.raises(ValueError, match="it has the key '99999' twice"):
+    jsons.parse(f'{{{keys}, "99999": 1}}')  # an hour, if each were compared with all before it
+
+
 def test_an_object_is_asked_for(tmp_path):
   assert jsons.parse(b'\xef\xbb\xbf{"a": [1]}') == {"a": [1]}
   with pytest.raises(ValueError, match=r"it is no JSON object, but \[1\]"):

@@ -48,7 +48,7 @@ ARROWS = {
   "hardware": "models",
   "models": "",
   "runs": "",
-  "schedules": "",
+  "schedules": "runs.files runs.metrics",
   "segments": "",
   "steps": "",
 }  # all of them may import the leaves

@@ -43,6 +43,7 @@ from gspo_jax.learner.by_length import reward_metrics
 from gspo_jax.records import rollout_records
 from gspo_jax.rewards import Scores
 from gspo_jax.run import Run
+from gspo_jax.runs.files import WriteError
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
 
@@ -493,6 +494,18 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
   other = source_of(tmp_path / "b.jsonl")  # what another source of the same run had is not its own
   schedules.begin_run(other, workdir)
   assert len(other) == 6
+
+
+def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_path):
+  (tmp_path / "rows.jsonl").write_text(lines(range(3)))
+  source, journal = source_of(tmp_path / "rows.jsonl"), tmp_path / schedules.REFRESHES
+  journal.write_text('{"step": 0, "sou\n')
+  with pytest.raises(ValueError, match=rf"{journal}:1 is not a JSON object .*: remove the line"):
+    schedules.begin_run(source, tmp_path)
+  journal.unlink()
+  (tmp_path / f"{schedules.REFRESHES}.tmp").mkdir()  # in the way
+  with pytest.raises(WriteError, match=rf"{journal}\S* cannot be written: "):
+    schedules.begin_run(source, tmp_path)
 
 
 @pytest.mark.parametrize("step", [0, 3])

@@ -108,6 +108,28 @@ def test_without_a_target_it_makes_all_its_updates(tmp_path, capfd):
   assert "cold start" not in capfd.readouterr().err
 
 
+def test_one_that_was_longer_than_it_is_now_asked_to_be_has_ended(tmp_path):
+  with opened(tmp_path, sft__target_loss=0.0, sft__steps=4) as run:
+    params = sft.sft(run)
+  with opened(tmp_path, sft__target_loss=0.0, sft__steps=3, resume="force") as run:
+    assert sft.finished(run) and same(sft.params_after(run), params)
+
+
+def test_updates_that_were_made_leave_no_batches_on_the_devices(tmp_path, monkeypatch):
+  """Those that a failure would be written down with are on the host, however many they are."""
+  alive, pack = [], sft.train_batch
+
+  def counted(*args):
+    batch = pack(*args)
+    alive.append(sum(x.shape == batch.tokens_BT.shape for x in jax.live_arrays()))
+    return batch
+
+  monkeypatch.setattr(sft, "train_batch", counted)
+  with opened(tmp_path, sft__target_loss=0.0, sft__steps=12, sft__log_every=12) as run:
+    sft.sft(run)
+  assert len(alive) == 12 and max(alive[1:]) == alive[1]
+
+
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
   """Data of 30 rows, of which 120 are drawn: all that are not held out come up."""
   (tmp_path / "data.jsonl").write_text(

@@ -275,11 +275,12 @@ def wanted_of(
   taken, refused = [], 0
   while len(taken) < count:
     prompt = next(prompts)
-    if wanted(prompt) or refused >= 2 * epoch:
-      taken.append(prompt)
+    if wanted(prompt):
       refused = 0
-    else:
+    elif refused < 2 * epoch:
       refused += 1
+      continue
+    taken.append(prompt)
   return taken
 
 

@@ -176,6 +176,38 @@ def load(path: str) -> Tokenizer:
     ) from error
 
 
+def load_for(path: str, vocab_size: int) -> Tokenizer:
+  """`load`, for a model of so many tokens.
+
+  Special tokens beyond them are left out, unless they begin, end or pad texts: what has their name
+  is a text like others. (Text models of Gemma 3 come with the tokenizer of those that see images.)
+
+  Raises:
+    TokenizerError: other tokens are beyond them, too.
+  """
+  found = load(path)
+  if found.vocab_size > vocab_size and isinstance(found, HFTokenizer):
+    found = _without_special(found, vocab_size)
+  if found.vocab_size > vocab_size:
+    raise TokenizerError(
+      f"tokenizer {path!r} has {found.vocab_size} tokens, more than model.vocab_size={vocab_size}"
+    )
+  return found
+
+
+def _without_special(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
+  bos = tok.tokenizer.token_to_id(tok.special_tokens.get("bos_token", ""))
+  used, content = {*tok.stop_ids, tok.pad_id, bos}, json.loads(tok.tokenizer.to_str())
+  kept = lambda t: t["id"] < vocab_size or not t["special"] or t["id"] in used  # noqa: E731
+  content["added_tokens"] = list(filter(kept, content["added_tokens"]))
+  tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+  return dataclasses.replace(tok, tokenizer=tokenizer, vocab_size=_largest(tokenizer) + 1)
+
+
+def _largest(tokenizer: tokenizers.Tokenizer) -> int:
+  return max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
 def _load(directory: epath.Path) -> HFTokenizer:
   config = _read_json(directory / "tokenizer_config.json")
   generation = _read_json(directory / "generation_config.json")
@@ -204,7 +236,7 @@ def _load(directory: epath.Path) -> HFTokenizer:
     add_bos=_adds_bos(tokenizer, special, config),
     pad_id=stop_ids[0] if pad_id is None else pad_id,
     stop_ids=stop_ids,
-    vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+    vocab_size=_largest(tokenizer) + 1,
   )
 
 

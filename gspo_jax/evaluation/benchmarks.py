@@ -84,7 +84,7 @@ class Benchmark:
 
 def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt]) -> None:
   """ValueError for a rating or standings that some problem has no part in."""
-  without = [p for p in problems if config.rating and not _has_rating(p)]
+  without = [p for p in problems if config.rating and not _has_number(p, "rating")]
   if without:
     found = dict(without[0].info).get("rating", "none")
     raise ValueError(
@@ -99,11 +99,17 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
         f"eval.benchmarks.{name}: problems of the contests {', '.join(unknown)}, which"
         f" {config.standings} does not have"
       )
+    for problem in problems:  # one without points is worth 1
+      if "points" in dict(problem.info) and not _has_number(problem, "points"):
+        raise ValueError(
+          f"eval.benchmarks.{name}: the problem {problem.id} has points that are no number "
+          f"({dict(problem.info)['points']}); correct the field, or leave it out for 1"
+        )
 
 
-def _has_rating(problem: Prompt) -> bool:
+def _has_number(problem: Prompt, field: str) -> bool:
   try:
-    return math.isfinite(float(dict(problem.info)["rating"]))
+    return math.isfinite(float(dict(problem.info)[field]))
   except (KeyError, ValueError):
     return False
 

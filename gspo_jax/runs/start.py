@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspo_jax.runs import integrity
+from gspo_jax.runs import integrity, mirror
 from gspo_jax.runs.checkpoint import shapes
 from gspo_jax.runs.provenance import FILE
 
@@ -76,7 +76,8 @@ def find(weights: str, key: str = "weights") -> Start | None:
     there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
     raise ValueError(f"{key}={weights!r} is no complete checkpoint; {there}")
   of_phases = path.parent.parent
-  above = of_phases.parent, of_phases  # checkpoints/ of a workdir, or checkpoint.directory
+  # In a workdir's checkpoints/, or in checkpoint.directory, where the workdir has a copy.
+  above = of_phases.parent, of_phases / mirror.FOLDER
   return Start(path, config or next((c for c in map(_config, above) if c), {}))
 
 

@@ -322,7 +322,9 @@ def test_prompts_that_are_not_wanted_are_passed_over(two):
   even = lambda p: int(p.answer) % 2 == 0  # noqa: E731
   drawn = [p.answer for _ in range(5) for p in batches.take(4, even)]
   assert sorted(drawn) == sorted("02468" * 4)
-  assert len(batches.take(3, lambda p: False)) == 3  # none is wanted: it does not hang
+  asked = []
+  assert len(batches.take(30, asked.append)) == 30  # none is wanted: it does not hang
+  assert len(asked) == 2 * len(source) + 30  # nor look for each anew
 
 
 def test_prompts_that_are_wanted_are_waited_for_where_their_source_has_little_weight(two):

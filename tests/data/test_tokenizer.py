@@ -166,6 +166,32 @@ def test_a_bos_token_that_tokenizer_json_alone_adds(tmp_path, says, expected):
   assert tokenizer.load(str(tmp_path)).render("q") == expected
 
 
+def test_special_tokens_beyond_the_model_are_left_out(tmp_path):
+  """As Gemma 3's <image_soft_token> is, of which its text models know nothing."""
+  tok = write_checkpoint(tmp_path, QWEN)
+  size = tok.get_vocab_size()
+  tok.add_special_tokens(["<image>"])
+  tok.save(str(tmp_path / "tokenizer.json"))
+  whole, found = (tokenizer.load_for(str(tmp_path), size + n) for n in (1, 0))
+  text = "<|im_start|>the <image> is ü<|im_end|>"
+  assert whole.encode(text).count(size) == 1 and whole.vocab_size == size + 1
+  assert max(found.encode(text)) < size == found.vocab_size == len(found.token_bytes())
+  assert found.decode(found.encode(text)) == "the <image> is ü"
+  assert found.encode("the answer<|im_end|>") == whole.encode("the answer<|im_end|>")
+  with pytest.raises(tokenizer.TokenizerError, match=f"{size} tokens, more than model.vocab_size"):
+    tokenizer.load_for(str(tmp_path), size - 1)
+
+
+@pytest.mark.parametrize("kind", ["eos", "text"])
+def test_other_tokens_beyond_the_model_are_refused(kind, tmp_path):
+  tok = write_checkpoint(tmp_path, QWEN | ({"eos_token": "<more>"} if kind == "eos" else {}))
+  size = tok.get_vocab_size()
+  tok.add_special_tokens(["<more>"]) if kind == "eos" else tok.add_tokens(["<more>"])
+  tok.save(str(tmp_path / "tokenizer.json"))
+  with pytest.raises(tokenizer.TokenizerError, match=f"has {size + 1} tokens, more than"):
+    tokenizer.load_for(str(tmp_path), size)
+
+
 def test_text_shows_no_special_tokens(tmp_path):
   write_checkpoint(tmp_path, QWEN)
   tok = tokenizer.load(str(tmp_path))

@@ -1,6 +1,7 @@
 """Problem sets of an evaluation, and what they refuse."""
 
 import dataclasses
+import json
 
 import pytest
 from support.configs import config_of
@@ -34,3 +35,22 @@ def test_problems_without_a_rating_are_found_before_sampling():
     worded = dataclasses.replace(PROBLEMS[1], info=(("rating", text),))
     with pytest.raises(ValueError, match=rf"no rating that is a number \({text}\), and 0 more"):
       Benchmark("cf", rated, [PROBLEMS[0], worded], None)
+
+
+def test_points_that_are_no_number_are_found_before_sampling(tmp_path):
+  (tmp_path / "standings.jsonl").write_text(
+    json.dumps(dict(contest_id="1", points=[3, 0], ratings=[1500, 1200])) + "\n"
+  )
+  rated = dataclasses.replace(SET, standings=str(tmp_path / "standings.jsonl"))
+  info = lambda **more: tuple(dict(contest_id="1", **more).items())  # noqa: E731
+  good = [
+    dataclasses.replace(PROBLEMS[0], info=info()),
+    dataclasses.replace(PROBLEMS[2], info=info(points="500")),
+  ]
+  Benchmark("cf", rated, good, None)
+  for text in "500 points", "inf", "":
+    bad = dataclasses.replace(PROBLEMS[1], info=info(points=text))
+    with pytest.raises(
+      ValueError, match=rf"the problem 1 has points that are no number \({text}\)"
+    ):
+      Benchmark("cf", rated, [*good, bad], None)

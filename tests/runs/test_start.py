@@ -91,6 +91,16 @@ def test_a_checkpoint_has_many_names(here, name, pupil, monkeypatch):
   assert found.config["sft"]["steps"] == 4
 
 
+def test_in_a_directory_of_their_own_too(tmp_path):
+  """Where a copy of the workdir says which model, and which adapters, a checkpoint is of."""
+  own = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)
+  with open_run(config(**own), tmp_path / "run") as run:
+    sft.sft(run)
+  found = [start.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
+  assert {str(one.path) for one in found} == {f"{tmp_path}/own/sft/2"}
+  assert found[0].config == found[1].config == found[2].config and "model" in found[1].config
+
+
 def test_other_meshes_can_begin_with_it(pupil, tmp_path):
   workdir, params = pupil
   assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)
