@@ -112,12 +112,14 @@ def overview() -> str:
 
 
 def minutes(folder: Path, experiment: Experiment) -> str:
-  """Of all its runs, two at a time: measured where all are there, else estimated."""
+  """Of all its runs, two at a time: measured where all are there, else estimated. Of the runs of a
+  condition the median counts: some may have been paused, or beside other work."""
   store = Store(folder)
   made = store.runs[store.runs.status.isin(SETTLED)] if len(store.runs) else store.runs
   final = made[made.stage != runs.START] if len(made) else made
   if len(final) >= runs.number(experiment):
-    return f"{made.seconds.sum() / 120:.0f}"
+    alike = made.groupby(["stage", "condition"]).seconds
+    return f"{alike.transform('median').sum() / 120:.0f}"
   e = experiment
   seeds = {s for c in e.conditions for s in c.seeds or e.seeds}
   seeds |= {*e.tuning.seeds} if e.tuning else set()

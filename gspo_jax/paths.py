@@ -16,7 +16,10 @@ def check(config: Any, workdir: Path | None = None) -> None:
     "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
     "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
     "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
-    "data.eval": (config.data.eval, "held-out problems, in one of the same forms"),
+    "data.eval": (
+      config.data.eval,
+      "held-out problems, in one of the same forms, or else eval.benchmarks.NAME.data",
+    ),
   }
   if not config.samples_prompts:
     del paths["data.train"]

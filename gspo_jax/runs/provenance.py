@@ -20,7 +20,11 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 
 def check(workdir: Path, config: Mapping[str, Any]) -> None:
   """Raises ValueError if the workdir holds a run of another configuration, unless `resume` is
-  "force"."""
+  "force". Of several processes the first one's workdir counts. All call it."""
+  hosts.of_first(lambda: _check(workdir, config))
+
+
+def _check(workdir: Path, config: Mapping[str, Any]) -> None:
   if config["resume"] == "force" or not (was := begun(workdir)):
     return
   was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))

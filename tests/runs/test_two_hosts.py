@@ -43,6 +43,7 @@ def test_two_hosts(tmp_path):
   assert first["listed"] == [0, 1]  # who has listed its own files
   assert first["whole"] == 1
   assert first["refused"] == ["another run is in"] * 2
+  assert first["another"] == "weights: 'DIR' -> 'OTHER')"
   assert first["began_with"] == dict(checkpoint="DIR/checkpoints/rl/2")
 
 
@@ -112,7 +113,13 @@ def began_with(workdir, process):
   mine.mkdir()
   if process == 0:
     provenance.record(mine, config, dict(checkpoint="DIR/checkpoints/rl/2"))
-  return dict(began_with=provenance.origin(mine, config, "start"))
+  found = dict(began_with=provenance.origin(mine, config, "start"))
+  provenance.check(mine, config)
+  try:
+    provenance.check(mine, config | dict(weights="OTHER"))
+  except ValueError as error:
+    found["another"] = str(error).partition("(")[2][:26]
+  return found
 
 
 def abstract(x):
