@@ -25,6 +25,8 @@ class Cache:
   it can be read. Layers are stacked as in the blocks of the parameters.
 
   One query reads both arrays along their last axis: keys lie across the slots, values along them.
+  On CPU bfloat16 is held as its bits, in uint16: XLA would widen a whole array to float32, and
+  narrow it again, for each write into a part of it.
   """
 
   k_lBKHS: tuple[jax.Array, ...]
@@ -32,7 +34,8 @@ class Cache:
 
   @property
   def dtype(self) -> Any:
-    return self.v_lBKSH[0].dtype
+    held = self.v_lBKSH[0].dtype
+    return jnp.dtype(jnp.bfloat16) if held == jnp.uint16 else held
 
   def block(self, i: int) -> tuple[jax.Array, jax.Array]:
     """What the i-th block of layers reads and writes."""
@@ -51,9 +54,10 @@ def allocate(
   """
   layers = [count for _, count in config.runs()] if layers is None else layers
   K, H = config.num_kv_heads, config.head_dim
+  bits = jnp.dtype(dtype) == jnp.bfloat16 and sharding.platform() == "cpu"
 
   def zeros(*shape: int) -> jax.Array:
-    x = jnp.zeros(shape, dtype)
+    x = jnp.zeros(shape, jnp.uint16 if bits else dtype)
     return sharding.reshard(x, spec(x))
 
   return Cache(
@@ -73,12 +77,12 @@ def write(
   from the same position in all rows. For use on each device's part.
   """
   k_lBKHS, v_lBKSH = block
-  k_BTKH, v_BTKH = k_BTKH.astype(k_lBKHS.dtype), v_BTKH.astype(v_lBKSH.dtype)
+  k_BTKH, v_BTKH = _encoded(k_BTKH, k_lBKHS.dtype), _encoded(v_BTKH, v_lBKSH.dtype)
   if k_BTKH.shape[1] == 1:
     row = jnp.arange(len(k_BTKH))[:, None]
     return (
-      _set(k_lBKHS, (layer, row, slice(None), slice(None), position_BT), k_BTKH),
-      _set(v_lBKSH, (layer, row, slice(None), position_BT), v_BTKH),
+      k_lBKHS.at[layer, row, :, :, position_BT].set(k_BTKH),
+      v_lBKSH.at[layer, row, :, position_BT].set(v_BTKH),
     )
   # One slice: XLA would bring the whole cache into another order, and back, for a scatter.
   zero, first = jnp.zeros((), jnp.int32), position_BT[0, 0]
@@ -89,13 +93,12 @@ def write(
   )
 
 
-def _set(x: jax.Array, index: tuple, value: jax.Array, mode: str | None = None) -> jax.Array:
-  """x.at[index].set(value), of the same type. bfloat16 as the integers of its bits: XLA on CPU
-  would widen the whole cache to float32 for each scatter, and narrow it again."""
-  if x.dtype != jnp.bfloat16:
-    return x.at[index].set(value, mode=mode)
-  x, value = (jax.lax.bitcast_convert_type(a, jnp.uint16) for a in (x, value))
-  return jax.lax.bitcast_convert_type(x.at[index].set(value, mode=mode), jnp.bfloat16)
+def read(
+  block: tuple[jax.Array, jax.Array], layer: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+  """Keys [B, K, H, S] and values [B, K, S, H] of one layer."""
+  k_BKHS, v_BKSH = (_decoded(x[layer]).astype(dtype) for x in block)
+  return k_BKHS, v_BKSH
 
 
 def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
@@ -105,12 +108,10 @@ def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
   """
 
   def keys(x_lBKHS, new_lrKHT):
-    where = (slice(None), index_r, slice(None), slice(None), slice(new_lrKHT.shape[-1]))
-    return _set(x_lBKHS, where, new_lrKHT, mode="drop")
+    return x_lBKHS.at[:, index_r, :, :, : new_lrKHT.shape[-1]].set(new_lrKHT, mode="drop")
 
   def values(x_lBKSH, new_lrKTH):
-    where = (slice(None), index_r, slice(None), slice(new_lrKTH.shape[-2]))
-    return _set(x_lBKSH, where, new_lrKTH, mode="drop")
+    return x_lBKSH.at[:, index_r, :, : new_lrKTH.shape[-2]].set(new_lrKTH, mode="drop")
 
   return Cache(
     tuple(map(keys, cache.k_lBKHS, rows.k_lBKHS)), tuple(map(values, cache.v_lBKSH, rows.v_lBKSH))
@@ -128,3 +129,19 @@ def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array)
     return jax.lax.dynamic_update_slice(x, part, (0, row, 0, 0, 0))
 
   return jax.tree.map(one, cache, source)
+
+
+def decoded(cache: Cache) -> Cache:
+  """The same with arrays of its type."""
+  return jax.tree.map(_decoded, cache)
+
+
+def _encoded(x: jax.Array, dtype: Any) -> jax.Array:
+  """Numbers as an array of a cache, of this type, holds them."""
+  if dtype != jnp.uint16:
+    return x.astype(dtype)
+  return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype)
+
+
+def _decoded(x: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

@@ -160,7 +160,7 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
       return attention.attend_tree(q, k, v, segments_BT, tree, name, scores, positions_BT), kv
     if kv is None or from_start:
       return attention.attend_self(q, k, v, segments_BT, name, scores), kv
-    k_BKHS, v_BKSH = (c[layer].astype(q.dtype) for c in kv)
+    k_BKHS, v_BKSH = kv_cache.read(kv, layer, q.dtype)
     return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
 
   heads = P(BATCH, None, "tensor", None)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models import attention
 from gspo_jax.models.attention_blocks import Scores
-from gspo_jax.models.cache import Cache, spec
+from gspo_jax.models.cache import Cache, decoded, spec
 from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
@@ -99,7 +99,7 @@ def insert(
   Returns:
     The cache; the rows' table [r, n]; bool [r]: for which of them there were pages enough.
   """
-  free_p = free(cache, *tables)
+  free_p, rows = free(cache, *tables), decoded(rows)
   S, n = cache.page, -(-rows.v_lBKSH[0].shape[3] // cache.page)
   count_r = -(-length_r // S)
   end_r = jnp.cumsum(count_r)

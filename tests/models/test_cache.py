@@ -1,5 +1,7 @@
 """The dense cache in 16 bits costs what it should: half the bytes, none of them widened."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -8,44 +10,55 @@ import numpy as np
 import pytest
 
 from gspo_jax.models import cache
+from gspo_jax.models.sizes import tiny_moe
 
 l, B, K, H, S = 2, 4, 2, 8, 24
+MODEL = dataclasses.replace(tiny_moe(32), num_layers=l, num_kv_heads=K, head_dim=H)
+allocate = functools.partial(cache.allocate, MODEL, layers=[l])
 
 
-def block(dtype):
-  return jnp.zeros((l, B, K, H, S), dtype), jnp.zeros((l, B, K, S, H), dtype)
+def step(to, new_B1KH, position_B1):
+  return to.with_blocks([cache.write(to.block(0), jnp.int32(1), new_B1KH, new_B1KH, position_B1)])
 
 
-def step(k, v, new_B1KH, position_B1):
-  return cache.write((k, v), jnp.int32(1), new_B1KH, new_B1KH, position_B1)
+def rows_of(to, new_lrTKH):
+  rows = allocate(new_lrTKH.shape[1], new_lrTKH.shape[2], to.dtype)
+  for layer, new_rTKH in enumerate(new_lrTKH):
+    block = cache.write(rows.block(0), layer, new_rTKH, new_rTKH, jnp.zeros((2, 1), jnp.int32))
+    rows = rows.with_blocks([block])
+  return rows
 
 
-def insert(k, v, new_lrKTH, index_r):
-  rows = cache.Cache((jnp.swapaxes(new_lrKTH, 3, 4),), (new_lrKTH,))
-  out = cache.insert(cache.Cache((k,), (v,)), rows, index_r)
-  return out.k_lBKHS, out.v_lBKSH
+def insert(to, new_lrTKH, index_r):
+  return cache.insert(to, rows_of(to, new_lrTKH), index_r)
 
 
-def arguments(write, dtype):
+def copy_row(to, new_lrTKH, index_r):
+  return cache.copy_row(to, index_r[0], rows_of(to, new_lrTKH), 1)
+
+
+def arguments(write):
   random = np.random.default_rng(0)
   if write is step:
-    return random.normal(size=(B, 1, K, H)).astype(dtype), np.arange(B, dtype=np.int32)[:, None] * 3
-  return random.normal(size=(l, 2, K, 5, H)).astype(dtype), np.array([2, B], np.int32)
+    return random.normal(size=(B, 1, K, H)), np.arange(B, dtype=np.int32)[:, None] * 3
+  return random.normal(size=(l, 2, 5, K, H)), np.array([2, B], np.int32)
 
 
-@pytest.mark.parametrize("write", [step, insert])
+@pytest.mark.parametrize("write", [step, insert, copy_row])
 def test_a_write_does_not_widen_the_cache(write):
-  compiled = jax.jit(write).lower(*block(jnp.bfloat16), *arguments(write, jnp.bfloat16)).compile()
-  whole = rf"f32\[{l},{B},{K},({H},{S}|{S},{H})\]"
+  compiled = jax.jit(write).lower(allocate(B, S, jnp.bfloat16), *arguments(write)).compile()
+  whole = rf"(f32|bf16)\[{l},{B},{K},({H},{S}|{S},{H})\]"
   assert not re.search(whole, compiled.as_text())
 
 
-@pytest.mark.parametrize("write", [step, insert])
+@pytest.mark.parametrize("write", [step, insert, copy_row])
 def test_what_is_written_is_the_rounded_number(write):
-  new, where = arguments(write, jnp.bfloat16)
-  narrow = write(*block(jnp.bfloat16), new, where)
-  wide = write(*block(jnp.float32), new.astype(np.float32), where)
-  for a, b in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide)):
-    assert a.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(a, np.float32), b)
-    assert np.any(b)
+  new, where = arguments(write)
+  narrow = write(allocate(B, S, jnp.bfloat16), new, where)
+  wide = write(allocate(B, S, jnp.float32), new.astype(jnp.bfloat16).astype(np.float32), where)
+  assert narrow.dtype == jnp.bfloat16 and wide.dtype == jnp.float32
+  for layer in range(l):
+    ours = cache.read(narrow.block(0), layer, jnp.float32)
+    for a, b in zip(ours, cache.read(wide.block(0), layer, jnp.float32)):
+      np.testing.assert_array_equal(a, b)
+  assert np.any(b)
