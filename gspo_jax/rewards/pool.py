@@ -4,8 +4,8 @@ A worker is a fresh interpreter (`python -m gspo_jax.rewards.pool`), neither a f
 which would copy JAX's locks in whatever state they are, nor multiprocessing's spawn, which would
 import the trainer's main module, and jax with it, into every worker. Time is kept by the caller
 from the moment a worker is given an item, so waiting for a worker costs nothing, and it is enforced
-by SIGKILL alone: SIGALRM works in main threads only, and neither it nor a thread stops a
-computation that holds the interpreter lock.
+by SIGKILL alone: a handler of SIGALRM works in main threads only, and neither it nor a thread stops
+a computation that holds the interpreter lock.
 """
 
 import collections
@@ -27,6 +27,7 @@ from multiprocessing import connection
 from typing import Any
 
 START_LIMIT_S = 120.0  # imports on a busy machine; past it the pool gives up
+GRACE_S = 2.0  # past its time a worker ends by itself: the pool, which kills it, must be gone
 START_ATTEMPTS = 3  # in a row, of one worker in one call: an installation may be broken
 WARM_UP = -1  # the item, by its index, that a new worker begins with
 
@@ -263,15 +264,17 @@ def _serve(descriptor: int, function: str, memory_bytes: int) -> None:
   with contextlib.suppress(EOFError, OSError):  # the pool is closed, or its process is gone
     while True:
       time_limit_s, item = json.loads(pipe.recv_bytes())
-      # If the pool's process dies nobody is left to kill this one: the kernel ends it then.
-      usage = resource.getrusage(resource.RUSAGE_SELF)
-      _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + time_limit_s) + 2)
+      # If the pool's process dies nobody is left to kill this one: the kernel does then, as nothing
+      # handles SIGALRM. By the clock and not by RLIMIT_CPU, which counts the seconds of all threads
+      # and is inherited by what an item starts: a prover, say, that later items go on to ask.
+      signal.setitimer(signal.ITIMER_REAL, time_limit_s + GRACE_S)
       try:
         message = {"value": getattr(importlib.import_module(module), name)(item)}
       except MemoryError as error:  # a fresh process instead of one whose caches are full
         message = {"error": repr(error), "last": True}
       except BaseException:
         message = {"error": traceback.format_exc()[-10_000:]}
+      signal.setitimer(signal.ITIMER_REAL, 0)
       pipe.send_bytes(json.dumps(message).encode())
 
 

@@ -1,6 +1,7 @@
 """Worker processes that hang, die and are killed, and what becomes of the items in them."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def test_what_a_hanging_item_has_started_ends_with_it(tmp_path):
   while alive(int(pid.read_text())):
     assert time.monotonic() < deadline
     time.sleep(0.1)
+
+
+def test_cpu_time_has_no_limit_of_its_own():
+  """An item may have threads, and may start a process that later items use."""
+  limit = "__import__('resource').getrlimit(__import__('resource').RLIMIT_CPU)[0]"
+  with evaluator(workers=1) as evaluate:
+    assert evaluate.map([limit]) == [resource.getrlimit(resource.RLIMIT_CPU)[0]]
+
+
+def test_an_idle_worker_stays_however_long_it_is_idle():
+  with evaluator(workers=1, time_limit_s=0.3) as evaluate:
+    pids = evaluate.pids
+    assert evaluate.map(["1"]) == [1]
+    time.sleep(0.5 + pool.GRACE_S)
+    assert evaluate.map(["2"]) == [2] and evaluate.pids == pids
 
 
 def test_queueing_is_not_counted():
@@ -159,16 +175,17 @@ def test_workers_do_not_outlive_a_killed_parent():
   program = """
     import threading
     from gspo_jax.rewards import pool
-    evaluate = pool.Pool("builtins:eval", 2, 1.0, warm_up="0")
+    evaluate = pool.Pool("builtins:eval", 3, 1.0, warm_up="0")
     threading.Timer(0.3, lambda: print(*evaluate.pids, flush=True)).start()
-    evaluate.map(["all(x == 0 for x in iter(int, 1))"])  # one is busy for ever, one idle
+    # One is busy for ever, one waits for something, one is idle.
+    evaluate.map(["all(x == 0 for x in iter(int, 1))", "__import__('time').sleep(600)"])
   """
   command = [sys.executable, "-c", textwrap.dedent(program)]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     parent.kill()
-  assert len(pids) == 2
-  deadline = time.monotonic() + 20  # of CPU time the busy one may have 3 s
+  assert len(pids) == 3
+  deadline = time.monotonic() + 20  # they may have 3 s
   while any(map(alive, pids)):
     assert time.monotonic() < deadline
     time.sleep(0.1)
