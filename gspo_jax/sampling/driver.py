@@ -148,8 +148,10 @@ class Driver:
 
   def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
     """Asks for the next turn of every trajectory whose environment has answered, or ends it."""
-    answered = [asked for asked in self._asked if asked[-1].done()]
-    self._asked = [asked for asked in self._asked if not asked[-1].done()]
+    answered, waiting = [], []
+    for asked in self._asked:  # each is looked at once: threads may answer between two looks
+      (answered if asked[-1].done() else waiting).append(asked)
+    self._asked = waiting
     for trajectory, response, future in answered:
       name = f"the environment {type(trajectory.environment).__name__} of prompt {trajectory.tag}"
       name = f"{name}, sample {trajectory.sample}, turn {trajectory.turn + 1},"

@@ -1,5 +1,6 @@
 """The host loop with an engine that is none of ours."""
 
+import concurrent.futures
 import dataclasses
 
 import numpy as np
@@ -159,6 +160,23 @@ def test_what_is_put_aside_goes_on_where_it_was(steps):
     assert one.rewards.tolist() == whole.rewards.tolist()
     versions = one.version[one.turns >= 0]
     assert versions[0] == 7 and versions[-1] > 7 and (np.diff(versions) >= 0).all()
+
+
+class LateFuture(concurrent.futures.Future):
+  """Is done from the second look on: as if a thread had answered between two of them."""
+
+  looks = 0
+
+  def done(self):
+    self.looks += 1
+    return self.looks > 1 and super().done()
+
+
+def test_no_conversation_is_lost_whose_environment_answers_between_two_looks(monkeypatch):
+  monkeypatch.setattr(concurrent.futures, "Future", LateFuture)
+  _, driver, group = started(Twice)
+  assert {id(one) for one in driver.run()} == {id(one) for one in group}
+  assert all(one.finished for one in group)
 
 
 def test_usage_is_the_engines():
