@@ -105,11 +105,10 @@ class Driver:
       while (self._engine.busy or self._asked) and not enough():
         for response in self._engine.step() if self._engine.busy else ():
           self._hand_over(response, pool)
-          yield from self._answered()
         if self._asked and not self._engine.busy:  # the devices have nothing to do
           futures = [future for *_, future in self._asked]
           concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
-          yield from self._answered()
+        yield from self._answered()
       for response in self._engine.stop():
         self._hand_over(response, pool)
       concurrent.futures.wait([future for *_, future in self._asked])
