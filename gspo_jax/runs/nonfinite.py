@@ -58,12 +58,12 @@ class Guard:
     keep: int,
   ):
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
-    self._updates, self._skipped, self._before = updates, 0, 0
+    self._updates, self._skipped = updates, 0
     self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
 
-  def start(self, state: TrainState, done: int = 0, reported: bool = True) -> TrainState:
-    """Takes the state after `done` steps; returns the one to go on with. What a run with "skip" has
-    left out is forgotten with "stop", which would leave out all that follows.
+  def start(self, state: TrainState, reported: bool = True) -> TrainState:
+    """Takes the state that a run begins with or goes on from; returns the one to go on with. What a
+    run with "skip" has left out is forgotten with "stop", which would leave out all that follows.
 
     Args:
       reported: whether the row of the last step has been checked.
@@ -71,8 +71,6 @@ class Guard:
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
-    # `state.step` counts what was applied; batches are found by what was tried.
-    self._before = done * self._updates - int(jax.device_get(state.step))
     if not reported:  # any of them may be in that row
       self._skipped = 0
     return state
@@ -96,7 +94,9 @@ class Guard:
       return
     step, index = row["step"], 0
     if skipped and self._on_nonfinite == "stop":
-      tried = self._before + int(jax.device_get(state.step))
+      # The first bad one and all that followed are left out. (`state.step` does not tell where that
+      # was: batches without a token to train on are not in it either.)
+      tried = step * self._updates - skipped
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._held).get(step, ())[index:]
     what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"

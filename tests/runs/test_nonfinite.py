@@ -104,6 +104,25 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
   chex.assert_trees_all_equal(restored.params, after(update("stop"), [batch(1)])[0].params)
 
 
+def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
+  """Nothing is applied of these, as of responses that were all cut off."""
+  step, state = update("stop"), start()
+  guard = guard_of(tmp_path, "stop", updates=2, keep=2)
+  nothing = batch(0).replace(mask_BT=np.zeros((8, 6), np.float32))
+  for number, second in (1, nothing), (2, nothing), (3, batch(3, bad=True)):
+    batches = [batch(number), second]
+    guard.hold(number, batches)
+    for one in batches:
+      state, metrics = step(state, one)
+    skipped = float(summarize((metrics,))["updates_skipped"])
+    if number < 3:
+      guard.check(row(number, loss=1.0, updates_skipped=skipped), state)
+  with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: its update was left out"):
+    guard.check(row(3, loss=1.0, updates_skipped=skipped), state)
+  _, found = nonfinite.load(tmp_path / "failures" / "sft_000003")
+  chex.assert_trees_all_equal(found, [second])
+
+
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
   guard = guard_of(tmp_path, on_nonfinite, updates=1, keep=2)
@@ -130,7 +149,7 @@ def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
   step, stop = update("skip"), update("stop")
   state, _ = after(step, [batch(0), batch(1, bad=True)])
   guard = guard_of(tmp_path, "stop", updates=2, keep=2)
-  state = guard.start(state, 1)
+  state = guard.start(state)
   assert int(state.skipped) == 0 and int(state.step) == 1
   for number, bad in (2, False), (3, False), (4, True):
     batches = [batch(2 * number), batch(2 * number + 1, bad)]
@@ -152,7 +171,7 @@ def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
 def test_after_a_skipped_update_the_dump_is_still_of_the_step_that_is_not_finite(tmp_path):
   state, _ = after(update("skip"), [batch(0), batch(1, bad=True)])
   guard = guard_of(tmp_path, "skip", updates=2, keep=2)
-  guard.start(state, 1)
+  guard.start(state)
   guard.hold(2, [batch(2), batch(3)])
   guard.hold(3, [batch(4), batch(5)])
   guard.check_saved("sft", 2, state)
@@ -166,7 +185,7 @@ def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_pat
   """Its evaluation was interrupted, and the checkpoint has counted the update already."""
   state, _ = after(update("skip"), [batch(0), batch(1, bad=True)])
   guard = guard_of(tmp_path, "skip", updates=2, keep=2)
-  guard.start(state, 1, reported=False)
+  guard.start(state, reported=False)
   guard.check(row(1, loss=np.nan, updates_skipped=1.0), state)
   assert "sft step 1: of its updates, 1 not finite and left out (loss)" in capsys.readouterr().err
 
