@@ -127,10 +127,12 @@ def _new(counts: list[float]) -> list[float]:
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   rows = by_phase["rl"]
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # 0: evaluation alone
-  skipped = _new(_known(trained, "updates_skipped"))
+  skipped = _new([row.get("updates_skipped") or 0 for row in trained])
   dropped = max(_known(trained, "router/dropped_tokens"), default=0)
-  broken = [
-    row["step"] for row in trained if any(_is_broken(row, k) for k in ("loss", "grad_norm"))
+  broken = [  # but for the figures of an update that was skipped, and has done no harm
+    row["step"]
+    for row, left_out in zip(trained, skipped)
+    if not left_out and any(_is_broken(row, k) for k in ("loss", "grad_norm"))
   ]
   recent = [a for a in alarms if trained and a["to"] >= _begin_of_last_tenth(trained)]
   recent = [a for a in recent if a["phase"] == trained[-1]["phase"]]

@@ -71,6 +71,8 @@ def test_health_follows_alarms_skipped_updates_and_broken_values():
   assert state((5, {"warning/entropy": 1.0})) == ("open", "1 alarm earlier, none at the end")
   since = [(i, {"updates_skipped": 2.0}) for i in range(5, 31)]  # it counts from the start
   assert state(*since) == ("open", "2 updates were skipped")
+  since[0][1].update(loss=None, grad_norm=None)  # as its row has them, on file
+  assert state(*since) == ("open", "2 updates were skipped")
   again = [(i, {"updates_skipped": float(i - 27)}) for i in range(28, 31)]
   assert state(*again) == ("bad", "3 updates were skipped")
   assert state((5, {"loss": math.nan}))[0] == "bad"
