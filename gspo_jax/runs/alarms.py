@@ -22,7 +22,8 @@ class AlarmConfig:
   """Thresholds; 0 turns one off."""
 
   window: Annotated[int, Range(2, 1_000_000)]  # iterations that medians and means are taken over
-  grad_norm: NonNegativeFloat  # gradient norm, as a multiple of its median over the window before
+  # Gradient norm, as a multiple of its median over the window before, of iterations that have one.
+  grad_norm: NonNegativeFloat
   entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
   ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
   mismatch: NonNegativeFloat  # of log-probs, per sequence, as a multiple of the clip range
@@ -58,7 +59,7 @@ class Alarms:
     c = self._config
     names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
     norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
-    if norm is not None:
+    if norm:  # 0: no group had anything to teach, as often while a task is still too hard
       full = len(self._norms) == c.window
       usual = statistics.median(self._norms) if full else float("inf")
       high = c.grad_norm and norm > c.grad_norm * usual

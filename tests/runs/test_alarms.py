@@ -58,6 +58,12 @@ def test_an_iteration_that_trains_on_nothing_has_no_entropy():
   assert run(healthy(step, **nothing) for step in range(3)) == ({}, [])
 
 
+def test_a_gradient_after_iterations_without_one_is_no_jump():
+  norms = [0, 0, 0, 0, 0.5, 0, 0, 0.3, 0, 0.4, 0.4, 0, 4.0]
+  held, _ = run(healthy(s, grad_norm=norm) for s, norm in enumerate(norms))
+  assert held == {"warning/grad_norm": [12]}
+
+
 def test_a_reward_that_falls_is_told_when_its_mean_has_fallen():
   rewards = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]
   held, printed = run(healthy(s, **{"reward/mean": r}) for s, r in enumerate(rewards))
