@@ -6,6 +6,7 @@ Imports the standard library only: what is answered here is answered at once.
 import ast
 import importlib.util
 import io
+import os
 import re
 import runpy
 import sys
@@ -13,6 +14,7 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 LIBRARIES = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")  # some of `train`
@@ -111,6 +113,13 @@ def begin(argv: Sequence[str]) -> None:
     sys.exit(2)
   sys.stderr.write(greeting(argv[1:]))
   sys.stderr.flush()
+
+
+def told_to_go(*_: object) -> NoReturn:
+  """Ends the process at a SIGTERM, with the code that says: try again. For the times when there is
+  nothing to save, yet or any longer; `runs.preemption.watch` is in charge in between."""
+  os.write(2, b"gspo_jax: told to go; the same command begins again\n")
+  os._exit(os.EX_TEMPFAIL)
 
 
 def wrong(arguments: Sequence[str]) -> str:

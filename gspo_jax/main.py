@@ -6,6 +6,7 @@ same command again on the same workdir continues where it stopped.
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ from typing import NoReturn
 from gspo_jax import command_line
 
 if __name__ == "__main__":
+  signal.signal(signal.SIGTERM, command_line.told_to_go)
   command_line.begin(sys.argv)  # the imports below take seconds
 
 import jax

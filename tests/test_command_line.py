@@ -7,13 +7,14 @@ import types
 
 import jax
 import pytest
-from support.command_line import ROOT, SMALL, SMALL_MODEL, environment
+from support.command_line import ROOT, SMALL, SMALL_MODEL, command, environment
 from support.configs import config_of
 
 from configs import common, moe_aime, tiny, tiny_ppo
 from gspo_jax import command_line, dry_run
 from gspo_jax import run as runs
 from gspo_jax.models import transformer
+from gspo_jax.runs.preemption import EXIT_CODE
 
 
 def called(*arguments, cwd=ROOT, module="gspo_jax.main", **more):
@@ -47,6 +48,16 @@ def test_help_needs_no_library():
     capture_output=True, text=True, check=True,
   )  # fmt: skip
   assert set(done.stdout.split()) == {"__main__", "gspo_jax"} - sys.stdlib_module_names
+
+
+def test_a_notice_while_a_run_is_being_opened_ends_it_with_the_code_of_one_later(tmp_path):
+  """Libraries, weights and data take minutes, and what starts runs again goes by this code."""
+  process = subprocess.Popen(
+    command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+  )
+  assert "loading JAX" in process.stderr.readline()
+  process.terminate()
+  assert process.wait(30) == EXIT_CODE and "told to go" in process.stderr.read()
 
 
 def values(section, prefix=""):
