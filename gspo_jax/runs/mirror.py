@@ -72,6 +72,12 @@ def files_below(folder: epath.Path, left_out: Sequence[epath.Path] = ()) -> Iter
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
+  """Copies a file whole or not at all: it may be what the next machine starts with."""
   with writing(target):
     target.parent.mkdir(parents=True, exist_ok=True)
-    source.copy(target, overwrite=True)
+    if "://" in str(target):  # an object of a bucket is there when all of it has come
+      source.copy(target, overwrite=True)
+      return
+    beside = target.with_name(f"{target.name}.tmp")
+    source.copy(beside, overwrite=True)
+    beside.replace(target)

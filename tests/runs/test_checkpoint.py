@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import chex
 import jax
@@ -257,3 +258,22 @@ def test_what_a_run_removes_while_it_is_copied_is_left_out(removed_at, tmp_path,
   monkeypatch.setattr(mirror, "_copy", removing)
   Mirror(workdir, str(bucket)).copy()
   assert {path.name for path in (bucket / "workdir").iterdir()} == {"a.json", "c.json"}
+
+
+def test_a_copy_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
+  """Each process copies all files anew, and may be gone in the middle of one."""
+  workdir, bucket = tmp_path / "run", tmp_path / "bucket"
+  workdir.mkdir()
+  (workdir / "config.json").write_text("{}")
+  Mirror(workdir, str(bucket)).copy()
+
+  def cut_off(_, target):
+    Path(target).write_text("{")
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(shutil, "copyfile", cut_off)
+  with pytest.raises(KeyboardInterrupt):
+    Mirror(workdir, str(bucket)).copy()
+  monkeypatch.undo()
+  assert Mirror(tmp_path / "next", str(bucket)).back()
+  assert [(p.name, p.read_text()) for p in (tmp_path / "next").iterdir()] == [("config.json", "{}")]
