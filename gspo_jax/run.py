@@ -148,7 +148,10 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     _join_hosts()
   inputs = _read(config, workdir)
   if workdir is not None:
-    provenance.check(workdir, dataclasses.asdict(config))
+    mirror, values = Mirror(workdir, config.checkpoint.directory), dataclasses.asdict(config)
+    provenance.check(workdir, values)
+    if hosts.of_first(mirror.fills):  # another workdir would be filled with the same
+      provenance.check(mirror.target, values, "--config.checkpoint.directory")
   return inputs
 
 

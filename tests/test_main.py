@@ -34,6 +34,7 @@ from gspo_jax.data import tokenizer
 from gspo_jax.models import flops, hf, sizes, transformer
 from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
+from gspo_jax.runs.mirror import Mirror
 
 
 @pytest.fixture(scope="module")
@@ -504,6 +505,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path)
   ):
     pass
   assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_with_the_checkpoints_of_another_run_is_refused_as_such(tmp_path):
+  """Not as the workdir that its copy would have been put into, and nothing is."""
+  changes = {"checkpoint.directory": str(tmp_path / "bucket"), "eval.problems": 8}
+  with open_run(config_of(tiny.get_config, **changes), tmp_path / "run"):
+    Mirror(tmp_path / "run", changes["checkpoint.directory"]).copy()
+  message = r"bucket/workdir/config\.json belongs.*seed: 0 -> 1.*another --config\.checkpoint\.dir"
+  with (
+    pytest.raises(ValueError, match=message),
+    open_run(config_of(tiny.get_config, **changes, seed=1), tmp_path / "other"),
+  ):
+    pass
+  assert not (tmp_path / "other").exists()
 
 
 def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 from etils import epath
 
 from gspo_jax.runs.files import WriteError, writing
+from gspo_jax.runs.provenance import FILE
 
 FOLDER = "workdir"  # of checkpoint.directory
 LEFT_OUT = ("checkpoints", "failures", "profile", "published", "wandb", "lock")
@@ -24,13 +25,17 @@ class Mirror:
     self.target = epath.Path(directory) / FOLDER if directory else None
     self._copied: dict[str, tuple[int, float]] = {}
 
+  def fills(self) -> bool:
+    """Whether there is a copy of a run, for a workdir that holds none yet."""
+    there = self.target is not None and (self.target / FILE).exists()
+    return there and not (self._workdir / FILE).exists()
+
   def back(self) -> bool:
     """Fills a workdir that holds no run yet; whether there was anything to fill it with."""
-    config = self._workdir / "config.json"
-    if self.target is None or config.exists() or not (self.target / config.name).exists():
+    if not self.fills():
       return False
-    names = [name for name in _files(self.target) if name != config.name]
-    for name in (*names, config.name):  # the one that says that a run is here comes last
+    names = [name for name in _files(self.target) if name != FILE]
+    for name in (*names, FILE):  # the one that says that a run is here comes last
       _copy(self.target / name, self._workdir / name)
     return True
 

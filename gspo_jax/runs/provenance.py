@@ -18,20 +18,20 @@ NO_PART = ("provenance", "resume")  # of what makes a run another one
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".split()
 
 
-def check(workdir: Path, config: Mapping[str, Any]) -> None:
-  """Raises ValueError if the workdir holds a run of another configuration, unless `resume` is
-  "force". Of several processes the first one's workdir counts. All call it."""
-  hosts.of_first(lambda: _check(workdir, config))
+def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
+  """Raises ValueError if the workdir, which `flag` names, holds a run of another configuration,
+  unless `resume` is "force". Of several processes the first one's workdir counts. All call it."""
+  hosts.of_first(lambda: _check(workdir, config, flag))
 
 
-def _check(workdir: Path, config: Mapping[str, Any]) -> None:
+def _check(workdir: Path, config: Mapping[str, Any], flag: str) -> None:
   if config["resume"] == "force" or not (was := begun(workdir)):
     return
   was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
   if changed := difference(was, now):
     raise ValueError(
       f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
-      "another --workdir, or --config.resume=force to go on with this one"
+      f"another {flag}, or --config.resume=force to go on with this one"
     )
 
 
