@@ -3,9 +3,10 @@
 import re
 
 from gspo_jax.rewards.mathematics.tokens import Token, spell
-from gspo_jax.rewards.mathematics.values import split
 
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "approx": "~"}
+_RELATIONS["in"] = "in"
+_SEPARATORS = (",", ";", "and", "or")
 
 
 def find(tokens: list[Token], *texts: str) -> bool:
@@ -14,32 +15,38 @@ def find(tokens: list[Token], *texts: str) -> bool:
 
 def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]:
   """Operators that stand in no brackets (relations, or the given ones), and what they separate."""
+  wanted = dict(zip(texts, texts)) or _RELATIONS
   operators, parts, depth = [], [[]], 0
   for token in tokens:
-    depth += {"open": 1, "close": -1}.get(token.kind, 0)
-    if token.kind == "command" and token.text in ("begin", "end"):
-      depth += 1 if token.text == "begin" else -1
+    depth += _opened(token)
     sign = token.kind in ("symbol", "command", "separator")
-    if texts:
-      hit = token.text if sign and token.text in texts else None
-    else:
-      hit = "in" if token.text == "in" and sign else _RELATIONS.get(token.text) if sign else None
-    if hit and depth == 0:
-      operators.append(hit)
+    if depth == 0 and sign and token.text in wanted:
+      operators.append(wanted[token.text])
       parts.append([])
     else:
       parts[-1].append(token)
   return operators, parts
 
 
-def match(tokens: list[Token]) -> int:
-  """The index of the bracket that closes the first one; -1: none does."""
+def split(tokens: list[Token]) -> list[list[Token]]:
+  """Cuts at separators that stand in no brackets."""
+  return cut(tokens, *_SEPARATORS)[1]
+
+
+def match(tokens: list[Token], start: int = 0) -> int:
+  """The index of the bracket that closes the one at `start`; -1: none does."""
   depth = 0
-  for index, token in enumerate(tokens):
-    depth += {"open": 1, "close": -1}.get(token.kind, 0)
+  for index in range(start, len(tokens)):
+    depth += _opened(tokens[index])
     if depth == 0:
       return index
   return -1
+
+
+def _opened(token: Token) -> int:
+  """How many brackets or environments a token opens: 1, 0, or -1 where it closes one."""
+  name = token.text if token.kind == "command" else token.kind
+  return {"open": 1, "begin": 1, "close": -1, "end": -1}.get(name, 0)
 
 
 def without_reals(tokens: list[Token]) -> list[Token]:

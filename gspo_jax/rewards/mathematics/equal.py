@@ -149,12 +149,9 @@ def _same_group(gold: Group, ours: Group) -> bool:
     bracket = next((g.brackets for g in (gold, ours) if g.kind == "tuple"), "()")
     return bracket == "()" and _in_order(gold.items, ours.items)
   if kinds == {"list"}:
-    labels = [_labels(group) for group in (gold, ours)]
-    if labels[0] and labels[1]:
-      return _any_order(gold.items, ours.items)
-    if labels[0] or labels[1]:  # x = 1, y = 2 against 1, 2
-      return _in_order(gold.items, ours.items)
-    return _any_order(gold.items, ours.items)
+    # x = 1, y = 2 against 1, 2
+    same = _any_order if _labels(gold) == _labels(ours) else _in_order
+    return same(gold.items, ours.items)
   if "tuple" in kinds:
     return False
   if kinds == {"set"}:

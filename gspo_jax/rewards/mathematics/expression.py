@@ -8,8 +8,9 @@ Capital letters do not commute, as they may stand for matrices; `equal` decides 
 import sympy as sp
 
 from gspo_jax.rewards.mathematics import forms
+from gspo_jax.rewards.mathematics.cuts import split
 from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, spell
-from gspo_jax.rewards.mathematics.values import MAX_FACTORIAL, number, power, split, symbol
+from gspo_jax.rewards.mathematics.values import MAX_FACTORIAL, number, power, symbol
 
 MAX_DEPTH = 40
 _TRIG = {

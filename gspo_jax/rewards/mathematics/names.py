@@ -2,6 +2,7 @@ r"""What may stand before an equals sign so that the answer is what stands behin
 
 import re
 
+from gspo_jax.rewards.mathematics.cuts import match, split
 from gspo_jax.rewards.mathematics.tokens import Token, is_product, spell
 from gspo_jax.rewards.mathematics.units import is_comment
 
@@ -20,9 +21,9 @@ def name(tokens: list[Token]) -> str | None:
   if all(t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens):
     text = " ".join(t.text for t in tokens)
     return None if any(map(is_comment, text.split())) else "text"
-  inside = [t for t in tokens[1:-1]]
+  inside = tokens[1:-1]
   if tokens[0].text == "(" and tokens[-1].text == ")":
-    parts = _parts(inside)
+    parts = split(inside)
     labels = [name(part) for part in parts]
     return ",".join(labels) if len(parts) > 1 and all(labels) else None
   if tokens[0].text in ("|", "[") and tokens[-1].text in ("|", "]"):
@@ -52,7 +53,7 @@ def _simple(tokens: list[Token]) -> str | None:
       if index == len(tokens):
         return label
       if tokens[index].text == "{":
-        end = _close(tokens, index)
+        end = match(tokens, index)
         inner = tokens[index + 1 : end]
         if end < 0 or not inner or (len(inner) > 1 and _capitals(inner) != inner):
           return None
@@ -65,7 +66,7 @@ def _simple(tokens: list[Token]) -> str | None:
       letters, label, index = letters + 1, label + token.text, index + 1
     elif token.text == "_" and letters:
       end = (
-        _close(tokens, index + 1)
+        match(tokens, index + 1)
         if tokens[index + 1 : index + 2] and tokens[index + 1].text == "{"
         else index + 1
       )
@@ -79,7 +80,7 @@ def _simple(tokens: list[Token]) -> str | None:
       label, index = label + "^-1", index + 5  # of a function
       if tokens[index].text != "(":
         return None
-    elif token.text == "(" and letters and _close(tokens, index) == len(tokens) - 1:
+    elif token.text == "(" and letters and match(tokens, index) == len(tokens) - 1:
       inner = tokens[index + 1 : -1]
       if len(inner) == 1 and inner[0].kind == "letter":
         return label + "()"
@@ -92,22 +93,3 @@ def _simple(tokens: list[Token]) -> str | None:
 
 def _capitals(tokens: list[Token]) -> list[Token]:
   return [t for t in tokens if t.kind == "letter" and t.text.isupper()]
-
-
-def _parts(tokens: list[Token]) -> list[list[Token]]:
-  parts = [[]]
-  for token in tokens:
-    if token.kind == "separator":
-      parts.append([])
-    else:
-      parts[-1].append(token)
-  return parts
-
-
-def _close(tokens: list[Token], start: int) -> int:
-  depth = 0
-  for index in range(start, len(tokens)):
-    depth += {"open": 1, "close": -1}.get(tokens[index].kind, 0)
-    if depth == 0:
-      return index
-  return -1

@@ -6,6 +6,7 @@ import re
 import sympy as sp
 
 from gspo_jax.rewards.mathematics import cuts, equal, expression, names, nodes, units
+from gspo_jax.rewards.mathematics.cuts import split
 from gspo_jax.rewards.mathematics.nodes import (
   Choice,
   Group,
@@ -17,7 +18,6 @@ from gspo_jax.rewards.mathematics.nodes import (
   as_region,
 )
 from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, is_product, tokenise
-from gspo_jax.rewards.mathematics.values import split
 
 _REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
   ArithmeticError,
@@ -112,8 +112,8 @@ class _Structure:
   def listed(self, tokens: list[Token]):
     """Items between separators; conditions on one variable are one region."""
     given, tokens = tokens, cuts.without_integers(tokens)
-    outer = (";",) if cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or") else ()
-    parts = [part for part in split(tokens, *outer) if part]
+    outer = cuts.find(tokens, ";") and cuts.find(tokens, ",", "and", "or")
+    parts = [part for part in (cuts.cut(tokens, ";")[1] if outer else split(tokens)) if part]
     if len(parts) < 2:
       if parts and len(parts[0]) < len(given):
         return self.everything(parts[0])

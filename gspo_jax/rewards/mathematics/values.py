@@ -5,7 +5,7 @@ import re
 
 import sympy as sp
 
-from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, decimal
+from gspo_jax.rewards.mathematics.tokens import Unreadable, decimal
 
 MAX_BITS = 50_000  # of a number
 MAX_FACTORIAL = 3000
@@ -66,17 +66,3 @@ def number(text: str) -> sp.Rational:
 
 def rational(value: fractions.Fraction) -> sp.Rational:
   return sp.Rational(value.numerator, value.denominator)
-
-
-def split(tokens: list[Token], *texts: str) -> list[list[Token]]:
-  """Cuts at separators (of these texts, if any are given) that stand in no brackets."""
-  parts, depth = [[]], 0
-  for token in tokens:
-    depth += {"open": 1, "close": -1}.get(token.kind, 0)
-    if token.kind == "command" and token.text in ("begin", "end"):
-      depth += 1 if token.text == "begin" else -1
-    if depth == 0 and token.kind == "separator" and (not texts or token.text in texts):
-      parts.append([])
-    else:
-      parts[-1].append(token)
-  return parts
