@@ -30,6 +30,7 @@ def verifier():
     (r"\boxed{5} and wait, that is \boxed{6}", "6"),
     (r"Thus $m = \boxed{3}$ and $m+n = \boxed{7}$.", "7"),
     (r"The first is \boxed{12} and the sum is \boxed{27}.", "27"),
+    (r"One has \boxed{4}. Doubling it gives 8, and \boxed{8}", "8"),
     (r"$x = \boxed{1}$ and $y_2 = \boxed{2}$", "1, 2"),
     (r"$\boxed{\frac12}$ or $\boxed{0.5}$", r"\frac12 or 0.5"),
     (r"\boxed{3} = \boxed{18}", "18"),

@@ -38,11 +38,6 @@ _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
-_CORRECTION = re.compile(
-  r"\b(?:no|not|wait|but|so|thus|then|hence|therefore|actually|instead|rather|wrong|correct\w*"
-  r"|error|sorry|should|mistake)\b",
-  re.IGNORECASE,
-)
 
 
 def extract(response: str, finished: bool = True) -> str | None:
@@ -133,8 +128,7 @@ def _is_listing(gap: str) -> bool:
   bare = _FILLER.sub(" ", gap)
   if re.fullmatch(r"\s*[=<>≈]+\s*", bare):
     return False
-  joined = not re.search(r"\w", bare) or _JOINED.search(bare)
-  return bool(joined) and not _CORRECTION.search(bare)
+  return not re.search(r"\w", bare) or bool(_JOINED.search(bare))
 
 
 # Nothing but a name may follow the "and": "and the sum is 7" begins another answer.

@@ -12,7 +12,7 @@ FORMULA = re.compile(
   rf"|(?P<e>{_MATRIX}.+?\\end\{{\w+\}})",
   re.DOTALL,
 )
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|bb)|mbox)\s*\{([^{}]*)\}")
+TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|bb)|mbox)\s*\{([^{}]*)\}")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _FUNCTIONS = re.compile("(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}")
@@ -22,7 +22,7 @@ _BLANK = (None, False)
 _SENTENCE = re.compile(r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])[.?;](?=\s)")
 # Letters that touch a digit, ^ or _ belong to the formula: 18cm, 2xy; but not those of 5th.
 _PLAIN = re.compile(
-  rf"{_TEXT.pattern}|{_ENVIRONMENT.pattern}|\\[a-zA-Z]+"
+  rf"{TEXT.pattern}|{_ENVIRONMENT.pattern}|\\[a-zA-Z]+"
   r"|(?P<word>(?<![A-Za-z\d^_])[A-Za-z]{2,}(?![A-Za-z\d^_])|(?<=\d)(?:st|nd|rd|th)\b|\bi\.e\b)"
 )
 _VALUE = re.compile(r"[\dπ√∞]|\\[a-zA-Z(\[]|\$[^$]+\$")
@@ -52,7 +52,7 @@ _OPERATOR = re.compile(
 _DECORATION = re.compile(r"(?i:^\W?and\s+)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)])")
 _LABEL = re.compile(r"^(?:[a-zA-Z]|[A-Z]{2,4})[,:]?\s+(?=[-+$]?\d)")
 # What touches a number that is a part of a formula.
-_BEHIND = re.compile(r"\s?(?:\^(?!\s?\{?\s?\\?circ)|√|\\?sqrt|π|\\?pi(?![a-z]))|:\d{1,2}\b|_[\d{]")
+_BEHIND = re.compile(r"\s?(?:\^(?!\s?\{?\s?\\?circ)|√|\\?sqrt|π|\\?pi(?![a-z]))|_[\d{]")
 _BEFORE = re.compile(
   r"(?:√|\b(?:sqrt|log|ln|sin|cos|tan|exp)\s?[{(]?|\^\s?[{(]?-?|(?:π|\\?pi)\s?/\s?|_\{|\+\s?)\S$"
   r"|[\w)}][-+]$|[\d)}](?:-|\*\*?|\s?\*\*?\s|\s?[×·÷x]\s?)\S$"
@@ -169,10 +169,10 @@ def is_formula(text: str) -> bool:
   r"""Whether `text` is mathematics all through: short, no words outside \text and the like."""
   if len(text) > LONGEST:
     return False
-  bare = _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text))
+  bare = TEXT.sub(" ", _ENVIRONMENT.sub(" ", text))
   bare = re.sub(r"\\[a-zA-Z]+", " ", bare)
   bare = re.sub(r"(?<=[\d)])(?:and|or)(?=[A-Z(])", " ", bare)  # x=1orW=2
-  return bool(re.search(r"\w", bare + "".join(_TEXT.findall(text)))) and all(
+  return bool(re.search(r"\w", bare + "".join(TEXT.findall(text)))) and all(
     map(_FUNCTIONS.fullmatch, _WORD.findall(bare))
   )
 

@@ -7,7 +7,6 @@ import re
 
 from gspo_jax.rewards.mathematics import extract, formulas, units
 
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{extract.SEPARATOR}|{extract.SPACE})(?=\d{{3}}(?!\d))")
 _VALUE = re.compile(
@@ -51,7 +50,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   if len(text) > 80:
     return None
   source = normalise(text)
-  text = _TEXT.sub(r" \1", source).strip()
+  text = formulas.TEXT.sub(r" \1", source).strip()
   match = _VALUE.match(text)
   if not match:
     return None
@@ -64,7 +63,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
     r"[^\W\d]*[^\\{}()=<>+!&]*(?:\^\{?-?[1-4]\}?)?\.?", rest
   ):
     return None
-  worded = bool(_TEXT.search(source))
+  worded = bool(formulas.TEXT.search(source))
   if not letters and not worded and re.fullmatch(r"\s*[a-zA-Z](?:\^.*)?", rest):
     return None
   parsed = units.parse(rest) if rest.strip() else (1, None)
