@@ -22,7 +22,7 @@ from gspo_jax.data.files import BadRow, DataError
 from gspo_jax.rewards import math_answer
 
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")  # first one found
-BOXED = "boxed"  # as an answer pattern: what the last \boxed{} of the field holds
+BOXED = "boxed"  # as an answer pattern: what the last \boxed{} (or \fbox{}) of the field holds
 # Before an answer's fields: a JSON object of them, as verifiers of programs want it. `name=field`
 # gives one another name there, and `tests.*.input` is the list of all inputs.
 JSON = "json:"
@@ -213,7 +213,7 @@ def _answer(row: Mapping[str, Any], form: Format) -> tuple[str, str]:
     return answer, answer
   whole = text_of(row, form.answer, form.key("answer_field"))
   if form.answer_pattern == BOXED:
-    answer = (r"\boxed" in whole and math_answer.extract(whole)) or ""
+    answer = math_answer.boxed(whole) or ""
   elif form.answer_pattern:
     match = re.search(form.answer_pattern, whole)
     answer = (match[1] or "").strip() if match else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo_jax.rewards import pool
 from gspo_jax.rewards.mathematics import quantity
-from gspo_jax.rewards.mathematics.extract import MAX_ANSWER, extract
+from gspo_jax.rewards.mathematics.extract import BOX, MAX_ANSWER, extract
 
 MAX_KNOWN = 1 << 16  # symbolic comparisons that are remembered
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
@@ -108,12 +108,17 @@ class MathVerifier:
     self._pool.close()
 
 
+def boxed(solution: str) -> str | None:
+  """The answer within a solution that boxes one; None where it boxes nothing."""
+  return extract(solution) if BOX.search(solution) else None
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def _gold(answer: str) -> str:
   """The answer within a gold solution: what it boxes, if it boxes anything."""
-  if not re.search(r"\\(?:boxed|fbox)", answer):
+  if not BOX.search(answer):
     return (extract(answer) or answer) if len(answer) > MAX_ANSWER else answer
-  return extract(answer) or re.split(r"\\(?:boxed|fbox)\s*\{?", answer)[-1]
+  return boxed(answer) or BOX.split(answer)[-1].removeprefix("{")
 
 
 def quick_judge(candidate: str | None, answer: str) -> Outcome | None:

@@ -95,8 +95,9 @@ def test_starter_code_changes_the_prompt(tmp_path):
   assert row["starter_code"] in text and "stdin" not in text and prompt.question in text
 
 
-def test_answers_in_a_box(tmp_path):
-  rows = [dict(question="a", answer=r"First \boxed{1}, then \boxed{\frac{2}{3}}.")]
+@pytest.mark.parametrize("box", [r"\boxed", r"\fbox"])
+def test_answers_in_a_box(tmp_path, box):
+  rows = [dict(question="a", answer=rf"First {box}{{1}}, then {box}{{\frac{{2}}{{3}}}}.")]
   (prompt,) = load(write(tmp_path / "a.jsonl", rows), answer_pattern="boxed")
   assert prompt.answer == r"\frac{2}{3}"
   bad = write(tmp_path / "b.jsonl", [dict(question="a", answer="it is 7")])

@@ -35,7 +35,7 @@ _MARKER = re.compile(
   r"####|\banswer\b[*_]{0,3}\s{0,3}(?::[^.\n]{0,150}?\bis\b|is|:|=)[*_:\s]{0,5}", re.IGNORECASE
 )
 _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
 
@@ -51,7 +51,7 @@ def extract(response: str, finished: bool = True) -> str | None:
   tokens ran out.
   """
   text = thought.after(response).replace("−", "-")
-  boxes = [match.span() for match in _BOX.finditer(text)][-_LAST:]
+  boxes = [match.span() for match in BOX.finditer(text)][-_LAST:]
   if boxes:
     return _boxed(text, boxes)
   tagged = string_match.last_tagged(text)
