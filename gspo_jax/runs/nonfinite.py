@@ -153,7 +153,8 @@ def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
   about = jsons.read_object(path)
   if about.get("phase") not in ("sft", "rl") or not isinstance(about.get("config"), dict):
     raise ValueError(f"{path} has no phase sft or rl, or no config: it is not what a run wrote")
-  return about, [_batch(each) for each in sorted(directory.glob("batch_*.npz"))]
+  paths = sorted(directory.glob("batch_*.npz"), key=lambda path: (len(path.name), path.name))
+  return about, [_batch(path) for path in paths]  # 10 after 9: in the order of the updates
 
 
 def _batch(path: epath.Path) -> TrainBatch:

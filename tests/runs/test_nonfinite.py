@@ -123,6 +123,13 @@ def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
   chex.assert_trees_all_equal(found, [second])
 
 
+def test_mini_batches_come_back_in_the_order_of_their_updates(tmp_path):
+  batches = [batch(number) for number in range(12)]
+  directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "", start(), batches)
+  _, found = nonfinite.load(directory)
+  chex.assert_trees_all_equal(found, batches)
+
+
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
   guard = guard_of(tmp_path, on_nonfinite, updates=1, keep=2)
