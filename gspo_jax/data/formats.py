@@ -334,10 +334,13 @@ class Condition:
     text = found if isinstance(found, str) else "" if found is None else _as_text(found)
     if self.op in ("=~", "!~"):
       return bool(re.search(self.value, text)) == (self.op == "=~")
+    value = self.value
+    if isinstance(found, bool | np.bool_):  # true in JSON, True in Python
+      text, value = text.lower(), value.lower()
     try:
-      return _OPERATORS[self.op](float(text), float(self.value))
+      return _OPERATORS[self.op](float(text), float(value))
     except ValueError:
-      return _OPERATORS[self.op](text, self.value)
+      return _OPERATORS[self.op](text, value)
 
 
 def _as_text(value: Any) -> str:

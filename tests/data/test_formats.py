@@ -169,6 +169,13 @@ def test_null_is_neither_more_nor_less(tmp_path):
     assert "".join(p.answer for p in load(f"{path} where {where}")) == answers
 
 
+def test_true_and_false_are_written_as_in_json_or_as_in_python(tmp_path):
+  rows = [row | dict(sure=sure) for row, sure in zip(numbered(0, 2), [True, False])]
+  path = write(tmp_path / "a.jsonl", rows)
+  for where, answer in {"sure==true": "0", "sure!=true": "1", "sure==False": "1"}.items():
+    assert [p.answer for p in load(f"{path} where {where}")] == [answer]
+
+
 def test_the_window_of_the_paper(tmp_path):
   row, _ = DOCUMENTED["livecodebench"]
   dates = ["2024-09-30T23:59:59", "2024-10-01T00:00:00", "2025-02-28T23:59:59", "2025-03-01"]
