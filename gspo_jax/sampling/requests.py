@@ -214,6 +214,27 @@ class Request:
   def prefix_length(self) -> int:
     return len(self.prompt) + len(self.begun)
 
+  def check(self, longest: int, window: int, vocab_size: int, detokenize: Any) -> None:
+    """Raises ValueError if it does not fit prefixes of `longest` tokens, the window or a model with
+    so many tokens, or if stop strings have no `detokenize`."""
+    if not self.prompt:
+      raise ValueError("a prompt is empty: it has at least one token")
+    if self.max_new_tokens < 1 or self.samples < 1:
+      raise ValueError(f"{self.samples} samples of {self.max_new_tokens} tokens: nothing")
+    length = self.prefix_length
+    if length > longest or length + self.max_new_tokens > window:
+      raise ValueError(
+        f"a prefix of {length} tokens with max_new_tokens={self.max_new_tokens} does not fit "
+        f"prefixes of {longest} tokens in a window of {window}"
+      )
+    least, most = min(self.prefix), max(self.prefix)
+    if not 0 <= least <= most < vocab_size:  # or the devices take others in their place
+      raise ValueError(
+        f"a prefix has token ids from {least} to {most}: the model has 0 to {vocab_size - 1}"
+      )
+    if self.stop_strings and detokenize is None:
+      raise ValueError(f"stop_strings={list(self.stop_strings)} need detokenize")
+
   def last_begun(self, most: int) -> tuple[int, ...]:
     """The last tokens, so many at most, of the turn that is gone on with."""
     return self.begun[len(self.begun) - min(self.unfinished, most) :]

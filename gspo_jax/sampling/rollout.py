@@ -48,7 +48,8 @@ def generate(
     Rows as long as the longest prompt and `max_new_tokens`.
 
   Raises:
-    ValueError: no prompts, an empty one, or more positions than the model was made for.
+    ValueError: no prompts, an empty one, one with other tokens than the model's, or more positions
+      than the model was made for.
   """
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:

@@ -108,26 +108,15 @@ class Scheduler:
     self._clock = 0.0
 
   def submit(self, request: Request) -> None:
-    """ValueError if it does not fit the window, or has more stop ids than were announced."""
-    length = request.prefix_length
-    if not request.prompt:
-      raise ValueError("a prompt is empty: it has at least one token")
-    longest, window = self._workload.prefix_length, self._workload.window
-    if length > longest or length + request.max_new_tokens > window:
-      raise ValueError(
-        f"a prefix of {length} tokens with max_new_tokens={request.max_new_tokens} does not fit "
-        f"prefixes of {longest} tokens in a window of {window}"
-      )
+    """ValueError if it does not fit the workload, or has more stop ids than were announced."""
+    work, vocab_size = self._workload, self._model.vocab_size
+    request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
     if len(request.stop_ids) > self._stop_width:
       raise ValueError(
         f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} announced"
       )
-    if request.stop_strings and self._detokenize is None:
-      raise ValueError(f"stop_strings={list(request.stop_strings)} need detokenize")
     if request.sampling and not self._workload.own_sampling:
       raise ValueError("a request with `sampling` of its own needs a workload with own_sampling")
-    if request.max_new_tokens < 1 or request.samples < 1:
-      raise ValueError(f"{request.samples} samples of {request.max_new_tokens} tokens: nothing")
     self._requests.append((request, []))
 
   def cancel(self, tag: Any) -> list[Response]:

@@ -239,18 +239,8 @@ class ServerEngine:
     self._count()
 
   def submit(self, request: Request) -> None:
-    length, workload = request.prefix_length, self._workload
-    if not request.prompt:
-      raise ValueError("a prompt is empty: it has at least one token")
-    if length + request.max_new_tokens > workload.window:
-      raise ValueError(
-        f"a prefix of {length} tokens with max_new_tokens={request.max_new_tokens} does not fit "
-        f"a window of {workload.window}"
-      )
-    if request.stop_strings and self._detokenize is None:
-      raise ValueError(f"stop_strings={list(request.stop_strings)} need detokenize")
-    if request.max_new_tokens < 1 or request.samples < 1:
-      raise ValueError(f"{request.samples} samples of {request.max_new_tokens} tokens: nothing")
+    window, length = self._workload.window, request.prefix_length
+    request.check(window - 1, window, self._model.vocab_size, self._detokenize)
     number = next(self._numbers)
     samples = range(request.first_sample, request.first_sample + request.samples)
     self._open[number] = request, set(samples)

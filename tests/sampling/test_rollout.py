@@ -113,6 +113,7 @@ def test_every_mesh_samples_the_same_tokens(shape):
   [
     ([[1], []], {}, "prompt 1 is empty"),
     ([], {}, "0 prompts"),
+    ([[1, 64]], {}, "token ids from 1 to 64: the model has 0 to 63"),
     ([[1]], dict(max_new_tokens=4096), "max_position_embeddings=2048"),
   ],
 )

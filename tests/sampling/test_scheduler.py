@@ -306,6 +306,8 @@ def test_operations_are_those_of_the_responses_alone(group):
     (dict(stop_ids=tuple(range(9))), "9 stop ids, more than the 6 announced"),
     (dict(stop_strings=("x",)), "need detokenize"),
     (dict(samples=0), "nothing"),
+    (dict(prompt=(7, 64)), "token ids from 7 to 64: the model has 0 to 63"),
+    (dict(begun=(-1,)), "token ids from -1 to 9: the model has 0 to 63"),
   ],
 )
 def test_impossible_requests(changes, message):
