@@ -233,6 +233,7 @@ def test_a_scored_group_survives_a_checkpoint():
   assert again.mixed == group.mixed and again.prompt == group.prompt
   for mine, theirs in zip(again.trajectories, group.trajectories, strict=True):
     assert mine.prompt == theirs.prompt and mine.stopped == theirs.stopped
+    assert mine.tag == group.prompt.id  # what is wrong with it later names it
     np.testing.assert_array_equal(mine.tokens, theirs.tokens)
 
 

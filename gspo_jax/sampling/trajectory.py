@@ -239,11 +239,13 @@ class Trajectory:
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
 
   @classmethod
-  def from_state(cls, state: Mapping[str, Any], environment: Environment) -> "Trajectory":
+  def from_state(
+    cls, state: Mapping[str, Any], environment: Environment, tag: Any = None
+  ) -> "Trajectory":
     """A trajectory as `get_state` left it; `environment` is new, and is told the turns again."""
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
-    own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment)
+    own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
     own.routing, own.support = arrays.pop("routing", None), arrays.pop("support", None)
     own.columns = arrays
     vars(own).update(state)
