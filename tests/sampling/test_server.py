@@ -384,6 +384,31 @@ def test_weights_may_change_while_responses_are_under_way(make):
   assert not failed(engine) and engine._fleet.usable
 
 
+def test_who_does_not_say_versions_is_asked_again_for_what_new_weights_came_into(make):
+  """As with vLLM's /v1/completions: it is as good a server as before."""
+  servers, engine = make
+  (one,) = servers(1)
+  engine = engine([one])
+
+  def without_versions(answer):
+    for choice in answer.get("choices", ()):
+      del choice["weight_versions"]
+    return answer
+
+  one.fault = lambda path, body: without_versions if body and "token_ids" in body else None
+  engine.load(weights(1), 1)
+  one.pace = 0.15
+  begun, driver = group(engine)
+  driver.begin(begun)
+  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
+  loads.start()
+  until = time.monotonic() + 30
+  assert len(list(driver.run(lambda: time.monotonic() > until))) == 4
+  loads.join()
+  assert {int(v) for each in begun for v in each.version} == {2}
+  assert not failed(engine) and engine._fleet.usable
+
+
 def test_a_request_has_a_time(make):
   two, engine = loaded(make, 2, timeout_s=5.0)  # the probe is quicker
   two[0].fault = once("hang")

@@ -146,13 +146,11 @@ def _experts(part: Part, call: Call, limits: Limits) -> np.ndarray | None:
   raise Failed("body", f"experts of shape {part.experts.shape} came for {fed} tokens")
 
 
-def dated(part: Part, oldest: int, newest: int) -> Part:
-  """A part with the versions of its tokens: if need be the one that its server has had."""
+def dated(part: Part, version: int) -> Part:
+  """A part with the versions of its tokens: where it does not say, the one that its server has."""
   if part.version is not None:
     return part
-  if oldest != newest and len(part.tokens):  # an empty one was aborted before anything sampled it
-    raise Failed("version", "new weights came between, and it does not say which sampled what")
-  return dataclasses.replace(part, version=np.full(len(part.tokens), oldest, np.int32))
+  return dataclasses.replace(part, version=np.full(len(part.tokens), version, np.int32))
 
 
 def counts(found: Mapping[str, int]) -> dict[str, float]:

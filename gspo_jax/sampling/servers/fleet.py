@@ -194,8 +194,11 @@ class Fleet:
       del server.posts[work]
       async with self._change:
         self._change.notify_all()
+    undated = any(part.version is None and len(part.tokens) for part in parts)
+    if undated and oldest != server.version:
+      raise Moved("new weights came between, and it does not say which sampled what")
     with _usable():
-      parts = [dated(part, oldest, server.version) for part in parts]
+      parts = [dated(part, oldest) for part in parts]
       return checked(parts, call, self._limits, oldest, max(oldest, self.version))
 
   async def _generated(self, server: Server, call: Call, seconds: float) -> list[Part]:

@@ -9,7 +9,8 @@ from gspo_jax.sampling.servers.launch import Process
 
 
 class Moved(Exception):
-  """The server was left out while it had a call, which is not the call's failure."""
+  """What a server had of a call is lost, since it was left out or took new weights meanwhile, which
+  is no failure of either."""
 
 
 class Post(NamedTuple):
