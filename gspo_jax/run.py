@@ -41,7 +41,7 @@ from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.sampling import Engine, LocalEngine, Workload
-from gspo_jax.sampling.driver import first_tokens
+from gspo_jax.sampling.driver import new_groups
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks import environments
 from gspo_jax.weights import initial
@@ -199,13 +199,8 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     }
   if environment is not None and config.job != "eval":
     render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
-    try:
-      first_tokens(environment(train_prompts[0]), config.data.max_prompt_tokens, render)
-    except ValueError:
-      raise
-    except Exception as error:  # it is the user's
-      what = f"environment.name={config.environment.name!r} fails on {train_prompts[0].id}"
-      raise ValueError(f"{what}: {type(error).__name__}: {error} (--verbosity=1: where)") from error
+    longest = config.data.max_prompt_tokens
+    new_groups([train_prompts[0]], 1, 0, longest, environment, render)  # or it cannot begin
   mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
   consistency.check_devices(config, sharding.batch_shards(mesh))
   transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)

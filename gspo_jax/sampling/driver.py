@@ -223,7 +223,7 @@ def new_groups(
 
   Raises:
     ValueError: an environment begins with nothing, with too many tokens, or with messages where
-      there is no `render` for them.
+      there is no `render` for them; or it raises, and there is no conversation yet to end by that.
   """
   groups, numbers = [], collections.Counter()  # of trajectories that begin with the same tokens
   sizes = [size] * len(prompts) if isinstance(size, int) else size
@@ -232,8 +232,7 @@ def new_groups(
     if make is None:
       begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for _ in range(size)]
     else:
-      environments = [make(prompt) for _ in range(size)]
-      begun = [(first_tokens(one, longest, render), one) for one in environments]
+      begun = [_begun(make, prompt, longest, render) for _ in range(size)]
     first = max(numbers[tokens] for tokens, _ in begun)
     numbers |= {tokens: first + size for tokens, _ in begun}
     samples = enumerate(begun, first)
@@ -241,12 +240,29 @@ def new_groups(
   return groups
 
 
-def first_tokens(
+def _begun(
+  make: Callable[[Prompt], Environment],
+  prompt: Prompt,
+  longest: int,
+  render: Callable[[Sequence[Message]], Sequence[int]] | None,
+) -> tuple[tuple[int, ...], Environment]:
+  """A new environment, behind the prompt that it begins with."""
+  try:
+    environment = make(prompt)
+    return _first_tokens(environment, longest, render), environment
+  except Exception as error:  # it is the user's
+    what = str(error)
+    if not isinstance(error, ValueError):
+      what = f"{type(error).__name__}: {error} (--verbosity=1: where)"
+    raise ValueError(f"the environment of prompt {prompt.id} cannot begin: {what}") from error
+
+
+def _first_tokens(
   environment: Environment,
   longest: int,
-  render: Callable[[Sequence[Message]], Sequence[int]] | None = None,
+  render: Callable[[Sequence[Message]], Sequence[int]] | None,
 ) -> tuple[int, ...]:
-  """Resets an environment and returns the prompt that it begins with; raises as `new_groups`."""
+  """Resets an environment and returns the prompt that it begins with."""
   first = environment.reset()
   if len(first) and isinstance(first[0], Mapping):
     if render is None:

@@ -112,6 +112,16 @@ def test_no_two_trajectories_that_begin_alike_have_one_number():
   assert [one.tag for group in groups for one in group] == list("001122")
 
 
+def test_an_environment_that_cannot_begin_is_named_by_its_prompt():
+  prompts = [Prompt(id, "", "", (7,)) for id in ("good", "bad")]
+  for make, message in (
+    (lambda prompt: Begins(dict(good=7)[prompt.id]), "prompt bad cannot begin: KeyError: 'bad'"),
+    (lambda prompt: Begins(dict(good=7).get(prompt.id)), "prompt bad cannot begin: TypeError"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      new_groups(prompts, 2, 0, 4, make)
+
+
 def test_a_group_is_one_request_and_a_single_turn_one_response():
   engine, driver, group = started()
   assert [one.sample for one in driver.run()] == [0, 1]
