@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -48,6 +49,11 @@ class EvalConfig:
     ranges.check(self, "eval")
     for name, benchmark in self.benchmarks.items():
       key, k = f"eval.benchmarks.{name}", max(benchmark.pass_at, default=0)
+      if name == "eval" or not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(
+          f"{key}: files and metrics are named by it: take letters, digits, _ and -, and not eval, "
+          "as data.eval is called there"
+        )
       if k > benchmark.samples:
         raise ValueError(f"{key}.pass_at={k} must be at most {key}.samples={benchmark.samples}")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from support.configs import config_of
@@ -19,6 +20,13 @@ def test_impossible_benchmarks(key, value):
   sets = dict(aime=common.benchmark(**dict(samples=3) | {key: value}))
   with pytest.raises(ValueError, match=rf"^eval\.benchmarks\.aime\.{key}=[04] must be "):
     config_of(common.base, eval__benchmarks=sets)
+
+
+@pytest.mark.parametrize("name", ["math/500", "eval", ""])
+def test_a_name_that_no_file_can_have_or_another_has_is_refused(name):
+  """Not when the first evaluation, which may take an hour, is written down."""
+  with pytest.raises(ValueError, match=rf"^eval\.benchmarks\.{re.escape(name)}: files and metrics"):
+    config_of(common.base, eval__benchmarks={name: common.benchmark(samples=3)})
 
 
 def test_problems_are_chosen_all_over_the_set():
