@@ -39,7 +39,8 @@ class Family:
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · scale over the last axis, statistics in float32."""
-  return _normalised(x, eps).astype(x.dtype) * _last_axis(scale.astype(x.dtype), x)
+  normalised, scale = _normalised(x, eps).astype(x.dtype), _last_axis(scale.astype(x.dtype), x)
+  return _with_each_token(jnp.multiply, normalised, scale)
 
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -54,6 +55,15 @@ def _normalised(x: jax.Array, eps: float) -> jax.Array:
 
 def _last_axis(scale: jax.Array, x: jax.Array) -> jax.Array:
   return scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
+  """A sum or product with a weight that all tokens share, in the type that both have.
+
+  It is made in float32, which rounds to the same number: so the gradient of the weight, a sum over
+  all tokens, adds up in float32 and not in bfloat16.
+  """
+  return combine(x.astype(jnp.float32), weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
@@ -114,7 +124,10 @@ def attend(
   k = sharding.project("BTD,DKH->BTKH", x_BTD, w.k, heads)
   v = sharding.project("BTD,DKH->BTKH", x_BTD, w.v, heads)
   if w.q_bias is not None:
-    q, k, v = q + w.q_bias[None, None], k + w.k_bias[None, None], v + w.v_bias[None, None]
+    q, k, v = (
+      _with_each_token(jnp.add, x, bias[None, None])
+      for x, bias in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias))
+    )
   if w.q_norm is not None:
     q = norm(q, w.q_norm, config.rms_norm_eps)
     k = norm(k, w.k_norm, config.rms_norm_eps)

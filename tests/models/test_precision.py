@@ -82,3 +82,28 @@ def test_the_trainer_reads_every_weight_in_the_type_that_is_published(name):
   norms = ["attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "final_norm"]
   expected = dict(moe={"router"}, gemma={*norms, "q_norm", "k_norm"})
   assert set(wide) == expected.get(name, set())
+
+
+def test_gradients_of_norms_and_biases_are_as_exact_as_those_of_matrices():
+  """They are sums over all tokens, which bfloat16 has no digits for."""
+  model = dataclasses.replace(MODELS["dense"], num_layers=1)
+  params = initial(model)
+  tokens = jax.random.randint(jax.random.key(2), (64, 256), 0, model.vocab_size)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def gradient(params, compute):
+    def loss(params):
+      hidden_BTD = transformer.forward(params, model, tokens, compute=compute).hidden_BTD
+      targets = jnp.roll(tokens, -1, axis=1)
+      logp_BT, _ = transformer.token_logp(params, model, hidden_BTD, targets, compute=compute)
+      return -logp_BT.mean()
+
+    return jax.grad(loss)(params)
+
+  exact, found = gradient(params, REFERENCE), gradient(params, BFLOAT16)
+  of_vectors, of_matrices = {}, {}
+  for (path, x), y in zip(jax.tree.leaves_with_path(exact), jax.tree.leaves(found)):
+    label = jax.tree_util.keystr(path, simple=True, separator=".")
+    errors = of_vectors if label.endswith(("norm", "bias")) else of_matrices
+    errors[label] = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))
+  assert max(of_vectors.values()) < 1.5 * max(of_matrices.values()), (of_vectors, of_matrices)
