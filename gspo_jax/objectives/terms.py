@@ -89,18 +89,28 @@ def policy_loss(
   """
 
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    known = [*named, *Options.__annotations__]
+
+    @functools.wraps(function)
+    def undivided(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Sums:
+      for name in kwargs.keys() - known:
+        raise TypeError(f"{function.__name__} has no argument {name!r}; it has {', '.join(known)}")
+      return function(*args, **kwargs)
+
     @functools.wraps(function)
     def sums(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Mean, Metrics]:
-      return function(*args, **kwargs)[:2]
+      return undivided(*args, **kwargs)[:2]
 
     @functools.wraps(function)
     def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
-      return function(*args, **kwargs)[2]
+      return undivided(*args, **kwargs)[2]
 
     own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
     options = [p for p in (*own, *shared) if p.default is not p.empty and "_BT" not in p.name]
     loss = cast(PolicyLoss[Arguments], reduced(sums))
-    loss.clipped, loss.undivided = clipped, function
+    loss.clipped, loss.undivided = clipped, undivided
     loss.options = {p.name: p.default for p in options}
     loss.choices = {p.name: get_args(p.annotation) for p in options if isinstance(p.default, str)}
     loss.by_token, loss.levels = by_token, levels

@@ -203,6 +203,8 @@ OPTION_MISTAKES = [
   (O.sapo_loss, dict(tau_neg=0.0), "tau_neg"),
   (O.dppo_loss, dict(), "max_length"),
   (O.dppo_loss, dict(max_length=20, divergence="js"), "divergence"),
+  (O.gspo_loss, dict(clip=0.2), "gspo_loss has no argument 'clip'; it has .*clip_low"),
+  (O.cispo_loss.sums, dict(dual_clip=3.0), "cispo_loss has no argument 'dual_clip'"),
   (O.truncated_weight, dict(cap=0.0), "cap"),
   (O.truncated_weight, dict(level="row"), "level"),
   (O.masked_weight, dict(low=2.0, high=1.0), "high"),
