@@ -156,6 +156,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
 
 
 def _read(config: RunConfig, workdir: Path | None) -> Inputs:
+  """Reads and checks tokenizer, data and mesh; cheap checks come before slow ones."""
   tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size)
   if config.has_iterations and config.objective.segment_unit == "step":
     steps.choose(config.objective.segment_delimiters, tok)
@@ -167,7 +168,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
         "name such a token as eos_token_id in the tokenizer's generation_config.json"
       )
   verifier = "" if config.environment.name else config.reward.name  # or it judges
-  check = rewards.answer_check(verifier if config.has_iterations else "")
+  check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   records = None
   if config.job == "offline":
     limits, on_error = offline.limits(config), config.data.on_error
@@ -176,7 +177,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   train_prompts: Sequence[Prompt] = [] if records is None else records.prompts
   if config.samples_prompts:
     load = growing.load if config.schedule.refresh_every else sources.load
-    train_prompts = load(config.data, tok, "train", check)
+    train_prompts = load(config.data, tok, "train", check_answer)
   held_out = {
     name: sources.load_spec(
       config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
@@ -210,8 +211,9 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   taught = _teacher(config, workdir, tok, mesh)
   hardware.check_memory(config, mesh, taught and taught.model)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
-  there = tok, environment, train_prompts, problems, in_both
-  return Inputs(*there, mesh, rollout_mesh, layout, records, taught)
+  data = dict(train_prompts=train_prompts, problems=problems, in_both=in_both, records=records)
+  meshes = dict(mesh=mesh, rollout_mesh=rollout_mesh, layout=layout)
+  return Inputs(tokenizer=tok, environment=environment, teacher=taught, **data, **meshes)
 
 
 def _teacher(
@@ -252,14 +254,16 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
     contextlib.ExitStack() as stack,
   ):
-    read = transformer.dtypes(config.model, config.sampler_compute.dtype)
     for scorer in scorers.values():
       writer.notes |= scorer.notes
+    # The sampler's layout and types are made by the engine as it loads; for a mesh of its own, by
+    # `publish`, in arrays that no update changes.
     load = publish = lambda params: params
+    dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
     if config.rollout_mesh.on:
-      publish = sharding.publisher_to(inputs.layout, read, lora.merged)
+      publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
     else:
-      load = sharding.publisher(inputs.layout, read, lora.merged)
+      load = sharding.publisher(inputs.layout, dtypes, lora.merged)
     engine = stack.enter_context(open_engine(config, load, tok.decode, workdir))
     benchmarks = [
       Benchmark(
@@ -292,22 +296,22 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
         begins_with = origin.about
       provenance.record(workdir, values, begins_with, of_teacher)
     yield Run(
-      config,
-      workdir,
-      inputs.mesh,
-      tok,
-      inputs.train_prompts,
-      scorers[config.reward.name],
-      inputs.environment,
-      engine,
-      evaluator,
-      writer,
-      sum(in_both.values()),
-      inputs.records,
-      signals,
-      inputs.teacher,
-      inputs.rollout_mesh if config.rollout_mesh.on else None,
-      publish,
+      config=config,
+      workdir=workdir,
+      mesh=inputs.mesh,
+      tokenizer=tok,
+      train_prompts=inputs.train_prompts,
+      score=scorers[config.reward.name],
+      environment=inputs.environment,
+      engine=engine,
+      evaluate=evaluator,
+      writer=writer,
+      shared_prompts=sum(in_both.values()),
+      records=inputs.records,
+      signals=signals,
+      teacher=inputs.teacher,
+      rollout_mesh=inputs.rollout_mesh if config.rollout_mesh.on else None,
+      publish=publish,
     )
 
 

@@ -29,7 +29,7 @@ from gspo_jax.sampling.requests import (
   sizes,
 )
 from gspo_jax.sampling.slots import Rows, Sampled, decode, new_state, prefill
-from gspo_jax.sampling.under_way import Live, by_response, lives_of, to_go_on
+from gspo_jax.sampling.under_way import Entry, Live, by_response, lives_of, to_go_on
 from gspo_jax.sharding import P
 
 
@@ -89,22 +89,23 @@ class Scheduler:
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
-    # With the responses that go on there; new ones where there are none.
+    # Requests that are not prefilled yet, each with its begun responses; [] if all are new.
     self._requests: collections.deque[tuple[Request, list[Live]]] = collections.deque()
-    self._live: dict[int, Live] = {}
-    self._ids = 0
-    self._cancelled: list[int] = []  # that have a slot, and are to lose it
-    # That nobody wants: each with the call that takes what waits of it out of the queue. Those that
-    # have a slot by then are seen there, and cancelled.
+    self._live: dict[int, Live] = {}  # prefilled and unfinished responses, by id
+    self._ids = 0  # the next id
+    self._cancelled: list[int] = []  # ids whose slots the next call frees
+    # Ids of responses whose request was cancelled, and the call that takes them out of the queue.
+    # Those that have a slot by then show up in its results, and are cancelled there.
     self._abandoned: dict[int, int] = {}
-    self._given_up: list[int] = []  # entries of these
-    self._free = [list(range(self._entries)) for _ in range(self._shards)]
+    self._given_up: list[int] = []  # entries of the queue that the next call drops
+    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # entries, by device
     self._load = [0] * self._shards  # responses that a device has still to finish
     # Of each device: free pages as last reported, and those that prefixes have taken since.
     self._pages, self._taken = np.full(self._shards, shape.pages), np.zeros(self._shards, int)
-    # entry: (call that first reports it, waiting, id after the last one)
-    self._queued: dict[int, tuple[int, int, int]] = {}
-    self._calls, self._in_flight, self._prefills = 0, collections.deque(), []
+    self._queued: dict[int, Entry] = {}  # by its number, over all devices
+    self._calls = 0  # of the decoder so far
+    self._in_flight = collections.deque()  # calls whose results are not fetched yet
+    self._prefills = []  # since the last call
     self._clock = 0.0
 
   def submit(self, request: Request) -> None:
@@ -127,10 +128,10 @@ class Scheduler:
     for live in lives:
       self._load[live.shard] -= 1
     self._abandoned |= dict.fromkeys(mine, self._calls)
-    for entry, (_, _, end) in self._queued.items():
-      if end - 1 in mine:  # the last of an entry waits as long as any
-        self._given_up.append(entry)
-        self._queued[entry] = (self._calls, 0, end)
+    for number, entry in self._queued.items():
+      if entry.end - 1 in mine:  # the last of an entry waits as long as any
+        self._given_up.append(number)
+        self._queued[number] = Entry(self._calls, 0, entry.end)
     lives += [live for r, aside in self._requests if r.tag is tag for live in aside]
     self._requests = collections.deque(r for r in self._requests if r[0].tag is not tag)
     return [live.response(self._version) for live in lives]
@@ -187,7 +188,7 @@ class Scheduler:
       length = self._bucket(self._requests[0][0].prefix_length)
       rows = self._size.at_once(length)
       room = sum(min(rows, len(free)) for free in self._free)
-      waiting = sum(count for _, count, _ in self._queued.values())
+      waiting = sum(entry.waiting for entry in self._queued.values())
       enough = min(rows * self._shards, len(self._requests))
       if not room or (room < enough and waiting > self._slots // 2):
         return
@@ -264,7 +265,8 @@ class Scheduler:
         self._ids += 1
         if not live.count:  # or what counts is how its tokens were fed at first
           live.prefix_routing = routing
-      self._queued[shard * self._entries + entry] = (self._calls, request.samples, self._ids)
+      number = shard * self._entries + entry
+      self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
       fetched.append((row, len(prefix) - 1, routing))
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
@@ -284,8 +286,8 @@ class Scheduler:
     given_up = np.isin(entries, self._given_up) if self._workload.own_sampling else None
     self._cancelled, self._given_up = [], []
     marker = self._state.waiting_R.sum() if self._prefills else None
-    cancelled, given_up = _replicate(cancelled), _put(given_up)
-    self._state, out = self._decode(self._params, self._state, cancelled, given_up)
+    arguments = _put(cancelled, P()), _put(given_up)
+    self._state, out = self._decode(self._params, self._state, *arguments)
     for x in jax.tree.leaves(out):
       x.copy_to_host_async()
     self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
@@ -308,13 +310,12 @@ class Scheduler:
     self.usage.decode_seconds += self._lap()
     self.usage.steps += int(out.steps)
     self.usage.slot_steps += int(out.steps) * self._slots
-    for entry, (first, _, end) in list(self._queued.items()):
-      if first <= call:
-        self._queued[entry] = (first, int(out.waiting_R[entry]), end)
-        if not out.waiting_R[entry]:
-          del self._queued[entry]
-          self._free[entry // self._entries].append(entry % self._entries)
-
+    for number, entry in list(self._queued.items()):
+      if entry.call <= call:
+        self._queued[number] = entry._replace(waiting=int(out.waiting_R[number]))
+        if not out.waiting_R[number]:
+          del self._queued[number]
+          self._free[number // self._entries].append(number % self._entries)
     if self._abandoned:
       last = out.id_nW[max(0, out.steps - 1)].tolist()  # those that have a slot now are in it
       self._cancelled += sorted(self._abandoned.keys() & set(last))
@@ -355,9 +356,9 @@ class Scheduler:
   def _ask_again(self, call: int, out: Sampled) -> None:
     """Puts what has lost its pages before everything else that is to be sampled."""
     there = set(out.live_W.tolist())
-    for first, waiting, end in self._queued.values():
-      if first <= call:
-        there.update(range(end - waiting, end))
+    for entry in self._queued.values():
+      if entry.call <= call:
+        there.update(range(entry.end - entry.waiting, entry.end))
     gone = {i: live for i, live in self._live.items() if live.call <= call and i not in there}
     for id_, live in gone.items():
       self._load[live.shard] -= 1
@@ -371,16 +372,11 @@ class Scheduler:
     return seconds
 
 
-def _put(tree: Any) -> Any:
+def _put(tree: Any, *spec: P) -> Any:
+  """Puts arrays on the mesh, if there is one; by default split over its batch axes."""
   if sharding.without_mesh():
     return tree
-  return sharding.put_batch(tree, jax.sharding.get_mesh())
-
-
-def _replicate(x: np.ndarray) -> Any:
-  if sharding.without_mesh():
-    return x
-  return sharding.put_batch(x, jax.sharding.get_mesh(), P())
+  return sharding.put_batch(tree, jax.sharding.get_mesh(), *spec)
 
 
 def _cache_bytes(state: Any) -> int:

@@ -3,12 +3,21 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from gspo_jax.sampling import stop_strings
 from gspo_jax.sampling.requests import Request, Response
 from gspo_jax.sampling.slots import Sampled
+
+
+class Entry(NamedTuple):
+  """A prefix in the queue of a device, for responses that have no slot yet."""
+
+  call: int  # of the decoder: the first that reports it
+  waiting: int  # responses without a slot, as last reported
+  end: int  # id after that of its last response, which is the last to get a slot
 
 
 @dataclasses.dataclass
