@@ -78,8 +78,11 @@ class Collector:
     self._under_way: list[Group] = []
     self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
     self._limit = self._config.sampling.max_new_tokens  # of a response in this iteration
+    # What `assemble` is told besides the trajectories.
     self._arrays = self._workload.window, self._tokenizer.pad_id, self._workload.support
-    self._version, self._surplus = 0, set[int]()  # of the weights; ids of groups
+    self._version = 0  # of the engine's weights
+    # Ids of the groups that were finished before this iteration, and not needed.
+    self._surplus = set[int]()
 
   def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
     """Samples and scores the groups of an iteration, but for those that come from files;
@@ -113,10 +116,10 @@ class Collector:
       self._require_verdicts(sampled, step)
     verdicts = [g.correct_G for g in sampled], step, [g.known_G for g in sampled]
     self._filter.update([g.prompt for g in sampled], *verdicts)
-    first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
     chosen = sampled
     if most > 1:
-      chosen = [sampled[i] for i in sorted(first[: c.rl.prompts])]
+      mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
+      chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
     metrics = self._filter.metrics() | scheduled
     if sampled:
       metrics |= rollout_metrics(sampled, outcomes) | usage.metrics()

@@ -93,8 +93,9 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     values = make_values(learner, c.critic, c.objective.replay)
     advantages = make_advantages(c.critic, critic.numbers)
   if run.teacher:
-    of_teacher = teacher.scoring(run.teacher, learner), teacher.load(run.teacher, c, run.mesh)
-    advantages = make_distill(c.distillation, functools.partial(*of_teacher))
+    teacher_logp = teacher.scoring(run.teacher, learner)
+    of_teacher = functools.partial(teacher_logp, teacher.load(run.teacher, c, run.mesh))
+    advantages = make_distill(c.distillation, of_teacher)
   if c.distillation.served:
     advantages = make_distill(c.distillation, teacher.asking(c, run.mesh))
 
@@ -183,7 +184,8 @@ def ahead(
   old_policy: Callable,
   values: Callable | None,
 ) -> tuple[Callable, Callable, Callable | None]:
-  """The last three functions, which a thread compiles for the mini-batches of this run."""
+  """`update`, `old_policy` and `values`, which a thread compiles for the shapes of this run while
+  the first responses are sampled."""
   c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
   state = empty_state(run)
 
@@ -346,9 +348,9 @@ def records(
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
   ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
   more = {}
-  of_tokens = ["old_value_BT"] if run.config.critic.name != "none" else []
-  if of_tokens or run.config.distillation.on:
-    for name in [*of_tokens, "advantage_BT"]:
+  values = ["old_value_BT"] if run.config.critic.name != "none" else []
+  if values or run.config.distillation.on:
+    for name in [*values, "advantage_BT"]:
       more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
   if minibatches[0].unit_BT is not None:
     parts = ([b.unit_BT for b in minibatches], [one["gradient_BT"] for one in reviews])

@@ -199,9 +199,9 @@ def make_rl_step(
   tx: optax.GradientTransformation | Optimizer,
   critic: Critic | None = None,
 ) -> WithNumbers:
-  """The jitted update of the policy and of a critic, if there is one, on one mini-batch,
-  (state, batch) -> (state, metrics); the state is donated. Those that differ in nothing but numbers
-  are one program."""
+  """The jitted update of the policy, and of a critic if there is one, on one mini-batch, (state,
+  batch) -> (state, metrics); the state is donated. Numbers of the configuration (clip ranges, rates
+  and so on) are arguments: configurations that differ in nothing else are one program."""
   tx, with_critic = numbered(tx), ()
   numbers = dict(objective=objective.numbers(), optimizer=tx.numbers)
   numbers |= dict(load_balance_coef=learner.load_balance_coef)
@@ -248,13 +248,13 @@ def _rl_step(
     if "clip_range" in numbers:
       metrics |= {"clip_range": Last(jnp.float32(numbers["clip_range"]))}
     if critic is not None:
-      numbers, read = all_numbers["critic"], (learner.model, learner.compute)
-      of_policy = critic_config, critic, out.hidden_BTD, rows, *read
-      value_BT = critics.values(*of_policy, numbers)
-      metrics |= critics.loss(critic_config, value_BT, batch, numbers)
+      of_critic = all_numbers["critic"]
+      read = out.hidden_BTD, rows, learner.model, learner.compute
+      value_BT = critics.values(critic_config, critic, *read, of_critic)
+      metrics |= critics.loss(critic_config, value_BT, batch, of_critic)
     return total, metrics, out.stats
 
-  def share(batch, numbers):  # a denominator depends on masks alone
+  def share(batch, numbers):  # of a critic, see `_step`; a denominator depends on masks alone
     nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)
     arguments = objective, nothing_BT, nothing_BT, batch, learner.response_tokens
     return critics.share(policy_loss(*arguments, numbers["objective"])[0], batch.mask_BT)
