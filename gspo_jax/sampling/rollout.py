@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from gspo_jax.models import transformer
 from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sampling.driver import Driver, new_groups
@@ -39,7 +41,7 @@ def generate(
   and an engine that stays, `Driver` for several turns.
 
   Args:
-    prompts: token ids, none empty.
+    prompts: token ids, none empty: lists or arrays.
     temperature: 0 is greedy.
     stop_ids: tokens that end a response; they belong to it.
     engine: how many responses are decoded at once, and so on; by default all of them.
@@ -51,6 +53,7 @@ def generate(
     ValueError: no prompts, an empty one, one with other tokens than the model's, or more positions
       than the model was made for.
   """
+  prompts = [np.asarray(prompt).tolist() for prompt in prompts]
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")

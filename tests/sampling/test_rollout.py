@@ -120,3 +120,9 @@ def test_every_mesh_samples_the_same_tokens(shape):
 def test_bad_prompts_are_named(prompts, changes, message):
   with pytest.raises(ValueError, match=message):
     sample(prompts, **changes)
+
+
+def test_prompts_may_be_arrays():
+  prompts = [[1, 2, 3], [4, 5]]
+  out = sample([jnp.array(prompt) for prompt in prompts])
+  np.testing.assert_array_equal(out.tokens, sample(prompts).tokens)
