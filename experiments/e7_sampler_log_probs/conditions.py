@@ -50,7 +50,7 @@ EXPERIMENT = Experiment(
     if not (precision == "float32" and old == "truncated")  # weights would be 1
   ),
   seeds=(10, 11, 12, 13, 14, 15, 16),
-  minutes=4.0,  # a cache of 16 bits makes sampling on CPU several times as slow
+  minutes=4.0,
   columns=(r"mismatch/.*", r"minibatch/0/clip_fraction/token", r"correction/.*"),
 )
 
