@@ -199,6 +199,7 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
     (["--config=tinny"], "tinny"),
     (["--config=tiny", "--config.rl.promts=3"], r"rl\.promts.*prompts"),
     (["--config=tiny", f"--json={tmp_path}/none/x.json"], "none is no directory"),
+    (["--config=tiny", "--search", "--programs=publish"], r"publish: --search is for .*decode"),
   ):
     done = called(*flags, module="gspo_jax.aot", cwd=tmp_path)
     assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr

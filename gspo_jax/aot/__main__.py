@@ -75,6 +75,11 @@ def main(argv: list[str]) -> None:
         f"--programs={','.join(_PROGRAMS.value)}: with engine.name={config.engine.name!r} a run "
         f"has only {', '.join(of_run(config))}"
       )
+    if _SEARCH.value and not {"train", "decode"} & {*names}:
+      raise ValueError(
+        f"--programs={','.join(_PROGRAMS.value)}: --search is for updates (train) and sampling "
+        "(decode)"
+      )
     if _SEARCH.value:
       rows = search(case, _TOPOLOGY.value, names, _TRIES.value)
     else:
@@ -85,6 +90,7 @@ def main(argv: list[str]) -> None:
     Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n")
   if not any(row["fits"] for row in rows) if _SEARCH.value else not all(r["fits"] for r in rows):
     failed = "; ".join(f"{r['program']} {r['error']}" for r in rows if not r["fits"])
+    failed = failed or "no candidate is worth compiling, for the reasons above"
     sys.exit(f"gspo_jax.aot: does not fit {_TOPOLOGY.value}: {failed}")
 
 
