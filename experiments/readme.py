@@ -61,13 +61,13 @@ def outcome(folder: Path, experiment: Experiment, verdict: Verdict, found: Repor
   if found:
     parts += found.tables
     parts += [f"![{name}]({name}.svg)" for name in found.figures]
-    parts.append(made(Store(folder)))
+    parts.append(made(e, Store(folder)))
   parts.append(f"`python -m experiments.run {folder.name.split('_')[0]}`")
   return "\n\n".join(parts)
 
 
-def made(store: Store) -> str:
-  """How many runs there are, how they ended, and with what they were made."""
+def made(experiment: Experiment, store: Store) -> str:
+  """How many runs there are, how they ended, with what they were made, and what was not run."""
   table = store.runs[store.runs.stage != runs.START]
   counts = table.status.value_counts()
   ended = ", ".join(f"{counts[s]} {s}" for s in sorted(counts.index))
@@ -79,6 +79,9 @@ def made(store: Store) -> str:
   ]
   for row in table[~table.status.isin(["done"])].itertuples():
     lines.append(f"- {row.condition}, seed {row.seed}: {row.status}, {row.reason}")
+  begun = {name.split("/")[0] for name in table.condition}
+  if missing := [c.name for c in experiment.conditions if c.name not in begun]:
+    lines.append(f"\nConditions without a run: {', '.join(missing)}.")
   return "\n".join(lines)
 
 

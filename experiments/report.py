@@ -91,8 +91,10 @@ class Results:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table; bars within cells are escaped."""
-  lines = [head, ["---"] * len(head), *rows]
+  """A table; bars within cells are escaped. Rows that know of no run are left out: below the tables
+  stands which conditions these are."""
+  known = (row for row in rows if statistics.NONE not in row or any("[" in x for x in row))
+  lines = [head, ["---"] * len(head), *known]
   cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
   return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 

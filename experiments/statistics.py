@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+NONE = "no runs"  # the text of an interval of nothing
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -21,7 +23,7 @@ class Interval:
 
   def text(self, form: str = ".3f") -> str:
     if not self.count:
-      return "no runs"
+      return NONE
     return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
