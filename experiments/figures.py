@@ -71,15 +71,15 @@ def curves(
 def intervals(
   axes: Axes, of: Mapping[str, Interval], title: str = "", line: float | None = 0.0
 ) -> None:
-  """Estimates with their intervals, one to a line."""
+  """Estimates with their intervals, one to a line; those of nothing are left out."""
+  of = {name: interval for name, interval in of.items() if interval.count}
   for place, interval in enumerate(of.values()):
-    if interval.count:
-      colour = COLOURS[place % len(COLOURS)]
-      ends = [x for x in (interval.low, interval.high) if np.isfinite(x)]
-      axes.plot(ends, [place] * len(ends), color=colour)
-      axes.plot([interval.value], [place], "o", color=colour)
+    colour = COLOURS[place % len(COLOURS)]
+    ends = [x for x in (interval.low, interval.high) if np.isfinite(x)]
+    axes.plot(ends, [place] * len(ends), color=colour)
+    axes.plot([interval.value], [place], "o", color=colour)
   axes.set_yticks(range(len(of)), list(of))
-  axes.set_ylim(len(of) - 0.5, -0.5)
+  axes.set_ylim(max(1, len(of)) - 0.5, -0.5)
   if line is not None:
     axes.axvline(line, color="#888", lw=1, ls="--")
   axes.set_title(title, loc="left")

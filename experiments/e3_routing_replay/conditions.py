@@ -127,9 +127,7 @@ def report(results: Results) -> Report:
     for n in reversed(MINIBATCHES)
     for replay in REPLAYS[1:]
   }
-  shown = {name: of for name, of in labels.items() if of.count}
-  if shown:
-    figures.intervals(axes, shown, "gain of final held-out accuracy by replay")
+  figures.intervals(axes, labels, "gain of final held-out accuracy by replay")
   tables = [
     markdown(head, rows),
     markdown(
