@@ -67,8 +67,9 @@ class Group:
     """A group as `get_state` left it, with environments that `make` makes."""
     info = tuple((key, value) for key, value in state["prompt"]["info"])
     prompt = Prompt(**state["prompt"] | dict(tokens=tuple(state["prompt"]["tokens"]), info=info))
-    of = lambda one: Trajectory.from_state(one, make(prompt), prompt.id)  # noqa: E731
-    trajectories = list(map(of, state["trajectories"]))
+    trajectories = [
+      Trajectory.from_state(one, make(prompt), prompt.id) for one in state["trajectories"]
+    ]
     if "reward" not in state:
       return cls(prompt, trajectories)
     signals = {name: np.float32(values) for name, values in state["signals"].items()}

@@ -32,10 +32,12 @@ def condition(loss: str, minibatches: int, epochs: int = 1, lag: int = 0) -> Con
     changes["rl.epochs"] = epochs
   if lag:
     changes["rl.lag"] = lag
-  own = dict(secondary=epochs > 1 or lag > 0, seeds=LAG_SEEDS if lag else SEEDS)
+  seeds = LAG_SEEDS if lag else SEEDS
   if (minibatches, epochs, lag) == (4, 1, 0):  # all others are compared with it
-    own["seeds"] = LAG_SEEDS + SEEDS
-  return Condition(name(loss, minibatches, epochs, lag), changes, **own)
+    seeds = LAG_SEEDS + SEEDS
+  return Condition(
+    name(loss, minibatches, epochs, lag), changes, seeds, secondary=epochs > 1 or lag > 0
+  )
 
 
 EXPERIMENT = Experiment(

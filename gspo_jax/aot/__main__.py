@@ -75,11 +75,6 @@ def main(argv: list[str]) -> None:
         f"--programs={','.join(_PROGRAMS.value)}: with engine.name={config.engine.name!r} a run "
         f"has only {', '.join(of_run(config))}"
       )
-    if _SEARCH.value and not {"train", "decode"} & {*names}:
-      raise ValueError(
-        f"--programs={','.join(_PROGRAMS.value)}: --search is for updates (train) and sampling "
-        "(decode)"
-      )
     if _SEARCH.value:
       rows = search(case, _TOPOLOGY.value, names, _TRIES.value)
     else:
@@ -106,7 +101,11 @@ def require_one_mesh(config: configuration.RunConfig) -> None:
 
 def search(case: Case, topology: str, names: list[str], tries: int) -> list[dict[str, Any]]:
   """Searches for updates and for sampling, as far as "train" and "decode" are named, and returns
-  what was compiled."""
+  what was compiled. ValueError if neither is."""
+  if not {"train", "decode"} & {*names}:
+    raise ValueError(
+      f"--programs={','.join(names)}: --search is for updates (train) and sampling (decode)"
+    )
   rows = []
   if "train" in names:
     rows, best = search_training.search(case, topology, tries)

@@ -89,8 +89,8 @@ def policy_loss(
   """
 
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
-    parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
+    named = [p.name for p in own if p.kind is not p.VAR_KEYWORD]
     known = [*named, *Options.__annotations__]
 
     @functools.wraps(function)
@@ -107,7 +107,6 @@ def policy_loss(
     def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
       return undivided(*args, **kwargs)[2]
 
-    own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
     options = [p for p in (*own, *shared) if p.default is not p.empty and "_BT" not in p.name]
     loss = cast(PolicyLoss[Arguments], reduced(sums))
     loss.clipped, loss.undivided = clipped, undivided

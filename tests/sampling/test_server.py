@@ -363,6 +363,19 @@ def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_again
   assert not failed(engine) and next(count) > 8
 
 
+def sampled_while_weights_come(engine, server):
+  """A group of four, sampled slowly; after half a second come the weights of version 2."""
+  server.pace = 0.15
+  begun, driver = group(engine)
+  driver.begin(begun)
+  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
+  loads.start()
+  until = time.monotonic() + 30
+  assert len(list(driver.run(lambda: time.monotonic() > until))) == 4
+  loads.join()
+  return begun
+
+
 def test_weights_may_change_while_responses_are_under_way(make):
   """Each token says which ones sampled it, as its server does; what came under new weights waits
   for their probe."""
@@ -370,13 +383,7 @@ def test_weights_may_change_while_responses_are_under_way(make):
   (one,) = servers(1)
   engine = engine([one])
   engine.load(weights(1), 1)
-  one.pace = 0.15
-  begun, driver = group(engine)
-  driver.begin(begun)
-  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
-  loads.start()
-  assert len(list(driver.run())) == 4
-  loads.join()
+  begun = sampled_while_weights_come(engine, one)
   versions = np.concatenate([each.version for each in begun])
   assert set(versions) == {1, 2}
   for each in begun:
@@ -397,14 +404,7 @@ def test_who_does_not_say_versions_is_asked_again_for_what_new_weights_came_into
 
   one.fault = lambda path, body: without_versions if body and "token_ids" in body else None
   engine.load(weights(1), 1)
-  one.pace = 0.15
-  begun, driver = group(engine)
-  driver.begin(begun)
-  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
-  loads.start()
-  until = time.monotonic() + 30
-  assert len(list(driver.run(lambda: time.monotonic() > until))) == 4
-  loads.join()
+  begun = sampled_while_weights_come(engine, one)
   assert {int(v) for each in begun for v in each.version} == {2}
   assert not failed(engine) and engine._fleet.usable
 

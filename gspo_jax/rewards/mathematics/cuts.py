@@ -4,8 +4,7 @@ import re
 
 from gspo_jax.rewards.mathematics.tokens import Token, spell
 
-_RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "approx": "~"}
-_RELATIONS["in"] = "in"
+_RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", "<", ">", "in")}
 _SEPARATORS = (",", ";", "and", "or")
 
 
