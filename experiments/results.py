@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from experiments import statistics
-from experiments.definition import HERE
 from experiments.report import Results
 from gspo_jax.runs.metrics import read_rows
 
@@ -109,8 +108,9 @@ def empty() -> pd.DataFrame:
 
 
 def others(folder: Path) -> list[Store]:
-  """The results of the other experiments, whose runs need not be made again."""
-  return [Store(path.parent) for path in HERE.glob("e*_*/results.csv") if path.parent != folder]
+  """The results of the other experiments beside it, whose runs need not be made again."""
+  beside = folder.parent.glob("e*_*/results.csv")
+  return [Store(path.parent) for path in beside if path.parent != folder]
 
 
 def reusable(

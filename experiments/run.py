@@ -3,6 +3,7 @@
 NAME is a folder of experiments/, or its beginning, such as e2. Results go into its results.csv and
 curves.csv, line by line; then its figures and the tables of its README are made anew. The same
 command continues: what is done is not made again, what was interrupted goes on from its checkpoint.
+With --again all runs are made, whatever is on file, and the verdict is compared with the one there.
 """
 
 import argparse
@@ -266,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--only", default="", help="conditions: a regular expression, e.g. _lag")
   parser.add_argument("--dry_run", action="store_true", help="only show what would be run")
   parser.add_argument("--report", action="store_true", help="only figures and READMEs, from CSVs")
+  parser.add_argument("--again", action="store_true", help="make all runs, in WORKDIR/again")
   parser.add_argument("--retry", action="store_true", help="make failed runs again")
   parser.add_argument("--workdir", type=Path, default=HOME, help=f"where runs go: {HOME}")
   parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
@@ -283,9 +285,12 @@ def main(argv: list[str] | None = None) -> int:
       readme.write_all()
       return 0
     folder = definition.find(args.name)
-    experiment, module = definition.load(folder)
-    place = definition.HERE / folder
+    declared, module = definition.load(folder)
+    experiment, place = declared, definition.HERE / folder
     home = args.workdir.absolute()
+    if args.again:
+      home /= "again"
+      place = home / folder
     if rest:  # another experiment than the one that was declared: its results go elsewhere
       changes = dict(experiment.common) | dict(map(override, rest))
       experiment = dataclasses.replace(experiment, common=changes)
@@ -304,12 +309,18 @@ def main(argv: list[str] | None = None) -> int:
       print(dry_run(runner, args.jobs))
       return 0
     if not args.report:
+      if not (args.again or runner.missing()):
+        sys.stderr.write(f"{place}/results.csv has all runs; --again makes them anew\n")
       with alone(home / f"{folder}.lock"):
         runner.run(args.jobs)
     verdict = readme.write(place, reported, module.report)
     if place.parent == definition.HERE:
       readme.write_overview()
     print(f"{folder}: {verdict.outcome}: {verdict.because}")
+    if args.again:
+      before, _ = readme.assess(definition.HERE / folder, declared, module.report)
+      same = "the same" if before.outcome == verdict.outcome else "another one"
+      print(f"on file is {same}: {before.outcome}: {before.because}")
     return 0
   except ValueError as error:
     sys.stderr.write(f"experiments: {error}\n")

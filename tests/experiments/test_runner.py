@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from experiments import definition, readme, results, run, runs, workers
+from experiments import definition, readme, run, runs, workers
 from experiments.definition import Condition, Experiment, Tuning
 from experiments.report import HOLDS, OPEN, Report, Verdict
 from experiments.results import Store
@@ -101,7 +101,6 @@ def home(tmp_path, monkeypatch):
   monkeypatch.setattr(
     workers, "command", lambda cores: [sys.executable, "-c", STANDS_IN, str(tmp_path)]
   )
-  monkeypatch.setattr(results, "HERE", tmp_path)
   return Home(tmp_path)
 
 
@@ -281,6 +280,33 @@ def test_the_readme_says_what_the_files_do(home):
   (folder / "README.md").write_text(before)
   readme.write(folder, E, report)
   assert (folder / "README.md").read_text() == text + "by hand\n"
+
+
+def test_all_runs_are_made_again_and_the_verdict_is_compared(home, monkeypatch, capsys):
+  """Somebody who clones the repository finds its results on file, and makes them for himself."""
+  clone, work = home.path / "experiments", home.path / "work"
+  home.store = Store(clone / "e1_test")
+  home.run()
+  monkeypatch.setattr(definition, "HERE", clone)
+  monkeypatch.setattr(definition, "find", lambda name: "e1_test")
+  monkeypatch.setattr(definition, "load", lambda folder: (E, sys.modules[__name__]))
+  monkeypatch.setattr(readme, "write_overview", lambda: None)
+  before = (clone / "e1_test/results.csv").read_text()
+
+  def command(*flags):
+    (home.path / "calls.txt").write_text("")
+    assert run.main(["e1", f"--workdir={work}", *flags]) == 0
+    return len((home.path / "calls.txt").read_text().splitlines()), capsys.readouterr()
+
+  calls, said = command()
+  assert calls == 0 and "e1_test/results.csv has all runs; --again makes them anew" in said.err
+  home.fates(rl_gspo_0="nan")
+  calls, said = command("--again")
+  assert calls == 6
+  assert said.out == "e1_test: holds: -0.200\non file is the same: holds: 0.200\n"
+  assert command("--again")[0] == 0  # the same command continues
+  assert len(Store(work / "again/e1_test").runs) == 6
+  assert (clone / "e1_test/results.csv").read_text() == before
 
 
 def test_a_verdict_waits_for_what_it_rests_on_alone(home):
