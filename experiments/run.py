@@ -26,7 +26,7 @@ from experiments import definition, pod, readme, results, runs
 from experiments.definition import Experiment
 from experiments.results import DONE, FAILED, INTERRUPTED, Store
 from experiments.runs import Job
-from experiments.workers import Workers
+from experiments.workers import Workers, own_cores
 
 HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gspo_jax/experiments"
 GRACE = 60.0  # seconds that runs have to save
@@ -270,7 +270,8 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--again", action="store_true", help="make all runs, in WORKDIR/again")
   parser.add_argument("--retry", action="store_true", help="make failed runs again")
   parser.add_argument("--workdir", type=Path, default=HOME, help=f"where runs go: {HOME}")
-  parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+  most = min(2, len(own_cores()))
+  parser.add_argument("--jobs", type=int, default=most, help="runs at the same time")
   args, rest = parser.parse_known_args(argv)
   if wrong := [text for text in rest if not text.startswith("--config.") or "=" not in text]:
     parser.error(f"{wrong[0]!r} is no flag; keys of the configuration are --config.KEY=VALUE")

@@ -22,8 +22,10 @@ MAPS = Path("/proc/self/maps")
 
 
 def main(cores: str) -> None:
-  """Makes runs on these cores, e.g. "0,2", until standard input ends."""
-  os.sched_setaffinity(0, {int(core) for core in cores.split(",")})  # before there are threads
+  """Makes runs on these cores, e.g. "0,2", until standard input ends; on all where the system, such
+  as macOS, does not let a process choose."""
+  if hasattr(os, "sched_setaffinity"):  # before there are threads
+    os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's, which sends SIGTERM
   answers = os.fdopen(os.dup(1), "w")
   threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()

@@ -16,6 +16,13 @@ ROOT = Path(__file__).parents[1]
 Answer = dict[str, Any]
 
 
+def own_cores() -> list[int]:
+  """The cores that this process may use."""
+  if hasattr(os, "sched_getaffinity"):  # Linux
+    return sorted(os.sched_getaffinity(0))
+  return [*range(os.cpu_count() or 1)]
+
+
 def command(cores: list[int]) -> list[str]:
   return [sys.executable, "-m", "experiments.worker", ",".join(map(str, cores))]
 
@@ -70,7 +77,7 @@ class Workers:
   """So many processes, which share the cores evenly."""
 
   def __init__(self, count: int):
-    cores = sorted(os.sched_getaffinity(0))
+    cores = own_cores()
     shares = [cores[i::count] or [cores[i % len(cores)]] for i in range(count)]
     self.all = [Worker(share) for share in shares]
 

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -238,6 +239,17 @@ def test_runs_that_began_with_another_cold_start_are_made_again(home):
   metrics = start.workdir(home.path) / "metrics.jsonl"
   metrics.write_text(metrics.read_text().replace("0.1", "0.2"))
   assert dict(other.run()) == {"rl gspo 1": 1, "rl grpo 1": 1, "sft gspo 1": 1}
+
+
+def test_where_processes_cannot_be_bound_to_cores_they_share_them(home, monkeypatch):
+  for name in ("sched_getaffinity", "sched_setaffinity"):  # as on macOS
+    monkeypatch.delattr(os, name, raising=False)
+  monkeypatch.setattr(os, "cpu_count", lambda: 3)
+  assert [worker.cores for worker in workers.Workers(2).all] == [[0, 2], [1]]
+  assert len(home.run()) == 6
+  program = "os.__dict__.pop('sched_setaffinity', None); worker.main('0,99999')"
+  program = f"import os; from experiments import worker; {program}"
+  subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, check=True)
 
 
 def test_two_runners_of_an_experiment_are_one_too_many(tmp_path):
