@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import re
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def smallest(name: str, tries: int) -> dict[str, Any]:
     row = one(f"{model} {chip}:{shape}", tries)
     if row["fits"]:
       break
-    below = f"{shape}: {row['error']}"
+    below = textwrap.shorten(f"{shape}: {row['error']}", 160, placeholder=" ...")
   return row | dict(below=below if row["fits"] else "")
 
 
