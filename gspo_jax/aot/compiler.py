@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import time
 from typing import Any
 
@@ -72,8 +73,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    message = next((x for x in str(error).splitlines() if "exceed" in x.lower()), str(error))
-    row |= dict(error=message.strip()[:300], compile_s=time.perf_counter() - started)
+    row |= too_little(str(error)) | dict(compile_s=time.perf_counter() - started)
     return Compiled(row)
   memory, text = compiled.memory_analysis(), compiled.as_text()
   torus = links.torus_of(topology, jax.sharding.get_mesh())
@@ -109,3 +109,13 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     idle = traffic[0] - hlo_costs.of_kernel(costs, program.of_slots) * scale
     row["idle_s"] = chips.bound(chip, number, flops, useful, idle, *traffic[1:])["serial_s"]
   return Compiled(row, costs, text)
+
+
+def too_little(error: str) -> dict[str, Any]:
+  """What the compiler had too little of, in short; and whether one kernel had, of vector memory,
+  which says nothing about what the whole program needs."""
+  line = next((x for x in error.splitlines() if "exceed" in x.lower()), error).strip()
+  kernel = re.search(r"memory space vmem .*?(%\S+ = \w+\[[\d,]*\])", line)
+  if kernel:
+    return dict(error=f"{kernel[1]}: {line[line.find('Scoped') :][:100]}", of_kernel=True)
+  return dict(error=line[:300], of_kernel=False)

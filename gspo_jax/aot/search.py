@@ -82,7 +82,8 @@ class Search:
       too_many = (least.memory - self.hbm) / GIB
       return f"needs {least.memory / GIB:.0f} GiB a chip at least, {too_many:.0f} too many"
     for other, row in self.rows.items():
-      if not row["fits"] and least.memory >= self.least[other].memory:
+      too_large = not (row["fits"] or row.get("of_kernel"))
+      if too_large and least.memory >= self.least[other].memory:
         return f"{least.memory / GIB:.1f} GiB at least, not fewer than {other}, which did not fit"
       if row["fits"] and (reason := self.beside(choice, other)):
         return reason

@@ -1,5 +1,6 @@
 """Bytes of Pallas kernels, against a walk over their grids."""
 
+import functools
 import importlib.util
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from gspo_jax.aot import hlo, hlo_costs, kernels
+from gspo_jax.aot import compiler, hlo, hlo_costs, kernels
+from gspo_jax.models import expert_groups
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
@@ -168,3 +170,31 @@ def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
 
   costs = hlo_costs.costs(compiled(f, on_chip, (8192, 1024)))
   assert [i.bytes for i in costs.items if i.instruction.kernel] == [54321]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("D, F", [(4096, 1536), (4096, 384), (2048, 768)])
+def test_tiles_of_published_models_fit_into_vector_memory(on_chip, monkeypatch, D, F):
+  """Qwen3-235B-A22B, whole and over `tensor=4`, and Qwen3-30B-A3B: the compiler refuses more."""
+  monkeypatch.setattr(expert_groups, "_interpreted", lambda: False)
+  R, E = 81920, 32
+  back = functools.partial(expert_groups._megablox, transposed=True)
+  compiled(expert_groups._megablox, on_chip, (R, D), (E, D, 2 * F), (E,))
+  compiled(back, on_chip, (R, 2 * F), (E, D, 2 * F), (E,))
+  compiled(expert_groups._megablox_outer, on_chip, (R, D), (R, 2 * F), (E,), (E, D, 2 * F))
+
+
+def test_what_a_compiler_had_too_little_of():
+  kernel = (
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem "
+    "while allocating on stack for %gmm.44 = bf16[81920,4096]{1,0:T(8,128)(2,1)} custom-call(%a), "
+    "metadata={}. Scoped allocation with size 16.47M and limit 16.00M exceeded scoped vmem limit."
+  )
+  assert compiler.too_little(kernel) == dict(
+    error="%gmm.44 = bf16[81920,4096]: Scoped allocation with size 16.47M and limit 16.00M "
+    "exceeded scoped vmem limit.",
+    of_kernel=True,
+  )
+  chip = "RESOURCE_EXHAUSTED: E1000:\nUsed 33.20G of 31.25G hbm. Exceeded hbm capacity by 1.95G."
+  found = compiler.too_little(chip)
+  assert found == dict(error=chip.splitlines()[1], of_kernel=False)

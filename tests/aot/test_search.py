@@ -71,6 +71,13 @@ def test_what_cannot_fit_or_did_not_fit_with_less_is_not_compiled():
   assert reasons[3].startswith("9.0 GiB at least, not fewer than 1x2x4x1, 1 micro, full 2/16")
 
 
+def test_a_kernel_without_vector_memory_says_nothing_about_a_chips_memory():
+  bounds = {1: least(1.0, gib=8.0), 2: least(1.1, gib=9.0)}
+  found, asked = with_(bounds, {1: row(fits=False) | dict(of_kernel=True), 2: row(1.4)})
+  found.stage(chunks(1, 2), most=4)
+  assert asked == [1, 2] and found.best.expert_chunk == 2
+
+
 def test_a_search_compiles_no_more_than_it_may():
   found, asked = with_({n: least(1.0) for n in range(4)}, {n: row(9.0 - n) for n in range(4)}, 3)
   found.stage(chunks(0, 1), most=1)

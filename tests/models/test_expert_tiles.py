@@ -64,6 +64,14 @@ def test_an_outer_product_moves_what_pallas_fetches(inner, outer, size):
   assert 0.95 * moved < total <= 1.01 * moved
 
 
+def test_of_tiles_that_move_as_much_those_that_multiply_fewer_rows_are_taken():
+  """A tile of rows that two groups share is multiplied for each of them."""
+  (tm, tk, tn), _ = expert_tiles.product_tiles(4096, 768, 2048, 32, 2, 2)
+  assert (tm, tk, tn) == (256, 768, 2048)
+  (tm, _, _), _ = expert_tiles.outer_tiles(2048, 4096, 768, 32, 2, 2)
+  assert tm == 256
+
+
 def test_a_total_in_bfloat16_is_the_one_in_float32_rounded_once():
   """The kernel adds up in float32, whatever type the result has."""
   keys = jax.random.split(jax.random.key(0), 2)
