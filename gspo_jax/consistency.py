@@ -185,6 +185,12 @@ def _environment(c: Any) -> None:
     f"reward.per_line=True has no effect, since environment.name={c.environment.name!r} gives "
     "each turn its reward; set it to False",
   )
+  for key, none in dict(max_turns=1, stop_strings=(), workers=0).items():
+    _require(
+      bool(c.environment.name) or getattr(c.environment, key) == none,
+      f"environment.{key}={getattr(c.environment, key)} has no effect, since environment.name='' "
+      f"leaves responses of one turn; set it to {none}",
+    )
   for key in ("token_cost", "call_cost"):
     _require(
       bool(c.environment.name) or not getattr(c.environment, key),

@@ -74,6 +74,9 @@ def score(responses, prompts, lengths, finished):
   return Scores(reward, dict(right=int(reward.sum()), wrong=int((1 - reward).sum())), reward)
 
 
+CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
+
+
 def collector(environment=None, extra_rounds=0, routing=False, source=PROMPTS, **changes):
   keys = dict(prompts=4, group_size=G, extra_prompts=4, minibatches=2) | changes
   config = config_of(
@@ -81,7 +84,7 @@ def collector(environment=None, extra_rounds=0, routing=False, source=PROMPTS, *
     data__max_prompt_tokens=3,
     data__query_set__extra_rounds=extra_rounds,
     sampling__max_new_tokens=NEW,
-    environment__max_turns=4 if environment else 1,
+    **(CONVERSATIONS if environment else {}),
     objective__volatility=routing,
     **{f"rl__{key}": value for key, value in keys.items()},
   )

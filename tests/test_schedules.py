@@ -90,12 +90,14 @@ def goes_on(steps, more, **options):
   return expected
 
 
+CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
+
 # The length of responses.
 
 
 @pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
 def test_no_response_is_longer_than_its_iteration_allows(make):
-  options = dict(environment=make, environment__max_turns=4 if make else 1)
+  options = dict(environment=make) | (CONVERSATIONS if make else {})
   plain, _ = iterate(6, **options)
   out, _ = iterate(6, schedule__new_tokens=LENGTHS, **options)
   for one, same, limit in zip(out, plain, (6, 6, 12, 12, 24, 24), strict=True):
@@ -124,7 +126,7 @@ def test_a_longer_limit_compiles_nothing(caplog):
 
 @pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
 def test_what_was_put_aside_goes_on_under_the_limit_of_its_last_iteration(make):
-  options = dict(environment=make, environment__max_turns=4 if make else 1)
+  options = dict(environment=make) | (CONVERSATIONS if make else {})
   options |= dict(rl__extra_prompts=4, rl__token_budget=40, schedule__new_tokens="1:8,4:24")
   expected = goes_on(2, 4, **options)
   longest = [(one.rollout.ends - one.rollout.prompt_lengths).max() for one in expected]
@@ -269,7 +271,7 @@ def test_a_smaller_group_shares_its_prompt():
 @pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
 def test_every_part_of_an_iteration_takes_smaller_groups(make):
   """Advantages by turn, rounds of sampling, cut-off responses, dumps."""
-  keys = SIZES | dict(environment=make, environment__max_turns=4 if make else 1)
+  keys = SIZES | dict(environment=make) | (CONVERSATIONS if make else {})
   keys |= dict(data__query_set__extra_rounds=1, rl__mask_truncated=True)
   out, _ = iterate(6, **keys)
   smaller = 0

@@ -41,7 +41,8 @@ def make(workdir: Path, dtype: str, seed: int, cores: set[int]) -> Result:
   process = subprocess.Popen(
     command(workdir, dtype, seed), cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace"
   )
-  os.sched_setaffinity(process.pid, cores)  # before it has other threads
+  if hasattr(os, "sched_setaffinity"):  # Linux
+    os.sched_setaffinity(process.pid, cores)  # before it has other threads
   _, stderr = process.communicate()
   seconds = round(time.monotonic() - started)
   last = stderr.strip().splitlines()[-1:] if process.returncode else []
@@ -72,7 +73,8 @@ def curve(workdir: Path) -> Result:
 def make_all(wanted: list[tuple[str, int]], workdir: Path, jobs: int, results: Path) -> None:
   """Makes the runs that have no line in `results` yet; a line follows each."""
   have = {(r["dtype"], r["seed"]) for r in read(results)}
-  cores = sorted(os.sched_getaffinity(0))
+  linux = hasattr(os, "sched_getaffinity")
+  cores = sorted(os.sched_getaffinity(0)) if linux else [*range(os.cpu_count() or 1)]
   shares: queue.Queue[set[int]] = queue.Queue()
   for job in range(jobs):
     shares.put(set(cores[job % len(cores) :: jobs]))
