@@ -15,7 +15,10 @@ class Chip:
   host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
   kinds: tuple[str, ...]  # what JAX calls a device of it
   devices: int = 1  # that JAX sees of one chip
+  vector_memory: int = 16 * 2**20  # that a kernel gets unless told otherwise, as its compiler says
 
+
+_MORE = 32 * 2**20
 
 # As https://docs.cloud.google.com/tpu/docs/v5p and the other chips' pages give them, per chip.
 # Where versions of a page differ: v5e's and v6e's 800 and 1600 GB/s are also printed as 819 and
@@ -28,8 +31,12 @@ CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", ("TPU v4",)),
   "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", ("TPU v5 lite", "TPU v5e")),
   "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 3, "v5p-8", ("TPU v5", "TPU v5p")),
-  "v6e": Chip(918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e")),
-  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", ("TPU7x",), devices=2),
+  "v6e": Chip(
+    918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e"), vector_memory=_MORE
+  ),
+  "tpu7x": Chip(
+    2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", ("TPU7x",), devices=2, vector_memory=_MORE
+  ),
 }
 
 
@@ -49,3 +56,10 @@ def memory(kind: str) -> float | None:
   """Bytes of one device, as JAX counts devices; None if `kind` is unknown."""
   chips = (chip for chip in CHIPS.values() if kind in chip.kinds)
   return next((chip.hbm / chip.devices for chip in chips), None)
+
+
+def vector_memory(kind: str) -> int:
+  """Bytes of vector memory for a Pallas kernel on one device; the least of all if `kind` is
+  unknown."""
+  chips = (chip for chip in CHIPS.values() if kind in chip.kinds)
+  return next((chip.vector_memory for chip in chips), Chip.vector_memory)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import sharding
+from gspo_jax import accelerators, sharding
 from gspo_jax.models.expert_blocks import ExpertWeights, hidden_gradients
 from gspo_jax.models.expert_tiles import outer_tiles, product_tiles
 from gspo_jax.sharding import AXES
@@ -55,7 +55,8 @@ def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
 
   dtype = dtype or x_RD.dtype
   (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
-  tiles, moved = product_tiles(R, inner, outer, len(w_EDF), x_RD.dtype.itemsize, dtype.itemsize)
+  sizes = R, inner, outer, len(w_EDF), x_RD.dtype.itemsize, dtype.itemsize
+  tiles, moved = product_tiles(*sizes, _vector_memory())
   with jax.named_scope(f"hbm_bytes={moved}"):
     return gmm(
       x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
@@ -67,7 +68,7 @@ def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total:
 
   (R, inner) = x_RD.shape
   sizes = inner, R, y_RF.shape[1], len(total), x_RD.dtype.itemsize, total.dtype.itemsize
-  tiles, moved = outer_tiles(*sizes)
+  tiles, moved = outer_tiles(*sizes, _vector_memory())
   with jax.named_scope(f"hbm_bytes={moved}"):
     return tgmm(
       x_RD.T,
@@ -78,6 +79,11 @@ def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total:
       existing_out=total,
       interpret=_interpreted(),
     )
+
+
+def _vector_memory() -> int:
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return accelerators.vector_memory(device.device_kind if device else "")
 
 
 def _interpreted() -> bool:

@@ -7,18 +7,26 @@ is another one than in the step before; `aot` counts what is returned here.
 import math
 from collections.abc import Iterator
 
-VECTOR_MEMORY = 16 * 2**20  # of a kernel on a TPU, unless told otherwise
+from gspo_jax.accelerators import Chip
+
 COPY = 1.25  # of the left factor's tile: what the compiler holds besides (1.2 at most was seen)
 Tiles = tuple[int, int, int]
 
 
 def product_tiles(
-  rows: int, inner: int, outer: int, groups: int, size: int, out_size: int
+  rows: int,
+  inner: int,
+  outer: int,
+  groups: int,
+  size: int,
+  out_size: int,
+  memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
   """Tiles of [rows, inner] times each group's [inner, outer] that move the fewest bytes, and those.
 
   Args:
     size, out_size: bytes of a number of the factors and of the result.
+    memory: bytes that a kernel may hold.
   """
 
   def moved(tm, tk, tn):
@@ -34,11 +42,17 @@ def product_tiles(
     adds_up = 4 * (tk < inner)  # the sum over parts of the inner width, in float32
     return ((2 + COPY) * tm * tk + 2 * tk * tn) * size + tm * tn * (2 * out_size + adds_up)
 
-  return _best(rows, inner, outer, groups, moved, held)
+  return _best(rows, inner, outer, groups, moved, held, memory)
 
 
 def outer_tiles(
-  inner: int, rows: int, outer: int, groups: int, size: int, out_size: int
+  inner: int,
+  rows: int,
+  outer: int,
+  groups: int,
+  size: int,
+  out_size: int,
+  memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
   """The same for the outer products of each group's rows, [inner, outer], added to a total."""
 
@@ -49,10 +63,10 @@ def outer_tiles(
   def held(tm, tk, tn):
     return ((2 + COPY) * tm * tk + 2 * tm * tn) * size + tk * tn * (4 * out_size + 4)
 
-  return _best(rows, inner, outer, groups, moved, held)
+  return _best(rows, inner, outer, groups, moved, held, memory)
 
 
-def _best(rows, inner, outer, groups, moved, held) -> tuple[Tiles, int]:
+def _best(rows, inner, outer, groups, moved, held, memory) -> tuple[Tiles, int]:
   most = math.gcd(rows, 512)
   for least in (3, 1):  # lanes; of fewer the products wait, which a width of 11 lanes has to
     tiles = [
@@ -60,7 +74,7 @@ def _best(rows, inner, outer, groups, moved, held) -> tuple[Tiles, int]:
       for tm in sorted({most, min(most, 256)})
       for tk in _parts(inner, least)
       for tn in _parts(outer, least)
-      if held(tm, tk, tn) <= VECTOR_MEMORY
+      if held(tm, tk, tn) <= memory
     ]
     if tiles:
       break

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from gspo_jax import accelerators
 from gspo_jax.aot import compiler, hlo, hlo_costs, kernels
 from gspo_jax.models import expert_groups
 
@@ -173,10 +174,20 @@ def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("D, F", [(4096, 1536), (4096, 384), (2048, 768)])
-def test_tiles_of_published_models_fit_into_vector_memory(on_chip, monkeypatch, D, F):
-  """Qwen3-235B-A22B, whole and over `tensor=4`, and Qwen3-30B-A3B: the compiler refuses more."""
+@pytest.mark.parametrize(
+  "topology, kind, D, F",
+  [
+    ("v5e:1x1", "TPU v5e", 4096, 1536),  # Qwen3-235B-A22B
+    ("v5e:1x1", "TPU v5e", 4096, 384),  # over tensor=4
+    ("v5e:1x1", "TPU v5e", 2048, 768),  # Qwen3-30B-A3B
+    ("v6e:1x1", "TPU v6e", 4096, 1536),
+  ],
+)
+def test_tiles_of_published_models_fit_into_vector_memory(monkeypatch, topology, kind, D, F):
+  """Where they do not, the compiler refuses them."""
   monkeypatch.setattr(expert_groups, "_interpreted", lambda: False)
+  monkeypatch.setattr(expert_groups, "_vector_memory", lambda: accelerators.vector_memory(kind))
+  on_chip = jax.sharding.SingleDeviceSharding(compiler.devices_of(topology)[0])
   R, E = 81920, 32
   back = functools.partial(expert_groups._megablox, transposed=True)
   compiled(expert_groups._megablox, on_chip, (R, D), (E, D, 2 * F), (E,))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gspo_jax import accelerators
 from gspo_jax.models import expert_groups, expert_tiles
 
 GROUPS = [300, 0, 212, 1, 511, 1024]  # rows of each expert; 2,048 together
@@ -70,6 +71,14 @@ def test_of_tiles_that_move_as_much_those_that_multiply_fewer_rows_are_taken():
   assert (tm, tk, tn) == (256, 768, 2048)
   (tm, _, _), _ = expert_tiles.outer_tiles(2048, 4096, 768, 32, 2, 2)
   assert tm == 256
+
+
+def test_a_kernel_with_more_memory_moves_less():
+  sizes = 81920, 3072, 4096, 32, 2, 2  # Qwen3-235B-A22B, back through gate and up
+  least = (81920 * (3072 + 4096) + 32 * 3072 * 4096) * 2
+  moved = [expert_tiles.product_tiles(*sizes, memory << 20)[1] for memory in (16, 32, 128)]
+  assert moved[0] > moved[1] > moved[2] == least
+  assert accelerators.vector_memory("TPU v6e") == 2 * accelerators.vector_memory("TPU v5p")
 
 
 def test_a_total_in_bfloat16_is_the_one_in_float32_rounded_once():
