@@ -18,7 +18,7 @@ class Chip:
   vector_memory: int = 16 * 2**20  # that a kernel gets unless told otherwise, as its compiler says
 
 
-_MORE = 32 * 2**20
+_MORE = 32 * 2**20  # vector memory of a kernel on later chips
 
 # As https://docs.cloud.google.com/tpu/docs/v5p and the other chips' pages give them, per chip.
 # Where versions of a page differ: v5e's and v6e's 800 and 1600 GB/s are also printed as 819 and

@@ -180,6 +180,12 @@ def platform() -> str:
   return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+  """What JAX calls the mesh's devices, as `accelerators` knows them; "" without a mesh."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return "" if device is None else device.device_kind
+
+
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
   return x if without_mesh() else jax.sharding.reshard(x, pspec)
 

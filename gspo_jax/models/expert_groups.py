@@ -82,8 +82,7 @@ def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total:
 
 
 def _vector_memory() -> int:
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return accelerators.vector_memory(device.device_kind if device else "")
+  return accelerators.vector_memory(sharding.device_kind())
 
 
 def _interpreted() -> bool:

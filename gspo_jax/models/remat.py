@@ -39,8 +39,7 @@ def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters:
   """
   if compute.remat != "auto":
     return compute.remat
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  memory = device and accelerators.memory(device.device_kind)
+  memory = accelerators.memory(sharding.device_kind())
   if not memory:
     return "full"
   left = ROOM * memory - STATE * parameters
