@@ -55,7 +55,7 @@ FOREIGN = 0.1  # share of the machine that other processes may take
 FIRST = 2  # iterations of a process that do not count
 PAUSE = 0.5  # seconds between processes
 PAGES = dict(  # GLIBC_TUNABLES: what malloc asks of Linux
-  large=f"glibc.malloc.hugetlb=1:glibc.malloc.arena_max={os.cpu_count()}",
+  large="glibc.malloc.hugetlb=1",
   small="glibc.malloc.hugetlb=0",
 )
 

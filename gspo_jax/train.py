@@ -343,8 +343,7 @@ def records(
   reviews: list[dict[str, jax.Array]],
 ) -> list[dict[str, Any]]:
   """Records of the dump for each response; `reviews` are of the policy after the updates."""
-  ratios = [one["logp_BT"] - b.old_logp_BT for one, b in zip(reviews, minibatches)]
-  clipped = [one["clipped_BT"] for one in reviews]
+  ratios, clipped = ([one[name] for one in reviews] for name in ("log_ratio_BT", "clipped_BT"))
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
   ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
   more = {}

@@ -129,10 +129,10 @@ def make_review(
   objective: ObjectiveConfig,
   old_policy: Callable[[Any, TrainBatch], dict[str, jax.Array]],
 ) -> Callable[..., dict[str, jax.Array]]:
-  """A pass without gradient, for dumps of rollouts: `logp_BT` under these parameters, as an update
-  computes it, and `clipped_BT`, the tokens that its loss would clip there, with the ranges at a
-  factor; where there are segments, `gradient_BT`, the derivative of the loss there
-  (`by_segment.gradient`). [B, T] each.
+  """A pass without gradient, for dumps of rollouts, [B, T] each: `log_ratio_BT`, log π under these
+  parameters less the old policy's; `clipped_BT`, the tokens that the loss of an update would clip
+  there, with the ranges at a factor; where there are segments, `gradient_BT`, the derivative of the
+  loss there (`by_segment.gradient`).
 
   `old_policy`, which has been compiled, gives the log-probabilities; under R2 an update replays
   other experts, and needs a pass of its own.
@@ -152,7 +152,7 @@ def make_review(
     else:
       logp_BT = old_policy(params, sampled(batch))["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
-    return dict(logp_BT=logp_BT) | judged(logp_BT, batch, numbers)
+    return judged(logp_BT, batch, numbers)
 
   return review
 
@@ -162,7 +162,7 @@ def _judged(objective: ObjectiveConfig, max_length: int) -> Callable:
   def judged(logp_BT: jax.Array, batch: TrainBatch, numbers: Mapping[str, Any]) -> dict[str, Any]:
     entropy_BT = jnp.zeros_like(logp_BT)  # clips nothing
     loss = lambda x: policy_loss(objective, x, entropy_BT, batch, max_length, numbers)  # noqa: E731
-    found = dict(clipped_BT=loss(logp_BT)[2])
+    found = dict(log_ratio_BT=logp_BT - batch.old_logp_BT, clipped_BT=loss(logp_BT)[2])
     if batch.unit_BT is not None:
       found |= dict(gradient_BT=by_segment.gradient(lambda x: loss(x)[0], logp_BT))
     return found

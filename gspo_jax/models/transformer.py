@@ -108,9 +108,14 @@ def unstack(params: Params) -> Params:
   Where a loop over layers would copy the weights of each one out of the stack, as on CPU, decoding
   is faster without it.
   """
-  split = lambda block, i: jax.tree.map(lambda x: x[i : i + 1], block)  # noqa: E731
   each = [(block, i) for block in params.blocks for i in range(len(block.attention_norm))]
-  return params.replace(blocks=tuple(split(block, i) for block, i in each))
+  return params.replace(blocks=tuple(_layer_of(block, i) for block, i in each))
+
+
+@jax.jit
+def _layer_of(block: Any, i: int) -> Any:
+  """Layer `i` of a block as a block; of alike ones, one program for all layers."""
+  return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), block)
 
 
 @flax.struct.dataclass

@@ -42,7 +42,7 @@ class LocalEngine:
     self.release()
     params = self._publish(params)
     # On CPU a loop over stacked layers copies each one's weights at every decode step.
-    self._params = _unstacked(params) if sharding.platform() == "cpu" else params
+    self._params = transformer.unstack(params) if sharding.platform() == "cpu" else params
     self._version = version
     jax.block_until_ready(self._params)
 
@@ -84,8 +84,3 @@ class LocalEngine:
   def stop(self) -> list[Response]:
     scheduler, self._scheduler = self._scheduler, None
     return [] if scheduler is None else scheduler.stop()
-
-
-@jax.jit
-def _unstacked(params: transformer.Params) -> transformer.Params:
-  return transformer.unstack(params)

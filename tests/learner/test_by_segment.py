@@ -21,6 +21,7 @@ from support.small_updates import (
   make_batch,
   review_pass,
   rl_step,
+  score_pass,
 )
 
 from gspo_jax import objectives as O
@@ -165,14 +166,15 @@ def test_without_segments_there_are_no_such_metrics():
   _, row = after(rl_step(learner(DENSE), ALL_TERMS, SGD), DENSE, make_batch())
   assert not [name for name in row if name.startswith("segment")]
   found = review_pass(learner(DENSE), ALL_TERMS)(initial(DENSE), make_batch())
-  assert set(found) == {"logp_BT", "clipped_BT"}
+  assert set(found) == {"log_ratio_BT", "clipped_BT"}
 
 
 def test_a_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
   found = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
+  logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch)
   expected = by_segment.gradient(
-    lambda x: policy_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], found["logp_BT"]
+    lambda x: policy_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
   )
   np.testing.assert_allclose(found["gradient_BT"], expected, rtol=1e-5, atol=1e-7)
   live_BT = batch.mask_BT > 0
