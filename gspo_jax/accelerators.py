@@ -46,20 +46,22 @@ GPUS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
 
 def peak_flops(kind: str) -> float | None:
   """Peak of one device, bfloat16, per second; None if `kind` (`Device.device_kind`) is unknown."""
-  for chip in CHIPS.values():
-    if kind in chip.kinds:
-      return chip.flops / chip.devices
+  if chip := _chip(kind):
+    return chip.flops / chip.devices
   return next((peak for name, peak in GPUS.items() if kind.startswith(name)), None)
 
 
 def memory(kind: str) -> float | None:
   """Bytes of one device, as JAX counts devices; None if `kind` is unknown."""
-  chips = (chip for chip in CHIPS.values() if kind in chip.kinds)
-  return next((chip.hbm / chip.devices for chip in chips), None)
+  chip = _chip(kind)
+  return chip and chip.hbm / chip.devices
 
 
 def vector_memory(kind: str) -> int:
   """Bytes of vector memory for a Pallas kernel on one device; the least of all if `kind` is
   unknown."""
-  chips = (chip for chip in CHIPS.values() if kind in chip.kinds)
-  return next((chip.vector_memory for chip in chips), Chip.vector_memory)
+  return (_chip(kind) or Chip).vector_memory
+
+
+def _chip(kind: str) -> Chip | None:
+  return next((chip for chip in CHIPS.values() if kind in chip.kinds), None)
