@@ -103,12 +103,12 @@ def hidden_gradients(a_RF, u_RF, dh_RF):
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
   """Gradients of `_swiglu` for x, gate and, in a `dtype` of their own, the weights."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
-  gate_R1, dh_RF = gate_R[:, None], dy_RD @ w.down.T
+  gate_R1, dh_RF = gate_R[..., None], dy_RD @ w.down.mT
   h_RF, da_RF, du_RF = hidden_gradients(x_RD @ w.gate, x_RD @ w.up, dh_RF * gate_R1)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
-  dw = ExpertWeights(*[outer(x.T, y) for x, y in pairs])
-  return da_RF @ w.gate.T + du_RF @ w.up.T, dgate_R, dw
+  dw = ExpertWeights(*[outer(x.mT, y) for x, y in pairs])
+  return da_RF @ w.gate.mT + du_RF @ w.up.mT, dgate_R, dw
 
 
 def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
@@ -118,12 +118,16 @@ def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple
   return *rows, take(gate_Xk.reshape(-1), choice)
 
 
+def _of_tokens(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
+  """The sum over each token's k assignments, [X, D]."""
+  return take(y_ZD, layout.slot_A).reshape(-1, k, y_ZD.shape[1]).sum(1)
+
+
 def _put(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
 
 def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
-  (X, k), D = index_Xk.shape, x_XD.shape[1]
   R = block_rows(index_Xk, w)
   layout = block_layout(index_Xk, w.gate.shape[0], R)
 
@@ -134,18 +138,16 @@ def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
 
     return jax.lax.fori_loop(start, end, body, y_ZD), None
 
-  y_ZD = jnp.zeros((layout.choice_Z.shape[0], D), x_XD.dtype)
+  y_ZD = jnp.zeros((len(layout.choice_Z), x_XD.shape[1]), x_XD.dtype)
   y_ZD, _ = _each_expert(layout, w, y_ZD, expert)
-  y_XD = take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1)
-  return y_XD, (x_XD, gate_Xk, index_Xk, w, sink)
+  return _of_tokens(y_ZD, layout, index_Xk.shape[1]), (x_XD, gate_Xk, index_Xk, w, sink)
 
 
 def _blocks_backward(residuals, dy_XD):
   x_XD, gate_Xk, index_Xk, w, sink = residuals
-  (X, k), D = index_Xk.shape, x_XD.shape[1]
   R = block_rows(index_Xk, w, backward=True)
   layout = block_layout(index_Xk, w.gate.shape[0], R)
-  Z = layout.choice_Z.shape[0]
+  Z = len(layout.choice_Z)
 
   def expert(carry, start, end, w):
     def body(i, carry):
@@ -160,11 +162,10 @@ def _blocks_backward(residuals, dy_XD):
     *carry, dw = jax.lax.fori_loop(start, end, body, (*carry, sharding.vary(dw, AXES)))
     return tuple(carry), dw
 
-  zeros = jnp.zeros((Z, D), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
+  zeros = jnp.zeros((Z, x_XD.shape[1]), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
   (dx_ZD, dgate_Z), dw = _each_expert(layout, w, zeros, expert)
-  dx_XD = take(dx_ZD, layout.slot_A).reshape(X, k, D).sum(1)
-  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(X, k)
-  return dx_XD, dgate_Xk, None, None, dw
+  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(index_Xk.shape)
+  return _of_tokens(dx_ZD, layout, index_Xk.shape[1]), dgate_Xk, None, None, dw
 
 
 apply_blocks.defvjp(_blocks_forward, _blocks_backward)
@@ -183,27 +184,62 @@ def apply_batched(
 ) -> jax.Array:
   """SwiGLU experts all at once with C rows each, and a loop over blocks of what is left over.
 
-  `sink` and the backward pass as in `apply_blocks`: a backward pass of all experts at once did not
-  make an update faster.
+  `sink` as in `apply_blocks`.
   """
   return _batched_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
 
 
+def _left_over(layout: Layout, C: int, R: int, w: ExpertWeights, carry: Any, of: Callable) -> Any:
+  """carry = of(carry, first slot, assignments, expert, its weights) of each block behind E·C."""
+
+  def body(i, carry):
+    expert = jnp.sum(layout.end_E <= i)  # the first that has more
+    start = len(w.gate) * C + i * R
+    choice_R = jax.lax.dynamic_slice(layout.choice_Z, (start,), (R,))
+    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
+    return of(carry, start, choice_R, expert, of_expert)
+
+  return jax.lax.fori_loop(0, layout.end_E[-1], body, carry)
+
+
+def _slots(layout: Layout, part_EC: jax.Array) -> jax.Array:
+  """The first E·C slots, with zeros for those behind them; [Z] and whatever axes follow E and C."""
+  part = part_EC.reshape(-1, *part_EC.shape[2:])
+  behind = len(layout.choice_Z) - len(part)
+  return jnp.pad(part, ((0, behind), *[(0, 0)] * (part.ndim - 1)))
+
+
 def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
-  (X, k), (E, D, _) = index_Xk.shape, w.gate.shape
-  C, R = batched_rows(index_Xk, w)
+  E, (C, R) = len(w.gate), batched_rows(index_Xk, w)
   layout = block_layout(index_Xk, E, R, C)
 
-  def left_over(i, y_ZD):
-    expert = jnp.sum(layout.end_E <= i)  # the first that has more
-    choice_R = jax.lax.dynamic_slice(layout.choice_Z, (E * C + i * R,), (R,))
-    of_expert = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, 0, False), w)
-    return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), of_expert), E * C + i * R)
+  def block(y_ZD, start, choice_R, expert, w):
+    return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), start)
 
   y_ECD = _swiglu(*_rows(layout.choice_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
-  y_ZD = jnp.pad(y_ECD.reshape(E * C, D), ((0, len(layout.choice_Z) - E * C), (0, 0)))
-  y_ZD = jax.lax.fori_loop(0, layout.end_E[-1], left_over, y_ZD)
-  return take(y_ZD, layout.slot_A).reshape(X, k, D).sum(1), (x_XD, gate_Xk, index_Xk, w, sink)
+  y_ZD = _left_over(layout, C, R, w, _slots(layout, y_ECD), block)
+  return _of_tokens(y_ZD, layout, index_Xk.shape[1]), (x_XD, gate_Xk, index_Xk, w, sink)
 
 
-apply_batched.defvjp(_batched_forward, _blocks_backward)
+def _batched_backward(residuals, dy_XD):
+  x_XD, gate_Xk, index_Xk, w, sink = residuals
+  E, (C, R) = len(w.gate), batched_rows(index_Xk, w)
+  layout = block_layout(index_Xk, E, R, C)
+
+  def gradients(choice, w):
+    return _swiglu_gradients(*_rows(choice, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
+
+  def block(carry, start, choice_R, expert, w):
+    dx_ZD, dgate_Z, dw = carry
+    dx_RD, dgate_R, more = gradients(choice_R, w)
+    dw = jax.tree.map(lambda whole, part: whole.at[expert].add(part), dw, more)
+    return _put(dx_ZD, dx_RD, start), _put(dgate_Z, dgate_R, start), dw
+
+  dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
+  carry = _slots(layout, dx_ECD), _slots(layout, dgate_EC), dw
+  dx_ZD, dgate_Z, dw = _left_over(layout, C, R, w, carry, block)
+  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(index_Xk.shape)
+  return _of_tokens(dx_ZD, layout, index_Xk.shape[1]), dgate_Xk, None, None, dw
+
+
+apply_batched.defvjp(_batched_forward, _batched_backward)
