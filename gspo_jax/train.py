@@ -150,6 +150,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         rate = optimizer.last_rate(rates, state.step, waits * c.rl.updates)
         row = dict(step=step, learning_rate=rate)
         row |= of_advantages | collected.metrics | rewards_by_length(run, collected) | memory()
+        row |= summarize(tuple(metrics))
         if c.rl.lag:
           row |= by_age.lag_metrics(collected.rollout, step)
         jax.block_until_ready(state)
@@ -162,7 +163,6 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       with phase.stages("publish"):
         sampling.publish(state.params, version=step + 1)
       row["tokens_per_second"] = usage.tokens / (time.perf_counter() - started)
-      row |= summarize(tuple(metrics))
       if step == c.profile:
         jax.profiler.stop_trace()
       if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
