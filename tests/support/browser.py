@@ -88,6 +88,7 @@ class Browser:
 
   def point(self, x, y):
     """Moves the pointer, and waits until the page has seen it: input takes a way of its own."""
+    self._frame()  # in which the page hears of a scroll before this, and hides what is pointed at
     self.evaluate("delete document.documentElement.dataset.pointed")
     self.evaluate(f"""addEventListener("mousemove", function seen(event) {{
       if (Math.hypot(event.clientX - {x}, event.clientY - {y}) > 1) return;
