@@ -123,6 +123,11 @@ def _of_tokens(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
   return take(y_ZD, layout.slot_A).reshape(-1, k, y_ZD.shape[1]).sum(1)
 
 
+def _gradients_of_tokens(dx_ZD, dgate_Z, layout, index_Xk):
+  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(index_Xk.shape)
+  return _of_tokens(dx_ZD, layout, index_Xk.shape[1]), dgate_Xk
+
+
 def _put(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
@@ -164,8 +169,7 @@ def _blocks_backward(residuals, dy_XD):
 
   zeros = jnp.zeros((Z, x_XD.shape[1]), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
   (dx_ZD, dgate_Z), dw = _each_expert(layout, w, zeros, expert)
-  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(index_Xk.shape)
-  return _of_tokens(dx_ZD, layout, index_Xk.shape[1]), dgate_Xk, None, None, dw
+  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, index_Xk), None, None, dw
 
 
 apply_blocks.defvjp(_blocks_forward, _blocks_backward)
@@ -238,8 +242,7 @@ def _batched_backward(residuals, dy_XD):
   dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
   carry = _slots(layout, dx_ECD), _slots(layout, dgate_EC), dw
   dx_ZD, dgate_Z, dw = _left_over(layout, C, R, w, carry, block)
-  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(index_Xk.shape)
-  return _of_tokens(dx_ZD, layout, index_Xk.shape[1]), dgate_Xk, None, None, dw
+  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, index_Xk), None, None, dw
 
 
 apply_batched.defvjp(_batched_forward, _batched_backward)
