@@ -17,6 +17,7 @@ _VALUE = re.compile(
   r"|\\frac\s*\{\s*(?P<top>\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}"
   r"|\\frac\s*(?P<top1>\d)\s*(?P<bottom1>\d))"
 )
+_VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")  # 5x, 5/x, 5x - y
 _SUPERSCRIPTS = str.maketrans({"²": "^2", "³": "^3"})
 ROUNDED = 6  # digits after the point from which a decimal may stand for a number without an end
 SIGNIFICANT = 5  # of them
@@ -64,7 +65,8 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   ):
     return None
   worded = bool(formulas.TEXT.search(source))
-  if not letters and not worded and re.fullmatch(r"\s*[a-zA-Z](?:\^.*)?", rest):
+  variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
+  if variable and (variable["over"] or not letters):
     return None
   parsed = units.parse(rest) if rest.strip() else (1, None)
   if bottom == 0 or (part["sign"] and part["sign2"]) or parsed is None:

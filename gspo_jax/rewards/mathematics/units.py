@@ -134,6 +134,7 @@ _ORDINAL = re.compile(
   r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand)ths?"
 )
 _FILLER = frozenset("a an the of more each total left remaining altogether overall".split())
+_TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])|^\s*[aA]$")  # 5 - m, 5a
 _TAIL = re.compile(r"\s+(?:in total|in all|altogether|each|apiece|overall|times)$")
 _ITEM = re.compile(
   r"\s*(?P<per>/|\bper\b)?\s*(?:\\cdot|[·*-])?\s*"
@@ -167,6 +168,8 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
   `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
   no unit of measurement has three letters or more and stands apart from the number.
   """
+  if _TERM.search(text):
+    return None
   apart = not text[:1].isalpha()
   text = _TAIL.sub("", " " + text.strip().replace("per cent", "percent"))
   factor, start, groups = F(1), 0, [[]]
