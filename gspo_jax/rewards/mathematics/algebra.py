@@ -16,6 +16,11 @@ _POINTS = [  # one value per variable, in the order of their names
   [sp.Rational(n, d) for n, d in ((19, 7), (-13, 29), (37, 3), (-43, 41), (17, 53), (-5, 47))],
   [sp.Rational(n, d) for n, d in ((-11, 3), (-3, 13), (-19, 23), (-41, 7), (-2, 37), (-59, 5))],
 ]
+_FAR = [  # beyond where a modulus or the root of a square changes its sign, and near 0
+  [sp.Rational(n, 3) for n in (10007, -10009, 10037, -10039, 10061, -10067)],
+  [sp.Rational(n, 3) for n in (-10079, 10091, -10093, 10099, -10103, 10111)],
+  [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
+]
 
 # Constant over whole ranges: a few points tell nothing of them.
 _FLAT = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
@@ -122,7 +127,7 @@ def _is_zero(value) -> bool:
 def _same_at_points(a, b, symbols) -> bool:
   """Equality at points where no root or logarithm of a negative number is taken; two at least."""
   agreed = 0
-  for point in _POINTS:
+  for point in _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else []):
     values = dict(zip(symbols, point))
     if not _real_inside(itertools.chain((a, b)), values):
       continue
@@ -136,6 +141,12 @@ def _same_at_points(a, b, symbols) -> bool:
       return False
     agreed += 1
   return agreed >= 2
+
+
+def _has_kinks(value) -> bool:
+  """Whether it has moduli or roots, which a few points near 0 may see from one side alone."""
+  exponents = [power.exp for power in value.atoms(sp.Pow)]
+  return value.has(sp.Abs) or any(exp.is_Rational and not exp.is_Integer for exp in exponents)
 
 
 def _real_inside(expressions, values) -> bool:
