@@ -159,13 +159,15 @@ def _last(text: str) -> str | None:
   formulas = [match for match in FORMULA.finditer(text) if is_formula(_inside(match))]
   found = [*formulas, *_NUMBER.finditer(text)]
   last = max(found, key=lambda match: match.span()[::-1], default=None)
-  if not last or last.re is FORMULA:
-    return trim(_inside(last)) if last else None
-  before = sentence_before(text, last.start())
-  if is_hedged(before.rpartition("=")[2]):  # the sum of 2 and 3 is 2+3 = 5
+  if not last:
     return None
-  whole = around(text, *last.span())
-  content = signed(before, last[0]) if whole is None else whole
+  typeset, before = last.re is FORMULA, sentence_before(text, last.start())
+  content = _inside(last) if typeset else last[0]
+  # An equation stands, and what it ends with: not 5, but x = 5.
+  if "=" not in content and is_hedged(before.rpartition("=")[2]):
+    return None
+  whole = None if typeset else around(text, *last.span())
+  content = signed(before, content) if whole is None else whole
   word = _FOLLOWING.match(text, last.end())
   if content and word and word[1].casefold() in MULTIPLIERS:
     content += word[0]  # 2 dozen are not 2

@@ -31,7 +31,8 @@ _HEDGE = re.compile(
   r"(?:\b(?:not|never|more|less|fewer|greater|smaller|between|either|neither|one of|about|around"
   r"|approximately|roughly|nearly|almost|at least|at most)|n't)\b\W*(?:\w+\W+){0,2}$"
   r"|\b(?:half|twice|double|triple)\b(?: of)?\W*$|^\W*[A-J]\W+(?:because|since|as)\b"
-  r"|\b(?:sum|product|difference|quotient|ratio|square|cube|root|factorial) of\b",
+  r"|\b(?:sum|product|difference|quotient|ratio|square|cube|root|factorial) of\b"
+  r"(?!.*(?:\b(?:is|are|be|equals?|gives)\b|[=:]))",
   re.IGNORECASE,
 )
 _NEGATIVE = re.compile(

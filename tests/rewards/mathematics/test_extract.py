@@ -48,6 +48,7 @@ STATED = [  # what follows "The answer is "
   ("20% of 50 = 10.", "10"),
   ("3 times 5 = 15 apples", "15"),
   ("18 apples in 2 years", "18"),
+  ("simple: the sum of its digits is 18.", "18"),
 ]
 
 
@@ -141,7 +142,16 @@ def test_the_last_number_is_no_part_of_a_formula(text, answer):
     ("It lies between 5 and 6.", None),
     ("It is about 5.", None),
     ("She has at least 5 apples.", None),
+    ("It is not $7$.", None),
+    (r"It lies between \(5\) and \(6\).", None),
+    ("It is half of $10$.", None),
+    ("It is the sum of $2$ and $3$.", None),
+    ("It is minus $5$.", "-5"),
+    ("She has $2$ dozen.", "2 dozen"),
     # What an equation ends with stands, and so does another sentence.
+    ("So -3 is not possible, and $x = 7$.", "x = 7"),
+    ("The sum of the roots is 7.", "7"),
+    ("The sum of 2 and $5$ equals $7$.", "7"),
     ("The sum of their ages is 2 + 5 = 7.", "7"),
     ("That is not right. She has 7 apples.", "7"),
     ("It is not 5.\nShe has 7 apples.", "7"),
