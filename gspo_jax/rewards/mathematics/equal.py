@@ -16,7 +16,7 @@ from gspo_jax.rewards.mathematics.nodes import (
   Word,
   as_region,
 )
-from gspo_jax.rewards.mathematics.quantity import Quantity, same
+from gspo_jax.rewards.mathematics.quantity import Quantity, normalise, same
 from gspo_jax.rewards.mathematics.units import Unit
 
 
@@ -287,7 +287,7 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
 
 def same_text(gold: str, ours: str) -> bool:
   """Whether two texts are the same but for spaces, and for case if they are words."""
-  a, b = (re.sub(r"[\s$*]+", " ", text).strip(" .") for text in (gold, ours))
+  a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):
     a, b = (words.fullmatch(text)[1].casefold() for text in (a, b))

@@ -145,6 +145,8 @@ def _tokenise(text: str, tight: bool):
       name = _COMPARISONS.get(match[0])
       kind = "command" if name else "symbol"
       found = [Token(kind, name or {"**": "^", "==": "="}[match[0]], spaced)]
+    elif text.startswith("...", position):
+      found, end = [Token("command", "ldots", spaced)], position + 3
     elif char in "([{":
       found = [Token("open", char, spaced)]
     elif char in ")]}":
