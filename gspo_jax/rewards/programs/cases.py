@@ -214,9 +214,8 @@ def _fence(line: str) -> tuple[str, str]:
 
 def completes(program: str, tests: Tests) -> str:
   """The program of assertion tests: one that defines no such function continues the prompt."""
-  defined = re.search(
-    rf"^(?:async\s+)?(?:def\s+)?{re.escape(tests.function)}\b\s*[(=]", program, re.M
-  )
+  name = re.escape(tests.function)
+  defined = re.search(rf"^(?:(?:async\s+)?def\s+{name}\s*[(\[]|{name}\s*=)", program, re.M)
   return program if defined else tests.preamble + program
 
 

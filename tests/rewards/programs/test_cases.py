@@ -238,6 +238,23 @@ def test_seeing_whether_code_goes_on_is_linear(unit):
   assert_linear(cases.completes, lambda n: (unit * n, tests))
 
 
+@pytest.mark.parametrize(
+  "program, continues",
+  [
+    ("  return x\n", True),
+    ("  return x\n\nf(3)\n", True),  # a call is no definition
+    ("def f(x):\n  return x\n", False),
+    ("async def f (x):\n  return x\n", False),
+    ("def f[T](x: T) -> T:\n  return x\n", False),
+    ("f = lambda x: x", False),
+    ("def f2(x):\n  return x\n", True),
+  ],
+)
+def test_what_does_not_define_the_function_continues_the_prompt(program, continues):
+  tests = cases.Tests("check", function="f", preamble="def f(x):\n")
+  assert cases.completes(program, tests) == "def f(x):\n" * continues + program
+
+
 def test_what_a_large_output_takes_of_memory():
   tracemalloc.start()
   for text, expected in (("1 " * 500_000, "1"), ("1\n" * 500_000, "1"), ("1 " * 500_000, "2 2")):
