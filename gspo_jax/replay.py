@@ -39,8 +39,10 @@ def replay(directory: epath.Path) -> bool:
   mesh, _ = sharding.make_meshes(config.mesh, config.rollout_mesh)
   with jax.set_mesh(mesh):
     learner, tx, step, critic = _update(config, about["phase"])
-    adapters = config.rl.lora_rank if about["phase"] == "rl" else 0
-    adaptive = config.objective.adaptive_clip if about["phase"] == "rl" else FIXED
+    of_rl = about["phase"] == "rl"
+    adapters = config.rl.lora_rank if of_rl else 0
+    adaptive = config.objective.adaptive_clip if of_rl else FIXED
+    experts = config.objective.replay if of_rl else "none"
     arrays = adapters, config.compute.dtype, adaptive, critic
     like = abstract_state(config.model, mesh, tx, *arrays)
     state = _state(directory / "state", like)
@@ -53,7 +55,7 @@ def replay(directory: epath.Path) -> bool:
       if batch.row_B is not None:  # this mesh may be another one
         batch = packing.plan(plain, sharding.batch_shards(mesh))
       batch, plain = sharding.put_batch((batch, plain), mesh)
-      look = jax.jit(functools.partial(_look, learner=learner, replay=config.objective.replay))
+      look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
       rows = _bad_rows(*jax.device_get(look(state.params, plain)))
       state, row = step(state, batch)
       row = metrics.compute(summarize((row,)))

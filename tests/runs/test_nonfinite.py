@@ -13,13 +13,14 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
-from support.command_line import ROOT, SMALL, environment, rows_of, run
+from support.command_line import ROOT, SMALL, SMALL_MODEL, environment, rows_of, run
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, initial
 from support.small_updates import learner
 
 from configs import tiny
 from gspo_jax import sharding
+from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.learner.summary import summarize
@@ -29,6 +30,7 @@ from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch
 
 TX = optax.adam(1e-2)
+MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
 
 
 def batch(seed=0, bad=False):
@@ -227,6 +229,17 @@ def test_a_run_may_leave_such_updates_out(tmp_path):
   assert "warning at sft step 2" in stderr
   last = rows_of(tmp_path, "sft")[-1]
   assert last["step"] == 8 and last["updates_skipped"] == 7 and last["grad_norm"] is None
+
+
+def test_a_cold_start_replays_no_experts(tmp_path, capsys):
+  """Its demonstrations have none on record, whatever RL is to replay."""
+  config = config_of(tiny.get_config, objective__replay="R3", **MODEL)
+  tx = optimizer.make(config.sft_optimizer, config.sft.steps)
+  state, one = new_state(initial(config.model), tx), batch(bad=True)
+  about = dataclasses.asdict(config), dict(phase="sft", step=1), "not finite"
+  directory = nonfinite.dump(epath.Path(tmp_path), *about, state, [one])
+  assert replay_main([str(directory)]) == 1
+  assert re.search("mini-batch 0: .*grad_norm", capsys.readouterr().out)
 
 
 def damaged(directory, name, content):
