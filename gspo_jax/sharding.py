@@ -356,12 +356,16 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Device arrays to host, whole, on every process: one gather if hosts hold different parts."""
-  if jax.process_count() == 1:
-    return jax.device_get(tree)
+  """Arrays to host, whole, on every process: one gather of those that hosts hold different parts
+  of. What a process has to itself, such as an array on the host, is whole already."""
   from jax.experimental import multihost_utils
 
-  return multihost_utils.process_allgather(tree, tiled=True)
+  def one(x: Any) -> Any:
+    if getattr(x, "is_fully_addressable", True):
+      return x
+    return multihost_utils.process_allgather(x, tiled=True)
+
+  return jax.device_get(jax.tree.map(one, tree))
 
 
 def publisher(

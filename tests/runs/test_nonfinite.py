@@ -132,6 +132,15 @@ def test_mini_batches_come_back_in_the_order_of_their_updates(tmp_path):
   chex.assert_trees_all_equal(found, batches)
 
 
+def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  made = lambda directory, state: directory.mkdir(parents=True)  # noqa: E731
+  monkeypatch.setattr(nonfinite.checkpoint, "save_state", made)
+  directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "not finite", None, [batch()])
+  with np.load(directory / "batch_0.npz") as arrays:
+    np.testing.assert_array_equal(arrays["tokens_BT"], batch().tokens_BT)
+
+
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_any_other_metric_that_is_not_finite_stops_the_run(on_nonfinite, tmp_path):
   guard = guard_of(tmp_path, on_nonfinite, updates=1, keep=2)
