@@ -15,7 +15,6 @@ import functools
 import importlib.util
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Protocol

@@ -8,3 +8,23 @@ from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, W
 from gspo_jax.sampling.rollout import generate, sample_rollout
 from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sampling.trajectory import Environment, SingleTurn, Trajectory, assemble
+
+__all__ = [
+  "Driver",
+  "Engine",
+  "EngineConfig",
+  "Environment",
+  "EnvironmentConfig",
+  "LocalEngine",
+  "Request",
+  "Response",
+  "SamplingConfig",
+  "ServersGone",
+  "SingleTurn",
+  "Trajectory",
+  "Usage",
+  "Workload",
+  "assemble",
+  "generate",
+  "sample_rollout",
+]

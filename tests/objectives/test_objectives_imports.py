@@ -43,3 +43,9 @@ def test_every_public_name_is_documented():
   assert len(public) > 30
   for one in public:
     assert one.__doc__, one.__name__
+
+
+def test_every_public_name_is_exported():
+  """From a package with py.typed a type checker lets others use what `__all__` names, no more."""
+  public = {k for k, x in vars(O).items() if getattr(x, "__module__", "").startswith(O.__name__)}
+  assert set(O.__all__) == public | {"POLICY_LOSSES"}
