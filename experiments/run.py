@@ -22,6 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.need("experiments")
+
 from experiments import definition, pod, readme, results, runs
 from experiments.definition import Experiment
 from experiments.results import DONE, FAILED, INTERRUPTED, Store

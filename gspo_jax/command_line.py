@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
-LIBRARIES = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")  # some of `train`
+LIBRARIES = dict(  # of an extra, some of those that the one before it does not bring
+  train=("absl", "flax", "grain", "ml_collections", "optax", "orbax"),
+  serve=("starlette", "uvicorn", "prometheus_client"),
+  experiments=("pandas", "scipy", "matplotlib"),
+)
 CONFIGS = Path(__file__).parent / "configs"
 # Keys that --help shows, in this order; what it says of them stands in configs/common.py.
 OFTEN = """
@@ -104,15 +108,23 @@ def begin(argv: Sequence[str]) -> None:
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
     sys.exit()
-  if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
-    names = ", ".join(missing)
-    sys.stderr.write(f"gspo_jax: {names} not found: pip install 'gspo-jax[train]' has all of it\n")
-    sys.exit(2)
+  need("train")
   if problem := wrong(argv[1:]):
     sys.stderr.write(f"gspo_jax: {problem}\n")
     sys.exit(2)
   sys.stderr.write(greeting(argv[1:]))
   sys.stderr.flush()
+
+
+def need(extra: str) -> None:
+  """Ends the process with one line where libraries of an extra are missing. For a command that is
+  run, before it imports them."""
+  known = (*LIBRARIES["train"], *LIBRARIES[extra])
+  missing = [name for name in dict.fromkeys(known) if importlib.util.find_spec(name) is None]
+  if missing:
+    command = f"pip install 'gspo-jax[{extra}]'"
+    sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: {command} has all of it\n")
+    sys.exit(2)
 
 
 def told_to_go(*_: object) -> NoReturn:

@@ -13,6 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.need("train")
+
 import jax
 
 from gspo_jax import sharding, weights

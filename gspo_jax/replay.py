@@ -11,6 +11,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.need("train")
+
 import jax
 import numpy as np
 from etils import epath
@@ -113,7 +118,9 @@ def say(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(description="Makes updates again that were not finite.")
+  parser = argparse.ArgumentParser(
+    prog="python -m gspo_jax.replay", description="Makes updates again that were not finite."
+  )
   parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP", type=epath.Path)
   directory = parser.parse_args(arguments).directory
   try:

@@ -17,8 +17,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.need("serve")
+
 import jax
 import jax.numpy as jnp
+import uvicorn
 from absl import app, flags, logging
 
 import gspo_jax
@@ -28,6 +34,7 @@ from gspo_jax.data import tokenizer
 from gspo_jax.models import hf, lora, transformer
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
 from gspo_jax.sampling.requests import bucket
+from gspo_jax.serving import app as http
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Limits, Refused
 from gspo_jax.serving.loop import Job, Loop
@@ -72,12 +79,6 @@ def main(argv: list[str]) -> None:
 
 def serve(config: RunConfig) -> None:
   """Serves until SIGTERM or Ctrl-C. Raises ValueError or OSError for what cannot be served."""
-  try:
-    import uvicorn
-
-    from gspo_jax.serving import app as http
-  except ImportError as error:
-    raise ValueError(f"{error.name} not found: pip install 'gspo-jax[serve]' has it") from error
   if not config.weights:
     raise ValueError("--weights must be given: a Hugging Face directory, a run, or random")
   paths.check_weights(config)

@@ -134,12 +134,21 @@ def test_what_a_configuration_says_of_itself():
     assert command_line.described(command_line.CONFIGS / f"{name}.py")[1], name
 
 
-def test_a_library_that_is_missing_is_one_line_that_names_the_extra(monkeypatch, capsys):
-  monkeypatch.setattr(command_line, "LIBRARIES", ("flax", "no_such_library"))
-  with pytest.raises(SystemExit, match="2"):
-    command_line.begin(["main", "--config=tiny", "--workdir=x"])
-  said = capsys.readouterr().err
-  assert re.fullmatch(r"gspo_jax: no_such_library not found: .*'gspo-jax\[train\]'.*\n", said)
+@pytest.mark.parametrize(
+  "module, extra",
+  [
+    *((f"gspo_jax.{name}", "train") for name in ("main", "export", "replay", "report", "aot")),
+    ("gspo_jax.serve", "serve"),
+    ("experiments.run", "experiments"),
+  ],
+)
+def test_libraries_that_are_missing_are_one_line_that_names_the_extra(module, extra):
+  done = subprocess.run(
+    [sys.executable, "-S", "-m", module],  # without site-packages
+    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  said = rf"gspo_jax: absl, flax, .* not found: pip install 'gspo-jax\[{extra}\]' has all of it\n"
+  assert done.returncode == 2 and re.fullmatch(said, done.stderr), done.stderr
 
 
 def parameters(overrides):

@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.need("train")
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 
 import jax

@@ -5,6 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gspo_jax import command_line
+
+if __name__ == "__main__":
+  command_line.need("train")
+
 from gspo_jax.report.page import write_report
 from gspo_jax.runs.files import WriteError
 
@@ -12,7 +17,8 @@ from gspo_jax.runs.files import WriteError
 def main(arguments: Sequence[str] | None = None) -> None:
   """Writes DIR/report.html, or a comparison of several runs to --output."""
   parser = argparse.ArgumentParser(
-    description="Writes the report of a run, or of several to compare them, as one HTML page."
+    prog="python -m gspo_jax.report",
+    description="Writes the report of a run, or of several to compare them, as one HTML page.",
   )
   parser.add_argument(
     "workdirs", metavar="DIR", nargs="+", help="a run's directory, with metrics.jsonl"
