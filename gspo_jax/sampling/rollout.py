@@ -50,10 +50,15 @@ def generate(
     Rows as long as the longest prompt and `max_new_tokens`.
 
   Raises:
+    TypeError: a prompt is a text, say, and not token ids.
     ValueError: no prompts, an empty one, one with other tokens than the model's, or more positions
       than the model was made for.
   """
-  prompts = [np.asarray(prompt).tolist() for prompt in prompts]
+  arrays = [np.asarray(prompt) for prompt in prompts]
+  for prompt, array in zip(prompts, arrays):
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+      raise TypeError(f"prompts={prompts!r:.60}: {prompt!r:.60} is no list of token ids")
+  prompts = [array.tolist() for array in arrays]
   lengths_P = [len(prompt) for prompt in prompts]
   if not lengths_P or group_size < 1:
     raise ValueError(f"{len(prompts)} prompts × group_size={group_size}: nothing to sample")

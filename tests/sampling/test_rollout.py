@@ -122,6 +122,12 @@ def test_bad_prompts_are_named(prompts, changes, message):
     sample(prompts, **changes)
 
 
+@pytest.mark.parametrize("prompts", [["1+1="], "1+1=", [1, 2], [[1.5]], [[[1]]], [[1], ["1"]]])
+def test_prompts_are_token_ids(prompts):
+  with pytest.raises(TypeError, match="is no list of token ids"):
+    sample(prompts)
+
+
 def test_prompts_may_be_arrays():
   prompts = [[1, 2, 3], [4, 5]]
   out = sample([jnp.array(prompt) for prompt in prompts])
