@@ -73,11 +73,7 @@ def check_weights(config: Any) -> None:
     if changed := _differences(config, had):
       raise ValueError(_other_model(config, changed))
     return
-  if not Path(config.weights).is_dir():
-    raise ValueError(
-      f"--config.weights={config.weights} is not a directory: set it to a Hugging Face directory "
-      "(config.json and *.safetensors), to the workdir of a run, or to random"
-    )
+  start.check_published("--config.weights", config.weights, "to the workdir of a run, or to random")
   from gspo_jax.models import hf  # safetensors is only needed here
 
   if (found := hf.check(config.weights)) != config.model:

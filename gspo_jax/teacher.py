@@ -60,11 +60,7 @@ def find(config: Any, workdir: Path | None = None) -> Teacher | None:
         f"{KEY}={name}: the config.json of that run does not say of which model it is: {error}"
       ) from error
     return Teacher(str(origin.path), origin, model, origin.config.get("tokenizer"))
-  if not Path(name).is_dir():
-    raise ValueError(
-      f"{KEY}={name} is not a directory: set it to a Hugging Face directory (config.json and "
-      "*.safetensors), or to the workdir of a run"
-    )
+  start.check_published(KEY, name, "or to the workdir of a run")
   from gspo_jax.models import hf  # safetensors is only needed here
 
   has_tokenizer = (Path(name) / "tokenizer.json").exists()

@@ -403,7 +403,7 @@ COMMANDS = {
   "TINY --config.rl=3": r"--config.rl=3 must be a section",
   "TINY --config.rl.prompts=many": r"rl.prompts=many must be a whole number, at least 1",
   "TINY --config.rl_optimizer.learning_rate=nan": r"rl_optimizer.learning_rate=nan must be above 0",
-  "TINY --config.weights=HERE": r"HERE/config.json: no such file",
+  "TINY --config.weights=HERE": r"weights=HERE has no config.json: set it to a Hugging Face dir",
   "TINY --config.weights=HERE/file": r"weights=HERE/file is not a directory",
   "TINY --config.data.train=HERE/file": r"data.train: HERE/file is none of .jsonl",
   "TINY --config.checkpoint.directory=HERE/file": r"checkpoint.directory=HERE/file is a file",

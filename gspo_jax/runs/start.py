@@ -81,6 +81,17 @@ def find(weights: str, key: str = "weights") -> Start | None:
   return Start(path, config or next((c for c in map(_config, above) if c), {}))
 
 
+def check_published(key: str, name: str, else_to: str) -> None:
+  """ValueError if `name`, which is no run, can be no Hugging Face directory; `else_to` says what
+  else `key` may be set to."""
+  if not os.path.isfile(os.path.join(name, "config.json")):
+    what = "has no config.json" if os.path.isdir(name) else "is not a directory"
+    raise ValueError(
+      f"{key}={name} {what}: set it to a Hugging Face directory (config.json and *.safetensors), "
+      f"{else_to}"
+    )
+
+
 def restore(start: Start, like: Any, key: str = "weights") -> Any:
   """The parameters alone, laid out as the abstract parameters `like` say, with adapters if
   `start.lora_rank` is above 0.
