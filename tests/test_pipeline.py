@@ -21,11 +21,13 @@ from test_partial_rollouts import surplus
 from configs import common
 from gspo_jax import sharding
 from gspo_jax.groups import Group, filled
+from gspo_jax.learner.step import log_probs
 from gspo_jax.models import transformer
 from gspo_jax.pipeline import Pipeline, read
 from gspo_jax.runs import preemption
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import SingleTurn
+from gspo_jax.train import place
 
 LAST = 6
 WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
@@ -177,6 +179,31 @@ def test_recorded_batches_are_trained_on_again(tmp_path):
     for step, why in {3: "is no batch of such a run", 4: "cannot be read: No such file"}.items():
       with pytest.raises(ValueError, match=rf"rl\.replay: .*{step:06d}\.json {why}"):
         sampling.next(step)
+
+
+def test_every_response_replays_the_experts_that_its_own_prompt_had():
+  """Servers take new weights while a group is sampled, so its prompt has other experts for some."""
+  old, new = (iterate(1, weights=lambda _, p=p: p, routing=True, **WHOLE) for p in (OTHER, PARAMS))
+  (made, _), first, second = new[1], old[0][0].groups, new[0][0].groups
+  for group, newer in zip(first, second):
+    assert group.prompt == newer.prompt
+    group.trajectories[1:] = newer.trajectories[1:]
+  config = made._config
+  config = dataclasses.replace(
+    config,
+    rl=dataclasses.replace(config.rl, lag=2),
+    objective=dataclasses.replace(config.objective, replay="R3"),
+  )
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  run = SimpleNamespace(config=config, environment=None, mesh=mesh)
+  fields = "step version reward_PG advantage_PG advantage_BL usage metrics".split()
+  mixed = made.again(first, **{name: getattr(new[0][0], name) for name in fields})
+  score = jax.jit(lambda batch: log_probs(PARAMS, batch, config.learner("rl"), "R3")[0])
+  with jax.set_mesh(mesh):
+    for batch in place(run, mixed, config.rl.minibatches):
+      alone = score(batch.replace(prompt_B=None))
+      found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch), alone))
+      np.testing.assert_allclose(found, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])
