@@ -12,6 +12,7 @@ Command:   python -m gspo_jax.main --config=configs/tiny_schedules.py:length --w
            python -m gspo_jax.tasks arithmetic:train --rows=256 > /tmp/sums.jsonl
            python -m gspo_jax.main --config=configs/tiny_schedules.py:groups --workdir=/tmp/groups
              --config.weights=/tmp/start/checkpoints/sft --config.data.train=/tmp/sums.jsonl
+           configs/tiny_schedules.py:growing in the same way, while lines are appended to its file
 Hardware:  any machine with two CPU cores; two to four minutes
 Expected:  eval/accuracy 0.39 to 0.44 -> 0.88 to 0.91 by :groups, with 45 % fewer tokens than with
            whole groups; 0.88 to 0.92 by :growing, 0.70 to 0.83 without what is appended;

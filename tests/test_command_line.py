@@ -130,6 +130,8 @@ def test_what_a_configuration_says_of_itself():
   what, hardware, variants = command_line.described(command_line.CONFIGS / "gsm8k.py")
   assert what.endswith("on one chip.") and "v5e (16 GiB)" in hardware
   assert variants == ["0.6B-v5e", "tiny"]
+  _, _, variants = command_line.described(command_line.CONFIGS / "tiny_schedules.py")
+  assert variants == ["length", "groups", "growing"]
   for name in FILES:  # so that the help can
     assert command_line.described(command_line.CONFIGS / f"{name}.py")[1], name
 
