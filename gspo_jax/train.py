@@ -219,8 +219,9 @@ def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
   """So many mini-batches, on the devices; an iteration has `rl.minibatches` of them."""
   c, rollout = run.config, collected.rollout
   # Conversations may begin differently. What was put aside went through the prompt again, with
-  # other weights, so that each trajectory of a group may have other experts there; with a lag those
-  # of servers may too, which take new weights under way.
+  # other weights, so that each trajectory of a group may have other experts there. With a lag
+  # those of servers may too, which take new weights under way; their record (`rl.replay`)
+  # makes the same updates with any engine.
   moved = c.rl.partial or (c.rl.lag and c.objective.replay == "R3")
   alike = run.environment is None and not (moved and rollout.routing is not None)
   advantages = collected.advantage_PG, collected.advantage_BL
