@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
-LIBRARIES = dict(  # of an extra, some of those that the one before it does not bring
-  train=("absl", "flax", "grain", "ml_collections", "optax", "orbax"),
-  serve=("starlette", "uvicorn", "prometheus_client"),
-  experiments=("pandas", "scipy", "matplotlib"),
+TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
+LIBRARIES = dict(  # some of those of each extra
+  train=TRAIN,
+  serve=(*TRAIN, "starlette", "uvicorn", "prometheus_client"),
+  experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
 )
 CONFIGS = Path(__file__).parent / "configs"
 # Keys that --help shows, in this order; what it says of them stands in configs/common.py.
@@ -119,9 +120,7 @@ def begin(argv: Sequence[str]) -> None:
 def need(extra: str) -> None:
   """Ends the process with one line where libraries of an extra are missing. For a command that is
   run, before it imports them."""
-  known = (*LIBRARIES["train"], *LIBRARIES[extra])
-  missing = [name for name in dict.fromkeys(known) if importlib.util.find_spec(name) is None]
-  if missing:
+  if missing := [name for name in LIBRARIES[extra] if importlib.util.find_spec(name) is None]:
     command = f"pip install 'gspo-jax[{extra}]'"
     sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: {command} has all of it\n")
     sys.exit(2)
