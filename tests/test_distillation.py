@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
-from support.command_line import SMALL_MODEL, command, figures, parameters, rows_of, run
+from support.command_line import SMALL_VALUES, command, figures, parameters, rows_of, run
 from support.configs import config_of
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
@@ -35,14 +35,13 @@ from gspo_jax.sampling import ServersGone
 from gspo_jax.sampling.servers import scoring
 from gspo_jax.sampling.servers.config import ServerConfig
 
-MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
 SMALL = dict(
   job="rl", model__num_layers=1, sampling__max_new_tokens=4, rl__packed=False,
   rl__prompts=4, rl__group_size=4, rl__minibatches=2, rl__iterations=2,
   rl_optimizer__warmup_steps=0, rl_optimizer__schedule="constant",
   eval__problems=2, eval__every=100, eval__greedy=False, checkpoint__every=1,
 )  # fmt: skip
-STUDENT = MODEL | SMALL | dict(model__moe_intermediate_size=0)  # it has no experts
+STUDENT = SMALL_VALUES | SMALL | dict(model__moe_intermediate_size=0)  # it has no experts
 ONE = sharding.MeshConfig(1, 1, 1, 1)
 
 
@@ -61,7 +60,7 @@ def trained(config, workdir):
 def other_run(tmp_path_factory):
   """A run of a mixture of experts with checkpoints after one and two iterations of RL."""
   workdir = tmp_path_factory.mktemp("teacher")
-  _, params = trained(config_of(tiny.get_config, **MODEL | SMALL, seed=3), workdir)
+  _, params = trained(config_of(tiny.get_config, **SMALL_VALUES | SMALL, seed=3), workdir)
   return workdir, params
 
 

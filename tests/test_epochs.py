@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.command_line import SMALL_MODEL, figures, rows_of
+from support.command_line import SMALL_VALUES, figures, rows_of
 from support.configs import config_of
 
 from configs import tiny
@@ -18,8 +18,7 @@ from gspo_jax.run import open_run
 from gspo_jax.runs import preemption
 from gspo_jax.structs import TrainBatch, TrainState
 
-MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
-SMALL = MODEL | dict(
+SMALL = SMALL_VALUES | dict(
   job="rl",
   model__num_layers=1,
   sampling__max_new_tokens=4,

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
-from support.command_line import ROOT, SMALL, SMALL_MODEL, environment, rows_of, run
+from support.command_line import ROOT, SMALL, SMALL_VALUES, environment, rows_of, run
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, initial
 from support.small_updates import learner
@@ -30,7 +30,6 @@ from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.structs import TrainBatch
 
 TX = optax.adam(1e-2)
-MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
 
 
 def batch(seed=0, bad=False):
@@ -242,7 +241,7 @@ def test_a_run_may_leave_such_updates_out(tmp_path):
 
 def test_a_cold_start_replays_no_experts(tmp_path, capsys):
   """Its demonstrations have none on record, whatever RL is to replay."""
-  config = config_of(tiny.get_config, objective__replay="R3", **MODEL)
+  config = config_of(tiny.get_config, objective__replay="R3", **SMALL_VALUES)
   tx = optimizer.make(config.sft_optimizer, config.sft.steps)
   state, one = new_state(initial(config.model), tx), batch(bad=True)
   about = dataclasses.asdict(config), dict(phase="sft", step=1), "not finite"

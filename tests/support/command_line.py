@@ -16,6 +16,9 @@ SMALL_MODEL = """
   model.hidden_size=32 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=16
   model.moe_intermediate_size=16
 """.split()
+SMALL_VALUES = {  # the same for `config_of`
+  key.replace(".", "__"): int(value) for key, value in (flag.split("=") for flag in SMALL_MODEL)
+}
 SMALL = (
   SMALL_MODEL
   + """
