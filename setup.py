@@ -61,7 +61,7 @@ setuptools.setup(
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["gspo_jax", "gspo_jax.*"]),
   package_data={"gspo_jax": ["py.typed", "report/static/*"]},
-  entry_points={"console_scripts": ["gspo-jax=gspo_jax.command_line:console"]},
+  entry_points={"console_scripts": ["gspo-jax=gspo_jax.cli.before_jax:console"]},
   install_requires=["jax>=0.7.0"],  # gspo_jax.objectives; CI tests it with that version
   extras_require={
     "train": TRAIN,  # gspo-jax, python -m gspo_jax.main

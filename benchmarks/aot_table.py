@@ -25,11 +25,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would
 import jax
 
 from configs import common, dense_math, moe_aime
-from gspo_jax import config as configuration
 from gspo_jax.aot import search_training
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
-from gspo_jax.models.sizes import PUBLISHED
+from gspo_jax.settings import run as configuration
+from gspo_jax.settings.model import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 8192

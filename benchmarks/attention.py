@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from moe import measure
 
-from gspo_jax.models.attention import attend_self
+from gspo_jax.models.attention.attention import attend_self
 
 FORMS = dict(cpu=("plain", "blockwise"), tpu=("plain", "blockwise", "splash"))
 GPU = ("plain", "blockwise", "cudnn")

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from scaling_points import ADAMW, init, make_step, random_batch, read_weights
 
-from gspo_jax import accelerators, sharding
+from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.hf import config as hf_config
-from gspo_jax.models.sizes import PUBLISHED, REFERENCE, ModelConfig
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
+from gspo_jax.settings.model import PUBLISHED, REFERENCE, ModelConfig
+from gspo_jax.system import accelerators
 
 # "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest
 # again, which is cheap. Logits of 8 sequences take 2.5 GB.

@@ -42,10 +42,11 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   import jax
 
   from configs import tiny
-  from gspo_jax import config as configuration
   from gspo_jax import main, train
   from gspo_jax.run import Run, open_run
-  from gspo_jax.runs import metrics, preemption
+  from gspo_jax.runs import metrics
+  from gspo_jax.settings import run as configuration
+  from gspo_jax.system import preemption
 
   values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
   changes = dict(
@@ -118,7 +119,8 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   import numpy as np
   import tokenizers
 
-  from gspo_jax.models import flops, hf, sizes, transformer
+  from gspo_jax.models import flops, hf, transformer
+  from gspo_jax.settings import model as sizes
 
   config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
   directory = Path(spec["directory"])

@@ -13,8 +13,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from gspo_jax.models.expert_blocks import ExpertWeights
-from gspo_jax.models.moe import FORMS
+from gspo_jax.models.experts.blocks import ExpertWeights
+from gspo_jax.models.experts.moe import FORMS
 
 SHAPES = {  # tokens, D, E, k, F
   "train": (4096, 512, 32, 4, 256),

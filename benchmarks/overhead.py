@@ -19,14 +19,14 @@ from unittest import mock
 import jax
 
 from configs import tiny
-from gspo_jax import config as configuration
 from gspo_jax import train
-from gspo_jax.collect import Collector
 from gspo_jax.main import compiled_programs_stay
 from gspo_jax.report import page
+from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.settings import run as configuration
 
 WRITING = (
   (Checkpointer, "save"),

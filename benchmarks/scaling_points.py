@@ -24,8 +24,8 @@ from gspo_jax.learner import step as train_step
 from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
-from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.structs import TrainBatch
 
 # The models of benchmarks/iteration.py: 4 layers; MoE: 2 experts per token of width 128.

@@ -3,7 +3,7 @@ are differences from it.
 
 `base()` itself runs anywhere: GSPO with the paper's numbers, on sums, with a toy model of random
 weights. "0: all" and the like say what a value that stands for another means; ranges stand with the
-keys' declarations, in the dataclasses that `gspo_jax.config.RunConfig` is made of.
+keys' declarations, in the dataclasses that `gspo_jax.settings.run.RunConfig` is made of.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import ml_collections
 from ml_collections import config_dict
 
 from gspo_jax.learner.objective import CorrectionConfig, ObjectiveConfig
-from gspo_jax.models import sizes
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings import model as sizes
+from gspo_jax.settings.model import ModelConfig
 
 ConfigDict = ml_collections.ConfigDict
 

@@ -6,7 +6,7 @@ Command:   python -m gspo_jax.main --config=configs/dense_math.py --workdir=DIR 
 Hardware:  a TPU v5p or v6e host of 4 or 8 chips
 Expected:  not run by us at this size
 
-configs/dense_math.py:NAME trains another model, named in gspo_jax.models.sizes.PUBLISHED or by the
+configs/dense_math.py:NAME trains another model, named in settings.model.PUBLISHED or by the
 directory that holds it: configs/dense_math.py:gemma-3-1b-pt.
 
 configs/dense_math.py:tiny has random weights of toy size and the byte tokenizer; it needs the two
@@ -14,7 +14,7 @@ data files only, and its reward stays near 0.
 """
 
 from gspo_jax.configs import common
-from gspo_jax.models import sizes
+from gspo_jax.settings import model as sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

@@ -9,7 +9,7 @@ configs/tiny.py:gemma is the same with a small Gemma 3.
 """
 
 from gspo_jax.configs import common
-from gspo_jax.models import sizes
+from gspo_jax.settings import model as sizes
 
 
 def get_config(arg: str | None = None) -> common.ConfigDict:

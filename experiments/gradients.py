@@ -11,19 +11,20 @@ from typing import Any
 
 import jax
 
+from experiments import group_gradients
 from gspo_jax import objectives as O
-from gspo_jax.collect import Collector
 from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import batch as batches
-from gspo_jax.learner import group_gradients, optimizer
+from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
+from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
-from gspo_jax.runs import preemption
 from gspo_jax.runs.metrics import Stopwatch, compute
 from gspo_jax.runs.totals import Totals
 from gspo_jax.structs import TrainBatch
+from gspo_jax.system import preemption
 
 UPDATES = (1, 4, 16)  # after which gradients are looked at
 ON_POLICY = 2  # times rl.prompts groups that the on-policy gradient is made of

@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  command_line.need("experiments")
+  before_jax.need("experiments")
 
 from experiments import definition, pod, readme, results, runs
 from experiments.definition import Experiment

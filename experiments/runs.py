@@ -13,8 +13,8 @@ from typing import Any
 from configs import common
 from experiments.definition import Changes, Condition, Experiment
 from experiments.results import Store
-from gspo_jax import config as configuration
 from gspo_jax import main
+from gspo_jax.settings import run as configuration
 
 ROOT = Path(__file__).parents[1]
 START, TUNING, FINAL = "start", "tuning", "final"  # stages

@@ -60,10 +60,11 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   """Makes a run; its status, and why it is not "done". Raises what has no status of its own."""
   from absl import logging
 
-  from gspo_jax import config as configuration
   from gspo_jax import main as command_line
   from gspo_jax.run import open_run
-  from gspo_jax.runs import nonfinite, preemption
+  from gspo_jax.runs import nonfinite
+  from gspo_jax.settings import run as configuration
+  from gspo_jax.system import preemption
 
   logging.set_verbosity(logging.WARNING)
   command_line.compiled_programs_stay()

@@ -13,17 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  command_line.need("train")
+  before_jax.need("train")
 
 import jax
 
-from gspo_jax import sharding, weights
+from gspo_jax import sharding
 from gspo_jax.models import hf
-from gspo_jax.models.sizes import ModelConfig
-from gspo_jax.runs import start
+from gspo_jax.runs import start, weights
+from gspo_jax.settings.model import ModelConfig
 
 # Of a tokenizer, as far as they are there.
 TOKENIZER = (

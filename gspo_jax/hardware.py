@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax.accelerators import peak_flops
 from gspo_jax.models import flops, transformer
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system.accelerators import peak_flops
 
 
 def forward_flops(

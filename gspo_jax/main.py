@@ -11,17 +11,18 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  signal.signal(signal.SIGTERM, command_line.told_to_go)
-  command_line.begin(sys.argv)  # the imports below take seconds
+  signal.signal(signal.SIGTERM, before_jax.told_to_go)
+  before_jax.begin(sys.argv)  # the imports below take seconds
 
 import jax
 from absl import app, flags, logging
 
-from gspo_jax import config_flag, sft, train
-from gspo_jax.config_flag import (
+from gspo_jax import sft, train
+from gspo_jax.cli import flags as config_flag
+from gspo_jax.cli.flags import (
   CONFIG,
   compiled_programs_stay,
   configured,
@@ -31,8 +32,9 @@ from gspo_jax.config_flag import (
 )
 from gspo_jax.report import page
 from gspo_jax.run import Run, check, open_run
-from gspo_jax.runs import files, nonfinite, preemption, provenance
+from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
+from gspo_jax.system import files, preemption
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print what a run would be, start nothing.")
@@ -71,11 +73,11 @@ def main(argv: list[str]) -> None:
 
 def plan() -> None:
   """Prints what a run would be. Refuses what a run would refuse; writes nothing."""
-  from gspo_jax import dry_run  # the compiler's part of the package is only needed here
+  from gspo_jax.aot import plan  # the compiler's part of the package is only needed here
 
   config = configured()
   try:
-    lines = dry_run.lines(config, check(config, _workdir()))
+    lines = plan.lines(config, check(config, _workdir()))
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:

@@ -6,7 +6,8 @@ from typing import Any
 
 from etils import epath
 
-from gspo_jax import constraints, rewards
+from gspo_jax import rewards
+from gspo_jax.rollouts import multipliers
 from gspo_jax.runs import start
 
 
@@ -40,7 +41,7 @@ def check(config: Any, workdir: Path | None = None) -> None:
     _check_checkpoints(config.checkpoint.directory, workdir)
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
-  constraints.check_importable(config.constraints)
+  multipliers.check_importable(config.constraints)
   check_weights(config)
 
 

@@ -11,18 +11,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  command_line.need("train")
+  before_jax.need("train")
 
 import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.config import RunConfig
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.adaptive_clip import FIXED
 from gspo_jax.learner.state import abstract_state
@@ -30,6 +28,8 @@ from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_ste
 from gspo_jax.learner.summary import summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
+from gspo_jax.settings import run as configuration
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch, TrainState
 
 

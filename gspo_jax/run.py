@@ -13,38 +13,30 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import (
-  consistency,
-  constraints,
-  hardware,
-  hosts,
-  offline,
-  paths,
-  rewards,
-  schedules,
-  sharding,
-  steps,
-)
+from gspo_jax import hardware, offline, paths, rewards, sharding
 from gspo_jax import teacher as teachers
-from gspo_jax.config import RunConfig
 from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import Benchmark, check_problems, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
-from gspo_jax.runs import lock, provenance, start
+from gspo_jax.rollouts import multipliers, schedules
+from gspo_jax.runs import provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.runs.files import WriteError
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
-from gspo_jax.sampling import Engine, LocalEngine, Workload
+from gspo_jax.runs.weights import initial
+from gspo_jax.sampling import Engine, LocalEngine, Workload, delimiters
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.settings import checks
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts, lock
+from gspo_jax.system.files import WriteError
 from gspo_jax.tasks import environments
-from gspo_jax.weights import initial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Run:
   writer: Writer
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
-  signals: constraints.Signals | None = None  # further rewards, and costs
+  signals: multipliers.Signals | None = None  # further rewards, and costs
   teacher: teachers.Teacher | None = None  # of distillation, unless a server has its weights
   rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
   # The trainer's parameters as such an engine loads them, in arrays that no update changes.
@@ -85,8 +77,8 @@ class Run:
     return np.array([tok.decode([i]).count("\n") for i in range(tok.vocab_size)], np.int32)
 
   @functools.cached_property
-  def delimiters(self) -> steps.Delimiters:
-    return steps.delimiters(self.config.objective.segment_delimiters, self.tokenizer)
+  def delimiters(self) -> delimiters.Delimiters:
+    return delimiters.delimiters(self.config.objective.segment_delimiters, self.tokenizer)
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
@@ -159,7 +151,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   """Reads and checks tokenizer, data and mesh; cheap checks come before slow ones."""
   tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size)
   if config.has_iterations and config.objective.segment_unit == "step":
-    steps.choose(config.objective.segment_delimiters, tok)
+    delimiters.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)
   for text in config.environment.stop_strings:
     if not tokenizer.shows(tok, text):
@@ -203,7 +195,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     longest = config.data.max_prompt_tokens
     new_groups([train_prompts[0]], 1, 0, longest, environment, render)  # or it cannot begin
   mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
-  consistency.check_devices(config, sharding.batch_shards(mesh))
+  checks.check_devices(config, sharding.batch_shards(mesh))
   transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
@@ -250,7 +242,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   with (
     jax.set_mesh(inputs.mesh),
     _open_scorers(config) as scorers,
-    constraints.open_signals(config.constraints, config.reward) as signals,
+    multipliers.open_signals(config.constraints, config.reward) as signals,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
     contextlib.ExitStack() as stack,
   ):
@@ -328,7 +320,7 @@ def open_engine(
   if config.engine.name == "local":
     yield LocalEngine(*common)
     return
-  from gspo_jax.sampling.server import ServerEngine  # an HTTP client is only needed here
+  from gspo_jax.sampling.servers.engine import ServerEngine  # an HTTP client is only needed here
 
   new = max(config.sampling.max_new_tokens, config.eval.max_new_tokens)
   with ServerEngine(

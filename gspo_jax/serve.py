@@ -17,10 +17,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  command_line.need("serve")
+  before_jax.need("serve")
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,18 @@ import uvicorn
 from absl import app, flags, logging
 
 import gspo_jax
-from gspo_jax import config_flag, paths, sharding
-from gspo_jax.config import RunConfig
+from gspo_jax import paths, sharding
+from gspo_jax.cli import flags as config_flag
 from gspo_jax.data import tokenizer
 from gspo_jax.models import hf, lora, transformer
+from gspo_jax.runs.weights import initial
 from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
 from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving import app as http
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Limits, Refused
 from gspo_jax.serving.loop import Job, Loop
-from gspo_jax.weights import initial
+from gspo_jax.settings.run import RunConfig
 
 TOKEN = "GSPO_JAX_SERVE_TOKEN"  # the environment variable; a flag would be seen by everybody
 

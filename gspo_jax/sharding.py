@@ -21,8 +21,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspo_jax import ranges
-from gspo_jax.ranges import Range
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import Range
 
 AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these

@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import hosts, sharding, weights
+from gspo_jax import sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.learner.step import Learner, make_score
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import ModelConfig
-from gspo_jax.runs import provenance, start
+from gspo_jax.runs import provenance, start, weights
 from gspo_jax.sampling.engine import ServersGone
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import TrainBatch
+from gspo_jax.system import hosts
 
 KEY = "distillation.teacher"
 

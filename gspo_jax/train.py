@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from gspo_jax import teacher
-from gspo_jax.collect import Collected, Collector
 from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import by_age, by_length, optimizer
@@ -36,15 +35,16 @@ from gspo_jax.learner.step import (
 )
 from gspo_jax.learner.summary import summarize
 from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
-from gspo_jax.pipeline import Pipeline
-from gspo_jax.records import rollout_records
 from gspo_jax.report import page
+from gspo_jax.rollouts.collector import Collected, Collector
+from gspo_jax.rollouts.dumps import rollout_records
+from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.totals import Totals
-from gspo_jax.segments import segment_ids
-from gspo_jax.steps import step_ends
+from gspo_jax.sampling.delimiters import step_ends
+from gspo_jax.sampling.parts import segment_ids
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
 
 

@@ -70,7 +70,7 @@ import json
 
 ASK = """
 import jax, json
-from gspo_jax import accelerators
+from gspo_jax.system import accelerators
 chip = jax.devices()[0]
 limit = (chip.memory_stats() or {}).get("bytes_limit") or accelerators.memory(chip.device_kind) or 0
 print(json.dumps(dict(kind=chip.device_kind, platform=chip.platform, gib=limit / 2**30)))

@@ -20,20 +20,20 @@ from support.small_updates import T, learner, make_batch
 from test_two_processes import on_two_processes
 
 from configs import tiny, tiny_distil
-from gspo_jax import dry_run, sharding, teacher, train
 from gspo_jax import run as runs
-from gspo_jax.aot import needed, programs
+from gspo_jax import sharding, teacher, train
+from gspo_jax.aot import needed, plan, programs
 from gspo_jax.aot.estimate import held
 from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import packing
 from gspo_jax.learner.distillation import DistillationConfig, make_distill
 from gspo_jax.models import hf, transformer
-from gspo_jax.models.sizes import tiny_moe
 from gspo_jax.run import open_run
-from gspo_jax.runs import preemption
 from gspo_jax.sampling import ServersGone
 from gspo_jax.sampling.servers import scoring
-from gspo_jax.sampling.servers.config import ServerConfig
+from gspo_jax.settings.model import tiny_moe
+from gspo_jax.settings.server import ServerConfig
+from gspo_jax.system import preemption
 
 SMALL = dict(
   job="rl", model__num_layers=1, sampling__max_new_tokens=4, rl__packed=False,
@@ -423,7 +423,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monke
   assert all(row["reward/mean"] == 0 for row in rows[1:])
   lines = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()
   assert np.std([json.loads(line)["advantage"] for line in lines]) > 0.05
-  said = "\n".join(dry_run.lines(config, runs.check(config)))
+  said = "\n".join(plan.lines(config, runs.check(config)))
   assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in said
   assert "the teacher's weights" in said
   stored = parameters(tmp_path / "whole", 5)
@@ -462,7 +462,7 @@ def test_a_run_learns_the_same_from_a_server(directory, server, tmp_path):
   made_with = json.loads((tmp_path / "served" / "config.json").read_text())["provenance"]
   assert made_with["teacher"] == dict(server=server.url, model="a model")
   before = len(server.seen)
-  said = "\n".join(dry_run.lines(config, runs.check(config)))
+  said = "\n".join(plan.lines(config, runs.check(config)))
   assert len(server.seen) == before, "a dry run asks nobody"
   assert f"teacher: a server, {server.url}" in said and "the teacher's weights" not in said
 

@@ -28,13 +28,15 @@ from support.command_line import (
 from support.configs import config_of
 
 from configs import tiny
-from gspo_jax import command_line, main
-from gspo_jax import config as configuration
+from gspo_jax import main
+from gspo_jax.cli import before_jax
 from gspo_jax.data import tokenizer
-from gspo_jax.models import flops, hf, sizes, transformer
+from gspo_jax.models import flops, hf, transformer
 from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.settings import model as sizes
+from gspo_jax.settings import run as configuration
 
 
 @pytest.fixture(scope="module")
@@ -440,7 +442,7 @@ def test_a_bad_command_is_answered_in_one_line_and_at_once(line, in_the_way):
     cwd=ROOT, env=environment(**modules_in(in_the_way)), capture_output=True, text=True, timeout=60,
   )  # fmt: skip
   seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-  said = done.stderr.removeprefix(command_line.greeting(line.split()))
+  said = done.stderr.removeprefix(before_jax.greeting(line.split()))
   assert done.returncode == 2 and re.search(f"^gspo_jax: .*{message}.*\n\\Z", said), done.stderr
   assert not done.stdout and seconds < 10, (
     "nothing is compiled; of this machine's seconds it takes 2"

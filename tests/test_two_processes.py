@@ -29,7 +29,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
-from gspo_jax.runs.preemption import EXIT_CODE
+from gspo_jax.system.preemption import EXIT_CODE
 
 # data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
 # the processes runs through the first axis that is not 1. (The job below has it through data.)

@@ -16,11 +16,11 @@ import jax
 from experiments import runs
 from experiments.e13_cost.conditions import ARMS
 from experiments.pod import CONFIG
-from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.aot import chips, iteration
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import Case, make_case, programs, resolved
+from gspo_jax.settings import run as configuration
 
 TOPOLOGY = "v5p:4x4x4"
 FILE = Path(__file__).with_name("pod.csv")

@@ -12,22 +12,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  command_line.need("train")
+  before_jax.need("train")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 
 import jax
 from absl import app, flags, logging
 
-from gspo_jax import config as configuration
-from gspo_jax import config_flag, sharding
+from gspo_jax import sharding
 from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
 from gspo_jax.aot.table import print_line, print_row, title
+from gspo_jax.cli import flags as config_flag
+from gspo_jax.settings import run as configuration
 
 flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")

@@ -3,7 +3,7 @@
 import math
 import re
 
-from gspo_jax.accelerators import CHIPS, Chip
+from gspo_jax.system.accelerators import CHIPS, Chip
 
 
 def sides(topology: str) -> tuple[int, ...]:

@@ -10,11 +10,11 @@ import jax
 from jax.experimental import topologies
 
 from gspo_jax import sharding
-from gspo_jax.accelerators import GIB
 from gspo_jax.aot import chips, hlo_costs, links
 from gspo_jax.aot.estimate import held
 from gspo_jax.aot.programs import Case, Program
 from gspo_jax.models import transformer
+from gspo_jax.system.accelerators import GIB
 
 
 def devices_of(topology: str) -> list:

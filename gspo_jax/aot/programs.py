@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from gspo_jax import config as configuration
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.models import flops, lora, routing, transformer
-from gspo_jax.sampling import EngineConfig, Workload, slots
+from gspo_jax.models import flops, lora, transformer
+from gspo_jax.models.experts import routing
+from gspo_jax.sampling import EngineConfig, Workload
+from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.requests import sizes
+from gspo_jax.settings import run as configuration
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch
 

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
-from gspo_jax.accelerators import GIB
 from gspo_jax.aot.estimate import Least
 from gspo_jax.aot.table import print_line
+from gspo_jax.system.accelerators import GIB
 
 Choice: TypeAlias = Hashable  # a frozen dataclass whose str names it
 WORTH = 0.02  # of the best time so far: what a candidate has to promise to be compiled

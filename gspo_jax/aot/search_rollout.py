@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.accelerators import Chip
 from gspo_jax.aot import chips, estimate, iteration, needed
 from gspo_jax.aot.compiler import compile_one, devices_of
 from gspo_jax.aot.programs import Case, programs
@@ -21,6 +20,7 @@ from gspo_jax.aot.search import Search, print_outcome
 from gspo_jax.aot.table import print_line, print_row
 from gspo_jax.models import flops
 from gspo_jax.sampling.requests import sizes
+from gspo_jax.system.accelerators import Chip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from gspo_jax import jsons
+from gspo_jax.system import jsons
 
 Row = tuple[str, str, Callable[[], Any]]
 _MAGIC = r"[*?\[]"

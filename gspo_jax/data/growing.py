@@ -20,11 +20,12 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import hosts, structs
+from gspo_jax import structs
 from gspo_jax.data import files, overlap, sources, tokenizer
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.data.files import DataError
 from gspo_jax.data.rows import Check, Reader
+from gspo_jax.system import hosts
 
 TAIL = 4096  # bytes at the end of what was read that are compared before reading on
 PATIENCE_S = 60  # for what the first host has seen to be seen by another one

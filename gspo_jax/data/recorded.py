@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax import ranges
 from gspo_jax.data import tokenizer
 from gspo_jax.data.files import BadRow, DataError, Skipped, read
 from gspo_jax.data.sources import Prompts
-from gspo_jax.ranges import FractionBelowOne
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import FractionBelowOne
 from gspo_jax.structs import Prompt
 
 CHARACTERS = 1 << 20  # of a text: more would take the tokenizer longer than a run should wait

@@ -24,13 +24,14 @@ from typing import Annotated, Any, Literal, Protocol
 import grain
 import numpy as np
 
-from gspo_jax import ranges, structs
+from gspo_jax import structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.embedded import TASKS, Embedded, probe
 from gspo_jax.data.files import DataError, Skipped, read
-from gspo_jax.data.prompt_filter import QuerySetConfig
 from gspo_jax.data.rows import Check, Reader
-from gspo_jax.ranges import Fraction, PositiveInt, Range
+from gspo_jax.rollouts.prompt_filter import QuerySetConfig
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import Fraction, PositiveInt, Range
 
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"

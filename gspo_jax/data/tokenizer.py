@@ -19,7 +19,7 @@ import jinja2.sandbox
 import tokenizers
 from etils import epath
 
-from gspo_jax import jsons
+from gspo_jax.system import jsons
 
 
 class TokenizerError(ValueError):

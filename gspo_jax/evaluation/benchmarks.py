@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from gspo_jax import ranges
 from gspo_jax.evaluation import elo
-from gspo_jax.ranges import Name, NonNegativeInt, PositiveInt, Temperature
 from gspo_jax.rewards import VERIFIERS, Scorer
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import Name, NonNegativeInt, PositiveInt, Temperature
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks.environments import Make
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_jax import jsons
+from gspo_jax.system import jsons
 
 LOWEST, HIGHEST = 0.0, 4000.0  # where no finite rating is likeliest: all won, or all lost
 

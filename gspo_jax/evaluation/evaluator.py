@@ -18,15 +18,12 @@ from typing import Any
 import jax
 from absl import logging
 
-from gspo_jax import hosts
-from gspo_jax.constraints import Signals
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, EvalConfig
 from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
-from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.rewards import require_verdicts
-from gspo_jax.runs.files import write_whole
+from gspo_jax.rollouts.multipliers import Signals
 from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import (
   Driver,
@@ -37,6 +34,9 @@ from gspo_jax.sampling import (
   Workload,
 )
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system import hosts
+from gspo_jax.system.files import write_whole
 
 Row = dict[str, Any]
 SHOWN = 1000  # characters of a gold answer in records: the tests of a program take megabytes

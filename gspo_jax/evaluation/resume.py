@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import hosts, sharding
-from gspo_jax.runs.files import seal, unseal, write_whole, writing
+from gspo_jax import sharding
+from gspo_jax.system import hosts
+from gspo_jax.system.files import seal, unseal, write_whole, writing
 
 
 class Unfinished:

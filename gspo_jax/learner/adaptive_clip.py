@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.objectives import adapted_factor
-from gspo_jax.ranges import FractionBelowOne, PositiveFloat, Range
+from gspo_jax.settings.ranges import FractionBelowOne, PositiveFloat, Range
 from gspo_jax.structs import TrainState
 
 METRIC = "clip_fraction/token"  # of an iteration, all updates together

@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.learner import by_age, packing
-from gspo_jax.models import routing
+from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.structs import Rollout, TrainBatch
 

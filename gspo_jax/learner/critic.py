@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from gspo_jax import objectives as O
-from gspo_jax import ranges
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.models import critic as models
-from gspo_jax.models.sizes import ComputeConfig, ModelConfig
 from gspo_jax.objectives.reductions import Max, Mean, Metrics
-from gspo_jax.ranges import Fraction, NonNegativeFloat, NonNegativeInt
+from gspo_jax.settings import ranges
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt
 from gspo_jax.structs import CriticState, TrainBatch, TrainState
 
 LOSS = "value/loss"  # the metric that is the critic's loss

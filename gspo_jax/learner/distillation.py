@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import objectives as O
-from gspo_jax import ranges
 from gspo_jax.objectives.reductions import merge
-from gspo_jax.ranges import Fraction, NonNegativeFloat, PositiveFloat
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, PositiveFloat
 from gspo_jax.structs import TrainBatch
 
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models import routing, transformer
-from gspo_jax.models.attention import Tree
+from gspo_jax.models import transformer
+from gspo_jax.models.attention.attention import Tree
+from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, TrainBatch
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import objectives as O
-from gspo_jax import ranges
 from gspo_jax.learner.adaptive_clip import FIXED, AdaptiveClipConfig
 from gspo_jax.objectives.reductions import Mean, Metrics
-from gspo_jax.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from gspo_jax.structs import TrainBatch
 
 LOSSES = O.POLICY_LOSSES

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeFloat, NonNegativeInt
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import NonNegativeFloat, NonNegativeInt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.learner.layout import Rows
-from gspo_jax.models import moe, routing, transformer
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.models import transformer
+from gspo_jax.models.experts import moe, routing
 from gspo_jax.objectives.reductions import Max, Mean
+from gspo_jax.settings.model import ModelConfig
 
 VOLATILITY = "router/volatility"
 

@@ -14,7 +14,7 @@ from gspo_jax.learner.adaptive_clip import AdaptiveClipConfig
 from gspo_jax.learner.critic import Critic
 from gspo_jax.models import critic as critics
 from gspo_jax.models import lora, transformer, weights
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 
 

@@ -21,9 +21,10 @@ from gspo_jax.learner.numbers import WithNumbers, with_numbers
 from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
 from gspo_jax.learner.optimizer import Optimizer, numbered
 from gspo_jax.learner.router_metrics import router_metrics, volatility_metrics
-from gspo_jax.models import lora, moe, routing, transformer
-from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.models import lora, transformer
+from gspo_jax.models.experts import moe, routing
 from gspo_jax.objectives.reductions import Last, Max, Mean, merge
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch, TrainState
 

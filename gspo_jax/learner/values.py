@@ -21,8 +21,8 @@ from gspo_jax.learner.layout import forward
 from gspo_jax.learner.step import Learner, by_part, experts_to_replay, rows_of
 from gspo_jax.models import critic as models
 from gspo_jax.models import weights
-from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.objectives.reductions import Mean, merge
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import TrainBatch
 
 EPSILON = 1e-6  # added to the standard deviation of advantages

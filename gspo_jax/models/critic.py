@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer, weights
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax
 
 from gspo_jax.models import weights
 from gspo_jax.models.layers import Family, feed_forward, rms_norm_around_one
-from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.models.weights import Attention, Dense
+from gspo_jax.settings.model import ModelConfig
 
 
 @flax.struct.dataclass

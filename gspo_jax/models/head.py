@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models.attention_blocks import softcap
-from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.models.attention.blocks import softcap
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 NO_TOKEN = -1  # in the place of a token of a support

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, pages
-from gspo_jax.models import cache as kv_cache
-from gspo_jax.models.attention import Scores, Tree, rotate
-from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax.models.attention import attention, pages
+from gspo_jax.models.attention import cache as kv_cache
+from gspo_jax.models.attention.attention import Scores, Tree, rotate
 from gspo_jax.models.weights import Attention, Dense, InStack, Weight
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # (x, scale, eps) -> like x

@@ -12,9 +12,10 @@ computes again.
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import accelerators, sharding
-from gspo_jax.models import attention
-from gspo_jax.models.sizes import ComputeConfig, ModelConfig
+from gspo_jax import sharding
+from gspo_jax.models.attention import attention
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.system import accelerators
 
 _policies = jax.checkpoint_policies
 _DOTS = _policies.dots_with_no_batch_dims_saveable

@@ -14,14 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, gemma, head, layers, lora, moe, qwen3, remat, weights
-from gspo_jax.models.attention import Tree
-from gspo_jax.models.cache import Cache
+from gspo_jax.models import gemma, head, layers, lora, qwen3, remat, weights
+from gspo_jax.models.attention import attention
+from gspo_jax.models.attention.attention import Tree
+from gspo_jax.models.attention.cache import Cache
+from gspo_jax.models.attention.pages import Pages
+from gspo_jax.models.experts import moe
+from gspo_jax.models.experts.moe import ExpertWeights, RouterStats
 from gspo_jax.models.head import head_logits, token_logp  # noqa: F401, the model's other end
-from gspo_jax.models.moe import ExpertWeights, RouterStats
-from gspo_jax.models.pages import Pages
-from gspo_jax.models.sizes import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.models.weights import InStack, Params
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P, Rules
 
 FAMILIES = dict(qwen3=qwen3.FAMILY, gemma=gemma.FAMILY)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.sharding import Rules
 
 

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_jax import command_line
+from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  command_line.need("train")
+  before_jax.need("train")
 
 from gspo_jax.report.page import write_report
-from gspo_jax.runs.files import WriteError
+from gspo_jax.system.files import WriteError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics, provenance
-from gspo_jax.runs.files import write_whole
+from gspo_jax.system.files import write_whole
 
 Row = dict[str, Any]
 

@@ -21,10 +21,17 @@ from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
-from gspo_jax import ranges
-from gspo_jax.ranges import Fraction, Name, NonNegativeFloat, NonNegativeInt, Range, Workers
 from gspo_jax.rewards import lines, pool, shaping, thought
 from gspo_jax.rewards.programs.process import ISOLATIONS
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import (
+  Fraction,
+  Name,
+  NonNegativeFloat,
+  NonNegativeInt,
+  Range,
+  Workers,
+)
 
 VERIFIERS = {  # imported when a config names them
   "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task of sums

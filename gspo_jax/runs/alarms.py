@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from gspo_jax import ranges
-from gspo_jax.ranges import Fraction, NonNegativeFloat, Range
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, Range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
-from gspo_jax import ranges
-from gspo_jax.ranges import NonNegativeInt, PositiveInt, Seconds
-from gspo_jax.runs import integrity, preemption
-from gspo_jax.runs.files import WriteError, writing
+from gspo_jax.runs import integrity
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import NonNegativeInt, PositiveInt, Seconds
+from gspo_jax.system import preemption
+from gspo_jax.system.files import WriteError, writing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gspo_jax.runs.files import seal, unseal, writing
 from gspo_jax.runs.mirror import files_below
+from gspo_jax.system.files import seal, unseal, writing
 
 SIZES = "sizes.json"  # within a checkpoint: its files, and their sizes in bytes and checksums
 REPLACED = "replaced_"  # before its step: a checkpoint while the one that replaces it is written

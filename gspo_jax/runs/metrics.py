@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from gspo_jax.runs import tracking
-from gspo_jax.runs.files import write_whole, writing
+from gspo_jax.system.files import write_whole, writing
 
 Row = dict[str, Any]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from etils import epath
 
-from gspo_jax.runs.files import WriteError, writing
 from gspo_jax.runs.provenance import FILE
+from gspo_jax.system.files import WriteError, writing
 
 FOLDER = "workdir"  # of checkpoint.directory
 LEFT_OUT = ("checkpoints", "failures", "profile", "published", "wandb", "lock")

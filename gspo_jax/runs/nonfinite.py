@@ -19,9 +19,10 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import jsons, sharding
+from gspo_jax import sharding
 from gspo_jax.runs import checkpoint
 from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.system import jsons
 
 ABOUT = "failure.json"
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import hosts, jsons
-from gspo_jax.runs.files import write_whole
+from gspo_jax.system import hosts, jsons
+from gspo_jax.system.files import write_whole
 
 FILE = "config.json"
 NO_PART = ("provenance", "resume")  # of what makes a run another one

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.runs.files import writing
+from gspo_jax.system.files import writing
 
 Log = Callable[[Mapping[str, float]], None]
 

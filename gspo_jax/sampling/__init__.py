@@ -3,7 +3,7 @@ rollouts; `sampler` for the distribution itself."""
 
 from gspo_jax.sampling.driver import Driver, EnvironmentConfig
 from gspo_jax.sampling.engine import Engine, ServersGone
-from gspo_jax.sampling.local import LocalEngine
+from gspo_jax.sampling.local.engine import LocalEngine
 from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
 from gspo_jax.sampling.rollout import generate, sample_rollout
 from gspo_jax.sampling.sampler import SamplingConfig

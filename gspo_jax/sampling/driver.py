@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from gspo_jax import ranges
-from gspo_jax.ranges import Fraction, Name, NonNegativeFloat, PositiveInt, Workers
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.requests import Request, Response, Workload
 from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import Fraction, Name, NonNegativeFloat, PositiveInt, Workers
 from gspo_jax.structs import Prompt
 from gspo_jax.tasks.environments import ENVIRONMENTS
 

@@ -44,7 +44,7 @@ class Engine(Protocol):
     """Goes on for a while and returns the responses that were finished meanwhile.
 
     Raises:
-      Preempted: in a run that was told to go (runs/preemption.py).
+      Preempted: in a run that was told to go (system/preemption.py).
     """
     ...
 

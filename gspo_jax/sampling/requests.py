@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from gspo_jax import ranges, sharding
-from gspo_jax.models.sizes import ComputeConfig
-from gspo_jax.ranges import NonNegativeInt, PositiveInt, Range
+from gspo_jax import sharding
 from gspo_jax.sampling.sampler import SamplingConfig
-from gspo_jax.sampling.servers.config import DEFAULT as SERVER
-from gspo_jax.sampling.servers.config import ServerConfig
+from gspo_jax.settings import ranges
+from gspo_jax.settings.model import ComputeConfig
+from gspo_jax.settings.ranges import NonNegativeInt, PositiveInt, Range
+from gspo_jax.settings.server import DEFAULT as SERVER
+from gspo_jax.settings.server import ServerConfig
 
 SHORTEST = 16  # tokens that a prefill is padded to at least
 Prefill = Annotated[int, Range(SHORTEST, 2**20)]

@@ -6,9 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import ranges, sharding
+from gspo_jax import sharding
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.ranges import NonNegativeInt, PositiveInt, Temperature
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import NonNegativeInt, PositiveInt, Temperature
 from gspo_jax.sharding import BATCH, P
 
 MOST_KEPT = 1024  # tokens of a support that is put on record: 4 KiB for each sampled token

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gspo_jax.models import routing
+from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sampling.requests import Response
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # role and content

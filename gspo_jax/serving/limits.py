@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Annotated
 
-from gspo_jax import ranges
-from gspo_jax.ranges import PositiveFloat, PositiveInt, Range
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import PositiveFloat, PositiveInt, Range
 
 Bytes = Annotated[int, Range(1_024, 2**32)]
 

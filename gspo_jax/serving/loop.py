@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from gspo_jax.sampling import Request, Response, Trajectory, Usage, Workload
-from gspo_jax.sampling.local import LocalEngine
+from gspo_jax.sampling.local.engine import LocalEngine
 from gspo_jax.sampling.trajectory import SingleTurn
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Refused

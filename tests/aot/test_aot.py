@@ -12,7 +12,7 @@ import pytest
 
 from gspo_jax.aot import chips, hlo_costs
 from gspo_jax.models import flops
-from gspo_jax.models.sizes import PUBLISHED, tiny_moe
+from gspo_jax.settings.model import PUBLISHED, tiny_moe
 
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from configs import moe_aime
-from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.aot import iteration, programs
 from gspo_jax.aot.lengths import Lengths, default_mean
+from gspo_jax.settings import run as configuration
 
 
 def test_lengths_have_the_mean_that_was_asked_for():

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from gspo_jax import accelerators
 from gspo_jax.aot import compiler, hlo, hlo_costs, kernels
-from gspo_jax.models import expert_groups
+from gspo_jax.models.experts import groups
+from gspo_jax.system import accelerators
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
@@ -185,14 +185,14 @@ def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
 )
 def test_tiles_of_published_models_fit_into_vector_memory(monkeypatch, topology, kind, D, F):
   """Where they do not, the compiler refuses them."""
-  monkeypatch.setattr(expert_groups, "_interpreted", lambda: False)
-  monkeypatch.setattr(expert_groups, "_vector_memory", lambda: accelerators.vector_memory(kind))
+  monkeypatch.setattr(groups, "_interpreted", lambda: False)
+  monkeypatch.setattr(groups, "_vector_memory", lambda: accelerators.vector_memory(kind))
   on_chip = jax.sharding.SingleDeviceSharding(compiler.devices_of(topology)[0])
   R, E = 81920, 32
-  back = functools.partial(expert_groups._megablox, transposed=True)
-  compiled(expert_groups._megablox, on_chip, (R, D), (E, D, 2 * F), (E,))
+  back = functools.partial(groups._megablox, transposed=True)
+  compiled(groups._megablox, on_chip, (R, D), (E, D, 2 * F), (E,))
   compiled(back, on_chip, (R, 2 * F), (E, D, 2 * F), (E,))
-  compiled(expert_groups._megablox_outer, on_chip, (R, D), (R, 2 * F), (E,), (E, D, 2 * F))
+  compiled(groups._megablox_outer, on_chip, (R, D), (R, 2 * F), (E,), (E, D, 2 * F))
 
 
 def test_what_a_compiler_had_too_little_of():

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from configs import moe_aime
-from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.aot import estimate, needed, programs
+from gspo_jax.settings import run as configuration
 
 EXPERTS = 48 * 3 * 128 * 2048 * 768
 HEAD = 151_936 * 2048

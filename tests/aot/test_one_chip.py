@@ -11,11 +11,11 @@ import jax
 import pytest
 
 from configs import gsm8k
-from gspo_jax import config as configuration
 from gspo_jax import sharding
 from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import PROGRAMS, make_case, programs
 from gspo_jax.models import transformer
+from gspo_jax.settings import run as configuration
 
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(

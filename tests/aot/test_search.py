@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from configs import common, moe_aime
-from gspo_jax import config as configuration
 from gspo_jax import sharding
-from gspo_jax.accelerators import GIB
 from gspo_jax.aot import chips, estimate, search, search_rollout, search_training
 from gspo_jax.aot.programs import make_case
 from gspo_jax.models import transformer
+from gspo_jax.settings import run as configuration
 from gspo_jax.sharding import MeshConfig
+from gspo_jax.system.accelerators import GIB
 
 START = search_training.Choice(MeshConfig(1, 2, 4, 1), 1, "full", 1024, 16)
 

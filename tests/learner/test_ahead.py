@@ -8,9 +8,9 @@ from support.command_line import SMALL
 from support.configs import values_of
 
 from configs import tiny, tiny_tools
-from gspo_jax import config as configuration
 from gspo_jax import train
 from gspo_jax.run import open_run
+from gspo_jax.settings import run as configuration
 
 SMALL_VALUES = {
   key: int(text)

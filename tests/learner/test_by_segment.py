@@ -27,7 +27,7 @@ from support.small_updates import (
 from gspo_jax import objectives as O
 from gspo_jax.learner import by_segment, packing
 from gspo_jax.learner.objective import policy_loss
-from gspo_jax.segments import segment_ids
+from gspo_jax.sampling.parts import segment_ids
 
 SEGMENT = dataclasses.replace(
   GSPO, name="segment", segment_unit="tokens", segment_tokens=3, clip_low=0.01, clip_high=0.02

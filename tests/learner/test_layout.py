@@ -22,8 +22,8 @@ from support.small_updates import (
 )
 
 from gspo_jax.learner import layout
-from gspo_jax.models import routing
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.models.experts import routing
+from gspo_jax.settings.model import REFERENCE
 
 GROUP, PROMPT = 4, 8  # responses to a prompt, tokens of the longest prompt
 PROMPTS = (3, 8, 1, 0)  # the last group is missing

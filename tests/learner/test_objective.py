@@ -12,7 +12,6 @@ import pytest
 from support import objectives_reference as paper
 
 from configs import common, dense_math, moe_aime, tiny, tiny_tools
-from gspo_jax import config as configuration
 from gspo_jax import objectives as O
 from gspo_jax.learner.objective import (
   CorrectionConfig,
@@ -21,6 +20,7 @@ from gspo_jax.learner.objective import (
   options_of,
   policy_loss,
 )
+from gspo_jax.settings import run as configuration
 from gspo_jax.structs import TrainBatch
 
 LOSSES = O.POLICY_LOSSES

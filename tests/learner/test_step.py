@@ -28,8 +28,9 @@ from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import new_state
-from gspo_jax.models import routing, transformer
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.models import transformer
+from gspo_jax.models.experts import routing
+from gspo_jax.settings.model import REFERENCE
 
 TX = optax.adamw(1e-2)
 

@@ -16,7 +16,7 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.batch import train_batch
 from gspo_jax.models import transformer
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.settings.model import REFERENCE
 
 G = 4
 

@@ -10,12 +10,12 @@ from support.small_models import DENSE
 from support.small_updates import ALL_TERMS, learner
 
 from configs import tiny
-from gspo_jax import config as configuration
 from gspo_jax import train
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.objective import CorrectionConfig, ObjectiveConfig, effective
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.run import open_run
+from gspo_jax.settings import run as configuration
 
 SMALL = dict(
   job="rl",

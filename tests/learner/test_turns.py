@@ -15,11 +15,11 @@ from support.small_updates import learner, rl_step, scalars
 
 from configs import tiny_tools
 from gspo_jax import objectives as O
-from gspo_jax import segments
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.objectives.reductions import compute
+from gspo_jax.sampling import parts as segments
 
 OBJECTIVE = config_of(tiny_tools.get_config).objective
 G = 4

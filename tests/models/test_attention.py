@@ -11,9 +11,11 @@ import pytest
 from jax.extend import core
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, attention_blocks, transformer
-from gspo_jax.models.attention import Scores
-from gspo_jax.models.sizes import REFERENCE, tiny_dense
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import attention
+from gspo_jax.models.attention import blocks as attention_blocks
+from gspo_jax.models.attention.attention import Scores
+from gspo_jax.settings.model import REFERENCE, tiny_dense
 
 
 def inputs(B=2, T=37, N=4, K=2, H=16, S=None, dtype=jnp.float32):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.models import cache
-from gspo_jax.models.sizes import tiny_moe
+from gspo_jax.models.attention import cache
+from gspo_jax.settings.model import tiny_moe
 
 l, B, K, H, S = 2, 4, 2, 8, 24
 MODEL = dataclasses.replace(tiny_moe(32), num_layers=l, num_kv_heads=K, head_dim=H)

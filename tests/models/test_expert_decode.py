@@ -10,8 +10,9 @@ import pytest
 from support.small_models import MOE, initial
 
 from gspo_jax import sharding
-from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import expert_decode, moe, transformer
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import cache as kv_cache
+from gspo_jax.models.experts import decode, moe
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE, MeshConfig
 
 X, K, E, D, F = 40, 2, 8, 16, 12
@@ -27,7 +28,7 @@ def plain(x_XD, gate_Xk, index_Xk, w):
 @pytest.mark.parametrize("rows", [8, 128])  # several rounds, and one
 @pytest.mark.parametrize("case", ["mixed", "all_to_one", "held_elsewhere"])
 def test_one_hot_equals_the_plain_sum(case, rows, monkeypatch):
-  monkeypatch.setattr(expert_decode, "ROWS", rows)
+  monkeypatch.setattr(decode, "ROWS", rows)
   keys = iter(jax.random.split(jax.random.key(0), 6))
   shapes = (E, D, F), (E, D, F), (E, F, D)
   w = moe.ExpertWeights(*[jax.random.normal(next(keys), s) / s[1] ** 0.5 for s in shapes])
@@ -35,7 +36,7 @@ def test_one_hot_equals_the_plain_sum(case, rows, monkeypatch):
   index = jax.vmap(lambda key: jax.random.permutation(key, E)[:K])(jax.random.split(next(keys), X))
   if case != "mixed":
     index = jnp.broadcast_to(jnp.array([3, 5 if case == "all_to_one" else E]), (X, K))
-  got = jax.jit(lambda *a: expert_decode.apply_one_hot(*a, E, lambda: w, load=1.0))(x, gate, index)
+  got = jax.jit(lambda *a: decode.apply_one_hot(*a, E, lambda: w, load=1.0))(x, gate, index)
   np.testing.assert_allclose(got, plain(x, gate, index, w), atol=1e-5)
 
 
@@ -75,7 +76,7 @@ def test_every_layout_gives_the_hidden_states_and_experts_of_one_device(
 ):
   monkeypatch.setattr(moe, "FEW", few)
   if form == "one_hot":  # as on TPU
-    one_hot = lambda _, load: functools.partial(expert_decode.apply_one_hot, load=load)  # noqa: E731
+    one_hot = lambda _, load: functools.partial(decode.apply_one_hot, load=load)  # noqa: E731
     monkeypatch.setattr(moe, "choose_for_few", one_hot)
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):

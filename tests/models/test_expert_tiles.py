@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax import accelerators
-from gspo_jax.models import expert_groups, expert_tiles
+from gspo_jax.models.experts import groups, tiles
+from gspo_jax.system import accelerators
 
 GROUPS = [300, 0, 212, 1, 511, 1024]  # rows of each expert; 2,048 together
 FLAGSHIP = dict(into=(2048, 1536), down=(768, 2048), back=(2048, 768))  # inner, outer
@@ -29,7 +29,7 @@ def fetched(blocks, size):
 @pytest.mark.parametrize("inner, outer", [*FLAGSHIP.values(), (8192, 4096)])
 def test_a_product_moves_what_pallas_fetches_at_most(inner, outer):
   rows, filled = sum(GROUPS), sum(rows > 0 for rows in GROUPS)
-  (tm, tk, tn), moved = expert_tiles.product_tiles(rows, inner, outer, filled, 2, 2)
+  (tm, tk, tn), moved = tiles.product_tiles(rows, inner, outer, filled, 2, 2)
   assert rows % tm == inner % tk == outer % tn == 0
   steps = itertools.product(range(outer // tn), visits(tm, False), range(inner // tk))
   steps = [(n, group, m, k) for n, (group, m), k in steps]
@@ -45,9 +45,9 @@ def test_a_product_moves_what_pallas_fetches_at_most(inner, outer):
 def test_widths_with_few_divisors_have_tiles_too(width):
   """11, 13 and 19 lanes of 128: with whole widths alone nothing would fit into vector memory."""
   for size in (2, 4):
-    (_, tk, tn), _ = expert_tiles.outer_tiles(2048, 4096, width, 64, size, 4)
+    (_, tk, tn), _ = tiles.outer_tiles(2048, 4096, width, 64, size, 4)
     assert 2048 % tk == width % tn == 0
-    (_, tk, tn), _ = expert_tiles.product_tiles(4096, width, 2048, 64, size, 4)
+    (_, tk, tn), _ = tiles.product_tiles(4096, width, 2048, 64, size, 4)
     assert width % tk == 2048 % tn == 0
 
 
@@ -55,7 +55,7 @@ def test_widths_with_few_divisors_have_tiles_too(width):
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_outer_product_moves_what_pallas_fetches(inner, outer, size):
   rows = sum(GROUPS)
-  (tm, tk, tn), moved = expert_tiles.outer_tiles(inner, rows, outer, len(GROUPS), 2, size)
+  (tm, tk, tn), moved = tiles.outer_tiles(inner, rows, outer, len(GROUPS), 2, size)
   assert rows % tm == inner % tk == outer % tn == 0
   steps = itertools.product(range(outer // tn), range(inner // tk), visits(tm, True))
   steps = [(n, k, group, m) for n, k, (group, m) in steps]
@@ -67,16 +67,16 @@ def test_an_outer_product_moves_what_pallas_fetches(inner, outer, size):
 
 def test_of_tiles_that_move_as_much_those_that_multiply_fewer_rows_are_taken():
   """A tile of rows that two groups share is multiplied for each of them."""
-  (tm, tk, tn), _ = expert_tiles.product_tiles(4096, 768, 2048, 32, 2, 2)
+  (tm, tk, tn), _ = tiles.product_tiles(4096, 768, 2048, 32, 2, 2)
   assert (tm, tk, tn) == (256, 768, 2048)
-  (tm, _, _), _ = expert_tiles.outer_tiles(2048, 4096, 768, 32, 2, 2)
+  (tm, _, _), _ = tiles.outer_tiles(2048, 4096, 768, 32, 2, 2)
   assert tm == 256
 
 
 def test_a_kernel_with_more_memory_moves_less():
   sizes = 81920, 3072, 4096, 32, 2, 2  # Qwen3-235B-A22B, back through gate and up
   least = (81920 * (3072 + 4096) + 32 * 3072 * 4096) * 2
-  moved = [expert_tiles.product_tiles(*sizes, memory << 20)[1] for memory in (16, 32, 128)]
+  moved = [tiles.product_tiles(*sizes, memory << 20)[1] for memory in (16, 32, 128)]
   assert moved[0] > moved[1] > moved[2] == least
   assert accelerators.vector_memory("TPU v6e") == 2 * accelerators.vector_memory("TPU v5p")
 
@@ -87,7 +87,7 @@ def test_a_total_in_bfloat16_is_the_one_in_float32_rounded_once():
   x, y = (jax.random.normal(key, (512, 128), jnp.bfloat16) for key in keys)
   count = jnp.array([200, 0, 250])  # the other rows are nobody's
   narrow, wide = (
-    expert_groups._megablox_outer(x, y, count, jnp.zeros((3, 128, 128), dtype))
+    groups._megablox_outer(x, y, count, jnp.zeros((3, 128, 128), dtype))
     for dtype in (jnp.bfloat16, jnp.float32)
   )
   np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from gspo_jax.models import hf, transformer  # noqa: E402, after the skip
-from gspo_jax.models.attention import rotate  # noqa: E402
+from gspo_jax.models.attention.attention import rotate  # noqa: E402
 from gspo_jax.sampling import generate  # noqa: E402
 
 torch.set_num_threads(1)  # tiny models: threads cost more than they bring

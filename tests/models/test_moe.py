@@ -10,7 +10,8 @@ import pytest
 from support.small_models import SMALLER_MOE, forward, initial
 
 from gspo_jax import sharding
-from gspo_jax.models import expert_blocks, expert_groups, moe, transformer
+from gspo_jax.models import transformer
+from gspo_jax.models.experts import blocks, groups, moe
 
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
 
@@ -88,7 +89,7 @@ def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch
   """A device that gets more than a little over its share goes round the loop again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
   x, gate, index, w = inputs(tokens=256)
-  assert expert_groups._pieces(index, 8)[1] == 128
+  assert groups._pieces(index, 8)[1] == 128
   got = scalar(lambda *a: moe.FORMS[name](*a, a[-1]), index)(x, gate, w)
   np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
 
@@ -112,13 +113,13 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
   def chosen(share):
     return moe.choose("auto", share)
 
-  assert chosen(moe.FEW) is expert_blocks.apply_batched
-  assert chosen(moe.FEW + 1) is expert_blocks.apply_blocks
-  assert moe.choose("batched", 1000) is expert_blocks.apply_batched
+  assert chosen(moe.FEW) is blocks.apply_batched
+  assert chosen(moe.FEW + 1) is blocks.apply_blocks
+  assert moe.choose("batched", 1000) is blocks.apply_batched
   monkeypatch.setattr(sharding, "platform", lambda: "tpu")
-  assert chosen(1) is chosen(1000) is expert_groups.apply_megablox
+  assert chosen(1) is chosen(1000) is groups.apply_megablox
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  assert chosen(1) is chosen(1000) is expert_groups.apply_ragged
+  assert chosen(1) is chosen(1000) is groups.apply_ragged
 
 
 @pytest.mark.parametrize("busy", [(8, 0), (9, 0), (24, 0), (17, 7), (9, 9), (2, 22)])
@@ -128,8 +129,8 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
   x, gate, _, w = inputs(tokens=24, k=1)
   order = jax.random.permutation(jax.random.key(0), 24)
   index = index[order]
-  assert expert_blocks.batched_rows(index, w) == (8, 8)
-  got = scalar(lambda *a: expert_blocks.apply_batched(*a, a[-1]), index)(x, gate, w)
+  assert blocks.batched_rows(index, w) == (8, 8)
+  got = scalar(lambda *a: blocks.apply_batched(*a, a[-1]), index)(x, gate, w)
   # The gradient of the weights goes to `sink` alone, which is the same array here.
   chex.assert_trees_all_close(got, scalar(plain, index)(x, gate, w), rtol=1e-4, atol=1e-5)
 
@@ -139,7 +140,7 @@ def test_batched_has_room_for_what_busy_experts_take(busy):
 def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""
   index = inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
-  layout = expert_blocks.block_layout(index, 8, R, C)
+  layout = blocks.block_layout(index, 8, R, C)
   kept = layout.choice_Z[layout.choice_Z < index.size]
   assert sorted(kept.tolist()) == list(range(index.size))
   expert_of_block = np.searchsorted(layout.end_E, np.arange(layout.end_E[-1]), side="right")

@@ -9,10 +9,11 @@ import pytest
 from support.small_models import DENSE, GEMMA, initial
 
 from gspo_jax import sharding
-from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import pages, transformer
-from gspo_jax.models.attention_blocks import Scores
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import cache as kv_cache
+from gspo_jax.models.attention import pages
+from gspo_jax.models.attention.blocks import Scores
+from gspo_jax.settings.model import REFERENCE
 from gspo_jax.sharding import P
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from support.small_models import MODELS, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.settings.model import REFERENCE
 
 BFLOAT16 = dataclasses.replace(REFERENCE, dtype="bfloat16")
 # Roundings are carried out: XLA may otherwise hide a difference.

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 from support.small_models import MOE
 
-from gspo_jax import accelerators, sharding
+from gspo_jax import sharding
 from gspo_jax.models import remat as remat_policies
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.settings.model import REFERENCE
+from gspo_jax.system import accelerators
 
 LAYERS, B, T, N, K, H, D, E = 2, 3, 12, 4, 2, 16, 32, 8
 CONFIG = dataclasses.replace(MOE, num_heads=N, moe_intermediate_size=24)

@@ -13,8 +13,9 @@ from support.small_models import MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.learner.router_metrics import router_metrics
-from gspo_jax.models import cache as kv_cache
-from gspo_jax.models import moe, routing, transformer
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import cache as kv_cache
+from gspo_jax.models.experts import moe, routing
 from gspo_jax.objectives import reductions
 
 # Experts of three layers, in two scans.

@@ -11,11 +11,12 @@ import pytest
 from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
-from gspo_jax.models import attention, transformer
-from gspo_jax.models import cache as kv_cache
-from gspo_jax.models.sizes import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import attention
+from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.sampling import generate
 from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.model import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
 
 TINY = dict(
   hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16

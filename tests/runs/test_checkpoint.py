@@ -17,8 +17,9 @@ from support.small_models import MOE
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
-from gspo_jax.runs import checkpoint, files, integrity, mirror
+from gspo_jax.runs import checkpoint, integrity, mirror
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.system import files
 
 TX = optax.adamw(1e-3)
 CONFIG = checkpoint.CheckpointConfig(

@@ -24,7 +24,7 @@ from support.command_line import (
   run_until,
 )
 
-from gspo_jax.runs.preemption import EXIT_CODE
+from gspo_jax.system.preemption import EXIT_CODE
 
 # A run with all that can be cut off: many evaluations in many parts, and a checkpoint per step.
 RUN = """

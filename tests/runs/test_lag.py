@@ -21,7 +21,7 @@ from support.command_line import (
   run_until,
 )
 
-from gspo_jax.runs.preemption import EXIT_CODE
+from gspo_jax.system.preemption import EXIT_CODE
 
 LAST, LAG = 8, 2
 FLAGS = [

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from gspo_jax.objectives.reductions import Mean
-from gspo_jax.runs import phase, preemption
+from gspo_jax.runs import phase
+from gspo_jax.system import preemption
 
 
 def phase_with(**parts):

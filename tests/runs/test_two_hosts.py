@@ -20,13 +20,14 @@ if __name__ == "__main__":
 from support.small_models import DENSE
 from test_two_processes import on_two_processes
 
-from gspo_jax import hosts, rewards
+from gspo_jax import rewards
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.runs import checkpoint, integrity, lock, provenance
+from gspo_jax.runs import checkpoint, integrity, provenance
 from gspo_jax.sampling import Trajectory
 from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts, lock
 
 
 def test_two_hosts(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from support.command_line import ROOT, SMALL, command, environment
 
 from gspo_jax.evaluation.resume import Unfinished
-from gspo_jax.runs import checkpoint, files, metrics, nonfinite, provenance
+from gspo_jax.runs import checkpoint, metrics, nonfinite, provenance
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.system import files
 
 ROW = dict(phase="rl", step=1, loss=2.0)
 CONFIG = checkpoint.CheckpointConfig(
@@ -41,7 +42,8 @@ def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
 
 SAVE = """
 import sys, jax.numpy as jnp
-from gspo_jax.runs import checkpoint, files
+from gspo_jax.runs import checkpoint
+from gspo_jax.system import files
 config = checkpoint.CheckpointConfig("", 1, 1, 0, "", 30.0)
 checkpoints = checkpoint.Checkpointer(sys.argv[1], "rl", config)
 checkpoints.save(1, dict(x=jnp.arange(2.0)), {})

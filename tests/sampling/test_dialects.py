@@ -31,12 +31,12 @@ from gspo_jax.sampling.servers.calls import (
   floats,
   version_number,
 )
-from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.launch import Process, filled
 from gspo_jax.sampling.servers.sglang import SGLANG
 from gspo_jax.sampling.servers.starting import find_dialect
 from gspo_jax.sampling.servers.vllm import COMPLETIONS, VLLM
 from gspo_jax.sampling.servers.wire import Wire
+from gspo_jax.settings.server import ServerConfig
 
 CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
 LIMITS = Limits(264, 8, 2, 3, (1, 2))

@@ -10,9 +10,10 @@ from support.small_models import SMALLER_DENSE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling import Request, SamplingConfig, Workload, own_sampling, sampler, slots
+from gspo_jax.sampling import Request, SamplingConfig, Workload, sampler
+from gspo_jax.sampling.local import own_sampling, slots
+from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import DEFAULT
-from gspo_jax.sampling.scheduler import Scheduler
 
 PLAIN = SamplingConfig(1.0, 0, 1.0, 0.0, 10)
 KINDS = [

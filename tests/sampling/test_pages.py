@@ -9,9 +9,10 @@ from support.small_models import GEMMA, MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling import Request, SamplingConfig, Workload, under_way
+from gspo_jax.sampling import Request, SamplingConfig, Workload
+from gspo_jax.sampling.local import under_way
+from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import DEFAULT, sizes
-from gspo_jax.sampling.scheduler import Scheduler
 
 STOP = (1, 2, 3)
 RNG = np.random.default_rng(0)

@@ -10,9 +10,10 @@ from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
-from gspo_jax.sampling import EngineConfig, Request, SamplingConfig, Usage, Workload, slots
+from gspo_jax.sampling import EngineConfig, Request, SamplingConfig, Usage, Workload
+from gspo_jax.sampling.local import slots
+from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import DEFAULT
-from gspo_jax.sampling.scheduler import Scheduler
 
 PARAMS = initial(MOE)
 PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=12)

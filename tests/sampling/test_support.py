@@ -14,8 +14,8 @@ from support.small_models import SMALLER_DENSE, initial, logits
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling import Driver, Request, SingleTurn, Trajectory, Workload, assemble, sampler
+from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import DEFAULT, Response
-from gspo_jax.sampling.scheduler import Scheduler
 
 MODEL = SMALLER_DENSE
 # Opinions, so that top-p leaves out different numbers of tokens.

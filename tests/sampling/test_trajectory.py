@@ -11,10 +11,11 @@ from support.sampling import PROMPTS, sample
 from support.small_models import MOE, forward, initial, next_logp
 
 from gspo_jax import sharding
-from gspo_jax.models import routing, transformer
+from gspo_jax.models import transformer
+from gspo_jax.models.experts import routing
 from gspo_jax.sampling import EnvironmentConfig, Request, SamplingConfig, Usage, Workload, generate
+from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import DEFAULT
-from gspo_jax.sampling.scheduler import Scheduler
 from gspo_jax.sampling.trajectory import Trajectory
 
 PARAMS = initial(MOE)

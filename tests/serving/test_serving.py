@@ -18,12 +18,13 @@ from support.configs import config_of
 from support.small_models import initial, next_logp
 
 from configs import common
-from gspo_jax import serve, sharding, weights
+from gspo_jax import serve, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import hf, transformer
-from gspo_jax.runs import checkpoint
-from gspo_jax.sampling import generate, slots
+from gspo_jax.runs import checkpoint, weights
+from gspo_jax.sampling import generate
+from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.requests import sizes
 from gspo_jax.serving import answers, dialect
 from gspo_jax.serving.limits import Limits

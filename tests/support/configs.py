@@ -7,7 +7,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from gspo_jax import config, rewards
+from gspo_jax import rewards
+from gspo_jax.settings import run as config
 
 
 def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 
 from gspo_jax.data import sources, tokenizer
-from gspo_jax.data.prompt_filter import QuerySetConfig
+from gspo_jax.rollouts.prompt_filter import QuerySetConfig
 
 BYTES = tokenizer.ByteTokenizer()
 

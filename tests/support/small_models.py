@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import ModelConfig, tiny_dense, tiny_gemma, tiny_moe
+from gspo_jax.settings.model import ModelConfig, tiny_dense, tiny_gemma, tiny_moe
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
 DENSE = dataclasses.replace(tiny_dense(64), intermediate_size=48, **SMALL)

@@ -14,7 +14,7 @@ from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models import transformer
-from gspo_jax.models.sizes import REFERENCE
+from gspo_jax.settings.model import REFERENCE
 from gspo_jax.structs import Rollout, TrainBatch
 from support.small_models import DENSE, initial
 

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import jsons
 from gspo_jax.models.hf.architectures import ARCHITECTURES, FIXED, Architecture
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system import jsons
 
 
 class CheckpointError(ValueError):

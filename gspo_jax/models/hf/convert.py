@@ -28,7 +28,7 @@ from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.models.hf.architectures import EMBED, FUSED, HEAD, NAMES
 from gspo_jax.models.hf.config import CheckpointError, load_config
-from gspo_jax.models.sizes import ModelConfig
+from gspo_jax.settings.model import ModelConfig
 
 _SAVED = ("float32", "bfloat16", "float16")
 _PARTIAL = ".partial"  # suffix of files that are being written

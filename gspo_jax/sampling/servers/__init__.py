@@ -1,1 +1,1 @@
-"""What `sampling/server.py`, the engine whose samplers are servers of others, is made of."""
+"""The engine whose samplers are servers of others, and what it is made of."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.models import routing
+from gspo_jax.models.experts import routing
 from gspo_jax.sampling.sampler import SamplingConfig
 
 # What can be wrong with an answer, in the order of docs/engines.md.

@@ -29,10 +29,10 @@ from gspo_jax.sampling.servers.calls import (
   checked,
   dated,
 )
-from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.starting import find_dialect, look, start
 from gspo_jax.sampling.servers.state import Moved, Post, Server
 from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
+from gspo_jax.settings.server import ServerConfig
 
 HEALTH_S = 5.0  # between two looks at a server that has something to do
 BUSY_S = 0.5  # until a server that was busy is asked again

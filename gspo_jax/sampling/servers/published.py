@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import hosts
-from gspo_jax.models.sizes import ModelConfig
 from gspo_jax.sampling.engine import ServersGone
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system import hosts
 
 KEPT = 2  # a server that is being started may still read the last but one
 # Of the tokenizer's directory; not generation_config.json, which changes how some servers sample.

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 from absl import logging
 
-from gspo_jax.runs import preemption
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.servers.calls import SLACK, Busy, Failed, Refused, floats
-from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask
 from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
+from gspo_jax.settings.server import ServerConfig
+from gspo_jax.system import preemption
 
 KEY = "distillation.teacher"
 PATH = "/v1/completions"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax.sampling.servers.calls import Failed, Refused
-from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask, Dialect
 from gspo_jax.sampling.servers.launch import Process, filled
 from gspo_jax.sampling.servers.sglang import SGLANG
 from gspo_jax.sampling.servers.state import Server
 from gspo_jax.sampling.servers.vllm import COMPLETIONS, VLLM
 from gspo_jax.sampling.servers.wire import CONNECT_S, Wire
+from gspo_jax.settings.server import ServerConfig
 
 DIALECTS = {one.name: one for one in (VLLM, SGLANG, COMPLETIONS)}
 LOOKS = 3  # at a server before it counts as hung: one that compiles may miss some

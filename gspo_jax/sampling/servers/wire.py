@@ -10,8 +10,8 @@ import httpx2
 from absl import logging
 
 from gspo_jax.sampling.servers.calls import Busy, Failed, Refused
-from gspo_jax.sampling.servers.config import ServerConfig
 from gspo_jax.sampling.servers.dialects import Ask
+from gspo_jax.settings.server import ServerConfig
 
 CONNECT_S = 10.0  # to a server, and for what it answers at once
 # An idle connection is used again within these seconds: servers close one after 5 (uvicorn's

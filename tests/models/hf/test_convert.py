@@ -17,9 +17,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gspo_jax import sharding
-from gspo_jax.models import hf, sizes, transformer
+from gspo_jax.models import hf, transformer
 from gspo_jax.models.hf import convert
 from gspo_jax.models.hf import files as hf_files
+from gspo_jax.settings import model as sizes
 
 SMALL = dict(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=24)
 MOE = dataclasses.replace(sizes.tiny_moe(64), **SMALL, mlp_only_layers=(1,), intermediate_size=48)

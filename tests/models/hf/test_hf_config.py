@@ -6,9 +6,10 @@ import json
 import pytest
 
 from configs import dense_math
-from gspo_jax import config as configuration
-from gspo_jax.models import hf, sizes
+from gspo_jax.models import hf
 from gspo_jax.models.hf import config as hf_config
+from gspo_jax.settings import model as sizes
+from gspo_jax.settings import run as configuration
 
 MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
 DENSE = sizes.tiny_dense(64)

@@ -1,0 +1,178 @@
+"""What a run would be, by arithmetic: configuration, size, memory, tokens and operations."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import sharding, teacher
+from gspo_jax.aot import estimate, programs
+from gspo_jax.aot.programs import Case
+from gspo_jax.configs import common
+from gspo_jax.hardware import forward_flops
+from gspo_jax.learner.state import abstract_critic, abstract_params
+from gspo_jax.models import transformer
+from gspo_jax.run import Inputs
+from gspo_jax.runs import provenance
+from gspo_jax.runs.progress import clock_text
+from gspo_jax.settings import run as configuration
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.system import accelerators
+from gspo_jax.system.accelerators import GIB
+
+
+def lines(config: RunConfig, inputs: Inputs) -> list[str]:
+  """What --dry_run prints of a configuration that has been checked."""
+  base = configuration.from_dict(common.base().to_dict())
+  changed = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
+  devices = list(inputs.mesh.devices.flat)
+  axes = lambda mesh: " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())  # noqa: E731
+  count, active = transformer.count(config.model)
+  each = f", {active:,} of them for each token" if active < count else ""
+  held_out = sum(map(len, inputs.problems.values()))
+  found = [
+    "configuration, what differs from base() of configs/common.py:",
+    *(f"  {line}" for line in changed or ["nothing"]),
+    f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.mesh)})",
+    *(
+      [f"rollout mesh: {inputs.rollout_mesh.size} further ones ({axes(inputs.rollout_mesh)})"]
+      if config.rollout_mesh.on
+      else []
+    ),
+    f"model: {count:,} parameters{each}",
+    *critic_line(config, inputs.mesh),
+    *teacher_line(config, inputs.teacher),
+    f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
+  ]
+  found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
+  if "sft" in config.job:
+    tokens = config.sft.batch * config.sft.max_tokens
+    found += [
+      f"cold start: at most {config.sft.steps:,} updates of {config.sft.batch:,} demonstrations, "
+      f"{tokens:,} tokens with padding"
+    ]
+  return found + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
+
+
+def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
+  """Says how large the critic is, if there is one."""
+  _, critic = config.optimizers()
+  if critic is None or not config.has_iterations:
+    return []
+  params = abstract_critic(critic, config.model, mesh)
+  count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+  trunk = "a model of its own" if critic.config.name == "model" else "a head on the policy's trunk"
+  return [f"critic: {count:,} parameters, {trunk}"]
+
+
+def teacher_line(config: RunConfig, taught: teacher.Teacher | None) -> list[str]:
+  """Says how large the teacher is, if there is one, and where its weights are."""
+  if config.has_iterations and config.distillation.served:
+    return [f"teacher: a server, {config.distillation.url}, whose operations are not counted"]
+  if taught is None:
+    return []
+  return [f"teacher: {transformer.count(taught.model)[0]:,} parameters, frozen, {taught.path}"]
+
+
+def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
+  """The arrays that a device holds at once. What programs need besides is known when they are
+  compiled."""
+  c, mesh, samples_on = case.config, inputs.mesh, inputs.rollout_mesh
+  rollout = sharding.rollout_rules(c.mesh, samples_on, c.model.num_experts)
+  sampler = abstract_params(c.model, samples_on, rollout, c.sampler_compute.dtype)
+  sampling = {"the sampler's weights": estimate.held(sampler)}
+  if c.job == "eval":
+    moments = {"while it samples": {"weights": estimate.held(estimate.state_of(case, mesh).params)}}
+    moments["while it samples"] |= sampling
+  else:
+    state = estimate.state_of(case, mesh)
+    of_critic = estimate.held(state.critic)
+    lasting = {"weights and the optimizer's moments": estimate.held(state) - of_critic}
+    if state.critic is not None:
+      lasting["the critic's weights and moments"] = of_critic
+    if c.has_iterations and c.needs_reference:
+      frozen = abstract_params(c.model, mesh, sharding.TRAIN, c.compute.dtype)
+      lasting["the reference policy's weights"] = estimate.held(frozen)
+    if inputs.teacher is not None:
+      lasting["the teacher's weights"] = estimate.held(teacher.abstract(inputs.teacher, c, mesh))
+    tokens = case.rows * case.length if c.has_iterations else 0
+    if "sft" in c.job:
+      tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
+    kept = estimate.kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
+    update = {
+      "gradients": estimate.held(estimate.changed(state)),
+      f"activations, at least (remat {c.compute.remat})": kept,
+    }
+    moments = {"in an update": lasting | update}
+    if c.has_iterations:
+      if c.engine.name == "local":
+        slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
+        sampling["keys and values, queue and slots"] = estimate.held(slots)
+      if c.rollout_mesh.on:
+        copies = max(1, c.rl.lag)  # the next ones come before those that sampled are given up
+        sampling[f"the next weights for it, up to {copies} times"] = copies * estimate.held(sampler)
+        moments["of the rollout mesh"] = sampling
+      elif c.engine.name == "local":
+        moments["while it samples"] = lasting | sampling
+  there = (device.memory_stats() or {}).get("bytes_limit")
+  there = there or accelerators.memory(device.device_kind)
+  of = f" of {there / GIB:,.1f}" if there else ""
+  found = []
+  for moment, parts in moments.items():
+    found += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{of} GiB"]
+    found += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
+  return [
+    *found,
+    "  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need",
+  ]
+
+
+def iteration(
+  config: RunConfig, devices: Sequence[jax.Device], taught: teacher.Teacher | None
+) -> list[str]:
+  """Tokens and operations of an iteration, and what its time depends on."""
+  c, rl = config, config.rl
+  responses, prompt, most = rl.prompts * rl.group_size, c.data.max_prompt_tokens, c.sampling
+  window = prompt + most.max_new_tokens
+  prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
+  arguments = prompt_P, prompt_B, np.full(responses, window)
+  one = forward_flops(c.model, *arguments)
+  total = (c.sampled_share + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
+  total += forward_flops(taught.model, *arguments) if taught else 0.0
+  tokens = responses * most.max_new_tokens
+  found = [
+    f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
+    f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
+    f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
+    f"{total * rl.iterations:.3g} (evaluations are not in it)",
+  ]
+  peak, of = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
+  if peak is None:
+    peak = matmul_rate()
+    devices = devices[:1] if devices[0].platform == "cpu" else devices  # they share its processors
+    of = f"at the {peak:.3g} operations/s that this machine does in a large matrix product"
+  seconds = total / peak / len(devices)
+  return [
+    *found,
+    f"time: at least {clock_text(seconds * rl.iterations)} {of}, if all responses were of full "
+    f"length ({seconds:.3g} s an iteration). Decoding reads memory instead, and small models wait "
+    "for the host: both run far below it. A run says what is left from its second iteration on",
+  ]
+
+
+def matmul_rate(size: int = 2048) -> float:
+  """FLOP/s of a large float32 matrix product on this host: the bound of a device without a data
+  sheet, measured in a moment."""
+  x = jnp.ones((size, size))
+  product = jax.jit(jnp.dot)
+  product(x, x).block_until_ready()  # compiles
+  seconds = []
+  for _ in range(3):
+    begun = time.perf_counter()
+    product(x, x).block_until_ready()
+    seconds.append(time.perf_counter() - begun)
+  return 2 * size**3 / min(seconds)

@@ -1,0 +1,241 @@
+"""The command line before JAX is there: --help, configurations by name, the first line of a run.
+
+Imports the standard library only: what is answered here is answered at once.
+"""
+
+import ast
+import importlib.util
+import io
+import os
+import re
+import runpy
+import sys
+import textwrap
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
+TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
+LIBRARIES = dict(  # some of those of each extra
+  train=TRAIN,
+  serve=(*TRAIN, "starlette", "uvicorn", "prometheus_client"),
+  experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
+)
+CONFIGS = Path(__file__).parents[1] / "configs"
+# Keys that --help shows, in this order; what it says of them stands in configs/common.py.
+OFTEN = """
+  job weights tokenizer data.train data.eval reward.name objective.name rl.iterations rl.prompts
+  rl.group_size rl.microbatches rl.lora_rank rl_optimizer.learning_rate sampling.max_new_tokens
+  compute.dtype compute.remat mesh.fsdp engine.slots eval.every checkpoint.every
+  checkpoint.directory seed resume wandb distributed
+""".split()
+
+USAGE = """\
+gspo-jax --config=NAME --workdir=DIR [--config.KEY=VALUE ...]
+  (python -m gspo_jax.main is the same)
+
+Trains a language model with GSPO, or evaluates one. The same command on the same directory
+goes on where it stopped.
+
+Flags:
+  --config=NAME   a configuration by its name, or the path of a file; after a colon its variant
+  --workdir=DIR   directory of the run, made if it is not there
+  --config.KEY=VALUE  changes one key of it
+  --dry_run       checks everything as a run does, prints what differs from the base, the model's
+                  size, memory per device, tokens, operations and the least time, and starts nothing
+  --verbosity=1   tracebacks, and what libraries have to say
+  --helpfull      flags of all libraries too
+
+Configurations:
+{configs}
+
+Keys that are changed most, their value in the base of all configurations, and why; all of them are
+in {common}:
+{keys}
+
+Examples:
+  gspo-jax --config=tiny --workdir=/tmp/tiny
+  gspo-jax --config=tiny --workdir=/tmp/tiny2 --config.seed=1 --config.rl.iterations=80
+  gspo-jax --config=tiny --workdir=/tmp/grpo --config.objective.name=grpo
+  gspo-jax --config=gsm8k:0.6B-v5e --workdir=DIR --dry_run --config.weights=DIR ...
+  python -m gspo_jax.report /tmp/tiny /tmp/grpo --output=compare.html
+"""
+
+
+def installed() -> list[str]:
+  """The names of the configurations that come with the package."""
+  return sorted(path.stem for path in CONFIGS.glob("[!_]*.py") if path.stem != "common")
+
+
+def described(path: Path) -> tuple[str, str, list[str]]:
+  """What a configuration file says of itself in its docstring: what it is, for which hardware and
+  for how long ("" if it does not say), and names of variants."""
+  doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+  hardware = re.search(r"^Hardware:\s*(.*)$", doc, re.MULTILINE)
+  variants = re.findall(rf"\b{re.escape(path.stem)}\.py:([\w.-]*\w)", doc)
+  what = doc.split("\n\n")[0].replace("\n", " ")
+  return what, hardware[1] if hardware else "", list(dict.fromkeys(variants))
+
+
+def path_of(name: str) -> str:
+  """`NAME` or `NAME:VARIANT` of an installed configuration as the path of its file; anything else,
+  and what is a file already, as it is."""
+  file, colon, argument = name.partition(":")
+  path = CONFIGS / f"{file}.py"
+  if not re.fullmatch(r"\w+", file) or Path(file).is_file() or not path.is_file():
+    return name
+  return f"{path}{colon}{argument}"
+
+
+def with_paths(argv: Sequence[str]) -> list[str]:
+  """The arguments, with `path_of` what --config is given."""
+  found, value_follows = [], False
+  for argument in argv:
+    flag, equals, value = argument.partition("=")
+    if value_follows:
+      argument = path_of(argument)
+    elif equals and flag in ("--config", "-config"):
+      argument = f"{flag}={path_of(value)}"
+    value_follows = not value_follows and argument in ("--config", "-config")
+    found.append(argument)
+  return found
+
+
+def begin(argv: Sequence[str]) -> None:
+  """Says what is begun, since libraries take seconds to import. Ends the process with an answer to
+  --help, and where a library is missing."""
+  if HELP & set(argv[1:]):
+    sys.stdout.write(usage())
+    sys.exit()
+  need("train")
+  if problem := wrong(argv[1:]):
+    sys.stderr.write(f"gspo_jax: {problem}\n")
+    sys.exit(2)
+  sys.stderr.write(greeting(argv[1:]))
+  sys.stderr.flush()
+
+
+def need(extra: str) -> None:
+  """Ends the process with one line where libraries of an extra are missing. For a command that is
+  run, before it imports them."""
+  if missing := [name for name in LIBRARIES[extra] if importlib.util.find_spec(name) is None]:
+    command = f"pip install 'gspo-jax[{extra}]'"
+    sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: {command} has all of it\n")
+    sys.exit(2)
+
+
+def told_to_go(*_: object) -> NoReturn:
+  """Ends the process at a SIGTERM, with the code that says: try again. For the times when there is
+  nothing to save, yet or any longer; `runs.preemption.watch` is in charge in between."""
+  os.write(2, b"gspo_jax: told to go; the same command begins again\n")
+  os._exit(os.EX_TEMPFAIL)
+
+
+def wrong(arguments: Sequence[str]) -> str:
+  """What is wrong with a command line, as far as is known without a library; "" if nothing."""
+  if not arguments:
+    known = ", ".join(installed())
+    return f"--config must be given: {known}, or the path of a file; --help has more"
+  name = _given(arguments).get("config")
+  return missing_file(name) if name else ""
+
+
+def missing_file(name: str) -> str:
+  """What is wrong with --config=`name` if there is no such file; "" if there is one."""
+  path = path_of(name).partition(":")[0]
+  if Path(path).is_file():
+    return ""
+  return f"--config={name}: there is no file {path!r}; known by name are {', '.join(installed())}"
+
+
+def greeting(arguments: Sequence[str]) -> str:
+  """The first lines of a run: what is begun, and what its file says of hardware and time. Nothing
+  of a dry run, and without the flags that a run needs."""
+  given = _given(arguments)
+  what, where = given.get("config"), given.get("workdir")
+  if not what or not where or "dry_run" in given:
+    return ""
+  begun = f"gspo_jax: {what} in {where}; loading JAX and the libraries takes some seconds\n"
+  path, _, variant = path_of(what).partition(":")
+  try:
+    _, hardware, _ = described(Path(path))
+  except (OSError, SyntaxError, ValueError):  # told when it is read
+    hardware = ""
+  return begun + (f"gspo_jax: {what} is for: {hardware}\n" if hardware and not variant else "")
+
+
+def usage() -> str:
+  """The text of --help."""
+  common = CONFIGS / "common.py"
+  reasons = explained(common.read_text(encoding="utf-8"))
+  return USAGE.format(
+    configs="\n".join(map(_configuration, installed())),
+    common=common,
+    keys="\n".join(
+      _entry(f"{key}={value}", why, 32) for key, value, why in map(reasons.get, OFTEN)
+    ),
+  )
+
+
+def explained(source: str) -> dict[str, tuple[str, str, str]]:
+  """Key, value and comment of each key of `base()` in the source of configs/common.py, by key.
+
+  The comment is that of the value's line, or what stands in whole lines above it.
+  """
+  tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+  comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+  lines, found = source.splitlines(), {}
+  # Every function there returns ConfigDict(dict(...)), or is not called in `base`.
+  functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
+
+  def why(value: ast.expr) -> str:
+    above, line = [], value.lineno - 1
+    while lines[line - 1].lstrip().startswith("#"):
+      above.insert(0, comments[line])
+      line -= 1
+    return comments.get(value.end_lineno or 0, "") or " ".join(above)
+
+  def walk(call: ast.Call, prefix: str) -> None:
+    for word in call.keywords:
+      value, key = word.value, f"{prefix}{word.arg}"
+      name = value.func.id if isinstance(value, ast.Call) and hasattr(value.func, "id") else ""
+      if name == "dict":
+        walk(value, f"{key}." if word.arg else prefix)  # **dict(...) is of the same section
+      elif name == "optimizer":
+        walk(functions[name].body[-1].value.args[0], f"{key}.")
+        walk(value, f"{key}.")  # what it is called with
+      elif word.arg and not name:
+        _, _, before = found.get(key, ("", "", ""))
+        found[key] = key, ast.unparse(value), why(value) or before
+
+  walk(functions["base"].body[-1].value.args[0], "")
+  return found
+
+
+def console() -> None:
+  """The command `gspo-jax`: python -m gspo_jax.main."""
+  runpy.run_module("gspo_jax.main", run_name="__main__", alter_sys=True)
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+  """What flags are given, with `=`."""
+  return dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
+
+
+def _configuration(name: str) -> str:
+  """What the help says of a configuration."""
+  what, hardware, variants = described(CONFIGS / f"{name}.py")
+  named = ", ".join(f"{name}:{variant}" for variant in variants)
+  lines = [what, f"Hardware: {hardware}" if hardware else "", f"Also: {named}" if named else ""]
+  return "\n".join(_entry(name if line is what else "", line, 22) for line in lines if line)
+
+
+def _entry(name: str, text: str, width: int) -> str:
+  """A line of the help, or several."""
+  lines = textwrap.wrap(text, 98 - width) or [""]
+  first = f"  {name:<{width - 3}} {lines[0]}"
+  if len(name) > width - 3:
+    return "\n".join([f"  {name}", *(" " * width + line for line in lines)])
+  return "\n".join([first, *(" " * width + line for line in lines[1:])]).rstrip()

@@ -1,0 +1,129 @@
+"""What the command lines share: --config and its keys as flags, and one line for what is wrong."""
+
+import os
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from absl import flags, logging
+from ml_collections import config_flags
+
+from gspo_jax.cli import before_jax
+from gspo_jax.settings import ranges
+from gspo_jax.settings import run as configuration
+from gspo_jax.settings.run import RunConfig
+
+BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
+
+CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Configuration: its name, e.g. tiny, or the path of a file."
+)
+
+
+def configured() -> RunConfig:
+  """The configuration that the flags give."""
+  try:
+    return configuration.from_dict(CONFIG.value.to_dict())
+  except ValueError as error:
+    refuse(error)
+
+
+def refuse(error: Exception) -> NoReturn:
+  """Ends the process with `BAD_INPUT` and one line; the traceback comes with --verbosity=1."""
+  logging.debug("", exc_info=error)
+  if isinstance(error, OSError) and error.filename:
+    error = f"{error.filename}: {error.strerror}"
+  lines = " ".join(line.strip() for line in str(error).splitlines())
+  sys.stderr.write(f"gspo_jax: {lines}\n")
+  sys.exit(BAD_INPUT)
+
+
+def compiled_programs_stay() -> None:
+  """Keeps compiled programs from one run to the next, in ~/.cache/gspo_jax/compiled unless
+  JAX_COMPILATION_CACHE_DIR says where; JAX_ENABLE_COMPILATION_CACHE=false turns it off."""
+  if jax.config.jax_compilation_cache_dir is None:
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(home / "gspo_jax" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones add up
+
+
+def filename() -> str:
+  """The configuration file, and after a colon its argument."""
+  return config_flags.get_config_filename(flags.FLAGS["config"])
+
+
+def in_file(name: str) -> dict[str, Any]:
+  """The configuration without what the command line changes in it.
+
+  Raises:
+    ValueError: there is no such file, or an error in it; says where.
+  """
+  if problem := before_jax.missing_file(name):
+    raise ValueError(problem)
+  path, _, argument = before_jax.path_of(name).partition(":")
+  try:
+    get_config = runpy.run_path(path)["get_config"]
+    return (get_config(argument) if argument else get_config()).to_dict()
+  except ValueError as error:
+    raise ValueError(f"--config={name}: {error}") from error
+  except Exception as error:  # the file is a program of the user's
+    lines = [
+      f":{x.lineno}" for x in traceback.extract_tb(error.__traceback__) if x.filename == path
+    ]
+    what = f"{type(error).__name__}: {error}"
+    raise ValueError(
+      f"--config={name}: {path}{(lines or [''])[-1]}: {what}; its get_config() gives a ConfigDict"
+    ) from error
+
+
+def parse(argv: list[str], check: Callable[[], None] = lambda: None) -> list[str]:
+  """Flags; one line instead of a traceback for what is wrong with them.
+
+  check: of the other flags, once they are read; raises ValueError.
+  """
+  argv = before_jax.with_paths(argv)
+  given = flags.FlagValues()
+  flags.DEFINE_string("config", None, "", flag_values=given)
+  try:
+    given(argv, known_only=True)
+    if given.config is not None:
+      _check_keys(argv, in_file(given.config))
+    rest = flags.FLAGS(argv)
+    if rest[1:]:
+      raise ValueError(f"{rest[1]!r} is no flag: write --name=value")
+    if not flags.FLAGS["config"].value:
+      known = ", ".join(before_jax.installed())
+      raise ValueError(f"--config must be given: {known}, or the path of a file")
+    check()
+    return rest
+  except (AttributeError, KeyError, OSError, TypeError, ValueError, flags.Error) as error:
+    refuse(ValueError(_of_flag(error)))
+
+
+def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
+  """ValueError for a flag `--config.KEY` if the configuration has no such key."""
+  keys = [re.match(r"--?config\.([\w.]*)(=|$)", argument) for argument in argv]
+  for key in [match[1] for match in keys if match]:
+    found, path = values, ""
+    for part in key.split("."):
+      if not isinstance(found, Mapping):
+        raise ValueError(f"--config.{key}: {path[:-1]} is no section")
+      if part not in found:
+        raise ValueError(configuration.unknown(path, part, found))
+      found, path = found[part], f"{path}{part}."
+
+
+def _of_flag(error: Exception) -> str:
+  """What is wrong with a flag, and what a key of the configuration must be instead."""
+  cause = error.__context__
+  key = re.match(r"flag --config\.([\w.]+)=", str(error))
+  if key and cause and (kind := configuration.kind_of(key[1])):
+    return f"{str(error)[5:].removesuffix(f': {cause}')} must be {ranges.describe(kind)}"
+  while isinstance(error, BaseException) and error.args:
+    error = error.args[0]  # ml_collections wraps its hint in two exceptions
+  return str(error)

@@ -1,0 +1,194 @@
+"""Key/value cache in pages: a pool that rows take pages from as they grow.
+
+Memory is for the positions that are in use, not for as many as every row might come to have, and
+a prefix that several rows begin with is there once. The dense form (cache.py) reads and writes the
+same numbers.
+
+Who has which page is in the tables and nowhere else: a page that no table names is free. All
+functions but `allocate` are for use on each device's part, whose pages have numbers of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models.attention import attention
+from gspo_jax.models.attention.blocks import Scores
+from gspo_jax.models.attention.cache import Cache, decoded, spec
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.sharding import BATCH, P
+
+NONE = -1  # no page
+
+
+@flax.struct.dataclass
+class Pages:
+  """Position s of row b lies in page table[b, s // S], at s % S, keys and values side by side."""
+
+  kv_lpK2SH: tuple[jax.Array, ...]  # of p pages of S positions, as the parameters stack layers
+  table_Bn: jax.Array  # int32: pages of a row, in the order of its positions
+
+  @property
+  def dtype(self) -> Any:
+    return self.kv_lpK2SH[0].dtype
+
+  @property
+  def page(self) -> int:
+    """Positions of a page."""
+    return self.kv_lpK2SH[0].shape[4]
+
+  def block(self, i: int) -> "Block":
+    return Block(self.kv_lpK2SH[i], self.table_Bn)
+
+  def with_blocks(self, blocks: Sequence["Block"]) -> "Pages":
+    return self.replace(kv_lpK2SH=tuple(block.kv_lpK2SH for block in blocks))
+
+
+@flax.struct.dataclass
+class Block:
+  """The pages of one run of layers."""
+
+  kv_lpK2SH: jax.Array
+  table_Bn: jax.Array
+
+
+def allocate(
+  config: ModelConfig,
+  batch: int,
+  length: int,
+  pages: int,
+  page: int,
+  dtype: Any,
+  layers: Sequence[int] | None = None,
+) -> Pages:
+  """`pages` free pages, over all devices, of `page` positions, and `batch` rows that have none.
+
+  layers: how many each block of the parameters stacks; default: as `transformer.table` does.
+  """
+  layers = [count for _, count in config.runs()] if layers is None else layers
+  K, H = config.num_kv_heads, config.head_dim
+
+  def zeros(count: int) -> jax.Array:
+    x = jnp.zeros((count, pages, K, 2, page, H), dtype)
+    return sharding.reshard(x, spec(x))
+
+  return Pages(tuple(map(zeros, layers)), no_pages(batch, -(-length // page)))
+
+
+def no_pages(rows: int, width: int) -> jax.Array:
+  """A table of rows that have no pages."""
+  return sharding.reshard(jnp.full((rows, width), NONE, jnp.int32), P(BATCH))
+
+
+def free(cache: Pages, *tables: jax.Array) -> jax.Array:
+  """Bool [p]: pages that neither the cache's table names nor any of `tables`."""
+  named = jnp.concatenate([cache.table_Bn.reshape(-1), *(t.reshape(-1) for t in tables)])
+  page_p = jnp.arange(cache.kv_lpK2SH[0].shape[1])
+  return ~(named[:, None] == page_p[None]).any(0)
+
+
+def insert(
+  cache: Pages, rows: Cache, length_r: jax.Array, *tables: jax.Array
+) -> tuple[Pages, jax.Array, jax.Array]:
+  """Puts dense rows, of the first `length` positions each, into free pages.
+
+  Returns:
+    The cache; the rows' table [r, n]; bool [r]: for which of them there were pages enough.
+  """
+  free_p, rows = free(cache, *tables), decoded(rows)
+  S, n = cache.page, -(-rows.v_lBKSH[0].shape[3] // cache.page)
+  count_r = -(-length_r // S)
+  end_r = jnp.cumsum(count_r)
+  fits_r = end_r <= free_p.sum()
+  place_n, order_p = jnp.arange(n), jnp.argsort(~free_p, stable=True).astype(jnp.int32)
+  index_rn = (end_r - count_r)[:, None] + place_n[None]
+  page_rn = order_p[jnp.minimum(index_rn, len(order_p) - 1)]
+  table_rn = jnp.where((place_n[None] < count_r[:, None]) & fits_r[:, None], page_rn, NONE)
+  to_rn = jnp.where(table_rn == NONE, len(order_p), table_rn)  # where it is dropped
+
+  def put(kv_lpK2SH, k_lrKHT, v_lrKTH):
+    l, r, K, T, H = v_lrKTH.shape
+    both = jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3)
+    both = jnp.pad(both, ((0, 0),) * 4 + ((0, n * S - T), (0, 0)))
+    new_lrnK2SH = jnp.moveaxis(both.reshape(l, r, K, 2, n, S, H), 4, 2)
+    return kv_lpK2SH.at[:, to_rn].set(new_lrnK2SH.astype(kv_lpK2SH.dtype), mode="drop")
+
+  kv = tuple(map(put, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
+  return cache.replace(kv_lpK2SH=kv), table_rn, fits_r
+
+
+def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array, page: jax.Array):
+  """Has a row go on from `position` after a prefix: whole pages are shared with it, and of the
+  one that is not full the row gets a copy, in `page`, which is free."""
+  width = cache.table_Bn.shape[1]
+  last = position // cache.page
+  more = max(0, width - len(prefix_n))
+  prefix_n = jnp.pad(prefix_n[:width], (0, more), constant_values=NONE)
+  own = jnp.where(jnp.arange(width) < last, prefix_n, NONE).at[last].set(page)
+  source = jnp.where(prefix_n[last] == NONE, page, prefix_n[last])
+
+  def copy(kv):
+    part = jax.lax.dynamic_slice_in_dim(kv, source, 1, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(kv, part, page, axis=1)
+
+  return Pages(tuple(map(copy, cache.kv_lpK2SH)), cache.table_Bn.at[row].set(own))
+
+
+def attend(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  cache: Block,
+  layer: jax.Array,
+  position_BT: jax.Array,
+  scores: Scores,
+  implementation: str,
+) -> tuple[jax.Array, Block]:
+  """Writes one key and value of every row and attends from there: [B, 1, N, H] and the cache.
+
+  Rows without a page for their position write nothing, and what they get means nothing.
+
+  implementation: "kernel" (TPU; interpreted elsewhere) | "plain", which collects the pages first.
+  """
+  if q_BTNH.shape[1] != 1:
+    raise ValueError(f"{q_BTNH.shape[1]} queries of a row: pages take one, prefill into dense rows")
+  kv, table_Bn = cache.kv_lpK2SH, cache.table_Bn
+  p, K, _, S, H = kv.shape[1:]
+  position_B, B = position_BT[:, 0], len(q_BTNH)
+  page_B = jnp.take_along_axis(table_Bn, position_B[:, None] // S, axis=1)[:, 0]
+  new_BK2H = jnp.stack([k_BTKH[:, 0], v_BTKH[:, 0]], axis=2).astype(kv.dtype)
+  if implementation == "kernel":
+    from gspo_jax.models.attention import paged  # slow to import
+
+    y_BNH, kv = paged.attend(
+      q_BTNH[:, 0] * scores.scale,
+      new_BK2H,
+      kv,
+      layer,
+      jnp.maximum(table_Bn, 0),
+      jnp.where(page_B == NONE, -1, position_B),
+      scores,
+      interpret=sharding.platform() != "tpu",
+    )
+    return y_BNH[:, None], cache.replace(kv_lpK2SH=kv)
+  to_B = jnp.where(page_B == NONE, p, page_B)
+  kv = kv.at[layer, to_B, :, :, position_B % S].set(new_BK2H, mode="drop")
+  rows_K2BnSH = jnp.moveaxis(kv[layer, jnp.maximum(table_Bn, 0)], (2, 3), (0, 1))
+  rows_K2BXH = rows_K2BnSH.reshape(K, 2, B, -1, H).astype(q_BTNH.dtype)
+  k_BKHX, v_BKXH = (
+    jnp.moveaxis(rows_K2BXH[:, 0], (0, 3), (1, 2)),
+    jnp.swapaxes(rows_K2BXH[:, 1], 0, 1),
+  )
+  y_BTNH = attention.attend_cache(q_BTNH, k_BKHX, v_BKXH, position_BT, scores)
+  return y_BTNH, cache.replace(kv_lpK2SH=kv)
+
+
+def choose(cache: Block, implementation: str) -> str:
+  """Names the formulation of `attend` for `ComputeConfig.attention`."""
+  S, H = cache.kv_lpK2SH.shape[-2:]
+  kernel = sharding.platform() == "tpu" if implementation == "auto" else implementation == "splash"
+  return "kernel" if kernel and S % 16 == 0 and H % 128 == 0 else "plain"

@@ -1,0 +1,128 @@
+"""Experts while sampling: few tokens, no gradients, weights that are read where they lie.
+
+Reading its experts takes a chip longer than the tokens of a decoding step do on their way between
+chips. So the tokens travel, to all chips that the experts are split over; `moe` says for how many.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models.experts.blocks import ExpertWeights
+from gspo_jax.models.weights import InStack
+from gspo_jax.sharding import AXES, BATCH, P
+
+ROWS = 128  # of an expert at once, at least: fewer take a TPU as long
+
+
+def experts_of_few(
+  x_BTD: jax.Array,
+  gate_BTk: jax.Array,
+  index_BTk: jax.Array,
+  weights: ExpertWeights,
+  apply: Callable,
+  check: bool = True,
+) -> jax.Array:
+  """Σ_k gate_k · expert_{index_k}(x), [B, T, D]: tokens of all chips that share the experts out are
+  gathered, each chip applies the experts that it holds, and the sums are scattered back.
+
+  Args:
+    weights: each an `InStack`, whole over D.
+    apply: as `apply_one_hot`.
+    check: False where `apply` is a Pallas kernel; see `sharding.shard_map`.
+  """
+  layer, over = weights.gate.layer, experts_over(weights.gate)
+  chips = tuple(a for a in AXES if a in over)  # in the mesh's order, or XLA sends twice as much
+  split = ExpertWeights(*[P(None, over, None, "tensor")] * 2, P(None, over, "tensor"))
+  stacks = jax.tree.map(sharding.reshard, ExpertWeights(*[w.stack for w in weights]), split)
+
+  def on_each_device(x_BTD, gate_BTk, index_BTk, stacks, layer):
+    held = stacks.gate.shape[1]
+    tokens = [a.reshape(-1, a.shape[-1]) for a in (x_BTD, gate_BTk, index_BTk)]
+    x_XD, gate_Xk, index_Xk = gather_tokens(*tokens, chips)
+    local_Xk = index_Xk - held * sharding.axis_index(over)
+    local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
+    tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
+    read = lambda: ExpertWeights(*[InStack(w, layer).read(x_XD.dtype) for w in stacks])  # noqa: E731
+    y_XD = apply(*tokens, held, read)
+    return sharding.psum(sharding.psum_scatter(y_XD, chips), "tensor").reshape(x_BTD.shape)
+
+  batch = P(BATCH)
+  run = sharding.shard_map(
+    on_each_device, in_specs=(batch, batch, batch, split, P()), out_specs=batch, check=check
+  )
+  return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, stacks, layer)
+
+
+def experts_over(weight: InStack) -> tuple[str, ...]:
+  """The mesh axes that experts are split over."""
+  return sharding.each(sharding.spec_of(weight.stack)[1]) or ("expert",)
+
+
+def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, over: sharding.Axes):
+  """The tokens of all devices on `over`, as bits of one array: what takes time is the number of
+  collectives. For use inside `shard_map`."""
+  if sharding.axis_size(over) == 1:
+    return x_XD, gate_Xk, index_Xk
+  dtype, (D, k) = x_XD.dtype, (x_XD.shape[1], index_Xk.shape[1])
+  word = jnp.dtype(f"uint{8 * dtype.itemsize}")
+  bits = [jax.lax.bitcast_convert_type(a, word) for a in (x_XD, gate_Xk)]
+  sent = sharding.all_gather(jnp.concatenate([*bits, index_Xk.astype(word)], axis=1), over)
+  x_XD, gate_Xk, index_Xk = jnp.split(sent, [D, D + k], axis=1)
+  x_XD, gate_Xk = (jax.lax.bitcast_convert_type(a, dtype) for a in (x_XD, gate_Xk))
+  return x_XD, gate_Xk, index_Xk.astype(jnp.int32)
+
+
+def apply_one_hot(
+  x_XD: jax.Array,
+  gate_Xk: jax.Array,
+  index_Xk: jax.Array,
+  held: int,
+  read: Callable[[], ExpertWeights],
+  load: float,
+) -> jax.Array:
+  """SwiGLU experts all at once with C rows each, which products with matrices of zeros and ones
+  take out of the tokens and put back: on a TPU, where sorting and scattering are slow.
+
+  If an expert has more than C tokens there are more rounds, and the weights are read again: as
+  many as the routing needs.
+
+  Args:
+    index_Xk: `held` means: of another device.
+    held: experts of this device, E.
+    read: returns their weights.
+    load: assignments per expert if all are chosen equally often; C is twice as much.
+
+  """
+  X, dtype = len(x_XD), x_XD.dtype
+  of_XkE = index_Xk[..., None] == jnp.arange(held)[None, None]
+  gate_EX = jnp.where(of_XkE, gate_Xk[..., None], 0).sum(1).T
+  mine_XE = of_XkE.any(1)
+  place_XE = jnp.cumsum(mine_XE, axis=0, dtype=jnp.int32)
+  place_EX = jnp.where(mine_XE, place_XE - 1, -1).T
+  C = min(-(-X // 8) * 8, ROWS * max(1, math.ceil(2 * load / ROWS)))
+  exact = dict(precision=jax.lax.Precision.HIGHEST)  # float32 too is taken out as it is
+
+  def one_round(i, result=dtype):
+    w = read()
+    pick_ECX = place_EX[:, None] == (i * C + jnp.arange(C))[None, :, None]
+    one_ECX = pick_ECX.astype(dtype)
+    x_ECD = jnp.einsum("ECX,XD->ECD", one_ECX, x_XD, **exact)
+    gate_EC = jnp.where(pick_ECX, gate_EX[:, None], 0).sum(-1)
+    h_ECF = jax.nn.silu(x_ECD @ w.gate) * (x_ECD @ w.up) * gate_EC[..., None]
+    y_ECD = h_ECF @ w.down
+    return jnp.einsum("ECX,ECD->XD", one_ECX, y_ECD, preferred_element_type=result, **exact)
+
+  def all_rounds():
+    y_XD = sharding.vary(jnp.zeros(x_XD.shape, jnp.float32), AXES)
+    add = lambda i, y_XD: y_XD + one_round(i, jnp.float32)  # noqa: E731
+    return jax.lax.fori_loop(0, rounds, add, y_XD).astype(dtype)
+
+  if C >= X:
+    return one_round(0)
+  # The sum of several rounds goes through memory in float32, which that of one need not.
+  rounds = -(-place_XE[-1].max() // C)
+  return jax.lax.cond(rounds > 1, all_rounds, lambda: one_round(0))

@@ -1,0 +1,197 @@
+"""Expert products by grouped kernels: rows sorted by expert, each group times its own matrix.
+
+`moe` says what `apply_ragged` and `apply_megablox` take and return.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models.experts.blocks import ExpertWeights, hidden_gradients
+from gspo_jax.models.experts.tiles import outer_tiles, product_tiles
+from gspo_jax.sharding import AXES
+from gspo_jax.system import accelerators
+
+ROOM = 1.25  # rows of a piece, as a multiple of a device's fair share of the assignments
+
+
+class GroupedWeights(NamedTuple):
+  """What the kernels multiply by; gradients come in the same structure."""
+
+  into: tuple[jax.Array, ...]  # gate and up [E, D, F], or both side by side [E, D, 2F]
+  down: jax.Array  # [E, F, D]
+
+
+def joined(w: ExpertWeights) -> GroupedWeights:
+  """Gate and up as one matrix: rows are read once for both. A copy, to be made of few weights."""
+  return GroupedWeights((jnp.concatenate([w.gate, w.up], axis=-1),), w.down)
+
+
+def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
+  w_EDF = jnp.swapaxes(w_EDF, 1, 2) if transposed else w_EDF
+  return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=dtype or x_RD.dtype)
+
+
+def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
+  """total + xᵀ y over the rows of each group: [E, D, F]."""
+  numbers = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+  )
+  # Beyond the groups there may be anything, and 0 times it may be NaN.
+  real_R1 = (jnp.arange(x_RD.shape[0]) < count_E.sum())[:, None]
+  x_RD, y_RF = (jnp.where(real_R1, x, 0) for x in (x_RD, y_RF))
+  return total + jax.lax.ragged_dot_general(
+    x_RD, y_RF, count_E, numbers, preferred_element_type=total.dtype
+  )
+
+
+def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+  dtype = dtype or x_RD.dtype
+  (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
+  sizes = R, inner, outer, len(w_EDF), x_RD.dtype.itemsize, dtype.itemsize
+  tiles, moved = product_tiles(*sizes, _vector_memory())
+  with jax.named_scope(f"hbm_bytes={moved}"):
+    return gmm(
+      x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
+    )
+
+
+def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+  (R, inner) = x_RD.shape
+  sizes = inner, R, y_RF.shape[1], len(total), x_RD.dtype.itemsize, total.dtype.itemsize
+  tiles, moved = outer_tiles(*sizes, _vector_memory())
+  with jax.named_scope(f"hbm_bytes={moved}"):
+    return tgmm(
+      x_RD.T,
+      y_RF,
+      count_E,
+      total.dtype,
+      tiles,
+      existing_out=total,
+      interpret=_interpreted(),
+    )
+
+
+def _vector_memory() -> int:
+  return accelerators.vector_memory(sharding.device_kind())
+
+
+def _interpreted() -> bool:
+  return sharding.platform() != "tpu"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+  """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills.
+
+  kernels: the rows of each group times its matrix, and a total plus their outer products.
+  """
+  return _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink)[0]
+
+
+class Pieces(NamedTuple):
+  """Assignments sorted by expert, those of other devices last, padded to whole pieces of R."""
+
+  choice_Z: jax.Array  # assignment (token · k + choice); A for padding
+  end_E: jax.Array  # where each expert's assignments end
+
+
+def _pieces(index_Xk: jax.Array, held: int) -> tuple[Pieces, int]:
+  """The pieces, and R: `ROOM` times a device's fair share, so that one piece is the rule."""
+  A = index_Xk.size
+  expert_A = index_Xk.reshape(A)
+  R = min(A, math.ceil(ROOM * A / sharding.axis_size("expert")))
+  R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
+  count_E = jnp.sum(expert_A[:, None] == jnp.arange(held)[None], axis=0, dtype=jnp.int32)
+  order_A = jnp.argsort(expert_A, stable=True)
+  return Pieces(jnp.pad(order_A, (0, -A % R), constant_values=A), jnp.cumsum(count_E)), R
+
+
+def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
+  """Piece i: token of each row (X where there is none), assignment, rows per expert."""
+  position_R = i * R + jnp.arange(R)
+  choice_R = jax.lax.dynamic_slice(pieces.choice_Z, (i * R,), (R,))
+  choice_R = jnp.where(position_R < pieces.end_E[-1], choice_R, X * k)
+  edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
+  return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
+
+
+def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
+  """Rows of the table; any of them where there is none, since no group has that row."""
+  return table.at[row_R].get(mode="clip")
+
+
+def _hidden(times, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Array]:
+  """x gate and x up."""
+  parts = [times(x_RD, into_EDF, count_E) for into_EDF in w.into]
+  return tuple(parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=1))
+
+
+def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+  (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
+  pieces, R = _pieces(index_Xk, len(w.down))
+  times, _ = kernels
+
+  def body(i, y_XD):
+    row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
+    a_RF, u_RF = _hidden(times, _rows(x_XD, row_R), w, count_E)
+    h_RF = jax.nn.silu(a_RF) * u_RF * _rows(gate_A, choice_R)[:, None]
+    # Rows beyond the last group hold anything, and are dropped.
+    y_RD = times(h_RF, w.down, count_E, dtype=y_XD.dtype)
+    return y_XD.at[row_R].add(y_RD, mode="drop")
+
+  y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
+  y_XD = jax.lax.fori_loop(0, -(-pieces.end_E[-1] // R), body, y_XD)
+  return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, index_Xk, w, sink)
+
+
+def _grouped_backward(kernels, residuals, dy_XD):
+  x_XD, gate_Xk, index_Xk, w, sink = residuals
+  (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
+  pieces, R = _pieces(index_Xk, len(w.down))
+  times, outer = kernels
+
+  def body(i, carry):
+    dx_XD, dgate_A, dw = carry
+    row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
+    gate_R1 = _rows(gate_A, choice_R)[:, None]
+    x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
+    dh_RF = times(dy_RD, w.down, count_E, True)
+    h_RF, *hidden = hidden_gradients(*_hidden(times, x_RD, w, count_E), dh_RF * gate_R1)
+    dgate_R = jnp.sum(h_RF * dh_RF, axis=-1, dtype=jnp.float32)
+    hidden = hidden if len(w.into) == 2 else [jnp.concatenate(hidden, axis=1)]
+    parts = [times(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.into)]
+    dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
+    into = [outer(x_RD, d, count_E, total) for d, total in zip(hidden, dw.into)]
+    dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dw.down))
+    return dx_XD, dgate_A.at[choice_R].set(dgate_R, mode="drop"), dw
+
+  zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
+  zeros = *zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink)
+  used = -(-pieces.end_E[-1] // R)
+  dx_XD, dgate_A, dw = jax.lax.fori_loop(0, used, body, sharding.vary(zeros, AXES))
+  dgate_Xk = dgate_A.reshape(X, k).astype(gate_Xk.dtype)
+  return dx_XD.astype(x_XD.dtype), dgate_Xk, None, None, dw
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _apply(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+  if isinstance(w, ExpertWeights):
+    w, sink = (GroupedWeights((a.gate, a.up), a.down) for a in (w, sink))
+  return _grouped(kernels, x_XD, gate_Xk, index_Xk, w, sink)
+
+
+apply_ragged = functools.partial(_apply, (_ragged, _ragged_outer))
+apply_megablox = functools.partial(_apply, (_megablox, _megablox_outer))

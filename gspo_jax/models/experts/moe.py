@@ -1,0 +1,204 @@
+"""Mixture of experts: routing, dropless dispatch, expert parallelism.
+
+The router is computed in the global view. Dispatch and experts run in `shard_map`: devices on the
+`expert` axis gather each other's tokens, every device applies the experts it holds to whichever of
+these tokens chose them, and the sum over devices is scattered back. No buffer depends on the
+routing, so no token is ever dropped. `FORMS` multiply with SwiGLU experts in different ways:
+
+  blocks    a loop over blocks of rows that share an expert: on CPU for many tokens
+  batched   one batched product with some rows of every expert: the fastest on CPU for few tokens
+  ragged    `lax.ragged_dot` on rows sorted by expert
+  megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
+
+All take x [X, D], gate weights and expert indices [X, k], and the weights of the E experts that
+this device holds; index E means: held by another device. They return, in x's dtype, [X, D]:
+Σ_k gate_k · expert_{index_k}(x) over the held experts.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models.experts import routing
+from gspo_jax.models.experts.blocks import ExpertWeights, apply_batched, apply_blocks
+from gspo_jax.models.experts.decode import apply_one_hot, experts_of_few, experts_over
+from gspo_jax.models.experts.groups import GroupedWeights, apply_megablox, apply_ragged, joined
+from gspo_jax.models.weights import InStack
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.sharding import BATCH, P
+
+FORMS = dict(
+  blocks=apply_blocks, batched=apply_batched, ragged=apply_ragged, megablox=apply_megablox
+)
+FEW = 256  # assignments per expert up to which all experts are multiplied at once
+
+
+@flax.struct.dataclass
+class RouterStats:
+  """Sums over the real tokens of a batch, per layer where stacked; divided once, when reported."""
+
+  load_E: jax.Array  # assignments to each expert
+  probability_E: jax.Array  # router probability of each expert
+  entropy: jax.Array  # of the router distribution, nats
+  z: jax.Array  # (logsumexp of the router logits)²; ST-MoE, arXiv:2202.08906, eq. 5
+  tokens: jax.Array
+  dropped: jax.Array  # assignments that no expert computes: 0, since dispatch is dropless
+  # With replay only:
+  overridden: jax.Array | None = None  # share of the router's own choices that replay replaced
+  replayed: jax.Array | None = None  # tokens that had experts to replay
+
+
+def route(
+  x_BTD: jax.Array,
+  router_DE: jax.Array,
+  config: ModelConfig,
+  valid_BT: jax.Array,
+  replayed_BTk: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, RouterStats]:
+  """Gate weights and expert indices of every token, [B, T, k] each, and router statistics.
+
+  Softmax over all experts in float32, top-k, renormalised if `norm_topk_prob`, as Qwen3-MoE does.
+  Routing Replay (arXiv:2507.18071, §5.3; R2 and R3 of arXiv:2512.01374): `replayed_BTk`, of any
+  integer type, replaces the choice of the tokens that have experts in it (-1: none). Only indices
+  are replayed. The gate weights are always those of the current router, gathered from the dense
+  probabilities: gathered from its own top-k, those of other experts would be 0 without a gradient.
+  """
+  logit_BTE = sharding.einsum(
+    "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
+  )
+  p_BTE = jax.nn.softmax(logit_BTE, axis=-1)
+  valid_BT = valid_BT.astype(jnp.float32)
+  _, index_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
+  replay_stats = {}
+  if replayed_BTk is not None:
+    share_BT, has_BT = routing.changed(index_BTk, replayed_BTk)
+    index_BTk = jnp.where(routing.recorded(replayed_BTk)[..., None], replayed_BTk, index_BTk)
+    replay_stats = dict(overridden=(share_BT * valid_BT).sum(), replayed=(has_BT * valid_BT).sum())
+  one_hot_BTkE = jax.nn.one_hot(index_BTk, config.num_experts, dtype=jnp.float32)
+  gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)
+  if config.norm_topk_prob:
+    # The current router may have given up on what is replayed: all of it may round to 0.
+    gate_BTk = gate_BTk / jnp.maximum(gate_BTk.sum(-1, keepdims=True), 1e-30)
+
+  z_BT = jax.nn.logsumexp(logit_BTE, axis=-1) ** 2
+  entropy_BT = -jnp.sum(p_BTE * jnp.log(jnp.maximum(p_BTE, 1e-30)), axis=-1)
+  stats = RouterStats(
+    load_E=(one_hot_BTkE * valid_BT[..., None, None]).sum((0, 1, 2)),
+    probability_E=(p_BTE * valid_BT[..., None]).sum((0, 1)),
+    entropy=(entropy_BT * valid_BT).sum(),
+    z=(z_BT * valid_BT).sum(),
+    tokens=valid_BT.sum(),
+    dropped=((1 - one_hot_BTkE.sum(-1)) * valid_BT[..., None]).sum(),
+    **replay_stats,
+  )
+  return gate_BTk, index_BTk.astype(jnp.int32), stats
+
+
+def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
+  """E · Σ_e f_e P_e averaged over layers; 1 when balanced. Switch Transformer, 2101.03961, eq. 4.
+
+  f_e is the share of assignments that went to expert e, P_e its mean router probability.
+  """
+  tokens = jnp.maximum(stats.tokens, 1)[..., None]
+  f = stats.load_E / (tokens * config.experts_per_token)
+  return jnp.mean(config.num_experts * jnp.sum(f * stats.probability_E / tokens, axis=-1))
+
+
+def choose(implementation: str, load: float = math.inf):
+  """The named form, or for "auto" what suits the platform of the mesh and the load: assignments
+  per expert."""
+  if implementation == "auto":
+    on_cpu = "batched" if load <= FEW else "blocks"
+    implementation = dict(cpu=on_cpu, tpu="megablox").get(sharding.platform(), "ragged")
+  return FORMS[implementation]
+
+
+def choose_for_few(implementation: str, load: float) -> Callable:
+  """The same for `experts_of_few`."""
+  if implementation == "auto" and sharding.platform() == "tpu":
+    return functools.partial(apply_one_hot, load=load)
+  form = choose(implementation, load)
+  return lambda x_XD, gate_Xk, index_Xk, held, read: form(x_XD, gate_Xk, index_Xk, w := read(), w)
+
+
+def experts(
+  x_BTD: jax.Array,
+  gate_BTk: jax.Array,
+  index_BTk: jax.Array,
+  weights: ExpertWeights,
+  implementation: str,
+  chunk: int = 0,
+) -> jax.Array:
+  """Σ_k gate_k · expert_{index_k}(x), [B, T, D], with the experts split over the mesh.
+
+  Weights that are split over D too are gathered here, and their gradients scattered.
+  `chunk` tokens of each device are gathered and computed at once (0: all), again in the backward
+  pass. That bounds memory: if every token of every device chooses the experts of one device, that
+  device works longer, in the same buffers.
+
+  While sampling, weights are `InStack`, and perhaps split over more chips than the axis "expert".
+  Of few tokens `experts_of_few` sends the tokens to them; for many, the weights come to the tokens.
+  """
+  check = choose(implementation) is not apply_megablox
+  if isinstance(weights.gate, InStack):
+    chips = sharding.axis_size(experts_over(weights.gate))
+    load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
+    if load <= FEW:
+      apply = choose_for_few(implementation, load)
+      return experts_of_few(x_BTD, gate_BTk, index_BTk, weights, apply, check)
+    weights = ExpertWeights(*[w.read(x_BTD.dtype) for w in weights])
+
+  def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
+    B, T, D = x_BTD.shape
+    if joins:  # what is on this device, before the rest is gathered
+      weights = joined(weights)
+    weights = jax.tree.map(sharding.whole, weights, joined_split if joins else split)
+    held = len(weights.down)
+    # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
+    # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
+    once = joins and not (0 < chunk < B * T)
+    sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    weights = jax.lax.stop_gradient(weights)
+
+    def some(x_XD, gate_Xk, index_Xk):
+      x_XD, gate_Xk, index_Xk = (
+        sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, index_Xk)
+      )
+      local_Xk = index_Xk - held * sharding.axis_index("expert")
+      local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
+      tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
+      apply = choose(implementation, index_Xk.size / (held * sharding.axis_size("expert")))
+      y_XD = apply(*tokens, weights, sink)
+      return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
+
+    tokens = [a.reshape(B * T, -1) for a in (x_BTD, gate_BTk, index_BTk)]
+    if not chunk or chunk >= B * T:
+      return some(*tokens).reshape(B, T, D)
+    pad = -(B * T) % chunk
+    parts = [
+      jnp.pad(a, ((0, pad), (0, 0)), constant_values=value).reshape(-1, chunk, a.shape[1])
+      for a, value in zip(tokens, (0, 0, -1))  # padding goes to no expert
+    ]
+    _, y = jax.lax.scan(
+      lambda _, part: (None, jax.checkpoint(some, prevent_cse=False)(*part)), None, tuple(parts)
+    )
+    return y.reshape(-1, D)[: B * T].reshape(B, T, D)
+
+  batch, (E, D, _) = P(BATCH), sharding.spec_of(weights.gate)  # D: "fsdp" while training
+  E = E or "expert"
+  split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
+  weights = jax.tree.map(sharding.reshard, weights, split)
+  joined_split = GroupedWeights((split.gate,), split.down)
+  joins = D is not None and choose(implementation) in (apply_megablox, apply_ragged)
+  run = sharding.shard_map(
+    on_each_device,
+    in_specs=(batch, batch, batch, split),
+    out_specs=batch,
+    check=check,
+  )
+  return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, weights)

@@ -1,0 +1,379 @@
+"""The groups of an iteration: sampled, scored, and chosen (the dynamic sampling of DAPO).
+
+Long responses would keep an iteration waiting. With `rl.extra_prompts` more groups may be begun
+than an iteration trains on: it ends when enough of them are finished. With `rl.token_budget` it
+also ends when so many tokens have been sampled. What is not finished is put aside, each token with
+its log-probability and the version of the weights that sampled it; its prefix is prefilled again
+under the new weights. So the old policy of such a trajectory is a mixture, and its likelihood the
+product of what the sampler said: GSPO's importance ratio takes it as it is (arXiv:2507.18071,
+§5.4).
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from gspo_jax import rewards
+from gspo_jax.data import growing, sources
+from gspo_jax.rollouts import costs, schedules
+from gspo_jax.rollouts.groups import Group, filled
+from gspo_jax.rollouts.metrics import environment_metrics, recorded_metrics, rollout_metrics
+from gspo_jax.rollouts.multipliers import Constraints
+from gspo_jax.rollouts.prompt_filter import PromptFilter
+from gspo_jax.run import Run
+from gspo_jax.sampling import Driver, SingleTurn, Usage, assemble, parts
+from gspo_jax.sampling.driver import new_groups
+from gspo_jax.sampling.trajectory import blank
+from gspo_jax.structs import Rollout
+from gspo_jax.system import hosts
+
+UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
+Stages = Callable[[str], contextlib.AbstractContextManager]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+  """Groups that an iteration trains on, and the metrics of all that was sampled for it."""
+
+  groups: list[Group]
+  rollout: Rollout  # of these groups
+  step: int  # the iteration that trains on them
+  version: int  # of the weights that sampled last; tokens of groups put aside may have older ones
+  reward_PG: np.ndarray
+  advantage_PG: np.ndarray
+  advantage_BL: np.ndarray | None  # of each token, where turns or lines have rewards of their own
+  usage: Usage  # what this iteration has sampled, for whichever groups
+  metrics: dict[str, float]
+
+
+class Collector:
+  """Source of scored groups: draws prompts, and keeps the groups that are under way."""
+
+  def __init__(self, run: Run):
+    self._config, self._seed, self._engine = run.config, run.seed, run.engine
+    self._tokenizer, self._score, self._environment = run.tokenizer, run.score, run.environment
+    self._prompts, self._workload, self._writer = run.train_prompts, run.workload, run.writer
+    self._shared_prompts = run.shared_prompts
+    per_line = self._config.reward.per_line
+    self._breaks_V = run.line_breaks if per_line else None
+    # Turns or lines have rewards of their own, and advantages relative to others.
+    relative = self._config.objective.relative
+    self._in_parts = (bool(self._environment) or per_line) and relative
+    P, seed = self._config.rl.prompts, run.seed("rl", "data")
+    self._schedule, self._workdir = self._config.schedule, run.workdir
+    if self._schedule.refresh_every:
+      self._batches = growing.Passes(run.train_prompts, seed)
+    else:
+      self._batches = sources.Batches(run.train_prompts, P, seed=seed)
+    self._records, self._fresh = None, round(self._config.sampled_share * P)
+    if run.records is not None:
+      self._left_out = run.records.left_out()
+      self._records = sources.Batches(run.records, P, seed=run.seed("rl", "recorded"))
+    self._filter = PromptFilter(self._config.data.query_set, self._schedule.group_size_min > 0)
+    self._under_way: list[Group] = []
+    self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
+    self._limit = self._config.sampling.max_new_tokens  # of a response in this iteration
+    # What `assemble` is told besides the trajectories.
+    self._arrays = self._workload.window, self._tokenizer.pad_id, self._workload.support
+    self._version = 0  # of the engine's weights
+    # Ids of the groups that were finished before this iteration, and not needed.
+    self._surplus = set[int]()
+
+  def collect(self, step: int, stages: Stages, version: int | None = None) -> Collected:
+    """Samples and scores the groups of an iteration, but for those that come from files;
+    `stages(name)` times its two stages. The engine has the weights of `version`, by default those
+    that the iteration begins with.
+
+    Rounds of P groups each are sampled until P of them are mixed, at most `extra_rounds` after the
+    first. The mixed ones are trained on, in the order in which they were sampled; where there are
+    not enough, the first others fill the batch: their advantages are 0. Where trajectories may be
+    put aside there can be fewer than P groups.
+
+    Raises:
+      ValueError: a reward is not finite.
+      NoVerdictError: the verifier failed on all responses.
+    """
+    c, usage, outcomes = self._config, Usage(), collections.Counter()
+    self._version = step if version is None else version
+    self._surplus = {id(group) for group in self._under_way if group.finished}
+    self._filter.readmit(step)
+    self._limit, scheduled = schedules.begin(c, self._batches, step, self._workdir)
+    sampled: list[Group] = []
+    recorded = self._recorded(c.rl.prompts - self._fresh)
+    rounds, most = 0, 1 + c.data.query_set.extra_rounds if self._fresh else 0
+    while rounds < most and (rounds == 0 or sum(g.mixed for g in sampled) < c.rl.prompts):
+      with stages("sample"):
+        groups = self._sample(step, rounds, usage)
+      with stages("score"):
+        outcomes.update(self._judge(groups))
+      sampled += groups
+      rounds += 1
+      self._require_verdicts(sampled, step)
+    verdicts = [g.correct_G for g in sampled], step, [g.known_G for g in sampled]
+    self._filter.update([g.prompt for g in sampled], *verdicts)
+    chosen = sampled
+    if most > 1:
+      mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
+      chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
+    metrics = self._filter.metrics() | scheduled
+    if sampled:
+      metrics |= rollout_metrics(sampled, outcomes) | usage.metrics()
+    if recorded:
+      metrics |= recorded_metrics(recorded) | self._left_out
+    metrics |= sources.skipped_rows(self._prompts)
+    if shared := getattr(self._prompts, "shared", self._shared_prompts):
+      metrics["data/shared_prompts"] = float(shared)
+    if self._schedule.group_size_min:
+      metrics |= schedules.size_metrics([len(group.trajectories) for group in sampled])
+      chosen = [filled(group, c.rl.group_size) for group in chosen]
+    if most > 1:
+      metrics["dynamic_sampling/rounds"] = float(rounds)
+      metrics["dynamic_sampling/discarded_groups"] = float(len(sampled) - len(chosen))
+      metrics["dynamic_sampling/filled_groups"] = float(sum(not g.mixed for g in chosen))
+    if self._environment:
+      metrics |= environment_metrics(sampled)
+    if c.rl.partial:
+      metrics |= self._partial_metrics(sampled, chosen)
+    groups = [*recorded, *chosen]
+    if recorded and chosen:  # each mini-batch, which is a stretch of them, has its share of both
+      order = np.argsort(np.arange(len(groups)) % c.rl.minibatches, kind="stable")
+      groups = [groups[i] for i in order]
+    return self._collected(groups, step, usage, metrics)
+
+  def _recorded(self, count: int) -> list[Group]:
+    """The next groups on record."""
+    if not count:
+      return []
+    size, decode = self._config.rl.group_size, self._tokenizer.decode
+    return [Group.on_record(one, size, decode) for one in self._records.take(count)]
+
+  def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
+    """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
+    most P, and one per mini-batch at least.
+
+    At most so many responses are under way as the groups that are missing have. When a group's
+    worth of them has ended, an extra prompt takes their place. (Were all extra prompts begun at
+    once, short responses would all be finished at once, and the surplus would be trained on by
+    policies that have not sampled it.) Groups that were finished in an earlier iteration and not
+    needed there come first, but are half of a batch at most.
+    """
+    rl, engine = dataclasses.replace(self._config.rl, prompts=self._fresh), self._engine
+    turns, workers = self._config.environment.max_turns, self._config.environment.workers
+    vocabulary = self._config.model.vocab_size
+    options = dict(vocab_size=vocabulary, max_turns=turns, workers=workers, limit=self._limit)
+    driver = Driver(engine, self._workload, **options)
+    stale = [group for group in self._under_way if id(group) in self._surplus]
+    later = stale[max(1, rl.prompts // 2) :]
+    groups = [group for group in self._under_way if not any(group is one for one in later)]
+    places = rl.group_size * (rl.prompts - sum(group.finished for group in groups))
+    begins = itertools.count()
+
+    def begin() -> None:
+      """Begins as many prompts as there is room for."""
+      room = (places - sum(group.left for group in groups)) // rl.group_size
+      count = min(room, rl.prompts + rl.extra_prompts - len(later) - len(groups))
+      if count > 0:
+        new = self._new_groups(count, step, attempt, next(begins))
+        for group in new:
+          driver.begin(group.trajectories)
+        groups.extend(new)
+
+    def enough() -> bool:
+      finished = sum(group.finished for group in groups)
+      spent = rl.token_budget and engine.usage.tokens >= rl.token_budget
+      if finished >= rl.prompts or (spent and finished >= rl.minibatches):
+        return True
+      begin()
+      return False
+
+    for group in groups:
+      driver.begin(group.trajectories)
+    begin()
+    for _ in driver.run(enough):
+      pass
+    usage.add(engine.usage)
+    done = [group for group in groups if group.finished][: rl.prompts]
+    handed_out = {id(group) for group in done}
+    self._under_way = later + [group for group in groups if id(group) not in handed_out]
+    return done
+
+  def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
+    """The next prompts that are wanted, with responses to be sampled."""
+    make, longest = self._environment, self._workload.prompt_length
+    # A prompt that comes up again in one step gets other responses.
+    seed = self._seed("rl", "sample", step, *(again if any(again) else ()))
+    prompts = self._batches.take(count, self._filter.wants)
+    sizes = schedules.group_sizes(self._config, map(self._filter.tried, prompts))
+    groups = new_groups(prompts, sizes, seed, longest, make, self._render)
+    return list(map(Group, prompts, groups))
+
+  def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    return self._tokenizer.encode(self._tokenizer.chat(messages))
+
+  def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
+    """Gives finished groups their rewards, by the verifier or by their environments; returns how
+    often the verifier came to each of its outcomes."""
+    outcomes, unknown = {}, {}
+    trajectories = [one for group in groups for one in group.trajectories]
+    texts = [self._tokenizer.decode(one.tokens.tolist()) for one in trajectories]
+    if self._environment:
+      reward_B = costs.charge(trajectories, self._config.environment)
+      correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
+      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(trajectories) if one.failure}
+      outcomes = dict(crash=len(unknown)) if unknown else {}
+      known_B = np.array([i not in unknown for i in range(len(trajectories))])
+    else:
+      prompts = [group.prompt for group in groups for _ in group.trajectories]
+      lengths, stopped = zip(*((one.length, one.stopped) for one in trajectories))
+      shift = schedules.overlong_shift(self._config, self._limit)
+      scores = self._score(texts, prompts, [n + shift for n in lengths], stopped)
+      reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
+      unknown, known_B = scores.unknown, scores.known
+      for one, reward_U in zip(trajectories, scores.lines or ()):
+        one.columns["rewards"] = parts.line_rewards(reward_U, one.tokens, self._breaks_V)
+    if jax.process_count() > 1:
+      # A time limit may strike on one host and not on another: the first one's word counts.
+      verdicts = reward_B, correct_B, known_B.astype(np.float32)
+      reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
+      elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
+      unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
+    end = 0
+    for group in groups:
+      start, end = end, end + len(group.trajectories)
+      mine = slice(start, end)
+      group.responses = texts[mine]
+      group.reward_G, group.correct_G = reward_B[mine], correct_B[mine]
+      group.unknown = {i - start: unknown[i] for i in range(start, end) if i in unknown}
+      if not np.isfinite(group.reward_G).all():
+        raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
+    if self._constraints:
+      self._constraints.judge(groups)
+    return outcomes
+
+  def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
+    """Writes down the responses without a verdict; ends the run if there is none at all."""
+    flat = [(group, g) for group in sampled for g in range(len(group.responses))]
+    unknown = {i: group.unknown[g] for i, (group, g) in enumerate(flat) if g in group.unknown}
+    if unknown:
+      responses, prompts = [group.responses[g] for group, g in flat], [g.prompt for g, _ in flat]
+      rows = rewards.describe_unknown(responses, prompts, unknown)
+      self._writer.dump_rollouts("rl", step, rows, folder=UNKNOWN)
+    where = f"{UNKNOWN}/rl_{step:06d}.jsonl of the workdir"
+    rewards.require_verdicts([*unknown.values()], len(flat), where)
+
+  def _collected(
+    self, groups: list[Group], step: int, usage: Usage, metrics: dict[str, float]
+  ) -> Collected:
+    c = self._config
+    trajectories = [one for group in groups for one in group.trajectories]
+    rollout = assemble(trajectories, *self._arrays)
+    if self._environment and jax.process_count() > 1:
+      # Every host runs all environments, and the tokens have to be the same on all of them.
+      multihost_utils.assert_equal(
+        rollout.tokens, "an environment says different things on two hosts"
+      )
+    if self._in_parts:  # the first host's word counts, as for rewards of responses
+      rollout = dataclasses.replace(rollout, rewards=hosts.told(rollout.rewards))
+    reward_PG = np.stack([group.reward_G for group in groups])
+    known_PG = np.stack([group.known_G for group in groups])
+    if self._constraints:
+      advantage_PG, of_constraints = self._constraints.advantages(groups)
+      metrics |= of_constraints
+    else:
+      advantage_PG = c.objective.advantages(reward_PG, known_PG)
+    advantage_BL = None
+    if self._in_parts:
+      part_BL, valid_BL = rollout.turns, rollout.mask * known_PG.reshape(-1, 1)
+      if not self._environment:
+        lines = "line", rollout.tokens, rollout.mask
+        part_BL = parts.segment_ids(*lines, breaks_V=self._breaks_V)
+      options = c.rl.group_size, c.environment.discount, c.objective.advantage_kind
+      advantage_BL = parts.advantages(rollout.rewards, part_BL, valid_BL, *options)
+    if c.data.query_set.extra_rounds:
+      # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
+      mixed_P1 = np.array([[costs.teaches(group, c.environment)] for group in groups])
+      advantage_PG = np.where(mixed_P1, advantage_PG, 0)
+      if advantage_BL is not None:
+        advantage_BL = np.where(np.repeat(mixed_P1, c.rl.group_size, axis=0), advantage_BL, 0)
+    if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
+      advantage_PG = np.where(rollout.stopped.reshape(reward_PG.shape), advantage_PG, 0)
+      cut_B = ~rollout.stopped & (rollout.lengths > 0)  # one without tokens is not on record
+      metrics["masked_responses"] = float(cut_B.sum())
+    arrays = reward_PG, advantage_PG, advantage_BL
+    return Collected(groups, rollout, step, self._version, *arrays, usage, metrics)
+
+  def blank(self, prompts: int) -> Collected:
+    """Stands in for what `collect` returns for so many groups: alike but for the values."""
+    c, G = self._config, self._config.rl.group_size
+    one = blank(c.model, self._workload.record_routing)
+    rollout = assemble([one] * (prompts * G), *self._arrays)
+    zeros_PG = np.zeros((prompts, G), np.float32)
+    advantage_BL = np.zeros_like(rollout.logp) if self._in_parts else None
+    return Collected([], rollout, 0, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})
+
+  def _partial_metrics(self, sampled: Sequence[Group], chosen: Sequence[Group]) -> dict[str, float]:
+    """Of the tokens that are trained on, the share that weights before this iteration's sampled,
+    and the age of the oldest in iterations; groups that this iteration has finished, and those of
+    them and of earlier ones that wait for a later iteration; tokens of all groups that are not yet
+    trained on."""
+    versions = [one.version[one.turns >= 0] for group in chosen for one in group.trajectories]
+    version = np.concatenate(versions)
+    waiting = [group for group in self._under_way if group.finished]
+    carried = [one.length for group in self._under_way for one in group.trajectories]
+    return {
+      "partial/stale_tokens": float((version < self._version).mean()),
+      "partial/oldest": float(self._version - version.min()),
+      "partial/finished_groups": float(
+        sum(id(group) not in self._surplus for group in [*sampled, *waiting])
+      ),
+      "partial/waiting_groups": float(len(waiting)),
+      "partial/tokens_in_flight": float(sum(carried)),
+    }
+
+  def again(self, groups: list[Group], **rest: Any) -> Collected:
+    """What was collected, of its groups and all of its other fields but the rollout.
+
+    Raises:
+      ValueError: the batch has more groups than the run's, or groups of another size.
+    """
+    prompts, size = self._config.rl.prompts, self._config.rl.group_size
+    sizes = {len(group.trajectories) for group in groups}
+    if len(groups) > prompts or sizes - {size}:
+      raise ValueError(
+        f"its {len(groups)} groups of {max(sizes)} responses do not go with rl.prompts={prompts} "
+        f"and rl.group_size={size}: set these to what they were"
+      )
+    trajectories = [one for group in groups for one in group.trajectories]
+    rollout = assemble(trajectories, *self._arrays)
+    return Collected(groups, rollout, **rest)
+
+  def position(self) -> Callable[[], dict[str, Any]]:
+    """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
+    batches, known = self._batches.get_state(), self._filter.get_state()
+    groups = [Group(g.prompt, [one.copy() for one in g.trajectories]) for g in self._under_way]
+    own = {} if self._records is None else dict(recorded=self._records.get_state())
+    own |= dict(multipliers=self._constraints.get_state()) if self._constraints else {}
+    return lambda: (
+      own
+      | dict(
+        batches=batches, prompt_filter=known, under_way=[group.get_state() for group in groups]
+      )
+    )
+
+  def set_position(self, state: Mapping[str, Any]) -> None:
+    """Goes on from what `position` made."""
+    self._batches.set_state(state["batches"])
+    self._filter.set_state(state["prompt_filter"])
+    if self._records is not None and "recorded" in state:  # not after a run of another job
+      self._records.set_state(state["recorded"])
+    if self._constraints:
+      self._constraints.set_state(state.get("multipliers", {}))
+    make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
+    self._under_way = [Group.from_state(group, make) for group in state["under_way"]]

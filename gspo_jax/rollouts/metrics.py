@@ -1,0 +1,78 @@
+"""Metrics of groups: rewards, lengths, outcomes of the verifier, figures of conversations."""
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.rollouts.groups import Group, spread
+from gspo_jax.sampling import Trajectory
+
+
+def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
+  """Of everything that was sampled, which with dynamic sampling is more than is trained on; rewards
+  of what there is a verdict on."""
+  trajectories = [one for group in groups for one in group.trajectories]
+  judged = [group.reward_G[group.known_G] for group in groups]
+  reward_X = np.concatenate(judged)
+  lengths = [one.length for one in trajectories]
+  row = {
+    "reward/mean": float(reward_X.mean()),
+    "reward/std": float(reward_X.std()),
+    "groups_without_spread": float(np.mean([spread(one) == 0 for one in judged if len(one)])),
+    "response_length/mean": float(np.mean(lengths)),
+    "response_length/max": float(max(lengths)),
+    "truncated_fraction": float(1 - np.mean([one.stopped for one in trajectories])),
+  }
+  if any(one.support is not None for one in trajectories):
+    row |= support_metrics(trajectories)
+  total = len(trajectories)
+  if outcomes:
+    row["verifier/unknown"] = 1 - len(reward_X) / total
+  return row | {f"verifier/{name}": n / total for name, n in sorted(outcomes.items())}
+
+
+def support_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """Of sampled tokens with a support on record: how many tokens that has, and the probability that
+  these have without truncation."""
+  size, mass = [], []
+  for one in trajectories:
+    if one.support is not None:
+      kept_n = (one.support != NO_TOKEN).sum(axis=1)
+      size.append(kept_n[kept_n > 0])
+      mass.append(np.exp(one.columns["full_logp"] - one.columns["logp"])[kept_n > 0])
+  size, mass = np.concatenate(size), np.concatenate(mass)
+  return {"sampling/support": float(size.mean()), "sampling/support_mass": float(mass.mean())}
+
+
+def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Of the responses that come from files: how many, and their rewards and lengths there."""
+  known = [group.known_G for group in groups]
+  lengths = np.concatenate([[one.length for one in group.trajectories] for group in groups])
+  return {
+    "recorded/responses": float(np.concatenate(known).sum()),
+    "recorded/reward": float(np.concatenate([g.reward_G[k] for g, k in zip(groups, known)]).mean()),
+    "recorded/length": float(lengths[np.concatenate(known)].mean()),
+  }
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Means over conversations; figures of those whose environment has not failed."""
+  trajectories = [one for group in groups for one in group.trajectories]
+  mean = lambda values: float(np.mean(list(values)))  # noqa: E731
+  found = means([one.figures for one in trajectories if not one.failure])
+  row = {f"environment/{name}": value for name, value in found.items()}
+  row["environment/turns"] = mean(one.turn for one in trajectories)
+  sampled = sum(one.length for one in trajectories)
+  following = sum(len(one.tokens) for one in trajectories)
+  return row | {"environment/observation_fraction": 1 - sampled / following}
+
+
+def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The mean of each figure, over those that have it."""
+  found: dict[str, list[float]] = {}
+  for one in figures:
+    for name, value in one.items():
+      found.setdefault(name, []).append(value)
+  return {name: float(np.mean(values)) for name, values in found.items()}

@@ -1,0 +1,124 @@
+"""Choice of the prompts that are worth sampling, by how often each was solved.
+
+Raw correctness counts, never the shaped reward: a bonus for short answers gives different rewards
+to a group in which all are right, and nothing to learn from.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import NonNegativeInt
+from gspo_jax.structs import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class QuerySetConfig:
+  drop_after: NonNegativeInt  # groups, all right or all wrong, that end a prompt's use; 0: none
+  readmit_after: NonNegativeInt  # iterations until a dropped prompt gets another chance; 0: never
+  extra_rounds: NonNegativeInt  # of sampling, at most, to find P groups with spread
+
+  def __post_init__(self):
+    ranges.check(self, "data.query_set")
+    if self.readmit_after and not self.drop_after:
+      raise ValueError("data.query_set.readmit_after is set, and drop_after=0 drops nothing")
+
+
+class PromptFilter:
+  """Counts how often each prompt was solved since it came into use, and drops it after so many
+  groups in a row that are all right, or all wrong; with `counts` it counts if it drops nothing too.
+
+  Its state is JSON, in the checkpoint: a resumed run leaves out the same prompts.
+  """
+
+  def __init__(self, config: QuerySetConfig, counts: bool = False):
+    self.config = config
+    self._counts = counts or config.drop_after > 0
+    # id: groups, responses, right ones, and how many groups in a row up to the last one were all
+    # right (above 0) or all wrong (below 0)
+    self._tried: dict[str, list[int]] = {}
+    self._dropped: dict[str, int] = {}  # id: iteration
+
+  def readmit(self, step: int) -> int:
+    """Brings back, with a clean slate, what has been out long enough; returns how many."""
+    after = self.config.readmit_after
+    due = [name for name, when in self._dropped.items() if after and step - when >= after]
+    for name in due:
+      del self._dropped[name], self._tried[name]
+    return len(due)
+
+  def wants(self, prompt: Prompt) -> bool:
+    return prompt.id not in self._dropped
+
+  def update(
+    self,
+    prompts: Sequence[Prompt],
+    correct_PG: np.ndarray,
+    step: int,
+    valid_PG: np.ndarray | None = None,
+  ) -> None:
+    """Counts the groups of iteration `step`, drops whom they speak against, and brings back whom a
+    group that was sampled all the same speaks for.
+
+    Where `valid_PG` is 0 a verdict is unknown: no response to count, and its group adds nothing to
+    those in a row. It does not end them either, unless another response does.
+    """
+    if not self._counts:
+      return
+    if valid_PG is None:
+      valid_PG = [np.ones_like(correct_G) for correct_G in correct_PG]
+    for prompt, correct_G, valid_G in zip(prompts, correct_PG, valid_PG):
+      known = np.asarray(correct_G)[np.asarray(valid_G) > 0] > 0
+      if not len(known):
+        continue
+      groups, responses, right, run = self._tried.get(prompt.id, (0, 0, 0, 0))
+      kind = int(known.all()) - int(not known.any())  # 1: all right, -1: all wrong, 0: mixed
+      goes_on = run * kind > 0
+      if len(known) == len(correct_G):
+        run = run + kind if goes_on else kind
+      elif not goes_on:
+        run = 0
+      counts = groups + 1, responses + len(known), right + int(known.sum()), run
+      self._tried[prompt.id] = list(counts)
+      if 0 < self.config.drop_after <= abs(run):
+        self._dropped.setdefault(prompt.id, step)
+      else:
+        self._dropped.pop(prompt.id, None)
+
+  def tried(self, prompt: Prompt) -> tuple[int, int]:
+    """Responses to a prompt since it came into use, and right ones."""
+    _, responses, right, _ = self._tried.get(prompt.id, (0, 0, 0, 0))
+    return responses, right
+
+  def metrics(self) -> dict[str, float]:
+    """Prompts seen and prompts out, the latter by reason; nothing where nothing is dropped."""
+    if not self.config.drop_after:
+      return {}
+    always = sum(self._tried[name][3] > 0 for name in self._dropped)
+    right, total = (sum(counts[i] for counts in self._tried.values()) for i in (2, 1))
+    return {
+      "query_set/tried": float(len(self._tried)),
+      "query_set/dropped": float(len(self._dropped)),
+      "query_set/dropped/always_solved": float(always),
+      "query_set/dropped/never_solved": float(len(self._dropped) - always),
+      "query_set/solve_rate": right / max(total, 1),
+    }
+
+  def get_state(self) -> dict[str, Any]:
+    return dict(tried={k: list(v) for k, v in self._tried.items()}, dropped=dict(self._dropped))
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._tried = {name: _with_run(counts) for name, counts in state["tried"].items()}
+    self._dropped = dict(state["dropped"])
+
+
+def _with_run(counts: Sequence[int]) -> list[int]:
+  """The counts of a prompt; those of an older checkpoint know totals alone, which tell how many
+  groups were alike in a row where all of them were, and else leave it at none."""
+  if len(counts) == 4:
+    return list(counts)
+  groups, responses, right = counts
+  return [groups, responses, right, {0: -groups, responses: groups}.get(right, 0)]

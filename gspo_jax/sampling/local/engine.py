@@ -1,0 +1,86 @@
+"""The engine whose slots are on the mesh of the trainer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.sampling.local.scheduler import Scheduler
+from gspo_jax.sampling.requests import DEFAULT, EngineConfig, Request, Response, Usage, Workload
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
+
+
+class LocalEngine:
+  """Continuous batching on the devices of the mesh in use (`Engine`).
+
+  Args:
+    compute: of the trainer; `config.dtype` goes before its dtype.
+    publish: from the trainer's parameters to the sampler's layout and dtype; default: as they are.
+    detokenize: from tokens to text, for stop strings.
+  """
+
+  loads_beside_steps = False  # two threads must not start collectives on the same devices
+
+  def __init__(
+    self,
+    model: ModelConfig,
+    config: EngineConfig = DEFAULT,
+    compute: ComputeConfig = REFERENCE,
+    publish: Callable[[Any], Any] = lambda params: params,
+    detokenize: Callable[[list[int]], str] | None = None,
+  ):
+    self._model, self._config, self._compute = model, config, config.compute(compute)
+    self._publish, self._detokenize = publish, detokenize
+    self._params: Any = None
+    self._version = 0
+    self._scheduler: Scheduler | None = None
+    self.usage = Usage()
+
+  def load(self, params: Any, version: int) -> None:
+    self.release()
+    params = self._publish(params)
+    # On CPU a loop over stacked layers copies each one's weights at every decode step.
+    self._params = transformer.unstack(params) if sharding.platform() == "cpu" else params
+    self._version = version
+    jax.block_until_ready(self._params)
+
+  def revive(self) -> None:
+    """Has nothing to lose."""
+
+  def release(self) -> None:
+    self._params = self._scheduler = None
+
+  def start(self, workload: Workload) -> None:
+    if self._params is None:
+      raise RuntimeError("the engine has no weights: load them before it starts")
+    self._scheduler = None  # its cache makes room for the next one's
+    self._scheduler = Scheduler(
+      self._params,
+      self._version,
+      self._model,
+      workload,
+      self._config,
+      self._compute,
+      self._detokenize,
+    )
+    self.usage = self._scheduler.usage
+
+  def submit(self, request: Request) -> None:
+    self._scheduler.submit(request)
+
+  def cancel(self, tag: Any) -> list[Response]:
+    """Forgets the requests with this tag. Returns what has come of their responses, if anything."""
+    return [] if self._scheduler is None else self._scheduler.cancel(tag)
+
+  @property
+  def busy(self) -> bool:
+    return self._scheduler is not None and self._scheduler.busy
+
+  def step(self) -> list[Response]:
+    return self._scheduler.step()
+
+  def stop(self) -> list[Response]:
+    scheduler, self._scheduler = self._scheduler, None
+    return [] if scheduler is None else scheduler.stop()

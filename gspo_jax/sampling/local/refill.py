@@ -1,0 +1,129 @@
+"""What slots do between two tokens, on each device: free ones take what waits in the queue, and, of
+a cache in pages, those that need another page get one.
+
+When no page is left, prefixes in the queue are given up, the newest first, and then the response
+that has sampled least is put aside. The host sees that they are gone, and asks for them again.
+One response always goes on: the pages of a device are enough for its whole window.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.models.attention import cache as kv_cache
+from gspo_jax.models.attention import pages
+from gspo_jax.models.attention.pages import NONE
+from gspo_jax.sampling.sampler import row_key
+
+
+@jax.named_scope("refill")
+def refill(state: Any) -> Any:
+  """For use on each device's part of `slots.State`."""
+  if not isinstance(state.cache, pages.Pages):
+    free = (state.slots.left_B == 0).sum()
+    count = jnp.minimum(free, state.waiting_R.sum())
+    return jax.lax.fori_loop(0, count, lambda _, s: _take(s), state)
+  state = _give_pages(state)
+  return jax.lax.while_loop(_may_take, _take, state)
+
+
+def _take(state):
+  """One free slot takes the next response of the prefix that most wait for, which ends a phase
+  soonest; where requests are of many kinds, and whose, of the oldest."""
+  queue, waiting_R = state.queue, state.waiting_R
+  w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
+  if queue.own is not None:
+    e = jnp.argmin(jnp.where(waiting_R > 0, queue.id_B, jnp.iinfo(jnp.int32).max))
+  key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
+  if isinstance(state.cache, pages.Pages):
+    page = jnp.argmax(pages.free(state.cache, state.staged)).astype(jnp.int32)
+    cache = pages.begin(state.cache, w, state.staged[e], queue.position_B[e], page)
+  else:
+    cache = kv_cache.copy_row(state.cache, w, state.staged, e)
+  return state.replace(
+    key_W2=state.key_W2.at[w].set(jax.random.key_data(key)),
+    slots=jax.tree.map(lambda x, y: x.at[w].set(y[e]), state.slots, queue),
+    cache=cache,
+    queue=queue.replace(sample_B=queue.sample_B.at[e].add(1), id_B=queue.id_B.at[e].add(1)),
+    waiting_R=state.waiting_R.at[e].add(-1),
+  )
+
+
+def _may_take(state):
+  """Whether there is a page for another response, and for every one that is to need a next one."""
+  s, S = state.slots, state.cache.page
+  growing_B = (s.position_B + s.left_B - 1) // S > s.position_B // S
+  spare = pages.free(state.cache, state.staged).sum() - (growing_B & (s.left_B > 0)).sum()
+  alone = ~(s.left_B > 0).any()
+  return (s.left_B == 0).any() & (state.waiting_R > 0).any() & ((spare > 0) | alone)
+
+
+class _Held(NamedTuple):
+  """Who goes on, and the pages that it has."""
+
+  left_B: jax.Array
+  table_Bn: jax.Array
+  waiting_R: jax.Array
+  staged_Rn: jax.Array
+
+  @classmethod
+  def of(cls, state: Any) -> "_Held":
+    return cls(state.slots.left_B, state.cache.table_Bn, state.waiting_R, state.staged).released()
+
+  def released(self) -> "_Held":
+    """Takes the pages from those that do not go on."""
+    return self._replace(
+      table_Bn=jnp.where(self.left_B[:, None] > 0, self.table_Bn, NONE),
+      staged_Rn=jnp.where(self.waiting_R[:, None] > 0, self.staged_Rn, NONE),
+    )
+
+  def put_into(self, state: Any) -> Any:
+    return state.replace(
+      slots=state.slots.replace(left_B=self.left_B),
+      cache=state.cache.replace(table_Bn=self.table_Bn),
+      waiting_R=self.waiting_R,
+      staged=self.staged_Rn,
+    )
+
+
+def release(state: Any) -> Any:
+  """Frees the pages of responses that are over; for use on each device's part."""
+  return _Held.of(state).put_into(state)
+
+
+def _give_pages(state):
+  """Every slot that goes on has a page for its next position; or a free one may begin."""
+  s, S = state.slots, state.cache.page
+  row_B = jnp.arange(len(s.left_B))
+  sampled_B = s.position_B - s.start_B
+
+  def lacking(held):
+    next_B = held.table_Bn[row_B, s.position_B // S]
+    return (held.left_B > 0) & (next_B == NONE)
+
+  def free(held):
+    return pages.free(state.cache.replace(table_Bn=held.table_Bn), held.staged_Rn)
+
+  def unsettled(held):
+    stuck = (held.left_B == 0).all() & (held.waiting_R > 0).any() & ~free(held).any()
+    return lacking(held).any() | stuck
+
+  def settle(held):
+    free_p, w = free(held), jnp.argmax(lacking(held))
+    found = free_p.any()
+    page = jnp.where(found, jnp.argmax(free_p).astype(jnp.int32), NONE)
+    place = (w, s.position_B[w] // S)
+    table_Bn = held.table_Bn.at[place].set(jnp.where(found, page, held.table_Bn[place]))
+    # The newest prefix that waits, or else the newest of the responses that have sampled least.
+    waits = (held.waiting_R > 0).any()
+    e = jnp.argmax(jnp.where(held.waiting_R > 0, state.queue.id_B, -1))
+    least = jnp.where(held.left_B > 0, sampled_B, jnp.iinfo(jnp.int32).max).min()
+    v = jnp.argmax(jnp.where((held.left_B > 0) & (sampled_B == least), s.id_B, -1))
+    return held._replace(
+      table_Bn=table_Bn,
+      waiting_R=held.waiting_R.at[e].set(jnp.where(found, held.waiting_R[e], 0)),
+      left_B=held.left_B.at[v].set(jnp.where(found | waits, held.left_B[v], 0)),
+    ).released()
+
+  return jax.lax.while_loop(unsettled, settle, _Held.of(state)).put_into(state)

@@ -1,0 +1,384 @@
+"""The host's side of continuous batching: requests in, responses out as they are finished.
+
+Everything here is decided from what was sampled, never from how long it took: two runs do the same
+in the same order, and so do the processes of one run, without a word between them.
+"""
+
+import collections
+import functools
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspo_jax import sharding
+from gspo_jax.models import flops, transformer
+from gspo_jax.sampling.local import own_sampling
+from gspo_jax.sampling.local.slots import Rows, Sampled, decode, new_state, prefill
+from gspo_jax.sampling.local.under_way import Entry, Live, by_response, lives_of, to_go_on
+from gspo_jax.sampling.requests import (
+  EngineConfig,
+  Request,
+  Response,
+  Usage,
+  Workload,
+  bucket,
+  sizes,
+)
+from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.sharding import P
+from gspo_jax.system import preemption
+
+
+class Scheduler:
+  """Keeps the slots of the devices busy with requests for one workload and one set of weights.
+
+  Args:
+    params: in the rollout layout; on CPU unstacked, or every decode step copies them.
+    version: of these weights.
+    detokenize: from tokens to text, where the workload has stop strings.
+
+  Raises:
+    ValueError: the workload's window exceeds the model's positions, or the pages of a device.
+  """
+
+  def __init__(
+    self,
+    params: transformer.Params,
+    version: int,
+    model: ModelConfig,
+    workload: Workload,
+    config: EngineConfig,
+    compute: ComputeConfig = REFERENCE,
+    detokenize: Callable[[list[int]], str] | None = None,
+  ):
+    window = workload.window
+    if window > model.max_position_embeddings:
+      raise ValueError(
+        f"a window of {window} tokens exceeds the model's max_position_embeddings="
+        f"{model.max_position_embeddings}"
+      )
+    self._params, self._version = params, version
+    self._model, self._config, self._workload = model, config, workload
+    self._stop_width = max(1, len(workload.stop_ids))
+    self._detokenize = detokenize
+    self._shards = 1
+    if not sharding.without_mesh():
+      self._shards = sharding.batch_shards(jax.sharding.get_mesh())
+    self._size = shape = sizes(workload, config, self._shards)
+    self._slots, self._entries = shape.slots, shape.entries
+    common = dict(model=model, compute=compute, record_routing=workload.record_routing)
+    self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
+    self._decode = functools.partial(
+      decode,
+      steps=config.steps,
+      sampling=None if workload.own_sampling else workload.sampling,
+      width=workload.support,
+      **common,
+    )
+    self._state = new_state(
+      model,
+      tuple(len(block.attention_norm) for block in self._params.blocks),
+      stop_ids=self._stop_width,
+      dtype=config.cache_dtype,
+      own_sampling=workload.own_sampling,
+      **shape.arrays,
+    )
+    self.usage = Usage(cache_bytes=_cache_bytes(self._state))
+
+    # Requests that are not prefilled yet, each with its begun responses; [] if all are new.
+    self._requests: collections.deque[tuple[Request, list[Live]]] = collections.deque()
+    self._live: dict[int, Live] = {}  # prefilled and unfinished responses, by id
+    self._ids = 0  # the next id
+    self._cancelled: list[int] = []  # ids whose slots the next call frees
+    # Ids of responses whose request was cancelled, and the call that takes them out of the queue.
+    # Those that have a slot by then show up in its results, and are cancelled there.
+    self._abandoned: dict[int, int] = {}
+    self._given_up: list[int] = []  # entries of the queue that the next call drops
+    self._free = [list(range(self._entries)) for _ in range(self._shards)]  # entries, by device
+    self._load = [0] * self._shards  # responses that a device has still to finish
+    # Of each device: free pages as last reported, and those that prefixes have taken since.
+    self._pages, self._taken = np.full(self._shards, shape.pages), np.zeros(self._shards, int)
+    self._queued: dict[int, Entry] = {}  # by its number, over all devices
+    self._calls = 0  # of the decoder so far
+    self._in_flight = collections.deque()  # calls whose results are not fetched yet
+    self._prefills = []  # since the last call
+    self._clock = 0.0
+
+  def submit(self, request: Request) -> None:
+    """ValueError if it does not fit the workload, or has more stop ids than were announced."""
+    work, vocab_size = self._workload, self._model.vocab_size
+    request.check(work.prefix_length, work.window, vocab_size, self._detokenize)
+    if len(request.stop_ids) > self._stop_width:
+      raise ValueError(
+        f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} announced"
+      )
+    if request.sampling and not self._workload.own_sampling:
+      raise ValueError("a request with `sampling` of its own needs a workload with own_sampling")
+    self._requests.append((request, []))
+
+  def cancel(self, tag: Any) -> list[Response]:
+    """Forgets the requests with this tag, and returns what has come of their responses by now, if
+    anything; slots that they have are freed some steps later. The workload has `own_sampling`."""
+    mine = {id_ for id_, live in self._live.items() if live.request.tag is tag}
+    lives = [self._live.pop(id_) for id_ in sorted(mine)]
+    for live in lives:
+      self._load[live.shard] -= 1
+    self._abandoned |= dict.fromkeys(mine, self._calls)
+    for number, entry in self._queued.items():
+      if entry.end - 1 in mine:  # the last of an entry waits as long as any
+        self._given_up.append(number)
+        self._queued[number] = Entry(self._calls, 0, entry.end)
+    lives += [live for r, aside in self._requests if r.tag is tag for live in aside]
+    self._requests = collections.deque(r for r in self._requests if r[0].tag is not tag)
+    return [live.response(self._version) for live in lives]
+
+  @property
+  def busy(self) -> bool:
+    """Whether there is anything left to sample."""
+    return bool(self._live or self._requests)
+
+  def run(self) -> Iterator[Response]:
+    """Responses in the order in which they are finished, until nothing is left to do."""
+    while self.busy:
+      yield from self.step()
+
+  def step(self) -> list[Response]:
+    """Has the devices go on, and returns what was finished meanwhile.
+
+    Raises:
+      Preempted: in a run that was told to go (preemption.py); nothing of it is lost but tokens.
+    """
+    preemption.check()
+    if not self._in_flight:
+      self._clock = time.perf_counter()
+    self._fill_queue()
+    self._dispatch()
+    if len(self._in_flight) == 1:  # the devices always have the next steps at hand
+      return []
+    finished = self._collect()
+    if not self.busy:
+      self._in_flight.clear()  # there is nothing in what was started on the off chance
+    return finished
+
+  def stop(self) -> list[Response]:
+    """Ends a run early. What is not finished comes back with the tokens that it has, so that it may
+    be gone on with later; what nobody has begun comes back empty."""
+    finished = []
+    while self._in_flight:
+      finished += self._collect()
+    rest = [live.response(self._version) for live in self._live.values()]
+    for request, lives in self._requests:
+      rest += [live.response(self._version) for live in lives or lives_of(request)]
+    self._live.clear()
+    self._requests.clear()
+    return finished + rest
+
+  # To the devices.
+
+  def _bucket(self, prefix: int) -> int:
+    return bucket(prefix, self._size.longest, self._config.prefill_tokens)
+
+  def _fill_queue(self) -> None:
+    """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
+    while self._requests:
+      length = self._bucket(self._requests[0][0].prefix_length)
+      rows = self._size.at_once(length)
+      room = sum(min(rows, len(free)) for free in self._free)
+      waiting = sum(entry.waiting for entry in self._queued.values())
+      enough = min(rows * self._shards, len(self._requests))
+      if not room or (room < enough and waiting > self._slots // 2):
+        return
+      chosen, others = [], collections.deque()
+      for one in self._requests:
+        fits = len(chosen) < room and self._bucket(one[0].prefix_length) == length
+        (chosen if fits else others).append(one)
+      placed = self._place(chosen, rows)
+      self._requests = others
+      self._requests.extendleft(reversed(chosen[len(placed) :]))
+      if placed:
+        self._prefill_batch(placed, length, rows)
+      if len(placed) < len(chosen):  # for want of pages
+        return
+
+  def _place(self, chosen: list, rows: int) -> list[tuple[Request, list[Live]]]:
+    """Gives requests, in their order, to the devices that have least to do, `rows` to one at most.
+
+    Where pages are few, a device takes another prefix if it has some to spare for its slots.
+    """
+    used, placed = [0] * self._shards, []
+    for request, lives in chosen:
+      pages = -(-(request.prefix_length - 1) // self._size.page)
+      open_to = [
+        d
+        for d in range(self._shards)
+        if used[d] < min(rows, len(self._free[d]))
+        and (
+          not (self._config.cache_tokens and self._load[d])
+          or self._pages[d] - self._taken[d] - pages >= self._slots // self._shards
+        )
+      ]
+      if not open_to:
+        break
+      shard = min(open_to, key=self._load.__getitem__)
+      lives = lives or lives_of(request)
+      for live in lives:
+        live.shard, live.call = shard, self._calls
+      used[shard] += 1
+      self._load[shard] += request.samples
+      self._taken[shard] += pages
+      placed.append((request, lives))
+    return placed
+
+  def _prefill_batch(self, placed: list, length: int, rows: int) -> None:
+    """One call: `rows` prefixes of each device, padded to `length`."""
+    total = rows * self._shards
+    tokens = np.zeros((total, length), np.int32)
+    field = {name: np.zeros(total, np.int32) for name in Rows.names()}
+    field |= {name: np.zeros(total, np.uint32) for name in ("seed_B", "prompt_B")}
+    field["stop_BX"] = np.full((total, self._stop_width), -1, np.int32)
+    waiting, entries = np.zeros(total, np.int32), np.full(total, self._entries, np.int32)
+    used, fetched, own = [0] * self._shards, [], [self._workload.sampling] * total
+    for request, lives in placed:
+      shard, prefix = lives[0].shard, request.prefix
+      row = shard * rows + used[shard]
+      used[shard] += 1
+      entry = self._free[shard].pop(0)
+      entries[row], waiting[row] = entry, request.samples
+      tokens[row, : len(prefix) - 1] = prefix[:-1]
+      field["token_B"][row] = prefix[-1]
+      field["position_B"][row] = len(prefix) - 1
+      field["start_B"][row] = len(request.prompt)
+      field["left_B"][row] = request.max_new_tokens
+      field["seed_B"][row] = request.seed
+      field["prompt_B"][row] = zlib.crc32(np.asarray(request.prompt, "<i4").tobytes())
+      field["sample_B"][row] = request.first_sample
+      field["stop_BX"][row, : len(request.stop_ids)] = request.stop_ids
+      field["id_B"][row] = self._ids
+      own[row] = request.sampling or own[row]
+      routing: list[np.ndarray] = []
+      for live in lives:
+        self._live[self._ids] = live
+        self._ids += 1
+        if not live.count:  # or what counts is how its tokens were fed at first
+          live.prefix_routing = routing
+      number = shard * self._entries + entry
+      self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
+      fetched.append((row, len(prefix) - 1, routing))
+      self.usage.prefilled += len(prefix) - 1
+    self.usage.padded += total * length
+    fed = np.array([request.prefix_length - 1 for request, _ in placed])
+    work = flops.work(self._model, 1, fed, fed)
+    self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
+    if self._workload.own_sampling:
+      field["own"] = own_sampling.stacked(own)
+    arrays = (tokens, Rows(**field), waiting, entries)
+    self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
+    self._prefills.append((experts, fetched))
+
+  def _dispatch(self) -> None:
+    cancelled = np.full(self._slots, -1, np.int32)
+    cancelled[: len(self._cancelled)] = self._cancelled
+    entries = np.arange(self._entries * self._shards)
+    given_up = np.isin(entries, self._given_up) if self._workload.own_sampling else None
+    self._cancelled, self._given_up = [], []
+    marker = self._state.waiting_R.sum() if self._prefills else None
+    arguments = _put(cancelled, P()), _put(given_up)
+    self._state, out = self._decode(self._params, self._state, *arguments)
+    for x in jax.tree.leaves(out):
+      x.copy_to_host_async()
+    self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
+    self._calls, self._prefills = self._calls + 1, []
+
+  # From the devices.
+
+  def _collect(self) -> list[Response]:
+    """Fetches what the oldest call sampled."""
+    call, prefills, taken, marker, out = self._in_flight.popleft()
+    if prefills:
+      jax.block_until_ready(marker)
+      self.usage.prefill_seconds += self._lap()
+    for experts, placed in prefills:
+      if experts is not None:
+        experts = np.asarray(experts)
+        for row, length, routing in placed:
+          routing.append(experts[row, :length])
+    out = jax.tree.map(np.asarray, out)
+    self.usage.decode_seconds += self._lap()
+    self.usage.steps += int(out.steps)
+    self.usage.slot_steps += int(out.steps) * self._slots
+    for number, entry in list(self._queued.items()):
+      if entry.call <= call:
+        self._queued[number] = entry._replace(waiting=int(out.waiting_R[number]))
+        if not out.waiting_R[number]:
+          del self._queued[number]
+          self._free[number // self._entries].append(number % self._entries)
+    if self._abandoned:
+      last = out.id_nW[max(0, out.steps - 1)].tolist()  # those that have a slot now are in it
+      self._cancelled += sorted(self._abandoned.keys() & set(last))
+      seen = set(out.id_nW[: out.steps].ravel().tolist())
+      self._abandoned = {i: n for i, n in self._abandoned.items() if n > call and i not in seen}
+    finished, sampled = [], []
+    for id_, *part in by_response(out):
+      live = self._live.get(id_)
+      if live is None:
+        continue  # it ended with a stop string, and its slot did not know yet
+      before = live.count
+      live.parts.append(tuple(part))
+      live.count += len(part[0])
+      count, stopped = live.count, bool(part[0][-1] in live.request.stop_ids)
+      ended = stopped or count == live.request.max_new_tokens
+      cut = live.stopped_by(self._detokenize)
+      if cut is not None:
+        if not ended:
+          self._cancelled.append(id_)  # its slot goes on, and is told with the next call
+        count, stopped, ended = cut, True, True
+      self.usage.tokens += count - before
+      # As many are fed, the last of the prefix first.
+      sampled.append((count - before, live.request.prefix_length + count - 1))
+      if ended:
+        finished.append(live.response(self._version, count, stopped, finished=True))
+        self._load[live.shard] -= 1
+        del self._live[id_]
+    if sampled:
+      new, end = np.array(sampled).T
+      self.usage.flops += float(np.sum(flops.work(self._model, 1, new, end).forward()))
+    if out.live_W is not None:
+      self._pages, self._taken = out.free_d, self._taken - taken
+      for _, _, later, _, _ in self._in_flight:
+        later -= taken
+      self._ask_again(call, out)
+    return finished
+
+  def _ask_again(self, call: int, out: Sampled) -> None:
+    """Puts what has lost its pages before everything else that is to be sampled."""
+    there = set(out.live_W.tolist())
+    for entry in self._queued.values():
+      if entry.call <= call:
+        there.update(range(entry.end - entry.waiting, entry.end))
+    gone = {i: live for i, live in self._live.items() if live.call <= call and i not in there}
+    for id_, live in gone.items():
+      self._load[live.shard] -= 1
+      del self._live[id_]
+    self.usage.put_aside += len(gone)
+    self._requests.extendleft(reversed(list(to_go_on(gone.values()))))
+
+  def _lap(self) -> float:
+    now = time.perf_counter()
+    seconds, self._clock = now - self._clock, now
+    return seconds
+
+
+def _put(tree: Any, *spec: P) -> Any:
+  """Puts arrays on the mesh, if there is one; by default split over its batch axes."""
+  if sharding.without_mesh():
+    return tree
+  return sharding.put_batch(tree, jax.sharding.get_mesh(), *spec)
+
+
+def _cache_bytes(state: Any) -> int:
+  """Of keys and values, over all devices."""
+  return sum(x.nbytes for x in jax.tree.leaves((state.cache, state.staged)) if x.ndim > 4)

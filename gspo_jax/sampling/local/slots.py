@@ -1,0 +1,344 @@
+"""Continuous batching on the device: a fixed number of slots that refill themselves.
+
+Two sets of rows live there. Slots decode, one token per step each. The queue holds prefixes that
+are prefilled and wait; a slot whose response has ended takes the next one within the decoding loop
+itself, with a copy of the keys and values, so that no slot waits for the host. `scheduler` is the
+host's side: it takes out what was sampled and prefills while the devices decode on.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from gspo_jax import sharding
+from gspo_jax.models import transformer
+from gspo_jax.models.attention import cache as kv_cache
+from gspo_jax.models.attention import pages
+from gspo_jax.models.attention.cache import Cache
+from gspo_jax.models.attention.pages import Pages
+from gspo_jax.models.experts import routing
+from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.sampling.local.own_sampling import plain, sample_own
+from gspo_jax.sampling.local.refill import refill, release
+from gspo_jax.sampling.sampler import SamplingConfig, sample, support, temper
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.sharding import BATCH, P
+
+
+@flax.struct.dataclass
+class Rows:
+  """Responses, or prefixes to start responses from; each has a row of a cache.
+
+  The last token of a prefix is not in the cache: decoding starts by feeding it.
+  """
+
+  token_B: Any  # int32: to be fed next
+  position_B: Any  # int32: its position, counted from the start of the prompt
+  start_B: Any  # int32: position of the first token of the response
+  left_B: Any  # int32: tokens that may still be sampled; 0: nothing goes on here
+  seed_B: Any  # uint32
+  prompt_B: Any  # uint32: hash of the prompt
+  sample_B: Any  # int32: its number, of the responses to this prompt
+  stop_BX: Any  # int32: tokens that end the response; -1: none
+  id_B: Any  # int32: the host's number of the response
+  own: Any = None  # OwnSampling; None: all have that of the workload
+
+  @classmethod
+  def names(cls) -> list[str]:
+    """Its fields that are arrays."""
+    return [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+
+
+@flax.struct.dataclass
+class State:
+  slots: Rows  # W responses that are being sampled
+  key_W2: Any  # uint32: of their noise
+  cache: Cache | Pages  # W rows of the whole window
+  queue: Rows  # R prefixes; `sample` and `id` are those of the next response
+  staged: Any  # R rows of the longest prefix; or their table, of the same pages
+  waiting_R: Any  # int32: responses that no slot has taken yet
+
+
+@flax.struct.dataclass
+class Sampled:
+  """Tokens of n decode steps, whole on every process. Row i, column w: slot w in step i."""
+
+  id_nW: Any  # int32: the response that the token belongs to; -1: the slot was free
+  token_nW: Any  # int32
+  logp_nW: Any  # float32: under the distribution that it was drawn from
+  full_logp_nW: Any  # float32: under the one without truncation
+  route_nWlk: Any  # of the token that was fed; None where nobody asked
+  support_nWX: Any = None  # int32: the tokens that it was drawn from (`sampler.support`); or None
+  steps: Any = None  # int32 []: how many rows are in use
+  waiting_R: Any = None  # int32: of the queue, afterwards
+  live_W: Any = None  # int32: responses that go on afterwards; -1: the slot is free
+  free_d: Any = None  # int32: pages of each device that are free afterwards; None: there are none
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=(
+    "model",
+    "layers",
+    "slots",
+    "window",
+    "queue",
+    "queue_window",
+    "stop_ids",
+    "dtype",
+    "pool",
+    "page",
+    "own_sampling",
+  ),
+)
+def new_state(
+  model: ModelConfig,
+  layers: tuple[int, ...],
+  *,
+  slots: int,
+  window: int,
+  queue: int,
+  queue_window: int,
+  stop_ids: int,
+  dtype: Any,
+  pool: int = 0,
+  page: int = 0,
+  own_sampling: bool = False,
+) -> State:
+  """Free slots and an empty queue; `layers` as the blocks of the parameters stack them.
+
+  pool: pages over all devices, of `page` positions each, for slots and queue; 0: dense caches.
+  """
+
+  def rows(count: int) -> Rows:
+    fields = {name: jnp.zeros(count, jnp.int32) for name in Rows.names()}
+    for name in ("seed_B", "prompt_B"):
+      fields[name] = jnp.zeros(count, jnp.uint32)
+    if own_sampling:
+      fields["own"] = plain(count)
+    return Rows(**fields | dict(stop_BX=jnp.zeros((count, stop_ids), jnp.int32)))
+
+  split = lambda tree: jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)  # noqa: E731
+  if pool:
+    cache = pages.allocate(model, slots, window, pool, page, dtype, layers)
+    staged = pages.no_pages(queue, -(-queue_window // page))
+  else:
+    cache = kv_cache.allocate(model, slots, window, dtype, layers)
+    staged = kv_cache.allocate(model, queue, queue_window, dtype, layers)
+  return State(
+    slots=split(rows(slots)),
+    key_W2=split(jnp.zeros((slots, 2), jnp.uint32)),
+    cache=cache,
+    queue=split(rows(queue)),
+    staged=staged,
+    waiting_R=split(jnp.zeros(queue, jnp.int32)),
+  )
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "compute", "piece", "record_routing"), donate_argnames="state"
+)
+def prefill(
+  params: transformer.Params,
+  state: State,
+  tokens_rT: jax.Array,
+  rows: Rows,
+  waiting_r: jax.Array,
+  entry_r: jax.Array,
+  *,
+  model: ModelConfig,
+  compute: ComputeConfig,
+  piece: int,
+  record_routing: bool,
+) -> tuple[State, jax.Array | None]:
+  """Prefills prefixes, right-padded to one length T, and puts them into the queue.
+
+  entry_r: the place in this device's part of the queue; one beyond its end: nowhere. Of rows longer
+  than `piece`, so many tokens go through the model at once, and look back at the cache.
+
+  Returns the state and, if `record_routing`, the experts [r, T, l, k], whole on every process.
+  """
+  (r, T), layers = tokens_rT.shape, _layers(params)
+  cache = kv_cache.allocate(model, r, T, state.cache.dtype, layers)
+  real_rT = (jnp.arange(T)[None] < rows.position_B[:, None]).astype(jnp.int32)
+  run = functools.partial(transformer.forward, params, model, compute=compute)
+  if piece >= T:
+    out = run(tokens_rT, segments=real_rT, cache=cache)
+    cache, routing_lrTk = out.cache, out.routing_lBTk
+  else:
+    cut = lambda x_rT: jnp.swapaxes(x_rT.reshape(r, T // piece, piece), 0, 1)  # noqa: E731
+    positions_rT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (r, T))
+
+    def go_on(cache, part):
+      tokens, positions, segments = part
+      out = run(tokens, positions=positions, segments=segments, cache=cache)
+      return out.cache, out.routing_lBTk
+
+    parts = (cut(tokens_rT), cut(sharding.reshard(positions_rT, P(BATCH))), cut(real_rT))
+    cache, routing_jlrpk = jax.lax.scan(go_on, cache, parts)
+    routing_lrTk = None
+    if record_routing and routing_jlrpk is not None:
+      routing_lrTk = jnp.concatenate(list(routing_jlrpk), axis=2)
+
+  state = _on_each_device(_stage, state, rows, waiting_r, entry_r, cache, like=state)
+  experts = None
+  if record_routing and routing_lrTk is not None:
+    experts = sharding.reshard(routing.by_row(routing_lrTk, real_rT, model.num_experts), P())
+  return state, experts
+
+
+def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
+  """Puts prefilled rows into the queue; on each device."""
+  at = lambda old, new: old.at[entry_r].set(new, mode="drop")  # noqa: E731
+  if isinstance(state.cache, Pages):
+    state = release(state)
+    length_r = jnp.where(entry_r < len(state.waiting_R), rows.position_B, 0)
+    pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
+    more = state.staged.shape[1] - table_rn.shape[1]
+    table_rn = jnp.pad(table_rn, ((0, 0), (0, more)), constant_values=pages.NONE)
+    waiting_r = jnp.where(fits_r, waiting_r, 0)  # or the host has to ask again
+    state = state.replace(cache=pool, staged=at(state.staged, table_rn))
+  else:
+    state = state.replace(staged=kv_cache.insert(state.staged, cache, entry_r))
+  return state.replace(
+    queue=jax.tree.map(at, state.queue, rows), waiting_R=at(state.waiting_R, waiting_r)
+  )
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("steps", "sampling", "model", "compute", "record_routing", "width"),
+  donate_argnames="state",
+)
+def decode(
+  params: transformer.Params,
+  state: State,
+  cancelled_W: jax.Array,
+  given_up_R: jax.Array | None = None,
+  *,
+  steps: int,
+  sampling: SamplingConfig | None,
+  model: ModelConfig,
+  compute: ComputeConfig,
+  record_routing: bool,
+  width: int = 0,
+) -> tuple[State, Sampled]:
+  """Up to `steps` tokens in every slot; it ends early when neither slots nor queue hold anything.
+
+  sampling: of all slots; None: each has its own.
+  cancelled_W: ids of responses whose slots are to be freed; -1: none.
+  given_up_R: bool: prefixes of the queue for which nobody waits any more; None: there are none.
+  width: tokens of a support to put on record, at most; 0: none are.
+  """
+  W = state.slots.id_B.shape[0]
+  slots = state.slots
+  cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
+  state = state.replace(slots=slots.replace(left_B=jnp.where(cancelled_B, 0, slots.left_B)))
+  if given_up_R is not None:
+    state = state.replace(waiting_R=jnp.where(given_up_R, 0, state.waiting_R))
+
+  by_step = lambda x: sharding.reshard(x, P(None, BATCH))  # noqa: E731
+  out = Sampled(
+    id_nW=by_step(jnp.full((steps, W), -1, jnp.int32)),
+    token_nW=by_step(jnp.zeros((steps, W), jnp.int32)),
+    logp_nW=by_step(jnp.zeros((steps, W), jnp.float32)),
+    full_logp_nW=by_step(jnp.zeros((steps, W), jnp.float32)),
+    route_nWlk=None,
+  )
+  if record_routing and model.num_experts:
+    moe_layers = sum(map(model.is_moe, range(model.num_layers)))
+    shape = (steps, W, moe_layers, model.experts_per_token)
+    nothing = jnp.full(shape, routing.NO_EXPERT, routing.storage_dtype(model.num_experts))
+    out = out.replace(route_nWlk=by_step(nothing))
+  if width:
+    out = out.replace(support_nWX=by_step(jnp.full((steps, W, width), NO_TOKEN, jnp.int32)))
+
+  def going_on(carry):
+    i, state, _ = carry
+    return (i < steps) & ((state.slots.left_B.max() > 0) | (state.waiting_R.max() > 0))
+
+  def step(carry):
+    i, state, out = carry
+    state = _on_each_device(refill, state, like=state)
+    slots, cache, taken = _next_token(params, state, sampling, model, compute, width)
+    write = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0)  # noqa: E731
+    if out.route_nWlk is None:
+      taken = taken.replace(route_nWlk=None)
+    return i + 1, state.replace(slots=slots, cache=cache), jax.tree.map(write, out, taken)
+
+  i, state, out = jax.lax.while_loop(going_on, step, (jnp.zeros((), jnp.int32), state, out))
+  out = out.replace(steps=i, **_afterwards(state))
+  return state, jax.tree.map(lambda x: sharding.reshard(x, P()), out)
+
+
+def _next_token(
+  params, state: State, sampling, model, compute, width
+) -> tuple[Rows, Cache, Sampled]:
+  """One decoding step of all slots."""
+  s = state.slots
+  active_B = s.left_B > 0
+  out = transformer.forward(
+    params,
+    model,
+    s.token_B[:, None],
+    positions=s.position_B[:, None],
+    segments=active_B[:, None].astype(jnp.int32),
+    cache=state.cache,
+    compute=compute,
+  )
+  logits_BV = transformer.head_logits(params, model, out.hidden_BTD, compute)[:, 0]
+  logits_BV = sharding.reshard(logits_BV, P(BATCH))
+  key_B = jax.random.wrap_key_data(state.key_W2)
+  next_B = s.position_B + 1
+  support_BX = None
+  if sampling is None:
+    arguments = (logits_BV, key_B, next_B - s.start_B, s.own, active_B)
+    token_B, logp_B, full_logp_B = _on_each_device(sample_own, *arguments, like=(s.token_B,) * 3)
+  else:
+    support_BX = support(temper(logits_BV, sampling), sampling) if width else None
+    arguments = logits_BV, key_B, next_B - s.start_B, sampling, support_BX
+    token_B, logp_B, full_logp_B = sample(*arguments)
+  stopped_B = (token_B[:, None] == s.stop_BX).any(1)
+  route_Blk = None
+  if out.routing_lBTk is not None:
+    route_Blk = routing.by_row(out.routing_lBTk, active_B[:, None], model.num_experts)[:, 0]
+  id_B = jnp.where(active_B, s.id_B, -1)
+  sampled = Sampled(id_B, token_B, logp_B, full_logp_B, route_Blk, support_BX)
+  slots = s.replace(
+    token_B=token_B,
+    position_B=jnp.where(active_B, next_B, s.position_B),
+    left_B=jnp.where(active_B & ~stopped_B, s.left_B - 1, 0),
+  )
+  return slots, out.cache, sampled
+
+
+def _afterwards(state: State) -> dict[str, Any]:
+  """What the host is told of a state, beside the tokens."""
+  if not isinstance(state.cache, Pages):
+    return dict(waiting_R=state.waiting_R)
+
+  def free(state):
+    state = release(state)
+    return pages.free(state.cache, state.staged).sum(keepdims=True)
+
+  live_W = jnp.where(state.slots.left_B > 0, state.slots.id_B, -1)
+  free_d = _on_each_device(free, state, like=state.waiting_R)
+  return dict(waiting_R=state.waiting_R, live_W=live_W, free_d=free_d)
+
+
+def specs(tree: Any) -> Any:
+  """PartitionSpec of each array of a state: rows are split, and what is in a cache is."""
+  return jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(BATCH), tree)
+
+
+def _on_each_device(f, *arguments, like):
+  """`f` on each device's rows; its results are laid out as `like`."""
+  return sharding.shard_map(f, in_specs=specs(arguments), out_specs=specs(like))(*arguments)
+
+
+def _layers(params: transformer.Params) -> tuple[int, ...]:
+  return tuple(block.attention_norm.shape[0] for block in params.blocks)

@@ -1,0 +1,389 @@
+"""The engine whose samplers are servers of others, reached over HTTP. docs/engines.md.
+
+Nothing of a server is trusted: answers are checked, new weights probed, and what fails is tried
+again elsewhere. With several processes the first one talks to servers and tells the others what
+came, so that all go on alike.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+
+from gspo_jax import sharding
+from gspo_jax.models import flops
+from gspo_jax.sampling.engine import ServersGone
+from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
+from gspo_jax.sampling.servers import published
+from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused, counts
+from gspo_jax.sampling.servers.fleet import Fleet
+from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
+from gspo_jax.sampling.servers.probe import Probe, Verdict
+from gspo_jax.sampling.servers.state import Moved, Server
+from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.system import hosts, preemption
+
+PIECE = 4096  # tokens of a call with several samples: a failure costs no more, a long one is alone
+ABORT_S = 20.0  # that `stop` waits for what servers have of responses
+AGAIN_S = 5.0  # between two attempts to find a server that can be used
+
+
+class ServerEngine:
+  """Sampling by servers (`Engine`); a context manager, which ends what it has started.
+
+  Args:
+    publish: from the trainer's parameters to those that sampling reads, as `LocalEngine` has it.
+    detokenize: from tokens to text, for stop strings.
+    workdir: for logs of servers, and weights where the configuration names no directory.
+    window: positions of the longest response with its prompt.
+    temperature: of training.
+    routing: whether experts are to be recorded.
+    tokenizer: a directory whose files go with published weights.
+  """
+
+  def __init__(
+    self,
+    model: ModelConfig,
+    config: EngineConfig,
+    compute: ComputeConfig,
+    publish: Callable[[Any], Any] = lambda params: params,
+    detokenize: Callable[[list[int]], str] | None = None,
+    *,
+    workdir: Path,
+    window: int,
+    temperature: float = 1.0,
+    routing: bool = False,
+    tokenizer: Path | None = None,
+  ):
+    self._model, self._config, self._server = model, config, config.server
+    self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer
+    self._directory = Path(self._server.directory or workdir.absolute() / "published")
+    compute = config.compute(compute)
+    self._tolerance = self._server.tolerance or (0.1 if compute.dtype == "bfloat16" else 0.005)
+    self._probe = Probe(model, compute, window, temperature, routing and model.num_experts > 0)
+    self._fleet: Fleet | None = None  # of the first process
+
+    def connect() -> None:
+      moe = tuple(filter(model.is_moe, range(model.num_layers)))
+      limits = (model.num_experts, model.experts_per_token, model.num_layers, moe)
+      logs = workdir.absolute() / "servers"
+      self._fleet = Fleet(config.urls, self._server, Limits(model.vocab_size, *limits), logs)
+
+    hosts.of_first(connect, ServersGone)
+    self._weights: Path | None = None  # the directory of the last ones
+    self._version = -1
+    # Loading may be another thread's than stepping. It is the one that has the devices.
+    self._loads, self._loading = 0, False
+    self._worst, self._disagreed = 0.0, 0  # of the probe
+    self._workload: Workload | None = None
+    self._numbers, self._calls = itertools.count(), itertools.count()
+    # Of requests by their number: how many of their responses are not handed out yet.
+    self._open: dict[int, tuple[Request, set[int]]] = {}
+    # Of the first process alone: what is under way, by the id of its call. Others than we may have
+    # calls at the same servers.
+    self._pending: dict[str, list[Pending]] = {}
+    self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
+    self.usage = Usage()
+
+  def __enter__(self) -> "ServerEngine":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._fleet is not None:
+      self._fleet.close()
+
+  # Weights.
+
+  def load(self, params: Any, version: int) -> None:
+    """Publishes weights and has every server take them, those that were left out before too.
+
+    Responses that are under way go on under them; another thread than that which steps may call it.
+
+    Raises:
+      ServersGone: none can be used; says why of each.
+    """
+    self._loads = threading.get_ident()
+    params, self._version = self._publish(params), version
+    name = f"weights_{version:06d}"
+    try:
+      args = self._directory, name, params, self._model, self._tokenizer
+      self._weights = published.write(*args)
+    except OSError as error:
+      where = error.filename or self._directory
+      raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
+    self._loading = True
+    try:
+      self._find_servers(params)
+    finally:
+      self._loading = False
+
+  @property
+  def loads_beside_steps(self) -> bool:
+    """Several processes would have to agree on what each of two threads tells the others."""
+    return jax.process_count() == 1
+
+  def revive(self) -> None:
+    """Finds servers again if none is left.
+
+    Raises:
+      ServersGone: there is none, and there was none for a while.
+    """
+    if not (self._fleet.usable or self._loading):
+      self._find_servers(self._read())
+
+  def release(self) -> None:
+    """Gives up nothing: servers have the weights."""
+
+  def _find_servers(self, params: Any) -> None:
+    """Brings up as many servers as can be; waits a while for the first.
+
+    Raises:
+      ServersGone: there is none.
+    """
+    end = time.monotonic() + self._server.wait_s
+
+    def wait() -> None:
+      reasons = "; ".join(f"{one.url}: {one.why}" for one in self._fleet.servers)
+      refused = all(one.refused for one in self._fleet.servers)
+      if refused or time.monotonic() > end:
+        raise ServersGone(f"engine.name='server': no server can be used. {reasons}")
+      logging.warning("waiting for a server: %s", reasons)
+      self._fleet.run(asyncio.sleep(AGAIN_S), preemption.check_alone)
+
+    while not self._bring_up(params):
+      hosts.of_first(wait, ServersGone)
+      preemption.check()
+
+  def _bring_up(self, params: Any) -> bool:
+    """One round over all servers: weights in place, or a restart, and the probe. Returns whether
+    there is one that can be used."""
+    self._worst = 0.0
+    todo: list[tuple[Server, bool]] = []  # and whether it is started again
+    if self._fleet is not None:
+      todo = [(one, not one.reloads) for one in self._fleet.servers]
+    for again in (True, False):
+      answers = hosts.of_first(lambda todo=todo: self._renewed(todo), ServersGone)
+      verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
+      failed = [
+        server for (server, _), verdict in zip(todo, verdicts)
+        if not self._judged(server, verdict) and not server.restarted
+      ]  # fmt: skip
+      todo = []
+      if self._fleet is not None and self._server.command and again:
+        todo = [(one, True) for one in failed]
+      if not hosts.told(bool(todo)):
+        break
+      if todo:
+        logging.warning("starting again: %s", ", ".join(one.url for one, _ in todo))
+    return hosts.told(self._fleet is not None and bool(self._fleet.usable))
+
+  def _renewed(self, todo: Sequence[tuple[Server, bool]]) -> list[list[Part] | None]:
+    """What servers say to the probe after they took the weights; None of those that failed."""
+    found: list[list[Part] | None] = []
+    calls = self._probe.calls(f"v{self._version}-{next(self._calls)}")
+    work = [
+      self._fleet.renew(server, str(self._weights), self._version, calls, restart)
+      for server, restart in todo
+    ]
+    results = self._fleet.run(_all(work), preemption.check_alone)
+    for (server, _), result in zip(todo, results):
+      if isinstance(result, Failed | Refused | Moved):
+        refused = isinstance(result, Refused)
+        self._fleet.run(self._fleet.exclude(server, str(result), refused))
+      elif isinstance(result, BaseException):
+        raise result
+      found.append(result if isinstance(result, list) else None)
+    return found
+
+  def _judged(self, server: Server, verdict: Verdict | None) -> bool:
+    """Uses a server from now on if its verdict is within the tolerance."""
+    if self._fleet is None or verdict is None:
+      return False
+    if verdict.mean <= self._tolerance:  # of NaN, this is false
+      server.reloads &= not (server.restarted and server.disagreed)
+      server.disagreed = False
+      self._worst = max(self._worst, verdict.mean)
+      self._fleet.run(self._fleet.admit(server))
+      return True
+    self._disagreed += 1
+    server.disagreed |= not server.restarted
+    why = (
+      f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
+      f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is {self._tolerance:g}"
+    )
+    raw = verdict.raw <= self._tolerance
+    if raw:
+      why = f"its log-probs are those before the temperature: {server.dialect.processed}"
+    elif not self._server.command:
+      why += ": start it again with these weights (engine.server.command does so by itself)"
+    self._fleet.run(self._fleet.exclude(server, why, raw))
+    return False
+
+  # Requests.
+
+  def start(self, workload: Workload) -> None:
+    if self._version < 0:
+      raise RuntimeError("the engine has no weights: load them before it starts")
+    if self._open:
+      self.stop()
+    self._workload, self.usage = workload, Usage()
+    self._count()
+
+  def submit(self, request: Request) -> None:
+    window, length = self._workload.window, request.prefix_length
+    request.check(window - 1, window, self._model.vocab_size, self._detokenize)
+    number = next(self._numbers)
+    samples = range(request.first_sample, request.first_sample + request.samples)
+    self._open[number] = request, set(samples)
+    work = flops.work(self._model, 1, length - 1, length - 1)
+    self.usage.prefilled += length - 1
+    self.usage.flops += float(work.forward() - work.head)
+    if self._fleet is None:
+      return
+    together = min(self._server.in_flight, max(1, PIECE // request.max_new_tokens))
+    waiting = [Pending(request, number, sample) for sample in samples]
+    for start in range(0, len(waiting), together):
+      self._send(waiting[start : start + together])
+
+  def _send(self, some: list[Pending]) -> None:
+    id_ = f"{self._version}-{next(self._calls)}-{self._run}"
+    routing = self._workload.record_routing and self._model.num_experts > 0
+    call = call_for(some, id_, self._workload.sampling, routing)
+    self._pending[id_] = some
+    self._fleet.submit(call)
+
+  @property
+  def busy(self) -> bool:
+    return bool(self._open)
+
+  def step(self) -> list[Response]:
+    """Waits for what comes next, for half a second at most. Where no server is left, a thread that
+    has not loaded waits for the one that has.
+
+    Raises:
+      Preempted: in a run that was told to go.
+      ServersGone: no server is left, or a request was tried as often as it may be.
+    """
+    preemption.check()
+    started = time.perf_counter()
+
+    def look() -> tuple[list, bool]:
+      try:
+        return self._arrived(0.5), not self._fleet.usable and not self._loading
+      except Failed as error:
+        said = f"engine.name='server': a response could not be sampled: {error}"
+        raise ServersGone(said) from error
+
+    found, lost = hosts.of_first(look, ServersGone)
+    if lost and self._loads == threading.get_ident():
+      self._find_servers(self._read())
+    self.usage.decode_seconds += time.perf_counter() - started
+    return self._handed_out(found)
+
+  def _read(self) -> Any:
+    """The last weights, from their directory: since they were published the trainer has needed the
+    memory."""
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    mesh = None if sharding.without_mesh() else jax.sharding.get_mesh()
+    return hf.load(self._weights, mesh=mesh)[0]
+
+  def stop(self) -> list[Response]:
+    return self._handed_out(hosts.of_first(self._left, ServersGone))
+
+  def _left(self) -> list[tuple]:
+    """Has servers leave what they are at, and takes what they have of it."""
+    if not self._pending:
+      return []
+    found, waited = [], list(self._pending)
+    self._stopping = True
+    try:
+      unsent = self._fleet.run(self._fleet.abort(waited))
+      end = time.monotonic() + ABORT_S
+      while self._pending.keys() - unsent and time.monotonic() < end:
+        found += self._arrived(0.5)
+      self._fleet.run(self._fleet.cancel(list(self._pending)))
+      found += self._arrived(0.0)
+    finally:
+      self._stopping = False
+    rest = [one for some in self._pending.values() for one in some]
+    self._pending.clear()
+    return found + [self._told_of(one, False) for one in rest]
+
+  def _arrived(self, seconds: float) -> list[tuple]:
+    """What has come, of finished responses; others are gone on with.
+
+    Raises:
+      Failed: a call was tried as often as it may be.
+    """
+    found = []
+    while True:
+      try:
+        id_, answer = self._fleet.answers.get(timeout=0 if found else seconds)
+      except queue.Empty:
+        return found
+      some = self._pending.get(id_)
+      if some is None:  # of a workload that has ended
+        continue
+      if isinstance(answer, Exception) and not self._stopping:
+        raise answer
+      del self._pending[id_]
+      if isinstance(answer, Exception):
+        found += [self._told_of(one, False) for one in some]
+        continue
+      for one, part in zip(some, answer):
+        finished = one.add(part, self._detokenize)
+        if finished or self._stopping:
+          found.append(self._told_of(one, finished))
+        elif one.aborted > MOST_ABORTED:
+          raise Failed("body", f"servers left it {one.aborted} times without a token")
+        else:
+          self._send([one])
+
+  def _told_of(self, one: Pending, finished: bool) -> tuple[int, Response]:
+    response = one.response(self._workload.sampling.whole, finished)
+    return one.number, dataclasses.replace(response, request=None)  # whose tag is of this process
+
+  def _handed_out(self, found: list[tuple[int, Response]]) -> list[Response]:
+    """The responses; of processes that were told of them, with their own requests."""
+    responses = []
+    for number, response in found:
+      request, left = self._open[number]
+      left.remove(response.sample)
+      if not left:
+        del self._open[number]
+      new = len(response.tokens)
+      self.usage.tokens += new
+      if new:
+        end = request.prefix_length + new - 1
+        self.usage.flops += float(flops.work(self._model, 1, new, end).forward())
+      responses.append(dataclasses.replace(response, request=request))
+    self._count()
+    return responses
+
+  def _count(self) -> None:
+    """Puts how the servers stand into `usage`."""
+    if self._fleet is None:
+      return
+    usable = len(self._fleet.usable)
+    self.usage.servers = {
+      "servers": float(usable),
+      "left_out": float(len(self._fleet.servers) - usable),
+      "restarts": float(self._fleet.counts["restarts"]),
+      "probe/mean": self._worst,
+      "probe/disagreed": float(self._disagreed),
+      **counts(self._fleet.counts),
+    }
+
+
+async def _all(work: list) -> list:
+  return await asyncio.gather(*work, return_exceptions=True)

@@ -1,0 +1,235 @@
+"""Hyper-parameters of a model, its precision and formulations, and named sizes."""
+
+import dataclasses
+from typing import Annotated, Literal, NamedTuple
+
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+
+Width = Annotated[int, Range(1, 65_536)]
+Theta = Annotated[float, Range(1, 1e12)]
+
+
+class Kind(NamedTuple):
+  """Differences between the layers of a model."""
+
+  moe: bool  # experts instead of a dense feed-forward layer
+  local: bool  # attention with a sliding window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+  """Hyper-parameters of a Transformer. Field names follow Hugging Face's config.json.
+
+  The defaults, for code only, are those of a dense model with full attention; a configuration has
+  every key.
+  """
+
+  family: Literal["qwen3", "gemma"]  # and Qwen2, Llama | Gemma 2 and 3: transformer.FAMILIES
+  vocab_size: Annotated[int, Range(1, 4_194_304)]
+  hidden_size: Width
+  num_layers: Annotated[int, Range(1, 1024)]
+  num_heads: Width
+  num_kv_heads: Width
+  head_dim: Annotated[int, Range(2, 65_536)]
+  intermediate_size: PositiveInt  # of dense layers
+  num_experts: Annotated[int, Range(0, 65_536)] = 0  # 0: every layer is dense
+  experts_per_token: NonNegativeInt = 0
+  moe_intermediate_size: NonNegativeInt = 0  # of one expert
+  norm_topk_prob: bool = True  # gate weights of the chosen experts sum to 1
+  decoder_sparse_step: PositiveInt = 1  # every n-th layer is a MoE layer
+  mlp_only_layers: tuple[NonNegativeInt, ...] = ()  # dense whatever decoder_sparse_step says
+  rope_theta: Theta
+  rms_norm_eps: ranges.Fraction
+  qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
+  attention_bias: bool = False  # biases on the q, k and v projections (Qwen2)
+  tie_word_embeddings: bool = False
+  max_position_embeddings: Annotated[int, Range(1, INT32)]
+  query_pre_attn_scalar: NonNegativeInt = 0  # scores are q kᵀ over its root; 0: head_dim
+  attn_logit_softcapping: NonNegativeFloat = 0.0  # soft bound c · tanh(x / c) on scores; 0: none
+  final_logit_softcapping: NonNegativeFloat = 0.0  # the same on logits
+  sliding_window: NonNegativeInt = 0  # positions a local layer's token sees, with itself; 0: all
+  sliding_window_pattern: PositiveInt = 1  # every n-th layer is global, the others local
+  local_rope_theta: Theta = 1e4  # rope_theta of local layers
+
+  def __post_init__(self):
+    ranges.check(self, "model")
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"model.num_heads={self.num_heads} is not a multiple of "
+        f"model.num_kv_heads={self.num_kv_heads}"
+      )
+    if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f"model.experts_per_token={self.experts_per_token} must be between 1 and "
+        f"model.num_experts={self.num_experts}"
+      )
+    if self.num_experts and not self.moe_intermediate_size:
+      raise ValueError(f"model.moe_intermediate_size=0: model.num_experts={self.num_experts}")
+    if max(self.mlp_only_layers, default=0) >= self.num_layers:
+      raise ValueError(
+        f"model.mlp_only_layers={max(self.mlp_only_layers)} must be below "
+        f"model.num_layers={self.num_layers}"
+      )
+    if self.num_experts and not any(map(self.is_moe, range(self.num_layers))):
+      raise ValueError(
+        f"model.num_experts={self.num_experts}: no layer has them, with model.num_layers="
+        f"{self.num_layers}, decoder_sparse_step={self.decoder_sparse_step} and "
+        f"mlp_only_layers={self.mlp_only_layers}"
+      )
+    if (self.sliding_window > 0) != (self.sliding_window_pattern > 1):
+      raise ValueError(
+        f"model.sliding_window={self.sliding_window} and model.sliding_window_pattern="
+        f"{self.sliding_window_pattern}: a window takes a pattern of 2 or more, every n-th layer "
+        "being global; without one they are 0 and 1"
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
+
+  def is_moe(self, layer: int) -> bool:
+    """Hugging Face's rule for which layers hold experts."""
+    sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+    return sparse and layer not in self.mlp_only_layers
+
+  def is_local(self, layer: int) -> bool:
+    """True for a layer with the sliding window."""
+    return self.sliding_window > 0 and (layer + 1) % self.sliding_window_pattern != 0
+
+  def runs(self) -> list[tuple[Kind, int]]:
+    """Consecutive layers of one kind, and their number: each run is one scan."""
+    runs: list[tuple[Kind, int]] = []
+    for layer in range(self.num_layers):
+      kind = Kind(self.is_moe(layer), self.is_local(layer))
+      if runs and runs[-1][0] == kind:
+        runs[-1] = (kind, runs[-1][1] + 1)
+      else:
+        runs.append((kind, 1))
+    return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+  """Precision and formulations; none of them changes a result beyond round-off."""
+
+  dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"]  # auto: by length, platform
+  experts: Literal["auto", "blocks", "batched", "ragged", "megablox"]  # auto: by platform, load
+  expert_chunk: NonNegativeInt  # tokens of a device that go through the experts at once; 0: all
+  # What the backward pass keeps: remat.POLICIES. auto: what fits.
+  remat: Literal["none", "full", "attention", "dots", "both", "auto"]
+  logits_chunk: NonNegativeInt  # time steps whose logits exist at once; 0: all
+
+  def __post_init__(self):
+    ranges.check(self, "compute")
+
+
+REFERENCE = ComputeConfig(
+  dtype="float32",
+  attention="auto",
+  experts="auto",
+  expert_chunk=0,
+  remat="none",
+  logits_chunk=0,
+)
+
+
+def _model(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more) -> ModelConfig:
+  """A configuration with what Qwen3 models share, where `more` has nothing else."""
+  shared = dict(
+    family="qwen3",
+    vocab_size=151_936,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    max_position_embeddings=32_768,
+  )
+  sizes = dict(
+    hidden_size=width,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    intermediate_size=ffn,  # unused where every layer holds experts
+  )
+  return ModelConfig(**(shared | sizes | more))
+
+
+def _published() -> dict[str, ModelConfig]:
+  """By name on the Hugging Face hub, without the organisation.
+
+  The April 2025 models share a shape and rope_theta 1e6 with their Base; the ones of July 2025
+  ("2507") have a larger rope_theta, which differs between them, and an eightfold context.
+  """
+  tied, moe = dict(tie_word_embeddings=True), dict(num_experts=128, experts_per_token=8)
+  base = {
+    "Qwen3-0.6B": _model(1024, 28, 16, 8, 3072, **tied),
+    "Qwen3-1.7B": _model(2048, 28, 16, 8, 6144, **tied),
+    "Qwen3-4B": _model(2560, 36, 32, 8, 9728, **tied),
+    "Qwen3-8B": _model(4096, 36, 32, 8, 12_288),
+    "Qwen3-14B": _model(5120, 40, 40, 8, 17_408),
+    "Qwen3-32B": _model(5120, 64, 64, 8, 25_600),
+    "Qwen3-30B-A3B": _model(2048, 48, 32, 4, 6144, moe_intermediate_size=768, **moe),
+    "Qwen3-235B-A22B": _model(4096, 94, 64, 4, 12_288, moe_intermediate_size=1536, **moe),
+  }
+  gemma = dict(
+    family="gemma",
+    vocab_size=262_144,
+    head_dim=256,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256,
+    sliding_window=512,
+    sliding_window_pattern=6,
+  )
+  models = {
+    "gemma-3-270m": _model(640, 18, 4, 1, 2048, **gemma),
+    "gemma-3-1b-pt": _model(1152, 26, 4, 1, 6912, **gemma),
+  }
+  for name, config in base.items():
+    if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
+      models[f"{name}-Base"] = config
+    models[name] = dataclasses.replace(config, max_position_embeddings=40_960)
+  for name, theta in (("Qwen3-4B", 5e6), ("Qwen3-30B-A3B", 1e7), ("Qwen3-235B-A22B", 5e6)):
+    for kind in ("Instruct", "Thinking"):
+      models[f"{name}-{kind}-2507"] = dataclasses.replace(
+        base[name], rope_theta=theta, max_position_embeddings=262_144
+      )
+  return models
+
+
+PUBLISHED = _published()
+
+
+def tiny_moe(vocab_size: int) -> ModelConfig:
+  """The shape of Qwen3-MoE at laptop size: about 3.6 M parameters, 1.2 M active."""
+  return _model(
+    width=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    ffn=512,
+    vocab_size=vocab_size,
+    head_dim=32,
+    num_experts=8,
+    experts_per_token=2,
+    moe_intermediate_size=256,
+    max_position_embeddings=2048,
+  )
+
+
+def tiny_dense(vocab_size: int) -> ModelConfig:
+  """The shape of Qwen3 (dense) at laptop size: about 1.1 M parameters."""
+  return dataclasses.replace(
+    tiny_moe(vocab_size), num_experts=0, experts_per_token=0, moe_intermediate_size=0
+  )
+
+
+def tiny_gemma(vocab_size: int) -> ModelConfig:
+  """The shape of Gemma 3 at laptop size: two of three layers see 32 tokens back."""
+  return dataclasses.replace(
+    tiny_dense(vocab_size),
+    family="gemma",
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=32,
+    sliding_window=32,
+    sliding_window_pattern=3,
+  )

@@ -1,0 +1,323 @@
+"""The command line before anything runs: --help, configurations by name, --dry_run."""
+
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from support.command_line import ROOT, SMALL, SMALL_MODEL, command, environment
+from support.configs import config_of
+
+from configs import common, moe_aime, tiny, tiny_ppo
+from gspo_jax import run as runs
+from gspo_jax.aot import plan
+from gspo_jax.cli import before_jax
+from gspo_jax.models import transformer
+from gspo_jax.system.preemption import EXIT_CODE
+
+
+def called(*arguments, cwd=ROOT, module="gspo_jax.main", **more):
+  return subprocess.run(
+    [sys.executable, "-m", module, *arguments],
+    cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+
+
+FILES = {path.stem for path in (ROOT / "configs").glob("[!_]*.py")} - {"common"}
+
+
+def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path):
+  done = called("--help", cwd=tmp_path)
+  assert done.returncode == 0 and not done.stderr
+  for name in FILES:
+    assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
+  assert "Hardware: any machine with two CPU cores; about two minutes" in done.stdout
+  assert "Also: tiny:gemma\n" in done.stdout
+  assert "rl.group_size=8               G, responses per prompt" in done.stdout
+  assert all(len(line) <= 100 for line in done.stdout.splitlines() if "/" not in line)
+
+
+def test_help_needs_no_library():
+  code = (
+    "import sys; from gspo_jax.cli import before_jax; before_jax.usage(); "
+    "print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+  )
+  done = subprocess.run(
+    [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(ROOT)!r}); {code}"],
+    capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  assert set(done.stdout.split()) == {"__main__", "gspo_jax"} - sys.stdlib_module_names
+
+
+def test_a_notice_while_a_run_is_being_opened_ends_it_with_the_code_of_one_later(tmp_path):
+  """Libraries, weights and data take minutes, and what starts runs again goes by this code."""
+  process = subprocess.Popen(
+    command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+  )
+  assert "loading JAX" in process.stderr.readline()
+  process.terminate()
+  assert process.wait(30) == EXIT_CODE and "told to go" in process.stderr.read()
+
+
+def values(section, prefix=""):
+  for key, value in section.items():
+    if isinstance(value, dict):
+      yield from values(value, f"{prefix}{key}.")
+    else:
+      yield f"{prefix}{key}", value
+
+
+def test_every_key_that_is_explained_has_the_value_of_the_base():
+  found = before_jax.explained((ROOT / "configs" / "common.py").read_text())
+  base = dict(values(common.base().to_dict()))
+  for key in before_jax.OFTEN:
+    name, value, why = found[key]
+    assert name == key and why and eval(value) == base[key], key
+  assert found["rl.lora_rank"][2].startswith("of adapters")
+  assert found["reward.per_line"][2].startswith("True: each line")  # in lines above it
+  assert found["sft_optimizer.learning_rate"][1:] == ("1e-05", "the largest of the schedule")
+
+
+def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert set(before_jax.installed()) == FILES
+  path = str(before_jax.CONFIGS / "tiny.py")
+  assert before_jax.path_of("tiny") == path
+  assert before_jax.path_of("tiny:gemma") == f"{path}:gemma"
+  for other in "tiny.py", "configs/tiny.py", "nowhere", "./tiny", "":
+    assert before_jax.path_of(other) == other
+  argv = ["main", "--config=tiny", "--config.seed=1", "--config", "tiny", "tiny", "--workdir=tiny"]
+  assert before_jax.with_paths(argv) == [
+    "main", f"--config={path}", "--config.seed=1", "--config", path, "tiny", "--workdir=tiny",
+  ]  # fmt: skip
+  (tmp_path / "tiny").touch()  # a file of that name goes first
+  assert before_jax.path_of("tiny") == "tiny"
+
+
+def test_the_configurations_need_no_checkout():
+  """They are installed as gspo_jax.configs, where there is no `configs`."""
+  for path in before_jax.CONFIGS.glob("*.py"):
+    assert not re.search(r"^\s*(from|import) configs\b", path.read_text(), re.MULTILINE), path
+
+
+def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
+  begun, takes = before_jax.greeting(["--config=tiny", "--workdir=/x", "--config.seed=1"]).split(
+    "\n", 1
+  )
+  assert begun.startswith("gspo_jax: tiny in /x; loading JAX")
+  assert takes == "gspo_jax: tiny is for: any machine with two CPU cores; about two minutes\n"
+  for lacking in ["--config=tiny"], ["--workdir=x"], ["--config=a", "--workdir=b", "--dry_run"]:
+    assert before_jax.greeting(lacking) == ""
+  (tmp_path / "a(.py").write_text("def get_config(: not Python\n")
+  for name in "moe_aime:tiny", str(tmp_path / "a(.py"):  # of other hardware; told when it is read
+    assert before_jax.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
+
+
+def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys):
+  for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
+    assert before_jax.wrong(right) == ""
+  assert before_jax.wrong([]).startswith("--config must be given: ")
+  with pytest.raises(SystemExit, match="2"):
+    before_jax.begin(["main", "--config=tinny:gemma", "--workdir=x"])
+  said = capsys.readouterr().err
+  assert re.fullmatch(
+    r"gspo_jax: --config=tinny:gemma: there is no file 'tinny'; .* tiny, .*\n", said
+  )
+
+
+def test_what_a_configuration_says_of_itself():
+  what, hardware, variants = before_jax.described(before_jax.CONFIGS / "gsm8k.py")
+  assert what.endswith("on one chip.") and "v5e (16 GiB)" in hardware
+  assert variants == ["0.6B-v5e", "tiny"]
+  _, _, variants = before_jax.described(before_jax.CONFIGS / "tiny_schedules.py")
+  assert variants == ["length", "groups", "growing"]
+  for name in FILES:  # so that the help can
+    assert before_jax.described(before_jax.CONFIGS / f"{name}.py")[1], name
+
+
+@pytest.mark.parametrize(
+  "module, extra",
+  [
+    *((f"gspo_jax.{name}", "train") for name in ("main", "export", "replay", "report", "aot")),
+    ("gspo_jax.serve", "serve"),
+    ("experiments.run", "experiments"),
+  ],
+)
+def test_libraries_that_are_missing_are_one_line_that_names_the_extra(module, extra):
+  done = subprocess.run(
+    [sys.executable, "-S", "-m", module],  # without site-packages
+    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  said = rf"gspo_jax: absl, flax, .* not found: pip install 'gspo-jax\[{extra}\]' has all of it\n"
+  assert done.returncode == 2 and re.fullmatch(said, done.stderr), done.stderr
+
+
+def parameters(overrides):
+  changes = dict(flag.split("=") for flag in overrides)
+  model = config_of(tiny.get_config, **{key: int(value) for key, value in changes.items()}).model
+  made = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+  return sum(leaf.size for leaf in jax.tree.leaves(made))
+
+
+def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
+  (tmp_path / "here").mkdir()
+  flags = [f"--config.{flag}" for flag in SMALL]
+  done = called(
+    "--config=tiny", "--dry_run", f"--workdir={tmp_path / 'run'}", *flags,
+    cwd=tmp_path / "here", XDG_CACHE_HOME=str(tmp_path / "cache"),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+  for line in (
+    "rl.group_size: 8 -> 4",
+    f"model: {parameters(SMALL_MODEL):,} parameters, ",
+    "data: 793,893 prompts, 8 held-out problems",
+    "in an update: ",
+    "while it samples: ",
+    "cold start: at most 8 updates of 16 demonstrations, 288 tokens with padding",
+    "iterations: 8, each of 32 responses (8 prompts x 4), at most 320 tokens, and 4 updates",
+    "operations/s that this machine does in a large matrix product",
+  ):
+    assert line in done.stdout
+  assert "rl.minibatches" not in done.stdout, "it is as in the base"
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
+  done = called("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
+  assert done.returncode == 2 and not done.stdout
+  assert re.fullmatch(r"gspo_jax: .*mesh\.fsdp=3.*\n", done.stderr)
+  (tmp_path / "config.json").write_text('{"seed": 1}')
+  with pytest.raises(ValueError, match="belongs to a run of another configuration"):
+    runs.check(config_of(tiny.get_config), tmp_path)
+
+
+@pytest.mark.parametrize(
+  "workdir, message",
+  [
+    ("gs://bucket/run", r"--workdir=gs://bucket/run: .* set --config\.checkpoint\.directory="),
+    ("--dry_run", "--workdir=--dry_run: that is a flag"),
+  ],
+)
+def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
+  done = called("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
+  assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+  assert not [*tmp_path.iterdir()]
+
+
+def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
+  for flags, message in (
+    (["--config=tinny"], "tinny"),
+    (["--config=tiny", "--config.rl.promts=3"], r"rl\.promts.*prompts"),
+    (["--config=tiny", f"--json={tmp_path}/none/x.json"], "none is no directory"),
+    (["--config=tiny", "--search", "--programs=publish"], r"publish: --search is for .*decode"),
+  ):
+    done = called(*flags, module="gspo_jax.aot", cwd=tmp_path)
+    assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+REFUSED = {
+  r"checkpoint\.directory=ck: write the whole path": {"checkpoint__directory": "ck"},
+  r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
+  r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {
+    "reward__per_line": True, "objective__name": "gspo_token",
+  },
+  r"eval\.benchmarks\.one\.reward='code': reward\.workers=0: .*needs at least 1": {
+    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__reward": "code",
+    "reward__workers": 0,
+  },
+  r"eval\.benchmarks\.one: the problem .* has no rating": {
+    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__rating": True,
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused_is_refused_before_a_run_begins(tmp_path, message):
+  def get_config():
+    config = tiny.get_config()
+    config.eval.benchmarks.one = common.benchmark(1)
+    return config
+
+  changes = REFUSED[message]
+  where = changes.get("checkpoint__directory", "").replace("HERE", str(tmp_path))
+  changes = changes | ({"checkpoint__directory": where} if where else {})
+  with pytest.raises(ValueError, match=message):
+    runs.check(config_of(get_config, **changes), tmp_path / "run")
+
+
+def printed(get_config, **changes):
+  config = config_of(get_config, **changes)
+  return "\n".join(plan.lines(config, runs.check(config)))
+
+
+def gib(text, name):
+  return float(re.search(rf"([\d.e-]+)  {name}", text)[1])
+
+
+def test_its_memory_is_that_of_a_device():
+  """Eight devices here: weights and moments are split over `fsdp`, and over `data` they are not."""
+  whole = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1)
+  split = printed(tiny.get_config, mesh__data=1, mesh__fsdp=8)
+  state = "weights and the optimizer's moments"
+  assert gib(whole, state) == pytest.approx(3 * 4 * parameters([]) / 2**30, rel=0.02)
+  assert gib(split, state) == pytest.approx(gib(whole, state) / 8, rel=0.05)
+  adapters = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1, rl__lora_rank=2)
+  assert gib(adapters, "gradients") < gib(whole, "gradients") / 10
+
+
+def test_a_critic_is_in_its_memory_and_its_operations():
+  lines = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1)
+  found = re.search(r"critic: ([\d,]+) parameters, a model of its own", lines)[1]
+  count, moments = int(found.replace(",", "")), "the critic's weights and moments"
+  assert count == pytest.approx(parameters([]), rel=0.02) and count < parameters([])  # no head
+  assert gib(lines, moments) == pytest.approx(12 * count / 2**30, rel=0.02)
+  of_head = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1, critic__name="head")
+  assert "critic: 129 parameters, a head on the policy's trunk" in of_head
+  operations = lambda text: float(re.search(r"at most ([\d.e+]+), of", text)[1])  # noqa: E731
+  assert operations(lines) == pytest.approx(operations(of_head) * 9 / 6, rel=0.01)
+
+
+def test_its_time_is_a_bound_where_the_peak_is_known(monkeypatch):
+  devices = [types.SimpleNamespace(device_kind="TPU v5p")]
+  config = config_of(common.base)
+  *_, one = plan.iteration(config, devices, None)
+  *_, two = plan.iteration(config, devices * 2, None)
+  seconds = [float(re.search(r"\(([\d.e-]+) s an iteration\)", line)[1]) for line in (one, two)]
+  assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.01)
+
+
+def test_its_time_is_a_bound_where_the_peak_is_measured(monkeypatch):
+  monkeypatch.setattr(plan, "matmul_rate", lambda: 1e9)
+  *_, operations, time = plan.iteration(config_of(common.base), jax.devices(), None)
+  total = float(re.search(r"at most ([\d.e+]+), of", operations)[1])
+  seconds = float(re.search(r"\(([\d.e+]+) s an iteration\)", time)[1])
+  assert seconds == pytest.approx(total / 1e9, rel=0.01)  # eight devices share the processors
+
+
+def test_the_rate_of_a_large_product_is_measured():
+  assert 1e8 < plan.matmul_rate(256) < 1e15
+
+
+@pytest.mark.parametrize("job", ["sft", "eval"])
+def test_jobs_that_do_not_sample_for_training(job):
+  changes = dict(job=job) | (dict(sft__steps=5) if job == "sft" else {})
+  text = printed(common.base, **changes)
+  assert "iterations:" not in text and ("in an update" in text) == (job == "sft")
+
+
+def test_the_flagship_at_toy_size_has_a_plan():
+  text = printed(lambda: moe_aime.get_config("tiny"))
+  assert " of them for each token" in text and "while it samples" in text
+
+
+def test_a_mesh_that_only_samples_has_its_own_memory():
+  one = printed(common.base, rl__lag=2)
+  two = printed(common.base, rl__lag=2, rollout_mesh__fsdp=2, mesh__fsdp=4)
+  assert "devices: 4 x cpu" in two and "rollout mesh: 2 further ones (data 1 x fsdp 2 " in two
+  assert "of the rollout mesh" in two and "while it samples" not in two
+  assert "rollout mesh" not in one and "while it samples" in one
+  weights = "the sampler's weights"
+  assert gib(two, "the next weights for it") == pytest.approx(2 * gib(two, weights), rel=0.02)

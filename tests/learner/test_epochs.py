@@ -1,0 +1,170 @@
+"""Several passes over a rollout, with clip ranges that move meanwhile, in whole runs."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.command_line import SMALL_VALUES, figures, rows_of
+from support.configs import config_of
+
+from configs import tiny
+from gspo_jax import train
+from gspo_jax.learner import adaptive_clip, batch, optimizer
+from gspo_jax.learner.adaptive_clip import AdaptiveClipConfig
+from gspo_jax.run import open_run
+from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.system import preemption
+
+SMALL = SMALL_VALUES | dict(
+  job="rl",
+  model__num_layers=1,
+  sampling__max_new_tokens=4,
+  objective__entropy_coef=0.1,  # so small a model earns no reward
+  objective__adaptive_clip__target=0.3,
+  objective__adaptive_clip__gain=2.0,
+  rl__prompts=4,
+  rl__group_size=4,
+  rl__minibatches=2,
+  rl__epochs=2,
+  rl__iterations=3,
+  rl_optimizer__warmup_steps=0,
+  eval__problems=2,
+  eval__every=100,
+  eval__greedy=False,
+  checkpoint__every=1,
+)
+
+
+@pytest.fixture(autouse=True)
+def rewards(monkeypatch):
+  """Advantages of either sign, without a model that gets anything right."""
+  place = train.place
+
+  def placed(run, collected, parts):
+    advantage_PG = np.sin(collected.rollout.tokens.sum(1)).reshape(collected.advantage_PG.shape)
+    return place(run, dataclasses.replace(collected, advantage_PG=advantage_PG), parts)
+
+  monkeypatch.setattr(train, "place", placed)
+
+
+def run(workdir, **changes):
+  config = config_of(tiny.get_config, **SMALL | changes)
+  with open_run(config, workdir) as opened:
+    return config, jax.device_get(train.train(opened, opened.initial_params))
+
+
+@pytest.mark.long
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
+  config, params = run(tmp_path / "whole")
+  rows = rows_of(tmp_path / "whole", "rl")[1:]
+  for row in rows:
+    assert "minibatch/3/loss" in row and "minibatch/4/loss" not in row
+    assert row["minibatch/0/ratio/deviation"] == 0, "of the policy that sampled"
+    assert row["minibatch/2/ratio/deviation"] > 0, "the same responses, under other weights"
+  rates = optimizer.rates(config.rl_optimizer, 3 * 2 * 2)
+  assert [row["learning_rate"] for row in rows] == pytest.approx(rates[[3, 7, 11]])
+  ranges = [row["clip_range"] for row in rows]
+  moved = [2.0 * (row["clip_fraction/token"] - 0.3) for row in rows[:-1]]
+  assert ranges[0] == pytest.approx(0.03) and len(set(ranges)) == 3
+  np.testing.assert_allclose(np.diff(np.log(ranges)), moved, rtol=1e-3)
+
+  left = iter(range(3))
+  monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
+  with pytest.raises(preemption.Preempted):
+    run(tmp_path / "again")
+  monkeypatch.setattr(preemption, "check", lambda: None)
+  assert len(rows_of(tmp_path / "again", "rl")) < 4
+  _, same = run(tmp_path / "again")
+  assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
+  assert figures(tmp_path / "again") == figures(tmp_path / "whole")
+
+
+def interrupt():
+  raise preemption.Preempted
+
+
+def test_epochs_are_the_same_mini_batches_and_the_first_is_marked_once():
+  rows = np.zeros((2, 3), np.float32)
+  one = TrainBatch(rows, rows, rows, rows[:, 0], rows, rows, first_B=jnp.array([True, True]))
+  two = one.replace(first_B=jnp.array([False, False]))
+  assert batch.epochs([one, two], 1) == [one, two]
+  taken = batch.epochs([one, two], 3)
+  assert [bool(b.first_B.any()) for b in taken] == [True] + 5 * [False]
+  assert all(b.old_logp_BT is (one, two)[i % 2].old_logp_BT for i, b in enumerate(taken))
+
+
+def test_updates_take_as_many_operations_as_there_are_epochs():
+  sampled = SimpleNamespace(prompt_lengths=np.array([5, 5, 7, 7]), ends=np.array([9, 8, 8, 10]))
+  passes, updates = zip(
+    *(
+      train.operations(
+        SimpleNamespace(
+          config=config_of(tiny.get_config, **SMALL | dict(rl__epochs=epochs)), teacher=None
+        ),
+        SimpleNamespace(rollout=sampled),
+      )
+      for epochs in (1, 3)
+    )
+  )
+  assert passes[0] == passes[1] > 0 and updates[1] == 3 * updates[0] == 9 * passes[0]
+
+
+def state(skipped=0, factor=2.0):
+  return TrainState(0, {}, (), np.int32(skipped), None if factor is None else jnp.float32(factor))
+
+
+def test_ranges_that_move_only_after_updates_that_were_made():
+  def row(clipped, ratio=1.0):
+    return {"clip_fraction/token": jnp.float32(clipped), "ratio/mean": jnp.float32(ratio)}
+
+  config = AdaptiveClipConfig(target=0.2)
+  for on_nonfinite, skipped, expected in (
+    ("stop", 0, 2 * np.exp(0.5)),
+    ("stop", 1, 2.0),  # a failure is replayed with the ranges that it met
+    ("skip", 1, 2 * np.exp(0.5)),
+  ):
+    after = adaptive_clip.adapted(state(skipped), row(0.7), config, on_nonfinite)
+    assert float(after.clip_factor) == pytest.approx(expected)
+    for nothing in (row(np.nan), row(0.0, ratio=0.0)):  # no token was trained on
+      assert float(adaptive_clip.adapted(state(), nothing, config, on_nonfinite).clip_factor) == 2
+  assert adaptive_clip.adapted(state(factor=None), {}, config, "stop").clip_factor is None
+
+
+RFT = dict(objective__name="rft", objective__adaptive_clip__target=0.0)
+
+
+@pytest.mark.parametrize(
+  "changes, match",
+  [
+    (dict(objective__name="sapo"), "sapo has none"),
+    (dict(rl__epochs=1, rl__minibatches=1), "nothing is clipped"),
+    (dict(objective__clip_exponent=0.5), "needs objective.clip_length"),
+    (dict(objective__clip_length=8.0), "clip_length=8.0 has no effect without"),
+    (dict(objective__name="grpo", objective__clip_length=8.0), "grpo has no such option"),
+    (dict(objective__kl="k1"), "objective.kl='k1' has no effect without objective.kl_coef"),
+    (
+      dict(model__num_experts=0, model__experts_per_token=0, objective__load_balance_coef=0.1),
+      "load_balance_coef=0.1 has no effect",
+    ),
+    (dict(objective__adaptive_clip__span=0.5), "adaptive_clip.span"),
+    (dict(environment__discount=0.5), r"environment\.discount=0\.5 has no effect"),
+    (
+      dict(objective__name="gspo_token", environment__discount=0.5),
+      r"environment\.name='', reward\.per_line=False have none; set it to 1",
+    ),
+    (
+      RFT | dict(objective__off_policy_threshold=0.1),
+      r"off_policy_threshold=0\.1 has no effect",
+    ),
+    (
+      RFT | dict(data__query_set__extra_rounds=1),
+      r"extra_rounds=1 leaves out groups of equal rewards, of which objective\.name='rft'",
+    ),
+  ],
+)
+def test_what_has_no_effect_is_refused(changes, match):
+  with pytest.raises(ValueError, match=match):
+    config_of(tiny.get_config, **SMALL | changes)

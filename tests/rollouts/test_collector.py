@@ -1,0 +1,486 @@
+"""Groups of an iteration: put aside and gone on with, alone or with environments, and chosen."""
+
+import dataclasses
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.configs import config_of
+from support.sampling import sample
+from support.small_models import MOE, forward, initial, next_logp
+
+from configs import common
+from gspo_jax.data.sources import Prompts
+from gspo_jax.rewards import NoVerdictError, Scores
+from gspo_jax.rollouts.collector import Collector, Group
+from gspo_jax.rollouts.dumps import rollout_records
+from gspo_jax.rollouts.metrics import environment_metrics
+from gspo_jax.run import Run
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import (
+  Driver,
+  LocalEngine,
+  Response,
+  SamplingConfig,
+  SingleTurn,
+  Trajectory,
+  Workload,
+)
+from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts
+
+PARAMS, OTHER = initial(MOE), initial(MOE, seed=1)
+STOP = (1, 2, 3, 4)
+NEW, G = 24, 3
+ENGINE = dataclasses.replace(DEFAULT, slots=6, steps=2)
+PROMPTS = Prompts([Prompt(str(i), "q", "a", (8 + i % 50, 9, 10)) for i in range(200)])
+
+
+class Counting:
+  """Says a token for every one that it hears of a turn, and is done after the third."""
+
+  def __init__(self, prompt):
+    self.prompt, self.heard = prompt, []
+
+  def reset(self):
+    return self.prompt.tokens
+
+  def step(self, response):
+    self.heard.append(list(response))
+    return [20] * min(len(response), 3), len(response) / 8, len(self.heard) == 3
+
+  def figures(self):
+    return dict(heard=sum(map(len, self.heard)))
+
+
+class Late(Counting):
+  """The same on a host where a time limit strikes in every second turn."""
+
+  def step(self, response):
+    seen, reward, done = super().step(response)
+    return seen, reward * (len(self.heard) % 2), done
+
+
+def tokenizer():
+  decode = lambda tokens: "".join(chr(64 + token) for token in tokens)  # noqa: E731
+  return SimpleNamespace(stop_ids=STOP, pad_id=0, vocab_size=64, decode=decode)
+
+
+def score(responses, prompts, lengths, finished):
+  reward = np.array([len(text) % 2 for text in responses], np.float32)
+  return Scores(reward, dict(right=int(reward.sum()), wrong=int((1 - reward).sum())), reward)
+
+
+CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
+
+
+def collector(environment=None, extra_rounds=0, routing=False, source=PROMPTS, **changes):
+  keys = dict(prompts=4, group_size=G, extra_prompts=4, minibatches=2) | changes
+  config = config_of(
+    common.base,
+    data__max_prompt_tokens=3,
+    data__query_set__extra_rounds=extra_rounds,
+    sampling__max_new_tokens=NEW,
+    **(CONVERSATIONS if environment else {}),
+    objective__volatility=routing,
+    **{f"rl__{key}": value for key, value in keys.items()},
+  )
+  config = dataclasses.replace(config, model=MOE)
+  engine = LocalEngine(MOE, ENGINE)
+  run = Run(config, None, None, tokenizer(), source, score, environment, engine, None, None)
+  return Collector(run), engine
+
+
+def iterate(steps, made=None, weights=lambda step: PARAMS, first=1, **options):
+  """What each iteration collects, and the collector."""
+  made, engine = made or collector(**options)
+  out = []
+  for step in range(first, first + steps):
+    engine.load(weights(step), version=step)
+    out.append(made.collect(step, Stopwatch()))
+  return out, (made, engine)
+
+
+CASES = [dict(), dict(extra_prompts=0, token_budget=90), dict(extra_prompts=9, token_budget=120)]
+ENVIRONMENTS = dict(single=None, turns=Counting)
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+@pytest.mark.parametrize(
+  "changes", [CASES[1], *(pytest.param(c, marks=pytest.mark.long) for c in CASES[::2])], ids=str
+)
+def test_with_the_same_weights_they_are_those_of_one_go(changes, kind):
+  make, carried, several = ENVIRONMENTS[kind], 0, 0
+  out, _ = iterate(6, environment=make, routing=True, **changes)
+  groups = [(group, c.rollout, 3 * i) for c in out for i, group in enumerate(c.groups)]
+  for group, rollout, first in groups:
+    prompt, seed = group.prompt, group.trajectories[0].seed
+    turns = dict(environments=[make(prompt) for _ in range(G)], max_turns=4) if make else {}
+    whole = sample(
+      PARAMS, MOE, [prompt.tokens], **turns, group_size=G, max_new_tokens=NEW, stop_ids=STOP,
+      seed=seed, prompt_length=3, record_routing=True,
+    )  # fmt: skip
+    for g in range(G):
+      row = first + g
+      assert rollout.response(row) == whole.response(g)
+      for field in ("turns", "rewards", "mask"):
+        np.testing.assert_array_equal(getattr(rollout, field)[row], getattr(whole, field)[g])
+      assert rollout.stopped[row] == whole.stopped[g]
+      for field in ("logp", "full_logp"):
+        found, expected = getattr(rollout, field)[row], getattr(whole, field)[g]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+      np.testing.assert_array_equal(rollout.routing[row], whole.routing[g])
+      versions = rollout.version[row][rollout.mask[row] > 0]
+      assert (np.diff(versions) >= 0).all()
+      carried += versions.min() < versions.max()
+      several += rollout.turns[row].max() > 0
+    assert (rollout.version[rollout.mask == 0] == -1).all()
+  assert carried > 3 and (several > 3) == (kind == "turns")
+  ids = [group.prompt.id for group, *_ in groups]
+  assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
+  options = dict(source=Prompts(PROMPTS.rows[:2]), environment=ENVIRONMENTS[kind])
+  # All at once; and put aside in the middle, when some of those that begin alike are finished.
+  # Or begun one after the other.
+  for changes in (dict(extra_prompts=0), dict(token_budget=60), dict(extra_prompts=9)):
+    found = []
+    for one in iterate(4, **options, **changes)[0]:
+      groups = np.split(np.arange(len(one.rollout.tokens)), len(one.groups))
+      found += [tuple(map(tuple, map(one.rollout.response, rows))) for rows in groups]
+    assert len(set(found)) == len(found) >= 8
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
+  weights = lambda step: PARAMS if step % 2 else OTHER  # noqa: E731
+  out, _ = iterate(5, weights=weights, environment=ENVIRONMENTS[kind])
+  both = 0
+  for rollout in (one.rollout for one in out):
+    even, odd = (next_logp(params, MOE, rollout.tokens) for params in (OTHER, PARAMS))
+    version = rollout.version[:, 1:]
+    expected = np.where(version % 2, odd, even)
+    sampled = rollout.mask[:, 1:] > 0
+    np.testing.assert_allclose(rollout.logp[:, 1:][sampled], expected[sampled], atol=1e-4)
+    both += sum(len(set((v[v >= 0] % 2).tolist())) == 2 for v in version)
+  assert both > 3
+
+
+def test_routing_is_that_of_the_weights_that_fed_a_token_first():
+  weights = lambda step: PARAMS if step % 2 else OTHER  # noqa: E731
+  out, _ = iterate(4, weights=weights, routing=True)
+  carried = 0
+  for rollout in (one.rollout for one in out):
+    taken = [
+      np.moveaxis(np.asarray(forward(p, MOE, rollout.tokens).routing_lBTk), 0, 2)
+      for p in (OTHER, PARAMS)
+    ]
+    for row, end in enumerate(rollout.ends):
+      versions = rollout.version[row, rollout.prompt_lengths[row] : end]
+      if versions.min() == versions.max():
+        expected = taken[versions[0] % 2][row]
+        np.testing.assert_array_equal(rollout.routing[row, : end - 1], expected[: end - 1])
+      carried += versions.min() < versions.max()
+      assert (rollout.routing[row, end - 1 :] == -1).all()
+      assert (rollout.routing[row, : end - 1] >= 0).all()
+  assert carried > 3
+
+
+def test_an_iteration_ends_with_enough_groups_or_with_its_budget():
+  out, (left, _) = iterate(4)
+  assert [len(one.groups) for one in out] == [4] * 4
+  assert 0 < len(left.position()()["under_way"]) <= 4
+  free = np.mean([one.usage.tokens for one in out])
+  out, _ = iterate(6, token_budget=60)
+  assert {len(one.groups) for one in out} <= {2, 3, 4}  # one for every mini-batch at least
+  assert min(len(one.groups) for one in out) < 4
+  assert np.mean([one.usage.tokens for one in out]) < 0.8 * free
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_the_state_of_a_checkpoint_goes_on_in_the_same_way(kind):
+  make = ENVIRONMENTS[kind]
+  expected, _ = iterate(5, environment=make, routing=True)
+  before, (left, _) = iterate(2, environment=make, routing=True)
+  position = left.position()
+  engine = left._engine
+  engine.load(PARAMS, version=3)
+  left.collect(3, Stopwatch())  # what was remembered does not go on with it
+  state = json.loads(json.dumps(position()))
+  begun = [one for group in state["under_way"] for one in group["trajectories"]]
+  assert any(one["turn"] for one in begun if not one["finished"]) == (kind == "turns")
+  again = collector(environment=make, routing=True)
+  again[0].set_position(state)
+  after, _ = iterate(3, made=again, first=3)
+  for found, same in zip(before + after, expected, strict=True):
+    assert [g.prompt for g in found.groups] == [g.prompt for g in same.groups]
+    assert found.metrics["reward/mean"] == same.metrics["reward/mean"]
+    for field in ("tokens", "turns", "logp", "rewards", "version", "stopped", "routing"):
+      np.testing.assert_array_equal(getattr(found.rollout, field), getattr(same.rollout, field))
+    if make:
+      assert found.metrics["environment/heard"] == same.metrics["environment/heard"]
+
+
+def test_stop_strings_are_found_where_a_turn_was_put_aside():
+  """One that begins before and ends afterwards counts."""
+  text = lambda tokens: "".join(chr(48 + token % 10) for token in tokens)  # noqa: E731
+  sampling = SamplingConfig(1.0, 0, 1.0, 0.0, NEW)
+  load = Workload(sampling, 3, 6, stop_strings=("12", "345", "07", "88"), partial=True)
+  engine = LocalEngine(MOE, dataclasses.replace(ENGINE, steps=1), detokenize=text)
+  engine.load(PARAMS, version=0)
+  trajectories = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
+  whole = [Trajectory(PROMPTS[i].tokens, 0, 5, SingleTurn(())) for i in range(40)]
+  driver = Driver(engine, load, vocab_size=64)
+  for one in whole:
+    driver.begin([one])
+  assert len(list(driver.run())) == 40
+  pauses = 0
+  while not all(one.finished for one in trajectories):
+    driver, calls = Driver(engine, load, vocab_size=64), itertools.count()
+    for one in trajectories:
+      driver.begin([one])
+    for _ in driver.run(lambda calls=calls: next(calls) == 4):
+      pass
+    pauses += 1
+  assert pauses > 10
+  for one, expected in zip(trajectories, whole):
+    np.testing.assert_array_equal(one.tokens, expected.tokens)
+    assert one.stopped == expected.stopped
+  assert sum(one.stopped for one in whole) > 10
+
+
+def test_metrics_count_stale_tokens():
+  out, _ = iterate(3)
+  row, rollout = out[-1].metrics, out[-1].rollout
+  stale = rollout.version[rollout.mask > 0] < 3
+  assert 0 < row["partial/stale_tokens"] == stale.mean() < 1
+  assert row["partial/oldest"] >= 1 and row["partial/tokens_in_flight"] > 0
+  whole, _ = iterate(1, extra_prompts=0)
+  assert not any(name.startswith("partial/") for name in whole[0].metrics)
+  assert whole[0].usage.tokens == whole[0].rollout.lengths.sum()
+
+
+def test_metrics_count_conversations():
+  def trajectory(turns, asked):
+    one = Trajectory((5, 6), 0, 0, Counting(PROMPTS[0]))
+    for turn in range(turns):
+      response = Response(None, 0, *[np.zeros(4)] * 3, np.zeros(4, np.int32), True, True, None)
+      one.add(response)
+      one.end_turn(0.5)
+      if turn < turns - 1:
+        one.observe([20, 21, 22])
+    rare = dict(steps=4.0) if asked else {}  # where it applies
+    one.environment.figures = lambda: dict(tool_use=asked) | rare
+    one.finish(True)
+    return one
+
+  group = Group(None, [trajectory(1, 0), trajectory(3, 1)])
+  row = environment_metrics([group])
+  assert row["environment/tool_use"] == 0.5 and row["environment/correct"] == 1
+  assert row["environment/turns"] == 2 and row["environment/steps"] == 4
+  assert row["environment/observation_fraction"] == pytest.approx(6 / (6 + 16))
+
+
+def test_an_environment_that_raises_costs_its_own_conversation_its_verdict():
+  class Failing(Counting):
+    def step(self, response):
+      if response[0] % 3 == 0:
+        raise OSError("no network")
+      return super().step(response)
+
+  made, engine = collector(environment=Failing, extra_prompts=0)
+  dumped = []
+  made._writer = SimpleNamespace(dump_rollouts=lambda *args, **_: dumped.extend(args[2]))
+  (out,), _ = iterate(1, (made, engine))
+  failed_B = np.array([bool(one.failure) for group in out.groups for one in group.trajectories])
+  assert 0 < failed_B.sum() < len(failed_B)
+  known_B = np.concatenate([group.known_G for group in out.groups])
+  np.testing.assert_array_equal(known_B, ~failed_B)
+  assert not out.advantage_BL[failed_B].any() and out.advantage_BL[~failed_B].any()
+  share = failed_B.mean()
+  assert out.metrics["verifier/unknown"] == pytest.approx(share)
+  assert out.metrics["verifier/crash"] == pytest.approx(share)
+  assert len(dumped) == failed_B.sum() and "OSError('no network')" in str(dumped[0])
+
+
+ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
+
+
+def groups(**spec):
+  """A round: one letter and the correctness of its responses per prompt."""
+  made = []
+  for name, correct in spec.items():
+    trajectories = [Trajectory((5, 6), g, 0, SingleTurn(()), name) for g in range(G)]
+    for g, one in enumerate(trajectories):
+      one._extend(
+        tokens=np.full(3, ord(name), np.int32), turns=np.zeros(3, np.int32),
+        logp=np.full(3, -g, np.float32), full_logp=np.zeros(3, np.float32),
+        version=np.zeros(3, np.int32), rewards=np.zeros(3, np.float32),
+      )  # fmt: skip
+      one.finish(True)
+    correct_G = np.array(correct, np.float32)
+    shaped_G = correct_G - 0.1 * np.arange(3, dtype=np.float32)  # different everywhere
+    responses = [f"{name}{g}" for g in range(G)]
+    made.append(Group(Prompt(name, name, "", (5, 6)), trajectories, responses, shaped_G, correct_G))
+  return made
+
+
+ROUNDS = [
+  groups(a=ALWAYS, b=MIXED, c=NEVER),
+  groups(d=NEVER, e=ALWAYS, f=MIXED),
+  groups(g=MIXED, h=MIXED, i=NEVER),
+  groups(j=MIXED, k=MIXED, l=MIXED),
+]
+
+
+def fill(rounds, extra_rounds):
+  made, _ = collector(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
+  made._sample = lambda step, attempt, usage: rounds[attempt]
+  made._judge = lambda some: dict(right=int(sum(g.correct_G.sum() for g in some)))
+  out = made.collect(1, Stopwatch())
+  dynamic = {
+    k.removeprefix("dynamic_sampling/"): v
+    for k, v in out.metrics.items()
+    if k.startswith("dynamic_sampling/")
+  }
+  return out, "".join(group.prompt.id for group in out.groups), dynamic
+
+
+def test_rounds_until_every_group_has_right_and_wrong_responses():
+  out, chosen, metrics = fill(ROUNDS, 5)
+  assert chosen == "bfg"
+  assert out.rollout.tokens[:, 2].tolist() == [ord(name) for name in "bfg" for _ in range(G)]
+  assert out.rollout.logp[:, 2].tolist() == [0, -1, -2] * 3
+  assert [text for group in out.groups for text in group.responses] == [
+    f"{name}{i}" for name in "bfg" for i in range(3)
+  ]
+  assert out.metrics["verifier/right"] == 10 / 27
+  assert metrics == dict(rounds=3, discarded_groups=6, filled_groups=0)
+
+
+def test_rounds_are_bounded_and_the_batch_is_filled_up():
+  out, chosen, metrics = fill(ROUNDS, 1)
+  assert chosen == "abf"
+  assert out.advantage_PG.any(axis=1).tolist() == [False, True, True]  # in spite of the shaping
+  assert metrics == dict(rounds=2, discarded_groups=3, filled_groups=1)
+
+
+def test_a_batch_of_mixed_groups_needs_one_round():
+  _, chosen, metrics = fill(ROUNDS[3:], 5)
+  assert chosen == "jkl" and metrics["rounds"] == 1
+
+
+def test_off_takes_what_comes():
+  out, chosen, metrics = fill(ROUNDS, 0)
+  assert chosen == "abc" and metrics == {}
+  assert (out.advantage_PG != 0).any(axis=1).all()  # what rewards are shaped for is learned
+
+
+def test_partial_rollouts_and_dynamic_sampling_go_together():
+  """Rounds go on with what is under way until P groups are mixed."""
+  out, (left, _) = iterate(3, extra_rounds=4, extra_prompts=2)
+  seen = [group.prompt.id for one in out for group in one.groups]
+  assert len(seen) == len(set(seen)) == 12
+  for one in out:
+    mixed = sum(group.mixed for group in one.groups)
+    assert mixed == 4 or one.metrics["dynamic_sampling/rounds"] == 5
+  assert any(one.metrics["dynamic_sampling/rounds"] > 1 for one in out)
+  assert any(one.metrics["partial/stale_tokens"] > 0 for one in out)
+  assert left.position()()["under_way"]
+
+
+def test_a_reward_that_is_not_finite_names_its_prompt():
+  made, engine = collector(extra_prompts=0)
+  nan = lambda responses: np.full(len(responses), np.nan)  # noqa: E731
+  made._score = lambda responses, *_: Scores(nan(responses), {}, nan(responses))
+  engine.load(PARAMS, version=1)
+  with pytest.raises(ValueError, match=r"reward of prompt \d+ is .*nan.*must be finite"):
+    made.collect(1, Stopwatch())
+
+
+class Dumps:
+  """A writer that keeps what is dumped."""
+
+  def __init__(self):
+    self.files = {}
+
+  def dump_rollouts(self, phase, step, records, folder="rollouts"):
+    self.files[folder, phase, step] = list(records)
+
+
+def judged(verdicts, **changes):
+  """An iteration of groups of three: 1 right, 0 wrong, None no verdict. Of one round each."""
+  rounds, writer = [verdicts] if isinstance(verdicts[0][0], str) else verdicts, Dumps()
+  made, _ = collector(prompts=3, extra_prompts=0, minibatches=3, **changes)
+  made._writer, made._sample = writer, lambda step, attempt, usage: names[attempt]
+  names = [groups(**{name: [0] * G for name, _ in some}) for some in rounds]
+  told = iter([[v for _, mine in some for v in mine] for some in rounds])
+
+  def score(responses, prompts, lengths, finished):
+    verdict_B = next(told)
+    correct = np.array([v == 1 for v in verdict_B], np.float32)
+    shaped = np.array([0 if v is None else v + 0.25 for v in verdict_B], np.float32)
+    unknown = {i: f"crash: {prompts[i].id}" for i, v in enumerate(verdict_B) if v is None}
+    return Scores(shaped, dict(right=int(correct.sum()), crash=len(unknown)), correct, unknown)
+
+  made._score, updates = score, []
+  made._filter.update = lambda *arguments: updates.append(arguments)
+  collect = lambda: made.collect(1, Stopwatch())  # noqa: E731
+  return collect, writer.files, updates
+
+
+def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
+  collect, files, updates = judged([("a", [1, None, 0]), ("b", [0, None, 0]), ("c", [1, 1, 1])])
+  out = collect()
+  np.testing.assert_allclose(out.advantage_PG[0], [0.70711, 0, -0.70711], atol=1e-3)
+  assert not out.advantage_PG[1:].any()
+  row = out.metrics
+  assert row["reward/mean"] == pytest.approx((4 * 1.25 + 3 * 0.25) / 7)
+  assert row["groups_without_spread"] == pytest.approx(2 / 3)
+  assert row["verifier/crash"] == row["verifier/unknown"] == pytest.approx(2 / 9)
+  ((prompts, _, step, known_PG),) = updates  # the query set is told (test_prompt_filter.py)
+  assert ([prompt.id for prompt in prompts], step) == (["a", "b", "c"], 1)
+  assert np.array(known_PG).tolist() == [[True, False, True]] * 2 + [[True] * 3]
+  (rows,) = files.values()
+  assert list(files) == [("unknown", "rl", 1)]
+  assert [(r["prompt_id"], r["response"], r["unknown"]) for r in rows] == [
+    (group.prompt.id, group.responses[1], f"crash: {group.prompt.id}") for group in out.groups[:2]
+  ]
+
+
+def test_what_is_unknown_is_no_spread_for_dynamic_sampling():
+  first = [("a", [1, None, 1]), ("b", [0, None, None]), ("c", [1, 0, 1])]
+  more = [("d", [None] * 3), ("e", [1, 0, 0]), ("f", [0, 1, None])]
+  out = judged([first, more], extra_rounds=3)[0]()
+  assert [group.prompt.id for group in out.groups] == ["c", "e", "f"]
+  assert out.metrics["dynamic_sampling/rounds"] == 2
+
+
+def test_a_batch_without_any_verdict_ends_the_run():
+  collect, files, _ = judged([(name, [None] * 3) for name in "abc"], extra_rounds=3)
+  with pytest.raises(NoVerdictError, match=r"any of 9 responses \(3 times: crash: a\).*rl_000001"):
+    collect()
+  assert len(files["unknown", "rl", 1]) == 9
+
+
+def test_the_dump_of_a_rollout_says_what_is_unknown():
+  out = judged([(name, [1, None, 0]) for name in "abc"])[0]()
+  shape = out.rollout.mask.shape
+  made = rollout_records(out, np.zeros(shape), np.zeros(shape, bool), str)
+  assert [record["reward"] for record in made[:3]] == [1.25, None, 0.25]
+  assert made[1]["unknown"] == "crash: a" and "unknown" not in made[0]
+
+
+def test_rewards_of_turns_are_those_of_the_first_host(monkeypatch):
+  said = []
+  monkeypatch.setattr(hosts, "told", lambda value: [said.append(value), said[0]][1])
+  (first,), _ = iterate(1, environment=Counting)
+  (second,), _ = iterate(1, environment=Late)
+  assert len(said) == 2 and (said[0] != said[1]).any()
+  np.testing.assert_array_equal(first.rollout.rewards, second.rollout.rewards)
+  np.testing.assert_array_equal(first.advantage_BL, second.advantage_BL)

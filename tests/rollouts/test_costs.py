@@ -1,0 +1,350 @@
+"""Costs of conversations: who pays, where, once, and what goes on as it was without."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+from support.configs import config_of
+from test_collect import MIXED, Counting, G, collector, groups, iterate
+
+from configs import common, tiny_agents, tiny_offline, tiny_tools
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.rollouts import costs
+from gspo_jax.rollouts.collector import Group
+from gspo_jax.rollouts.metrics import environment_metrics
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import Response, Trajectory
+from gspo_jax.structs import Prompt
+from gspo_jax.tasks.calculator import NOT_UNDERSTOOD, Calculator
+
+TOK = ByteTokenizer()
+OFF = config_of(tiny_tools.get_config).environment
+
+
+def priced(token_cost=0.0, call_cost=0.0):
+  return dataclasses.replace(OFF, token_cost=token_cost, call_cost=call_cost)
+
+
+def say(one, *turns, stopped=True):
+  """A trajectory with its environment, as the host loop leads them."""
+  for i, text in enumerate(turns):
+    tokens = np.array([*TOK.encode(text), *TOK.stop_ids], np.int32)
+    zeros = np.zeros(len(tokens), np.float32)
+    one.add(Response(None, 0, tokens, zeros, zeros, np.ones_like(tokens), True, True, None))
+    observation, reward, done = one.environment.step(one.turn_tokens)
+    one.end_turn(reward)
+    if i < len(turns) - 1:
+      one.observe(observation)
+  one.finish(stopped and done)
+  return one
+
+
+def asked(*turns, **options):
+  prompt = Prompt("37*58+46", "37*58+46=", "2192", tuple(TOK.encode("37*58+46=")))
+  return say(Trajectory(prompt.tokens, 0, 0, Calculator(prompt, TOK)), *turns, **options)
+
+
+SHORT = "[37*58]", "[2146+46]", "2192"
+CHECKED = "[37*58]", "[37*58]", "[2146+46]", "2192"
+CONFUSED = "[37**58", "[37*58]", "2146"
+
+
+def by_turn(one):
+  """Rewards of the turns, which stand at their last tokens and nowhere else."""
+  ends = [np.flatnonzero(one.turns == turn)[-1] for turn in range(one.turn)]
+  elsewhere = np.delete(one.rewards, ends)
+  assert not elsewhere.any()
+  return one.rewards[ends].tolist()
+
+
+def test_each_turn_pays_for_its_own_tokens_and_its_own_call():
+  talks = [asked(*SHORT), asked(*CHECKED), asked(*CONFUSED)]
+  assert [one.calls for one in talks] == [(1, 1, 0), (1, 1, 1, 0), (1, 1, 0)]
+  kept, before = talks[0].copy(), talks[0].rewards.tolist()
+  worth = costs.charge(talks, priced(0.01, 0.1))
+  assert kept.rewards.tolist() == before  # a copy, of a checkpoint to be, has not yet paid
+  # a turn's tokens are its characters and the stop token
+  assert by_turn(talks[0]) == pytest.approx([-0.18, -0.20, 1 - 0.05])
+  assert by_turn(talks[1]) == pytest.approx([-0.18, -0.18, -0.20, 0.95])
+  assert by_turn(talks[2]) == pytest.approx([NOT_UNDERSTOOD - 0.18, -0.18, -0.05])
+  np.testing.assert_allclose(worth, [1 - 0.43, 1 - 0.61, -0.51], rtol=1e-6)
+  for one, whole in zip(talks, worth):
+    assert sum(by_turn(one)) == pytest.approx(whole)
+  figures = [(one.figures["reward"], one.figures["cost"]) for one in talks]
+  assert figures == [
+    (1.0, pytest.approx(0.43)), (1.0, pytest.approx(0.61)),
+    (pytest.approx(NOT_UNDERSTOOD), pytest.approx(0.41)),
+  ]  # fmt: skip
+  assert [one.figures["correct"] for one in talks] == [1, 1, 0]
+  assert [one.figures["tokens"] for one in talks] == [23, 31, 21]
+  assert [one.figures["tool_calls"] for one in talks] == [2, 3, 2]
+
+
+def test_those_who_are_wrong_may_be_let_off():
+  talks = [asked(*SHORT), asked(*CONFUSED), asked("7"), asked(*SHORT[:2], stopped=False)]
+  only = dataclasses.replace(priced(0.01, 0.1), charge="right")
+  worth = costs.charge(talks, only)
+  np.testing.assert_allclose(worth, [1 - 0.43, NOT_UNDERSTOOD, 0, 0], rtol=1e-6)
+  assert by_turn(talks[1]) == pytest.approx([NOT_UNDERSTOOD, 0, 0])
+  assert by_turn(talks[0]) == pytest.approx([-0.18, -0.20, 0.95])
+  assert [one.figures["cost"] for one in talks] == [pytest.approx(0.43), 0, 0, 0]
+  assert [one.figures["reward"] for one in talks] == [1, pytest.approx(NOT_UNDERSTOOD), 0, 0]
+
+
+@pytest.mark.parametrize("prices, first", [((0.01, 0), -0.08), ((0, 0.1), -0.1)])
+def test_either_cost_alone(prices, first):
+  one = asked(*SHORT)
+  (worth,) = costs.charge([one], priced(*prices))
+  assert by_turn(one)[0] == pytest.approx(first)
+  assert worth == pytest.approx(1 - (0.23 if prices[0] else 0.2))
+
+
+def test_off_is_as_it_was():
+  one = asked(*CONFUSED)
+  before, columns, figures = one.rewards.copy(), one.columns["rewards"], dict(one.figures)
+  (worth,) = costs.charge([one], OFF)
+  assert one.columns["rewards"] is columns and one.figures == figures and "cost" not in figures
+  assert worth.dtype == np.float32 and worth == before.sum()
+
+
+def test_what_costs_the_same_is_worth_the_same():
+  """The same tokens and calls in other turns: nothing to prefer, to the last bit."""
+  talks = [
+    asked("[1*1]", "[22*22]", "[333*333]", "2192"),
+    asked("[333*333]", "[22*22]", "[1*1]", "2192"),
+  ]
+  a, b = costs.charge(talks, priced(0.013, 0.07))
+  assert a == b
+
+
+def test_rewards_of_other_turns_add_up_to_the_same():
+  """Where all are right, a difference in the last bit would be all that there is to learn from."""
+  questions = "[1", "[22", "[333", "[5*5]"  # of which the calculator understands one
+  talks = [asked(*order, "2192") for order in itertools.permutations(questions)]
+  assert len({float(one.rewards.sum()) for one in talks}) > 1, "else this shows nothing"
+  assert len(set(costs.charge(talks, priced(0.013, 0.07)).tolist())) == 1
+
+
+class Silent:
+  """Does not say which of its turns are calls."""
+
+  def __init__(self, prompt=None):
+    self.prompt = prompt
+
+  def reset(self):
+    return self.prompt.tokens
+
+  def step(self, response):
+    return TOK.encode("so?"), 0.0, TOK.decode(response) == "done"
+
+
+@pytest.mark.parametrize("last, stopped", [("done", True), ("more", False)])
+def test_without_a_word_of_the_environment_every_answered_turn_is_a_call(last, stopped):
+  one = say(Trajectory((5,), 0, 0, Silent()), "a", "b", last)
+  assert one.calls == (1, 1, 0) and one.figures["tool_calls"] == 2 and one.stopped == stopped
+  costs.charge([one], priced(call_cost=0.5))
+  assert by_turn(one) == [-0.5, -0.5, 0]
+
+
+def test_an_environment_that_makes_several_calls_in_a_turn_or_none():
+  class Searches(Silent):
+    tool_calls = 0
+
+    def step(self, response):
+      self.tool_calls += TOK.decode(response).count("?")
+      return super().step(response)
+
+  one = say(Trajectory((5,), 0, 0, Searches()), "a??", "b", "c?", "done")
+  assert one.calls == (2, 0, 1, 0)
+  costs.charge([one], priced(call_cost=0.25))
+  assert by_turn(one) == [-0.5, 0, -0.25, 0]
+
+
+def test_calls_that_cannot_be_charged_are_an_error():
+  class Reports(Silent):
+    def figures(self):
+      return dict(tool_calls=7)
+
+  class Falls(Silent):
+    tool_calls = 9
+
+    def step(self, response):
+      self.tool_calls -= 1
+      return super().step(response)
+
+  reports, falls = (say(Trajectory((5,), 0, 0, kind()), "a", "done") for kind in (Reports, Falls))
+  with pytest.raises(ValueError, match=r"environment\.call_cost.*Reports.*tool_calls=7, and 1 "):
+    costs.charge([reports], priced(call_cost=0.1))
+  with pytest.raises(ValueError, match=r"environment\.call_cost.*Falls fell in turn 2"):
+    costs.charge([falls], priced(call_cost=0.1))
+  costs.charge([reports, falls], priced(token_cost=0.1))  # which does not ask for calls
+
+
+def charging(made, **prices):
+  """A collector whose conversations cost something."""
+  section = dataclasses.replace(made._config.environment, name="calculator", **prices)
+  made._config = dataclasses.replace(made._config, environment=section)
+  return made
+
+
+def expensive(**changes):
+  made, engine = collector(environment=Counting, **changes)
+  return charging(made, token_cost=0.01, call_cost=0.25), engine
+
+
+@pytest.mark.parametrize(
+  "changes", [dict(extra_prompts=0), dict(extra_prompts=9, token_budget=120)]
+)
+def test_the_costs_are_the_only_difference_and_are_paid_once(changes):
+  """Conversations that were put aside, in whichever turn, included."""
+  free, _ = iterate(6, environment=Counting, **changes)
+  paid, _ = iterate(6, made=expensive(**changes))
+  carried = 0
+  for a, b in zip(free, paid, strict=True):
+    for field in ("tokens", "turns", "logp", "version", "stopped", "mask"):
+      np.testing.assert_array_equal(getattr(a.rollout, field), getattr(b.rollout, field))
+    for row, turns_L in enumerate(a.rollout.turns):
+      last = turns_L.max()
+      for turn in range(last + 1):
+        here = turns_L == turn
+        cost = 0.01 * here.sum() + 0.25 * (turn < last)
+        found = b.rollout.rewards[row][here].sum()
+        assert found == pytest.approx(a.rollout.rewards[row][here].sum() - cost, abs=1e-5)
+    lengths_PG, last_PG = (x.reshape(-1, G) for x in (a.rollout.lengths, a.rollout.turns.max(1)))
+    expected = a.reward_PG - 0.01 * lengths_PG - 0.25 * last_PG
+    np.testing.assert_allclose(b.reward_PG, expected, atol=1e-5)
+    for one, other in zip(a.groups, b.groups):
+      np.testing.assert_array_equal(one.correct_G, other.correct_G)
+    row = b.metrics
+    assert row["reward/mean"] == pytest.approx(row["environment/reward"] - row["environment/cost"])
+    assert row["environment/reward"] == pytest.approx(a.metrics["reward/mean"])
+    for name in ("environment/correct", "environment/tokens", "environment/tool_calls"):
+      assert row[name] == a.metrics[name]
+    assert row["environment/tokens"] == row["response_length/mean"]
+    assert row["environment/tool_calls"] == pytest.approx(row["environment/turns"] - 1)
+    version, mask = b.rollout.version, b.rollout.mask > 0
+    carried += sum(len(set(v[m].tolist())) > 1 for v, m in zip(version, mask))
+  assert (carried > 3) == bool(changes["extra_prompts"])
+
+
+def test_a_checkpoint_goes_on_with_what_was_not_yet_paid():
+  expected, _ = iterate(5, made=expensive())
+  before, (left, _) = iterate(2, made=expensive())
+  state = json.loads(json.dumps(left.position()()))
+  begun = [one for group in state["under_way"] for one in group["trajectories"]]
+  assert any(sum(one["calls"]) for one in begun if not one["finished"])
+  again = expensive()
+  again[0].set_position(state)
+  after, _ = iterate(3, made=again, first=3)
+  for found, same in zip(before + after, expected, strict=True):
+    np.testing.assert_array_equal(found.rollout.tokens, same.rollout.tokens)
+    np.testing.assert_array_equal(found.rollout.rewards, same.rollout.rewards)
+    np.testing.assert_array_equal(found.reward_PG, same.reward_PG)
+    assert found.metrics["environment/tool_calls"] == same.metrics["environment/tool_calls"]
+    assert found.metrics["environment/cost"] == same.metrics["environment/cost"]
+
+
+def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversation():
+  prompt = Prompt("37*58+46", "37*58+46=", "2192", tuple(TOK.encode("37*58+46=")))
+  whole, first = asked(*CHECKED), Trajectory(prompt.tokens, 0, 0, Calculator(prompt, TOK))
+  say(first, *CHECKED[:2])
+  first.finished = False
+  first.observe(TOK.encode("2146;"))
+  kept = first.copy()
+  state = json.loads(json.dumps(first.get_state()))
+  resumed = say(Trajectory.from_state(state, Calculator(prompt, TOK)), *CHECKED[2:])
+  assert resumed.calls == whole.calls == (1, 1, 1, 0)
+  assert resumed.figures == whole.figures
+  say(first, *CHECKED[2:])
+  assert kept.calls == (1, 1)  # a copy stays as it was
+  older = {key: value for key, value in state.items() if key != "calls"}
+  resumed = say(Trajectory.from_state(older, Calculator(prompt, TOK)), *CHECKED[2:])
+  assert sum(resumed.calls) == 3 and len(resumed.calls) == resumed.turn
+
+
+def test_conversations_of_an_older_checkpoint_are_like_others():
+  prompt, priced_calls = Prompt("p", "37*58+46=", "2192", (5,)), priced(call_cost=0.1)
+
+  def older(one, environment, **figures):
+    state = {k: v for k, v in json.loads(json.dumps(one.get_state())).items() if k != "calls"}
+    return Trajectory.from_state(state | dict(figures=figures), environment)
+
+  whole = asked(*CHECKED)
+  over = older(asked(*CHECKED), Calculator(prompt, TOK), correct=1.0, tool_use=1.0, tool_calls=3.0)
+  assert over.figures == whole.figures and over.calls == whole.calls
+  assert environment_metrics([Group(prompt, [whole, over])])["environment/tokens"] == whole.length
+  assert costs.charge([over], priced_calls) == costs.charge([whole], priced_calls)
+  asks_twice = older(
+    asked(*CHECKED), Calculator(prompt, TOK), correct=1.0, tool_use=1.0, tool_calls=2.0
+  )
+  assert costs.charge([asks_twice], priced_calls) == pytest.approx(0.8)
+
+  silent = Trajectory((5,), 0, 0, Silent(prompt))
+  say(silent, "a", "b").finished = False
+  silent.observe(TOK.encode("so?"))
+  silent.figures = {}
+  resumed = say(older(silent, Silent(prompt)), "done")
+  assert resumed.calls == (1, 1, 0) and resumed.figures["tool_calls"] == 2
+  assert older(resumed, Silent(prompt), correct=0.0).figures == resumed.figures
+
+
+def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_not():
+  """With dynamic sampling too, which goes on choosing by what is right."""
+  shapes = dict(a=[1, 1, 1], b=MIXED, c=[0, 0, 0])
+
+  def collect(price, extra_rounds):
+    made, _ = collector(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
+    charging(made, call_cost=price)
+    made._sample = lambda step, attempt, usage: groups(**shapes)
+    made._judge = lambda some: {}
+    return made.collect(1, Stopwatch())
+
+  out = collect(0.1, extra_rounds=1)
+  assert "".join(group.prompt.id for group in out.groups) == "abb"
+  assert out.advantage_PG.any(axis=1).tolist() == [True, True, True]
+  shapes["b"] = [0, 0, 0]
+  assert collect(0.1, 1).advantage_PG.any(axis=1).tolist() == [True, False, False]
+  assert not collect(0.0, 1).advantage_PG.any()
+  assert collect(0.1, 0).advantage_PG.any(axis=1).all()
+
+
+def test_a_group_of_right_conversations_prefers_the_cheaper():
+  rounds = []
+  for seed in range(2):
+    talks = [asked(*SHORT), asked(*CHECKED), asked(*SHORT)]
+    reward_G = costs.charge(talks, priced(call_cost=0.1 * seed))
+    rounds.append(Group(None, talks, ["", "", ""], reward_G, np.ones(3, np.float32)))
+  advantage = config_of(tiny_agents.get_config).objective.advantages
+  free, paid = (advantage(g.reward_G[None], g.known_G[None])[0] for g in rounds)
+  assert not free.any() and not rounds[1].mixed
+  assert paid[0] == paid[2] > 0 > paid[1]
+
+
+WRONG = {
+  "environment.token_cost=-0.1": (tiny_tools, dict(environment__token_cost=-0.1)),
+  "environment.call_cost=-1": (tiny_tools, dict(environment__call_cost=-1.0)),
+  "environment.token_cost=0.1 is": (common, dict(environment__token_cost=0.1)),
+  "environment.call_cost=0.1 is": (common, dict(environment__call_cost=0.1)),
+  "environment.call_cost=0.2 is": (tiny_offline, dict(environment__call_cost=0.2)),
+  "environment.charge='right' has": (tiny_tools, dict(environment__charge="right")),
+  "environment.charge='wrong' is": (tiny_tools, dict(environment__charge="wrong")),
+  "data.checks=0.5 is": (common, dict(data__checks=0.5)),
+  "data.checks=2": (tiny_tools, dict(data__checks=2.0)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_cost_that_cannot_be_or_that_nobody_pays_is_refused(message):
+  module, changes = WRONG[message]
+  make = module.base if module is common else module.get_config
+  with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+    config_of(make, **changes)
+
+
+def test_the_files_are_as_they_are_described():
+  config = config_of(tiny_agents.get_config)
+  assert config.environment.costs and config.objective.name == "gspo" and config.data.checks
+  plain = config_of(tiny_tools.get_config)
+  assert not plain.environment.costs and not plain.data.checks

@@ -1,0 +1,523 @@
+"""Further rewards and costs: what they measure, their advantages, multipliers that hold a limit."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
+from support.configs import config_of, reward_config
+from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
+from test_collect import G as SIZE
+
+from configs import common, tiny_constrained
+from gspo_jax import objectives as O
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.rollouts import multipliers as constraints
+from gspo_jax.rollouts.collector import Collector
+from gspo_jax.rollouts.dumps import rollout_records
+from gspo_jax.rollouts.groups import Group, filled
+from gspo_jax.rollouts.multipliers import Constraints, Multiplier, Signals
+from gspo_jax.run import Run
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import LocalEngine
+from gspo_jax.sampling.trajectory import recorded_turn
+from gspo_jax.structs import Prompt
+
+P, G = 5, 4
+
+
+def section(rewards=(), costs=(), reward_weight=1.0):
+  """A ConstraintConfig of these entries, {name: changes}."""
+  build = lambda cls, make, entries: {n: cls(**make(**e)) for n, e in dict(entries).items()}  # noqa: E731
+  return constraints.ConstraintConfig(
+    reward_weight,
+    build(constraints.RewardSignal, common.extra_reward, rewards),
+    build(constraints.CostSignal, common.cost, costs),
+  )
+
+
+LENGTH = dict(signal="length", bound="at_most", limit=6.0)
+
+
+def group(rewards, lengths, unknown=(), prompt="1+1="):
+  """A scored group; of response g, as many tokens as are said."""
+  tokens = [np.full(n, 5, np.int32) for n in lengths]
+  trajectories = [recorded_turn((1, 2), g, ids, True, "p") for g, ids in enumerate(tokens)]
+  made = Group(Prompt("p", prompt, "2", (1, 2)), trajectories, ["x" * n for n in lengths])
+  made.reward_G = np.array(rewards, np.float32)
+  made.correct_G = made.reward_G
+  made.unknown = dict.fromkeys(unknown, "crash")
+  return made
+
+
+def judged(config, groups, scorers=None):
+  made = Constraints(config, Signals(config, reward_config(), scorers or {}))
+  made.judge(groups)
+  return made
+
+
+def random_groups(seed=0, unknown=True):
+  rng = np.random.default_rng(seed)
+  return [
+    group(
+      rng.integers(0, 2, G),
+      rng.integers(1, 12, G),
+      unknown=np.flatnonzero(rng.random(G) < 0.2) if unknown else (),
+    )
+    for _ in range(P)
+  ]
+
+
+def z(value_G, known_G):
+  """Standardised by hand."""
+  out, some = np.zeros(len(value_G)), value_G[known_G]
+  if len(some) > 1 and some.std() > 0:
+    out[known_G] = (some - some.mean()) / some.std(ddof=1)
+  return out
+
+
+def test_groups_with_padding_have_the_advantages_of_those_without():
+  config = section(costs=dict(long=LENGTH | dict(initial=0.7)))
+  groups = random_groups()
+  judge = judged(config, groups)
+  padded = [filled(one, G + 3) for one in groups]
+  expected, row = judge.advantages(groups)
+  found, same = judged(config, groups).advantages(padded)
+  np.testing.assert_allclose(found[:, :G], expected, atol=1e-6)
+  assert not found[:, G:].any() and same == pytest.approx(row)
+
+
+def test_a_checkpoint_keeps_to_the_bounds_of_now():
+  config = section(costs=dict(long=LENGTH | dict(initial=3.0, most=5.0)))
+  saved = judged(config, random_groups()).get_state()
+  lower = judged(section(costs=dict(long=LENGTH | dict(most=2.0))), random_groups())
+  lower.set_state(saved)
+  assert lower.multipliers["long"] == Multiplier(2.0, 2.0)
+
+
+def test_advantages_are_standardised_one_by_one_and_combined():
+  config = section(
+    rewards=dict(short=dict(signal="length", weight=-0.5)),
+    costs=dict(
+      long=LENGTH | dict(initial=0.7), some=dict(signal="length", bound="at_least", initial=0.2)
+    ),
+    reward_weight=2.0,
+  )
+  groups = random_groups()
+  found, row = judged(config, groups).advantages(groups)
+  assert any(one.unknown for one in groups)
+  for one, advantage_G in zip(groups, found):
+    length_G = np.array([t.length for t in one.trajectories], float)
+    of_length = z(length_G, one.known_G)
+    expected = 2 * z(one.reward_G, one.known_G) + (-0.5 - 0.7 + 0.2) * of_length
+    np.testing.assert_allclose(advantage_G, expected, atol=1e-5)
+    assert (advantage_G[~one.known_G] == 0).all()
+  known = np.concatenate([one.known_G for one in groups])
+  length = np.concatenate([[t.length for t in one.trajectories] for one in groups])[known]
+  assert row["constraint/long/cost"] == pytest.approx(length.mean())
+  assert row["constraint/short/reward"] == pytest.approx(length.mean())
+  assert row["constraint/long/violation"] == pytest.approx(length.mean() - 6)
+  assert row["constraint/some/violation"] == pytest.approx(0 - length.mean())
+  assert row["constraint/long/multiplier"] == 0.7 and row["constraint/long/limit"] == 6
+  by_group = [length_G[one.known_G] for one, length_G in zip(groups, [
+    np.array([t.length for t in one.trajectories], float) for one in groups])]  # fmt: skip
+  squares = sum(((some - some.mean()) ** 2).sum() for some in by_group if len(some))
+  spread = np.sqrt(squares / sum(max(len(some) - 1, 0) for some in by_group))
+  assert row["constraint/long/spread"] == pytest.approx(spread, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_the_unit_of_a_reward_does_not_matter(scale):
+  config = section(costs=dict(long=LENGTH | dict(initial=1.0)))
+  out = []
+  for factor in (1.0, scale):
+    groups = random_groups()
+    for one in groups:
+      one.reward_G = one.reward_G * np.float32(factor)
+    out.append(judged(config, groups).advantages(groups)[0])
+  np.testing.assert_allclose(*out, atol=2e-3)
+  assert np.abs(out[0]).max() > 1
+
+
+def test_a_multiplier_of_0_leaves_the_rewards_advantage():
+  groups = random_groups()
+  found, _ = judged(section(costs=dict(long=LENGTH)), groups).advantages(groups)
+  reward_PG = np.stack([one.reward_G for one in groups])
+  valid_PG = np.stack([one.known_G for one in groups])
+  np.testing.assert_allclose(found, O.group_advantages(reward_PG, valid_PG=valid_PG), atol=1e-6)
+
+
+def test_multipliers_stay_within_their_bounds():
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    rate, gain, most = rng.exponential([0.5, 3, 5])
+    cost = section(costs=dict(a=LENGTH | dict(rate=rate, gain=gain, most=most))).costs["a"]
+    one = Multiplier(0.0, 0.0)
+    for violation in rng.standard_cauchy(200) * 10:
+      before = one.sum
+      one.update(cost, violation)
+      assert 0 <= one.value <= most and 0 <= one.sum <= most
+      assert abs(one.sum - before) <= rate + 1e-12
+
+
+def test_a_multiplier_falls_to_0_while_its_cost_keeps_to_the_limit():
+  length = 6
+  for changes in dict(bound="at_most", limit=6.5), dict(bound="at_least", limit=5.5):
+    config = section(costs=dict(a=LENGTH | changes | dict(initial=1.0, gain=0.5)))
+    groups = [group([0, 1, 0, 1], [length - 1, length, length, length + 1]) for _ in range(3)]
+    made, values = judged(config, groups), []
+    for _ in range(30):
+      values.append(made.advantages(groups)[1]["constraint/a/multiplier"])
+    assert values[0] == 1 and values[-1] == 0 and values == sorted(values, reverse=True)
+
+
+def test_a_multiplier_grows_as_the_equation_says():
+  config = section(costs=dict(a=LENGTH | dict(rate=0.25, gain=2.0, limit=5.5)))
+  groups = [group([0, 1], [5, 7]), group([0, 1], [5, 7])]  # σ = √2, mean 6
+  made = judged(config, groups)
+  made.advantages(groups)
+  v = 0.5 / np.sqrt(2)
+  assert made.multipliers["a"].sum == pytest.approx(0.25 * v)
+  assert made.multipliers["a"].value == pytest.approx(2.25 * v)
+  made.advantages(groups)
+  assert made.multipliers["a"].value == pytest.approx(2.5 * v)
+  far = [group([0, 1], [20, 20])]  # no spread at all: as much as it may move
+  made.judge(far)
+  made.advantages(far)
+  assert made.multipliers["a"].sum == pytest.approx(0.5 * v + 0.25)
+
+
+def held(gain, steps=150, tail=30):
+  """A policy whose mean cost moves with its advantage, which alone would raise it: the distance of
+  the mean from the limit at the end, and how much it swings, in standard deviations."""
+  cost = section(costs=dict(a=LENGTH | dict(rate=0.1, gain=gain))).costs["a"]
+  one, off, seen = Multiplier(0.0, 0.0), 0.0, []
+  for _ in range(steps):
+    off = min(max(off + 0.2 * (0.6 - one.value), -2.0), 2.0)
+    one.update(cost, off)
+    seen.append(off)
+  return abs(np.mean(seen[-tail:])), np.ptp(seen[-tail:])
+
+
+def test_the_gain_ends_the_swinging_of_dual_ascent():
+  assert held(gain=2.0)[0] < 0.01 and held(gain=2.0)[1] < 0.01
+  assert held(gain=0.0)[1] > 0.5
+
+
+class Judge:
+  """A verifier that says how many x there are, and nothing of responses of five."""
+
+  def __call__(self, responses, prompts, lengths=None, finished=None):
+    from gspo_jax.rewards import Scores
+
+    count = np.array([len(text) / 100 for text in responses], np.float32)
+    unknown = {i: "crash: five" for i, text in enumerate(responses) if len(text) == 5}
+    return Scores(count, {}, count * 0, unknown)
+
+
+def test_every_signal_measures_what_it_says():
+  names = "length truncated overlong format text token string".split()
+  more = dict(text=dict(text="</think> 7"), token=dict(token=55))
+  config = section(
+    costs={n: dict(signal=n, bound="at_most") | more.get(n, {}) for n in names},
+  )
+  reward = reward_config(format="think", overlong_max=20, overlong_buffer=10)
+  texts, tok = ["<think>a</think> 7", "<think>a", "7 then 77 and 777"], ByteTokenizer()
+  trajectories = [
+    recorded_turn((1,), g, np.array(tok.encode(text), np.int32), g != 1, "p")
+    for g, text in enumerate(texts)
+  ]
+  prompts = [Prompt("p", "q", "7", (1,))] * 3
+  with constraints.open_signals(config, reward) as signals:
+    found, unknown = signals(texts, trajectories, prompts)
+  lengths = [len(text) for text in texts]
+  assert not unknown and found["length"].tolist() == lengths
+  assert found["truncated"].tolist() == [0, 1, 0]
+  np.testing.assert_allclose(found["overlong"], np.clip((np.array(lengths) - 10) / 10, 0, 1))
+  assert found["format"].tolist() == [1, 0, 0]
+  assert found["text"].tolist() == [1, 0, 0]
+  assert found["token"].tolist() == [1, 0, 1], "55 is the byte of 7"
+  assert found["string"].tolist() == [1, 0, 0] and set(found) == set(names)
+
+
+def test_a_signal_may_be_a_function_of_the_users_own(tmp_path, monkeypatch):
+  (tmp_path / "own_cost.py").write_text(
+    "def share(response, record):\n"
+    "  return response.count(record['answer']) / len(response)\n"
+  )  # fmt: skip
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = section(costs=dict(a=dict(signal="own_cost:share", bound="at_most", limit=0.1)))
+  constraints.check_importable(config)
+  prompts, texts = [Prompt("p", "q", "7", (1,))] * 3, ["7", "47", "1234"]
+  tokens = [recorded_turn((1,), g, np.zeros(1, np.int32), True, "p") for g in range(3)]
+  with constraints.open_signals(config, reward_config()) as signals:
+    found, unknown = signals([*texts[:2], ""], tokens, prompts)
+    assert signals.rows(texts, tokens, prompts) == [dict(a=1.0), dict(a=0.5), dict(a=0.0)]
+  assert found["a"][:2].tolist() == [1, 0.5]
+  assert list(unknown) == [2] and "ZeroDivisionError" in unknown[2], "that is no cost of 0"
+  with pytest.raises(ValueError, match=r"constraints\.costs\.a\.signal='no_own:f': there is no"):
+    constraints.check_importable(section(costs=dict(a=dict(signal="no_own:f", bound="at_most"))))
+
+
+def test_a_verifiers_signal_has_no_additions_and_no_noise():
+  config = section(costs=dict(a=dict(signal="string", bound="at_most")))
+  reward = reward_config(format="think", format_weight=3.0, false_negative=1.0)
+  one = recorded_turn((1,), 0, np.zeros(1, np.int32), True, "p")
+  with constraints.open_signals(config, reward) as signals:
+    found, _ = signals(["<think>a</think> 7"], [one], [Prompt("p", "q", "7", (1,))])
+  assert found["a"].tolist() == [1]
+
+
+def test_what_a_verifier_failed_on_is_left_out_of_everything():
+  config = section(costs=dict(a=dict(signal="string", bound="at_most", initial=1.0)))
+  groups = [group([0, 1, 1, 0], [5, 7, 9, 3], unknown=[3])]
+  made = judged(config, groups, dict(string=Judge()))
+  assert groups[0].unknown == {0: "string: crash: five", 3: "crash"}
+  advantage_PG, row = made.advantages(groups)
+  assert row["constraint/a/cost"] == pytest.approx(0.08)
+  assert advantage_PG[0][0] == advantage_PG[0][3] == 0
+  np.testing.assert_allclose(advantage_PG[0][1:3], [np.sqrt(0.5), -np.sqrt(0.5)], atol=1e-3)
+
+
+def test_the_first_hosts_word_counts(monkeypatch):
+  """What one host measures is what all have, and so their multipliers are the same."""
+  said = []
+
+  def broadcast(tree):
+    said.append(jax.tree.map(np.asarray, tree))
+    return said[0]
+
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(constraints.multihost_utils, "broadcast_one_to_all", broadcast)
+  config = section(costs=dict(a=LENGTH))
+  states = []
+  for lengths in ([5, 7], [2, 30]):
+    groups = [group([0, 1], lengths)]
+    made = judged(config, groups)
+    made.advantages(groups)
+    states.append((made.get_state(), groups[0].signals["a"].tolist()))
+  assert len(said) == 2 and states[0] == states[1] and states[0][1] == [5, 7]
+
+
+def collector(limit=6.0, **changes):
+  keys = dict(prompts=4, group_size=SIZE, minibatches=2)
+  config = config_of(
+    common.base, data__max_prompt_tokens=3, sampling__max_new_tokens=NEW,
+    **{f"rl__{key}": value for key, value in keys.items()},
+    constraints__costs__length__bound="at_most", constraints__costs__length__limit=limit,
+    **changes,
+  )  # fmt: skip
+  config = dataclasses.replace(config, model=MOE)
+  engine = LocalEngine(MOE, ENGINE)
+  engine.load(PARAMS, version=1)
+  signals = Signals(config.constraints, config.reward, {})
+  parts = tokenizer(), PROMPTS, score, None, engine, None, None
+  return Collector(Run(config, None, None, *parts, signals=signals))
+
+
+def collect(made, steps, first=1):
+  return [made.collect(step, Stopwatch()) for step in range(first, first + steps)]
+
+
+@pytest.mark.parametrize("extra", [0, 3], ids=["whole", "partial"])
+def test_it_goes_on_from_a_checkpoint(extra):
+  keys = dict(rl__extra_prompts=extra)
+  whole = collect(made := collector(**keys), 6)
+  cut = collector(**keys)
+  collect(cut, 3)
+  state = json.loads(json.dumps(cut.position()()))
+  later = collector(**keys)
+  later.set_position(state)
+  rest = collect(later, 3, first=4)
+  for one, other in zip(whole[3:], rest):
+    np.testing.assert_array_equal(one.advantage_PG, other.advantage_PG)
+    assert one.metrics["constraint/length/multiplier"] == other.metrics[
+      "constraint/length/multiplier"
+    ]  # fmt: skip
+  assert later.position()()["multipliers"] == made.position()()["multipliers"]
+  assert state["multipliers"]["length"]["sum"] > 0
+
+
+def test_a_dump_has_the_signals_of_what_there_is_a_verdict_on():
+  (out,) = collect(collector(), 1)
+  out.groups[0].unknown = {1: "length: crash"}
+  zeros = np.zeros(out.rollout.tokens.shape)
+  dumped = rollout_records(out, zeros, zeros > 0, tokenizer().decode)
+  assert [one["signals"]["length"] for one in dumped[:3]] == [
+    dumped[0]["length"], None, dumped[2]["length"],
+  ]  # fmt: skip
+
+
+def test_a_position_does_not_follow_what_comes_later():
+  made = collector()
+  collect(made, 2)
+  state = made.position()
+  before = json.dumps(state()["multipliers"])
+  collect(made, 1, first=3)
+  assert json.dumps(state()["multipliers"]) == before
+  assert json.dumps(made.position()()["multipliers"]) != before
+
+
+def test_another_cost_begins_anew_and_others_go_on():
+  config = section(costs=dict(a=LENGTH | dict(initial=0.5), b=LENGTH | dict(initial=0.25)))
+  made = Constraints(config, None)
+  made.set_state(dict(a=dict(sum=3.0, value=2.0), gone=dict(sum=1.0, value=1.0)))
+  assert made.get_state() == dict(a=dict(sum=3.0, value=2.0), b=dict(sum=0.25, value=0.25))
+
+
+def test_without_signals_a_collector_has_nothing_of_them():
+  config = config_of(common.base)
+  with constraints.open_signals(config.constraints, config.reward) as signals:
+    assert signals is None
+  assert not config.constraints.on and not config.constraints.verifiers
+
+
+COST = "constraints__costs__length__"
+WRONG = {
+  r"costs\.other\.bound='at_most' needs constraints\.costs\.other\.signal": {
+    "constraints__costs__other__bound": "at_most"
+  },
+  r"rewards\.extra\.weight=-1\.0 needs constraints\.rewards\.extra\.signal": {
+    "constraints__rewards__extra__weight": -1.0
+  },
+  r"costs\.text\.text=''.*signal='text'": {"constraints__costs__text__bound": "at_most"},
+  r"costs\.length\.text='x'.*signal='length'": {f"{COST}text": "x", f"{COST}bound": "at_most"},
+  r"costs\.length\.token=3": {f"{COST}token": 3, f"{COST}bound": "at_most"},
+  r"costs\.length\.token=264 is not below model\.vocab_size=264": {
+    f"{COST}signal": "token",
+    f"{COST}token": 264,
+    f"{COST}bound": "at_most",
+  },
+  r"costs\.length\.initial=11\.0 is above constraints\.costs\.length\.most=10\.0": {
+    f"{COST}initial": 11.0,
+    f"{COST}bound": "at_most",
+  },
+  r"constraints\.reward_weight=0\.0": {
+    "constraints__reward_weight": 0.0,
+    f"{COST}bound": "at_most",
+  },
+  r"length\.limit=0\.0: with signal='length' no mean is at most that; set it between 1 and 4": {
+    f"{COST}bound": "at_most",
+    "sampling__max_new_tokens": 4,
+  },
+  r"length\.limit=4\.0: with signal='length' every mean is at most": {
+    f"{COST}bound": "at_most",
+    f"{COST}limit": 4.0,
+    "sampling__max_new_tokens": 4,
+  },
+  r"text\.limit=1\.5: with signal='text' no mean is at least that; set it between 0 and 1": {
+    "constraints__costs__text__bound": "at_least",
+    "constraints__costs__text__text": "x",
+    "constraints__costs__text__limit": 1.5,
+  },
+  r"truncated\.limit=0\.0: with signal='truncated' every mean is at least": {
+    "constraints__costs__truncated__bound": "at_least",
+  },
+  r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": {
+    f"{COST}signal": "overlong",
+    f"{COST}bound": "at_most",
+    "reward__overlong_buffer": 4,
+    "schedule__new_tokens": "1:4,5:10",
+  },
+  r"length\.signal='overlong' needs a buffer: reward\.overlong_buffer=0": {
+    f"{COST}signal": "overlong",
+    f"{COST}bound": "at_most",
+  },
+  r"length\.signal='format' needs reward\.format": {
+    f"{COST}signal": "format",
+    f"{COST}bound": "at_least",
+  },
+  r"costs\.length\.signal='math': reward\.workers=0": {
+    f"{COST}signal": "math",
+    f"{COST}bound": "at_most",
+  },
+}  # fmt: skip
+WITH = {
+  r"job='offline'": dict(job="offline", objective__name="rft", objective__advantage="std",
+    objective__old_logp="recompute", offline__data="x"),
+  r"environment\.name='calculator'": dict(environment__name="calculator"),
+  r"reward\.per_line=True": dict(reward__name="recurrence", reward__per_line=True),
+  r"critic\.name='model'": dict(critic__name="model", objective__name="ppo_clip"),
+  r"data\.query_set\.extra_rounds=2": dict(data__query_set__extra_rounds=2),
+  r"rl\.mask_truncated=True": dict(rl__mask_truncated=True),
+  r"objective\.advantage='none'": dict(objective__name="dr_grpo"),
+  r"objective\.advantage='leave_one_out'": dict(objective__advantage="leave_one_out"),
+  r"objective\.advantage='best'": dict(objective__name="rft"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_bad_entry_is_refused_by_name(message):
+  with pytest.raises(ValueError, match=message):
+    config_of(common.base, **WRONG[message])
+
+
+@pytest.mark.parametrize("message", WITH)
+def test_what_does_not_go_together_is_refused(message):
+  on = {f"{COST}bound": "at_most", f"{COST}limit": 6.0}
+  with pytest.raises(ValueError, match=rf"constraints \(length\): {message}"):
+    config_of(common.base, **on | WITH[message])
+
+
+def test_a_fixed_weight_needs_no_limit():
+  fixed = {f"{COST}bound": "at_most", f"{COST}rate": 0.0, f"{COST}gain": 0.0, f"{COST}initial": 0.5}
+  assert config_of(common.base, **fixed).constraints.on
+
+
+def test_two_signals_of_one_name_are_refused():
+  with pytest.raises(ValueError, match=r"constraints\.rewards\.a and constraints\.costs\.a"):
+    section(rewards=dict(a=dict(signal="length", weight=1.0)), costs=dict(a=LENGTH))
+  with pytest.raises(ValueError, match=r"constraints\.costs\.a/b: a name"):
+    section(costs={"a/b": LENGTH})
+
+
+def test_an_entry_of_any_name_may_be_added():
+  given = common.base()
+  given.constraints.costs.shouting = common.cost(signal="text", text="!", bound="at_most")
+  config = config_of(lambda: given)
+  assert list(config.constraints.signals) == ["shouting"]
+
+
+FLAGS = """
+  constraints.costs.length.limit=4.0 constraints.costs.length.initial=0.3
+  constraints.costs.text.bound=at_most constraints.costs.text.text=7
+  constraints.costs.text.limit=0.1
+  constraints.rewards.extra.signal=arithmetic constraints.rewards.extra.weight=0.5
+  rl.iterations=6 rl.prompts=8 rl.group_size=4 checkpoint.every=2 eval.every=6 eval.problems=8
+  rl_optimizer.warmup_steps=2 job=rl
+""".split()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
+  config = "configs/tiny_constrained.py"
+  flags = [flag for flag in SMALL if flag.startswith("model.")] + FLAGS
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  run(whole, *flags, config=config)
+  run_until(killed, "rl", 3, signal.SIGKILL, flags, config=config)
+  run(killed, *flags, config=config)
+  assert figures(killed) == figures(whole)
+  jax.tree.map(np.testing.assert_array_equal, *[parameters(p, 6) for p in (whole, killed)])
+  rows = rows_of(whole, "rl")
+  multipliers = [row["constraint/length/multiplier"] for row in rows[1:]]
+  assert multipliers[0] == 0.3 and len(set(multipliers)) > 2
+  assert {"eval/constraint/length", "eval/constraint/text", "eval/constraint/extra"} <= rows[
+    -1
+  ].keys()
+  assert rows[-1]["eval/constraint/length"] == rows[-1]["eval/response_length/mean"]
+  assert rows[-1]["eval/constraint/extra"] == rows[-1]["eval/accuracy"]
+  dump = (whole / "rollouts" / "rl_000006.jsonl").read_text().splitlines()
+  records = [json.loads(line) for line in dump]
+  assert all(one["signals"]["length"] == one["length"] for one in records)
+  assert rows[-1]["constraint/length/cost"] == pytest.approx(rows[-1]["response_length/mean"])
+
+
+def test_the_configuration_is_what_it_says():
+  config = config_of(tiny_constrained.get_config)
+  assert list(config.constraints.signals) == ["length"]
+  assert config.constraints.costs["length"].limit == 5.5
+  assert not config_of(tiny_constrained.get_config, **{f"{COST}bound": ""}).constraints.on

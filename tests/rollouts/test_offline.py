@@ -1,0 +1,262 @@
+"""job=offline: recorded responses in the place of sampled ones, alone and beside fresh ones."""
+
+import collections
+import dataclasses
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
+from support.configs import config_of
+from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
+
+from configs import common, tiny_offline, tiny_rft
+from gspo_jax import offline, train
+from gspo_jax.data import recorded
+from gspo_jax.data.recorded import Group, Recordings, Response
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.learner import batch as batches
+from gspo_jax.rollouts.collector import Collector
+from gspo_jax.rollouts.dumps import rollout_records
+from gspo_jax.run import Run
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import LocalEngine
+from gspo_jax.structs import Prompt
+
+P, G = 4, 3
+BETA = 0.2
+
+
+def on_file(count=7):
+  """Groups of three responses, and one of a single one; i, g and the length tell them apart."""
+  groups = []
+  for i in range(count):
+    prompt = Prompt(f"p{i}", f"q{i}", "a", (8 + i, 9, 10))
+    sizes = range(1 if i == count - 1 else G)
+    responses = [Response(np.full(2 + g, 5 + i, np.int32), (i + g) % 2, g > 0) for g in sizes]
+    groups.append(Group(f"file:{i}", prompt, tuple(responses)))
+  return Recordings(groups)
+
+
+def config(**changes):
+  keys = dict(job="offline", objective__name="spo", objective__beta=BETA, offline__data="file")
+  keys |= dict(objective__old_logp="recompute", data__max_prompt_tokens=3)
+  keys |= dict(sampling__max_new_tokens=NEW, rl__prompts=P, rl__group_size=G, rl__minibatches=2)
+  return dataclasses.replace(config_of(common.base, **keys | changes), model=MOE)
+
+
+def collector(engine=None, records=None, source=None, **changes):
+  records = on_file() if records is None else records
+  source = records.prompts if source is None else source
+  parts = tokenizer(), source, score, None, engine, None, None
+  return Collector(Run(config(**changes), None, None, *parts, records=records))
+
+
+def collect(made, steps, first=1):
+  return [made.collect(step, Stopwatch()) for step in range(first, first + steps)]
+
+
+def names(collected):
+  return [group.prompt.id for group in collected.groups]
+
+
+def by_hand(rewards, kind):
+  if kind == "soft":
+    return rewards - BETA * np.log(np.mean(np.exp(rewards / BETA)))
+  return rewards * (np.arange(len(rewards)) == np.argmax(rewards)) if kind == "best" else rewards
+
+
+OBJECTIVES = {
+  "soft": {},
+  "best": dict(objective__name="rft", objective__beta=None),
+  "reward": dict(objective__name="rft", objective__beta=None, objective__advantage="reward"),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_nothing_is_sampled_and_all_is_as_recorded(kind):
+  """There is no engine at all."""
+  records = on_file()
+  known = {group.prompt.id: group for group in records.rows}
+  for out in collect(collector(**OBJECTIVES[kind]), 4):
+    assert len(out.groups) == P and out.usage.tokens == 0
+    assert not {"reward/mean", "sampling/decode_steps"} & out.metrics.keys()
+    number = 0
+    for p, group in enumerate(out.groups):
+      responses = known[group.prompt.id].responses
+      rewards = np.array([one.reward for one in responses])
+      expected = np.zeros(G)
+      expected[: len(responses)] = by_hand(rewards, kind)
+      if len(set(rewards)) == 1 and kind == "soft":
+        expected[:] = 0
+      np.testing.assert_allclose(out.advantage_PG[p], expected, atol=1e-6)
+      for g, response in enumerate(responses):
+        row = p * G + g
+        assert out.rollout.response(row) == response.tokens.tolist()
+        assert out.rollout.stopped[row] == response.stopped
+      blank = out.rollout.mask[p * G + len(responses) : (p + 1) * G]
+      assert not blank.any() and (out.rollout.ends[p * G : (p + 1) * G] >= 3).all()
+      number += len(responses)
+    assert out.metrics["recorded/responses"] == number == (out.rollout.lengths > 0).sum()
+    assert (out.rollout.version == -1).all()
+    batch = batches.train_batch(
+      out.rollout, out.advantage_PG, shared_prompts=True, version=out.version
+    )
+    assert not batch.current_BT.any(), "what a sampler said of them is not known"
+
+
+def test_every_group_comes_up_once_in_an_epoch_in_an_order_of_the_seed():
+  count = 7  # of four at a time: an iteration may span two epochs
+  out = [name for one in collect(collector(), count) for name in names(one)]
+  for epoch in range(4):
+    assert len(set(out[count * epoch : count * (epoch + 1)])) == count
+  assert out == [name for one in collect(collector(), count) for name in names(one)]
+  assert out != [name for one in collect(collector(seed=1), count) for name in names(one)]
+
+
+def test_responses_that_are_not_on_record_were_not_cut_off():
+  """They are blank rows, where a file has fewer than the group."""
+  (one,) = collect(collector(rl__mask_truncated=True), 1)
+  blank_B = one.rollout.lengths == 0
+  assert blank_B.any() and not one.rollout.stopped[blank_B].any()
+  assert one.metrics["masked_responses"] == (~one.rollout.stopped[~blank_B]).sum()
+
+
+def test_it_goes_on_from_a_checkpoint():
+  made = collector()
+  collect(made, 3)
+  again = collector()
+  again.set_position(json.loads(json.dumps(made.position()())))
+  for one, same in zip(collect(again, 4, first=4), collect(made, 4, first=4), strict=True):
+    assert names(one) == names(same)
+    np.testing.assert_array_equal(one.rollout.tokens, same.rollout.tokens)
+    np.testing.assert_array_equal(one.advantage_PG, same.advantage_PG)
+
+
+def test_fresh_responses_take_their_share():
+  engine = LocalEngine(MOE, ENGINE)
+  made = collector(engine, source=PROMPTS, offline__fresh=0.5)
+  engine.load(PARAMS, version=1)
+  (out,) = collect(made, 1)
+  origin = [name.startswith("p") for name in names(out)]
+  assert origin == [True, False, True, False], "each mini-batch has its share of both"
+  recorded_B = np.repeat(origin, G)
+  assert out.usage.tokens == out.rollout.lengths[~recorded_B].sum() > 0
+  assert (out.rollout.version[recorded_B] == -1).all()
+  assert (out.rollout.version[~recorded_B].max(axis=1) == 1).all()
+  fresh = [group.reward_G for group in out.groups[1::2]]
+  assert out.metrics["reward/mean"] == pytest.approx(np.mean(fresh))
+  rewards = [group.reward_G[group.known_G] for group in out.groups[::2]]
+  assert out.metrics["recorded/reward"] == pytest.approx(np.concatenate(rewards).mean())
+  batch = batches.train_batch(
+    out.rollout, out.advantage_PG, shared_prompts=True, version=out.version
+  )
+  np.testing.assert_array_equal(batch.current_BT[~recorded_B], batch.mask_BT[~recorded_B])
+  assert not batch.current_BT[recorded_B].any()
+
+
+def test_a_response_without_a_verdict_is_no_target():
+  """To the soft loss an advantage of 0 is one: it holds the response where the reference is."""
+  (out,) = collect(collector(), 1)
+  out.groups[1].unknown = {2: "timeout"}
+  known_B = np.arange(P * G) != G + 2
+  there_B = out.rollout.mask.any(axis=1)
+  np.testing.assert_array_equal(train.judged(out).mask.any(axis=1), there_B & known_B)
+  rewards_B = train.of_tokens(out, train.judged(out)).sum(axis=1)
+  np.testing.assert_array_equal(rewards_B, out.reward_PG.reshape(-1) * (there_B & known_B))
+
+
+def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
+  """Broken characters and all: what comes out of one run goes into another."""
+  ids = [[200, 5, 257], [5, 6], [257]]
+  responses = [Response(np.array(x, np.int32), 0.5 * g, x[-1] == 257) for g, x in enumerate(ids)]
+  one = Group("x", Prompt("id", "1+2=", "3", tuple(b"1+2=")), tuple(responses))
+  made = collector(records=Recordings([one] * P), data__max_prompt_tokens=4)
+  made._tokenizer = ByteTokenizer()
+  (out,) = collect(made, 1)
+  zeros = np.zeros(out.rollout.logp.shape)
+  dumped = rollout_records(out, zeros, zeros > 0, ByteTokenizer().decode)
+  file = tmp_path / "rl_000001.jsonl"
+  file.write_text("".join(json.dumps(record) + "\n" for record in dumped))
+  limits = offline.limits(config(data__max_prompt_tokens=4, model__vocab_size=264))
+  limits = dataclasses.replace(limits, vocabulary=264)
+  again = recorded.load(str(file), ByteTokenizer(), "{question}?", limits, "raise")
+  assert len(again) == P
+  for group in again.rows:
+    assert group.prompt.tokens == one.prompt.tokens and group.prompt.id == "id"
+    for response, was in zip(group.responses, responses, strict=True):
+      np.testing.assert_array_equal(response.tokens, was.tokens)
+      assert (response.reward, response.stopped) == (was.reward, was.stopped)
+
+
+REFUSED = {
+  "objective.name='gspo'.* spo and rft": dict(objective__name="gspo", objective__beta=None),
+  "objective.old_logp='sampler'": dict(objective__old_logp="sampler"),
+  "objective.correction.name='truncated'": dict(objective__correction__name="truncated"),
+  "objective.off_policy_threshold": dict(objective__off_policy_threshold=1.0),
+  "objective.volatility=True": dict(objective__volatility=True),
+  "environment.name='calculator'": dict(environment__name="calculator"),
+  "rl.extra_prompts=2": dict(rl__extra_prompts=2),
+  "data.query_set.extra_rounds=1": dict(data__query_set__extra_rounds=1),
+  "offline.data='file', offline.fresh=0.0 have no effect": dict(job="rl"),
+  "offline.fresh=0.01 is 0 of rl.prompts=4": dict(offline__fresh=0.01),
+  "offline.fresh=0.9 is 4 of rl.prompts=4": dict(offline__fresh=0.9),
+  "drop_after=3 has no effect": dict(data__query_set__drop_after=3),
+  "offline.fresh=1.0": dict(offline__fresh=1.0),
+  "objective.soft_value=0.5": dict(
+    objective__name="rft", objective__beta=None, objective__soft_value=0.5
+  ),
+  "objective.advantage='best'": dict(objective__advantage="best"),
+  "objective.advantage='soft'": dict(
+    objective__name="rft", objective__beta=None, objective__advantage="soft"
+  ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_has_no_meaning_for_recorded_responses_is_refused(why):
+  with pytest.raises(ValueError, match=why):
+    config(**REFUSED[why])
+
+
+def test_the_configurations_choose_what_they_say():
+  offline_, rft = config_of(tiny_offline.get_config), config_of(tiny_rft.get_config)
+  assert (offline_.job, offline_.objective.name) == ("offline", "spo")
+  assert offline_.objective.advantage == "soft" and offline_.objective.needs_reference
+  assert (rft.job, rft.objective.name, rft.objective.advantage) == ("sft+rl", "rft", "best")
+  assert not rft.objective.needs_reference
+
+
+FLAGS = ["data.on_error=skip", "rl.iterations=6", "eval.every=3", "checkpoint.every=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fresh", [0, 0.5])
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(fresh, tmp_path):
+  start = tmp_path / "start"
+  run(start, *SMALL, "rl.iterations=2", "rl.dump_every=1")
+  flags = [flag for flag in SMALL if not flag.startswith(("sft", "rl.iterations", "eval.every"))]
+  flags = [f for f in flags if not f.startswith("checkpoint")]
+  flags += [*FLAGS, f"weights={start}/checkpoints/sft", f"offline.fresh={fresh}"]
+  flags += [f"offline.data={start}/rollouts/rl_*.jsonl"]
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  run(whole, *flags, config="configs/tiny_offline.py")
+  one = dict(config="configs/tiny_offline.py")
+  run_until(killed, "rl", 3, signal.SIGKILL, flags, **one)
+  run(killed, *flags, **one)
+  assert figures(killed) == figures(whole)
+  states = [parameters(path, 6) for path in (whole, killed)]
+  np.testing.assert_equal(*states)
+  last = rows_of(whole, "rl")[-1]
+  assert ("reward/mean" in last) == (fresh > 0)
+  assert 0 <= last["mismatch/abs/max"] < 1e-4 and (last["mismatch/abs/max"] > 0) == (fresh > 0)
+  assert last["spo/error"] != 0 and last["recorded/responses"] == 8 * 4 * (1 - fresh)
+  bad = tmp_path / "bad.jsonl"
+  bad.write_text('{"prompt": "1+2=", "response": "3"}\n')
+  said = run(
+    tmp_path / "bad", *flags, f"offline.data={bad}", "data.on_error=raise", ok=False, **one
+  )
+  assert re.search(r"bad\.jsonl, line 1: it has no reward", said)
+  assert collections.Counter(said)["\n"] < 40

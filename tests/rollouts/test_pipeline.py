@@ -1,0 +1,453 @@
+"""Batches that are collected ahead: which weights sample them, on one mesh and on two, and that a
+run which is interrupted goes on as if nothing had happened."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from support.configs import config_of
+from support.small_models import MOE
+from test_collect import OTHER, PARAMS, Counting, collector, groups, iterate
+from test_partial_rollouts import surplus
+
+from configs import common
+from gspo_jax import sharding
+from gspo_jax.learner.step import log_probs
+from gspo_jax.models import transformer
+from gspo_jax.rollouts.groups import Group, filled
+from gspo_jax.rollouts.pipeline import Pipeline, read
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import SingleTurn
+from gspo_jax.system import preemption
+from gspo_jax.train import place
+
+LAST = 6
+WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
+FIELDS = "tokens turns logp full_logp version rewards mask stopped prompt_lengths".split()
+
+
+def weights(version):
+  return PARAMS if version % 2 else OTHER
+
+
+def elsewhere():
+  """A mesh of a device that nothing else is on, and what brings weights there."""
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[-1:])
+  layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)
+  read = transformer.dtypes(MOE, "float32")
+  return dict(rollout_mesh=mesh, publish=sharding.publisher_to(layout, read))
+
+
+ARRANGEMENTS = dict(one_mesh=dict, two_meshes=elsewhere)
+
+
+def opened(
+  lag, arrangement=dict, made=None, last=0, workdir=None, record=False, replay="", **changes
+):
+  """A pipeline around a collector, which comes with its engine."""
+  made, engine = made or collector(**changes)
+  more = dict(lag=lag, iterations=LAST, record=record, replay=replay)
+  rl = dataclasses.replace(made._config.rl, **more)
+  mesh = dict(rollout_mesh=None, publish=lambda params: params) | arrangement()
+  workdir = Path(workdir or "nowhere")
+  run = SimpleNamespace(config=SimpleNamespace(rl=rl), engine=engine, workdir=workdir, **mesh)
+  return Pipeline(run, made, Stopwatch(), last)
+
+
+def train(sampling, first=1, last=LAST):
+  """What the iterations of a run are given, which has `weights` in the place of updates."""
+  sampling.publish(weights(first), first)
+  out = []
+  for step in range(first, last + 1):
+    out.append(sampling.next(step))
+    sampling.release()
+    sampling.publish(weights(step + 1), step + 1)
+  return out
+
+
+def assert_same(found, expected):
+  assert (found.step, found.version) == (expected.step, expected.version)
+  assert [g.prompt.id for g in found.groups] == [g.prompt.id for g in expected.groups]
+  assert [g.responses for g in found.groups] == [g.responses for g in expected.groups]
+  for field in FIELDS:
+    mine, theirs = (getattr(one.rollout, field) for one in (found, expected))
+    np.testing.assert_array_equal(mine, theirs, err_msg=field)
+  for field in ("reward_PG", "advantage_PG", "advantage_BL"):
+    np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+  rows = [
+    {k: v for k, v in one.metrics.items() if not k.startswith(("time/", "tokens_per_second"))}
+    for one in (found, expected)
+  ]
+  assert rows[0] == rows[1]
+  assert found.usage.tokens == expected.usage.tokens
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
+  """Those that a collector has that is told the version of each iteration."""
+  made, engine = collector(**WHOLE)
+  with opened(lag, ARRANGEMENTS[arrangement], **WHOLE) as sampling:
+    out = train(sampling)
+  for step, one in enumerate(out, 1):
+    version = max(1, step - lag)
+    engine.load(weights(version), version)
+    assert_same(one, made.collect(step, Stopwatch(), version))
+    assert set(one.rollout.version[one.rollout.mask > 0]) == {version}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_response_that_is_carried_over_goes_on_under_newer_weights(arrangement):
+  """In-flight updates at counted points: each token has its version, and is of these weights."""
+  lag = 2
+  with opened(lag, ARRANGEMENTS[arrangement]) as sampling:
+    out = train(sampling)
+  mixed = 0
+  for one in out:
+    assert one.version == max(1, one.step - lag)
+    for row in one.rollout.version:
+      versions = row[row >= 0]
+      assert (np.diff(versions) >= 0).all() and versions.max() <= one.version
+      mixed += len(set(versions)) > 1
+    newest = one.rollout.version.max()
+    stale = one.rollout.version[one.rollout.mask > 0] < one.version
+    assert newest <= one.version and one.metrics["partial/stale_tokens"] == stale.mean()
+  assert mixed > 3
+  if arrangement == "two_meshes":
+    with opened(lag) as sampling:
+      for mine, same in zip(out, train(sampling), strict=True):
+        assert_same(mine, same)
+
+
+def test_what_is_left_over_is_no_more_than_half_of_a_batch_while_versions_stand_still():
+  """The first batches are all of the first weights: what one leaves is old for the next."""
+  made, old = surplus(6, extra_prompts=8)
+  made[0]._batches.take(8)  # their prompts
+  with opened(3, made=made) as sampling:
+    out = train(sampling)
+  taken = [sum(group.prompt.id in old for group in one.groups) for one in out]
+  assert taken == [2, 2, 2, 0, 0, 0] and all(one.usage.tokens > 0 for one in out)
+  assert out[1].version == 1 and out[1].metrics["partial/finished_groups"] <= 4
+
+
+CASES = dict(
+  whole=WHOLE,
+  partial={},
+  rounds=dict(extra_rounds=2, extra_prompts=0),
+  turns=dict(environment=Counting, extra_prompts=3),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_has_what_was_collected_and_not_trained_on(case):
+  options, lag, cut = CASES[case], 2, 2
+  with opened(lag, **options) as sampling:
+    before = train(sampling, last=cut)
+    position = sampling.position()
+    expected = before + train(sampling, first=cut + 1)
+  state = json.loads(json.dumps(position()))  # what was remembered has not gone on
+  assert [batch["step"] for batch in state["ahead"]] == [3, 4]
+  again = opened(lag, last=cut, **options)
+  again.set_position(state)
+  with again as sampling:
+    after = train(sampling, first=cut + 1)
+  assert len(after) == LAST - cut
+  for mine, same in zip(before + after, expected, strict=True):
+    assert_same(mine, same)
+
+
+def test_recorded_batches_are_trained_on_again(tmp_path):
+  with opened(2, workdir=tmp_path, record=True) as sampling:
+    out = train(sampling)
+  batches = tmp_path / "batches"
+  with opened(2, replay=str(batches)) as sampling:
+    again = train(sampling)
+  for mine, same in zip(again, out, strict=True):
+    assert_same(mine, same)
+  (batches / "000003.json").write_text('{"step": 3}')
+  (batches / "000004.json").unlink()
+  with opened(2, replay=str(batches)) as sampling:
+    train(sampling, last=2)
+    for step, why in {3: "is no batch of such a run", 4: "cannot be read: No such file"}.items():
+      with pytest.raises(ValueError, match=rf"rl\.replay: .*{step:06d}\.json {why}"):
+        sampling.next(step)
+
+
+def test_every_response_replays_the_experts_that_its_own_prompt_had():
+  """Servers take new weights while a group is sampled, so its prompt has other experts for some."""
+  old, new = (iterate(1, weights=lambda _, p=p: p, routing=True, **WHOLE) for p in (OTHER, PARAMS))
+  (made, _), first, second = new[1], old[0][0].groups, new[0][0].groups
+  for group, newer in zip(first, second):
+    assert group.prompt == newer.prompt
+    group.trajectories[1:] = newer.trajectories[1:]
+  config = made._config
+  config = dataclasses.replace(
+    config,
+    rl=dataclasses.replace(config.rl, lag=2),
+    objective=dataclasses.replace(config.objective, replay="R3"),
+  )
+  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  run = SimpleNamespace(config=config, environment=None, mesh=mesh)
+  fields = "step version reward_PG advantage_PG advantage_BL usage metrics".split()
+  mixed = made.again(first, **{name: getattr(new[0][0], name) for name in fields})
+  score = jax.jit(lambda batch: log_probs(PARAMS, batch, config.learner("rl"), "R3")[0])
+  with jax.set_mesh(mesh):
+    for batch in place(run, mixed, config.rl.minibatches):
+      alone = score(batch.replace(prompt_B=None))
+      found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch), alone))
+      np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [dict(prompts=2), dict(group_size=2)])
+def test_a_batch_of_another_size_is_not_gone_on_with(wrong, tmp_path):
+  with opened(2, workdir=tmp_path, record=True, **WHOLE) as sampling:
+    train(sampling, last=2)
+    state = sampling.position()()
+  again = opened(2, last=2, **WHOLE)
+  made = again._collector
+  rl = dataclasses.replace(made._config.rl, **wrong)
+  made._config = dataclasses.replace(made._config, rl=rl)
+  message = r"its 4 groups of 3 responses do not go with rl\.prompts=\d and rl\.group_size=\d: set"
+  with pytest.raises(ValueError, match=f"waits to be trained on in the checkpoint: {message}"):
+    again.set_position(state)
+  with pytest.raises(ValueError, match=rf"rl\.replay: \S*1\.json is no .* run: {message}"):
+    read(tmp_path / "batches", 1, made)
+
+
+@pytest.mark.parametrize("lag, versions", [(0, [1, 2, 5, 6]), (1, [1, 2, 4, 5]), (3, [1, 2, 3, 3])])
+def test_another_lag_goes_on_with_what_is_there(lag, versions):
+  """From 2: more is begun at once; or batches that are further ahead are trained on first."""
+  with opened(2, **WHOLE) as sampling:
+    train(sampling, last=2)
+    state = sampling.position()()
+  again = opened(lag, last=2, **WHOLE)
+  again.set_position(state)
+  with again as sampling:
+    found = [one.version for one in train(sampling, first=3)]
+  assert found == versions
+
+
+def test_without_a_lag_a_checkpoint_is_what_it_was():
+  made, engine = collector()
+  with opened(0, made=(made, engine)) as sampling:
+    train(sampling, last=2)
+    mine = sampling.position()()
+  _, (same, _) = iterate(2, weights=weights)
+  assert mine == same.position()() and "ahead" not in mine
+
+
+def test_a_scored_group_survives_a_checkpoint():
+  """With its verdicts, also those that are missing, and rows of padding."""
+  (group,) = groups(a=[1, 0, 1])
+  group.unknown = {1: "timeout"}
+  group.signals = dict(length=np.float32([3, 0.1, 3]))
+  group = filled(group, 5)
+  state = json.loads(json.dumps(group.get_state()))
+  again = Group.from_state(state, lambda prompt: SingleTurn(prompt.tokens))
+  for field in ("reward_G", "correct_G", "known_G"):
+    mine, theirs = getattr(again, field), getattr(group, field)
+    assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist()
+  assert again.unknown == group.unknown and again.responses == group.responses
+  assert again.signals["length"].tolist() == group.signals["length"].tolist()
+  assert again.mixed == group.mixed and again.prompt == group.prompt
+  for mine, theirs in zip(again.trajectories, group.trajectories, strict=True):
+    assert mine.prompt == theirs.prompt and mine.stopped == theirs.stopped
+    assert mine.tag == group.prompt.id  # what is wrong with it later names it
+    np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+
+
+def sampler_threads():
+  return [thread for thread in threading.enumerate() if thread.name.startswith("sampler")]
+
+
+def test_what_fails_in_the_thread_is_raised_where_the_batch_is_missed():
+  made, engine = collector(**WHOLE)
+  judge, steps = made._judge, []
+
+  def fails(groups):
+    steps.append(len(steps) + 1)
+    if len(steps) == 3:
+      raise ValueError("the third batch is broken")
+    return judge(groups)
+
+  made._judge = fails
+  with opened(2, elsewhere, (made, engine)) as sampling:
+    assert [one.step for one in train(sampling, last=2)] == [1, 2]
+    with pytest.raises(ValueError, match="the third batch is broken"):
+      sampling.next(3)
+    with pytest.raises(preemption.Preempted):  # what comes after it would be no batch of this run
+      sampling._jobs[0].result()
+    with pytest.raises(preemption.Preempted):
+      sampling.position()()
+  assert steps == [1, 2, 3] and not sampler_threads()
+
+
+class Slow:
+  """An engine that waits in each step for leave to go on."""
+
+  def __init__(self, engine):
+    self._engine, self.go, self.steps = engine, threading.Event(), 0
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def step(self):
+    preemption.check()
+    self.steps += 1
+    assert self.go.wait(60)
+    return self._engine.step()
+
+
+def test_a_notice_ends_the_wait_and_what_was_begun_is_saved():
+  """The batches that were begun are finished for the checkpoint: the weights that they are sampled
+  with are in none."""
+  with opened(1, **WHOLE) as sampling:
+    expected = train(sampling)
+  made, engine = collector(**WHOLE)
+  slow = Slow(engine)
+  made._engine = slow
+  with preemption.watch(grace_s=60), opened(1, elsewhere, (made, slow)) as sampling:
+    sampling.publish(weights(1), 1)
+    position = sampling.position()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(preemption.Preempted):
+      sampling.next(1)
+    begun = sampling.position()
+    slow.go.set()
+    state = json.loads(json.dumps(begun()))
+    assert "ahead" not in position()  # where it stood before the iteration
+  assert [batch["step"] for batch in state["ahead"]] == [2]  # the first was being waited for
+  again = opened(1, last=1, **WHOLE)
+  again.set_position(state)
+  with again as sampling:
+    for mine, same in zip(train(sampling, first=2), expected[1:], strict=True):
+      assert_same(mine, same)
+
+
+class Away(Slow):
+  """One that is beside the trainer and has to be found again, by whom a notice ends."""
+
+  loads_beside_steps = True
+
+  def load(self, params, version):
+    preemption.check()
+    self._engine.load(params, version)
+
+  def revive(self):
+    preemption.check()
+    self.go.set()
+
+
+def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
+  """What is to be saved is the state that they are of, with the batches that were begun."""
+  made, engine = collector(**WHOLE)
+  away = Away(engine)
+  made._engine = away
+  with preemption.watch(grace_s=600), opened(1, made=(made, away)) as sampling:
+    sampling.publish(weights(1), 1)
+    sampling._jobs.append(sampling._begin(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    sampling.publish(weights(2), 2)
+    state = sampling.position()()
+    with pytest.raises(preemption.Preempted):
+      preemption.check()
+  assert [batch["step"] for batch in state["ahead"]] == [1]
+
+
+def test_nothing_goes_on_after_the_end():
+  made, engine = collector(**WHOLE)
+  slow = Slow(engine)
+  made._engine = slow
+  with pytest.raises(KeyboardInterrupt), opened(2, elsewhere, (made, slow)) as sampling:
+    sampling.publish(weights(1), 1)
+    sampling._jobs.append(sampling._begin(1))
+    sampling._jobs.append(sampling._begin(2))
+    while not slow.steps:
+      time.sleep(0.01)
+    threading.Timer(0.2, slow.go.set).start()
+    raise KeyboardInterrupt
+  assert not sampler_threads() and slow.steps <= 2
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_an_evaluation_has_the_weights_of_now_to_itself(arrangement):
+  with opened(2, ARRANGEMENTS[arrangement], **WHOLE) as sampling:
+    before = train(sampling, last=2)
+    with sampling.engine() as engine:
+      assert engine._version == 3 and not engine.busy
+      if arrangement == "two_meshes":
+        assert all(job.done() for job in sampling._jobs)
+    after = train(sampling, first=3)
+  with opened(2, **WHOLE) as sampling:
+    for mine, same in zip(before + after, train(sampling), strict=True):
+      assert_same(mine, same)
+
+
+def test_the_sampler_has_stages_of_its_own():
+  with opened(1, elsewhere, **WHOLE) as sampling:
+    row = train(sampling)[-1].metrics
+  beside = {name for name in row if name.startswith("time/sampler/")}
+  names = "sample score load wait_for_learner".split()
+  assert beside == {f"time/sampler/{name}" for name in names}
+  assert row["time/sampler/sample"] > 0 and "time/wait_for_sampler" in sampling._stages.lap()
+
+
+DEVICES = list(range(8))
+
+
+@pytest.mark.parametrize(
+  "mesh, rollout, expected",
+  [
+    ((1, -1, 1, 1), (1, 0, 1, 1), (8, 0)),
+    ((1, -1, 1, 1), (1, 2, 1, 1), (6, 2)),
+    ((1, 4, 1, 1), (1, -1, 1, 1), (4, 4)),
+    ((2, 2, 1, 1), (1, 1, 1, 2), (4, 2)),
+  ],
+)
+def test_the_trainer_has_the_first_devices(mesh, rollout, expected):
+  both = sharding.MeshConfig(*mesh), sharding.RolloutMeshConfig(*rollout)
+  trainer, sampler = sharding.make_meshes(*both)
+  if not expected[1]:
+    assert sampler is trainer and trainer.size == 8
+    return
+  first, others = (list(m.devices.flat) for m in (trainer, sampler))
+  assert (len(first), len(others)) == expected
+  assert sorted(first + others, key=lambda d: d.id) == jax.devices()[: sum(expected)]
+  assert max(d.id for d in first) < min(d.id for d in others)
+
+
+@pytest.mark.parametrize(
+  "mesh, rollout, message",
+  [
+    ((1, -1, 1, 1), (-1, 1, 1, 1), "mesh.fsdp=-1.*rollout_mesh.data=-1.*at most one may be -1"),
+    ((1, -1, 1, 1), (1, 8, 1, 1), "of 0 and 8 devices, but 8 are there"),
+    ((1, 6, 1, 1), (1, 3, 1, 1), "rollout_mesh.fsdp=3.*of 6 and 3 devices, but 8 are there"),
+    ((1, 6, 1, 1), (-1, 4, 1, 1), "rollout_mesh.data=-1"),
+  ],
+)
+def test_meshes_that_are_not_there_are_refused(mesh, rollout, message):
+  both = sharding.MeshConfig(*mesh), sharding.RolloutMeshConfig(*rollout)
+  with pytest.raises(ValueError, match=message):
+    sharding.make_meshes(*both)
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(job="sft", sft__steps=1, rl__lag=1), "rl.lag=1 has no effect.*job='sft'"),
+    (dict(job="eval", rollout_mesh__fsdp=1), "rollout_mesh.fsdp=1.* has no effect.*job='eval'"),
+    (dict(rollout_mesh__fsdp=1, distributed=True), "rollout_mesh.fsdp=1.*distributed=True"),
+    (dict(rl__lag=-1), "rl.lag=-1 must be"),
+  ],
+)
+def test_configurations_without_a_meaning_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config_of(common.base, **changes)

@@ -1,0 +1,137 @@
+"""Which prompts stay in use."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gspo_jax.rollouts.prompt_filter import PromptFilter, QuerySetConfig
+from gspo_jax.structs import Prompt
+
+PROMPTS = [Prompt(name, name, "", (1,)) for name in "abcd"]
+ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
+
+
+def query_set(drop_after=2, readmit_after=0):
+  return PromptFilter(QuerySetConfig(drop_after, readmit_after, 0))
+
+
+def in_use(queries):
+  return "".join(p.id for p in PROMPTS if queries.wants(p))
+
+
+def test_prompts_always_or_never_solved_are_dropped_after_n_groups():
+  queries = query_set()
+  queries.update(PROMPTS, np.array([ALWAYS, NEVER, MIXED, ALWAYS]), 1)
+  assert in_use(queries) == "abcd"  # one group is no evidence yet
+  queries.update(PROMPTS, np.array([ALWAYS, NEVER, ALWAYS, NEVER]), 2)
+  assert in_use(queries) == "cd"  # d: always, then never
+  assert queries.metrics() == {
+    "query_set/tried": 4,
+    "query_set/dropped": 2,
+    "query_set/dropped/always_solved": 1,
+    "query_set/dropped/never_solved": 1,
+    "query_set/solve_rate": pytest.approx(13 / 24),
+  }
+
+
+def after(*groups, drop_after=2, **options):
+  """The state of one prompt after these groups."""
+  queries = query_set(drop_after=drop_after)
+  for step, group in enumerate(groups, 1):
+    known = {key: np.array([value[step - 1]]) for key, value in options.items()}
+    queries.update(PROMPTS[:1], np.array([group]), step, **known)
+  return queries
+
+
+@pytest.mark.parametrize(
+  "groups, dropped",
+  [
+    ([MIXED, ALWAYS, ALWAYS], True),  # it was mixed once, and has been learned since
+    ([MIXED, MIXED, MIXED, NEVER, NEVER], True),
+    ([ALWAYS, MIXED, ALWAYS], False),  # two groups, but not in a row
+    ([NEVER, ALWAYS, NEVER, ALWAYS], False),  # each ends the row of the other kind
+    ([NEVER, ALWAYS, ALWAYS], True),
+    ([ALWAYS, ALWAYS, MIXED], False),  # sampled although it was out: it is of use again
+  ],
+)
+def test_groups_in_a_row_count(groups, dropped):
+  assert (after(*groups).metrics()["query_set/dropped"] == 1) == dropped
+
+
+def test_the_reason_is_that_of_the_last_groups():
+  row = after(NEVER, NEVER, NEVER, MIXED, ALWAYS, ALWAYS).metrics()
+  assert row["query_set/dropped/always_solved"] == 1 and row["query_set/dropped/never_solved"] == 0
+  assert row["query_set/solve_rate"] == pytest.approx(7 / 18)
+
+
+YES, SOME, NO = [1, 1, 1], [1, 1, 0], [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+  "groups, valid, dropped",
+  [
+    ([NEVER, NEVER], [YES, NO], False),  # nothing is known of the second one
+    ([NEVER, NEVER], [YES, SOME], False),  # the third response may have been right
+    ([NEVER, NEVER, NEVER], [YES, SOME, YES], True),  # which does not end the row either
+    ([NEVER, NEVER, NEVER], [YES, NO, YES], True),
+    ([NEVER, MIXED, NEVER], [YES, SOME, YES], False),  # it is mixed whatever the third one was
+    ([NEVER, ALWAYS, NEVER], [YES, SOME, YES], False),  # it was not all wrong
+    ([NEVER, ALWAYS, ALWAYS], [YES, SOME, YES], False),
+  ],
+)
+def test_unknown_verdicts_neither_count_nor_end_a_row(groups, valid, dropped):
+  queries = after(*groups, valid_PG=valid)
+  assert (queries.metrics()["query_set/dropped"] == 1) == dropped
+  known = [c for group, v in zip(groups, valid) for c, one in zip(group, v) if one]
+  assert queries.metrics()["query_set/solve_rate"] == pytest.approx(np.mean(known))
+
+
+def test_the_state_of_an_older_checkpoint_is_read():
+  """It has totals alone: groups, responses, right ones."""
+  tried = dict(a=[1, 3, 0], b=[1, 3, 3], c=[4, 12, 7], d=[2, 6, 6])
+  queries = query_set()
+  queries.set_state(dict(tried=tried, dropped=dict(d=5)))
+  assert in_use(queries) == "abc"
+  assert queries.metrics()["query_set/dropped/always_solved"] == 1
+  queries.update(PROMPTS, np.array([NEVER, NEVER, NEVER, ALWAYS]), 6)
+  assert in_use(queries) == "bc"
+  queries.update(PROMPTS[1:3], np.array([NEVER, NEVER]), 7)
+  assert in_use(queries) == ""
+
+
+def test_dropped_prompts_come_back_with_a_clean_slate():
+  queries = query_set(drop_after=1, readmit_after=3)
+  queries.update(PROMPTS[:1], np.array([NEVER]), 5)
+  assert queries.readmit(7) == 0 and in_use(queries) == "bcd"
+  assert queries.readmit(8) == 1 and in_use(queries) == "abcd"
+  queries.update(PROMPTS[:1], np.array([ALWAYS]), 8)  # the failures of before are forgotten
+  assert queries.metrics()["query_set/dropped/always_solved"] == 1
+  assert query_set(drop_after=1).readmit(10**9) == 0
+
+
+def test_nothing_is_tracked_when_nothing_is_dropped():
+  queries = query_set(drop_after=0)
+  queries.update(PROMPTS, np.array([NEVER] * 4), 1)
+  assert queries.get_state() == dict(tried={}, dropped={}) and queries.metrics() == {}
+
+
+def test_state_survives_json():
+  queries = query_set(drop_after=1, readmit_after=2)
+  queries.update(PROMPTS, np.array([ALWAYS, NEVER, MIXED, MIXED]), 1)
+  again = query_set(drop_after=1, readmit_after=2)
+  again.set_state(json.loads(json.dumps(queries.get_state())))
+  assert in_use(again) == in_use(queries) == "cd"
+  for q in queries, again:
+    q.readmit(3)
+    q.update(PROMPTS[1:3], np.array([NEVER, NEVER]), 3)
+  assert again.metrics() == queries.metrics()
+  assert again.get_state() == queries.get_state()
+  again.update(PROMPTS, np.array([MIXED] * 4), 4)
+  assert again.get_state() != queries.get_state()  # nothing is shared
+
+
+@pytest.mark.parametrize("values", [(-1, 0, 0), (0, 0, -1), (0, 5, 0)])
+def test_impossible_settings(values):
+  with pytest.raises(ValueError, match=r"data.query_set"):
+    QuerySetConfig(*values)

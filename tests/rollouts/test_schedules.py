@@ -1,0 +1,805 @@
+"""What changes while a run goes on: length of responses, problems, sizes of groups."""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from support.command_line import (
+  ROOT,
+  SMALL,
+  command,
+  environment,
+  figures,
+  modules_in,
+  parameters,
+  rows_of,
+  run,
+  run_until,
+)
+from support.configs import config_of
+from support.small_updates import learner, score_pass
+from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, tokenizer
+from test_two_processes import free_port
+
+from configs import common, tiny_schedules
+from gspo_jax import paths, train
+from gspo_jax.data import growing
+from gspo_jax.data.files import DataError
+from gspo_jax.data.sources import Prompts
+from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.learner import batch as batches
+from gspo_jax.learner import packing
+from gspo_jax.learner.by_length import reward_metrics
+from gspo_jax.rewards import Scores
+from gspo_jax.rollouts import schedules
+from gspo_jax.rollouts.collector import Collector
+from gspo_jax.rollouts.dumps import rollout_records
+from gspo_jax.run import Run
+from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.sampling import LocalEngine
+from gspo_jax.system.files import WriteError
+
+P = 4
+LENGTHS = "1:6,3:12,5:24"
+
+
+def config(**changes):
+  keys = dict(data__max_prompt_tokens=3, sampling__max_new_tokens=NEW, rl__prompts=P)
+  keys |= dict(rl__group_size=G, rl__minibatches=2)
+  return dataclasses.replace(config_of(common.base, **keys | changes), model=MOE)
+
+
+def collector(source=PROMPTS, environment=None, judge=score, workdir=None, **changes):
+  c, engine = config(**changes), LocalEngine(MOE, ENGINE)
+  parts = tokenizer(), source, judge, environment, engine, None, None
+  return Collector(Run(c, workdir, None, *parts)), engine
+
+
+def iterate(steps, made=None, first=1, **options):
+  made, engine = made or collector(**options)
+  out = []
+  for step in range(first, first + steps):
+    engine.load(PARAMS, version=step)
+    out.append(made.collect(step, Stopwatch()))
+  return out, (made, engine)
+
+
+def goes_on(steps, more, **options):
+  """Asserts that a collector that takes over after `steps` collects what the first one does."""
+  _, (made, engine) = iterate(steps, **options)
+  again = collector(**options)
+  again[0].set_position(json.loads(json.dumps(made.position()())))
+  expected, _ = iterate(more, (made, engine), first=steps + 1)
+  found, _ = iterate(more, again, first=steps + 1)
+  for one, same in zip(found, expected, strict=True):
+    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
+    for field in ("tokens", "logp", "mask", "lengths", "stopped"):
+      np.testing.assert_array_equal(getattr(one.rollout, field), getattr(same.rollout, field))
+    np.testing.assert_array_equal(one.advantage_PG, same.advantage_PG)
+    scheduled = ("sampling/max", "group_size/", "data/")
+    for name in filter(lambda name: name.startswith(scheduled), same.metrics):
+      assert one.metrics[name] == same.metrics[name]
+  return expected
+
+
+CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
+
+# The length of responses.
+
+
+@pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
+def test_no_response_is_longer_than_its_iteration_allows(make):
+  options = dict(environment=make) | (CONVERSATIONS if make else {})
+  plain, _ = iterate(6, **options)
+  out, _ = iterate(6, schedule__new_tokens=LENGTHS, **options)
+  for one, same, limit in zip(out, plain, (6, 6, 12, 12, 24, 24), strict=True):
+    rollout = one.rollout
+    after = rollout.ends - rollout.prompt_lengths  # observations count
+    assert after.max() <= limit and one.metrics["sampling/max_new_tokens"] == limit
+    if limit < NEW:
+      assert one.usage.tokens < same.usage.tokens
+    if make is None:
+      assert ((after == limit) >= ~rollout.stopped).all() and (~rollout.stopped).any()
+      for row in range(P * G):  # they are the first tokens of what they would have been
+        assert rollout.response(row) == same.rollout.response(row)[:limit]
+    assert rollout.tokens.shape == same.rollout.tokens.shape
+    assert one.metrics["truncated_fraction"] == pytest.approx(1 - rollout.stopped.mean())
+  assert "sampling/max_new_tokens" not in plain[0].metrics
+
+
+def test_a_longer_limit_compiles_nothing(caplog):
+  made = collector(schedule__new_tokens=LENGTHS)
+  iterate(2, made)
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    (out, *_), _ = iterate(4, made, first=3)
+  assert out.rollout.lengths.max() > 6
+  assert not [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+
+
+@pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
+def test_what_was_put_aside_goes_on_under_the_limit_of_its_last_iteration(make):
+  options = dict(environment=make) | (CONVERSATIONS if make else {})
+  options |= dict(rl__extra_prompts=4, rl__token_budget=40, schedule__new_tokens="1:8,4:24")
+  expected = goes_on(2, 4, **options)
+  longest = [(one.rollout.ends - one.rollout.prompt_lengths).max() for one in expected]
+  assert longest[0] <= 8 < max(longest) <= NEW
+  carried = 0
+  for one in expected:
+    for row, end in enumerate(one.rollout.ends):
+      versions = one.rollout.version[row, :end]
+      versions = versions[versions >= 0]
+      carried += len(versions) > 8 and versions.min() < 4 <= versions.max()
+  assert carried, "none was begun under one limit and went on under another"
+
+
+def test_what_is_longer_than_a_new_limit_is_cut_off():
+  """After resume=force with a shorter schedule."""
+  options = dict(rl__extra_prompts=4, rl__token_budget=40)
+  _, (made, _) = iterate(2, **options)
+  longest = max(len(t.tokens) for g in made._under_way for t in g.trajectories if not t.finished)
+  assert longest > 3
+  again = collector(schedule__new_tokens="1:3,9:24", **options)
+  again[0].set_position(made.position()())
+  out, _ = iterate(4, again, first=3)
+  assert max(one.rollout.lengths.max() for one in out) >= longest
+
+
+@pytest.mark.parametrize("fixed", [0, 20])
+def test_the_overlong_punishment_ends_where_responses_are_cut_off(fixed):
+  told = []
+
+  def judge(responses, prompts, lengths, finished):
+    told.append(np.array(lengths))
+    return score(responses, prompts, lengths, finished)
+
+  out, _ = iterate(6, judge=judge, schedule__new_tokens=LENGTHS, reward__overlong_max=fixed)
+  for one, lengths, limit in zip(out, told, (6, 6, 12, 12, 24, 24), strict=True):
+    np.testing.assert_array_equal(lengths - one.rollout.lengths, 0 if fixed else NEW - limit)
+
+
+# Sizes of groups.
+
+
+def test_sizes_by_hand():
+  size = lambda tried, right: schedules.group_size(tried, right, 2, 8, 0.9)  # noqa: E731
+  assert size(0, 0) == 8, "nothing is known"
+  assert size(8, 0) == 8, "1 - 0.9^8 is 0.57"
+  assert size(8, 2) == 7, "1 - 0.7^7 is 0.92, and with 6 it is 0.88"
+  assert size(8, 4) == 4, "1 - 0.5^4 is 0.94"
+  assert size(8, 6) == 2
+  assert size(80, 80) == 2, "one would do, but not for an advantage"
+  assert schedules.group_size(8, 4, 1, 3, 0.9) == 3
+  assert schedules.group_size(8, 8, 1, 8, 0.9) == 1, "0.9 is just enough"
+  assert schedules.group_size(2, 0, 2, 16, 0.9) == 9, "1 - 0.75^9 is 0.92, and with 8 it is 0.8999"
+  sizes = [size(16, right) for right in range(17)]
+  assert sizes == sorted(sizes, reverse=True)
+
+
+FEW = Prompts(PROMPTS.rows[:6])
+
+
+def by_prompt(responses, prompts, lengths, finished):
+  """Right where the prompt is of the first two; else half of them, by the text."""
+  easy = np.array([int(prompt.id) < 2 for prompt in prompts])
+  correct = np.where(easy, 1, score(responses, prompts, lengths, finished).reward)
+  correct = np.where([int(prompt.id) == 5 for prompt in prompts], 0, correct).astype(np.float32)
+  return Scores(correct, dict(right=int(correct.sum())), correct)
+
+
+SIZES = dict(rl__group_size=6, schedule__group_size_min=2, source=FEW, judge=by_prompt)
+
+
+@pytest.mark.parametrize("more", [{}, dict(rl__token_budget=80)], ids=str)
+def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
+  out = goes_on(3, 5, **SIZES, **more)
+  known = [(g.prompt.id, int(g.known_G.sum())) for one in out for g in one.groups]
+  size = {name: {n for id_, n in known if id_ == name} for name in "015"}
+  assert size["0"] == size["1"] == {2} and size["5"] == {6}
+  for one in out:
+    assert one.reward_PG.shape == (len(one.groups), 6)
+    known_PG = np.stack([group.known_G for group in one.groups])
+    assert (one.advantage_PG[~known_PG] == 0).all()
+    sampled = one.rollout.lengths.reshape(known_PG.shape) > 0
+    np.testing.assert_array_equal(sampled, known_PG)
+    assert (one.rollout.ends.reshape(known_PG.shape)[~known_PG] == 0).all(), "rows of padding"
+    assert one.metrics["group_size/mean"] == pytest.approx(known_PG.sum() / len(one.groups))
+    assert one.metrics["group_size/responses"] == known_PG.sum()
+    assert more != {} or one.usage.tokens == one.rollout.lengths.sum(), "no others are sampled"
+    for group, advantage_G, known_G in zip(one.groups, one.advantage_PG, known_PG, strict=True):
+      reward_X = group.reward_G[known_G]
+      deviation = reward_X.std(ddof=1)
+      by_hand = (reward_X - reward_X.mean()) / (deviation + 1e-6) if deviation else 0 * reward_X
+      np.testing.assert_allclose(advantage_G[known_G], by_hand, atol=1e-4)
+
+
+def test_without_a_schedule_every_group_is_whole_and_nothing_is_counted():
+  out, (made, _) = iterate(3, **SIZES | dict(schedule__group_size_min=0))
+  assert all(group.known_G.all() for one in out for group in one.groups)
+  assert not made.position()()["prompt_filter"]["tried"]
+  assert not [name for name in out[-1].metrics if name.startswith("group_size/")]
+
+
+def test_prompts_are_dropped_as_without_it():
+  keys = dict(data__query_set__drop_after=2) | SIZES
+  out, (made, _) = iterate(6, **keys)
+  state = made.position()()["prompt_filter"]
+  assert {"0", "1", "5"} <= state["dropped"].keys()
+  _, (made, _) = iterate(6, **SIZES)
+  assert not made.position()()["prompt_filter"]["dropped"], "nothing was asked to be dropped"
+  assert out[-1].metrics["query_set/dropped"] >= 3
+
+
+def test_missing_rows_cost_a_packed_update_nothing():
+  (*_, one), _ = iterate(6, **SIZES, objective__volatility=True)
+  B, empty = len(one.rollout.tokens), one.rollout.lengths == 0
+  assert 0 < empty.sum() < B
+  known_B = np.concatenate([group.known_G for group in one.groups])
+  by_length = reward_metrics(one.reward_PG.reshape(-1), known_B, one.rollout.lengths, NEW)
+  assert sum(x for k, x in by_length.items() if "responses" in k) == pytest.approx(1)
+  batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
+  plan = packing.plan(batch, 1)
+  assert ((plan.row_B < 0) == empty[plan.order_B]).all()
+  assert (batch.sampler_routing_BTlk[empty] == -1).all()
+  whole, _ = iterate(6, **SIZES | dict(schedule__group_size_min=0), objective__volatility=True)
+  rows = lambda batch: int(packing.count(packing.plan(batch, 1), 4))  # noqa: E731
+  all_of_them = batches.train_batch(whole[-1].rollout, whole[-1].advantage_PG, shared_prompts=True)
+  assert rows(batch) < rows(all_of_them)
+
+
+def test_a_smaller_group_shares_its_prompt():
+  (*_, one), _ = iterate(6, **SIZES)
+  batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
+  batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)
+  shared = learner(MOE, group_size=6, prompt_tokens=3)
+  found = score_pass(shared)(PARAMS, batch)
+  plain = score_pass(learner(MOE))(PARAMS, batch.replace(prompt_B=None))
+  sampled = batch.mask_BT > 0
+  assert 0 < sampled.any(axis=1).sum() < len(sampled)
+  for logp_BT in (found, plain):
+    np.testing.assert_allclose(np.asarray(logp_BT)[sampled], one.rollout.logp[sampled], atol=1e-4)
+  assert np.isfinite(np.asarray(found)).all()
+
+
+@pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
+def test_every_part_of_an_iteration_takes_smaller_groups(make):
+  """Advantages by turn, rounds of sampling, cut-off responses, dumps."""
+  keys = SIZES | dict(environment=make) | (CONVERSATIONS if make else {})
+  keys |= dict(data__query_set__extra_rounds=1, rl__mask_truncated=True)
+  out, _ = iterate(6, **keys)
+  smaller = 0
+  for one in out:
+    known_B = np.concatenate([group.known_G for group in one.groups])
+    smaller += (~known_B).sum()
+    cut = (~one.rollout.stopped & known_B).sum()
+    assert one.metrics["masked_responses"] == cut
+    if make:
+      assert one.advantage_BL.shape == one.rollout.logp.shape
+      assert not one.advantage_BL[~known_B].any() and np.isfinite(one.advantage_BL).all()
+    zeros = np.zeros(one.rollout.logp.shape)
+    dumped = rollout_records(one, zeros, zeros > 0, tokenizer().decode)
+    assert len(dumped) == known_B.sum()
+    assert not train.judged(one).mask[~known_B].any()
+  assert smaller
+
+
+# Problems.
+
+
+def lines(ids, **more):
+  rows = [dict(id=f"r{i}", question=f"{i}+1=", answer=str(i + 1)) | more for i in ids]
+  return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def source_of(path, on_error="raise", **changes):
+  c = config(data__train=str(path), data__on_error=on_error, data__max_prompt_tokens=8, **changes)
+  return growing.load(c.data, ByteTokenizer(), "train")
+
+
+def append(path, text):
+  with path.open("a") as file:
+    file.write(text)
+
+
+def ids(prompts):
+  return [prompt.id for prompt in prompts]
+
+
+def test_only_whole_lines_and_only_new_ones_are_read(tmp_path, monkeypatch):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(3)) + '{"id": "r3", "quest')
+  source = source_of(path)
+  assert ids(source) == ["r0", "r1", "r2"]
+  assert source.refresh() == 0
+  append(path, 'ion": "3+1=", "answer": "4"}\n' + lines(range(4, 400)) + '{"id"')
+  assert source.refresh() == 397 and len(source) == 400
+  assert ids(source) == [f"r{i}" for i in range(400)]
+  read, real = [], growing._bytes
+
+  def counted(*args):
+    read.append(len(found := real(*args)))
+    return found
+
+  monkeypatch.setattr(growing, "_bytes", counted)
+  append(path, ': "r400", "question": "400+1=", "answer": "401"}\n')
+  assert source.refresh() == 1
+  assert sum(read) < growing.TAIL + 200 < path.stat().st_size
+
+
+def test_files_that_match_a_pattern_later_are_read_too(tmp_path):
+  (tmp_path / "b.jsonl").write_text(lines(range(2)))
+  source = source_of(tmp_path / "*.jsonl")
+  (tmp_path / "a.jsonl").write_text(lines(range(10, 12)))
+  append(tmp_path / "b.jsonl", lines(range(2, 4)))
+  assert source.refresh() == 4
+  assert ids(source) == ["r0", "r1", "r10", "r11", "r2", "r3"], "in the order of being found"
+  append(tmp_path / "b.jsonl", lines([4]))
+  source.refresh()
+  state = json.loads(json.dumps(source.get_state()))
+  append(tmp_path / "a.jsonl", lines([12]))
+  again = source_of(tmp_path / "*.jsonl")
+  assert len(again) == len(source) + 1
+  again.set_state(state)
+  assert ids(again) == ids(source)
+  assert again.refresh() == source.refresh() == 1
+
+
+def test_rows_without_an_id_have_their_line(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  row = '{"question": "1+1=", "answer": "2"}\n'
+  path.write_text(row + "\n" + row)
+  source = source_of(path)
+  append(path, row)
+  source.refresh()
+  assert ids(source) == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4"]
+
+
+def test_new_rows_are_checked_like_the_first_ones(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(3)))
+  source, lenient = source_of(path), source_of(path, on_error="skip")
+  append(path, lines([3]) + "[1]\n" + lines([0]) + lines([4]))
+  with pytest.raises(DataError, match=r"rows\.jsonl, line 5: a row is an object"):
+    source.refresh()
+  assert lenient.refresh() == 2 and lenient.skipped == 2
+  assert ids(lenient) == ["r0", "r1", "r2", "r3", "r4"]
+
+
+@pytest.mark.parametrize("what", ["edited", "cut", "gone"])
+def test_files_that_have_changed_are_an_error_that_names_them(what, tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(30)))
+  source = source_of(path)
+  state = source.get_state()
+  if what == "edited":
+    path.write_text(lines(range(29)) + lines([77]) + lines([30]))
+  elif what == "cut":
+    path.write_text(lines(range(20)))
+  else:
+    path.unlink()
+  with pytest.raises(DataError, match=r"rows\.jsonl"):
+    source.refresh()
+  with pytest.raises(DataError, match=r"rows\.jsonl"):
+    source.set_state(state)
+
+
+def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
+  for i in range(2):
+    (tmp_path / f"{i}.jsonl").write_text(lines([i]))
+  source = source_of(tmp_path / "*.jsonl")
+  (tmp_path / "0.jsonl").unlink()
+  with pytest.raises(DataError, match=r"0\.jsonl is gone"):
+    source.refresh()
+
+
+def test_an_edit_long_ago_is_seen_when_a_run_goes_on(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(500)))
+  source = source_of(path)
+  state = source.get_state()
+  path.write_text(lines([700]) + lines(range(1, 500)))
+  with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
+    source_of(path).set_state(state)
+
+
+def test_a_pass_has_every_row_once_and_new_ones_come_up_in_it(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(20)))
+  passes = growing.Passes(source_of(path), seed=3)
+  taken = ids(passes.take(8))
+  append(path, lines(range(20, 30)))
+  assert passes.refresh() == 10
+  states = [json.loads(json.dumps(passes.get_state()))]
+  taken += ids(passes.take(10))
+  new = {f"r{i}" for i in range(20, 30)}
+  assert 0 < len(new & set(taken)) < 10, "they are mixed with what was left"
+  append(path, lines(range(30, 33)))
+  assert passes.refresh() == 3 and passes.refresh() == 0
+  taken += ids(passes.take(15))
+  assert sorted(taken) == sorted(f"r{i}" for i in range(33)), "once each"
+  after = ids(passes.take(33))
+  assert sorted(after) == sorted(taken) and after != taken
+  states.append(json.loads(json.dumps(passes.get_state())))
+  again = growing.Passes(source_of(path), seed=3)
+  again.set_state(states[0])
+  assert len(again.source) == 30
+  assert ids(again.take(10)) == taken[8:18]
+  assert again.refresh() == 3
+  assert ids(again.take(15)) == taken[18:]
+  again = growing.Passes(source_of(path), seed=3)
+  again.set_state(states[1])
+  assert ids(again.take(50)) == ids(passes.take(50))
+  other = growing.Passes(source_of(path), seed=4)
+  assert ids(other.take(33)) != ids(growing.Passes(source_of(path), seed=3).take(33))
+  assert ids(other.take(3, lambda prompt: prompt.id == "r5")) == ["r5"] * 3
+
+
+GROWS = dict(schedule__refresh_every=2, data__max_prompt_tokens=8)
+
+
+def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(tmp_path):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(6)))
+
+  def fresh():
+    return collector(source=source_of(path), workdir=tmp_path, **GROWS)
+
+  first = fresh()
+  out, _ = iterate(2, first)
+  state = json.loads(json.dumps(first[0].position()()))
+  append(path, lines(range(6, 9)))
+  out += iterate(2, first, first=3)[0]
+  rows, added = ([one.metrics[f"data/{n}"] for one in out] for n in ("rows", "added"))
+  assert (rows, added) == ([6, 6, 9, 9], [0, 0, 3, 0])
+  append(path, lines(range(9, 14)))  # after iteration 4, and nobody has looked
+  out += iterate(2, first, first=5)[0]
+  assert out[-1].metrics["data/rows"] == 14
+  append(path, lines(range(14, 20)))
+  second = fresh()
+  second[0].set_position(state)
+  repeated, _ = iterate(6, second, first=3)
+  for one, same in zip(repeated[:4], out[2:], strict=True):
+    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
+    np.testing.assert_array_equal(one.rollout.tokens, same.rollout.tokens)
+    assert one.metrics["data/rows"] == same.metrics["data/rows"]
+  assert repeated[-1].metrics["data/rows"] == 20, "and then it goes on"
+
+
+def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
+  """Killed before its first checkpoint; and in a cold start, which has no `position` of RL."""
+  (workdir := tmp_path / "run").mkdir()
+  for first, name in (10, "a"), (30, "b"):
+    (tmp_path / f"{name}.jsonl").write_text(lines(range(first, first + 3)))
+
+  def begun():
+    source = source_of(tmp_path / "*.jsonl")
+    schedules.begin_run(source, workdir)
+    return collector(source=source, workdir=workdir, **GROWS)
+
+  first = begun()
+  out, _ = iterate(2, first)
+  append(tmp_path / "b.jsonl", lines(range(3)))
+  out += iterate(2, first, first=3)[0]
+  append(tmp_path / "a.jsonl", lines(range(3, 7)))
+  (tmp_path / "0.jsonl").write_text(lines(range(20, 22)))
+  repeated, _ = iterate(5, begun())
+  assert [one.metrics["data/rows"] for one in repeated] == [6, 6, 9, 9, 15]
+  for one, same in zip(repeated, out):
+    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
+  other = source_of(tmp_path / "b.jsonl")  # what another source of the same run had is not its own
+  schedules.begin_run(other, workdir)
+  assert len(other) == 6
+
+
+def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_path):
+  (tmp_path / "rows.jsonl").write_text(lines(range(3)))
+  source, journal = source_of(tmp_path / "rows.jsonl"), tmp_path / schedules.REFRESHES
+  journal.write_text('{"step": 0, "sou\n')
+  with pytest.raises(ValueError, match=rf"{journal}:1 is not a JSON object .*: remove the line"):
+    schedules.begin_run(source, tmp_path)
+  journal.unlink()
+  (tmp_path / f"{schedules.REFRESHES}.tmp").mkdir()  # in the way
+  with pytest.raises(WriteError, match=rf"{journal}\S* cannot be written: "):
+    schedules.begin_run(source, tmp_path)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_path):
+  """Else a line that the old end is in the middle of would be lost."""
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(3)))
+  source = source_of(path)
+  schedules.begin_run(source, tmp_path)
+  made = collector(source=source, workdir=tmp_path, **GROWS)
+  iterate(2, made)
+  state = made[0].position()()
+  append(path, lines(range(3, 6)))
+  iterate(1, made, first=3)
+  kept = "" if step == 0 else lines(range(3))
+  path.write_text(kept + lines(range(100, 109)))
+  again = source_of(path, on_error="skip")
+  with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
+    schedules.begin_run(again, tmp_path)
+    made = collector(source=again, workdir=tmp_path, **GROWS)
+    made[0].set_position(state)
+    assert step == 3 and len(again) == 3
+    iterate(1, made, first=3)
+
+
+def test_another_source_begins_a_pass_of_its_own(tmp_path, caplog):
+  """With resume=force."""
+  for i in range(2):
+    (tmp_path / f"{i}.jsonl").write_text(lines(range(10 * i, 10 * i + 4)))
+  old, new = (growing.Passes(source_of(tmp_path / f"{i}.jsonl"), seed=3) for i in range(2))
+  old.take(2)
+  new.set_state(json.loads(json.dumps(old.get_state())))
+  assert "0.jsonl: a new pass starts" in caplog.text
+  assert sorted(ids(new.take(4))) == [f"r{i}" for i in range(10, 14)] and new.refresh() == 0
+
+
+def test_another_host_waits_for_a_file_that_the_first_one_has_seen(tmp_path, monkeypatch):
+  path, waited = growing.epath.Path(tmp_path / "rows.jsonl"), []
+
+  def wait(seconds):
+    waited.append(seconds)
+    path.write_text("0123"[: 2 * len(waited)])
+
+  monkeypatch.setattr(growing.time, "sleep", wait)
+  with pytest.raises(DataError, match="cannot be read"):
+    growing._bytes(path, 1, 4)
+  assert not waited, "the first one does not wait"
+  monkeypatch.setattr(growing.jax, "process_index", lambda: 1)
+  assert growing._bytes(path, 1, 4) == b"123" and len(waited) == 2
+  monkeypatch.setattr(growing, "PATIENCE_S", 3)
+  with pytest.raises(DataError, match="ends before byte 9"):
+    growing._bytes(path, 1, 9)
+
+
+def test_held_out_problems_among_new_rows_are_counted(tmp_path, caplog):
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(4)))
+  source = source_of(path)
+  held_out = source_of(path)
+  source.watch([held_out[1], *PROMPTS.rows[:3]])
+  assert source.shared == 1
+  source.watch([dataclasses.replace(held_out[1], question="6+1= "), PROMPTS.rows[0]])
+  assert source.shared == 0
+  made = collector(source=source, workdir=tmp_path, **GROWS)
+  assert "data/shared_prompts" not in iterate(1, made)[0][0].metrics
+  append(path, lines(range(5, 8)))
+  (_, out), _ = iterate(2, made, first=2)
+  assert out.metrics["data/shared_prompts"] == 1 and "held-out" in caplog.text
+
+
+def test_a_run_may_begin_or_end_to_grow(tmp_path):
+  """With resume=force: the position means nothing, and a new pass starts."""
+  path = tmp_path / "rows.jsonl"
+  path.write_text(lines(range(6)))
+  plain = dict(source=Prompts(source_of(path)._rows), data__max_prompt_tokens=8)
+  grows = lambda: dict(source=source_of(path), **GROWS)  # noqa: E731
+  for one, other in ((plain, grows()), (grows(), plain)):
+    _, (made, _) = iterate(1, **one)
+    again = collector(**other)
+    again[0].set_position(json.loads(json.dumps(made.position()())))
+    assert len(iterate(2, again, first=2)[0]) == 2
+
+
+UNREADABLE = {
+  "an embedded task": "arithmetic:train",
+  "a TFDS data set": "tfds:gsm8k/train",
+  "not of a format": "rows.jsonl.gz",
+  "not of a format.*appended": "rows.parquet",
+  "a mixture": "a.jsonl:1,b.jsonl:2",
+  "the data set is empty": "{}/empty.jsonl",
+  "there is no file": "{}/none.jsonl",
+}
+
+
+@pytest.mark.parametrize("why", UNREADABLE)
+def test_what_nobody_can_append_to_is_refused_by_name(why, tmp_path):
+  (tmp_path / "empty.jsonl").write_text('{"id": "r')
+  with pytest.raises(DataError, match=rf"data\.train.*{why}"):
+    source_of(UNREADABLE[why].format(tmp_path))
+
+
+HOST = """
+import os, sys, pathlib
+os.chdir(sys.argv[1])
+import jax
+jax.distributed.initialize(
+  os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"])
+)
+from test_schedules import append, growing, ids, lines, source_of
+from gspo_jax.data.files import DataError
+first, path = jax.process_index() == 0, pathlib.Path("rows.jsonl")
+path.write_text(lines(range(5 if first else 7)) + "{")  # the other one looks later
+passes = growing.Passes(source_of(path), seed=1)
+assert len(passes.source) == 5, len(passes.source)
+if first:
+  path.write_text(lines(range(9)))
+else:
+  path.write_text(lines(range(12)))
+assert passes.refresh() == 4
+print(ids(passes.take(12)))
+if first:
+  path.write_text(lines(range(3)))
+try:
+  passes.refresh()
+except DataError as error:
+  print(error)
+"""
+
+
+def test_two_hosts_know_the_same_rows_and_fail_alike(tmp_path):
+  """What the first one sees counts, whatever is on file elsewhere by then."""
+  for i in range(2):
+    (tmp_path / str(i)).mkdir()
+  told = lambda i: [sys.executable, "-c", HOST, str(tmp_path / str(i))]  # noqa: E731
+  path, address = f"{ROOT}{os.pathsep}{ROOT / 'tests'}", f"127.0.0.1:{free_port()}"
+  hosts = [
+    subprocess.Popen(
+      told(i),
+      env=environment(PYTHONPATH=path, JAX_COORDINATOR_ADDRESS=address, JAX_PROCESS_ID=str(i)),
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  outputs = [host.communicate(timeout=200)[0] for host in hosts]
+  found = ["\n".join(o.strip().splitlines()[-2:]) for o in outputs]
+  assert found[0] == found[1] and "rows.jsonl ends before byte" in found[0]
+
+
+# Configurations.
+
+REFUSED = {
+  r"schedule\.new_tokens='6'": dict(schedule__new_tokens="6"),
+  r"schedule\.new_tokens='2:6'.* go up from 1": dict(schedule__new_tokens="2:6"),
+  r"schedule\.new_tokens='1:6,1:8'.* go up": dict(schedule__new_tokens="1:6,1:8"),
+  r"schedule\.new_tokens='1:8,3:6'.*responses grow": dict(schedule__new_tokens="1:8,3:6"),
+  r"schedule\.new_tokens='1:0'.*responses grow": dict(schedule__new_tokens="1:0"),
+  r"sampling\.max_new_tokens=24 is the most": dict(schedule__new_tokens="1:6,2:25"),
+  r"reward\.overlong_buffer=9 is more than 6": dict(
+    schedule__new_tokens="1:6,2:24", reward__overlong_weight=1.0, reward__overlong_buffer=9
+  ),
+  r"schedule\.group_size_min=4 is more than rl\.group_size=3": dict(schedule__group_size_min=4),
+  r"schedule\.group_size_min=1": dict(schedule__group_size_min=1),
+  r"schedule\.group_size_min=2, rl\.extra_prompts=3": dict(
+    schedule__group_size_min=2, rl__extra_prompts=3
+  ),
+  r"schedule\.group_solved=1\.0": dict(schedule__group_solved=1.0),
+  r"schedule\.new_tokens='1:6'.*no effect with job='offline'": dict(
+    job="offline", offline__data="f", schedule__new_tokens="1:6",
+    objective__name="spo", objective__old_logp="recompute",
+  ),
+  r"schedule\.refresh_every=2.*job='sft'.*leave it 0": dict(
+    job="sft", sft__steps=2, schedule__refresh_every=2
+  ),
+  r"schedule\.group_size_min=2.*job='eval'": dict(job="eval", schedule__group_size_min=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_schedules_that_fit_nothing_are_refused(why):
+  with pytest.raises(ValueError, match=why):
+    config(**REFUSED[why])
+
+
+def test_groups_of_one_are_for_those_who_need_no_others():
+  keys = dict(schedule__group_size_min=1, objective__name="ppo_clip")
+  config(critic__name="model", **keys)
+  config(objective__name="rft", objective__advantage="reward", schedule__group_size_min=1)
+  with pytest.raises(ValueError, match="at least 2"):
+    config(**keys)
+
+
+def test_a_buffer_that_the_schedule_does_not_move_is_as_long_as_it_likes():
+  keys = dict(reward__overlong_weight=1.0, reward__overlong_buffer=9, reward__overlong_max=20)
+  config(schedule__new_tokens="1:6,2:24", **keys)
+
+
+def test_the_configurations_choose_what_they_say():
+  length, grows, groups = (
+    config_of(lambda arg=arg: tiny_schedules.get_config(arg))
+    for arg in ("length", "growing", "groups")
+  )
+  assert length.schedule.limit(1, 192) < length.schedule.limit(40, 192) == 192
+  assert grows.schedule.refresh_every and groups.schedule.group_size_min == 2
+  for one in (length, grows, groups):
+    on = [one.schedule.new_tokens != "", one.schedule.refresh_every, one.schedule.group_size_min]
+    assert sum(map(bool, on)) == 1
+  for one in (grows, groups):  # their files have no demonstrations
+    with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
+      paths.check(one)
+  paths.check(length)
+
+
+KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
+KILLED += ["rl.iterations=9", "eval.every=9", "checkpoint.every=2"]
+
+
+PARITY = """
+def judge(response, prompt):
+  return int(prompt["answer"]) % 2 == 0 or len(response) % 5 == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["length", "groups"])
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
+  flags = [*KILLED, "schedule.new_tokens=1:8,4:12,6:192"]
+  if variant == "groups":
+    (tmp_path / "sums.jsonl").write_text(lines(range(100, 112)))
+    (tmp_path / "parity.py").write_text(PARITY)
+    flags = [*KILLED, "weights=random", f"data.train={tmp_path}/sums.jsonl"]
+    flags += ["reward.name=parity:judge", "reward.workers=1"]
+  one = dict(config=f"configs/tiny_schedules.py:{variant}", **modules_in(tmp_path))
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  run(whole, *flags, **one)
+  run_until(killed, "rl", 5, signal.SIGKILL, flags, **one)
+  run(killed, *flags, **one)
+  assert figures(killed) == figures(whole)
+  np.testing.assert_equal(*[parameters(path, 9) for path in (whole, killed)])
+  rows = rows_of(whole, "rl")
+  if variant == "length":
+    expected = [None, 8, 8, 8, 12, 12, 192, 192, 192, 192]
+    assert [r.get("sampling/max_new_tokens") for r in rows] == expected
+  else:
+    assert rows[1]["group_size/mean"] == 4 and 2 < rows[-1]["group_size/mean"] < 4
+    assert rows[-1]["group_size/responses"] == 8 * rows[-1]["group_size/mean"]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_the_rows_that_one_that_was_not_has(tmp_path):
+  """Rows come while iteration 1 to 4 is made, half of one with them; and while 6 to 8 is, or after
+  that run has been killed: the one that goes on repeats iteration 5, in which it had looked."""
+  flags = [*KILLED, "weights=random", "schedule.refresh_every=4"]
+  one = dict(config="configs/tiny_schedules.py:growing")
+
+  def begin(folder):
+    sums = folder / "sums.jsonl"
+    sums.parent.mkdir()
+    sums.write_text(lines(range(100, 112)))
+    own = [*flags, f"data.train={sums}"]
+    told = command(folder / "run", *own, **one)
+    process = subprocess.Popen(told, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    come_to(folder, 1, process)
+    append(sums, lines(range(112, 120)) + '{"id": "r120", "ques')
+    come_to(folder, 5, process)
+    return process, sums, own
+
+  def come_to(folder, step, process):
+    deadline = time.monotonic() + 200
+    while not any(row["step"] >= step for row in rows_of(folder / "run", "rl")):
+      assert process.poll() is None and time.monotonic() < deadline
+      time.sleep(0.01)
+    done = max(row["step"] for row in rows_of(folder / "run", "rl"))
+    assert done < step + 3, "too late for what comes now"
+
+  more = 'tion": "120+1=", "answer": "121"}\n' + lines(range(121, 130))
+  process, sums, _ = begin(tmp_path / "whole")
+  append(sums, more)
+  assert process.wait(200) == 0
+  process, sums, own = begin(tmp_path / "killed")
+  process.kill()
+  process.wait()
+  append(sums, more)
+  run(tmp_path / "killed" / "run", *own, **one)
+  whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+  assert figures(killed) == figures(whole)
+  np.testing.assert_equal(*[parameters(path, 9) for path in (whole, killed)])
+  rows = rows_of(whole, "rl")[1:]
+  assert [row["data/rows"] for row in rows] == [12] * 4 + [20] * 4 + [30]
+  assert [row["data/added"] for row in rows] == [0, 0, 0, 0, 8, 0, 0, 0, 10]
+  append(sums, "[1]\n")
+  said = run(tmp_path / "bad", *own, ok=False, **one)
+  assert re.search(r"sums\.jsonl, line 31: a row is an object", said)

@@ -1,0 +1,379 @@
+"""Configurations: every key has a range and is refused by name; what follows from others."""
+
+import dataclasses
+import importlib
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import types
+import typing
+from typing import Annotated, Literal
+
+import pytest
+from support.configs import values_of
+
+from configs import common, gsm8k, tiny_tools
+from gspo_jax import train
+from gspo_jax.models import transformer
+from gspo_jax.settings import checks, ranges
+from gspo_jax.settings import run as configuration
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "common")
+BENCHMARK = "eval.benchmarks.aime"
+ENTRIES = {  # of the sections that hold sections by name, one each
+  "eval.benchmarks": BENCHMARK,
+  "constraints.rewards": "constraints.rewards.extra",
+  "constraints.costs": "constraints.costs.length",
+}
+
+
+def values():
+  values = common.base()
+  values.eval.benchmarks = dict(aime=common.benchmark(samples=2))
+  return values.to_dict()
+
+
+def kinds(kind=configuration.RunConfig, key=""):
+  """The declared type of each key, sections included."""
+  yield key, kind
+  if typing.get_origin(kind) is dict:
+    yield from kinds(typing.get_args(kind)[1], ENTRIES[key])
+  if dataclasses.is_dataclass(kind):
+    for name, declared in ranges.kinds(kind).items():
+      yield from kinds(declared, f"{key}.{name}".lstrip("."))
+
+
+KINDS = dict(kinds())
+KEYS = [key for key in KINDS if key]
+
+
+def changed(key, value, given=None):
+  result = owner = given or values()
+  *path, name = key.split(".")
+  for part in path:
+    owner = owner[part]
+  owner[name] = value
+  return result
+
+
+def outside(limits):
+  """The numbers next to a range, and far from any."""
+  yield from limits.excluded
+  yield limits.low - 1 if limits.low - 1 != limits.also else limits.low - 2
+  yield from (limits.high + 1, 10**20, -(10**20))
+
+
+FLOATS = [math.nan, math.inf, -math.inf, 1e300, 1e39, 1e-50, -1e-50]  # of these float32 has none
+
+
+def wrong(kind):
+  """Values that a key of this type must not have."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated and arguments[0] is str:
+    return ["none of them", "a:b:c", "a.b", 3, True, None]
+  if origin is Annotated:
+    return [*wrong(arguments[0]), *map(arguments[0], outside(arguments[1]))]
+  if origin is Literal:
+    return ["none of them", 3, None]
+  if origin is tuple:
+    return [3, None, "text", *((value,) for value in wrong(arguments[0]))]
+  if origin in (typing.Union, types.UnionType):
+    return [value for value in wrong(arguments[0]) if value is not None]
+  if dataclasses.is_dataclass(kind) or origin is dict:
+    return [3, "text", None]
+  return {
+    int: ["text", 1.5, True, None],
+    float: ["text", True, None, 10**400, *FLOATS],
+    bool: ["text", 1, None],
+    str: [3, True, None, "\0", "a\udcff"],
+  }[kind]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_wrong_value_is_refused_by_name(key):
+  for value in wrong(KINDS[key]):
+    with pytest.raises(ValueError, match=rf"{re.escape(key)}[ =.]") as error:
+      configuration.from_dict(changed(key, value))
+    assert "\n" not in str(error.value), value
+
+
+SECTIONS = [key for key, kind in KINDS.items() if dataclasses.is_dataclass(kind)]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_unknown_or_missing_key_is_named(section):
+  key = f"{section}.no_such_key".lstrip(".")
+  with pytest.raises(ValueError, match=f"^unknown config key {re.escape(key)}"):
+    configuration.from_dict(changed(key, 1))
+  owner = every = values()
+  for part in filter(None, section.split(".")):
+    owner = owner[part]
+  name = next(iter(owner))
+  del owner[name]
+  with pytest.raises(ValueError, match=re.escape(f"{section}.{name}".lstrip("."))):
+    configuration.from_dict(every)
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless:
+  slots: ranges.PositiveInt
+  rates: tuple[float, ...] | None  # of a new key the range was forgotten
+
+
+def test_a_number_cannot_be_declared_without_a_range():
+  with pytest.raises(TypeError, match=r"Careless\.rates: a number needs a range"):
+    ranges.kinds(Careless)
+  with pytest.raises(TypeError, match="high"):
+    ranges.Range(0)
+
+
+def test_names_that_stand_with_their_keys_are_those_that_are_there():
+  assert typing.get_args(KINDS["model.family"]) == (*transformer.FAMILIES,)
+
+
+def test_ranges_say_what_they_allow():
+  share = ranges.Range(0, 1, excluded=(0,), also=-1, why="it is a share")
+  assert 0.5 in share and 1 in share and -1 in share
+  assert not any(value in share for value in (0, 1.1, -0.5, math.nan, -math.inf))
+  assert 1 - 1e-10 not in ranges.FractionBelowOne.__metadata__[0], "float32 has it as 1"
+  assert str(share) == "above 0 and at most 1, or -1: it is a share"
+  assert str(ranges.Range(1, 2e6)) == "at least 1 and at most 2,000,000"
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+  rate: ranges.PositiveFloat | None
+  sizes: tuple[ranges.PositiveInt, ...]
+  kind: Literal["a", "b"]
+
+
+def test_a_section_checks_itself():
+  ranges.check(Section(None, (1, 2), "a"), "section")
+  for section, message in (
+    (Section(0.0, (), "a"), r"section\.rate=0\.0 must be above 0"),
+    (Section(1.0, (1, 0), "a"), r"section\.sizes=0 must be at least 1"),
+    (Section(1.0, (), "c"), r"section\.kind='c' is not one of a, b"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      ranges.check(section, "section")
+
+
+COMMAND_LINE = """
+import contextlib, functools, io, json, sys
+from absl import flags
+from gspo_jax import main
+from gspo_jax.settings import run as config
+from gspo_jax.cli import flags as config_flag
+config_flag.in_file = functools.cache(config_flag.in_file)  # it is the same all the time
+for argument in json.load(sys.stdin):
+  sys.argv = ["main", "--config=configs/eval_suite.py:tiny", "--workdir=none", *argument.split("|")]
+  said, code = io.StringIO(), 0
+  with contextlib.redirect_stderr(said):
+    try:
+      main.parse(sys.argv)
+      main.configured()
+    except SystemExit as end:
+      code = end.code
+  print(json.dumps([code, said.getvalue()]))
+  for name in list(flags.FLAGS):
+    if name.startswith("config."):
+      delattr(flags.FLAGS, name)
+  flags.FLAGS.unparse_flags()
+"""
+
+
+def said(arguments):
+  """Exit code and standard error of the command line with each of these arguments, up to where a
+  run would be opened: in one process, for their number."""
+  done = subprocess.run(
+    [sys.executable, "-c", COMMAND_LINE],
+    input=json.dumps([*arguments]), cwd=ROOT, capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  return dict(zip(arguments, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+TEXTS = [
+  "0",
+  "-1",
+  "1.5",
+  "1" + "0" * 20,
+  "1e39",
+  "1e-50",
+  "nan",
+  "-inf",
+  "text",
+  "",
+  "[1",
+  "1" * 5000,
+]
+
+
+def allowed(kind, text):
+  """Whether a key of this type may be given so."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if origin in (typing.Union, types.UnionType):
+    return allowed(arguments[0], text)
+  if origin is Annotated and arguments[0] is not str:
+    try:
+      return arguments[0](text) in arguments[1]
+    except ValueError:
+      return False
+  return text in arguments if origin is Literal else None  # None: not for this test to say
+
+
+def test_the_command_line_refuses_bad_values_of_every_key_in_one_line():
+  """Each key has a third of the texts, since all wrong values of all keys are tried above."""
+  cases = {}
+  for i, (key, kind) in enumerate(KINDS.items()):
+    key = key.replace(BENCHMARK, "eval.benchmarks.math")
+    for text in TEXTS[i % 3 :: 3]:
+      cases[f"--config.{key}={text}"] = key, allowed(kind, text)
+  for section in SECTIONS:
+    key = f"{section}.no_such_key".lstrip(".").replace(BENCHMARK, "eval.benchmarks.math")
+    cases[f"--config.{key}=1"] = f"unknown config key {key}", False
+  refused = 0
+  for flag, (code, text) in said(cases).items():
+    key, may = cases[flag]
+    assert code in (0, 2) and "Traceback" not in text, (flag, text)
+    assert text.count("\n") == (code != 0), (flag, text)
+    assert not code or key in text, (flag, text)
+    assert may is not False or code == 2, f"{flag} is accepted"
+    refused += code == 2
+  assert refused > 400
+
+
+VARIANTS = [(file, arg) for file in FILES for arg in (None, "tiny")]
+VARIANTS = [(file, arg) for file, arg in VARIANTS if arg is None or not file.startswith("tiny")]
+VARIANTS += [("gsm8k", arg) for arg in gsm8k.VARIANTS]
+
+
+@pytest.mark.parametrize("file, arg", VARIANTS)
+def test_every_file_is_a_configuration(file, arg):
+  given = importlib.import_module(f"configs.{file}").get_config(arg)
+  config = configuration.from_dict(given.to_dict())
+  assert configuration.from_dict(dataclasses.asdict(config)) == config  # as config.json has it
+
+
+def test_the_base_is_a_run():
+  assert configuration.from_dict(common.base().to_dict()).job == "rl"
+
+
+def test_an_unknown_variant_is_refused():
+  with pytest.raises(ValueError, match="config variant 'tny' is not one of: tiny"):
+    importlib.import_module("configs.moe_aime").get_config("tny")
+
+
+def test_lengths_follow_from_others():
+  config = configuration.from_dict(values())
+  assert config.sampling.max_new_tokens == 10 and config.data.max_prompt_tokens == 8
+  assert config.eval.max_new_tokens == config.reward.overlong_max == 10
+  assert config.sft.max_tokens == 18
+  assert configuration.from_dict(changed("sampling.max_new_tokens", 12)).eval.max_new_tokens == 12
+  assert configuration.from_dict(changed("eval.max_new_tokens", 30)).eval.max_new_tokens == 30
+  assert configuration.from_dict(changed("sft.max_tokens", 15)).sft.max_tokens == 15
+
+
+def test_the_overlong_buffer_is_compared_with_the_length_that_follows():
+  given = changed("reward.overlong_weight", 1.0)
+  given["reward"]["overlong_buffer"] = 10
+  assert configuration.from_dict(given).reward.overlong_max == 10
+  given["reward"]["overlong_buffer"] = 11
+  with pytest.raises(ValueError, match=r"reward\.overlong_buffer=11.*reward\.overlong_max=10"):
+    configuration.from_dict(given)
+
+
+@pytest.mark.parametrize(
+  "key, value, message",
+  [
+    ("environment.max_turns", 0, r"environment\.max_turns=0"),
+    ("environment.max_turn", 1, r"unknown config key environment\.max_turn.*max_turns"),
+    ("reward.overlong_weight", 0.5, r"reward\.overlong_weight=0\.5.*environment\.name"),
+    ("distributed", True, r"environment\.workers=2.*distributed"),
+  ],
+)
+def test_what_does_not_go_with_an_environment(key, value, message):
+  given = values_of(
+    tiny_tools.get_config,
+    reward__overlong_max=36,
+    reward__overlong_buffer=8,
+    environment__workers=2,
+  )
+  assert configuration.from_dict(given).environment.name
+  with pytest.raises(ValueError, match=message):
+    configuration.from_dict(changed(key, value, given))
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(profile=301), r"profile=301 is no iteration: job='rl' has 300; set it to 0"),
+    (dict(job="eval", profile=1), r"profile=1 is no iteration: job='eval' has none"),
+    (dict(job="sft+rl"), r"sft\.steps=0: job='sft\+rl'.*set job=rl"),
+    (dict(eval__max_new_tokens=2041), r"eval\.max_new_tokens = 2049.*embeddings=2048"),
+    (dict(sft__max_tokens=2049), r"sft\.max_tokens = 2049 exceed.*embeddings=2048"),
+    (dict(model__mlp_only_layers=(4,)), r"model\.mlp_only_layers=4.*model\.num_layers=4"),
+    (dict(reward__overlong_weight=1.0), r"reward\.overlong_weight=1\.0 needs a buffer"),
+    (dict(objective__tuned=dict(dapo=dict(clip_low=2.0))), r"tuned\.dapo\.clip_low=2\.0 must be"),
+    (dict(objective__tuned=dict(dapo=dict(clip_low="x"))), r"tuned\.dapo\.clip_low='x' must be"),
+    (dict(environment__max_turns=8), r"max_turns=8 has no effect.*environment\.name=''.*to 1"),
+    (dict(environment__stop_strings=("}",)), r"stop_strings=\('}',\) has no effect"),
+    (dict(environment__workers=2), r"workers=2 has no effect.*set it to 0"),
+    (dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*did you mean eval/accuracy\?"),
+    (dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),
+  ],
+)
+def test_what_does_not_go_together_is_named(changes, message):
+  given = common.base()
+  given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
+  with pytest.raises(ValueError, match=message) as error:
+    configuration.from_dict(values_of(lambda: given, **changes))
+  assert "\n" not in str(error.value)
+
+
+def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
+  of_sft = dict(sft__batch=60, sft__microbatches=1)
+  of_rl = dict(rl__prompts=2, rl__group_size=2, rl__minibatches=1)
+
+  def config(**changes):
+    return configuration.from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
+
+  checks.check_devices(config(job="rl", **of_sft), 8)
+  checks.check_devices(config(job="sft", **of_rl), 8)
+  checks.check_devices(config(job="eval", **of_rl, **of_sft), 8)
+  for changes, message in ((of_sft, "sft.batch"), (of_rl, "rl.prompts")):
+    with pytest.raises(ValueError, match=f"^{message}.* do not divide over the 8 devices"):
+      checks.check_devices(config(job="sft+rl", **changes), 8)
+
+
+def test_conversations_share_no_prompts():
+  tools = values_of(tiny_tools.get_config)
+  assert configuration.from_dict(values_of(common.base)).shares_prompts
+  for given in (
+    tools,
+    values_of(common.base, rl__packed=True, rl__microbatches=2),
+    values_of(common.base, job="eval"),
+  ):
+    assert not configuration.from_dict(given).shares_prompts
+
+
+@pytest.mark.parametrize(
+  "best", ["eval/accuracy", "eval/aime/pass@2/low", "eval/verifier/right", "reward/mean"]
+)
+def test_the_best_checkpoint_may_be_of_any_metric(best):
+  given = common.base()
+  given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
+  config = configuration.from_dict(values_of(lambda: given, checkpoint__best=best))
+  assert config.checkpoint.best == best
+
+
+def test_a_best_metric_that_no_row_has_ends_the_first_iteration():
+  train.check_best("eval/accuracy", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)
+  train.check_best("eval/accuracy", {"step": 1, "reward/mean": 0.5}, evaluated=False)
+  train.check_best("reward/mean", {"step": 0, "eval/accuracy": 0.5}, evaluated=True)
+  for best, step, near in ("reward/men", 1, "reward/mean"), ("eval/tool_us", 0, "eval/tool_use"):
+    with pytest.raises(ValueError, match=f"best='{best}' is no metric; did you mean {near}"):
+      train.check_best(best, {"step": step, near: 0.5}, evaluated=True)
