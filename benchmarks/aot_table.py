@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.settings.reading import from_dict
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 
 import jax
@@ -28,7 +30,6 @@ from configs import common, dense_math, moe_aime
 from gspo_jax.aot import search_training
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
-from gspo_jax.settings import run as configuration
 from gspo_jax.settings.model import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +119,7 @@ def case_of(model: str, devices: int) -> Case:
   """An update of the model as the configurations of its kind have it."""
   config = (moe_aime if PUBLISHED[model].num_experts else dense_math).get_config()
   config.update(model=common.model(PUBLISHED[model]), rl=dict(packed=False))
-  read = configuration.from_dict(config.to_dict())
+  read = from_dict(config.to_dict())
   return make_case(read, max(64, devices), LENGTH)
 
 

@@ -22,8 +22,10 @@ from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
 from gspo_jax.models.hf import config as hf_config
-from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
+from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import PUBLISHED, REFERENCE, ModelConfig
+from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 from gspo_jax.system import accelerators
 
 # "dots" keeps the products of a layer, 1.1 MB a token of the dense model, and computes the rest
@@ -113,7 +115,7 @@ def peak_bytes() -> int | None:
 
 def main() -> None:
   spec = json.load(sys.stdin)
-  one = sharding.MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
+  one = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
   with jax.set_mesh(sharding.make_mesh(one, jax.devices()[:1])):
     found = dict(probe=probe, count=count, train=train, sample=sample)[spec["task"]](spec)
   Path(sys.argv[1]).write_text(json.dumps(found))

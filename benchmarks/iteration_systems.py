@@ -45,7 +45,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   from gspo_jax import main, train
   from gspo_jax.run import Run, open_run
   from gspo_jax.runs import metrics
-  from gspo_jax.settings import run as configuration
+  from gspo_jax.settings.reading import from_dict
   from gspo_jax.system import preemption
 
   values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
@@ -74,7 +74,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   values.update(changes)
   main.compiled_programs_stay()
   main.garbage_is_rare()
-  config, workdir = configuration.from_dict(values.to_dict()), Path(spec["workdir"])
+  config, workdir = from_dict(values.to_dict()), Path(spec["workdir"])
 
   class Timed(Run):
     def seed(self, *names: str | int) -> int:

@@ -26,7 +26,7 @@ from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 WRITING = (
   (Checkpointer, "save"),
@@ -42,7 +42,7 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
   values = tiny.get_config()
   values.job, values.rl.iterations, values.checkpoint.every = "rl", iterations, every
   values.eval.every, values.eval.problems, values.eval.greedy = 10**6, 8, False
-  config = configuration.from_dict(values.to_dict())
+  config = from_dict(values.to_dict())
   begun: list[float] = []
   writes = lambda: (len(begun) + every // 2) // every % 2 == 0  # noqa: E731
   collect = Collector.collect

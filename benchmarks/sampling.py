@@ -29,9 +29,9 @@ import numpy as np
 from machine import busy_seconds, environment
 
 from gspo_jax.models import hf, transformer
-from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload, sample_rollout
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
 from gspo_jax.settings.model import ModelConfig, tiny_moe
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 SLOTS, GROUP, PROMPT, NEW, VOCABULARY = 32, 8, 32, 128, 512
 STOP_IDS = tuple(range(9))  # logits are nearly uniform: each token ends a response with 9/512

@@ -21,11 +21,14 @@ from machine import busy_seconds
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
-from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
-from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload, sample_rollout
+from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig, tiny_moe
+from gspo_jax.settings.objective import ObjectiveConfig
+from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
+from gspo_jax.settings.training import OptimizerConfig
 from gspo_jax.structs import TrainBatch
 
 # The models of benchmarks/iteration.py: 4 layers; MoE: 2 experts per token of width 128.
@@ -44,7 +47,7 @@ OBJECTIVE = ObjectiveConfig(
   replay="none",
   volatility=False,
 )
-ADAMW = optimizer.OptimizerConfig(
+ADAMW = OptimizerConfig(
   learning_rate=1e-5,
   schedule="constant",
   warmup_steps=0,
@@ -94,7 +97,7 @@ def measure(point: Point) -> list[dict[str, Any]]:
   that others took.
   """
   experts = point.devices if point.changes["num_experts"] else 1
-  sizes = sharding.MeshConfig(data=1, fsdp=point.devices // experts, expert=experts, tensor=1)
+  sizes = MeshConfig(data=1, fsdp=point.devices // experts, expert=experts, tensor=1)
   with jax.set_mesh(sharding.make_mesh(sizes, jax.devices()[: point.devices])):
     return update(point) if point.trains else sampling(point)
 

@@ -30,9 +30,9 @@ import numpy as np
 from machine import environment
 
 from gspo_jax.models import hf, transformer
-from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload, sample_rollout
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
 from gspo_jax.settings.model import ModelConfig, tiny_moe
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 SLOTS, GROUP, PROMPT, VOCABULARY = 32, 8, 32, 512
 PAUSE = 0.2  # seconds between runs: threads that spin while they wait for work have gone to sleep

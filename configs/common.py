@@ -13,9 +13,9 @@ from pathlib import Path
 import ml_collections
 from ml_collections import config_dict
 
-from gspo_jax.learner.objective import CorrectionConfig, ObjectiveConfig
 from gspo_jax.settings import model as sizes
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig
 
 ConfigDict = ml_collections.ConfigDict
 

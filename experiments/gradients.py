@@ -17,7 +17,7 @@ from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import new_state
-from gspo_jax.learner.step import make_rl_step
+from gspo_jax.learner.step import learner_of, make_rl_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
@@ -52,7 +52,7 @@ def measure(run: Run) -> None:
   """Writes a row after each of UPDATES: `gradient/LOSS/WHAT`, as `group_gradients.compare` says,
   and the metrics of the updates since the row before."""
   c, collector = run.config, Collector(run)
-  learner, tx = c.learner("rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
+  learner, tx = learner_of(c, "rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
   update = make_rl_step(learner, c.objective, tx)
   of_losses = group_gradients.make_group_moments(learner, [*LOSSES.values()])
   on_policy = group_gradients.make_group_moments(learner, [group_gradients.raw_product_loss])

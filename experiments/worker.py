@@ -63,14 +63,14 @@ def do(values: dict[str, Any], workdir: Path, measure: str = "") -> tuple[str, s
   from gspo_jax import main as command_line
   from gspo_jax.run import open_run
   from gspo_jax.runs import nonfinite
-  from gspo_jax.settings import run as configuration
+  from gspo_jax.settings.reading import from_dict
   from gspo_jax.system import preemption
 
   logging.set_verbosity(logging.WARNING)
   command_line.compiled_programs_stay()
   # The workdir's name says that it is the same run: what differs are keys that the code has got
   # since it was interrupted.
-  config = configuration.from_dict(values | dict(resume="force"))
+  config = from_dict(values | dict(resume="force"))
   try:
     with preemption.watch(config.checkpoint.grace_s), open_run(config, workdir) as run:
       if measure:

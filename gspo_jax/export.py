@@ -23,6 +23,7 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.models import hf
 from gspo_jax.runs import start, weights
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import ModelConfig
 
 # Of a tokenizer, as far as they are there.
@@ -48,7 +49,7 @@ def export(run: str, directory: Path, dtype: str = "bfloat16") -> start.Start:
     raise ValueError(f"the config.json of RUN={run} does not say its model: {error}") from error
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
     hf.save(directory, weights.of_checkpoint(origin, model, mesh, dtype, "RUN"), model, dtype=dtype)
   tokenizer = Path(origin.config["tokenizer"])

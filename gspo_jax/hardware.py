@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 
 from gspo_jax.models import flops, transformer
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.accelerators import peak_flops
 
 
@@ -33,7 +33,9 @@ def utilisation(
   return found if peak is None else found | {"mfu/update": speed / (peak * len(devices))}
 
 
-def check_memory(config: Any, mesh: jax.sharding.Mesh, teacher: ModelConfig | None = None) -> None:
+def check_memory(
+  config: RunConfig, mesh: jax.sharding.Mesh, teacher: ModelConfig | None = None
+) -> None:
   """ValueError if parameters, gradients and moments alone are more than the devices hold.
 
   config: a `config.RunConfig`.

@@ -9,9 +9,10 @@ from etils import epath
 from gspo_jax import rewards
 from gspo_jax.rollouts import multipliers
 from gspo_jax.runs import start
+from gspo_jax.settings.run import RunConfig
 
 
-def check(config: Any, workdir: Path | None = None) -> None:
+def check(config: RunConfig, workdir: Path | None = None) -> None:
   """Names every path that is still to be set, all at once."""
   paths = {
     "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
@@ -63,7 +64,7 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
     raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
 
 
-def check_weights(config: Any) -> None:
+def check_weights(config: RunConfig) -> None:
   """ValueError unless `weights` names a complete model of the configured shape."""
   if config.weights == "random":
     return
@@ -81,7 +82,7 @@ def check_weights(config: Any) -> None:
     raise ValueError(_other_model(config, _differences(config, dataclasses.asdict(found))))
 
 
-def _differences(config: Any, had: dict[str, Any]) -> list[str]:
+def _differences(config: RunConfig, had: dict[str, Any]) -> list[str]:
   asked = dataclasses.asdict(config.model)
   return [
     f"model.{key}={asked[key]!r} and not {had[key]!r}"
@@ -90,7 +91,7 @@ def _differences(config: Any, had: dict[str, Any]) -> list[str]:
   ]
 
 
-def _other_model(config: Any, differences: list[str]) -> str:
+def _other_model(config: RunConfig, differences: list[str]) -> str:
   return (
     f"--config.weights={config.weights} holds another model than the configuration, which has "
     f"{', '.join(differences)}: set these, or name a configuration of this model"

@@ -22,13 +22,14 @@ from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer, packing
-from gspo_jax.learner.adaptive_clip import FIXED
+from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_state
-from gspo_jax.learner.step import Learner, log_probs, make_rl_step, make_sft_step
+from gspo_jax.learner.step import Learner, learner_of, log_probs, make_rl_step, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.objective import FIXED
+from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch, TrainState
 
@@ -37,7 +38,7 @@ def replay(directory: epath.Path) -> bool:
   """Makes the updates of a dump again and prints what is not finite; True if all is."""
   about, batches = nonfinite.load(directory)
   try:
-    config = configuration.from_dict(about["config"])
+    config = from_dict(about["config"])
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f"{directory / nonfinite.ABOUT}: {error}") from error
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
@@ -82,11 +83,11 @@ def _state(directory: epath.Path, like: TrainState) -> TrainState:
 def _update(config: RunConfig, phase: str):
   """Learner, optimizer, update and critic of a phase, as train.py and sft.py make them, but going
   on."""
-  learner = dataclasses.replace(config.learner(phase), on_nonfinite="skip")
+  learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
   if phase == "sft":
     tx = optimizer.make(config.sft_optimizer, config.sft.steps)
     return learner, tx, make_sft_step(learner, tx), None
-  tx, critic = config.optimizers()
+  tx, critic = optimizers(config)
   return learner, tx, make_rl_step(learner, config.objective, tx, critic), critic
 
 

@@ -31,7 +31,9 @@ from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.weights import initial
 from gspo_jax.sampling import Engine, LocalEngine, Workload, delimiters
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.sampling.requests import workload
 from gspo_jax.settings import checks
+from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts, lock
@@ -68,7 +70,7 @@ class Run:
   @property
   def workload(self) -> Workload:
     """The requests that RL makes of the engine."""
-    return self.config.workload(tuple(self.tokenizer.stop_ids), self.environment is not None)
+    return workload(self.config, tuple(self.tokenizer.stop_ids), self.environment is not None)
 
   @functools.cached_property
   def line_breaks(self) -> np.ndarray:
@@ -347,7 +349,7 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
     yield scorers
 
 
-def _reward_configs(config: RunConfig) -> dict[str, rewards.RewardConfig]:
+def _reward_configs(config: RunConfig) -> dict[str, RewardConfig]:
   """The section `reward` by verifier: of the run, and of benchmarks that have another one."""
   found = {config.reward.name: config.reward}
   for name, b, _ in config.benchmarks():

@@ -33,13 +33,14 @@ from gspo_jax.cli import flags as config_flag
 from gspo_jax.data import tokenizer
 from gspo_jax.models import hf, lora, transformer
 from gspo_jax.runs.weights import initial
-from gspo_jax.sampling import EngineConfig, LocalEngine, SamplingConfig, Workload
+from gspo_jax.sampling import LocalEngine, Workload
 from gspo_jax.sampling.requests import bucket
 from gspo_jax.serving import app as http
 from gspo_jax.serving.dialect import Ask
 from gspo_jax.serving.limits import Limits, Refused
 from gspo_jax.serving.loop import Job, Loop
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 
 TOKEN = "GSPO_JAX_SERVE_TOKEN"  # the environment variable; a flag would be seen by everybody
 

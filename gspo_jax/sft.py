@@ -14,7 +14,7 @@ from gspo_jax.data import sources
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.learner import optimizer
 from gspo_jax.learner.state import abstract_state, new_state
-from gspo_jax.learner.step import make_sft_loss, make_sft_step
+from gspo_jax.learner.step import learner_of, make_sft_loss, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer
@@ -32,7 +32,7 @@ def sft(run: Run) -> Any:
   """
   c, tok = run.config, run.tokenizer
   tx, rates = _optimizer(run), optimizer.rates(c.sft_optimizer, c.sft.steps)
-  update = make_sft_step(c.learner("sft"), tx)
+  update = make_sft_step(learner_of(c, "sft"), tx)
   prompts = sources.fitting(run.train_prompts, tok, c.sft.max_tokens, c.data.on_error)
   batches = sources.Batches(prompts, c.sft.batch, seed=run.seed("sft", "data"))
   held_out = HeldOut(run, prompts)
@@ -82,7 +82,7 @@ class HeldOut:
   def __init__(self, run: Run, source: Sequence[Prompt]):
     c, tok = run.config, run.tokenizer
     count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
-    self._ids, self._batches, self._loss = frozenset(), [], make_sft_loss(c.learner("sft"))
+    self._ids, self._batches, self._loss = frozenset(), [], make_sft_loss(learner_of(c, "sft"))
     if not c.sft.target_loss:
       return
     if len(source) < 2 * count:

@@ -8,11 +8,10 @@ sharding is part of an array's type, and a wrong one is an error while tracing.
 Every function here also works with no mesh at all, so that a model can be called on plain arrays.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Range
+from gspo_jax.settings.mesh import AXES, MeshConfig, RolloutMeshConfig, _sizes
 
-AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")  # sequences are split over all of these
 BY_ROW = P(BATCH)
 PRODUCT = "product"  # name of products with weights, for rematerialisation policies
@@ -39,42 +36,6 @@ TRAIN: Rules = dict(D="fsdp", N="tensor", K="tensor", F="tensor", E="expert", V=
 # Decoding reads every weight once per token: whole over D, or each step would gather the model.
 ROLLOUT: Rules = dict(N="tensor", K="tensor", F="tensor", E="expert", V="tensor")
 ROLLOUT_SLICE: Rules = dict(ROLLOUT, E=SLICE)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-  """Devices per axis; one of them may be -1: whatever is left.
-
-  rollout_experts: over which chips the sampler's experts are split: `all` of a slice, those of the
-    axis `expert`, or `auto`: all, if they divide the experts.
-  """
-
-  data: Annotated[int, Range(1, 1_000_000, also=-1)]
-  fsdp: Annotated[int, Range(1, 1_000_000, also=-1)]
-  expert: Annotated[int, Range(1, 1_000_000, also=-1)]
-  tensor: Annotated[int, Range(1, 1_000_000, also=-1)]
-  rollout_experts: Literal["auto", "all", "expert"] = "auto"
-
-  def __post_init__(self):
-    ranges.check(self, "mesh")
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutMeshConfig:
-  """Devices per axis of a mesh that only samples; one of them may be -1: whatever is left. With 0
-  devices, as by default, the sampler is on the mesh of the trainer."""
-
-  data: Annotated[int, Range(0, 1_000_000, also=-1)]
-  fsdp: Annotated[int, Range(0, 1_000_000, also=-1)]
-  expert: Annotated[int, Range(0, 1_000_000, also=-1)]
-  tensor: Annotated[int, Range(0, 1_000_000, also=-1)]
-
-  def __post_init__(self):
-    ranges.check(self, "rollout_mesh")
-
-  @property
-  def on(self) -> bool:
-    return 0 not in _sizes(self)
 
 
 def make_meshes(
@@ -104,11 +65,7 @@ def make_meshes(
   return make_mesh(config, devices[:first]), sampler
 
 
-def _sizes(config: Any) -> list[int]:
-  return [getattr(config, axis) for axis in AXES]
-
-
-def _named(config: Any, section: str) -> str:
+def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
   return ", ".join(f"{section}.{a}={n}" for a, n in zip(AXES, _sizes(config)))
 
 

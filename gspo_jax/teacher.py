@@ -18,6 +18,7 @@ from gspo_jax.models import transformer
 from gspo_jax.runs import provenance, start, weights
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch
 from gspo_jax.system import hosts
 
@@ -39,7 +40,7 @@ class Teacher:
     return self.origin.about if self.origin else dict(directory=self.path)
 
 
-def find(config: Any, workdir: Path | None = None) -> Teacher | None:
+def find(config: RunConfig, workdir: Path | None = None) -> Teacher | None:
   """The teacher of a `config.RunConfig`, if it has one with weights. A run that goes on in its
   `workdir` has the checkpoint that it began with, whatever has been added to the teacher's run
   since.
@@ -68,7 +69,9 @@ def find(config: Any, workdir: Path | None = None) -> Teacher | None:
   return Teacher(name, None, hf.check(name), name if has_tokenizer else None)
 
 
-def check(teacher: Teacher, config: Any, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh) -> None:
+def check(
+  teacher: Teacher, config: RunConfig, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
+) -> None:
   """ValueError if the teacher cannot score what the policy samples, or does not fit the mesh."""
   model, what = teacher.model, f"{KEY}={teacher.path}"
   if model.vocab_size != config.model.vocab_size:
@@ -97,12 +100,12 @@ def check(teacher: Teacher, config: Any, tok: tokenizer.Tokenizer, mesh: jax.sha
     raise ValueError(f"{what}: {error}") from error
 
 
-def abstract(teacher: Teacher, config: Any, mesh: jax.sharding.Mesh) -> Any:
+def abstract(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
   """Shapes, shardings and types of the weights: the policy's layout, in the types that are read."""
   return abstract_params(teacher.model, mesh, sharding.TRAIN, config.compute.dtype)
 
 
-def load(teacher: Teacher, config: Any, mesh: jax.sharding.Mesh) -> Any:
+def load(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
   """The weights, as `abstract` describes them.
 
   Raises:
@@ -122,7 +125,7 @@ def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, TrainBatch], j
   return make_score(dataclasses.replace(learner, model=teacher.model))
 
 
-def probed(config: Any) -> dict[str, Any]:
+def probed(config: RunConfig) -> dict[str, Any]:
   """JSON for the provenance of a run whose teacher is a server, which is asked once.
 
   Raises:
@@ -136,7 +139,7 @@ def probed(config: Any) -> dict[str, Any]:
   return hosts.of_first(lambda: scoring.probe(*arguments), ServersGone)
 
 
-def asking(config: Any, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.Array]:
+def asking(config: RunConfig, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.Array]:
   """What `scoring` is with its weights, of a server: log-probabilities [B, T] of a batch, up to the
   last token of each row that is taught. The first process asks, for all rows at once, and tells the
   others."""

@@ -17,6 +17,7 @@ from gspo_jax.learner import batch as batches
 from gspo_jax.learner import by_age, by_length, optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.ahead import compile_ahead
+from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.distillation import make_distill
 from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import (
@@ -28,6 +29,7 @@ from gspo_jax.learner.state import (
   with_critic,
 )
 from gspo_jax.learner.step import (
+  learner_of,
   make_old_policy,
   make_review,
   make_rl_step,
@@ -61,7 +63,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   c = run.config
   waits = c.critic.warmup  # iterations in which only the critic learns
   rates = optimizer.rates(c.rl_optimizer, (c.rl.iterations - waits) * c.rl.updates)
-  (tx, critic), learner, collector = c.optimizers(), c.learner("rl"), Collector(run)
+  (tx, critic), learner, collector = optimizers(c), learner_of(c, "rl"), Collector(run)
   update, score = make_rl_step(learner, c.objective, tx, critic), make_score(learner)
   old_policy = make_old_policy(learner, c.objective)
   adaptive = c.objective.adaptive_clip
@@ -210,7 +212,7 @@ def ahead(
 def empty_state(run: Run) -> TrainState:
   """Shapes and shardings of the training state of RL."""
   c = run.config
-  tx, critic = c.optimizers()
+  tx, critic = optimizers(c)
   adaptive = c.objective.adaptive_clip
   return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
 

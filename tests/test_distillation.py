@@ -26,11 +26,13 @@ from gspo_jax.aot import needed, plan, programs
 from gspo_jax.aot.estimate import held
 from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import packing
-from gspo_jax.learner.distillation import DistillationConfig, make_distill
+from gspo_jax.learner.distillation import make_distill
 from gspo_jax.models import hf, transformer
 from gspo_jax.run import open_run
 from gspo_jax.sampling import ServersGone
 from gspo_jax.sampling.servers import scoring
+from gspo_jax.settings.critic import DistillationConfig
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import tiny_moe
 from gspo_jax.settings.server import ServerConfig
 from gspo_jax.system import preemption
@@ -42,7 +44,7 @@ SMALL = dict(
   eval__problems=2, eval__every=100, eval__greedy=False, checkpoint__every=1,
 )  # fmt: skip
 STUDENT = SMALL_VALUES | SMALL | dict(model__moe_intermediate_size=0)  # it has no experts
-ONE = sharding.MeshConfig(1, 1, 1, 1)
+ONE = MeshConfig(1, 1, 1, 1)
 
 
 def student(path, **changes):
@@ -115,7 +117,7 @@ def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
   mask_BT = one.mask_BT[:, 1:] > 0
   wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(one.tokens_BT), temperature=0.7)
   for shape, packed in ((1, 1, 1, 1), False), ((1, 1, 1, 1), True), ((1, 2, 2, 2), True):
-    mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+    mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
     score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4, temperature=0.7))
     with jax.set_mesh(mesh):
       layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
@@ -157,7 +159,7 @@ def test_a_server_says_what_its_weights_say(server):
   one = batch(mask_BT=batch().mask_BT * (np.arange(16) != 4)[:, None])  # a row teaches nothing
   taught = teacher.Teacher("t", None, SMALLER_MOE, None)
   for shape, packed in ((1, 1, 1, 1), False), ((1, 2, 2, 2), True):
-    mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+    mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
     score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4))
     with jax.set_mesh(mesh):
       layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
@@ -288,7 +290,7 @@ def test_a_server_that_cannot_teach_is_named_before_anything_depends_on_it(serve
 def test_a_teacher_is_loaded_as_passes_read_it(other_run, directory):
   """In bfloat16, but for the router; frozen weights need no more."""
   (workdir, params), (path, of_hf, _) = other_run, directory
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 1), jax.devices()[:4])
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 1), jax.devices()[:4])
   for named, wanted in (workdir, params), (path, of_hf):
     config = student(named, compute__dtype="bfloat16", mesh__fsdp=2, mesh__expert=2, mesh__data=1)
     taught = teacher.find(config)

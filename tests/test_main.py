@@ -36,7 +36,7 @@ from gspo_jax.run import open_run
 from gspo_jax.runs import metrics
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings import model as sizes
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_its_metrics_tell_what_it_cost(finished):
 def test_its_operations_are_those_of_its_responses(finished):
   """Sampling, one pass without gradient, and updates; an iteration's responses are on file."""
   settings = json.loads((finished[0] / "config.json").read_text())
-  c = configuration.from_dict({k: v for k, v in settings.items() if k != "provenance"})
+  c = from_dict({k: v for k, v in settings.items() if k != "provenance"})
   totals = {row["step"]: row["total/flops"] for row in rows_of(finished[0], "rl")}
   lines = (finished[0] / "rollouts" / "rl_000004.jsonl").read_text().splitlines()
   tok, expected = tokenizer.load(c.tokenizer), 0.0

@@ -10,8 +10,8 @@ from support.configs import config_of
 
 from configs import tiny
 from gspo_jax import sft
-from gspo_jax.data.files import DataError
 from gspo_jax.run import open_run
+from gspo_jax.settings.data import DataError
 from gspo_jax.system import preemption
 
 MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}

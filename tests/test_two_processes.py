@@ -29,6 +29,7 @@ from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.system.preemption import EXIT_CODE
 
 # data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
@@ -52,7 +53,7 @@ def work(shape=None):
   """Sampling and one update under a mesh (None: one device), as host arrays by name."""
   if shape is None:
     return measure(None)
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     return measure(mesh)
 

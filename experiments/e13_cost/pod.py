@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gspo_jax.settings.reading import from_dict
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 
 import jax
@@ -20,7 +22,6 @@ from gspo_jax import sharding
 from gspo_jax.aot import chips, iteration
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import Case, make_case, programs, resolved
-from gspo_jax.settings import run as configuration
 
 TOPOLOGY = "v5p:4x4x4"
 FILE = Path(__file__).with_name("pod.csv")
@@ -29,7 +30,7 @@ SAMPLES, TRAINS = ("publish", "prefill", "decode"), "train"
 
 def case_of(arm: str) -> Case:
   """The flagship's configuration with an arm's keys."""
-  return make_case(configuration.from_dict(runs.applied(CONFIG, ARMS[arm])))
+  return make_case(from_dict(runs.applied(CONFIG, ARMS[arm])))
 
 
 def shared(case: Case, name: str) -> tuple:

@@ -29,6 +29,7 @@ from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, r
 from gspo_jax.aot.table import print_line, print_row, title
 from gspo_jax.cli import flags as config_flag
 from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   logging.set_verbosity(logging.WARNING)
   try:
-    config = configuration.from_dict(config_flag.CONFIG.value.to_dict())
+    config = from_dict(config_flag.CONFIG.value.to_dict())
     if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
       raise ValueError(f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; make it")
     require_one_mesh(config)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.aot import chips, links
 from gspo_jax.aot.programs import Case, resolved
+from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.models import flops, lora, remat
 from gspo_jax.structs import TrainState
@@ -118,7 +119,7 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
 def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
   """Shapes and shardings of the training state."""
   c = case.config
-  tx, critic = c.optimizers()
+  tx, critic = optimizers(c)
   with jax.set_mesh(mesh):
     adaptive = c.objective.adaptive_clip
     return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)

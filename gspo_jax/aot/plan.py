@@ -14,12 +14,13 @@ from gspo_jax.aot import estimate, programs
 from gspo_jax.aot.programs import Case
 from gspo_jax.configs import common
 from gspo_jax.hardware import forward_flops
+from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_critic, abstract_params
 from gspo_jax.models import transformer
 from gspo_jax.run import Inputs
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
@@ -27,7 +28,7 @@ from gspo_jax.system.accelerators import GIB
 
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   """What --dry_run prints of a configuration that has been checked."""
-  base = configuration.from_dict(common.base().to_dict())
+  base = from_dict(common.base().to_dict())
   changed = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
   devices = list(inputs.mesh.devices.flat)
   axes = lambda mesh: " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())  # noqa: E731
@@ -60,7 +61,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
 
 def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
   """Says how large the critic is, if there is one."""
-  _, critic = config.optimizers()
+  _, critic = optimizers(config)
   if critic is None or not config.has_iterations:
     return []
   params = abstract_critic(critic, config.model, mesh)

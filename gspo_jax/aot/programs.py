@@ -12,13 +12,16 @@ from jax.sharding import NamedSharding
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
 from gspo_jax.learner import step as train_step
+from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_params, abstract_state
+from gspo_jax.learner.step import learner_of
 from gspo_jax.models import flops, lora, transformer
 from gspo_jax.models.experts import routing
-from gspo_jax.sampling import EngineConfig, Workload
+from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
-from gspo_jax.sampling.requests import sizes
+from gspo_jax.sampling.requests import sizes, workload
 from gspo_jax.settings import run as configuration
+from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch
 
@@ -74,7 +77,7 @@ class Case:
   @property
   def workload(self) -> Workload:
     turns = bool(self.config.environment.name)
-    return self.config.workload(stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
+    return workload(self.config, stop_ids=(0,), several_turns=turns)  # the tokenizer says how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
   adapters = c.rl.lora_rank, c.compute.dtype
-  tx, critic = c.optimizers()
+  tx, critic = optimizers(c)
   state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip, critic)
   rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
   sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
@@ -125,7 +128,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   taught = teacher.find(c)
   if taught is not None:
     reference += (teacher.abstract(taught, c, mesh),)
-  learner = dataclasses.replace(c.learner("rl"), microbatches=case.microbatches)
+  learner = dataclasses.replace(learner_of(c, "rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
       step = train_step.make_rl_step(learner, c.objective, tx, critic)

@@ -14,20 +14,21 @@ from gspo_jax.aot.programs import Case, programs, resolved
 from gspo_jax.aot.search import Search, print_outcome
 from gspo_jax.aot.table import print_line, print_row
 from gspo_jax.models import remat
+from gspo_jax.settings.mesh import AXES, MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
   """What a search of the training chooses."""
 
-  mesh: sharding.MeshConfig
+  mesh: MeshConfig
   microbatches: int
   remat: str
   expert_chunk: int
   logits_chunk: int
 
   def __str__(self) -> str:
-    sizes = "x".join(str(getattr(self.mesh, axis)) for axis in sharding.AXES)
+    sizes = "x".join(str(getattr(self.mesh, axis)) for axis in AXES)
     chunks = f"{self.expert_chunk}/{self.logits_chunk}"
     return f"{sizes}, {self.microbatches} micro, {self.remat} {chunks}"
 
@@ -47,7 +48,7 @@ class Choice:
 
   def lines(self) -> str:
     """Lines for a configuration file."""
-    mesh = ", ".join(f"{axis}={getattr(self.mesh, axis)}" for axis in sharding.AXES)
+    mesh = ", ".join(f"{axis}={getattr(self.mesh, axis)}" for axis in AXES)
     return (
       f'compute=dict(expert_chunk={self.expert_chunk}, remat="{self.remat}", '
       f"logits_chunk={self.logits_chunk}),\nmesh=dict({mesh}),\n"
@@ -106,7 +107,7 @@ def meshes(case: Case, devices: int, near: Choice, tensor: int) -> Iterator[Choi
   """Meshes of one slice: fsdp x expert x tensor, experts and heads divided evenly; each with every
   number of micro-batches that divides."""
   for mesh in candidates(case, devices, tensor):
-    mesh = dataclasses.replace(near.mesh, **{axis: getattr(mesh, axis) for axis in sharding.AXES})
+    mesh = dataclasses.replace(near.mesh, **{axis: getattr(mesh, axis) for axis in AXES})
     for microbatches in divisors(case.sequences // (mesh.fsdp * mesh.expert)):
       yield dataclasses.replace(near, mesh=mesh, microbatches=microbatches)
 
@@ -141,13 +142,13 @@ def sizes(most: int, least: int) -> list[int]:
   return [chunk for chunk in chunks if chunk < most] + [0]
 
 
-def candidates(case: Case, devices: int, tensor: int) -> Iterator[sharding.MeshConfig]:
+def candidates(case: Case, devices: int, tensor: int) -> Iterator[MeshConfig]:
   """Meshes of one slice: fsdp x expert x tensor, experts and heads divided evenly."""
   for expert in divisors(math.gcd(case.model.num_experts or 1, devices)):
     fsdp = devices // (expert * tensor)
     whole = fsdp * expert * tensor == devices and case.sequences % (fsdp * expert) == 0
     if whole and case.model.num_kv_heads % tensor == 0:
-      yield sharding.MeshConfig(1, fsdp, expert, tensor)
+      yield MeshConfig(1, fsdp, expert, tensor)
 
 
 def divisors(n: int) -> list[int]:
@@ -164,7 +165,7 @@ def more_microbatches(one: Choice, other: Choice) -> str:
 def start_of(case: Case, devices: int) -> Choice:
   """The configuration's own settings."""
   mesh, compute = case.config.mesh, case.config.compute
-  sizes = {axis: getattr(mesh, axis) for axis in sharding.AXES}
+  sizes = {axis: getattr(mesh, axis) for axis in AXES}
   known = -math.prod(sizes.values())
   sizes = {axis: max(1, devices // known) if n == -1 else n for axis, n in sizes.items()}
   return Choice(

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from gspo_jax.cli import before_jax
 from gspo_jax.settings import ranges
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict, kind_of, unknown
 from gspo_jax.settings.run import RunConfig
 
 BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
@@ -28,7 +28,7 @@ CONFIG = config_flags.DEFINE_config_file(
 def configured() -> RunConfig:
   """The configuration that the flags give."""
   try:
-    return configuration.from_dict(CONFIG.value.to_dict())
+    return from_dict(CONFIG.value.to_dict())
   except ValueError as error:
     refuse(error)
 
@@ -114,7 +114,7 @@ def _check_keys(argv: list[str], values: dict[str, Any]) -> None:
       if not isinstance(found, Mapping):
         raise ValueError(f"--config.{key}: {path[:-1]} is no section")
       if part not in found:
-        raise ValueError(configuration.unknown(path, part, found))
+        raise ValueError(unknown(path, part, found))
       found, path = found[part], f"{path}{part}."
 
 
@@ -122,7 +122,7 @@ def _of_flag(error: Exception) -> str:
   """What is wrong with a flag, and what a key of the configuration must be instead."""
   cause = error.__context__
   key = re.match(r"flag --config\.([\w.]+)=", str(error))
-  if key and cause and (kind := configuration.kind_of(key[1])):
+  if key and cause and (kind := kind_of(key[1])):
     return f"{str(error)[5:].removesuffix(f': {cause}')} must be {ranges.describe(kind)}"
   while isinstance(error, BaseException) and error.args:
     error = error.args[0]  # ml_collections wraps its hint in two exceptions

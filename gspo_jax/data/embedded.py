@@ -1,11 +1,10 @@
 """The tasks that need no files: problems and demonstrations are made as they are read."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from gspo_jax import structs
 from gspo_jax.data import tokenizer
-from gspo_jax.data.files import DataError
+from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.tasks import arithmetic, calculator, recurrence
 
 TASKS = dict(arithmetic=arithmetic, calculator=calculator, recurrence=recurrence)
@@ -17,7 +16,7 @@ class Embedded:
 
   skipped = 0
 
-  def __init__(self, config: Any, tok: tokenizer.Tokenizer, path: str, key: str):
+  def __init__(self, config: DataConfig, tok: tokenizer.Tokenizer, path: str, key: str):
     task, _, split = path.partition(":")
     self.path = path
     self._config, self._tok, self._task = config, tok, TASKS[task]

@@ -16,14 +16,11 @@ from typing import Any
 
 from etils import epath
 
+from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 
 Row = tuple[str, str, Callable[[], Any]]
 _MAGIC = r"[*?\[]"
-
-
-class DataError(ValueError):
-  """Bad data, or a bad `data` config; the message names the file and row, or the key."""
 
 
 class BadRow(ValueError):

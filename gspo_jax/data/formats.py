@@ -18,65 +18,15 @@ import numpy as np
 
 from gspo_jax import structs
 from gspo_jax.data import tokenizer
-from gspo_jax.data.files import BadRow, DataError
+from gspo_jax.data.files import BadRow
 from gspo_jax.rewards import math_answer
+from gspo_jax.settings.data import BOXED, DataConfig, DataError, Format
 
 ID_FIELDS = ("id", "ID", "task_id", "unique_id", "question_id", "problem_id")  # first one found
-BOXED = "boxed"  # as an answer pattern: what the last \boxed{} (or \fbox{}) of the field holds
 # Before an answer's fields: a JSON object of them, as verifiers of programs want it. `name=field`
 # gives one another name there, and `tests.*.input` is the list of all inputs.
 JSON = "json:"
 MAX_INFO = 1000  # characters of a further field: less memory than a prompt's tokens take
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-  """The fields in which a row keeps its parts. Names may be dotted (`info.answer`,
-  `messages.0.content`), and one with braces is a text made of fields (`{Body} {Question}`).
-  """
-
-  question: str
-  answer: str  # a field, or `json:tests,metadata`
-  answer_pattern: str = ""  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
-  demonstration: str = ""  # what supervised fine-tuning learns to write; "": the answer field
-  template: str = ""  # of the prompt, holds {question}; "": data.prompt_template
-  starter: str = ""  # field of code to start from; where a row has some, the next template is used
-  starter_template: str = ""  # holds {question} and {starter}
-  id: str = ""  # "": the first of ID_FIELDS that the row has, else file and line
-  name: str = ""  # of FORMATS; "": the keys of the section `data` say all this
-
-  def key(self, name: str) -> str:
-    """What to set for other fields, in messages."""
-    return f"leave out {self.name}@ and set data.{name}" if self.name else f"data.{name}"
-
-  def __post_init__(self):
-    if self.answer_pattern and self.answer_pattern != BOXED:
-      try:
-        groups = re.compile(self.answer_pattern).groups
-      except re.error as error:
-        raise DataError(f"data.answer_pattern={self.answer_pattern!r}: {error}") from error
-      if groups < 1:
-        raise DataError(f"data.answer_pattern={self.answer_pattern!r} has no group (...) to take")
-    for name, field in ("question_field", self.question), ("answer_field", self.answer):
-      if "{" in field and not re.search(r"\{[^{}]+\}", field):
-        raise DataError(f"data.{name}={field!r} has braces, and no {{field}} in them")
-    if self.template:
-      check_template(self.template)
-
-
-def check_template(template: str) -> None:
-  """DataError if a template of prompts lacks its question, or has a field that nothing fills.
-
-  LaTeX may stay as it is: its braces follow a command, a script or other braces.
-  """
-  if "{question}" not in template:
-    raise DataError(f"data.prompt_template={template!r} must hold {{question}}")
-  others = set(re.findall(r"(?<![\w^}\]])\{(\w+)\}", template)) - {"question"}
-  if others:
-    raise DataError(
-      f"data.prompt_template={template!r}: nothing fills {{{min(others)}}}, only {{question}};"
-      f" put several fields into data.question_field, and write {{ {min(others)} }} for the text"
-    )
 
 
 # The wording of LiveCodeBench's own prompt (lcb_runner/prompts/code_generation.py).
@@ -366,3 +316,12 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
         raise DataError(f"{key}: {part!r}: {error}") from error
     found.append(Condition(*match.groups()))
   return tuple(found)
+
+
+def named(config: DataConfig, name: str) -> Format:
+  """A format by name, or the one that the section `data` describes; with the configured template,
+  unless it has its own."""
+  if not name:
+    return config.form
+  form = FORMATS[name]
+  return dataclasses.replace(form, template=form.template or config.prompt_template)

@@ -23,8 +23,8 @@ from etils import epath
 from gspo_jax import structs
 from gspo_jax.data import files, overlap, sources, tokenizer
 from gspo_jax.data.embedded import TASKS
-from gspo_jax.data.files import DataError
 from gspo_jax.data.rows import Check, Reader
+from gspo_jax.settings.data import DataConfig, DataError
 from gspo_jax.system import hosts
 
 TAIL = 4096  # bytes at the end of what was read that are compared before reading on
@@ -32,7 +32,7 @@ PATIENCE_S = 60  # for what the first host has seen to be seen by another one
 
 
 def load(
-  config: sources.DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
+  config: DataConfig, tok: tokenizer.Tokenizer, split: str, check: Check | None = None
 ) -> "Growing":
   """The prompts of `config.train` as far as they are on file, as `sources.load` has them.
 

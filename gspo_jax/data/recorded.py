@@ -11,25 +11,13 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.data import tokenizer
-from gspo_jax.data.files import BadRow, DataError, Skipped, read
+from gspo_jax.data.files import BadRow, Skipped, read
 from gspo_jax.data.sources import Prompts
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import FractionBelowOne
+from gspo_jax.settings.data import DataError
 from gspo_jax.structs import Prompt
 
 CHARACTERS = 1 << 20  # of a text: more would take the tokenizer longer than a run should wait
 LARGEST = 1e6  # reward
-
-
-@dataclasses.dataclass(frozen=True)
-class OfflineConfig:
-  """Section `offline`: what job=offline learns from."""
-
-  data: str  # files of recorded responses, several with commas; "": none
-  fresh: FractionBelowOne  # share of the prompts of an iteration whose responses are sampled now
-
-  def __post_init__(self):
-    ranges.check(self, "offline")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from gspo_jax import structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.files import BadRow, Row, Skipped
+from gspo_jax.settings.data import Format
 
 Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot be used
 
@@ -14,7 +15,7 @@ Check = Callable[[str], None]  # raises ValueError for a gold answer that cannot
 class Reader:
   """Makes prompts of the rows of one source, of which it remembers the ids."""
 
-  form: formats.Format
+  form: Format
   tok: tokenizer.Tokenizer
   where: tuple[formats.Condition, ...]
   max_tokens: int  # of a prompt

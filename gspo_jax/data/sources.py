@@ -19,7 +19,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -27,59 +27,13 @@ import numpy as np
 from gspo_jax import structs
 from gspo_jax.data import formats, tokenizer
 from gspo_jax.data.embedded import TASKS, Embedded, probe
-from gspo_jax.data.files import DataError, Skipped, read
+from gspo_jax.data.files import Skipped, read
 from gspo_jax.data.rows import Check, Reader
-from gspo_jax.rollouts.prompt_filter import QuerySetConfig
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Fraction, PositiveInt, Range
+from gspo_jax.settings.data import DataConfig, DataError
 
 _SPEC = re.compile(
   r"(?:(?P<form>\w+)@)?(?P<path>\S.*?)(?::(?P<weight>\d*\.?\d+))?(?:\s+where\s+(?P<where>.+))?"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-  """Sources of problems, and the format of files that name none of their own (see
-  `formats.Format` for what field names may be)."""
-
-  train: str  # task:train | path or pattern of files | tfds:name/split | several
-  eval: str
-  question_field: str
-  answer_field: str
-  answer_pattern: str  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
-  demonstration_field: str  # what supervised fine-tuning learns to write; '': the answer field
-  prompt_template: str  # holds {question}; the user's turn where the tokenizer has a chat template
-  max_prompt_tokens: PositiveInt
-  on_error: Literal["raise", "skip"]  # a bad row stops the run, or is left out and counted
-  digits: Annotated[int, Range(1, 3)]  # embedded tasks: digits of the operands
-  lines: tuple[Annotated[int, Range(1, 128)], ...]  # recurrence: the lengths of its responses
-  carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
-  skipped_work: Fraction  # embedded sums: share of demonstrations that are the answer alone
-  checks: Fraction  # calculator: probability that a demonstration asks a question twice
-  query_set: QuerySetConfig  # which prompts stay in use while the policy learns
-
-  def __post_init__(self):
-    try:
-      ranges.check(self, "data")
-    except ValueError as error:
-      raise DataError(str(error)) from None
-    formats.check_template(self.prompt_template)
-    self.format("")  # checks the pattern
-
-  def format(self, name: str) -> formats.Format:
-    """A format by name, or the one this section describes; with the configured template, unless it
-    has its own."""
-    if name:
-      form = formats.FORMATS[name]
-      return dataclasses.replace(form, template=form.template or self.prompt_template)
-    return formats.Format(
-      self.question_field,
-      self.answer_field,
-      self.answer_pattern,
-      self.demonstration_field,
-      self.prompt_template,
-    )
 
 
 class Source(Protocol):
@@ -200,7 +154,7 @@ def reader_of(
     raise DataError(
       f"{key}={part[0]}: there is no format {name!r}; there are {', '.join(formats.FORMATS)}"
     )
-  form, where = config.format(name), formats.conditions(part["where"] or "", key)
+  form, where = formats.named(config, name), formats.conditions(part["where"] or "", key)
   for field, value in ("question_field", form.question), ("answer_field", form.answer):
     if not value:
       raise DataError(f"data.{field} is empty. Set it to the field of {key}={path} that holds it")

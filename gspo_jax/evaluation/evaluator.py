@@ -19,22 +19,17 @@ import jax
 from absl import logging
 
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.evaluation.benchmarks import Benchmark, EvalConfig
+from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.rewards import require_verdicts
 from gspo_jax.rollouts.multipliers import Signals
 from gspo_jax.runs.progress import Progress
-from gspo_jax.sampling import (
-  Driver,
-  Engine,
-  EnvironmentConfig,
-  SamplingConfig,
-  Trajectory,
-  Workload,
-)
+from gspo_jax.sampling import Driver, Engine, Trajectory, Workload
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.sampling import EnvironmentConfig, SamplingConfig
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
 

@@ -1,29 +1,18 @@
 """Clip ranges that follow a target for the clipped fraction, from one iteration to the next."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gspo_jax.objectives import adapted_factor
-from gspo_jax.settings.ranges import FractionBelowOne, PositiveFloat, Range
+from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import TrainState
 
 METRIC = "clip_fraction/token"  # of an iteration, all updates together
 RANGES = ("clip_low", "clip_high", "clip_range")
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptiveClipConfig:
-  target: FractionBelowOne = 0.0  # of tokens clipped, which the ranges move towards; 0: they stay
-  gain: PositiveFloat = 1.0  # of the ranges' logarithms, by iteration and distance to the target
-  span: Annotated[float, Range(1, 1e9)] = 100.0  # how far the ranges may go, as a factor
-
-
-FIXED = AdaptiveClipConfig()  # ranges that stay
 
 
 def begin(state: TrainState, config: AdaptiveClipConfig) -> TrainState:

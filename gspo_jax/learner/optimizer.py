@@ -1,34 +1,16 @@
 """AdamW with a schedule and a gradient-norm bound, from Optax."""
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import NonNegativeFloat, NonNegativeInt
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-  learning_rate: Annotated[float, ranges.Range(0, 1e10, excluded=(0,))]  # peak
-  schedule: Literal["constant", "linear", "cosine"]  # after the warm-up, down to final_fraction
-  warmup_steps: NonNegativeInt  # gradient updates, linear from 0
-  final_fraction: ranges.Fraction  # of the peak, at the last update
-  b1: ranges.FractionBelowOne
-  b2: ranges.FractionBelowOne
-  eps: ranges.PositiveFraction
-  weight_decay: NonNegativeFloat  # decoupled; not on norms and biases
-  clip_norm: NonNegativeFloat  # global gradient norm; 0: no bound
-
-  def __post_init__(self):
-    ranges.check(self, "optimizer")
+from gspo_jax.settings.training import OptimizerConfig
 
 
 class Optimizer(NamedTuple):

@@ -10,18 +10,18 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import sharding
 from gspo_jax.learner import adaptive_clip
-from gspo_jax.learner.adaptive_clip import AdaptiveClipConfig
 from gspo_jax.learner.critic import Critic
 from gspo_jax.models import critic as critics
 from gspo_jax.models import lora, transformer, weights
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 
 
 def new_state(
   params: Any,
   tx: optax.GradientTransformation,
-  adaptive: AdaptiveClipConfig = adaptive_clip.FIXED,
+  adaptive: AdaptiveClipConfig = FIXED,
 ) -> TrainState:
   """A training state at step 0; the optimizer's moments are laid out as the parameters that it
   changes."""
@@ -84,7 +84,7 @@ def abstract_state(
   tx: optax.GradientTransformation,
   rank: int = 0,
   frozen_dtype: Any = jnp.float32,
-  adaptive: AdaptiveClipConfig = adaptive_clip.FIXED,
+  adaptive: AdaptiveClipConfig = FIXED,
   critic: Critic | None = None,
 ) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first. With

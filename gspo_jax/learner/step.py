@@ -15,16 +15,19 @@ from gspo_jax.learner import by_age, by_length, by_segment, by_version, packing
 from gspo_jax.learner import critic as critics
 from gspo_jax.learner.accumulate import accumulate
 from gspo_jax.learner.adaptive_clip import in_force
-from gspo_jax.learner.critic import Critic, CriticConfig
+from gspo_jax.learner.critic import Critic
 from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, sampled, trees
 from gspo_jax.learner.numbers import WithNumbers, with_numbers
-from gspo_jax.learner.objective import ObjectiveConfig, policy_loss
+from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import Optimizer, numbered
 from gspo_jax.learner.router_metrics import router_metrics, volatility_metrics
 from gspo_jax.models import lora, transformer
 from gspo_jax.models.experts import moe, routing
 from gspo_jax.objectives.reductions import Last, Max, Mean, merge
+from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.objective import ObjectiveConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import TrainBatch, TrainState
 
@@ -45,6 +48,26 @@ class Learner:
   prompt_tokens: int = 0  # of a prompt, at most
   response_tokens: int = 0  # of a response, at most: some objectives divide by it
   ages: int = 0  # classes of `by_age`; 0: none
+
+
+def learner_of(c: RunConfig, phase: str) -> Learner:
+  """Settings of the updates of "sft" or "rl"."""
+  common = dict(model=c.model, compute=c.compute, on_nonfinite=c.on_nonfinite)
+  if phase == "sft":
+    balance = c.sft.load_balance_coef
+    return Learner(
+      temperature=1.0, microbatches=c.sft.microbatches, load_balance_coef=balance, **common
+    )
+  return Learner(
+    temperature=c.sampling.temperature,
+    microbatches=c.rl.microbatches,
+    load_balance_coef=c.objective.load_balance_coef,
+    group_size=c.rl.group_size,
+    prompt_tokens=c.data.max_prompt_tokens,
+    response_tokens=c.sampling.max_new_tokens,
+    ages=c.rl.ages,
+    **common,
+  )
 
 
 def log_probs(

@@ -16,12 +16,12 @@ import numpy as np
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import critic as learning
-from gspo_jax.learner.critic import CriticConfig
 from gspo_jax.learner.layout import forward
 from gspo_jax.learner.step import Learner, by_part, experts_to_replay, rows_of
 from gspo_jax.models import critic as models
 from gspo_jax.models import weights
 from gspo_jax.objectives.reductions import Mean, merge
+from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import TrainBatch
 

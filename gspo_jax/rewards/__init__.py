@@ -17,72 +17,15 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from gspo_jax.rewards import lines, pool, shaping, thought
-from gspo_jax.rewards.programs.process import ISOLATIONS
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import (
-  Fraction,
-  Name,
-  NonNegativeFloat,
-  NonNegativeInt,
-  Range,
-  Workers,
-)
+from gspo_jax.settings.rewards import VERIFIERS, RewardConfig
 
-VERIFIERS = {  # imported when a config names them
-  "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task of sums
-  "recurrence": "gspo_jax.tasks.recurrence",  # the embedded task of long responses
-  "math": "gspo_jax.rewards.math_answer",  # SymPy in worker processes
-  "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
-  "string": "gspo_jax.rewards.string_match",  # the normalised text
-}
 DESCRIBED = 100  # responses without a verdict that are written down for a batch
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
-
-
-TimeLimit = Annotated[float, Range(0.01, 86_400)]
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardConfig:
-  """The verifier, and what is added to its reward. docs/rewards.md has more."""
-
-  name: Annotated[str, Name((*VERIFIERS,))]  # or the user's own
-  workers: Workers  # processes that verify; math and code need some
-  time_limit_s: TimeLimit  # for one answer without queueing; code: CPU time for one test
-  memory_mb: Annotated[int, Range(64, 1_048_576)]  # code: address space of one test
-  isolation: Literal[ISOLATIONS]  # code; none: programs run with your rights
-  format: Literal["none", "think", "think_answer"]  # tags that a response must have
-  format_weight: NonNegativeFloat  # what keeping the format adds to the reward
-  overlong_weight: NonNegativeFloat  # taken from a response of overlong_max tokens and more
-  overlong_max: NonNegativeInt  # tokens; 0: sampling.max_new_tokens, by `config.derived`
-  overlong_buffer: NonNegativeInt  # tokens before overlong_max over which the loss grows
-  false_positive: Fraction  # share of other responses rewarded as if right
-  false_negative: Fraction  # share of the right responses not rewarded
-  noise_seed: ranges.Seed  # of those two
-  partial: Fraction  # recurrence: of the value, what the share of right lines decides
-  per_line: bool  # each line has a reward of its own, and so an advantage
-
-  def __post_init__(self):
-    ranges.check(self, "reward")
-    if self.workers == 0 and self.name not in ("arithmetic", "recurrence", "string"):
-      raise ValueError(f"reward.workers=0: reward.name={self.name!r} needs at least 1")
-    if self.partial and self.name != "recurrence":
-      raise ValueError(f"reward.partial={self.partial} needs reward.name=recurrence")
-    if self.format_weight and self.format == "none":
-      raise ValueError("reward.format_weight needs reward.format=think or think_answer")
-    if self.overlong_weight and not 0 < self.overlong_buffer <= (
-      self.overlong_max or self.overlong_buffer
-    ):
-      raise ValueError(
-        f"reward.overlong_weight={self.overlong_weight} needs a buffer:"
-        f" reward.overlong_buffer={self.overlong_buffer} must lie between 1 and"
-        f" reward.overlong_max={self.overlong_max or 'sampling.max_new_tokens'}"
-      )
 
 
 class Prompt(Protocol):

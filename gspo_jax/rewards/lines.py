@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.rewards import shaping
+from gspo_jax.settings.rewards import RewardConfig
 
 RightLines = Callable[[str, str], Sequence[bool]]
 
@@ -30,7 +31,7 @@ def judge(module: Any, name: str) -> RightLines:
 
 
 def rewards(
-  config: Any,
+  config: RewardConfig,
   right_lines: RightLines,
   responses: Sequence[str],
   answers: Sequence[str],

@@ -12,11 +12,11 @@ import enum
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from gspo_jax.rewards import pool
 from gspo_jax.rewards.mathematics import quantity
 from gspo_jax.rewards.mathematics.extract import BOX, MAX_ANSWER, extract
+from gspo_jax.settings.rewards import RewardConfig
 
 MAX_KNOWN = 1 << 16  # symbolic comparisons that are remembered
 UNREADABLE = "the gold answer {!r:.80} cannot be read as mathematics"
@@ -34,7 +34,7 @@ OUTCOMES, UNKNOWN = tuple(Outcome), (Outcome.TIMEOUT, Outcome.CRASH)
 
 
 @contextlib.contextmanager
-def open_verifier(config: Any) -> Iterator[Callable]:
+def open_verifier(config: RewardConfig) -> Iterator[Callable]:
   """A `MathVerifier` that takes prompts; see `gspo_jax.rewards`."""
   with MathVerifier(config.workers, config.time_limit_s) as verifier:
 

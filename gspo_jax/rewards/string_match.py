@@ -4,9 +4,9 @@ import contextlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from gspo_jax.rewards import thought
+from gspo_jax.settings.rewards import RewardConfig
 
 OUTCOMES = ("right", "wrong", "unparsable")
 MAX_ANSWER = 2000  # characters, or twice the gold answer; longer is no answer
@@ -16,7 +16,7 @@ _AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
 
 
 @contextlib.contextmanager
-def open_verifier(config: Any) -> Iterator[Callable]:
+def open_verifier(config: RewardConfig) -> Iterator[Callable]:
   """`verify` of many; there is nothing to configure."""
 
   def outcomes(responses, prompts, finished):

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax.rewards import pool
+from gspo_jax.settings.rewards import RewardConfig
 
 OUTCOMES = ("right", "wrong", "timeout", "crash")
 UNKNOWN = ("timeout", "crash")
 
 
 @contextlib.contextmanager
-def open_verifier(config: Any) -> Iterator[Callable]:
+def open_verifier(config: RewardConfig) -> Iterator[Callable]:
   """The function `config.name` in `config.workers` processes.
 
   Raises:

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from gspo_jax import rewards
 from gspo_jax.data import growing, sources
 from gspo_jax.rollouts import costs, schedules
+from gspo_jax.rollouts.advantages import advantages
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.metrics import environment_metrics, recorded_metrics, rollout_metrics
 from gspo_jax.rollouts.multipliers import Constraints
@@ -287,7 +288,7 @@ class Collector:
       advantage_PG, of_constraints = self._constraints.advantages(groups)
       metrics |= of_constraints
     else:
-      advantage_PG = c.objective.advantages(reward_PG, known_PG)
+      advantage_PG = advantages(c.objective, reward_PG, known_PG)
     advantage_BL = None
     if self._in_parts:
       part_BL, valid_BL = rollout.turns, rollout.mask * known_PG.reshape(-1, 1)

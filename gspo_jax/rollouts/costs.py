@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gspo_jax.rollouts.groups import Group
-from gspo_jax.sampling import EnvironmentConfig, Trajectory
+from gspo_jax.sampling import Trajectory
+from gspo_jax.settings.sampling import EnvironmentConfig
 
 
 def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.ndarray:

@@ -14,9 +14,8 @@ above its limit. The unit of v, its bounds and the term of `gain` (arXiv:2007.03
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,194 +23,19 @@ from jax.experimental import multihost_utils
 
 from gspo_jax import objectives as O
 from gspo_jax import rewards
-from gspo_jax.rewards import VERIFIERS, RewardConfig, Scorer, shaping
+from gspo_jax.rewards import Scorer, shaping
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.sampling import Trajectory
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import INT32, Name, NonNegativeFloat, Range
+from gspo_jax.settings.rewards import (
+  SHOWN,
+  ConstraintConfig,
+  CostSignal,
+  RewardConfig,
+  RewardSignal,
+  _active,
+  _verifier_config,
+)
 from gspo_jax.structs import Prompt
-
-# What a response shows by itself: tokens that were sampled; 1 if it was cut off; from 0 to 1 how
-# far it is into the overlong buffer; 1 if it keeps the format, holds the text, or the token.
-SHOWN = ("length", "truncated", "overlong", "format", "text", "token")
-SIGNALS = Name(("", *SHOWN, *VERIFIERS))
-
-Number = Annotated[float, Range(-1e6, 1e6)]
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardSignal:
-  """A further reward; its metric is constraint/<name>/reward."""
-
-  signal: Annotated[str, SIGNALS]  # where its number comes from
-  text: str  # of signal=text
-  token: Annotated[int, Range(0, INT32)]  # of signal=token
-  weight: Number  # of its standardised value; 0: it is left out
-
-
-@dataclasses.dataclass(frozen=True)
-class CostSignal:
-  """A cost with a limit for its mean; its metrics are constraint/<name>/..."""
-
-  signal: Annotated[str, SIGNALS]
-  text: str
-  token: Annotated[int, Range(0, INT32)]
-  bound: Literal["", "at_most", "at_least"]  # ""; it is left out
-  limit: Number  # in the signal's units
-  initial: NonNegativeFloat  # its multiplier in the first iteration
-  rate: NonNegativeFloat  # that an iteration moves the multiplier by, at most; 0: not at all
-  gain: NonNegativeFloat  # added while the cost is a standard deviation off; 0: dual ascent alone
-  most: NonNegativeFloat  # of the multiplier
-
-  @property
-  def sign(self) -> float:
-    return -1.0 if self.bound == "at_least" else 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ConstraintConfig:
-  reward_weight: NonNegativeFloat  # of the standardised reward of the section `reward`
-  rewards: dict[str, RewardSignal]
-  costs: dict[str, CostSignal]
-
-  def __post_init__(self):
-    for kind, name, one in self.entries():
-      key = f"constraints.{kind}.{name}"
-      ranges.check(one, key)
-      if not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise ValueError(f"{key}: a name is letters, digits and underscores, as in metrics")
-      if not _active(one):
-        continue
-      if not one.signal:
-        switch = "weight" if isinstance(one, RewardSignal) else "bound"
-        raise ValueError(
-          f"{key}.{switch}={getattr(one, switch)!r} needs {key}.signal, where its number comes "
-          f"from: {SIGNALS}"
-        )
-      if (one.signal == "text") != bool(one.text):
-        raise ValueError(
-          f"{key}.text={one.text!r}, {key}.signal={one.signal!r}: a text is what signal='text' "
-          "looks for, and it needs one; set both or neither"
-        )
-      if one.signal != "token" and one.token:
-        raise ValueError(
-          f"{key}.token={one.token}, {key}.signal={one.signal!r}: set it to 0, or signal to token"
-        )
-      if isinstance(one, CostSignal) and one.initial > one.most:
-        raise ValueError(f"{key}.initial={one.initial} is above {key}.most={one.most}")
-    if twice := {*self.active_rewards} & {*self.active_costs}:
-      raise ValueError(
-        f"constraints.rewards.{min(twice)} and constraints.costs.{min(twice)} would have the same "
-        "metrics: rename one of them"
-      )
-    if self.on and not (self.reward_weight or self.active_rewards):
-      raise ValueError("constraints.reward_weight=0.0: no reward is left; set it, or a weight")
-
-  def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:
-    """Section, name and entry of all that there are, those left out included."""
-    found = [("rewards", name, one) for name, one in self.rewards.items()]
-    return found + [("costs", name, one) for name, one in self.costs.items()]
-
-  @property
-  def active_rewards(self) -> dict[str, RewardSignal]:
-    return {name: one for name, one in sorted(self.rewards.items()) if _active(one)}
-
-  @property
-  def active_costs(self) -> dict[str, CostSignal]:
-    return {name: one for name, one in sorted(self.costs.items()) if _active(one)}
-
-  @property
-  def signals(self) -> dict[str, RewardSignal | CostSignal]:
-    """Rewards, and then costs, by name."""
-    return {**self.active_rewards, **self.active_costs}
-
-  @property
-  def on(self) -> bool:
-    """Whether advantages are anything but those of the reward."""
-    return bool(self.signals)
-
-  @property
-  def verifiers(self) -> list[str]:
-    """Names of the verifiers that signals come from."""
-    return sorted({one.signal for one in self.signals.values()} - {*SHOWN})
-
-
-def _active(one: RewardSignal | CostSignal) -> bool:
-  return bool(one.weight if isinstance(one, RewardSignal) else one.bound)
-
-
-def check(c: Any) -> None:
-  """ValueError for what constraints do not go with; `c` is a `config.RunConfig`."""
-  if not c.constraints.on:
-    return
-  _check_signals(c)
-  if not c.has_iterations:
-    return
-  kind, names = c.objective.advantage_kind, ", ".join(c.constraints.signals)
-  wrong = {
-    f"job={c.job!r}: multipliers follow what the policy samples; set job=rl": c.job == "offline",
-    f"environment.name={c.environment.name!r} gives each turn its advantage, and a signal is of "
-    "the whole response; leave it empty": bool(c.environment.name),
-    "reward.per_line=True gives each line its advantage, and a signal is of the whole response; "
-    "set it to False": c.reward.per_line,
-    f"critic.name={c.critic.name!r} makes advantages of its own; set it to none": c.critic.name
-    != "none",
-    f"data.query_set.extra_rounds={c.data.query_set.extra_rounds} leaves out groups of equal "
-    "rewards, whose costs differ; set it to 0": c.data.query_set.extra_rounds > 0,
-    "rl.mask_truncated=True leaves out what the longest responses cost; set it to "
-    "False": c.rl.mask_truncated,
-    f"objective.advantage={kind!r}: standardised advantages are combined; set it to std": kind
-    != "std",
-  }
-  for what, found in wrong.items():
-    if found:
-      raise ValueError(f"constraints ({names}): {what}")
-
-
-def _check_signals(c: Any) -> None:
-  for kind, name, one in c.constraints.entries():
-    key = f"constraints.{kind}.{name}.signal={one.signal!r}"
-    if not _active(one):
-      continue
-    if one.signal == "overlong" and not 0 < c.reward.overlong_buffer <= (
-      c.reward.overlong_max or c.reward.overlong_buffer
-    ):
-      raise ValueError(
-        f"{key} needs a buffer: reward.overlong_buffer={c.reward.overlong_buffer} must lie between "
-        f"1 and reward.overlong_max={c.reward.overlong_max or 'sampling.max_new_tokens'}"
-      )
-    if one.signal == "overlong" and c.schedule.new_tokens:
-      raise ValueError(
-        f"{key} has a fixed buffer, and schedule.new_tokens={c.schedule.new_tokens!r} moves the "
-        'limit; leave it "", or take signal=truncated'
-      )
-    if one.signal == "format" and c.reward.format == "none":
-      raise ValueError(f"{key} needs reward.format=think or think_answer")
-    if isinstance(one, CostSignal) and (one.rate or one.gain):
-      _check_limit(one, f"constraints.costs.{name}", c.sampling.max_new_tokens)
-    if one.signal == "token" and one.token >= c.model.vocab_size:
-      raise ValueError(
-        f"constraints.{kind}.{name}.token={one.token} is not below model.vocab_size="
-        f"{c.model.vocab_size}"
-      )
-    if one.signal not in SHOWN:
-      try:
-        _verifier_config(c.reward, one.signal)
-      except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-
-
-def _check_limit(cost: CostSignal, key: str, longest: int) -> None:
-  low, high = (1, longest) if cost.signal == "length" else (0, 1)
-  side = cost.bound.replace("_", " ")
-  never, always = cost.limit < low, cost.limit >= high
-  if cost.bound == "at_least":
-    never, always = cost.limit > high, cost.limit <= low
-  if never or always:
-    raise ValueError(
-      f"{key}.limit={cost.limit}: with signal={cost.signal!r} {'no' if never else 'every'} mean is "
-      f"{side} that; set it between {low} and {high}"
-    )
 
 
 def check_importable(config: ConstraintConfig) -> None:
@@ -219,13 +43,6 @@ def check_importable(config: ConstraintConfig) -> None:
   for kind, name, one in config.entries():
     if _active(one) and one.signal not in SHOWN:
       rewards.check_importable(one.signal, f"constraints.{kind}.{name}.signal")
-
-
-def _verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
-  """The section `reward` for another verifier, whose value comes without additions and noise."""
-  plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
-  partial = reward.partial if name == reward.name else 0.0
-  return dataclasses.replace(reward, name=name, partial=partial, per_line=False, **plain)
 
 
 class Signals:

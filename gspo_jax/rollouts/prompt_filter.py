@@ -4,27 +4,13 @@ Raw correctness counts, never the shaped reward: a bonus for short answers gives
 to a group in which all are right, and nothing to learn from.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import NonNegativeInt
+from gspo_jax.settings.data import QuerySetConfig
 from gspo_jax.structs import Prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class QuerySetConfig:
-  drop_after: NonNegativeInt  # groups, all right or all wrong, that end a prompt's use; 0: none
-  readmit_after: NonNegativeInt  # iterations until a dropped prompt gets another chance; 0: never
-  extra_rounds: NonNegativeInt  # of sampling, at most, to find P groups with spread
-
-  def __post_init__(self):
-    ranges.check(self, "data.query_set")
-    if self.readmit_after and not self.drop_after:
-      raise ValueError("data.query_set.readmit_after is set, and drop_after=0 drops nothing")
 
 
 class PromptFilter:

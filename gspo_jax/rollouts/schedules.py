@@ -4,124 +4,26 @@ Each follows from the iteration and from what is in a checkpoint, so a run that 
 it would have done.
 """
 
-import bisect
-import dataclasses
-import itertools
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from gspo_jax.runs.metrics import read_rows
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import NonNegativeInt, Range
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
 
 REFRESHES = "refreshes.jsonl"  # of the workdir: what was read of files before which iteration
-_STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
-@dataclasses.dataclass(frozen=True)
-class ScheduleConfig:
-  """Section `schedule`; docs/objectives.md has the reasons."""
-
-  new_tokens: str  # iteration:tokens, ...: the most of a response from that iteration on
-  refresh_every: NonNegativeInt  # iterations between two looks at the files of data.train; 0: none
-  group_size_min: NonNegativeInt  # responses to the easiest prompts; 0: all have rl.group_size
-  group_solved: Annotated[float, Range(0.01, 0.9999)]  # probability that a group has a right one
-
-  def __post_init__(self):
-    ranges.check(self, "schedule")
-    begins, lengths = zip(*self.stages) if self.stages else ((1,), (1,))
-    if begins[0] != 1 or any(b <= a for a, b in itertools.pairwise(begins)):
-      raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r}: iterations go up from 1, as in 1:2048,50:4096"
-      )
-    if lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)):
-      raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r}: responses grow, from at least one token; what "
-        "was put aside may be longer than a smaller limit"
-      )
-
-  @property
-  def stages(self) -> list[tuple[int, int]]:
-    """The first iteration of each stage, and the tokens that a response may have in it."""
-    if not self.new_tokens.strip():
-      return []
-    found = [_STAGE.fullmatch(part) for part in self.new_tokens.split(",")]
-    if not all(found):
-      raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r} is no list of iteration:tokens with commas in "
-        "between, as 1:2048,50:4096"
-      )
-    return [(int(one[1]), int(one[2])) for one in found]
-
-  def limit(self, step: int, longest: int) -> int:
-    """Tokens that a response may have in an iteration, of which `longest` is the most."""
-    stages = self.stages
-    if not stages:
-      return longest
-    return stages[bisect.bisect_right([begin for begin, _ in stages], step) - 1][1]
-
-
-def check(c: Any) -> None:
-  """ValueError for a schedule that does not fit the rest of a `config.RunConfig`, or has no effect
-  there."""
-  s, rl, reward, longest = c.schedule, c.rl, c.reward, c.sampling.max_new_tokens
-  set_ = {
-    "new_tokens": bool(s.stages),
-    "refresh_every": s.refresh_every > 0,
-    "group_size_min": s.group_size_min > 0,
-  }
-  for key, on in set_.items():
-    if on and "rl" not in c.job:
-      raise ValueError(
-        f"schedule.{key}={getattr(s, key)!r} is of responses that a run of job=rl samples, and has "
-        f"no effect with job={c.job!r}; leave it {type(getattr(s, key))()!r}"
-      )
-  first, last = s.limit(1, longest), s.stages[-1][1] if s.stages else longest
-  wrong = {
-    f"schedule.new_tokens={s.new_tokens!r} goes on to {last} tokens, and sampling.max_new_tokens="
-    f"{longest} is the most: raise the one or lower the other": last > longest,
-    f"schedule.new_tokens={s.new_tokens!r}: the overlong punishment moves with the limit, and "
-    f"reward.overlong_buffer={reward.overlong_buffer} is more than {first} tokens; make it "
-    "smaller": bool(s.stages and reward.overlong_weight)
-    and follows(c)
-    and reward.overlong_buffer > first,
-    f"schedule.group_size_min={s.group_size_min} is more than rl.group_size={rl.group_size}, the "
-    "most": s.group_size_min > rl.group_size,
-    f"schedule.group_size_min={s.group_size_min}, rl.extra_prompts={rl.extra_prompts}: small "
-    "groups leave room for extra prompts from the start, and these would be trained on late; set "
-    "one of them to 0": s.group_size_min > 0 and rl.extra_prompts > 0,
-    "schedule.group_size_min=1: advantages are relative to a group; make it at least "
-    "2": s.group_size_min == 1 and _needs_a_group(c),
-  }
-  for what, found in wrong.items():
-    if found:
-      raise ValueError(what)
-
-
-def _needs_a_group(c: Any) -> bool:
-  """Whether a response is judged by others to the same prompt."""
-  soft = c.objective.advantage_kind == "soft" and c.objective.soft_value is None
-  return c.critic.name == "none" and (c.objective.relative or soft)
-
-
-def follows(c: Any) -> bool:
-  """Whether the overlong punishment ends where responses are cut off, as it does unless
-  `reward.overlong_max` is another number."""
-  return c.reward.overlong_max in (0, c.sampling.max_new_tokens)
-
-
-def overlong_shift(c: Any, limit: int) -> int:
+def overlong_shift(c: RunConfig, limit: int) -> int:
   """Tokens to add to the length of a response under this limit, so that the overlong punishment
   of one that was cut off is that of a response of `sampling.max_new_tokens`."""
-  return c.sampling.max_new_tokens - limit if follows(c) else 0
+  return c.sampling.max_new_tokens - limit if c.overlong_follows else 0
 
 
 def group_size(tried: int, right: int, least: int, most: int, solved: float) -> int:
@@ -139,7 +41,7 @@ def group_size(tried: int, right: int, least: int, most: int, solved: float) -> 
   return size
 
 
-def group_sizes(c: Any, tried: Iterable[tuple[int, int]]) -> list[int]:
+def group_sizes(c: RunConfig, tried: Iterable[tuple[int, int]]) -> list[int]:
   """Responses for each of some prompts, of which so many were tried, and right."""
   s, most = c.schedule, c.rl.group_size
   least = s.group_size_min or most
@@ -168,7 +70,9 @@ def begin_run(source: Any, workdir: Path) -> None:
   journal.write(0, source.pieces)
 
 
-def begin(c: Any, batches: Any, step: int, workdir: Path | None) -> tuple[int, dict[str, float]]:
+def begin(
+  c: RunConfig, batches: Any, step: int, workdir: Path | None
+) -> tuple[int, dict[str, float]]:
   """Reads on in the files of problems where that is due before an iteration. Returns the tokens
   that a response may have in it, and metrics.
 

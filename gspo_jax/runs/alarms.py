@@ -7,31 +7,12 @@ ended and begins anew; the metric `warning/<name>` is 1 in all iterations in whi
 """
 
 import collections
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, Range
-
-
-@dataclasses.dataclass(frozen=True)
-class AlarmConfig:
-  """Thresholds; 0 turns one off."""
-
-  window: Annotated[int, Range(2, 1_000_000)]  # iterations that medians and means are taken over
-  # Gradient norm, as a multiple of its median over the window before, of iterations that have one.
-  grad_norm: NonNegativeFloat
-  entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
-  ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
-  mismatch: NonNegativeFloat  # of log-probs, per sequence, as a multiple of the clip range
-  reward: NonNegativeFloat  # that the mean over a window lies below the highest such mean so far
-  unknown: Fraction = 0.0  # share of responses without a verdict that is exceeded
-
-  def __post_init__(self):
-    ranges.check(self, "alarms")
+from gspo_jax.settings.training import AlarmConfig
 
 
 class Alarms:

@@ -23,27 +23,9 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from gspo_jax.runs import integrity
 from gspo_jax.runs.mirror import Mirror
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import NonNegativeInt, PositiveInt, Seconds
+from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import preemption
 from gspo_jax.system.files import WriteError, writing
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-  directory: str  # local or gs://..., seen by all hosts (mirror.py); "": workdir/checkpoints
-  every: PositiveInt  # iterations (rl) or updates (sft) between checkpoints
-  keep: PositiveInt  # how many of the newest are kept; a run resumes from them
-  keep_every: NonNegativeInt  # checkpoints of steps that this divides are kept as well; 0: none
-  best: str  # the one where this metric is largest is kept as well, e.g. eval/accuracy; "": none
-  grace_s: Seconds  # seconds from SIGTERM to the end of the process, at the latest
-
-  def __post_init__(self):
-    ranges.check(self, "checkpoint")
-
-  def of(self, workdir: str | Path, phase: str) -> epath.Path:
-    """The directory of the checkpoints of a phase."""
-    return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
 class _Manager(ocp.CheckpointManager):

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
-from gspo_jax.runs.alarms import AlarmConfig, Alarms
+from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Stopwatch, Writer, compute
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.progress import Progress
+from gspo_jax.settings.training import AlarmConfig
 from gspo_jax.structs import TrainState
 from gspo_jax.system import preemption
 

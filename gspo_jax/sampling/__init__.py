@@ -1,13 +1,13 @@
 """Sampling: `generate` for everybody; `Driver` with an `Engine` for several turns and partial
 rollouts; `sampler` for the distribution itself."""
 
-from gspo_jax.sampling.driver import Driver, EnvironmentConfig
+from gspo_jax.sampling.driver import Driver
 from gspo_jax.sampling.engine import Engine, ServersGone
 from gspo_jax.sampling.local.engine import LocalEngine
-from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
+from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.sampling.rollout import generate, sample_rollout
-from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sampling.trajectory import Environment, SingleTurn, Trajectory, assemble
+from gspo_jax.settings.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 
 __all__ = [
   "Driver",

@@ -7,43 +7,17 @@ engine's queue, so that no slot waits for another trajectory.
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.requests import Request, Response, Workload
 from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Fraction, Name, NonNegativeFloat, PositiveInt, Workers
 from gspo_jax.structs import Prompt
-from gspo_jax.tasks.environments import ENVIRONMENTS
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentConfig:
-  """Section `environment`: with whom responses are conversations, if at all. docs/multi_turn.md."""
-
-  name: Annotated[str, Name(("", *ENVIRONMENTS))]  # "": none; a verifier looks at one response
-  max_turns: PositiveInt  # of the policy; a conversation that is not over by then is cut off
-  stop_strings: tuple[str, ...]  # they end a turn, as stop tokens do
-  discount: Fraction  # of rewards of later turns in the advantage of an earlier one
-  workers: Workers  # threads that environments run in; 0: none, if they do not wait
-  token_cost: NonNegativeFloat  # of a sampled token, taken from the reward of its turn
-  call_cost: NonNegativeFloat  # of a tool call, the same
-  charge: Literal["all", "right"]  # who pays: every conversation | those that are right
-
-  def __post_init__(self):
-    ranges.check(self, "environment")
-
-  @property
-  def costs(self) -> bool:
-    """Whether conversations pay for what they take (costs.py)."""
-    return self.token_cost > 0 or self.call_cost > 0
 
 
 class Driver:

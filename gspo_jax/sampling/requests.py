@@ -1,81 +1,13 @@
 """Requests, responses and the cost of sampling: what an engine and the host loop exchange."""
 
 import dataclasses
-import urllib.parse
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.sampling.sampler import SamplingConfig
-from gspo_jax.settings import ranges
-from gspo_jax.settings.model import ComputeConfig
-from gspo_jax.settings.ranges import NonNegativeInt, PositiveInt, Range
-from gspo_jax.settings.server import DEFAULT as SERVER
-from gspo_jax.settings.server import ServerConfig
-
-SHORTEST = 16  # tokens that a prefill is padded to at least
-Prefill = Annotated[int, Range(SHORTEST, 2**20)]
-Positions = Annotated[int, Range(0, 2**40)]
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-  """Section `engine`: ways to sample; none of them changes what is sampled beyond round-off, which
-  is much for a `dtype` or a `cache_dtype` of 16 bits."""
-
-  slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
-  steps: PositiveInt  # decode steps per call, between two looks of the host
-  prefill_tokens: Prefill  # of a device at once; longer prompts in pieces
-  cache_dtype: Literal["float32", "bfloat16"]  # of keys and values
-  # In rows of the whole window, or in pages that responses take as they grow; auto: pages on TPU,
-  # and where `cache_tokens` says how many.
-  cache: Literal["auto", "dense", "paged"] = "auto"
-  cache_tokens: Positions = 0  # positions of all pages, over all devices; 0: all windows whole
-  page_tokens: PositiveInt = 128  # positions of a page; the TPU's kernel wants a multiple of 16
-  dtype: Literal["", "float32", "bfloat16"] = ""  # as compute.dtype, of the sampler; "": the same
-  # Slots on the mesh of the trainer, or servers of others, which have their own ways to sample
-  name: Literal["local", "server"] = "local"
-  urls: tuple[str, ...] = ()  # of servers, http://host:port
-  server: ServerConfig = SERVER
-
-  def __post_init__(self):
-    ranges.check(self, "engine")
-    if (self.name == "server") != bool(self.urls):
-      raise ValueError(
-        f"engine.name={self.name!r}, engine.urls={self.urls!r}: servers need their URLs, and "
-        "engine.name='local' has none"
-      )
-    for url in self.urls:
-      parts = urllib.parse.urlsplit(url)
-      if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise ValueError(f"engine.urls={self.urls!r}: {url!r} is not like http://host:port")
-    if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-      raise ValueError(f"engine.urls={self.urls!r} names a server twice")
-    if self.prefill_tokens & (self.prefill_tokens - 1):
-      raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")
-    if self.cache == "dense" and self.cache_tokens:
-      raise ValueError(
-        f"engine.cache_tokens={self.cache_tokens} is for pages, and engine.cache='dense' has none: "
-        "leave one of them out"
-      )
-
-  @property
-  def paged(self) -> bool:
-    if self.cache == "auto":
-      return bool(self.cache_tokens) or sharding.platform() == "tpu"
-    return self.cache == "paged"
-
-  def compute(self, trainer: ComputeConfig) -> ComputeConfig:
-    """Precision and formulations of the sampler: the trainer's, but for a `dtype` of its own."""
-    return dataclasses.replace(trainer, dtype=self.dtype or trainer.dtype)
-
-  def slots_for(self, trajectories: int) -> int:
-    """Slots that are used for so many trajectories: no more than there are."""
-    return min(self.slots or trajectories, trajectories)
-
-
-DEFAULT = EngineConfig(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32")
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +95,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   )
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
-  if config.paged:
+  if paged(config):
     window = workload.window  # padding takes no pages
     most = slots * -(-window // S) + entries * -(-min(prefix, window) // S)
     pages = min(most, config.cache_tokens // shards // S) if config.cache_tokens else most
@@ -299,3 +231,26 @@ class Usage:
       "time/sample/prefill": self.prefill_seconds,
       "time/sample/decode": self.decode_seconds,
     }
+
+
+def workload(c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
+  """The requests that RL makes of the engine; several_turns: of an environment."""
+  return Workload(
+    c.sampling,
+    prompt_length=c.data.max_prompt_tokens,
+    trajectories=c.rl.prompts * c.rl.group_size,
+    group_size=c.rl.group_size,
+    stop_ids=stop_ids,
+    stop_strings=c.environment.stop_strings if several_turns else (),
+    several_turns=several_turns,
+    partial=c.rl.partial,
+    record_routing=c.objective.needs_sampler_routing,
+    support=c.support,
+  )
+
+
+def paged(config: EngineConfig) -> bool:
+  """Whether the cache is in pages: `auto` takes them on TPU, and where it is said how many."""
+  if config.cache == "auto":
+    return bool(config.cache_tokens) or sharding.platform() == "tpu"
+  return config.cache == "paged"

@@ -8,10 +8,10 @@ from gspo_jax.models import transformer
 from gspo_jax.sampling.driver import Driver, new_groups
 from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.local.engine import LocalEngine
-from gspo_jax.sampling.requests import DEFAULT, EngineConfig, Workload
-from gspo_jax.sampling.sampler import SamplingConfig
+from gspo_jax.sampling.requests import Workload
 from gspo_jax.sampling.trajectory import assemble
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.settings.sampling import DEFAULT, EngineConfig, SamplingConfig
 from gspo_jax.structs import Prompt, Rollout
 
 

@@ -8,30 +8,8 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import NonNegativeInt, PositiveInt, Temperature
+from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.sharding import BATCH, P
-
-MOST_KEPT = 1024  # tokens of a support that is put on record: 4 KiB for each sampled token
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-  """The sampling distribution and when to end."""
-
-  temperature: Temperature  # 0: greedy
-  top_k: NonNegativeInt  # keep the k likeliest tokens; 0: all
-  top_p: ranges.PositiveFraction  # keep the smallest set of probability >= top_p; 1: all
-  min_p: ranges.FractionBelowOne  # keep tokens so much as likely as the likeliest; 0: all
-  max_new_tokens: PositiveInt  # per response
-
-  def __post_init__(self):
-    ranges.check(self, "sampling")
-
-  @property
-  def whole(self) -> bool:
-    """Whether no token is left out."""
-    return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
 
 def row_key(seed: jax.Array, prompt: jax.Array, sample: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ from typing import Any
 
 from gspo_jax.data import tokenizer
 from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.sampling import SamplingConfig
 from gspo_jax.serving.limits import Limits, Refused
+from gspo_jax.settings.sampling import SamplingConfig
 
 SEEDS = 2**32
 

@@ -1,14 +1,16 @@
 """Checks of a configuration's sections against each other, before any device is touched."""
 
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gspo_jax import offline
-from gspo_jax.rollouts import multipliers, schedules
-from gspo_jax.sampling.sampler import MOST_KEPT
+from gspo_jax.settings import constraint_checks, offline_checks, schedule_checks
+from gspo_jax.settings.sampling import MOST_KEPT
+
+if TYPE_CHECKING:
+  from gspo_jax.settings.run import RunConfig
 
 
-def check(c: Any) -> None:
+def check(c: "RunConfig") -> None:
   """ValueError for what can be seen to be wrong; `c` is a `config.RunConfig`."""
   c.critic.check_with(c.objective, c.rl, c.data, c.environment, c.distillation.alone)
   c.distillation.check_with(c)
@@ -20,13 +22,13 @@ def check(c: Any) -> None:
   _sampling(c)
   _environment(c)
   _objective(c)
-  multipliers.check(c)
-  schedules.check(c)
+  constraint_checks.check(c)
+  schedule_checks.check(c)
   if c.job == "offline":
-    offline.check(c)
+    offline_checks.check(c)
 
 
-def check_devices(c: Any, batch_shards: int) -> None:
+def check_devices(c: "RunConfig", batch_shards: int) -> None:
   """ValueError where rows of a step do not divide over the devices that share them."""
   rows = c.rl.prompts * c.rl.group_size // (c.rl.minibatches * c.rl.microbatches)
   of_rl = "rl.prompts × rl.group_size / (rl.minibatches × rl.microbatches)"
@@ -41,7 +43,7 @@ def check_devices(c: Any, batch_shards: int) -> None:
     )
 
 
-def _batches(c: Any) -> None:
+def _batches(c: "RunConfig") -> None:
   rl, rows = c.rl, c.rl.prompts * c.rl.group_size
   _require(
     rl.prompts % rl.minibatches == 0,
@@ -64,7 +66,7 @@ def _batches(c: Any) -> None:
   )
 
 
-def _data(c: Any) -> None:
+def _data(c: "RunConfig") -> None:
   for key, task in (("checks", "calculator"), ("skipped_work", "arithmetic")):
     _require(
       not (getattr(c.data, key) and c.data.train) or f"{task}:" in c.data.train,
@@ -73,7 +75,7 @@ def _data(c: Any) -> None:
     )
 
 
-def _lengths(c: Any) -> None:
+def _lengths(c: "RunConfig") -> None:
   for key, window in (
     ("data.max_prompt_tokens + sampling.max_new_tokens", c.sampling.max_new_tokens),
     ("data.max_prompt_tokens + eval.max_new_tokens", c.eval.max_new_tokens),
@@ -86,7 +88,7 @@ def _lengths(c: Any) -> None:
     )
 
 
-def _job(c: Any) -> None:
+def _job(c: "RunConfig") -> None:
   _require(
     c.profile <= (c.has_iterations and c.rl.iterations),
     f"profile={c.profile} is no iteration: job={c.job!r} has "
@@ -112,7 +114,7 @@ def _job(c: Any) -> None:
   )
 
 
-def _ahead(c: Any) -> None:
+def _ahead(c: "RunConfig") -> None:
   samples, axes = c.has_iterations and c.sampled_share > 0, "data fsdp expert tensor".split()
   nothing = f"job={c.job!r}" + (f" and offline.fresh={c.offline.fresh}" * (c.job == "offline"))
   _require(
@@ -145,7 +147,7 @@ def _ahead(c: Any) -> None:
   )
 
 
-def _sampling(c: Any) -> None:
+def _sampling(c: "RunConfig") -> None:
   _require(
     not c.has_iterations or c.sampling.temperature > 0,
     "sampling.temperature=0: the greedy responses of a group are equal and teach nothing",
@@ -174,7 +176,7 @@ def _sampling(c: Any) -> None:
   )
 
 
-def _environment(c: Any) -> None:
+def _environment(c: "RunConfig") -> None:
   for key in ("format_weight", "overlong_weight", "false_positive", "false_negative", "partial"):
     _require(
       not (c.environment.name and getattr(c.reward, key)),
@@ -210,7 +212,7 @@ def _environment(c: Any) -> None:
   )
 
 
-def _objective(c: Any) -> None:
+def _objective(c: "RunConfig") -> None:
   kind, name = c.objective.advantage_kind, c.objective.name
   _require(
     (name == "spo") == (kind == "soft"),

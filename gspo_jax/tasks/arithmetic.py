@@ -13,7 +13,6 @@ import contextlib
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,7 @@ def demonstration(
 
 
 @contextlib.contextmanager
-def open_verifier(config: Any) -> Iterator[Callable]:
+def open_verifier(config: object) -> Iterator[Callable]:
   """`verify` of many (see `gspo_jax.rewards`); there is nothing to configure."""
 
   def outcomes(responses, prompts, finished):

@@ -15,7 +15,7 @@ probability and goes on from the wrong number: the more lines, the less often th
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -69,8 +69,14 @@ def _line(label: int, number: int) -> str:
   return f"{_TENS[label // 10]}{label % 10}:{number % 10}{number // 10}"
 
 
+class Partial(Protocol):
+  """The section `reward`, as far as it is looked at here."""
+
+  partial: float  # of the value, what the share of right lines decides
+
+
 @contextlib.contextmanager
-def open_verifier(config: Any) -> Iterator[Callable]:
+def open_verifier(config: Partial) -> Iterator[Callable]:
   """`verify` of many (see `gspo_jax.rewards`): of the value, a share of `config.partial` is the
   share of right lines, and the rest goes to a right last line."""
 

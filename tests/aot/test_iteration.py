@@ -9,7 +9,8 @@ from configs import moe_aime
 from gspo_jax import sharding
 from gspo_jax.aot import iteration, programs
 from gspo_jax.aot.lengths import Lengths, default_mean
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.reading import from_dict
 
 
 def test_lengths_have_the_mean_that_was_asked_for():
@@ -55,7 +56,7 @@ def flagship(changes=None, /, **rl):
   config.data.max_prompt_tokens = 8
   config.rl.update(rl)
   config.update(changes or {})
-  return configuration.from_dict(config.to_dict())
+  return from_dict(config.to_dict())
 
 
 SIZES = dict(prompts=16, group_size=8, minibatches=4, microbatches=2, packed=False)
@@ -64,7 +65,7 @@ SIZES = dict(prompts=16, group_size=8, minibatches=4, microbatches=2, packed=Fal
 def test_an_iteration_is_the_sum_of_its_parts():
   config = flagship(**SIZES)
   case = programs.make_case(config, slots=64, mean_response=24)  # all of them are cut off
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   seconds = dict(train=10.0, score=3.0, publish=1.0, prefill=0.5, decode=0.25)
   rows = {name: dict(serial_s=s, binds="hbm") for name, s in seconds.items()}
   found = iteration.estimate(case, mesh, 8, rows)
@@ -86,7 +87,7 @@ def test_an_iteration_is_the_sum_of_its_parts():
 
 
 def test_recorded_responses_are_not_sampled():
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   rows = {name: dict(serial_s=1.0, idle_s=0.5, binds="hbm") for name in programs.PROGRAMS}
 
   def decoded(fresh):
@@ -112,7 +113,7 @@ def test_a_microbatch_has_a_row_of_each_device_at_least():
 
 def test_short_responses_leave_packed_microbatches_out():
   config = flagship(prompts=16, group_size=8, minibatches=2, microbatches=4, packed=True)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   rows = {name: dict(serial_s=1.0, binds="hbm") for name in programs.PROGRAMS}
 
   def updates(mean):

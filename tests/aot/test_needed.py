@@ -9,7 +9,8 @@ import pytest
 from configs import moe_aime
 from gspo_jax import sharding
 from gspo_jax.aot import estimate, needed, programs
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.reading import from_dict
 
 EXPERTS = 48 * 3 * 128 * 2048 * 768
 HEAD = 151_936 * 2048
@@ -19,13 +20,13 @@ POSITION = 48 * 2 * 4 * 128 * 2  # bytes of keys and values
 
 @pytest.fixture(scope="module")
 def mesh():
-  return sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  return sharding.make_mesh(MeshConfig(1, 2, 4, 1))
 
 
 def case(**options):
   config = moe_aime.get_config()
   config.update(compute=dict(remat="full"), engine=dict(slots=64, cache_dtype="bfloat16"))
-  return programs.make_case(configuration.from_dict(config.to_dict()), **options)
+  return programs.make_case(from_dict(config.to_dict()), **options)
 
 
 def test_a_decode_step_reads_weights_and_the_filled_cache_once(mesh):
@@ -58,7 +59,7 @@ def test_an_update_needs_state_weights_activations_and_gradients(mesh):
 def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
   config = moe_aime.get_config("tiny")
   config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
-  one = programs.make_case(configuration.from_dict(config.to_dict()))
+  one = programs.make_case(from_dict(config.to_dict()))
   weights = estimate.held(needed.sampled(one, mesh).blocks)
   written = (needed.of("prefill", one, mesh) - weights) / needed._position(one, mesh)
   assert written == pytest.approx(positions)

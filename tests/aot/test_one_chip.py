@@ -15,7 +15,7 @@ from gspo_jax import sharding
 from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import PROGRAMS, make_case, programs
 from gspo_jax.models import transformer
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(
@@ -27,7 +27,7 @@ def bytes_held(rank):
   """What stays on the device besides each program's own arrays, and the number of parameters."""
   given = gsm8k.get_config("tiny")
   given.update(rl=dict(lora_rank=rank), compute=dict(dtype="bfloat16"))
-  case = make_case(configuration.from_dict(given.to_dict()))
+  case = make_case(from_dict(given.to_dict()))
   mesh = sharding.make_mesh(case.config.mesh, jax.devices()[:1])
   with jax.set_mesh(mesh):
     found = {name: estimate.held(one.held) for name, one in programs(case, mesh, PROGRAMS)}

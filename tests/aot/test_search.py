@@ -10,20 +10,20 @@ from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, search, search_rollout, search_training
 from gspo_jax.aot.programs import make_case
 from gspo_jax.models import transformer
-from gspo_jax.settings import run as configuration
-from gspo_jax.sharding import MeshConfig
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.reading import from_dict
 from gspo_jax.system.accelerators import GIB
 
 START = search_training.Choice(MeshConfig(1, 2, 4, 1), 1, "full", 1024, 16)
 
 
 def tiny_case(sequences=16, length=64):
-  config = configuration.from_dict(moe_aime.get_config("tiny").to_dict())
+  config = from_dict(moe_aime.get_config("tiny").to_dict())
   return make_case(config, sequences, length)
 
 
 def flagship():
-  return make_case(configuration.from_dict(moe_aime.get_config().to_dict()))
+  return make_case(from_dict(moe_aime.get_config().to_dict()))
 
 
 def least(seconds=1.0, gib=1.0):
@@ -145,7 +145,7 @@ def test_the_recommendation_can_be_pasted_into_a_configuration():
   choice = search_training.Choice(MeshConfig(1, 16, 4, 1), 2, "dots", 8192, 512)
   config = common.base()
   config.update(eval(f"dict({choice.lines()})"))
-  read = configuration.from_dict(config.to_dict())
+  read = from_dict(config.to_dict())
   assert read.mesh == choice.mesh and read.rl.microbatches == 2
   compute = read.compute
   assert (compute.remat, compute.expert_chunk, compute.logits_chunk) == ("dots", 8192, 512)
@@ -222,5 +222,5 @@ def test_the_recommendation_of_a_rollout_can_be_pasted():
   choice = search_rollout.Choice(1024, 12_582_912, 8192, "expert")
   config = common.base()
   config.update(eval(f"dict({choice.lines()})"))
-  read = configuration.from_dict(config.to_dict())
+  read = from_dict(config.to_dict())
   assert search_rollout.start_of(make_case(read)) == dataclasses.replace(choice, slots=512)

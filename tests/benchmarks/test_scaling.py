@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from gspo_jax.settings.mesh import MeshConfig
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
@@ -126,7 +128,7 @@ def test_a_decoding_step_reads_weights_and_cache_once():
 @pytest.mark.long
 def test_gpu_programs_run_at_toy_size(task):
   spec = gpu.make_spec("dense", task, toy=True) | dict(experts="auto")
-  one = sharding.MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
+  one = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
   with jax.set_mesh(sharding.make_mesh(one, jax.devices()[:1])):
     found = getattr(gpu_ours, task)(spec)
   assert found["seconds"] > 0

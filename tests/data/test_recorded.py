@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspo_jax.data import recorded, tokenizer
-from gspo_jax.data.files import DataError
+from gspo_jax.settings.data import DataError
 
 TOK = tokenizer.load("bytes")
 STOP = TOK.stop_ids[0]

@@ -8,7 +8,8 @@ import pytest
 from support.configs import config_of
 
 from configs import common
-from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, choose
+from gspo_jax.evaluation.benchmarks import Benchmark, choose
+from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.structs import Prompt
 
 SET = BenchmarkConfig(**common.benchmark(samples=3))

@@ -14,12 +14,14 @@ from support.small_models import DENSE, initial
 from gspo_jax import rewards, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation import elo, resume
-from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig, EvalConfig
+from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.evaluation.statistics import pass_at_k
 from gspo_jax.models import transformer
 from gspo_jax.sampling import LocalEngine
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.sampling import DEFAULT
 from gspo_jax.structs import Prompt
 
 MODEL = dataclasses.replace(DENSE, vocab_size=264)
@@ -287,7 +289,7 @@ def test_evaluation_holds_conversations():
 
 
 def test_checksum_does_not_depend_on_the_layout(params):
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 4, 1, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 4, 1, 2))
   layout = transformer.shardings(MODEL, sharding.TRAIN, mesh)
   with jax.set_mesh(mesh):
     spread = resume.checksums(jax.device_put(params, layout))

@@ -10,7 +10,7 @@ from support.configs import values_of
 from configs import tiny, tiny_tools
 from gspo_jax import train
 from gspo_jax.run import open_run
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 SMALL_VALUES = {
   key: int(text)
@@ -41,7 +41,7 @@ SMALL_VALUES = {
 def test_nothing_is_compiled_twice(get_config, changes, tmp_path, caplog):
   mesh = dict(mesh__data=1, mesh__fsdp=2, mesh__expert=2, mesh__tensor=2)
   values = values_of(get_config, **(SMALL_VALUES | mesh | changes | dict(rl__iterations=1)))
-  config = configuration.from_dict(values)
+  config = from_dict(values)
   with (
     open_run(config, tmp_path) as run,
     caplog.at_level(logging.WARNING),

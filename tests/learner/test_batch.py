@@ -5,10 +5,11 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, train_batch
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.structs import Rollout, TrainBatch
 
 T = 5
-ONE = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+ONE = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
 
 
 def batch(rows, old):

@@ -17,15 +17,17 @@ from configs import common, tiny_ppo
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer, packing
-from gspo_jax.learner.critic import Critic, CriticConfig
+from gspo_jax.learner.critic import Critic
 from gspo_jax.learner.objective import policy_loss
-from gspo_jax.learner.optimizer import OptimizerConfig
 from gspo_jax.learner.state import abstract_state, new_state, with_critic
 from gspo_jax.learner.step import log_probs, make_rl_step
 from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
 from gspo_jax.models import transformer
 from gspo_jax.models.critic import values as head_values
 from gspo_jax.runs.checkpoint import restore_state, save_state
+from gspo_jax.settings.critic import CriticConfig
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.training import OptimizerConfig
 
 MODEL = SMALLER_DENSE
 HEAD = CriticConfig(**(common.base().critic.to_dict() | dict(name="head", trunk_coef=0.5)))
@@ -34,7 +36,7 @@ PPO = dataclasses.replace(GSPO, name="ppo_clip", old_logp="sampler", volatility=
 PPO = dataclasses.replace(PPO, clip_low=0.2, clip_high=0.2)
 RATES = common.optimizer(learning_rate=3e-3).to_dict() | dict(warmup_steps=0)
 TX = optimizer.make(OptimizerConfig(**RATES), 9)
-MESH = sharding.MeshConfig(1, 1, 1, 1)
+MESH = MeshConfig(1, 1, 1, 1)
 
 
 def critic_of(config, updates=1, learning_rate=3e-3):
@@ -68,7 +70,7 @@ def batch():
 
 def updated(config, shape=(1, 1, 1, 1), microbatches=1, packed=False, updates=1, **numbers):
   """The state before and after updates on one batch, on the host, and their metrics."""
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+  mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
   critic = critic_of(config, **numbers)
   step = make_rl_step(learner(MODEL, microbatches=microbatches), PPO, TX, critic)
   one = batch().replace(reward_BT=None)
@@ -224,7 +226,7 @@ def test_a_sharded_update_is_that_of_one_device():
 
 def test_a_state_with_a_critic_is_restored_bit_for_bit(tmp_path):
   """And one without has nothing more in its checkpoint than before there were critics."""
-  mesh, critic = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2)), critic_of(OWN)
+  mesh, critic = sharding.make_mesh(MeshConfig(1, 2, 2, 2)), critic_of(OWN)
   with jax.set_mesh(mesh):
     policy, params = on(mesh, OWN)
     state = with_critic(new_state(policy, TX), params, critic.tx)

@@ -13,8 +13,8 @@ from support.configs import config_of
 from configs import tiny
 from gspo_jax import train
 from gspo_jax.learner import adaptive_clip, batch, optimizer
-from gspo_jax.learner.adaptive_clip import AdaptiveClipConfig
 from gspo_jax.run import open_run
+from gspo_jax.settings.objective import AdaptiveClipConfig
 from gspo_jax.structs import TrainBatch, TrainState
 from gspo_jax.system import preemption
 

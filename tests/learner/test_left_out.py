@@ -12,6 +12,7 @@ from support.small_updates import GSPO, SGD, after, learner, make_batch, rl_step
 
 from gspo_jax import sharding
 from gspo_jax.learner.state import new_state
+from gspo_jax.settings.mesh import MeshConfig
 
 LENGTHS = (5, 20, 3, 4, 9, 4, 12, 6)
 OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=0.2)
@@ -65,7 +66,7 @@ def test_a_mini_batch_of_masked_responses_changes_nothing():
 
 def test_without_a_token_an_optimizer_does_not_follow_its_momentum():
   step, whole = rl_step(learner(DENSE), OBJECTIVE, optax.adamw(1e-2)), batch()
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
     state = new_state(initial(DENSE), optax.adamw(1e-2))
     whole = sharding.put_batch(whole, mesh)

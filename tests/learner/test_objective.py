@@ -13,14 +13,10 @@ from support import objectives_reference as paper
 
 from configs import common, dense_math, moe_aime, tiny, tiny_tools
 from gspo_jax import objectives as O
-from gspo_jax.learner.objective import (
-  CorrectionConfig,
-  ObjectiveConfig,
-  effective,
-  options_of,
-  policy_loss,
-)
-from gspo_jax.settings import run as configuration
+from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.step import learner_of
+from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective, options_of
+from gspo_jax.settings.reading import from_dict
 from gspo_jax.structs import TrainBatch
 
 LOSSES = O.POLICY_LOSSES
@@ -48,7 +44,7 @@ def configured(config=common.base, **keys):
   values = config()
   flat = {key.replace("__", "."): value for key, value in keys.items()}
   values.update_from_flattened_dict({f"objective.{key}": value for key, value in flat.items()})
-  return configuration.from_dict(values.to_dict())
+  return from_dict(values.to_dict())
 
 
 def batch(**changes):
@@ -175,7 +171,7 @@ def test_a_configuration_in_json_is_the_same_configuration():
   for name in LOSSES:
     config = configured(name=name, old_logp="recompute", correction__name="masked")
     values = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert configuration.from_dict(values) == config
+    assert from_dict(values) == config
 
 
 REFUSED = [
@@ -251,14 +247,14 @@ def test_a_files_options_have_to_be_the_losses():
     values = common.base()
     values.update(objective=dict(tuned=tuned))
     with pytest.raises(ValueError, match=message):
-      configuration.from_dict(values.to_dict())
+      from_dict(values.to_dict())
 
 
 def test_responses_are_divided_by_what_they_have_at_most():
-  assert configured(name="dr_grpo").learner("rl").response_tokens == 10
+  assert learner_of(configured(name="dr_grpo"), "rl").response_tokens == 10
   values = common.base()
   values.update(sampling=dict(max_new_tokens=24), objective=dict(name="dr_grpo"))
-  assert configuration.from_dict(values.to_dict()).learner("rl").response_tokens == 24
+  assert learner_of(from_dict(values.to_dict()), "rl").response_tokens == 24
   config = objective("dr_grpo")
   losses = [policy_loss(config, CASE["logp"], ENTROPY, batch(), n)[0].compute() for n in (10, 20)]
   assert losses[0] == pytest.approx(2 * float(losses[1]), rel=1e-6)

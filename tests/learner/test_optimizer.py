@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspo_jax.learner.optimizer import OptimizerConfig, last_rate, rates
+from gspo_jax.learner.optimizer import last_rate, rates
+from gspo_jax.settings.training import OptimizerConfig
 
 CONFIG = OptimizerConfig(
   learning_rate=1e-3, schedule="linear", warmup_steps=0, final_fraction=0.1, b1=0.9, b2=0.95,

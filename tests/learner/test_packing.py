@@ -36,6 +36,7 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.batch import in_rollout_order, minibatches
 from gspo_jax.learner.state import new_state
 from gspo_jax.runs import nonfinite
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.structs import TrainBatch
 
 
@@ -179,7 +180,7 @@ def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
   ends = 1 + np.arange(rows) * 7 % T
   segments = (np.arange(T)[None] < ends[:, None]).astype(np.int32)
   batch = TrainBatch(segments, segments, segments.astype(np.float32), old[:, 0], old, old)
-  mesh = sharding.make_mesh(sharding.MeshConfig(4, 1, 1, 1), jax.devices()[:4])
+  mesh = sharding.make_mesh(MeshConfig(4, 1, 1, 1), jax.devices()[:4])
   parts = minibatches(batch, 2, prompts=8, group_size=4, mesh=mesh, packed=True)
   assert not (parts[0].order_B == np.arange(16)).all()
   ratios = [2 * p.old_logp_BT + 1 for p in parts]

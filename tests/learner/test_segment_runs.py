@@ -5,9 +5,9 @@ import json
 import jax
 import numpy as np
 import pytest
+from learner.test_epochs import SMALL, interrupt, rewards  # noqa: F401 (used by name)
+from learner.test_epochs import run as run_of
 from support.command_line import figures, rows_of
-from test_epochs import SMALL, interrupt, rewards  # noqa: F401 (used by name)
-from test_epochs import run as run_of
 
 from gspo_jax.system import preemption
 

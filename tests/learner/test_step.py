@@ -30,6 +30,7 @@ from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 
 TX = optax.adamw(1e-2)
@@ -243,7 +244,7 @@ def test_a_sharded_update_is_the_update_of_one_device(shape):
   expected, row = rl_step(learner(MOE), GSPO, TX)(
     new_state(jax.tree.map(jnp.copy, params), TX), batch
   )
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     sharded = jax.device_put(params, transformer.shardings(MOE, sharding.TRAIN, mesh))
     state = new_state(sharded, TX)
@@ -400,7 +401,7 @@ def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
   moved = drifted(params)
   expected = first_metrics(moved, batch, objective)
   rows = [first_metrics(moved, batch, objective, microbatches=4)]
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
     shardings = transformer.shardings(MOE, sharding.TRAIN, mesh)
     on_mesh = sharding.put_batch(sampled, mesh)
@@ -456,7 +457,7 @@ def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_b
 
 @pytest.mark.parametrize("shape, microbatches", [((1, 1, 8, 1), 1), ((1, 2, 2, 2), 2)], ids=str)
 def test_the_state_keeps_the_declared_shardings(shape, microbatches):
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     shardings = transformer.shardings(MOE, sharding.TRAIN, mesh)
     specs = [declared.spec for declared in jax.tree.leaves(shardings)]

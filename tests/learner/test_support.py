@@ -16,6 +16,7 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.batch import train_batch
 from gspo_jax.models import transformer
 from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 
 G = 4
@@ -61,7 +62,7 @@ def test_log_probs_are_normalised_over_the_support(model, mesh):
   if mesh is None:
     found = find(params, model, hidden_BTD, tokens_BT, support_BTX=support_BTX)
   else:
-    mesh = sharding.make_mesh(sharding.MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
+    mesh = sharding.make_mesh(MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
     with jax.set_mesh(mesh):
       params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
       arrays = sharding.put_batch((hidden_BTD, tokens_BT, support_BTX), mesh)
@@ -155,7 +156,7 @@ def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
     group_size=G, prompt_tokens=5, response_tokens=11, temperature=0.8, microbatches=2
   )
   score = score_pass(learner(SMALLER_DENSE, **settings))
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+  mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
 
   def difference(batch):
     with jax.set_mesh(mesh):

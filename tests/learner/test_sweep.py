@@ -12,10 +12,11 @@ from support.small_updates import ALL_TERMS, learner
 from configs import tiny
 from gspo_jax import train
 from gspo_jax.learner import optimizer
-from gspo_jax.learner.objective import CorrectionConfig, ObjectiveConfig, effective
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.run import open_run
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective
+from gspo_jax.settings.reading import from_dict
+from gspo_jax.settings.training import OptimizerConfig
 
 SMALL = dict(
   job="rl",
@@ -60,7 +61,7 @@ def condition(workdir, *changes):
   values = tiny.get_config()
   for change in (SMALL, dict(objective=dict(entropy_coef=0.1)), *changes):
     values.update(change)
-  with open_run(configuration.from_dict(values.to_dict()), workdir) as run:
+  with open_run(from_dict(values.to_dict()), workdir) as run:
     train.train(run, run.initial_params)
 
 
@@ -83,7 +84,7 @@ def test_numbers_do_not_make_another_program():
   assert first.numbers != second.numbers
 
 
-RATES = optimizer.OptimizerConfig(
+RATES = OptimizerConfig(
   learning_rate=1e-2, schedule="linear", warmup_steps=2, final_fraction=0.1, b1=0.9, b2=0.95,
   eps=1e-8, weight_decay=0.1, clip_norm=1.0,
 )  # fmt: skip

@@ -15,6 +15,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import blocks as attention_blocks
 from gspo_jax.models.attention.attention import Scores
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE, tiny_dense
 
 
@@ -250,7 +251,7 @@ def test_on_a_mesh_as_on_one_device(name):
     return jnp.sin(transformer.forward(params, config, tokens, compute=compute).hidden_BTD).sum()
 
   expected = jax.jit(jax.value_and_grad(loss), static_argnums=2)(params, tokens, REFERENCE)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
     placed = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
     step = jax.jit(jax.value_and_grad(loss), static_argnums=2)

@@ -13,7 +13,8 @@ from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.experts import decode, moe
-from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE, MeshConfig
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
 
 X, K, E, D, F = 40, 2, 8, 16, 12
 

@@ -15,9 +15,11 @@ from gspo_jax import sharding
 from gspo_jax.learner.state import abstract_state, new_state, with_adapters
 from gspo_jax.models import hf, lora, transformer, weights
 from gspo_jax.runs import checkpoint
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.training import CheckpointConfig
 
 RANK = 3
-CHECKPOINTS = checkpoint.CheckpointConfig("", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
+CHECKPOINTS = CheckpointConfig("", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
 ADAM = optax.adamw(1e-2)
 TOKENS = np.arange(12).reshape(2, 6)
 ONE = (1, 1, 1, 1)
@@ -47,7 +49,7 @@ def two_updates(name, shape):
 
 
 def make_mesh(shape):
-  return sharding.make_mesh(sharding.MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+  return sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
 
 
 @pytest.mark.parametrize("name", MODELS)

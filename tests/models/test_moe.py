@@ -12,6 +12,7 @@ from support.small_models import SMALLER_MOE, forward, initial
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import blocks, groups, moe
+from gspo_jax.settings.mesh import MeshConfig
 
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
 
@@ -75,7 +76,7 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
     return y.reshape(48, -1)
 
   expected = scalar(plain, index)(x, gate, w)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 4, 1))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   with jax.set_mesh(mesh):
     split = jax.tree.map(lambda _: sharding.P("expert", "fsdp"), w)
     placed = jax.tree.map(lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s)), w, split)

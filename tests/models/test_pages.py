@@ -13,6 +13,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.attention import pages
 from gspo_jax.models.attention.blocks import Scores
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.sharding import P
 
@@ -56,7 +57,7 @@ def test_a_model_decodes_with_the_kernel_as_without_a_cache():
   start = 31
   params = initial(model)
   expected = transformer.forward(params, model, jnp.asarray(tokens)).hidden_BTD
-  mesh = sharding.make_mesh(sharding.MeshConfig(2, 1, 2, 2))
+  mesh = sharding.make_mesh(MeshConfig(2, 1, 2, 2))
 
   @jax.jit
   def decode(params, tokens):

@@ -14,6 +14,7 @@ from support.small_models import MOE
 from gspo_jax import sharding
 from gspo_jax.models import remat as remat_policies
 from gspo_jax.models import transformer
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.system import accelerators
 
@@ -106,7 +107,7 @@ def test_auto_keeps_what_fits_beside_the_training_state(memory, chosen, monkeypa
   of_both = inputs + remat_policies.kept(CONFIG, "both", 4)
   needed = 10_000 * remat_policies.STATE + 1000 * of_both
   monkeypatch.setattr(accelerators, "memory", lambda kind: memory * needed / remat_policies.ROOM)
-  with jax.set_mesh(sharding.make_mesh(sharding.MeshConfig(1, 8, 1, 1))):
+  with jax.set_mesh(sharding.make_mesh(MeshConfig(1, 8, 1, 1))):
     assert remat_policies.choose(CONFIG, compute, 1000, 10_000) == chosen
 
 

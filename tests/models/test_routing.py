@@ -17,6 +17,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.experts import moe, routing
 from gspo_jax.objectives import reductions
+from gspo_jax.settings.mesh import MeshConfig
 
 # Experts of three layers, in two scans.
 MODEL = dataclasses.replace(MOE, num_layers=4, mlp_only_layers=(1,), intermediate_size=32)
@@ -242,7 +243,7 @@ def test_recording_changes_no_token_and_a_row_does_not_depend_on_the_others():
 )
 def test_every_mesh_records_the_same_routes(shape):
   base = sample()
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT_SLICE, mesh))
     np.testing.assert_array_equal(sample(params).routing, base.routing)
@@ -257,7 +258,7 @@ def test_a_dense_model_has_no_routes():
 
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2)], ids=str)
 def test_the_cache_keeps_its_sharding_through_prefill_and_decoding(shape):
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
     tokens = sharding.put_batch(np.concatenate([TOKENS, TOKENS]), mesh)

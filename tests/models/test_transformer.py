@@ -15,8 +15,9 @@ from gspo_jax.models import transformer
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.sampling import generate
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
+from gspo_jax.settings.sampling import DEFAULT
 
 TINY = dict(
   hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16
@@ -99,7 +100,7 @@ def test_packed_segments_equal_separate_rows(config):
 def test_every_mesh_gives_the_loss_and_gradients_of_one_device(config, shape):
   params, tokens = initial(config), tokens_of(config)
   expected, gradient = single_device(config)
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     sharded = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
     batch = sharding.put_batch(tokens, mesh)
@@ -121,7 +122,7 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
   monkeypatch.setattr(transformer, "UNROLLED", 0)
   got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, config, t))(params, tokens)
   chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 4, 2, 1))
+  mesh = sharding.make_mesh(MeshConfig(1, 4, 2, 1))
   with jax.set_mesh(mesh):
     sharded = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
     step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
@@ -132,7 +133,7 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
 @pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])
 def test_published_parameters_are_the_same_in_the_rollout_layout(config):
   params = initial(config)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
     training = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
     layout = transformer.shardings(config, sharding.ROLLOUT, mesh)
@@ -195,15 +196,15 @@ def test_bfloat16_stays_near_float32():
 
 
 def test_a_weight_that_the_mesh_does_not_divide_is_named():
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 8))
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 8))
   with pytest.raises(ValueError, match=r"blocks\.0\.attention\.q.*N=4.*mesh\.tensor=8"):
     transformer.shardings(MOE, sharding.TRAIN, mesh)
 
 
 def test_mesh_sizes_must_multiply_to_the_devices():
   with pytest.raises(ValueError, match=r"mesh\.fsdp=3.*8 are there"):
-    sharding.make_mesh(sharding.MeshConfig(1, 3, 1, 1))
-  assert sharding.make_mesh(sharding.MeshConfig(-1, 2, 1, 2)).shape["data"] == 2
+    sharding.make_mesh(MeshConfig(1, 3, 1, 1))
+  assert sharding.make_mesh(MeshConfig(-1, 2, 1, 2)).shape["data"] == 2
 
 
 def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
@@ -242,7 +243,7 @@ def test_windows_do_not_depend_on_how_prompts_are_prefilled(shape, monkeypatch):
   if shape is None:
     rollout = generate(params, GEMMA, prompts, **options)
   else:
-    mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+    mesh = sharding.make_mesh(MeshConfig(*shape))
     with jax.set_mesh(mesh):
       placed = jax.device_put(params, transformer.shardings(GEMMA, sharding.ROLLOUT, mesh))
       rollout = generate(placed, GEMMA, prompts, **options)

@@ -12,6 +12,7 @@ from support.sandboxes import needs_namespaces
 
 from gspo_jax import rewards
 from gspo_jax.rewards import shaping, string_match, user_function
+from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
 
 
@@ -165,9 +166,9 @@ def test_responses_without_prompts_are_an_error():
     score(["a", "b"], ["a"])
 
 
-@pytest.mark.parametrize("name", rewards.VERIFIERS)
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_verifiers_say_what_they_find(name):
-  outcomes = importlib.import_module(rewards.VERIFIERS[name]).OUTCOMES
+  outcomes = importlib.import_module(VERIFIERS[name]).OUTCOMES
   assert {"right", "wrong"} <= set(outcomes)
   with rewards.open_scorer(config(name)) as scorer:
     assert scorer([], []).outcomes == dict.fromkeys(outcomes, 0)

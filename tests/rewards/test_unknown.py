@@ -15,6 +15,7 @@ from gspo_jax import rewards
 from gspo_jax.rewards import math_answer, string_match, thought
 from gspo_jax.rewards.pool import Failure
 from gspo_jax.rewards.programs import cases
+from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
 
 RAISED = [OSError(28, "No space left"), RecursionError(), MemoryError(), ValueError("a\nb")]
@@ -39,7 +40,7 @@ def broken(monkeypatch):
 
   module.OUTCOMES, module.open_verifier, module.calls = ("right", "wrong"), open_verifier, calls
   monkeypatch.setitem(sys.modules, "broken", module)
-  monkeypatch.setitem(rewards.VERIFIERS, "string", "broken")
+  monkeypatch.setitem(VERIFIERS, "string", "broken")
   return module
 
 

@@ -19,16 +19,8 @@ from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.metrics import environment_metrics
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import (
-  Driver,
-  LocalEngine,
-  Response,
-  SamplingConfig,
-  SingleTurn,
-  Trajectory,
-  Workload,
-)
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling import Driver, LocalEngine, Response, SingleTurn, Trajectory, Workload
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 

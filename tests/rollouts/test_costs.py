@@ -1,17 +1,19 @@
 """Costs of conversations: who pays, where, once, and what goes on as it was without."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
 import numpy as np
 import pytest
+from rollouts.test_collector import MIXED, Counting, G, collector, groups, iterate
 from support.configs import config_of
-from test_collect import MIXED, Counting, G, collector, groups, iterate
 
 from configs import common, tiny_agents, tiny_offline, tiny_tools
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.rollouts import costs
+from gspo_jax.rollouts.advantages import advantages
 from gspo_jax.rollouts.collector import Group
 from gspo_jax.rollouts.metrics import environment_metrics
 from gspo_jax.runs.metrics import Stopwatch
@@ -316,7 +318,7 @@ def test_a_group_of_right_conversations_prefers_the_cheaper():
     talks = [asked(*SHORT), asked(*CHECKED), asked(*SHORT)]
     reward_G = costs.charge(talks, priced(call_cost=0.1 * seed))
     rounds.append(Group(None, talks, ["", "", ""], reward_G, np.ones(3, np.float32)))
-  advantage = config_of(tiny_agents.get_config).objective.advantages
+  advantage = functools.partial(advantages, config_of(tiny_agents.get_config).objective)
   free, paid = (advantage(g.reward_G[None], g.known_G[None])[0] for g in rounds)
   assert not free.any() and not rounds[1].mixed
   assert paid[0] == paid[2] > 0 > paid[1]

@@ -7,10 +7,10 @@ import signal
 import jax
 import numpy as np
 import pytest
+from rollouts.test_collector import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
+from rollouts.test_collector import G as SIZE
 from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
 from support.configs import config_of, reward_config
-from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
-from test_collect import G as SIZE
 
 from configs import common, tiny_constrained
 from gspo_jax import objectives as O
@@ -24,6 +24,7 @@ from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
 from gspo_jax.sampling.trajectory import recorded_turn
+from gspo_jax.settings.rewards import ConstraintConfig, CostSignal, RewardSignal
 from gspo_jax.structs import Prompt
 
 P, G = 5, 4
@@ -32,10 +33,10 @@ P, G = 5, 4
 def section(rewards=(), costs=(), reward_weight=1.0):
   """A ConstraintConfig of these entries, {name: changes}."""
   build = lambda cls, make, entries: {n: cls(**make(**e)) for n, e in dict(entries).items()}  # noqa: E731
-  return constraints.ConstraintConfig(
+  return ConstraintConfig(
     reward_weight,
-    build(constraints.RewardSignal, common.extra_reward, rewards),
-    build(constraints.CostSignal, common.cost, costs),
+    build(RewardSignal, common.extra_reward, rewards),
+    build(CostSignal, common.cost, costs),
   )
 
 

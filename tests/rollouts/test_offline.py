@@ -8,9 +8,9 @@ import signal
 
 import numpy as np
 import pytest
+from rollouts.test_collector import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
 from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
 from support.configs import config_of
-from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
 
 from configs import common, tiny_offline, tiny_rft
 from gspo_jax import offline, train

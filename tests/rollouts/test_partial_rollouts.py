@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-import test_collect
-from test_collect import ENGINE, NEW, PARAMS, Counting, collector, iterate
+from rollouts import test_collector
+from rollouts.test_collector import ENGINE, NEW, PARAMS, Counting, collector, iterate
 
 from gspo_jax.runs.metrics import Stopwatch
 
@@ -23,7 +23,7 @@ def test_short_responses_are_trained_on_by_the_policy_that_sampled_them(extra_pr
   """All are finished when the host looks for the first time, and none is put aside: with as many
   extra prompts as prompts, every second iteration would have nothing to sample."""
   whole = dataclasses.replace(ENGINE, slots=0, steps=NEW)
-  monkeypatch.setattr(test_collect, "ENGINE", whole)
+  monkeypatch.setattr(test_collector, "ENGINE", whole)
   out, (left, _) = iterate(4, extra_prompts=extra_prompts)
   for one in out:
     assert len(one.groups) == P and one.usage.tokens == one.rollout.lengths.sum()
@@ -82,7 +82,7 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
 
   monkeypatch.setattr(engine, "step", look)
   iterate(4, made=(made, engine))
-  assert max(most) == P * test_collect.G == made._workload.trajectories
+  assert max(most) == P * test_collector.G == made._workload.trajectories
 
 
 @pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])

@@ -17,7 +17,7 @@ from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.sampling import DEFAULT
 from gspo_jax.structs import Prompt
 
 G, NEW, BREAK = 4, 24, 45  # tokens from there on are line breaks, those below a letter

@@ -13,19 +13,20 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from rollouts.test_collector import OTHER, PARAMS, Counting, collector, groups, iterate
+from rollouts.test_partial_rollouts import surplus
 from support.configs import config_of
 from support.small_models import MOE
-from test_collect import OTHER, PARAMS, Counting, collector, groups, iterate
-from test_partial_rollouts import surplus
 
 from configs import common
 from gspo_jax import sharding
-from gspo_jax.learner.step import log_probs
+from gspo_jax.learner.step import learner_of, log_probs
 from gspo_jax.models import transformer
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.pipeline import Pipeline, read
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import SingleTurn
+from gspo_jax.settings.mesh import MeshConfig, RolloutMeshConfig
 from gspo_jax.system import preemption
 from gspo_jax.train import place
 
@@ -40,7 +41,7 @@ def weights(version):
 
 def elsewhere():
   """A mesh of a device that nothing else is on, and what brings weights there."""
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[-1:])
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[-1:])
   layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)
   read = transformer.dtypes(MOE, "float32")
   return dict(rollout_mesh=mesh, publish=sharding.publisher_to(layout, read))
@@ -194,11 +195,11 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
     rl=dataclasses.replace(config.rl, lag=2),
     objective=dataclasses.replace(config.objective, replay="R3"),
   )
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   run = SimpleNamespace(config=config, environment=None, mesh=mesh)
   fields = "step version reward_PG advantage_PG advantage_BL usage metrics".split()
   mixed = made.again(first, **{name: getattr(new[0][0], name) for name in fields})
-  score = jax.jit(lambda batch: log_probs(PARAMS, batch, config.learner("rl"), "R3")[0])
+  score = jax.jit(lambda batch: log_probs(PARAMS, batch, learner_of(config, "rl"), "R3")[0])
   with jax.set_mesh(mesh):
     for batch in place(run, mixed, config.rl.minibatches):
       alone = score(batch.replace(prompt_B=None))
@@ -413,7 +414,7 @@ DEVICES = list(range(8))
   ],
 )
 def test_the_trainer_has_the_first_devices(mesh, rollout, expected):
-  both = sharding.MeshConfig(*mesh), sharding.RolloutMeshConfig(*rollout)
+  both = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
   trainer, sampler = sharding.make_meshes(*both)
   if not expected[1]:
     assert sampler is trainer and trainer.size == 8
@@ -434,7 +435,7 @@ def test_the_trainer_has_the_first_devices(mesh, rollout, expected):
   ],
 )
 def test_meshes_that_are_not_there_are_refused(mesh, rollout, message):
-  both = sharding.MeshConfig(*mesh), sharding.RolloutMeshConfig(*rollout)
+  both = MeshConfig(*mesh), RolloutMeshConfig(*rollout)
   with pytest.raises(ValueError, match=message):
     sharding.make_meshes(*both)
 

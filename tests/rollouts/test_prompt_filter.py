@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from gspo_jax.rollouts.prompt_filter import PromptFilter, QuerySetConfig
+from gspo_jax.rollouts.prompt_filter import PromptFilter
+from gspo_jax.settings.data import QuerySetConfig
 from gspo_jax.structs import Prompt
 
 PROMPTS = [Prompt(name, name, "", (1,)) for name in "abcd"]

@@ -13,6 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from rollouts.test_collector import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, tokenizer
 from support.command_line import (
   ROOT,
   SMALL,
@@ -27,13 +28,11 @@ from support.command_line import (
 )
 from support.configs import config_of
 from support.small_updates import learner, score_pass
-from test_collect import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, tokenizer
 from test_two_processes import free_port
 
 from configs import common, tiny_schedules
 from gspo_jax import paths, train
 from gspo_jax.data import growing
-from gspo_jax.data.files import DataError
 from gspo_jax.data.sources import Prompts
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
@@ -46,6 +45,7 @@ from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
+from gspo_jax.settings.data import DataError
 from gspo_jax.system.files import WriteError
 
 P = 4
@@ -617,8 +617,8 @@ import jax
 jax.distributed.initialize(
   os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"])
 )
-from test_schedules import append, growing, ids, lines, source_of
-from gspo_jax.data.files import DataError
+from rollouts.test_schedules import append, growing, ids, lines, source_of
+from gspo_jax.settings.data import DataError
 first, path = jax.process_index() == 0, pathlib.Path("rows.jsonl")
 path.write_text(lines(range(5 if first else 7)) + "{")  # the other one looks later
 passes = growing.Passes(source_of(path), seed=1)

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from gspo_jax.runs.alarms import AlarmConfig, Alarms
+from gspo_jax.runs.alarms import Alarms
+from gspo_jax.settings.training import AlarmConfig
 
 CONFIG = AlarmConfig(
   window=4, grad_norm=5.0, entropy=0.1, ratio=0.01, mismatch=1.0, reward=0.3, unknown=0.05

@@ -19,12 +19,12 @@ from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
 from gspo_jax.runs import checkpoint, integrity, mirror
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import files
 
 TX = optax.adamw(1e-3)
-CONFIG = checkpoint.CheckpointConfig(
-  directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0
-)
+CONFIG = CheckpointConfig(directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0)
 
 
 def state_on(mesh, model=MOE, seed=0):
@@ -34,7 +34,7 @@ def state_on(mesh, model=MOE, seed=0):
 
 
 def mesh_of(*sizes):
-  return sharding.make_mesh(sharding.MeshConfig(*sizes))
+  return sharding.make_mesh(MeshConfig(*sizes))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   with jax.set_mesh(mesh_of(1, 2, 2, 2)):
     saved = state_on(jax.sharding.get_mesh())
     save(tmp_path, saved, steps=(1, 2, 3))
-  sizes = sharding.MeshConfig(max(1, devices // 4), min(4, devices), 1, 1)
+  sizes = MeshConfig(max(1, devices // 4), min(4, devices), 1, 1)
   mesh = sharding.make_mesh(sizes, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     other = state_on(mesh, seed=1)

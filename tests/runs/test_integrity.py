@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.runs import checkpoint, integrity
+from gspo_jax.settings.training import CheckpointConfig
 
-CONFIG = checkpoint.CheckpointConfig(
-  directory="", every=1, keep=2, keep_every=0, best="score", grace_s=30.0
-)
+CONFIG = CheckpointConfig(directory="", every=1, keep=2, keep_every=0, best="score", grace_s=30.0)
 STATES = {
   step: {"x": np.random.default_rng(step).normal(size=3000).astype(np.float32), "n": np.int32(step)}
   for step in (1, 2)

@@ -27,6 +27,7 @@ from gspo_jax.learner.summary import summarize
 from gspo_jax.replay import main as replay_main
 from gspo_jax.runs import nonfinite
 from gspo_jax.runs.checkpoint import restore_state
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.structs import TrainBatch
 
 TX = optax.adam(1e-2)
@@ -98,7 +99,7 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
   assert (about["phase"], about["step"]) == ("sft", 2)
   (found,) = batches
   chex.assert_trees_all_equal(found, batch(2, bad=True))
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   like = abstract(jax.eval_shape(lambda: state), mesh)
   restored = restore_state(tmp_path / "failures" / "sft_000002" / "state", like)
   assert int(restored.step) == 1

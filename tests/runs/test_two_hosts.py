@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from gspo_jax.settings.training import CheckpointConfig
+
 if __name__ == "__main__":
   sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.small_models import DENSE
@@ -22,10 +24,11 @@ from test_two_processes import on_two_processes
 
 from gspo_jax import rewards
 from gspo_jax.data import tokenizer
-from gspo_jax.evaluation.benchmarks import Benchmark, BenchmarkConfig
+from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.runs import checkpoint, integrity, provenance
 from gspo_jax.sampling import Trajectory
+from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts, lock
 
@@ -69,7 +72,7 @@ def verdicts(process):
 
 
 def checkpoints_of(workdir):
-  config = checkpoint.CheckpointConfig("", 1, 1, 0, "score", 30.0)
+  config = CheckpointConfig("", 1, 1, 0, "score", 30.0)
   return checkpoint.Checkpointer(workdir, "rl", config)
 
 

@@ -13,12 +13,11 @@ from support.command_line import ROOT, SMALL, command, environment
 from gspo_jax.evaluation.resume import Unfinished
 from gspo_jax.runs import checkpoint, metrics, nonfinite, provenance
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import files
 
 ROW = dict(phase="rl", step=1, loss=2.0)
-CONFIG = checkpoint.CheckpointConfig(
-  directory="", every=1, keep=1, keep_every=0, best="", grace_s=30.0
-)
+CONFIG = CheckpointConfig(directory="", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
 STATE = dict(x=jnp.arange(2.0))
 
 
@@ -44,7 +43,7 @@ SAVE = """
 import sys, jax.numpy as jnp
 from gspo_jax.runs import checkpoint
 from gspo_jax.system import files
-config = checkpoint.CheckpointConfig("", 1, 1, 0, "", 30.0)
+config = CheckpointConfig("", 1, 1, 0, "", 30.0)
 checkpoints = checkpoint.Checkpointer(sys.argv[1], "rl", config)
 checkpoints.save(1, dict(x=jnp.arange(2.0)), {})
 checkpoints._wait()
@@ -86,7 +85,7 @@ def test_a_directory_that_cannot_be_made_lets_the_process_end(tmp_path):
 def test_a_save_that_failed_is_told_with_the_next_row(tmp_path, monkeypatch):
   """Not with the next save, which may be hours away; and the mirror's failures are the save's."""
   bucket = tmp_path / "bucket"
-  config = checkpoint.CheckpointConfig(**vars(CONFIG) | dict(directory=str(bucket)))
+  config = CheckpointConfig(**vars(CONFIG) | dict(directory=str(bucket)))
   (tmp_path / "run").mkdir()
   (tmp_path / "run" / "metrics.jsonl").write_text("{}")
   bucket.mkdir()

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from support.command_line import environment
 
-from gspo_jax.sampling import SamplingConfig
 from gspo_jax.sampling.servers import launch, wire
 from gspo_jax.sampling.servers.calls import (
   Call,
@@ -36,6 +35,7 @@ from gspo_jax.sampling.servers.sglang import SGLANG
 from gspo_jax.sampling.servers.starting import find_dialect
 from gspo_jax.sampling.servers.vllm import COMPLETIONS, VLLM
 from gspo_jax.sampling.servers.wire import Wire
+from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 
 CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)

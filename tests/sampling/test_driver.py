@@ -6,8 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gspo_jax.sampling import Driver, Response, SamplingConfig, Usage, Workload
+from gspo_jax.sampling import Driver, Response, Usage, Workload
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.structs import Prompt
 
 STOP = 9

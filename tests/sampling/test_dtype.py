@@ -10,9 +10,9 @@ from support.small_models import MODELS, initial
 
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
-from gspo_jax.sampling import LocalEngine, SamplingConfig, Workload, sample_rollout
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.sampling import LocalEngine, Workload, sample_rollout
 from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 BFLOAT16 = dataclasses.replace(REFERENCE, dtype="bfloat16")
 PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(8, 64, (8, 9)).tolist()]

@@ -10,10 +10,11 @@ from support.small_models import SMALLER_DENSE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling import Request, SamplingConfig, Workload, sampler
+from gspo_jax.sampling import Request, Workload, sampler
 from gspo_jax.sampling.local import own_sampling, slots
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 PLAIN = SamplingConfig(1.0, 0, 1.0, 0.0, 10)
 KINDS = [
@@ -75,9 +76,9 @@ def test_each_response_is_as_if_alone(params, alone):
 
 
 def test_on_a_mesh_too(params, alone):
-  mesh = sharding.make_mesh(sharding.MeshConfig(2, 2, 1, 2))
+  mesh = sharding.make_mesh(MeshConfig(2, 2, 1, 2))
   with jax.set_mesh(mesh):
-    rules = sharding.rollout_rules(sharding.MeshConfig(2, 2, 1, 2), mesh, 0)
+    rules = sharding.rollout_rules(MeshConfig(2, 2, 1, 2), mesh, 0)
     split = jax.device_put(params, transformer.shardings(SMALLER_DENSE, rules, mesh))
     same(run(scheduler(split, True, slots=4), asked()), alone)
 

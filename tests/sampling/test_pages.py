@@ -9,10 +9,12 @@ from support.small_models import GEMMA, MOE, initial
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling import Request, SamplingConfig, Workload
+from gspo_jax.sampling import Request, Workload
 from gspo_jax.sampling.local import under_way
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.sampling.requests import DEFAULT, sizes
+from gspo_jax.sampling.requests import sizes
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 STOP = (1, 2, 3)
 RNG = np.random.default_rng(0)
@@ -101,7 +103,7 @@ def test_the_first_response_of_a_group_keeps_what_it_has_to_itself():
 
 @pytest.mark.long
 def test_every_device_has_pages_of_its_own(expected):
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   shards = sharding.batch_shards(mesh)
   with jax.set_mesh(mesh):
     layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)

@@ -10,6 +10,7 @@ from support.small_models import MOE, initial, logits, next_logp
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling import generate
+from gspo_jax.settings.mesh import MeshConfig
 
 PARAMS = initial(MOE)
 STOP = (1, 2, 3)
@@ -100,7 +101,7 @@ def test_groups_of_the_same_prompt_are_one_larger_group():
 )
 def test_every_mesh_samples_the_same_tokens(shape):
   base = sample()
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
     out = sample(params=params)  # four prompts over eight or four devices: padded

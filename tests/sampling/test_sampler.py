@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gspo_jax.sampling import sampler
+from gspo_jax.settings.sampling import SamplingConfig
 
-PLAIN = sampler.SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=4)
+PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=4)
 
 
 def config(**changes):

@@ -10,10 +10,11 @@ from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
-from gspo_jax.sampling import EngineConfig, Request, SamplingConfig, Usage, Workload
+from gspo_jax.sampling import Request, Usage, Workload
 from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.sampling import DEFAULT, EngineConfig, SamplingConfig
 
 PARAMS = initial(MOE)
 PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=12)
@@ -95,9 +96,9 @@ MESHES = [(1, 2, 2, 2), *(pytest.param(m, marks=pytest.mark.long) for m in OTHER
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_nor_does_the_mesh(expected, shape):
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
-    rules = sharding.rollout_rules(sharding.MeshConfig(*shape), mesh, MOE.num_experts)
+    rules = sharding.rollout_rules(MeshConfig(*shape), mesh, MOE.num_experts)
     params = jax.device_put(PARAMS, transformer.shardings(MOE, rules, mesh))
     found = run(scheduler(params, slots=5, prefill_tokens=16), requests())
   same(found, expected)

@@ -12,18 +12,12 @@ import pytest
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, next_logp, on_host
 
-from gspo_jax.sampling import (
-  Driver,
-  EngineConfig,
-  SamplingConfig,
-  ServersGone,
-  Workload,
-  sample_rollout,
-)
+from gspo_jax.sampling import Driver, ServersGone, Workload, sample_rollout
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.servers import fleet, published, starting, wire
 from gspo_jax.sampling.servers.engine import ServerEngine
 from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts

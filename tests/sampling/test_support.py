@@ -15,7 +15,9 @@ from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling import Driver, Request, SingleTurn, Trajectory, Workload, assemble, sampler
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.sampling.requests import DEFAULT, Response
+from gspo_jax.sampling.requests import Response
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 MODEL = SMALLER_DENSE
 # Opinions, so that top-p leaves out different numbers of tokens.
@@ -25,7 +27,7 @@ OPTIONS = dict(group_size=3, max_new_tokens=8, truncation=TRUNCATION, support=7,
 
 
 def config(top_k, top_p=1.0, min_p=0.0):
-  return sampler.SamplingConfig(0.8, top_k, top_p, min_p, 4)
+  return SamplingConfig(0.8, top_k, top_p, min_p, 4)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_a_mesh_and_few_slots_have_the_same(rollout):
     PARAMS, MODEL, PROMPTS, engine=dataclasses.replace(DEFAULT, slots=2, steps=3), **OPTIONS
   )
   np.testing.assert_array_equal(few.support, rollout.support)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 2, 2, 2))
   with jax.set_mesh(mesh):
     params = jax.device_put(PARAMS, transformer.shardings(MODEL, sharding.ROLLOUT, mesh))
     there = sample(params, MODEL, PROMPTS, **OPTIONS)
@@ -119,7 +121,7 @@ def test_conversations_keep_it_for_what_the_policy_said():
 
 def test_what_is_put_aside_keeps_it():
   """Pages run out, and responses are begun again with the tokens that they have."""
-  sampling = sampler.SamplingConfig(0.8, *TRUNCATION, 24)
+  sampling = SamplingConfig(0.8, *TRUNCATION, 24)
   load = Workload(sampling, prompt_length=8, trajectories=12, group_size=3, support=7)
   found = []
   for options in (dict(cache="dense"), dict(cache="paged", page_tokens=8, cache_tokens=48)):

@@ -13,10 +13,11 @@ from support.small_models import MOE, forward, initial, next_logp
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
-from gspo_jax.sampling import EnvironmentConfig, Request, SamplingConfig, Usage, Workload, generate
+from gspo_jax.sampling import Request, Usage, Workload, generate
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.sampling.requests import DEFAULT
 from gspo_jax.sampling.trajectory import Trajectory
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.sampling import DEFAULT, EnvironmentConfig, SamplingConfig
 
 PARAMS = initial(MOE)
 STOP = tuple(range(12))  # a turn has about five tokens
@@ -137,7 +138,7 @@ def test_no_conversation_depends_on_another(base, changes):
 
 @pytest.mark.long
 def test_a_mesh_says_the_same(base):
-  mesh = sharding.make_mesh(sharding.MeshConfig(4, 1, 2, 1))
+  mesh = sharding.make_mesh(MeshConfig(4, 1, 2, 1))
   with jax.set_mesh(mesh):
     params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
     out, _ = talk(params=params)

@@ -11,6 +11,7 @@ from support.configs import config_of
 from configs import tiny
 from gspo_jax import train
 from gspo_jax.run import open_run
+from gspo_jax.sampling.requests import workload
 from gspo_jax.system import preemption
 
 MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
@@ -81,7 +82,7 @@ def test_what_cannot_be_put_on_record_is_refused(changes, match):
 
 
 def test_what_is_asked_of_the_engine():
-  asked = lambda **changes: config_of(tiny.get_config, **SMALL | changes).workload((1,), False)  # noqa: E731
+  asked = lambda **changes: workload(config_of(tiny.get_config, **SMALL | changes), (1,), False)  # noqa: E731
   assert asked().support == 40 and asked(sampling__top_k=1000).support == 264
   assert asked(sampling__top_k=0, sampling__top_p=1.0).support == 0
   assert asked(job="eval").support == 0

@@ -21,20 +21,14 @@ from support.command_line import command, environment, rows
 from support.small_models import next_logp
 
 from gspo_jax.models import hf, transformer
-from gspo_jax.sampling import (
-  Driver,
-  EngineConfig,
-  SamplingConfig,
-  ServersGone,
-  Workload,
-  sample_rollout,
-)
+from gspo_jax.sampling import Driver, ServersGone, Workload, sample_rollout
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.servers import scoring
 from gspo_jax.sampling.servers.engine import ServerEngine
 from gspo_jax.sampling.servers.launch import Process, filled
 from gspo_jax.settings import model as sizes
 from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 from gspo_jax.structs import Prompt
 

@@ -29,6 +29,7 @@ from gspo_jax.sampling.requests import sizes
 from gspo_jax.serving import answers, dialect
 from gspo_jax.serving.limits import Limits
 from gspo_jax.serving.loop import Loop
+from gspo_jax.settings.training import CheckpointConfig
 
 uvicorn = pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
@@ -609,9 +610,7 @@ def test_there_is_always_a_label():
 def test_a_checkpoint_of_a_run_is_read_too(world, client, tmp_path):
   import optax
 
-  config = checkpoint.CheckpointConfig(
-    directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0
-  )
+  config = CheckpointConfig(directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0)
   with jax.set_mesh(world.mesh):
     layout = jax.tree.map(lambda x: x.sharding, weights.initial(CONFIG, world.mesh))
     state = new_state(jax.device_put(world.new, layout), optax.sgd(0.1))

@@ -20,6 +20,7 @@ from gspo_jax import train
 from gspo_jax.models import transformer
 from gspo_jax.settings import checks, ranges
 from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py") if path.stem != "common")
@@ -97,7 +98,7 @@ def wrong(kind):
 def test_a_wrong_value_is_refused_by_name(key):
   for value in wrong(KINDS[key]):
     with pytest.raises(ValueError, match=rf"{re.escape(key)}[ =.]") as error:
-      configuration.from_dict(changed(key, value))
+      from_dict(changed(key, value))
     assert "\n" not in str(error.value), value
 
 
@@ -108,14 +109,14 @@ SECTIONS = [key for key, kind in KINDS.items() if dataclasses.is_dataclass(kind)
 def test_an_unknown_or_missing_key_is_named(section):
   key = f"{section}.no_such_key".lstrip(".")
   with pytest.raises(ValueError, match=f"^unknown config key {re.escape(key)}"):
-    configuration.from_dict(changed(key, 1))
+    from_dict(changed(key, 1))
   owner = every = values()
   for part in filter(None, section.split(".")):
     owner = owner[part]
   name = next(iter(owner))
   del owner[name]
   with pytest.raises(ValueError, match=re.escape(f"{section}.{name}".lstrip("."))):
-    configuration.from_dict(every)
+    from_dict(every)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,12 +255,12 @@ VARIANTS += [("gsm8k", arg) for arg in gsm8k.VARIANTS]
 @pytest.mark.parametrize("file, arg", VARIANTS)
 def test_every_file_is_a_configuration(file, arg):
   given = importlib.import_module(f"configs.{file}").get_config(arg)
-  config = configuration.from_dict(given.to_dict())
-  assert configuration.from_dict(dataclasses.asdict(config)) == config  # as config.json has it
+  config = from_dict(given.to_dict())
+  assert from_dict(dataclasses.asdict(config)) == config  # as config.json has it
 
 
 def test_the_base_is_a_run():
-  assert configuration.from_dict(common.base().to_dict()).job == "rl"
+  assert from_dict(common.base().to_dict()).job == "rl"
 
 
 def test_an_unknown_variant_is_refused():
@@ -268,22 +269,22 @@ def test_an_unknown_variant_is_refused():
 
 
 def test_lengths_follow_from_others():
-  config = configuration.from_dict(values())
+  config = from_dict(values())
   assert config.sampling.max_new_tokens == 10 and config.data.max_prompt_tokens == 8
   assert config.eval.max_new_tokens == config.reward.overlong_max == 10
   assert config.sft.max_tokens == 18
-  assert configuration.from_dict(changed("sampling.max_new_tokens", 12)).eval.max_new_tokens == 12
-  assert configuration.from_dict(changed("eval.max_new_tokens", 30)).eval.max_new_tokens == 30
-  assert configuration.from_dict(changed("sft.max_tokens", 15)).sft.max_tokens == 15
+  assert from_dict(changed("sampling.max_new_tokens", 12)).eval.max_new_tokens == 12
+  assert from_dict(changed("eval.max_new_tokens", 30)).eval.max_new_tokens == 30
+  assert from_dict(changed("sft.max_tokens", 15)).sft.max_tokens == 15
 
 
 def test_the_overlong_buffer_is_compared_with_the_length_that_follows():
   given = changed("reward.overlong_weight", 1.0)
   given["reward"]["overlong_buffer"] = 10
-  assert configuration.from_dict(given).reward.overlong_max == 10
+  assert from_dict(given).reward.overlong_max == 10
   given["reward"]["overlong_buffer"] = 11
   with pytest.raises(ValueError, match=r"reward\.overlong_buffer=11.*reward\.overlong_max=10"):
-    configuration.from_dict(given)
+    from_dict(given)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +303,9 @@ def test_what_does_not_go_with_an_environment(key, value, message):
     reward__overlong_buffer=8,
     environment__workers=2,
   )
-  assert configuration.from_dict(given).environment.name
+  assert from_dict(given).environment.name
   with pytest.raises(ValueError, match=message):
-    configuration.from_dict(changed(key, value, given))
+    from_dict(changed(key, value, given))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_what_does_not_go_together_is_named(changes, message):
   given = common.base()
   given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
   with pytest.raises(ValueError, match=message) as error:
-    configuration.from_dict(values_of(lambda: given, **changes))
+    from_dict(values_of(lambda: given, **changes))
   assert "\n" not in str(error.value)
 
 
@@ -339,7 +340,7 @@ def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
   of_rl = dict(rl__prompts=2, rl__group_size=2, rl__minibatches=1)
 
   def config(**changes):
-    return configuration.from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
+    return from_dict(values_of(common.base, **dict(sft__steps=3) | changes))
 
   checks.check_devices(config(job="rl", **of_sft), 8)
   checks.check_devices(config(job="sft", **of_rl), 8)
@@ -351,13 +352,13 @@ def test_rows_of_a_job_that_is_not_asked_for_need_not_divide():
 
 def test_conversations_share_no_prompts():
   tools = values_of(tiny_tools.get_config)
-  assert configuration.from_dict(values_of(common.base)).shares_prompts
+  assert from_dict(values_of(common.base)).shares_prompts
   for given in (
     tools,
     values_of(common.base, rl__packed=True, rl__microbatches=2),
     values_of(common.base, job="eval"),
   ):
-    assert not configuration.from_dict(given).shares_prompts
+    assert not from_dict(given).shares_prompts
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_conversations_share_no_prompts():
 def test_the_best_checkpoint_may_be_of_any_metric(best):
   given = common.base()
   given.eval.benchmarks = dict(aime=common.benchmark(samples=8, pass_at=(2,)))
-  config = configuration.from_dict(values_of(lambda: given, checkpoint__best=best))
+  config = from_dict(values_of(lambda: given, checkpoint__best=best))
   assert config.checkpoint.best == best
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from gspo_jax import rewards
 from gspo_jax.settings import run as config
+from gspo_jax.settings.reading import from_dict
+from gspo_jax.settings.rewards import RewardConfig
 
 
 def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str, Any]:
@@ -20,10 +21,10 @@ def values_of(get_config: Callable[[], ConfigDict], **changes: Any) -> dict[str,
 
 
 def config_of(get_config: Callable[[], ConfigDict], **changes: Any) -> config.RunConfig:
-  return config.from_dict(values_of(get_config, **changes))
+  return from_dict(values_of(get_config, **changes))
 
 
-def reward_config(name: str = "string", **changes: Any) -> rewards.RewardConfig:
+def reward_config(name: str = "string", **changes: Any) -> RewardConfig:
   """The section `reward` with one worker, and these keys changed."""
-  section = rewards.RewardConfig(**common.base().reward)
+  section = RewardConfig(**common.base().reward)
   return dataclasses.replace(section, **dict(name=name, workers=1, time_limit_s=2.0) | changes)

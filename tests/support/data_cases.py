@@ -3,12 +3,12 @@
 import json
 
 from gspo_jax.data import sources, tokenizer
-from gspo_jax.rollouts.prompt_filter import QuerySetConfig
+from gspo_jax.settings.data import DataConfig, QuerySetConfig
 
 BYTES = tokenizer.ByteTokenizer()
 
 
-def config(**changes) -> sources.DataConfig:
+def config(**changes) -> DataConfig:
   """A whole `data` section, with these keys changed."""
   values = dict(
     train="",
@@ -27,7 +27,7 @@ def config(**changes) -> sources.DataConfig:
     checks=0.0,
     query_set=QuerySetConfig(0, 0, 0),
   )
-  return sources.DataConfig(**values | changes)
+  return DataConfig(**values | changes)
 
 
 def write(path, rows):

@@ -1,6 +1,6 @@
 """An environment for the tests: the other side of small models' conversations."""
 
-from gspo_jax.sampling import EnvironmentConfig
+from gspo_jax.settings.sampling import EnvironmentConfig
 
 TALK = EnvironmentConfig(
   "",

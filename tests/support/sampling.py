@@ -1,8 +1,8 @@
 """Sampling with every option of a workload: conversations, stop strings, what is recorded."""
 
-from gspo_jax.sampling import Driver, LocalEngine, SamplingConfig, Workload, assemble
+from gspo_jax.sampling import Driver, LocalEngine, Workload, assemble
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.sampling.requests import DEFAULT
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 from gspo_jax.structs import Prompt
 
 PROMPTS = ((5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15))

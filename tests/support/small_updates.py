@@ -10,11 +10,12 @@ import optax
 from gspo_jax import sharding
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.batch import train_batch
-from gspo_jax.learner.objective import ObjectiveConfig
 from gspo_jax.learner.state import new_state
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models import transformer
+from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.structs import Rollout, TrainBatch
 from support.small_models import DENSE, initial
 
@@ -95,7 +96,7 @@ def after(step, model, batch, shape=None):
   if shape is None:
     state, metrics = step(new_state(params, SGD), batch)
     return jax.device_get(state.params), scalars(metrics)
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
     state, metrics = step(new_state(params, SGD), sharding.put_batch(batch, mesh))
@@ -107,7 +108,7 @@ def old_policy(learner, batch, shape=None):
   find, params = old_policy_pass(learner, ALL_TERMS), initial(learner.model)
   if shape is None:
     return find(params, batch)
-  mesh = sharding.make_mesh(sharding.MeshConfig(*shape))
+  mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(params, transformer.shardings(learner.model, sharding.TRAIN, mesh))
     return jax.device_get(find(params, sharding.put_batch(batch, mesh)))

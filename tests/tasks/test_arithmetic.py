@@ -6,7 +6,8 @@ import pytest
 from support.prompts import prompts
 
 from configs import common
-from gspo_jax.rewards import RewardConfig, open_scorer
+from gspo_jax.rewards import open_scorer
+from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.tasks import arithmetic
 
 

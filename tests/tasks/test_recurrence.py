@@ -11,7 +11,8 @@ from support.prompts import prompts
 
 from configs import common
 from gspo_jax.data import sources
-from gspo_jax.rewards import RewardConfig, open_scorer
+from gspo_jax.rewards import open_scorer
+from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.tasks import recurrence
 from gspo_jax.tasks.recurrence import right_lines, verify
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
-from gspo_jax.sharding import AXES
+from gspo_jax.settings.mesh import AXES
 
 NEGATIVE = -1e30  # finite: a query that may look at nothing gets a mean, not NaN
 BLOCK = 512  # queries and keys whose scores exist at once; on CPU at most

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.sharding import AXES
+from gspo_jax.settings.mesh import AXES
 
 
 class ExpertWeights(NamedTuple):

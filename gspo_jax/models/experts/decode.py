@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models.experts.blocks import ExpertWeights
 from gspo_jax.models.weights import InStack
-from gspo_jax.sharding import AXES, BATCH, P
+from gspo_jax.settings.mesh import AXES
+from gspo_jax.sharding import BATCH, P
 
 ROWS = 128  # of an expert at once, at least: fewer take a TPU as long
 

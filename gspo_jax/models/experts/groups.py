@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.models.experts.blocks import ExpertWeights, hidden_gradients
 from gspo_jax.models.experts.tiles import outer_tiles, product_tiles
-from gspo_jax.sharding import AXES
+from gspo_jax.settings.mesh import AXES
 from gspo_jax.system import accelerators
 
 ROOM = 1.25  # rows of a piece, as a multiple of a device's fair share of the assignments

@@ -20,8 +20,8 @@ from typing import Any
 
 from gspo_jax.rewards.programs.sandbox import wire
 from gspo_jax.rewards.programs.sandbox.isolation import SCRATCH
+from gspo_jax.settings.rewards import ISOLATIONS
 
-ISOLATIONS = ("auto", "namespaces", "none")
 START_LIMIT_S = 60.0  # for a sandbox to be ready, and for a report that is overdue
 
 

@@ -31,6 +31,7 @@ from gspo_jax.rewards.programs.process import (
   describe,
 )
 from gspo_jax.rewards.programs.sandbox import assertions
+from gspo_jax.settings.rewards import RewardConfig
 
 
 class Outcome(enum.StrEnum):
@@ -49,7 +50,7 @@ OUTCOMES = tuple(Outcome)
 
 
 @contextlib.contextmanager
-def open_verifier(config: Any) -> Iterator[Callable]:
+def open_verifier(config: RewardConfig) -> Iterator[Callable]:
   """A `CodeVerifier` as `gspo_jax.rewards` has it. It says what confines programs: in a line at the
   start, and in the metrics."""
   cpu_s = math.ceil(config.time_limit_s)

@@ -8,8 +8,9 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling.local.scheduler import Scheduler
-from gspo_jax.sampling.requests import DEFAULT, EngineConfig, Request, Response, Usage, Workload
+from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.settings.sampling import DEFAULT, EngineConfig
 
 
 class LocalEngine:

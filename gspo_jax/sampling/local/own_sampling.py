@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax.sampling.sampler import SamplingConfig, _blocks, _noise, _row
+from gspo_jax.sampling.sampler import _blocks, _noise, _row
+from gspo_jax.settings.sampling import SamplingConfig
 
 
 @flax.struct.dataclass

@@ -19,16 +19,9 @@ from gspo_jax.models import flops, transformer
 from gspo_jax.sampling.local import own_sampling
 from gspo_jax.sampling.local.slots import Rows, Sampled, decode, new_state, prefill
 from gspo_jax.sampling.local.under_way import Entry, Live, by_response, lives_of, to_go_on
-from gspo_jax.sampling.requests import (
-  EngineConfig,
-  Request,
-  Response,
-  Usage,
-  Workload,
-  bucket,
-  sizes,
-)
+from gspo_jax.sampling.requests import Request, Response, Usage, Workload, bucket, sizes
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
+from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import P
 from gspo_jax.system import preemption
 

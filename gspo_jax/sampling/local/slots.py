@@ -24,8 +24,9 @@ from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.local.own_sampling import plain, sample_own
 from gspo_jax.sampling.local.refill import refill, release
-from gspo_jax.sampling.sampler import SamplingConfig, sample, support, temper
+from gspo_jax.sampling.sampler import sample, support, temper
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.sharding import BATCH, P
 
 

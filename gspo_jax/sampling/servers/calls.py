@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.models.experts import routing
-from gspo_jax.sampling.sampler import SamplingConfig
+from gspo_jax.settings.sampling import SamplingConfig
 
 # What can be wrong with an answer, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")

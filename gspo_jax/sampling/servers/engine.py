@@ -22,7 +22,7 @@ from absl import logging
 from gspo_jax import sharding
 from gspo_jax.models import flops
 from gspo_jax.sampling.engine import ServersGone
-from gspo_jax.sampling.requests import EngineConfig, Request, Response, Usage, Workload
+from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.sampling.servers import published
 from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused, counts
 from gspo_jax.sampling.servers.fleet import Fleet
@@ -30,6 +30,7 @@ from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
 from gspo_jax.sampling.servers.probe import Probe, Verdict
 from gspo_jax.sampling.servers.state import Moved, Server
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
 
 PIECE = 4096  # tokens of a call with several samples: a failure costs no more, a long one is alone

@@ -7,8 +7,8 @@ import numpy as np
 
 from gspo_jax.sampling import stop_strings
 from gspo_jax.sampling.requests import Request, Response
-from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sampling.servers.calls import Call, Part
+from gspo_jax.settings.sampling import SamplingConfig
 
 STOP_PIECE = 64  # tokens of a call whose end only we can see: stop strings need a tokenizer
 MOST_ABORTED = 100  # answers in a row without a token

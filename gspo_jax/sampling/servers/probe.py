@@ -16,9 +16,9 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
-from gspo_jax.sampling.sampler import SamplingConfig
 from gspo_jax.sampling.servers.calls import Call, Part
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.sampling import SamplingConfig
 
 PROMPTS = 8  # half of them at each temperature
 LONGEST = 256  # positions: blocks of 16 to 128 tokens, whole ones of which a server may have kept

@@ -21,6 +21,7 @@ from gspo_jax.models import hf, transformer
 from gspo_jax.models.hf import convert
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.settings import model as sizes
+from gspo_jax.settings.mesh import MeshConfig
 
 SMALL = dict(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=24)
 MOE = dataclasses.replace(sizes.tiny_moe(64), **SMALL, mlp_only_layers=(1,), intermediate_size=48)
@@ -121,7 +122,7 @@ def test_a_mesh_changes_nothing_but_the_layout(mesh_sizes, rules, fused, tmp_pat
   params = saved(tmp_path, MOE)
   if fused:
     edit_tensors(tmp_path, fuse_experts)
-  mesh = sharding.make_mesh(sharding.MeshConfig(*mesh_sizes))
+  mesh = sharding.make_mesh(MeshConfig(*mesh_sizes))
   loaded, _ = hf.load(tmp_path, mesh=mesh, rules=rules)
   placed = jax.device_put(params, transformer.shardings(MOE, rules, mesh))
   assert jax.tree.map(jax.typeof, loaded) == jax.tree.map(jax.typeof, placed)
@@ -173,7 +174,7 @@ def test_loading_needs_the_model_and_less_than_one_tensor(mesh_sizes, tmp_path, 
   model = sum(x.nbytes for x in jax.tree.leaves(params))
   largest_tensor = config.vocab_size * config.hidden_size * 4  # 2 MiB
   assert max(x.nbytes for x in jax.tree.leaves(params)) == 2 * largest_tensor
-  mesh = mesh_sizes and sharding.make_mesh(sharding.MeshConfig(*mesh_sizes))
+  mesh = mesh_sizes and sharding.make_mesh(MeshConfig(*mesh_sizes))
   del params
   hf.load(tmp_path, mesh=mesh)  # imports and caches
   tracemalloc.start()
@@ -210,7 +211,7 @@ def test_every_element_is_read_once(mesh_sizes, tmp_path, monkeypatch):
     return data
 
   monkeypatch.setattr(hf_files.Files, "read", counted)
-  mesh = mesh_sizes and sharding.make_mesh(sharding.MeshConfig(*mesh_sizes))
+  mesh = mesh_sizes and sharding.make_mesh(MeshConfig(*mesh_sizes))
   hf.load(tmp_path, mesh=mesh)
   assert sum(elements) == sum(x.size for x in jax.tree.leaves(params))
 
@@ -230,7 +231,7 @@ def recorded(path, framework):
   opened.append(path.name)
   return safe_open(path, framework=framework)
 safetensors.safe_open = recorded
-mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 8, 1))
+mesh = sharding.make_mesh(MeshConfig(1, 1, 8, 1))
 params, config = hf.load(source, mesh=mesh)
 hf.save(target, params, config, shard_size_bytes=20_000)
 with open(report, "w") as file:
@@ -315,7 +316,7 @@ def test_a_tied_head_may_be_in_the_files_if_it_is_the_embedding(tmp_path):
   edit_tensors(tmp_path, lambda t: t.pop(embed))
   assert_same(hf.load(tmp_path)[0], params)  # the head alone
   edit_tensors(tmp_path, lambda t: t.update({embed: t["lm_head.weight"] + np.eye(64, 32) / 2**9}))
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 4, 1, 2))
+  mesh = sharding.make_mesh(MeshConfig(1, 4, 1, 2))
   for layout in (None, mesh):
     with pytest.raises(hf.CheckpointError, match=r"lm_head\.weight differs from model\.embed"):
       hf.load(tmp_path, mesh=layout)
@@ -390,7 +391,7 @@ def test_a_damaged_directory_is_found_by_its_headers(file, content, tmp_path):
 
 def test_a_mesh_that_does_not_divide_a_parameter(tmp_path):
   saved(tmp_path, DENSE)
-  mesh = sharding.make_mesh(sharding.MeshConfig(1, 1, 1, 8))
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 8))
   with pytest.raises(ValueError, match=r"attention\.q .*N=4 is not divisible by mesh\.tensor=8"):
     hf.load(tmp_path, mesh=mesh)
 

@@ -9,7 +9,7 @@ from configs import dense_math
 from gspo_jax.models import hf
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.settings import model as sizes
-from gspo_jax.settings import run as configuration
+from gspo_jax.settings.reading import from_dict
 
 MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
 DENSE = sizes.tiny_dense(64)
@@ -143,6 +143,6 @@ def test_a_directory_names_the_model_of_a_run(tmp_path):
     (None, sizes.PUBLISHED["Qwen3-1.7B-Base"]),
   ):
     values = dense_math.get_config(argument).to_dict()
-    assert configuration.from_dict(values).model == expected
+    assert from_dict(values).model == expected
   with pytest.raises(ValueError, match="'gemma-9' is neither a directory nor one of gemma-3-270m"):
     dense_math.get_config("gemma-9")

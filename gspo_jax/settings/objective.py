@@ -1,0 +1,300 @@
+"""Sections `objective`, `critic` and `distillation`: what is maximised, and by which advantages."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from gspo_jax import objectives as O
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import (
+  FractionBelowOne,
+  NonNegativeFloat,
+  PositiveFloat,
+  PositiveInt,
+  Range,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveClipConfig:
+  target: FractionBelowOne = 0.0  # of tokens clipped, which the ranges move towards; 0: they stay
+  gain: PositiveFloat = 1.0  # of the ranges' logarithms, by iteration and distance to the target
+  span: Annotated[float, Range(1, 1e9)] = 100.0  # how far the ranges may go, as a factor
+
+
+FIXED = AdaptiveClipConfig()  # ranges that stay
+
+
+LOSSES = O.POLICY_LOSSES
+
+
+CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
+
+
+# Types of the options that are neither words nor just numbers that are not negative.
+KINDS = dict(
+  clip_low=ranges.Fraction,  # of ratios, 1 on policy; gmpo: of logarithms, dppo: of divergences
+  clip_high=Annotated[float, Range(0, 1000)],
+  dual_clip=Annotated[float, Range(1, 1000)],
+  entropy_coef=Annotated[float, Range(-1000, 1000)],
+  tau_pos=PositiveFloat,
+  tau_neg=PositiveFloat,
+  beta=PositiveFloat,  # reward that a log-ratio of 1 to the reference is worth
+  soft_value=Annotated[float, Range(-1e6, 1e6)],  # Q̂_0 of all prompts; unset: each group's own
+  clip_length=PositiveFloat,  # tokens of a response whose ranges clip_low and clip_high are
+  clip_exponent=Annotated[float, Range(0, 10)],
+  length_exponent=Annotated[float, Range(0, 10)],
+  segment_unit=Literal["turn", "step", "line", "tokens"],  # what has a ratio of its own
+  segment_tokens=PositiveInt,  # of a segment, where that is the unit
+  segment_delimiters=tuple[str, ...],  # texts that end a step; unset: tags of the chat template
+)
+
+
+# Options that are arguments of compiled programs, unless they are 0: a term may be left out then.
+NUMBERS = ("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip", "kl_coef")
+
+
+NUMBERS += ("entropy_coef", "tau_pos", "tau_neg", "beta")
+
+
+# Kinds of advantages: relative to a group, of a response, a turn or a line; and of responses alone.
+RELATIVE, ADVANTAGES = ("std", "none", "leave_one_out"), ("soft", "best", "reward")
+
+
+def options_of(name: str) -> dict[str, Any]:
+  """Options of loss `name` in a configuration, with their published defaults.
+
+  Not `max_length`, which is `sampling.max_new_tokens`.
+  """
+  loss = LOSSES[name]
+  options = {key: default for key, default in loss.options.items() if key != "max_length"}
+  if "segment_BT" in inspect.signature(loss).parameters:
+    options |= dict(segment_unit="turn", segment_tokens=None, segment_delimiters=None)
+  if loss.advantage == "soft":
+    options |= dict(soft_value=None)
+  return options
+
+
+def with_options(cls: type) -> type:
+  """Adds a field for every option that a loss declares, None where it is unset."""
+  for option in every_option():
+    words = [word for loss in LOSSES.values() for word in loss.choices.get(option, ())]
+    kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
+    cls.__annotations__[option] = kind | None
+    setattr(cls, option, None)
+  return cls
+
+
+def every_option() -> list[str]:
+  """Names of the options of all losses, each once."""
+  return list(dict.fromkeys(option for name in LOSSES for option in options_of(name)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionConfig:
+  """Importance weights for a trainer whose probabilities are not the sampler's: π_old of the one
+  over π of the other. Unset: `level` is the loss's own, the others as in `objectives`."""
+
+  name: Literal["none", "truncated", "masked"]  # TIS, MIS; IcePop is masked at level "token"
+  level: Literal["token", "sequence", "geometric"] | None = None
+  cap: PositiveFloat | None = None  # truncated: weights are cut off there
+  low: NonNegativeFloat | None = None  # masked: weights outside [low, high] are 0
+  high: NonNegativeFloat | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+@with_options  # clip_low, clip_high, kl_coef, ...: docs/objectives.md
+class ObjectiveConfig:
+  name: Literal[*LOSSES]
+  # "sampler": as the sampler returned them; "recompute": one pass of the trainer; "behaviour": as
+  # "sampler", and the pass says by how much trainer and sampler differ
+  old_logp: Literal["sampler", "recompute", "behaviour"]
+  load_balance_coef: NonNegativeFloat  # router auxiliary loss
+  # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
+  replay: Literal["none", "R2", "R3"]
+  volatility: bool  # record experts when the rollout is made, for router/volatility/*
+  # group_advantages | soft_advantages | selection_weights; unset: as the loss was published
+  advantage: Literal[*RELATIVE, *ADVANTAGES] | None = None
+  correction: CorrectionConfig = CorrectionConfig("none")
+  off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
+  adaptive_clip: AdaptiveClipConfig = FIXED
+
+  def __post_init__(self):
+    ranges.check(self, "objective")
+    ranges.check(self.correction, "objective.correction")
+    ranges.check(self.adaptive_clip, "objective.adaptive_clip")
+    for key, value in self.options().items():
+      if key in self.loss.choices:
+        _require_one_of(key, value, self.loss.choices[key], f", which {self.name} takes")
+    if (self.segment_unit == "tokens") != (self.segment_tokens is not None):
+      raise ValueError(
+        f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
+        f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
+      )
+    given = self.segment_delimiters
+    if given is not None and (self.segment_unit != "step" or not all(given) or not given):
+      raise ValueError(
+        f"objective.segment_delimiters={given!r}, objective.segment_unit={self.segment_unit!r}: "
+        "texts that end a segment, none of them empty, go with segment_unit='step'"
+      )
+    if self.clip_exponent and self.clip_length is None:
+      raise ValueError(
+        f"objective.clip_exponent={self.clip_exponent} needs objective.clip_length: the tokens "
+        "of a response for which objective.clip_low and clip_high hold"
+      )
+    if self.adaptive_clip.target and not self.clip_range:
+      raise ValueError(
+        f"objective.adaptive_clip.target={self.adaptive_clip.target}: there is no clip range to "
+        f"move; {self.name} has none, or clip_low and clip_high are 0"
+      )
+    self._check_correction()
+    if self.replay == "R2" and self.old_logp == "sampler":
+      raise ValueError(
+        f"objective.replay='R2' replays what the recomputation pass chose, which "
+        f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
+      )
+
+  def _check_correction(self) -> None:
+    given, had = self.correction, _correction_options(self)
+    for key, value in vars(given).items():
+      if key != "name" and value is not None:
+        _require_option(key, had, f"correction.{key}={value!r}: correction {given.name!r}")
+    if not had:
+      return
+    levels = self.loss.levels
+    _require_one_of("correction.level", had["level"], levels, f", which {self.name} takes")
+    if had.get("high", 0) < had.get("low", 0):
+      raise ValueError(
+        f"objective.correction.high={had['high']} is smaller than objective.correction.low="
+        f"{had['low']}"
+      )
+    if self.old_logp == "sampler":
+      raise ValueError(
+        f"objective.correction.name={given.name!r} weighs by the trainer's old log-probs against "
+        "the sampler's, which objective.old_logp='sampler' takes for the same: set it to recompute"
+      )
+    if self.old_logp == "behaviour" and given.name == "truncated":
+      raise ValueError(
+        "objective.correction.name='truncated' multiplies by what objective.old_logp='behaviour' "
+        "has in its ratio already: set correction.name to masked or none, or old_logp to recompute"
+      )
+
+  @property
+  def loss(self) -> Callable:
+    return LOSSES[self.name]
+
+  @property
+  def advantage_kind(self) -> str:
+    return self.advantage or self.loss.advantage
+
+  @property
+  def relative(self) -> bool:
+    """Whether advantages are relative to a group, so that turns and lines may have some too."""
+    return self.advantage_kind in RELATIVE
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the policy that the run began with has to be kept."""
+    return bool(self.kl_coef) or self.loss.to_reference
+
+  def options(self) -> dict[str, Any]:
+    """The loss's options that are set. ValueError for one that it does not have."""
+    had = options_of(self.name)
+    found = {key: getattr(self, key) for key in every_option() if getattr(self, key) is not None}
+    for key, value in found.items():
+      _require_option(key, had, f"{key}={value!r}: {self.name}")
+    return found
+
+  @property
+  def clip_range(self) -> float:
+    """The smaller of clip_low and clip_high, in the loss's own unit; 0: nothing clips."""
+    options = options_of(self.name) | self.options()
+    sides = [options.get(key) for key in ("clip_low", "clip_high")]
+    return min((side for side in sides if side), default=0.0)
+
+  def numbers(self) -> dict[str, Any]:
+    """What is an argument of compiled programs: `policy_loss` takes it, with this or any other
+    configuration of the same `structure`."""
+    c = self.correction
+    found = {k: v for k, v in self.options().items() if v and k in NUMBERS}
+    found |= {k: v for k, v in vars(c).items() if k in ("cap", "low", "high") and v is not None}
+    if self.off_policy_threshold is not None:
+      found |= dict(off_policy_threshold=self.off_policy_threshold)
+    return found | (dict(clip_range=self.clip_range) if self.clip_range else {})
+
+  @property
+  def structure(self) -> "ObjectiveConfig":
+    """The configuration with 1 for each of its numbers."""
+    ones = dict.fromkeys(self.numbers(), 1.0)
+    ones.pop("clip_range", None)
+    weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
+    correction = dataclasses.replace(self.correction, **weights)
+    # Adaptive ranges are numbers too, which move between updates.
+    return dataclasses.replace(self, **ones, correction=correction, adaptive_clip=FIXED)
+
+  @property
+  def needs_sampler_routing(self) -> bool:
+    return self.replay == "R3" or self.volatility
+
+
+def effective(section: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of an ObjectiveConfig, with what will hold where the section leaves something unset.
+
+  An option of the loss is the section's own key, else what `tuned` has for this loss (a mapping
+  from loss to options: what suits the other settings of this configuration), else the published
+  default. So another loss than the configuration's comes with its own ranges.
+  """
+  section = dict(section)
+  tuned, name, correction = section.pop("tuned", {}), section.get("name"), section.get("correction")
+  _check_tuned(tuned)
+  if name not in (*LOSSES,):
+    return section  # as ObjectiveConfig will say
+  defaults, own = dict(advantage=LOSSES[name].advantage) | options_of(name), tuned.get(name, {})
+  divergence = section.get("divergence") or own.get("divergence")
+  if name == "dppo" and divergence == "kl":  # whose threshold is another number
+    defaults |= dict(clip_low=0.05, clip_high=0.05)
+  section = _filled(section, defaults | dict(own))
+  if isinstance(correction, Mapping):
+    section["correction"] = _filled(correction, _correction_defaults(name, correction.get("name")))
+  return section
+
+
+def _check_tuned(tuned: Any) -> None:
+  if not isinstance(tuned, Mapping) or not all(isinstance(o, Mapping) for o in tuned.values()):
+    raise ValueError(f"config key objective.tuned={tuned!r} must be a section of sections")
+  for loss, options in tuned.items():
+    _require_one_of("tuned", loss, tuple(LOSSES))
+    for key in options:
+      _require_option(key, options_of(loss), f"tuned.{loss}.{key}: {loss}")
+
+
+def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  return dict(section) | {k: v for k, v in defaults.items() if section.get(k) is None}
+
+
+def _correction_defaults(loss: str, correction: str) -> dict[str, Any]:
+  """Options of a correction, with the values that they have for a loss if they are not set."""
+  if correction not in (*CORRECTIONS,):
+    return {}
+  parameters = inspect.signature(CORRECTIONS[correction]).parameters
+  defaults = {key: parameters[key].default for key in ("cap", "low", "high") if key in parameters}
+  return dict(level=LOSSES[loss].levels[0]) | defaults
+
+
+def _correction_options(config: ObjectiveConfig) -> dict[str, Any]:
+  """The same for a configuration, with those that are set."""
+  defaults = _correction_defaults(config.name, config.correction.name)
+  filled = _filled(vars(config.correction), defaults)
+  return {key: filled[key] for key in defaults}
+
+
+def _require_option(key: str, had: Mapping[str, Any], what: str) -> None:
+  if key not in had:
+    options = ", ".join(had) or "none"
+    raise ValueError(f"objective.{what} has no such option; it has {options}")
+
+
+def _require_one_of(key: str, value: Any, allowed: tuple[str, ...], note: str = "") -> None:
+  if value not in allowed:
+    raise ValueError(f"objective.{key}={value!r} is not one of {', '.join(allowed)}{note}")

@@ -1,0 +1,98 @@
+"""A configuration from mappings, as a file and flags give it."""
+
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from gspo_jax.settings import ranges
+from gspo_jax.settings.objective import ObjectiveConfig, effective
+from gspo_jax.settings.run import RunConfig
+
+FLOAT_MAX = sys.float_info.max
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+  """The configuration. ValueError names a key that is unknown, missing, of a wrong type or out of
+  its range."""
+  if isinstance(values.get("objective"), Mapping):
+    kinds, section = ranges.kinds(ObjectiveConfig), values["objective"]
+    values = dict(values) | dict(objective=effective(section))
+    for loss, options in section.get("tuned", {}).items():
+      for option, value in options.items():
+        _convert(kinds[option], value, f"objective.tuned.{loss}.{option}")
+  return derived(_build(RunConfig, values, ""))
+
+
+def derived(config: RunConfig) -> RunConfig:
+  """The configuration, with the lengths that follow from others in the place of 0."""
+  new = config.sampling.max_new_tokens
+  window = config.data.max_prompt_tokens + new
+
+  def filled(section: Any, **lengths: int) -> Any:
+    missing = {key: n for key, n in lengths.items() if getattr(section, key) == 0}
+    return dataclasses.replace(section, **missing)
+
+  return dataclasses.replace(
+    config,
+    sft=filled(config.sft, max_tokens=window),
+    reward=filled(config.reward, overlong_max=new),
+    eval=filled(config.eval, max_new_tokens=new),
+  )
+
+
+def kind_of(key: str) -> Any:
+  """The declared type of a key with dots, None if there is no such key."""
+  kind, tuned = RunConfig, "objective.tuned."  # which is not in its dataclass
+  for part in [key, f"objective.{key.rpartition('.')[2]}"][key.startswith(tuned)].split("."):
+    if typing.get_origin(kind) is dict:
+      kind = typing.get_args(kind)[1]
+    else:
+      kind = ranges.kinds(kind).get(part) if dataclasses.is_dataclass(kind) else None
+  return kind
+
+
+def unknown(path: str, key: str, known: Iterable[str]) -> str:
+  """What is said of a key that a section does not have; `path` is the section's, with a dot."""
+  near = difflib.get_close_matches(key, known, n=1)
+  hint = f"did you mean {path}{near[0]}?" if near else f"there are {', '.join(known) or 'none'}"
+  return f"unknown config key {path}{key}; {hint}"
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+  kinds = ranges.kinds(cls)
+  key = path.rstrip(".")
+  if not isinstance(values, Mapping):
+    raise ValueError(f"{key or 'the configuration'}={values!r} must be a section")
+  for key in values:
+    if key not in kinds:
+      raise ValueError(unknown(path, key, kinds))
+  missing = [f"{path}{name}" for name in kinds if name not in values]
+  if missing:
+    raise ValueError(f"missing config keys: {', '.join(missing)}")
+  return cls(**{name: _convert(kinds[name], values[name], path + name) for name in kinds})
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+  """The value as the type that is declared for its key."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if dataclasses.is_dataclass(kind):
+    return _build(kind, value, f"{key}.")
+  if origin in (typing.Union, types.UnionType):  # the type and None
+    return None if value is None else _convert(arguments[0], value, key)
+  plain = str if origin is Literal else arguments[0] if origin is Annotated else origin or kind
+  accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
+  number = not isinstance(value, bool) or plain is bool  # Python's True is an int
+  if not (isinstance(value, accepted) and number):
+    raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
+  if plain is dict:
+    return {name: _convert(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
+  if plain is tuple:
+    return tuple(_convert(arguments[0], entry, key) for entry in value)
+  if plain is float:
+    value = float(max(-FLOAT_MAX, min(FLOAT_MAX, value))) if isinstance(value, int) else value
+  ranges.check_value(kind, value, key)
+  return value

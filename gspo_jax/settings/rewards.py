@@ -1,0 +1,187 @@
+"""Sections `reward` and `constraints`: verifiers, what is added to their rewards, and costs."""
+
+import dataclasses
+import re
+from typing import Annotated, Literal
+
+from gspo_jax.settings import ranges
+from gspo_jax.settings.ranges import (
+  INT32,
+  Fraction,
+  Name,
+  NonNegativeFloat,
+  NonNegativeInt,
+  Range,
+  Workers,
+)
+
+ISOLATIONS = ("auto", "namespaces", "none")
+
+
+VERIFIERS = {  # imported when a config names them
+  "arithmetic": "gspo_jax.tasks.arithmetic",  # the embedded task of sums
+  "recurrence": "gspo_jax.tasks.recurrence",  # the embedded task of long responses
+  "math": "gspo_jax.rewards.math_answer",  # SymPy in worker processes
+  "code": "gspo_jax.rewards.programs.verifier",  # tests in sandboxes
+  "string": "gspo_jax.rewards.string_match",  # the normalised text
+}
+
+
+TimeLimit = Annotated[float, Range(0.01, 86_400)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+  """The verifier, and what is added to its reward. docs/rewards.md has more."""
+
+  name: Annotated[str, Name((*VERIFIERS,))]  # or the user's own
+  workers: Workers  # processes that verify; math and code need some
+  time_limit_s: TimeLimit  # for one answer without queueing; code: CPU time for one test
+  memory_mb: Annotated[int, Range(64, 1_048_576)]  # code: address space of one test
+  isolation: Literal[ISOLATIONS]  # code; none: programs run with your rights
+  format: Literal["none", "think", "think_answer"]  # tags that a response must have
+  format_weight: NonNegativeFloat  # what keeping the format adds to the reward
+  overlong_weight: NonNegativeFloat  # taken from a response of overlong_max tokens and more
+  overlong_max: NonNegativeInt  # tokens; 0: sampling.max_new_tokens, by `config.derived`
+  overlong_buffer: NonNegativeInt  # tokens before overlong_max over which the loss grows
+  false_positive: Fraction  # share of other responses rewarded as if right
+  false_negative: Fraction  # share of the right responses not rewarded
+  noise_seed: ranges.Seed  # of those two
+  partial: Fraction  # recurrence: of the value, what the share of right lines decides
+  per_line: bool  # each line has a reward of its own, and so an advantage
+
+  def __post_init__(self):
+    ranges.check(self, "reward")
+    if self.workers == 0 and self.name not in ("arithmetic", "recurrence", "string"):
+      raise ValueError(f"reward.workers=0: reward.name={self.name!r} needs at least 1")
+    if self.partial and self.name != "recurrence":
+      raise ValueError(f"reward.partial={self.partial} needs reward.name=recurrence")
+    if self.format_weight and self.format == "none":
+      raise ValueError("reward.format_weight needs reward.format=think or think_answer")
+    if self.overlong_weight and not 0 < self.overlong_buffer <= (
+      self.overlong_max or self.overlong_buffer
+    ):
+      raise ValueError(
+        f"reward.overlong_weight={self.overlong_weight} needs a buffer:"
+        f" reward.overlong_buffer={self.overlong_buffer} must lie between 1 and"
+        f" reward.overlong_max={self.overlong_max or 'sampling.max_new_tokens'}"
+      )
+
+
+# What a response shows by itself: tokens that were sampled; 1 if it was cut off; from 0 to 1 how
+# far it is into the overlong buffer; 1 if it keeps the format, holds the text, or the token.
+SHOWN = ("length", "truncated", "overlong", "format", "text", "token")
+
+
+SIGNALS = Name(("", *SHOWN, *VERIFIERS))
+
+
+Number = Annotated[float, Range(-1e6, 1e6)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSignal:
+  """A further reward; its metric is constraint/<name>/reward."""
+
+  signal: Annotated[str, SIGNALS]  # where its number comes from
+  text: str  # of signal=text
+  token: Annotated[int, Range(0, INT32)]  # of signal=token
+  weight: Number  # of its standardised value; 0: it is left out
+
+
+@dataclasses.dataclass(frozen=True)
+class CostSignal:
+  """A cost with a limit for its mean; its metrics are constraint/<name>/..."""
+
+  signal: Annotated[str, SIGNALS]
+  text: str
+  token: Annotated[int, Range(0, INT32)]
+  bound: Literal["", "at_most", "at_least"]  # ""; it is left out
+  limit: Number  # in the signal's units
+  initial: NonNegativeFloat  # its multiplier in the first iteration
+  rate: NonNegativeFloat  # that an iteration moves the multiplier by, at most; 0: not at all
+  gain: NonNegativeFloat  # added while the cost is a standard deviation off; 0: dual ascent alone
+  most: NonNegativeFloat  # of the multiplier
+
+  @property
+  def sign(self) -> float:
+    return -1.0 if self.bound == "at_least" else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstraintConfig:
+  reward_weight: NonNegativeFloat  # of the standardised reward of the section `reward`
+  rewards: dict[str, RewardSignal]
+  costs: dict[str, CostSignal]
+
+  def __post_init__(self):
+    for kind, name, one in self.entries():
+      key = f"constraints.{kind}.{name}"
+      ranges.check(one, key)
+      if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise ValueError(f"{key}: a name is letters, digits and underscores, as in metrics")
+      if not _active(one):
+        continue
+      if not one.signal:
+        switch = "weight" if isinstance(one, RewardSignal) else "bound"
+        raise ValueError(
+          f"{key}.{switch}={getattr(one, switch)!r} needs {key}.signal, where its number comes "
+          f"from: {SIGNALS}"
+        )
+      if (one.signal == "text") != bool(one.text):
+        raise ValueError(
+          f"{key}.text={one.text!r}, {key}.signal={one.signal!r}: a text is what signal='text' "
+          "looks for, and it needs one; set both or neither"
+        )
+      if one.signal != "token" and one.token:
+        raise ValueError(
+          f"{key}.token={one.token}, {key}.signal={one.signal!r}: set it to 0, or signal to token"
+        )
+      if isinstance(one, CostSignal) and one.initial > one.most:
+        raise ValueError(f"{key}.initial={one.initial} is above {key}.most={one.most}")
+    if twice := {*self.active_rewards} & {*self.active_costs}:
+      raise ValueError(
+        f"constraints.rewards.{min(twice)} and constraints.costs.{min(twice)} would have the same "
+        "metrics: rename one of them"
+      )
+    if self.on and not (self.reward_weight or self.active_rewards):
+      raise ValueError("constraints.reward_weight=0.0: no reward is left; set it, or a weight")
+
+  def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:
+    """Section, name and entry of all that there are, those left out included."""
+    found = [("rewards", name, one) for name, one in self.rewards.items()]
+    return found + [("costs", name, one) for name, one in self.costs.items()]
+
+  @property
+  def active_rewards(self) -> dict[str, RewardSignal]:
+    return {name: one for name, one in sorted(self.rewards.items()) if _active(one)}
+
+  @property
+  def active_costs(self) -> dict[str, CostSignal]:
+    return {name: one for name, one in sorted(self.costs.items()) if _active(one)}
+
+  @property
+  def signals(self) -> dict[str, RewardSignal | CostSignal]:
+    """Rewards, and then costs, by name."""
+    return {**self.active_rewards, **self.active_costs}
+
+  @property
+  def on(self) -> bool:
+    """Whether advantages are anything but those of the reward."""
+    return bool(self.signals)
+
+  @property
+  def verifiers(self) -> list[str]:
+    """Names of the verifiers that signals come from."""
+    return sorted({one.signal for one in self.signals.values()} - {*SHOWN})
+
+
+def _active(one: RewardSignal | CostSignal) -> bool:
+  return bool(one.weight if isinstance(one, RewardSignal) else one.bound)
+
+
+def _verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
+  """The section `reward` for another verifier, whose value comes without additions and noise."""
+  plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
+  partial = reward.partial if name == reward.name else 0.0
+  return dataclasses.replace(reward, name=name, partial=partial, per_line=False, **plain)
