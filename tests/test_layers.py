@@ -11,12 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "gspo_jax"
 LEAVES = "objectives sharding structs system tasks settings.ranges settings.model cli.before_jax"
 ARROWS = {
   "main": "aot cli evaluation report run runs sampling settings sft train",
-  "serve": "cli data models paths runs sampling serving settings",
   "train": "hardware learner report rollouts run runs sampling teacher",
   "sft": "data learner run runs",
   "rollouts": "data models rewards run runs sampling settings",
   "cli": "settings",
-  "serving": "data.tokenizer sampling",
   "export": "models runs",
   "replay": "learner models runs sampling settings",
   "run": "data evaluation hardware learner models offline paths rewards rollouts runs sampling "
