@@ -28,13 +28,6 @@ TRAIN = [  # all but the losses: models, sampling, and the command line
   "httpx2>=2.16.0",  # HTTP to servers that sample, hundreds of requests at once
 ]
 
-# To sample for others over HTTP: python -m gspo_jax.serve.
-SERVE = [
-  "starlette>=1.10.0",  # routes and requests; FastAPI is this and a second way to check bodies
-  "uvicorn>=0.54.0",  # HTTP itself, and an end in peace after SIGTERM
-  "prometheus_client>=0.26.0",  # /metrics
-]
-
 # Experiments are in the checkout only: their tables and figures belong to their commits.
 EXPERIMENTS = [
   "pandas>=3.0.0",  # tables of runs
@@ -67,7 +60,6 @@ setuptools.setup(
     "train": TRAIN,  # gspo-jax, python -m gspo_jax.main
     "tpu": [*TRAIN, "jax[tpu]>=0.10.2"],  # to run on TPU, and to compile for one without it (aot)
     "cuda": [*TRAIN, "jax[cuda13]>=0.10.2"],
-    "serve": [*TRAIN, *SERVE],  # python -m gspo_jax.serve
     "gcs": ["etils[epath-gcs]>=1.14.0"],  # gs:// paths
     "wandb": ["wandb>=0.22.0"],  # --config.wandb=PROJECT
     "experiments": [*TRAIN, *EXPERIMENTS],  # python -m experiments.run
@@ -76,7 +68,6 @@ setuptools.setup(
       *TRAIN,
       *EXPERIMENTS,
       *NOTEBOOKS,
-      *SERVE,
       "pytest>=8.4.0",
       "pytest-xdist>=3.8.0",  # two processes: most of the time goes into compiling on one core
       "chex>=0.1.92",  # comparisons of pytrees

@@ -80,7 +80,6 @@ GROUPS = {
     "docs/rewards",
     "docs/multi_turn",
     "docs/evaluation",
-    "docs/serving",
     "docs/one_chip",
     "docs/asynchronous",
     "notebooks/experiment_*",

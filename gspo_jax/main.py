@@ -1,7 +1,7 @@
 """Command line: python -m gspo_jax.main --config=configs/tiny.py --workdir=DIR [--config.key=value]
 
---help has more. Only command lines (this one, aot, serve) know flags and ConfigDict. Running the
-same command again on the same workdir continues where it stopped.
+--help has more. Only command lines (this one, aot) know flags and ConfigDict. Running the same
+command again on the same workdir continues where it stopped.
 """
 
 import gc

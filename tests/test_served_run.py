@@ -1,12 +1,11 @@
 """Whole runs whose rollouts come from a server, on one process and on two."""
 
 import json
-import socket
-import sys
 
 import chex
 import pytest
 from support.command_line import command, parameters, rows_of, run
+from support.engine_server import EngineServer
 from support.fake_server import FakeServer
 from test_two_processes import on_two_processes
 
@@ -23,11 +22,11 @@ SMALL = """
 
 
 @pytest.fixture
-def server():
-  one = FakeServer()
-  yield one
-  if not one.dead:
-    one.die()
+def server(request):
+  started = getattr(request, "param", FakeServer)()
+  yield started
+  if not started.dead:
+    started.die()
 
 
 def urls(server):
@@ -95,29 +94,15 @@ def test_two_processes_are_told_what_the_first_one_heard(server, tmp_path):
   assert [row["step"] for row in rows_of(two, "rl")] == [0, 1, 2]
 
 
-def test_this_projects_own_server(tmp_path):
+@pytest.mark.parametrize("server", [EngineServer], indirect=True)
+def test_an_engine_behind_the_server(server, tmp_path):
   """With experts and their routes, weights reloaded in place, and a secret."""
-  model = [flag for flag in SMALL if flag.startswith(("tokenizer", "model", "sampling"))]
-  model = [flag for flag in model if "=0" not in flag] + ["model.moe_intermediate_size=16"]
-  flags = [f for f in SMALL if not f.startswith("model")] + model
-  serve = " ".join(
-    [
-      f"{sys.executable} -m gspo_jax.serve --config=configs/tiny.py --weights={{weights}}",
-      "--host={host} --port={port} --enable_return_routed_experts",
-      *(f"--config.{flag}" for flag in model),
-    ]
-  )
-  of_server = [f"engine.server.command={serve}", "engine.server.token_variable=SECRET"]
-  run(
-    tmp_path,
-    *flags,
-    *of_server,
-    f'engine.urls=("http://127.0.0.1:{free_port()}",)',
-    "objective.replay=R3",
-    "objective.volatility=true",
-    SECRET="swordfish",
-    GSPO_JAX_SERVE_TOKEN="swordfish",
-  )
+  model = [flag for flag in SMALL if flag.startswith("model") and "=0" not in flag]
+  flags = [flag for flag in SMALL if not flag.startswith("model")] + model
+  flags += ["model.moe_intermediate_size=16", "objective.replay=R3", "objective.volatility=true"]
+  server.token = "swordfish"
+  token = "engine.server.token_variable=SECRET"
+  run(tmp_path, *flags, urls(server), token, SECRET="swordfish")
   rows = rows_of(tmp_path, "rl")
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:
@@ -129,9 +114,3 @@ def test_this_projects_own_server(tmp_path):
     "weights_000004",
     "weights_000005",
   ]
-
-
-def free_port():
-  with socket.socket() as one:
-    one.bind(("127.0.0.1", 0))
-    return one.getsockname()[1]

@@ -20,7 +20,6 @@ HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
 LIBRARIES = dict(  # some of those of each extra
   train=TRAIN,
-  serve=(*TRAIN, "starlette", "uvicorn", "prometheus_client"),
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
 )
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -26,7 +26,6 @@ class Workload:
   several_turns: bool = False  # an environment answers, and the trajectory goes on
   partial: bool = False  # trajectories may be put aside and gone on with
   record_routing: bool = False  # keep the experts that prefill and decoding chose
-  own_sampling: bool = False  # requests may have a distribution of their own: one program for all
   # Keep the tokens that each one was drawn from, so many at most, which are those of
   # `sampling.top_k`; 0: do not.
   support: int = 0
@@ -137,7 +136,6 @@ class Request:
   begun: tuple[int, ...] = ()  # tokens after the prompt that are there already
   unfinished: int = 0  # of these, the last ones, which belong to the turn that is gone on with
   tag: Any = None  # for whoever asked
-  sampling: SamplingConfig | None = None  # its own, but max_new_tokens; None: the workload's
 
   @property
   def prefix(self) -> tuple[int, ...]:

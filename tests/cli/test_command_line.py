@@ -141,7 +141,6 @@ def test_what_a_configuration_says_of_itself():
   "module, extra",
   [
     *((f"gspo_jax.{name}", "train") for name in ("main", "export", "replay", "report", "aot")),
-    ("gspo_jax.serve", "serve"),
     ("experiments.run", "experiments"),
   ],
 )

@@ -112,19 +112,7 @@ class FakeServer:
           tokens_BT[row, t] = drawn[row]
           if drawn[row] in stop:
             reason[row] = "stop"
-    choices = [
-      dict(
-        index=i,
-        finish_reason=reason[i],
-        token_ids=tokens,
-        weight_versions=[
-          dict(version=version, start=t, end=t + 1)
-          for t, version in enumerate(versions[: len(tokens)])
-        ],
-        logprobs=dict(content=[dict(token_id=t, logprob=p) for t, p in zip(tokens, logp)]),
-      )
-      for i, (tokens, logp) in enumerate(out)
-    ]
+    choices = [choice(i, reason[i], *row, versions) for i, row in enumerate(out)]
     return 200, dict(request_id=body["request_id"], choices=choices)
 
   def complete(self, body):
@@ -141,6 +129,21 @@ class FakeServer:
         logp_TV = np.asarray(_logp(self.params, self.model, tokens_BT)[0], np.float64)
       said = [{str(token): dict(logprob=row[token])} for token, row in zip(prompt[1:], logp_TV)]
     return 200, dict(choices=[dict(index=0, text="", prompt_logprobs=said and [None, *said])])
+
+
+def choice(index, reason, tokens, logp, versions):
+  """A response as vLLM has it in its answer; `versions` of the tokens, or of more."""
+  spans = [
+    dict(version=version, start=t, end=t + 1) for t, version in enumerate(versions[: len(tokens)])
+  ]
+  content = [dict(token_id=token, logprob=p) for token, p in zip(tokens, logp)]
+  return dict(
+    index=index,
+    finish_reason=reason,
+    token_ids=tokens,
+    weight_versions=spans,
+    logprobs=dict(content=content),
+  )
 
 
 class _Listening(http.server.ThreadingHTTPServer):

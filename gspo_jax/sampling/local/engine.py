@@ -71,10 +71,6 @@ class LocalEngine:
   def submit(self, request: Request) -> None:
     self._scheduler.submit(request)
 
-  def cancel(self, tag: Any) -> list[Response]:
-    """Forgets the requests with this tag. Returns what has come of their responses, if anything."""
-    return [] if self._scheduler is None else self._scheduler.cancel(tag)
-
   @property
   def busy(self) -> bool:
     return self._scheduler is not None and self._scheduler.busy

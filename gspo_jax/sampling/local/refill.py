@@ -30,11 +30,9 @@ def refill(state: Any) -> Any:
 
 def _take(state):
   """One free slot takes the next response of the prefix that most wait for, which ends a phase
-  soonest; where requests are of many kinds, and whose, of the oldest."""
+  soonest."""
   queue, waiting_R = state.queue, state.waiting_R
   w, e = jnp.argmin(state.slots.left_B), jnp.argmax(waiting_R)
-  if queue.own is not None:
-    e = jnp.argmin(jnp.where(waiting_R > 0, queue.id_B, jnp.iinfo(jnp.int32).max))
   key = row_key(queue.seed_B[e], queue.prompt_B[e], queue.sample_B[e])
   if isinstance(state.cache, pages.Pages):
     page = jnp.argmax(pages.free(state.cache, state.staged)).astype(jnp.int32)

@@ -16,7 +16,6 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
-from gspo_jax.sampling.local import own_sampling
 from gspo_jax.sampling.local.slots import Rows, Sampled, decode, new_state, prefill
 from gspo_jax.sampling.local.under_way import Entry, Live, by_response, lives_of, to_go_on
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload, bucket, sizes
@@ -68,7 +67,7 @@ class Scheduler:
     self._decode = functools.partial(
       decode,
       steps=config.steps,
-      sampling=None if workload.own_sampling else workload.sampling,
+      sampling=workload.sampling,
       width=workload.support,
       **common,
     )
@@ -77,7 +76,6 @@ class Scheduler:
       tuple(len(block.attention_norm) for block in self._params.blocks),
       stop_ids=self._stop_width,
       dtype=config.cache_dtype,
-      own_sampling=workload.own_sampling,
       **shape.arrays,
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
@@ -87,10 +85,6 @@ class Scheduler:
     self._live: dict[int, Live] = {}  # prefilled and unfinished responses, by id
     self._ids = 0  # the next id
     self._cancelled: list[int] = []  # ids whose slots the next call frees
-    # Ids of responses whose request was cancelled, and the call that takes them out of the queue.
-    # Those that have a slot by then show up in its results, and are cancelled there.
-    self._abandoned: dict[int, int] = {}
-    self._given_up: list[int] = []  # entries of the queue that the next call drops
     self._free = [list(range(self._entries)) for _ in range(self._shards)]  # entries, by device
     self._load = [0] * self._shards  # responses that a device has still to finish
     # Of each device: free pages as last reported, and those that prefixes have taken since.
@@ -109,25 +103,7 @@ class Scheduler:
       raise ValueError(
         f"{len(request.stop_ids)} stop ids, more than the {self._stop_width} announced"
       )
-    if request.sampling and not self._workload.own_sampling:
-      raise ValueError("a request with `sampling` of its own needs a workload with own_sampling")
     self._requests.append((request, []))
-
-  def cancel(self, tag: Any) -> list[Response]:
-    """Forgets the requests with this tag, and returns what has come of their responses by now, if
-    anything; slots that they have are freed some steps later. The workload has `own_sampling`."""
-    mine = {id_ for id_, live in self._live.items() if live.request.tag is tag}
-    lives = [self._live.pop(id_) for id_ in sorted(mine)]
-    for live in lives:
-      self._load[live.shard] -= 1
-    self._abandoned |= dict.fromkeys(mine, self._calls)
-    for number, entry in self._queued.items():
-      if entry.end - 1 in mine:  # the last of an entry waits as long as any
-        self._given_up.append(number)
-        self._queued[number] = Entry(self._calls, 0, entry.end)
-    lives += [live for r, aside in self._requests if r.tag is tag for live in aside]
-    self._requests = collections.deque(r for r in self._requests if r[0].tag is not tag)
-    return [live.response(self._version) for live in lives]
 
   @property
   def busy(self) -> bool:
@@ -234,7 +210,7 @@ class Scheduler:
     field |= {name: np.zeros(total, np.uint32) for name in ("seed_B", "prompt_B")}
     field["stop_BX"] = np.full((total, self._stop_width), -1, np.int32)
     waiting, entries = np.zeros(total, np.int32), np.full(total, self._entries, np.int32)
-    used, fetched, own = [0] * self._shards, [], [self._workload.sampling] * total
+    used, fetched = [0] * self._shards, []
     for request, lives in placed:
       shard, prefix = lives[0].shard, request.prefix
       row = shard * rows + used[shard]
@@ -251,7 +227,6 @@ class Scheduler:
       field["sample_B"][row] = request.first_sample
       field["stop_BX"][row, : len(request.stop_ids)] = request.stop_ids
       field["id_B"][row] = self._ids
-      own[row] = request.sampling or own[row]
       routing: list[np.ndarray] = []
       for live in lives:
         self._live[self._ids] = live
@@ -266,8 +241,6 @@ class Scheduler:
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
     work = flops.work(self._model, 1, fed, fed)
     self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
-    if self._workload.own_sampling:
-      field["own"] = own_sampling.stacked(own)
     arrays = (tokens, Rows(**field), waiting, entries)
     self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
     self._prefills.append((experts, fetched))
@@ -275,12 +248,9 @@ class Scheduler:
   def _dispatch(self) -> None:
     cancelled = np.full(self._slots, -1, np.int32)
     cancelled[: len(self._cancelled)] = self._cancelled
-    entries = np.arange(self._entries * self._shards)
-    given_up = np.isin(entries, self._given_up) if self._workload.own_sampling else None
-    self._cancelled, self._given_up = [], []
+    self._cancelled = []
     marker = self._state.waiting_R.sum() if self._prefills else None
-    arguments = _put(cancelled, P()), _put(given_up)
-    self._state, out = self._decode(self._params, self._state, *arguments)
+    self._state, out = self._decode(self._params, self._state, _put(cancelled, P()))
     for x in jax.tree.leaves(out):
       x.copy_to_host_async()
     self._in_flight.append((self._calls, self._prefills, self._taken.copy(), marker, out))
@@ -309,11 +279,6 @@ class Scheduler:
         if not out.waiting_R[number]:
           del self._queued[number]
           self._free[number // self._entries].append(number % self._entries)
-    if self._abandoned:
-      last = out.id_nW[max(0, out.steps - 1)].tolist()  # those that have a slot now are in it
-      self._cancelled += sorted(self._abandoned.keys() & set(last))
-      seen = set(out.id_nW[: out.steps].ravel().tolist())
-      self._abandoned = {i: n for i, n in self._abandoned.items() if n > call and i not in seen}
     finished, sampled = [], []
     for id_, *part in by_response(out):
       live = self._live.get(id_)

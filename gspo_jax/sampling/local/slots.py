@@ -22,7 +22,6 @@ from gspo_jax.models.attention.cache import Cache
 from gspo_jax.models.attention.pages import Pages
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.sampling.local.own_sampling import plain, sample_own
 from gspo_jax.sampling.local.refill import refill, release
 from gspo_jax.sampling.sampler import sample, support, temper
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
@@ -46,12 +45,11 @@ class Rows:
   sample_B: Any  # int32: its number, of the responses to this prompt
   stop_BX: Any  # int32: tokens that end the response; -1: none
   id_B: Any  # int32: the host's number of the response
-  own: Any = None  # OwnSampling; None: all have that of the workload
 
   @classmethod
   def names(cls) -> list[str]:
-    """Its fields that are arrays."""
-    return [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    """Its fields."""
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 @flax.struct.dataclass
@@ -93,7 +91,6 @@ class Sampled:
     "dtype",
     "pool",
     "page",
-    "own_sampling",
   ),
 )
 def new_state(
@@ -108,7 +105,6 @@ def new_state(
   dtype: Any,
   pool: int = 0,
   page: int = 0,
-  own_sampling: bool = False,
 ) -> State:
   """Free slots and an empty queue; `layers` as the blocks of the parameters stack them.
 
@@ -119,8 +115,6 @@ def new_state(
     fields = {name: jnp.zeros(count, jnp.int32) for name in Rows.names()}
     for name in ("seed_B", "prompt_B"):
       fields[name] = jnp.zeros(count, jnp.uint32)
-    if own_sampling:
-      fields["own"] = plain(count)
     return Rows(**fields | dict(stop_BX=jnp.zeros((count, stop_ids), jnp.int32)))
 
   split = lambda tree: jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)  # noqa: E731
@@ -219,10 +213,9 @@ def decode(
   params: transformer.Params,
   state: State,
   cancelled_W: jax.Array,
-  given_up_R: jax.Array | None = None,
   *,
   steps: int,
-  sampling: SamplingConfig | None,
+  sampling: SamplingConfig,
   model: ModelConfig,
   compute: ComputeConfig,
   record_routing: bool,
@@ -230,17 +223,13 @@ def decode(
 ) -> tuple[State, Sampled]:
   """Up to `steps` tokens in every slot; it ends early when neither slots nor queue hold anything.
 
-  sampling: of all slots; None: each has its own.
   cancelled_W: ids of responses whose slots are to be freed; -1: none.
-  given_up_R: bool: prefixes of the queue for which nobody waits any more; None: there are none.
   width: tokens of a support to put on record, at most; 0: none are.
   """
   W = state.slots.id_B.shape[0]
   slots = state.slots
   cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
   state = state.replace(slots=slots.replace(left_B=jnp.where(cancelled_B, 0, slots.left_B)))
-  if given_up_R is not None:
-    state = state.replace(waiting_R=jnp.where(given_up_R, 0, state.waiting_R))
 
   by_step = lambda x: sharding.reshard(x, P(None, BATCH))  # noqa: E731
   out = Sampled(
@@ -295,14 +284,8 @@ def _next_token(
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
   key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1
-  support_BX = None
-  if sampling is None:
-    arguments = (logits_BV, key_B, next_B - s.start_B, s.own, active_B)
-    token_B, logp_B, full_logp_B = _on_each_device(sample_own, *arguments, like=(s.token_B,) * 3)
-  else:
-    support_BX = support(temper(logits_BV, sampling), sampling) if width else None
-    arguments = logits_BV, key_B, next_B - s.start_B, sampling, support_BX
-    token_B, logp_B, full_logp_B = sample(*arguments)
+  support_BX = support(temper(logits_BV, sampling), sampling) if width else None
+  token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling, support_BX)
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
   route_Blk = None
   if out.routing_lBTk is not None:
