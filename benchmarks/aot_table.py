@@ -11,7 +11,6 @@ marks of the page, whenever a row is finished.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -27,7 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would
 import jax
 
 from configs import common, dense_math, moe_aime
-from gspo_jax.aot import search_training
+from gspo_jax.aot import search
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
 from gspo_jax.settings.model import PUBLISHED
@@ -94,23 +93,15 @@ def one(name: str, tries: int) -> dict[str, Any]:
   model, topology = name.split(" ")
   devices = len(devices_of(topology))
   case = case_of(model, devices)
-  found = search_training.start(case, topology, tries=6)
-  near = dataclasses.replace(search_training.start_of(case, devices), remat="auto")
-  for tensor in (1, 2, 4):  # what is too large only says that it does not fit
-    choices = list(search_training.meshes(case, devices, near, tensor))
-    left = found.left + 1
-    while not found.best and found.left < left:
-      left = found.left
-      found.stage(choices, 1)
-    if found.best:
-      found.stage(choices, min(found.left, tries - 1))
-      break
+  start = search.changed(case, compute=dict(remat="auto"))
+  candidates = search.meshes(start, devices)
+  found = search.find("train", [candidates], topology, tries=6, enough=tries)
   row = dict(model=model, slice=topology, sequences=case.sequences)
   if not found.best:
     return row | dict(fits=False, error=found.needs())
-  best, measured = found.best, found.rows[found.best]
+  best, measured = found.best, found.rows[found.ranked()[0]]
   kept = ("peak_gib", "hbm_gib", "compute_s", "hbm_s", "interconnect_s", "binds", "mfu", "remat")
-  mesh = [getattr(best.mesh, axis) for axis in ("fsdp", "expert", "tensor")]
+  mesh = [getattr(best.config.mesh, axis) for axis in ("fsdp", "expert", "tensor")]
   settings = dict(mesh=mesh, microbatches=best.microbatches)
   return row | dict(fits=True, **settings, **{key: measured[key] for key in kept})
 

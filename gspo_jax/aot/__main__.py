@@ -23,9 +23,10 @@ import jax
 from absl import app, flags, logging
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips, explain, iteration, needed, search_rollout, search_training
+from gspo_jax.aot import chips, explain, iteration, needed
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
+from gspo_jax.aot.search import find, sampling, updates
 from gspo_jax.aot.table import print_line, print_row, title
 from gspo_jax.cli import flags as config_flag
 from gspo_jax.settings import run as configuration
@@ -113,12 +114,22 @@ def search(case: Case, topology: str, names: list[str], tries: int) -> list[dict
     raise ValueError(
       f"--programs={','.join(names)}: --search is for updates (train) and sampling (decode)"
     )
-  rows = []
+  rows, devices = [], devices_of(topology)
   if "train" in names:
-    rows, best = search_training.search(case, topology, tries)
-    case = best.of(case) if best else case
+    print_line(
+      f"updates on {topology}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
+      "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk"
+    )
+    known = find("train", updates(case, len(devices)), topology, tries)
+    rows, case = known.report(), known.best or case
   if "decode" in names:
-    rows = rows + search_rollout.search(case, topology, tries)
+    print_line(
+      f"sampling on {topology}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
+      f"{case.lengths.most:,}; slots, positions of the cache (0: all windows whole), tokens of a "
+      "prefill, chips that experts are split over"
+    )
+    shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
+    rows += find("decode", sampling(case, shards), topology, tries).report()
   return rows
 
 

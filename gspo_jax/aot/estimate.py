@@ -33,6 +33,11 @@ class Least:
   def sum_s(self) -> float:
     return self.compute_s + self.hbm_s + self.interconnect_s
 
+  def __str__(self) -> str:
+    names = ("compute_s", "hbm_s", "interconnect_s")
+    binds = max(names, key=lambda name: getattr(self, name)).removesuffix("_s")
+    return f"{self.bound_s:.3g} s ({binds})"
+
   def times(self, factor: float) -> "Least":
     """The same of so many updates."""
     seconds = (factor * x for x in (self.compute_s, self.hbm_s, self.interconnect_s))

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from gspo_jax import sharding
+from gspo_jax.aot import chips, needed
+from gspo_jax.aot.estimate import Least, held, state_of
 from gspo_jax.aot.programs import Case
 from gspo_jax.learner import packing
-from gspo_jax.sampling.requests import sizes
+from gspo_jax.models import flops
+from gspo_jax.sampling.requests import Sizes, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,65 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
     seconds["decode"] = decode_seconds(calls["decode"], full, rows["decode"])
   parts = (Part(name, calls[name], s, rows[name]["binds"]) for name, s in seconds.items())
   return Iteration(tuple(parts), float(sum(sampled)), chips)
+
+
+def share(case: Case, mesh: Any) -> float:
+  """Of the rows of an update, those that are read: packed, those that responses of the assumed
+  lengths fill, in whole micro-batches."""
+  if not case.packed:
+    return 1.0
+  number = case.workload.trajectories
+  read = positions(case, case.lengths.sample(number), sharding.batch_shards(mesh))
+  return read / (number * case.workload.window)
+
+
+def of_sampling(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) -> dict[str, Any]:
+  """Steps and seconds of an iteration's sampling, by the row of its decode step; `mesh` in use."""
+  size, sampled, steps = _steps(case, mesh)
+  seconds = decode_seconds(steps, sum(sampled) / size.slots, row)
+  seconds += _prefill_seconds(case, mesh, topology)
+  speed = sum(sampled) / seconds / chips.parse(topology)[1]
+  return dict(steps=steps, search_s=seconds, speed=speed)
+
+
+def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
+  """The least memory of sampling beside the training state, and the least time of an iteration's;
+  `mesh` in use."""
+  chip, number = chips.parse(topology)
+  shards, per_chip = sharding.batch_shards(mesh), mesh.size / number
+  size, sampled, steps = _steps(case, mesh)
+  positions = size.pages * size.page or size.slots // shards * size.window
+  cache = positions * needed.position(case, mesh)
+  memory = held(state_of(case, mesh)) + held(needed.sampled(case, mesh)) + cache
+  work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
+  moved = steps * needed.of("decode", case, mesh)
+  if size.pages:  # a slot that is not in use reads none
+    moved -= (steps - sum(sampled) / size.slots) * needed.cache(case, mesh)
+  filling = _prefill_seconds(case, mesh, topology)
+  return Least(
+    memory * per_chip,
+    steps * work / number / chip.flops + filling,
+    moved * per_chip / chip.hbm_speed + filling,
+    0.0,
+  )
+
+
+def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
+  """The sampler's shapes, lengths of responses, and decode steps of an iteration."""
+  size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
+  sampled = case.lengths.sample(case.workload.trajectories)
+  return size, sampled, decode_steps(sampled, size.slots, not case.config.rl.partial)
+
+
+def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
+  """Seconds that the prefills of an iteration take at least."""
+  chip, number = chips.parse(topology)
+  size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
+  at_once = size.at_once(size.prompt) * size.shards
+  work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
+  moved = needed.of("prefill", case, mesh) * mesh.size / number
+  calls = -(-case.config.rl.prompts // at_once)
+  return calls * max(work / number / chip.flops, moved / chip.hbm_speed)
 
 
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:

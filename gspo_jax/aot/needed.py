@@ -68,7 +68,7 @@ def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
   params = sampled(case, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   tokens = size.at_once(size.prompt) * size.prompt
-  return estimate.held(params.blocks) + tokens * _position(case, mesh)
+  return estimate.held(params.blocks) + tokens * position(case, mesh)
 
 
 def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -85,12 +85,12 @@ def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
     tokens = slots * whole / experts / mesh.shape["tensor"]  # of all devices that share a layer's
     idle = (1 - model.experts_per_token / model.num_experts) ** tokens
     weights -= experts * idle
-  return weights + slots * _position(case, mesh) + cache(case, mesh)
+  return weights + slots * position(case, mesh) + cache(case, mesh)
 
 
 def cache(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes per device of the filled part of the cache of all slots, which a decode step reads."""
-  return _slots(case, mesh) * case.filled * _position(case, mesh)
+  return _slots(case, mesh) * case.filled * position(case, mesh)
 
 
 def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -118,7 +118,7 @@ def _gathered(params: Any, case: Case, mesh: jax.sharding.Mesh) -> float:
   return sum(jax.tree.leaves(jax.tree.map(one, params, read)))
 
 
-def _position(case: Case, mesh: jax.sharding.Mesh) -> float:
+def position(case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes of the keys and values of one position, all layers, on a device."""
   model, itemsize = case.model, jnp.dtype(case.config.engine.cache_dtype).itemsize
   each = 2 * model.num_kv_heads * model.head_dim * itemsize / mesh.shape["tensor"]

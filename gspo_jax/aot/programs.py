@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -73,6 +74,30 @@ class Case:
   def filled(self) -> float:
     """Positions of a slot that hold something, in the mean over time."""
     return self.lengths.filled(self.prompt)
+
+  @property
+  def configured(self) -> bool:
+    """Whether its batch is that of the configuration, and not one given on the command line."""
+    rl, window = self.config.rl, self.workload.window
+    update = rl.prompts * rl.group_size // rl.minibatches
+    return (self.sequences, self.length) == (update, window)
+
+  @property
+  def packed(self) -> bool:
+    """Whether micro-batches may be empty, and are left out."""
+    return self.config.rl.packed and self.configured
+
+  def pool(self, slots: int, shards: int) -> int:
+    """Positions of a cache for so many slots of all devices.
+
+    Of n responses of a device: n times the mean of what they fill and two standard deviations of
+    the sum, each response's being its mean, as of exponential lengths; at least one window. In
+    whole pages; 0 if that is no less than all windows.
+    """
+    n, page = slots // shards, self.engine.page_tokens
+    window = -(-self.workload.window // page) + 1
+    pages = max(window, math.ceil(self.filled * (n + 2 * math.sqrt(n)) / page))
+    return 0 if pages >= n * window else pages * page * shards
 
   @property
   def workload(self) -> Workload:

@@ -1,114 +1,250 @@
-"""Finds settings without compiling all of them.
+"""Finds the fastest settings of updates and of sampling, without compiling all of them.
 
-A candidate takes a compilation of a minute or more. So few are compiled: one setting is changed at
-a time, what arithmetic rules out is not compiled, and the rest is tried in the order of its lower
-bounds. `search_training` and `search_rollout` say what the candidates are.
+Compiling a candidate takes a minute or more. So of those that change one thing of the configuration
+arithmetic rules out most; of the others few are compiled, in the order of their lower bounds.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from gspo_jax.aot.estimate import Least
-from gspo_jax.aot.table import print_line
+import jax
+
+from gspo_jax import sharding
+from gspo_jax.aot import chips, estimate, iteration, table
+from gspo_jax.aot.compiler import check, devices_of, examine
+from gspo_jax.aot.programs import Case, programs, resolved
+from gspo_jax.models import remat
 from gspo_jax.system.accelerators import GIB
 
-Choice: TypeAlias = Hashable  # a frozen dataclass whose str names it
+Row: TypeAlias = dict[str, Any]
+Lists: TypeAlias = Iterable[Iterable[Case]]
+Bound: TypeAlias = Callable[[Case], estimate.Least]  # ValueError: it does not divide
+Measure: TypeAlias = Callable[[Case], Row]  # compiles; `fits`, and then `search_s`
 WORTH = 0.02  # of the best time so far: what a candidate has to promise to be compiled
+CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
+SETTINGS = dict(  # of a search for each program
+  train=dict(
+    compute=("expert_chunk", "remat", "logits_chunk"), mesh=sharding.AXES, rl=("microbatches",)
+  ),
+  decode=dict(engine=("slots", "cache_tokens", "prefill_tokens"), mesh=("rollout_experts",)),
+)
+NAMES = dict(
+  train="{data}x{fsdp}x{expert}x{tensor}, {microbatches} micro, {remat} "
+  "{expert_chunk}/{logits_chunk}",
+  decode="{slots} slots, {cache_tokens:,}, {prefill_tokens}, {rollout_experts}",
+)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Search:
-  """What is known of every candidate that was looked at."""
+  """What is known of candidates, by their names."""
 
-  bound: Callable[[Choice], Least]  # ValueError: it does not divide
-  measure: Callable[[Choice], dict[str, Any]]  # compiles; `fits`, and then `search_s`
+  program: str
   hbm: float  # bytes of a chip
-  left: int  # compilations that may still be made
-  # Why the first need not be compiled if the second, which was, fits; "" if it has to be.
-  beside: Callable[[Choice, Choice], str] = lambda one, other: ""
-  rows: dict[Choice, dict[str, Any]] = dataclasses.field(default_factory=dict)
-  rejected: dict[Choice, str] = dataclasses.field(default_factory=dict)
-  least: dict[Choice, Least] = dataclasses.field(default_factory=dict)
+  cases: dict[str, Case] = dataclasses.field(default_factory=dict)
+  least: dict[str, estimate.Least] = dataclasses.field(default_factory=dict)
+  rows: dict[str, Row] = dataclasses.field(default_factory=dict)  # of those that were compiled
+  rejected: dict[str, str] = dataclasses.field(default_factory=dict)  # why the others were not
+
+  def ranked(self) -> list[str]:
+    """Those that fit, the fastest first; times within a hundredth are told apart by memory."""
+
+    def rank(name: str) -> tuple[float, float]:
+      return float(f"{self.rows[name]['search_s']:.2g}"), self.rows[name]["peak_gib"]
+
+    return sorted((name for name, row in self.rows.items() if row["fits"]), key=rank)
 
   @property
-  def best(self) -> Choice | None:
-    return next(iter(self.ranked()), None)
-
-  def ranked(self) -> list[Choice]:
-    """Those that fit, the fastest first; times within a hundredth are told apart by memory."""
-    fits = [choice for choice, row in self.rows.items() if row["fits"]]
-    order = lambda row: (float(f"{row['search_s']:.2g}"), row["peak_gib"])  # noqa: E731
-    return sorted(fits, key=lambda choice: order(self.rows[choice]))
-
-  def stage(self, choices: Sequence[Choice], most: int) -> None:
-    """Compiles at most so many of the candidates: the fastest by their lower bounds, of those that
-    may fit and may be faster than the best so far."""
-    found = []
-    for choice in dict.fromkeys(choices):
-      if choice in self.rows:
-        continue
-      self.rejected.pop(choice, None)
-      try:
-        if choice not in self.least:
-          self.least[choice] = self.bound(choice)
-      except ValueError as error:
-        self.rejected[choice] = f"does not divide: {error}"
-        continue
-      found.append(choice)
-    order = lambda least: (least.bound_s, least.sum_s, least.memory)  # noqa: E731
-    for choice in sorted(found, key=lambda choice: order(self.least[choice])):
-      reason = self._against(choice)
-      if not reason and (most <= 0 or self.left <= 0):
-        reason = f"takes {self._says(choice)} at least; not compiled, since enough others were"
-      if reason:
-        self.rejected[choice] = reason
-        continue
-      self.rows[choice] = dict(program=str(choice)) | self.measure(choice)
-      most, self.left = most - 1, self.left - 1
+  def best(self) -> Case | None:
+    return next((self.cases[name] for name in self.ranked()), None)
 
   def needs(self) -> str:
     """What is said where nothing fits."""
     if not self.least:
       return next(iter(self.rejected.values()), "no mesh divides it")
-    tried = [row["error"] for row in self.rows.values()]
+    if self.rows:
+      return list(self.rows.values())[-1]["error"]
     need = min(least.memory for least in self.least.values()) / GIB
-    return tried[-1] if tried else f"needs {need:.1f} GiB a chip at least of {self.hbm / GIB:.0f}"
+    return f"needs {need:.1f} GiB a chip at least of {self.hbm / GIB:.0f}"
 
-  def _against(self, choice: Choice) -> str:
-    """Why a candidate need not be compiled; "" if it has to be."""
-    least = self.least[choice]
-    if least.memory > self.hbm:
-      too_many = (least.memory - self.hbm) / GIB
-      return f"needs {least.memory / GIB:.0f} GiB a chip at least, {too_many:.0f} too many"
-    for other, row in self.rows.items():
-      too_large = not (row["fits"] or row.get("of_kernel"))
-      if too_large and least.memory >= self.least[other].memory:
-        return f"{least.memory / GIB:.1f} GiB at least, not fewer than {other}, which did not fit"
-      if row["fits"] and (reason := self.beside(choice, other)):
-        return reason
-    best = self.best
-    if best and least.bound_s > (1 - WORTH) * self.rows[best]["search_s"]:
-      return f"takes {self._says(choice)} at least; {self.rows[best]['search_s']:.3g} s was reached"
-    return ""
-
-  def _says(self, choice: Choice) -> str:
-    least = self.least[choice]
-    names = ("compute_s", "hbm_s", "interconnect_s")
-    binds = max(names, key=lambda name: getattr(least, name)).removesuffix("_s")
-    return f"{least.bound_s:.3g} s ({binds})"
+  def report(self) -> list[Row]:
+    """Prints what was not compiled and why, the best few, and the lines of the best one for a
+    configuration. Returns the rows of what was compiled, the best first."""
+    rows = [self.rows[name] for name in self.ranked()]
+    table.print_search(self.rejected, rows[:3] if len(self.rows) > 1 else [])
+    if self.best:
+      table.print_line(f"recommended:\n{lines(self.program, self.best)}")
+    rows += [row for row in self.rows.values() if not row["fits"]]
+    return rows or [dict(program=self.program, fits=False, error=self.needs())]
 
 
-def print_outcome(found: Search, print_row: Callable[[dict[str, Any], bool], None]) -> None:
-  """What was not compiled and why, the candidates that came nearest first; and the best few."""
-  most = 12
-  if found.rejected:
-    print_line("not compiled:")
-  for choice, reason in list(found.rejected.items())[:most]:
-    print_line(f"    {choice!s:<44}{reason}")
-  if len(found.rejected) > most:
-    print_line(f"    and {len(found.rejected) - most} more")
-  if len(found.rows) > 1:
-    print_line("best:")
-    for i, choice in enumerate(found.ranked()[:3]):
-      print_row(found.rows[choice], not i)
+def compile_best(
+  known: Search, lists: Lists, bound: Bound, measure: Measure, tries: int, enough: int | None = None
+) -> None:
+  """Compiles at most `tries` candidates, of the lists in turn, until `enough` fit; of each list the
+  fastest by their lower bounds, of those that may fit and may be faster than the best so far.
+  `tensor` sends activations where `fsdp` sends weights, and grows last."""
+
+  def rank(name: str) -> tuple[float, ...]:
+    least, tensor = known.least[name], known.cases[name].config.mesh.tensor
+    return tensor, least.bound_s, least.sum_s, least.memory
+
+  ordered = []
+  for cases in lists:
+    named = {name_of(known.program, case): case for case in cases}
+    new = [name for name in named if name not in known.cases]
+    known.cases.update(named)
+    for name in new:
+      try:
+        known.least[name] = bound(named[name])
+      except ValueError as error:
+        known.rejected[name] = f"does not divide: {error}"
+    ordered.append(sorted((name for name in new if name in known.least), key=rank))
+  for name in filter(None, itertools.chain(*itertools.zip_longest(*ordered))):
+    reason = against(known, name)
+    if not reason and (len(known.rows) >= tries or len(known.ranked()) == enough):
+      reason = f"takes {known.least[name]} at least; not compiled, since enough others were"
+    if reason:
+      known.rejected[name] = reason
+    else:
+      known.rows[name] = measure(known.cases[name])
+
+
+def against(known: Search, name: str) -> str:
+  """Why a candidate need not be compiled; "" if it has to be."""
+  case, least, reached = known.cases[name], known.least[name], math.inf
+  if least.memory > known.hbm:
+    too_many = (least.memory - known.hbm) / GIB
+    return f"needs {least.memory / GIB:.0f} GiB a chip at least, {too_many:.0f} too many"
+  for other, row in known.rows.items():
+    compiled = known.cases[other]
+    if row["fits"]:
+      reached = min(reached, row["search_s"])
+      if case.config.mesh.tensor > compiled.config.mesh.tensor:
+        return f"sends more than {other}, which fits"
+      more = case.microbatches > compiled.microbatches and not case.packed
+      if more and changed(case, compiled.microbatches) == compiled:
+        return f"gathers more than {other}, which fits"
+    elif not row.get("of_kernel") and least.memory >= known.least[other].memory:
+      return f"{least.memory / GIB:.1f} GiB at least, not fewer than {other}, which did not fit"
+  if least.bound_s > (1 - WORTH) * reached:
+    return f"takes {least} at least; {reached:.3g} s was reached"
+  return ""
+
+
+def find(
+  program: str, lists: Lists, topology: str, tries: int, enough: int | None = None
+) -> Search:
+  """Compiles the best of the candidates for the topology, and prints a line for each."""
+  chip, devices = chips.parse(topology)[0], devices_of(topology)
+  known = Search(program, chip.hbm)
+
+  def bound(case: Case) -> estimate.Least:
+    mesh = sharding.make_mesh(case.config.mesh, devices)
+    if program == "decode":
+      with jax.set_mesh(mesh):
+        return iteration.least_of_sampling(case, mesh, topology)
+    check(case, mesh)
+    return estimate.of_update(case, mesh, topology).times(iteration.share(case, mesh))
+
+  def measure(case: Case) -> Row:
+    mesh = sharding.make_mesh(case.config.mesh, devices)
+    name, case = name_of(program, case), resolved(case, mesh)
+    policy = case.config.compute.remat
+    with jax.set_mesh(mesh):
+      ((_, compiled),) = programs(case, mesh, [program])
+      row = dict(program=name, remat=policy) | examine(compiled, topology, policy).row
+      if "serial_s" in row and program == "decode":
+        row |= iteration.of_sampling(case, mesh, topology, row)
+      elif "serial_s" in row:
+        row["search_s"] = row["serial_s"] * iteration.share(case, mesh)
+    table.print_found(row, header=not known.rows)
+    return row
+
+  compile_best(known, lists, bound, measure, tries, enough)
+  return known
+
+
+def updates(case: Case, devices: int) -> Lists:
+  """Lists of candidates: the configuration's own settings, meshes, remats and chunks."""
+  mesh = {axis: getattr(case.config.mesh, axis) for axis in sharding.AXES}
+  rest = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
+  case = changed(case, mesh={axis: rest if n == -1 else n for axis, n in mesh.items()})
+  at_once = dict(logits_chunk=case.length)
+  if case.model.num_experts:
+    at_once["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices
+  remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]
+  sizes = ({key: size} for key, most in at_once.items() for size in CHUNKS if size < most)
+  chunks = [changed(case, compute=size) for size in sizes]
+  return [case], meshes(case, devices), remats, chunks
+
+
+def meshes(case: Case, devices: int) -> Iterator[Case]:
+  """Meshes of one slice: fsdp x expert x tensor, experts and heads divided evenly; each with every
+  number of micro-batches that divides."""
+  experts = case.model.num_experts or 1
+  for tensor, expert in itertools.product((1, 2, 4), range(1, devices + 1)):
+    shards = devices // tensor
+    heads = case.model.num_kv_heads % tensor
+    if heads or devices % (tensor * expert) or experts % expert or case.sequences % shards:
+      continue
+    rows, mesh = case.sequences // shards, dict(data=1, fsdp=shards // expert)
+    for microbatches in range(2 if case.packed else 1, rows + 1):
+      if rows % microbatches == 0:
+        yield changed(case, microbatches, mesh=mesh | dict(expert=expert, tensor=tensor))
+
+
+def sampling(case: Case, shards: int) -> Lists:
+  """Lists of candidates: the configuration's own settings; slots, one of each device, doubled up to
+  all responses, each with the cache for all windows and with that for the assumed lengths, experts
+  on all chips, if these divide them, and on those of an `expert` group; and tokens of a prefill."""
+  most = case.workload.trajectories
+  slots = case.engine.slots_for(most)
+  case = changed(dataclasses.replace(case, slots=0), engine=dict(slots=slots))
+  splits = ("auto", "expert") if case.model.num_experts else (case.config.mesh.rollout_experts,)
+  layouts = []
+  for power in range((most // shards).bit_length()):
+    slots = shards << power
+    caches = {0} if case.engine.cache == "dense" else {0, case.pool(slots, shards)}
+    for cache, split in itertools.product(sorted(caches), splits):
+      engine, mesh = dict(slots=slots, cache_tokens=cache), dict(rollout_experts=split)
+      layouts.append(changed(case, engine=engine, mesh=mesh))
+  pieces = [changed(case, engine=dict(prefill_tokens=1 << power)) for power in range(11, 17, 2)]
+  return [case], layouts, pieces
+
+
+def changed(case: Case, microbatches: int = 0, **sections: dict[str, Any]) -> Case:
+  """The case with other values in sections of its configuration."""
+  config = case.config
+  if microbatches:
+    case = dataclasses.replace(case, microbatches=microbatches)
+    sections |= dict(rl=dict(microbatches=microbatches)) if case.configured else {}
+  parts = {name: dataclasses.replace(getattr(config, name), **sections[name]) for name in sections}
+  return dataclasses.replace(case, config=dataclasses.replace(config, **parts))
+
+
+def settings(program: str, case: Case) -> dict[str, Row]:
+  found = {
+    section: {key: getattr(getattr(case.config, section), key) for key in keys}
+    for section, keys in SETTINGS[program].items()
+  }
+  if "rl" in found:
+    found["rl"]["microbatches"] = case.microbatches  # of a batch given on the command line
+  return found
+
+
+def name_of(program: str, case: Case) -> str:
+  sections = settings(program, case).values()
+  return NAMES[program].format(**{key: n for keys in sections for key, n in keys.items()})
+
+
+def lines(program: str, case: Case) -> str:
+  """Lines for a configuration file."""
+  return "\n".join(
+    f"{section}=dict({', '.join(f'{key}={json.dumps(value)}' for key, value in keys.items())}),"
+    for section, keys in settings(program, case).items()
+  )

@@ -44,6 +44,27 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     print_line(f"    does not fit: {row['error']}")
 
 
+def print_found(row: dict[str, Any], header: bool) -> None:
+  """A row of a search."""
+  print_row(row | dict(collectives={}), header)
+  if "steps" in row:
+    print_line(f"    {row['steps']:,} steps, {row['speed']:,.0f} tokens/s/chip while sampling")
+
+
+def print_search(rejected: dict[str, str], best: list[dict[str, Any]], most: int = 12) -> None:
+  """What was not compiled and why, and the rows of the best."""
+  if rejected:
+    print_line("not compiled:")
+  for name, reason in list(rejected.items())[:most]:
+    print_line(f"    {name:<44}{reason}")
+  if len(rejected) > most:
+    print_line(f"    and {len(rejected) - most} more")
+  if best:
+    print_line("best:")
+  for i, row in enumerate(best):
+    print_found(row, header=not i)
+
+
 def _gigabytes(n: float) -> str:
   return f"{n / 1e9:,.0f}" if n >= 1e11 else f"{n / 1e9:.3g}"
 

@@ -61,7 +61,7 @@ def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
   config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
   one = programs.make_case(from_dict(config.to_dict()))
   weights = estimate.held(needed.sampled(one, mesh).blocks)
-  written = (needed.of("prefill", one, mesh) - weights) / needed._position(one, mesh)
+  written = (needed.of("prefill", one, mesh) - weights) / needed.position(one, mesh)
   assert written == pytest.approx(positions)
 
 
