@@ -1,4 +1,4 @@
-"""Verdicts of E7, E13, E14, E15 and E16 on made-up results, so that the truth is known."""
+"""Verdicts of E7 and E13 on made-up results, so that the truth is known."""
 
 import numpy as np
 import pytest
@@ -57,54 +57,7 @@ def test_e13_compares_warm_iterations(more, outcome):
   assert float(line.split(" | ")[7].split()[0]) == pytest.approx(1 + more / 3.12, abs=0.01)
 
 
-@pytest.mark.parametrize(
-  "fallen, recovered, outcome",
-  [(0.4, (), HOLDS), (0.4, ("gspo_before",), FAILS), (0.4, ("gspo_after",), HOLDS), (0, (), OPEN)],
-)
-def test_e14_tells_whether_a_restart_recovers(fallen, recovered, outcome):
-  """Restarts from after the collapse are shown; the claim is about those from before it."""
-
-  def value(c):
-    well = c.name in ("gentle", *recovered)
-    return {"eval/start": 0.5, "eval/final": 0.7 if well else 0.5 - fallen}
-
-  found = report("e14", value)
-  assert found.verdict.outcome == outcome, found.verdict
-
-
-@pytest.mark.parametrize("gap, outcome", [(0.1, HOLDS), (0.0, HOLDS), (-0.1, FAILS)])
-def test_e15_tells_whether_other_architectures_differ(gap, outcome):
-  def value(c):
-    other = c.name.endswith("_gspo") and not c.name.startswith("top_2")
-    return {"eval/final": 0.5 + gap * other, "eval/start": 0.4}
-
-  assert report("e15", value).verdict.outcome == outcome
-
-
-@pytest.mark.parametrize("before, outcome", [(0.4, FAILS), (0.02, HOLDS)])
-def test_e15_leaves_out_architectures_that_did_not_learn_the_task(before, outcome):
-  def value(c):
-    dense = c.name.startswith("dense")
-    final = 0.5 - 0.4 * (c.name == "dense_gspo")
-    return {"eval/final": final, "eval/start": before if dense else 0.4}
-
-  assert report("e15", value).verdict.outcome == outcome
-
-
-@pytest.mark.parametrize(
-  "slope, before, outcome",
-  [(0.05, 0.4, HOLDS), (0.0, 0.4, FAILS), (-0.05, 0.4, FAILS), (0.05, 0.1, OPEN)],
-)
-def test_e16_tells_whether_the_advantage_grows_with_length(slope, before, outcome):
-  def value(c):
-    gspo = c.changes["objective.name"] == "gspo"
-    final = 0.5 + slope * gspo * np.log2(c.changes["data.lines"][0])
-    return {"eval/final": final, "eval/start": before}
-
-  assert report("e16", value).verdict.outcome == outcome
-
-
-@pytest.mark.parametrize("name", ["e7", "e13", "e14", "e15", "e16"])
+@pytest.mark.parametrize("name", ["e7", "e13"])
 def test_without_runs_nothing_is_claimed(name):
   _, module = definition.load(definition.find(name))
   none = pd.DataFrame(columns=["condition", "seed", "stage", "status"])
