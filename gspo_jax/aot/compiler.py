@@ -57,10 +57,6 @@ class Compiled:
   text: str = ""  # "": it did not compile
 
 
-def compile_one(program: Program, topology: str, remat: str) -> dict[str, Any]:
-  return examine(program, topology, remat).row
-
-
 def examine(program: Program, topology: str, remat: str) -> Compiled:
   """Memory per chip, work, traffic and the time that they need at least; of one turn, if the
   program is a loop of several."""

@@ -16,7 +16,10 @@ def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
   groups: dict[str, list[Item]] = defaultdict(list)
   for item in costs.items:
     groups[item.source or "inserted by the compiler"].append(item)
-  total = lambda items: sum(item.bytes * item.times for item in items) * scale  # noqa: E731
+
+  def total(items: list[Item]) -> float:
+    return sum(item.bytes * item.times for item in items) * scale
+
   for source, items in sorted(groups.items(), key=lambda pair: -total(pair[1]))[:number]:
     moved = total(items)
     yield f"    {moved / 1e9:>9.2f} GB {moved / scale / max(costs.memory, 1):>5.1%}  {source}"
@@ -31,13 +34,11 @@ def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
 
 def _name(item: Item) -> str:
   """Operation and path, without the parts that say nothing."""
-  one = item.instruction
-  parts = re.split(r"/", one.path)
+  path = item.instruction.path
   dull = r"jit\(.*\)|while|body|closed_call|checkpoint|shard_map|"
-  said = [part for part in parts if not re.fullmatch(dull, part)]
-  backward = "backward " if "transpose(" in one.path and "rematted" not in one.path else ""
-  again = "again " if "rematted" in one.path else ""
-  return f"{backward}{again}{one.op} {'/'.join(x for x in said[-3:] if 'jvp' not in x)}".rstrip()
+  said = [part for part in path.split("/") if not re.fullmatch(dull, part)]
+  pass_ = "again " if "rematted" in path else "backward " if "transpose(" in path else ""
+  return f"{pass_}{item.instruction.op} {'/'.join(x for x in said[-3:] if 'jvp' not in x)}".rstrip()
 
 
 def _shape(item: Item) -> str:

@@ -155,8 +155,15 @@ def _instruction(line: str) -> Instruction:
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:
   """The tables at the end of a program that say where its instructions come from."""
-  table = lambda name: re.findall(r"^(\d+) (.*)$", _section(text, name), re.MULTILINE)  # noqa: E731
-  number = lambda key, row: int(found[1]) if (found := re.search(rf"{key}=(\d+)", row)) else 0  # noqa: E731
+
+  def table(name: str) -> list[tuple[str, str]]:
+    section = re.search(rf"^{name}\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^(\d+) (.*)$", section[1], re.MULTILINE) if section else []
+
+  def number(key: str, row: str) -> int:
+    value = re.search(rf"{key}=(\d+)", row)
+    return int(value[1]) if value else 0
+
   files = {int(i): row.strip('"') for i, row in table("FileNames")}
   places = {
     int(i): (files.get(number("file_name_id", row), ""), number("line", row))
@@ -169,11 +176,6 @@ def _frames(text: str) -> dict[int, tuple[str, int, int]]:
     )
     for i, row in table("StackFrames")
   }
-
-
-def _section(text: str, name: str) -> str:
-  found = re.search(rf"^{name}\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
-  return found[1] if found else ""
 
 
 def _short(file: str) -> str:

@@ -18,7 +18,7 @@ Rules, of what an instruction that is not fused away reads and writes:
   - A Pallas kernel counts as its `pl.CostEstimate(bytes_accessed=...)` says, of all that is moved
     between HBM and vector memory, blocks that are read again included. A kernel without one, or
     with a wrong one, can be called under `jax.named_scope("hbm_bytes=N")`, which goes first.
-    Without either: `kernels.moved`, or each operand and result once.
+    Without either: `kernels.hbm_bytes`, or each operand and result once.
 """
 
 import dataclasses

@@ -1,11 +1,9 @@
 """Bytes that a Pallas kernel moves between HBM and vector memory.
 
 A kernel's operands and results say too little: blocks are read again for every other block that
-they meet. Known here are those of JAX that state nothing, or too much. Where groups of rows differ
-in size these are upper estimates: of rows that are no expert's, as many are read as there may be.
+they meet. Known here is that of JAX which states nothing.
 """
 
-import base64
 import math
 import re
 from collections.abc import Sequence
@@ -18,8 +16,7 @@ def hbm_bytes(one: Instruction, operands: Sequence[Instruction]) -> float:
   once; as `hlo_costs` says."""
   if stated := re.findall(r"hbm_bytes=(\d+)", one.path):
     return float(stated[-1])
-  known = _splash(one, operands) or _gmm(one, operands)
-  if known:
+  if known := _splash(one, operands):
     return known
   near = sum(a.bytes for x in (one, *operands) for a in x.arrays if a.space)  # not through HBM
   if stated := re.search(r'"bytes_accessed":"?(\d+)', one.rest):
@@ -60,36 +57,3 @@ def _splash(one: Instruction, operands: Sequence[Instruction]) -> float | None:
     times = [1, N / K * f, N / K * f, N, N * f] + [1, 1, 1] * (phase == "dq") + [N]
   read = sum(n * x.hbm for n, x in zip(times, arrays))
   return read + one.hbm + sum(x.hbm for x in scalars)
-
-
-def _gmm(one: Instruction, operands: Sequence[Instruction]) -> float | None:
-  """JAX's megablox gmm where one tile holds the whole contracted dimension: an expert's matrix is
-  then read once for each of its columns' tiles, and not, as it states, for each tile of rows."""
-  if not re.match(r"gmm\b", one.name) or not (bounds := grid(one)):
-    return None
-  arrays = [x for x in operands if x.arrays and not re.match(r"s32\[", x.shape)]
-  if len(bounds) != 3 or bounds[2] != 1 or len(arrays) < 2:
-    return None
-  return arrays[0].hbm * bounds[0] + sum(x.hbm for x in arrays[1:]) + one.hbm
-
-
-def grid(one: Instruction) -> list[int] | None:
-  """The bounds of a kernel's grid, below 0 where they depend on data; None if this version of JAX
-  does not let its code be read."""
-  body = re.search(r'"body":"([^"]*)"', one.rest)
-  try:
-    from jax._src.interpreters import mlir
-    from jax._src.lib import tpu
-    from jaxlib.mlir import ir
-
-    context = ir.Context()
-    context.append_dialect_registry(mlir.upstream_dialects)
-    context.load_all_available_dialects()
-    tpu.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    with context, ir.Location.unknown():
-      code = str(ir.Module.parse(base64.b64decode(body[1])))
-  except Exception:  # none of that is public
-    return None
-  found = re.search(r"iteration_bounds = array<i64: ([\d, \-]+)>", code)
-  return [int(n) for n in found[1].split(",")] if found else None

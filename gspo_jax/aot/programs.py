@@ -220,19 +220,23 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     by_slot = dict(rates=rates, of_slots="paged_attention", turns=engine.steps)
     return Program(jax.jit(step, donate_argnums=1), arguments, work, **by_slot)
   prompts = size.at_once(size.prompt) * shards
-  by_row = lambda *shape: shaped((prompts, *shape), jnp.int32, mesh, P(BATCH))  # noqa: E731
+  by_row = shaped((prompts,), jnp.int32, mesh, P(BATCH))
+  tokens = shaped((prompts, size.prompt), jnp.int32, mesh, P(BATCH))
   fields = jax.tree.map(
     lambda x: shaped((prompts, *x.shape[1:]), x.dtype, mesh, P(BATCH)), state.queue
   )
   fill = functools.partial(slots.prefill, piece=engine.prefill_tokens, **options)
-  arguments = params, state, by_row(size.prompt), fields, by_row(), by_row()
+  arguments = params, state, tokens, fields, by_row, by_row
   work = flops.work(case.model, prompts, size.prompt, size.prompt, heads=1)
   return Program(jax.jit(fill, donate_argnums=1), arguments, work)
 
 
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """A batch without shared prompts, for any length: the most that a run needs."""
-  field = lambda dtype, *more: shaped((rows, *more), dtype, mesh, P(BATCH))  # noqa: E731
+
+  def field(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
+    return shaped((rows, *more), dtype, mesh, P(BATCH))
+
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
   experts, model, rl = None, case.model, case.config.rl
   if case.config.objective.replay != "none":

@@ -90,7 +90,10 @@ def test_programs_are_no_worse_than_they_were():
 
 def test_worse_is_more_bytes_or_less_utilisation():
   known = dict(programs=dict(train=dict(hbm_bytes=100.0, moved_over_needed=2.0, mfu=0.5)))
-  of = lambda **figures: dict(programs=dict(train=known["programs"]["train"] | figures))  # noqa: E731
+
+  def of(**figures):
+    return dict(programs=dict(train=known["programs"]["train"] | figures))
+
   assert worse(of(hbm_bytes=104.0, moved_over_needed=1.0, mfu=0.48), known) == []
   assert worse(of(hbm_bytes=106.0), known) == ["train hbm_bytes 100 -> 106"]
   assert worse(of(mfu=0.47), known) == ["train mfu 0.5 -> 0.47"]

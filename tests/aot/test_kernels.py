@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from gspo_jax.aot import compiler, hlo, hlo_costs, kernels
+from gspo_jax.aot import compiler, hlo_costs
 from gspo_jax.models.experts import groups
 from gspo_jax.system import accelerators
 
@@ -87,7 +87,10 @@ def test_gradients_of_keys_read_queries_again_for_every_block_of_keys():
     "splash_mha_dkv_segmented_no_residuals.1", operands, f"({narrow}, {narrow})", blocks
   )
   grid = [(j, h, i) for j in range(T // KV) for h in range(N) for i in range(T // Q)]
-  seen = lambda j, h, i: (h, i) if visible(i, j) else None  # noqa: E731
+
+  def seen(j, h, i):
+    return (h, i) if visible(i, j) else None
+
   queries = fetched(grid, Q * H * 2, seen)  # and their gradients
   sums = fetched(grid, Q * 8 * 4, seen)  # and the logarithms
   of_queries = fetched(grid, Q * 8 * 4, lambda j, h, i: i if visible(i, j) else None)
@@ -132,32 +135,12 @@ def compiled(f, on_chip, *shapes):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("inner", [256, 512])
-def test_an_experts_matrix_is_read_once_or_for_each_tile_of_rows(on_chip, inner):
-  """megablox with 4 groups and 8 tiles of 512 rows, the contracted 512 in one tile or in two."""
-  from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
-  R, D, F, E = 4096, 512, 1024, 4
-  f = lambda x, w, n: gmm(x, w, n, jnp.bfloat16, (512, inner, 512))  # noqa: E731
-  text = compiled(f, on_chip, (R, D), (E, D, F), (E,))
-  (kernel,) = [x for body in hlo.parse(text).computations.values() for x in body if x.kernel]
-  bounds = kernels.grid(kernel)
-  assert bounds is None or (bounds[0], bounds[2]) == (2, 512 // inner)
-  items = [item for item in hlo_costs.costs(text).items if item.instruction.kernel]
-  rows, matrices, out = R * D * 2, E * D * F * 2, R * F * 2
-  one = matrices / E
-  expected = 2 * rows + out + ((8 + E - 1) * one if inner < D else matrices)
-  if bounds is not None:
-    assert items[0].bytes == pytest.approx(expected, rel=0.01)
-
-
-@needs_libtpu
 def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
   def kernel(x, y):
     y[...] = x[...] * 2
 
   def f(x):
-    call = lambda: pl.pallas_call(  # noqa: E731
+    call = pl.pallas_call(
       kernel,
       out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
       grid=(8,),
@@ -165,9 +148,9 @@ def test_scopes_around_kernels_reach_the_compiled_text(on_chip):
       out_specs=pl.BlockSpec((1024, 1024), lambda i: (i, 0)),
       cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=12345, transcendentals=0),
       name="twice",
-    )(x)
+    )
     with jax.named_scope("hbm_bytes=54321"):
-      return call()
+      return call(x)
 
   costs = hlo_costs.costs(compiled(f, on_chip, (8192, 1024)))
   assert [i.bytes for i in costs.items if i.instruction.kernel] == [54321]
