@@ -68,12 +68,14 @@ def main(argv: list[str]) -> None:
     if _JSON.value and not Path(_JSON.value).absolute().parent.is_dir():
       raise ValueError(f"--json={_JSON.value}: {Path(_JSON.value).parent} is no directory; make it")
     require_one_mesh(config)
-    sampling = dict(
+    case = make_case(
+      config,
+      _SEQUENCES.value,
+      _LENGTH.value,
       slots=_SLOTS.value,
       mean_response=_MEAN_RESPONSE.value,
       mean_prompt=_MEAN_PROMPT.value,
     )
-    case = make_case(config, _SEQUENCES.value, _LENGTH.value, **sampling)
     unknown = set(_PROGRAMS.value) - set(PROGRAMS)
     if unknown:
       raise ValueError(f"--programs={','.join(sorted(unknown))}: known are {', '.join(PROGRAMS)}")

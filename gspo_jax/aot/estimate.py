@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips, links
-from gspo_jax.aot.programs import Case, resolved
-from gspo_jax.learner.critic import optimizers
-from gspo_jax.learner.state import abstract_params, abstract_state
+from gspo_jax.aot.programs import Case, resolved, state_of
+from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import flops, lora, remat
 from gspo_jax.structs import TrainState
 
@@ -119,15 +118,6 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
   head = model.vocab_size * model.hidden_size * itemsize / tensor
   embedding = 0 if model.tie_word_embeddings else head
   return dict(experts=experts, head=head, dense=total - experts - head - embedding)
-
-
-def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
-  """Shapes and shardings of the training state."""
-  c = case.config
-  tx, critic = optimizers(c)
-  with jax.set_mesh(mesh):
-    adaptive = c.objective.adaptive_clip
-    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
 
 
 def changed(state: TrainState) -> Any:

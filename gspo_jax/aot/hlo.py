@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 _BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, s4=0.5, u4=0.5)
@@ -112,20 +111,14 @@ class Module:
   def source(self, instruction: Instruction) -> str:
     """FILE:LINE that it comes from: the innermost call of this package, but for `sharding`, whose
     helpers are called from everywhere; or of what there is; or ""."""
-    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.rest):
-      return f"{_short(found[1])}:{found[2]}"
-    found = re.search(r"stack_frame_id=(\d+)", instruction.rest)
-    calls = list(self._calls(int(found[1]))) if found else []
-    for file, line in calls:
-      if file.startswith(_PACKAGE) and not file.endswith("/sharding.py"):
-        return f"{_short(file)}:{line}"
-    return f"{_short(calls[0][0])}:{calls[0][1]}" if calls else ""
-
-  def _calls(self, frame: int) -> Iterator[tuple[str, int]]:
-    """Innermost first."""
+    first, stack_frame = "", re.search(r"stack_frame_id=(\d+)", instruction.rest)
+    frame = int(stack_frame[1]) if stack_frame else 0  # they are numbered from 1
     while frame in self.frames:
       file, line, frame = self.frames[frame]
-      yield file, line
+      first = first or f"{_short(file)}:{line}"
+      if file.startswith(_PACKAGE) and not file.endswith("/sharding.py"):
+        return f"{_short(file)}:{line}"
+    return first
 
 
 def parse(text: str) -> Module:

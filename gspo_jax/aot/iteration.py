@@ -14,8 +14,8 @@ import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.aot import chips, needed
-from gspo_jax.aot.estimate import Least, held, state_of
-from gspo_jax.aot.programs import Case
+from gspo_jax.aot.estimate import Least, held
+from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
 from gspo_jax.sampling.requests import Sizes, sizes
@@ -103,7 +103,7 @@ def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
   size, sampled, steps = _steps(case, mesh)
   positions = size.pages * size.page or size.slots // shards * size.window
   cache = positions * needed.position(case, mesh)
-  memory = held(state_of(case, mesh)) + held(needed.sampled(case, mesh)) + cache
+  memory = held(state_of(case, mesh)) + held(sampler_params(case, mesh)) + cache
   work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
   moved = steps * needed.of("decode", case, mesh)
   if size.pages:  # a slot that is not in use reads none

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import estimate
-from gspo_jax.aot.programs import Case
+from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import transformer
 from gspo_jax.sampling.requests import sizes
@@ -38,7 +38,7 @@ def of(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params, state = _trained(case, mesh), estimate.state_of(case, mesh)
+  params, state = _trained(case, mesh), state_of(case, mesh)
   changed = estimate.held(estimate.changed(state))  # and its gradients
   tokens = case.rows // sharding.batch_shards(mesh) * case.length
   kept = tokens * estimate.kept_per_token(case, mesh)
@@ -61,18 +61,18 @@ def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 
 def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
-  return estimate.held(_trained(case, mesh)) + estimate.held(sampled(case, mesh))
+  return estimate.held(_trained(case, mesh)) + estimate.held(sampler_params(case, mesh))
 
 
 def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params = sampled(case, mesh)
+  params = sampler_params(case, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   tokens = size.at_once(size.prompt) * size.prompt
   return estimate.held(params.blocks) + tokens * position(case, mesh)
 
 
 def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
-  params, model = sampled(case, mesh), case.model
+  params, model = sampler_params(case, mesh), case.model
   slots = _slots(case, mesh)
   head = params.embed if params.head is None else params.head
   weights = estimate.held((params.blocks, params.final_norm, head))
@@ -129,9 +129,3 @@ def _trained(case: Case, mesh: jax.sharding.Mesh) -> Any:
   """The trainer's weights; those of adapters, which are small, are not among them."""
   dtype = case.config.compute.dtype if case.config.rl.lora_rank else jnp.float32
   return abstract_params(case.model, mesh, sharding.TRAIN, dtype)
-
-
-def sampled(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  """The sampler's weights."""
-  rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
-  return abstract_params(case.model, mesh, rules, case.config.sampler_compute.dtype)

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding, teacher
-from gspo_jax.aot import estimate, programs
+from gspo_jax.aot import programs
+from gspo_jax.aot.estimate import changed, held, kept_per_token
 from gspo_jax.aot.programs import Case
+from gspo_jax.aot.table import axes
 from gspo_jax.configs import common
 from gspo_jax.hardware import forward_flops
 from gspo_jax.learner.critic import optimizers
-from gspo_jax.learner.state import abstract_critic, abstract_params
+from gspo_jax.learner.state import abstract_critic
 from gspo_jax.models import transformer
 from gspo_jax.run import Inputs
 from gspo_jax.runs import provenance
@@ -29,21 +31,20 @@ from gspo_jax.system.accelerators import GIB
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   """What --dry_run prints of a configuration that has been checked."""
   base = from_dict(common.base().to_dict())
-  changed = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
+  differs = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
   devices = list(inputs.mesh.devices.flat)
-  axes = lambda mesh: " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())  # noqa: E731
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(map(len, inputs.problems.values()))
   found = [
     "configuration, what differs from base() of configs/common.py:",
-    *(f"  {line}" for line in changed or ["nothing"]),
+    *(f"  {line}" for line in differs or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.mesh)})",
-    *(
-      [f"rollout mesh: {inputs.rollout_mesh.size} further ones ({axes(inputs.rollout_mesh)})"]
-      if config.rollout_mesh.on
-      else []
-    ),
+  ]
+  if config.rollout_mesh.on:
+    shape = axes(inputs.rollout_mesh)
+    found.append(f"rollout mesh: {inputs.rollout_mesh.size} further ones ({shape})")
+  found += [
     f"model: {count:,} parameters{each}",
     *critic_line(config, inputs.mesh),
     *teacher_line(config, inputs.teacher),
@@ -52,10 +53,10 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
-    found += [
+    found.append(
       f"cold start: at most {config.sft.steps:,} updates of {config.sft.batch:,} demonstrations, "
       f"{tokens:,} tokens with padding"
-    ]
+    )
   return found + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
 
 
@@ -83,39 +84,35 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   """The arrays that a device holds at once. What programs need besides is known when they are
   compiled."""
   c, mesh, samples_on = case.config, inputs.mesh, inputs.rollout_mesh
-  rollout = sharding.rollout_rules(c.mesh, samples_on, c.model.num_experts)
-  sampler = abstract_params(c.model, samples_on, rollout, c.sampler_compute.dtype)
-  sampling = {"the sampler's weights": estimate.held(sampler)}
+  sampler, state = programs.sampler_params(case, samples_on), programs.state_of(case, mesh)
+  sampling = {"the sampler's weights": held(sampler)}
   if c.job == "eval":
-    moments = {"while it samples": {"weights": estimate.held(estimate.state_of(case, mesh).params)}}
-    moments["while it samples"] |= sampling
+    moments = {"while it samples": {"weights": held(state.params)} | sampling}
   else:
-    state = estimate.state_of(case, mesh)
-    of_critic = estimate.held(state.critic)
-    lasting = {"weights and the optimizer's moments": estimate.held(state) - of_critic}
+    of_critic = held(state.critic)
+    lasting = {"weights and the optimizer's moments": held(state) - of_critic}
     if state.critic is not None:
       lasting["the critic's weights and moments"] = of_critic
     if c.has_iterations and c.needs_reference:
-      frozen = abstract_params(c.model, mesh, sharding.TRAIN, c.compute.dtype)
-      lasting["the reference policy's weights"] = estimate.held(frozen)
+      lasting["the reference policy's weights"] = held(programs.frozen_params(case, mesh))
     if inputs.teacher is not None:
-      lasting["the teacher's weights"] = estimate.held(teacher.abstract(inputs.teacher, c, mesh))
+      lasting["the teacher's weights"] = held(teacher.abstract(inputs.teacher, c, mesh))
     tokens = case.rows * case.length if c.has_iterations else 0
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
-    kept = estimate.kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
+    kept = kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
     update = {
-      "gradients": estimate.held(estimate.changed(state)),
+      "gradients": held(changed(state)),
       f"activations, at least (remat {c.compute.remat})": kept,
     }
     moments = {"in an update": lasting | update}
     if c.has_iterations:
       if c.engine.name == "local":
         slots = programs.sampling_program("decode", case, samples_on, sampler).arguments[1]
-        sampling["keys and values, queue and slots"] = estimate.held(slots)
+        sampling["keys and values, queue and slots"] = held(slots)
       if c.rollout_mesh.on:
         copies = max(1, c.rl.lag)  # the next ones come before those that sampled are given up
-        sampling[f"the next weights for it, up to {copies} times"] = copies * estimate.held(sampler)
+        sampling[f"the next weights for it, up to {copies} times"] = copies * held(sampler)
         moments["of the rollout mesh"] = sampling
       elif c.engine.name == "local":
         moments["while it samples"] = lasting | sampling
@@ -126,10 +123,10 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   for moment, parts in moments.items():
     found += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{of} GiB"]
     found += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
-  return [
-    *found,
-    "  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need",
-  ]
+  found.append(
+    "  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need"
+  )
+  return found
 
 
 def iteration(
@@ -145,12 +142,6 @@ def iteration(
   total = (c.sampled_share + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
   total += forward_flops(taught.model, *arguments) if taught else 0.0
   tokens = responses * most.max_new_tokens
-  found = [
-    f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
-    f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
-    f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
-    f"{total * rl.iterations:.3g} (evaluations are not in it)",
-  ]
   peak, of = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
     peak = matmul_rate()
@@ -158,7 +149,10 @@ def iteration(
     of = f"at the {peak:.3g} operations/s that this machine does in a large matrix product"
   seconds = total / peak / len(devices)
   return [
-    *found,
+    f"iterations: {rl.iterations:,}, each of {responses:,} responses ({rl.prompts:,} prompts x "
+    f"{rl.group_size:,}), at most {tokens:,} tokens, and {rl.updates:,} updates",
+    f"operations of an iteration: at most {total:.3g}, of {rl.iterations:,}: "
+    f"{total * rl.iterations:.3g} (evaluations are not in it)",
     f"time: at least {clock_text(seconds * rl.iterations)} {of}, if all responses were of full "
     f"length ({seconds:.3g} s an iteration). Decoding reads memory instead, and small models wait "
     "for the host: both run far below it. A run says what is left from its second iteration on",

@@ -18,13 +18,14 @@ from gspo_jax.learner.state import abstract_params, abstract_state
 from gspo_jax.learner.step import learner_of
 from gspo_jax.models import flops, lora, transformer
 from gspo_jax.models.experts import routing
+from gspo_jax.models.weights import Params
 from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.requests import sizes, workload
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import TrainBatch, TrainState
 
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
@@ -140,16 +141,32 @@ def resolved(case: Case, mesh) -> Case:
   return dataclasses.replace(case, config=dataclasses.replace(c, compute=compute))
 
 
+def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
+  """Shapes and shardings of the training state."""
+  c = case.config
+  tx, critic = optimizers(c)
+  with jax.set_mesh(mesh):
+    adaptive = c.objective.adaptive_clip
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
+
+
+def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
+  """Shapes and shardings of the sampler's weights."""
+  rules = sharding.rollout_rules(case.config.mesh, mesh, case.model.num_experts)
+  return abstract_params(case.model, mesh, rules, case.config.sampler_compute.dtype)
+
+
+def frozen_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
+  """Shapes and shardings of the reference policy's weights."""
+  return abstract_params(case.model, mesh, sharding.TRAIN, case.config.compute.dtype)
+
+
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
   """The jitted functions of a run with the shapes and shardings of their arguments."""
   c = case.config
-  adapters = c.rl.lora_rank, c.compute.dtype
   tx, critic = optimizers(c)
-  state = abstract_state(c.model, mesh, tx, *adapters, c.objective.adaptive_clip, critic)
-  rollout = sharding.rollout_rules(c.mesh, mesh, c.model.num_experts)
-  sample_params = abstract_params(c.model, mesh, rollout, c.sampler_compute.dtype)
-  frozen = abstract_params(c.model, mesh, sharding.TRAIN, c.compute.dtype)
-  reference = (frozen,) if c.needs_reference else ()
+  state, sample_params = state_of(case, mesh), sampler_params(case, mesh)
+  reference = (frozen_params(case, mesh),) if c.needs_reference else ()
   taught = teacher.find(c)
   if taught is not None:
     reference += (teacher.abstract(taught, c, mesh),)
@@ -171,11 +188,11 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       if taught is not None:
         *others, params = reference
         work = flops.work(taught.model, rows, case.length, case.length)
-        held = state, sample_params, *others
         score = teacher.scoring(taught, learner)
+        held = state, sample_params, *others
         yield "teacher", Program(score, (params, arguments[1]), work, held=held)
     if name == "publish":
-      layout = transformer.shardings(c.model, rollout, mesh)
+      layout = jax.tree.map(lambda x: x.sharding, sample_params)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
       held = state.opt_state, state.critic, *reference

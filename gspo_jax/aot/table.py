@@ -3,14 +3,20 @@
 import sys
 from typing import Any
 
+import jax
+
 from gspo_jax.aot.programs import Case
 
 
+def axes(mesh: jax.sharding.Mesh) -> str:
+  return " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
+
+
 def title(case: Case, topology: str, mesh) -> str:
-  shape = " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
+  slots = case.engine.slots_for(case.workload.trajectories)
   return (
-    f"{topology}, mesh {shape}: {case.sequences} sequences x {case.length} tokens per update in "
-    f"{case.microbatches} micro-batches; {case.engine.slots_for(case.workload.trajectories)} slots "
+    f"{topology}, mesh {axes(mesh)}: {case.sequences} sequences x {case.length} tokens per "
+    f"update in {case.microbatches} micro-batches; {slots} slots "
     f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
   )
 

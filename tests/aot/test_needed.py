@@ -60,7 +60,7 @@ def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
   config = moe_aime.get_config("tiny")
   config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
   one = programs.make_case(from_dict(config.to_dict()))
-  weights = estimate.held(needed.sampled(one, mesh).blocks)
+  weights = estimate.held(programs.sampler_params(one, mesh).blocks)
   written = (needed.of("prefill", one, mesh) - weights) / needed.position(one, mesh)
   assert written == pytest.approx(positions)
 

@@ -13,7 +13,7 @@ import pytest
 from configs import gsm8k
 from gspo_jax import sharding
 from gspo_jax.aot import estimate
-from gspo_jax.aot.programs import PROGRAMS, make_case, programs
+from gspo_jax.aot.programs import PROGRAMS, make_case, programs, state_of
 from gspo_jax.models import transformer
 from gspo_jax.settings.reading import from_dict
 
@@ -31,7 +31,7 @@ def bytes_held(rank):
   mesh = sharding.make_mesh(case.config.mesh, jax.devices()[:1])
   with jax.set_mesh(mesh):
     found = {name: estimate.held(one.held) for name, one in programs(case, mesh, PROGRAMS)}
-    state = estimate.state_of(case, mesh)
+    state = state_of(case, mesh)
   return found, transformer.count(case.model)[0], estimate.held(state.params)
 
 
