@@ -87,23 +87,27 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     flops = program.work.executed(remat) if program.trains else useful
   useful, flops = useful / program.turns, flops / program.turns
   scale = per_chip / program.turns
-  traffic = costs.memory * scale, costs.ring_wire * scale, costs.ring_hidden * scale
+
+  def bound(moved: float) -> dict[str, float | str]:
+    sent, hidden = costs.ring_wire * scale, costs.ring_hidden * scale
+    return chips.bound(chip, number, flops, useful, moved * scale, sent, hidden)
+
   row |= dict(
     compile_s=time.perf_counter() - started,
     model_flops=useful,
     executed_flops=flops,
-    hbm_bytes=traffic[0],
+    hbm_bytes=costs.memory * scale,
     wire_bytes=costs.wire * scale,
     hidden_bytes=costs.hidden * scale,
     collectives={
       kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)
     },
-    **chips.bound(chip, number, flops, useful, *traffic),
+    **bound(costs.memory),
   )
   if program.of_slots:
-    idle = traffic[0] - hlo_costs.of_kernel(costs, program.of_slots) * scale
-    row["idle_s"] = chips.bound(chip, number, flops, useful, idle, *traffic[1:])["serial_s"]
+    idle = costs.memory - hlo_costs.of_kernel(costs, program.of_slots)
+    row["idle_s"] = bound(idle)["serial_s"]
   return Compiled(row, costs, text)
 
 

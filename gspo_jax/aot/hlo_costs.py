@@ -29,13 +29,7 @@ from collections.abc import Mapping, Sequence
 from gspo_jax.aot import hlo, kernels, links
 from gspo_jax.aot.hlo import Instruction, Module
 
-COLLECTIVES = (
-  "all-gather",
-  "all-reduce",
-  "reduce-scatter",
-  "all-to-all",
-  "collective-permute",
-)
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # These move nothing, or what their body moves is counted there.
 _FREE = frozenset(
   "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
@@ -215,13 +209,10 @@ def hbm_bytes(one: Instruction, others: dict[str, Instruction], module: Module) 
   if one.op in _FREE or any(f'custom_call_target="{x}' in one.rest for x in _NOTHING):
     return 0.0
   if one.op.endswith("-done"):  # its result is that of the whole; the start's has more in it
-    start = operands[0]
-    kind, sources = (
-      start.op.removesuffix("-start"),
-      [others[x] for x in start.operands if x in others],
-    )
+    kind = operands[0].op.removesuffix("-start")
     if kind in ("call", "async"):
       return 0.0
+    sources = [others[x] for x in operands[0].operands if x in others]
     read = one.elements * _each(sources[0]) if kind in _SLICES else sum(x.hbm for x in sources)
     return read + one.hbm
   if one.op.endswith("-start"):
@@ -275,7 +266,8 @@ def _fusion(one: Instruction, operands: list[Instruction], module: Module) -> fl
         read = _read(inner, body, module)
         total += operands[place].hbm * read / max(inner.elements, 1)
   root = next(x for x in body.values() if x.root)
-  for array, result in zip(one.arrays, _results(root, body)):
+  results = [body[x] for x in root.operands] if root.op == "tuple" else [root]
+  for array, result in zip(one.arrays, results):
     if not array.space and result.name not in passed:
       total += _written(result, array.bytes, body, module)
   return total
@@ -287,10 +279,6 @@ def _passed(body: dict[str, Instruction]) -> set[str]:
   used = {operand for name in own for operand in body[name].operands}
   parameters = {x.name for x in body.values() if x.op == "parameter"}
   return (parameters - used) | (body.keys() - own)
-
-
-def _results(root: Instruction, body: dict[str, Instruction]) -> list[Instruction]:
-  return [body[x] for x in root.operands] if root.op == "tuple" else [root]
 
 
 def _read(one: Instruction, body, module: Module, wanted: float | None = None) -> float:
@@ -321,20 +309,23 @@ def _read(one: Instruction, body, module: Module, wanted: float | None = None) -
 
 def _written(result: Instruction, size: float, body, module: Module) -> float:
   """Bytes of a result that a fusion writes."""
-  while result.op in ("bitcast", "copy") and result.operands[0] in body:
-    result = body[result.operands[0]]
+  result = _copied(result, body)
   if result.op == "fusion" and result.called("calls") in module.by_name:
     inner = module.by_name[result.called("calls")]
     root = next(x for x in inner.values() if x.root)
     return size if root.op == "tuple" else _written(root, size, inner, module)
   if result.op not in _UPDATES:
     return size
-  target = body[result.operands[0]]
-  while target.op in ("bitcast", "copy") and target.operands[0] in body:
-    target = body[target.operands[0]]
-  if target.op != "parameter":
+  if _copied(body[result.operands[0]], body).op != "parameter":
     return size  # made here: all of it is written
   return size * _update(result, body).elements / max(result.elements, 1)
+
+
+def _copied(one: Instruction, body: dict[str, Instruction]) -> Instruction:
+  """What this is a copy of."""
+  while one.op in ("bitcast", "copy") and one.operands[0] in body:
+    one = body[one.operands[0]]
+  return one
 
 
 def trips(module: Module, loop: Instruction) -> int:

@@ -55,15 +55,15 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   Updates and scoring passes take in proportion to the positions that they read.
   """
   c, shards = case.config, sharding.batch_shards(mesh)
-  size, rl = sizes(case.workload, case.engine, shards), c.rl
-  sampled = case.lengths.sample(rl.prompts * rl.group_size)
+  size, sampled, steps = _steps(case, mesh)
+  rl = c.rl
   at_once = size.at_once(size.prompt) * shards
   read = positions(case, sampled, shards)
   passes = read / (case.length * (case.sequences if rl.packed else case.rows))
   full = c.sampled_share * sum(sampled) / size.slots
   calls = dict(
     prefill=c.sampled_share * -(-rl.prompts // at_once),
-    decode=c.sampled_share * decode_steps(sampled, size.slots, tail=not rl.partial),
+    decode=c.sampled_share * steps,
     score=c.passes * passes,
     teacher=passes if c.distillation.on and not c.distillation.served else 0,
     train=rl.epochs * read / (case.length * case.sequences),

@@ -69,9 +69,7 @@ def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
 def members(text: str) -> list[int]:
   """The partitions that the first of a collective's groups has, by the text of its instruction; of
   a permutation, the first pair; [] if it says nothing."""
-  if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
-    return [int(n) for n in found.groups()]
-  if found := re.search(r"replica_groups=\{\{([\d,]*)\}", text):
+  if found := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
     return [int(n) for n in found[1].split(",")]
   if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
     groups, size = int(found[1]), int(found[2])
