@@ -144,25 +144,25 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
   rows = []
   with jax.set_mesh(mesh):
     for name, program in programs(case, mesh, names):
-      one = examine(program, topology, case.config.compute.remat)
-      row = dict(program=name) | one.row
+      compiled = examine(program, topology, case.config.compute.remat)
+      row = dict(program=name) | compiled.row
       if "bound_s" in row:
         least = needed.of(name, case, mesh) * mesh.size / chips.parse(topology)[1]
         row |= dict(needed_bytes=least, moved_over_needed=row["hbm_bytes"] / least)
       print_row(row, header=not rows)
-      for line in explain.lines(one.costs, _EXPLAIN.value, 1 / program.turns):
+      for line in explain.lines(compiled.costs, _EXPLAIN.value, 1 / program.turns):
         print_line(line)
       if _TEXT.value:
         Path(_TEXT.value).mkdir(parents=True, exist_ok=True)
-        Path(_TEXT.value, f"{name}.txt").write_text(one.text)
+        Path(_TEXT.value, f"{name}.txt").write_text(compiled.text)
       rows.append(row)
   by_name = {row["program"]: row for row in rows if "bound_s" in row}
   if by_name.keys() >= set(PROGRAMS):
-    found = iteration.estimate(case, mesh, chips.parse(topology)[1], by_name)
-    for line in iteration.lines(found, case):
+    estimated = iteration.estimate(case, mesh, chips.parse(topology)[1], by_name)
+    for line in iteration.lines(estimated, case):
       print_line(line)
-    rows[-1]["iteration"] = dataclasses.asdict(found) | dict(
-      seconds=found.seconds, tokens_per_second_and_chip=found.speed
+    rows[-1]["iteration"] = dataclasses.asdict(estimated) | dict(
+      seconds=estimated.seconds, tokens_per_second_and_chip=estimated.speed
     )
   return rows
 

@@ -112,9 +112,9 @@ def weights_of(case: Case, mesh: jax.sharding.Mesh) -> dict[str, float]:
   total = held(abstract_params(model, mesh, sharding.ROLLOUT, c.compute.dtype))
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
-  one = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size * itemsize
+  layer = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size * itemsize
   layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
-  experts = layers * one / (expert * tensor)
+  experts = layers * layer / (expert * tensor)
   head = model.vocab_size * model.hidden_size * itemsize / tensor
   embedding = 0 if model.tie_word_embeddings else head
   return dict(experts=experts, head=head, dense=total - experts - head - embedding)

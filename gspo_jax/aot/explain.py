@@ -43,5 +43,5 @@ def _name(item: Item) -> str:
 
 def _shape(item: Item) -> str:
   """Its largest result."""
-  found = re.findall(r"\b[a-z]+\d*\[[\d,]*\]", item.instruction.shape)
-  return f"{found[0]}{', ...' if len(found) > 1 else ''}" if found else ""
+  shapes = re.findall(r"\b[a-z]+\d*\[[\d,]*\]", item.instruction.shape)
+  return f"{shapes[0]}{', ...' if len(shapes) > 1 else ''}" if shapes else ""

@@ -106,7 +106,7 @@ class Module:
   @functools.cached_property
   def by_name(self) -> dict[str, dict[str, Instruction]]:
     """Instructions of each computation."""
-    return {name: {one.name: one for one in body} for name, body in self.computations.items()}
+    return {name: {each.name: each for each in body} for name, body in self.computations.items()}
 
   def source(self, instruction: Instruction) -> str:
     """FILE:LINE that it comes from: the innermost call of this package, but for `sharding`, whose

@@ -78,9 +78,9 @@ def costs(
   return counter.total
 
 
-def of_kernel(found: Costs, name: str) -> float:
+def of_kernel(total: Costs, name: str) -> float:
   """Bytes through HBM of all calls of a Pallas kernel."""
-  return sum(item.bytes * item.times for item in found.items if _named(item.instruction, name))
+  return sum(item.bytes * item.times for item in total.items if _named(item.instruction, name))
 
 
 class _Counter:
@@ -91,56 +91,64 @@ class _Counter:
   def walk(self, name: str, times: float, rated: bool = False) -> None:
     """`rated`: inside a loop that `rates` has counted."""
     covered = overlapped(self.module.computations.get(name, ()), self.module)
-    for one in self.module.computations.get(name, ()):
-      if one.op == "while":
-        rate = None if rated else self._rate(one)
-        turns = trips(self.module, one) if rate is None else rate
-        self.walk(one.called("body"), times * turns, rated or rate is not None)
-      elif one.op == "conditional":
-        self.walk(one.branches()[0], times, rated)
-      elif one.op in ("call", "call-start", "async-start"):
-        self.walk(one.called("to_apply", "calls"), times, rated)
+    for instruction in self.module.computations.get(name, ()):
+      if instruction.op == "while":
+        rate = None if rated else self._rate(instruction)
+        turns = trips(self.module, instruction) if rate is None else rate
+        self.walk(instruction.called("body"), times * turns, rated or rate is not None)
+      elif instruction.op == "conditional":
+        self.walk(instruction.branches()[0], times, rated)
+      elif instruction.op in ("call", "call-start", "async-start"):
+        self.walk(instruction.called("to_apply", "calls"), times, rated)
       else:
-        self._one(one, self.module.by_name[name], times, one.name in covered)
+        self._one(instruction, self.module.by_name[name], times, instruction.name in covered)
 
-  def _rate(self, one: Instruction) -> float | None:
-    parts = re.split(r"[/()]", one.path)
+  def _rate(self, instruction: Instruction) -> float | None:
+    parts = re.split(r"[/()]", instruction.path)
     return next((n for name, n in self._rates.items() if name in parts), None)
 
   def _one(
-    self, one: Instruction, others: dict[str, Instruction], times: float, covered: bool
+    self, instruction: Instruction, others: dict[str, Instruction], times: float, covered: bool
   ) -> None:
     """One instruction that is not control flow."""
-    kind = collective_of(one, self.module)
+    kind = collective_of(instruction, self.module)
     if kind:
-      sent, around = self._collective(kind, one, others, times)
+      sent, around = self._collective(kind, instruction, others, times)
       self.total.wire += sent
       self.total.ring_wire += around
       if covered:
         self.total.hidden += sent
         self.total.ring_hidden += around
-    moved = hbm_bytes(one, others, self.module)
-    if one.kernel:
-      moved *= next((n for name, n in self._rates.items() if _named(one, name)), 1)
+    moved = hbm_bytes(instruction, others, self.module)
+    if instruction.kernel:
+      moved *= next((n for name, n in self._rates.items() if _named(instruction, name)), 1)
     if moved:
       self.total.memory += times * moved
-      self.total.items.append(Item(one, self.module.source(one), moved, times))
+      self.total.items.append(Item(instruction, self.module.source(instruction), moved, times))
 
-  def _collective(self, kind: str, one: Instruction, others, times: float) -> tuple[float, float]:
+  def _collective(
+    self, kind: str, instruction: Instruction, others, times: float
+  ) -> tuple[float, float]:
     """Counts it; returns the bytes that it sends, and as many around a whole side of the torus."""
-    started, rest = one.op.endswith("-start"), one.rest
-    if one.op == "fusion":
-      if inner := carried(one, self.module):
-        one, rest, others = inner, inner.rest, self.module.by_name[one.called("calls")]
+    started, rest = instruction.op.endswith("-start"), instruction.rest
+    if instruction.op == "fusion":
+      if inner := carried(instruction, self.module):
+        instruction, rest, others = (
+          inner,
+          inner.rest,
+          self.module.by_name[instruction.called("calls")],
+        )
       else:
-        body = self.module.computations[one.called("calls")]
+        body = self.module.computations[instruction.called("calls")]
         rest = next((x.rest for x in body if x.op == "all-reduce"), rest)
     members = links.members(rest)
     n = len(members)
     if n < 2:
       return 0.0, 0.0
-    result = sum(array.bytes for array in one.arrays)
-    operand = sum(array.bytes for x in one.operands if x in others for array in others[x].arrays)
+    result = sum(array.bytes for array in instruction.arrays)
+    operand = sum(
+      array.bytes for x in instruction.operands if x in others for array in others[x].arrays
+    )
     if kind == "all-gather":
       size = result - operand if started and result > operand * n else result
       sent = size * (n - 1) / n
@@ -163,102 +171,112 @@ def _named(kernel: Instruction, name: str) -> bool:
 _START, _DONE = "async-collective-start", "async-collective-done"
 
 
-def carried(one: Instruction, module: Module) -> Instruction | None:
+def carried(instruction: Instruction, module: Module) -> Instruction | None:
   """The collective of a fusion that starts one, carries it along with work of its own, or waits for
   it: how the TPU compiler overlaps them, if it is told to."""
-  if one.op != "fusion" or "all-reduce-scatter" in one.called("calls"):
+  if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
     return None
-  body = module.computations.get(one.called("calls"), ())
+  body = module.computations.get(instruction.called("calls"), ())
   return next((x for x in body if x.op in COLLECTIVES and "chain_id=" in x.rest), None)
 
 
 def overlapped(body: Sequence[Instruction], module: Module) -> set[str]:
   """Collectives of a computation during which something else is done: they are started, something
   runs, then they are waited for. The text of a compiled program is in the order of its schedule."""
-  found, under_way = set(), {}  # by what waits for them
-  for one in body:
-    inner = carried(one, module)
+  covered, under_way = set(), {}  # by what waits for them
+  for instruction in body:
+    inner = carried(instruction, module)
     channel = inner and re.search(r"channel_id=\d+|$", inner.rest)[0]
-    if inner and one.name.startswith(_START):
-      under_way[channel] = one.name
-    elif inner and one.name.startswith(_DONE):
+    if inner and instruction.name.startswith(_START):
+      under_way[channel] = instruction.name
+    elif inner and instruction.name.startswith(_DONE):
       under_way.pop(channel, None)
-    elif one.op.endswith("-done"):
-      under_way = {key: x for key, x in under_way.items() if x not in one.operands}
-    elif one.op.endswith("-start"):
-      if one.op.removesuffix("-start") in COLLECTIVES:
-        under_way[one.name] = one.name
-    elif one.op in ("while", "conditional", "call") or one.op not in _FREE | {"copy"}:
-      found |= set(under_way.values())
-  return found
+    elif instruction.op.endswith("-done"):
+      under_way = {key: x for key, x in under_way.items() if x not in instruction.operands}
+    elif instruction.op.endswith("-start"):
+      if instruction.op.removesuffix("-start") in COLLECTIVES:
+        under_way[instruction.name] = instruction.name
+    elif instruction.op in ("while", "conditional", "call") or instruction.op not in _FREE | {
+      "copy"
+    }:
+      covered |= set(under_way.values())
+  return covered
 
 
-def collective_of(one: Instruction, module: Module) -> str:
+def collective_of(instruction: Instruction, module: Module) -> str:
   """Its kind, without "-start"; "" if it is none."""
-  kind = one.op.removesuffix("-start")
-  if inner := carried(one, module):
-    kind = inner.op if one.name.startswith(_START) else ""
-  elif one.op == "fusion" and "all-reduce-scatter" in one.called("calls"):
+  kind = instruction.op.removesuffix("-start")
+  if inner := carried(instruction, module):
+    kind = inner.op if instruction.name.startswith(_START) else ""
+  elif instruction.op == "fusion" and "all-reduce-scatter" in instruction.called("calls"):
     kind = "reduce-scatter"  # how the TPU compiler may write one
   return kind if kind in COLLECTIVES else ""
 
 
-def hbm_bytes(one: Instruction, others: dict[str, Instruction], module: Module) -> float:
+def hbm_bytes(instruction: Instruction, others: dict[str, Instruction], module: Module) -> float:
   """Bytes that an instruction reads from HBM and writes to it."""
-  operands = [others[x] for x in one.operands if x in others]
-  if one.op in _FREE or any(f'custom_call_target="{x}' in one.rest for x in _NOTHING):
+  operands = [others[x] for x in instruction.operands if x in others]
+  if instruction.op in _FREE or any(
+    f'custom_call_target="{x}' in instruction.rest for x in _NOTHING
+  ):
     return 0.0
-  if one.op.endswith("-done"):  # its result is that of the whole; the start's has more in it
+  if instruction.op.endswith(
+    "-done"
+  ):  # its result is that of the whole; the start's has more in it
     kind = operands[0].op.removesuffix("-start")
     if kind in ("call", "async"):
       return 0.0
     sources = [others[x] for x in operands[0].operands if x in others]
-    read = one.elements * _each(sources[0]) if kind in _SLICES else sum(x.hbm for x in sources)
-    return read + one.hbm
-  if one.op.endswith("-start"):
+    read = (
+      instruction.elements * _each(sources[0]) if kind in _SLICES else sum(x.hbm for x in sources)
+    )
+    return read + instruction.hbm
+  if instruction.op.endswith("-start"):
     return 0.0
-  if one.op == "fusion":
-    if carried(one, module) and one.name.startswith(_START):
+  if instruction.op == "fusion":
+    if carried(instruction, module) and instruction.name.startswith(_START):
       return sum(x.hbm for x in operands)
-    if carried(one, module) and one.name.startswith(_DONE):
-      return one.hbm
-    return _fusion(one, operands, module)
-  if one.kernel:
-    return kernels.hbm_bytes(one, operands)
-  if one.op in _SLICES:
-    return one.elements * _each(operands[0]) + one.hbm + sum(x.hbm for x in operands[1:])
-  if one.op in _UPDATES:
-    written = _update(one, others).elements * _passes(one, module)
-    targets = (len(one.operands) - 1) // 2 if one.op == "scatter" else 1
-    return sum(x.hbm for x in operands[targets:]) + written * _each(one)
-  return one.hbm + sum(x.hbm for x in operands)
+    if carried(instruction, module) and instruction.name.startswith(_DONE):
+      return instruction.hbm
+    return _fusion(instruction, operands, module)
+  if instruction.kernel:
+    return kernels.hbm_bytes(instruction, operands)
+  if instruction.op in _SLICES:
+    return (
+      instruction.elements * _each(operands[0]) + instruction.hbm + sum(x.hbm for x in operands[1:])
+    )
+  if instruction.op in _UPDATES:
+    written = _update(instruction, others).elements * _passes(instruction, module)
+    targets = (len(instruction.operands) - 1) // 2 if instruction.op == "scatter" else 1
+    return sum(x.hbm for x in operands[targets:]) + written * _each(instruction)
+  return instruction.hbm + sum(x.hbm for x in operands)
 
 
-def _each(one: Instruction) -> float:
+def _each(instruction: Instruction) -> float:
   """Bytes in HBM for each element."""
-  return one.hbm / max(one.elements, 1)
+  return instruction.hbm / max(instruction.elements, 1)
 
 
-def _update(one: Instruction, others: dict[str, Instruction]) -> Instruction:
+def _update(instruction: Instruction, others: dict[str, Instruction]) -> Instruction:
   """What an update writes; of a scatter into several targets, the first one's."""
-  place = 1 if one.op == "dynamic-update-slice" else (len(one.operands) + 1) // 2
-  return others[one.operands[place]]
+  place = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
+  return others[instruction.operands[place]]
 
 
-def _passes(one: Instruction, module: Module) -> int:
+def _passes(instruction: Instruction, module: Module) -> int:
   """1 if an update replaces what is there; 2 if it reads it too, to add to it."""
-  body = module.computations.get(one.called("to_apply"), ())
+  body = module.computations.get(instruction.called("to_apply"), ())
   return 2 if any(x.root and x.op != "parameter" for x in body) else 1
 
 
-def _fusion(one: Instruction, operands: list[Instruction], module: Module) -> float:
+def _fusion(instruction: Instruction, operands: list[Instruction], module: Module) -> float:
   """Bytes of a fusion: of what it only slices, the slices; of what it updates in place, those."""
-  name = one.called("calls")
+  name = instruction.called("calls")
   body = module.by_name.get(name)
   if body is None:
-    return one.hbm + sum(x.hbm for x in operands)
+    return instruction.hbm + sum(x.hbm for x in operands)
   total = 0.0
-  passed = _passed(body) if carried(one, module) else set()
+  passed = _passed(body) if carried(instruction, module) else set()
   for inner in body.values():
     if inner.op == "parameter" and inner.name not in passed:
       place = int(re.match(r"\d+", inner.rest)[0])
@@ -267,7 +285,7 @@ def _fusion(one: Instruction, operands: list[Instruction], module: Module) -> fl
         total += operands[place].hbm * read / max(inner.elements, 1)
   root = next(x for x in body.values() if x.root)
   results = [body[x] for x in root.operands] if root.op == "tuple" else [root]
-  for array, result in zip(one.arrays, results):
+  for array, result in zip(instruction.arrays, results):
     if not array.space and result.name not in passed:
       total += _written(result, array.bytes, body, module)
   return total
@@ -275,21 +293,23 @@ def _fusion(one: Instruction, operands: list[Instruction], module: Module) -> fl
 
 def _passed(body: dict[str, Instruction]) -> set[str]:
   """What a fusion holds for a collective that it carries along, and hands on."""
-  own = {x.name for x in body.values() if x.op not in (*COLLECTIVES, "custom-call", "tuple")}
-  used = {operand for name in own for operand in body[name].operands}
+  computed = {x.name for x in body.values() if x.op not in (*COLLECTIVES, "custom-call", "tuple")}
+  used = {operand for name in computed for operand in body[name].operands}
   parameters = {x.name for x in body.values() if x.op == "parameter"}
-  return (parameters - used) | (body.keys() - own)
+  return (parameters - used) | (body.keys() - computed)
 
 
-def _read(one: Instruction, body, module: Module, wanted: float | None = None) -> float:
+def _read(instruction: Instruction, body, module: Module, wanted: float | None = None) -> float:
   """How many elements of a value of a fusion are needed.
 
   wanted: of the fusion's result, by what it is itself fused into; None: all.
   """
-  users = [(x, place) for x in body.values() for place, y in enumerate(x.operands) if y == one.name]
+  users = [
+    (x, place) for x in body.values() for place, y in enumerate(x.operands) if y == instruction.name
+  ]
   needed = 0.0
-  if one.root:
-    needed = one.elements if wanted is None else wanted
+  if instruction.root:
+    needed = instruction.elements if wanted is None else wanted
   for user, place in users:
     if user.op in _SLICES and place == 0:
       needed += user.elements
@@ -300,11 +320,11 @@ def _read(one: Instruction, body, module: Module, wanted: float | None = None) -
     elif user.op == "fusion" and user.called("calls") in module.by_name:
       inner = module.by_name[user.called("calls")]
       of_user = _read(user, body, module, wanted)
-      found = [x for x in inner.values() if x.op == "parameter" and x.rest.startswith(f"{place})")]
-      needed += sum(_read(x, inner, module, of_user) for x in found)
+      taken = [x for x in inner.values() if x.op == "parameter" and x.rest.startswith(f"{place})")]
+      needed += sum(_read(x, inner, module, of_user) for x in taken)
     else:
-      needed += one.elements
-  return min(needed, float(one.elements))
+      needed += instruction.elements
+  return min(needed, float(instruction.elements))
 
 
 def _written(result: Instruction, size: float, body, module: Module) -> float:
@@ -321,11 +341,11 @@ def _written(result: Instruction, size: float, body, module: Module) -> float:
   return size * _update(result, body).elements / max(result.elements, 1)
 
 
-def _copied(one: Instruction, body: dict[str, Instruction]) -> Instruction:
+def _copied(instruction: Instruction, body: dict[str, Instruction]) -> Instruction:
   """What this is a copy of."""
-  while one.op in ("bitcast", "copy") and one.operands[0] in body:
-    one = body[one.operands[0]]
-  return one
+  while instruction.op in ("bitcast", "copy") and instruction.operands[0] in body:
+    instruction = body[instruction.operands[0]]
+  return instruction
 
 
 def trips(module: Module, loop: Instruction) -> int:
@@ -335,5 +355,5 @@ def trips(module: Module, loop: Instruction) -> int:
     return int(known[1])
   body = module.computations.get(loop.called("condition"), ())
   constants = (re.match(r"\d+", x.rest) for x in body if x.op == "constant" and "s32[]" in x.shape)
-  found = {int(x[0]) for x in constants if x} - {0}
-  return found.pop() if len(found) == 1 else 1
+  bounds = {int(x[0]) for x in constants if x} - {0}
+  return bounds.pop() if len(bounds) == 1 else 1

@@ -177,19 +177,19 @@ def packed_microbatches(lengths: np.ndarray, window: int, shards: int, rows: int
   return max(int(row_B.max()) for row_B in each) // rows + 1
 
 
-def lines(found: Iteration, case: Case) -> list[str]:
+def lines(total: Iteration, case: Case) -> list[str]:
   """What is printed of it."""
   parts = (
     f"    {p.name:<10}{p.calls:>10,.6g} x {p.seconds / p.calls:>8.3g} s = {p.seconds:>8.4g} s"
-    f" {p.seconds / found.seconds:>6.1%}  {p.binds}"
-    for p in found.parts
+    f" {p.seconds / total.seconds:>6.1%}  {p.binds}"
+    for p in total.parts
   )
   return [
-    f"one iteration: {found.tokens:,.0f} tokens of "
+    f"one iteration: {total.tokens:,.0f} tokens of "
     f"{case.config.rl.prompts * case.config.rl.group_size:,} responses, exponential lengths of "
     f"{case.lengths.mean:,.0f} in the mean and at most {case.lengths.most:,}, prompts of "
     f"{case.prompt:,.0f}",
     *parts,
-    f"    {found.seconds:,.4g} s, {found.speed:,.0f} tokens/s/chip; {found.binds.name} takes most,"
-    f" bound by {found.binds.binds}",
+    f"    {total.seconds:,.4g} s, {total.speed:,.0f} tokens/s/chip; {total.binds.name} takes most,"
+    f" bound by {total.binds.binds}",
   ]

@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from gspo_jax.aot.hlo import Instruction
 
 
-def hbm_bytes(one: Instruction, operands: Sequence[Instruction]) -> float:
+def hbm_bytes(instruction: Instruction, operands: Sequence[Instruction]) -> float:
   """What the caller states, what is known of the kernel, what it states, or each operand and result
   once; as `hlo_costs` says."""
-  if stated := re.findall(r"hbm_bytes=(\d+)", one.path):
+  if stated := re.findall(r"hbm_bytes=(\d+)", instruction.path):
     return float(stated[-1])
-  if known := _splash(one, operands):
+  if known := _splash(instruction, operands):
     return known
-  near = sum(a.bytes for x in (one, *operands) for a in x.arrays if a.space)  # not through HBM
-  if stated := re.search(r'"bytes_accessed":"?(\d+)', one.rest):
+  near = sum(
+    a.bytes for x in (instruction, *operands) for a in x.arrays if a.space
+  )  # not through HBM
+  if stated := re.search(r'"bytes_accessed":"?(\d+)', instruction.rest):
     return max(float(stated[1]) - near, 0.0)
-  return one.hbm + sum(x.hbm for x in operands)
+  return instruction.hbm + sum(x.hbm for x in operands)
 
 
-def _splash(one: Instruction, operands: Sequence[Instruction]) -> float | None:
+def _splash(instruction: Instruction, operands: Sequence[Instruction]) -> float | None:
   """JAX's splash attention with segments, causal.
 
   Grids, outermost first: query heads, blocks of queries, blocks of keys; of the gradients of keys
@@ -32,11 +34,11 @@ def _splash(one: Instruction, operands: Sequence[Instruction]) -> float | None:
   read. Operands: the mask's scalars, q, k, v, segments of q and of k, and of the backward passes
   logsumexp, gradient and a sum for each query; positions of queries, if the mask needs them.
   """
-  found = re.match(r"splash_mha_(fwd|dq|dkv)_segmented", one.name)
-  if not found:
+  named = re.match(r"splash_mha_(fwd|dq|dkv)_segmented", instruction.name)
+  if not named:
     return None
-  phase = found[1]
-  sides = dict(re.findall(r"(block_q\w*|block_kv\w*)\W+(\d+)", one.rest))
+  phase = named[1]
+  sides = dict(re.findall(r"(block_q\w*|block_kv\w*)\W+(\d+)", instruction.rest))
   suffix = "" if phase == "fwd" else f"_{phase}"
   try:
     block_q, block_kv = (int(sides[f"block_{x}{suffix}"]) for x in ("q", "kv"))
@@ -56,4 +58,4 @@ def _splash(one: Instruction, operands: Sequence[Instruction]) -> float | None:
     f = sum(min(n, most) for n in visible) * block_kv / S
     times = [1, N / K * f, N / K * f, N, N * f] + [1, 1, 1] * (phase == "dq") + [N]
   read = sum(n * x.hbm for n, x in zip(times, arrays))
-  return read + one.hbm + sum(x.hbm for x in scalars)
+  return read + instruction.hbm + sum(x.hbm for x in scalars)

@@ -45,12 +45,12 @@ class Lengths:
 
   def sample(self, number: int) -> list[int]:
     """So many lengths: the quantiles (i + 1/2) / number, in a fixed order that looks random."""
-    found = [self.most] * number
+    sampled = [self.most] * number
     if self.rate:
       quantiles = (-math.log1p(-(i + 0.5) / number) / self.rate for i in range(number))
-      found = [min(self.most, max(1, math.ceil(x))) for x in quantiles]
-    random.Random(0).shuffle(found)
-    return found
+      sampled = [min(self.most, max(1, math.ceil(x))) for x in quantiles]
+    random.Random(0).shuffle(sampled)
+    return sampled
 
 
 def default_mean(most: int) -> float:

@@ -56,8 +56,8 @@ def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
 def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
   c, taught = case.config, teacher.find(case.config)
   passes = case.microbatches if c.rl.packed else 1
-  own = dataclasses.replace(case, config=dataclasses.replace(c, model=taught.model))
-  return passes * _pass(teacher.abstract(taught, c, mesh), own, mesh)
+  taught_case = dataclasses.replace(case, config=dataclasses.replace(c, model=taught.model))
+  return passes * _pass(teacher.abstract(taught, c, mesh), taught_case, mesh)
 
 
 def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
@@ -101,21 +101,21 @@ def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
 def _pass(params: Any, case: Case, mesh: jax.sharding.Mesh) -> float:
   """Weights for one pass over the layers and the head."""
   tables = [params.embed] if params.head is not None else []
-  own = estimate.held(params) - estimate.held(tables)
-  return own + (2 * _gathered(params, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0)
+  read = estimate.held(params) - estimate.held(tables)
+  return read + (2 * _gathered(params, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0)
 
 
 def _gathered(params: Any, case: Case, mesh: jax.sharding.Mesh) -> float:
   """Bytes of the weights put together over `fsdp`, in the type that they are read in."""
   read = transformer.dtypes(case.model, case.config.compute.dtype)
 
-  def one(x: jax.ShapeDtypeStruct, dtype: Any) -> float:
+  def gathered(x: jax.ShapeDtypeStruct, dtype: Any) -> float:
     parts = mesh.shape["fsdp"] if "fsdp" in x.sharding.spec else 1
     return math.prod(x.sharding.shard_shape(x.shape)) * parts * jnp.dtype(dtype).itemsize
 
   if params.head is not None:
     params, read = params.replace(embed=None), read.replace(embed=None)
-  return sum(jax.tree.leaves(jax.tree.map(one, params, read)))
+  return sum(jax.tree.leaves(jax.tree.map(gathered, params, read)))
 
 
 def position(case: Case, mesh: jax.sharding.Mesh) -> float:

@@ -36,28 +36,28 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(map(len, inputs.problems.values()))
-  found = [
+  text = [
     "configuration, what differs from base() of configs/common.py:",
     *(f"  {line}" for line in differs or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.mesh)})",
   ]
   if config.rollout_mesh.on:
     shape = axes(inputs.rollout_mesh)
-    found.append(f"rollout mesh: {inputs.rollout_mesh.size} further ones ({shape})")
-  found += [
+    text.append(f"rollout mesh: {inputs.rollout_mesh.size} further ones ({shape})")
+  text += [
     f"model: {count:,} parameters{each}",
     *critic_line(config, inputs.mesh),
     *teacher_line(config, inputs.teacher),
     f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
   ]
-  found += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
+  text += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
-    found.append(
+    text.append(
       f"cold start: at most {config.sft.steps:,} updates of {config.sft.batch:,} demonstrations, "
       f"{tokens:,} tokens with padding"
     )
-  return found + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
+  return text + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
 
 
 def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
@@ -119,14 +119,12 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
   there = (device.memory_stats() or {}).get("bytes_limit")
   there = there or accelerators.memory(device.device_kind)
   of = f" of {there / GIB:,.1f}" if there else ""
-  found = []
+  text = []
   for moment, parts in moments.items():
-    found += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{of} GiB"]
-    found += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
-  found.append(
-    "  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need"
-  )
-  return found
+    text += [f"memory of a device {moment}: {sum(parts.values()) / GIB:,.3g}{of} GiB"]
+    text += [f"  {size / GIB:>8.3g}  {name}" for name, size in parts.items()]
+  text.append("  python -m gspo_jax.aot compiles the programs for a TPU and has all that they need")
+  return text
 
 
 def iteration(
@@ -134,14 +132,14 @@ def iteration(
 ) -> list[str]:
   """Tokens and operations of an iteration, and what its time depends on."""
   c, rl = config, config.rl
-  responses, prompt, most = rl.prompts * rl.group_size, c.data.max_prompt_tokens, c.sampling
-  window = prompt + most.max_new_tokens
+  responses, prompt = rl.prompts * rl.group_size, c.data.max_prompt_tokens
+  tokens = responses * c.sampling.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
-  arguments = prompt_P, prompt_B, np.full(responses, window)
-  one = forward_flops(c.model, *arguments)
-  total = (c.sampled_share + c.passes + 3 * rl.epochs * c.models) * one  # sampling, scores, updates
-  total += forward_flops(taught.model, *arguments) if taught else 0.0
-  tokens = responses * most.max_new_tokens
+  end_B = prompt_B + c.sampling.max_new_tokens
+  forwards = c.sampled_share + c.passes + 3 * rl.epochs * c.models  # sampling, scores, updates
+  total = forwards * forward_flops(c.model, prompt_P, prompt_B, end_B)
+  if taught:
+    total += forward_flops(taught.model, prompt_P, prompt_B, end_B)
   peak, of = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
     peak = matmul_rate()

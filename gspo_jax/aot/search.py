@@ -228,13 +228,13 @@ def changed(case: Case, microbatches: int = 0, **sections: dict[str, Any]) -> Ca
 
 
 def settings(program: str, case: Case) -> dict[str, Row]:
-  found = {
+  values = {
     section: {key: getattr(getattr(case.config, section), key) for key in keys}
     for section, keys in SETTINGS[program].items()
   }
-  if "rl" in found:
-    found["rl"]["microbatches"] = case.microbatches  # of a batch given on the command line
-  return found
+  if "rl" in values:
+    values["rl"]["microbatches"] = case.microbatches  # of a batch given on the command line
+  return values
 
 
 def name_of(program: str, case: Case) -> str:
