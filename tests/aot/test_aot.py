@@ -1,23 +1,13 @@
 """Compiling for TPUs without one: the parts that need no compiler, and with libtpu a small run."""
 
 import dataclasses
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support.aot import SMALL, compiled, needs_libtpu, run
 
 from gspo_jax.aot import chips, hlo_costs
 from gspo_jax.models import flops
 from gspo_jax.settings.model import PUBLISHED, tiny_moe
-
-ROOT = Path(__file__).parents[2]
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
 
 PROGRAM = """HloModule jit_f
 
@@ -82,25 +72,11 @@ def test_a_topology_that_is_none_is_named(topology):
     chips.parse(topology)
 
 
-def run(*options: str) -> subprocess.CompletedProcess:
-  """The command line, without the test harness's simulated devices."""
-  environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
-  command = [sys.executable, "-m", "gspo_jax.aot", "--config=configs/moe_aime.py:tiny", *options]
-  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-SMALL = ("--config.model.num_layers=2", "--config.mesh.fsdp=2", "--config.mesh.expert=2")
-
-
 @pytest.mark.slow
 @needs_libtpu
 def test_every_program_compiles_for_a_pod(tmp_path):
-  out = tmp_path / "aot.json"
-  done = run(
-    "--topology=v5p:2x2x1", "--sequences=8", "--length=256", f"--json={out}", "--explain=3", *SMALL
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  rows = {row["program"]: row for row in json.loads(out.read_text())}
+  options = "--topology=v5p:2x2x1", "--sequences=8", "--length=256", "--explain=3"
+  rows, printed = compiled(tmp_path, *options, *SMALL)
   assert list(rows) == ["train", "score", "publish", "prefill", "decode"]
   assert all(row["fits"] and 0 < row["peak_gib"] < 1 for row in rows.values())
   # Gradients are scattered where weights were gathered, and nothing else moves much.
@@ -108,11 +84,11 @@ def test_every_program_compiles_for_a_pod(tmp_path):
   assert "all-gather" in rows["publish"]["collectives"]
   # What they move is no less than what they need, and is said to come from somewhere.
   assert all(row["moved_over_needed"] >= 1 for row in rows.values())
-  assert "gspo_jax/models/" in done.stdout and "GB" in done.stdout
+  assert "gspo_jax/models/" in printed and "GB" in printed
   found = rows["decode"]["iteration"]
   assert {part["name"] for part in found["parts"]} >= {"prefill", "decode", "train", "publish"}
   assert found["seconds"] == pytest.approx(sum(part["seconds"] for part in found["parts"]))
-  assert "one iteration:" in done.stdout and "tokens/s/chip" in done.stdout
+  assert "one iteration:" in printed and "tokens/s/chip" in printed
   work = flops.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
   assert rows["train"]["model_flops"] == work.training()
 
@@ -122,11 +98,8 @@ def test_every_program_compiles_for_a_pod(tmp_path):
 def test_a_critic_is_part_of_the_update_and_held_meanwhile(tmp_path):
   rows = {}
   for name, flags in ("none", []), ("model", ["--config.objective.name=ppo_clip"]):
-    out = tmp_path / f"{name}.json"
     options = "--topology=v5p:2x2x1", "--sequences=8", "--length=256", "--programs=train,publish"
-    done = run(*options, f"--json={out}", f"--config.critic.name={name}", *flags, *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows[name] = {row["program"]: row for row in json.loads(out.read_text())}
+    rows[name], _ = compiled(tmp_path, *options, f"--config.critic.name={name}", *flags, *SMALL)
   train = {name: row["train"] for name, row in rows.items()}
   assert train["model"]["model_flops"] == 2 * train["none"]["model_flops"]
   # Weights, moments and gradients of a second model, over the four chips.
@@ -138,23 +111,13 @@ def test_a_critic_is_part_of_the_update_and_held_meanwhile(tmp_path):
 @pytest.mark.slow
 @needs_libtpu
 def test_a_search_recommends_what_it_compiled(tmp_path):
-  out = tmp_path / "aot.json"
-  done = run(
-    "--search",
-    "--programs=train",
-    "--tries=1",
-    "--topology=v5p:2x2x1",
-    "--sequences=8",
-    "--length=256",
-    f"--json={out}",
-    "--config.model.num_layers=2",
-    "--config.mesh.expert=4",
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert "recommended:\ncompute=dict(expert_chunk=8192" in done.stdout
-  assert "mesh=dict(data=1, fsdp=1, expert=4, tensor=1)" in done.stdout
-  (row,) = json.loads(out.read_text())
-  assert row["fits"] and row["program"] == "1x1x4x1, 1 micro, auto 8192/16"
+  options = "--search", "--programs=train", "--tries=1", "--topology=v5p:2x2x1"
+  model = "--config.model.num_layers=2", "--config.mesh.expert=4"
+  rows, printed = compiled(tmp_path, *options, "--sequences=8", "--length=256", *model)
+  assert "recommended:\ncompute=dict(expert_chunk=8192" in printed
+  assert "mesh=dict(data=1, fsdp=1, expert=4, tensor=1)" in printed
+  ((name, row),) = rows.items()
+  assert row["fits"] and name == "1x1x4x1, 1 micro, auto 8192/16"
 
 
 @needs_libtpu

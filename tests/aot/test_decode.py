@@ -1,14 +1,11 @@
 """What the compiler makes of decoding with a cache in pages; needs libtpu."""
 
-import importlib.util
 import re
 
 import pytest
-from aot.test_aot import SMALL, run
+from support.aot import SMALL, needs_libtpu, run
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
+pytestmark = needs_libtpu
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])

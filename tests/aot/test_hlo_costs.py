@@ -1,19 +1,16 @@
 """Counting, against programs whose traffic is known by hand."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.aot import needs_libtpu
 
 from gspo_jax.aot import explain, hlo, hlo_costs
 
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
 MIB = 2**20
 
 

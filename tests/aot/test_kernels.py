@@ -1,20 +1,17 @@
 """Bytes of Pallas kernels, against a walk over their grids."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from support.aot import needs_libtpu
 
 from gspo_jax.aot import compiler, hlo_costs
 from gspo_jax.models.experts import groups
 from gspo_jax.system import accelerators
 
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
 N, K, T, H = 4, 2, 4096, 128  # query heads, key heads, positions, width
 Q, KV = 512, 1024  # blocks
 SEGMENTS = f"s32[{T},128]{{1,0}}", f"s32[8,{T}]{{1,0}}"

@@ -1,14 +1,8 @@
 """What a single chip has to hold at once, and that configs/gsm8k.py fits it."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import pytest
+from support.aot import compiled, needs_libtpu
 
 from configs import gsm8k
 from gspo_jax import sharding
@@ -16,11 +10,6 @@ from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import PROGRAMS, make_case, programs, state_of
 from gspo_jax.models import transformer
 from gspo_jax.settings.reading import from_dict
-
-ROOT = Path(__file__).parents[2]
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
 
 
 def bytes_held(rank):
@@ -51,20 +40,11 @@ def test_with_adapters_frozen_weights_are_held_once_in_half():
   assert held["decode"] == pytest.approx(params + held["publish"], abs=100)
 
 
-def compiled(tmp_path, *options):
-  """The report of the command line, without the test harness's simulated devices."""
-  out = tmp_path / "aot.json"
-  command = [sys.executable, "-m", "gspo_jax.aot", f"--json={out}", *options]
-  environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
-  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-  assert done.returncode == 0, done.stdout + done.stderr
-  return {row["program"]: row for row in json.loads(out.read_text())}
-
-
 @needs_libtpu
 def test_a_topology_of_one_chip_compiles(tmp_path):
-  options = "--config=configs/gsm8k.py:tiny", "--topology=v5e:1x1", "--programs=publish"
-  (row,) = compiled(tmp_path, *options).values()
+  options = "--topology=v5e:1x1", "--programs=publish"
+  rows, _ = compiled(tmp_path, *options, config="configs/gsm8k.py:tiny")
+  (row,) = rows.values()
   assert row["fits"] and row["held_gib"] > 0 and row["hbm_gib"] == 16
 
 
@@ -73,5 +53,5 @@ def test_a_topology_of_one_chip_compiles(tmp_path):
 @pytest.mark.parametrize("name", [name for name in gsm8k.VARIANTS if "-v" in name])
 def test_every_program_fits_with_what_is_held_meanwhile(name, tmp_path):
   chip = name.partition("-")[2]
-  rows = compiled(tmp_path, f"--config=configs/gsm8k.py:{name}", f"--topology={chip}:1x1")
+  rows, _ = compiled(tmp_path, f"--topology={chip}:1x1", config=f"configs/gsm8k.py:{name}")
   assert list(rows) == list(PROGRAMS) and all(row["fits"] for row in rows.values())

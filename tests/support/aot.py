@@ -1,0 +1,31 @@
+"""Compiling for a TPU without one, by the command line."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--config.model.num_layers=2", "--config.mesh.fsdp=2", "--config.mesh.expert=2")
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+
+
+def run(*options: str, config="configs/moe_aime.py:tiny") -> subprocess.CompletedProcess:
+  """The command line, without the test harness's simulated devices."""
+  environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+  command = [sys.executable, "-m", "gspo_jax.aot", f"--config={config}", *options]
+  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def compiled(directory: Path, *options: str, **more) -> tuple[dict[str, dict], str]:
+  """Its report, by program, and what it printed."""
+  out = directory / "aot.json"
+  done = run(f"--json={out}", *options, **more)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return {row["program"]: row for row in json.loads(out.read_text())}, done.stdout
