@@ -19,6 +19,17 @@ def parse(topology: str) -> tuple[Chip, int]:
   return CHIPS[name], math.prod(sides(topology))
 
 
+def seconds(
+  chip: Chip, chips: int, flops: float, hbm_bytes: float, ring_bytes: float = 0.0
+) -> dict[str, float]:
+  """Seconds that each resource needs at least; `bound` says of what."""
+  return dict(
+    compute=flops / chips / chip.flops,
+    hbm=hbm_bytes / chip.hbm_speed,
+    interconnect=ring_bytes / (chip.ici_speed / 2 / chip.axes),
+  )
+
+
 def bound(
   chip: Chip,
   chips: int,
@@ -35,19 +46,15 @@ def bound(
   collectives to be overlapped; `serial_s` those of `hidden_bytes` only, and the others to add to
   the rest.
   """
-  seconds = dict(
-    compute=flops / chips / chip.flops,
-    hbm=hbm_bytes / chip.hbm_speed,
-    interconnect=ring_bytes / (chip.ici_speed / 2 / chip.axes),
-  )
-  binds = max(seconds, key=seconds.get)
-  hidden = seconds["interconnect"] * hidden_bytes / max(ring_bytes, 1e-12)
-  exposed = seconds["interconnect"] - hidden
+  least = seconds(chip, chips, flops, hbm_bytes, ring_bytes)
+  binds = max(least, key=least.get)
+  hidden = least["interconnect"] * hidden_bytes / max(ring_bytes, 1e-12)
+  exposed = least["interconnect"] - hidden
   return dict(
-    **{f"{name}_s": value for name, value in seconds.items()},
+    **{f"{name}_s": value for name, value in least.items()},
     binds=binds,
-    bound_s=seconds[binds],
+    bound_s=least[binds],
     exposed_s=exposed,
-    serial_s=max(seconds["compute"], seconds["hbm"], hidden) + exposed,
-    mfu=useful / chips / chip.flops / max(seconds[binds], 1e-12),
+    serial_s=max(least["compute"], least["hbm"], hidden) + exposed,
+    mfu=useful / chips / chip.flops / max(least[binds], 1e-12),
   )

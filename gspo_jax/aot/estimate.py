@@ -17,30 +17,21 @@ from gspo_jax.structs import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-  """Lower bounds of one update, per chip; `row` of the report has what the compiler says."""
+  """Lower bounds per chip; `row` of the report has what the compiler says."""
 
   memory: float  # bytes
-  compute_s: float
-  hbm_s: float
-  interconnect_s: float
+  seconds: dict[str, float]  # of each resource
 
   @property
   def bound_s(self) -> float:
-    return max(self.compute_s, self.hbm_s, self.interconnect_s)
-
-  @property
-  def sum_s(self) -> float:
-    return self.compute_s + self.hbm_s + self.interconnect_s
+    return max(self.seconds.values())
 
   def __str__(self) -> str:
-    names = ("compute_s", "hbm_s", "interconnect_s")
-    binds = max(names, key=lambda name: getattr(self, name)).removesuffix("_s")
-    return f"{self.bound_s:.3g} s ({binds})"
+    return f"{self.bound_s:.3g} s ({max(self.seconds, key=self.seconds.get)})"
 
   def times(self, factor: float) -> "Least":
     """The same of so many updates."""
-    seconds = (factor * x for x in (self.compute_s, self.hbm_s, self.interconnect_s))
-    return Least(self.memory, *seconds)
+    return Least(self.memory, {name: factor * n for name, n in self.seconds.items()})
 
 
 def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
@@ -80,18 +71,10 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   if model.num_experts:
     sent += 5 * hidden * (mesh.shape["expert"] - 1) / share["expert"]
   sent += 4 * 2 * hidden * _others(mesh, "tensor") / share["tensor"]
-  bound = chips.bound(
-    chip,
-    number,
-    flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat),
-    0.0,
-    traffic * per_chip,
-    times * sent * per_chip,
-  )
+  work = flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat)
+  moved, sent = traffic * per_chip, times * sent * per_chip
   memory = held(state) + gradients + kept
-  return Least(
-    memory * per_chip, *(bound[f"{name}_s"] for name in ("compute", "hbm", "interconnect"))
-  )
+  return Least(memory * per_chip, chips.seconds(chip, number, work, moved, sent))
 
 
 def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:

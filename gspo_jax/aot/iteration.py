@@ -109,12 +109,8 @@ def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
   if size.pages:  # a slot that is not in use reads none
     moved -= (steps - sum(sampled) / size.slots) * needed.cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
-  return Least(
-    memory * per_chip,
-    steps * work / number / chip.flops + filling,
-    moved * per_chip / chip.hbm_speed + filling,
-    0.0,
-  )
+  seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
+  return Least(memory * per_chip, {name: n + filling for name, n in seconds.items()})
 
 
 def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
@@ -132,7 +128,7 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
   work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
   moved = needed.of("prefill", case, mesh) * mesh.size / number
   calls = -(-case.config.rl.prompts // at_once)
-  return calls * max(work / number / chip.flops, moved / chip.hbm_speed)
+  return calls * max(chips.seconds(chip, number, work, moved).values())
 
 
 def decode_seconds(steps: float, full: float, row: Mapping[str, Any]) -> float:

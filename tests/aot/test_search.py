@@ -30,7 +30,7 @@ def start(**compute):
 
 
 def least(seconds=1.0, gib=1.0):
-  return estimate.Least(gib * GIB, seconds, 0.0, 0.0)
+  return estimate.Least(gib * GIB, dict(compute=seconds, hbm=0.0, interconnect=0.0))
 
 
 def row(seconds=1.0, fits=True):
@@ -213,8 +213,8 @@ def test_bounds_follow_what_is_recomputed_and_sent():
     changed = search.changed(case, compute=dict(remat="full", expert_chunk=1024) | compute)
     return estimate.of_update(changed, mesh, "v5p:2x2x2")
 
-  assert of(narrow, remat="none").compute_s < of(narrow).compute_s
-  assert of(narrow, expert_chunk=32).hbm_s > of(narrow, expert_chunk=0).hbm_s
+  assert of(narrow, remat="none").seconds["compute"] < of(narrow).seconds["compute"]
+  assert of(narrow, expert_chunk=32).seconds["hbm"] > of(narrow, expert_chunk=0).seconds["hbm"]
   weights = estimate.weights_of(case, narrow)
   assert weights["experts"] == 8 * estimate.weights_of(case, wide)["experts"]
   whole = sum(weights.values()) + (weights["head"] if not case.model.tie_word_embeddings else 0)
