@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gspo_jax.settings.reading import from_dict
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 
 import jax
@@ -30,6 +28,7 @@ from gspo_jax.aot import search
 from gspo_jax.aot.compiler import devices_of
 from gspo_jax.aot.programs import Case, make_case
 from gspo_jax.settings.model import PUBLISHED
+from gspo_jax.settings.reading import from_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 8192

@@ -18,6 +18,7 @@ from gspo_jax.aot import chips, estimate, iteration, table
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import Case, programs, resolved
 from gspo_jax.models import remat
+from gspo_jax.settings.mesh import AXES
 from gspo_jax.system.accelerators import GIB
 
 Row: TypeAlias = dict[str, Any]
@@ -27,9 +28,7 @@ Measure: TypeAlias = Callable[[Case], Row]  # compiles; `fits`, and then `search
 WORTH = 0.02  # of the best time so far: what a candidate has to promise to be compiled
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
 SETTINGS = dict(  # of a search for each program
-  train=dict(
-    compute=("expert_chunk", "remat", "logits_chunk"), mesh=sharding.AXES, rl=("microbatches",)
-  ),
+  train=dict(compute=("expert_chunk", "remat", "logits_chunk"), mesh=AXES, rl=("microbatches",)),
   decode=dict(engine=("slots", "cache_tokens", "prefill_tokens"), mesh=("rollout_experts",)),
 )
 NAMES = dict(
@@ -171,7 +170,7 @@ def find(
 
 def updates(case: Case, devices: int) -> Lists:
   """Lists of candidates: the configuration's own settings, meshes, remats and chunks."""
-  mesh = {axis: getattr(case.config.mesh, axis) for axis in sharding.AXES}
+  mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
   rest = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
   case = changed(case, mesh={axis: rest if n == -1 else n for axis, n in mesh.items()})
   at_once = dict(logits_chunk=case.length)

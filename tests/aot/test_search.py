@@ -10,18 +10,18 @@ from gspo_jax import sharding
 from gspo_jax.aot import estimate, iteration, search
 from gspo_jax.aot.programs import make_case
 from gspo_jax.models import transformer
-from gspo_jax.settings import run as configuration
-from gspo_jax.sharding import MeshConfig
+from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.settings.reading import from_dict
 from gspo_jax.system.accelerators import GIB
 
 
 def tiny_case(sequences=16, length=64):
-  config = configuration.from_dict(moe_aime.get_config("tiny").to_dict())
+  config = from_dict(moe_aime.get_config("tiny").to_dict())
   return make_case(config, sequences, length)
 
 
 def flagship():
-  return make_case(configuration.from_dict(moe_aime.get_config().to_dict()))
+  return make_case(from_dict(moe_aime.get_config().to_dict()))
 
 
 def start(**compute):
@@ -181,7 +181,7 @@ def test_the_recommendation_can_be_pasted_into_a_configuration():
   case = search.changed(tiny_case(), 2, mesh=mesh, compute=compute)
   config = common.base()
   config.update(eval(f"dict({search.lines('train', case)})"))
-  read = configuration.from_dict(config.to_dict())
+  read = from_dict(config.to_dict())
   assert read.mesh == MeshConfig(**mesh) and read.rl.microbatches == 2
   assert {key: getattr(read.compute, key) for key in compute} == compute
 
@@ -259,6 +259,6 @@ def test_the_recommendation_of_a_rollout_can_be_pasted():
   case = search.changed(flagship(), engine=engine, mesh=dict(rollout_experts="expert"))
   config = common.base()
   config.update(eval(f"dict({search.lines('decode', case)})"))
-  read = configuration.from_dict(config.to_dict())
+  read = from_dict(config.to_dict())
   assert {key: getattr(read.engine, key) for key in engine} == engine
   assert read.mesh.rollout_experts == "expert"
