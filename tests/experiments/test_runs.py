@@ -63,7 +63,7 @@ def test_a_new_key_leaves_the_names_as_they_are(tmp_path, monkeypatch):
   for function in (runs._file, runs._defaults):
     values = function(E.base) if function is runs._file else function()
     monkeypatch.setitem(values["rl"], "new_key", 3)
-  monkeypatch.setattr(runs.configuration, "from_dict", lambda values: None)
+  monkeypatch.setattr(runs, "from_dict", lambda values: None)
   assert [job.run for job in plan(tmp_path)] == before
   monkeypatch.setitem(runs._file(E.base)["rl"], "new_key", 4)
   assert [job.run for job in plan(tmp_path)][1] != before[1]
