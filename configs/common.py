@@ -247,9 +247,7 @@ def base() -> ConfigDict:
       ),
       critic_optimizer=optimizer(learning_rate=1e-5),  # larger: its target moves
       distillation=dict(  # on-policy, from a larger model: docs/objectives.md
-        # Hugging Face directory | run or its checkpoint, as weights | http://host:port: a vLLM
-        # server, with token_variable, in_flight, timeout_s, start_s, retries of engine.server
-        teacher="",  # "": none
+        teacher="",  # Hugging Face directory | run or its checkpoint, as weights; "": none
         coef=1.0,  # of log π_teacher/π_old in the advantage of a token
         discount=0.0,  # of that of later tokens, per token; 0: each answers for itself alone
         reward_weight=1.0,  # of the advantage that rewards give; 0: the teacher's alone

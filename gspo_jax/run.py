@@ -58,7 +58,7 @@ class Run:
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
   signals: multipliers.Signals | None = None  # further rewards, and costs
-  teacher: teachers.Teacher | None = None  # of distillation, unless a server has its weights
+  teacher: teachers.Teacher | None = None  # of distillation
   rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
   # The trainer's parameters as such an engine loads them, in arrays that no update changes.
   publish: Callable[[Any], Any] = lambda params: params
@@ -235,9 +235,6 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
-  of_teacher = inputs.teacher and inputs.teacher.about
-  if config.has_iterations and config.distillation.served:
-    of_teacher = teachers.probed(config)
   if isinstance(inputs.train_prompts, growing.Growing):
     schedules.begin_run(inputs.train_prompts, workdir)
   active = jax.process_index() == 0
@@ -288,7 +285,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     if jax.process_index() == 0:
       if not begins_with and (origin := start.find(config.weights)):
         begins_with = origin.about
-      provenance.record(workdir, values, begins_with, of_teacher)
+      provenance.record(workdir, values, begins_with, inputs.teacher and inputs.teacher.about)
     yield Run(
       config=config,
       workdir=workdir,

@@ -1,5 +1,4 @@
-"""The teacher of on-policy distillation: found, checked and loaded, frozen, beside the policy; or
-asked, where it is a server."""
+"""The teacher of on-policy distillation: found, checked and loaded, frozen, beside the policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer
@@ -16,7 +13,6 @@ from gspo_jax.learner.state import abstract_params
 from gspo_jax.learner.step import Learner, make_score
 from gspo_jax.models import transformer
 from gspo_jax.runs import provenance, start, weights
-from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch
@@ -27,7 +23,7 @@ KEY = "distillation.teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """Where the weights of a teacher are, and of which model; one behind a server has none here."""
+  """Where the weights of a teacher are, and of which model."""
 
   path: str  # a Hugging Face directory, or a checkpoint
   origin: start.Start | None  # the checkpoint, if it is one
@@ -41,15 +37,14 @@ class Teacher:
 
 
 def find(config: RunConfig, workdir: Path | None = None) -> Teacher | None:
-  """The teacher of a `config.RunConfig`, if it has one with weights. A run that goes on in its
-  `workdir` has the checkpoint that it began with, whatever has been added to the teacher's run
-  since.
+  """The teacher of a `config.RunConfig`, if it has one. A run that goes on in its `workdir` has the
+  checkpoint that it began with, whatever has been added to the teacher's run since.
 
   Raises:
     ValueError: there is no such directory or checkpoint, or none that can be read.
   """
   d = config.distillation
-  if not (d.on and config.has_iterations) or d.served:
+  if not (d.on and config.has_iterations):
     return None
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "teacher")
   name = began_with.get("checkpoint", d.teacher)
@@ -123,42 +118,3 @@ def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, TrainBatch], j
   """A jitted pass of the teacher: its log-probabilities [B, T] of a batch, at the temperature of
   the policy, so that a policy with the teacher's logits has the advantage 0."""
   return make_score(dataclasses.replace(learner, model=teacher.model))
-
-
-def probed(config: RunConfig) -> dict[str, Any]:
-  """JSON for the provenance of a run whose teacher is a server, which is asked once.
-
-  Raises:
-    ServersGone: it cannot teach; says what is wrong.
-  """
-  from gspo_jax.sampling.servers import scoring  # an HTTP client is only needed here
-
-  c, url = config, config.distillation.url
-  window = c.data.max_prompt_tokens + c.sampling.max_new_tokens
-  arguments = url, c.engine.server, c.model.vocab_size, window
-  return hosts.of_first(lambda: scoring.probe(*arguments), ServersGone)
-
-
-def asking(config: RunConfig, mesh: jax.sharding.Mesh) -> Callable[[TrainBatch], jax.Array]:
-  """What `scoring` is with its weights, of a server: log-probabilities [B, T] of a batch, up to the
-  last token of each row that is taught. The first process asks, for all rows at once, and tells the
-  others."""
-  from gspo_jax.sampling.servers import scoring  # an HTTP client is only needed here
-
-  url, server = config.distillation.url, config.engine.server
-
-  def logp(batch: TrainBatch) -> jax.Array:
-    if isinstance(batch.mask_BT, jax.core.Tracer):  # of `jax.eval_shape`; NaN would be seen
-      return jnp.full_like(batch.mask_BT, jnp.nan)
-    tokens_BT, mask_BT = sharding.fetch((batch.tokens_BT, batch.mask_BT))
-    taught_BT = mask_BT > 0
-    rows = np.flatnonzero(taught_BT.any(axis=1))
-    ends = [np.flatnonzero(taught_BT[row])[-1] + 1 for row in rows]
-    sequences = [tokens_BT[row, :end].tolist() for row, end in zip(rows, ends)]
-    found = hosts.of_first(lambda: scoring.score(url, server, sequences), ServersGone)
-    logp_BT = np.zeros(mask_BT.shape, np.float32)
-    for row, end, said in zip(rows, ends, found, strict=True):
-      logp_BT[row, :end] = said
-    return sharding.put_batch(logp_BT, mesh)
-
-  return logp

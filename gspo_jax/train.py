@@ -98,8 +98,6 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     teacher_logp = teacher.scoring(run.teacher, learner)
     of_teacher = functools.partial(teacher_logp, teacher.load(run.teacher, c, run.mesh))
     advantages = make_distill(c.distillation, of_teacher)
-  if c.distillation.served:
-    advantages = make_distill(c.distillation, teacher.asking(c, run.mesh))
 
   def prepared(
     state: TrainState, minibatches: list[TrainBatch]

@@ -1,9 +1,6 @@
 """On-policy distillation: the teacher that is meant, what it says, and whole runs."""
 
-import contextlib
 import dataclasses
-import functools
-import itertools
 import json
 import shutil
 
@@ -12,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
-from support.command_line import SMALL_VALUES, command, figures, parameters, rows_of, run
+from support.command_line import SMALL_VALUES, figures, parameters, rows_of
 from support.configs import config_of
-from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
 from support.small_updates import T, learner, make_batch
-from test_two_processes import on_two_processes
 
 from configs import tiny, tiny_distil
 from gspo_jax import run as runs
@@ -29,12 +24,9 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.distillation import make_distill
 from gspo_jax.models import hf, transformer
 from gspo_jax.run import open_run
-from gspo_jax.sampling import ServersGone
-from gspo_jax.sampling.servers import scoring
 from gspo_jax.settings.critic import DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import tiny_moe
-from gspo_jax.settings.server import ServerConfig
 from gspo_jax.system import preemption
 
 SMALL = dict(
@@ -128,161 +120,6 @@ def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
     np.testing.assert_allclose(found_BT[:, 1:][mask_BT], wanted_BT[mask_BT], atol=2e-5)
 
 
-# A server.
-
-
-@pytest.fixture(scope="module")
-def server():
-  """Tells the log-probs of a small mixture of experts. Tests leave it as they found it."""
-  fake = FakeServer()
-  fake.model, fake.params = SMALLER_MOE, initial(SMALLER_MOE, seed=5)
-  yield fake
-  fake.die()
-
-
-@contextlib.contextmanager
-def changed(server, **attributes):
-  before = {name: getattr(server, name) for name in attributes}
-  try:
-    for name, value in attributes.items():
-      setattr(server, name, value)
-    yield
-  finally:
-    for name, value in before.items():
-      setattr(server, name, value)
-
-
-def test_a_server_says_what_its_weights_say(server):
-  """To the same advantages; in rows of their own, packed, and on a mesh."""
-  config = student(server.url)
-  number = dict(coef=0.5, discount=0.25, reward_weight=2.0)
-  one = batch(mask_BT=batch().mask_BT * (np.arange(16) != 4)[:, None])  # a row teaches nothing
-  taught = teacher.Teacher("t", None, SMALLER_MOE, None)
-  for shape, packed in ((1, 1, 1, 1), False), ((1, 2, 2, 2), True):
-    mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
-    score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4))
-    with jax.set_mesh(mesh):
-      layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
-      weights = jax.device_put(server.params, layout)
-      placed = packing.plan(one, sharding.batch_shards(mesh)) if packed else one
-      placed = sharding.put_batch(placed, mesh)
-      asking, before = teacher.asking(config, mesh), len(server.seen)
-      (found,), metrics = make_distill(DistillationConfig("t", **number), asking)([placed])
-      assert len(server.seen) - before == sum(np.asarray(one.mask_BT).any(1))
-      own = functools.partial(score, weights)
-      (wanted,), expected = make_distill(DistillationConfig("t", **number), own)([placed])
-      shapes = jax.eval_shape(asking, placed)
-    assert shapes.shape == placed.mask_BT.shape and shapes.dtype == placed.mask_BT.dtype
-    np.testing.assert_allclose(found.advantage_BT, wanted.advantage_BT, atol=2e-5)
-    assert found.advantage_BT.sharding == wanted.advantage_BT.sharding
-    for key, value in expected.items():
-      assert float(metrics[key]) == pytest.approx(float(value), rel=1e-4)
-
-
-@contextlib.contextmanager
-def gone(server, message, **attributes):
-  where = rf"^distillation\.teacher={server.url}: {message}"
-  with changed(server, **attributes), pytest.raises(ServersGone, match=where) as error:
-    yield error
-
-
-def entries(change):
-  """A fault that changes the log-probs of an answer."""
-
-  def fault(answer):
-    answer["choices"][0]["prompt_logprobs"] = change(answer["choices"][0]["prompt_logprobs"])
-    return answer
-
-  return fault
-
-
-def at_the_end(value):
-  return entries(lambda said: [*said[:-1], {"9": dict(logprob=value)}])
-
-
-BAD = {
-  "fewer": (entries(lambda said: said[:-1]), "tokens, 3 log-probs came for 4 tokens"),
-  "more": (entries(lambda said: [*said, said[-1]]), "tokens, 5 log-probs came for 4 tokens"),
-  "no list": (entries(lambda said: "four"), "tokens, no log-probs came for 4 tokens"),
-  "of others": (
-    entries(lambda said: [*said[:-1], {"8": dict(logprob=-1.0)}]),
-    "tokens, a log-prob is not of the token that was asked for",
-  ),
-  "none of one": (entries(lambda said: [*said[:-1], None]), "tokens, a log-prob is not of the tok"),
-  "NaN": (at_the_end(float("nan")), "tokens, a log-prob is above 0 or not finite"),
-  "infinity": (at_the_end(float("-inf")), "tokens, a log-prob is above 0 or not finite"),
-  "vLLM's infinity": (at_the_end(-9999.0), "tokens, a log-prob is above 0 or not finite"),
-  "above 0": (at_the_end(0.5), "tokens, a log-prob is above 0 or not finite"),
-  "a word": (at_the_end("likely"), "body, it holds .* where numbers belong"),
-  "no choice": (lambda answer: dict(choices=[]), "body, the answer has not one choice"),
-  "a list": (lambda answer: [1], "body, the answer has not one choice"),
-  "no JSON": (lambda answer: b"<html>", "body, the answer to /v1/completions is no JSON"),
-  "cut off": ("truncate", "connection, /v1/completions: "),
-  "an error": ("500", "status, HTTP 500 for /v1/completions"),
-  "silence": ("hang", "timeout, no answer to /v1/completions within 0.2 s"),
-}
-
-
-@pytest.mark.parametrize("fault, message", BAD.values(), ids=BAD.keys())
-def test_each_bad_answer_is_named(server, fault, message):
-  kind, text = message.split(", ", 1)
-  config = ServerConfig(retries=0, timeout_s=0.2 if fault == "hang" else 20.0)
-  with gone(server, f"1 attempts failed, the last: {text}", fault=lambda *_: fault) as error:
-    scoring.score(server.url, config, [[5, 6, 7, 9]])
-  assert error.value.__cause__.kind == kind and "\n" not in str(error.value)
-
-
-def test_what_fails_is_tried_again_and_then_the_run_ends(server, monkeypatch):
-  monkeypatch.setattr(scoring, "AGAIN_S", 0.01)
-  monkeypatch.setattr(scoring, "BUSY_S", 0.01)
-  sequences = [[5, 6, 7], [5, 6, 7, 9], [1, 2]]
-  wanted = scoring.score(server.url, ServerConfig(), sequences)
-  assert [len(one) for one in wanted] == [3, 4, 2]
-  for number, kind in (2, "500"), (2, "truncate"), (9, "429"):  # the last is nothing against it
-    count = itertools.count()
-    fault = lambda *_: kind if next(count) < number else None  # noqa: B023, E731
-    with changed(server, fault=fault):
-      found = scoring.score(server.url, ServerConfig(retries=2), sequences)
-    for one, other in zip(found, wanted, strict=True):
-      np.testing.assert_array_equal(one, other)
-    assert next(count) == number + len(sequences)
-  before, broken = len(server.seen), lambda *_: "500"
-  with gone(server, "3 attempts failed, the last: HTTP 500", fault=broken):
-    scoring.score(server.url, ServerConfig(retries=2), sequences[:1])
-  assert len(server.seen) - before == 3
-  monkeypatch.setattr(preemption, "check", interrupt)
-  with changed(server, fault=broken), pytest.raises(preemption.Preempted):
-    scoring.score(server.url, ServerConfig(retries=10**6), sequences)
-
-
-def test_a_server_that_cannot_teach_is_named_before_anything_depends_on_it(server, monkeypatch):
-  def probe(one=server, vocab_size=32, window=12):
-    return scoring.probe(one.url, ServerConfig(timeout_s=10.0), vocab_size, window)
-
-  assert probe() == dict(server=server.url, model="a model") == probe(window=23)
-  with gone(server, "it has a vocabulary of 32 tokens, and .* model.vocab_size=48"):
-    probe(vocab_size=48)
-  with gone(server, "it has a larger vocabulary than model.vocab_size=24"):
-    probe(vocab_size=24)
-  with gone(server, "it has room for 24 tokens, and .* = 24 and one more are needed"):
-    probe(window=24)
-  silent = lambda _, body: entries(lambda _: None) if "prompt_logprobs" in (body or ()) else None  # noqa: E731
-  with gone(server, "its answers from /v1/completions hold no prompt_logprobs", fault=silent):
-    probe()
-  other = lambda path, _: "404" * path.endswith("completions")  # noqa: E731
-  with gone(server, "it has no /v1/completions", fault=other):
-    probe()
-  with gone(server, "HTTP 401 for /v1/models: set GSPO_ENGINE_TOKEN to the token", token="secret"):
-    probe()
-  monkeypatch.setenv("GSPO_ENGINE_TOKEN", "secret")
-  with changed(server, token="secret"):
-    assert probe()
-  ended = FakeServer()
-  ended.die()
-  with gone(ended, "/v1/models: ConnectError"):
-    probe(ended)
-
-
 # Where it comes from.
 
 
@@ -326,7 +163,9 @@ def refused(config, tmp_path, message):
 @pytest.mark.long
 def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   workdir, _ = other_run
-  refused(student("/nowhere"), tmp_path, r"^distillation\.teacher=/nowhere is not a directory: set")
+  for name in "/nowhere", "http://10.0.0.9:8000":
+    message = rf"^distillation\.teacher={name} is not a directory: set it to a Hugging Face dir"
+    refused(student(name), tmp_path, message)
   nine = workdir / "checkpoints" / "rl" / "9"
   refused(student(nine), tmp_path, r"^distillation\.teacher='.*' is no complete checkpoint")
   wider = student(workdir, model__vocab_size=272)
@@ -380,19 +219,6 @@ WRONG = {
     dict(job="offline", objective__name="rft", objective__aggregate=None),
     "rft' does not take",
   ),
-  "a server at another temperature": (
-    dict(distillation__teacher="http://h:1", sampling__temperature=0.7),
-    r"temperature 1; set sampling\.temperature=0\.7 to 1, or take the teacher's weights",
-  ),
-  "a server and truncated sampling": (
-    dict(distillation__teacher="http://h:1", sampling__top_k=8),
-    r"all tokens; set sampling\.top_k=8, sampling\.top_p=1, sampling\.min_p=0 to 0, 1 and 0",
-  ),
-  "a server without a name": (
-    dict(distillation__teacher="http://:80"),
-    r"distillation\.teacher='http://:80' is not like http://host:port",
-  ),
-  "a path": (dict(distillation__teacher="https://h/v1"), "'https://h/v1' is not like http://host"),
   "one response and rewards": (
     dict(rl__group_size=1, distillation__reward_weight=1.0),
     "rl.group_size=1: advantages are relative",
@@ -442,49 +268,6 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monke
   _, same = trained(config, tmp_path / "again")
   assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
-
-
-@pytest.mark.long
-def test_a_run_learns_the_same_from_a_server(directory, server, tmp_path):
-  path, params, model = directory
-  config = student(server.url)
-  message = "it has a vocabulary of 32 tokens, and the policy one of model.vocab_size=264"
-  with pytest.raises(ServersGone, match=message):
-    trained(config, tmp_path / "served")
-  assert not (tmp_path / "served" / "config.json").exists()
-  with changed(server, model=model, params=params):
-    _, found = trained(config, tmp_path / "served")
-  _, wanted = trained(student(path), tmp_path / "loaded")
-  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-    np.testing.assert_allclose(x, y, atol=1e-4)
-  served, loaded = (rows_of(tmp_path / name, "rl")[1:] for name in ("served", "loaded"))
-  for one, other in zip(served, loaded, strict=True):
-    assert one["distillation/reverse_kl"] == pytest.approx(other["distillation/reverse_kl"], 1e-3)
-    assert one["total/flops"] < other["total/flops"], "what a server does is not counted"
-  made_with = json.loads((tmp_path / "served" / "config.json").read_text())["provenance"]
-  assert made_with["teacher"] == dict(server=server.url, model="a model")
-  before = len(server.seen)
-  said = "\n".join(plan.lines(config, runs.check(config)))
-  assert len(server.seen) == before, "a dry run asks nobody"
-  assert f"teacher: a server, {server.url}" in said and "the teacher's weights" not in said
-
-
-@pytest.mark.slow
-def test_two_processes_are_told_what_the_first_one_heard(directory, server, tmp_path):
-  _, params, model = directory
-  values = {key.replace("__", "."): value for key, value in STUDENT.items() if key != "rl__packed"}
-  flags = [f"{key}={value}" for key, value in values.items()]
-  flags += [f"distillation.teacher={server.url}", "mesh.data=2", "mesh.fsdp=1"]
-  of = functools.partial(command, config="configs/tiny_distil.py")
-  with changed(server, model=model, params=params):
-    run(tmp_path / "one", *flags, config="configs/tiny_distil.py", JAX_NUM_CPU_DEVICES="2")
-    before = len(server.seen)
-    on_two_processes(lambda _: of(tmp_path / "two", *flags, "distributed=true"), devices=1)
-  one, two = (rows_of(tmp_path / name, "rl")[1:] for name in ("one", "two"))
-  assert 2 * 2 * 8 <= len(server.seen) - before <= 2 * 2 * 8 + 3, "each response once, and a probe"
-  for mine, same in zip(one, two, strict=True):
-    for name in ("distillation/reverse_kl", "grad_norm"):
-      assert mine[name] == pytest.approx(same[name], rel=1e-4)
 
 
 def interrupt():
@@ -551,8 +334,6 @@ def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
   )
   without = dict(programs.programs(plain, mesh, ["train", "score"]))
   assert held(found["train"].held) - held(without["train"].held) == weights
-  served = programs.make_case(student("http://host:1", compute__dtype="bfloat16"))
-  assert list(dict(programs.programs(served, mesh, ["train", "score"]))) == ["train", "score"]
   assert needed.of("teacher", case, mesh) > needed.of("score", case, mesh) * 0.4
   with jax.set_mesh(mesh):
     logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)

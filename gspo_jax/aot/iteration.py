@@ -65,7 +65,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
     prefill=c.sampled_share * -(-rl.prompts // at_once),
     decode=c.sampled_share * steps,
     score=c.passes * passes,
-    teacher=passes if c.distillation.on and not c.distillation.served else 0,
+    teacher=passes if c.distillation.on else 0,
     train=rl.epochs * read / (case.length * case.sequences),
     publish=1,
   )

@@ -73,8 +73,6 @@ def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
 
 def teacher_line(config: RunConfig, taught: teacher.Teacher | None) -> list[str]:
   """Says how large the teacher is, if there is one, and where its weights are."""
-  if config.has_iterations and config.distillation.served:
-    return [f"teacher: a server, {config.distillation.url}, whose operations are not counted"]
   if taught is None:
     return []
   return [f"teacher: {transformer.count(taught.model)[0]:,} parameters, frozen, {taught.path}"]

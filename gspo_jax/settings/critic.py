@@ -1,7 +1,6 @@
 """Section `critic`: PPO."""
 
 import dataclasses
-import urllib.parse
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_jax import objectives as O
@@ -95,31 +94,17 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistillationConfig:
-  # "": none | Hugging Face directory | run or its checkpoint (runs/start.py) | http://host:port
-  teacher: str
+  teacher: str  # "": none | Hugging Face directory | run or its checkpoint (runs/start.py)
   coef: PositiveFloat  # of log π_teacher/π_old in the advantage of a token
   discount: Fraction  # of that of later tokens; 0: each token answers for itself alone
   reward_weight: NonNegativeFloat  # of the advantage that rewards give; 0: the teacher's alone
 
   def __post_init__(self):
     ranges.check(self, "distillation")
-    if self.served:
-      parts = urllib.parse.urlsplit(self.teacher)
-      if not parts.hostname or parts.path.strip("/") or parts.query:
-        raise ValueError(f"distillation.teacher={self.teacher!r} is not like http://host:port")
 
   @property
   def on(self) -> bool:
     return bool(self.teacher)
-
-  @property
-  def served(self) -> bool:
-    """Whether the teacher is a server, and no weights are here."""
-    return self.teacher.startswith(("http://", "https://"))
-
-  @property
-  def url(self) -> str:
-    return self.teacher.rstrip("/")
 
   @property
   def alone(self) -> bool:
@@ -139,7 +124,6 @@ class DistillationConfig:
     if not c.has_iterations:
       return
     what, rounds = f"distillation.teacher={self.teacher!r}", c.data.query_set.extra_rounds
-    s, of_server = c.sampling, f"{what}: a server's log-probs of prompts are those of"
     takes = [name for name, loss in O.POLICY_LOSSES.items() if loss.by_token]
     wrong = {
       f"{what} gives each token an advantage, which objective.name={c.objective.name!r} does not "
@@ -153,11 +137,6 @@ class DistillationConfig:
       and (c.constraints.on or c.environment.costs),
       f"data.query_set.extra_rounds={rounds} leaves out groups of equal rewards, of which "
       f"{what} teaches too; set it to 0": rounds > 0,
-      f"{of_server} temperature 1; set sampling.temperature={s.temperature:g} to 1, or take the "
-      "teacher's weights": self.served and s.temperature != 1,
-      f"{of_server} all tokens; set sampling.top_k={s.top_k}, sampling.top_p={s.top_p:g}, "
-      f"sampling.min_p={s.min_p:g} to 0, 1 and 0, or take the teacher's weights": self.served
-      and not s.whole,
     }
     for message, found in wrong.items():
       if found:
