@@ -147,20 +147,11 @@ def base() -> ConfigDict:
         page_tokens=128,  # of a page: 256 KiB a layer of Qwen3-30B-A3B, enough for a fast copy
         urls=(),  # of servers: http://host:port
         server=dict(
-          # vllm: /inference/v1/generate | vllm_completions: /v1/completions | sglang | auto: the
-          # first of these that a server has
-          dialect="auto",
           directory="",  # of published weights, seen by all servers; "": published/ of the workdir
-          # What starts the server of a URL on this host, for a shell: {host}, {port}, {index} of
-          # the URL, {weights}; "": somebody else does, and starts it again if it has to be
-          command="",
-          # False: new weights are brought by a restart with `command`; for servers that answer 200
-          # to a reload and stay as they were
-          reloads=True,
           token_variable="GSPO_ENGINE_TOKEN",  # of the environment: a bearer token; unset: none
           in_flight=256,  # responses that one server is asked for at once
           timeout_s=3600.0,  # of a request; longer than the longest response takes
-          start_s=900.0,  # until a started server answers; of a request with weights or a probe
+          publish_s=900.0,  # of a request with new weights or a probe; timeout_s bounds it too
           wait_s=300.0,  # with no server left, until the run ends
           retries=5,  # of a request, on other servers where there are any
           # Mean |difference| of a probe's log-probs from the trainer's, in nats, beyond which a

@@ -14,7 +14,7 @@ from support.small_models import SMALLER_DENSE, next_logp, on_host
 
 from gspo_jax.sampling import Driver, ServersGone, Workload, sample_rollout
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.sampling.servers import fleet, published, starting, wire
+from gspo_jax.sampling.servers import fleet, published, wire
 from gspo_jax.sampling.servers.engine import ServerEngine
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
@@ -209,6 +209,11 @@ GARBAGE |= {
     edited(lambda c: dict(weight_versions=[dict(version="0", start=0, end=99)])),
     "version",
   ),
+  "weights of some tokens": (
+    edited(lambda c: dict(weight_versions=[dict(version="1", start=1, end=99)])),
+    "version",
+  ),
+  "weights that it does not say": (edited(lambda c: dict(weight_versions=None)), "version"),
   "nobody's weights": (
     edited(lambda c: dict(weight_versions=[dict(version="default", start=0, end=99)])),
     "version",
@@ -248,7 +253,6 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
 def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monkeypatch):
   monkeypatch.setattr(fleet, "HEALTH_S", 0.05)
   monkeypatch.setattr(wire, "CONNECT_S", 1.0)
-  monkeypatch.setattr(starting, "CONNECT_S", 1.5)
   two, engine = loaded(make, 2)
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
@@ -258,7 +262,7 @@ def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monk
 
 
 def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeypatch):
-  monkeypatch.setattr(starting, "CONNECT_S", 1.5)
+  monkeypatch.setattr(wire, "CONNECT_S", 1.5)
   two, engine = loaded(make, 2)
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
@@ -270,7 +274,7 @@ def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeyp
 
 def test_requests_with_weights_and_probes_have_a_time_of_their_own(make, monkeypatch):
   servers, engine = make
-  engine = engine(servers(1), timeout_s=1000.0, start_s=30.0)
+  engine = engine(servers(1), timeout_s=1000.0, publish_s=30.0)
   wire, asked = engine._fleet._wire, {}
   ask = wire.ask
 
@@ -330,7 +334,7 @@ def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
 @pytest.mark.parametrize(
   "path, message",
   [
-    ("/inference/v1/generate", "it has none of /inference/v1/generate, /generate, /v1/completions"),
+    ("/inference/v1/generate", "it has no /inference/v1/generate: vLLM needs VLLM_SERVER_DEV_MODE"),
     ("/collective_rpc", "it has no /collective_rpc: vLLM needs VLLM_SERVER_DEV_MODE=1"),
   ],
 )
@@ -382,24 +386,6 @@ def test_weights_may_change_while_responses_are_under_way(make):
   assert set(versions) == {1, 2}
   for each in begun:
     assert (np.diff(each.version) >= 0).all()
-  assert not failed(engine) and engine._fleet.usable
-
-
-def test_who_does_not_say_versions_is_asked_again_for_what_new_weights_came_into(make):
-  """As with vLLM's /v1/completions: it is as good a server as before."""
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-
-  def without_versions(answer):
-    for choice in answer.get("choices", ()):
-      del choice["weight_versions"]
-    return answer
-
-  one.fault = lambda path, body: without_versions if body and "token_ids" in body else None
-  engine.load(weights(1), 1)
-  begun = sampled_while_weights_come(engine, one)
-  assert {int(v) for each in begun for v in each.version} == {2}
   assert not failed(engine) and engine._fleet.usable
 
 
@@ -477,101 +463,15 @@ def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
   two = servers(2)
   engine = engine(two)
   engine.load(weights(1), 1)
-  fails = lambda answer: dict(success=False)  # noqa: E731
+
+  def fails(answer):
+    return dict(success=False)
+
   two[0].fault = once(fails if path == "/reset_prefix_cache" else "500", path)
   engine.load(weights(2), 2)
   assert two[0].seen[-1] == "/resume"  # so that it does not wait for ever
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
   assert engine.usage.metrics()["engine/servers"] == 1
-
-
-@pytest.fixture
-def started(monkeypatch):
-  """Servers in this process in the place of processes: the order of things is the same."""
-  found = []
-
-  class Started:
-    def __init__(self, command, log):
-      directory, port = command.split()
-      self.fake = FakeServer(port=int(port))
-      self.fake.answer("/collective_rpc", "", dict(kwargs=dict(weights_path=directory)))
-      self.fake.reloads = False  # garbage after a reload, as MoE on CPU
-      self.alive, self.log = True, log
-      found.append(self)
-
-    def stop(self):
-      self.alive = False
-      if not self.fake.dead:
-        self.fake.die()
-
-  monkeypatch.setattr(starting, "Process", Started)
-  return found
-
-
-def free_url():
-  free = FakeServer()
-  free.die()
-  return free.url
-
-
-def test_a_server_that_was_started_here_is_started_again(make, started, monkeypatch):
-  _, engine = make
-  engine = engine([free_url()], command="{weights} {port}")
-  engine.load(weights(1), 1)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(1), 1)
-  assert len(started) == 1
-  for version in (2, 3):
-    engine.load(weights(version), version)
-    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(version), version)
-  metrics = engine.usage.metrics()
-  assert len(started) == 3 and metrics["engine/restarts"] == 2
-  assert metrics["engine/probe/disagreed"] == 1  # after that it is not asked to reload any more
-  started[-1].fake.die()
-  started[-1].alive = False
-  check(sample_rollout(engine, WORKLOAD, PROMPTS, seed=9), weights(3), 3)  # in the middle
-  assert len(started) == 4
-  monkeypatch.setattr(starting, "CONNECT_S", 1.5)
-  engine._fleet.servers[0].reloads = True
-  started[-1].fake.fault = lambda path, body: "hang"  # its process is there, it is not
-  begun = time.monotonic()
-  engine.load(weights(4), 4)
-  assert time.monotonic() - begun < 12
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(4), 4)
-  assert len(started) == 5 and not started[-2].alive
-  engine.__exit__()
-  assert not started[-1].alive
-
-
-def test_a_server_that_does_not_reload_is_started_for_every_publication(make, started):
-  _, engine = make
-  engine = engine([free_url()], command="{weights} {port}", reloads=False)
-  for version in (1, 2):
-    engine.load(weights(version), version)
-    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(version), version)
-  metrics = engine.usage.metrics()
-  assert len(started) == 2 and metrics["engine/probe/disagreed"] == 0
-  assert "/collective_rpc" not in [path for one in started for path in one.fake.seen]
-
-
-def test_a_server_that_cannot_be_started_is_started_once_a_publication(make, monkeypatch):
-  tried = []
-
-  class Broken:
-    alive, log = False, "LOG"
-
-    def __init__(self, command, log):
-      tried.append(command)
-
-    def stop(self):
-      pass
-
-  monkeypatch.setattr(starting, "Process", Broken)
-  _, engine = make
-  engine = engine([free_url()], command="false")
-  for count in (1, 2):
-    with pytest.raises(ServersGone, match=r"it ended before it answered; LOG says why"):
-      engine.load(weights(), 1)
-    assert len(tried) == count
 
 
 def group(engine, count=4):
@@ -653,7 +553,7 @@ def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeyp
   one.fault = always("500")
   begun, driver = group(engine, count=1)
   driver.begin(begun)
-  while not engine._fleet.counts["status"]:
+  while not engine._fleet.failures["status"]:
     time.sleep(0.01)
   started = time.monotonic()
   assert list(driver.run(lambda: True)) == []
@@ -683,18 +583,16 @@ def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_
   assert all(each.finished and set(each.version) == {2} for each in begun)
 
 
-def test_who_comes_in_the_place_of_a_server_is_asked_for_its_dialect(make):
+def test_who_comes_in_the_place_of_a_server_is_asked_how_it_was_started(make):
   two, engine = loaded(make, 2)
-  engine.load(weights(2), 2)
-
-  def asked(one):
-    return [at for at, body in zip(one.seen, one.bodies) if at.endswith("generate") and not body]
-
   two[0].fault = once(GARBAGE["older weights"][0])
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
   assert engine.usage.metrics()["engine/servers"] == 1
+  two[0].raw = "says so"
+  engine.load(weights(2), 2)
+  assert "start it with --logprobs-mode" in engine._fleet.servers[0].why
+  two[0].raw = False
   engine.load(weights(3), 3)
-  assert [len(asked(one)) for one in two] == [2, 1]
   check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
   assert engine.usage.metrics()["engine/servers"] == 2
 
@@ -758,7 +656,10 @@ def test_a_response_that_somebody_aborted_is_gone_on_with(make):
 def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
   servers, engine = make
   (one,) = servers(1)
-  letters = lambda tokens: "".join(chr(97 + t % 26) for t in tokens)  # noqa: E731
+
+  def letters(tokens):
+    return "".join(chr(97 + t % 26) for t in tokens)
+
   engine = engine([one], detokenize=letters)
   engine.load(weights(), 1)
   whole = sample_rollout(engine, WORKLOAD, PROMPTS)

@@ -1,11 +1,6 @@
-"""What a server is asked for and what it answers, in any dialect, with every answer checked."""
+"""What a server is asked for and what it answers, with every answer checked."""
 
-import base64
 import dataclasses
-import io
-import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +10,6 @@ from gspo_jax.settings.sampling import SamplingConfig
 # What can be wrong with an answer, in the order of docs/engines.md.
 KINDS = ("connection", "timeout", "health", "status", "body", "tokens", "version")
 SLACK = 1e-3  # nats above 0 that rounding may put a log-probability
-_HEADERS = {  # of an .npy, by its version; a third one is for names of fields
-  (1, 0): np.lib.format.read_array_header_1_0,
-  (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 class Failed(Exception):
@@ -61,11 +52,10 @@ class Part:
 
   tokens: np.ndarray  # int32 [n], the stop token included
   logp: np.ndarray  # float32 [n]: after temperature and truncation
-  version: np.ndarray | None  # int32 [n]: of the weights; None: the server does not say
+  version: np.ndarray  # int32 [n]: of the weights
   stopped: bool  # by a stop token
   aborted: bool  # somebody told the server to leave it
-  # [tokens of the call + n - 1, l, k]: experts of every token that was fed, or the same flat; None:
-  # not sent
+  # [tokens of the call + n - 1, l, k]: experts of every token that was fed; None: not sent
   experts: np.ndarray | None = None
 
 
@@ -91,15 +81,15 @@ def checked(parts: list[Part], call: Call, limits: Limits, oldest: int, newest: 
   """
   if len(parts) != call.samples:
     raise Failed("tokens", f"{len(parts)} responses came for {call.samples}")
-  found = []
+  kept = []
   for row, part in enumerate(parts):
     try:
       _check(part, call, limits, oldest, newest)
       experts = _experts(part, call, limits) if call.routing else None
     except Failed as error:
       raise Failed(error.kind, f"response {row}: {error}") from error
-    found.append(dataclasses.replace(part, experts=experts))
-  return found
+    kept.append(dataclasses.replace(part, experts=experts))
+  return kept
 
 
 def _check(part: Part, call: Call, limits: Limits, oldest: int, newest: int) -> None:
@@ -119,14 +109,11 @@ def _check(part: Part, call: Call, limits: Limits, oldest: int, newest: int) -> 
     raise Failed("tokens", "a response does not end where its stop token is")
   if not (part.stopped or part.aborted or n == call.max_new_tokens):
     raise Failed("tokens", f"a response ended after {n} tokens, without a stop token")
-  if part.version is not None:
-    if len(part.version) != n:
-      raise Failed("version", f"versions of {len(part.version)} tokens came for {n}")
-    if n and not oldest <= part.version.min() <= part.version.max() <= newest:
-      raise Failed(
-        "version",
-        f"weights {part.version.min()} to {part.version.max()} answered, not {oldest} to {newest}",
-      )
+  if n and not oldest <= part.version.min() <= part.version.max() <= newest:
+    raise Failed(
+      "version",
+      f"weights {part.version.min()} to {part.version.max()} answered, not {oldest} to {newest}",
+    )
 
 
 def _experts(part: Part, call: Call, limits: Limits) -> np.ndarray | None:
@@ -144,63 +131,3 @@ def _experts(part: Part, call: Call, limits: Limits) -> np.ndarray | None:
       if 0 <= experts.min() <= experts.max() < limits.num_experts:
         return experts.astype(routing.storage_dtype(limits.num_experts))
   raise Failed("body", f"experts of shape {part.experts.shape} came for {fed} tokens")
-
-
-def dated(part: Part, version: int) -> Part:
-  """A part with the versions of its tokens: where it does not say, the one that its server has."""
-  if part.version is not None:
-    return part
-  return dataclasses.replace(part, version=np.full(len(part.tokens), version, np.int32))
-
-
-def counts(found: Mapping[str, int]) -> dict[str, float]:
-  """Failures by kind, all kinds, as metrics have them."""
-  return {f"failed/{kind}": float(found.get(kind, 0)) for kind in KINDS}
-
-
-def integers(values: Any) -> np.ndarray:
-  """int32 [n] of a list. Failed if it is none of integers."""
-  try:
-    found = np.asarray(values)
-    if found.size == 0:
-      return np.zeros(0, np.int32)
-    if found.ndim == 1 and found.dtype.kind == "i" and abs(found).max() < 2**31:
-      return found.astype(np.int32)
-  except (TypeError, ValueError, OverflowError):
-    pass
-  raise Failed("body", f"it holds {values!r:.60} where integers belong")
-
-
-def floats(values: Any) -> np.ndarray:
-  """float32 [n] of a list. Failed if it is none of numbers."""
-  try:
-    found = np.asarray(values, np.float64)
-    if found.ndim == 1:
-      with np.errstate(over="ignore"):  # to infinity, which `checked` refuses
-        return found.astype(np.float32)
-  except (TypeError, ValueError, OverflowError):
-    pass
-  raise Failed("body", f"it holds {values!r:.60} where numbers belong")
-
-
-def version_number(label: Any) -> int:
-  """The version that a label names; -1 for a label that no publication has set."""
-  text = str(label)
-  return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
-
-
-def array_of_base64(text: Any, most_bytes: int = 2**30) -> np.ndarray:
-  """The array in base64 of an .npy file. Failed if it is none."""
-  try:
-    raw = base64.b64decode(text, validate=True)
-    file = io.BytesIO(raw)
-    version = np.lib.format.read_magic(file)
-    shape, fortran, dtype = _HEADERS[version](file)
-    claimed = math.prod(shape) * dtype.itemsize
-    # `np.load` would make room for whatever a header claims.
-    if dtype.kind not in "iu" or not claimed == len(raw) - file.tell() <= most_bytes:
-      raise ValueError(f"{len(raw)} bytes for {shape} of {dtype}")
-    found = np.frombuffer(raw, dtype, offset=file.tell())
-    return found.reshape(shape, order="F" if fortran else "C")
-  except Exception as error:  # a header is read as Python, with whatever that may raise
-    raise Failed("body", f"its routed experts are no array in base64: {error!r:.80}") from error

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from gspo_jax.models import flops
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.sampling.servers import published
-from gspo_jax.sampling.servers.calls import Failed, Limits, Part, Refused, counts
-from gspo_jax.sampling.servers.fleet import Fleet
+from gspo_jax.sampling.servers.calls import KINDS, Failed, Limits, Part
+from gspo_jax.sampling.servers.fleet import Fleet, Server
 from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
 from gspo_jax.sampling.servers.probe import Probe, Verdict
-from gspo_jax.sampling.servers.state import Moved, Server
+from gspo_jax.sampling.servers.vllm import PROCESSED
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.system import hosts, preemption
@@ -39,12 +39,12 @@ AGAIN_S = 5.0  # between two attempts to find a server that can be used
 
 
 class ServerEngine:
-  """Sampling by servers (`Engine`); a context manager, which ends what it has started.
+  """Sampling by servers (`Engine`); a context manager, which ends its connections.
 
   Args:
     publish: from the trainer's parameters to those that sampling reads, as `LocalEngine` has it.
     detokenize: from tokens to text, for stop strings.
-    workdir: for logs of servers, and weights where the configuration names no directory.
+    workdir: for weights where the configuration names no directory.
     window: positions of the longest response with its prompt.
     temperature: of training.
     routing: whether experts are to be recorded.
@@ -75,9 +75,10 @@ class ServerEngine:
 
     def connect() -> None:
       moe = tuple(filter(model.is_moe, range(model.num_layers)))
-      limits = (model.num_experts, model.experts_per_token, model.num_layers, moe)
-      logs = workdir.absolute() / "servers"
-      self._fleet = Fleet(config.urls, self._server, Limits(model.vocab_size, *limits), logs)
+      limits = Limits(
+        model.vocab_size, model.num_experts, model.experts_per_token, model.num_layers, moe
+      )
+      self._fleet = Fleet(config.urls, self._server, limits)
 
     hosts.of_first(connect, ServersGone)
     self._weights: Path | None = None  # the directory of the last ones
@@ -116,8 +117,7 @@ class ServerEngine:
     params, self._version = self._publish(params), version
     name = f"weights_{version:06d}"
     try:
-      args = self._directory, name, params, self._model, self._tokenizer
-      self._weights = published.write(*args)
+      self._weights = published.write(self._directory, name, params, self._model, self._tokenizer)
     except OSError as error:
       where = error.filename or self._directory
       raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
@@ -153,9 +153,9 @@ class ServerEngine:
     end = time.monotonic() + self._server.wait_s
 
     def wait() -> None:
-      reasons = "; ".join(f"{one.url}: {one.why}" for one in self._fleet.servers)
-      refused = all(one.refused for one in self._fleet.servers)
-      if refused or time.monotonic() > end:
+      servers = self._fleet.servers
+      reasons = "; ".join(f"{server.url}: {server.why}" for server in servers)
+      if all(server.refused for server in servers) or time.monotonic() > end:
         raise ServersGone(f"engine.name='server': no server can be used. {reasons}")
       logging.warning("waiting for a server: %s", reasons)
       self._fleet.run(asyncio.sleep(AGAIN_S), preemption.check_alone)
@@ -165,69 +165,38 @@ class ServerEngine:
       preemption.check()
 
   def _bring_up(self, params: Any) -> bool:
-    """One round over all servers: weights in place, or a restart, and the probe. Returns whether
-    there is one that can be used."""
+    """One round over all servers: weights and the probe. Whether there is one that can be used."""
     self._worst = 0.0
-    todo: list[tuple[Server, bool]] = []  # and whether it is started again
+
+    def renewed() -> list[list[Part] | None]:
+      calls = self._probe.calls(f"v{self._version}-{next(self._calls)}")
+      work = self._fleet.renew(str(self._weights), self._version, calls)
+      return self._fleet.run(work, preemption.check_alone)
+
+    answers = hosts.of_first(renewed, ServersGone)
+    verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
     if self._fleet is not None:
-      todo = [(one, not one.reloads) for one in self._fleet.servers]
-    for again in (True, False):
-      answers = hosts.of_first(lambda todo=todo: self._renewed(todo), ServersGone)
-      verdicts = [None if x is None else self._probe.verdict(params, x) for x in answers]
-      failed = [
-        server for (server, _), verdict in zip(todo, verdicts)
-        if not self._judged(server, verdict) and not server.restarted
-      ]  # fmt: skip
-      todo = []
-      if self._fleet is not None and self._server.command and again:
-        todo = [(one, True) for one in failed]
-      if not hosts.told(bool(todo)):
-        break
-      if todo:
-        logging.warning("starting again: %s", ", ".join(one.url for one, _ in todo))
+      for server, verdict in zip(self._fleet.servers, verdicts, strict=True):
+        if verdict is not None:
+          self._fleet.run(self._judged(server, verdict))
     return hosts.told(self._fleet is not None and bool(self._fleet.usable))
 
-  def _renewed(self, todo: Sequence[tuple[Server, bool]]) -> list[list[Part] | None]:
-    """What servers say to the probe after they took the weights; None of those that failed."""
-    found: list[list[Part] | None] = []
-    calls = self._probe.calls(f"v{self._version}-{next(self._calls)}")
-    work = [
-      self._fleet.renew(server, str(self._weights), self._version, calls, restart)
-      for server, restart in todo
-    ]
-    results = self._fleet.run(_all(work), preemption.check_alone)
-    for (server, _), result in zip(todo, results):
-      if isinstance(result, Failed | Refused | Moved):
-        refused = isinstance(result, Refused)
-        self._fleet.run(self._fleet.exclude(server, str(result), refused))
-      elif isinstance(result, BaseException):
-        raise result
-      found.append(result if isinstance(result, list) else None)
-    return found
-
-  def _judged(self, server: Server, verdict: Verdict | None) -> bool:
+  async def _judged(self, server: Server, verdict: Verdict) -> None:
     """Uses a server from now on if its verdict is within the tolerance."""
-    if self._fleet is None or verdict is None:
-      return False
     if verdict.mean <= self._tolerance:  # of NaN, this is false
-      server.reloads &= not (server.restarted and server.disagreed)
-      server.disagreed = False
       self._worst = max(self._worst, verdict.mean)
-      self._fleet.run(self._fleet.admit(server))
-      return True
-    self._disagreed += 1
-    server.disagreed |= not server.restarted
-    why = (
-      f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
-      f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is {self._tolerance:g}"
-    )
-    raw = verdict.raw <= self._tolerance
-    if raw:
-      why = f"its log-probs are those before the temperature: {server.dialect.processed}"
-    elif not self._server.command:
-      why += ": start it again with these weights (engine.server.command does so by itself)"
-    self._fleet.run(self._fleet.exclude(server, why, raw))
-    return False
+      self._fleet.admit(server)
+    else:
+      self._disagreed += 1
+      raw = verdict.raw <= self._tolerance
+      why = (
+        f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
+        f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is "
+        f"{self._tolerance:g}: start it again with these weights"
+      )
+      if raw:
+        why = f"its log-probs are those before the temperature: {PROCESSED}"
+      self._fleet.leave_out(server, why, refused=raw)
 
   # Requests.
 
@@ -250,16 +219,16 @@ class ServerEngine:
     self.usage.flops += float(work.forward() - work.head)
     if self._fleet is None:
       return
-    together = min(self._server.in_flight, max(1, PIECE // request.max_new_tokens))
-    waiting = [Pending(request, number, sample) for sample in samples]
-    for start in range(0, len(waiting), together):
-      self._send(waiting[start : start + together])
+    most = min(self._server.in_flight, max(1, PIECE // request.max_new_tokens))
+    for start in range(0, request.samples, most):
+      some = samples[start : start + most]
+      self._send([Pending(request, number, sample) for sample in some])
 
-  def _send(self, some: list[Pending]) -> None:
+  def _send(self, together: list[Pending]) -> None:
     id_ = f"{self._version}-{next(self._calls)}-{self._run}"
     routing = self._workload.record_routing and self._model.num_experts > 0
-    call = call_for(some, id_, self._workload.sampling, routing)
-    self._pending[id_] = some
+    call = call_for(together, id_, self._workload.sampling, routing)
+    self._pending[id_] = together
     self._fleet.submit(call)
 
   @property
@@ -281,14 +250,15 @@ class ServerEngine:
       try:
         return self._arrived(0.5), not self._fleet.usable and not self._loading
       except Failed as error:
-        said = f"engine.name='server': a response could not be sampled: {error}"
-        raise ServersGone(said) from error
+        raise ServersGone(
+          f"engine.name='server': a response could not be sampled: {error}"
+        ) from error
 
-    found, lost = hosts.of_first(look, ServersGone)
+    arrived, lost = hosts.of_first(look, ServersGone)
     if lost and self._loads == threading.get_ident():
       self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
-    return self._handed_out(found)
+    return self._handed_out(arrived)
 
   def _read(self) -> Any:
     """The last weights, from their directory: since they were published the trainer has needed the
@@ -305,20 +275,21 @@ class ServerEngine:
     """Has servers leave what they are at, and takes what they have of it."""
     if not self._pending:
       return []
-    found, waited = [], list(self._pending)
+    arrived = []
     self._stopping = True
     try:
-      unsent = self._fleet.run(self._fleet.abort(waited))
+      unsent = self._fleet.run(self._fleet.abort(list(self._pending)))
       end = time.monotonic() + ABORT_S
       while self._pending.keys() - unsent and time.monotonic() < end:
-        found += self._arrived(0.5)
+        arrived += self._arrived(0.5)
       self._fleet.run(self._fleet.cancel(list(self._pending)))
-      found += self._arrived(0.0)
+      arrived += self._arrived(0.0)
     finally:
       self._stopping = False
-    rest = [one for some in self._pending.values() for one in some]
+    rest = itertools.chain.from_iterable(self._pending.values())
+    arrived += [self._told_of(pending, False) for pending in rest]
     self._pending.clear()
-    return found + [self._told_of(one, False) for one in rest]
+    return arrived
 
   def _arrived(self, seconds: float) -> list[tuple]:
     """What has come, of finished responses; others are gone on with.
@@ -326,38 +297,38 @@ class ServerEngine:
     Raises:
       Failed: a call was tried as often as it may be.
     """
-    found = []
+    arrived = []
     while True:
       try:
-        id_, answer = self._fleet.answers.get(timeout=0 if found else seconds)
+        id_, answer = self._fleet.answers.get(timeout=0 if arrived else seconds)
       except queue.Empty:
-        return found
-      some = self._pending.get(id_)
-      if some is None:  # of a workload that has ended
+        return arrived
+      if id_ not in self._pending:  # of a workload that has ended
         continue
       if isinstance(answer, Exception) and not self._stopping:
         raise answer
-      del self._pending[id_]
+      together = self._pending.pop(id_)
       if isinstance(answer, Exception):
-        found += [self._told_of(one, False) for one in some]
+        arrived += [self._told_of(pending, False) for pending in together]
         continue
-      for one, part in zip(some, answer):
-        finished = one.add(part, self._detokenize)
+      for pending, part in zip(together, answer):
+        finished = pending.add(part, self._detokenize)
         if finished or self._stopping:
-          found.append(self._told_of(one, finished))
-        elif one.aborted > MOST_ABORTED:
-          raise Failed("body", f"servers left it {one.aborted} times without a token")
+          arrived.append(self._told_of(pending, finished))
+        elif pending.aborted > MOST_ABORTED:
+          raise Failed("body", f"servers left it {pending.aborted} times without a token")
         else:
-          self._send([one])
+          self._send([pending])
 
-  def _told_of(self, one: Pending, finished: bool) -> tuple[int, Response]:
-    response = one.response(self._workload.sampling.whole, finished)
-    return one.number, dataclasses.replace(response, request=None)  # whose tag is of this process
+  def _told_of(self, pending: Pending, finished: bool) -> tuple[int, Response]:
+    response = pending.response(self._workload.sampling.whole, finished)
+    # Without its request, whose tag is of this process.
+    return pending.number, dataclasses.replace(response, request=None)
 
-  def _handed_out(self, found: list[tuple[int, Response]]) -> list[Response]:
+  def _handed_out(self, arrived: list[tuple[int, Response]]) -> list[Response]:
     """The responses; of processes that were told of them, with their own requests."""
     responses = []
-    for number, response in found:
+    for number, response in arrived:
       request, left = self._open[number]
       left.remove(response.sample)
       if not left:
@@ -379,12 +350,7 @@ class ServerEngine:
     self.usage.servers = {
       "servers": float(usable),
       "left_out": float(len(self._fleet.servers) - usable),
-      "restarts": float(self._fleet.counts["restarts"]),
       "probe/mean": self._worst,
       "probe/disagreed": float(self._disagreed),
-      **counts(self._fleet.counts),
+      **{f"failed/{kind}": float(self._fleet.failures[kind]) for kind in KINDS},
     }
-
-
-async def _all(work: list) -> list:
-  return await asyncio.gather(*work, return_exceptions=True)

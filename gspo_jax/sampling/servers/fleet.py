@@ -6,7 +6,6 @@ and takes answers out.
 
 import asyncio
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -14,23 +13,12 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from absl import logging
 
-from gspo_jax.sampling.servers.calls import (
-  Busy,
-  Call,
-  Failed,
-  Limits,
-  Part,
-  Refused,
-  checked,
-  dated,
-)
-from gspo_jax.sampling.servers.starting import find_dialect, look, start
-from gspo_jax.sampling.servers.state import Moved, Post, Server
+from gspo_jax.sampling.servers import vllm
+from gspo_jax.sampling.servers.calls import Busy, Call, Failed, Limits, Part, Refused, checked
 from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
 from gspo_jax.settings.server import ServerConfig
 
@@ -43,26 +31,62 @@ TOKEN, EXPERT = 1024, 16  # bytes of an answer for a token's log-prob, and for o
 T = TypeVar("T")
 
 
+class Moved(Exception):
+  """What a server had of a call is lost, since it was left out meanwhile, which is no failure of
+  the call."""
+
+
+class Post(NamedTuple):
+  """A call on its way to a server."""
+
+  call: str  # its id
+  sent: str  # the id of this attempt
+  samples: int
+
+
+@dataclasses.dataclass(eq=False)
+class Server:
+  """One server and what is known of it."""
+
+  url: str
+  usable: bool = False
+  why: str = "it has not been asked yet"  # it is not usable
+  refused: bool = False  # and will not be, as it was started
+  version: int = -1  # of its weights
+  failures: int = 0  # in a row
+  resting: bool = False  # since it was busy a moment ago
+  busy_since: float | None = None  # and has answered no call; on the monotonic clock
+  posts: dict[asyncio.Task, Post] = dataclasses.field(default_factory=dict)
+  # Not set while it has new weights and nobody knows yet whether they are right.
+  settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+  @property
+  def load(self) -> int:
+    """Responses that it is asked for."""
+    return sum(post.samples for post in self.posts.values())
+
+
 class Fleet:
   """The servers of `urls`.
 
   Attributes:
     answers: what came of calls, in the order in which it came: their ids, with their parts or an
       exception.
-    counts: failures by kind, and restarts, since the process started.
+    failures: by kind, since the process started.
     version: of the newest weights that a server may have.
   """
 
-  def __init__(self, urls: Sequence[str], config: ServerConfig, limits: Limits, logs: Path):
-    self.servers = [Server(url.rstrip("/"), i, config.reloads) for i, url in enumerate(urls)]
-    self._config, self._limits, self._logs = config, limits, logs
+  def __init__(self, urls: Sequence[str], config: ServerConfig, limits: Limits):
+    self.servers = [Server(url.rstrip("/")) for url in urls]
+    self._config, self._limits = config, limits
     self._wire = Wire(config, len(self.servers))
     self.answers: queue.SimpleQueue[tuple[str, list[Part] | Exception]] = queue.SimpleQueue()
-    self.counts: collections.Counter[str] = collections.Counter()
+    self.failures: collections.Counter[str] = collections.Counter()
     self.version = -1
     self._tasks: dict[str, asyncio.Task] = {}
     self._unsent: set[str] = set()  # that wait for a server
     self._attempts = itertools.count()
+    self._change = asyncio.Event()  # set for a moment when a server may have got room
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
     self._thread.start()
@@ -83,20 +107,22 @@ class Fleet:
       raise
 
   def close(self) -> None:
-    """Ends what was started here and the thread; more than once it does nothing."""
+    """Ends the thread and its connections; more than once it does nothing."""
     if not self._thread.is_alive():
       return
     self.run(self._close())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
-    processes = [server.process for server in self.servers if server.process is not None]
-    with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as pool:
-      list(pool.map(lambda process: process.stop(), processes))
 
-  @property
-  def _publish_s(self) -> float:
-    """Time of a request that brings new weights, and of the probe: all servers wait for it."""
-    return min(self._config.start_s, self._config.timeout_s)
+  async def _open(self) -> None:
+    self._watches = [self._loop.create_task(self._watch(server)) for server in self.servers]
+
+  async def _close(self) -> None:
+    tasks = (*self._watches, *self._tasks.values())
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await self._wire.close()
 
   @property
   def usable(self) -> list[Server]:
@@ -114,14 +140,12 @@ class Fleet:
 
   async def _answered(self, call: Call) -> None:
     try:
-      found: list[Part] | Exception = await self._tried(call)
-    except Failed as error:
-      found = error
+      answer: list[Part] | Exception = await self._tried(call)
     except asyncio.CancelledError:
       return
-    except Exception as error:  # a mistake of ours must not leave the host loop waiting
-      found = error
-    self.answers.put((call.id, found))
+    except Exception as error:  # a mistake of ours, too, must not leave the host loop waiting
+      answer = error
+    self.answers.put((call.id, answer))
 
   async def _tried(self, call: Call) -> list[Part]:
     """Asks one server after the other. Failed: as often as the configuration allows."""
@@ -161,14 +185,14 @@ class Fleet:
   async def _with_room(self, call: Call, tried: Sequence[Server]) -> Server:
     """The server that has least to do, rather one that has not failed on this call; waits until
     there is one. Those that were busy a moment ago are not asked."""
-    async with self._change:
-      while True:
-        most = max(1, self._wire.in_flight - call.samples + 1)
-        open_to = [one for one in self.usable if one.load < most and not one.resting]
-        fresh = [server for server in open_to if server not in tried]
-        if fresh or (open_to and all(server in tried for server in self.usable)):
-          return min(fresh or open_to, key=lambda server: server.load)
-        await self._change.wait()
+    most = max(1, self._wire.in_flight - call.samples + 1)
+    while True:
+      usable = self.usable
+      open_to = [server for server in usable if server.load < most and not server.resting]
+      fresh = [server for server in open_to if server not in tried]
+      if fresh or (open_to and all(server in tried for server in usable)):
+        return min(fresh or open_to, key=lambda server: server.load)
+      await self._change.wait()
 
   async def _post(self, server: Server, call: Call, probes: bool = False) -> list[Part]:
     """One attempt at one server. What comes under new weights waits until it is known that they
@@ -192,13 +216,8 @@ class Fleet:
     finally:
       work.cancel()
       del server.posts[work]
-      async with self._change:
-        self._change.notify_all()
-    undated = any(part.version is None and len(part.tokens) for part in parts)
-    if undated and oldest != server.version:
-      raise Moved("new weights came between, and it does not say which sampled what")
+      self._changed()
     with _usable():
-      parts = [dated(part, oldest) for part in parts]
       return checked(parts, call, self._limits, oldest, max(oldest, self.version))
 
   async def _generated(self, server: Server, call: Call, seconds: float) -> list[Part]:
@@ -206,10 +225,15 @@ class Fleet:
     new, each = call.samples * call.max_new_tokens, 0
     if call.routing:
       each = EXPERT * self._limits.num_layers * self._limits.experts_per_token
-    most, dialect = JSON + TOKEN * new + each * (new + fed), server.dialect
-    answer = await self._wire.ask(server.url, dialect.generate(call), seconds, most)
+    most = JSON + TOKEN * new + each * (new + fed)
+    answer = await self._wire.ask(server.url, vllm.generate(call), seconds, most)
     with _usable():
-      return dialect.read(answer, call)
+      return vllm.read(answer, call)
+
+  def _changed(self) -> None:
+    """Has all that wait for room look for it again."""
+    self._change.set()
+    self._change.clear()
 
   def _rest(self, server: Server, error: Busy) -> None:
     """Asks a server that is busy for nothing for a while, and leaves out one that always is."""
@@ -223,39 +247,19 @@ class Fleet:
 
   def _rested(self, server: Server) -> None:
     server.resting = False
-    self._loop.create_task(self._notify())
+    self._changed()
 
   def _blame(self, server: Server, error: Failed) -> None:
-    self.counts[error.kind] += 1
+    self.failures[error.kind] += 1
     if not server.usable:
       return
     server.failures += 1
-    text = f"{server.url}: {error.kind}: {error}"
     if error.kind == "version":  # all that it says now is of the wrong weights
       self.leave_out(server, str(error))
     elif server.failures >= STRIKES:
       self.leave_out(server, f"{server.failures} failures in a row, the last: {error}")
     else:
-      logging.warning("%s; tried again", text)
-
-  async def exclude(self, server: Server, why: str, refused: bool = False) -> None:
-    """Stops using a server. What it was asked for goes to others."""
-    self.leave_out(server, why, refused)
-
-  def leave_out(self, server: Server, why: str, refused: bool = False) -> None:
-    """The same, on the loop."""
-    server.usable, server.why, server.refused = False, why, refused
-    server.dialect = server.busy_since = None  # another one may come in its place
-    server.settled.set()
-    left = sum(one.usable or not one.settled.is_set() for one in self.servers)  # or about to be
-    logging.warning("server %s is left out: %s; %d left", server.url, why, left)
-    for post in server.posts:
-      post.cancel()
-    self._loop.create_task(self._notify())
-
-  async def _notify(self) -> None:
-    async with self._change:
-      self._change.notify_all()
+      logging.warning("%s: %s: %s; tried again", server.url, error.kind, error)
 
   async def cancel(self, ids: Sequence[str]) -> None:
     """Forgets calls, whatever comes of them."""
@@ -271,70 +275,78 @@ class Fleet:
     unsent = self._unsent & asked
     await self.cancel([*unsent])
 
-    async def one(server: Server) -> None:
+    async def leave(server: Server) -> None:
       sent = [post.sent for post in server.posts.values() if post.call in asked]
-      for ask in server.dialect.abort(sent) if sent else ():
+      if sent:
         with contextlib.suppress(Failed, Refused):
-          await self._wire.ask(server.url, ask, CONNECT_S)
+          await self._wire.ask(server.url, vllm.abort(sent), CONNECT_S)
 
-    await asyncio.gather(*(one(server) for server in self.usable))
+    await asyncio.gather(*(leave(server) for server in self.usable))
     return unsent
 
   # Servers.
 
-  async def renew(
-    self, server: Server, weights: str, version: int, probe: list[Call], restart: bool = False
+  @property
+  def _publish_s(self) -> float:
+    return min(self._config.publish_s, self._config.timeout_s)
+
+  async def renew(self, weights: str, version: int, probe: list[Call]) -> list[list[Part] | None]:
+    """Has all servers take weights, and returns what each answers to a probe; none is usable yet.
+    None of one that did not come so far, which is left out."""
+
+    async def renewed(server: Server) -> list[Part] | None:
+      try:
+        return await self._renewed(server, weights, version, probe)
+      except (Failed, Refused, Moved) as error:
+        self.leave_out(server, str(error), isinstance(error, Refused))
+        return None
+
+    return await asyncio.gather(*(renewed(server) for server in self.servers))
+
+  async def _renewed(
+    self, server: Server, weights: str, version: int, probe: list[Call]
   ) -> list[Part]:
-    """Has a server take weights, and returns what it answers to a probe; it is not usable yet.
-
-    Args:
-      restart: start it anew instead of having it take them in place.
-
-    Raises:
-      Failed, Refused: it did not come so far.
-    """
-    server.usable, server.restarted = False, False
+    server.usable = False
     server.settled.clear()
-    if not restart:
-      try:  # one that hangs would keep the others waiting for as long as weights may take
-        await look(self._wire, server.url)
-      except Failed:
-        if not self._config.command:
-          raise
-        restart = True
-    server.restarted = restart
-    if restart:
-      self.counts["restarts"] += int(server.process is not None)
-      log = self._logs / f"server_{server.index}.log"
-      await start(self._wire, server, self._config, weights, log)
-    if server.dialect is None:
-      routing = any(call.routing for call in probe)
-      configured = self._config.dialect
-      server.dialect = await find_dialect(self._wire, server.url, configured, routing)
-    dialect = server.dialect
-    asks = [dialect.label(version)] if restart else dialect.publish(weights, version)
+    # One that hangs would keep the others waiting for as long as weights may take.
+    await self._wire.look(server.url)
+    settings = None
+    with contextlib.suppress(Failed, Refused):  # it need not say
+      settings = await self._wire.ask(server.url, vllm.SETTINGS, CONNECT_S)
+    if unfit := vllm.unfit(settings, any(call.routing for call in probe)):
+      raise Refused(unfit)
     self.version = max(self.version, version)
     try:
-      for ask in asks:
+      for ask in vllm.publish(weights, version):
         await self._wire.ask(server.url, ask, self._publish_s)
         server.version = version  # since the first one stopped it
     except (Failed, Refused):
       with contextlib.suppress(Failed, Refused):
-        await self._wire.ask(server.url, dialect.release, CONNECT_S)
+        await self._wire.ask(server.url, vllm.RESUME, CONNECT_S)
       raise
     answers = await asyncio.gather(*(self._post(server, call, probes=True) for call in probe))
-    found = [part for parts in answers for part in parts]
-    if any(part.aborted for part in found):
+    parts = [part for answer in answers for part in answer]
+    if any(part.aborted for part in parts):
       raise Failed("body", "it left the probe before its end")
-    return found
+    return parts
 
-  async def admit(self, server: Server) -> None:
-    """Uses a server from now on."""
+  def admit(self, server: Server) -> None:
+    """Uses a server from now on. To be called on the loop."""
     server.usable, server.why, server.refused = True, "", False
     server.failures, server.busy_since = 0, None
     server.settled.set()
-    async with self._change:
-      self._change.notify_all()
+    self._changed()
+
+  def leave_out(self, server: Server, why: str, refused: bool = False) -> None:
+    """Stops using a server; what it was asked for goes to others. To be called on the loop."""
+    server.usable, server.why, server.refused = False, why, refused
+    server.busy_since = None  # another one may come in its place
+    server.settled.set()
+    left = sum(s.usable or not s.settled.is_set() for s in self.servers)  # or about to be
+    logging.warning("server %s is left out: %s; %d left", server.url, why, left)
+    for post in server.posts:
+      post.cancel()
+    self._changed()
 
   async def _watch(self, server: Server) -> None:
     """Leaves a server out that has something to do and does not answer at all."""
@@ -344,21 +356,14 @@ class Fleet:
       if not (server.usable and server.posts):
         missed = 0
         continue
-      missed = 0 if await self._wire.answers(server.url) else missed + 1
+      try:
+        await self._wire.look(server.url, looks=1)
+        missed = 0
+      except (Failed, Refused):
+        missed += 1
       if missed >= STRIKES and server.usable:
-        self.counts["health"] += 1
+        self.failures["health"] += 1
         self.leave_out(server, f"it has not answered /health {missed} times")
-
-  async def _open(self) -> None:
-    self._change = asyncio.Condition()
-    self._watches = [self._loop.create_task(self._watch(server)) for server in self.servers]
-
-  async def _close(self) -> None:
-    tasks = (*self._watches, *self._tasks.values())
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await self._wire.close()
 
 
 @contextlib.contextmanager

@@ -58,21 +58,31 @@ class Pending:
   def response(self, whole: bool, finished: bool) -> Response:
     """The response as far as it has come; `whole`: its distribution has all tokens."""
     full_logp = self.logp if whole else np.full_like(self.logp, np.nan)  # nobody says
-    columns = self.tokens, self.logp, full_logp, self.version
-    stopped = finished and self.stopped
-    return Response(self.request, self.sample, *columns, stopped, finished, self.experts)
+    return Response(
+      self.request,
+      self.sample,
+      self.tokens,
+      self.logp,
+      full_logp,
+      self.version,
+      stopped=finished and self.stopped,
+      finished=finished,
+      routing=self.experts,
+    )
 
 
-def call_for(some: Sequence[Pending], id_: str, sampling: SamplingConfig, routing: bool) -> Call:
+def call_for(
+  together: Sequence[Pending], id_: str, sampling: SamplingConfig, routing: bool
+) -> Call:
   """The next call of responses that have the same tokens so far.
 
   Its seed is of the run's seed, the prompt, the number of the first response and the place in it:
   what goes on has other noise than what began.
   """
-  first = some[0]
+  first = together[0]
   request, tokens = first.request, (*first.request.prefix, *first.tokens.tolist())
   most = min(first.left, STOP_PIECE) if request.stop_strings else first.left
   place = len(tokens) - len(request.prompt)
   noise = np.array([request.seed, first.sample, place, *request.prompt], "<i8").tobytes()
   seed = zlib.crc32(noise) & 0x7FFFFFFF
-  return Call(id_, tokens, len(some), most, sampling, request.stop_ids, seed, routing)
+  return Call(id_, tokens, len(together), most, sampling, request.stop_ids, seed, routing)

@@ -88,8 +88,8 @@ class Probe:
     score = _score(self._model, self._compute, (*self._temperatures, 1.0))
     first_NT, second_NT, raw_NT = score(params, tokens_NL)[:, :, -self.new :]
     half = PROMPTS // 2
-    own_NT = np.concatenate([first_NT[:half], second_NT[half:]])
-    size_NT = abs(own_NT - said_NT)
+    ours_NT = np.concatenate([first_NT[:half], second_NT[half:]])
+    size_NT = abs(ours_NT - said_NT)
     raw = float(abs(raw_NT - said_NT)[half:].mean())
     return Verdict(float(size_NT.mean()), float(size_NT.max()), raw)
 
@@ -109,12 +109,12 @@ def _score(
 
   def score(params: Any, tokens_NL: np.ndarray) -> np.ndarray:
     if sharding.without_mesh():
-      found = jax.device_get(logp(params, tokens_NL))
+      logps = jax.device_get(logp(params, tokens_NL))
     else:  # every device has a row
       mesh = jax.sharding.get_mesh()
       shards = sharding.batch_shards(mesh)
       rows = np.resize(tokens_NL, (-(-len(tokens_NL) // shards) * shards, tokens_NL.shape[1]))
-      found = sharding.fetch(logp(params, sharding.put_batch(rows, mesh)))
-    return np.stack(found)[:, : len(tokens_NL), :-1]
+      logps = sharding.fetch(logp(params, sharding.put_batch(rows, mesh)))
+    return np.stack(logps)[:, : len(tokens_NL), :-1]
 
   return score

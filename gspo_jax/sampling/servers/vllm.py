@@ -1,34 +1,36 @@
-"""vLLM's surface for reinforcement learning, as of 0.32: tokens in, tokens out.
+"""vLLM's surface for reinforcement learning, as of 0.32: what is sent, and how answers are read.
 
-`VLLM` needs a server with `--enable-scale-out`, `COMPLETIONS` one with a tokenizer. With either,
-new weights need `VLLM_SERVER_DEV_MODE=1`, and log-probs `--logprobs-mode processed_logprobs`.
+Tokens in, tokens out needs a server with `--enable-scale-out`, new weights need
+`VLLM_SERVER_DEV_MODE=1`, and log-probs `--logprobs-mode processed_logprobs`. No request is made
+here.
 """
 
+import base64
+import io
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from gspo_jax.sampling.servers.calls import (
-  Call,
-  Failed,
-  Part,
-  array_of_base64,
-  floats,
-  integers,
-  version_number,
-)
-from gspo_jax.sampling.servers.dialects import Ask, Dialect
+from gspo_jax.sampling.servers.calls import Call, Failed, Part
+from gspo_jax.sampling.servers.wire import Ask
 
 PROCESSED = "start it with --logprobs-mode processed_logprobs"
-PREFIX = "generate-tokens-"  # vLLM puts it before the ids of such requests
+PREFIX = "generate-tokens-"  # vLLM puts it before the ids of calls
+RESUME = Ask("/resume", {})  # lets a server go on, whatever came after its /pause
+SETTINGS = Ask("/server_info?config_format=json")  # how a server was started
+_HEADERS = {  # of an .npy, by its version; a third one is for names of fields
+  (1, 0): np.lib.format.read_array_header_1_0,
+  (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
-def _sampling(call: Call) -> dict[str, Any]:
-  """The distribution and the end of a response. Nothing is left to defaults, which a directory's
-  generation_config.json may change; end-of-sequence tokens are our stop ids or none."""
+def generate(call: Call) -> Ask:
+  """The request for a call. Nothing is left to defaults, which a directory's generation_config.json
+  may change; end-of-sequence tokens are our stop ids or none."""
   sampling = call.sampling
-  return dict(
+  parameters = dict(
     n=call.samples,
     max_tokens=call.max_new_tokens,
     temperature=sampling.temperature,
@@ -42,28 +44,22 @@ def _sampling(call: Call) -> dict[str, Any]:
     stop_token_ids=list(call.stop_ids),
     ignore_eos=True,
     logprobs=0,  # the sampled token's alone
+    detokenize=False,
   )
-
-
-def _generate(call: Call) -> Ask:
-  parameters = _sampling(call) | dict(detokenize=False)
   body = dict(request_id=call.id, token_ids=list(call.tokens), sampling_params=parameters)
   return Ask("/inference/v1/generate", body)
 
 
-def _read(answer: Mapping[str, Any], call: Call) -> list[Part]:
-  return [_part(choice) for choice in _choices(answer, call)]
-
-
-def _choices(answer: Mapping[str, Any], call: Call) -> list[Mapping[str, Any]]:
-  """The choices in the order of their index, which is the number of the sample."""
+def read(answer: Mapping[str, Any], call: Call) -> list[Part]:
+  """The parts in the answer to a call, in the order of its samples. Failed: there are none."""
   try:
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if [choice["index"] for choice in choices] == list(range(call.samples)):
-      return choices
+    indices = [choice["index"] for choice in choices]
   except (KeyError, TypeError, AttributeError) as error:
     raise Failed("body", f"it has no choices: {error!r:.80}") from error
-  raise Failed("tokens", f"{len(choices)} choices came for {call.samples}")
+  if indices != list(range(call.samples)):
+    raise Failed("tokens", f"{len(choices)} choices came for {call.samples}")
+  return [_part(choice) for choice in choices]
 
 
 def _part(choice: Mapping[str, Any]) -> Part:
@@ -72,77 +68,48 @@ def _part(choice: Mapping[str, Any]) -> Part:
     content = (choice["logprobs"] or {}).get("content") or []
     said = integers([entry["token_id"] for entry in content])
     logp = floats([entry["logprob"] for entry in content])
-    reason = choice["finish_reason"]
+    reason, experts = choice["finish_reason"], choice.get("routed_experts")
   except (KeyError, TypeError, AttributeError) as error:
     raise Failed("body", f"a choice is not as it should be: {error!r:.80}") from error
   if not np.array_equal(said, tokens):
     raise Failed("tokens", "the log-probs are not of the tokens that came")
-  version, experts = _versions(choice, len(tokens)), _routed(choice)
+  version = _versions(choice, len(tokens))
+  experts = None if experts is None else array_of_base64(experts)
   return Part(tokens, logp, version, reason == "stop", reason == "abort", experts)
 
 
-def _versions(choice: Mapping[str, Any], count: int) -> np.ndarray | None:
-  """int32 [n] of contiguous spans; None where there are none."""
+def _versions(choice: Mapping[str, Any], count: int) -> np.ndarray:
+  """int32 [n] of contiguous spans; -1 where there is none."""
   version = np.full(count, -1, np.int32)
   try:
-    spans = choice.get("weight_versions") or []
-    for span in spans:
+    for span in choice.get("weight_versions") or []:
       version[int(span["start"]) : int(span["end"])] = version_number(span["version"])
   except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
     raise Failed("body", f"its weight_versions are no spans: {error!r:.80}") from error
-  return version if spans else None
+  return version
 
 
-def _routed(choice: Mapping[str, Any]) -> np.ndarray | None:
-  experts = choice.get("routed_experts")
-  return None if experts is None else array_of_base64(experts)
-
-
-def _completion(call: Call) -> Ask:
-  more = dict(return_token_ids=True, skip_special_tokens=False, request_id=call.id)
-  return Ask("/v1/completions", dict(prompt=list(call.tokens)) | _sampling(call) | more)
-
-
-def _read_completion(answer: Mapping[str, Any], call: Call) -> list[Part]:
-  parts = []
-  for choice in _choices(answer, call):
-    try:
-      tokens = integers(choice["token_ids"] or [])
-      logp = floats((choice["logprobs"] or {}).get("token_logprobs") or [])
-      reason = choice["finish_reason"]
-    except (KeyError, TypeError, AttributeError) as error:
-      raise Failed("body", f"a choice is not as it should be: {error!r:.80}") from error
-    version, experts = _versions(choice, len(tokens)), _routed(choice)
-    parts.append(Part(tokens, logp, version, reason == "stop", reason == "abort", experts))
-  return parts
-
-
-def _publish(directory: str, version: int) -> list[Ask]:
+def publish(directory: str, version: int) -> list[Ask]:
+  """Requests, one after the other, after which a server has the weights of a directory."""
   reload = dict(method="reload_weights", kwargs=dict(weights_path=directory))
   return [
     Ask("/pause?mode=keep", {}),  # what is under way goes on with the new weights
     Ask("/collective_rpc", reload),
     # Keys and values of the old weights, those of responses under way too.
     Ask("/reset_prefix_cache?reset_running_requests=true", {}, dict(success=True)),
-    _label(version),
+    Ask("/update_weight_version", dict(new_version=str(version))),
     RESUME,
   ]
 
 
-def _label(version: int) -> Ask:
-  return Ask("/update_weight_version", dict(new_version=str(version)))
+def abort(ids: list[str]) -> Ask:
+  """Leaves the calls of these ids, whose answers then come with what they have."""
+  return Ask("/inference/v1/abort_requests", dict(request_ids=[PREFIX + id_ for id_ in ids]))
 
 
-def _abort(ids: list[str]) -> list[Ask]:
-  return [Ask("/inference/v1/abort_requests", dict(request_ids=[PREFIX + id_ for id_ in ids]))]
-
-
-def _abort_completions(ids: list[str]) -> list[Ask]:
-  return [Ask("/abort_requests", dict(request_ids=[]))]  # all: these ids are the server's own
-
-
-def _unfit(settings: Mapping[str, Any], routing: bool) -> str:
-  config = settings.get("vllm_config")
+def unfit(settings: Any, routing: bool) -> str:
+  """Why a server that answers `settings` cannot be used; "": it can, or does not say."""
+  config = settings.get("vllm_config") if isinstance(settings, Mapping) else None
   if not isinstance(config, Mapping):
     return ""
   model, outputs = (config.get(key) for key in ("model_config", "aux_output_config"))
@@ -155,16 +122,49 @@ def _unfit(settings: Mapping[str, Any], routing: bool) -> str:
   return ""
 
 
-RESUME = Ask("/resume", {})
-_COMMON = dict(
-  publish=_publish,
-  release=RESUME,
-  label=_label,
-  settings=Ask("/server_info?config_format=json"),
-  unfit=_unfit,
-  processed=PROCESSED,
-)
-VLLM = Dialect("vllm", _generate, _read, abort=_abort, **_COMMON)
-COMPLETIONS = Dialect(
-  "vllm_completions", _completion, _read_completion, abort=_abort_completions, **_COMMON
-)
+def integers(values: Any) -> np.ndarray:
+  """int32 [n] of a list. Failed if it is none of integers."""
+  try:
+    array = np.asarray(values)
+    if array.size == 0:
+      return np.zeros(0, np.int32)
+    if array.ndim == 1 and array.dtype.kind == "i" and abs(array).max() < 2**31:
+      return array.astype(np.int32)
+  except (TypeError, ValueError, OverflowError):
+    pass
+  raise Failed("body", f"it holds {values!r:.60} where integers belong")
+
+
+def floats(values: Any) -> np.ndarray:
+  """float32 [n] of a list. Failed if it is none of numbers."""
+  try:
+    array = np.asarray(values, np.float64)
+    if array.ndim == 1:
+      with np.errstate(over="ignore"):  # to infinity, which `calls.checked` refuses
+        return array.astype(np.float32)
+  except (TypeError, ValueError, OverflowError):
+    pass
+  raise Failed("body", f"it holds {values!r:.60} where numbers belong")
+
+
+def version_number(label: Any) -> int:
+  """The version that a label names; -1 for a label that no publication has set."""
+  text = str(label)
+  return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+
+
+def array_of_base64(text: Any, most_bytes: int = 2**30) -> np.ndarray:
+  """The array in base64 of an .npy file. Failed if it is none."""
+  try:
+    raw = base64.b64decode(text, validate=True)
+    file = io.BytesIO(raw)
+    version = np.lib.format.read_magic(file)
+    shape, fortran, dtype = _HEADERS[version](file)
+    claimed = math.prod(shape) * dtype.itemsize
+    # `np.load` would make room for whatever a header claims.
+    if dtype.kind not in "iu" or not claimed == len(raw) - file.tell() <= most_bytes:
+      raise ValueError(f"{len(raw)} bytes for {shape} of {dtype}")
+    array = np.frombuffer(raw, dtype, offset=file.tell())
+    return array.reshape(shape, order="F" if fortran else "C")
+  except Exception as error:  # a header is read as Python, with whatever that may raise
+    raise Failed("body", f"its routed experts are no array in base64: {error!r:.80}") from error

@@ -1,16 +1,17 @@
 """HTTP to servers: time-outs, limits of what is read, and in words what is wrong with it."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import resource
+from collections.abc import Mapping
 from typing import Any
 
 import httpx2
 from absl import logging
 
 from gspo_jax.sampling.servers.calls import Busy, Failed, Refused
-from gspo_jax.sampling.servers.dialects import Ask
 from gspo_jax.settings.server import ServerConfig
 
 CONNECT_S = 10.0  # to a server, and for what it answers at once
@@ -20,6 +21,17 @@ IDLE_S = 2.0
 JSON = 2**22  # bytes of an answer
 OTHERS = 16  # connections to a server besides those of calls
 SPARE = 1024  # descriptors that the rest of the process may need
+LOOKS = 3  # at a server before it counts as hung: one that compiles may miss some
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+  """One HTTP request and what its answer must hold."""
+
+  path: str
+  body: Mapping[str, Any] | None = None  # None: GET
+  # Keys of the answer with the values that they must have
+  holds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Wire:
@@ -56,13 +68,16 @@ class Wire:
   async def close(self) -> None:
     await self._client.aclose()
 
-  async def answers(self, url: str) -> bool:
-    """Whether a server says that it is well."""
-    try:
-      await self.ask(url, Ask("/health"), CONNECT_S)
-    except (Failed, Refused):
-      return False
-    return True
+  async def look(self, url: str, looks: int = LOOKS) -> None:
+    """Has a server say that it is well. Failed, Refused: it does not, whenever it is asked."""
+    for left in reversed(range(looks)):
+      try:
+        await self.ask(url, Ask("/health"), CONNECT_S)
+      except Failed:
+        if not left:
+          raise
+      else:
+        return
 
   async def ask(self, url: str, ask: Ask, seconds: float, most: int = JSON) -> Any:
     """The JSON that a server answers; None where it is empty, or none was asked for.

@@ -1,0 +1,204 @@
+"""What is sent, and an answer as vLLM 0.32 gave it on the CPU, read."""
+
+import base64
+import dataclasses
+import io
+import resource
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from gspo_jax.sampling import SamplingConfig
+from gspo_jax.sampling.servers import vllm, wire
+from gspo_jax.sampling.servers.calls import Call, Failed, Limits, checked
+from gspo_jax.sampling.servers.vllm import array_of_base64, floats, version_number
+from gspo_jax.sampling.servers.wire import Wire
+from gspo_jax.settings.server import ServerConfig
+
+CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
+LIMITS = Limits(264, 8, 2, 3, (1, 2))
+RECORDED = {  # of vLLM, with one token less
+  "request_id": "generate-tokens-a1", "model": "/weights", "created": 1795422882,
+  "usage": {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3},
+  "prompt_logprobs": None, "output_mode": "tokens",
+  "choices": [{
+    "index": 0, "finish_reason": "stop", "stop_reason": 9, "token_ids": [28, 58, 9],
+    "routed_experts": None, "sampling_mask": None,
+    "weight_versions": [
+      {"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3},
+    ],
+    "logprobs": {"content": [
+      {"token_id": t, "logprob": p, "rank": 2, "top_logprobs": [{"token_id": t, "logprob": p}]}
+      for t, p in ((28, -5.599640846252441), (58, -3.150298595428467), (9, -3.356875419616699))
+    ]},
+  }],
+}  # fmt: skip
+
+
+def test_an_answer_is_read():
+  (part,) = checked(vllm.read(RECORDED, CALL), CALL, LIMITS, 4, 5)
+  assert part.tokens.tolist() == [28, 58, 9] and part.stopped and not part.aborted
+  np.testing.assert_allclose(part.logp, [-5.5, -3.1, -3.3], atol=0.1)
+  assert part.version.tolist() == [4, 4, 5]
+  with pytest.raises(Failed, match="weights"):
+    checked(vllm.read(RECORDED, CALL), CALL, LIMITS, 6, 6)
+  two = dataclasses.replace(CALL, samples=2)
+  choices = [RECORDED["choices"][0] | dict(index=index) for index in (1, 0)]
+  parts = checked(vllm.read(dict(choices=choices), two), two, LIMITS, 4, 5)
+  wrong = dataclasses.replace(parts[1], logp=np.full(3, 0.5, np.float32))
+  with pytest.raises(Failed, match="response 1: a log-prob is above 0"):
+    checked([parts[0], wrong], two, LIMITS, 4, 5)
+
+
+def test_nothing_of_the_distribution_is_left_to_a_servers_defaults():
+  expected = dict(temperature=0.7, top_p=0.9, min_p=0.0, n=1, ignore_eos=True, stop_token_ids=[9])
+  expected |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+  expected |= dict(max_tokens=6, seed=3, top_k=0, logprobs=0)
+  body = vllm.generate(CALL).body
+  assert body["token_ids"] == [5, 6, 7] and expected.items() <= body["sampling_params"].items()
+
+
+def test_an_answer_without_tokens_is_of_any_weights():
+  """Aborted in a server's queue, after new weights came."""
+  empty = dict(index=0, finish_reason="abort", token_ids=[], weight_versions=[], logprobs=None)
+  (part,) = vllm.read(dict(choices=[empty]), CALL)
+  (part,) = checked([part], CALL, LIMITS, 4, 5)
+  assert part.aborted and part.version.tolist() == []
+
+
+def npy(array):
+  file = io.BytesIO()
+  np.save(file, array)
+  return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_routed_experts_are_decoded(layers):
+  """Of layers with experts, whether or not the server has rows for the others."""
+  call = Call("a1", (5, 6, 7), 1, 6, CALL.sampling, (9,), 3, routing=True)
+  experts = np.arange(5 * layers * 2).reshape(5, layers, 2) % 8
+  expected = experts if layers == 2 else experts[:, 1:]
+  choice = dict(RECORDED["choices"][0])
+  for sent in (experts, experts.astype(np.uint8)):
+    choice |= dict(routed_experts=npy(sent))
+    (part,) = checked(vllm.read(dict(choices=[choice]), call), call, LIMITS, 4, 5)
+    assert part.experts.dtype == np.int8
+    np.testing.assert_array_equal(part.experts, expected)
+  for wrong in (experts[1:], experts + 8, experts.astype(np.float32)):
+    choice |= dict(routed_experts=npy(wrong))
+    with pytest.raises(Failed, match=r"experts"):
+      checked(vllm.read(dict(choices=[choice]), call), call, LIMITS, 4, 5)
+  for text in ("no base64", npy(np.array([None]))):  # a pickle, which is never read
+    with pytest.raises(Failed, match=r"no array in base64"):
+      vllm.read(dict(choices=[choice | dict(routed_experts=text)]), call)
+  with pytest.raises(Failed, match=r"no routed experts came"):
+    checked(vllm.read(RECORDED, call), call, LIMITS, 4, 5)
+
+
+def headed(header, version=(1, 0)):
+  """Base64 of an .npy with a header of our own, and four bytes."""
+  size = len(header).to_bytes(2 * version[0], "little")
+  return base64.b64encode(b"\x93NUMPY" + bytes(version) + size + header.encode() + b"abcd").decode()
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    base64.b64encode(b"PK\x05\x06" + bytes(18)).decode(),  # an empty zip, which np.load opens
+    base64.b64encode(b"PK").decode(),
+    headed("{'descr': '<i4', 'fortran_order': False, 'shape': (1125899906842624,)}\n"),
+    headed("{'descr': '<i4', 'fortran_order': False, 'shape': (-1, -1)}\n"),
+    headed("{'descr': '<i4', 'fortran_order': False, 'shape': (1,)\n"),  # not closed
+    headed('("""\n'),
+    headed("-" * 9000 + "1\n"),
+    headed("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n"),
+    headed("{}", (9, 9)),
+    7,
+  ],
+  ids=range(10),
+)  # fmt: skip
+def test_nothing_that_experts_may_hold_is_more_than_a_failure(text):
+  with pytest.raises(Failed, match=r"no array in base64") as error:
+    array_of_base64(text)
+  assert error.value.kind == "body"
+
+
+def test_no_room_is_made_for_what_a_header_claims():
+  text = headed("{'descr': '<i4', 'fortran_order': False, 'shape': (134217728,)}\n")
+  tracemalloc.start()
+  try:
+    with pytest.raises(Failed, match=r"no array in base64"):
+      array_of_base64(text)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+  finally:
+    tracemalloc.stop()
+  right = headed("{'descr': '<i4', 'fortran_order': False, 'shape': (1,)}\n")
+  assert array_of_base64(right).tolist() == [int.from_bytes(b"abcd", "little")]
+
+
+@pytest.mark.parametrize("value", [-(10**400), "x", {}, [1.0]])
+def test_numbers_are_numbers(value):
+  with pytest.raises(Failed, match="where numbers belong"):
+    floats([value])
+
+
+@pytest.mark.parametrize("end", ["x", float("inf"), float("nan"), None, [1]])
+def test_spans_are_spans(end):
+  spans = 5 if end is None else [dict(version="4", start=0, end=end)]
+  with pytest.raises(Failed, match="weight_versions are no spans"):
+    vllm.read(dict(choices=[RECORDED["choices"][0] | dict(weight_versions=spans)]), CALL)
+
+
+def test_a_token_that_no_header_can_have_is_refused_without_being_told(monkeypatch):
+  config = ServerConfig(token_variable="SECRET")
+  for token in ("s3c\nret", "s3cr\u00e9t", "s3cret\x7f"):
+    monkeypatch.setenv("SECRET", token)
+    with pytest.raises(ValueError, match="the token of SECRET must be of printable ASCII") as error:
+      Wire(config, 1)
+    assert "s3c" not in str(error.value)
+  monkeypatch.setenv("SECRET", "s3cret\n")  # of a file
+  assert Wire(config, 1)._client.headers["Authorization"] == "Bearer s3cret"
+
+
+def test_there_are_descriptors_for_all_connections(monkeypatch):
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+  try:
+    assert Wire(ServerConfig(in_flight=256), 4).in_flight == 256
+    raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raised == min(hard, 4 * (256 + 16) + wire.SPARE) or hard == resource.RLIM_INFINITY
+    assert raised > 4 * 256
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+  set_to = []
+  monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+  for limits, in_flight, now in (
+    ((1024, 1024), 112, []),  # half of them, less what is asked besides
+    ((1024, 4096), 256, [(2112, 4096)]),
+    ((1024, resource.RLIM_INFINITY), 256, [(2112, resource.RLIM_INFINITY)]),
+    ((resource.RLIM_INFINITY,) * 2, 256, []),
+    ((8, 8), 1, []),
+  ):
+    set_to.clear()
+    monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+    assert Wire(ServerConfig(in_flight=256), 4).in_flight == in_flight and set_to == now
+
+
+def test_a_server_that_lacks_something_says_so_before_training():
+  def said(mode, sends):
+    outputs = dict(enable_return_routed_experts=sends)
+    return dict(vllm_config=dict(model_config=dict(logprobs_mode=mode), aux_output_config=outputs))
+
+  right = "processed_logprobs"
+  assert vllm.unfit(said(right, False), False) == "" == vllm.unfit(said(right, True), True)
+  assert "--logprobs-mode processed_logprobs" in vllm.unfit(said("raw_logprobs", True), False)
+  assert "--enable-return-routed-experts" in vllm.unfit(said(right, False), True)
+  for nothing in (None, [], {}, dict(vllm_config="a text")):
+    assert vllm.unfit(nothing, True) == ""
+
+
+def test_versions_are_whole_numbers_or_nobodys():
+  assert [version_number(x) for x in ("12", 3, "default", "", "-1", "²", "9" * 30, None)] == [
+    12, 3, -1, -1, -1, -1, -1, -1,
+  ]  # fmt: skip
