@@ -1,5 +1,4 @@
-"""Real vLLM, on the CPU: sampling, new weights in place and by a restart, a server that is killed,
-and a teacher.
+"""Real vLLM, on the CPU: sampling, new weights in place, a server that is killed and comes back.
 
   GSPO_VLLM_PYTHON=PYTHON python -m pytest -m slow -n0 tests/sampling/test_vllm.py
 
@@ -7,27 +6,28 @@ PYTHON is that of an environment with vLLM, which `bash .ci/vllm` makes. A serve
 start on two cores.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import time
+import urllib.request
 
 import jax
 import numpy as np
 import pytest
 from support.command_line import command, environment, rows
+from support.configs import config_of
 from support.small_models import next_logp
 
+from configs import tiny
 from gspo_jax.models import hf, transformer
 from gspo_jax.sampling import Driver, ServersGone, Workload, sample_rollout
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.sampling.servers import scoring
 from gspo_jax.sampling.servers.engine import ServerEngine
-from gspo_jax.sampling.servers.launch import Process, filled
-from gspo_jax.settings import model as sizes
-from gspo_jax.settings.model import REFERENCE
+from gspo_jax.settings.model import REFERENCE, tiny_dense, tiny_moe
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 from gspo_jax.structs import Prompt
@@ -39,40 +39,74 @@ pytestmark = [
     not PYTHON, reason="GSPO_VLLM_PYTHON names no Python with vLLM; bash .ci/vllm makes one"
   ),
 ]
-COMMAND = (
-  "echo $$ > {weights}/../server_{index}.pid; "
-  "exec env VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 "
-  f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{weights}} "
-  "--host {host} --port {port} --dtype float32 --enforce-eager --skip-tokenizer-init "
-  "--logprobs-mode processed_logprobs --enable-scale-out"
-)
-TEACHER = (
-  "exec env VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 "
-  f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{weights}} "
-  "--host {host} --port {port} --dtype float32 --enforce-eager --skip-tokenizer-init"
-)
+FLAGS = "--dtype float32 --enforce-eager --skip-tokenizer-init --enable-scale-out"
 MOST_S = 1200.0  # of half a run, on a machine that has other things to do
 SMALL = dict(rope_theta=10.0, max_position_embeddings=256)
-DENSE = dataclasses.replace(sizes.tiny_dense(264), **SMALL)
-MOE = dataclasses.replace(sizes.tiny_moe(264), **SMALL)
+DENSE = dataclasses.replace(tiny_dense(264), **SMALL)
+MOE = dataclasses.replace(tiny_moe(264), **SMALL)
+NO_EXPERTS = dict(model__num_experts=0, model__experts_per_token=0, model__moe_intermediate_size=0)
 WORKLOAD = Workload(SamplingConfig(0.8, 0, 1.0, 0.0, 64), 8, 64, 8, stop_ids=(1,), partial=True)
 PROMPTS = [np.random.default_rng(i).integers(2, 264, 3 + i % 5).tolist() for i in range(8)]
 
 
-def urls(count):
-  found = []
-  for _ in range(count):
-    with socket.socket() as one:
-      one.bind(("127.0.0.1", 0))
-      found.append(f"http://127.0.0.1:{one.getsockname()[1]}")
-  return tuple(found)
+class Vllm:
+  """A server in a process group of its own, on a port that was free."""
+
+  def __init__(self, weights, log):
+    with socket.socket() as free:
+      free.bind(("127.0.0.1", 0))
+      self.port = free.getsockname()[1]
+    self.url, self.weights, self.log = f"http://127.0.0.1:{self.port}", weights, log
+    self.start()
+
+  def start(self):
+    argv = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.weights)]
+    argv += ["--host", "127.0.0.1", "--port", str(self.port), *FLAGS.split()]
+    argv += ["--logprobs-mode", "processed_logprobs"]
+    env = os.environ | dict(
+      VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1"
+    )
+    with open(self.log, "ab") as log:
+      self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
+
+  def wait(self):
+    """Until it is well."""
+    end = time.monotonic() + MOST_S
+    while True:
+      assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+      with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+        return
+      time.sleep(0.5)
+
+  def kill(self):
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.process.pid, signal.SIGKILL)
+    self.process.wait()
 
 
-def engine_of(model, count, workdir):
+@pytest.fixture
+def start(tmp_path):
+  """Starts so many servers of a model with its first weights; they end with the test."""
+  with contextlib.ExitStack() as stack:
+
+    def start(model, params, count):
+      weights = tmp_path / "first"
+      hf.save(weights, params, model)
+      servers = [Vllm(weights, tmp_path / f"server_{i}.log") for i in range(count)]
+      for server in servers:
+        stack.callback(server.kill)
+      for server in servers:
+        server.wait()
+      return servers
+
+    yield start
+
+
+def engine_of(model, servers, workdir):
   config = EngineConfig(
     **dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server"),
-    urls=urls(count),
-    server=ServerConfig(command=COMMAND, timeout_s=120.0),
+    urls=tuple(server.url for server in servers),
+    server=ServerConfig(timeout_s=120.0, wait_s=0.0),
   )
   return ServerEngine(model, config, REFERENCE, workdir=workdir, window=72, temperature=0.8)
 
@@ -85,18 +119,15 @@ def check(params, model, rollout, version):
   assert len(rollout.tokens) == 64 and (rollout.lengths > 0).all()
 
 
-def kill(published, index):
-  os.killpg(int((published / f"server_{index}.pid").read_text()), signal.SIGKILL)
-
-
-def test_two_servers_of_which_one_is_killed(tmp_path):
+def test_two_servers_of_which_one_is_killed(start, tmp_path):
   params = [transformer.init(DENSE, jax.random.key(seed)) for seed in range(4)]
-  with engine_of(DENSE, 2, tmp_path) as engine:
-    for version in (0, 1):  # the second time in place
+  servers = start(DENSE, params[0], 2)
+  with engine_of(DENSE, servers, tmp_path) as engine:
+    for version in (0, 1):
       engine.load(params[version], version)
       check(params[version], DENSE, sample_rollout(engine, WORKLOAD, PROMPTS), version)
     metrics = engine.usage.metrics()
-    assert metrics["engine/servers"] == 2 and metrics["engine/restarts"] == 0
+    assert metrics["engine/servers"] == 2
     assert metrics["engine/probe/disagreed"] == 0 and metrics["engine/probe/mean"] < 1e-4
 
     prompts = [Prompt(str(i), "", "", tuple(one)) for i, one in enumerate(PROMPTS)]
@@ -104,15 +135,16 @@ def test_two_servers_of_which_one_is_killed(tmp_path):
     driver = Driver(engine, WORKLOAD)
     for group in groups:
       driver.begin(group)
-    kill(tmp_path / "published", 0)
+    servers[0].kill()
     done = list(driver.run())
     assert len(done) == 64 and all(one.length for one in done)  # no group has lost one
     metrics = engine.usage.metrics()
     assert metrics["engine/servers"] == 1 and metrics["engine/failed/connection"] >= 1
+    servers[0].start()
+    servers[0].wait()
     engine.load(params[2], 2)
     check(params[2], DENSE, sample_rollout(engine, WORKLOAD, PROMPTS), 2)
-    metrics = engine.usage.metrics()
-    assert metrics["engine/servers"] == 2 and metrics["engine/restarts"] == 1
+    assert engine.usage.metrics()["engine/servers"] == 2
 
     # What is put aside goes on under other weights.
     (group,) = new_groups(prompts[:1], 8, 1, 8, None)
@@ -129,86 +161,44 @@ def test_two_servers_of_which_one_is_killed(tmp_path):
       assert set(one.version[:length]) <= {2} and set(one.version[length:]) <= {3}
 
 
-def test_experts_are_reloaded_by_a_restart(tmp_path):
+def test_experts_that_were_not_reloaded_rightly_are_found_out(start, tmp_path):
   """vLLM 0.32 on CPU answers 200 to new weights of experts and is wrong by more than a nat."""
   params = [transformer.init(MOE, jax.random.key(seed)) for seed in range(2)]
-  with engine_of(MOE, 1, tmp_path) as engine:
-    for version in (0, 1):
-      engine.load(params[version], version)
-      check(params[version], MOE, sample_rollout(engine, WORKLOAD, PROMPTS), version)
-    metrics = engine.usage.metrics()
-    assert metrics["engine/probe/disagreed"] == metrics["engine/restarts"]
+  servers = start(MOE, params[0], 1)
+  off = pytest.raises(ServersGone, match=r"its log-probs of version 1 are off the trainer's by")
+  with engine_of(MOE, servers, tmp_path) as engine, off:
+    engine.load(params[1], 1)
 
 
-def test_a_run_goes_on_with_the_server_that_is_left(tmp_path):
-  two = urls(2)
+def test_a_run_goes_on_with_the_server_that_is_left(start, tmp_path):
+  model = config_of(tiny.get_config, **NO_EXPERTS).model
+  servers = start(model, transformer.init(model, jax.random.key(0)), 2)
+  urls, workdir = tuple(server.url for server in servers), tmp_path / "run"
   flags = """
-    model.num_experts=0 model.experts_per_token=0 model.moe_intermediate_size=0
     job=rl objective.volatility=False objective.old_logp=behaviour objective.entropy_coef=0.01
     rl.iterations=5 rl.prompts=16 eval.every=5 eval.problems=32 checkpoint.every=2
     engine.name=server
   """  # random weights have no reward; the bonus for entropy gives a gradient
-  engine = [f"engine.urls={two}", f"engine.server.command={COMMAND}"]
-  argv = command(tmp_path, *flags.split(), *engine)
-  with open(tmp_path.parent / "stderr.txt", "w+") as said:
+  model_flags = [f"{key.replace('__', '.')}=0" for key in NO_EXPERTS]
+  argv = command(workdir, *flags.split(), *model_flags, f"engine.urls={urls}")
+  with open(tmp_path / "stderr.txt", "w+") as said:
     process = subprocess.Popen(argv, stderr=said, stdout=said, env=environment())
     try:
       end = time.monotonic() + MOST_S
-      while max((row["step"] for row in rows(tmp_path) if row["phase"] == "rl"), default=0) < 2:
+      while max((row["step"] for row in rows(workdir) if row["phase"] == "rl"), default=0) < 2:
         assert process.poll() is None and time.monotonic() < end, said.seek(0) or said.read()
         time.sleep(0.1)
-      kill(tmp_path / "published", 1)
+      servers[1].kill()
       assert process.wait(timeout=MOST_S) == 0
     finally:
       process.kill()
       process.wait()
     said.seek(0)
     text = said.read()
-  assert f"server {two[1]} is left out" in text
-  found = [row for row in rows(tmp_path) if row["phase"] == "rl" and row["step"]]
-  assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
-  assert found[0]["engine/servers"] == 2 == found[-1]["engine/servers"]
-  assert found[-1]["engine/restarts"] == 1
-  assert max(row["mismatch/current/abs/mean"] for row in found) < 1e-4
-  assert max(row["engine/probe/mean"] for row in found) < 1e-4
-  assert "eval/accuracy" in found[-1]
-
-
-def test_a_teacher_scores_what_it_is_sent(tmp_path):
-  """Of lengths up to the longest that it has room for, 64 at once."""
-  params, (url,) = transformer.init(MOE, jax.random.key(3)), urls(1)
-  hf.save(tmp_path / "teacher", params, MOE)
-  process = Process(filled(TEACHER, url, 0, str(tmp_path / "teacher")), tmp_path / "teacher.log")
-  vocabulary, longest, end = MOE.vocab_size, MOE.max_position_embeddings, time.monotonic() + MOST_S
-  config = ServerConfig(in_flight=64)
-
-  def probe(vocab_size=vocabulary, window=longest - 1):
-    return scoring.probe(url, config, vocab_size, window)
-
-  try:
-    about = None
-    while about is None:
-      try:
-        about = probe()
-      except ServersGone as error:
-        assert "ConnectError" in str(error) and process.alive and time.monotonic() < end, error
-        time.sleep(1)
-    assert about == dict(server=url, model=str(tmp_path / "teacher"))
-    with pytest.raises(ServersGone, match=f"a vocabulary of {vocabulary} tokens, and the policy"):
-      probe(vocab_size=vocabulary + 8)
-    with pytest.raises(ServersGone, match=r"a larger vocabulary than model\.vocab_size=256"):
-      probe(vocab_size=256)
-    with pytest.raises(ServersGone, match=r"room for 256 tokens, .* a larger --max-model-len"):
-      probe(window=longest)
-    rng = np.random.default_rng(0)
-    lengths = [2, longest - 1, *rng.integers(3, longest, 98)]
-    sequences = [rng.integers(0, vocabulary, length).tolist() for length in lengths]
-    found = scoring.score(url, config, sequences)
-  finally:
-    process.stop()
-  tokens_BT = np.zeros((len(sequences), longest), np.int32)
-  for row, tokens in enumerate(sequences):
-    tokens_BT[row, : len(tokens)] = tokens
-  wanted_BT = np.asarray(next_logp(params, MOE, tokens_BT))
-  for logp, wanted, length in zip(found, wanted_BT, lengths, strict=True):
-    np.testing.assert_allclose(logp[1:], wanted[: length - 1], atol=1e-4)
+  assert f"server {urls[1]} is left out" in text
+  of_rl = [row for row in rows(workdir) if row["phase"] == "rl" and row["step"]]
+  assert [row["step"] for row in of_rl] == [1, 2, 3, 4, 5]
+  assert of_rl[0]["engine/servers"] == 2 and of_rl[-1]["engine/servers"] == 1
+  assert max(row["mismatch/current/abs/mean"] for row in of_rl) < 1e-4
+  assert max(row["engine/probe/mean"] for row in of_rl) < 1e-4
+  assert "eval/accuracy" in of_rl[-1]
