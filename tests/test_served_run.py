@@ -106,7 +106,7 @@ def test_an_engine_behind_the_server(server, tmp_path):
   rows = rows_of(tmp_path, "rl")
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:
-    assert row["engine/servers"] == 1 and row["engine/restarts"] == 0
+    assert row["engine/servers"] == 1
     assert not any(value for key, value in row.items() if key.startswith("engine/failed/"))
     assert row["engine/probe/mean"] < 1e-5 and row["mismatch/abs/max"] < 1e-4
     assert row["grad_norm"] > 0

@@ -55,7 +55,7 @@ def find(weights: str, key: str = "weights") -> Start | None:
   Raises:
     ValueError: a run without a checkpoint, or one that is not complete; says what to name.
   """
-  if weights in ("", "random"):
+  if weights in ("", "random") or weights.startswith(("http://", "https://")):
     return None
   path = epath.Path(weights if "://" in weights else os.path.abspath(weights))
   config = _config(path)

@@ -217,7 +217,7 @@ class Fleet:
       work.cancel()
       del server.posts[work]
       self._changed()
-    with _usable():
+    with _as_failed():
       return checked(parts, call, self._limits, oldest, max(oldest, self.version))
 
   async def _generated(self, server: Server, call: Call, seconds: float) -> list[Part]:
@@ -227,7 +227,7 @@ class Fleet:
       each = EXPERT * self._limits.num_layers * self._limits.experts_per_token
     most = JSON + TOKEN * new + each * (new + fed)
     answer = await self._wire.ask(server.url, vllm.generate(call), seconds, most)
-    with _usable():
+    with _as_failed():
       return vllm.read(answer, call)
 
   def _changed(self) -> None:
@@ -367,7 +367,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def _usable() -> Iterator[None]:
+def _as_failed() -> Iterator[None]:
   """Whatever an answer makes us stumble over is a failure of its server."""
   try:
     yield
