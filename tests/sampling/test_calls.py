@@ -9,11 +9,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from gspo_jax.sampling import SamplingConfig
 from gspo_jax.sampling.servers import vllm, wire
 from gspo_jax.sampling.servers.calls import Call, Failed, Limits, checked
 from gspo_jax.sampling.servers.vllm import array_of_base64, floats, version_number
 from gspo_jax.sampling.servers.wire import Wire
+from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 
 CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
