@@ -23,11 +23,6 @@ def _logits(params, model, tokens_BT, position):
   return transformer.logits(params, model, tokens_BT)[:, position]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _logp(params, model, tokens_BT):
-  return jax.nn.log_softmax(transformer.logits(params, model, tokens_BT))
-
-
 class FakeServer:
   """What it serves is set by attributes, which tests change as they go.
 
@@ -37,13 +32,12 @@ class FakeServer:
     reloads: False: new weights are taken with a 200 and not looked at.
     pace: seconds per token.
     token: that a request has to bring.
-    longest: sequence that it has room for, as vLLM's --max-model-len.
   """
 
   def __init__(self, port=0):
     self.model = self.params = None
     self.version, self.raw, self.reloads, self.pace, self.token = "default", False, True, 0.0, ""
-    self.fault, self.longest = (lambda path, body: None), WINDOW
+    self.fault = lambda path, body: None
     self.connections = []
     self.seen, self.bodies, self.aborted, self._lock = [], [], set(), threading.Lock()
     handler = functools.partial(_Handler, self)
@@ -63,11 +57,7 @@ class FakeServer:
 
   def answer(self, path, query, body):
     if path == "/inference/v1/generate":
-      return (self.generate(body)) if body else (400, dict(error="no token_ids"))
-    if path == "/v1/completions" and body:  # it scores there, and samples elsewhere
-      return self.complete(body)
-    if path == "/v1/models":
-      return 200, dict(data=[dict(id="a model", max_model_len=self.longest)])
+      return self.generate(body)
     if path == "/collective_rpc":
       directory = body["kwargs"]["weights_path"]
       if self.reloads:
@@ -114,21 +104,6 @@ class FakeServer:
             reason[row] = "stop"
     choices = [choice(i, reason[i], *row, versions) for i, row in enumerate(out)]
     return 200, dict(request_id=body["request_id"], choices=choices)
-
-  def complete(self, body):
-    """Log-probs of a prompt, at temperature 1 whatever is asked for. Samples nothing."""
-    prompt, size = body["prompt"], self.model.vocab_size
-    if any(int(token) >= size for token in body.get("logit_bias", ())):
-      text = f"token_id(s) in logit_bias contain out-of-vocab token ids. Vocabulary size: {size}"
-      return 400, dict(error=dict(message=text))
-    said = None
-    if body.get("prompt_logprobs") is not None:
-      tokens_BT = np.zeros((1, WINDOW), np.int32)
-      tokens_BT[:, : len(prompt)] = prompt
-      with self._lock:
-        logp_TV = np.asarray(_logp(self.params, self.model, tokens_BT)[0], np.float64)
-      said = [{str(token): dict(logprob=row[token])} for token, row in zip(prompt[1:], logp_TV)]
-    return 200, dict(choices=[dict(index=0, text="", prompt_logprobs=said and [None, *said])])
 
 
 def choice(index, reason, tokens, logp, versions):
