@@ -22,7 +22,7 @@ from gspo_jax.learner.summary import summarize
 from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch, compute
-from gspo_jax.runs.totals import Totals
+from gspo_jax.runs.metrics import Totals
 from gspo_jax.structs import TrainBatch
 from gspo_jax.system import preemption
 

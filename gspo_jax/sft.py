@@ -45,7 +45,7 @@ def sft(run: Run) -> Any:
   loss = None  # held-out, as far as it has been looked at
   if host is not None:
     batches.set_state(host["position"]["data"])
-    loss = host["position"].get("held_out_loss")
+    loss = host["position"]["held_out_loss"]
   position = lambda: dict(data=batches.get_state(), held_out_loss=loss)  # noqa: E731
 
   with phase:
@@ -149,7 +149,7 @@ def _end(run: Run, checkpoints: Checkpointer) -> int | None:
   step = checkpoints.latest_whole()
   if step is None or step >= run.config.sft.steps:
     return step
-  return step if _learned(run, checkpoints.host(step)["position"].get("held_out_loss")) else None
+  return step if _learned(run, checkpoints.host(step)["position"]["held_out_loss"]) else None
 
 
 def _has_checkpoints(run: Run, phase: str) -> bool:

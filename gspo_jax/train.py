@@ -44,7 +44,6 @@ from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import memory
 from gspo_jax.runs.phase import Phase
-from gspo_jax.runs.totals import Totals
 from gspo_jax.sampling.delimiters import step_ends
 from gspo_jax.sampling.parts import segment_ids
 from gspo_jax.structs import Rollout, TrainBatch, TrainState
@@ -86,7 +85,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   sampling = Pipeline(run, collector, phase.stages, last)
   if host is not None:
     sampling.set_position(host["position"])
-    total, pending = Totals(**host["position"].get("total", {})), host["pending"]
+    total, pending = Totals(**host["position"]["total"]), host["pending"]
   reference = as_read(start_params(), c.model, c.compute.dtype) if c.needs_reference else None
   sampling.publish(state.params, version=last + 1)
 

@@ -97,14 +97,5 @@ class PromptFilter:
     return dict(tried={k: list(v) for k, v in self._tried.items()}, dropped=dict(self._dropped))
 
   def set_state(self, state: dict[str, Any]) -> None:
-    self._tried = {name: _with_run(counts) for name, counts in state["tried"].items()}
+    self._tried = {name: list(counts) for name, counts in state["tried"].items()}
     self._dropped = dict(state["dropped"])
-
-
-def _with_run(counts: Sequence[int]) -> list[int]:
-  """The counts of a prompt; those of an older checkpoint know totals alone, which tell how many
-  groups were alike in a row where all of them were, and else leave it at none."""
-  if len(counts) == 4:
-    return list(counts)
-  groups, responses, right = counts
-  return [groups, responses, right, {0: -groups, responses: groups}.get(right, 0)]

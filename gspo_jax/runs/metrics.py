@@ -7,6 +7,7 @@ transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
@@ -69,6 +70,27 @@ class Stopwatch:
       stage = self._stack[-1]
       self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since
     self._since = now
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+  """What a run has cost since its first iteration. A checkpoint has these sums, so that a run that
+  was interrupted counts what is in its result once and nothing else."""
+
+  tokens: int = 0  # sampled, discarded ones too
+  flops: float = 0.0  # of the model: sampling, passes without gradient and updates
+
+  def plus(self, tokens: int, flops: float) -> "Totals":
+    """The sums after one more iteration."""
+    return Totals(self.tokens + tokens, self.flops + flops)
+
+  def metrics(self) -> dict[str, float]:
+    """By the names of metrics.jsonl."""
+    return {f"total/{name}": float(value) for name, value in vars(self).items()}
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns JSON."""
+    return dataclasses.asdict(self)
 
 
 def memory() -> dict[str, float]:

@@ -190,17 +190,6 @@ class Trajectory:
     self.finished, self.failure = True, failure
     self.figures = dict(correct=0.0, tokens=float(self.length), tool_calls=float(sum(self.calls)))
 
-  def _older_calls(self) -> tuple[int, ...]:
-    """Those that an older checkpoint does not say; of a conversation that is over, figures too."""
-    if isinstance(self.environment, SingleTurn):
-      return (0,) * self.turn
-    if not self.finished:  # where the environment counts, the next turn has all of them
-      return (int(self._counted is None),) * self.turn
-    answered = self.turn - 1
-    self.figures = dict(tokens=float(self.length), tool_calls=float(answered)) | self.figures
-    calls = int(self.figures["tool_calls"])
-    return (1,) * answered + (0,) if calls == answered else (0,) * answered + (calls,)
-
   @property
   def _counted(self) -> int | None:
     """Tool calls so far, where the environment says."""
@@ -253,7 +242,7 @@ class Trajectory:
       environment.reset()
       for turn in range(own.turn):
         environment.step(own.tokens[own.turns == turn].tolist())
-    own.calls = tuple(state["calls"]) if "calls" in state else own._older_calls()
+    own.calls = tuple(own.calls)
     return own
 
 

@@ -261,35 +261,6 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
   assert resumed.figures == whole.figures
   say(first, *CHECKED[2:])
   assert kept.calls == (1, 1)  # a copy stays as it was
-  older = {key: value for key, value in state.items() if key != "calls"}
-  resumed = say(Trajectory.from_state(older, Calculator(prompt, TOK)), *CHECKED[2:])
-  assert sum(resumed.calls) == 3 and len(resumed.calls) == resumed.turn
-
-
-def test_conversations_of_an_older_checkpoint_are_like_others():
-  prompt, priced_calls = Prompt("p", "37*58+46=", "2192", (5,)), priced(call_cost=0.1)
-
-  def older(one, environment, **figures):
-    state = {k: v for k, v in json.loads(json.dumps(one.get_state())).items() if k != "calls"}
-    return Trajectory.from_state(state | dict(figures=figures), environment)
-
-  whole = asked(*CHECKED)
-  over = older(asked(*CHECKED), Calculator(prompt, TOK), correct=1.0, tool_use=1.0, tool_calls=3.0)
-  assert over.figures == whole.figures and over.calls == whole.calls
-  assert environment_metrics([Group(prompt, [whole, over])])["environment/tokens"] == whole.length
-  assert costs.charge([over], priced_calls) == costs.charge([whole], priced_calls)
-  asks_twice = older(
-    asked(*CHECKED), Calculator(prompt, TOK), correct=1.0, tool_use=1.0, tool_calls=2.0
-  )
-  assert costs.charge([asks_twice], priced_calls) == pytest.approx(0.8)
-
-  silent = Trajectory((5,), 0, 0, Silent(prompt))
-  say(silent, "a", "b").finished = False
-  silent.observe(TOK.encode("so?"))
-  silent.figures = {}
-  resumed = say(older(silent, Silent(prompt)), "done")
-  assert resumed.calls == (1, 1, 0) and resumed.figures["tool_calls"] == 2
-  assert older(resumed, Silent(prompt), correct=0.0).figures == resumed.figures
 
 
 def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_not():

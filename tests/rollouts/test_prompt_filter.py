@@ -88,19 +88,6 @@ def test_unknown_verdicts_neither_count_nor_end_a_row(groups, valid, dropped):
   assert queries.metrics()["query_set/solve_rate"] == pytest.approx(np.mean(known))
 
 
-def test_the_state_of_an_older_checkpoint_is_read():
-  """It has totals alone: groups, responses, right ones."""
-  tried = dict(a=[1, 3, 0], b=[1, 3, 3], c=[4, 12, 7], d=[2, 6, 6])
-  queries = query_set()
-  queries.set_state(dict(tried=tried, dropped=dict(d=5)))
-  assert in_use(queries) == "abc"
-  assert queries.metrics()["query_set/dropped/always_solved"] == 1
-  queries.update(PROMPTS, np.array([NEVER, NEVER, NEVER, ALWAYS]), 6)
-  assert in_use(queries) == "bc"
-  queries.update(PROMPTS[1:3], np.array([NEVER, NEVER]), 7)
-  assert in_use(queries) == ""
-
-
 def test_dropped_prompts_come_back_with_a_clean_slate():
   queries = query_set(drop_after=1, readmit_after=3)
   queries.update(PROMPTS[:1], np.array([NEVER]), 5)

@@ -195,3 +195,10 @@ def test_stopwatch_charges_each_second_once():
     raise RuntimeError
   assert watch.lap() == {"time/sample": 5, "time/evaluate": 2, "time/save": 4}
   assert watch.lap() == {}
+
+
+def test_totals_go_on_from_what_was_saved():
+  saved = metrics.Totals().plus(3, 2.5e20).plus(4, 1 / 3)
+  restored = metrics.Totals(**json.loads(json.dumps(saved.get_state())))
+  assert restored.plus(1, 0.1) == saved.plus(1, 0.1)
+  assert restored.metrics() == {"total/tokens": 7.0, "total/flops": 2.5e20 + 1 / 3}
