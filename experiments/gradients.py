@@ -21,8 +21,7 @@ from gspo_jax.learner.step import learner_of, make_rl_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
-from gspo_jax.runs.metrics import Stopwatch, compute
-from gspo_jax.runs.metrics import Totals
+from gspo_jax.runs.metrics import Stopwatch, Totals, compute
 from gspo_jax.structs import TrainBatch
 from gspo_jax.system import preemption
 

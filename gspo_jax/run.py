@@ -21,7 +21,7 @@ from gspo_jax.evaluation.benchmarks import Benchmark, check_problems, choose
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
-from gspo_jax.rollouts import multipliers, schedules
+from gspo_jax.rollouts import multipliers
 from gspo_jax.runs import provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Writer
@@ -236,7 +236,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
   if isinstance(inputs.train_prompts, growing.Growing):
-    schedules.begin_run(inputs.train_prompts, workdir)
+    inputs.train_prompts.keep(workdir / growing.JOURNAL)
   active = jax.process_index() == 0
   with (
     jax.set_mesh(inputs.mesh),

@@ -146,7 +146,7 @@ def finished(run: Run) -> bool:
 
 def _end(run: Run, checkpoints: Checkpointer) -> int | None:
   """The update after which the cold start ended; None: it has not."""
-  step = checkpoints.latest_whole()
+  step = checkpoints.latest()
   if step is None or step >= run.config.sft.steps:
     return step
   return step if _learned(run, checkpoints.host(step)["position"]["held_out_loss"]) else None

@@ -42,7 +42,7 @@ from gspo_jax.rollouts.collector import Collected, Collector
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.run import Run
-from gspo_jax.runs.metrics import memory
+from gspo_jax.runs.metrics import Totals, memory
 from gspo_jax.runs.phase import Phase
 from gspo_jax.sampling.delimiters import step_ends
 from gspo_jax.sampling.parts import segment_ids

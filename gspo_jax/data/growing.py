@@ -1,34 +1,45 @@
 """A set of problems that grows: JSON lines that somebody appends to while a run goes on.
 
-Only whole lines count, and only what is new is read. All hosts know the same rows: the first one
-says how far to read. What was read may not change any more.
-
-A pass goes through all rows that are known, in an order of the seed. Rows that are found meanwhile
-join what is left of it, shuffled among the rows that are still to come. So they come up in the pass
-that they were found in, and each row comes up once in it.
+The first host looks, and tells the others which lines are new. What each look has read is written
+down: a run that goes on or begins again makes the same looks, and may then make more. What was read
+may not change any more.
 """
 
 import functools
+import json
 import logging
-import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
 
 from gspo_jax import structs
-from gspo_jax.data import files, overlap, sources, tokenizer
+from gspo_jax.data import files, sources, tokenizer
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
-from gspo_jax.system import hosts
+from gspo_jax.system import hosts, jsons
+from gspo_jax.system.files import write_whole
 
+JOURNAL = "refreshes.json"  # of the workdir: by source, what each look has read
 TAIL = 4096  # bytes at the end of what was read that are compared before reading on
-PATIENCE_S = 60  # for what the first host has seen to be seen by another one
+
+
+class Known(NamedTuple):
+  """What was read of a file."""
+
+  end: int = 0  # in bytes
+  checksum: int = 0  # CRC-32 of these
+  lines: int = 0
+  tail: bytes = b""
+
+  def plus(self, text: bytes) -> "Known":
+    lines, tail = self.lines + text.count(b"\n"), (self.tail + text)[-TAIL:]
+    return Known(self.end + len(text), zlib.crc32(text, self.checksum), lines, tail)
 
 
 def load(
@@ -42,47 +53,35 @@ def load(
   key, spec = f"data.{split}", getattr(config, split)
   (part, *others) = sources.parts_of(spec, key)
   path = part["path"]
-  wrong = None
-  if others:
-    wrong = "a mixture, whose sources have passes and weights of their own"
-  elif path.partition(":")[0] in TASKS:
-    wrong = "an embedded task, to which nobody appends"
-  elif path.startswith("tfds:"):
-    wrong = "a TFDS data set, to which nobody appends"
-  elif not path.endswith(".jsonl"):
-    wrong = "not of a format that lines are appended to"
-  if wrong:
+  kept = path.partition(":")[0] in (*TASKS, "tfds")  # where nobody can append to it
+  if others or kept or not path.endswith(".jsonl"):
     raise DataError(
-      f"{key}={spec} is {wrong}: schedule.refresh_every reads one .jsonl file, or a pattern of "
-      "them; name such a one, or set schedule.refresh_every=0"
+      f"{key}={spec}: schedule.refresh_every reads one .jsonl file, or a pattern of them, to which "
+      "lines are appended; name such a one, or set schedule.refresh_every=0"
     )
   make = functools.partial(sources.reader_of, config, tok, part, key, "", check)
   source = Growing(path, key, make)
-  source.refresh()
+  source.look()
   if not len(source):
-    raise DataError(f"{key}={path}: the data set is empty ({source.left_out})")
+    raise DataError(f"{key}={path}: the data set is empty ({source.reader.left_out})")
   return source
 
 
 class Growing:
-  """The rows of files that grow, in the order in which they were found (`sources.Source`).
-
-  Args:
-    make: makes a reader of rows.
-  """
+  """The rows of files that grow, in the order in which they were found (`sources.Source`)."""
 
   def __init__(self, path: str, key: str, make: Callable[[], Reader]):
     self.path, self._key, self._make = path, key, make
-    self._held_out: Counter[str] = Counter()  # questions
+    self._journal: Path | None = None
+    # Of each look the files with new lines, and `end` and `checksum` after it.
+    self._looks: list[dict[str, list[int]]] = []
+    self._held_out: list[str] = []  # questions
     self._begin()
 
   def _begin(self) -> None:
-    self._reader, self._rows, self._shared = self._make(), [], set()
-    self._known: dict[str, tuple[int, int]] = {}  # file: bytes and lines that were read
-    self._tails: dict[str, bytes] = {}
-    self._parts: list[list[Any]] = []  # file, bytes until, checksum: in the order of the rows
-    # JSON: what was read at last; file, from byte, to byte, checksum
-    self.pieces: list[list[Any]] = []
+    self.reader, self._rows = self._make(), []
+    self._known: dict[str, Known] = {}
+    self.looks = self.shared = 0  # looks so far; held-out problems among the rows
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -92,207 +91,161 @@ class Growing:
 
   @property
   def skipped(self) -> int:
-    return self._reader.skipped.count
+    return self.reader.skipped.count
 
   @property
-  def left_out(self) -> str:
-    return self._reader.left_out
-
-  @property
-  def shared(self) -> int:
-    """Held-out problems that are among the rows."""
-    return sum(self._held_out[question] for question in self._shared)
+  def contents(self) -> str:
+    """All that the order depends on."""
+    looks = json.dumps(self._looks[: self.looks])
+    return f"{self.path} grows: {len(self)} rows {zlib.crc32(looks.encode()):08x}"
 
   def watch(self, held_out: Sequence[structs.Prompt]) -> None:
-    """From now on these are counted if they are among the rows."""
-    self._held_out = Counter(overlap.normal(prompt.question) for prompt in held_out)
-    self._compare(self._rows)
+    """From now on `shared` counts these."""
+    self._held_out = [_words(prompt) for prompt in held_out]
+    self._count()
 
-  def refresh(self, pieces: Sequence[Sequence[Any]] | None = None) -> int:
-    """Reads on; returns how many rows there are more. With `pieces`, which were once read, no
-    further.
+  def keep(self, journal: Path) -> None:
+    """Writes down looks from now on. Those that are written down already are made again.
+
+    Raises:
+      ValueError: the file is damaged.
+      DataError: a row that was read then has changed.
+      WriteError: it cannot be written.
+    """
+    self._journal, begun = journal, self._looks
+    self._looks = hosts.of_first(lambda: _read(journal).get(self.path, begun))
+    if self._looks[:1] != begun[:1]:
+      self.go_to(1)
+    self._write()
+
+  def go_to(self, looks: int) -> None:
+    """Has the rows that there were after so many looks, in the same order. Raises DataError."""
+    self._begin()
+    while self.looks < looks:
+      self.look()
+
+  def look(self) -> int:
+    """Reads on; returns how many rows there are more.
 
     Raises:
       DataError: for a bad row, as at the start, and for a file whose known part has changed.
     """
-    before, shared, skipped = len(self), self.shared, self.skipped
-    self.pieces = _agreed(lambda: self._look() if pieces is None else pieces)
-    for file, start, end, checksum in self.pieces:
-      self._read(file, end, (start, checksum))
+    before, skipped = len(self), self.skipped
+    try:
+      found = hosts.of_first(self._find)
+    except ValueError as error:
+      raise DataError(str(error)) from error
+    for name, text in found.items():
+      known = self._known.get(name, Known())
+      self._known[name] = known.plus(text)
+      shown = name if files.is_pattern(self.path) else epath.Path(name).name
+      self._rows += self.reader(_rows(name, shown, known.lines, text))
     if self.skipped > skipped:
-      self._reader.skipped.warn(f"{self._key}={self.path}")
-    if self.shared > shared:
-      logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
+      self.reader.skipped.warn(f"{self._key}={self.path}")
+    if len(self) > before:
+      self._count()
+    self.looks += 1
+    if self.looks > len(self._looks):
+      self._looks = [*self._looks, {name: list(self._known[name][:2]) for name in found}]
+      self._write()
     return len(self) - before
 
-  def begin_with(self, pieces: Sequence[Sequence[Any]] | None) -> None:
-    """Has the rows of the pieces that were once read first, and no others; those that it has
-    without `pieces`. Raises DataError as `refresh` does."""
-    first = _agreed(lambda: self.pieces if pieces is None else pieces)
-    if first != self.pieces:
-      self._begin()
-      self.refresh(first)
+  def draws(self, seed: int) -> "Draws":
+    return Draws(self, seed)
 
-  def get_state(self) -> list[list[Any]]:
-    """Returns JSON: which part of which file the rows are from."""
-    return [list(part) for part in self._parts]
+  def _find(self) -> dict[str, bytes]:
+    """The whole lines of each file that were not read yet; of a look that was made before, those
+    that it found."""
+    again = self._looks[self.looks] if self.looks < len(self._looks) else None
+    names = [str(f) for f in files.found(self.path, self._key)] if again is None else list(again)
+    if again is None and (gone := self._known.keys() - set(names)):
+      raise DataError(f"{self._key}: {min(gone)} is gone, and its rows are in use. Put it back")
+    found = {}
+    for name in names:
+      known = self._known.get(name, Known())
+      try:
+        with epath.Path(name).open("rb") as file:
+          file.seek(known.end - len(known.tail))
+          tail, text = (
+            file.read(len(known.tail)),
+            file.read(again[name][0] - known.end if again else -1),
+          )
+      except OSError as error:
+        raise DataError(f"{self._key}: {name} cannot be read: {error}") from error
+      text = text[: text.rfind(b"\n") + 1]
+      if tail != known.tail or (again and list(known.plus(text)[:2]) != again[name]):
+        raise DataError(
+          f"{self._key}: {name} is not what it was: rows that are in use were edited or cut off. "
+          "Append to it only, or put back what it was"
+        )
+      if text:
+        found[name] = text
+    return found
 
-  def set_state(self, state: Sequence[Sequence[Any]]) -> None:
-    """Has the rows that there were then, in the same order, and no others.
+  def _count(self) -> None:
+    before, questions = self.shared, set(map(_words, self._rows)) if self._held_out else set()
+    self.shared = sum(question in questions for question in self._held_out)
+    if self.shared > before:
+      logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
 
-    Raises:
-      DataError: they are not what they were.
-    """
-    self._begin()
-    for file, end, checksum in state:
-      self._read(file, end)
-      if self._parts[-1][2] != checksum:
-        raise DataError(_changed(self._key, file))
-
-  def _look(self) -> list[list[Any]]:
-    """The pieces that the whole lines which were not read are in, as the files are now."""
-    found = {str(file): file for file in files.found(self.path, self._key)}
-    for name in self._known:
-      if name not in found:
-        raise DataError(f"{self._key}: {name} is gone, and its rows are in use. Put it back")
-    pieces = []
-    for name, file in found.items():
-      start, _ = self._known.get(name, (0, 0))
-      new = _bytes(file, start, None)
-      if self._tail_of(file, start) != self._tails.get(name, b""):
-        raise DataError(_changed(self._key, name))
-      if (lines := new.rfind(b"\n") + 1) > 0:
-        pieces.append([name, start, start + lines, zlib.crc32(new[:lines])])
-    return pieces
-
-  def _read(self, name: str, end: int, expected: tuple[int, int] | None = None) -> None:
-    """Takes in the rows of a file up to a byte. DataError if what comes from the byte that is
-    expected has another checksum."""
-    start, number = self._known.get(name, (0, 0))
-    if end <= start:
-      return
-    file = epath.Path(name)
-    text = _bytes(file, start, end)
-    if expected and expected[0] == start and expected[1] != zlib.crc32(text):
-      raise DataError(_changed(self._key, name))
-    checksum = 0
-    if self._parts and self._parts[-1][0] == name:  # the rows follow each other
-      checksum = self._parts.pop()[2]
-    self._parts.append([name, end, zlib.crc32(text, checksum)])
-    self._tails[name] = (self._tails.get(name, b"") + text)[-TAIL:]
-    lines = text.split(b"\n")[:-1]
-    self._known[name] = end, number + len(lines)
-    shown = name if files.is_pattern(self.path) else file.name
-    rows = self._reader(_rows(name, shown, number, lines))
-    self._rows += rows
-    self._compare(rows)
-
-  def _tail_of(self, file: epath.Path, end: int) -> bytes:
-    return _bytes(file, max(0, end - TAIL), end) if end else b""
-
-  def _compare(self, rows: Sequence[structs.Prompt]) -> None:
-    questions = (overlap.normal(prompt.question) for prompt in rows) if self._held_out else ()
-    self._shared.update(question for question in questions if question in self._held_out)
+  def _write(self) -> None:
+    if self._journal and jax.process_index() == 0:
+      known = _read(self._journal) | {self.path: self._looks}
+      write_whole(self._journal, [json.dumps(known, indent=1) + "\n"])
 
 
-def _rows(file: str, shown: str, number: int, lines: Sequence[bytes]) -> Iterator[files.Row]:
-  for i, line in enumerate(lines, number + 1):
-    if line.strip():
-      yield f"{file}, line {i}", f"{shown}:{i}", functools.partial(files.json_row, line)
+class Draws:
+  """An endless iterator over the prompts of a set that grows, with a position as Grain's have.
 
-
-class Passes:
-  """An endless iterator over prompts of a set that grows, as `sources.Batches` is of others."""
+  A pass goes through all rows that are known, in an order of the seed. Rows that are found
+  meanwhile are shuffled among those that are still to come. So they come up in the pass that they
+  were found in, and each row comes up once in it.
+  """
 
   def __init__(self, source: Growing, seed: int):
-    self.source, self._seed = source, seed
+    self._source, self._seed = source, seed
     self._begin(0)
 
   def _begin(self, number: int) -> None:
-    self._number, self._next = number, 0
-    self._growth: list[tuple[int, int]] = []  # prompts of the pass that were taken, rows from then
-    self._order = np.zeros(0, np.int64)
-    self._join(0, len(self.source))
+    self._number, self._next, self._order = number, 0, np.zeros(0, np.int64)
+    self._growth: list[list[int]] = []  # prompts of the pass that were taken, rows from then
 
   def _join(self, taken: int, rows: int) -> None:
-    """Shuffles the new ones of so many rows among what is left of the pass."""
     rest = np.concatenate([self._order[taken:], np.arange(len(self._order), rows)])
     rng = np.random.default_rng([self._seed, self._number, len(self._growth)])
     self._order = np.concatenate([self._order[:taken], rng.permutation(rest)])
-    self._growth.append((taken, rows))
+    self._growth.append([taken, rows])
 
-  def take(
-    self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
-  ) -> list[structs.Prompt]:
-    """As `sources.Batches.take`."""
-    return sources.wanted_of(iter(self._draw, None), count, wanted, len(self.source))
+  def __iter__(self) -> Iterator[structs.Prompt]:
+    return self
 
-  def _draw(self) -> structs.Prompt:
-    if self._next == len(self._order):
+  def __next__(self) -> structs.Prompt:
+    if self._next == len(self._source):
       self._begin(self._number + 1)
+    if len(self._order) < len(self._source):
+      self._join(self._next, len(self._source))
     self._next += 1
-    return self.source[self._order[self._next - 1]]
-
-  def refresh(self, pieces: Sequence[Sequence[Any]] | None = None) -> int:
-    """As `Growing.refresh`; the new rows join the pass."""
-    added = self.source.refresh(pieces)
-    if added:
-      self._join(self._next, len(self.source))
-    return added
+    return self._source[self._order[self._next - 1]]
 
   def get_state(self) -> dict[str, Any]:
-    position = dict(number=self._number, next=self._next, growth=list(map(list, self._growth)))
-    # A run that goes on without `refresh_every` finds other contents, and begins a new epoch.
-    origin = dict(source=self.source.path, parts=self.source.get_state())
-    return origin | dict(contents="grows", restarts=0) | position
+    return dict(number=self._number, next=self._next, growth=list(self._growth))
 
   def set_state(self, state: Mapping[str, Any]) -> None:
-    if "parts" not in state:
-      logging.warning("the checkpoint is of a run whose data did not grow: a new pass starts")
-      return
-    if state["source"] != self.source.path:
-      logging.warning("the checkpoint is of a run on %s: a new pass starts", state["source"])
-      return self._begin(state["number"] + 1)
-    self.source.set_state(state["parts"])
-    rows = state["growth"][-1][1]
-    if len(self.source) != rows:
-      logging.warning("of %d rows there are %d now: a new pass starts", rows, len(self.source))
-      return self._begin(state["number"] + 1)
-    self._number, self._growth, self._order = state["number"], [], np.zeros(0, np.int64)
+    self._begin(state["number"])
     for taken, rows in state["growth"]:
       self._join(taken, rows)
     self._next = state["next"]
 
 
-def _bytes(file: epath.Path, start: int, end: int | None) -> bytes:
-  """A part of a file. Other hosts than the first wait until they see what that one has seen."""
-  left = PATIENCE_S if jax.process_index() else 0
-  while True:
-    try:
-      with file.open("rb") as stream:
-        stream.seek(start)
-        found = stream.read() if end is None else stream.read(end - start)
-      if end is None or len(found) == end - start:
-        return found
-      wrong = f"ends before byte {end}, and rows up to there are in use. Put them back"
-    except OSError as error:
-      wrong = f"cannot be read: {error}"
-    if left == 0:
-      raise DataError(f"{file} {wrong}")
-    left -= 1
-    time.sleep(1)
+def _rows(file: str, shown: str, before: int, text: bytes) -> Iterator[files.Row]:
+  for i, line in enumerate(text.split(b"\n"), before + 1):
+    if line.strip():
+      yield f"{file}, line {i}", f"{shown}:{i}", functools.partial(files.json_row, line)
 
 
-def _agreed(look: Callable[[], Sequence[Sequence[Any]]]) -> list[list[Any]]:
-  """The pieces that the first host finds, on all of them; what it raises, too."""
-  try:
-    return list(map(list, hosts.of_first(look)))
-  except ValueError as error:
-    raise DataError(str(error)) from error
+def _words(prompt: structs.Prompt) -> str:
+  return " ".join(prompt.question.split())
 
 
-def _changed(key: str, file: str) -> str:
-  return (
-    f"{key}: {file} is not what it was: rows that are in use were edited or cut off. Append to it "
-    "only, or put back what it was"
-  )
+def _read(journal: Path) -> dict[str, Any]:
+  return jsons.read_object(journal) if journal.exists() else {}

@@ -33,11 +33,6 @@ def _questions(source: Source) -> Iterable[str]:
   return (source[index].question for index in range(len(source)))
 
 
-def normal(text: str) -> str:
-  """A question as it is compared."""
-  return _first(text)
-
-
 def _first(text: str, words: int | None = None) -> str:
   """The first `words` words of a text, one space between them; all of them by default."""
   return " ".join(text.split(None, -1 if words is None else words)[:words])

@@ -171,18 +171,30 @@ class Batches:
 
   A source that has changed since (a new file that a pattern matches, lines added, weights) has
   another order, in which the old position means nothing. The epoch is then given up: a new one
-  starts, in an order of its own, and all rows, old and new, come up in it once.
+  starts, in an order of its own, and all rows, old and new, come up in it once. A source that grows
+  while it is drawn from (`growing.Growing`) brings its order, `draws`, which goes on.
   """
 
   def __init__(self, source: Source, batch_size: int, *, seed: int):
     if batch_size < 1:
       raise ValueError(f"a batch size of {batch_size}")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._contents = _contents(source)
+    self._fixed_contents = None if self._grows else _contents(source)
     self._start(0)
+
+  @property
+  def _grows(self) -> bool:
+    return hasattr(self._source, "draws")
+
+  @property
+  def _contents(self) -> str:
+    return self._fixed_contents or self._source.contents
 
   def _start(self, restarts: int) -> None:
     self._restarts = restarts
+    if self._grows:
+      self._prompts = self._source.draws((self._seed + 1_000_003 * restarts) % 2**32)
+      return
     sources = self._source.sources if isinstance(self._source, Mixture) else (self._source,)
     shuffled = []
     for number, source in enumerate(sources):
@@ -205,38 +217,31 @@ class Batches:
     self, count: int, wanted: Callable[[structs.Prompt], bool] = lambda _: True
   ) -> list[structs.Prompt]:
     """The next `count` prompts that are wanted; where none is, after two epochs, any."""
-    return wanted_of(self._prompts, count, wanted, epoch_of(self._source))
+    taken, refused, epoch = [], 0, epoch_of(self._source)
+    while len(taken) < count:
+      prompt = next(self._prompts)
+      if wanted(prompt):
+        refused = 0
+      elif refused < 2 * epoch:
+        refused += 1
+        continue
+      taken.append(prompt)
+    return taken
 
   def get_state(self) -> dict[str, Any]:
     position = self._prompts.get_state()
-    return dict(position=position, contents=self._contents, restarts=self._restarts)
+    looks = dict(looks=self._source.looks) if self._grows else {}
+    return dict(position=position, contents=self._contents, restarts=self._restarts) | looks
 
   def set_state(self, state: dict[str, Any]) -> None:
+    if self._grows:
+      self._source.go_to(state.get("looks", 1))
     changed = state["contents"] != self._contents
     self._start(state["restarts"] + changed)
     if changed:
       logging.warning("the training data has changed since the checkpoint: a new epoch starts")
     else:
       self._prompts.set_state(state["position"])
-
-
-def wanted_of(
-  prompts: Iterator[structs.Prompt],
-  count: int,
-  wanted: Callable[[structs.Prompt], bool],
-  epoch: int,
-) -> list[structs.Prompt]:
-  """The next `count` prompts that are wanted; where none is, after two epochs, any."""
-  taken, refused = [], 0
-  while len(taken) < count:
-    prompt = next(prompts)
-    if wanted(prompt):
-      refused = 0
-    elif refused < 2 * epoch:
-      refused += 1
-      continue
-    taken.append(prompt)
-  return taken
 
 
 def epoch_of(source: Source) -> int:

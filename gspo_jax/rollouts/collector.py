@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import rewards
-from gspo_jax.data import growing, sources
+from gspo_jax.data import sources
 from gspo_jax.rollouts import costs, schedules
 from gspo_jax.rollouts.advantages import advantages
 from gspo_jax.rollouts.groups import Group, filled
@@ -68,11 +68,8 @@ class Collector:
     relative = self._config.objective.relative
     self._in_parts = (bool(self._environment) or per_line) and relative
     P, seed = self._config.rl.prompts, run.seed("rl", "data")
-    self._schedule, self._workdir = self._config.schedule, run.workdir
-    if self._schedule.refresh_every:
-      self._batches = growing.Passes(run.train_prompts, seed)
-    else:
-      self._batches = sources.Batches(run.train_prompts, P, seed=seed)
+    self._schedule = self._config.schedule
+    self._batches = sources.Batches(run.train_prompts, P, seed=seed)
     self._records, self._fresh = None, round(self._config.sampled_share * P)
     if run.records is not None:
       self._left_out = run.records.left_out()
@@ -105,7 +102,7 @@ class Collector:
     self._version = step if version is None else version
     self._surplus = {id(group) for group in self._under_way if group.finished}
     self._filter.readmit(step)
-    self._limit, scheduled = schedules.begin(c, self._batches, step, self._workdir)
+    self._limit, scheduled = schedules.begin(c, self._prompts, step)
     sampled: list[Group] = []
     recorded = self._recorded(c.rl.prompts - self._fresh)
     rounds, most = 0, 1 + c.data.query_set.extra_rounds if self._fresh else 0

@@ -1,16 +1,18 @@
 """Checkpoints with Orbax: the training state, the position in the data, what the host counts.
 
 Orbax writes beside the final place and renames, so that a process that is killed leaves a whole
-checkpoint or none. Each one also lists its files with checksums (integrity.py): one that a broken
-disk or an interrupted copy has changed is set aside, and the one before it is used.
+checkpoint or none. It notices damage of what it parses, but not a bit that has flipped in an array:
+for that the host's part, which is sealed, has a checksum of each (integrity.py).
 """
 
 import contextlib
 import dataclasses
+import json
 import math
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ from gspo_jax.runs import integrity
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import preemption
-from gspo_jax.system.files import WriteError, writing
+from gspo_jax.system.files import WriteError, seal, unseal, writing
+
+
+class DamagedError(ValueError):
+  """A checkpoint is not what was written."""
+
+  def __init__(self, path: epath.Path, why: str):
+    super().__init__(f"checkpoint {path} is damaged: {why}; remove it to go on from the one before")
+    self.path, self.why = path, why
 
 
 class _Manager(ocp.CheckpointManager):
@@ -39,17 +49,11 @@ class Checkpointer:
   """One phase's checkpoints, written while training goes on."""
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
-    """Raises ValueError if there are checkpoints, and all of them are damaged."""
+    """Raises DamagedError where the metrics of a checkpoint cannot be read."""
     self.directory = config.of(workdir, phase)
     self._best = config.best
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # of what is written in the background
-    self._replacing = False  # whether the checkpoint that was there before has been put by
-    if jax.process_index() == 0:
-      integrity.settle(self.directory)
-      integrity.set_aside_short(self.directory)
-    multihost_utils.sync_global_devices("damaged checkpoints are set aside")
-    integrity.require_one(self.directory)
     kept = [policies.LatestN(config.keep)]
     if config.keep_every:
       kept.append(policies.EveryNSteps(config.keep_every))
@@ -58,6 +62,9 @@ class Checkpointer:
       kept.append(policies.BestN(get_metric_fn=metric, n=1))
     handler = ocp.StandardCheckpointHandler()
     handler.async_save = self._watched(handler.async_save)
+    for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads those of all checkpoints
+      with readable(path.parent.parent):
+        json.loads(path.read_bytes())
     with writing(self.directory):
       self._manager = _Manager(
         self.directory,
@@ -80,29 +87,35 @@ class Checkpointer:
     """Step of the newest complete checkpoint."""
     return self._manager.latest_step()
 
-  def latest_whole(self) -> int | None:
-    """Step of the newest checkpoint whose files are what was written; newer ones are set aside.
+  def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
+    """Step, state and the host's part of the newest checkpoint that is whole, as `restore` has
+    them; newer ones are renamed to `damaged_<step>`. None if there are no checkpoints.
 
     Raises:
       ValueError: all of them are damaged; says what to do.
     """
-    while (step := self.latest()) is not None:
-      path = self.directory / str(step)
-      wrong = integrity.damage(path)
-      if wrong is None:
-        break
-      if jax.process_index() == 0:
-        integrity.set_aside(path, wrong)
-      multihost_utils.sync_global_devices("a damaged checkpoint is set aside")
-      self._manager.reload()
-    integrity.require_one(self.directory)
-    return step
+    damaged: list[epath.Path] = []
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        state, host = self.restore(step, like())
+      except DamagedError as error:
+        if jax.process_index() == 0:
+          sys.stderr.write(f"checkpoint {error.path} is damaged and set aside: {error.why}\n")
+        damaged.append(error.path)
+        continue
+      self._set_aside(damaged)
+      return step, state, host
+    if damaged:
+      raise ValueError(
+        f"{self.directory} has no checkpoint that is whole: put one back, or remove "
+        f"{self.directory} to begin this phase again"
+      )
+    return None
 
   def save(
     self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float] | None = None
   ) -> None:
-    """Starts saving; values are copied before it returns. What is there for this step is replaced,
-    and stays until this is complete.
+    """Starts saving; values are copied before it returns. What is there for this step is replaced.
 
     Args:
       host: JSON: where the data stands, and the like.
@@ -118,35 +131,45 @@ class Checkpointer:
       value = multihost_utils.broadcast_one_to_all(np.float64(value))
     with self._told(self.directory / str(step)):
       if step in self._manager.all_steps():
-        self._put_by(step)
+        self._manager.delete(step)
       self._saving = step, time.perf_counter()
+      sealed = dict(sealed=seal(dict(host=host, sums=integrity.sums(state))))
       with (
         preemption.interrupts_wait()
       ):  # Orbax's threads would wait for a save half begun, forever
         self._manager.save(
           step,
-          args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
+          args=ocp.args.Composite(
+            state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)
+          ),
           metrics={self._best: float(value)} if self._best else None,
           force=True,
         )
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-    """The state, laid out as the abstract state `like` says, and the host's part. Of a step that
-    `latest_whole` gave: files are not compared again.
+    """The state, laid out as the abstract state `like` says, and the host's part.
 
     Raises:
+      DamagedError: it is not what was written.
       ValueError: the checkpoint holds other arrays than `like`; the message names one, with shapes.
     """
-    self._check(step, like)
-    restored = self._manager.restore(
-      step,
-      args=ocp.args.Composite(state=ocp.args.StandardRestore(like), host=ocp.args.JsonRestore()),
-    )
-    return restored["state"], restored["host"]
+    path = self.directory / str(step)
+    with readable(path):
+      stored = shapes(self._manager.item_metadata(step)["state"])
+    _require_shapes(path, stored, shapes(like))
+    with readable(path):
+      arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+      state = self._manager.restore(step, args=arguments)["state"]
+      host, written = read_host(path)
+    if wrong := integrity.changed(written, integrity.sums(state)):
+      raise DamagedError(path, wrong)
+    return state, host
 
   def host(self, step: int) -> dict[str, Any]:
-    """The host's part alone."""
-    return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+    """The host's part alone. Raises DamagedError."""
+    path = self.directory / str(step)
+    with readable(path):
+      return read_host(path)[0]
 
   def metrics(self) -> dict[str, float]:
     """Seconds from the beginning of the last save to the end of its writing, in the background.
@@ -177,17 +200,17 @@ class Checkpointer:
       if self._failure is not None:
         raise self._failure
       self._manager.wait_until_finished()
-      if self._replacing and jax.process_index() == 0:
-        integrity.settle(self.directory)
-      self._replacing = False
 
-  def _put_by(self, step: int) -> None:
-    """Keeps a checkpoint where Orbax does not see it, for a process that ends in the meantime."""
-    if jax.process_index() == 0:
-      integrity.put_by(self.directory / str(step))
-    multihost_utils.sync_global_devices("a checkpoint is put by")
-    self._manager.reload()
-    self._replacing = True
+  def _set_aside(self, damaged: Sequence[epath.Path]) -> None:
+    for path in damaged if jax.process_index() == 0 else ():
+      aside = path.parent / f"damaged_{path.name}"
+      with writing(aside):
+        if aside.exists():
+          aside.rmtree()
+        path.rename(aside)
+    if damaged:
+      multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+      self._manager.reload()
 
   @contextlib.contextmanager
   def _told(self, path: epath.Path | None) -> Iterator[None]:
@@ -202,12 +225,10 @@ class Checkpointer:
       raise WriteError(f"{path} cannot be written: {reason(error)}") from error
 
   def _watched(self, async_save: Callable) -> Callable:
-    """Orbax's `async_save` of arrays, whose end each process awaits by itself, and then lists what
-    it has written."""
+    """Orbax's `async_save` of arrays, whose errors are told at once."""
 
-    async def save(directory: epath.Path, *args: Any, **kwargs: Any) -> list["_Commit"]:
-      futures = await async_save(directory, *args, **kwargs)
-      return [_Commit(futures or [], lambda: integrity.write_own(directory), self._failed)]
+    async def save(*args: Any, **kwargs: Any) -> list["_Commit"]:
+      return [_Commit(await async_save(*args, **kwargs) or [], self._failed)]
 
     return save
 
@@ -216,44 +237,28 @@ class Checkpointer:
 
   def _written(self) -> None:
     """All files of a checkpoint are there; next comes the rename that makes it one."""
-    step, begun = self._saving
+    _, begun = self._saving
     try:
       if jax.process_index() == 0:
         self._mirror.copy()
-        for path in self.directory.iterdir():
-          if _begins(path.name, step):
-            integrity.write_list(path)
     except BaseException as error:
       self._failed(error)
       raise
     self._seconds = time.perf_counter() - begun
 
-  def _check(self, step: int, like: Any) -> None:
-    stored = shapes(self._manager.item_metadata(step)["state"])
-    wanted = shapes(like)
-    for name in sorted(wanted.keys() | stored.keys()):
-      if wanted.get(name) != stored.get(name):
-        raise ValueError(
-          f"checkpoint {self.directory / str(step)}: {name} has shape {stored.get(name)}, the "
-          f"configured model wants {wanted.get(name)}; use another --workdir or the config that "
-          "wrote it"
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class _Commit:
-  """What Orbax waits for: its own futures, then `after`. An error is told to `failed` at once;
-  Orbax keeps it to itself until all hosts have come."""
+  """What Orbax waits for: its own futures. An error is told to `failed` at once; Orbax keeps it to
+  itself until all hosts have come."""
 
   futures: Sequence[Any]
-  after: Callable[[], None]
   failed: Callable[[BaseException], None]
 
   def result(self, timeout: float | None = None) -> None:
     try:
       for future in self.futures:
         future.result(timeout=timeout)
-      self.after()
     except BaseException as error:
       self.failed(error)
       raise
@@ -273,17 +278,40 @@ def reason(error: BaseException) -> str:
   return of_the_system[1] if of_the_system else f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def _begins(name: str, step: int) -> bool:
-  """Tells an unfinished checkpoint by its directory's name: another one where a rename will finish
-  it, the final one on gs://, where a file will."""
-  return name == str(step) or name.startswith(f"{step}.orbax-checkpoint-tmp")
+def finished(directory: epath.Path) -> list[epath.Path]:
+  """The complete checkpoints of a phase."""
+  numbered = [path for path in directory.iterdir() if path.name.isdigit()]
+  return [path for path in numbered if ocp.utils.is_checkpoint_finalized(path)]  # a file on gs://
+
+
+def read_host(path: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
+  """The host's part of a checkpoint, and the sums of its arrays. ValueError if it was changed."""
+  stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
+  return stored["host"], stored["sums"]
+
+
+@contextlib.contextmanager
+def readable(path: epath.Path) -> Iterator[None]:
+  """Turns whatever is raised on reading a checkpoint into a DamagedError."""
+  try:
+    yield
+  except Exception as error:  # of Orbax's, TensorStore's or json's kind
+    raise DamagedError(path, reason(error)) from error
+
+
+def _require_shapes(path: epath.Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+  for name in sorted(wanted.keys() | stored.keys()):
+    if wanted.get(name) != stored.get(name):
+      raise ValueError(
+        f"checkpoint {path}: {name} has shape {stored.get(name)}, the configured model wants "
+        f"{wanted.get(name)}; use another --workdir or the config that wrote it"
+      )
 
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   """Shapes by name, of arrays or of what Orbax knows about stored ones."""
-  leaves = jax.tree_util.tree_leaves_with_path(getattr(tree, "tree", tree))
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")  # noqa: E731
-  return {name(path): tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
+  leaves = integrity.named(getattr(tree, "tree", tree)).items()
+  return {name: tuple(leaf.shape) for name, leaf in leaves if hasattr(leaf, "shape")}
 
 
 def save_state(directory: str | Path, state: Any) -> None:

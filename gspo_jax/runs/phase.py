@@ -60,12 +60,11 @@ class Phase:
     """Returns the last step that a checkpoint covers, the state after it, and the `position` and
     `pending` that were saved with it; 0, `start()` and None where there is none. Rows that it does
     not cover are dropped."""
-    step, host = self._checkpoints.latest_whole(), None
-    if step is None:
-      step, state, reported = 0, start(), -1
-    else:
-      state, host = self._checkpoints.restore(step, like())
+    if restored := self._checkpoints.restore_newest(like):
+      step, state, host = restored
       reported = step if host["pending"] is None else step - 1
+    else:
+      step, state, host, reported = 0, start(), None, -1
     dropped = self._writer.truncate({self._name: reported})
     if dropped and host is None:
       sys.stderr.write(

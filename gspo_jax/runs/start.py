@@ -16,8 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspo_jax.runs import integrity, mirror
-from gspo_jax.runs.checkpoint import shapes
+from gspo_jax.runs import checkpoint, integrity, mirror
 from gspo_jax.runs.provenance import FILE
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
@@ -99,13 +98,18 @@ def restore(start: Start, like: Any, key: str = "weights") -> Any:
   Raises:
     ValueError: the checkpoint is damaged, or holds other parameters.
   """
-  if wrong := integrity.damage(start.path):
+  try:
+    return _restore(start, dict(params=like), key)
+  except checkpoint.DamagedError as error:
     steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
     before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
-    raise ValueError(f"{key}={start.path} is damaged: {wrong}{before}")
-  reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
-  stored = shapes(reader.metadata(start.path / "state"))
-  wanted = shapes(like)
+    raise ValueError(f"{key}={start.path} is damaged: {error.why}{before}") from error
+
+
+def _restore(start: Start, like: Any, key: str) -> Any:
+  reader, wanted = ocp.PyTreeCheckpointHandler(), checkpoint.shapes(like)
+  with checkpoint.readable(start.path):
+    stored = checkpoint.shapes(reader.metadata(start.path / "state"))
   for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
     if wanted.get(name) != stored.get(name):
       raise ValueError(
@@ -117,14 +121,19 @@ def restore(start: Start, like: Any, key: str = "weights") -> Any:
     restore_args=ocp.checkpoint_utils.construct_restore_args(like),
     partial_restore=True,  # the optimizer's moments stay where they are
   )
-  return jax.block_until_ready(reader.restore(start.path / "state", args=arguments)["params"])
+  with checkpoint.readable(start.path):
+    restored = jax.block_until_ready(reader.restore(start.path / "state", args=arguments))
+    _, written = checkpoint.read_host(start.path)
+  if wrong := integrity.changed(written, integrity.sums(restored)):
+    raise checkpoint.DamagedError(start.path, wrong)
+  return restored["params"]
 
 
 def _steps(directory: epath.Path) -> list[int]:
   """Steps of the complete checkpoints of a phase."""
   if not directory.is_dir():
     return []
-  return sorted(int(path.name) for path in integrity.finished(directory))
+  return sorted(int(path.name) for path in checkpoint.finished(directory))
 
 
 def _config(directory: epath.Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.rollouts import costs
 from gspo_jax.rollouts.advantages import advantages
 from gspo_jax.rollouts.collector import Group
-from gspo_jax.rollouts.metrics import environment_metrics
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Response, Trajectory
 from gspo_jax.structs import Prompt

@@ -33,7 +33,8 @@ from test_two_processes import free_port
 from configs import common, tiny_schedules
 from gspo_jax import paths, train
 from gspo_jax.data import growing
-from gspo_jax.data.sources import Prompts
+from gspo_jax.data.files import Skipped
+from gspo_jax.data.sources import Batches, Prompts
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import packing
@@ -318,20 +319,15 @@ def test_only_whole_lines_and_only_new_ones_are_read(tmp_path, monkeypatch):
   path.write_text(lines(range(3)) + '{"id": "r3", "quest')
   source = source_of(path)
   assert ids(source) == ["r0", "r1", "r2"]
-  assert source.refresh() == 0
+  assert source.look() == 0
   append(path, 'ion": "3+1=", "answer": "4"}\n' + lines(range(4, 400)) + '{"id"')
-  assert source.refresh() == 397 and len(source) == 400
+  assert source.look() == 397 and len(source) == 400
   assert ids(source) == [f"r{i}" for i in range(400)]
-  read, real = [], growing._bytes
-
-  def counted(*args):
-    read.append(len(found := real(*args)))
-    return found
-
-  monkeypatch.setattr(growing, "_bytes", counted)
+  read = []
+  source.reader = lambda rows: read.extend(place for place, *_ in rows) or []
   append(path, ': "r400", "question": "400+1=", "answer": "401"}\n')
-  assert source.refresh() == 1
-  assert sum(read) < growing.TAIL + 200 < path.stat().st_size
+  source.reader.skipped = Skipped("raise")
+  assert source.look() == 0 and read == [f"{path}, line 401"]
 
 
 def test_files_that_match_a_pattern_later_are_read_too(tmp_path):
@@ -339,17 +335,18 @@ def test_files_that_match_a_pattern_later_are_read_too(tmp_path):
   source = source_of(tmp_path / "*.jsonl")
   (tmp_path / "a.jsonl").write_text(lines(range(10, 12)))
   append(tmp_path / "b.jsonl", lines(range(2, 4)))
-  assert source.refresh() == 4
+  source.keep(tmp_path / "journal")
+  assert source.look() == 4
   assert ids(source) == ["r0", "r1", "r10", "r11", "r2", "r3"], "in the order of being found"
   append(tmp_path / "b.jsonl", lines([4]))
-  source.refresh()
-  state = json.loads(json.dumps(source.get_state()))
+  source.look()
   append(tmp_path / "a.jsonl", lines([12]))
   again = source_of(tmp_path / "*.jsonl")
   assert len(again) == len(source) + 1
-  again.set_state(state)
+  again.keep(tmp_path / "journal")
+  again.go_to(source.looks)
   assert ids(again) == ids(source)
-  assert again.refresh() == source.refresh() == 1
+  assert again.look() == source.look() == 1
 
 
 def test_rows_without_an_id_have_their_line(tmp_path):
@@ -358,7 +355,7 @@ def test_rows_without_an_id_have_their_line(tmp_path):
   path.write_text(row + "\n" + row)
   source = source_of(path)
   append(path, row)
-  source.refresh()
+  source.look()
   assert ids(source) == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4"]
 
 
@@ -368,8 +365,8 @@ def test_new_rows_are_checked_like_the_first_ones(tmp_path):
   source, lenient = source_of(path), source_of(path, on_error="skip")
   append(path, lines([3]) + "[1]\n" + lines([0]) + lines([4]))
   with pytest.raises(DataError, match=r"rows\.jsonl, line 5: a row is an object"):
-    source.refresh()
-  assert lenient.refresh() == 2 and lenient.skipped == 2
+    source.look()
+  assert lenient.look() == 2 and lenient.skipped == 2
   assert ids(lenient) == ["r0", "r1", "r2", "r3", "r4"]
 
 
@@ -378,7 +375,7 @@ def test_files_that_have_changed_are_an_error_that_names_them(what, tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(30)))
   source = source_of(path)
-  state = source.get_state()
+  source.keep(tmp_path / "journal")
   if what == "edited":
     path.write_text(lines(range(29)) + lines([77]) + lines([30]))
   elif what == "cut":
@@ -386,9 +383,9 @@ def test_files_that_have_changed_are_an_error_that_names_them(what, tmp_path):
   else:
     path.unlink()
   with pytest.raises(DataError, match=r"rows\.jsonl"):
-    source.refresh()
+    source.look()
   with pytest.raises(DataError, match=r"rows\.jsonl"):
-    source.set_state(state)
+    source.go_to(1)
 
 
 def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
@@ -397,48 +394,54 @@ def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
   source = source_of(tmp_path / "*.jsonl")
   (tmp_path / "0.jsonl").unlink()
   with pytest.raises(DataError, match=r"0\.jsonl is gone"):
-    source.refresh()
+    source.look()
 
 
 def test_an_edit_long_ago_is_seen_when_a_run_goes_on(tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(500)))
-  source = source_of(path)
-  state = source.get_state()
+  source_of(path).keep(tmp_path / "journal")
   path.write_text(lines([700]) + lines(range(1, 500)))
   with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
-    source_of(path).set_state(state)
+    source_of(path).keep(tmp_path / "journal")
 
 
 def test_a_pass_has_every_row_once_and_new_ones_come_up_in_it(tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(20)))
-  passes = growing.Passes(source_of(path), seed=3)
+
+  def opened(seed=3):
+    source = source_of(path)
+    source.keep(tmp_path / "journal")
+    return source, Batches(source, 1, seed=seed)
+
+  source, passes = opened()
   taken = ids(passes.take(8))
   append(path, lines(range(20, 30)))
-  assert passes.refresh() == 10
+  assert source.look() == 10
   states = [json.loads(json.dumps(passes.get_state()))]
   taken += ids(passes.take(10))
   new = {f"r{i}" for i in range(20, 30)}
   assert 0 < len(new & set(taken)) < 10, "they are mixed with what was left"
   append(path, lines(range(30, 33)))
-  assert passes.refresh() == 3 and passes.refresh() == 0
+  assert source.look() == 3 and source.look() == 0
   taken += ids(passes.take(15))
   assert sorted(taken) == sorted(f"r{i}" for i in range(33)), "once each"
   after = ids(passes.take(33))
   assert sorted(after) == sorted(taken) and after != taken
   states.append(json.loads(json.dumps(passes.get_state())))
-  again = growing.Passes(source_of(path), seed=3)
+  source, again = opened()
   again.set_state(states[0])
-  assert len(again.source) == 30
+  assert len(source) == 30
   assert ids(again.take(10)) == taken[8:18]
-  assert again.refresh() == 3
+  assert source.look() == 3
   assert ids(again.take(15)) == taken[18:]
-  again = growing.Passes(source_of(path), seed=3)
+  source, again = opened()
   again.set_state(states[1])
   assert ids(again.take(50)) == ids(passes.take(50))
-  other = growing.Passes(source_of(path), seed=4)
-  assert ids(other.take(33)) != ids(growing.Passes(source_of(path), seed=3).take(33))
+  source, other = opened(seed=4)
+  source.go_to(3)
+  assert ids(other.take(33)) != taken
   assert ids(other.take(3, lambda prompt: prompt.id == "r5")) == ["r5"] * 3
 
 
@@ -450,7 +453,9 @@ def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(tmp_path):
   path.write_text(lines(range(6)))
 
   def fresh():
-    return collector(source=source_of(path), workdir=tmp_path, **GROWS)
+    source = source_of(path)
+    source.keep(tmp_path / growing.JOURNAL)
+    return collector(source=source, workdir=tmp_path, **GROWS)
 
   first = fresh()
   out, _ = iterate(2, first)
@@ -481,7 +486,7 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
 
   def begun():
     source = source_of(tmp_path / "*.jsonl")
-    schedules.begin_run(source, workdir)
+    source.keep(workdir / growing.JOURNAL)
     return collector(source=source, workdir=workdir, **GROWS)
 
   first = begun()
@@ -495,20 +500,20 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
   for one, same in zip(repeated, out):
     assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
   other = source_of(tmp_path / "b.jsonl")  # what another source of the same run had is not its own
-  schedules.begin_run(other, workdir)
+  other.keep(workdir / growing.JOURNAL)
   assert len(other) == 6
 
 
 def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_path):
   (tmp_path / "rows.jsonl").write_text(lines(range(3)))
-  source, journal = source_of(tmp_path / "rows.jsonl"), tmp_path / schedules.REFRESHES
+  source, journal = source_of(tmp_path / "rows.jsonl"), tmp_path / growing.JOURNAL
   journal.write_text('{"step": 0, "sou\n')
-  with pytest.raises(ValueError, match=rf"{journal}:1 is not a JSON object .*: remove the line"):
-    schedules.begin_run(source, tmp_path)
+  with pytest.raises(ValueError, match=rf"{journal}: it is not JSON: "):
+    source.keep(journal)
   journal.unlink()
-  (tmp_path / f"{schedules.REFRESHES}.tmp").mkdir()  # in the way
+  (tmp_path / f"{growing.JOURNAL}.tmp").mkdir()  # in the way
   with pytest.raises(WriteError, match=rf"{journal}\S* cannot be written: "):
-    schedules.begin_run(source, tmp_path)
+    source.keep(journal)
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -517,7 +522,7 @@ def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_p
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(3)))
   source = source_of(path)
-  schedules.begin_run(source, tmp_path)
+  source.keep(tmp_path / growing.JOURNAL)
   made = collector(source=source, workdir=tmp_path, **GROWS)
   iterate(2, made)
   state = made[0].position()()
@@ -527,7 +532,7 @@ def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_p
   path.write_text(kept + lines(range(100, 109)))
   again = source_of(path, on_error="skip")
   with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
-    schedules.begin_run(again, tmp_path)
+    again.keep(tmp_path / growing.JOURNAL)
     made = collector(source=again, workdir=tmp_path, **GROWS)
     made[0].set_position(state)
     assert step == 3 and len(again) == 3
@@ -538,29 +543,12 @@ def test_another_source_begins_a_pass_of_its_own(tmp_path, caplog):
   """With resume=force."""
   for i in range(2):
     (tmp_path / f"{i}.jsonl").write_text(lines(range(10 * i, 10 * i + 4)))
-  old, new = (growing.Passes(source_of(tmp_path / f"{i}.jsonl"), seed=3) for i in range(2))
+  sources = [source_of(tmp_path / f"{i}.jsonl") for i in range(2)]
+  old, new = (Batches(source, 1, seed=3) for source in sources)
   old.take(2)
   new.set_state(json.loads(json.dumps(old.get_state())))
-  assert "0.jsonl: a new pass starts" in caplog.text
-  assert sorted(ids(new.take(4))) == [f"r{i}" for i in range(10, 14)] and new.refresh() == 0
-
-
-def test_another_host_waits_for_a_file_that_the_first_one_has_seen(tmp_path, monkeypatch):
-  path, waited = growing.epath.Path(tmp_path / "rows.jsonl"), []
-
-  def wait(seconds):
-    waited.append(seconds)
-    path.write_text("0123"[: 2 * len(waited)])
-
-  monkeypatch.setattr(growing.time, "sleep", wait)
-  with pytest.raises(DataError, match="cannot be read"):
-    growing._bytes(path, 1, 4)
-  assert not waited, "the first one does not wait"
-  monkeypatch.setattr(growing.jax, "process_index", lambda: 1)
-  assert growing._bytes(path, 1, 4) == b"123" and len(waited) == 2
-  monkeypatch.setattr(growing, "PATIENCE_S", 3)
-  with pytest.raises(DataError, match="ends before byte 9"):
-    growing._bytes(path, 1, 9)
+  assert "changed since the checkpoint: a new epoch starts" in caplog.text
+  assert sorted(ids(new.take(4))) == [f"r{i}" for i in range(10, 14)] and sources[1].look() == 0
 
 
 def test_held_out_problems_among_new_rows_are_counted(tmp_path, caplog):
@@ -592,22 +580,23 @@ def test_a_run_may_begin_or_end_to_grow(tmp_path):
     assert len(iterate(2, again, first=2)[0]) == 2
 
 
+REFUSED_SOURCE = r"reads one \.jsonl file, or a pattern of them"
 UNREADABLE = {
-  "an embedded task": "arithmetic:train",
-  "a TFDS data set": "tfds:gsm8k/train",
-  "not of a format": "rows.jsonl.gz",
-  "not of a format.*appended": "rows.parquet",
-  "a mixture": "a.jsonl:1,b.jsonl:2",
-  "the data set is empty": "{}/empty.jsonl",
-  "there is no file": "{}/none.jsonl",
+  "arithmetic:train": REFUSED_SOURCE,
+  "tfds:gsm8k/train": REFUSED_SOURCE,
+  "rows.jsonl.gz": REFUSED_SOURCE,
+  "rows.parquet": REFUSED_SOURCE,
+  "a.jsonl:1,b.jsonl:2": REFUSED_SOURCE,
+  "{}/empty.jsonl": "the data set is empty",
+  "{}/none.jsonl": "there is no file",
 }
 
 
-@pytest.mark.parametrize("why", UNREADABLE)
-def test_what_nobody_can_append_to_is_refused_by_name(why, tmp_path):
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_nobody_can_append_to_is_refused_by_name(name, tmp_path):
   (tmp_path / "empty.jsonl").write_text('{"id": "r')
-  with pytest.raises(DataError, match=rf"data\.train.*{why}"):
-    source_of(UNREADABLE[why].format(tmp_path))
+  with pytest.raises(DataError, match=rf"data\.train.*{UNREADABLE[name]}"):
+    source_of(name.format(tmp_path))
 
 
 HOST = """
@@ -617,22 +606,23 @@ import jax
 jax.distributed.initialize(
   os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"])
 )
-from rollouts.test_schedules import append, growing, ids, lines, source_of
+from rollouts.test_schedules import Batches, append, ids, lines, source_of
 from gspo_jax.settings.data import DataError
 first, path = jax.process_index() == 0, pathlib.Path("rows.jsonl")
 path.write_text(lines(range(5 if first else 7)) + "{")  # the other one looks later
-passes = growing.Passes(source_of(path), seed=1)
-assert len(passes.source) == 5, len(passes.source)
+source = source_of(path)
+passes = Batches(source, 1, seed=1)
+assert len(source) == 5, len(source)
 if first:
   path.write_text(lines(range(9)))
 else:
   path.write_text(lines(range(12)))
-assert passes.refresh() == 4
+assert source.look() == 4
 print(ids(passes.take(12)))
 if first:
   path.write_text(lines(range(3)))
 try:
-  passes.refresh()
+  source.look()
 except DataError as error:
   print(error)
 """
@@ -656,7 +646,7 @@ def test_two_hosts_know_the_same_rows_and_fail_alike(tmp_path):
   ]
   outputs = [host.communicate(timeout=200)[0] for host in hosts]
   found = ["\n".join(o.strip().splitlines()[-2:]) for o in outputs]
-  assert found[0] == found[1] and "rows.jsonl ends before byte" in found[0]
+  assert found[0] == found[1] and "rows.jsonl is not what it was" in found[0]
 
 
 # Configurations.

@@ -17,11 +17,10 @@ from support.small_models import MOE
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract, new_state
 from gspo_jax.models import transformer
-from gspo_jax.runs import checkpoint, integrity, mirror
+from gspo_jax.runs import checkpoint, mirror
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import CheckpointConfig
-from gspo_jax.system import files
 
 TX = optax.adamw(1e-3)
 CONFIG = CheckpointConfig(directory="", every=1, keep=2, keep_every=0, best="", grace_s=30.0)
@@ -54,10 +53,9 @@ def save(directory, state, steps=(1,), host=None, config=CONFIG):
 
 def restore(directory, like, mesh, config=CONFIG):
   checkpoints = checkpoint.Checkpointer(directory, "rl", config)
-  step = checkpoints.latest_whole()
-  state, host = checkpoints.restore(step, abstract(like, mesh))
+  restored = checkpoints.restore_newest(lambda: abstract(like, mesh))
   checkpoints.close()
-  return step, state, host
+  return restored
 
 
 @pytest.mark.parametrize("devices", [8, pytest.param(4, marks=pytest.mark.long), 1])
@@ -151,16 +149,17 @@ def test_a_checkpoint_with_any_file_shortened_is_set_aside(two_checkpoints, tmp_
       size = path.stat().st_size
       os.truncate(path, size // 2)
       step, restored, host = restore(workdir, states[1], mesh)
-      # Orbax's own marks at the top may be damaged without harm; then nothing is lost.
-      assert step == 1 or name.parts[0] not in ("state", "host", integrity.SIZES), name
+      # What nothing is read from may be damaged without harm.
+      harmless = "_sharding", "commit_success.txt", "_CHECKPOINT_METADATA"
+      assert step == 1 or name.name in harmless or "ocdbt.process_0" in name.parts, name
       assert host == {"data": {"next": step}}
       chex.assert_trees_all_equal(restored, states[step])
       if step == 1:
         shortened += 1
-        assert f"rl/2 is damaged and set aside: {path}" in capsys.readouterr().err.replace("\n", "")
+        assert f"{path.parents[len(name.parts) - 1]} is damaged and set" in capsys.readouterr().err
         save(workdir, states[2], (2,))  # which can then be written once more
         assert restore(workdir, states[1], mesh)[0] == 2
-  assert shortened >= 8
+  assert shortened >= 5
 
 
 def test_a_missing_file_is_found_out_too(two_checkpoints, tmp_path, capsys):
@@ -170,7 +169,7 @@ def test_a_missing_file_is_found_out_too(two_checkpoints, tmp_path, capsys):
   data.unlink()
   with jax.set_mesh(mesh):
     assert restore(tmp_path / "run", states[1], mesh)[0] == 1
-  assert f"no {data}" in capsys.readouterr().err
+  assert "rl/2 is damaged and set aside: " in capsys.readouterr().err
 
 
 def test_what_is_kept(mesh, tmp_path):
@@ -199,23 +198,6 @@ def test_a_step_that_is_saved_again_is_replaced(mesh, tmp_path):
   step, restored, host = restore(tmp_path, first, mesh)
   assert (step, host) == (4, {"n": 2})
   chex.assert_trees_all_equal(restored, second)
-
-
-def test_a_step_that_is_saved_again_stays_until_the_other_one_is_complete(tmp_path, monkeypatch):
-  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  like = dict(x=jax.ShapeDtypeStruct((4,), jnp.float32, sharding=here))
-  save(tmp_path, dict(x=jnp.ones(4)), (4,), dict(n=1))
-  with monkeypatch.context() as broken:
-    broken.setattr(integrity, "write_list", lambda _: 1 / 0)  # in the background, near the end
-    with pytest.raises(files.WriteError, match="rl/4 cannot be written: ZeroDivisionError"):
-      save(tmp_path, dict(x=jnp.zeros(4)), (4,), dict(n=2))
-  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)  # of the next process: finds it
-  state, host = checkpoints.restore(checkpoints.latest_whole(), like)
-  assert host == dict(n=1) and state["x"].sum() == 4
-  for step in 4, 5, 5, 6:  # and replaces it
-    checkpoints.save(step, state, dict(n=step))
-  checkpoints.close()
-  assert {path.name for path in checkpoints.directory.iterdir()} == {"5", "6"}
 
 
 def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):

@@ -13,7 +13,7 @@ from gspo_jax.system import preemption
 def phase_with(**parts):
   """A phase at its start, whose checkpoints, writer and guard do nothing but these things."""
   part = SimpleNamespace(
-    latest_whole=lambda: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
+    restore_newest=lambda like: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
     start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
   )  # fmt: skip
   vars(part).update(parts)
