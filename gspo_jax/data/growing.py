@@ -138,8 +138,8 @@ class Growing:
     for name, text in found.items():
       known = self._known.get(name, Known())
       self._known[name] = known.plus(text)
-      shown = name if files.is_pattern(self.path) else epath.Path(name).name
-      self._rows += self.reader(_rows(name, shown, known.lines, text))
+      id_ = name if files.is_pattern(self.path) else epath.Path(name).name
+      self._rows += self.reader(_rows(name, id_, known.lines, text))
     if self.skipped > skipped:
       self.reader.skipped.warn(f"{self._key}={self.path}")
     if len(self) > before:
@@ -166,10 +166,8 @@ class Growing:
       try:
         with epath.Path(name).open("rb") as file:
           file.seek(known.end - len(known.tail))
-          tail, text = (
-            file.read(len(known.tail)),
-            file.read(again[name][0] - known.end if again else -1),
-          )
+          tail = file.read(len(known.tail))
+          text = file.read(again[name][0] - known.end if again else -1)
       except OSError as error:
         raise DataError(f"{self._key}: {name} cannot be read: {error}") from error
       text = text[: text.rfind(b"\n") + 1]
@@ -237,10 +235,10 @@ class Draws:
     self._next = state["next"]
 
 
-def _rows(file: str, shown: str, before: int, text: bytes) -> Iterator[files.Row]:
+def _rows(file: str, id_: str, before: int, text: bytes) -> Iterator[files.Row]:
   for i, line in enumerate(text.split(b"\n"), before + 1):
     if line.strip():
-      yield f"{file}, line {i}", f"{shown}:{i}", functools.partial(files.json_row, line)
+      yield f"{file}, line {i}", f"{id_}:{i}", functools.partial(files.json_row, line)
 
 
 def _words(prompt: structs.Prompt) -> str:

@@ -49,7 +49,8 @@ def numbers(config: OptimizerConfig, updates: int) -> dict[str, float]:
 
 
 def rate(numbers: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
-  """Learning rate of the update after `count` others; `np`: the library that computes it."""
+  """Learning rate of the update after `count` others; `np`: the library that computes it. (Optax's
+  schedules branch in Python on their numbers, which cannot be a program's arguments then.)"""
   peak, warmup = numbers["peak"], numbers["warmup"]
   # From peak/warmup rather than 0: an update of size zero would be a wasted rollout.
   first = peak / np.maximum(warmup, 1)

@@ -1,6 +1,5 @@
 """TensorBoard, and Weights & Biases for those who want it, beside metrics.jsonl."""
 
-import importlib
 import sys
 import time
 import zlib
@@ -47,16 +46,20 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> tuple[
 class EventFile:
   """Scalars for TensorBoard, on disk when `write` returns.
 
-  tensorboardX's records without its SummaryWriter: that hands every scalar to a thread of its own
-  through a queue, and Ctrl-C in the middle of a `put` makes its `close` wait forever.
+  It is what tensorboardX's SummaryWriter writes with, without the thread that it hands scalars to:
+  where the disk is full that thread ends, and the next scalars wait for it forever; so does `close`
+  after Ctrl-C in the middle of a hand-over.
   """
 
   def __init__(self, directory: Path, purge_step: int | None):
     """Opens a new file. TensorBoard hides what earlier ones hold at or above `purge_step`."""
-    _import_tensorboardx()
-    from tensorboardX import event_file_writer
-    from tensorboardX.proto import event_pb2
-
+    absent = sys.modules.setdefault("torch", None) is None  # or it loads it for the name of a type:
+    try:  # a second and 0.2 GB
+      from tensorboardX import event_file_writer
+      from tensorboardX.proto import event_pb2
+    finally:
+      if absent:
+        del sys.modules["torch"]
     self._event, self._directory = event_pb2.Event, directory
     with writing(directory):
       directory.mkdir(parents=True, exist_ok=True)
@@ -78,15 +81,3 @@ class EventFile:
     with writing(self._directory):
       self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
       self._file.flush()
-
-
-def _import_tensorboardx() -> None:
-  """tensorboardX without PyTorch, which it loads for the name of a type: a second and 0.2 GB."""
-  absent = "torch" not in sys.modules
-  if absent:
-    sys.modules["torch"] = None  # what the import system takes for: not installed
-  try:
-    importlib.import_module("tensorboardX")
-  finally:
-    if absent:
-      del sys.modules["torch"]
