@@ -93,12 +93,15 @@ class Checkpointer:
 
     Raises:
       ValueError: all of them are damaged; says what to do.
+      DamagedError: one of several hosts cannot read its part.
     """
     damaged: list[epath.Path] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         state, host = self.restore(step, like())
       except DamagedError as error:
+        if jax.process_count() > 1 and error.__cause__:
+          raise  # what one host cannot read Orbax may still read on the others
         if jax.process_index() == 0:
           sys.stderr.write(f"checkpoint {error.path} is damaged and set aside: {error.why}\n")
         damaged.append(error.path)
@@ -292,9 +295,11 @@ def read_host(path: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 @contextlib.contextmanager
 def readable(path: epath.Path) -> Iterator[None]:
-  """Turns whatever is raised on reading a checkpoint into a DamagedError."""
+  """Turns what is raised on reading a checkpoint, but for want of memory, into a DamagedError."""
   try:
     yield
+  except (MemoryError, jax.errors.JaxRuntimeError):
+    raise
   except Exception as error:  # of Orbax's, TensorStore's or json's kind
     raise DamagedError(path, reason(error)) from error
 
