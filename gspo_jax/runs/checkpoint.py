@@ -58,8 +58,7 @@ class Checkpointer:
     if config.keep_every:
       kept.append(policies.EveryNSteps(config.keep_every))
     if config.best:
-      metric = lambda metrics: metrics.get(config.best, -math.inf)  # noqa: E731
-      kept.append(policies.BestN(get_metric_fn=metric, n=1))
+      kept.append(policies.BestN(get_metric_fn=self._measured, n=1))
     handler = ocp.StandardCheckpointHandler()
     handler.async_save = self._watched(handler.async_save)
     for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads those of all checkpoints
@@ -70,7 +69,7 @@ class Checkpointer:
         self.directory,
         options=ocp.CheckpointManagerOptions(
           preservation_policy=policies.AnyPreservationPolicy(kept),
-          best_fn=metric if config.best else None,
+          best_fn=self._measured if config.best else None,
           cleanup_tmp_directories=True,
           async_options=ocp.AsyncOptions(
             post_finalization_callback=self._written,
@@ -128,7 +127,7 @@ class Checkpointer:
       WriteError: this checkpoint cannot be written, or the one before it could not.
     """
     self._wait()
-    value = (metrics or {}).get(self._best, -math.inf)  # not measured: the worst
+    value = self._measured(metrics or {})
     if self._best and jax.process_count() > 1:
       # Hosts that measured different things would keep different checkpoints.
       value = multihost_utils.broadcast_one_to_all(np.float64(value))
@@ -137,9 +136,7 @@ class Checkpointer:
         self._manager.delete(step)
       self._saving = step, time.perf_counter()
       sealed = dict(sealed=seal(dict(host=host, sums=integrity.sums(state))))
-      with (
-        preemption.interrupts_wait()
-      ):  # Orbax's threads would wait for a save half begun, forever
+      with preemption.interrupts_wait():  # Orbax's threads would wait for half a save, forever
         self._manager.save(
           step,
           args=ocp.args.Composite(
@@ -192,6 +189,10 @@ class Checkpointer:
     if self._saving and jax.process_index() == 0:
       with self._told(self._mirror.target):
         self._mirror.copy()  # with the last report
+
+  def _measured(self, metrics: Mapping[str, float]) -> float:
+    """What decides on the best checkpoint; where it was not measured, the worst."""
+    return metrics.get(self._best, -math.inf)
 
   def _wait(self) -> None:
     """Waits for the save in the background, but not after a failure: Orbax would wait for the other

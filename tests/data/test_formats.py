@@ -327,7 +327,10 @@ def test_new_file_starts_a_new_epoch(tmp_path, caplog):
 def test_prompts_that_are_not_wanted_are_passed_over(two):
   source = load(two[0])
   batches = sources.Batches(source, 4, seed=0)
-  even = lambda p: int(p.answer) % 2 == 0  # noqa: E731
+
+  def even(prompt):
+    return int(prompt.answer) % 2 == 0
+
   drawn = [p.answer for _ in range(5) for p in batches.take(4, even)]
   assert sorted(drawn) == sorted("02468" * 4)
   asked = []

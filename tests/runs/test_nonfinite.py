@@ -134,7 +134,10 @@ def test_mini_batches_come_back_in_the_order_of_their_updates(tmp_path):
 
 def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
-  made = lambda directory, state: directory.mkdir(parents=True)  # noqa: E731
+
+  def made(directory, state):
+    directory.mkdir(parents=True)
+
   monkeypatch.setattr(nonfinite.checkpoint, "save_state", made)
   directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "not finite", None, [batch()])
   with np.load(directory / "batch_0.npz") as arrays:

@@ -38,7 +38,10 @@ def test_a_row_is_written_when_the_next_one_is_there():
 
 def test_a_checkpoint_has_the_metrics_of_a_step_that_is_not_yet_reported():
   rows, saved = [], []
-  save = lambda step, state, host, _: saved.append((step, host["pending"], len(rows)))  # noqa: E731
+
+  def save(step, state, host, _):
+    saved.append((step, host["pending"], len(rows)))
+
   running = phase_with(write=rows.append, save=save)
   row = dict(step=1, loss=2.0)
   with pytest.raises(preemption.Preempted), running:  # while it is evaluated
