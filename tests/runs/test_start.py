@@ -148,11 +148,11 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(tmp_path):
   with open_run(config(), tmp_path / "source") as run:
     sft.sft(run)
   last = tmp_path / "source" / "checkpoints" / "sft" / "4"
-  big = max((p for p in (last / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-  content = bytearray(big.read_bytes())
-  for i in range(100, len(content), 1000):  # in the parameters too
-    content[i] ^= 1
-  big.write_bytes(content)
+  for path in (last / "state").rglob("ocdbt.process_0/d/*"):
+    content = bytearray(path.read_bytes())
+    for i in range(0, len(content), 100):  # whichever file the parameters are in
+      content[i] ^= 1
+    path.write_bytes(content)
   with pytest.raises(ValueError, match=r"4 is damaged: .*; the one before is .*checkpoints/sft/2"):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside

@@ -42,6 +42,7 @@ def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
 SAVE = """
 import sys, jax.numpy as jnp
 from gspo_jax.runs import checkpoint
+from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import files
 config = CheckpointConfig("", 1, 1, 0, "", 30.0)
 checkpoints = checkpoint.Checkpointer(sys.argv[1], "rl", config)
