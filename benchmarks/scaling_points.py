@@ -19,7 +19,7 @@ import numpy as np
 from machine import busy_seconds
 
 from gspo_jax import sharding
-from gspo_jax.learner import optimizer
+from gspo_jax.learner import optimizer, passes
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import flops, transformer
@@ -192,7 +192,7 @@ def init(config: ModelConfig, rules: sharding.Rules) -> transformer.Params:
 
 
 def make_step(config: ModelConfig, compute: ComputeConfig, tx, microbatches: int = 1) -> Callable:
-  learner = train_step.Learner(config, compute, 1.0, microbatches, load_balance_coef=0.0)
+  learner = passes.Learner(config, compute, 1.0, microbatches, load_balance_coef=0.0)
   return train_step.make_rl_step(learner, OBJECTIVE, tx)
 
 

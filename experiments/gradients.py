@@ -13,12 +13,13 @@ import jax
 
 from experiments import group_gradients
 from gspo_jax import objectives as O
-from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import optimizer
+from gspo_jax.learner.passes import learner_of
 from gspo_jax.learner.state import new_state
-from gspo_jax.learner.step import learner_of, make_rl_step
+from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
+from gspo_jax.models.flops import forward_flops
 from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch, Totals, compute

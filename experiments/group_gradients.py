@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import objectives as O
-from gspo_jax.learner.step import Learner, accumulate, log_probs, parts
+from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts
 from gspo_jax.models import lora
 from gspo_jax.structs import Array, TrainBatch
 

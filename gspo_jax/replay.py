@@ -23,8 +23,9 @@ from etils import epath
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer, packing
 from gspo_jax.learner.critic import optimizers
+from gspo_jax.learner.passes import Learner, learner_of, log_probs
 from gspo_jax.learner.state import abstract_state
-from gspo_jax.learner.step import Learner, learner_of, log_probs, make_rl_step, make_sft_step
+from gspo_jax.learner.step import make_rl_step, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state

@@ -13,8 +13,9 @@ from gspo_jax import sharding
 from gspo_jax.data import sources
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.learner import optimizer
+from gspo_jax.learner.passes import learner_of
 from gspo_jax.learner.state import abstract_state, new_state
-from gspo_jax.learner.step import learner_of, make_sft_loss, make_sft_step
+from gspo_jax.learner.step import make_sft_loss, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer

@@ -86,7 +86,7 @@ class TrainBatch:
   # float32: 1 on tokens that the policy before the updates sampled; None: it sampled all of them
   current_BT: Array | None = None
   # int32: which part of its response each trained token is in, of those that have an importance
-  # ratio of their own in objective "segment" (learner/segments.py); None: there is one
+  # ratio of their own in objective "segment" (sampling/parts.py); None: there is one
   unit_BT: Array | None = None
   # int32: iterations since the oldest weights that sampled a response; None: none
   age_B: Array | None = None

@@ -9,9 +9,9 @@ import jax
 
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer
-from gspo_jax.learner.state import abstract_params
-from gspo_jax.learner.step import Learner, make_score
+from gspo_jax.learner.passes import Learner, make_score
 from gspo_jax.models import transformer
+from gspo_jax.models.params import abstract_params
 from gspo_jax.runs import provenance, start, weights
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig

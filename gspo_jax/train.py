@@ -1,7 +1,5 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
-import concurrent.futures
-import dataclasses
 import difflib
 import functools
 import time
@@ -12,31 +10,19 @@ import jax
 import numpy as np
 
 from gspo_jax import teacher
-from gspo_jax.hardware import forward_flops, utilisation
 from gspo_jax.learner import batch as batches
-from gspo_jax.learner import by_age, by_length, optimizer
+from gspo_jax.learner import optimizer
 from gspo_jax.learner.adaptive_clip import adapted
-from gspo_jax.learner.ahead import compile_ahead
-from gspo_jax.learner.critic import optimizers
+from gspo_jax.learner.critic import make_advantages, make_values, new_critic, optimizers
 from gspo_jax.learner.distillation import make_distill
 from gspo_jax.learner.layout import sampled
-from gspo_jax.learner.state import (
-  abstract,
-  abstract_state,
-  as_read,
-  new_state,
-  with_adapters,
-  with_critic,
-)
-from gspo_jax.learner.step import (
-  learner_of,
-  make_old_policy,
-  make_review,
-  make_rl_step,
-  make_score,
-)
+from gspo_jax.learner.metrics import lag_metrics, reward_metrics
+from gspo_jax.learner.passes import learner_of, make_old_policy, make_review, make_score
+from gspo_jax.learner.state import abstract_state, new_state, with_critic
+from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
-from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
+from gspo_jax.models.flops import forward_flops, utilisation
+from gspo_jax.models.params import as_read, with_adapters
 from gspo_jax.report import page
 from gspo_jax.rollouts.collector import Collected, Collector
 from gspo_jax.rollouts.dumps import rollout_records
@@ -44,9 +30,7 @@ from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Totals, memory
 from gspo_jax.runs.phase import Phase
-from gspo_jax.sampling.delimiters import step_ends
-from gspo_jax.sampling.parts import segment_ids
-from gspo_jax.structs import Rollout, TrainBatch, TrainState
+from gspo_jax.structs import TrainBatch, TrainState
 
 
 def train(run: Run, start_params: Callable[[], Any]) -> Any:
@@ -120,8 +104,6 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     minibatches = [one(batch) for batch in minibatches]
     return advantages(minibatches) if critic or c.distillation.on else (minibatches, {})
 
-  if last < c.rl.iterations:
-    update, old_policy, values = ahead(run, collector, prepared, update, old_policy, values)
   review = make_review(learner, c.objective, old_policy)
   with sampling, phase:
     phase.stand(last, state, position(sampling, total), pending)
@@ -133,7 +115,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       started = time.perf_counter()
       collected = sampling.next(step)
       with phase.stages("logp"):
-        minibatches = place(run, collected, c.rl.minibatches)
+        minibatches = place(run, collected)
         minibatches, of_advantages = prepared(state, minibatches)
         jax.block_until_ready(minibatches)
       taken = batches.epochs(minibatches, c.rl.epochs)
@@ -151,7 +133,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         row |= of_advantages | collected.metrics | rewards_by_length(run, collected) | memory()
         row |= summarize(tuple(metrics))
         if c.rl.lag:
-          row |= by_age.lag_metrics(collected.rollout, step)
+          row |= lag_metrics(collected.rollout, step)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
       without_gradient, training = operations(run, collected)
@@ -175,37 +157,6 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   return state.params
 
 
-def ahead(
-  run: Run,
-  collector: Collector,
-  prepared: Callable[[TrainState, list[TrainBatch]], tuple[list[TrainBatch], Any]],
-  update: Callable,
-  old_policy: Callable,
-  values: Callable | None,
-) -> tuple[Callable, Callable, Callable | None]:
-  """`update`, `old_policy` and `values`, which a thread compiles for the shapes of this run while
-  the first responses are sampled."""
-  c, pool = run.config, concurrent.futures.ThreadPoolExecutor(1)
-  state = empty_state(run)
-
-  @functools.cache
-  def batch() -> TrainBatch:
-    blank = collector.blank(c.rl.prompts // c.rl.minibatches)
-    return abstract(place(run, blank, parts=1)[0], run.mesh)
-
-  def whole() -> TrainBatch:
-    minibatches, _ = jax.eval_shape(prepared, state, [batch()])
-    return abstract(minibatches[0], run.mesh)
-
-  compiled = compile_ahead(pool, run.mesh, old_policy, lambda: (state.params, sampled(batch())))
-  if values is not None:
-    both = lambda: (state.params, state.critic.params)  # noqa: E731
-    values = compile_ahead(pool, run.mesh, values, lambda: (both(), batch()))
-  update = compile_ahead(pool, run.mesh, update, lambda: (state, whole()))
-  pool.shutdown(wait=False)  # the thread ends with its last job
-  return update, compiled, values
-
-
 def empty_state(run: Run) -> TrainState:
   """Shapes and shardings of the training state of RL."""
   c = run.config
@@ -214,71 +165,27 @@ def empty_state(run: Run) -> TrainState:
   return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
 
 
-def place(run: Run, collected: Collected, parts: int) -> list[TrainBatch]:
-  """So many mini-batches, on the devices; an iteration has `rl.minibatches` of them."""
-  c, rollout = run.config, collected.rollout
-  # Conversations may begin differently. What was put aside went through the prompt again, with
-  # other weights, so that each trajectory of a group may have other experts there. With a lag
-  # those of servers may too, which take new weights under way; their record (`rl.replay`)
-  # makes the same updates with any engine.
-  moved = c.rl.partial or (c.rl.lag and c.objective.replay == "R3")
-  alike = run.environment is None and not (moved and rollout.routing is not None)
-  advantages = collected.advantage_PG, collected.advantage_BL
-  reward_BL = None
-  if c.critic.name != "none" or c.objective.loss.to_reference:
-    rollout = judged(collected)
-  if c.critic.name != "none":
-    reward_BL = of_tokens(collected, rollout)
-  batch = batches.train_batch(
-    rollout,
-    *advantages,
-    segments_of(run, rollout),
-    shared_prompts=alike,
-    version=collected.step if c.rl.partial or c.rl.lag or c.job == "offline" else None,
-    ages=c.rl.ages > 0,
-    replays_sampler=c.objective.replay == "R3",
-    mask_truncated=c.rl.mask_truncated,
-    reward_BL=reward_BL,
+def place(run: Run, collected: Collected) -> list[TrainBatch]:
+  """The mini-batches of an iteration, on the devices."""
+  c = run.config
+  unit = c.objective.segment_unit
+  return batches.place(
+    c,
+    run.mesh,
+    collected.rollout,
+    reward_PG=collected.reward_PG,
+    advantage_PG=collected.advantage_PG,
+    advantage_BL=collected.advantage_BL,
+    known_B=known(collected),
+    version=collected.step,
+    breaks_V=run.line_breaks if unit == "line" else None,
+    delimiters=run.delimiters if unit == "step" else None,
   )
-  sizes = parts, c.rl.prompts * parts // c.rl.minibatches, c.rl.group_size
-  return batches.minibatches(batch, *sizes, run.mesh, c.rl.packed)
 
 
-def judged(collected: Collected) -> Rollout:
-  """The rollout without the responses on which there is no verdict, for losses that learn from an
-  advantage of 0 too."""
-  rollout = collected.rollout
-  if not collected.groups:
-    return rollout
-  known_B = np.concatenate([group.known_G for group in collected.groups])
-  return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
-
-
-def of_tokens(collected: Collected, rollout: Rollout) -> np.ndarray:
-  """The reward of each token that counts in `rollout`: of turns or lines where these have rewards
-  of their own, else of the response at its end."""
-  if collected.advantage_BL is not None:
-    return rollout.rewards * (rollout.mask > 0).any(axis=1, keepdims=True)
-  known_B = (rollout.mask > 0).any(axis=1)
-  return at_the_end(np.where(known_B, collected.reward_PG.reshape(-1), 0), rollout.mask)
-
-
-def segments_of(run: Run, rollout: Rollout) -> np.ndarray | None:
-  """Parts of each trajectory that have an importance ratio of their own; None: there are none."""
-  objective, ends_BT = run.config.objective, None
-  if objective.segment_unit is None:
-    return None
-  if objective.segment_unit == "step":
-    ends_BT = step_ends(run.delimiters, rollout.tokens, rollout.mask, rollout.turns)
-  return segment_ids(
-    objective.segment_unit,
-    rollout.tokens,
-    rollout.mask,
-    turn_BT=rollout.turns,
-    size=objective.segment_tokens,
-    breaks_V=run.line_breaks if objective.segment_unit == "line" else None,
-    ends_BT=ends_BT,
-  )
+def known(collected: Collected) -> np.ndarray:
+  """bool [B]: on which responses there is a verdict."""
+  return np.concatenate([group.known_G for group in collected.groups])
 
 
 def conclude(
@@ -316,10 +223,9 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
 
 def rewards_by_length(run: Run, collected: Collected) -> dict[str, float]:
   """Rewards of the responses that are trained on, by their length."""
-  known_B = np.concatenate([group.known_G for group in collected.groups])
   longest, rollout = run.config.sampling.max_new_tokens, collected.rollout
   length_B = rollout.lengths * (rollout.stopped | (not run.config.rl.mask_truncated))
-  return by_length.reward_metrics(collected.reward_PG.reshape(-1), known_B, length_B, longest)
+  return reward_metrics(collected.reward_PG.reshape(-1), known(collected), length_B, longest)
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:

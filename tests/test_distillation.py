@@ -19,10 +19,10 @@ from gspo_jax import run as runs
 from gspo_jax import sharding, teacher, train
 from gspo_jax.aot import needed, plan, programs
 from gspo_jax.aot.estimate import held
-from gspo_jax.hardware import forward_flops
 from gspo_jax.learner import packing
 from gspo_jax.learner.distillation import make_distill
 from gspo_jax.models import hf, transformer
+from gspo_jax.models.flops import forward_flops
 from gspo_jax.run import open_run
 from gspo_jax.settings.critic import DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig

@@ -26,6 +26,7 @@ from support.small_models import SMALLER_MOE, on_host
 from support.small_updates import GSPO, batch_of, learner, scalars
 
 from gspo_jax import sharding
+from gspo_jax.learner import passes
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
@@ -70,7 +71,7 @@ def measure(mesh):
   if mesh is not None:
     batch = sharding.put_batch(batch, mesh)
   params = put(start, sharding.TRAIN)
-  old = train_step.make_old_policy(LEARNER, OBJECTIVE)(params, batch)
+  old = passes.make_old_policy(LEARNER, OBJECTIVE)(params, batch)
   batch = batch.replace(**old)
   state = new_state(params, TX)
   before = jax.tree.map(jax.typeof, state)

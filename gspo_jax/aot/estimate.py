@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.aot import chips, links
 from gspo_jax.aot.programs import Case, resolved, state_of
-from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import flops, lora, remat
+from gspo_jax.models.params import abstract_params
 from gspo_jax.structs import TrainState
 
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import estimate
 from gspo_jax.aot.programs import Case, sampler_params, state_of
-from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import transformer
+from gspo_jax.models.params import abstract_params
 from gspo_jax.sampling.requests import sizes
 
 

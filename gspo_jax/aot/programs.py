@@ -12,12 +12,14 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
+from gspo_jax.learner import passes
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.critic import optimizers
-from gspo_jax.learner.state import abstract_params, abstract_state
-from gspo_jax.learner.step import learner_of
+from gspo_jax.learner.passes import learner_of
+from gspo_jax.learner.state import abstract_state
 from gspo_jax.models import flops, lora, transformer
 from gspo_jax.models.experts import routing
+from gspo_jax.models.params import abstract_params
 from gspo_jax.models.weights import Params
 from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
@@ -184,7 +186,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       arguments = state.params, batch_of(case, mesh, rows)
       work = flops.work(case.model, rows, case.length, case.length)
       held = state.opt_state, sample_params, state.critic, *reference
-      yield name, Program(train_step.make_score(learner), arguments, work, held=held)
+      yield name, Program(passes.make_score(learner), arguments, work, held=held)
       if taught is not None:
         *others, params = reference
         work = flops.work(taught.model, rows, case.length, case.length)

@@ -1,15 +1,118 @@
 """From what was sampled to the mini-batches of an iteration, and back to its order."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.learner import by_age, packing
+from gspo_jax.learner import packing
+from gspo_jax.learner.metrics import ages as ages_of
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.sampling.delimiters import Delimiters, step_ends
+from gspo_jax.sampling.parts import segment_ids
+from gspo_jax.settings.objective import ObjectiveConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Rollout, TrainBatch
+
+
+def place(
+  config: RunConfig,
+  mesh: jax.sharding.Mesh,
+  rollout: Rollout,
+  *,
+  reward_PG: np.ndarray,
+  advantage_PG: np.ndarray,
+  advantage_BL: np.ndarray | None,
+  known_B: np.ndarray,
+  version: int,
+  breaks_V: np.ndarray | None = None,
+  delimiters: Delimiters | None = None,
+) -> list[TrainBatch]:
+  """The mini-batches of an iteration, on the devices.
+
+  Args:
+    advantage_BL: of each token, where turns or lines have rewards of their own.
+    known_B: on which responses there is a verdict.
+    version: of the weights before the updates.
+    breaks_V: line breaks in the text of each token, for segments that are lines.
+    delimiters: what ends a segment that is a step.
+  """
+  c = config
+  # Conversations may begin differently. What was put aside went through the prompt again, with
+  # other weights, so that each trajectory of a group may have other experts there. With a lag
+  # those of servers may too, which take new weights under way; their record (`rl.replay`)
+  # makes the same updates with any engine.
+  moved = c.rl.partial or (c.rl.lag and c.objective.replay == "R3")
+  alike = not c.environment.name and not (moved and rollout.routing is not None)
+  has_critic, reward_BL = c.critic.name != "none", None
+  if has_critic or c.objective.loss.to_reference:
+    rollout = judged(rollout, known_B)
+  if has_critic:
+    reward_BL = of_tokens(rollout, reward_PG, in_parts=advantage_BL is not None)
+  batch = train_batch(
+    rollout,
+    advantage_PG,
+    advantage_BL,
+    segments_of(c.objective, rollout, breaks_V, delimiters),
+    shared_prompts=alike,
+    version=version if c.rl.partial or c.rl.lag or c.job == "offline" else None,
+    ages=c.rl.ages > 0,
+    replays_sampler=c.objective.replay == "R3",
+    mask_truncated=c.rl.mask_truncated,
+    reward_BL=reward_BL,
+  )
+  return minibatches(
+    batch, c.rl.minibatches, c.rl.prompts, c.rl.group_size, mesh=mesh, packed=c.rl.packed
+  )
+
+
+def judged(rollout: Rollout, known_B: np.ndarray) -> Rollout:
+  """The rollout without the responses on which there is no verdict, for losses that learn from an
+  advantage of 0 too."""
+  return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
+
+
+def of_tokens(rollout: Rollout, reward_PG: np.ndarray, in_parts: bool) -> np.ndarray:
+  """The reward of each token that counts in `rollout`: of turns or lines where these have rewards
+  of their own, else of the response at its end."""
+  live_B = (rollout.mask > 0).any(axis=1)
+  if in_parts:
+    return rollout.rewards * live_B[:, None]
+  return at_the_end(np.where(live_B, reward_PG.reshape(-1), 0), rollout.mask)
+
+
+def at_the_end(reward_B: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
+  """float32 [B, L]: each reward at the last token that is trained on, 0 elsewhere."""
+  L = mask_BL.shape[1]
+  last_B = L - 1 - np.argmax(mask_BL[:, ::-1] > 0, axis=1)
+  at_BL = (np.arange(L) == last_B[:, None]) & (mask_BL > 0)
+  return np.where(at_BL, reward_B[:, None], 0).astype(np.float32)
+
+
+def segments_of(
+  objective: ObjectiveConfig,
+  rollout: Rollout,
+  breaks_V: np.ndarray | None,
+  delimiters: Delimiters | None,
+) -> np.ndarray | None:
+  """Parts of each trajectory that have an importance ratio of their own; None: there are none."""
+  unit, ends_BT = objective.segment_unit, None
+  if unit is None:
+    return None
+  if unit == "step":
+    ends_BT = step_ends(delimiters, rollout.tokens, rollout.mask, rollout.turns)
+  return segment_ids(
+    unit,
+    rollout.tokens,
+    rollout.mask,
+    turn_BT=rollout.turns,
+    size=objective.segment_tokens,
+    breaks_V=breaks_V if unit == "line" else None,
+    ends_BT=ends_BT,
+  )
 
 
 def train_batch(
@@ -66,7 +169,7 @@ def train_batch(
     unit_BT=unit_BL,
     advantage_BT=advantage_BL,
     reward_BT=reward_BL,
-    age_B=by_age.ages(rollout, version) if ages else None,
+    age_B=ages_of(rollout, version) if ages else None,
     sampler_routing_BTlk=routing_BTlk,
     support_BTX=rollout.support,
     prompt_B=rollout.prompt_lengths if shared_prompts else None,
@@ -106,11 +209,11 @@ def minibatches(
   cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
   structure = jax.tree.structure(batch)
   batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
-  first = lambda i, one: np.full(len(one.tokens_BT), i == 0)  # noqa: E731
-  batches = [one.replace(first_B=first(i, one)) for i, one in enumerate(batches)]
+  of_each_B = np.ones(len(batches[0].tokens_BT), bool)
+  batches = [batch.replace(first_B=of_each_B & (i == 0)) for i, batch in enumerate(batches)]
   if packed:
-    batches = [packing.plan(one, sharding.batch_shards(mesh)) for one in batches]
-  return [sharding.put_batch(one, mesh) for one in batches]
+    batches = [packing.plan(batch, sharding.batch_shards(mesh)) for batch in batches]
+  return [sharding.put_batch(batch, mesh) for batch in batches]
 
 
 def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
@@ -129,7 +232,7 @@ def epochs(batches: Sequence[TrainBatch], number: int) -> list[TrainBatch]:
 
   The marked one is so in the first epoch only: later it meets weights that updates have changed.
   """
-  again = [one.replace(first_B=one.first_B & False) for one in batches] if number > 1 else []
+  again = [batch.replace(first_B=batch.first_B & False) for batch in batches]
   return [*batches, *again * (number - 1)]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gspo_jax.learner.router_metrics import VOLATILITY
+from gspo_jax.learner.metrics import VOLATILITY
 from gspo_jax.objectives.reductions import compute, merge
 
 # What the rows of an iteration have of each mini-batch as well.

@@ -1,11 +1,14 @@
-"""Floating-point operations of a model, by part."""
+"""Floating-point operations of a model, by part, and how much of the devices' speed they use."""
 
 import dataclasses
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from gspo_jax.models import transformer
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system.accelerators import peak_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +68,23 @@ def _pairs(queries, keys, window: int | None = None):
     return near * (near + 1) / 2 + (n - near) * near
 
   return up_to(keys) - up_to(keys - queries)
+
+
+def forward_flops(
+  config: ModelConfig, prompt_P: np.ndarray, prompt_B: np.ndarray, end_B: np.ndarray
+) -> float:
+  """Model FLOPs of a forward pass over responses from `prompt_B` to `end_B` and each prompt once,
+  without padding. An update takes three times as many."""
+  parts = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
+  return sum(float(np.sum(part.forward())) for part in parts)
+
+
+def utilisation(
+  operations: float, seconds: float, devices: Sequence[jax.Device]
+) -> dict[str, float]:
+  """Model FLOPs per second of the updates, and their share of the devices' peak where it is
+  known; what is calculated twice counts once."""
+  speed = operations / seconds
+  row = {"flops_per_second/update": speed}
+  peak = peak_flops(devices[0].device_kind)
+  return row if peak is None else row | {"mfu/update": speed / (peak * len(devices))}

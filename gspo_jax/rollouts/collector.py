@@ -31,7 +31,6 @@ from gspo_jax.rollouts.prompt_filter import PromptFilter
 from gspo_jax.run import Run
 from gspo_jax.sampling import Driver, SingleTurn, Usage, assemble, parts
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.sampling.trajectory import blank
 from gspo_jax.structs import Rollout
 from gspo_jax.system import hosts
 
@@ -306,15 +305,6 @@ class Collector:
       metrics["masked_responses"] = float(cut_B.sum())
     arrays = reward_PG, advantage_PG, advantage_BL
     return Collected(groups, rollout, step, self._version, *arrays, usage, metrics)
-
-  def blank(self, prompts: int) -> Collected:
-    """Stands in for what `collect` returns for so many groups: alike but for the values."""
-    c, G = self._config, self._config.rl.group_size
-    one = blank(c.model, self._workload.record_routing)
-    rollout = assemble([one] * (prompts * G), *self._arrays)
-    zeros_PG = np.zeros((prompts, G), np.float32)
-    advantage_BL = np.zeros_like(rollout.logp) if self._in_parts else None
-    return Collected([], rollout, 0, 0, zeros_PG, zeros_PG, advantage_BL, Usage(), {})
 
   def _partial_metrics(self, sampled: Sequence[Group], chosen: Sequence[Group]) -> dict[str, float]:
     """Of the tokens that are trained on, the share that weights before this iteration's sampled,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.learner.state import abstract_params
 from gspo_jax.models import lora, transformer
+from gspo_jax.models.params import abstract_params
 from gspo_jax.runs import provenance, start
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig

@@ -16,7 +16,6 @@ import numpy as np
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.requests import Response
-from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import Rollout
 
 Message = Mapping[str, str]  # role and content
@@ -249,21 +248,6 @@ class Trajectory:
 def _widened(support_nX: np.ndarray, width: int) -> np.ndarray:
   more = width - support_nX.shape[1]
   return np.pad(support_nX, ((0, 0), (0, more)), constant_values=NO_TOKEN)
-
-
-def blank(model: ModelConfig, record_routing: bool) -> Trajectory:
-  """A finished trajectory of two tokens, of which `assemble` makes arrays of the usual kind."""
-  layers = sum(map(model.is_moe, range(model.num_layers)))
-  experts_lk = None
-  if record_routing and layers:
-    shape = (1, layers, model.experts_per_token)
-    experts_lk = np.zeros(shape, routing.storage_dtype(model.num_experts))
-  token, logp = np.zeros(1, np.int32), np.zeros(1, np.float32)
-  one = Trajectory((0,), 0, 0, SingleTurn((0,)))
-  one.add(Response(None, 0, token, logp, logp, token, True, True, experts_lk))
-  one.end_turn(0.0)
-  one.finish(stopped=True)
-  return one
 
 
 def recorded_turn(

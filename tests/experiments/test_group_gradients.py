@@ -9,7 +9,7 @@ from support.small_updates import learner, make_batch
 
 from experiments import group_gradients
 from gspo_jax import objectives as O
-from gspo_jax.learner.step import log_probs
+from gspo_jax.learner.passes import log_probs
 
 G = 4
 LEARNER = learner(SMALLER_MOE, group_size=G)

@@ -17,11 +17,12 @@ from configs import common, tiny_ppo
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer, packing
-from gspo_jax.learner.critic import Critic
+from gspo_jax.learner.batch import at_the_end
+from gspo_jax.learner.critic import Critic, make_advantages, make_values, new_critic
 from gspo_jax.learner.objective import policy_loss
+from gspo_jax.learner.passes import log_probs
 from gspo_jax.learner.state import abstract_state, new_state, with_critic
-from gspo_jax.learner.step import log_probs, make_rl_step
-from gspo_jax.learner.values import at_the_end, make_advantages, make_values, new_critic
+from gspo_jax.learner.step import make_rl_step
 from gspo_jax.models import transformer
 from gspo_jax.models.critic import values as head_values
 from gspo_jax.runs.checkpoint import restore_state, save_state

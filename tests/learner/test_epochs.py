@@ -43,9 +43,9 @@ def rewards(monkeypatch):
   """Advantages of either sign, without a model that gets anything right."""
   place = train.place
 
-  def placed(run, collected, parts):
+  def placed(run, collected):
     advantage_PG = np.sin(collected.rollout.tokens.sum(1)).reshape(collected.advantage_PG.shape)
-    return place(run, dataclasses.replace(collected, advantage_PG=advantage_PG), parts)
+    return place(run, dataclasses.replace(collected, advantage_PG=advantage_PG))
 
   monkeypatch.setattr(train, "place", placed)
 

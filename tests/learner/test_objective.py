@@ -14,7 +14,7 @@ from support import objectives_reference as paper
 from configs import common, dense_math, moe_aime, tiny, tiny_tools
 from gspo_jax import objectives as O
 from gspo_jax.learner.objective import policy_loss
-from gspo_jax.learner.step import learner_of
+from gspo_jax.learner.passes import learner_of
 from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective, options_of
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.structs import TrainBatch

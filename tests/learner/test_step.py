@@ -25,6 +25,7 @@ from support.small_updates import (
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
+from gspo_jax.learner import passes
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import new_state
@@ -447,9 +448,9 @@ def test_a_review_is_of_the_network_that_is_replayed():
 def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_batch():
   """By a critic, say: the passes before the updates are of a batch without values."""
   jax.clear_caches()  # as below
-  find, batch = train_step.make_old_policy(learner(DENSE), GSPO), rollout_batch(DENSE)
+  find, batch = passes.make_old_policy(learner(DENSE), GSPO), rollout_batch(DENSE)
   find(initial(DENSE), sampled(batch))
-  review = train_step.make_review(learner(DENSE), GSPO, find)
+  review = passes.make_review(learner(DENSE), GSPO, find)
   for more in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
     review(initial(DENSE), batch.replace(**more))
   assert find._cache_size() == 1

@@ -12,8 +12,9 @@ from support.small_models import MODELS, SMALLER_DENSE, initial, logits
 from support.small_updates import GSPO, learner, make_batch, rl_step, scalars
 
 from gspo_jax import sharding
-from gspo_jax.learner.state import abstract_state, new_state, with_adapters
+from gspo_jax.learner.state import abstract_state, new_state
 from gspo_jax.models import hf, lora, transformer, weights
+from gspo_jax.models.params import with_adapters
 from gspo_jax.runs import checkpoint
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.training import CheckpointConfig

@@ -12,7 +12,7 @@ from support.sampling import sample as generate
 from support.small_models import MOE, initial
 
 from gspo_jax import sharding
-from gspo_jax.learner.router_metrics import router_metrics
+from gspo_jax.learner.metrics import router_metrics
 from gspo_jax.models import transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.experts import moe, routing

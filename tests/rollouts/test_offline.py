@@ -163,8 +163,9 @@ def test_a_response_without_a_verdict_is_no_target():
   out.groups[1].unknown = {2: "timeout"}
   known_B = np.arange(P * G) != G + 2
   there_B = out.rollout.mask.any(axis=1)
-  np.testing.assert_array_equal(train.judged(out).mask.any(axis=1), there_B & known_B)
-  rewards_B = train.of_tokens(out, train.judged(out)).sum(axis=1)
+  judged = batches.judged(out.rollout, train.known(out))
+  np.testing.assert_array_equal(judged.mask.any(axis=1), there_B & known_B)
+  rewards_B = batches.of_tokens(judged, out.reward_PG, in_parts=False).sum(axis=1)
   np.testing.assert_array_equal(rewards_B, out.reward_PG.reshape(-1) * (there_B & known_B))
 
 

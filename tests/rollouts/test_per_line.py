@@ -10,8 +10,8 @@ from support.configs import config_of
 from support.small_models import MOE, initial
 
 from configs import common
-from gspo_jax import train
 from gspo_jax.data.sources import Prompts
+from gspo_jax.learner.batch import segments_of
 from gspo_jax.rewards import Scores
 from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
@@ -119,14 +119,8 @@ def test_the_last_token_of_a_line_has_its_reward():
 def test_segments_of_lines_are_the_lines_that_are_rewarded():
   changes = dict(objective__name="segment", objective__segment_unit="line", reward__partial=1.0)
   run, out = collected(1.0, **changes)
-  ids_BL = train.segments_of(run, out.rollout)
+  objective = run.config.objective
+  ids_BL = segments_of(objective, out.rollout, run.line_breaks, delimiters=None)
   for row in range(len(ids_BL)):
     for u, line in enumerate(lines_of(out.rollout, row)):
       assert (ids_BL[row, line] == u).all()
-
-
-def test_a_blank_has_the_same_fields():
-  run, out = collected(1.0, reward__partial=1.0)
-  blank = Collector(run).blank(4)
-  assert blank.advantage_BL.shape == out.advantage_BL.shape
-  assert blank.advantage_BL.dtype == out.advantage_BL.dtype

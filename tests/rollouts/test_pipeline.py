@@ -20,7 +20,7 @@ from support.small_models import MOE
 
 from configs import common
 from gspo_jax import sharding
-from gspo_jax.learner.step import learner_of, log_probs
+from gspo_jax.learner.passes import learner_of, log_probs
 from gspo_jax.models import transformer
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.pipeline import Pipeline, read
@@ -201,7 +201,7 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
   mixed = made.again(first, **{name: getattr(new[0][0], name) for name in fields})
   score = jax.jit(lambda batch: log_probs(PARAMS, batch, learner_of(config, "rl"), "R3")[0])
   with jax.set_mesh(mesh):
-    for batch in place(run, mixed, config.rl.minibatches):
+    for batch in place(run, mixed):
       alone = score(batch.replace(prompt_B=None))
       found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch), alone))
       np.testing.assert_allclose(found, alone, atol=1e-5)

@@ -38,7 +38,7 @@ from gspo_jax.data.sources import Batches, Prompts
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
 from gspo_jax.learner import packing
-from gspo_jax.learner.by_length import reward_metrics
+from gspo_jax.learner.metrics import reward_metrics
 from gspo_jax.rewards import Scores
 from gspo_jax.rollouts import schedules
 from gspo_jax.rollouts.collector import Collector
@@ -288,7 +288,7 @@ def test_every_part_of_an_iteration_takes_smaller_groups(make):
     zeros = np.zeros(one.rollout.logp.shape)
     dumped = rollout_records(one, zeros, zeros > 0, tokenizer().decode)
     assert len(dumped) == known_B.sum()
-    assert not train.judged(one).mask[~known_B].any()
+    assert not batches.judged(one.rollout, train.known(one)).mask[~known_B].any()
   assert smaller
 
 

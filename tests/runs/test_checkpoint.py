@@ -15,8 +15,9 @@ import pytest
 from support.small_models import MOE
 
 from gspo_jax import sharding
-from gspo_jax.learner.state import abstract, new_state
+from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
+from gspo_jax.models.params import abstract
 from gspo_jax.runs import checkpoint, mirror
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.mesh import MeshConfig

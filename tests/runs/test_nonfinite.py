@@ -22,8 +22,9 @@ from configs import tiny
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
 from gspo_jax.learner import step as train_step
-from gspo_jax.learner.state import abstract, new_state
+from gspo_jax.learner.state import new_state
 from gspo_jax.learner.summary import summarize
+from gspo_jax.models.params import abstract
 from gspo_jax.replay import main as replay_main
 from gspo_jax.runs import nonfinite
 from gspo_jax.runs.checkpoint import restore_state

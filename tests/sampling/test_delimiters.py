@@ -11,8 +11,9 @@ from support.configs import config_of
 from tokenizers import decoders, models
 
 from configs import common, tiny_segments, tiny_tools
-from gspo_jax import run, train
+from gspo_jax import run
 from gspo_jax.data import tokenizer
+from gspo_jax.learner.batch import segments_of
 from gspo_jax.sampling import delimiters as steps
 from gspo_jax.sampling.parts import segment_ids
 from gspo_jax.structs import Rollout
@@ -131,18 +132,16 @@ def test_segments_of_a_run_with_observations_and_several_versions(unit):
     rewards=zeros_BL, version=version_BL, routing=None, prompt_lengths=at(2), lengths=at(13),
     ends=at(17), stopped=np.array([True, False]),
   )  # fmt: skip
-  opened = SimpleNamespace(
-    config=config,
-    delimiters=steps.delimiters(("]", "x["), BYTES),  # one that two turns make together
-    line_breaks=np.array([BYTES.decode([i]).count("\n") for i in range(BYTES.vocab_size)]),
-  )
+  breaks_V = np.array([BYTES.decode([i]).count("\n") for i in range(BYTES.vocab_size)])
+  delimiters = steps.delimiters(("]", "x["), BYTES)  # one that two turns make together
   expected = dict(
     turn=[0] * 8 + [0, 0] + [1] * 7,
     step=[0] * 7 + [1] + [0, 0] + [2] * 5 + [3, 3],
     line=[0] * 8 + [0, 0] + [1, 1, 1, 2, 2, 2, 2],
     tokens=[0] * 5 + [1, 1, 1] + [0, 0] + [2, 2, 2, 3, 3, 3, 4],
   )
-  assert train.segments_of(opened, rollout).tolist() == [expected[unit]] * 2
+  ids_BL = segments_of(config.objective, rollout, breaks_V, delimiters)
+  assert ids_BL.tolist() == [expected[unit]] * 2
 
 
 def test_the_configuration_and_its_variants():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from gspo_jax import sharding
+from gspo_jax.learner import passes
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.batch import train_batch
 from gspo_jax.learner.state import new_state
@@ -36,20 +37,20 @@ PER_MICRO_BATCH = ("router/load_balance", "router/busiest_expert", "padding")
 SGD = optax.sgd(1.0)
 
 
-def learner(model, **changes) -> train_step.Learner:
-  base = train_step.Learner(model, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.0)
+def learner(model, **changes) -> passes.Learner:
+  base = passes.Learner(model, REFERENCE, 1.0, microbatches=1, load_balance_coef=0.0)
   return dataclasses.replace(base, **changes)
 
 
 # Programs that several tests need are compiled once.
 rl_step = functools.cache(train_step.make_rl_step)
-old_policy_pass = functools.cache(train_step.make_old_policy)
-score_pass = functools.cache(train_step.make_score)
+old_policy_pass = functools.cache(passes.make_old_policy)
+score_pass = functools.cache(passes.make_score)
 
 
 @functools.cache
 def review_pass(learner, objective):
-  return train_step.make_review(learner, objective, old_policy_pass(learner, objective))
+  return passes.make_review(learner, objective, old_policy_pass(learner, objective))
 
 
 def update(model, microbatches=MICROBATCHES, **changes):

@@ -1,6 +1,8 @@
-"""Metrics of segments by their place, against NumPy; alike however the update is laid out."""
+"""Metrics of responses by age and length and of segments by their place, against NumPy; those of
+segments alike however the update is laid out."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -25,14 +27,124 @@ from support.small_updates import (
 )
 
 from gspo_jax import objectives as O
-from gspo_jax.learner import by_segment, packing
+from gspo_jax.learner import metrics, packing
 from gspo_jax.learner.objective import policy_loss
 from gspo_jax.sampling.parts import segment_ids
+from gspo_jax.structs import TrainBatch
 
 SEGMENT = dataclasses.replace(
   GSPO, name="segment", segment_unit="tokens", segment_tokens=3, clip_low=0.01, clip_high=0.02
 )
 PLACES = ("1", "2", "3", "4", "first", "middle", "last")
+
+
+def age_case(rows, classes, seed, T=9):
+  rng = np.random.default_rng(seed)
+  length_B = rng.integers(0, T + 1, rows)  # a row without tokens is padding
+  mask_BT = (np.arange(T)[None] < length_B[:, None]).astype(np.float32)
+  logp_BT, old_BT, sampler_BT = rng.normal(-2, 0.1, (3, rows, T)).astype(np.float32)
+  logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
+  age_B = rng.integers(0, classes + 2, rows).astype(np.int32)
+  age_B[age_B == 1] = 0  # an empty class
+  age_B[:3] = -1  # in no class
+  plain = np.zeros((rows, T), np.int32)
+  batch = TrainBatch(plain, plain, mask_BT, np.zeros(rows), old_BT, sampler_BT, age_B=age_B)
+  return logp_BT, batch, rng.random((rows, T)) < 0.3
+
+
+def test_figures_by_age():
+  """Of two mini-batches together; what is masked does not count, and the last class is open."""
+  classes, parts = 4, [age_case(40, 4, seed) for seed in range(2)]
+  measure = jax.jit(metrics.age_metrics, static_argnums=3)
+  row = O.compute(O.merge(*[measure(*part, classes) for part in parts]))
+  assert len(row) == 4 * classes
+  expected = {age: [] for age in range(classes)}
+  for logp_BT, batch, clipped_BT in parts:
+    for i, live in enumerate(batch.mask_BT > 0):
+      if live.any() and batch.age_B[i] >= 0:
+        mean = lambda old: (logp_BT[i] - old[i])[live].mean(dtype=np.float64)  # noqa: B023, E731
+        ratio = np.exp(mean(batch.old_logp_BT))
+        values = abs(ratio - 1), abs(mean(batch.sampler_logp_BT)), clipped_BT[i][live]
+        expected[min(batch.age_B[i], classes - 1)].append(values)
+  total = sum(map(len, expected.values()))
+  assert not expected[1] and len(expected[3]) > len(expected[2]) > 0
+  for age, found in expected.items():
+    assert row[f"by_age/responses/{age}"] == pytest.approx(len(found) / total)
+    deviation, mismatch, clipped = zip(*found) if found else ([0], [0], [[0]])
+    assert row[f"by_age/ratio_deviation/{age}"] == pytest.approx(np.mean(deviation), rel=1e-4)
+    assert row[f"mismatch/by_age/{age}"] == pytest.approx(np.mean(mismatch), rel=1e-4)
+    share = np.concatenate(clipped).mean()
+    assert row[f"by_age/clip_fraction/{age}"] == pytest.approx(share, rel=1e-5)
+
+
+def test_a_response_is_as_old_as_its_oldest_token():
+  version_BL = np.array([[-1, 4, 4, -1, 6], [-1, 6, 6, 6, -1], [-1, -1, -1, -1, -1]])
+  rollout = SimpleNamespace(version=version_BL)
+  assert metrics.ages(rollout, 7).tolist() == [3, 1, -1]
+  assert metrics.lag_metrics(rollout, 7) == {"lag/mean": 10 / 6, "lag/max": 3.0}
+  nothing = SimpleNamespace(version=version_BL[2:])
+  assert metrics.lag_metrics(nothing, 7) == {"lag/mean": 0.0, "lag/max": 0.0}
+
+
+@pytest.mark.parametrize(
+  "longest, expected",
+  [(1, [4]), (4, [4]), (5, [4, 8]), *((n, [8, 16, 32, 64, 128, 256]) for n in (192, 256))],
+)
+def test_the_classes_follow_from_the_longest_response_alone(longest, expected):
+  assert metrics.length_limits(longest) == expected
+
+
+def classes(length_B, longest):
+  """{name: rows}, by a loop."""
+  limits, rows = metrics.length_limits(longest), {}
+  for limit, above in zip(limits, [0, *limits]):
+    rows[f"le_{limit}"] = [i for i, n in enumerate(length_B) if above < n <= limit]
+  return rows
+
+
+def test_rewards_by_length():
+  rng = np.random.default_rng(0)
+  length_B, reward_B = rng.integers(1, 100, 300), rng.normal(size=300)
+  known_B = rng.random(300) < 0.8
+  length_B[length_B > 64] = 128  # and nothing is in le_64 but the lengths up to 64
+  length_B[(length_B > 16) & (length_B <= 32)] = 40  # an empty class
+  row = metrics.reward_metrics(np.where(known_B, reward_B, 9), known_B, length_B, 128)
+  assert len(row) == 12
+  for name, rows in classes(length_B, 128).items():
+    assert row[f"by_length/responses/{name}"] == len(rows) / 300
+    rewards = [reward_B[i] for i in rows if known_B[i]]
+    expected = np.mean(rewards) if rewards else 0
+    assert row[f"by_length/reward/{name}"] == pytest.approx(expected)
+  assert row["by_length/responses/le_32"] == 0 != row["by_length/reward/le_16"]
+  assert sum(v for k, v in row.items() if "responses" in k) == pytest.approx(1)
+
+
+def length_case(rows, longest, seed):
+  rng = np.random.default_rng(seed)
+  length_B = rng.integers(0, longest + 1, rows)  # a row without tokens is padding
+  mask_BT = (np.arange(longest + 3)[None] < length_B[:, None]).astype(np.float32)
+  logp_BT, old_BT = rng.normal(-2, 0.1, (2, *mask_BT.shape)).astype(np.float32)
+  logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
+  return logp_BT, old_BT, mask_BT, rng.random(mask_BT.shape) < 0.3
+
+
+def test_ratios_and_clipping_by_length():
+  """Of two mini-batches together; what is masked does not count."""
+  longest, parts = 40, [length_case(12, 40, 0), length_case(12, 40, 1)]
+  sums = [jax.jit(metrics.length_metrics, static_argnums=4)(*part, longest) for part in parts]
+  row = O.compute(O.merge(*sums))
+  logp_BT, old_BT, mask_BT, clipped_BT = (np.concatenate(both) for both in zip(*parts))
+  live_BT = mask_BT > 0
+  length_B = live_BT.sum(1)
+  found = classes(length_B, longest)
+  assert len(row) == 2 * len(found) == 10
+  for name, rows in found.items():
+    means = [(logp_BT[i] - old_BT[i])[live_BT[i]].mean(dtype=np.float64) for i in rows]
+    share = clipped_BT[rows][live_BT[rows]].mean() if rows else 0
+    spread = np.std(means) if rows else 0
+    assert row[f"by_length/log_ratio_std/{name}"] == pytest.approx(spread, rel=1e-4)
+    assert row[f"by_length/clip_fraction/{name}"] == pytest.approx(share, rel=1e-5)
+  assert sum(len(rows) > 1 for rows in found.values()) >= 3
 
 
 def in_segments(batch):
@@ -78,7 +190,7 @@ def test_metrics_by_place_of_two_micro_batches():
       return policy_loss(SEGMENT, logp_BT, jnp.zeros_like(logp_BT), one)
 
     clipped_BT = loss(logp_BT[rows])[2]
-    return by_segment.metrics(lambda x: loss(x)[0], logp_BT[rows], one, clipped_BT)
+    return metrics.segment_metrics(lambda x: loss(x)[0], logp_BT[rows], one, clipped_BT)
 
   row = O.compute(O.merge(part(slice(0, 6)), part(slice(6, B))))
   expected = by_hand(batch, logp_BT, 0.01, 0.02)
@@ -103,7 +215,7 @@ def test_metrics_by_place_of_two_micro_batches():
 
 def test_an_only_segment_is_the_middle_and_no_segment_is_nowhere():
   one = jnp.array([[True, False, False], [False, False, False], [True, True, False]])
-  found = by_segment._places(one, one.sum(1))
+  found = metrics._places(one, one.sum(1))
   assert [name for name in PLACES if found[name][0].any()] == ["1", "middle"]
   assert not any(found[name][1].any() for name in PLACES)
   assert found["first"][2].tolist() == [True, False, False]
@@ -117,7 +229,7 @@ def test_the_gradient_has_all_terms_of_the_loss():
     key: getattr(SEGMENT, key) for key in ("name", "segment_unit", "segment_tokens")
   })  # fmt: skip
   with_kl, without = (
-    by_segment.gradient(
+    metrics.token_gradient(
       lambda x, c=config: policy_loss(c, x, jnp.zeros_like(x), batch)[0], batch.sampler_logp_BT
     )
     for config in (wide, dataclasses.replace(wide, kl_coef=None, kl=None))
@@ -173,7 +285,7 @@ def test_a_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
   found = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
   logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch)
-  expected = by_segment.gradient(
+  expected = metrics.token_gradient(
     lambda x: policy_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
   )
   np.testing.assert_allclose(found["gradient_BT"], expected, rtol=1e-5, atol=1e-7)

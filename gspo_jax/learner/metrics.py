@@ -1,0 +1,263 @@
+"""Metrics of an update apart by what responses are like: their age, length, segments and sampler,
+and those of routers.
+
+Ages: that of a token is the number of iterations whose updates lie between the weights that sampled
+it and those that are about to be updated, where sampling is ahead of updates; that of a response is
+the age of its oldest token. The last class has all older ones too.
+
+Lengths: the classes are powers of two, so that their number does not depend on what was sampled:
+"le_64" has the responses of 33 to 64 tokens, and the first class the shorter ones too.
+
+Segments: a place is the segment's number, "1" to "4", and the third of the segments in which its
+middle lies, "first", "middle" or "last": the only segment of a response is its middle.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspo_jax import objectives as O
+from gspo_jax.learner.layout import Rows
+from gspo_jax.models import transformer
+from gspo_jax.models.experts import moe, routing
+from gspo_jax.objectives import ratios
+from gspo_jax.objectives.aggregation import unit_sum
+from gspo_jax.objectives.reductions import Max, Mean, Metrics, Std
+from gspo_jax.settings.model import ModelConfig
+from gspo_jax.structs import Rollout, TrainBatch
+
+LENGTH_CLASSES = 6
+NUMBERED, THIRDS = 4, ("first", "middle", "last")  # places of segments
+VOLATILITY = "router/volatility"
+
+
+def ages(rollout: Rollout, version: int) -> np.ndarray:
+  """int32 [B]: of each response when weights of `version` are updated; -1 where it has no version,
+  as what is on record and padding: it is in no class. On the host."""
+  oldest_B = np.where(rollout.version >= 0, rollout.version, version).min(axis=1)
+  sampled_B = (rollout.version >= 0).any(axis=1)
+  return np.where(sampled_B, version - oldest_B, -1).astype(np.int32)
+
+
+def lag_metrics(rollout: Rollout, version: int) -> dict[str, float]:
+  """The mean and the largest age of the tokens that are trained on. On the host."""
+  age_X = version - rollout.version[rollout.version >= 0]
+  if not len(age_X):
+    return {"lag/mean": 0.0, "lag/max": 0.0}
+  return {"lag/mean": float(age_X.mean()), "lag/max": float(age_X.max())}
+
+
+def age_metrics(
+  logp_BT: jax.Array, batch: TrainBatch, clipped_BT: jax.Array, classes: int
+) -> Metrics:
+  """Of the responses of each age: their share, the mean of |s_i - 1| with the geometric ratio s_i,
+  whatever the loss, the share of their tokens that is clipped, and the mean of |1/|y_i| Σ_t Δ_it|,
+  the trainer's log-probabilities less those of what sampled; 0 where there are none."""
+  if not classes:
+    return {}
+  live_BT = batch.mask_BT > 0
+  length_B = live_BT.sum(1)
+  age_B = jnp.minimum(batch.age_B, classes - 1)
+  inside_BX = (age_B[:, None] == np.arange(classes)[None]) & (length_B > 0)[:, None]
+  count_X = _by_class(jnp.ones_like(length_B), inside_BX)
+  deviation_B = abs(ratios.bounded_expm1(_log_ratio(logp_BT, batch.old_logp_BT, live_BT)))
+  mismatch_B = abs(_log_ratio(logp_BT, batch.sampler_logp_BT, live_BT))
+  clipped_X = _by_class((clipped_BT & live_BT).sum(1), inside_BX)
+  sums = {
+    "by_age/responses": (count_X, jnp.broadcast_to(count_X.sum(), count_X.shape)),
+    "by_age/ratio_deviation": (_by_class(deviation_B, inside_BX), count_X),
+    "by_age/clip_fraction": (clipped_X, _by_class(length_B, inside_BX)),
+    "mismatch/by_age": (_by_class(mismatch_B, inside_BX), count_X),
+  }
+  return {
+    f"{name}/{age}": Mean(numerator_X[age], denominator_X[age])
+    for name, (numerator_X, denominator_X) in sums.items()
+    for age in range(classes)
+  }
+
+
+def length_limits(longest: int) -> list[int]:
+  """The largest length of each class: six powers of two at most, from 4 on, of which the last one
+  is no less than `longest`."""
+  last = max(2, (longest - 1).bit_length())
+  return [2**n for n in range(max(2, last - LENGTH_CLASSES + 1), last + 1)]
+
+
+def reward_metrics(
+  reward_B: np.ndarray, known_B: np.ndarray, length_B: np.ndarray, longest: int
+) -> dict[str, float]:
+  """The share of the responses that are so long, and the mean reward of those among them that have
+  a verdict (`known_B`); 0 where there are none. On the host."""
+  row = {}
+  for limit, inside_B in zip(length_limits(longest), _length_classes(length_B, longest).T):
+    judged_B = inside_B & known_B
+    row[f"by_length/responses/le_{limit}"] = float(inside_B.sum() / max(1, (length_B > 0).sum()))
+    row[f"by_length/reward/le_{limit}"] = float(reward_B[judged_B].sum() / max(1, judged_B.sum()))
+  return row
+
+
+def length_metrics(
+  logp_BT: jax.Array,
+  old_logp_BT: jax.Array,
+  mask_BT: jax.Array,
+  clipped_BT: jax.Array,
+  longest: int,
+) -> Metrics:
+  """The standard deviation of log s_i = 1/|y_i| Σ_t log w_it over the responses that are so long,
+  whatever the loss, and the share of their tokens that is clipped; 0 where there are none."""
+  live_BT = mask_BT > 0
+  length_B = live_BT.sum(1)
+  log_ratio_B = _log_ratio(logp_BT, old_logp_BT, live_BT)
+  inside_BX = _length_classes(length_B, longest)
+  count_X = _by_class(jnp.ones_like(length_B), inside_BX)
+  moments = (_by_class(x_B, inside_BX) for x_B in (log_ratio_B, log_ratio_B**2))
+  clipped_X = _by_class((clipped_BT & live_BT).sum(1), inside_BX)
+  metrics = {
+    "log_ratio_std": Std(count_X, *moments),
+    "clip_fraction": Mean(clipped_X, _by_class(length_B, inside_BX)),
+  }
+  return {
+    f"by_length/{name}/le_{limit}": type(sums)(*(x_X[i] for x_X in sums))
+    for name, sums in metrics.items()
+    for i, limit in enumerate(length_limits(longest))
+  }
+
+
+def _length_classes(length_B, longest: int):
+  """bool [B, classes]: which class a response is in; an empty one is in none."""
+  upper = np.array(length_limits(longest))
+  lower = np.array([0, *upper[:-1]])
+  return (length_B[:, None] > lower[None]) & (length_B[:, None] <= upper[None])
+
+
+def _by_class(x_B: jax.Array, inside_BX: jax.Array) -> jax.Array:
+  """float32 [X]: the sum over the responses of each class."""
+  return jnp.where(inside_BX, x_B[:, None], 0).sum(0).astype(jnp.float32)
+
+
+def _log_ratio(logp_BT: jax.Array, old_logp_BT: jax.Array, live_BT: jax.Array) -> jax.Array:
+  """[B]: the mean over a response's tokens of log π less log π_old, a constant."""
+  log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
+  return jnp.where(live_BT, log_ratio_BT, 0).sum(1) / jnp.maximum(live_BT.sum(1), 1)
+
+
+def token_gradient(loss: Callable[[jax.Array], Mean], logp_BT: jax.Array) -> jax.Array:
+  """The derivative of the undivided loss by each token's log-probability, [B, T]: that of the sum
+  over responses."""
+  logp_BT = jax.lax.stop_gradient(logp_BT)
+  return jax.grad(lambda x_BT: loss(x_BT).numerator)(logp_BT)
+
+
+def segment_metrics(
+  loss: Callable[[jax.Array], Mean],
+  logp_BT: jax.Array,
+  batch: TrainBatch,
+  clipped_BT: jax.Array,
+) -> Metrics:
+  """Segments of a response and tokens of a segment, in the mean; and of the segments in each place:
+
+  - clip_fraction: the share of their tokens that is clipped, in the mean;
+  - gradient: Σ_t |∂L/∂ log π_θ(y_t)| in the mean, with L not yet divided by the number of
+    responses: |s_ik Â_i| / K_i for `segment_loss` where it is not clipped, and 0 where it is;
+  - ratio_std: the standard deviation of s_ik = exp( 1/|z_ik| Σ_t log w_it ).
+
+  Args:
+    loss: of log-probabilities, the rest being what the update has.
+    batch: with the number of each token's segment in `unit_BT`, from 0 on.
+  """
+  live_BT = batch.mask_BT > 0
+
+  def total(x_BT):
+    return unit_sum(jnp.where(live_BT, x_BT, 0).astype(jnp.float32), batch.unit_BT)
+
+  old_logp_BT = jax.lax.stop_gradient(batch.old_logp_BT)
+  log_ratio_BT = ratios.difference(jax.lax.stop_gradient(logp_BT), old_logp_BT)
+  length_BU = total(live_BT)
+  tokens_BU = jnp.maximum(length_BU, 1)
+  # As in terms.py: cut at what has a finite square.
+  deviation_BU = jnp.minimum(ratios.bounded_expm1(total(log_ratio_BT) / tokens_BU), 1e15)
+  clipped_BU = total(clipped_BT) / tokens_BU
+  gradient_BU = total(abs(token_gradient(loss, logp_BT)))
+  live_BU = length_BU > 0
+  number_B = live_BU.sum(1)
+  metrics: Metrics = {
+    "segment/count": Mean(_sum(number_B), _sum(number_B > 0)),
+    "segment/length": Mean(_sum(length_BU), _sum(number_B)),
+  }
+  for place, inside_BU in _places(live_BU, number_B).items():
+
+    def over(x_BU, inside_BU=inside_BU):
+      return _sum(jnp.where(inside_BU, x_BU, 0))
+
+    number = _sum(inside_BU)
+    metrics[f"segment/clip_fraction/{place}"] = Mean(over(clipped_BU), number)
+    metrics[f"segment/gradient/{place}"] = Mean(over(gradient_BU), number)
+    metrics[f"segment/ratio_std/{place}"] = Std(number, over(deviation_BU), over(deviation_BU**2))
+  return metrics
+
+
+def _sum(x: jax.Array) -> jax.Array:
+  return x.sum(dtype=jnp.float32)
+
+
+def _places(live_BU: jax.Array, number_B: jax.Array) -> dict[str, jax.Array]:
+  """bool [B, U] for each place: which segments are there."""
+  number_U = jnp.arange(live_BU.shape[1], dtype=jnp.int32)
+  # floor(3 (u + ½) / K), in whole numbers.
+  third_BU = 3 * (2 * number_U[None] + 1) // (2 * jnp.maximum(number_B, 1)[:, None])
+  places = {str(n + 1): live_BU & (number_U == n)[None] for n in range(NUMBERED)}
+  return places | {name: live_BU & (third_BU == i) for i, name in enumerate(THIRDS)}
+
+
+def version_metrics(batch: TrainBatch, current_BT: jax.Array) -> Metrics:
+  """`mismatch/current/...` and `mismatch/older/...`, of the trainer before the updates: of tokens
+  that its own weights sampled, where `current_BT` is 1, and of the other trained ones. And their
+  share."""
+  older_BT, metrics = batch.mask_BT - current_BT, {}
+  for name, mask_BT in (("current", current_BT), ("older", older_BT)):
+    sums = O.mismatch.sums(batch.own_logp_BT, batch.sampler_logp_BT, mask_BT)
+    metrics |= {key.replace("/", f"/{name}/", 1): value for key, value in sums.items()}
+  return metrics | {"mismatch/older/tokens": Mean(older_BT.sum(), batch.mask_BT.sum())}
+
+
+def router_metrics(stats: moe.RouterStats, config: ModelConfig) -> dict[str, Any]:
+  """Router statistics over layers: balance (1 is even), entropy in nats, busiest expert, drops."""
+  tokens = stats.tokens.sum()
+  share = stats.load_E.max(-1) / jnp.maximum(stats.tokens * config.experts_per_token, 1)
+  return {
+    "router/load_balance": Mean(moe.load_balance(stats, config) * tokens, tokens),
+    "router/entropy": Mean(stats.entropy.sum(), tokens),
+    "router/z": Mean(stats.z.sum(), tokens),
+    "router/busiest_expert": Max(share.max()),
+    "router/dropped_tokens": Max(stats.dropped.sum()),
+  }
+
+
+def volatility_metrics(out: transformer.Output, rows: Rows, replay: str) -> dict[str, Mean]:
+  """Measures how far the routing has moved since the rollout, per layer, and sampler to trainer.
+
+  Without replay: the experts that this forward pass used against those on record for the same
+  tokens: the trainer's if it recomputed, else the sampler's. With replay: the experts that the
+  router would have chosen, on the replayed network's hidden states, against the replayed ones.
+  Nothing is computed again; without a record of experts there is no metric.
+  """
+  if out.routing_lBTk is None:
+    return {}
+  metrics, sampler_RTlk = {}, rows.sampler_routing_RTlk
+  recorded_RTlk = sampler_RTlk if rows.routing_RTlk is None else rows.routing_RTlk
+  if replay != "none":
+    metrics[VOLATILITY] = Mean(out.stats.overridden, out.stats.replayed)
+  elif recorded_RTlk is not None:
+    metrics[VOLATILITY] = _volatility(out, recorded_RTlk)
+  if sampler_RTlk is not None:
+    layers = metrics[VOLATILITY] if replay == "R3" else _volatility(out, sampler_RTlk)
+    metrics[f"{VOLATILITY}/sampler"] = Mean(layers.numerator.sum(), layers.denominator.sum())
+  return metrics
+
+
+def _volatility(out: transformer.Output, recorded_RTlk: jax.Array) -> Mean:
+  recorded_lRTk = routing.by_layer(recorded_RTlk)
+  return Mean(*routing.volatility_sums(out.routing_lBTk, recorded_lRTk))
