@@ -29,7 +29,7 @@ from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig, tiny_
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.sampling import EngineConfig, SamplingConfig
 from gspo_jax.settings.training import OptimizerConfig
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 # The models of benchmarks/iteration.py: 4 layers; MoE: 2 experts per token of width 128.
 DENSE = dict(vocab_size=512, hidden_size=256, num_heads=8, intermediate_size=1024)
@@ -201,9 +201,9 @@ def random_batch(config: ModelConfig, rows: int, length: int, prompt: int) -> Tr
   mask = np.zeros((rows, length), np.float32)
   mask[:, prompt:] = 1
   logp = -np.log(config.vocab_size, dtype=np.float32) * mask
+  tokens = transformer.example_tokens(config, rows, length)
   return TrainBatch(
-    tokens_BT=transformer.example_tokens(config, rows, length),
-    segments_BT=np.ones((rows, length), np.int32),
+    ModelInputs(tokens, np.ones((rows, length), np.int32)),
     mask_BT=mask,
     advantage_B=np.random.default_rng(0).normal(size=rows).astype(np.float32),
     old_logp_BT=logp,

@@ -43,16 +43,20 @@ def make_group_moments(
   """
 
   def moments(params: Any, batch: TrainBatch) -> Moments:
-    if batch.row_B is not None or jax.sharding.get_abstract_mesh().size > 1:
+    if batch.inputs.row_B is not None or jax.sharding.get_abstract_mesh().size > 1:
       raise ValueError("gradients of groups need a batch that is not packed, on one device")
     trained, frozen = lora.split(params)
-    number = len(batch.tokens_BT) // learner.group_size
+    number = len(batch.mask_BT) // learner.group_size
     single = dataclasses.replace(learner, microbatches=number)
     _, part = parts(batch, single)
 
     def of_group(i: Any) -> Moments:
       group = part(i)
-      logp_BT, pull = jax.vjp(lambda p: log_probs(lora.join(p, frozen), group, single)[0], trained)
+
+      def logp(trained: Any) -> jax.Array:
+        return log_probs(lora.join(trained, frozen), group.inputs, single)[0]
+
+      logp_BT, pull = jax.vjp(logp, trained)
       slopes, found = [], []
       for loss in losses:
         slope_BT, metrics = jax.grad(loss, has_aux=True)(logp_BT, group)

@@ -59,7 +59,7 @@ def replay(directory: epath.Path) -> bool:
       say(f"parameter {name}: {found}")
     for i, batch in enumerate(batches):
       plain = packing.undo(batch)
-      if batch.row_B is not None:  # this mesh may be another one
+      if batch.inputs.row_B is not None:  # this mesh may be another one
         batch = packing.plan(plain, sharding.batch_shards(mesh))
       batch, plain = sharding.put_batch((batch, plain), mesh)
       look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
@@ -94,7 +94,7 @@ def _update(config: RunConfig, phase: str):
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):
   """Log-probabilities [B, T] as the update computes them, and those it compares them with."""
-  logp_BT, *_ = log_probs(params, batch, learner, replay)
+  logp_BT, *_ = log_probs(params, batch.inputs, learner, replay, batch.routing_BTlk)
   return dict(policy=logp_BT, old=batch.old_logp_BT, sampler=batch.sampler_logp_BT), batch.mask_BT
 
 

@@ -19,7 +19,7 @@ from gspo_jax.learner.step import make_sft_loss, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
 from gspo_jax.runs.checkpoint import Checkpointer
-from gspo_jax.structs import Prompt, TrainBatch
+from gspo_jax.structs import ModelInputs, Prompt, TrainBatch
 
 
 def sft(run: Run) -> Any:
@@ -120,9 +120,9 @@ def train_batch(prompts: Sequence[Prompt], tok: Tokenizer, length: int) -> Train
   prompt_B = [len(prompt.tokens) for prompt in prompts]
   end_B = np.maximum(prompt_B, length - np.argmax(mask_BT[:, ::-1] > 0, axis=1))
   zeros_BT = np.zeros(tokens_BT.shape, np.float32)
+  segments_BT = (np.arange(length)[None] < end_B[:, None]).astype(np.int32)
   return TrainBatch(
-    tokens_BT=tokens_BT,
-    segments_BT=(np.arange(length)[None] < end_B[:, None]).astype(np.int32),
+    ModelInputs(tokens_BT, segments_BT),
     mask_BT=mask_BT,
     advantage_B=zeros_BT[:, 0],
     old_logp_BT=zeros_BT,

@@ -70,17 +70,36 @@ class Rollout:
 
 
 @flax.struct.dataclass
-class TrainBatch:
-  """B sequences as the learner needs them; position t of every [B, T] field speaks of token t."""
+class ModelInputs:
+  """What the model reads of B sequences; known before the first pass of the trainer."""
 
   tokens_BT: Array  # int32
   segments_BT: Array  # int32: 0 is padding; tokens attend within their own segment only
+  # int8 or int16, -1 for none: the experts that the sampler used when it sampled these tokens
+  sampler_routing_BTlk: Array | None = None
+  # int32 [B, T, X]: the tokens that each one was drawn from, which log-probs are normalised over
+  # (models/head.py); None: the whole vocabulary
+  support_BTX: Array | None = None
+  # int32: tokens of the prompt, which all sequences of a group share; None: nothing is shared
+  prompt_B: Array | None = None
+  # Where `packing.plan` puts each sequence; None: it has a row of its own
+  row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
+  start_B: Array | None = None  # int32: the position there of its first token
+
+
+@flax.struct.dataclass
+class TrainBatch:
+  """B sequences as an update needs them: what the model reads, and what the loss does; position t
+  of every [B, T] field speaks of token t."""
+
+  inputs: ModelInputs
   mask_BT: Array  # float32: 1 on trained tokens
   advantage_B: Array  # float32
   # float32: fixed when the rollout is made, the denominator of the ratio; None: not yet decided
   old_logp_BT: Array | None
   sampler_logp_BT: Array  # float32: what the sampler returned
   ref_logp_BT: Array | None = None  # float32: reference policy, for the KL penalty
+  teacher_logp_BT: Array | None = None  # float32: of distillation, until there are advantages
   # float32: of the trainer before the updates, where the old policy is what sampled; None: it is it
   own_logp_BT: Array | None = None
   # float32: 1 on tokens that the policy before the updates sampled; None: it sampled all of them
@@ -91,19 +110,10 @@ class TrainBatch:
   # int32: iterations since the oldest weights that sampled a response; None: none
   age_B: Array | None = None
   advantage_BT: Array | None = None  # float32: of each token, for losses that take such
-  # int8 or int16, -1 for none: the experts that the old policy used on these tokens
-  routing_BTlk: Array | None = None  # as the trainer computes it
-  sampler_routing_BTlk: Array | None = None  # as the sampler did when it sampled them
-  # int32 [B, T, X]: the tokens that each one was drawn from, which log-probs are normalised over
-  # (models/head.py); None: the whole vocabulary
-  support_BTX: Array | None = None
-  # int32: tokens of the prompt, which all sequences of a group share; None: nothing is shared
-  prompt_B: Array | None = None
+  # int8 or int16, -1 for none: the experts that the old policy used, as the trainer computes it
+  routing_BTlk: Array | None = None
   # bool: in the first mini-batch of an iteration, before which there was no update; None: unknown
   first_B: Array | None = None
-  # Where `packing.plan` puts each sequence; None: it has a row of its own
-  row_B: Array | None = None  # int32: packed row, of those of its device; -1: in none
-  start_B: Array | None = None  # int32: the position there of its first token
   order_B: Array | None = None  # int32: which sequence it was before `packing.plan`
   # Of a critic, float32; position t speaks of what stands before token t (learner/critic.py)
   reward_BT: Array | None = None  # until there are advantages

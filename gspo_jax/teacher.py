@@ -15,7 +15,7 @@ from gspo_jax.models.params import abstract_params
 from gspo_jax.runs import provenance, start, weights
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs
 from gspo_jax.system import hosts
 
 KEY = "distillation.teacher"
@@ -114,7 +114,7 @@ def load(teacher: Teacher, config: RunConfig, mesh: jax.sharding.Mesh) -> Any:
   return hf.load(teacher.path, dtype=types, mesh=mesh, rules=sharding.TRAIN)[0]
 
 
-def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
+def scoring(teacher: Teacher, learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
   """A jitted pass of the teacher: its log-probabilities [B, T] of a batch, at the temperature of
   the policy, so that a policy with the teacher's logits has the advantage 0."""
   return make_score(dataclasses.replace(learner, model=teacher.model))

@@ -1,7 +1,6 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
 import difflib
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from gspo_jax.learner import optimizer
 from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.critic import make_advantages, make_values, new_critic, optimizers
 from gspo_jax.learner.distillation import make_distill
-from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.metrics import lag_metrics, reward_metrics
 from gspo_jax.learner.passes import learner_of, make_old_policy, make_review, make_score
 from gspo_jax.learner.state import abstract_state, new_state, with_critic
@@ -78,9 +76,8 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     values = make_values(learner, c.critic, c.objective.replay)
     advantages = make_advantages(c.critic, critic.numbers)
   if run.teacher:
-    teacher_logp = teacher.scoring(run.teacher, learner)
-    of_teacher = functools.partial(teacher_logp, teacher.load(run.teacher, c, run.mesh))
-    advantages = make_distill(c.distillation, of_teacher)
+    of_teacher = teacher.scoring(run.teacher, learner), teacher.load(run.teacher, c, run.mesh)
+    advantages = make_distill(c.distillation)
 
   def prepared(
     state: TrainState, minibatches: list[TrainBatch]
@@ -91,14 +88,16 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     def one(batch: TrainBatch) -> TrainBatch:
       fixed = dict(old_logp_BT=batch.sampler_logp_BT)
       if c.objective.old_logp == "recompute":
-        fixed = old_policy(state.params, sampled(batch))
+        fixed = old_policy(state.params, batch.inputs)
       if c.objective.old_logp == "behaviour":
-        found = old_policy(state.params, sampled(batch))
+        found = old_policy(state.params, batch.inputs)
         fixed |= dict(own_logp_BT=found.pop("old_logp_BT")) | found
       if reference is not None:
-        fixed["ref_logp_BT"] = score(reference, batch)
+        fixed["ref_logp_BT"] = score(reference, batch.inputs)
       if critic:
-        fixed["old_value_BT"] = values((state.params, state.critic.params), batch)
+        fixed["old_value_BT"] = values((state.params, state.critic.params), batch.inputs)
+      if run.teacher:
+        fixed["teacher_logp_BT"] = of_teacher[0](of_teacher[1], batch.inputs)
       return batch.replace(**fixed)
 
     minibatches = [one(batch) for batch in minibatches]

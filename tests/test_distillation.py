@@ -12,7 +12,7 @@ from support import toy_qwen3
 from support.command_line import SMALL_VALUES, figures, parameters, rows_of
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
-from support.small_updates import T, learner, make_batch
+from support.small_updates import T, learner, make_batch, with_inputs
 
 from configs import tiny, tiny_distil
 from gspo_jax import run as runs
@@ -74,7 +74,8 @@ def directory(tmp_path_factory):
 
 def batch(**changes):
   one = make_batch(SMALLER_DENSE)
-  return one.replace(tokens_BT=one.tokens_BT % SMALLER_DENSE.vocab_size, **changes)
+  tokens_BT = one.inputs.tokens_BT % SMALLER_DENSE.vocab_size
+  return with_inputs(one, tokens_BT=tokens_BT).replace(**changes)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -85,8 +86,8 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
   batches = [batch(advantage_BT=advantage_BT), batch(advantage_BT=advantage_BT)]
   said = [np.where(b.mask_BT > 0, rng.normal(-3, 1, (16, T)), np.nan) for b in batches]
   said = [np.float32(x) for x in said]
-  find = make_distill(config, lambda b: said[next(i for i, x in enumerate(batches) if x is b)])
-  found, metrics = find(batches)
+  taught = [b.replace(teacher_logp_BT=x) for b, x in zip(batches, said)]
+  found, metrics = make_distill(config)(taught)
   ratios, expected = [], []
   for one, teacher_BT in zip(batches, said):
     mask_BT = one.mask_BT > 0
@@ -107,14 +108,14 @@ def test_a_teacher_scores_what_the_policy_sampled_at_its_temperature():
   taught = teacher.Teacher("t", None, SMALLER_MOE, None)
   params, one = initial(SMALLER_MOE), batch()
   mask_BT = one.mask_BT[:, 1:] > 0
-  wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(one.tokens_BT), temperature=0.7)
+  wanted_BT = next_logp(params, SMALLER_MOE, jnp.asarray(one.inputs.tokens_BT), temperature=0.7)
   for shape, packed in ((1, 1, 1, 1), False), ((1, 1, 1, 1), True), ((1, 2, 2, 2), True):
     mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
     score = teacher.scoring(taught, learner(SMALLER_DENSE, microbatches=4, temperature=0.7))
     with jax.set_mesh(mesh):
       layout = transformer.shardings(SMALLER_MOE, sharding.TRAIN, mesh)
       placed = packing.plan(one, sharding.batch_shards(mesh)) if packed else one
-      logp_BT = score(jax.device_put(params, layout), sharding.put_batch(placed, mesh))
+      logp_BT = score(jax.device_put(params, layout), sharding.put_batch(placed.inputs, mesh))
       order = placed.order_B if packed else None
       found_BT = packing.in_order(np.asarray(jax.device_get(logp_BT)), order)
     np.testing.assert_allclose(found_BT[:, 1:][mask_BT], wanted_BT[mask_BT], atol=2e-5)

@@ -121,7 +121,7 @@ def test_updates_that_were_made_leave_no_batches_on_the_devices(tmp_path, monkey
 
   def counted(*args):
     batch = pack(*args)
-    alive.append(sum(x.shape == batch.tokens_BT.shape for x in jax.live_arrays()))
+    alive.append(sum(x.shape == batch.inputs.tokens_BT.shape for x in jax.live_arrays()))
     return batch
 
   monkeypatch.setattr(sft, "train_batch", counted)

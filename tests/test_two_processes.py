@@ -71,7 +71,7 @@ def measure(mesh):
   if mesh is not None:
     batch = sharding.put_batch(batch, mesh)
   params = put(start, sharding.TRAIN)
-  old = passes.make_old_policy(LEARNER, OBJECTIVE)(params, batch)
+  old = passes.make_old_policy(LEARNER, OBJECTIVE)(params, batch.inputs)
   batch = batch.replace(**old)
   state = new_state(params, TX)
   before = jax.tree.map(jax.typeof, state)

@@ -27,7 +27,7 @@ from gspo_jax.sampling.requests import sizes, workload
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
 
 PROGRAMS = ("train", "score", "publish", "prefill", "decode")
 
@@ -183,7 +183,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
-      arguments = state.params, batch_of(case, mesh, rows)
+      arguments = state.params, batch_of(case, mesh, rows).inputs
       work = flops.work(case.model, rows, case.length, case.length)
       held = state.opt_state, sample_params, state.critic, *reference
       yield name, Program(passes.make_score(learner), arguments, work, held=held)
@@ -265,9 +265,16 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   place = field(jnp.int32) if case.config.rl.packed else None
   width = case.workload.support
   of_critic = real if case.config.critic.name != "none" else None
-  return TrainBatch(
+  inputs = ModelInputs(
     tokens_BT=tokens,
     segments_BT=tokens,
+    sampler_routing_BTlk=experts,
+    support_BTX=field(jnp.int32, case.length, width) if width else None,
+    row_B=place,
+    start_B=place,
+  )
+  return TrainBatch(
+    inputs,
     mask_BT=real,
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
@@ -282,10 +289,6 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     unit_BT=tokens if case.config.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
-    sampler_routing_BTlk=experts,
-    support_BTX=field(jnp.int32, case.length, width) if width else None,
-    row_B=place,
-    start_B=place,
     order_B=place,
   )
 

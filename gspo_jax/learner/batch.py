@@ -15,7 +15,7 @@ from gspo_jax.sampling.delimiters import Delimiters, step_ends
 from gspo_jax.sampling.parts import segment_ids
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.structs import Rollout, TrainBatch
+from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
 
 
 def place(
@@ -158,9 +158,15 @@ def train_batch(
     if replays_sampler:  # of older tokens too, so that those after them are of another network
       current_BT &= (current_BT | (rollout.version < 0)).all(axis=1, keepdims=True)
     current_BT = current_BT.astype(mask_BT.dtype)
-  return TrainBatch(
+  inputs = ModelInputs(
     tokens_BT=rollout.tokens,
     segments_BT=segments_BT,
+    sampler_routing_BTlk=routing_BTlk,
+    support_BTX=rollout.support,
+    prompt_B=rollout.prompt_lengths if shared_prompts else None,
+  )
+  return TrainBatch(
+    inputs,
     mask_BT=mask_BT,
     advantage_B=advantage_PG.reshape(-1).astype(np.float32),
     old_logp_BT=None,
@@ -170,9 +176,6 @@ def train_batch(
     advantage_BT=advantage_BL,
     reward_BT=reward_BL,
     age_B=ages_of(rollout, version) if ages else None,
-    sampler_routing_BTlk=routing_BTlk,
-    support_BTX=rollout.support,
-    prompt_B=rollout.prompt_lengths if shared_prompts else None,
   )
 
 
@@ -202,14 +205,14 @@ def minibatches(
   The first one is marked. Where there are fewer than `prompts` groups, padding takes the place of
   the missing ones, evenly in all mini-batches.
   """
-  missing = prompts * group_size - len(batch.tokens_BT)
+  missing = prompts * group_size - len(batch.mask_BT)
   if missing:
     place = _places(prompts, group_size, parts)
     batch = jax.tree.map(lambda x: x[place], _widened(batch, missing))
   cut = [np.split(x, parts) for x in jax.tree.leaves(batch)]
   structure = jax.tree.structure(batch)
   batches = [jax.tree.unflatten(structure, leaves) for leaves in zip(*cut)]
-  of_each_B = np.ones(len(batches[0].tokens_BT), bool)
+  of_each_B = np.ones(len(batches[0].mask_BT), bool)
   batches = [batch.replace(first_B=of_each_B & (i == 0)) for i, batch in enumerate(batches)]
   if packed:
     batches = [packing.plan(batch, sharding.batch_shards(mesh)) for batch in batches]
@@ -222,7 +225,7 @@ def _widened(batch: TrainBatch, rows: int) -> TrainBatch:
 
   def widen(path, x):
     room = ((0, rows), *((0, 0),) * (x.ndim - 1))
-    return np.pad(x, room, constant_values=nothing.get(path[0].name, 0))
+    return np.pad(x, room, constant_values=nothing.get(path[-1].name, 0))
 
   return jax.tree_util.tree_map_with_path(widen, batch)
 

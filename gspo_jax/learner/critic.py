@@ -30,7 +30,7 @@ from gspo_jax.objectives.reductions import Max, Mean, Metrics, merge
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.structs import CriticState, TrainBatch, TrainState
+from gspo_jax.structs import CriticState, ModelInputs, TrainBatch, TrainState
 
 LOSS = "value/loss"  # the metric that is the critic's loss
 GRAD_NORM = "value/grad_norm"
@@ -97,21 +97,20 @@ def new_critic(
 
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
-) -> Callable[[tuple[Any, models.Critic], TrainBatch], jax.Array]:
+) -> Callable[[tuple[Any, models.Critic], ModelInputs], jax.Array]:
   """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch.
   On the policy's trunk it takes the experts that the sampler used, if an update replays those."""
 
-  def one(both: tuple[Any, models.Critic], batch: TrainBatch) -> jax.Array:
-    (policy, critic), rows, hidden_RTD = both, rows_of(batch, learner), None
+  def values_of(params: tuple[Any, models.Critic], inputs: ModelInputs) -> jax.Array:
+    (policy, critic), rows, hidden_RTD = params, rows_of(inputs, learner), None
     if critic.trunk is None:
       experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, experts_RTlk)
       hidden_RTD = out.hidden_BTD
     numbers = dict(trunk_coef=1.0)  # of gradients
-    options = rows, learner.model, learner.compute, numbers
-    return values(config, critic, hidden_RTD, *options)
+    return values(config, critic, hidden_RTD, rows, learner.model, learner.compute, numbers)
 
-  return jax.jit(by_part(one, learner))
+  return jax.jit(by_part(values_of, learner))
 
 
 def make_advantages(

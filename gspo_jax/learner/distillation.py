@@ -18,39 +18,37 @@ from gspo_jax.structs import TrainBatch
 
 
 def make_distill(
-  config: DistillationConfig, teacher_logp: Callable[[TrainBatch], jax.Array]
+  config: DistillationConfig,
 ) -> Callable[[Sequence[TrainBatch]], tuple[list[TrainBatch], dict[str, jax.Array]]]:
-  """A function of all mini-batches of an iteration, which need `old_logp_BT`. It returns them with
-  the `advantage_BT` of each token, and metrics.
+  """A function of all mini-batches of an iteration, which need `old_logp_BT` and `teacher_logp_BT`.
+  It returns them with the `advantage_BT` of each token in the place of the latter, and metrics.
 
   Â_t = w Â_reward + c Σ_{u≥t} γ^(u−t) (log π_teacher(y_u) − log π_old(y_u)), with c `coef`, γ
   `discount` and w `reward_weight` (`objectives.distillation_advantages`).
-
-  Args:
-    teacher_logp: log-probabilities [B, T] of the tokens of a batch.
   """
 
   def distill(batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], dict[str, jax.Array]]:
-    logps = [teacher_logp(batch) for batch in batches]
-    return _with_advantages(list(batches), logps, config.numbers())
+    return _with_advantages(list(batches), config.numbers())
 
   return distill
 
 
 @jax.jit
 def _with_advantages(
-  batches: list[TrainBatch], logps: list[jax.Array], number: Mapping[str, Any]
+  batches: list[TrainBatch], number: Mapping[str, Any]
 ) -> tuple[list[TrainBatch], dict[str, jax.Array]]:
-  def one(batch: TrainBatch, logp_BT: jax.Array) -> TrainBatch:
+  def advantages(batch: TrainBatch) -> TrainBatch:
     reward_BT = batch.advantage_BT
     if reward_BT is None:
       reward_BT = batch.advantage_B[:, None]
-    arguments = batch.old_logp_BT, logp_BT, batch.mask_BT, number["discount"]
-    gain_BT = number["coef"] * O.distillation_advantages(*arguments)
+    gain_BT = number["coef"] * O.distillation_advantages(
+      batch.old_logp_BT, batch.teacher_logp_BT, batch.mask_BT, number["discount"]
+    )
     reward_BT = jnp.where(batch.mask_BT > 0, number["reward_weight"] * reward_BT, 0)
-    return batch.replace(advantage_BT=reward_BT + gain_BT)
+    return batch.replace(advantage_BT=reward_BT + gain_BT, teacher_logp_BT=None)
 
-  pairs = list(zip(batches, logps, strict=True))
-  divergences = [O.reverse_kl.sums(b.old_logp_BT, logp, b.mask_BT) for b, logp in pairs]
+  divergences = [
+    O.reverse_kl.sums(batch.old_logp_BT, batch.teacher_logp_BT, batch.mask_BT) for batch in batches
+  ]
   metrics = {"distillation/reverse_kl": functools.reduce(merge, divergences)}
-  return [one(*pair) for pair in pairs], O.compute(metrics)
+  return [advantages(batch) for batch in batches], O.compute(metrics)

@@ -5,7 +5,6 @@ to one prompt share it; or whatever `packing.plan` has put into one row. Losses 
 [B, T] only. A sequence is on the device that has its row, so nothing moves between devices.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -20,12 +19,12 @@ from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import Array, TrainBatch
+from gspo_jax.structs import Array, ModelInputs
 
 
 @flax.struct.dataclass
 class Rows:
-  """The fields of a TrainBatch that the model takes, by row."""
+  """What the model takes, by row."""
 
   tokens_RT: Array
   targets_RT: Array  # the token after each one, if there is any
@@ -60,16 +59,10 @@ def forward(
   )
 
 
-def sampled(batch: TrainBatch) -> TrainBatch:
-  """What a pass without gradient reads of a batch, and no more: the same fields, and so the same
-  program, before and after others have been added."""
-  read = "tokens_BT segments_BT mask_BT sampler_routing_BTlk support_BTX prompt_B row_B start_B"
-  rest = {field.name for field in dataclasses.fields(batch)} - set(read.split())
-  return batch.replace(**dict.fromkeys(rest))
-
-
-def plain(batch: TrainBatch) -> Rows:
-  return Rows(batch.tokens_BT, _next(batch.tokens_BT), *_of_each_token(batch))
+def plain(inputs: ModelInputs, routing_BTlk: Array | None = None) -> Rows:
+  """A row for each sequence; with the experts of the old policy, where they are known."""
+  of_each_token = _of_each_token(inputs, routing_BTlk)
+  return Rows(inputs.tokens_BT, _next(inputs.tokens_BT), *of_each_token)
 
 
 def _next(tokens_BT: jax.Array) -> jax.Array:
@@ -77,15 +70,17 @@ def _next(tokens_BT: jax.Array) -> jax.Array:
   return jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
 
 
-def _of_each_token(batch: TrainBatch) -> tuple[Array | None, ...]:
-  support_BTX = batch.support_BTX
+def _of_each_token(inputs: ModelInputs, routing_BTlk: Array | None) -> tuple[Array | None, ...]:
+  support_BTX = inputs.support_BTX
   if support_BTX is not None:  # of targets
     after = ((0, 0), (0, 1), (0, 0))
     support_BTX = jnp.pad(support_BTX[:, 1:], after, constant_values=NO_TOKEN)
-  return batch.segments_BT, batch.routing_BTlk, batch.sampler_routing_BTlk, support_BTX
+  return inputs.segments_BT, routing_BTlk, inputs.sampler_routing_BTlk, support_BTX
 
 
-def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
+def trees(
+  inputs: ModelInputs, group_size: int, prompt_tokens: int, routing_BTlk: Array | None = None
+) -> Rows:
   """As many rows as sequences, but shorter: a group's rows on one device share its prompt.
 
   The trunk is the prompt without its last token. That one begins every branch, since what it
@@ -94,14 +89,14 @@ def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
   are then as long as a row of the batch, which may be whole blocks of attention.
 
   Args:
-    batch: in groups of `group_size` sequences whose first `prompt_B` tokens are the same, and that
+    inputs: in groups of `group_size` sequences whose first `prompt_B` tokens are the same, and that
       are at most T - `prompt_tokens` longer.
     prompt_tokens: what a prompt has at most.
   """
-  B, T = batch.tokens_BT.shape
+  B, T = inputs.tokens_BT.shape
   G = math.gcd(group_size, sharding.rows_of_a_device(B))
   if G == 1 or prompt_tokens == 1:
-    return plain(batch)
+    return plain(inputs, routing_BTlk)
   branch = T - prompt_tokens
   trunk = -(-(prompt_tokens - 1) // G) * G
 
@@ -119,10 +114,10 @@ def trees(batch: TrainBatch, group_size: int, prompt_tokens: int) -> Rows:
     return found.replace(place_BT=place_BT, tree=Tree(trunk, G))
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(batch.tokens_BT, _of_each_token(batch), batch.prompt_B)
+  return run(inputs.tokens_BT, _of_each_token(inputs, routing_BTlk), inputs.prompt_B)
 
 
-def packed(batch: TrainBatch, R: int) -> Rows:
+def packed(inputs: ModelInputs, R: int, routing_BTlk: Array | None = None) -> Rows:
   """R rows, each with the sequences that `packing.plan` says."""
   rows = sharding.rows_of_a_device(R)
 
@@ -136,7 +131,8 @@ def packed(batch: TrainBatch, R: int) -> Rows:
     return arrange(tokens_BT, (segments_BT, *of_each_token[1:]), place_BT, (rows, T))
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(batch.tokens_BT, _of_each_token(batch), batch.row_B, batch.start_B)
+  of_each_token = _of_each_token(inputs, routing_BTlk)
+  return run(inputs.tokens_BT, of_each_token, inputs.row_B, inputs.start_B)
 
 
 def arrange(

@@ -48,8 +48,8 @@ def policy_loss(
   if "max_length" in takes:
     options |= dict(max_length=max_length)
   if "segment_BT" in takes:
-    one = jnp.zeros_like(batch.tokens_BT)
-    options |= dict(segment_BT=one if batch.unit_BT is None else batch.unit_BT)
+    whole_BT = jnp.zeros_like(batch.inputs.tokens_BT)
+    options |= dict(segment_BT=whole_BT if batch.unit_BT is None else batch.unit_BT)
   advantage = batch.advantage_B
   if loss.by_token:
     advantage = batch.advantage_BT

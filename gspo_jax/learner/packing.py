@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 
 def plan(batch: TrainBatch, shards: int) -> TrainBatch:
@@ -25,18 +25,20 @@ def plan(batch: TrainBatch, shards: int) -> TrainBatch:
   Each of the `shards` devices gets B / shards responses, about as many tokens as the others, and
   packs them on its own. Rows without tokens get no place.
   """
-  T = batch.tokens_BT.shape[1]
-  length_B = (batch.segments_BT > 0).sum(1)
+  T = batch.inputs.tokens_BT.shape[1]
+  length_B = (batch.inputs.segments_BT > 0).sum(1)
   order_B = balanced_order(length_B, shards)
   places = [first_fit(length_b, T) for length_b in np.split(length_B[order_B], shards)]
   row_B, start_B = (np.concatenate(x) for x in zip(*places))
   batch = jax.tree.map(lambda x: x[order_B], batch)
-  return batch.replace(row_B=row_B, start_B=start_B, order_B=order_B)
+  inputs = batch.inputs.replace(row_B=row_B, start_B=start_B)
+  return batch.replace(inputs=inputs, order_B=order_B)
 
 
 def undo(batch: TrainBatch) -> TrainBatch:
   """Undoes `plan`."""
-  plain = batch.replace(row_B=None, start_B=None, order_B=None)
+  inputs = batch.inputs.replace(row_B=None, start_B=None)
+  plain = batch.replace(inputs=inputs, order_B=None)
   return jax.tree.map(lambda x: in_order(x, batch.order_B), plain)
 
 
@@ -74,16 +76,13 @@ def first_fit(length_B: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
   return row_B, start_B
 
 
-def count(batch: TrainBatch, R: int) -> jax.Array:
+def count(inputs: ModelInputs, R: int) -> jax.Array:
   """int32 []: micro-batches of R rows up to the last one that holds a response; at least 1."""
-  return jnp.maximum(batch.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
+  return jnp.maximum(inputs.row_B.max() // sharding.rows_of_a_device(R) + 1, 1)
 
 
-def part(batch: TrainBatch, i: jax.Array | int, R: int) -> TrainBatch:
-  """Micro-batch i: the whole batch, but responses that lie in other rows are masked."""
-  row_B = batch.row_B - i * sharding.rows_of_a_device(R)
+def part(inputs: ModelInputs, i: jax.Array | int, R: int) -> ModelInputs:
+  """Micro-batch i: all sequences, but those that lie in other rows are in none."""
+  row_B = inputs.row_B - i * sharding.rows_of_a_device(R)
   inside_B = (row_B >= 0) & (row_B < sharding.rows_of_a_device(R))
-  return batch.replace(
-    row_B=jnp.where(inside_B, row_B, -1),
-    mask_BT=jnp.where(inside_B[:, None], batch.mask_BT, 0),
-  )
+  return inputs.replace(row_B=jnp.where(inside_B, row_B, -1))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gspo_jax import sharding
 from gspo_jax.learner import packing
 from gspo_jax.learner.adaptive_clip import in_force
-from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, sampled, trees
+from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, trees
 from gspo_jax.learner.metrics import token_gradient
 from gspo_jax.learner.objective import policy_loss
 from gspo_jax.models import transformer
@@ -21,7 +21,7 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import BATCH, P
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +63,23 @@ def learner_of(c: RunConfig, phase: str) -> Learner:
 
 
 def log_probs(
-  params: Any, batch: TrainBatch, learner: Learner, replay: str = "none"
+  params: Any,
+  inputs: ModelInputs,
+  learner: Learner,
+  replay: str = "none",
+  routing_BTlk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """log π(token t | tokens before it) and the entropy there, [B, T] each, the forward pass and the
   rows that it read. Position 0 has no probability and holds 0. Of tokens with a support on record,
   π is renormalised over it (`head.token_logp`).
 
   With `replay`, π is the network that the experts on record make, with the gate weights of the
-  router in `params`; ValueError if the batch has no such record.
+  router in `params`; ValueError if there is no such record.
+
+  Args:
+    routing_BTlk: the old policy's experts, where they are known.
   """
-  rows = rows_of(batch, learner)
+  rows = rows_of(inputs, learner, routing_BTlk)
   experts_RTlk = experts_to_replay(rows, replay)
   out = forward(params, rows, learner.model, learner.compute, experts_RTlk)
   both = transformer.token_logp(
@@ -89,13 +96,13 @@ def log_probs(
   return logp_BT, entropy_BT, out, rows
 
 
-def rows_of(batch: TrainBatch, learner: Learner) -> Rows:
+def rows_of(inputs: ModelInputs, learner: Learner, routing_BTlk: jax.Array | None = None) -> Rows:
   """The rows that the model reads of a batch, or of one of its `parts`."""
-  if batch.row_B is not None:
-    return packed(batch, len(batch.tokens_BT) // learner.microbatches)
-  if batch.prompt_B is not None:
-    return trees(batch, learner.group_size, learner.prompt_tokens)
-  return plain(batch)
+  if inputs.row_B is not None:
+    return packed(inputs, len(inputs.tokens_BT) // learner.microbatches, routing_BTlk)
+  if inputs.prompt_B is not None:
+    return trees(inputs, learner.group_size, learner.prompt_tokens, routing_BTlk)
+  return plain(inputs, routing_BTlk)
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
@@ -109,18 +116,18 @@ def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:
   return experts_RTlk
 
 
-def make_score(learner: Learner) -> Callable[[Any, TrainBatch], jax.Array]:
+def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
   """A jitted pass without gradient: the trainer's log-probabilities [B, T] of a batch."""
 
-  def logp(params: Any, batch: TrainBatch) -> jax.Array:
-    return log_probs(params, batch, learner)[0]
+  def logp(params: Any, inputs: ModelInputs) -> jax.Array:
+    return log_probs(params, inputs, learner)[0]
 
   return jax.jit(by_part(logp, learner))
 
 
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
-) -> Callable[[Any, TrainBatch], dict[str, jax.Array]]:
+) -> Callable[[Any, ModelInputs], dict[str, jax.Array]]:
   """A jitted pass without gradient: the fields of a batch that say what its old policy is.
 
   `old_logp_BT` under its own routing, and that routing; with R3, under the sampler's routing. So
@@ -128,9 +135,9 @@ def make_old_policy(
   """
   keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
-  def old_policy(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
+  def old_policy(params: Any, inputs: ModelInputs) -> dict[str, jax.Array]:
     replay = "R3" if objective.replay == "R3" else "none"
-    logp_BT, _, out, rows = log_probs(params, batch, learner, replay)
+    logp_BT, _, out, rows = log_probs(params, inputs, learner, replay)
     fields = dict(old_logp_BT=logp_BT)
     if keeps_routing and out.routing_lBTk is not None:
       experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
@@ -143,7 +150,7 @@ def make_old_policy(
 def make_review(
   learner: Learner,
   objective: ObjectiveConfig,
-  old_policy: Callable[[Any, TrainBatch], dict[str, jax.Array]],
+  old_policy: Callable[[Any, ModelInputs], dict[str, jax.Array]],
 ) -> Callable[..., dict[str, jax.Array]]:
   """A pass without gradient, for dumps of rollouts, [B, T] each: `log_ratio_BT`, log π under these
   parameters less the old policy's; `clipped_BT`, the tokens that the loss of an update would clip
@@ -154,8 +161,8 @@ def make_review(
   other experts, and needs a pass of its own.
   """
 
-  def replayed(params: Any, batch: TrainBatch) -> jax.Array:
-    return log_probs(params, batch, learner, objective.replay)[0]
+  def replayed(params: Any, inputs: ModelInputs, routing_BTlk: jax.Array) -> jax.Array:
+    return log_probs(params, inputs, learner, objective.replay, routing_BTlk)[0]
 
   replayed = jax.jit(by_part(replayed, learner))
   judged = _judged(objective.structure, learner.response_tokens)
@@ -164,9 +171,9 @@ def make_review(
     params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
   ) -> dict[str, jax.Array]:
     if objective.replay == "R2":
-      logp_BT = replayed(params, batch)
+      logp_BT = replayed(params, batch.inputs, batch.routing_BTlk)
     else:
-      logp_BT = old_policy(params, sampled(batch))["old_logp_BT"]
+      logp_BT = old_policy(params, batch.inputs)["old_logp_BT"]
     numbers = in_force(objective.numbers(), clip_factor)
     return judged(logp_BT, batch, numbers)
 
@@ -190,17 +197,17 @@ def _judged(objective: ObjectiveConfig, max_length: int) -> Callable:
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """`function(params, batch)`, which returns arrays [B, ...]; of a packed batch by micro-batch, so
-  that it needs no more memory than an update."""
+  """`function(params, inputs, *fields)`, which returns arrays [B, ...]; of a packed batch by
+  micro-batch, so that it needs no more memory than an update."""
 
-  def whole(params: Any, batch: TrainBatch) -> Any:
-    if batch.row_B is None:
-      return function(params, batch)
-    number, part = parts(batch, learner)
+  def whole(params: Any, inputs: ModelInputs, *fields: jax.Array) -> Any:
+    if inputs.row_B is None:
+      return function(params, inputs, *fields)
+    R = len(inputs.tokens_BT) // learner.microbatches
 
     def of_part(i):
-      some = part(i)
-      return some.row_B >= 0, function(params, some)
+      part = packing.part(inputs, i, R)
+      return part.row_B >= 0, function(params, part, *fields)
 
     def put(total, new):
       (_, old), (inside_B, new) = total, new
@@ -210,6 +217,7 @@ def by_part(function: Callable, learner: Learner) -> Callable:
 
       return inside_B, jax.tree.map(choose, new, old)
 
+    number = packing.count(inputs, R)
     return accumulate(of_part, number, put, learner.microbatches)[1]
 
   return whole
@@ -219,11 +227,18 @@ def parts(
   batch: TrainBatch, learner: Learner
 ) -> tuple[int | jax.Array, Callable[[Any], TrainBatch]]:
   """Returns the number of micro-batches, and a function to the i-th of them; of a packed batch,
-  those with tokens in their rows: at most `learner.microbatches`."""
+  those with tokens in their rows: at most `learner.microbatches`. Responses that lie in other rows
+  are masked there."""
   number = learner.microbatches
-  if batch.row_B is not None:
-    R = len(batch.tokens_BT) // number
-    return packing.count(batch, R), lambda i: packing.part(batch, i, R)
+  if batch.inputs.row_B is not None:
+    R = len(batch.mask_BT) // number
+
+    def of_rows(i):
+      inputs = packing.part(batch.inputs, i, R)
+      mask_BT = jnp.where(inputs.row_B[:, None] >= 0, batch.mask_BT, 0)
+      return batch.replace(inputs=inputs, mask_BT=mask_BT)
+
+    return packing.count(batch.inputs, R), of_rows
 
   def on_each_device(batch):  # every part has rows of every device: those of a group stay together
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)

@@ -62,7 +62,9 @@ def _rl_step(
 ) -> Callable:
   def loss(params, critic, batch, all_numbers):
     numbers = all_numbers["objective"]
-    logp_BT, entropy_BT, out, rows = log_probs(params, batch, learner, objective.replay)
+    logp_BT, entropy_BT, out, rows = log_probs(
+      params, batch.inputs, learner, objective.replay, batch.routing_BTlk
+    )
     batch, of_old = with_own_logp(objective, logp_BT, batch)
     longest = learner.response_tokens
     total, metrics, clipped_BT = policy_loss(
@@ -131,7 +133,7 @@ def make_sft_step(learner: Learner, tx: optax.GradientTransformation | Optimizer
 @functools.lru_cache(maxsize=8)
 def _sft_step(learner: Learner, apply: Callable) -> Callable:
   def loss(params, _, batch, __):
-    logp_BT, entropy_BT, out, _ = log_probs(params, batch, learner)
+    logp_BT, entropy_BT, out, _ = log_probs(params, batch.inputs, learner)
     tokens = batch.mask_BT.sum()
     total = Mean(-(logp_BT * batch.mask_BT).sum(), tokens)
     return total, {"entropy": Mean((entropy_BT * batch.mask_BT).sum(), tokens)}, out.stats
@@ -143,7 +145,7 @@ def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
   """The jitted loss of `make_sft_step`, without its update."""
 
   def loss(params, batch):
-    logp_BT = log_probs(params, batch, learner)[0]
+    logp_BT = log_probs(params, batch.inputs, learner)[0]
     return Mean(-(logp_BT * batch.mask_BT).sum(), batch.mask_BT.sum())
 
   return jax.jit(loss)

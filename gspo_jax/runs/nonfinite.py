@@ -6,6 +6,7 @@ makes the updates again and says where it comes from.
 """
 
 import collections
+import dataclasses
 import json
 import math
 import numbers
@@ -21,7 +22,7 @@ from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.runs import checkpoint
-from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
 from gspo_jax.system import jsons
 
 ABOUT = "failure.json"
@@ -136,7 +137,8 @@ def dump(
   fetched = [sharding.fetch(batch) for batch in batches]
   if jax.process_index() == 0:
     for i, batch in enumerate(fetched):
-      arrays = {k: np.asarray(v) for k, v in vars(batch).items() if v is not None}
+      fields = vars(batch.inputs) | vars(batch.replace(inputs=None))
+      arrays = {k: np.asarray(v) for k, v in fields.items() if v is not None}
       with (directory / f"batch_{i}.npz").open("wb") as file:
         np.savez(file, **arrays)
     figures = {k: str(v) for k, v in row.items()}  # JSON has no NaN
@@ -161,6 +163,9 @@ def load(directory: str | Path) -> tuple[dict[str, Any], list[TrainBatch]]:
 def _batch(path: epath.Path) -> TrainBatch:
   try:
     with path.open("rb") as file, np.load(file) as arrays:
-      return TrainBatch(**arrays)
+      inputs = {field.name for field in dataclasses.fields(ModelInputs)}
+      read = {name: arrays[name] for name in inputs & set(arrays)}
+      rest = {name: arrays[name] for name in set(arrays) - inputs}
+      return TrainBatch(ModelInputs(**read), **rest)
   except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
     raise ValueError(f"{path} is not a mini-batch that a run wrote: {error}") from error

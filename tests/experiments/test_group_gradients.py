@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.small_models import SMALLER_MOE, initial
-from support.small_updates import learner, make_batch
+from support.small_updates import learner, make_batch, with_inputs
 
 from experiments import group_gradients
 from gspo_jax import objectives as O
@@ -30,8 +30,8 @@ LOSSES = dict(gspo=gspo, grpo=grpo, raw=group_gradients.raw_product_loss)
 def batch():
   """Half of the sequences have moved beyond GSPO's range."""
   params, made = initial(SMALLER_MOE), make_batch(SMALLER_MOE)
-  made = made.replace(tokens_BT=made.tokens_BT % 32)
-  logp_BT = log_probs(params, made, LEARNER)[0]
+  made = with_inputs(made, tokens_BT=made.inputs.tokens_BT % 32)
+  logp_BT = log_probs(params, made.inputs, LEARNER)[0]
   drift_BT = 0.02 * np.sin(np.arange(logp_BT.size)).reshape(logp_BT.shape)
   return made.replace(old_logp_BT=(logp_BT - drift_BT) * made.mask_BT)
 
@@ -43,13 +43,15 @@ def flat(tree):
 def test_moments_are_those_of_one_gradient_after_the_other(batch):
   params = initial(SMALLER_MOE)
   found = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, batch)
-  assert found.groups == len(batch.tokens_BT) / G
+  assert found.groups == len(batch.mask_BT) / G
   for i, loss in enumerate(LOSSES.values()):
     gradient = jax.jit(
-      jax.grad(lambda p, one, loss=loss: loss(log_probs(p, one, LEARNER)[0], one), has_aux=True)
+      jax.grad(
+        lambda p, one, loss=loss: loss(log_probs(p, one.inputs, LEARNER)[0], one), has_aux=True
+      )
     )
     total, square, clipped = 0.0, 0.0, 0.0
-    for j in range(0, len(batch.tokens_BT), G):
+    for j in range(0, len(batch.mask_BT), G):
       one, metrics = gradient(params, jax.tree.map(lambda x, j=j: x[j : j + G], batch))
       total, square = total + flat(one), square + (flat(one) ** 2).sum()
       clipped += float(metrics.get("clip_fraction/token", 0))
@@ -62,7 +64,7 @@ def test_moments_are_those_of_one_gradient_after_the_other(batch):
 
 def test_on_policy_all_losses_have_one_gradient(batch):
   params = initial(SMALLER_MOE)
-  same = batch.replace(old_logp_BT=log_probs(params, batch, LEARNER)[0])
+  same = batch.replace(old_logp_BT=log_probs(params, batch.inputs, LEARNER)[0])
   found = group_gradients.make_group_moments(LEARNER, [*LOSSES.values()])(params, same)
   gspo_X, *others = (
     flat(jax.tree.map(lambda x, i=i: x[i], found.total_X)) for i in range(len(LOSSES))
@@ -101,4 +103,4 @@ def test_estimates_are_without_bias():
 def test_groups_that_are_not_apart_are_refused(batch):
   find = group_gradients.make_group_moments(LEARNER, [gspo])
   with pytest.raises(ValueError, match="not packed"):
-    find(initial(SMALLER_MOE), batch.replace(row_B=np.zeros(len(batch.tokens_BT), np.int32)))
+    find(initial(SMALLER_MOE), with_inputs(batch, row_B=np.zeros(len(batch.mask_BT), np.int32)))

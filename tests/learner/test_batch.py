@@ -6,7 +6,7 @@ import numpy as np
 from gspo_jax import sharding
 from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, train_batch
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.structs import Rollout, TrainBatch
+from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
 
 T = 5
 ONE = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
@@ -15,9 +15,8 @@ ONE = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
 def batch(rows, old):
   tokens = np.repeat(np.arange(rows)[:, None], T, 1).astype(np.int32)
   ones = np.ones((rows, T), np.float32)
-  return TrainBatch(
-    tokens, ones.astype(np.int32), ones, np.arange(rows, dtype=np.float32) + 1, old, old
-  )
+  inputs = ModelInputs(tokens, ones.astype(np.int32))
+  return TrainBatch(inputs, ones, np.arange(rows, dtype=np.float32) + 1, old, old)
 
 
 def test_missing_groups_are_padding_in_every_mini_batch():
@@ -31,7 +30,7 @@ def test_missing_groups_are_padding_in_every_mini_batch():
   for part in parts:
     assert part.mask_BT.shape == (6, T)
     np.testing.assert_array_equal(part.mask_BT.any(1), part.advantage_B > 0)
-    np.testing.assert_array_equal(part.segments_BT.any(1), part.advantage_B > 0)
+    np.testing.assert_array_equal(part.inputs.segments_BT.any(1), part.advantage_B > 0)
 
 
 def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
@@ -40,9 +39,9 @@ def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
     sampler_routing_BTlk=np.ones((2, T, 1, 2), np.int8), support_BTX=np.ones((2, T, 3), np.int32)
   )
   (made,) = minibatches(one, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
-  for found in made.sampler_routing_BTlk, made.support_BTX:
+  for found in made.inputs.sampler_routing_BTlk, made.inputs.support_BTX:
     assert np.unique(found[:2]) == 1 and np.unique(found[2:]) == -1
-  assert made.sampler_routing_BTlk.dtype == np.int8
+  assert made.inputs.sampler_routing_BTlk.dtype == np.int8
 
 
 def test_log_ratios_come_back_in_the_order_of_the_rollout():
@@ -74,7 +73,7 @@ def test_older_weights_are_told_apart():
   made = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4)
   np.testing.assert_array_equal(made.current_BT, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]])
   recorded = [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
-  np.testing.assert_array_equal(made.sampler_routing_BTlk[..., 0, 0] >= 0, recorded)
+  np.testing.assert_array_equal(made.inputs.sampler_routing_BTlk[..., 0, 0] >= 0, recorded)
   kept = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True)
   np.testing.assert_array_equal(kept.sampler_routing_BTlk[:, :4] >= 0, True)
   assert not kept.current_BT.any()  # replayed experts of older weights make another network
@@ -86,4 +85,6 @@ def test_responses_that_were_cut_off_are_masked():
   given = rollout()
   made = train_batch(given, np.ones(2), shared_prompts=False, mask_truncated=True)
   np.testing.assert_array_equal(made.mask_BT, given.mask * [[1], [0]])
-  np.testing.assert_array_equal(made.segments_BT.sum(1), given.ends)  # the model reads them still
+  np.testing.assert_array_equal(
+    made.inputs.segments_BT.sum(1), given.ends
+  )  # the model reads them still

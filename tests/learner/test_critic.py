@@ -11,7 +11,7 @@ import pytest
 from support import objectives_reference as paper
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, forward, initial
-from support.small_updates import GSPO, B, T, learner, make_batch, scalars
+from support.small_updates import GSPO, B, T, learner, make_batch, scalars, with_inputs
 
 from configs import common, tiny_ppo
 from gspo_jax import objectives as O
@@ -61,7 +61,7 @@ def on(mesh, config, seed=0):
 def batch():
   rng = np.random.default_rng(0)
   plain = make_batch()
-  plain = plain.replace(tokens_BT=plain.tokens_BT % MODEL.vocab_size)
+  plain = with_inputs(plain, tokens_BT=plain.inputs.tokens_BT % MODEL.vocab_size)
   reward_BT = at_the_end(rng.integers(0, 2, B).astype(np.float32), plain.mask_BT)
   noise = lambda: (rng.normal(0.5, 0.3, (B, T)) * plain.mask_BT).astype(np.float32)  # noqa: E731
   return plain.replace(
@@ -99,13 +99,13 @@ def test_a_value_is_of_what_stands_before_its_token():
       policy, critic = on(mesh, config)
       find = make_values(learner(MODEL), config, "none")
       one = batch()
-      found_BT = np.asarray(find((policy, critic), sharding.put_batch(one, mesh)))
-      other = one.replace(tokens_BT=np.where(np.arange(T) == 4, 7, one.tokens_BT))
-      moved_BT = np.asarray(find((policy, critic), sharding.put_batch(other, mesh)))
+      found_BT = np.asarray(find((policy, critic), sharding.put_batch(one.inputs, mesh)))
+      other = with_inputs(one, tokens_BT=np.where(np.arange(T) == 4, 7, one.inputs.tokens_BT))
+      moved_BT = np.asarray(find((policy, critic), sharding.put_batch(other.inputs, mesh)))
     trunk = jax.device_get(policy if config is HEAD else critic.trunk)
-    hidden_BTD = forward(trunk, MODEL, jnp.asarray(one.tokens_BT)).hidden_BTD
+    hidden_BTD = forward(trunk, MODEL, jnp.asarray(one.inputs.tokens_BT)).hidden_BTD
     expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
-    real_BT = np.asarray(one.segments_BT[:, 1:]) > 0
+    real_BT = np.asarray(one.inputs.segments_BT[:, 1:]) > 0
     np.testing.assert_allclose(found_BT[:, 1:][real_BT], expected_BT[:, :-1][real_BT], atol=1e-5)
     np.testing.assert_array_equal(found_BT[:, :5], moved_BT[:, :5])
     assert (found_BT != moved_BT)[1, 5:20].all()  # a row of 20 tokens
@@ -184,7 +184,7 @@ def test_the_trunk_has_the_gradient_of_both_means():
     @functools.partial(jax.grad, has_aux=True)
     def expected(both):
       policy, critic = both
-      logp_BT, entropy_BT, out, _ = log_probs(policy, one, learner(MODEL))
+      logp_BT, entropy_BT, out, _ = log_probs(policy, one.inputs, learner(MODEL))
       half_BTD = (out.hidden_BTD + jax.lax.stop_gradient(out.hidden_BTD)) / 2
       value_BT = jnp.pad(head_values(critic, half_BTD)[:, :-1], ((0, 0), (1, 0)))
       found = O.value_loss(value_BT, one.old_value_BT, one.return_BT, one.mask_BT, 0.2)

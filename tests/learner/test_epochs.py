@@ -15,7 +15,7 @@ from gspo_jax import train
 from gspo_jax.learner import adaptive_clip, batch, optimizer
 from gspo_jax.run import open_run
 from gspo_jax.settings.objective import AdaptiveClipConfig
-from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
 from gspo_jax.system import preemption
 
 SMALL = SMALL_VALUES | dict(
@@ -88,7 +88,9 @@ def interrupt():
 
 def test_epochs_are_the_same_mini_batches_and_the_first_is_marked_once():
   rows = np.zeros((2, 3), np.float32)
-  one = TrainBatch(rows, rows, rows, rows[:, 0], rows, rows, first_B=jnp.array([True, True]))
+  one = TrainBatch(
+    ModelInputs(rows, rows), rows, rows[:, 0], rows, rows, first_B=jnp.array([True, True])
+  )
   two = one.replace(first_B=jnp.array([False, False]))
   assert batch.epochs([one, two], 1) == [one, two]
   taken = batch.epochs([one, two], 3)

@@ -19,6 +19,7 @@ from support.small_updates import (
   rl_step,
   score_pass,
   update,
+  with_inputs,
 )
 
 from gspo_jax.learner import layout
@@ -40,23 +41,20 @@ def grouped_batch(model):
   in_prompt_BT = np.arange(T)[None] < PROMPT_B[:, None]
   same = lambda x: np.repeat(x[::GROUP], GROUP, axis=0)  # noqa: E731
   after_prompt = lambda x: np.where(in_prompt_BT, 0, x)  # noqa: E731
-  mask_BT = after_prompt((batch.segments_BT > 0).astype(np.float32))
-  batch = batch.replace(
-    tokens_BT=np.where(in_prompt_BT, same(batch.tokens_BT), batch.tokens_BT),
+  mask_BT = after_prompt((batch.inputs.segments_BT > 0).astype(np.float32))
+  tokens_BT = np.where(in_prompt_BT, same(batch.inputs.tokens_BT), batch.inputs.tokens_BT)
+  batch = with_inputs(batch, tokens_BT=tokens_BT, prompt_B=PROMPT_B).replace(
     mask_BT=mask_BT,
     old_logp_BT=np.full((B, T), -4.2, np.float32) * mask_BT,
     sampler_logp_BT=np.full((B, T), -4.3, np.float32) * mask_BT,
     ref_logp_BT=np.full((B, T), -4.1, np.float32) * mask_BT,
-    prompt_B=PROMPT_B,
   )
   if batch.routing_BTlk is None:
     return batch
   prompt = in_prompt_BT[:, :, None, None]
   alike = lambda x: np.where(prompt, same(x), x)  # noqa: E731
-  return batch.replace(
-    routing_BTlk=alike(batch.routing_BTlk),
-    sampler_routing_BTlk=alike(batch.sampler_routing_BTlk),
-  )
+  batch = with_inputs(batch, sampler_routing_BTlk=alike(batch.inputs.sampler_routing_BTlk))
+  return batch.replace(routing_BTlk=alike(batch.routing_BTlk))
 
 
 def sharing(model, microbatches=1, **compute):
@@ -82,7 +80,7 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
   batch = grouped_batch(model)
   objective = dataclasses.replace(ALL_TERMS, replay=replay)
   shared = rl_step(sharing(model, microbatches, **compute), objective, SGD)
-  params, row = after(update(model, 1, replay=replay), model, batch.replace(prompt_B=None))
+  params, row = after(update(model, 1, replay=replay), model, with_inputs(batch, prompt_B=None))
   shared_params, shared_row = after(shared, model, batch, shape)
   chex.assert_trees_all_close(shared_params, params, rtol=2e-4, atol=5e-6)
   assert row.keys() == shared_row.keys()
@@ -95,13 +93,13 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
 @pytest.mark.parametrize("shape", [None, (1, 2, 2, 2)], ids=str)
 def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   batch = grouped_batch(MOE)
-  expected = old_policy(learner(MOE), batch.replace(prompt_B=None))
+  expected = old_policy(learner(MOE), with_inputs(batch, prompt_B=None))
   found = old_policy(sharing(MOE), batch, shape)
   trained = batch.mask_BT > 0
   assert trained.sum() > 40
   logp, expected_logp = (x["old_logp_BT"][trained] for x in (found, expected))
   np.testing.assert_allclose(logp, expected_logp, atol=2e-5)
-  read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
+  read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
   routes, expected_routes = (np.asarray(x["routing_BTlk"]) for x in (found, expected))
   np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
   assert (routes[~read_BT] == routing.NO_EXPERT).all()
@@ -110,18 +108,18 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
 def test_the_model_reads_every_prompt_once():
   """All but its last token, in rows that are shorter by that; and all that predicts a token."""
   batch = grouped_batch(DENSE)
-  found = layout.trees(batch, GROUP, PROMPT)
+  found = layout.trees(batch.inputs, GROUP, PROMPT)
   assert found.tree == (8, GROUP)  # seven tokens, in rows of the same length
   assert found.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
   lengths = [[length for length in group if length] for group in LENGTHS]
   distinct = sum(sum(g) - (len(g) - 1) * max(p - 1, 0) for p, g in zip(PROMPTS, lengths) if g)
   distinct -= UNREAD_BT.sum()
-  assert (found.segments_RT > 0).sum() == distinct < batch.segments_BT.sum()
-  read_BT = (batch.segments_BT > 0) & ~UNREAD_BT
+  assert (found.segments_RT > 0).sum() == distinct < batch.inputs.segments_BT.sum()
+  read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
   assert UNREAD_BT.sum() == 3  # of the prompts of 3, 8 and 1 tokens
   for of_rows, of_batch in (
-    (found.tokens_RT, batch.tokens_BT),
-    (found.targets_RT, np.pad(batch.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
+    (found.tokens_RT, batch.inputs.tokens_BT),
+    (found.targets_RT, np.pad(batch.inputs.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
   ):
     np.testing.assert_array_equal(
       np.where(read_BT, layout.by_sequence(of_rows, found), 0), np.where(read_BT, of_batch, 0)
@@ -133,11 +131,11 @@ def test_the_model_reads_every_prompt_once():
 def test_a_response_knows_of_no_other():
   batch = grouped_batch(MOE)
   score = score_pass(sharing(MOE))
-  tokens_BT = np.array(batch.tokens_BT)
+  tokens_BT = np.array(batch.inputs.tokens_BT)
   tokens_BT[1, PROMPTS[0] : 15] = (tokens_BT[1, PROMPTS[0] : 15] + 1) % 64
   one, other = (
-    np.where(batch.mask_BT, score(initial(MOE), b), 0)
-    for b in (batch, batch.replace(tokens_BT=tokens_BT))
+    np.where(batch.mask_BT, score(initial(MOE), b.inputs), 0)
+    for b in (batch, with_inputs(batch, tokens_BT=tokens_BT))
   )
   changed = np.abs(one - other).max(1) > 0
   assert changed.tolist() == [row == 1 for row in range(B)]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support.small_models import DENSE, initial
-from support.small_updates import GSPO, SGD, after, learner, make_batch, rl_step
+from support.small_updates import GSPO, SGD, after, learner, make_batch, rl_step, with_inputs
 
 from gspo_jax import sharding
 from gspo_jax.learner.state import new_state
@@ -45,9 +45,10 @@ def test_responses_that_are_masked_are_as_if_they_were_not_there():
   step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
   kept = (np.arange(len(whole.mask_BT)) % 3 > 0).astype(np.float32)[:, None]
   masked = whole.replace(mask_BT=whole.mask_BT * kept)
-  nothing = masked.replace(
-    tokens_BT=whole.tokens_BT * kept.astype(np.int32),
-    segments_BT=whole.segments_BT * kept.astype(np.int32),
+  nothing = with_inputs(
+    masked,
+    tokens_BT=whole.inputs.tokens_BT * kept.astype(np.int32),
+    segments_BT=whole.inputs.segments_BT * kept.astype(np.int32),
   )
   (found, row), (expected, same) = after(step, DENSE, masked), after(step, DENSE, nothing)
   chex.assert_trees_all_close(found, expected, atol=1e-7)

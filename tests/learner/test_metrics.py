@@ -24,13 +24,14 @@ from support.small_updates import (
   review_pass,
   rl_step,
   score_pass,
+  with_inputs,
 )
 
 from gspo_jax import objectives as O
 from gspo_jax.learner import metrics, packing
 from gspo_jax.learner.objective import policy_loss
 from gspo_jax.sampling.parts import segment_ids
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 SEGMENT = dataclasses.replace(
   GSPO, name="segment", segment_unit="tokens", segment_tokens=3, clip_low=0.01, clip_high=0.02
@@ -48,7 +49,9 @@ def age_case(rows, classes, seed, T=9):
   age_B[age_B == 1] = 0  # an empty class
   age_B[:3] = -1  # in no class
   plain = np.zeros((rows, T), np.int32)
-  batch = TrainBatch(plain, plain, mask_BT, np.zeros(rows), old_BT, sampler_BT, age_B=age_B)
+  batch = TrainBatch(
+    ModelInputs(plain, plain), mask_BT, np.zeros(rows), old_BT, sampler_BT, age_B=age_B
+  )
   return logp_BT, batch, rng.random((rows, T)) < 0.3
 
 
@@ -148,7 +151,7 @@ def test_ratios_and_clipping_by_length():
 
 
 def in_segments(batch):
-  ids = segment_ids("tokens", batch.tokens_BT, batch.mask_BT, size=3)
+  ids = segment_ids("tokens", batch.inputs.tokens_BT, batch.mask_BT, size=3)
   return batch.replace(unit_BT=np.where(batch.mask_BT > 0, ids, -1))  # off the mask: anything
 
 
@@ -271,7 +274,7 @@ def test_an_update_by_segments_is_the_same_in_every_layout(plain, how):
 def test_an_update_by_segments_is_the_same_with_shared_prompts():
   batch = in_segments(grouped_batch(DENSE))
   shared = after(update(2, group_size=GROUP, prompt_tokens=PROMPT), DENSE, batch)
-  assert_alike(shared, after(update(1), DENSE, batch.replace(prompt_B=None)))
+  assert_alike(shared, after(update(1), DENSE, with_inputs(batch, prompt_B=None)))
 
 
 def test_without_segments_there_are_no_such_metrics():
@@ -284,7 +287,7 @@ def test_without_segments_there_are_no_such_metrics():
 def test_a_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
   found = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
-  logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch)
+  logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch.inputs)
   expected = metrics.token_gradient(
     lambda x: policy_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
   )

@@ -17,7 +17,7 @@ from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.passes import learner_of
 from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective, options_of
 from gspo_jax.settings.reading import from_dict
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 LOSSES = O.POLICY_LOSSES
 OPTIONS = sorted({option for name in LOSSES for option in options_of(name)})
@@ -50,8 +50,7 @@ def configured(config=common.base, **keys):
 def batch(**changes):
   zero = np.zeros((B, T), np.int32)
   return TrainBatch(
-    tokens_BT=zero,
-    segments_BT=zero + 1,
+    ModelInputs(tokens_BT=zero, segments_BT=zero + 1),
     mask_BT=CASE["mask"].astype(np.float32),
     advantage_B=CASE["advantage"],
     old_logp_BT=CASE["old"],

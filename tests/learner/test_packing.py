@@ -37,7 +37,7 @@ from gspo_jax.learner.batch import in_rollout_order, minibatches
 from gspo_jax.learner.state import new_state
 from gspo_jax.runs import nonfinite
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 
 @pytest.mark.parametrize("name, shape, replay", [
@@ -75,7 +75,7 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   packed = packing.plan(batch, 1 if shape is None else 4)
   expected = old_policy(learner(MOE), batch)
   found = old_policy(learner(MOE, microbatches=MICROBATCHES), packed, shape)
-  real_BT = batch.segments_BT > 0
+  real_BT = batch.inputs.segments_BT > 0
   logp_BT, expected_BT = (
     np.where(real_BT, x, 0)
     for x in (packing.in_order(found["old_logp_BT"], packed.order_B), expected["old_logp_BT"])
@@ -104,7 +104,7 @@ def test_another_number_of_micro_batches_compiles_nothing():
   state = new_state(initial(DENSE), SGD)
   for lengths in (LENGTHS, (3,) * B, (T,) * B, (0,) * B):
     batch = packing.plan(make_batch(lengths=lengths), 1)
-    counts.append(int(packing.count(batch, B // MICROBATCHES)))
+    counts.append(int(packing.count(batch.inputs, B // MICROBATCHES)))
     if not counts[1:]:
       step(jax.tree.map(jnp.copy, state), batch)
       compiled = step.function._cache_size()
@@ -139,19 +139,19 @@ def test_every_response_has_a_place_of_its_own(shards, seed):
   segments_BT = (np.arange(size)[None] < length_B[:, None]).astype(np.int32)
   number_B = np.arange(len(length_B), dtype=np.float32)
   zeros = np.zeros((len(length_B), size), np.float32)
-  batch = TrainBatch(zeros, segments_BT, zeros, number_B, zeros, zeros)
+  batch = TrainBatch(ModelInputs(zeros, segments_BT), zeros, number_B, zeros, zeros)
   planned = packing.plan(batch, shards)
   np.testing.assert_array_equal(np.sort(planned.order_B), np.arange(len(length_B)))
   np.testing.assert_array_equal(planned.advantage_B, planned.order_B)
-  np.testing.assert_array_equal(planned.segments_BT.sum(1), length_B[planned.order_B])
+  np.testing.assert_array_equal(planned.inputs.segments_BT.sum(1), length_B[planned.order_B])
   chex.assert_trees_all_equal(packing.undo(planned), batch)
   taken = np.zeros((shards, per_shard, size), int)
-  for i, length in enumerate(planned.segments_BT.sum(1)):
-    assert (planned.row_B[i] >= 0) == (length > 0)
+  for i, length in enumerate(planned.inputs.segments_BT.sum(1)):
+    assert (planned.inputs.row_B[i] >= 0) == (length > 0)
     if length:
-      start = planned.start_B[i]
+      start = planned.inputs.start_B[i]
       assert start + length <= size
-      taken[i // per_shard, planned.row_B[i], start : start + length] += 1
+      taken[i // per_shard, planned.inputs.row_B[i], start : start + length] += 1
   assert taken.max() <= 1 and taken.sum() == length_B.sum()
   used = (taken[:, :, 0] > 0).sum(1)
   assert (np.diff((taken[:, :, 0] > 0).astype(int), axis=1) <= 0).all(), "rows without gaps"
@@ -179,7 +179,8 @@ def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
   old = np.arange(rows * T, dtype=np.float32).reshape(rows, T)
   ends = 1 + np.arange(rows) * 7 % T
   segments = (np.arange(T)[None] < ends[:, None]).astype(np.int32)
-  batch = TrainBatch(segments, segments, segments.astype(np.float32), old[:, 0], old, old)
+  inputs = ModelInputs(segments, segments)
+  batch = TrainBatch(inputs, segments.astype(np.float32), old[:, 0], old, old)
   mesh = sharding.make_mesh(MeshConfig(4, 1, 1, 1), jax.devices()[:4])
   parts = minibatches(batch, 2, prompts=8, group_size=4, mesh=mesh, packed=True)
   assert not (parts[0].order_B == np.arange(16)).all()

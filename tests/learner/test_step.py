@@ -21,13 +21,13 @@ from support.small_updates import (
   rl_step,
   scalars,
   score_pass,
+  with_inputs,
 )
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import passes
 from gspo_jax.learner import step as train_step
-from gspo_jax.learner.layout import sampled
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
@@ -48,7 +48,7 @@ def rollout_batch(model=MOE, prompts=4, group=4):
 def test_the_ratio_leaves_one_after_the_first_update():
   params = initial(MOE)
   batch = rollout_batch()
-  old = score_pass(learner(MOE))(params, batch)
+  old = score_pass(learner(MOE))(params, batch.inputs)
   batch = batch.replace(old_logp_BT=old)
   step = rl_step(learner(MOE), GSPO, TX)
   state, first = step(new_state(params, TX), batch)
@@ -67,12 +67,12 @@ def test_the_ratio_leaves_one_after_the_first_update():
 def test_each_mini_batch_says_how_far_it_is_and_what_it_clips(name):
   """Against NumPy, from the log-probs of each mini-batch's own parameters."""
   params, batch = initial(MOE), rollout_batch()
-  batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch))
+  batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch.inputs))
   objective = dataclasses.replace(GSPO, name=name, clip_low=3e-3, clip_high=4e-3)
   step, state = rl_step(learner(MOE), objective, TX), new_state(params, TX)
   found, log_ratios = [], []
   for _ in range(3):
-    logp_BT = score_pass(learner(MOE))(state.params, batch)
+    logp_BT = score_pass(learner(MOE))(state.params, batch.inputs)
     log_ratios.append(np.float64(logp_BT - batch.old_logp_BT))
     state, metrics = step(state, batch)
     found.append(metrics)
@@ -112,7 +112,7 @@ def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
   params, bfloat16 = initial(SMALLER_MOE), dataclasses.replace(REFERENCE, dtype="bfloat16")
   how = learner(SMALLER_MOE, microbatches=2, compute=bfloat16)
   objective, batch = dataclasses.replace(GSPO, replay=replay), rollout_batch(SMALLER_MOE)
-  batch = of_another_program(batch.replace(**old_policy_pass(how, objective)(params, batch)))
+  batch = of_another_program(batch.replace(**old_policy_pass(how, objective)(params, batch.inputs)))
   step, rows = rl_step(how, objective, SGD), {}
   for first in (True, False):
     one = batch.replace(first_B=np.full(16, first))
@@ -135,7 +135,7 @@ def test_the_samplers_old_log_probs_are_left_as_they_are():
 def test_what_sampled_is_compared_with_the_trainer_by_the_version_of_its_weights():
   objective = dataclasses.replace(GSPO, old_logp="behaviour")
   batch = rollout_batch()
-  own_BT = np.asarray(score_pass(learner(MOE))(initial(MOE), batch))
+  own_BT = np.asarray(score_pass(learner(MOE))(initial(MOE), batch.inputs))
   mask_BT = np.asarray(batch.mask_BT)
   older_BT = mask_BT * (np.arange(len(mask_BT)) % 2)[:, None]
   said_BT = own_BT - 0.5 * older_BT - 0.001 * mask_BT
@@ -160,11 +160,11 @@ def test_the_update_raises_what_had_a_positive_advantage():
   params = initial(MOE)
   batch = rollout_batch()
   score = score_pass(learner(MOE))
-  before = np.asarray(score(params, batch))
+  before = np.asarray(score(params, batch.inputs))
   state, _ = rl_step(learner(MOE), GSPO, optax.sgd(1e-2))(
     new_state(jax.tree.map(jnp.copy, params), optax.sgd(1e-2)), batch
   )
-  change_B = (np.asarray(score(state.params, batch)) - before).sum(1)
+  change_B = (np.asarray(score(state.params, batch.inputs)) - before).sum(1)
   assert np.corrcoef(change_B, batch.advantage_B)[0, 1] > 0.3
 
 
@@ -268,7 +268,7 @@ def drifted(params, seed=5):
 
 def with_old_policy(params, batch, **changes):
   objective = dataclasses.replace(GSPO, **changes)
-  fields = old_policy_pass(learner(MOE), objective)(params, batch)
+  fields = old_policy_pass(learner(MOE), objective)(params, batch.inputs)
   return objective, batch.replace(**fields)
 
 
@@ -284,17 +284,17 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
   params = initial(MOE)
   batch = rollout_batch()
   if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
-    other = np.asarray(batch.sampler_routing_BTlk)
-    batch = batch.replace(sampler_routing_BTlk=np.where(other >= 0, (other + 1) % 8, -1))
+    other = np.asarray(batch.inputs.sampler_routing_BTlk)
+    batch = with_inputs(batch, sampler_routing_BTlk=np.where(other >= 0, (other + 1) % 8, -1))
   objective, batch = with_old_policy(params, batch, replay=replay)
   before = first_metrics(params, batch, objective)
   assert before["minibatch/0/ratio/deviation"] < 1e-6
 
   moved = drifted(params)
-  routes = batch.routing_BTlk if replay == "R2" else batch.sampler_routing_BTlk
-  out = forward(moved, MOE, batch.tokens_BT, routing=routing.by_layer(jnp.asarray(routes)))
+  routes = batch.routing_BTlk if replay == "R2" else batch.inputs.sampler_routing_BTlk
+  out = forward(moved, MOE, batch.inputs.tokens_BT, routing=routing.by_layer(jnp.asarray(routes)))
   logits_BTV = transformer.head_logits(moved, MOE, out.hidden_BTD)[:, :-1]
-  target = jnp.asarray(batch.tokens_BT)[:, 1:, None]
+  target = jnp.asarray(batch.inputs.tokens_BT)[:, 1:, None]
   logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), target, -1)[..., 0]
   mask_BT = batch.mask_BT[:, 1:]
   ratio_B = jnp.exp(((logp_BT - batch.old_logp_BT[:, 1:]) * mask_BT).sum(1) / mask_BT.sum(1))
@@ -323,8 +323,8 @@ def test_replay_with_the_same_weights_is_the_update_without():
 def test_volatility_is_0_at_first_and_then_what_the_update_changed():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch())
-  real_BT = jnp.asarray(batch.segments_BT)
-  own = lambda p: forward(p, MOE, batch.tokens_BT).routing_lBTk  # noqa: E731
+  real_BT = jnp.asarray(batch.inputs.segments_BT)
+  own = lambda p: forward(p, MOE, batch.inputs.tokens_BT).routing_lBTk  # noqa: E731
   step = rl_step(learner(MOE), objective, TX)
   state = new_state(jax.tree.map(jnp.copy, params), TX)
   state, first = step(state, batch)
@@ -344,7 +344,7 @@ def test_volatility_is_0_at_first_and_then_what_the_update_changed():
 def test_volatility_under_replay_is_what_the_router_would_have_chosen():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
-  moved, tokens = drifted(params), jnp.asarray(batch.tokens_BT)
+  moved, tokens = drifted(params), jnp.asarray(batch.inputs.tokens_BT)
   old = routing.by_layer(batch.routing_BTlk)
   free_above = old.at[1:].set(-1)  # layer 1 chooses for itself above a replayed layer 0
   choice = [
@@ -364,13 +364,13 @@ def test_volatility_under_replay_is_what_the_router_would_have_chosen():
 def test_the_samplers_routing_is_compared_with_the_trainers(replay):
   params = initial(MOE)
   batch = rollout_batch()
-  routes = np.array(batch.sampler_routing_BTlk)
+  routes = np.array(batch.inputs.sampler_routing_BTlk)
   routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
   fed = routes[:, :, 0, 0] >= 0
-  own = np.asarray(forward(params, MOE, batch.tokens_BT).routing_lBTk)[0]
+  own = np.asarray(forward(params, MOE, batch.inputs.tokens_BT).routing_lBTk)[0]
   expected = float(routing.volatility(own[None], routes[None, :, :, 0], fed)[0]) / 2
   objective, batch = with_old_policy(
-    params, batch.replace(sampler_routing_BTlk=routes), replay=replay
+    params, with_inputs(batch, sampler_routing_BTlk=routes), replay=replay
   )
   row = first_metrics(params, batch, objective)
   at_least = expected if replay != "R3" else 0.9 * expected  # the layer above sees another input
@@ -381,7 +381,7 @@ def test_the_samplers_routing_is_compared_with_the_trainers(replay):
 
 def test_without_records_there_is_no_volatility():
   params = initial(MOE)
-  batch = rollout_batch().replace(sampler_routing_BTlk=None)
+  batch = with_inputs(rollout_batch(), sampler_routing_BTlk=None)
   objective, batch = with_old_policy(params, batch, volatility=False)
   assert batch.routing_BTlk is None
   row = first_metrics(params, batch, objective)
@@ -420,7 +420,7 @@ def test_a_review_says_what_the_loss_clips_at_these_parameters(name):
   objective = dataclasses.replace(GSPO, name=name, clip_high=0.01)
   batch, moved = rollout_batch(DENSE), jax.tree.map(lambda x: 1.01 * x, initial(DENSE))
   found = jax.device_get(review_pass(learner(DENSE), objective)(moved, batch))
-  logp_BT = score_pass(learner(DENSE))(moved, batch)
+  logp_BT = score_pass(learner(DENSE))(moved, batch.inputs)
   mask_BT = batch.mask_BT > 0
   log_ratio_BT = (logp_BT - batch.old_logp_BT)[mask_BT]
   np.testing.assert_allclose(found["log_ratio_BT"][mask_BT], log_ratio_BT, atol=1e-6)
@@ -449,7 +449,7 @@ def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_b
   """By a critic, say: the passes before the updates are of a batch without values."""
   jax.clear_caches()  # as below
   find, batch = passes.make_old_policy(learner(DENSE), GSPO), rollout_batch(DENSE)
-  find(initial(DENSE), sampled(batch))
+  find(initial(DENSE), batch.inputs)
   review = passes.make_review(learner(DENSE), GSPO, find)
   for more in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
     review(initial(DENSE), batch.replace(**more))

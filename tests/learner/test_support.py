@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.sampling import sample
 from support.small_models import GEMMA, MOE, SMALLER_DENSE, forward, initial, logits
-from support.small_updates import ALL_TERMS, SGD, after, learner, rl_step, score_pass
+from support.small_updates import ALL_TERMS, SGD, after, learner, rl_step, score_pass, with_inputs
 
 from gspo_jax import sharding
 from gspo_jax.learner import packing
@@ -162,12 +162,12 @@ def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
     with jax.set_mesh(mesh):
       params = jax.device_put(PARAMS, transformer.shardings(SMALLER_DENSE, sharding.TRAIN, mesh))
       placed = packing.plan(batch, sharding.batch_shards(mesh)) if packed else batch
-      found = np.asarray(jax.device_get(score(params, sharding.put_batch(placed, mesh))))
+      found = np.asarray(jax.device_get(score(params, sharding.put_batch(placed.inputs, mesh))))
       found = packing.in_order(found, placed.order_B)
     return np.abs(found - rollout.logp)[rollout.mask > 0]
 
   assert difference(one).max() < 2e-5
-  without = difference(one.replace(support_BTX=None))
+  without = difference(with_inputs(one, support_BTX=None))
   assert without.mean() > 0.05, "the mass that was left out"
 
 
@@ -188,8 +188,8 @@ def test_an_update_of_several_micro_batches_is_one_update(rollout):
       mesh_devices = np.prod(shape)
       if mesh_devices < 8:
         shape = (8 // mesh_devices * shape[0], *shape[1:])
-        batch = packing.plan(one, shape[0]) if batch.row_B is not None else one
-    found, others = after(step(n if batch.row_B is None else 2), SMALLER_DENSE, batch, shape)
+        batch = packing.plan(one, shape[0]) if batch.inputs.row_B is not None else one
+    found, others = after(step(n if batch.inputs.row_B is None else 2), SMALLER_DENSE, batch, shape)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
       np.testing.assert_allclose(x, y, atol=2e-5)
     assert others["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)

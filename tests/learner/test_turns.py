@@ -45,19 +45,19 @@ def batch(rollout):
 
 
 def test_the_batch_holds_whole_conversations(batch, rollout):
-  B, T = batch.tokens_BT.shape
+  B, T = batch.inputs.tokens_BT.shape
   assert T == 33
-  observed = (batch.segments_BT == 1) & (batch.mask_BT == 0)
+  observed = (batch.inputs.segments_BT == 1) & (batch.mask_BT == 0)
   for row in range(B):
     end, start = rollout.ends[row], rollout.prompt_lengths[row]
-    assert batch.segments_BT[row].sum() == end
+    assert batch.inputs.segments_BT[row].sum() == end
     assert batch.mask_BT[row].sum() == rollout.lengths[row]
     assert observed[row].sum() == end - rollout.lengths[row]
     assert observed[row, start:].sum() == 3 * rollout.turns[row].max()
   assert (batch.unit_BT >= 0).sum() == batch.mask_BT.sum()
   assert not batch.advantage_BT[batch.mask_BT == 0].any()
   assert rollout.turns.max() == 2
-  assert batch.prompt_B is None, "conversations of a group may begin differently"
+  assert batch.inputs.prompt_B is None, "conversations of a group may begin differently"
 
 
 def test_advantages_of_turns_against_loops(batch, rollout):

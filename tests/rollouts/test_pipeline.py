@@ -199,11 +199,11 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
   run = SimpleNamespace(config=config, environment=None, mesh=mesh)
   fields = "step version reward_PG advantage_PG advantage_BL usage metrics".split()
   mixed = made.again(first, **{name: getattr(new[0][0], name) for name in fields})
-  score = jax.jit(lambda batch: log_probs(PARAMS, batch, learner_of(config, "rl"), "R3")[0])
+  score = jax.jit(lambda inputs: log_probs(PARAMS, inputs, learner_of(config, "rl"), "R3")[0])
   with jax.set_mesh(mesh):
     for batch in place(run, mixed):
-      alone = score(batch.replace(prompt_B=None))
-      found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch), alone))
+      alone = score(batch.inputs.replace(prompt_B=None))
+      found, alone = (np.where(batch.mask_BT > 0, x, 0) for x in (score(batch.inputs), alone))
       np.testing.assert_allclose(found, alone, atol=1e-5)
 
 

@@ -248,10 +248,10 @@ def test_missing_rows_cost_a_packed_update_nothing():
   assert sum(x for k, x in by_length.items() if "responses" in k) == pytest.approx(1)
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   plan = packing.plan(batch, 1)
-  assert ((plan.row_B < 0) == empty[plan.order_B]).all()
-  assert (batch.sampler_routing_BTlk[empty] == -1).all()
+  assert ((plan.inputs.row_B < 0) == empty[plan.order_B]).all()
+  assert (batch.inputs.sampler_routing_BTlk[empty] == -1).all()
   whole, _ = iterate(6, **SIZES | dict(schedule__group_size_min=0), objective__volatility=True)
-  rows = lambda batch: int(packing.count(packing.plan(batch, 1), 4))  # noqa: E731
+  rows = lambda batch: int(packing.count(packing.plan(batch, 1).inputs, 4))  # noqa: E731
   all_of_them = batches.train_batch(whole[-1].rollout, whole[-1].advantage_PG, shared_prompts=True)
   assert rows(batch) < rows(all_of_them)
 
@@ -261,8 +261,8 @@ def test_a_smaller_group_shares_its_prompt():
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)
   shared = learner(MOE, group_size=6, prompt_tokens=3)
-  found = score_pass(shared)(PARAMS, batch)
-  plain = score_pass(learner(MOE))(PARAMS, batch.replace(prompt_B=None))
+  found = score_pass(shared)(PARAMS, batch.inputs)
+  plain = score_pass(learner(MOE))(PARAMS, batch.inputs.replace(prompt_B=None))
   sampled = batch.mask_BT > 0
   assert 0 < sampled.any(axis=1).sum() < len(sampled)
   for logp_BT in (found, plain):

@@ -29,7 +29,7 @@ from gspo_jax.replay import main as replay_main
 from gspo_jax.runs import nonfinite
 from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.structs import TrainBatch
+from gspo_jax.structs import ModelInputs, TrainBatch
 
 TX = optax.adam(1e-2)
 
@@ -41,7 +41,8 @@ def batch(seed=0, bad=False):
   if bad:
     mask[3, 2] = np.inf
   zeros = np.zeros((8, 6), np.float32)
-  return TrainBatch(tokens, np.ones((8, 6), np.int32), mask, zeros[:, 0], zeros, zeros)
+  inputs = ModelInputs(tokens, np.ones((8, 6), np.int32))
+  return TrainBatch(inputs, mask, zeros[:, 0], zeros, zeros)
 
 
 def update(on_nonfinite, microbatches=1):
@@ -142,7 +143,7 @@ def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path,
   monkeypatch.setattr(nonfinite.checkpoint, "save_state", made)
   directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "not finite", None, [batch()])
   with np.load(directory / "batch_0.npz") as arrays:
-    np.testing.assert_array_equal(arrays["tokens_BT"], batch().tokens_BT)
+    np.testing.assert_array_equal(arrays["tokens_BT"], batch().inputs.tokens_BT)
 
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])

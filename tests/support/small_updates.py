@@ -17,7 +17,7 @@ from gspo_jax.models import transformer
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.objective import ObjectiveConfig
-from gspo_jax.structs import Rollout, TrainBatch
+from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
 from support.small_models import DENSE, initial
 
 B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4
@@ -65,9 +65,9 @@ def make_batch(model=DENSE, lengths=LENGTHS, seed=0) -> TrainBatch:
   real_BT = time_T[None] < lengths[:, None]
   mask_BT = (real_BT & (time_T >= PROMPT)[None]).astype(np.float32)
   logp = lambda: (rng.normal(-4.2, 0.1, (B, T)) * mask_BT).astype(np.float32)  # noqa: E731
+  tokens_BT = np.where(real_BT, rng.integers(0, 64, (B, T)), 0).astype(np.int32)
   batch = TrainBatch(
-    tokens_BT=np.where(real_BT, rng.integers(0, 64, (B, T)), 0).astype(np.int32),
-    segments_BT=real_BT.astype(np.int32),
+    ModelInputs(tokens_BT, real_BT.astype(np.int32)),
     mask_BT=mask_BT,
     advantage_B=rng.normal(size=B).astype(np.float32),
     old_logp_BT=logp(),
@@ -82,7 +82,13 @@ def make_batch(model=DENSE, lengths=LENGTHS, seed=0) -> TrainBatch:
     routes = rng.permuted(experts_BTlE, axis=-1)[..., : model.experts_per_token]
     return np.where(real_BT[..., None, None], routes, -1).astype(np.int8)
 
-  return batch.replace(routing_BTlk=route(), sampler_routing_BTlk=route())
+  batch = batch.replace(routing_BTlk=route())
+  return with_inputs(batch, sampler_routing_BTlk=route())
+
+
+def with_inputs(batch: TrainBatch, **fields) -> TrainBatch:
+  """The batch with other fields of what the model reads."""
+  return batch.replace(inputs=batch.inputs.replace(**fields))
 
 
 def batch_of(rollout: Rollout) -> TrainBatch:
@@ -108,11 +114,11 @@ def old_policy(learner, batch, shape=None):
   """What one pass of the trainer says of the old policy, on a mesh if there is a shape of it."""
   find, params = old_policy_pass(learner, ALL_TERMS), initial(learner.model)
   if shape is None:
-    return find(params, batch)
+    return find(params, batch.inputs)
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(params, transformer.shardings(learner.model, sharding.TRAIN, mesh))
-    return jax.device_get(find(params, sharding.put_batch(batch, mesh)))
+    return jax.device_get(find(params, sharding.put_batch(batch.inputs, mesh)))
 
 
 def scalars(*metrics):
