@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.models import transformer
+from gspo_jax.settings import passes
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 
@@ -24,10 +25,9 @@ def check_memory(
   needed = count * (16 if trained else 4)  # published weights are read in float32 at first
   if config.has_iterations and config.critic.name == "model":
     needed += 16 * count
-  if config.has_iterations and config.needs_reference:
-    needed += read * count
-  if teacher is not None:
-    needed += read * transformer.count(teacher)[0]
+  if config.has_iterations:
+    frozen = passes.frozen(config, teacher).values()
+    needed += read * sum(transformer.count(model)[0] for model in frozen)
   held = [
     (device.memory_stats() or {}).get("bytes_limit")
     for device in mesh.devices.flat

@@ -15,11 +15,18 @@ from gspo_jax.learner.adaptive_clip import adapted
 from gspo_jax.learner.critic import make_advantages, make_values, new_critic, optimizers
 from gspo_jax.learner.distillation import make_distill
 from gspo_jax.learner.metrics import lag_metrics, reward_metrics
-from gspo_jax.learner.passes import learner_of, make_old_policy, make_review, make_score
-from gspo_jax.learner.state import abstract_state, new_state, with_critic
+from gspo_jax.learner.passes import (
+  Learner,
+  fill,
+  learner_of,
+  make_old_policy,
+  make_review,
+  make_score,
+)
+from gspo_jax.learner.state import abstract_state, new_state, params_of, with_critic
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
-from gspo_jax.models.flops import forward_flops, utilisation
+from gspo_jax.models import flops
 from gspo_jax.models.params import as_read, with_adapters
 from gspo_jax.report import page
 from gspo_jax.rollouts.collector import Collected, Collector
@@ -28,6 +35,8 @@ from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Totals, memory
 from gspo_jax.runs.phase import Phase
+from gspo_jax.settings import passes
+from gspo_jax.settings.passes import Pass
 from gspo_jax.structs import TrainBatch, TrainState
 
 
@@ -45,8 +54,9 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   waits = c.critic.warmup  # iterations in which only the critic learns
   rates = optimizer.rates(c.rl_optimizer, (c.rl.iterations - waits) * c.rl.updates)
   (tx, critic), learner, collector = optimizers(c), learner_of(c, "rl"), Collector(run)
-  update, score = make_rl_step(learner, c.objective, tx, critic), make_score(learner)
+  update = make_rl_step(learner, c.objective, tx, critic)
   old_policy = make_old_policy(learner, c.objective)
+  without_gradient = make_passes(run, learner, old_policy)
   adaptive = c.objective.adaptive_clip
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
 
@@ -68,40 +78,13 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   if host is not None:
     sampling.set_position(host["position"])
     total, pending = Totals(**host["position"]["total"]), host["pending"]
-  reference = as_read(start_params(), c.model, c.compute.dtype) if c.needs_reference else None
+  frozen = frozen_params(run, start_params)
   sampling.publish(state.params, version=last + 1)
 
-  values = None
   if critic:
-    values = make_values(learner, c.critic, c.objective.replay)
     advantages = make_advantages(c.critic, critic.numbers)
-  if run.teacher:
-    of_teacher = teacher.scoring(run.teacher, learner), teacher.load(run.teacher, c, run.mesh)
+  if c.distillation.on:
     advantages = make_distill(c.distillation)
-
-  def prepared(
-    state: TrainState, minibatches: list[TrainBatch]
-  ) -> tuple[list[TrainBatch], dict[str, jax.Array]]:
-    """The mini-batches with what stays fixed during the updates, log-probabilities and what a
-    critic or a teacher says, and metrics of it."""
-
-    def one(batch: TrainBatch) -> TrainBatch:
-      fixed = dict(old_logp_BT=batch.sampler_logp_BT)
-      if c.objective.old_logp == "recompute":
-        fixed = old_policy(state.params, batch.inputs)
-      if c.objective.old_logp == "behaviour":
-        found = old_policy(state.params, batch.inputs)
-        fixed |= dict(own_logp_BT=found.pop("old_logp_BT")) | found
-      if reference is not None:
-        fixed["ref_logp_BT"] = score(reference, batch.inputs)
-      if critic:
-        fixed["old_value_BT"] = values((state.params, state.critic.params), batch.inputs)
-      if run.teacher:
-        fixed["teacher_logp_BT"] = of_teacher[0](of_teacher[1], batch.inputs)
-      return batch.replace(**fixed)
-
-    minibatches = [one(batch) for batch in minibatches]
-    return advantages(minibatches) if critic or c.distillation.on else (minibatches, {})
 
   review = make_review(learner, c.objective, old_policy)
   with sampling, phase:
@@ -114,8 +97,11 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       started = time.perf_counter()
       collected = sampling.next(step)
       with phase.stages("logp"):
-        minibatches = place(run, collected)
-        minibatches, of_advantages = prepared(state, minibatches)
+        params = frozen | params_of(state)
+        minibatches = [fill(without_gradient, params, batch) for batch in place(run, collected)]
+        of_advantages = {}
+        if critic or c.distillation.on:
+          minibatches, of_advantages = advantages(minibatches)
         jax.block_until_ready(minibatches)
       taken = batches.epochs(minibatches, c.rl.epochs)
       phase.hold(step, taken)
@@ -135,10 +121,10 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
           row |= lag_metrics(collected.rollout, step)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - update_started
-      without_gradient, training = operations(run, collected)
-      row |= utilisation(training, seconds, run.mesh.devices.flat)
+      scoring, training = operations(run, collected)
+      row |= flops.utilisation(training, seconds, run.mesh.devices.flat)
       usage = collected.usage
-      total = total.plus(usage.tokens, usage.flops + without_gradient + training)
+      total = total.plus(usage.tokens, usage.flops + scoring + training)
       row |= total.metrics()
       with phase.stages("publish"):
         sampling.publish(state.params, version=step + 1)
@@ -154,6 +140,28 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       phase.stand(step, state, position(sampling, total), row)
       conclude(run, phase, sampling, state, row)
   return state.params
+
+
+def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
+  """The passes before an iteration's updates, each with its program."""
+  c = run.config
+  make = dict(
+    old_policy=lambda: old_policy,
+    reference=lambda: make_score(learner),
+    values=lambda: make_values(learner, c.critic, c.objective.replay),
+    teacher=lambda: teacher.scoring(run.teacher, learner),
+  )
+  return [(declared, make[declared.name]()) for declared in passes.of_run(c)]
+
+
+def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
+  """The parameters that passes read and no update changes, by name."""
+  c = run.config
+  load = {
+    "reference policy": lambda: as_read(start_params(), c.model, c.compute.dtype),
+    "teacher": lambda: teacher.load(run.teacher, c, run.mesh),
+  }
+  return {name: load[name]() for name in passes.frozen(c, run.teacher and run.teacher.model)}
 
 
 def empty_state(run: Run) -> TrainState:
@@ -236,11 +244,12 @@ def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
 def operations(run: Run, collected: Collected) -> tuple[float, float]:
   """Model FLOPs of an iteration's passes without gradient and of its updates, with each prompt
   counted once, without padding and without what is calculated twice."""
-  c, prompt_B = run.config, collected.rollout.prompt_lengths
-  arguments = prompt_B[:: c.rl.group_size], prompt_B, collected.rollout.ends
-  one = forward_flops(c.model, *arguments)
-  taught = forward_flops(run.teacher.model, *arguments) if run.teacher else 0.0
-  return c.passes * one + taught, 3 * c.rl.epochs * c.models * one
+  c, prompt_B, end_B = run.config, collected.rollout.prompt_lengths, collected.rollout.ends
+  prompt_P = prompt_B[:: c.rl.group_size]
+  taught = run.teacher and run.teacher.model
+  without_gradient = flops.of_passes(c, taught, prompt_P, prompt_B, end_B)
+  forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
+  return without_gradient, 3 * c.rl.epochs * c.models * forward
 
 
 def records(

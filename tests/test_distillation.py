@@ -24,7 +24,7 @@ from gspo_jax.learner.distillation import make_distill
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.flops import forward_flops
 from gspo_jax.run import open_run
-from gspo_jax.settings.critic import DistillationConfig
+from gspo_jax.settings.critic import OFF, DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import tiny_moe
 from gspo_jax.system import preemption
@@ -313,9 +313,10 @@ def test_its_pass_is_counted(directory):
   taught, prompts = teacher.find(config), np.array([5, 5, 7, 7])
   collected = type("C", (), {})()
   collected.rollout = type("R", (), dict(prompt_lengths=prompts, ends=np.array([9, 8, 8, 10])))
-  run = lambda who: type("Run", (), dict(config=config, teacher=who))  # noqa: E731
+  run = lambda c, who: type("Run", (), dict(config=c, teacher=who))  # noqa: E731
+  alone = dataclasses.replace(config, distillation=OFF)
   (without, updates), (with_it, same) = (
-    train.operations(run(who), collected) for who in (None, taught)
+    train.operations(run(*pair), collected) for pair in ((alone, None), (config, taught))
   )
   one = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
   assert with_it - without == pytest.approx(one) and one > 0 and same == updates

@@ -72,7 +72,7 @@ def measure(mesh):
     batch = sharding.put_batch(batch, mesh)
   params = put(start, sharding.TRAIN)
   old = passes.make_old_policy(LEARNER, OBJECTIVE)(params, batch.inputs)
-  batch = batch.replace(**old)
+  batch = batch.replace(**old._asdict())
   state = new_state(params, TX)
   before = jax.tree.map(jax.typeof, state)
   state, metrics = train_step.make_rl_step(LEARNER, OBJECTIVE, TX)(state, batch)
@@ -85,9 +85,7 @@ def measure(mesh):
     for name, tree in trees.items()
     for path, x in jax.tree_util.tree_leaves_with_path(tree)
   }
-  rest = dict(
-    tokens=rollout.tokens, routing=rollout.routing, logp=sharding.fetch(old)["old_logp_BT"]
-  )
+  rest = dict(tokens=rollout.tokens, routing=rollout.routing, logp=sharding.fetch(old).old_logp_BT)
   rest |= dict(support=np.sort(rollout.support))
   return arrays | rest | {f"metric/{k}": v for k, v in scalars(metrics).items()}
 

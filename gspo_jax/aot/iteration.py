@@ -5,6 +5,7 @@ Pure arithmetic on assumed lengths (`lengths`). What is not in it: verification,
 checkpoints and the host; a collective that is not overlapped adds to the rest of its program.
 """
 
+import collections
 import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
 from gspo_jax.sampling.requests import Sizes, sizes
+from gspo_jax.settings.passes import of_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +61,14 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   rl = c.rl
   at_once = size.at_once(size.prompt) * shards
   read = positions(case, sampled, shards)
+  models = collections.Counter(declared.model for declared in of_run(c))  # of passes
   passes = read / (case.length * (case.sequences if rl.packed else case.rows))
   full = c.sampled_share * sum(sampled) / size.slots
   calls = dict(
     prefill=c.sampled_share * -(-rl.prompts // at_once),
     decode=c.sampled_share * steps,
-    score=c.passes * passes,
-    teacher=passes if c.distillation.on else 0,
+    score=models["policy"] * passes,
+    teacher=models["teacher"] * passes,
     train=rl.epochs * read / (case.length * case.sequences),
     publish=1,
   )

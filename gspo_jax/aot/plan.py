@@ -17,8 +17,7 @@ from gspo_jax.aot.table import axes
 from gspo_jax.configs import common
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_critic
-from gspo_jax.models import transformer
-from gspo_jax.models.flops import forward_flops
+from gspo_jax.models import flops, transformer
 from gspo_jax.run import Inputs
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
@@ -91,10 +90,9 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     lasting = {"weights and the optimizer's moments": held(state) - of_critic}
     if state.critic is not None:
       lasting["the critic's weights and moments"] = of_critic
-    if c.has_iterations and c.needs_reference:
-      lasting["the reference policy's weights"] = held(programs.frozen_params(case, mesh))
-    if inputs.teacher is not None:
-      lasting["the teacher's weights"] = held(teacher.abstract(inputs.teacher, c, mesh))
+    if c.has_iterations:
+      for name, params in programs.frozen_params(case, inputs.teacher, mesh).items():
+        lasting[f"the {name}'s weights"] = held(params)
     tokens = case.rows * case.length if c.has_iterations else 0
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
@@ -134,10 +132,9 @@ def iteration(
   tokens = responses * c.sampling.max_new_tokens
   prompt_P, prompt_B = np.full(rl.prompts, prompt), np.full(responses, prompt)
   end_B = prompt_B + c.sampling.max_new_tokens
-  forwards = c.sampled_share + c.passes + 3 * rl.epochs * c.models  # sampling, scores, updates
-  total = forwards * forward_flops(c.model, prompt_P, prompt_B, end_B)
-  if taught:
-    total += forward_flops(taught.model, prompt_P, prompt_B, end_B)
+  forward = flops.forward_flops(c.model, prompt_P, prompt_B, end_B)
+  total = (c.sampled_share + 3 * rl.epochs * c.models) * forward  # sampling, updates
+  total += flops.of_passes(c, taught and taught.model, prompt_P, prompt_B, end_B)
   peak, of = accelerators.peak_flops(devices[0].device_kind), "at the devices' peak"
   if peak is None:
     peak = matmul_rate()

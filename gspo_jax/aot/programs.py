@@ -12,10 +12,9 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
-from gspo_jax.learner import passes
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.critic import optimizers
-from gspo_jax.learner.passes import learner_of
+from gspo_jax.learner.passes import learner_of, make_score
 from gspo_jax.learner.state import abstract_state
 from gspo_jax.models import flops, lora, transformer
 from gspo_jax.models.experts import routing
@@ -24,6 +23,7 @@ from gspo_jax.models.weights import Params
 from gspo_jax.sampling import Workload
 from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.requests import sizes, workload
+from gspo_jax.settings import passes
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import BATCH, P
@@ -158,9 +158,13 @@ def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
   return abstract_params(case.model, mesh, rules, case.config.sampler_compute.dtype)
 
 
-def frozen_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
-  """Shapes and shardings of the reference policy's weights."""
-  return abstract_params(case.model, mesh, sharding.TRAIN, case.config.compute.dtype)
+def frozen_params(
+  case: Case, taught: teacher.Teacher | None, mesh: jax.sharding.Mesh
+) -> dict[str, Params]:
+  """Shapes and shardings of the parameters that passes read and no update changes, by name."""
+  c, layout = case.config, sharding.TRAIN
+  models = passes.frozen(c, taught and taught.model)
+  return {n: abstract_params(model, mesh, layout, c.compute.dtype) for n, model in models.items()}
 
 
 def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]]:
@@ -168,10 +172,8 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   c = case.config
   tx, critic = optimizers(c)
   state, sample_params = state_of(case, mesh), sampler_params(case, mesh)
-  reference = (frozen_params(case, mesh),) if c.needs_reference else ()
   taught = teacher.find(c)
-  if taught is not None:
-    reference += (teacher.abstract(taught, c, mesh),)
+  frozen = frozen_params(case, taught, mesh)
   learner = dataclasses.replace(learner_of(c, "rl"), microbatches=case.microbatches)
   for name in names:
     if name == "train":
@@ -179,29 +181,30 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
       sequences = case.sequences * c.models
       work = flops.work(case.model, sequences, case.length, case.length)
       batch = batch_of(case, mesh, case.sequences)
-      yield name, Program(step, (state, batch), work, trains=True, held=reference)
+      yield name, Program(step, (state, batch), work, trains=True, held=(frozen,))
     if name == "score":
       # Packed, the pass has micro-batches too.
       rows = case.sequences if c.rl.packed else case.rows
       arguments = state.params, batch_of(case, mesh, rows).inputs
       work = flops.work(case.model, rows, case.length, case.length)
-      held = state.opt_state, sample_params, state.critic, *reference
-      yield name, Program(passes.make_score(learner), arguments, work, held=held)
+      held = state.opt_state, sample_params, state.critic, frozen
+      yield name, Program(make_score(learner), arguments, work, held=held)
       if taught is not None:
-        *others, params = reference
+        others = dict(frozen)
+        params = others.pop("teacher")
         work = flops.work(taught.model, rows, case.length, case.length)
+        held = state, sample_params, others
         score = teacher.scoring(taught, learner)
-        held = state, sample_params, *others
         yield "teacher", Program(score, (params, arguments[1]), work, held=held)
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
       publish = sharding.publisher(layout, read, lora.merged)
-      held = state.opt_state, state.critic, *reference
+      held = state.opt_state, state.critic, frozen
       yield name, Program(publish, (state.params,), None, held=held)
     if name in ("prefill", "decode"):
       program = sampling_program(name, case, mesh, sample_params)
-      yield name, dataclasses.replace(program, held=(state, *reference))
+      yield name, dataclasses.replace(program, held=(state, frozen))
 
 
 def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
@@ -273,24 +276,25 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     row_B=place,
     start_B=place,
   )
-  return TrainBatch(
+  batch = TrainBatch(
     inputs,
     mask_BT=real,
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
-    own_logp_BT=real if case.config.objective.old_logp == "behaviour" else None,
     sampler_logp_BT=real,
     current_BT=real if rl.partial or rl.lag or case.config.job == "offline" else None,
     age_B=field(jnp.int32) if rl.lag else None,
-    ref_logp_BT=real if case.config.needs_reference else None,
     advantage_BT=real if of_critic or case.config.distillation.on else None,
-    old_value_BT=of_critic,
     return_BT=of_critic,
     unit_BT=tokens if case.config.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     order_B=place,
   )
+  filled = {name for declared in passes.of_run(case.config) for name in declared.fills}
+  # Experts are there with replay alone; what a teacher says has become advantages.
+  filled -= {"routing_BTlk", "teacher_logp_BT"}
+  return batch.replace(**dict.fromkeys(filled, real))
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:

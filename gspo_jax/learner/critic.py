@@ -97,7 +97,7 @@ def new_critic(
 
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
-) -> Callable[[tuple[Any, models.Critic], ModelInputs], jax.Array]:
+) -> Callable[[Any, models.Critic, ModelInputs], jax.Array]:
   """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch.
   On the policy's trunk it takes the experts that the sampler used, if an update replays those."""
 
@@ -110,7 +110,12 @@ def make_values(
     numbers = dict(trunk_coef=1.0)  # of gradients
     return values(config, critic, hidden_RTD, rows, learner.model, learner.compute, numbers)
 
-  return jax.jit(by_part(values_of, learner))
+  by_part_values = jax.jit(by_part(values_of, learner))
+
+  def values_pass(policy: Any, critic: models.Critic, inputs: ModelInputs) -> jax.Array:
+    return by_part_values((policy, critic), inputs)
+
+  return values_pass
 
 
 def make_advantages(
@@ -153,8 +158,8 @@ def make_advantages(
     explained = map(O.explained_variance.sums, *about, masks)
     row["value/explained_variance"] = functools.reduce(merge, explained).compute()
     if config.normalize:
-      scaled = lambda b: (b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT  # noqa: E731
-      batches = [b.replace(advantage_BT=scaled(b)) for b in batches]
+      scaled = [(b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT for b in batches]
+      batches = [b.replace(advantage_BT=x_BT) for b, x_BT in zip(batches, scaled)]
     return list(batches), row
 
   return lambda batches: advantages(list(batches), number)
@@ -169,9 +174,11 @@ def _about_mean(
 
 
 def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
-  inside = lambda x_BT, mask_BT: jnp.where(mask_BT > 0, x_BT, 0)  # noqa: E731
-  each = [Mean(inside(*both).sum(), both[1].sum()) for both in zip(values, masks)]
-  return functools.reduce(merge, each).compute()
+  sums = [
+    Mean(jnp.where(mask_BT > 0, value_BT, 0).sum(), mask_BT.sum())
+    for value_BT, mask_BT in zip(values, masks)
+  ]
+  return functools.reduce(merge, sums).compute()
 
 
 def loss(

@@ -61,7 +61,13 @@ def policy_loss(
   return total, metrics | of_loss, clipped_BT
 
 
-def _weight(config, logp_BT, advantage, batch, numbers) -> tuple[jax.Array | None, Metrics]:
+def _weight(
+  config: ObjectiveConfig,
+  logp_BT: jax.Array,
+  advantage: jax.Array,
+  batch: TrainBatch,
+  numbers: Mapping[str, Any],
+) -> tuple[jax.Array | None, Metrics]:
   """Weight of the objective, [B] or [B, T], None for 1, and metrics of it."""
   factors, metrics, mask_BT = [], {}, batch.mask_BT
   if options := _correction_options(config):

@@ -3,8 +3,8 @@ old policy, what an update would clip."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.objective import ObjectiveConfig
+from gspo_jax.settings.passes import Pass
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import ModelInputs, TrainBatch
@@ -125,24 +126,30 @@ def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
   return jax.jit(by_part(logp, learner))
 
 
+class OldPolicy(NamedTuple):
+  """The fields of a batch that say what its old policy is."""
+
+  old_logp_BT: jax.Array
+  routing_BTlk: jax.Array | None  # None: nobody looks at it
+
+
 def make_old_policy(
   learner: Learner, objective: ObjectiveConfig
-) -> Callable[[Any, ModelInputs], dict[str, jax.Array]]:
-  """A jitted pass without gradient: the fields of a batch that say what its old policy is.
+) -> Callable[[Any, ModelInputs], OldPolicy]:
+  """A jitted pass without gradient: what these parameters are as the old policy of a batch.
 
-  `old_logp_BT` under its own routing, and that routing; with R3, under the sampler's routing. So
-  the first mini-batch, replaying the same experts with the same weights, has a ratio of exactly 1.
+  Log-probabilities under its own routing, and that routing; with R3, under the sampler's. So the
+  first mini-batch, replaying the same experts with the same weights, has a ratio of exactly 1.
   """
   keeps_routing = objective.replay == "R2" or (objective.replay == "none" and objective.volatility)
 
-  def old_policy(params: Any, inputs: ModelInputs) -> dict[str, jax.Array]:
+  def old_policy(params: Any, inputs: ModelInputs) -> OldPolicy:
     replay = "R3" if objective.replay == "R3" else "none"
     logp_BT, _, out, rows = log_probs(params, inputs, learner, replay)
-    fields = dict(old_logp_BT=logp_BT)
-    if keeps_routing and out.routing_lBTk is not None:
-      experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
-      fields["routing_BTlk"] = by_sequence(experts_RTlk, rows, routing.NO_EXPERT)
-    return fields
+    if not keeps_routing or out.routing_lBTk is None:
+      return OldPolicy(logp_BT, None)
+    experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
+    return OldPolicy(logp_BT, by_sequence(experts_RTlk, rows, routing.NO_EXPERT))
 
   return jax.jit(by_part(old_policy, learner))
 
@@ -150,7 +157,7 @@ def make_old_policy(
 def make_review(
   learner: Learner,
   objective: ObjectiveConfig,
-  old_policy: Callable[[Any, ModelInputs], dict[str, jax.Array]],
+  old_policy: Callable[[Any, ModelInputs], OldPolicy],
 ) -> Callable[..., dict[str, jax.Array]]:
   """A pass without gradient, for dumps of rollouts, [B, T] each: `log_ratio_BT`, log π under these
   parameters less the old policy's; `clipped_BT`, the tokens that the loss of an update would clip
@@ -173,7 +180,7 @@ def make_review(
     if objective.replay == "R2":
       logp_BT = replayed(params, batch.inputs, batch.routing_BTlk)
     else:
-      logp_BT = old_policy(params, batch.inputs)["old_logp_BT"]
+      logp_BT = old_policy(params, batch.inputs).old_logp_BT
     numbers = in_force(objective.numbers(), clip_factor)
     return judged(logp_BT, batch, numbers)
 
@@ -194,6 +201,23 @@ def _judged(objective: ObjectiveConfig, max_length: int) -> Callable:
     return fields
 
   return jax.jit(judged)
+
+
+def fill(
+  passes: Sequence[tuple[Pass, Callable]], params: Mapping[str, Any], batch: TrainBatch
+) -> TrainBatch:
+  """The batch with what stays fixed during the updates.
+
+  Args:
+    passes: with the program of each, (*parameters that it reads, inputs) -> fields that it fills.
+    params: by the names that passes have for them.
+  """
+  batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)  # unless a pass says otherwise
+  for declared, program in passes:
+    fields = program(*(params[name] for name in declared.reads), batch.inputs)
+    fields = fields if isinstance(fields, tuple) else (fields,)
+    batch = batch.replace(**dict(zip(declared.fills, fields, strict=True)))
+  return batch
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:

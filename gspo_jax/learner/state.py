@@ -37,6 +37,12 @@ def with_critic(
   return StateWithCritic(**vars(state), critic=CriticState(params, jax.jit(tx.init)(params)))
 
 
+def params_of(state: TrainState) -> dict[str, Any]:
+  """The parameters that updates change, by the names that passes have for them."""
+  policy = dict(policy=state.params)
+  return policy if state.critic is None else policy | dict(critic=state.critic.params)
+
+
 def abstract_state(
   model: ModelConfig,
   mesh: jax.sharding.Mesh,

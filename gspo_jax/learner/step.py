@@ -67,17 +67,16 @@ def _rl_step(
     )
     batch, of_old = with_own_logp(objective, logp_BT, batch)
     longest = learner.response_tokens
-    total, metrics, clipped_BT = policy_loss(
-      objective, logp_BT, entropy_BT, batch, longest, numbers
-    )
+
+    def of_policy(logp_BT):
+      return policy_loss(objective, logp_BT, entropy_BT, batch, longest, numbers)
+
+    total, metrics, clipped_BT = of_policy(logp_BT)
     if longest:
-      tokens = logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT
-      metrics |= length_metrics(*tokens, longest)
+      metrics |= length_metrics(logp_BT, batch.old_logp_BT, batch.mask_BT, clipped_BT, longest)
     metrics |= age_metrics(logp_BT, batch, clipped_BT, learner.ages)
     if batch.unit_BT is not None:
-      rest = entropy_BT, batch, longest, numbers
-      of_logp = lambda x_BT: policy_loss(objective, x_BT, *rest)[0]  # noqa: E731
-      metrics |= segment_metrics(of_logp, logp_BT, batch, clipped_BT)
+      metrics |= segment_metrics(lambda x_BT: of_policy(x_BT)[0], logp_BT, batch, clipped_BT)
     mask_BT = batch.mask_BT  # older weights are another policy, whatever the sampler does
     if batch.current_BT is not None:
       mask_BT = mask_BT * batch.current_BT
@@ -91,15 +90,18 @@ def _rl_step(
       metrics |= {"clip_range": Last(jnp.float32(numbers["clip_range"]))}
     if critic is not None:
       of_critic = all_numbers["critic"]
-      read = out.hidden_BTD, rows, learner.model, learner.compute
-      value_BT = critics.values(critic_config, critic, *read, of_critic)
+      value_BT = critics.values(
+        critic_config, critic, out.hidden_BTD, rows, learner.model, learner.compute, of_critic
+      )
       metrics |= critics.loss(critic_config, value_BT, batch, of_critic)
     return total, metrics, out.stats
 
   def share(batch, numbers):  # of a critic, see `_step`; a denominator depends on masks alone
     nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)
-    arguments = objective, nothing_BT, nothing_BT, batch, learner.response_tokens
-    return critics.share(policy_loss(*arguments, numbers["objective"])[0], batch.mask_BT)
+    total, *_ = policy_loss(
+      objective, nothing_BT, nothing_BT, batch, learner.response_tokens, numbers["objective"]
+    )
+    return critics.share(total, batch.mask_BT)
 
   return _step(learner, loss, apply, apply_to_critic, share)
 
@@ -171,8 +173,8 @@ def _step(
   numerators count `share(batch, numbers)` times, so that one division is right for both.
   """
 
-  def numerator(both, frozen, batch, numbers, weight):
-    trained, critic = both
+  def numerator(trained_and_critic, frozen, batch, numbers, weight):
+    trained, critic = trained_and_critic
     total, metrics, stats = loss(lora.join(trained, frozen), critic, batch, numbers)
     metrics |= {"loss": total}
     value = total.numerator
@@ -200,9 +202,12 @@ def _step(
     critic, weight = state.critic, None
     if critic is not None:
       weight = share(batch, numbers)
-    both = trained, None if critic is None else critic.params
-    one = lambda i: gradient(both, frozen, part(i), numbers, weight)  # noqa: E731
-    grads, metrics = accumulate(one, number, add, learner.microbatches)
+    changed = trained, None if critic is None else critic.params
+
+    def of_part(i):
+      return gradient(changed, frozen, part(i), numbers, weight)
+
+    grads, metrics = accumulate(of_part, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
     some = denominator > 0  # without a token, Adam would still follow its momentum
     grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(some, denominator, 1), grads)

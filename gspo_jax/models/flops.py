@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from gspo_jax.models import transformer
+from gspo_jax.settings import passes
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system.accelerators import peak_flops
 
 
@@ -77,6 +79,21 @@ def forward_flops(
   without padding. An update takes three times as many."""
   parts = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
   return sum(float(np.sum(part.forward())) for part in parts)
+
+
+def of_passes(
+  c: RunConfig,
+  teacher: ModelConfig | None,
+  prompt_P: np.ndarray,
+  prompt_B: np.ndarray,
+  end_B: np.ndarray,
+) -> float:
+  """Model FLOPs of an iteration's passes without gradient, as `forward_flops` counts them."""
+  models = dict(policy=c.model, teacher=teacher)
+  return sum(
+    forward_flops(models[declared.model], prompt_P, prompt_B, end_B)
+    for declared in passes.of_run(c)
+  )
 
 
 def utilisation(

@@ -102,19 +102,6 @@ class RunConfig:
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
 
   @property
-  def needs_reference(self) -> bool:
-    """Whether the policy before RL is asked for its log-probabilities."""
-    of_critic = self.critic.name != "none" and self.critic.kl_coef > 0
-    return self.objective.needs_reference or of_critic
-
-  @property
-  def passes(self) -> int:
-    """Passes without gradient over a rollout: old log-probs, a reference's, values."""
-    return (
-      (self.objective.old_logp != "sampler") + self.needs_reference + (self.critic.name != "none")
-    )
-
-  @property
   def models(self) -> int:
     """Models that an update trains: the policy, and a critic that is one."""
     return 1 + (self.critic.name == "model")

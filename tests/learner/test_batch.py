@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from support.small_updates import with_inputs
 
 from gspo_jax import sharding
 from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, train_batch
@@ -35,8 +36,10 @@ def test_missing_groups_are_padding_in_every_mini_batch():
 
 def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
   """0 is an expert and a token, and the trainer's own choices would be compared with it."""
-  one = batch(2, np.zeros((2, T), np.float32)).replace(
-    sampler_routing_BTlk=np.ones((2, T, 1, 2), np.int8), support_BTX=np.ones((2, T, 3), np.int32)
+  one = with_inputs(
+    batch(2, np.zeros((2, T), np.float32)),
+    sampler_routing_BTlk=np.ones((2, T, 1, 2), np.int8),
+    support_BTX=np.ones((2, T, 3), np.int32),
   )
   (made,) = minibatches(one, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
   for found in made.inputs.sampler_routing_BTlk, made.inputs.support_BTX:
@@ -75,7 +78,7 @@ def test_older_weights_are_told_apart():
   recorded = [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
   np.testing.assert_array_equal(made.inputs.sampler_routing_BTlk[..., 0, 0] >= 0, recorded)
   kept = train_batch(rollout(), np.ones(2), shared_prompts=False, version=4, replays_sampler=True)
-  np.testing.assert_array_equal(kept.sampler_routing_BTlk[:, :4] >= 0, True)
+  np.testing.assert_array_equal(kept.inputs.sampler_routing_BTlk[:, :4] >= 0, True)
   assert not kept.current_BT.any()  # replayed experts of older weights make another network
   alone = train_batch(rollout(), np.ones(2), shared_prompts=False)
   assert alone.current_BT is None

@@ -99,9 +99,9 @@ def test_a_value_is_of_what_stands_before_its_token():
       policy, critic = on(mesh, config)
       find = make_values(learner(MODEL), config, "none")
       one = batch()
-      found_BT = np.asarray(find((policy, critic), sharding.put_batch(one.inputs, mesh)))
+      found_BT = np.asarray(find(policy, critic, sharding.put_batch(one.inputs, mesh)))
       other = with_inputs(one, tokens_BT=np.where(np.arange(T) == 4, 7, one.inputs.tokens_BT))
-      moved_BT = np.asarray(find((policy, critic), sharding.put_batch(other.inputs, mesh)))
+      moved_BT = np.asarray(find(policy, critic, sharding.put_batch(other.inputs, mesh)))
     trunk = jax.device_get(policy if config is HEAD else critic.trunk)
     hidden_BTD = forward(trunk, MODEL, jnp.asarray(one.inputs.tokens_BT)).hidden_BTD
     expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
@@ -116,7 +116,8 @@ def test_advantages_are_those_of_the_recursion(normalize):
   """Two mini-batches of ragged responses, with a price on leaving the reference, in float64."""
   config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, kl_coef=0.3, normalize=normalize)
   shorter = make_batch(lengths=(7, 3, 20, 0, 5, 9, 2, 11, 6, 6, 8, 4, 19, 3, 5, 12), seed=4)
-  second = batch().replace(mask_BT=shorter.mask_BT, segments_BT=shorter.segments_BT)
+  second = with_inputs(batch(), segments_BT=shorter.inputs.segments_BT)
+  second = second.replace(mask_BT=shorter.mask_BT)
   second = second.replace(reward_BT=at_the_end(np.linspace(-1, 2, B), shorter.mask_BT))
   dirty = [b.replace(old_value_BT=np.where(b.mask_BT > 0, b.old_value_BT, np.nan)) for b in
            (batch(), second)]  # fmt: skip

@@ -97,10 +97,10 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   found = old_policy(sharing(MOE), batch, shape)
   trained = batch.mask_BT > 0
   assert trained.sum() > 40
-  logp, expected_logp = (x["old_logp_BT"][trained] for x in (found, expected))
+  logp, expected_logp = (x.old_logp_BT[trained] for x in (found, expected))
   np.testing.assert_allclose(logp, expected_logp, atol=2e-5)
   read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
-  routes, expected_routes = (np.asarray(x["routing_BTlk"]) for x in (found, expected))
+  routes, expected_routes = (np.asarray(x.routing_BTlk) for x in (found, expected))
   np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
   assert (routes[~read_BT] == routing.NO_EXPERT).all()
 

@@ -78,12 +78,12 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   real_BT = batch.inputs.segments_BT > 0
   logp_BT, expected_BT = (
     np.where(real_BT, x, 0)
-    for x in (packing.in_order(found["old_logp_BT"], packed.order_B), expected["old_logp_BT"])
+    for x in (packing.in_order(found.old_logp_BT, packed.order_B), expected.old_logp_BT)
   )
   np.testing.assert_allclose(logp_BT, expected_BT, atol=2e-5)
   assert (logp_BT[:, 0] == 0).all() and (expected_BT[:, 1:][real_BT[:, 1:]] < -1).all()
-  routes_BTlk = packing.in_order(found["routing_BTlk"], packed.order_B)
-  np.testing.assert_array_equal(routes_BTlk, expected["routing_BTlk"])
+  routes_BTlk = packing.in_order(found.routing_BTlk, packed.order_B)
+  np.testing.assert_array_equal(routes_BTlk, expected.routing_BTlk)
   assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
 
 

@@ -112,7 +112,9 @@ def test_in_the_first_mini_batch_the_ratio_is_exactly_one(replay):
   params, bfloat16 = initial(SMALLER_MOE), dataclasses.replace(REFERENCE, dtype="bfloat16")
   how = learner(SMALLER_MOE, microbatches=2, compute=bfloat16)
   objective, batch = dataclasses.replace(GSPO, replay=replay), rollout_batch(SMALLER_MOE)
-  batch = of_another_program(batch.replace(**old_policy_pass(how, objective)(params, batch.inputs)))
+  batch = of_another_program(
+    batch.replace(**old_policy_pass(how, objective)(params, batch.inputs)._asdict())
+  )
   step, rows = rl_step(how, objective, SGD), {}
   for first in (True, False):
     one = batch.replace(first_B=np.full(16, first))
@@ -232,7 +234,7 @@ def test_the_kl_penalty_pulls_back_to_the_reference():
   row = scalars(metrics)
   assert row["loss"] == pytest.approx(0.125, rel=1e-3)  # ½ · 0.5²
   score = score_pass(learner(DENSE))
-  gap = lambda p: np.abs((score(p, batch) - batch.ref_logp_BT) * batch.mask_BT).sum()  # noqa: E731
+  gap = lambda p: np.abs((score(p, batch.inputs) - batch.ref_logp_BT) * batch.mask_BT).sum()  # noqa: E731
   assert gap(state.params) < gap(params)
 
 
@@ -269,7 +271,7 @@ def drifted(params, seed=5):
 def with_old_policy(params, batch, **changes):
   objective = dataclasses.replace(GSPO, **changes)
   fields = old_policy_pass(learner(MOE), objective)(params, batch.inputs)
-  return objective, batch.replace(**fields)
+  return objective, batch.replace(**fields._asdict())
 
 
 def first_metrics(params, batch, objective, **changes):

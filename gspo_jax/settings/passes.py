@@ -1,0 +1,52 @@
+"""Passes without gradient over an iteration's mini-batches, before its updates: which a run has.
+
+The training loop, the bound on memory, the count of operations, the dry run and `aot` go through
+this list. A pass is an entry here and its program, in train.py's `make_passes`.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from gspo_jax.settings.model import ModelConfig
+
+if TYPE_CHECKING:
+  from gspo_jax.settings.run import RunConfig
+
+TRAINED = ("policy", "critic")  # parameters that updates change
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """What a pass reads of the run's parameters, by name, and the fields of a TrainBatch that its
+  program gives, in this order."""
+
+  name: str
+  reads: tuple[str, ...]
+  fills: tuple[str, ...]
+  model: str = "policy"  # whose operations it does: "policy", "teacher"
+
+
+def of_run(c: "RunConfig") -> tuple[Pass, ...]:
+  """The passes of an iteration, in their order."""
+  passes = []
+  # Without one, the old policy is what the sampler said it was.
+  if c.objective.old_logp == "recompute":
+    passes.append(Pass("old_policy", ("policy",), ("old_logp_BT", "routing_BTlk")))
+  if c.objective.old_logp == "behaviour":
+    passes.append(Pass("old_policy", ("policy",), ("own_logp_BT", "routing_BTlk")))
+  has_critic = c.critic.name != "none"
+  if c.objective.needs_reference or (has_critic and c.critic.kl_coef > 0):
+    passes.append(Pass("reference", ("reference policy",), ("ref_logp_BT",)))
+  if has_critic:
+    passes.append(Pass("values", ("policy", "critic"), ("old_value_BT",)))
+  if c.distillation.on:
+    passes.append(Pass("teacher", ("teacher",), ("teacher_logp_BT",), model="teacher"))
+  return tuple(passes)
+
+
+def frozen(c: "RunConfig", teacher: ModelConfig | None) -> dict[str, ModelConfig]:
+  """Names and models of the parameters that passes read and no update changes; without a teacher,
+  those of the others."""
+  models = dict(policy=c.model, teacher=teacher)
+  read = {name: models[p.model] for p in of_run(c) for name in p.reads if name not in TRAINED}
+  return {name: model for name, model in read.items() if model is not None}

@@ -1,0 +1,49 @@
+"""The passes before the updates that a run has, by its settings."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support.configs import config_of
+from support.small_models import DENSE, SMALLER_DENSE
+
+from configs import tiny, tiny_distil, tiny_ppo
+from gspo_jax.models import flops
+from gspo_jax.settings import passes
+from gspo_jax.structs import TrainBatch
+
+CASES = {
+  "as sampled": (tiny.get_config, dict(objective__old_logp="sampler"), [], []),
+  "recomputed": (tiny.get_config, {}, ["old_policy"], []),
+  "a penalty": (
+    tiny.get_config,
+    dict(objective__old_logp="behaviour", objective__kl_coef=0.1),
+    ["old_policy", "reference"],
+    ["reference policy"],
+  ),
+  "a critic": (
+    tiny_ppo.get_config,
+    dict(critic__kl_coef=0.1),
+    ["old_policy", "reference", "values"],
+    ["reference policy"],
+  ),
+  "a teacher": (tiny_distil.get_config, {}, ["old_policy", "teacher"], ["teacher"]),
+}
+
+
+@pytest.mark.parametrize("get_config, changes, names, frozen", CASES.values(), ids=CASES)
+def test_the_passes_of_a_run(get_config, changes, names, frozen):
+  c = config_of(get_config, **changes)
+  c = dataclasses.replace(c, model=DENSE)
+  assert [declared.name for declared in passes.of_run(c)] == names
+  models = passes.frozen(c, SMALLER_DENSE)
+  assert list(models) == frozen
+  assert all(m is (SMALLER_DENSE if n == "teacher" else DENSE) for n, m in models.items())
+  assert "teacher" not in passes.frozen(c, None)
+  fields = {field.name for field in dataclasses.fields(TrainBatch)}
+  assert fields >= {name for declared in passes.of_run(c) for name in declared.fills}
+  lengths = np.array([3]), np.array([3, 3]), np.array([7, 9])
+  policy, teacher = (flops.forward_flops(m, *lengths) for m in (DENSE, SMALLER_DENSE))
+  forward = {name: policy for name in names} | dict(teacher=teacher)
+  counted = sum(forward[name] for name in names)
+  assert flops.of_passes(c, SMALLER_DENSE, *lengths) == counted
