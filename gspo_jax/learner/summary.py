@@ -22,7 +22,7 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
   ratio is 1. In further epochs i counts on. Sampler and trainer are compared on mini-batch 0 too,
-  before any update; by version (`by_version.py`) on all, since that has a pass of its own.
+  before any update; by version (`version_metrics`) on all, since that has a pass of its own.
   """
   row = _scalars(functools.reduce(merge, minibatches))
   for i, one in enumerate(minibatches):
