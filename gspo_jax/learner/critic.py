@@ -28,7 +28,7 @@ from gspo_jax.models import critic as models
 from gspo_jax.models import weights
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, merge
 from gspo_jax.settings.critic import CriticConfig
-from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import CriticState, ModelInputs, TrainBatch, TrainState
 
@@ -50,8 +50,7 @@ def values(
   critic: models.Critic,
   hidden_RTD: jax.Array,
   rows: Rows,
-  model: ModelConfig,
-  compute: ComputeConfig,
+  learner: Learner,
   numbers: Mapping[str, Any],
 ) -> jax.Array:
   """V_t, float32 [B, T]; 0 at position 0, before which there is nothing.
@@ -60,7 +59,7 @@ def values(
     hidden_RTD: of the policy, which a critic with a trunk of its own does not look at.
   """
   if critic.trunk is not None:
-    hidden_RTD = forward(critic.trunk, rows, model, compute).hidden_BTD
+    hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
     constant_RTD = jax.lax.stop_gradient(hidden_RTD)
     if config.trunk_coef:  # the same values, and so much of their gradient
@@ -101,21 +100,16 @@ def make_values(
   """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch.
   On the policy's trunk it takes the experts that the sampler used, if an update replays those."""
 
-  def values_of(params: tuple[Any, models.Critic], inputs: ModelInputs) -> jax.Array:
-    (policy, critic), rows, hidden_RTD = params, rows_of(inputs, learner), None
+  def values_of(policy: Any, critic: models.Critic, inputs: ModelInputs) -> jax.Array:
+    rows, hidden_RTD = rows_of(inputs, learner), None
     if critic.trunk is None:
       experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, experts_RTlk)
       hidden_RTD = out.hidden_BTD
     numbers = dict(trunk_coef=1.0)  # of gradients
-    return values(config, critic, hidden_RTD, rows, learner.model, learner.compute, numbers)
+    return values(config, critic, hidden_RTD, rows, learner, numbers)
 
-  by_part_values = jax.jit(by_part(values_of, learner))
-
-  def values_pass(policy: Any, critic: models.Critic, inputs: ModelInputs) -> jax.Array:
-    return by_part_values((policy, critic), inputs)
-
-  return values_pass
+  return jax.jit(by_part(values_of, learner))
 
 
 def make_advantages(

@@ -168,7 +168,7 @@ def make_review(
   other experts, and needs a pass of its own.
   """
 
-  def replayed(params: Any, inputs: ModelInputs, routing_BTlk: jax.Array) -> jax.Array:
+  def replayed(params: Any, routing_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner, objective.replay, routing_BTlk)[0]
 
   replayed = jax.jit(by_part(replayed, learner))
@@ -178,7 +178,7 @@ def make_review(
     params: Any, batch: TrainBatch, clip_factor: jax.Array | None = None
   ) -> dict[str, jax.Array]:
     if objective.replay == "R2":
-      logp_BT = replayed(params, batch.inputs, batch.routing_BTlk)
+      logp_BT = replayed(params, batch.routing_BTlk, batch.inputs)
     else:
       logp_BT = old_policy(params, batch.inputs).old_logp_BT
     numbers = in_force(objective.numbers(), clip_factor)
@@ -221,17 +221,18 @@ def fill(
 
 
 def by_part(function: Callable, learner: Learner) -> Callable:
-  """`function(params, inputs, *fields)`, which returns arrays [B, ...]; of a packed batch by
-  micro-batch, so that it needs no more memory than an update."""
+  """`function(*params, inputs)`, which returns arrays [B, ...]; of a packed batch by micro-batch:
+  it needs no more memory than an update."""
 
-  def whole(params: Any, inputs: ModelInputs, *fields: jax.Array) -> Any:
+  def whole(*arguments: Any) -> Any:
+    *params, inputs = arguments
     if inputs.row_B is None:
-      return function(params, inputs, *fields)
+      return function(*arguments)
     R = len(inputs.tokens_BT) // learner.microbatches
 
     def of_part(i):
       part = packing.part(inputs, i, R)
-      return part.row_B >= 0, function(params, part, *fields)
+      return part.row_B >= 0, function(*params, part)
 
     def put(total, new):
       (_, old), (inside_B, new) = total, new

@@ -90,9 +90,7 @@ def _rl_step(
       metrics |= {"clip_range": Last(jnp.float32(numbers["clip_range"]))}
     if critic is not None:
       of_critic = all_numbers["critic"]
-      value_BT = critics.values(
-        critic_config, critic, out.hidden_BTD, rows, learner.model, learner.compute, of_critic
-      )
+      value_BT = critics.values(critic_config, critic, out.hidden_BTD, rows, learner, of_critic)
       metrics |= critics.loss(critic_config, value_BT, batch, of_critic)
     return total, metrics, out.stats
 
