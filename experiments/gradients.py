@@ -20,7 +20,6 @@ from gspo_jax.learner.state import new_state
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models.flops import forward_flops
-from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch, Totals, compute
 from gspo_jax.structs import TrainBatch
@@ -51,7 +50,7 @@ LOSSES: dict[str, group_gradients.GroupLoss] = dict(
 def measure(run: Run) -> None:
   """Writes a row after each of UPDATES: `gradient/LOSS/WHAT`, as `group_gradients.compare` says,
   and the metrics of the updates since the row before."""
-  c, collector = run.config, Collector(run)
+  c, collector = run.config, run.collector()
   learner, tx = learner_of(c, "rl"), optimizer.make(c.rl_optimizer, c.rl.minibatches)
   update = make_rl_step(learner, c.objective, tx)
   of_losses = group_gradients.make_group_moments(learner, [*LOSSES.values()])

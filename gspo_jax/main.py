@@ -30,8 +30,9 @@ from gspo_jax.cli.flags import (
   in_file,
   refuse,
 )
+from gspo_jax.inputs import check
 from gspo_jax.report import page
-from gspo_jax.run import Run, check, open_run
+from gspo_jax.run import Run, open_run
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.system import files, preemption

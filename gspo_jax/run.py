@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,15 +12,17 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import hardware, offline, paths, rewards, sharding
+from gspo_jax import rewards, sharding
 from gspo_jax import teacher as teachers
-from gspo_jax.data import growing, recorded, sources, tokenizer
-from gspo_jax.data.overlap import shared_prompts
-from gspo_jax.evaluation.benchmarks import Benchmark, check_problems, choose
+from gspo_jax.data import growing, recorded, tokenizer
+from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
+from gspo_jax.inputs import Inputs, check, find_teacher, reward_configs
 from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
 from gspo_jax.rollouts import multipliers
+from gspo_jax.rollouts.collector import Collector, Stages
+from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.runs import provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Writer
@@ -30,10 +31,7 @@ from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.weights import initial
 from gspo_jax.sampling import Engine, LocalEngine, Workload, delimiters
-from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.requests import workload
-from gspo_jax.settings import checks
-from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts, lock
@@ -75,16 +73,46 @@ class Run:
   @functools.cached_property
   def line_breaks(self) -> np.ndarray:
     """int32 [V]: line breaks in the text of each token."""
-    tok = self.tokenizer
-    return np.array([tok.decode([i]).count("\n") for i in range(tok.vocab_size)], np.int32)
+    return tokenizer.line_breaks(self.tokenizer)
 
   @functools.cached_property
   def delimiters(self) -> delimiters.Delimiters:
+    """Texts that end a step."""
     return delimiters.delimiters(self.config.objective.segment_delimiters, self.tokenizer)
 
   def initial_params(self) -> Any:
     """The configured weights, or random ones, in the training layout."""
     return initial(self.config, self.mesh, self.workdir)
+
+  def collector(self) -> Collector:
+    """Source of the groups that RL trains on."""
+    return Collector(
+      self.config,
+      self.engine,
+      self.workload,
+      self.tokenizer,
+      self.train_prompts,
+      self.score,
+      self.environment,
+      writer=self.writer,
+      records=self.records,
+      signals=self.signals,
+      breaks_V=self.line_breaks if self.config.reward.per_line else None,
+      shared_prompts=self.shared_prompts,
+    )
+
+  def pipeline(self, collector: Collector, stages: Stages, last: int = 0) -> Pipeline:
+    """Batches of such a collector; `last`: the iteration that is done."""
+    return Pipeline(
+      collector,
+      self.engine,
+      self.config.rl,
+      stages,
+      last,
+      batches=self.workdir / "batches",
+      mesh=self.rollout_mesh,
+      publish=self.publish,
+    )
 
   def phase(self, name: str, total: int, *, updates: int, keep: int) -> Phase:
     """A phase of `total` steps with `updates` gradient updates each; their mini-batches are kept
@@ -119,106 +147,6 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     yield run
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-  """What a configuration names, as far as it can be read without writing anything."""
-
-  tokenizer: tokenizer.Tokenizer
-  environment: environments.Make | None
-  train_prompts: Sequence[Prompt]
-  problems: dict[str, Sequence[Prompt]]  # of each benchmark
-  in_both: dict[str, int]  # how many of them are in the training data too
-  mesh: jax.sharding.Mesh
-  rollout_mesh: jax.sharding.Mesh  # the same one, or that of the sampler alone
-  layout: Any  # shardings of the parameters where they sample
-  records: recorded.Recordings | None
-  teacher: teachers.Teacher | None
-
-
-def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
-  """Reads what a run is given, and writes nothing. Raises ValueError as `open_run` does."""
-  paths.check(config, workdir)
-  if config.distributed:
-    _join_hosts()
-  inputs = _read(config, workdir)
-  if workdir is not None:
-    mirror, values = Mirror(workdir, config.checkpoint.directory), dataclasses.asdict(config)
-    provenance.check(workdir, values)
-    if hosts.of_first(mirror.fills):  # another workdir would be filled with the same
-      provenance.check(mirror.target, values, "--config.checkpoint.directory")
-  return inputs
-
-
-def _read(config: RunConfig, workdir: Path | None) -> Inputs:
-  """Reads and checks tokenizer, data and mesh; cheap checks come before slow ones."""
-  tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size)
-  if config.has_iterations and config.objective.segment_unit == "step":
-    delimiters.choose(config.objective.segment_delimiters, tok)
-  environment = environments.find(config.environment.name, tok)
-  for text in config.environment.stop_strings:
-    if not tokenizer.shows(tok, text):
-      raise ValueError(
-        f"environment.stop_strings: no text has {text!r}, since special tokens are left out of it; "
-        "name such a token as eos_token_id in the tokenizer's generation_config.json"
-      )
-  verifier = "" if config.environment.name else config.reward.name  # or it judges
-  check_answer = rewards.answer_check(verifier if config.has_iterations else "")
-  records = None
-  if config.job == "offline":
-    limits, on_error = offline.limits(config), config.data.on_error
-    template = config.data.prompt_template
-    records = recorded.load(config.offline.data, tok, template, limits, on_error)
-  train_prompts: Sequence[Prompt] = [] if records is None else records.prompts
-  if config.samples_prompts:
-    load = growing.load if config.schedule.refresh_every else sources.load
-    train_prompts = load(config.data, tok, "train", check_answer)
-  held_out = {
-    name: sources.load_spec(
-      config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
-    )
-    for name, b, key in config.benchmarks()
-  }
-  problems = {name: choose(held_out[name], b.problems) for name, b, _ in config.benchmarks()}
-  for name, b, _ in config.benchmarks():
-    check_problems(name, b, problems[name])
-  for one in _reward_configs(config).values():
-    rewards.check_lines(one)
-  if isinstance(train_prompts, growing.Growing):
-    train_prompts.watch([prompt for some in problems.values() for prompt in some])
-  in_both = {}
-  if config.job != "eval":
-    trained_on = [train_prompts, *([records.prompts] if records else [])]
-    in_both = {
-      n: max(shared_prompts(some, held_out[n], problems[n]) for some in trained_on)
-      for n in problems
-    }
-  if environment is not None and config.job != "eval":
-    render = lambda messages: tok.encode(tok.chat(messages))  # noqa: E731
-    longest = config.data.max_prompt_tokens
-    new_groups([train_prompts[0]], 1, 0, longest, environment, render)  # or it cannot begin
-  mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
-  checks.check_devices(config, sharding.batch_shards(mesh))
-  transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
-  transformer.check(config.model, config.sampler_compute, shared_prompts=False)
-  rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
-  layout = transformer.shardings(config.model, rollout, rollout_mesh)
-  taught = _teacher(config, workdir, tok, mesh)
-  hardware.check_memory(config, mesh, taught and taught.model)
-  transformer.shardings(config.model, sharding.TRAIN, mesh)
-  data = dict(train_prompts=train_prompts, problems=problems, in_both=in_both, records=records)
-  meshes = dict(mesh=mesh, rollout_mesh=rollout_mesh, layout=layout)
-  return Inputs(tokenizer=tok, environment=environment, teacher=taught, **data, **meshes)
-
-
-def _teacher(
-  config: RunConfig, workdir: Path | None, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
-) -> teachers.Teacher | None:
-  """The teacher, checked."""
-  if taught := teachers.find(config, workdir):
-    teachers.check(taught, config, tok, mesh)
-  return taught
-
-
 @contextlib.contextmanager
 def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   tok, problems, in_both = inputs.tokenizer, inputs.problems, inputs.in_both
@@ -226,7 +154,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     if jax.process_index() == 0:
       sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
     # Only now is it known which checkpoint the run began to learn from.
-    inputs = dataclasses.replace(inputs, teacher=_teacher(config, workdir, tok, inputs.mesh))
+    inputs = dataclasses.replace(inputs, teacher=find_teacher(config, workdir, tok, inputs.mesh))
   if jax.process_index() == 0 and any(in_both.values()):
     found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
     sys.stderr.write(
@@ -338,46 +266,9 @@ def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
   """The verifier of the run and those of benchmarks that have another one, by name."""
   with contextlib.ExitStack() as stack:
     scorers = {}
-    for name, section in sorted(_reward_configs(config).items()):
+    for name, section in sorted(reward_configs(config).items()):
       try:
         scorers[name] = stack.enter_context(rewards.open_scorer(section))
       except RuntimeError as error:  # of a traceback the last line says it
         raise ValueError(f"reward.name={name!r}: {str(error).strip().splitlines()[-1]}") from error
     yield scorers
-
-
-def _reward_configs(config: RunConfig) -> dict[str, RewardConfig]:
-  """The section `reward` by verifier: of the run, and of benchmarks that have another one."""
-  found = {config.reward.name: config.reward}
-  for name, b, _ in config.benchmarks():
-    if b.reward and b.reward not in found:
-      try:
-        own = dict(name=b.reward, partial=0.0, per_line=False)
-        found[b.reward] = dataclasses.replace(config.reward, **own)
-      except ValueError as error:
-        raise ValueError(f"eval.benchmarks.{name}.reward={b.reward!r}: {error}") from error
-  return found
-
-
-def _join_hosts() -> None:
-  """Connects the processes of all hosts.
-
-  JAX finds out by itself who they are on a TPU slice, under Slurm, Open MPI and Kubernetes; else
-  JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID
-  say it. (JAX reads the first of them only.)
-  """
-  try:
-    number = {
-      argument: int(os.environ[variable])
-      for argument, variable in (
-        ("num_processes", "JAX_NUM_PROCESSES"),
-        ("process_id", "JAX_PROCESS_ID"),
-      )
-      if variable in os.environ
-    }
-    jax.distributed.initialize(**number)
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(
-      f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
-      "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
-    ) from error

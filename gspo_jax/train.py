@@ -29,7 +29,7 @@ from gspo_jax.learner.summary import summarize
 from gspo_jax.models import flops
 from gspo_jax.models.params import as_read, with_adapters
 from gspo_jax.report import page
-from gspo_jax.rollouts.collector import Collected, Collector
+from gspo_jax.rollouts.collector import Collected
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.run import Run
@@ -53,7 +53,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   c = run.config
   waits = c.critic.warmup  # iterations in which only the critic learns
   rates = optimizer.rates(c.rl_optimizer, (c.rl.iterations - waits) * c.rl.updates)
-  (tx, critic), learner, collector = optimizers(c), learner_of(c, "rl"), Collector(run)
+  (tx, critic), learner, collector = optimizers(c), learner_of(c, "rl"), run.collector()
   update = make_rl_step(learner, c.objective, tx, critic)
   old_policy = make_old_policy(learner, c.objective)
   without_gradient = make_passes(run, learner, old_policy)
@@ -74,7 +74,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   last, state, host = phase.resume(like=lambda: empty_state(run), start=start_state)
   total = Totals()
   pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
-  sampling = Pipeline(run, collector, phase.stages, last)
+  sampling = run.pipeline(collector, phase.stages, last)
   if host is not None:
     sampling.set_position(host["position"])
     total, pending = Totals(**host["position"]["total"]), host["pending"]

@@ -15,8 +15,7 @@ from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
 from support.small_updates import T, learner, make_batch, with_inputs
 
 from configs import tiny, tiny_distil
-from gspo_jax import run as runs
-from gspo_jax import sharding, teacher, train
+from gspo_jax import inputs, sharding, teacher, train
 from gspo_jax.aot import needed, plan, programs
 from gspo_jax.aot.estimate import held
 from gspo_jax.learner import packing
@@ -156,7 +155,7 @@ def test_a_run_is_named_as_its_weights_are(other_run, tmp_path):
 
 def refused(config, tmp_path, message):
   with pytest.raises(ValueError, match=message) as error:
-    runs.check(config, tmp_path / "new")
+    inputs.check(config, tmp_path / "new")
   assert "\n" not in str(error.value)
   assert not (tmp_path / "new").exists()
 
@@ -195,7 +194,7 @@ def test_what_cannot_teach_is_refused_by_name(other_run, directory, tmp_path):
   refused(
     student(named), tmp_path, "has another tokenizer, .*named', than the policy, tokenizer='b"
   )
-  runs.check(student(directory[0]), tmp_path / "new")
+  inputs.check(student(directory[0]), tmp_path / "new")
 
 
 WRONG = {
@@ -254,7 +253,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monke
   assert all(row["reward/mean"] == 0 for row in rows[1:])
   lines = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()
   assert np.std([json.loads(line)["advantage"] for line in lines]) > 0.05
-  said = "\n".join(plan.lines(config, runs.check(config)))
+  said = "\n".join(plan.lines(config, inputs.check(config)))
   assert f"teacher: {transformer.count(model)[0]:,} parameters, frozen, {path}" in said
   assert "the teacher's weights" in said
   stored = parameters(tmp_path / "whole", 5)

@@ -15,10 +15,10 @@ from gspo_jax.aot.estimate import changed, held, kept_per_token
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.configs import common
+from gspo_jax.inputs import Inputs
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_critic
 from gspo_jax.models import flops, transformer
-from gspo_jax.run import Inputs
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
 from gspo_jax.settings.reading import from_dict

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import numpy as np
 import tokenizers
 from etils import epath
 
@@ -149,6 +150,13 @@ Tokenizer = ByteTokenizer | HFTokenizer
 def shows(tokenizer: Tokenizer, text: str) -> bool:
   """Whether the text of tokens can hold `text`: special tokens are left out of it."""
   return text.strip() in tokenizer.decode(tokenizer.encode(text))
+
+
+def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
+  """int32 [V]: line breaks in the text of each token."""
+  return np.array(
+    [tokenizer.decode([i]).count("\n") for i in range(tokenizer.vocab_size)], np.int32
+  )
 
 
 def load(path: str) -> Tokenizer:

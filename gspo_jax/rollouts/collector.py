@@ -21,18 +21,26 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gspo_jax import rewards
-from gspo_jax.data import sources
+from gspo_jax.data import recorded, sources
+from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.rollouts import costs, schedules
 from gspo_jax.rollouts.advantages import advantages
 from gspo_jax.rollouts.groups import Group, filled
-from gspo_jax.rollouts.metrics import environment_metrics, recorded_metrics, rollout_metrics
-from gspo_jax.rollouts.multipliers import Constraints
+from gspo_jax.rollouts.metrics import (
+  environment_metrics,
+  partial_metrics,
+  recorded_metrics,
+  rollout_metrics,
+)
+from gspo_jax.rollouts.multipliers import Constraints, Signals
 from gspo_jax.rollouts.prompt_filter import PromptFilter
-from gspo_jax.run import Run
-from gspo_jax.sampling import Driver, SingleTurn, Usage, assemble, parts
+from gspo_jax.runs.metrics import Writer
+from gspo_jax.sampling import Driver, Engine, SingleTurn, Usage, Workload, assemble, parts
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.structs import Rollout
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.structs import Prompt, Rollout
 from gspo_jax.system import hosts
+from gspo_jax.tasks import environments
 
 UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
 Stages = Callable[[str], contextlib.AbstractContextManager]
@@ -54,31 +62,52 @@ class Collected:
 
 
 class Collector:
-  """Source of scored groups: draws prompts, and keeps the groups that are under way."""
+  """Source of scored groups: draws prompts, and keeps the groups that are under way.
 
-  def __init__(self, run: Run):
-    self._config, self._seed, self._engine = run.config, run.seed, run.engine
-    self._tokenizer, self._score, self._environment = run.tokenizer, run.score, run.environment
-    self._prompts, self._workload, self._writer = run.train_prompts, run.workload, run.writer
-    self._shared_prompts = run.shared_prompts
-    per_line = self._config.reward.per_line
-    self._breaks_V = run.line_breaks if per_line else None
+  Args:
+    workload: the requests that RL makes of the engine.
+    environment: None: a response is one turn, and `score` judges it.
+    writer: of the responses that there is no verdict on.
+    records: responses that job=offline learns from.
+    breaks_V: line breaks in the text of each token, where lines have rewards of their own.
+    shared_prompts: held-out problems that are among the prompts that are trained on.
+  """
+
+  def __init__(
+    self,
+    config: RunConfig,
+    engine: Engine,
+    workload: Workload,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    score: rewards.Scorer,
+    environment: environments.Make | None = None,
+    *,
+    writer: Writer | None = None,
+    records: recorded.Recordings | None = None,
+    signals: Signals | None = None,
+    breaks_V: np.ndarray | None = None,
+    shared_prompts: int = 0,
+  ):
+    self._config, self._seed, self._engine = config, config.seed_of, engine
+    self._tokenizer, self._score, self._environment = tokenizer, score, environment
+    self._prompts, self._workload, self._writer = prompts, workload, writer
+    self._shared_prompts, self._breaks_V = shared_prompts, breaks_V
     # Turns or lines have rewards of their own, and advantages relative to others.
-    relative = self._config.objective.relative
-    self._in_parts = (bool(self._environment) or per_line) and relative
-    P, seed = self._config.rl.prompts, run.seed("rl", "data")
-    self._schedule = self._config.schedule
-    self._batches = sources.Batches(run.train_prompts, P, seed=seed)
-    self._records, self._fresh = None, round(self._config.sampled_share * P)
-    if run.records is not None:
-      self._left_out = run.records.left_out()
-      self._records = sources.Batches(run.records, P, seed=run.seed("rl", "recorded"))
-    self._filter = PromptFilter(self._config.data.query_set, self._schedule.group_size_min > 0)
+    self._in_parts = (bool(environment) or breaks_V is not None) and config.objective.relative
+    P, seed = config.rl.prompts, config.seed_of("rl", "data")
+    self._schedule = config.schedule
+    self._batches = sources.Batches(prompts, P, seed=seed)
+    self._records, self._fresh = None, round(config.sampled_share * P)
+    if records is not None:
+      self._left_out = records.left_out()
+      self._records = sources.Batches(records, P, seed=config.seed_of("rl", "recorded"))
+    self._filter = PromptFilter(config.data.query_set, self._schedule.group_size_min > 0)
     self._under_way: list[Group] = []
-    self._constraints = run.signals and Constraints(self._config.constraints, run.signals)
-    self._limit = self._config.sampling.max_new_tokens  # of a response in this iteration
+    self._constraints = signals and Constraints(config.constraints, signals)
+    self._limit = config.sampling.max_new_tokens  # of a response in this iteration
     # What `assemble` is told besides the trajectories.
-    self._arrays = self._workload.window, self._tokenizer.pad_id, self._workload.support
+    self._arrays = workload.window, tokenizer.pad_id, workload.support
     self._version = 0  # of the engine's weights
     # Ids of the groups that were finished before this iteration, and not needed.
     self._surplus = set[int]()
@@ -137,7 +166,7 @@ class Collector:
     if self._environment:
       metrics |= environment_metrics(sampled)
     if c.rl.partial:
-      metrics |= self._partial_metrics(sampled, chosen)
+      metrics |= partial_metrics(sampled, chosen, self._under_way, self._surplus, self._version)
     groups = [*recorded, *chosen]
     if recorded and chosen:  # each mini-batch, which is a stretch of them, has its share of both
       order = np.argsort(np.arange(len(groups)) % c.rl.minibatches, kind="stable")
@@ -305,25 +334,6 @@ class Collector:
       metrics["masked_responses"] = float(cut_B.sum())
     arrays = reward_PG, advantage_PG, advantage_BL
     return Collected(groups, rollout, step, self._version, *arrays, usage, metrics)
-
-  def _partial_metrics(self, sampled: Sequence[Group], chosen: Sequence[Group]) -> dict[str, float]:
-    """Of the tokens that are trained on, the share that weights before this iteration's sampled,
-    and the age of the oldest in iterations; groups that this iteration has finished, and those of
-    them and of earlier ones that wait for a later iteration; tokens of all groups that are not yet
-    trained on."""
-    versions = [one.version[one.turns >= 0] for group in chosen for one in group.trajectories]
-    version = np.concatenate(versions)
-    waiting = [group for group in self._under_way if group.finished]
-    carried = [one.length for group in self._under_way for one in group.trajectories]
-    return {
-      "partial/stale_tokens": float((version < self._version).mean()),
-      "partial/oldest": float(self._version - version.min()),
-      "partial/finished_groups": float(
-        sum(id(group) not in self._surplus for group in [*sampled, *waiting])
-      ),
-      "partial/waiting_groups": float(len(waiting)),
-      "partial/tokens_in_flight": float(sum(carried)),
-    }
 
   def again(self, groups: list[Group], **rest: Any) -> Collected:
     """What was collected, of its groups and all of its other fields but the rollout.

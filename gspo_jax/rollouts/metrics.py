@@ -1,7 +1,7 @@
 """Metrics of groups: rewards, lengths, outcomes of the verifier, figures of conversations."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
@@ -67,6 +67,35 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   sampled = sum(one.length for one in trajectories)
   following = sum(len(one.tokens) for one in trajectories)
   return row | {"environment/observation_fraction": 1 - sampled / following}
+
+
+def partial_metrics(
+  sampled: Sequence[Group],
+  chosen: Sequence[Group],
+  under_way: Sequence[Group],
+  surplus: Container[int],
+  version: int,
+) -> dict[str, float]:
+  """Of the tokens that are trained on, the share that weights before this iteration's sampled, and
+  the age of the oldest in iterations; groups that this iteration has finished, and those of them
+  and of earlier ones that wait for a later iteration; tokens of all groups that are not yet trained
+  on.
+
+  Args:
+    surplus: ids of the groups that were finished before this iteration.
+    version: of the weights that sampled last.
+  """
+  versions = [one.version[one.turns >= 0] for group in chosen for one in group.trajectories]
+  version_X = np.concatenate(versions)
+  waiting = [group for group in under_way if group.finished]
+  carried = [one.length for group in under_way for one in group.trajectories]
+  return {
+    "partial/stale_tokens": float((version_X < version).mean()),
+    "partial/oldest": float(version - version_X.min()),
+    "partial/finished_groups": float(sum(id(g) not in surplus for g in [*sampled, *waiting])),
+    "partial/waiting_groups": float(len(waiting)),
+    "partial/tokens_in_flight": float(sum(carried)),
+  }
 
 
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:

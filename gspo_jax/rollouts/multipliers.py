@@ -27,22 +27,13 @@ from gspo_jax.rewards import Scorer, shaping
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.sampling import Trajectory
 from gspo_jax.settings.rewards import (
-  SHOWN,
   ConstraintConfig,
   CostSignal,
   RewardConfig,
   RewardSignal,
-  _active,
   _verifier_config,
 )
 from gspo_jax.structs import Prompt
-
-
-def check_importable(config: ConstraintConfig) -> None:
-  """ValueError if a signal is a function in a module that is not there."""
-  for kind, name, one in config.entries():
-    if _active(one) and one.signal not in SHOWN:
-      rewards.check_importable(one.signal, f"constraints.{kind}.{name}.signal")
 
 
 class Signals:

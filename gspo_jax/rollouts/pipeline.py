@@ -34,9 +34,9 @@ import numpy as np
 
 from gspo_jax.rollouts.collector import Collected, Collector, Stages
 from gspo_jax.rollouts.groups import Group
-from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Engine, SingleTurn, Usage
+from gspo_jax.settings.run import RLConfig
 from gspo_jax.system import files, preemption
 
 POLL_S = 0.1  # seconds between two looks at notices and servers while the trainer waits for a batch
@@ -54,7 +54,7 @@ class Ahead:
 class Pipeline:
   """Collects the batches of a run, up to `rl.lag` iterations ahead, in a fixed order.
 
-    with Pipeline(run, collector, stages, last) as sampling:  # `last`: iteration that is done
+    with run.pipeline(collector, stages, last) as sampling:
       sampling.publish(params, version=last + 1)
       for step in ...:
         collected = sampling.next(step)
@@ -63,15 +63,32 @@ class Pipeline:
         sampling.publish(params, version=step + 1)
 
   What is raised while a batch is collected is raised where it is waited for.
+
+  Args:
+    last: the iteration that is done.
+    batches: directory of the batches that are recorded.
+    mesh: of the engine alone; None: it is on the trainer's.
+    publish: the trainer's parameters as such an engine loads them, in arrays that no update
+      changes.
   """
 
-  def __init__(self, run: Run, collector: Collector, stages: Stages, last: int = 0):
-    self._collector, self._engine, self._stages = collector, run.engine, stages
-    self._lag, self._iterations, self._begun = run.config.rl.lag, run.config.rl.iterations, last
-    self._mesh, self._copy = run.rollout_mesh, run.publish
+  def __init__(
+    self,
+    collector: Collector,
+    engine: Engine,
+    rl: RLConfig,
+    stages: Stages,
+    last: int = 0,
+    *,
+    batches: Path,
+    mesh: jax.sharding.Mesh | None = None,
+    publish: Callable[[Any], Any] = lambda params: params,
+  ):
+    self._collector, self._engine, self._stages = collector, engine, stages
+    self._lag, self._iterations, self._begun = rl.lag, rl.iterations, last
+    self._mesh, self._copy = mesh, publish
     # Servers that are asked by a thread; loading is the trainer's, whose devices the probe needs.
-    self._beside = self._lag > 0 and run.engine.loads_beside_steps
-    rl, batches = run.config.rl, run.workdir / "batches"
+    self._beside = self._lag > 0 and engine.loads_beside_steps
     self._record, self._replay = rl.record and batches, rl.replay and Path(rl.replay)
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # in order
     self._position = collector.position()  # after the batch that was given out last

@@ -14,7 +14,7 @@ from support.small_models import MOE, forward, initial, next_logp
 from configs import common
 from gspo_jax.data.sources import Prompts
 from gspo_jax.rewards import NoVerdictError, Scores
-from gspo_jax.rollouts.collector import Collector, Group
+from gspo_jax.rollouts.collector import Group
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.metrics import environment_metrics
 from gspo_jax.run import Run
@@ -83,7 +83,7 @@ def collector(environment=None, extra_rounds=0, routing=False, source=PROMPTS, *
   config = dataclasses.replace(config, model=MOE)
   engine = LocalEngine(MOE, ENGINE)
   run = Run(config, None, None, tokenizer(), source, score, environment, engine, None, None)
-  return Collector(run), engine
+  return run.collector(), engine
 
 
 def iterate(steps, made=None, weights=lambda step: PARAMS, first=1, **options):

@@ -16,7 +16,6 @@ from configs import common, tiny_constrained
 from gspo_jax import objectives as O
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.rollouts import multipliers as constraints
-from gspo_jax.rollouts.collector import Collector
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.multipliers import Constraints, Multiplier, Signals
@@ -317,7 +316,7 @@ def collector(limit=6.0, **changes):
   engine.load(PARAMS, version=1)
   signals = Signals(config.constraints, config.reward, {})
   parts = tokenizer(), PROMPTS, score, None, engine, None, None
-  return Collector(Run(config, None, None, *parts, signals=signals))
+  return Run(config, None, None, *parts, signals=signals).collector()
 
 
 def collect(made, steps, first=1):

@@ -13,12 +13,11 @@ from support.command_line import SMALL, figures, parameters, rows_of, run, run_u
 from support.configs import config_of
 
 from configs import common, tiny_offline, tiny_rft
-from gspo_jax import offline, train
+from gspo_jax import inputs, train
 from gspo_jax.data import recorded
 from gspo_jax.data.recorded import Group, Recordings, Response
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
-from gspo_jax.rollouts.collector import Collector
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
@@ -51,7 +50,7 @@ def collector(engine=None, records=None, source=None, **changes):
   records = on_file() if records is None else records
   source = records.prompts if source is None else source
   parts = tokenizer(), source, score, None, engine, None, None
-  return Collector(Run(config(**changes), None, None, *parts, records=records))
+  return Run(config(**changes), None, None, *parts, records=records).collector()
 
 
 def collect(made, steps, first=1):
@@ -181,7 +180,7 @@ def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
   dumped = rollout_records(out, zeros, zeros > 0, ByteTokenizer().decode)
   file = tmp_path / "rl_000001.jsonl"
   file.write_text("".join(json.dumps(record) + "\n" for record in dumped))
-  limits = offline.limits(config(data__max_prompt_tokens=4, model__vocab_size=264))
+  limits = inputs.limits(config(data__max_prompt_tokens=4, model__vocab_size=264))
   limits = dataclasses.replace(limits, vocabulary=264)
   again = recorded.load(str(file), ByteTokenizer(), "{question}?", limits, "raise")
   assert len(again) == P

@@ -13,7 +13,6 @@ from configs import common
 from gspo_jax.data.sources import Prompts
 from gspo_jax.learner.batch import segments_of
 from gspo_jax.rewards import Scores
-from gspo_jax.rollouts.collector import Collector
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
@@ -57,7 +56,7 @@ def collected(discount, **changes):
   )
   run = open_run(dataclasses.replace(config, model=MOE))
   run.engine.load(initial(MOE), version=1)
-  return run, Collector(run).collect(1, Stopwatch())
+  return run, run.collector().collect(1, Stopwatch())
 
 
 def open_run(config):

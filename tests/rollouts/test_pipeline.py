@@ -44,7 +44,7 @@ def elsewhere():
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[-1:])
   layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)
   read = transformer.dtypes(MOE, "float32")
-  return dict(rollout_mesh=mesh, publish=sharding.publisher_to(layout, read))
+  return dict(mesh=mesh, publish=sharding.publisher_to(layout, read))
 
 
 ARRANGEMENTS = dict(one_mesh=dict, two_meshes=elsewhere)
@@ -57,10 +57,8 @@ def opened(
   made, engine = made or collector(**changes)
   more = dict(lag=lag, iterations=LAST, record=record, replay=replay)
   rl = dataclasses.replace(made._config.rl, **more)
-  mesh = dict(rollout_mesh=None, publish=lambda params: params) | arrangement()
-  workdir = Path(workdir or "nowhere")
-  run = SimpleNamespace(config=SimpleNamespace(rl=rl), engine=engine, workdir=workdir, **mesh)
-  return Pipeline(run, made, Stopwatch(), last)
+  batches = Path(workdir or "nowhere") / "batches"
+  return Pipeline(made, engine, rl, Stopwatch(), last, batches=batches, **arrangement())
 
 
 def train(sampling, first=1, last=LAST):

@@ -31,7 +31,7 @@ from support.small_updates import learner, score_pass
 from test_two_processes import free_port
 
 from configs import common, tiny_schedules
-from gspo_jax import paths, train
+from gspo_jax import inputs, train
 from gspo_jax.data import growing
 from gspo_jax.data.files import Skipped
 from gspo_jax.data.sources import Batches, Prompts
@@ -41,7 +41,6 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.metrics import reward_metrics
 from gspo_jax.rewards import Scores
 from gspo_jax.rollouts import schedules
-from gspo_jax.rollouts.collector import Collector
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
@@ -62,7 +61,7 @@ def config(**changes):
 def collector(source=PROMPTS, environment=None, judge=score, workdir=None, **changes):
   c, engine = config(**changes), LocalEngine(MOE, ENGINE)
   parts = tokenizer(), source, judge, environment, engine, None, None
-  return Collector(Run(c, workdir, None, *parts)), engine
+  return Run(c, workdir, None, *parts).collector(), engine
 
 
 def iterate(steps, made=None, first=1, **options):
@@ -709,8 +708,8 @@ def test_the_configurations_choose_what_they_say():
     assert sum(map(bool, on)) == 1
   for one in (grows, groups):  # their files have no demonstrations
     with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
-      paths.check(one)
-  paths.check(length)
+      inputs.check_paths(one)
+  inputs.check_paths(length)
 
 
 KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
