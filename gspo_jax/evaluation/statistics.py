@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo_jax.evaluation import elo
 from gspo_jax.evaluation.benchmarks import Benchmark
-from gspo_jax.rollouts.metrics import means
+from gspo_jax.sampling.trajectory import means
 
 Row = dict[str, Any]
 

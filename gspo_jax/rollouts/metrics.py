@@ -1,13 +1,14 @@
 """Metrics of groups: rewards, lengths, outcomes of the verifier, figures of conversations."""
 
 import collections
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.rollouts.groups import Group, spread
 from gspo_jax.sampling import Trajectory
+from gspo_jax.sampling.trajectory import means
 
 
 def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> dict[str, float]:
@@ -96,12 +97,3 @@ def partial_metrics(
     "partial/waiting_groups": float(len(waiting)),
     "partial/tokens_in_flight": float(sum(carried)),
   }
-
-
-def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """The mean of each figure, over those that have it."""
-  found: dict[str, list[float]] = {}
-  for one in figures:
-    for name, value in one.items():
-      found.setdefault(name, []).append(value)
-  return {name: float(np.mean(values)) for name, values in found.items()}

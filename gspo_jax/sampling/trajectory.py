@@ -263,6 +263,15 @@ def recorded_turn(
   return one
 
 
+def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """The mean of each figure, over those that have it."""
+  by_name: dict[str, list[float]] = {}
+  for of_trajectory in figures:
+    for name, value in of_trajectory.items():
+      by_name.setdefault(name, []).append(value)
+  return {name: float(np.mean(values)) for name, values in by_name.items()}
+
+
 def assemble(
   trajectories: Sequence[Trajectory], length: int, pad_id: int, support: int = 0
 ) -> Rollout:

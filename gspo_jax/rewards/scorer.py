@@ -1,0 +1,236 @@
+"""Scorers: what a verifier says of responses, and what is added to it.
+
+A verifier is a module with `OUTCOMES`, the names of what it can find, `UNKNOWN`, those of them
+that say nothing of the response ("crash" alone where it is left out), and `open_verifier(config)`,
+a context manager of a `Verify` function; VERIFIERS names those that come with the package. It may
+have `check_answer(text)`, which raises ValueError for a gold answer that it could not read, and
+`right_lines(response, answer)`, the verdicts on single lines (lines.py); and the function may have
+`notes`, metrics that hold for the whole run.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from gspo_jax.rewards import lines, pool, shaping, thought
+from gspo_jax.settings.rewards import VERIFIERS, RewardConfig
+
+DESCRIBED = 100  # responses without a verdict that are written down for a batch
+_USER = "gspo_jax.rewards.user_function"  # package.module:function
+
+
+class Prompt(Protocol):
+  """A prompt as far as rewards look at it (`structs.Prompt` is one)."""
+
+  id: str
+  question: str
+  answer: str  # the gold answer, or tests for programs
+  info: tuple[tuple[str, str], ...]  # further fields of the row in the data set
+  # thinks: bool, which may be left out; True: it ends with <think>, the response begins within one
+
+
+# From responses, their prompts, and whether each ended by itself: one outcome per response, of
+# OUTCOMES; and the values between 0 and 1, or None for 1 where the outcome is "right" and 0
+# elsewhere. An outcome that is unknown may be a `pool.Failure`, which has a reason.
+Verify = Callable[
+  [Sequence[str], Sequence[Prompt], Sequence[bool]], tuple[Sequence[str], Sequence[float] | None]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """The rewards of B responses, and how the verifier came to them."""
+
+  reward: np.ndarray  # float32 [B]: what is learned from; 0 where nothing is known
+  outcomes: Mapping[str, int]  # of the verifier: how many were right, wrong, timeout, ...
+  correct: np.ndarray  # float32 [B]: 1 where the verifier said right
+  # Responses without a verdict, by their index in the batch: outcome and reason. They are neither
+  # right nor wrong.
+  unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
+  # With `per_line`: float32 [U] for each response, of the lines of its text; `reward` is their sum.
+  lines: Sequence[np.ndarray] | None = None
+
+  @property
+  def known(self) -> np.ndarray:
+    """bool [B]: there is a verdict."""
+    return np.array([i not in self.unknown for i in range(len(self.reward))], bool)
+
+
+class Scorer(Protocol):
+  notes: Mapping[str, float]  # metrics that hold for the whole run: what confines programs
+
+  def __call__(
+    self,
+    responses: Sequence[str],
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int] | None = None,
+    finished: Sequence[bool] | None = None,
+  ) -> Scores:
+    """Scores B responses to B prompts, which repeat where a prompt has several responses.
+
+    Whatever the responses hold, and whatever becomes of the verifier, nothing is raised: there is
+    no verdict then on those that it failed on.
+
+    Args:
+      lengths: in tokens, for the overlong punishment; without them none is given, which is for
+        evaluation, where `correct` counts and `reward` does not.
+      finished: False where a response was cut off; None: all ended by themselves.
+    """
+
+
+def check_importable(name: str, key: str = "reward.name") -> None:
+  """ValueError, which names `key`, if a verifier of the user's own is in a module that is not
+  there."""
+  module = name.partition(":")[0]
+  if name in VERIFIERS:
+    return
+  sys.path.append(os.getcwd())  # where workers look too
+  try:
+    found = importlib.util.find_spec(module)
+  except Exception as error:  # a package above it is imported, and is the user's
+    raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}") from error
+  if found is None:
+    raise ValueError(f"{key}={name!r}: there is no module {module} here or on PYTHONPATH")
+
+
+def check_lines(config: RewardConfig) -> None:
+  """ValueError for `per_line` with a verifier that judges no lines."""
+  if config.per_line:
+    lines.judge(importlib.import_module(VERIFIERS.get(config.name, _USER)), config.name)
+
+
+def answer_check(name: str) -> Callable[[str], None] | None:
+  """The check of gold answers that a verifier has, by its name as in `RewardConfig`; else None."""
+  if not name:
+    return None
+  module = importlib.import_module(VERIFIERS.get(name, _USER))
+  return getattr(module, "check_answer", None)
+
+
+@contextlib.contextmanager
+def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
+  """The configured reward, its processes alive inside the `with` block.
+
+  Raises:
+    RuntimeError: if a verifier cannot be started.
+    ValueError: if programs cannot be confined, or for `per_line` where no lines are judged.
+  """
+  verifier = importlib.import_module(VERIFIERS.get(config.name, _USER))
+  unknown = getattr(verifier, "UNKNOWN", ("crash",))
+  right_lines = lines.judge(verifier, config.name) if config.per_line else None
+  with verifier.open_verifier(config) as verify:
+    scorer = functools.partial(_score, config, verifier.OUTCOMES, unknown, verify, right_lines)
+    scorer.notes = getattr(verify, "notes", {})
+    yield scorer
+
+
+def _score(
+  config: RewardConfig,
+  names: Sequence[str],
+  unknown_names: Sequence[str],
+  verify: Verify,
+  right_lines: lines.RightLines | None,
+  responses: Sequence[str],
+  prompts: Sequence[Prompt],
+  lengths: Sequence[int] | None = None,
+  finished: Sequence[bool] | None = None,
+) -> Scores:
+  if len(responses) != len(prompts):
+    raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
+  finished = [True] * len(responses) if finished is None else finished
+  thinks = [getattr(prompt, "thinks", False) for prompt in prompts]
+  texts = list(map(thought.with_opening, responses, thinks))
+  verdicts = _verdicts(verify, list(zip(texts, prompts, finished, strict=True)))
+  unknown = {
+    i: ": ".join(filter(None, [str(outcome), getattr(outcome, "reason", "")]))
+    for i, (outcome, _) in enumerate(verdicts)
+    if outcome in unknown_names or outcome == "crash"
+  }
+  # An outcome that did not occur is 0 rather than missing.
+  found = [str(outcome) for outcome, _ in verdicts]
+  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(found)
+  correct = np.array([outcome == "right" for outcome in found], np.float32)
+  reward = np.array([value for _, value in verdicts], np.float32)
+  scores = Scores(reward, outcomes, correct, unknown)
+  answers = [prompt.answer for prompt in prompts]
+  by_line = None
+  if right_lines is not None:
+    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
+    outcomes |= misjudged
+  elif config.false_positive or config.false_negative:
+    noise = config.false_positive, config.false_negative, config.noise_seed
+    flips = shaping.flipped(correct > 0, responses, answers, *noise)
+    flips &= scores.known
+    reward = np.where(flips, 1 - correct, reward).astype(np.float32)
+    outcomes["false_positive"] = int((flips & (correct == 0)).sum())
+    outcomes["false_negative"] = int((flips & (correct == 1)).sum())
+  added = np.zeros(len(responses), np.float32)
+  if config.format_weight:
+    kept = [shaping.keeps_format(response, config.format) for response in responses]
+    outcomes["format_kept"] = sum(kept)
+    added += config.format_weight * np.array(kept, np.float32)
+  if config.overlong_weight and lengths is not None:
+    buffer = config.overlong_buffer
+    added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
+  if by_line is not None:
+    reward = np.array([reward_U.sum() for reward_U in by_line], np.float32)
+    for reward_U, more, known in zip(by_line, added, scores.known):
+      reward_U[-1] += more
+      reward_U *= known
+  reward = np.where(scores.known, reward + added, 0).astype(np.float32)
+  return dataclasses.replace(scores, reward=reward, lines=by_line)
+
+
+def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tuple[str, float]]:
+  """Outcome and value of each response. Where the verifier raises, halves of the batch are tried,
+  and so on: what it cannot do is left without a verdict, and that alone."""
+  if not batch:
+    return []
+  try:
+    found, values = verify(*map(list, zip(*batch)))
+    values = [float(outcome == "right") for outcome in found] if values is None else values
+    return [pair for pair, _ in zip(zip(found, values, strict=True), batch, strict=True)]
+  except Exception as error:  # of whatever kind: the response may have been made for it
+    if len(batch) == 1:
+      return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), 0.0)]
+  middle = len(batch) // 2
+  return _verdicts(verify, batch[:middle]) + _verdicts(verify, batch[middle:])
+
+
+class NoVerdictError(ValueError):
+  """The verifier failed on all responses of a batch: there is nothing to learn from it."""
+
+
+def describe_unknown(
+  responses: Sequence[str], prompts: Sequence[Prompt], unknown: Mapping[int, str]
+) -> list[dict[str, str]]:
+  """JSON of the responses without a verdict, the first DESCRIBED of them."""
+  return [
+    dict(
+      prompt_id=prompts[i].id,
+      prompt=prompts[i].question,
+      response=responses[i],
+      answer=prompts[i].answer[:1000],  # the tests of a program take megabytes
+      unknown=reason,
+    )
+    for i, reason in itertools.islice(sorted(unknown.items()), DESCRIBED)
+  ]
+
+
+def require_verdicts(reasons: Sequence[str], total: int, where: str) -> None:
+  """Raises `NoVerdictError` if there are as many responses without a verdict as there are any."""
+  if total and len(reasons) == total:
+    (reason, times), *_ = collections.Counter(reasons).most_common(1)
+    raise NoVerdictError(
+      f"the verifier came to no verdict on any of {total} responses ({times} times: {reason}). "
+      f"They are in {where}; correct reward.name, the gold answers or the machine"
+    )
