@@ -16,6 +16,7 @@ from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.models import transformer
+from gspo_jax.rewards.signals import check_signals
 from gspo_jax.runs import provenance, start
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.sampling import delimiters
@@ -206,11 +207,7 @@ def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
     _check_checkpoints(config.checkpoint.directory, workdir)
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
-  constraints = config.constraints
-  for kind, active in ("rewards", constraints.active_rewards), ("costs", constraints.active_costs):
-    for name, entry in active.items():
-      if entry.signal in constraints.verifiers:
-        rewards.check_importable(entry.signal, f"constraints.{kind}.{name}.signal")
+  check_signals(config.constraints)
   check_weights(config)
 
 

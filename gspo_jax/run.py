@@ -20,7 +20,7 @@ from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.inputs import Inputs, check, find_teacher, reward_configs
 from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
-from gspo_jax.rollouts import multipliers
+from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
 from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.runs import provenance, start
@@ -30,13 +30,16 @@ from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
 from gspo_jax.runs.weights import initial
-from gspo_jax.sampling import Engine, LocalEngine, Workload, delimiters
-from gspo_jax.sampling.requests import workload
+from gspo_jax.sampling import Engine, LocalEngine, delimiters
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts, lock
 from gspo_jax.system.files import WriteError
 from gspo_jax.tasks import environments
+
+
+def _as_it_is(params: Any) -> Any:
+  return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,27 +51,22 @@ class Run:
   mesh: jax.sharding.Mesh
   tokenizer: tokenizer.Tokenizer
   train_prompts: Sequence[Prompt]
-  score: rewards.Scorer
+  score: rewards.Scorer | None  # None on other hosts than the first, which judges
   environment: environments.Make | None  # None: a response is one turn, and `score` judges it
   engine: Engine
   evaluate: Evaluator
   writer: Writer
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
-  signals: multipliers.Signals | None = None  # further rewards, and costs
+  signals: Signals | None = None  # further rewards, and costs; on the first host
   teacher: teachers.Teacher | None = None  # of distillation
   rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
   # The trainer's parameters as such an engine loads them, in arrays that no update changes.
-  publish: Callable[[Any], Any] = lambda params: params
+  publish: Callable[[Any], Any] = _as_it_is
 
   def seed(self, *names: str | int) -> int:
     """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
     return self.config.seed_of(*names)
-
-  @property
-  def workload(self) -> Workload:
-    """The requests that RL makes of the engine."""
-    return workload(self.config, tuple(self.tokenizer.stop_ids), self.environment is not None)
 
   @functools.cached_property
   def line_breaks(self) -> np.ndarray:
@@ -89,7 +87,6 @@ class Run:
     return Collector(
       self.config,
       self.engine,
-      self.workload,
       self.tokenizer,
       self.train_prompts,
       self.score,
@@ -97,7 +94,6 @@ class Run:
       writer=self.writer,
       records=self.records,
       signals=self.signals,
-      breaks_V=self.line_breaks if self.config.reward.per_line else None,
       shared_prompts=self.shared_prompts,
     )
 
@@ -151,11 +147,11 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
 def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   tok, problems, in_both = inputs.tokenizer, inputs.problems, inputs.in_both
   if hosts.of_first(Mirror(workdir, config.checkpoint.directory).back, WriteError):
-    if jax.process_index() == 0:
+    if hosts.is_first():
       sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
     # Only now is it known which checkpoint the run began to learn from.
     inputs = dataclasses.replace(inputs, teacher=find_teacher(config, workdir, tok, inputs.mesh))
-  if jax.process_index() == 0 and any(in_both.values()):
+  if hosts.is_first() and any(in_both.values()):
     found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
     sys.stderr.write(
       f"warning: held-out problems are in data.train too ({', '.join(found)}): accuracy on them "
@@ -165,19 +161,19 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   provenance.check(workdir, values)
   if isinstance(inputs.train_prompts, growing.Growing):
     inputs.train_prompts.keep(workdir / growing.JOURNAL)
-  active = jax.process_index() == 0
+  active = hosts.is_first()
   with (
     jax.set_mesh(inputs.mesh),
     _open_scorers(config) as scorers,
-    multipliers.open_signals(config.constraints, config.reward) as signals,
+    hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
     Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
     contextlib.ExitStack() as stack,
   ):
-    for scorer in scorers.values():
+    for scorer in filter(None, scorers.values()):
       writer.notes |= scorer.notes
     # The sampler's layout and types are made by the engine as it loads; for a mesh of its own, by
     # `publish`, in arrays that no update changes.
-    load = publish = lambda params: params
+    load, publish = _as_it_is, _as_it_is
     dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
     if config.rollout_mesh.on:
       publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
@@ -210,7 +206,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       signals=signals,
     )
     begins_with = provenance.origin(workdir, values, "start")
-    if jax.process_index() == 0:
+    if hosts.is_first():
       if not begins_with and (origin := start.find(config.weights)):
         begins_with = origin.about
       provenance.record(workdir, values, begins_with, inputs.teacher and inputs.teacher.about)
@@ -262,13 +258,14 @@ def open_engine(
 
 
 @contextlib.contextmanager
-def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer]]:
-  """The verifier of the run and those of benchmarks that have another one, by name."""
+def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer | None]]:
+  """The verifier of the run and those of benchmarks that have another one, by name; the first host
+  has them, and None stands for them on the others."""
   with contextlib.ExitStack() as stack:
     scorers = {}
     for name, section in sorted(reward_configs(config).items()):
       try:
-        scorers[name] = stack.enter_context(rewards.open_scorer(section))
+        scorers[name] = stack.enter_context(hosts.on_first(rewards.open_scorer(section)))
       except RuntimeError as error:  # of a traceback the last line says it
         raise ValueError(f"reward.name={name!r}: {str(error).strip().splitlines()[-1]}") from error
     yield scorers

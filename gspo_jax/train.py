@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from gspo_jax import teacher
+from gspo_jax.learner import advantages, optimizer
 from gspo_jax.learner import batch as batches
-from gspo_jax.learner import optimizer
 from gspo_jax.learner.adaptive_clip import adapted
-from gspo_jax.learner.critic import make_advantages, make_values, new_critic, optimizers
-from gspo_jax.learner.distillation import make_distill
+from gspo_jax.learner.critic import make_values, new_critic, optimizers
 from gspo_jax.learner.metrics import lag_metrics, reward_metrics
 from gspo_jax.learner.passes import (
   Learner,
@@ -81,11 +80,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   frozen = frozen_params(run, start_params)
   sampling.publish(state.params, version=last + 1)
 
-  if critic:
-    advantages = make_advantages(c.critic, critic.numbers)
-  if c.distillation.on:
-    advantages = make_distill(c.distillation)
-
+  with_advantages = advantages.make(c, critic)
   review = make_review(learner, c.objective, old_policy)
   with sampling, phase:
     phase.stand(last, state, position(sampling, total), pending)
@@ -99,9 +94,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       with phase.stages("logp"):
         params = frozen | params_of(state)
         minibatches = [fill(without_gradient, params, batch) for batch in place(run, collected)]
-        of_advantages = {}
-        if critic or c.distillation.on:
-          minibatches, of_advantages = advantages(minibatches)
+        minibatches, of_advantages = with_advantages(minibatches)
         jax.block_until_ready(minibatches)
       taken = batches.epochs(minibatches, c.rl.epochs)
       phase.hold(step, taken)
@@ -263,10 +256,10 @@ def records(
   order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
   ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
   more = {}
-  values = ["old_value_BT"] if run.config.critic.name != "none" else []
-  if values or run.config.distillation.on:
-    for name in [*values, "advantage_BT"]:
-      more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
+  if not run.config.estimator.by_response:  # else advantages are those of the rollout
+    for name in ("old_value_BT", "advantage_BT"):
+      if getattr(minibatches[0], name) is not None:
+        more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
   if minibatches[0].unit_BT is not None:
     parts = ([b.unit_BT for b in minibatches], [one["gradient_BT"] for one in reviews])
     more |= dict(segments=tuple(batches.in_rollout_order(x, *order) for x in parts))

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import logging
 
 from gspo_jax.data.tokenizer import Tokenizer
@@ -23,13 +22,14 @@ from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.rewards import require_verdicts
-from gspo_jax.rollouts.multipliers import Signals
+from gspo_jax.rewards.signals import Signals
 from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import Driver, Engine, Trajectory, Workload
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.evaluation import EvalConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import EnvironmentConfig, SamplingConfig
+from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
 
@@ -66,7 +66,7 @@ class Evaluator:
     log = Unfinished(self.directory, key)
     passes = [(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
     passes += [(b, "greedy", 1, 0.0) for b in self.benchmarks if c.greedy]
-    total, active = sum(len(b.problems) for b, *_ in passes), jax.process_index() == 0
+    total, active = sum(len(b.problems) for b, *_ in passes), hosts.is_first()
     with Progress("eval", total, delay=5.0, active=active) as progress:
       results = [self._pass(engine, *args, log, progress) for args in passes]
     for benchmark, sampled in zip(self.benchmarks, results):
@@ -91,9 +91,12 @@ class Evaluator:
       params: the parameters that the engine has loaded, as the trainer has them.
     """
     settings = dataclasses.asdict(self.config) | dict(every=0, batch=0, benchmarks={})
-    crc = lambda text: zlib.crc32(text.encode())  # noqa: E731
     sets = [
-      (b.name, b.config, [(p.id, p.tokens, crc(repr((p.answer, p.info)))) for p in b.problems])
+      (
+        b.name,
+        b.config,
+        [(p.id, p.tokens, zlib.crc32(repr((p.answer, p.info)).encode())) for p in b.problems],
+      )
       for b in self.benchmarks
     ]
     rest = (self.model, self.prompt_length, self.seed, self.tokenizer.stop_ids)
@@ -142,7 +145,7 @@ class Evaluator:
     records = [record for chunk in chunks for record in chunk["records"]]
     reasons = [record["unknown"] for record in records if "unknown" in record]
     path = (self.directory or Path()) / "unknown.jsonl"
-    if len(reasons) == len(records) and self.directory and jax.process_index() == 0:
+    if len(reasons) == len(records) and self.directory and hosts.is_first():
       self.directory.mkdir(parents=True, exist_ok=True)
       write_whole(path, (json.dumps(record) + "\n" for record in records))
     require_verdicts(reasons, len(records), str(path))
@@ -195,46 +198,59 @@ class Evaluator:
     samples = len(sampled) // len(problems)
     responses = [self.tokenizer.decode(one.tokens.tolist()) for one in sampled]
     started = time.perf_counter()
-    reported = [dict(one.figures) for one in sampled]
-    unknown, asked = {}, [p for p in problems for _ in range(samples)]
-    if benchmark.environment is None:
-      scores = benchmark.score(responses, asked, finished=[one.stopped for one in sampled])
-      outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
-    else:
-      correct = [one.pop("correct") for one in reported]
-      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(sampled) if one.failure}
-      outcomes = dict(crash=len(unknown)) if unknown else {}
-    measured: list[dict[str, float | None]] = []
-    if self.signals is not None and benchmark.environment is None:
-      measured = self.signals.rows(responses, sampled, asked)
-    verdicts = outcomes, [float(x) for x in correct], [*unknown.items()], measured
-    # A time limit may strike on one host and not on another: the first one's word counts.
-    outcomes, correct, unknown, measured = hosts.told(verdicts)
-    unknown = dict(unknown)
+    asked = [problem for problem in problems for _ in range(samples)]
+    outcomes, verdicts = hosts.of_first(
+      lambda: self._verdicts(benchmark, asked, responses, sampled)
+    )
     records = []
     for row, response in enumerate(responses):
-      problem = problems[row // samples]
       record = dict(
-        prompt_id=problem.id,
+        prompt_id=asked[row].id,
         sample=row % samples,
-        prompt=problem.question,
+        prompt=asked[row].question,
         response=response,
-        answer=problem.answer[:SHOWN],
-        reward=float(correct[row]),
+        answer=asked[row].answer[:SHOWN],
         length=sampled[row].length,
         truncated=not sampled[row].stopped,
         eval=True,
       )
-      record |= dict(figures=reported[row]) if reported[row] else {}
-      record |= dict(unknown=unknown[row]) if row in unknown else {}
-      record |= dict(signals=measured[row]) if measured else {}
+      record |= verdicts[row]
       records.append(record | (dict(benchmark=benchmark.name) if benchmark.name else {}))
     seconds = dict(score=time.perf_counter() - started)
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
+  def _verdicts(
+    self,
+    benchmark: Benchmark,
+    asked: Sequence[Prompt],
+    responses: Sequence[str],
+    sampled: Sequence[Trajectory],
+  ) -> tuple[Mapping[str, int], list[Row]]:
+    """Outcomes of the verifier or the environments, and what the record of each response has of
+    them. The first host's word is told to all."""
+    figures = [dict(one.figures) for one in sampled]
+    if benchmark.environment is None:
+      stopped = [one.stopped for one in sampled]
+      scores = benchmark.score(responses, asked, finished=stopped)
+      outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
+    else:
+      correct = [one.pop("correct") for one in figures]
+      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(sampled) if one.failure}
+      outcomes = dict(crash=len(unknown)) if unknown else {}
+    rows = [dict(reward=float(x)) for x in correct]
+    for row, of_environment in zip(rows, figures):
+      row |= dict(figures=of_environment) if of_environment else {}
+    for i, reason in unknown.items():
+      rows[i] |= dict(unknown=reason)
+    if self.signals is not None and benchmark.environment is None:
+      tokens = [one.tokens[one.turns >= 0] for one in sampled]
+      for row, signals in zip(rows, self.signals.rows(responses, tokens, stopped, asked)):
+        row |= dict(signals=signals)
+    return outcomes, rows
+
   def _write_problems(self, results: Sequence[Row], step: int) -> None:
     """`<benchmark>_<step>.jsonl`: one line per problem."""
-    if self.directory is None or jax.process_index():
+    if self.directory is None or not hosts.is_first():
       return
     for benchmark, sampled in zip(self.benchmarks, results):
       rows = problem_rows(benchmark, sampled)

@@ -28,39 +28,40 @@ class Unfinished:
     self._chunks: list[dict[str, Any]] = []
     if self._path is None:
       return
-    here = jax.process_index() == 0 and self._path.exists()
-    lines = self._read(hosts.told(self._path.read_text(errors="replace") if here else ""))
+    lines = hosts.of_first(self._read)
     if lines and lines[0] == dict(key=key):
       self._chunks = lines[1:]
-    if jax.process_index() == 0:
-      with writing(self._path):
-        directory.mkdir(parents=True, exist_ok=True)
-      kept = [dict(key=key), *self._chunks]
-      write_whole(self._path, (seal(line) + "\n" for line in kept))
+    if not hosts.is_first():  # which writes
+      self._path = None
+      return
+    with writing(self._path):
+      directory.mkdir(parents=True, exist_ok=True)
+    kept = [dict(key=key), *self._chunks]
+    write_whole(self._path, (seal(line) + "\n" for line in kept))
 
   def find(self, name: str) -> list[dict[str, Any]]:
     """Those that were added under this name."""
     return [chunk for chunk in self._chunks if chunk["chunk"] == name]
 
   def add(self, chunk: Mapping[str, Any]) -> None:
-    if self._path is None or jax.process_index():
+    if self._path is None:
       return
     with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
       file.write(seal(chunk) + "\n")
       file.flush()
       os.fsync(file.fileno())
 
-  def _read(self, content: str) -> list[dict[str, Any]]:
+  def _read(self) -> list[dict[str, Any]]:
     """The lines up to the first damaged one, of which it tells."""
-    found = []
+    content = self._path.read_text(errors="replace") if self._path.exists() else ""
+    lines = []
     for number, line in enumerate(content.split("\n")[:-1], start=1):
       try:
-        found.append(unseal(line))
+        lines.append(unseal(line))
       except ValueError as error:
-        if jax.process_index() == 0:
-          sys.stderr.write(f"{self._path}:{number}: {error}; the rest is evaluated again\n")
+        sys.stderr.write(f"{self._path}:{number}: {error}; the rest is evaluated again\n")
         break
-    return found
+    return lines
 
 
 def checksums(params: Any) -> list[int]:
@@ -73,6 +74,8 @@ def checksums(params: Any) -> list[int]:
 
 @jax.jit
 def _checksums(params: Any) -> list[jax.Array]:
-  unsigned = lambda x: jnp.dtype(f"uint{8 * x.dtype.itemsize}")  # noqa: E731
-  bits = [jax.lax.bitcast_convert_type(x, unsigned(x)) for x in jax.tree.leaves(params)]
+  bits = [
+    jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    for x in jax.tree.leaves(params)
+  ]
   return [jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32) for x in bits]

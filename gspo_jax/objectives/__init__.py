@@ -25,6 +25,7 @@ from gspo_jax.objectives.corrections import (
 )
 from gspo_jax.objectives.critic import explained_variance, value_loss
 from gspo_jax.objectives.distillation import distillation_advantages, reverse_kl
+from gspo_jax.objectives.estimators import ESTIMATORS, Estimator
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.length_penalty import overlong_penalty, token_cost
 from gspo_jax.objectives.losses import (
@@ -56,8 +57,10 @@ from gspo_jax.objectives.reductions import (
 
 # Type checkers of other projects take nothing else as public.
 __all__ = [
+  "ESTIMATORS",
   "POLICY_LOSSES",
   "EffectiveSize",
+  "Estimator",
   "Explained",
   "Last",
   "Max",

@@ -1,25 +1,149 @@
-"""Advantages of responses, from the rewards of their groups."""
+"""The host's part of advantages: of the rewards of an iteration's groups.
 
-import functools
-from typing import Any
+The devices' part, for what a critic or a teacher says of tokens, is learner/advantages.py.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from gspo_jax import objectives as O
+from gspo_jax.rollouts import costs
+from gspo_jax.rollouts.groups import Group
+from gspo_jax.rollouts.multipliers import Constraints
+from gspo_jax.sampling import parts
 from gspo_jax.settings.objective import ObjectiveConfig, options_of
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.structs import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+  """Scored groups, and what their advantages may be made with."""
+
+  config: RunConfig
+  groups: Sequence[Group]
+  rollout: Rollout  # of these groups
+  constraints: Constraints | None = None
+  breaks_V: np.ndarray | None = None  # line breaks in the text of each token
+
+  @property
+  def reward_PG(self) -> np.ndarray:
+    return np.stack([group.reward_G for group in self.groups])
+
+  @property
+  def known_PG(self) -> np.ndarray:
+    return np.stack([group.known_G for group in self.groups])
+
+
+class Advantages(NamedTuple):
+  of_responses_PG: np.ndarray
+  of_tokens_BL: np.ndarray | None  # where they differ between the tokens of a response
+  metrics: dict[str, float]
+
+
+def make(judged: Judged) -> Advantages:
+  """Advantages by the configured estimator; 0 for groups and responses that are not to teach."""
+  c, rollout = judged.config, judged.rollout
+  part = PARTS.get(c.estimator_of_rewards.name, of_groups)
+  of_responses_PG, of_tokens_BL, metrics = part(judged)
+  if c.data.query_set.extra_rounds:
+    # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
+    teaches_P1 = np.array([[costs.teaches(group, c.environment)] for group in judged.groups])
+    of_responses_PG = np.where(teaches_P1, of_responses_PG, 0)
+    if of_tokens_BL is not None:
+      of_tokens_BL = np.where(np.repeat(teaches_P1, c.rl.group_size, axis=0), of_tokens_BL, 0)
+  if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
+    stopped_PG = rollout.stopped.reshape(of_responses_PG.shape)
+    of_responses_PG = np.where(stopped_PG, of_responses_PG, 0)
+    cut_B = ~rollout.stopped & (rollout.lengths > 0)  # one without tokens is not on record
+    metrics = metrics | {"masked_responses": float(cut_B.sum())}
+  return Advantages(of_responses_PG, of_tokens_BL, metrics)
+
+
+def of_groups(judged: Judged) -> Advantages:
+  """Advantages of responses, by the rewards of their groups alone."""
+  made_PG = advantages(judged.config.objective, judged.reward_PG, judged.known_PG)
+  return Advantages(made_PG, None, {})
+
+
+def of_constraints(judged: Judged) -> Advantages:
+  made_PG, metrics = judged.constraints.advantages(judged.groups)
+  return Advantages(made_PG, None, metrics)
+
+
+def of_turns(judged: Judged) -> Advantages:
+  return _of_parts(judged, judged.rollout.turns)
+
+
+def of_lines(judged: Judged) -> Advantages:
+  tokens_BL, mask_BL = judged.rollout.tokens, judged.rollout.mask
+  line_BL = parts.segment_ids("line", tokens_BL, mask_BL, breaks_V=judged.breaks_V)
+  return _of_parts(judged, line_BL)
+
+
+# By name; other estimators are `of_groups`.
+PARTS: dict[str, Callable[[Judged], Advantages]] = dict(
+  constraints=of_constraints, turns=of_turns, lines=of_lines
+)
 
 
 def advantages(config: ObjectiveConfig, reward_PG: np.ndarray, valid_PG: np.ndarray) -> np.ndarray:
   """What the loss multiplies with, or is to come to, of the responses of each group."""
-  beta, value = (options_of(config.name) | config.options()).get("beta"), config.soft_value
-  return np.asarray(_advantages(config.advantage_kind, reward_PG, valid_PG, beta, value))
+  estimator = O.ESTIMATORS[config.advantage_kind]
+  options = options_of(config.name) | config.options()
+  options = {name: options.get(name) for name in estimator.options}
+  return np.asarray(_of_group[estimator.name](reward_PG, valid_PG=valid_PG, **options))
 
 
-@functools.partial(jax.jit, static_argnums=0)  # one small program instead of twenty
-def _advantages(kind: str, reward_PG: Any, valid_PG: Any, beta: Any, value: Any) -> jax.Array:
-  if kind == "soft":
-    return O.soft_advantages(reward_PG, beta, value, valid_PG=valid_PG)
-  if kind in ("best", "reward"):
-    return O.selection_weights(reward_PG, kind, valid_PG=valid_PG)
-  return O.group_advantages(reward_PG, normalize=kind, valid_PG=valid_PG)
+# Jitted: a small program instead of many.
+_of_group = {name: jax.jit(one.of_group) for name, one in O.ESTIMATORS.items() if one.of_group}
+_turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
+
+
+def _of_parts(judged: Judged, part_BL: np.ndarray) -> Advantages:
+  c, rollout = judged.config, judged.rollout
+  of_tokens_BL = part_advantages(
+    rollout.rewards,
+    part_BL,
+    rollout.mask * judged.known_PG.reshape(-1, 1),
+    c.rl.group_size,
+    c.environment.discount,
+    c.objective.advantage_kind,
+  )
+  return of_groups(judged)._replace(of_tokens_BL=of_tokens_BL)
+
+
+def part_advantages(
+  reward_BL: np.ndarray,
+  part_BL: np.ndarray,
+  mask_BL: np.ndarray,
+  group_size: int,
+  discount: float,
+  normalize: str,
+) -> np.ndarray:
+  """float32 [B, L]: of each token on the mask that of its part (`objectives.turn_advantages`); 0
+  elsewhere.
+
+  Args:
+    reward_BL: a part's reward is the sum over its tokens.
+    part_BL: number of each token's part, 0, 1, ... in its trajectory.
+    mask_BL: 1 on sampled tokens; trajectories without one are in no mean.
+  """
+  row_X, column_X = np.nonzero(mask_BL > 0)
+  part_X = part_BL[row_X, column_X]
+  # A power of two, so that few programs are compiled.
+  U = 1 << int(part_X.max(initial=0)).bit_length()
+  reward_BU, valid_BU = (np.zeros((len(part_BL), U), np.float32) for _ in range(2))
+  np.add.at(reward_BU, (row_X, part_X), reward_BL[row_X, column_X])
+  valid_BU[row_X, part_X] = 1
+  shape = (-1, group_size, U)
+  advantage_PGU = _turn_advantages(
+    reward_BU.reshape(shape), valid_BU.reshape(shape), discount=discount, normalize=normalize
+  )
+  advantage_BL = np.zeros(part_BL.shape, np.float32)
+  advantage_BL[row_X, column_X] = np.asarray(advantage_PGU).reshape(-1, U)[row_X, part_X]
+  return advantage_BL

@@ -16,15 +16,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from gspo_jax import rewards
 from gspo_jax.data import recorded, sources
-from gspo_jax.data.tokenizer import Tokenizer
-from gspo_jax.rollouts import costs, schedules
-from gspo_jax.rollouts.advantages import advantages
+from gspo_jax.data.tokenizer import Tokenizer, line_breaks
+from gspo_jax.rewards.signals import Signals
+from gspo_jax.rollouts import advantages, judging, schedules
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.metrics import (
   environment_metrics,
@@ -32,10 +30,10 @@ from gspo_jax.rollouts.metrics import (
   recorded_metrics,
   rollout_metrics,
 )
-from gspo_jax.rollouts.multipliers import Constraints, Signals
+from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.rollouts.prompt_filter import PromptFilter
 from gspo_jax.runs.metrics import Writer
-from gspo_jax.sampling import Driver, Engine, SingleTurn, Usage, Workload, assemble, parts
+from gspo_jax.sampling import Driver, Engine, Environment, SingleTurn, Usage, assemble, requests
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt, Rollout
@@ -65,11 +63,9 @@ class Collector:
   """Source of scored groups: draws prompts, and keeps the groups that are under way.
 
   Args:
-    workload: the requests that RL makes of the engine.
     environment: None: a response is one turn, and `score` judges it.
     writer: of the responses that there is no verdict on.
     records: responses that job=offline learns from.
-    breaks_V: line breaks in the text of each token, where lines have rewards of their own.
     shared_prompts: held-out problems that are among the prompts that are trained on.
   """
 
@@ -77,7 +73,6 @@ class Collector:
     self,
     config: RunConfig,
     engine: Engine,
-    workload: Workload,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     score: rewards.Scorer,
@@ -86,15 +81,14 @@ class Collector:
     writer: Writer | None = None,
     records: recorded.Recordings | None = None,
     signals: Signals | None = None,
-    breaks_V: np.ndarray | None = None,
     shared_prompts: int = 0,
   ):
     self._config, self._seed, self._engine = config, config.seed_of, engine
     self._tokenizer, self._score, self._environment = tokenizer, score, environment
-    self._prompts, self._workload, self._writer = prompts, workload, writer
-    self._shared_prompts, self._breaks_V = shared_prompts, breaks_V
-    # Turns or lines have rewards of their own, and advantages relative to others.
-    self._in_parts = (bool(environment) or breaks_V is not None) and config.objective.relative
+    self._prompts, self._writer, self._shared_prompts = prompts, writer, shared_prompts
+    workload = requests.workload(config, tuple(tokenizer.stop_ids), environment is not None)
+    self._workload = workload
+    self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P, seed = config.rl.prompts, config.seed_of("rl", "data")
     self._schedule = config.schedule
     self._batches = sources.Batches(prompts, P, seed=seed)
@@ -104,7 +98,8 @@ class Collector:
       self._records = sources.Batches(records, P, seed=config.seed_of("rl", "recorded"))
     self._filter = PromptFilter(config.data.query_set, self._schedule.group_size_min > 0)
     self._under_way: list[Group] = []
-    self._constraints = signals and Constraints(config.constraints, signals)
+    self._signals = signals
+    self._constraints = Constraints(config.constraints) if config.constraints.on else None
     self._limit = config.sampling.max_new_tokens  # of a response in this iteration
     # What `assemble` is told besides the trajectories.
     self._arrays = workload.window, tokenizer.pad_id, workload.support
@@ -244,44 +239,20 @@ class Collector:
     return self._tokenizer.encode(self._tokenizer.chat(messages))
 
   def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
-    """Gives finished groups their rewards, by the verifier or by their environments; returns how
-    often the verifier came to each of its outcomes."""
-    outcomes, unknown = {}, {}
-    trajectories = [one for group in groups for one in group.trajectories]
-    texts = [self._tokenizer.decode(one.tokens.tolist()) for one in trajectories]
+    """Gives finished groups what they are worth; returns how often the verifier came to each of its
+    outcomes."""
+    judging.respond(groups, self._tokenizer.decode)
+    verdicts = hosts.of_first(lambda: self._verdicts(groups))
+    judging.hand_out(groups, verdicts)
+    return verdicts.outcomes
+
+  def _verdicts(self, groups: Sequence[Group]) -> judging.Verdicts:
     if self._environment:
-      reward_B = costs.charge(trajectories, self._config.environment)
-      correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
-      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(trajectories) if one.failure}
-      outcomes = dict(crash=len(unknown)) if unknown else {}
-      known_B = np.array([i not in unknown for i in range(len(trajectories))])
-    else:
-      prompts = [group.prompt for group in groups for _ in group.trajectories]
-      lengths, stopped = zip(*((one.length, one.stopped) for one in trajectories))
-      shift = schedules.overlong_shift(self._config, self._limit)
-      scores = self._score(texts, prompts, [n + shift for n in lengths], stopped)
-      reward_B, correct_B, outcomes = scores.reward, scores.correct, scores.outcomes
-      unknown, known_B = scores.unknown, scores.known
-      for one, reward_U in zip(trajectories, scores.lines or ()):
-        one.columns["rewards"] = parts.line_rewards(reward_U, one.tokens, self._breaks_V)
-    if jax.process_count() > 1:
-      # A time limit may strike on one host and not on another: the first one's word counts.
-      verdicts = reward_B, correct_B, known_B.astype(np.float32)
-      reward_B, correct_B, known_B = multihost_utils.broadcast_one_to_all(verdicts)
-      elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
-      unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
-    end = 0
-    for group in groups:
-      start, end = end, end + len(group.trajectories)
-      mine = slice(start, end)
-      group.responses = texts[mine]
-      group.reward_G, group.correct_G = reward_B[mine], correct_B[mine]
-      group.unknown = {i - start: unknown[i] for i in range(start, end) if i in unknown}
-      if not np.isfinite(group.reward_G).all():
-        raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
-    if self._constraints:
-      self._constraints.judge(groups)
-    return outcomes
+      return judging.of_conversations(groups, self._config.environment)
+    shift = schedules.overlong_shift(self._config, self._limit)
+    return judging.of_responses(
+      groups, self._score, shift=shift, breaks_V=self._breaks_V, signals=self._signals
+    )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
     """Writes down the responses without a verdict; ends the run if there is none at all."""
@@ -297,43 +268,21 @@ class Collector:
   def _collected(
     self, groups: list[Group], step: int, usage: Usage, metrics: dict[str, float]
   ) -> Collected:
-    c = self._config
     trajectories = [one for group in groups for one in group.trajectories]
     rollout = assemble(trajectories, *self._arrays)
-    if self._environment and jax.process_count() > 1:
-      # Every host runs all environments, and the tokens have to be the same on all of them.
-      multihost_utils.assert_equal(
-        rollout.tokens, "an environment says different things on two hosts"
-      )
-    if self._in_parts:  # the first host's word counts, as for rewards of responses
-      rollout = dataclasses.replace(rollout, rewards=hosts.told(rollout.rewards))
-    reward_PG = np.stack([group.reward_G for group in groups])
-    known_PG = np.stack([group.known_G for group in groups])
-    if self._constraints:
-      advantage_PG, of_constraints = self._constraints.advantages(groups)
-      metrics |= of_constraints
-    else:
-      advantage_PG = advantages(c.objective, reward_PG, known_PG)
-    advantage_BL = None
-    if self._in_parts:
-      part_BL, valid_BL = rollout.turns, rollout.mask * known_PG.reshape(-1, 1)
-      if not self._environment:
-        lines = "line", rollout.tokens, rollout.mask
-        part_BL = parts.segment_ids(*lines, breaks_V=self._breaks_V)
-      options = c.rl.group_size, c.environment.discount, c.objective.advantage_kind
-      advantage_BL = parts.advantages(rollout.rewards, part_BL, valid_BL, *options)
-    if c.data.query_set.extra_rounds:
-      # Shaped rewards tell responses apart that are all right or all wrong, by their length alone.
-      mixed_P1 = np.array([[costs.teaches(group, c.environment)] for group in groups])
-      advantage_PG = np.where(mixed_P1, advantage_PG, 0)
-      if advantage_BL is not None:
-        advantage_BL = np.where(np.repeat(mixed_P1, c.rl.group_size, axis=0), advantage_BL, 0)
-    if c.rl.mask_truncated:  # they count in the means of their groups, and are not trained on
-      advantage_PG = np.where(rollout.stopped.reshape(reward_PG.shape), advantage_PG, 0)
-      cut_B = ~rollout.stopped & (rollout.lengths > 0)  # one without tokens is not on record
-      metrics["masked_responses"] = float(cut_B.sum())
-    arrays = reward_PG, advantage_PG, advantage_BL
-    return Collected(groups, rollout, step, self._version, *arrays, usage, metrics)
+    judged = advantages.Judged(self._config, groups, rollout, self._constraints, self._breaks_V)
+    made = advantages.make(judged)
+    return Collected(
+      groups,
+      rollout,
+      step,
+      self._version,
+      judged.reward_PG,
+      made.of_responses_PG,
+      made.of_tokens_BL,
+      usage,
+      metrics | made.metrics,
+    )
 
   def again(self, groups: list[Group], **rest: Any) -> Collected:
     """What was collected, of its groups and all of its other fields but the rollout.
@@ -373,5 +322,10 @@ class Collector:
       self._records.set_state(state["recorded"])
     if self._constraints:
       self._constraints.set_state(state.get("multipliers", {}))
-    make = self._environment or (lambda prompt: SingleTurn(prompt.tokens))
-    self._under_way = [Group.from_state(group, make) for group in state["under_way"]]
+    self._under_way = [Group.from_state(group, self._again) for group in state["under_way"]]
+
+  def _again(self, prompt: Prompt) -> Environment | None:
+    """A new environment for a trajectory that goes on, on the first host."""
+    if self._environment is None:
+      return SingleTurn(prompt.tokens)
+    return self._environment(prompt) if hosts.is_first() else None

@@ -25,7 +25,7 @@ class Group:
   reward_G: np.ndarray | None = None  # float32
   correct_G: np.ndarray | None = None  # float32: raw correctness, before any shaping
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # as in `rewards.Scores`
-  # float32, by name: further rewards, and costs (constraints.py)
+  # float32, by name: further rewards, and costs (rewards/signals.py)
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   @property
@@ -53,7 +53,10 @@ class Group:
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
       return state
-    floats = lambda value_G: np.asarray(value_G, np.float32).tolist()  # noqa: E731
+
+    def floats(value_G: np.ndarray) -> list[float]:
+      return np.asarray(value_G, np.float32).tolist()
+
     return state | dict(
       responses=list(self.responses),
       reward=floats(self.reward_G),
@@ -101,7 +104,10 @@ def filled(group: Group, size: int) -> Group:
   if not blanks:
     return group
   padding = [recorded_turn((), g, nothing, True, group.prompt.id) for g in blanks]
-  widen = lambda values_G: np.pad(values_G, (0, len(blanks)))  # noqa: E731
+
+  def widen(values_G: np.ndarray) -> np.ndarray:
+    return np.pad(values_G, (0, len(blanks)))
+
   return Group(
     group.prompt,
     [*group.trajectories, *padding],

@@ -61,10 +61,9 @@ def recorded_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
   """Means over conversations; figures of those whose environment has not failed."""
   trajectories = [one for group in groups for one in group.trajectories]
-  mean = lambda values: float(np.mean(list(values)))  # noqa: E731
-  found = means([one.figures for one in trajectories if not one.failure])
-  row = {f"environment/{name}": value for name, value in found.items()}
-  row["environment/turns"] = mean(one.turn for one in trajectories)
+  figures = means([one.figures for one in trajectories if not one.failure])
+  row = {f"environment/{name}": value for name, value in figures.items()}
+  row["environment/turns"] = float(np.mean([one.turn for one in trajectories]))
   sampled = sum(one.length for one in trajectories)
   following = sum(len(one.tokens) for one in trajectories)
   return row | {"environment/observation_fraction": 1 - sampled / following}
@@ -77,15 +76,9 @@ def partial_metrics(
   surplus: Container[int],
   version: int,
 ) -> dict[str, float]:
-  """Of the tokens that are trained on, the share that weights before this iteration's sampled, and
-  the age of the oldest in iterations; groups that this iteration has finished, and those of them
-  and of earlier ones that wait for a later iteration; tokens of all groups that are not yet trained
-  on.
-
-  Args:
-    surplus: ids of the groups that were finished before this iteration.
-    version: of the weights that sampled last.
-  """
+  """How old what is trained on is, against the `version` that sampled last; groups that
+  this iteration has finished, beyond the `surplus` that was before it, and those that wait for a
+  later one; tokens of all groups that are not yet trained on."""
   versions = [one.version[one.turns >= 0] for group in chosen for one in group.trajectories]
   version_X = np.concatenate(versions)
   waiting = [group for group in under_way if group.finished]

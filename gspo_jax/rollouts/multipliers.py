@@ -12,104 +12,16 @@ slope in λ this is. arXiv:2602.05863 has the advantages, and multipliers that r
 above its limit. The unit of v, its bounds and the term of `gain` (arXiv:2007.03964) are ours.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from gspo_jax import objectives as O
-from gspo_jax import rewards
-from gspo_jax.rewards import Scorer, shaping
 from gspo_jax.rollouts.groups import Group
-from gspo_jax.sampling import Trajectory
-from gspo_jax.settings.rewards import (
-  ConstraintConfig,
-  CostSignal,
-  RewardConfig,
-  RewardSignal,
-  _verifier_config,
-)
-from gspo_jax.structs import Prompt
-
-
-class Signals:
-  """Measures the signals of responses."""
-
-  def __init__(self, config: ConstraintConfig, reward: RewardConfig, scorers: Mapping[str, Scorer]):
-    self._signals, self._reward, self._scorers = config.signals, reward, scorers
-
-  def __call__(
-    self, responses: Sequence[str], trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]
-  ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """The numbers of B responses, float32 [B] by name, and those of them that one of the verifiers
-    came to no verdict on, with the reason."""
-    tokens = [one.tokens[one.turns >= 0] for one in trajectories]
-    stopped = [one.stopped for one in trajectories]
-    verdicts = {
-      name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
-    }
-    unknown = {i: f"{n}: {why}" for n, s in verdicts.items() for i, why in s.unknown.items()}
-    found = {}
-    for name, one in self._signals.items():
-      if one.signal in verdicts:
-        found[name] = verdicts[one.signal].reward
-      else:
-        found[name] = np.asarray(self._shown(one, responses, tokens, stopped), np.float32)
-    return found, unknown
-
-  def rows(
-    self, responses: Sequence[str], trajectories: Sequence[Trajectory], prompts: Sequence[Prompt]
-  ) -> list[dict[str, float | None]]:
-    """The same, by response; None for those without a verdict."""
-    found, unknown = self(responses, trajectories, prompts)
-    one = lambda i: {name: float(value_B[i]) for name, value_B in found.items()}  # noqa: E731
-    return [dict.fromkeys(found) if i in unknown else one(i) for i in range(len(responses))]
-
-  def _shown(
-    self,
-    one: RewardSignal | CostSignal,
-    responses: Sequence[str],
-    tokens: Sequence[np.ndarray],
-    stopped: Sequence[bool],
-  ) -> Sequence[float] | np.ndarray:
-    if one.signal == "truncated":
-      return ~np.asarray(stopped, bool)
-    if one.signal == "format":
-      return [shaping.keeps_format(response, self._reward.format) for response in responses]
-    if one.signal == "text":
-      return [one.text in response for response in responses]
-    if one.signal == "token":
-      return [one.token in ids for ids in tokens]
-    lengths = [len(ids) for ids in tokens]
-    if one.signal == "overlong":
-      return -shaping.overlong(lengths, self._reward.overlong_max, self._reward.overlong_buffer)
-    return lengths
-
-
-@contextlib.contextmanager
-def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
-  """The configured signals, with the processes of their verifiers; None if there are none.
-
-  Raises:
-    ValueError: a verifier cannot be started.
-  """
-  if not config.on:
-    yield None
-    return
-  with contextlib.ExitStack() as stack:
-    scorers = {}
-    for name in config.verifiers:
-      opened = rewards.open_scorer(_verifier_config(reward, name))
-      try:
-        scorers[name] = stack.enter_context(opened)
-      except RuntimeError as error:  # of a traceback the last line says it
-        last = str(error).strip().splitlines()[-1]
-        raise ValueError(f"constraints: signal={name!r}: {last}") from error
-    yield Signals(config, reward, scorers)
+from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
 
 
 @dataclasses.dataclass
@@ -127,38 +39,21 @@ class Multiplier:
 
 
 class Constraints:
-  """Measures groups, makes their advantages, and moves the multipliers."""
+  """Makes the advantages of groups whose signals are known, and moves the multipliers."""
 
-  def __init__(self, config: ConstraintConfig, signals: Signals):
-    self._config, self._measure = config, signals
+  def __init__(self, config: ConstraintConfig):
+    self._config = config
     costs = config.active_costs.items()
     self.multipliers = {name: Multiplier(one.initial, one.initial) for name, one in costs}
-
-  def judge(self, groups: Sequence[Group]) -> None:
-    """Gives scored groups their signals. Responses that a verifier of these failed on are without a
-    verdict too."""
-    flat = [(group, g) for group in groups for g in range(len(group.trajectories))]
-    trajectories = [group.trajectories[g] for group, g in flat]
-    texts, prompts = [group.responses[g] for group, g in flat], [group.prompt for group, _ in flat]
-    found, unknown = self._measure(texts, trajectories, prompts)
-    if jax.process_count() > 1:  # the first one's word counts, as for the reward
-      known_B = np.array([i not in unknown for i in range(len(flat))], np.float32)
-      found, known_B = multihost_utils.broadcast_one_to_all((found, known_B))
-      elsewhere = dict.fromkeys(np.flatnonzero(known_B == 0).tolist(), "on another host")
-      unknown = {i: unknown.get(i, reason) for i, reason in elsewhere.items()}
-    start = 0
-    for group in groups:
-      size = len(group.trajectories)
-      group.signals = {name: value_B[start : start + size] for name, value_B in found.items()}
-      mine = {g: unknown[start + g] for g in range(size) if start + g in unknown}
-      group.unknown = mine | dict(group.unknown)
-      start += size
 
   def advantages(self, groups: Sequence[Group]) -> tuple[np.ndarray, dict[str, float]]:
     """Advantages [P, G] under the present multipliers, which then move; and metrics."""
     c = self._config
     valid_PG = np.stack([group.known_G for group in groups])
-    stacked = lambda name: np.stack([group.signals[name] for group in groups])  # noqa: E731
+
+    def stacked(name: str) -> np.ndarray:
+      return np.stack([group.signals[name] for group in groups])
+
     gains = [np.stack([group.reward_G for group in groups]), *map(stacked, c.active_rewards)]
     weights = [c.reward_weight, *(one.weight for one in c.active_rewards.values())]
     costs = {name: one.sign * stacked(name) for name, one in c.active_costs.items()}

@@ -37,7 +37,7 @@ from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Engine, SingleTurn, Usage
 from gspo_jax.settings.run import RLConfig
-from gspo_jax.system import files, preemption
+from gspo_jax.system import files, hosts, preemption
 
 POLL_S = 0.1  # seconds between two looks at notices and servers while the trainer waits for a batch
 ARRAYS = "reward_PG", "advantage_PG", "advantage_BL"
@@ -131,7 +131,7 @@ class Pipeline:
       self._jobs.append(self._begin(self._begun))
     ahead = self._wait(self._jobs.popleft())
     self._position = ahead.position
-    if self._record and jax.process_index() == 0:
+    if self._record and hosts.is_first():
       write(self._record, ahead.collected)
     return ahead.collected
 

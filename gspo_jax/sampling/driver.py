@@ -1,16 +1,18 @@
 """The host loop: trajectories through an engine, turn by turn, with their environments.
 
-A turn that has ended goes to its environment at once, and the next turn of that trajectory into the
-engine's queue, so that no slot waits for another trajectory.
+The environments are the first host's, which tells the others what they say. A turn that has ended
+goes to its environment at once, and the next turn of that trajectory into the engine's queue, so
+that no slot waits for another trajectory.
 """
 
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from gspo_jax.sampling.engine import Engine
 from gspo_jax.sampling.requests import Request, Response, Workload
 from gspo_jax.sampling.trajectory import Environment, Message, SingleTurn, Trajectory
 from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts
 
 
 class Driver:
@@ -116,7 +119,7 @@ class Driver:
     trajectory = response.request.tag[response.sample - response.request.first_sample]
     trajectory.add(response)
     if response.finished:
-      future = pool.submit(trajectory.environment.step, trajectory.turn_tokens)
+      future = pool.submit(_answer, trajectory.environment, trajectory.turn_tokens)
       self._asked.append((trajectory, response, future))
 
   def _answered(self, go_on: bool = True) -> Iterator[Trajectory]:
@@ -125,15 +128,18 @@ class Driver:
     for asked in self._asked:  # each is looked at once: threads may answer between two looks
       (answered if asked[-1].done() else waiting).append(asked)
     self._asked = waiting
-    for trajectory, response, future in answered:
+    answers = [future.result() for *_, future in answered]
+    if not all(isinstance(one.environment, SingleTurn) for one, *_ in answered):
+      answers = hosts.told(answers)
+    for (trajectory, response, _), answer in zip(answered, answers, strict=True):
       name = f"the environment {type(trajectory.environment).__name__} of prompt {trajectory.tag}"
       name = f"{name}, sample {trajectory.sample}, turn {trajectory.turn + 1},"
-      try:
-        observation, reward, done = future.result()
-      except Exception as error:  # it is the user's, and was given what a policy wrote
-        trajectory.fail(f"{name} raised {error!r}: let it answer with an observation instead")
+      if answer.failure:
+        what = f"{name} raised {answer.failure}"
+        trajectory.fail(f"{what}: let it answer with an observation instead")
         yield trajectory
         continue
+      observation, reward, done, _ = answer
       if not (isinstance(reward, (int, float, np.number)) and math.isfinite(reward)):
         raise ValueError(f"{name} gave the reward {reward!r}: return a finite number")
       trajectory.end_turn(float(reward))
@@ -202,16 +208,37 @@ def new_groups(
   groups, numbers = [], collections.Counter()  # of trajectories that begin with the same tokens
   sizes = [size] * len(prompts) if isinstance(size, int) else size
   tags = tags or [prompt.id for prompt in prompts]
-  for prompt, tag, size in zip(prompts, tags, sizes, strict=True):
-    if make is None:
-      begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for _ in range(size)]
-    else:
-      begun = [_begun(make, prompt, longest, render) for _ in range(size)]
-    first = max(numbers[tokens] for tokens, _ in begun)
-    numbers |= {tokens: first + size for tokens, _ in begun}
-    samples = enumerate(begun, first)
+  asked = [prompt for prompt, size in zip(prompts, sizes, strict=True) for _ in range(size)]
+  if make is None:
+    begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for prompt in asked]
+  else:
+    begun = _conversations(asked, longest, make, render)
+  rest = iter(begun)
+  for tag, size in zip(tags, sizes, strict=True):
+    mine = list(itertools.islice(rest, size))
+    first = max(numbers[tokens] for tokens, _ in mine)
+    numbers |= {tokens: first + size for tokens, _ in mine}
+    samples = enumerate(mine, first)
     groups.append([Trajectory(tokens, g, seed, one, tag) for g, (tokens, one) in samples])
   return groups
+
+
+def _conversations(
+  prompts: Sequence[Prompt],
+  longest: int,
+  make: Callable[[Prompt], Environment],
+  render: Callable[[Sequence[Message]], Sequence[int]] | None,
+) -> list[tuple[tuple[int, ...], Environment | None]]:
+  """What each conversation begins with, and its environment, which the first host has: None stands
+  for it on the others."""
+  begun: list[tuple[tuple[int, ...], Environment]] = []
+
+  def begin() -> list[tuple[int, ...]]:
+    begun.extend(_begun(make, prompt, longest, render) for prompt in prompts)
+    return [tokens for tokens, _ in begun]
+
+  told = hosts.of_first(begin)
+  return begun or [(tokens, None) for tokens in told]
 
 
 def _begun(
@@ -249,6 +276,26 @@ def _first_tokens(
       f"data.max_prompt_tokens={longest} of them"
     )
   return prompt
+
+
+class Answer(NamedTuple):
+  """What an environment says of a turn, or how it failed."""
+
+  observation: Sequence[int] = ()
+  reward: float = 0.0
+  done: bool = True
+  failure: str = ""
+
+
+def _answer(environment: Environment | None, response: list[int]) -> Answer:
+  """The answer to a turn, where there is an environment."""
+  if environment is None:
+    return Answer()
+  try:
+    observation, reward, done = environment.step(response)
+    return Answer(observation, reward, done)
+  except Exception as error:  # it is the user's, and was given what a policy wrote
+    return Answer(failure=repr(error))
 
 
 class _Here:

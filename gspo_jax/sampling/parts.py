@@ -1,16 +1,10 @@
 """Parts of a trajectory, on the host: its turns, steps or lines, so many tokens of it. They can
-have an importance ratio of their own, and rewards and advantages."""
+have an importance ratio of their own, and rewards."""
 
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 import numpy as np
-
-from gspo_jax import objectives as O
-
-# Jitted: a small program instead of many.
-_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 
 def segment_ids(
@@ -78,35 +72,3 @@ def line_rewards(
   reward_X = np.zeros(len(tokens_X), np.float32)
   np.add.at(reward_X, np.minimum(end_U, len(tokens_X) - 1), np.asarray(reward_U, np.float32))
   return reward_X
-
-
-def advantages(
-  reward_BL: np.ndarray,
-  part_BL: np.ndarray,
-  mask_BL: np.ndarray,
-  group_size: int,
-  discount: float,
-  normalize: str,
-) -> np.ndarray:
-  """float32 [B, L]: of each token on the mask that of its part (`objectives.turn_advantages`); 0
-  elsewhere.
-
-  Args:
-    reward_BL: a part's reward is the sum over its tokens.
-    part_BL: number of each token's part, 0, 1, ... in its trajectory.
-    mask_BL: 1 on sampled tokens; trajectories without one are in no mean.
-  """
-  row_X, column_X = np.nonzero(mask_BL > 0)
-  part_X = part_BL[row_X, column_X]
-  # A power of two, so that few programs are compiled.
-  U = 1 << int(part_X.max(initial=0)).bit_length()
-  reward_BU, valid_BU = (np.zeros((len(part_BL), U), np.float32) for _ in range(2))
-  np.add.at(reward_BU, (row_X, part_X), reward_BL[row_X, column_X])
-  valid_BU[row_X, part_X] = 1
-  by_group = lambda x_BU: x_BU.reshape(-1, group_size, U)  # noqa: E731
-  advantage_PGU = _advantages(
-    by_group(reward_BU), by_group(valid_BU), discount=discount, normalize=normalize
-  )
-  advantage_BL = np.zeros(part_BL.shape, np.float32)
-  advantage_BL[row_X, column_X] = np.asarray(advantage_PGU).reshape(-1, U)[row_X, part_X]
-  return advantage_BL

@@ -210,9 +210,8 @@ class Trajectory:
     """Appends that of the n tokens which are about to be appended."""
     if self.support is None and new is None:
       return
-    nothing = lambda rows: np.zeros((rows, 0), np.int32)  # noqa: E731
-    old = nothing(len(self.tokens)) if self.support is None else self.support
-    new = nothing(n) if new is None else new
+    old = np.zeros((len(self.tokens), 0), np.int32) if self.support is None else self.support
+    new = np.zeros((n, 0), np.int32) if new is None else new
     width = max(old.shape[1], new.shape[1])
     self.support = np.concatenate([_widened(old, width), _widened(new, width)])
 
@@ -228,16 +227,17 @@ class Trajectory:
 
   @classmethod
   def from_state(
-    cls, state: Mapping[str, Any], environment: Environment, tag: Any = None
+    cls, state: Mapping[str, Any], environment: Environment | None, tag: Any = None
   ) -> "Trajectory":
-    """A trajectory as `get_state` left it; `environment` is new, and is told the turns again."""
+    """A trajectory as `get_state` left it; `environment` is new, and is told the turns again. None:
+    another host has it."""
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
     own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
     own.routing, own.support = arrays.pop("routing", None), arrays.pop("support", None)
     own.columns = arrays
     vars(own).update(state)
-    if not own.finished:
+    if not own.finished and environment is not None:
       environment.reset()
       for turn in range(own.turn):
         environment.step(own.tokens[own.turns == turn].tolist())

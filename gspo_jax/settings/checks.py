@@ -3,7 +3,7 @@
 import difflib
 from typing import TYPE_CHECKING, Any
 
-from gspo_jax.settings import constraint_checks, offline_checks, schedule_checks
+from gspo_jax.settings import constraint_checks, estimators, offline_checks, schedule_checks
 from gspo_jax.settings.sampling import MOST_KEPT
 
 if TYPE_CHECKING:
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def check(c: "RunConfig") -> None:
   """ValueError for what can be seen to be wrong; `c` is a `config.RunConfig`."""
-  c.critic.check_with(c.objective, c.rl, c.data, c.environment, c.distillation.alone)
+  estimators.check(c)
+  c.critic.check_with(c.rl.iterations)
   c.distillation.check_with(c)
   _batches(c)
   _data(c)
@@ -218,25 +219,6 @@ def _objective(c: "RunConfig") -> None:
     (name == "spo") == (kind == "soft"),
     f"objective.advantage={kind!r}, objective.name={name!r}: a soft advantage is what the log-"
     "ratio of spo has to come to, and of no other loss; leave objective.advantage unset",
-  )
-  _require(
-    c.objective.relative or not c.data.query_set.extra_rounds,
-    f"data.query_set.extra_rounds={c.data.query_set.extra_rounds} leaves out groups of equal "
-    f"rewards, of which objective.name={name!r} with objective.advantage={kind!r} learns too; set "
-    "it to 0",
-  )
-  _require(
-    c.objective.relative or not c.reward.per_line,
-    f"reward.per_line=True has no effect, since objective.advantage={kind!r} is of whole "
-    "responses; set it to False",
-  )
-  parts = c.objective.relative and c.objective.loss.by_token
-  _require(
-    c.environment.discount == 1 or (parts and (c.environment.name or c.reward.per_line)),
-    f"environment.discount={c.environment.discount} has no effect: it is of turns and lines with "
-    f"advantages of their own, and objective.name={name!r}, objective.advantage={kind!r}, "
-    f"environment.name={c.environment.name!r}, reward.per_line={c.reward.per_line} have none; set "
-    "it to 1",
   )
   _require(
     c.objective.off_policy_threshold is None or not (name == "rft" or kind == "best"),

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gspo_jax.settings.rewards import SHOWN, CostSignal, _active, _verifier_config
+from gspo_jax.settings.rewards import SHOWN, CostSignal, _active, verifier_config
 
 if TYPE_CHECKING:
   from gspo_jax.settings.run import RunConfig
@@ -18,14 +18,6 @@ def check(c: "RunConfig") -> None:
   kind, names = c.objective.advantage_kind, ", ".join(c.constraints.signals)
   wrong = {
     f"job={c.job!r}: multipliers follow what the policy samples; set job=rl": c.job == "offline",
-    f"environment.name={c.environment.name!r} gives each turn its advantage, and a signal is of "
-    "the whole response; leave it empty": bool(c.environment.name),
-    "reward.per_line=True gives each line its advantage, and a signal is of the whole response; "
-    "set it to False": c.reward.per_line,
-    f"critic.name={c.critic.name!r} makes advantages of its own; set it to none": c.critic.name
-    != "none",
-    f"data.query_set.extra_rounds={c.data.query_set.extra_rounds} leaves out groups of equal "
-    "rewards, whose costs differ; set it to 0": c.data.query_set.extra_rounds > 0,
     "rl.mask_truncated=True leaves out what the longest responses cost; set it to "
     "False": c.rl.mask_truncated,
     f"objective.advantage={kind!r}: standardised advantages are combined; set it to std": kind
@@ -64,7 +56,7 @@ def _check_signals(c: "RunConfig") -> None:
       )
     if one.signal not in SHOWN:
       try:
-        _verifier_config(c.reward, one.signal)
+        verifier_config(c.reward, one.signal)
       except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 

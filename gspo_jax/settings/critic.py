@@ -3,7 +3,6 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_jax import objectives as O
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -33,45 +32,16 @@ class CriticConfig:
     of_any = dict(warmup_iterations=0, kl_coef=0, discount=1, trace=0.95, clip=0.2, normalize=True)
     return dict(none=of_model | of_head | of_any, model=of_head, head=of_model)[self.name]
 
-  def check_with(
-    self, objective: Any, rl: Any, data: Any, environment: Any, taught: bool = False
-  ) -> None:
-    """ValueError if the sections of these names do not go with a critic, or with having none;
-    taught: advantages are a teacher's alone (distillation.py)."""
-    what, skipped = f"critic.name={self.name!r}", data.query_set.extra_rounds
-    if self.name == "none":
-      of_group = objective.advantage_kind == "soft" and objective.soft_value is None
-      if rl.group_size == 1 and not taught and (objective.relative or of_group):
-        raise ValueError("rl.group_size=1: advantages are relative to a group; make it at least 2")
+  def check_with(self, iterations: int) -> None:
+    """ValueError for a key that is not read, or a warm-up that never ends."""
+    since = f"has no effect, since critic.name={self.name!r}"
     for key, usual in self._not_read().items():
       if (value := getattr(self, key)) != usual:
-        raise ValueError(f"critic.{key}={value!r} has no effect, since {what}; set it to {usual}")
-    if self.name == "none":
-      return
-    if not objective.loss.by_token:
-      raise ValueError(
-        f"{what} gives each token an advantage, which objective.name={objective.name!r} does not "
-        "take; set it to ppo_clip, gspo_token or segment"
-      )
-    if objective.advantage_kind != objective.loss.advantage:
-      raise ValueError(
-        f"objective.advantage={objective.advantage!r} has no effect, since {what} gives the "
-        "advantages; leave it unset"
-      )
-    if skipped:
-      raise ValueError(
-        f"data.query_set.extra_rounds={skipped} leaves out groups of equal rewards, of which "
-        f"{what} learns too; set it to 0"
-      )
-    if environment.discount != 1:
-      raise ValueError(
-        f"environment.discount={environment.discount} has no effect, since {what} discounts by "
-        "token; set it to 1, and critic.discount"
-      )
-    if self.warmup_iterations >= rl.iterations:
+        raise ValueError(f"critic.{key}={value!r} {since}; set it to {usual}")
+    if self.warmup >= iterations:
       raise ValueError(
         f"critic.warmup_iterations={self.warmup_iterations} leaves none of rl.iterations="
-        f"{rl.iterations} to the policy"
+        f"{iterations} to the policy"
       )
 
   @property
@@ -123,20 +93,13 @@ class DistillationConfig:
       return
     if not c.has_iterations:
       return
-    what, rounds = f"distillation.teacher={self.teacher!r}", c.data.query_set.extra_rounds
-    takes = [name for name, loss in O.POLICY_LOSSES.items() if loss.by_token]
+    what = f"distillation.teacher={self.teacher!r}"
     wrong = {
-      f"{what} gives each token an advantage, which objective.name={c.objective.name!r} does not "
-      f"take; set it to one of {', '.join(takes)}": not c.objective.loss.by_token,
-      f"{what}, critic.name={c.critic.name!r}: both give each token its advantage; set critic.name "
-      "to none": c.critic.name != "none",
       f"{what}: the student learns from its own responses, and job='offline' has others; set job "
       "to rl": c.job == "offline",
       "distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
       "or leave out constraints, environment.token_cost and environment.call_cost": self.alone
       and (c.constraints.on or c.environment.costs),
-      f"data.query_set.extra_rounds={rounds} leaves out groups of equal rewards, of which "
-      f"{what} teaches too; set it to 0": rounds > 0,
     }
     for message, found in wrong.items():
       if found:

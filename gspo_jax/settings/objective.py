@@ -58,10 +58,6 @@ NUMBERS = ("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip",
 NUMBERS += ("entropy_coef", "tau_pos", "tau_neg", "beta")
 
 
-# Kinds of advantages: relative to a group, of a response, a turn or a line; and of responses alone.
-RELATIVE, ADVANTAGES = ("std", "none", "leave_one_out"), ("soft", "best", "reward")
-
-
 def options_of(name: str) -> dict[str, Any]:
   """Options of loss `name` in a configuration, with their published defaults.
 
@@ -114,8 +110,8 @@ class ObjectiveConfig:
   # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
   replay: Literal["none", "R2", "R3"]
   volatility: bool  # record experts when the rollout is made, for router/volatility/*
-  # group_advantages | soft_advantages | selection_weights; unset: as the loss was published
-  advantage: Literal[*RELATIVE, *ADVANTAGES] | None = None
+  # what makes them; unset: a critic or a teacher, ..., else as the loss was published
+  advantage: Literal[*O.ESTIMATORS] | None = None
   correction: CorrectionConfig = CorrectionConfig("none")
   off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
   adaptive_clip: AdaptiveClipConfig = FIXED
@@ -186,12 +182,9 @@ class ObjectiveConfig:
 
   @property
   def advantage_kind(self) -> str:
-    return self.advantage or self.loss.advantage
-
-  @property
-  def relative(self) -> bool:
-    """Whether advantages are relative to a group, so that turns and lines may have some too."""
-    return self.advantage_kind in RELATIVE
+    """The estimator of a group's rewards: the one that is named, else the loss's own."""
+    named = O.ESTIMATORS.get(self.advantage)
+    return named.name if named is not None and named.of_group else self.loss.advantage
 
   @property
   def needs_reference(self) -> bool:

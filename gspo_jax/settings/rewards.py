@@ -180,7 +180,7 @@ def _active(one: RewardSignal | CostSignal) -> bool:
   return bool(one.weight if isinstance(one, RewardSignal) else one.bound)
 
 
-def _verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
+def verifier_config(reward: RewardConfig, name: str) -> RewardConfig:
   """The section `reward` for another verifier, whose value comes without additions and noise."""
   plain = dict(format_weight=0.0, overlong_weight=0.0, false_positive=0.0, false_negative=0.0)
   partial = reward.partial if name == reward.name else 0.0

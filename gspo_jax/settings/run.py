@@ -4,7 +4,8 @@ import dataclasses
 import zlib
 from typing import Literal
 
-from gspo_jax.settings import checks, ranges
+from gspo_jax import objectives as O
+from gspo_jax.settings import checks, estimators, ranges
 from gspo_jax.settings.critic import CriticConfig, DistillationConfig
 from gspo_jax.settings.data import DataConfig, OfflineConfig
 from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
@@ -100,6 +101,16 @@ class RunConfig:
     """Whether the overlong punishment ends where responses are cut off, as it does unless
     `reward.overlong_max` is another number."""
     return self.reward.overlong_max in (0, self.sampling.max_new_tokens)
+
+  @property
+  def estimator(self) -> O.Estimator:
+    """What makes the advantages."""
+    return estimators.chosen(self)
+
+  @property
+  def estimator_of_rewards(self) -> O.Estimator:
+    """What makes them of rewards, on the host."""
+    return estimators.of_rewards(self)
 
   @property
   def models(self) -> int:

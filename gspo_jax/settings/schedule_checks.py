@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from gspo_jax.settings import estimators
+
 if TYPE_CHECKING:
   from gspo_jax.settings.run import RunConfig
 
@@ -36,14 +38,8 @@ def check(c: "RunConfig") -> None:
     "groups leave room for extra prompts from the start, and these would be trained on late; set "
     "one of them to 0": s.group_size_min > 0 and rl.extra_prompts > 0,
     "schedule.group_size_min=1: advantages are relative to a group; make it at least "
-    "2": s.group_size_min == 1 and _needs_a_group(c),
+    "2": s.group_size_min == 1 and estimators.needs_group(c),
   }
   for what, found in wrong.items():
     if found:
       raise ValueError(what)
-
-
-def _needs_a_group(c: "RunConfig") -> bool:
-  """Whether a response is judged by others to the same prompt."""
-  soft = c.objective.advantage_kind == "soft" and c.objective.soft_value is None
-  return c.critic.name == "none" and (c.objective.relative or soft)

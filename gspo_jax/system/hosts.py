@@ -1,7 +1,8 @@
 """What the first process of a run says, on all of its processes."""
 
+import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -11,6 +12,11 @@ from jax.experimental import multihost_utils
 T = TypeVar("T")
 
 
+def is_first() -> bool:
+  """Whether this is the first process, which decides and writes for all."""
+  return jax.process_index() == 0
+
+
 def told(value: Any) -> Any:
   """The value that the first process has, on all of them. All call it."""
   if jax.process_count() == 1:
@@ -18,7 +24,7 @@ def told(value: Any) -> Any:
   content = pickle.dumps(value)
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
   padded = np.zeros(size, np.uint8)
-  if jax.process_index() == 0:
+  if is_first():
     padded[:] = np.frombuffer(content, np.uint8)
   return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
 
@@ -30,7 +36,7 @@ def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -
   `otherwise` where it is not: all end in the same way, so that none waits for another.
   """
   found = error = None
-  if jax.process_index() == 0:
+  if is_first():
     try:
       found = work()
     except Exception as raised:
@@ -42,3 +48,13 @@ def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -
   if text is not None:
     raise (ValueError if wrong else otherwise)(text)
   return found
+
+
+@contextlib.contextmanager
+def on_first(opened: contextlib.AbstractContextManager[T]) -> Iterator[T | None]:
+  """A context that the first process alone enters; what that raises is raised as by `of_first`.
+  None on the others."""
+  entered: list[T] = []
+  with contextlib.ExitStack() as stack:
+    of_first(lambda: entered.append(stack.enter_context(opened)))
+    yield entered[0] if entered else None

@@ -19,7 +19,7 @@ from gspo_jax.learner import batch as batches
 from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.objectives.reductions import compute
-from gspo_jax.sampling import parts as segments
+from gspo_jax.rollouts.advantages import part_advantages
 
 OBJECTIVE = config_of(tiny_tools.get_config).objective
 G = 4
@@ -38,7 +38,7 @@ def rollout():
 def batch(rollout):
   advantage_PG = np.asarray(O.group_advantages(rollout.rewards.sum(1).reshape(-1, G)))
   parts = rollout.rewards, rollout.turns, rollout.mask
-  advantage_BL = segments.advantages(*parts, G, TALK.discount, "std")
+  advantage_BL = part_advantages(*parts, G, TALK.discount, "std")
   turns_BL = np.where(rollout.mask > 0, rollout.turns, -1)
   made = batches.train_batch(rollout, advantage_PG, advantage_BL, turns_BL, shared_prompts=False)
   return made.replace(old_logp_BT=made.sampler_logp_BT)

@@ -15,16 +15,18 @@ from support.configs import config_of, reward_config
 from configs import common, tiny_constrained
 from gspo_jax import objectives as O
 from gspo_jax.data.tokenizer import ByteTokenizer
-from gspo_jax.rollouts import multipliers as constraints
+from gspo_jax.rewards.signals import Signals, check_signals, open_signals
+from gspo_jax.rollouts import judging
 from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.groups import Group, filled
-from gspo_jax.rollouts.multipliers import Constraints, Multiplier, Signals
+from gspo_jax.rollouts.multipliers import Constraints, Multiplier
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import LocalEngine
 from gspo_jax.sampling.trajectory import recorded_turn
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal, RewardSignal
 from gspo_jax.structs import Prompt
+from gspo_jax.system import hosts
 
 P, G = 5, 4
 
@@ -54,9 +56,25 @@ def group(rewards, lengths, unknown=(), prompt="1+1="):
 
 
 def judged(config, groups, scorers=None):
-  made = Constraints(config, Signals(config, reward_config(), scorers or {}))
-  made.judge(groups)
-  return made
+  measure(config, groups, scorers)
+  return Constraints(config)
+
+
+def measure(config, groups, scorers=None):
+  """Gives scored groups their signals, as the verdicts on them do."""
+  signals = Signals(config, reward_config(), scorers or {})
+  measured, unknown = hosts.of_first(lambda: judging.measure(groups, signals))
+  start = 0
+  for one in groups:
+    size = len(one.trajectories)
+    one.signals = {name: value_B[start : start + size] for name, value_B in measured.items()}
+    one.unknown = {g: unknown[start + g] for g in range(size) if start + g in unknown} | one.unknown
+    start += size
+
+
+def shown(trajectories):
+  """The tokens of responses, and which of them ended by themselves."""
+  return [one.tokens for one in trajectories], [one.stopped for one in trajectories]
 
 
 def random_groups(seed=0, unknown=True):
@@ -185,7 +203,7 @@ def test_a_multiplier_grows_as_the_equation_says():
   made.advantages(groups)
   assert made.multipliers["a"].value == pytest.approx(2.5 * v)
   far = [group([0, 1], [20, 20])]  # no spread at all: as much as it may move
-  made.judge(far)
+  measure(config, far)
   made.advantages(far)
   assert made.multipliers["a"].sum == pytest.approx(0.5 * v + 0.25)
 
@@ -231,8 +249,8 @@ def test_every_signal_measures_what_it_says():
     for g, text in enumerate(texts)
   ]
   prompts = [Prompt("p", "q", "7", (1,))] * 3
-  with constraints.open_signals(config, reward) as signals:
-    found, unknown = signals(texts, trajectories, prompts)
+  with open_signals(config, reward) as signals:
+    found, unknown = signals(texts, *shown(trajectories), prompts)
   lengths = [len(text) for text in texts]
   assert not unknown and found["length"].tolist() == lengths
   assert found["truncated"].tolist() == [0, 1, 0]
@@ -251,24 +269,24 @@ def test_a_signal_may_be_a_function_of_the_users_own(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
   config = section(costs=dict(a=dict(signal="own_cost:share", bound="at_most", limit=0.1)))
-  constraints.check_importable(config)
+  check_signals(config)
   prompts, texts = [Prompt("p", "q", "7", (1,))] * 3, ["7", "47", "1234"]
   tokens = [recorded_turn((1,), g, np.zeros(1, np.int32), True, "p") for g in range(3)]
-  with constraints.open_signals(config, reward_config()) as signals:
-    found, unknown = signals([*texts[:2], ""], tokens, prompts)
-    assert signals.rows(texts, tokens, prompts) == [dict(a=1.0), dict(a=0.5), dict(a=0.0)]
+  with open_signals(config, reward_config()) as signals:
+    found, unknown = signals([*texts[:2], ""], *shown(tokens), prompts)
+    assert signals.rows(texts, *shown(tokens), prompts) == [dict(a=1.0), dict(a=0.5), dict(a=0.0)]
   assert found["a"][:2].tolist() == [1, 0.5]
   assert list(unknown) == [2] and "ZeroDivisionError" in unknown[2], "that is no cost of 0"
   with pytest.raises(ValueError, match=r"constraints\.costs\.a\.signal='no_own:f': there is no"):
-    constraints.check_importable(section(costs=dict(a=dict(signal="no_own:f", bound="at_most"))))
+    check_signals(section(costs=dict(a=dict(signal="no_own:f", bound="at_most"))))
 
 
 def test_a_verifiers_signal_has_no_additions_and_no_noise():
   config = section(costs=dict(a=dict(signal="string", bound="at_most")))
   reward = reward_config(format="think", format_weight=3.0, false_negative=1.0)
   one = recorded_turn((1,), 0, np.zeros(1, np.int32), True, "p")
-  with constraints.open_signals(config, reward) as signals:
-    found, _ = signals(["<think>a</think> 7"], [one], [Prompt("p", "q", "7", (1,))])
+  with open_signals(config, reward) as signals:
+    found, _ = signals(["<think>a</think> 7"], *shown([one]), [Prompt("p", "q", "7", (1,))])
   assert found["a"].tolist() == [1]
 
 
@@ -287,12 +305,11 @@ def test_the_first_hosts_word_counts(monkeypatch):
   """What one host measures is what all have, and so their multipliers are the same."""
   said = []
 
-  def broadcast(tree):
-    said.append(jax.tree.map(np.asarray, tree))
+  def told(value):
+    said.append(value)
     return said[0]
 
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  monkeypatch.setattr(constraints.multihost_utils, "broadcast_one_to_all", broadcast)
+  monkeypatch.setattr(hosts, "told", told)
   config = section(costs=dict(a=LENGTH))
   states = []
   for lengths in ([5, 7], [2, 30]):
@@ -364,14 +381,14 @@ def test_a_position_does_not_follow_what_comes_later():
 
 def test_another_cost_begins_anew_and_others_go_on():
   config = section(costs=dict(a=LENGTH | dict(initial=0.5), b=LENGTH | dict(initial=0.25)))
-  made = Constraints(config, None)
+  made = Constraints(config)
   made.set_state(dict(a=dict(sum=3.0, value=2.0), gone=dict(sum=1.0, value=1.0)))
   assert made.get_state() == dict(a=dict(sum=3.0, value=2.0), b=dict(sum=0.25, value=0.25))
 
 
 def test_without_signals_a_collector_has_nothing_of_them():
   config = config_of(common.base)
-  with constraints.open_signals(config.constraints, config.reward) as signals:
+  with open_signals(config.constraints, config.reward) as signals:
     assert signals is None
   assert not config.constraints.on and not config.constraints.verifiers
 

@@ -5,6 +5,7 @@ damage together.
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -19,18 +20,24 @@ from gspo_jax.settings.training import CheckpointConfig
 
 if __name__ == "__main__":
   sys.path.insert(0, str(Path(__file__).parents[1]))
+from sampling.test_driver import WORKLOAD, Echo
+from support.configs import config_of
 from support.small_models import DENSE
 from test_two_processes import on_two_processes
 
+from configs import tiny_tools
 from gspo_jax import rewards
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
+from gspo_jax.rollouts import judging
+from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs import checkpoint, provenance
-from gspo_jax.sampling import Trajectory
+from gspo_jax.sampling import Driver, Trajectory
+from gspo_jax.sampling.driver import new_groups
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.structs import Prompt
-from gspo_jax.system import lock
+from gspo_jax.system import hosts, lock
 
 
 def test_two_hosts(tmp_path):
@@ -43,6 +50,9 @@ def test_two_hosts(tmp_path):
   assert first == second
   assert first["correct"] == [1.0, 0.0] and first["outcomes"] == dict(right=1, timeout=1)
   assert first["unknown"] == [False, True]
+  assert first["turns"] == [[5], [5]] and first["rewards"] == [1.0, 1.0]
+  assert first["figures"] == [0.0, 0.0], "the environments are the first host's"
+  assert first["heard"] == ["opened", "cannot be opened"]
   assert first["kept"] == [1, 3]  # 1 is the best by the first host, 2 would be by the second
   assert first["whole"] == 1
   assert first["refused"] == ["another run is in"] * 2
@@ -68,6 +78,63 @@ def verdicts(process):
   rows = chunk["records"]
   found = dict(correct=[r["reward"] for r in rows], unknown=["unknown" in r for r in rows])
   return found | dict(outcomes=chunk["outcomes"])
+
+
+class OnHost:
+  """Says what depends on the host that it is on: 5 on the first one."""
+
+  def __init__(self, prompt):
+    self.heard = 0
+
+  def reset(self):
+    return [3 + jax.process_index()]
+
+  def step(self, response):
+    self.heard += 1
+    return [5 + jax.process_index()], 0.5 + jax.process_index(), self.heard == 2
+
+  def figures(self):
+    return dict(host=float(jax.process_index()))
+
+
+def conversations():
+  prompt, engine = Prompt("p", "q", "a", (1,)), Echo()
+  engine.load(None, 1)
+  workload = dataclasses.replace(WORKLOAD, several_turns=True)
+  (trajectories,) = new_groups([prompt], 2, 0, 4, OnHost)
+  driver = Driver(engine, workload, max_turns=3)
+  driver.begin(trajectories)
+  assert len(list(driver.run())) == 2
+  groups, config = [Group(prompt, trajectories)], config_of(tiny_tools.get_config).environment
+  judging.respond(groups, str)
+  judging.hand_out(groups, hosts.of_first(lambda: judging.of_conversations(groups, config)))
+  return dict(
+    turns=[one.tokens[one.turns < 0].tolist() for one in trajectories],
+    responses=groups[0].responses,
+    rewards=groups[0].reward_G.tolist(),
+    figures=[one.figures["host"] for one in trajectories],
+  )
+
+
+@contextlib.contextmanager
+def context(process, fails):
+  assert process == 0, "the others leave it alone"
+  if fails:
+    raise RuntimeError("cannot be opened")
+  yield "opened"
+
+
+def opened(process):
+  """What the hosts hear of a context that the first one enters."""
+  heard = []
+  for fails in (False, True):
+    try:
+      with hosts.on_first(context(process, fails)) as value:
+        assert (value is None) == (process > 0)
+        heard.append("opened")
+    except RuntimeError as error:
+      heard.append(str(error))
+  return dict(heard=heard)
 
 
 def checkpoints_of(workdir):
@@ -140,7 +207,7 @@ if __name__ == "__main__":
     process_id=int(os.environ["JAX_PROCESS_ID"]),
   )
   with contextlib.redirect_stderr(io.StringIO()) as said:
-    found = verdicts(jax.process_index())
+    found = verdicts(jax.process_index()) | conversations() | opened(jax.process_index())
     found |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
     found |= began_with(sys.argv[1], jax.process_index())
   Path(sys.argv[2]).write_text(json.dumps(found | dict(said=said.getvalue())))

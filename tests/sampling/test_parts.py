@@ -9,6 +9,7 @@ from support import objectives_reference as paper
 
 from gspo_jax import objectives as O
 from gspo_jax.data.tokenizer import ByteTokenizer
+from gspo_jax.rollouts.advantages import part_advantages
 from gspo_jax.sampling import parts as segments
 from gspo_jax.sampling.parts import segment_ids
 
@@ -69,19 +70,19 @@ def test_advantages_of_lines_by_hand():
   line_BL = np.array([[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 0, 1, 2]])
   mask_BL = np.array([[0, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
   reward_BL = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 9], [0, 0, 4, 0, 3]], np.float32)
-  found = segments.advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
+  found = part_advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
   returns = np.array([[3, 2], [1, 1], [7, 3]]) - [[11 / 3, 2]]
   expected = np.take_along_axis(returns, np.minimum(line_BL, 1), 1) * mask_BL
   expected[2, 4] = 0  # the third line of one response alone
   np.testing.assert_allclose(found, expected, atol=1e-6)
-  found = segments.advantages(reward_BL, line_BL, mask_BL, 3, 0.0, "none")
+  found = part_advantages(reward_BL, line_BL, mask_BL, 3, 0.0, "none")
   np.testing.assert_allclose(found[:, 1], np.array([1, 0, 4]) - 5 / 3, atol=1e-6)
 
 
 def test_a_response_without_a_verdict_is_compared_with_nothing():
   line_BL, reward_BL = np.zeros((3, 2), int), np.array([[1, 0], [0, 0], [50, 50]], np.float32)
   mask_BL = np.array([[1, 1], [1, 1], [0, 0]])
-  found = segments.advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
+  found = part_advantages(reward_BL, line_BL, mask_BL, 3, 1.0, "none")
   assert found.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
 
 

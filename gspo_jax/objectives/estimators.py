@@ -1,0 +1,99 @@
+"""Estimators of advantages: what each is made of, and what it goes with.
+
+A trainer and its checks read here what they would otherwise have to know of each.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from gspo_jax.objectives.advantages import group_advantages, selection_weights, soft_advantages
+from gspo_jax.objectives.checks import Number
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+  """A declared estimator.
+
+  name         in a configuration
+  of_group     rewards [P, G], valid_PG and the `options`, by name -> advantages [P, G]; None: they
+               are made of more than a group's rewards
+  options      of a loss, that `of_group` takes
+  group        whether a response is judged by others to the same prompt: it needs two of them
+  relative     whether all members of a group of equal rewards get 0
+  needs        what makes it possible: a "critic", a "teacher", "signals" (several rewards, costs),
+               "turns" or "lines" with rewards of their own
+  beside       which of these there may be besides
+  kinds        estimators of a group's rewards that it takes the place of; (): of all
+  by_token     whether advantages differ between the tokens of a response
+  by_response  whether a response has one too, for losses that take no others
+  of_rewards   whether advantages that a group's rewards give are in it
+  """
+
+  name: str
+  of_group: Callable[..., Array] | None = None
+  options: tuple[str, ...] = ()
+  group: bool = False
+  relative: bool = False
+  needs: frozenset[str] = frozenset()
+  beside: frozenset[str] = frozenset()
+  kinds: tuple[str, ...] = ()
+  by_token: bool = False
+  by_response: bool = True
+  of_rewards: bool = True
+
+
+def _soft(
+  reward_PG: ArrayLike, *, valid_PG: ArrayLike, beta: Number, soft_value: Number | None = None
+) -> Array:
+  return soft_advantages(reward_PG, beta, soft_value, valid_PG=valid_PG)
+
+
+# An environment's turns do not disturb what is of whole responses.
+_WHOLE = frozenset({"turns"})
+
+
+def _normalized(name: str) -> Estimator:
+  of_group = functools.partial(group_advantages, normalize=name)
+  return Estimator(name, of_group, group=True, relative=True, beside=_WHOLE)
+
+
+def _selected(name: str) -> Estimator:
+  return Estimator(name, functools.partial(selection_weights, select=name), beside=_WHOLE)
+
+
+_KINDS = ("std", "none", "leave_one_out")  # of which turns and lines may have some too
+
+# Where a configuration leaves it open, the first whose needs are met is taken, and where there is
+# none, the one that the loss was published with (`policy_loss`).
+_ALL = (
+  Estimator(
+    "gae",
+    needs=frozenset({"critic"}),
+    beside=frozenset({"turns", "lines"}),
+    by_token=True,
+    by_response=False,
+    of_rewards=False,
+  ),
+  Estimator(
+    "distillation",
+    needs=frozenset({"teacher"}),
+    beside=frozenset({"signals", "turns", "lines"}),
+    by_token=True,
+    by_response=False,
+  ),
+  Estimator("constraints", group=True, needs=frozenset({"signals"})),
+  Estimator(
+    "turns", group=True, relative=True, needs=frozenset({"turns"}), kinds=_KINDS, by_token=True
+  ),
+  Estimator(
+    "lines", group=True, relative=True, needs=frozenset({"lines"}), kinds=_KINDS, by_token=True
+  ),
+  *map(_normalized, _KINDS),
+  Estimator("soft", _soft, options=("beta", "soft_value"), group=True, beside=_WHOLE),
+  *map(_selected, ("best", "reward")),
+)
+ESTIMATORS = {estimator.name: estimator for estimator in _ALL}

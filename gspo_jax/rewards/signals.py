@@ -1,0 +1,113 @@
+"""Signals of a response, further rewards and costs: what it shows by itself, or a verifier says."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gspo_jax.rewards import shaping
+from gspo_jax.rewards.scorer import Prompt, Scorer, check_importable, open_scorer
+from gspo_jax.settings.rewards import (
+  ConstraintConfig,
+  CostSignal,
+  RewardConfig,
+  RewardSignal,
+  verifier_config,
+)
+
+
+def check_signals(config: ConstraintConfig) -> None:
+  """ValueError if a signal is a function in a module that is not there."""
+  for kind, active in ("rewards", config.active_rewards), ("costs", config.active_costs):
+    for name, entry in active.items():
+      if entry.signal in config.verifiers:
+        check_importable(entry.signal, f"constraints.{kind}.{name}.signal")
+
+
+class Signals:
+  """Measures the signals of responses."""
+
+  def __init__(self, config: ConstraintConfig, reward: RewardConfig, scorers: Mapping[str, Scorer]):
+    self._signals, self._reward, self._scorers = config.signals, reward, scorers
+
+  def __call__(
+    self,
+    responses: Sequence[str],
+    tokens: Sequence[np.ndarray],
+    stopped: Sequence[bool],
+    prompts: Sequence[Prompt],
+  ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    """The numbers of B responses, float32 [B] by name, and those of them that one of the verifiers
+    came to no verdict on, with the reason.
+
+    Args:
+      tokens: those that were sampled of each.
+      stopped: whether each ended by itself.
+    """
+    verdicts = {
+      name: scorer(responses, prompts, finished=stopped) for name, scorer in self._scorers.items()
+    }
+    unknown = {i: f"{n}: {why}" for n, s in verdicts.items() for i, why in s.unknown.items()}
+    measured = {}
+    for name, entry in self._signals.items():
+      if entry.signal in verdicts:
+        measured[name] = verdicts[entry.signal].reward
+      else:
+        measured[name] = np.asarray(self._shown(entry, responses, tokens, stopped), np.float32)
+    return measured, unknown
+
+  def rows(
+    self,
+    responses: Sequence[str],
+    tokens: Sequence[np.ndarray],
+    stopped: Sequence[bool],
+    prompts: Sequence[Prompt],
+  ) -> list[dict[str, float | None]]:
+    """The same, by response; None for those without a verdict."""
+    measured, unknown = self(responses, tokens, stopped, prompts)
+    return [
+      {name: None if i in unknown else float(value_B[i]) for name, value_B in measured.items()}
+      for i in range(len(responses))
+    ]
+
+  def _shown(
+    self,
+    entry: RewardSignal | CostSignal,
+    responses: Sequence[str],
+    tokens: Sequence[np.ndarray],
+    stopped: Sequence[bool],
+  ) -> Sequence[float] | np.ndarray:
+    if entry.signal == "truncated":
+      return ~np.asarray(stopped, bool)
+    if entry.signal == "format":
+      return [shaping.keeps_format(response, self._reward.format) for response in responses]
+    if entry.signal == "text":
+      return [entry.text in response for response in responses]
+    if entry.signal == "token":
+      return [entry.token in ids for ids in tokens]
+    lengths = [len(ids) for ids in tokens]
+    if entry.signal == "overlong":
+      return -shaping.overlong(lengths, self._reward.overlong_max, self._reward.overlong_buffer)
+    return lengths
+
+
+@contextlib.contextmanager
+def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Signals | None]:
+  """The configured signals, with the processes of their verifiers; None if there are none.
+
+  Raises:
+    ValueError: a verifier cannot be started.
+  """
+  if not config.on:
+    yield None
+    return
+  with contextlib.ExitStack() as stack:
+    scorers = {}
+    for name in config.verifiers:
+      opened = open_scorer(verifier_config(reward, name))
+      try:
+        scorers[name] = stack.enter_context(opened)
+      except RuntimeError as error:  # of a traceback the last line says it
+        last = str(error).strip().splitlines()[-1]
+        raise ValueError(f"constraints: signal={name!r}: {last}") from error
+    yield Signals(config, reward, scorers)

@@ -1,0 +1,58 @@
+"""Which estimator of advantages a configuration has, and what is refused with it."""
+
+import pytest
+from support.configs import config_of
+
+from configs import common, tiny
+
+CRITIC = dict(critic__name="model", objective__name="ppo_clip")
+TEACHER = dict(distillation__teacher="/t", objective__name="ppo_clip")
+COST = dict(constraints__costs__length__bound="at_most", constraints__costs__length__limit=6.0)
+TALK = dict(environment__name="calculator", environment__max_turns=4)
+LINES = dict(reward__name="recurrence", reward__per_line=True, objective__name="gspo_token")
+
+# The estimator, and the one of rewards on the host.
+CHOSEN = {
+  "nothing": ({}, "std", "std"),
+  "the loss's own": (dict(objective__name="dr_grpo"), "none", "none"),
+  "named": (dict(objective__advantage="leave_one_out"), "leave_one_out", "leave_one_out"),
+  "a critic": (CRITIC, "gae", "std"),
+  "a critic, named": (CRITIC | dict(objective__advantage="gae"), "gae", "std"),
+  "a critic of turns": (CRITIC | TALK, "gae", "turns"),
+  "a teacher": (TEACHER, "distillation", "std"),
+  "a teacher of turns": (TEACHER | TALK, "distillation", "turns"),
+  "a teacher and a cost": (TEACHER | COST, "distillation", "constraints"),
+  "a cost": (COST, "constraints", "constraints"),
+  "turns": (TALK, "turns", "turns"),
+  "turns by their mean": (TALK | dict(objective__advantage="none"), "turns", "turns"),
+  "conversations": (TALK | dict(objective__name="rft"), "best", "best"),
+  "lines": (LINES, "lines", "lines"),
+}
+
+REFUSED = {
+  "no critic": (dict(objective__advantage="gae"), "advantage='gae' needs critic.name="),
+  "no teacher": (dict(objective__advantage="distillation"), "needs distillation.teacher"),
+  "no cost": (dict(objective__advantage="constraints"), "needs an entry of constraints"),
+  "no turns": (dict(objective__advantage="turns"), "'turns' needs environment.name"),
+  "two of tokens": (CRITIC | TEACHER, r"/t': critic\.name='model': both give each token"),
+  "named beside another": (
+    CRITIC | TALK | dict(objective__advantage="turns"),
+    r"critic\.name='model': environment\.name='calculator': both give each turn",
+  ),
+  "lines of what has none": (
+    LINES | dict(objective__name="rft"),
+    r"reward\.per_line=True has no effect, since objective\.advantage='best'",
+  ),
+}
+
+
+@pytest.mark.parametrize("changes, chosen, of_rewards", CHOSEN.values(), ids=CHOSEN)
+def test_the_first_whose_needs_are_met_is_taken(changes, chosen, of_rewards):
+  c = config_of(common.base, **changes)
+  assert (c.estimator.name, c.estimator_of_rewards.name) == (chosen, of_rewards)
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config_of(tiny.get_config, **changes)
