@@ -1,8 +1,11 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
+import contextlib
+import dataclasses
 import difflib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +39,7 @@ from gspo_jax.runs.metrics import Totals, memory
 from gspo_jax.runs.phase import Phase
 from gspo_jax.settings import passes
 from gspo_jax.settings.passes import Pass
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch, TrainState
 
 
@@ -49,90 +53,138 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
     Preempted: the machine is about to go; where the run stands has been saved.
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
-  c = run.config
-  waits = c.critic.warmup  # iterations in which only the critic learns
-  rates = optimizer.rates(c.rl_optimizer, (c.rl.iterations - waits) * c.rl.updates)
-  (tx, critic), learner, collector = optimizers(c), learner_of(c, "rl"), run.collector()
-  update = make_rl_step(learner, c.objective, tx, critic)
-  old_policy = make_old_policy(learner, c.objective)
-  without_gradient = make_passes(run, learner, old_policy)
-  adaptive = c.objective.adaptive_clip
+  c, programs = run.config, programs_of(run)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
-
-  def start() -> Any:
-    adapters = c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
-    return with_adapters(start_params(), c.model, *adapters)
-
-  def start_state() -> TrainState:
-    state = new_state(start(), tx, adaptive)
-    if critic is None:
-      return state
-    options = c.critic, c.model, run.mesh, run.seed("critic")
-    return with_critic(state, new_critic(*options, policy=start_params), critic.tx)
-
-  last, state, host = phase.resume(like=lambda: empty_state(run), start=start_state)
-  total = Totals()
-  pending = dict(step=0) | total.metrics()  # where the curve starts: an evaluation
-  sampling = run.pipeline(collector, phase.stages, last)
-  if host is not None:
-    sampling.set_position(host["position"])
-    total, pending = Totals(**host["position"]["total"]), host["pending"]
+  start = functools.partial(start_state, run, start_params)
+  last, state, saved = phase.resume(like=functools.partial(empty_state, run), start=start)
   frozen = frozen_params(run, start_params)
+  sampling = run.pipeline(run.collector(), phase.stages, last)
+  total, row = resumed(sampling, saved)
   sampling.publish(state.params, version=last + 1)
-
-  with_advantages = advantages.make(c, critic)
-  review = make_review(learner, c.objective, old_policy)
   with sampling, phase:
-    phase.stand(last, state, position(sampling, total), pending)
-    if pending is not None:
-      conclude(run, phase, sampling, state, pending)
+    phase.stand(last, state, position(sampling, total), row)
+    if row is not None:
+      conclude(run, phase, sampling, state, row)
     for step in phase.steps():
-      if step == c.profile:
-        jax.profiler.start_trace(str(run.workdir / "profile"))
-      started = time.perf_counter()
-      collected = sampling.next(step)
-      with phase.stages("logp"):
-        params = frozen | params_of(state)
-        minibatches = [fill(without_gradient, params, batch) for batch in place(run, collected)]
-        minibatches, of_advantages = with_advantages(minibatches)
-        jax.block_until_ready(minibatches)
-      taken = batches.epochs(minibatches, c.rl.epochs)
-      phase.hold(step, taken)
-      phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
-      sampling.release()
-      metrics, update_started = [], time.perf_counter()
-      with phase.stages("update"):
-        for minibatch in taken:
-          state, metric = update(state, minibatch)
-          metrics.append(metric)
-        # The devices are busy; what the host has to do comes now.
-        rate = optimizer.last_rate(rates, state.step, waits * c.rl.updates)
-        row = dict(step=step, learning_rate=rate)
-        row |= of_advantages | collected.metrics | rewards_by_length(run, collected) | memory()
-        row |= summarize(tuple(metrics))
-        if c.rl.lag:
-          row |= lag_metrics(collected.rollout, step)
-        jax.block_until_ready(state)
-        seconds = time.perf_counter() - update_started
-      scoring, training = operations(run, collected)
-      row |= flops.utilisation(training, seconds, run.mesh.devices.flat)
-      usage = collected.usage
-      total = total.plus(usage.tokens, usage.flops + scoring + training)
-      row |= total.metrics()
-      with phase.stages("publish"):
-        sampling.publish(state.params, version=step + 1)
-      row["tokens_per_second"] = usage.tokens / (time.perf_counter() - started)
-      if step == c.profile:
-        jax.profiler.stop_trace()
+      begun = time.perf_counter()
+      with profiled(run, step):
+        collected = sampling.next(step)
+        with phase.stages("logp"):
+          params = frozen | params_of(state)
+          minibatches = [fill(programs.passes, params, batch) for batch in place(run, collected)]
+          minibatches, of_advantages = jax.block_until_ready(programs.advantages(minibatches))
+        taken = batches.epochs(minibatches, c.rl.epochs)
+        phase.hold(step, taken)
+        phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
+        sampling.release()
+        with phase.stages("update"):
+          state, row, seconds = updated(run, programs, state, taken, collected)
+        scoring, training = operations(run, collected)
+        row |= of_advantages | flops.utilisation(training, seconds, run.mesh.devices.flat)
+        usage = collected.usage
+        total = total.plus(usage.tokens, usage.flops + scoring + training)
+        row |= total.metrics()
+        with phase.stages("publish"):
+          sampling.publish(state.params, version=step + 1)
+        row["tokens_per_second"] = usage.tokens / (time.perf_counter() - begun)
       if step % c.rl.dump_every == 0 or step in (1, c.rl.iterations):
         with phase.stages("report"):
-          reviews = [review(state.params, b, state.clip_factor) for b in minibatches]
+          reviews = [programs.review(state.params, b, state.clip_factor) for b in minibatches]
           run.writer.dump_rollouts("rl", step, records(run, collected, minibatches, reviews))
-      if step > waits:
-        state = adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
+      state = with_ranges(c, state, row)
       phase.stand(step, state, position(sampling, total), row)
       conclude(run, phase, sampling, state, row)
   return state.params
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """What the devices run in an iteration besides sampling."""
+
+  passes: Sequence[tuple[Pass, Callable]]  # without gradient, before the updates
+  advantages: advantages.Part
+  update: Callable[[TrainState, TrainBatch], tuple[TrainState, Any]]
+  review: Callable[..., dict[str, jax.Array]]  # for dumps
+  rates: np.ndarray  # learning rate of each update
+
+
+def programs_of(run: Run) -> Programs:
+  """The programs of the configured objective."""
+  c, learner = run.config, learner_of(run.config, "rl")
+  tx, critic = optimizers(c)
+  old_policy = make_old_policy(learner, c.objective)
+  return Programs(
+    make_passes(run, learner, old_policy),
+    advantages.make(c, critic),
+    make_rl_step(learner, c.objective, tx, critic),
+    make_review(learner, c.objective, old_policy),
+    optimizer.rates(c.rl_optimizer, (c.rl.iterations - c.critic.warmup) * c.rl.updates),
+  )
+
+
+def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
+  """The training state before the first iteration."""
+  c = run.config
+  tx, critic = optimizers(c)
+  params = with_adapters(
+    start_params(), c.model, c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
+  )
+  state = new_state(params, tx, c.objective.adaptive_clip)
+  if critic is None:
+    return state
+  fresh = new_critic(c.critic, c.model, run.mesh, run.seed("critic"), policy=start_params)
+  return with_critic(state, fresh, critic.tx)
+
+
+def resumed(
+  sampling: Pipeline, saved: Mapping[str, Any] | None
+) -> tuple[Totals, dict[str, Any] | None]:
+  """What the run has used so far, and the row of metrics that is still to be concluded: at the
+  start, one that has the curve begin with an evaluation. Sampling goes on where it stood."""
+  if saved is None:
+    return Totals(), dict(step=0) | Totals().metrics()
+  sampling.set_position(saved["position"])
+  return Totals(**saved["position"]["total"]), saved["pending"]
+
+
+@contextlib.contextmanager
+def profiled(run: Run, step: int) -> Iterator[None]:
+  """Has JAX's profiler trace the configured iteration."""
+  if step == run.config.profile:
+    jax.profiler.start_trace(str(run.workdir / "profile"))
+  yield
+  if step == run.config.profile:
+    jax.profiler.stop_trace()
+
+
+def updated(
+  run: Run,
+  programs: Programs,
+  state: TrainState,
+  taken: Sequence[TrainBatch],
+  collected: Collected,
+) -> tuple[TrainState, dict[str, Any], float]:
+  """The state after the updates of an iteration, its row of metrics, and their seconds."""
+  c, begun, metrics = run.config, time.perf_counter(), []
+  for minibatch in taken:
+    state, metric = programs.update(state, minibatch)
+    metrics.append(metric)
+  # The devices are busy; what the host has to do comes now.
+  rate = optimizer.last_rate(programs.rates, state.step, c.critic.warmup * c.rl.updates)
+  row = dict(step=collected.step, learning_rate=rate)
+  row |= collected.metrics | rewards_by_length(run, collected) | memory()
+  row |= summarize(tuple(metrics))
+  if c.rl.lag:
+    row |= lag_metrics(collected.rollout, collected.step)
+  jax.block_until_ready(state)
+  return state, row, time.perf_counter() - begun
+
+
+def with_ranges(c: RunConfig, state: TrainState, row: Mapping[str, Any]) -> TrainState:
+  """The state with the clip ranges of the next iteration; they wait while only a critic learns."""
+  if row["step"] <= c.critic.warmup:
+    return state
+  return adapted(state, row, c.objective.adaptive_clip, c.on_nonfinite)
 
 
 def make_passes(run: Run, learner: Learner, old_policy: Callable) -> list[tuple[Pass, Callable]]:
