@@ -5,9 +5,11 @@
 - `Shapes: ...`, `Reference: ...` and the like become a list of fields.
 - What is indented, and is no section (Args, Returns, Raises, Example), is shown as it stands.
 - `docs/NAME.md` is a link to that page, and so are papers by their numbers, on all pages.
-- In comments behind or above them, fields of classes and constants say what they are.
+- In comments behind or above them, fields of classes and constants say what they are; keys of a
+  configuration in their declarations.
 """
 
+import dataclasses
 import html
 import re
 import types
@@ -53,6 +55,10 @@ def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines:
   text = "\n".join(lines)
   if re.fullmatch(r"Alias for field number \d+\s*", text):  # of every field of a NamedTuple
     text = ""
+  if what == "class" and dataclasses.is_dataclass(obj):
+    whys = {field.name: field.metadata.get("why") for field in dataclasses.fields(obj)}
+    keys = [f"  {name}: {why}" for name, why in whys.items() if why]
+    text += "\n".join(["\n\nAttributes:", *keys]) if keys else ""
   lines[:] = restructured(text).split("\n")
   if what not in ("attribute", "data", "property"):  # of which napoleon takes words for types
     lines[:] = GoogleDocstring(lines, SECTIONS, app, what, name, obj, options).lines()

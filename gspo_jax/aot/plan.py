@@ -14,14 +14,13 @@ from gspo_jax.aot import programs
 from gspo_jax.aot.estimate import changed, held, kept_per_token
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
-from gspo_jax.configs import common
 from gspo_jax.inputs import Inputs
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.state import abstract_critic
 from gspo_jax.models import flops, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
-from gspo_jax.settings.reading import from_dict
+from gspo_jax.settings.reading import default
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
@@ -29,14 +28,13 @@ from gspo_jax.system.accelerators import GIB
 
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   """What --dry_run prints of a configuration that has been checked."""
-  base = from_dict(common.base().to_dict())
-  differs = provenance.difference(dataclasses.asdict(base), dataclasses.asdict(config))
+  differs = provenance.difference(dataclasses.asdict(default()), dataclasses.asdict(config))
   devices = list(inputs.mesh.devices.flat)
   count, active = transformer.count(config.model)
   each = f", {active:,} of them for each token" if active < count else ""
   held_out = sum(map(len, inputs.problems.values()))
   text = [
-    "configuration, what differs from base() of configs/common.py:",
+    "configuration, what differs from the defaults (docs/keys.md):",
     *(f"  {line}" for line in differs or ["nothing"]),
     f"devices: {len(devices)} x {devices[0].device_kind} ({axes(inputs.mesh)})",
   ]

@@ -1,20 +1,20 @@
 """The command line before JAX is there: --help, configurations by name, the first line of a run.
 
-Imports the standard library only: what is answered here is answered at once.
+Imports the standard library only, and for --help what declares the keys: what is answered here is
+answered at once.
 """
 
 import ast
 import importlib.util
-import io
 import os
 import re
 import runpy
 import sys
 import textwrap
-import tokenize
+import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
@@ -23,7 +23,7 @@ LIBRARIES = dict(  # some of those of each extra
   experiments=(*TRAIN, "pandas", "scipy", "matplotlib"),
 )
 CONFIGS = Path(__file__).parents[1] / "configs"
-# Keys that --help shows, in this order; what it says of them stands in configs/common.py.
+# Keys that --help shows, in this order.
 OFTEN = """
   job weights tokenizer data.train data.eval reward.name objective.name rl.iterations rl.prompts
   rl.group_size rl.microbatches rl.lora_rank rl_optimizer.learning_rate sampling.max_new_tokens
@@ -50,8 +50,8 @@ Flags:
 Configurations:
 {configs}
 
-Keys that are changed most, their value in the base of all configurations, and why; all of them are
-in {common}:
+Keys that are changed most, their defaults, and why. All of them: docs/keys.md, or
+python -m gspo_jax.settings.page
 {keys}
 
 Examples:
@@ -167,50 +167,15 @@ def greeting(arguments: Sequence[str]) -> str:
 
 def usage() -> str:
   """The text of --help."""
-  common = CONFIGS / "common.py"
-  reasons = explained(common.read_text(encoding="utf-8"))
-  return USAGE.format(
-    configs="\n".join(map(_configuration, installed())),
-    common=common,
-    keys="\n".join(
-      _entry(f"{key}={value}", why, 32) for key, value, why in map(reasons.get, OFTEN)
-    ),
-  )
+  from gspo_jax.settings import page
 
-
-def explained(source: str) -> dict[str, tuple[str, str, str]]:
-  """Key, value and comment of each key of `base()` in the source of configs/common.py, by key.
-
-  The comment is that of the value's line, or what stands in whole lines above it.
-  """
-  tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-  comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-  lines, found = source.splitlines(), {}
-  # Every function there returns ConfigDict(dict(...)), or is not called in `base`.
-  functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
-
-  def why(value: ast.expr) -> str:
-    above, line = [], value.lineno - 1
-    while lines[line - 1].lstrip().startswith("#"):
-      above.insert(0, comments[line])
-      line -= 1
-    return comments.get(value.end_lineno or 0, "") or " ".join(above)
-
-  def walk(call: ast.Call, prefix: str) -> None:
-    for word in call.keywords:
-      value, key = word.value, f"{prefix}{word.arg}"
-      name = value.func.id if isinstance(value, ast.Call) and hasattr(value.func, "id") else ""
-      if name == "dict":
-        walk(value, f"{key}." if word.arg else prefix)  # **dict(...) is of the same section
-      elif name == "optimizer":
-        walk(functions[name].body[-1].value.args[0], f"{key}.")
-        walk(value, f"{key}.")  # what it is called with
-      elif word.arg and not name:
-        _, _, before = found.get(key, ("", "", ""))
-        found[key] = key, ast.unparse(value), why(value) or before
-
-  walk(functions["base"].body[-1].value.args[0], "")
-  return found
+  keys, lines = page.by_name(), []
+  for name in OFTEN:
+    key = keys[name]
+    words = typing.get_args(key.kind) if typing.get_origin(key.kind) is Literal else ()
+    why = f"{' | '.join(words)}: {key.why}" if words else key.why
+    lines.append(_entry(f"{name}={page.shown(key.default)}", why, 32))
+  return USAGE.format(configs="\n".join(map(_configuration, installed())), keys="\n".join(lines))
 
 
 def console() -> None:

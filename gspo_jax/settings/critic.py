@@ -1,10 +1,10 @@
-"""Section `critic`: PPO."""
+"""Sections `critic` and `distillation`."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, key
 
 if TYPE_CHECKING:
   from gspo_jax.settings.run import RunConfig
@@ -12,16 +12,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-  # none: advantages are relative to a group | head: on the policy's trunk | model: with its own
-  name: Literal["none", "head", "model"]
-  init: Literal["policy", "random"]  # of a model of its own: the policy's weights before RL
-  warmup_iterations: NonNegativeInt  # the first ones, in which only the critic learns
-  discount: Fraction  # γ, per token
-  trace: Fraction  # λ, per token
-  clip: NonNegativeFloat  # how far a value may move from the old one in an iteration; 0: no bound
-  normalize: bool  # advantages of an iteration to mean 0 and standard deviation 1, over tokens
-  trunk_coef: NonNegativeFloat  # of a head: the factor of its loss for the trunk
-  kl_coef: NonNegativeFloat  # of log π_old/π_ref, which is taken from each token's reward
+  """PPO, with objective.name=ppo_clip. docs/objectives.md"""
+
+  name: Literal["none", "head", "model"] = key(
+    "none", "head: on the policy's trunk | model: with a trunk of its own"
+  )
+  init: Literal["policy", "random"] = key(
+    "policy", "of a model of its own: policy: its weights before RL"
+  )
+  warmup_iterations: NonNegativeInt = key(
+    0, "the first ones of rl.iterations, in which only the critic learns"
+  )
+  discount: Fraction = key(1.0, "γ, per token; 1: a right response is worth the same at any length")
+  trace: Fraction = key(0.95, "λ of GAE, per token; 1: rewards alone, for long responses")
+  clip: NonNegativeFloat = key(
+    0.2, "how far a value may move from the old one in an iteration; 0: no bound"
+  )
+  normalize: bool = key(
+    True, "advantages of an iteration to mean 0 and standard deviation 1, over tokens"
+  )
+  trunk_coef: NonNegativeFloat = key(
+    0.1, "of a head: factor of its loss for the trunk; 0: the head alone learns"
+  )
+  kl_coef: NonNegativeFloat = key(0.0, "of log π_old/π_ref, taken from each token's reward")
 
   def __post_init__(self):
     ranges.check(self, "critic")
@@ -35,9 +48,9 @@ class CriticConfig:
   def check_with(self, iterations: int) -> None:
     """ValueError for a key that is not read, or a warm-up that never ends."""
     since = f"has no effect, since critic.name={self.name!r}"
-    for key, usual in self._not_read().items():
-      if (value := getattr(self, key)) != usual:
-        raise ValueError(f"critic.{key}={value!r} {since}; set it to {usual}")
+    for name, usual in self._not_read().items():
+      if (value := getattr(self, name)) != usual:
+        raise ValueError(f"critic.{name}={value!r} {since}; set it to {usual}")
     if self.warmup >= iterations:
       raise ValueError(
         f"critic.warmup_iterations={self.warmup_iterations} leaves none of rl.iterations="
@@ -64,10 +77,16 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistillationConfig:
-  teacher: str  # "": none | Hugging Face directory | run or its checkpoint (runs/start.py)
-  coef: PositiveFloat  # of log π_teacher/π_old in the advantage of a token
-  discount: Fraction  # of that of later tokens; 0: each token answers for itself alone
-  reward_weight: NonNegativeFloat  # of the advantage that rewards give; 0: the teacher's alone
+  """On-policy distillation, from a larger model. docs/objectives.md"""
+
+  teacher: str = key("", 'Hugging Face directory | run or its checkpoint, as weights; "": none')
+  coef: PositiveFloat = key(1.0, "of log π_teacher/π_old in the advantage of a token")
+  discount: Fraction = key(
+    0.0, "of that of later tokens, per token; 0: each answers for itself alone"
+  )
+  reward_weight: NonNegativeFloat = key(
+    1.0, "of the advantage that rewards give; 0: the teacher's alone"
+  )
 
   def __post_init__(self):
     ranges.check(self, "distillation")
@@ -111,4 +130,4 @@ class DistillationConfig:
     return {name: getattr(self, name) for name in names}
 
 
-OFF = DistillationConfig("", coef=1.0, discount=0.0, reward_weight=1.0)
+OFF = DistillationConfig()

@@ -5,7 +5,14 @@ import re
 from typing import Annotated, Literal
 
 from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Fraction, FractionBelowOne, NonNegativeInt, PositiveInt, Range
+from gspo_jax.settings.ranges import (
+  Fraction,
+  FractionBelowOne,
+  NonNegativeInt,
+  PositiveInt,
+  Range,
+  key,
+)
 
 
 class DataError(ValueError):
@@ -67,10 +74,12 @@ def check_template(template: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OfflineConfig:
-  """Section `offline`: what job=offline learns from."""
+  """Recorded responses, which job=offline learns from. docs/data.md"""
 
-  data: str  # files of recorded responses, several with commas; "": none
-  fresh: FractionBelowOne  # share of the prompts of an iteration whose responses are sampled now
+  data: str = key("", "dumped rollouts, RUN/rollouts/rl_*.jsonl, or files like them, with commas")
+  fresh: FractionBelowOne = key(
+    0.0, "share of the prompts of an iteration whose responses are sampled now"
+  )
 
   def __post_init__(self):
     ranges.check(self, "offline")
@@ -78,9 +87,17 @@ class OfflineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QuerySetConfig:
-  drop_after: NonNegativeInt  # groups, all right or all wrong, that end a prompt's use; 0: none
-  readmit_after: NonNegativeInt  # iterations until a dropped prompt gets another chance; 0: never
-  extra_rounds: NonNegativeInt  # of sampling, at most, to find P groups with spread
+  """Prompts that stay in use while the policy learns."""
+
+  drop_after: NonNegativeInt = key(
+    0, "groups, all right or all wrong, that end a prompt's use; 0: none"
+  )
+  readmit_after: NonNegativeInt = key(
+    0, "iterations until a dropped prompt gets another chance; 0: never"
+  )
+  extra_rounds: NonNegativeInt = key(
+    0, "of sampling, at most, until all groups have different rewards (DAPO)"
+  )
 
   def __post_init__(self):
     ranges.check(self, "data.query_set")
@@ -90,24 +107,41 @@ class QuerySetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Sources of problems, and the format of files that name none of their own (see
-  `Format` for what field names may be)."""
+  """Sources of problems, and the format of files that name none of their own. docs/data.md"""
 
-  train: str  # task:train | path or pattern of files | tfds:name/split | several
-  eval: str
-  question_field: str
-  answer_field: str
-  answer_pattern: str  # regex whose group 1 is the gold answer; `boxed`; "": the whole field
-  demonstration_field: str  # what supervised fine-tuning learns to write; '': the answer field
-  prompt_template: str  # holds {question}; the user's turn where the tokenizer has a chat template
-  max_prompt_tokens: PositiveInt
-  on_error: Literal["raise", "skip"]  # a bad row stops the run, or is left out and counted
-  digits: Annotated[int, Range(1, 3)]  # embedded tasks: digits of the operands
-  lines: tuple[Annotated[int, Range(1, 128)], ...]  # recurrence: the lengths of its responses
-  carry_errors: Fraction  # embedded tasks: probability that a demonstration forgets a carry
-  skipped_work: Fraction  # embedded sums: share of demonstrations that are the answer alone
-  checks: Fraction  # calculator: probability that a demonstration asks a question twice
-  query_set: QuerySetConfig  # which prompts stay in use while the policy learns
+  train: str = key(
+    "arithmetic:train", "embedded task | [format@]path [where ...] | several of them"
+  )
+  eval: str = key("arithmetic:heldout", "held-out problems, in the same way")
+  question_field: str = key("question", "a field, or a text made of {fields}")
+  answer_field: str = key("answer", "a field, or json:tests,metadata")
+  answer_pattern: str = key(
+    "", 'regex whose group 1 is the gold answer; boxed; "": the whole field'
+  )
+  demonstration_field: str = key("", 'imitated by the cold start; "": the answer field')
+  prompt_template: str = key(
+    "{question}", "the user's turn where the tokenizer has a chat template; holds {question}"
+  )
+  max_prompt_tokens: PositiveInt = key(8, 'of "999+999="; a longer one is a bad row')
+  on_error: Literal["raise", "skip"] = key(
+    "raise", "a bad row stops the run, or is left out and counted"
+  )
+  digits: Annotated[int, Range(1, 3)] = key(
+    3, "embedded tasks: of an operand; with the calculator 1 or 2"
+  )
+  lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
+    (8, 16, 32), "recurrence: that its problems ask for"
+  )
+  carry_errors: Fraction = key(
+    0.5, "embedded tasks: probability that a demonstration forgets a carry"
+  )
+  skipped_work: Fraction = key(
+    0.0, "embedded sums: share of demonstrations that are the answer alone"
+  )
+  checks: Fraction = key(
+    0.0, "calculator: probability that a demonstration asks a question twice, to be sure"
+  )
+  query_set: QuerySetConfig = QuerySetConfig()
 
   def __post_init__(self):
     try:

@@ -5,7 +5,7 @@ import re
 from typing import Annotated
 
 from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import Name, NonNegativeInt, PositiveInt, Temperature
+from gspo_jax.settings.ranges import Name, NonNegativeInt, PositiveInt, Temperature, key
 from gspo_jax.settings.rewards import VERIFIERS
 
 
@@ -13,13 +13,15 @@ from gspo_jax.settings.rewards import VERIFIERS
 class BenchmarkConfig:
   """One benchmark beside `data.eval`; its metrics are eval/<name>/..."""
 
-  data: str  # a source, as data.eval; "": the benchmark is left out
-  reward: Annotated[str, Name(("", *VERIFIERS))]  # verifier, as reward.name; "": that of the run
-  problems: NonNegativeInt  # to use, evenly spread over the set; 0: all
-  samples: PositiveInt  # k, per problem
-  pass_at: tuple[PositiveInt, ...]  # pass@k as well, for k up to `samples`
-  rating: bool  # a rating against the problems' own, their field `rating`
-  standings: str  # file of contests, for a rating against those who took part (elo.read_standings)
+  data: str = key("", 'a source, as data.eval; "": the benchmark is left out')
+  reward: Annotated[str, Name(("", *VERIFIERS))] = key(
+    "", 'verifier, as reward.name; "": that of the run'
+  )
+  problems: NonNegativeInt = key(0, "to use, evenly spread over the set; 0: all")
+  samples: PositiveInt = key(4, "k of avg@k, per problem")
+  pass_at: tuple[PositiveInt, ...] = key((), "pass@k as well, for k up to samples")
+  rating: bool = key(False, "an Elo rating against the problems' own, their field rating")
+  standings: str = key("", "JSON lines of contests: a rating against those who took part")
 
   def __post_init__(self):
     ranges.check(self, "eval.benchmarks")
@@ -27,17 +29,19 @@ class BenchmarkConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-  every: PositiveInt  # iterations between evaluations while training
-  problems: NonNegativeInt  # to use of the held-out ones, evenly spread over the set; 0: all
-  samples: PositiveInt  # k, per problem
-  temperature: Temperature
-  top_k: NonNegativeInt  # 0: all tokens
-  top_p: ranges.PositiveFraction  # 1: all tokens
-  min_p: ranges.FractionBelowOne  # 0: all tokens
-  max_new_tokens: NonNegativeInt  # 0: sampling.max_new_tokens, by `config.derived`
-  greedy: bool  # one greedy response per problem as well
-  batch: PositiveInt  # problems that are scored and written down together
-  benchmarks: dict[str, BenchmarkConfig]  # further ones, by name
+  """Evaluations, while training and by job=eval. docs/evaluation.md"""
+
+  every: PositiveInt = key(20, "iterations between evaluations while training")
+  problems: NonNegativeInt = key(0, "of the held-out set, evenly spread over it; 0: all")
+  samples: PositiveInt = key(4, "k of avg@k, per problem")
+  temperature: Temperature = key(1.0, "0: greedy")
+  top_k: NonNegativeInt = key(0, "0: all tokens")
+  top_p: ranges.PositiveFraction = key(1.0, "1: all tokens")
+  min_p: ranges.FractionBelowOne = key(0.0, "0: all tokens")
+  max_new_tokens: NonNegativeInt = key(0, "0: sampling.max_new_tokens")
+  greedy: bool = key(True, "one greedy response per problem as well")
+  batch: PositiveInt = key(64, "problems that are scored and written down together")
+  benchmarks: dict[str, BenchmarkConfig] = key({}, "further ones, by name")
 
   def __post_init__(self):
     ranges.check(self, "eval")

@@ -4,7 +4,15 @@ import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from gspo_jax.settings import ranges
-from gspo_jax.settings.ranges import INT32, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from gspo_jax.settings.ranges import (
+  INT32,
+  NonNegativeFloat,
+  NonNegativeInt,
+  PositiveInt,
+  Range,
+  key,
+  required,
+)
 
 Width = Annotated[int, Range(1, 65_536)]
 Theta = Annotated[float, Range(1, 1e12)]
@@ -19,38 +27,48 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Hyper-parameters of a Transformer. Field names follow Hugging Face's config.json.
+  """Hyper-parameters of a Transformer, by a named size: `common.model(common.size(NAME))`. Names
+  follow Hugging Face's config.json.
 
-  The defaults, for code only, are those of a dense model with full attention; a configuration has
-  every key.
+  Where a size leaves a key out, it is a dense model with full attention.
   """
 
-  family: Literal["qwen3", "gemma"]  # and Qwen2, Llama | Gemma 2 and 3: transformer.FAMILIES
-  vocab_size: Annotated[int, Range(1, 4_194_304)]
-  hidden_size: Width
-  num_layers: Annotated[int, Range(1, 1024)]
-  num_heads: Width
-  num_kv_heads: Width
-  head_dim: Annotated[int, Range(2, 65_536)]
-  intermediate_size: PositiveInt  # of dense layers
-  num_experts: Annotated[int, Range(0, 65_536)] = 0  # 0: every layer is dense
-  experts_per_token: NonNegativeInt = 0
-  moe_intermediate_size: NonNegativeInt = 0  # of one expert
-  norm_topk_prob: bool = True  # gate weights of the chosen experts sum to 1
-  decoder_sparse_step: PositiveInt = 1  # every n-th layer is a MoE layer
-  mlp_only_layers: tuple[NonNegativeInt, ...] = ()  # dense whatever decoder_sparse_step says
-  rope_theta: Theta
-  rms_norm_eps: ranges.Fraction
-  qk_norm: bool  # RMSNorm of each head's query and key (Qwen3)
-  attention_bias: bool = False  # biases on the q, k and v projections (Qwen2)
-  tie_word_embeddings: bool = False
-  max_position_embeddings: Annotated[int, Range(1, INT32)]
-  query_pre_attn_scalar: NonNegativeInt = 0  # scores are q kᵀ over its root; 0: head_dim
-  attn_logit_softcapping: NonNegativeFloat = 0.0  # soft bound c · tanh(x / c) on scores; 0: none
-  final_logit_softcapping: NonNegativeFloat = 0.0  # the same on logits
-  sliding_window: NonNegativeInt = 0  # positions a local layer's token sees, with itself; 0: all
-  sliding_window_pattern: PositiveInt = 1  # every n-th layer is global, the others local
-  local_rope_theta: Theta = 1e4  # rope_theta of local layers
+  family: Literal["qwen3", "gemma"] = required("qwen3: and Qwen2, Llama | gemma: Gemma 2 and 3")
+  vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
+    "tokens; of bytes: 256, 3 special ones, and up to a multiple of 8"
+  )
+  hidden_size: Width = required("D")
+  num_layers: Annotated[int, Range(1, 1024)] = required("l")
+  num_heads: Width = required("N, of queries")
+  num_kv_heads: Width = required("K, of keys and values; N is a multiple of it")
+  head_dim: Annotated[int, Range(2, 65_536)] = required("H, even: RoPE turns pairs")
+  intermediate_size: PositiveInt = required("F, of dense layers")
+  num_experts: Annotated[int, Range(0, 65_536)] = key(0, "E; 0: every layer is dense")
+  experts_per_token: NonNegativeInt = key(0, "k")
+  moe_intermediate_size: NonNegativeInt = key(0, "F of an expert")
+  norm_topk_prob: bool = key(True, "gate weights of the chosen experts sum to 1")
+  decoder_sparse_step: PositiveInt = key(1, "every n-th layer is a MoE layer")
+  mlp_only_layers: tuple[NonNegativeInt, ...] = key(
+    (), "layers that are dense whatever decoder_sparse_step says"
+  )
+  rope_theta: Theta = required("base of the rotary positions' wavelengths")
+  rms_norm_eps: ranges.Fraction = required("added to the mean square")
+  qk_norm: bool = required("RMSNorm of each head's query and key (Qwen3)")
+  attention_bias: bool = key(False, "biases on the q, k and v projections (Qwen2)")
+  tie_word_embeddings: bool = key(False, "the head is the embedding")
+  max_position_embeddings: Annotated[int, Range(1, INT32)] = required(
+    "of prompt and response together, at most"
+  )
+  query_pre_attn_scalar: NonNegativeInt = key(0, "scores are q kᵀ over its root; 0: head_dim")
+  attn_logit_softcapping: NonNegativeFloat = key(
+    0.0, "soft bound c · tanh(x / c) on scores; 0: none"
+  )
+  final_logit_softcapping: NonNegativeFloat = key(0.0, "the same on logits")
+  sliding_window: NonNegativeInt = key(
+    0, "positions that a local layer's token sees, with itself; 0: all"
+  )
+  sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
+  local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
 
   def __post_init__(self):
     ranges.check(self, "model")
@@ -111,26 +129,28 @@ class ModelConfig:
 class ComputeConfig:
   """Precision and formulations; none of them changes a result beyond round-off."""
 
-  dtype: Literal["float32", "bfloat16"]  # of activations and matmul inputs
-  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"]  # auto: by length, platform
-  experts: Literal["auto", "blocks", "batched", "ragged", "megablox"]  # auto: by platform, load
-  expert_chunk: NonNegativeInt  # tokens of a device that go through the experts at once; 0: all
-  # What the backward pass keeps: remat.POLICIES. auto: what fits.
-  remat: Literal["none", "full", "attention", "dots", "both", "auto"]
-  logits_chunk: NonNegativeInt  # time steps whose logits exist at once; 0: all
+  dtype: Literal["float32", "bfloat16"] = key(
+    "float32", "of activations and matmul inputs; bfloat16 on accelerators"
+  )
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] = key(
+    "auto", "auto: by length and platform"
+  )
+  experts: Literal["auto", "blocks", "batched", "ragged", "megablox"] = key(
+    "auto", "auto: by platform and load"
+  )
+  expert_chunk: NonNegativeInt = key(
+    0, "tokens of a device that go through the experts at once; 0: all"
+  )
+  remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
+    "none", "what the backward pass keeps of a layer (models/remat.py); auto: what fits"
+  )
+  logits_chunk: NonNegativeInt = key(0, "time steps whose logits exist at once; 0: all")
 
   def __post_init__(self):
     ranges.check(self, "compute")
 
 
-REFERENCE = ComputeConfig(
-  dtype="float32",
-  attention="auto",
-  experts="auto",
-  expert_chunk=0,
-  remat="none",
-  logits_chunk=0,
-)
+REFERENCE = ComputeConfig()
 
 
 def _model(width: int, layers: int, heads: int, kv_heads: int, ffn: int, **more) -> ModelConfig:

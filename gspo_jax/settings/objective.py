@@ -1,4 +1,4 @@
-"""Sections `objective`, `critic` and `distillation`: what is maximised, and by which advantages."""
+"""Section `objective`: what is maximised, and by which advantages."""
 
 import dataclasses
 import inspect
@@ -13,14 +13,21 @@ from gspo_jax.settings.ranges import (
   PositiveFloat,
   PositiveInt,
   Range,
+  key,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClipConfig:
-  target: FractionBelowOne = 0.0  # of tokens clipped, which the ranges move towards; 0: they stay
-  gain: PositiveFloat = 1.0  # of the ranges' logarithms, by iteration and distance to the target
-  span: Annotated[float, Range(1, 1e9)] = 100.0  # how far the ranges may go, as a factor
+  """Ranges that move until so many tokens are clipped. docs/objectives.md"""
+
+  target: FractionBelowOne = key(0.0, "share of tokens; 0: the ranges stay")
+  gain: PositiveFloat = key(
+    1.0, "of the ranges' logarithms, by iteration and distance to the target"
+  )
+  span: Annotated[float, Range(1, 1e9)] = key(
+    100.0, "the largest factor, and the inverse of the smallest"
+  )
 
 
 FIXED = AdaptiveClipConfig()  # ranges that stay
@@ -34,20 +41,42 @@ CORRECTIONS = dict(truncated=O.truncated_weight, masked=O.masked_weight)
 
 # Types of the options that are neither words nor just numbers that are not negative.
 KINDS = dict(
-  clip_low=ranges.Fraction,  # of ratios, 1 on policy; gmpo: of logarithms, dppo: of divergences
+  clip_low=ranges.Fraction,
   clip_high=Annotated[float, Range(0, 1000)],
   dual_clip=Annotated[float, Range(1, 1000)],
   entropy_coef=Annotated[float, Range(-1000, 1000)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
-  beta=PositiveFloat,  # reward that a log-ratio of 1 to the reference is worth
-  soft_value=Annotated[float, Range(-1e6, 1e6)],  # Q̂_0 of all prompts; unset: each group's own
-  clip_length=PositiveFloat,  # tokens of a response whose ranges clip_low and clip_high are
+  beta=PositiveFloat,
+  soft_value=Annotated[float, Range(-1e6, 1e6)],
+  clip_length=PositiveFloat,
   clip_exponent=Annotated[float, Range(0, 10)],
   length_exponent=Annotated[float, Range(0, 10)],
-  segment_unit=Literal["turn", "step", "line", "tokens"],  # what has a ratio of its own
-  segment_tokens=PositiveInt,  # of a segment, where that is the unit
-  segment_delimiters=tuple[str, ...],  # texts that end a step; unset: tags of the chat template
+  segment_unit=Literal["turn", "step", "line", "tokens"],
+  segment_tokens=PositiveInt,
+  segment_delimiters=tuple[str, ...],
+)
+
+# Units and reasons of all options.
+REASONS = dict(
+  clip_low="how far a ratio may be below 1; gmpo: of log-ratios, dppo: of divergences",
+  clip_high="how far above 1, in the same way",
+  dual_clip="for Â < 0 the objective is at least so many times Â",
+  aggregate="loss of a batch: mean of responses' means, of tokens, or a constant denominator",
+  divergence="dppo: tv, or kl, of whether a token is this one or another",
+  entropy_coef="of a reward for the policy's entropy",
+  kl="estimator of the divergence from the reference",
+  kl_coef="of a penalty for leaving the policy before RL",
+  tau_pos="sapo: temperature of its gate, where Â > 0",
+  tau_neg="sapo: the same, where Â < 0",
+  beta="spo: reward that a log-ratio of 1 to the reference is worth",
+  soft_value="spo: Q̂_0 of all prompts; unset: each group's own",
+  clip_length="tokens of a response for which clip_low and clip_high hold",
+  clip_exponent="ranges go with (clip_length / tokens) to this power; 0: one for all lengths",
+  length_exponent="of the length that a log-ratio is divided by; 1: the paper's mean",
+  segment_unit="segment: what has a ratio of its own",
+  segment_tokens="of a segment, where that is the unit",
+  segment_delimiters="texts that end a step; unset: tags of the chat template",
 )
 
 
@@ -78,7 +107,7 @@ def with_options(cls: type) -> type:
     words = [word for loss in LOSSES.values() for word in loss.choices.get(option, ())]
     kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
     cls.__annotations__[option] = kind | None
-    setattr(cls, option, None)
+    setattr(cls, option, key(None, REASONS[option]))
   return cls
 
 
@@ -92,37 +121,51 @@ class CorrectionConfig:
   """Importance weights for a trainer whose probabilities are not the sampler's: π_old of the one
   over π of the other. Unset: `level` is the loss's own, the others as in `objectives`."""
 
-  name: Literal["none", "truncated", "masked"]  # TIS, MIS; IcePop is masked at level "token"
-  level: Literal["token", "sequence", "geometric"] | None = None
-  cap: PositiveFloat | None = None  # truncated: weights are cut off there
-  low: NonNegativeFloat | None = None  # masked: weights outside [low, high] are 0
-  high: NonNegativeFloat | None = None
+  name: Literal["none", "truncated", "masked"] = key(
+    "none", "truncated: TIS | masked: MIS, and IcePop at level token"
+  )
+  level: Literal["token", "sequence", "geometric"] | None = key(None, "what has a weight")
+  cap: PositiveFloat | None = key(None, "truncated: weights are cut off there")
+  low: NonNegativeFloat | None = key(None, "masked: weights below are 0")
+  high: NonNegativeFloat | None = key(None, "masked: weights above are 0")
 
 
 @dataclasses.dataclass(frozen=True)
-@with_options  # clip_low, clip_high, kl_coef, ...: docs/objectives.md
+@with_options  # clip_low, clip_high, kl_coef, ...
 class ObjectiveConfig:
-  name: Literal[*LOSSES]
-  # "sampler": as the sampler returned them; "recompute": one pass of the trainer; "behaviour": as
-  # "sampler", and the pass says by how much trainer and sampler differ
-  old_logp: Literal["sampler", "recompute", "behaviour"]
-  load_balance_coef: NonNegativeFloat  # router auxiliary loss
-  # Routing Replay; "R2": what the recomputation chose, "R3": the sampler
-  replay: Literal["none", "R2", "R3"]
-  volatility: bool  # record experts when the rollout is made, for router/volatility/*
-  # what makes them; unset: a critic or a teacher, ..., else as the loss was published
-  advantage: Literal[*O.ESTIMATORS] | None = None
-  correction: CorrectionConfig = CorrectionConfig("none")
-  off_policy_threshold: NonNegativeFloat | None = None  # nats per token; unset: no such mask
+  """The loss, and its options: unset, each is what the loss was published with, or nothing.
+  `objective.tuned` has options that suit the other settings of a file, {loss: {option: value}}, in
+  the place of published ones. docs/objectives.md"""
+
+  name: Literal[*LOSSES] = key("gspo", "the loss")
+  old_logp: Literal["sampler", "recompute", "behaviour"] = key(
+    "sampler",
+    "sampler: §5.4, saves a pass | recompute: ratios start at exactly 1 | behaviour: as sampler, "
+    "and a pass says by how much the trainer differs, for engines of others",
+  )
+  load_balance_coef: NonNegativeFloat = key(
+    0.0, "router auxiliary loss: none in RL, since Adam would follow it where rewards are silent"
+  )
+  replay: Literal["none", "R2", "R3"] = key(
+    "none", "Routing Replay: R2: of the experts that the recomputation chose, R3: the sampler"
+  )
+  volatility: bool = key(False, "record experts when the rollout is made, for router/volatility/*")
+  advantage: Literal[*O.ESTIMATORS] | None = key(
+    None, "what makes them; unset: a critic or a teacher, ..., else as the loss was published"
+  )
+  correction: CorrectionConfig = CorrectionConfig()
+  off_policy_threshold: NonNegativeFloat | None = key(
+    None, "nats per token, beyond which responses with Â < 0 are left out; unset: no such mask"
+  )
   adaptive_clip: AdaptiveClipConfig = FIXED
 
   def __post_init__(self):
     ranges.check(self, "objective")
     ranges.check(self.correction, "objective.correction")
     ranges.check(self.adaptive_clip, "objective.adaptive_clip")
-    for key, value in self.options().items():
-      if key in self.loss.choices:
-        _require_one_of(key, value, self.loss.choices[key], f", which {self.name} takes")
+    for option, value in self.options().items():
+      if option in self.loss.choices:
+        _require_one_of(option, value, self.loss.choices[option], f", which {self.name} takes")
     if (self.segment_unit == "tokens") != (self.segment_tokens is not None):
       raise ValueError(
         f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
@@ -153,9 +196,9 @@ class ObjectiveConfig:
 
   def _check_correction(self) -> None:
     given, had = self.correction, _correction_options(self)
-    for key, value in vars(given).items():
-      if key != "name" and value is not None:
-        _require_option(key, had, f"correction.{key}={value!r}: correction {given.name!r}")
+    for option, value in vars(given).items():
+      if option != "name" and value is not None:
+        _require_option(option, had, f"correction.{option}={value!r}: correction {given.name!r}")
     if not had:
       return
     levels = self.loss.levels
@@ -195,8 +238,8 @@ class ObjectiveConfig:
     """The loss's options that are set. ValueError for one that it does not have."""
     had = options_of(self.name)
     found = {key: getattr(self, key) for key in every_option() if getattr(self, key) is not None}
-    for key, value in found.items():
-      _require_option(key, had, f"{key}={value!r}: {self.name}")
+    for option, value in found.items():
+      _require_option(option, had, f"{option}={value!r}: {self.name}")
     return found
 
   @property
@@ -258,8 +301,8 @@ def _check_tuned(tuned: Any) -> None:
     raise ValueError(f"config key objective.tuned={tuned!r} must be a section of sections")
   for loss, options in tuned.items():
     _require_one_of("tuned", loss, tuple(LOSSES))
-    for key in options:
-      _require_option(key, options_of(loss), f"tuned.{loss}.{key}: {loss}")
+    for option in options:
+      _require_option(option, options_of(loss), f"tuned.{loss}.{option}: {loss}")
 
 
 def _filled(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

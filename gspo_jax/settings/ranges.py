@@ -1,11 +1,11 @@
-"""Declarations of the keys of a configuration: what a number, word or name may be, as its type.
+"""Declarations of the keys of a configuration: type and range, default, and the reason, in a line.
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  slots: NonNegativeInt
-  prefill_tokens: Annotated[int, Range(16, 2**20)]
-  cache_dtype: Literal["float32", "bfloat16"]
-  window: Annotated[float, Range(0, 60, why="nobody waits for longer")] | None
+  slots: NonNegativeInt = key(0, "responses decoded at once; 0: all that are asked for")
+  prefill_tokens: Annotated[int, Range(16, 2**20)] = key(4096, "of a device at once")
+  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "of keys and values")
+  window: Annotated[float, Range(0, 60, why="nobody waits for longer")] | None = key(None, "...")
 
   def __post_init__(self):
     ranges.check(self, "engine")
@@ -26,6 +26,18 @@ from typing import Annotated, Any, Literal
 INT32 = 2**31 - 1
 TINY = 2.0**-126  # the smallest number that float32 holds in full; devices take smaller ones for 0
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def key(default: Any, why: str) -> Any:
+  """The field of a section: its default, which may be a dict, and its unit or reason."""
+  if isinstance(default, dict):
+    return dataclasses.field(default_factory=default.copy, metadata=dict(why=why))
+  return dataclasses.field(default=default, metadata=dict(why=why))
+
+
+def required(why: str) -> Any:
+  """The field of a section that has no default by itself."""
+  return dataclasses.field(metadata=dict(why=why))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +158,15 @@ def kinds(section: type) -> dict[str, Any]:
     if not _ranged(kind):
       raise TypeError(f"{section.__name__}.{name}: a number needs a range, like PositiveInt")
   return found
+
+
+def plain(kind: Any) -> type:
+  """The Python type of a key's values: str for words, that of the values themselves where they may
+  be None."""
+  origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+  if _optional(origin) or origin is Annotated:
+    return plain(arguments[0])
+  return str if origin is Literal else origin or kind
 
 
 def _ranged(kind: Any) -> bool:

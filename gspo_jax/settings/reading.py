@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.objective import ObjectiveConfig, effective
@@ -25,6 +25,11 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
       for option, value in options.items():
         _convert(kinds[option], value, f"objective.tuned.{loss}.{option}")
   return derived(_build(RunConfig, values, ""))
+
+
+def default() -> RunConfig:
+  """The configuration in which nothing is changed."""
+  return from_dict(dataclasses.asdict(RunConfig()))
 
 
 def derived(config: RunConfig) -> RunConfig:
@@ -83,7 +88,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     return _build(kind, value, f"{key}.")
   if origin in (typing.Union, types.UnionType):  # the type and None
     return None if value is None else _convert(arguments[0], value, key)
-  plain = str if origin is Literal else arguments[0] if origin is Annotated else origin or kind
+  plain = ranges.plain(kind)
   accepted = {dict: Mapping, tuple: (tuple, list), float: (int, float)}.get(plain, plain)
   number = not isinstance(value, bool) or plain is bool  # Python's True is an int
   if not (isinstance(value, accepted) and number):

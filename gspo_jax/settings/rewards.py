@@ -13,6 +13,7 @@ from gspo_jax.settings.ranges import (
   NonNegativeInt,
   Range,
   Workers,
+  key,
 )
 
 ISOLATIONS = ("auto", "namespaces", "none")
@@ -32,23 +33,36 @@ TimeLimit = Annotated[float, Range(0.01, 86_400)]
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-  """The verifier, and what is added to its reward. docs/rewards.md has more."""
+  """The verifier, 1 for a right response and 0 for any other, and what is added to its reward.
+  docs/rewards.md"""
 
-  name: Annotated[str, Name((*VERIFIERS,))]  # or the user's own
-  workers: Workers  # processes that verify; math and code need some
-  time_limit_s: TimeLimit  # for one answer without queueing; code: CPU time for one test
-  memory_mb: Annotated[int, Range(64, 1_048_576)]  # code: address space of one test
-  isolation: Literal[ISOLATIONS]  # code; none: programs run with your rights
-  format: Literal["none", "think", "think_answer"]  # tags that a response must have
-  format_weight: NonNegativeFloat  # what keeping the format adds to the reward
-  overlong_weight: NonNegativeFloat  # taken from a response of overlong_max tokens and more
-  overlong_max: NonNegativeInt  # tokens; 0: sampling.max_new_tokens, by `config.derived`
-  overlong_buffer: NonNegativeInt  # tokens before overlong_max over which the loss grows
-  false_positive: Fraction  # share of other responses rewarded as if right
-  false_negative: Fraction  # share of the right responses not rewarded
-  noise_seed: ranges.Seed  # of those two
-  partial: Fraction  # recurrence: of the value, what the share of right lines decides
-  per_line: bool  # each line has a reward of its own, and so an advantage
+  name: Annotated[str, Name((*VERIFIERS,))] = key("arithmetic", "verifier of responses")
+  workers: Workers = key(0, "processes that verify at the same time; math and code need some")
+  time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
+  memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
+  isolation: Literal[ISOLATIONS] = key(
+    "auto", "code: auto: namespaces | none: programs run with your rights"
+  )
+  format: Literal["none", "think", "think_answer"] = key("none", "tags that a response must have")
+  format_weight: NonNegativeFloat = key(0.0, "added to the reward of a response that has them")
+  overlong_weight: NonNegativeFloat = key(
+    0.0, "taken from a response of overlong_max tokens and more; DAPO has 1"
+  )
+  overlong_max: NonNegativeInt = key(0, "tokens; 0: sampling.max_new_tokens")
+  overlong_buffer: NonNegativeInt = key(
+    0, "tokens below overlong_max over which the loss grows from 0"
+  )
+  false_positive: Fraction = key(
+    0.0, "noise for experiments: share of other responses rewarded as if right"
+  )
+  false_negative: Fraction = key(0.0, "share of the right responses that are not rewarded")
+  noise_seed: ranges.Seed = key(0, "the same seed misjudges the same responses")
+  partial: Fraction = key(0.0, "recurrence: of the value, what the share of right lines decides")
+  per_line: bool = key(
+    False,
+    "True: each line has a reward where it ends, what partial (0 is 1 then) gives for it, and is "
+    "misjudged by itself; of verifiers that judge lines: recurrence",
+  )
 
   def __post_init__(self):
     ranges.check(self, "reward")
@@ -83,25 +97,31 @@ Number = Annotated[float, Range(-1e6, 1e6)]
 class RewardSignal:
   """A further reward; its metric is constraint/<name>/reward."""
 
-  signal: Annotated[str, SIGNALS]  # where its number comes from
-  text: str  # of signal=text
-  token: Annotated[int, Range(0, INT32)]  # of signal=token
-  weight: Number  # of its standardised value; 0: it is left out
+  signal: Annotated[str, SIGNALS] = key("", "where its number comes from")
+  text: str = key("", "of signal=text: 1 for a response that has it")
+  token: Annotated[int, Range(0, INT32)] = key(
+    0, "of signal=token: 1 for a response that has the token of this id"
+  )
+  weight: Number = key(0.0, "of its value, standardised in its group; 0: it is left out")
 
 
 @dataclasses.dataclass(frozen=True)
 class CostSignal:
   """A cost with a limit for its mean; its metrics are constraint/<name>/..."""
 
-  signal: Annotated[str, SIGNALS]
-  text: str
-  token: Annotated[int, Range(0, INT32)]
-  bound: Literal["", "at_most", "at_least"]  # ""; it is left out
-  limit: Number  # in the signal's units
-  initial: NonNegativeFloat  # its multiplier in the first iteration
-  rate: NonNegativeFloat  # that an iteration moves the multiplier by, at most; 0: not at all
-  gain: NonNegativeFloat  # added while the cost is a standard deviation off; 0: dual ascent alone
-  most: NonNegativeFloat  # of the multiplier
+  signal: Annotated[str, SIGNALS] = key("", "as of a further reward")
+  text: str = key("", "the same")
+  token: Annotated[int, Range(0, INT32)] = key(0, "the same")
+  bound: Literal["", "at_most", "at_least"] = key("", '"": it is left out')
+  limit: Number = key(0.0, "of the mean over an iteration's responses, in the signal's units")
+  initial: NonNegativeFloat = key(0.0, "multiplier of the first iteration")
+  rate: NonNegativeFloat = key(
+    0.2, "of the multiplier, per iteration and standard deviation off the limit; 0: it stays"
+  )
+  gain: NonNegativeFloat = key(
+    2.0, "added to it per standard deviation, against overshooting; 0: dual ascent alone"
+  )
+  most: NonNegativeFloat = key(10.0, "of the multiplier")
 
   @property
   def sign(self) -> float:
@@ -110,9 +130,19 @@ class CostSignal:
 
 @dataclasses.dataclass(frozen=True)
 class ConstraintConfig:
-  reward_weight: NonNegativeFloat  # of the standardised reward of the section `reward`
-  rewards: dict[str, RewardSignal]
-  costs: dict[str, CostSignal]
+  """Further rewards, and costs that are held at limits, by names of your own. docs/objectives.md"""
+
+  reward_weight: NonNegativeFloat = key(1.0, "of the standardised reward of the section reward")
+  rewards: dict[str, RewardSignal] = key(dict(extra=RewardSignal()), "further rewards, by name")
+  costs: dict[str, CostSignal] = key(
+    dict(
+      length=CostSignal("length"),
+      truncated=CostSignal("truncated"),
+      text=CostSignal("text"),
+      other=CostSignal(),
+    ),
+    "costs, by name",
+  )
 
   def __post_init__(self):
     for kind, name, one in self.entries():

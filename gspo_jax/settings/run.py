@@ -10,9 +10,9 @@ from gspo_jax.settings.critic import CriticConfig, DistillationConfig
 from gspo_jax.settings.data import DataConfig, OfflineConfig
 from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
 from gspo_jax.settings.mesh import MeshConfig, RolloutMeshConfig
-from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.model import ComputeConfig, ModelConfig, tiny_moe
 from gspo_jax.settings.objective import ObjectiveConfig
-from gspo_jax.settings.ranges import NonNegativeInt
+from gspo_jax.settings.ranges import NonNegativeInt, key
 from gspo_jax.settings.rewards import ConstraintConfig, RewardConfig
 from gspo_jax.settings.sampling import EngineConfig, EnvironmentConfig, SamplingConfig
 from gspo_jax.settings.training import (
@@ -27,38 +27,51 @@ from gspo_jax.settings.training import (
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-  job: Literal["sft+rl", "sft", "rl", "offline", "eval"]
-  seed: ranges.Seed
-  distributed: bool  # call jax.distributed.initialize: several hosts
-  resume: Literal["same", "force"]  # a workdir of another config: refuse it | go on with this one
-  on_nonfinite: Literal["stop", "skip"]  # NaN or infinity: stop the run | skip the update
-  profile: NonNegativeInt  # iteration whose JAX profiler trace goes to workdir/profile; 0: none
-  wandb: str  # project of Weights & Biases that metrics go to as well; "": none
-  weights: str  # "random" | Hugging Face directory | run or checkpoint of one (runs/start.py)
-  tokenizer: str  # "bytes" | a Hugging Face directory
-  model: ModelConfig
-  compute: ComputeConfig
-  mesh: MeshConfig
-  rollout_mesh: RolloutMeshConfig
-  data: DataConfig
-  offline: OfflineConfig
-  reward: RewardConfig
-  constraints: ConstraintConfig
-  environment: EnvironmentConfig
-  sampling: SamplingConfig
-  engine: EngineConfig
-  objective: ObjectiveConfig
-  sft: SftConfig
-  sft_optimizer: OptimizerConfig
-  rl: RLConfig
-  rl_optimizer: OptimizerConfig
-  schedule: ScheduleConfig
-  critic: CriticConfig
-  critic_optimizer: OptimizerConfig
-  distillation: DistillationConfig
-  eval: EvalConfig
-  checkpoint: CheckpointConfig
-  alarms: AlarmConfig
+  """What is done, and with which weights. The defaults run anywhere: GSPO with the paper's numbers,
+  on sums, with a toy model."""
+
+  job: Literal["sft+rl", "sft", "rl", "offline", "eval"] = key(
+    "rl", "cold start and RL, either, RL of recorded responses, or an evaluation"
+  )
+  seed: ranges.Seed = key(0, "of everything random")
+  distributed: bool = key(False, "several hosts: call jax.distributed.initialize")
+  resume: Literal["same", "force"] = key(
+    "same", "a workdir of another configuration is refused | gone on with"
+  )
+  on_nonfinite: Literal["stop", "skip"] = key(
+    "stop", "NaN or infinity in an update: stop the run | skip the update"
+  )
+  profile: NonNegativeInt = key(
+    0, "iteration whose JAX profiler trace goes to WORKDIR/profile; 0: none"
+  )
+  wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
+  weights: str = key(
+    "random", "random | Hugging Face directory | run or its checkpoint. docs/running.md"
+  )
+  tokenizer: str = key("bytes", "bytes | Hugging Face directory")
+  model: ModelConfig = tiny_moe(vocab_size=264)
+  compute: ComputeConfig = ComputeConfig()
+  mesh: MeshConfig = MeshConfig()
+  rollout_mesh: RolloutMeshConfig = RolloutMeshConfig()
+  data: DataConfig = DataConfig()
+  offline: OfflineConfig = OfflineConfig()
+  reward: RewardConfig = RewardConfig()
+  constraints: ConstraintConfig = ConstraintConfig()
+  environment: EnvironmentConfig = EnvironmentConfig()
+  sampling: SamplingConfig = SamplingConfig()
+  engine: EngineConfig = EngineConfig()
+  objective: ObjectiveConfig = ObjectiveConfig()
+  sft: SftConfig = SftConfig()
+  sft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+  rl: RLConfig = RLConfig()
+  rl_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
+  schedule: ScheduleConfig = ScheduleConfig()
+  critic: CriticConfig = CriticConfig()
+  critic_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+  distillation: DistillationConfig = DistillationConfig()
+  eval: EvalConfig = EvalConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  alarms: AlarmConfig = AlarmConfig()
 
   def __post_init__(self):
     checks.check(self)

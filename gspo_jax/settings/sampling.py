@@ -15,8 +15,8 @@ from gspo_jax.settings.ranges import (
   Range,
   Temperature,
   Workers,
+  key,
 )
-from gspo_jax.settings.server import DEFAULT as SERVER
 from gspo_jax.settings.server import ServerConfig
 from gspo_jax.tasks.environments import ENVIRONMENTS
 
@@ -25,13 +25,21 @@ MOST_KEPT = 1024  # tokens of a support that is put on record: 4 KiB for each sa
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """The sampling distribution and when to end."""
+  """The distribution of responses to train on, and when they end. docs/objectives.md"""
 
-  temperature: Temperature  # 0: greedy
-  top_k: NonNegativeInt  # keep the k likeliest tokens; 0: all
-  top_p: ranges.PositiveFraction  # keep the smallest set of probability >= top_p; 1: all
-  min_p: ranges.FractionBelowOne  # keep tokens so much as likely as the likeliest; 0: all
-  max_new_tokens: PositiveInt  # per response
+  temperature: Temperature = key(1.0, "0: greedy, not to train on")
+  top_k: NonNegativeInt = key(
+    0, f"keep the k likeliest tokens, {MOST_KEPT:,} at most, kept for the updates; 0: all"
+  )
+  top_p: ranges.PositiveFraction = key(
+    1.0, "keep the smallest set of probability >= top_p, with top_k; 1: all"
+  )
+  min_p: ranges.FractionBelowOne = key(
+    0.0, "keep tokens so much as likely as the likeliest, with top_k; 0: all"
+  )
+  max_new_tokens: PositiveInt = key(
+    10, 'per response: "8991:1998" (sums are written in reverse) and the end'
+  )
 
   def __post_init__(self):
     ranges.check(self, "sampling")
@@ -53,23 +61,38 @@ Positions = Annotated[int, Range(0, 2**40)]
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-  """Section `engine`: ways to sample; none of them changes what is sampled beyond round-off, which
-  is much for a `dtype` or a `cache_dtype` of 16 bits."""
+  """Ways to sample. None of them changes what is sampled beyond round-off, which is much for a
+  dtype or a cache_dtype of 16 bits. docs/sampling.md"""
 
-  slots: NonNegativeInt  # responses decoded at once, over all devices; 0: all that are asked for
-  steps: PositiveInt  # decode steps per call, between two looks of the host
-  prefill_tokens: Prefill  # of a device at once; longer prompts in pieces
-  cache_dtype: Literal["float32", "bfloat16"]  # of keys and values
-  # In rows of the whole window, or in pages that responses take as they grow; auto: pages on TPU,
-  # and where `cache_tokens` says how many.
-  cache: Literal["auto", "dense", "paged"] = "auto"
-  cache_tokens: Positions = 0  # positions of all pages, over all devices; 0: all windows whole
-  page_tokens: PositiveInt = 128  # positions of a page; the TPU's kernel wants a multiple of 16
-  dtype: Literal["", "float32", "bfloat16"] = ""  # as compute.dtype, of the sampler; "": the same
-  # Slots on the mesh of the trainer, or servers of others, which have their own ways to sample
-  name: Literal["local", "server"] = "local"
-  urls: tuple[str, ...] = ()  # of servers, http://host:port
-  server: ServerConfig = SERVER
+  slots: NonNegativeInt = key(0, "responses decoded at once, over all devices; 0: all of a batch")
+  steps: PositiveInt = key(
+    16, "of decoding between two looks of the host, which prefills for free slots"
+  )
+  prefill_tokens: Prefill = key(
+    4096, "of a device at once, a power of two; longer prompts go in pieces"
+  )
+  cache_dtype: Literal["float32", "bfloat16"] = key("float32", "of keys and values")
+  cache: Literal["auto", "dense", "paged"] = key(
+    "auto",
+    "dense: rows of the whole window | paged: responses take pages as they grow | auto: paged on "
+    "TPU, and with cache_tokens",
+  )
+  cache_tokens: Positions = key(
+    0,
+    "positions of all pages, over all devices; 0: whole windows. With fewer, responses that find "
+    "no page are put aside and begun again: sampling/put_aside",
+  )
+  page_tokens: PositiveInt = key(
+    128, "positions of a page; the TPU's kernel wants a multiple of 16, and copies large ones fast"
+  )
+  dtype: Literal["", "float32", "bfloat16"] = key(
+    "", 'as compute.dtype, of whatever samples; "": the same. Another makes the mismatch larger'
+  )
+  name: Literal["local", "server"] = key(
+    "local", "slots on the trainer's mesh, or servers of others, with dtype, urls and server"
+  )
+  urls: tuple[str, ...] = key((), "of servers: http://host:port. docs/engines.md")
+  server: ServerConfig = ServerConfig()
 
   def __post_init__(self):
     ranges.check(self, "engine")
@@ -101,21 +124,31 @@ class EngineConfig:
     return min(self.slots or trajectories, trajectories)
 
 
-DEFAULT = EngineConfig(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32")
+DEFAULT = EngineConfig()
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig:
-  """Section `environment`: with whom responses are conversations, if at all. docs/multi_turn.md."""
+  """The other side of responses that are conversations. docs/multi_turn.md"""
 
-  name: Annotated[str, Name(("", *ENVIRONMENTS))]  # "": none; a verifier looks at one response
-  max_turns: PositiveInt  # of the policy; a conversation that is not over by then is cut off
-  stop_strings: tuple[str, ...]  # they end a turn, as stop tokens do
-  discount: Fraction  # of rewards of later turns in the advantage of an earlier one
-  workers: Workers  # threads that environments run in; 0: none, if they do not wait
-  token_cost: NonNegativeFloat  # of a sampled token, taken from the reward of its turn
-  call_cost: NonNegativeFloat  # of a tool call, the same
-  charge: Literal["all", "right"]  # who pays: every conversation | those that are right
+  name: Annotated[str, Name(("", *ENVIRONMENTS))] = key(
+    "", '"": none: responses of one turn, which the verifier judges'
+  )
+  max_turns: PositiveInt = key(
+    1, "of the policy; a conversation that is not over by then is cut off"
+  )
+  stop_strings: tuple[str, ...] = key((), "that end a turn, as stop tokens do")
+  discount: Fraction = key(
+    1.0, "of rewards of later turns (or lines) in the advantage of an earlier one"
+  )
+  workers: Workers = key(0, "threads that environments run in; 0: none, for those that never wait")
+  token_cost: NonNegativeFloat = key(
+    0.0, "of each sampled token, taken from the reward of its turn"
+  )
+  call_cost: NonNegativeFloat = key(0.0, "of each tool call, the same")
+  charge: Literal["all", "right"] = key(
+    "all", "who pays; right: right conversations alone, so that nobody gains by giving up sooner"
+  )
 
   def __post_init__(self):
     ranges.check(self, "environment")

@@ -5,9 +5,7 @@ import dataclasses
 import itertools
 import re
 from pathlib import Path
-from typing import Annotated, Literal
-
-from etils import epath
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import (
@@ -18,19 +16,31 @@ from gspo_jax.settings.ranges import (
   PositiveInt,
   Range,
   Seconds,
+  key,
 )
+
+if TYPE_CHECKING:
+  from etils import epath
 
 _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-  """Section `schedule`; docs/objectives.md has the reasons."""
+  """What changes while a run goes on. docs/objectives.md"""
 
-  new_tokens: str  # iteration:tokens, ...: the most of a response from that iteration on
-  refresh_every: NonNegativeInt  # iterations between two looks at the files of data.train; 0: none
-  group_size_min: NonNegativeInt  # responses to the easiest prompts; 0: all have rl.group_size
-  group_solved: Annotated[float, Range(0.01, 0.9999)]  # probability that a group has a right one
+  new_tokens: str = key(
+    "", 'the most of a response from an iteration on, as 1:2048,50:4096; "": always the same'
+  )
+  refresh_every: NonNegativeInt = key(
+    0, "iterations until lines appended to data.train are read; 0: never"
+  )
+  group_size_min: NonNegativeInt = key(
+    0, "responses to the easiest prompts, of rl.group_size; 0: all have rl.group_size"
+  )
+  group_solved: Annotated[float, Range(0.01, 0.9999)] = key(
+    0.9, "probability of a right response, which decides the size of a group"
+  )
 
   def __post_init__(self):
     ranges.check(self, "schedule")
@@ -70,34 +80,58 @@ class ScheduleConfig:
 class SftConfig:
   """Supervised fine-tuning on demonstrations: the cold start."""
 
-  steps: NonNegativeInt  # updates, at most
-  target_loss: NonNegativeFloat  # nats per token, held out, that ends it sooner; 0: none
-  check_every: PositiveInt  # updates between two looks at the held-out loss
-  check_problems: PositiveInt  # demonstrations that are held out for it
-  batch: PositiveInt  # demonstrations per update
-  microbatches: PositiveInt  # per update; more of them need less memory
-  max_tokens: NonNegativeInt  # of prompt and demonstration; 0: as long as prompt and response
-  log_every: PositiveInt  # updates between rows of metrics.jsonl
-  load_balance_coef: NonNegativeFloat  # router auxiliary loss
+  steps: NonNegativeInt = key(0, "updates, at most")
+  target_loss: NonNegativeFloat = key(
+    0.0, "nats per token of held-out demonstrations that end it sooner; 0: none"
+  )
+  check_every: PositiveInt = key(10, "updates between two looks at the held-out loss")
+  check_problems: PositiveInt = key(128, "demonstrations that are held out for it")
+  batch: PositiveInt = key(64, "demonstrations per update")
+  microbatches: PositiveInt = key(
+    1, "parts of an update, one after the other: more of them need less memory"
+  )
+  max_tokens: NonNegativeInt = key(
+    0, "of prompt and demonstration; 0: data.max_prompt_tokens + sampling.max_new_tokens"
+  )
+  log_every: PositiveInt = key(10, "updates between rows of metrics.jsonl")
+  load_balance_coef: NonNegativeFloat = key(
+    0.0, "router auxiliary loss; from scratch, experts collapse without it"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-  iterations: PositiveInt  # rollout batches
-  prompts: PositiveInt  # P, per rollout batch
-  group_size: Annotated[int, Range(1, 65_536)]  # G
-  lag: Annotated[int, Range(0, 1000)]  # iterations that sampling is ahead of updates, at most
-  record: bool  # batches, as they were trained on
-  replay: str  # directory of recorded batches to train on; "": sample
-  extra_prompts: NonNegativeInt  # begun beyond `prompts` as places become free; carried over
-  token_budget: Annotated[int, Range(0, INT32)]  # sampled per iteration; 0: none, all to the end
-  mask_truncated: bool  # responses that were cut off are not trained on: DAPO's overlong filtering
-  minibatches: PositiveInt  # updates per rollout batch and epoch
-  epochs: PositiveInt  # passes over the mini-batches of a rollout batch
-  microbatches: PositiveInt  # per update; more of them need less memory
-  packed: bool  # several responses to a row; micro-batches that this leaves empty are left out
-  lora_rank: Annotated[int, Range(0, 65_536)]  # of adapters, trained instead of all; 0: none
-  dump_every: PositiveInt  # iterations between dumped rollouts
+  """Iterations: rollout batches, and the updates that they are trained on."""
+
+  iterations: PositiveInt = key(300, "rollout batches")
+  prompts: PositiveInt = key(64, "P, per rollout batch; a multiple of minibatches")
+  group_size: Annotated[int, Range(1, 65_536)] = key(
+    8, "G, responses per prompt; 2 or more where advantages are relative"
+  )
+  lag: Annotated[int, Range(0, 1000)] = key(
+    0, "iterations that sampling is ahead of the updates, at most. docs/asynchronous.md"
+  )
+  record: bool = key(False, "each batch goes into WORKDIR/batches, as it is trained on")
+  replay: str = key("", 'WORKDIR/batches of a recorded run, trained on again; "": sample')
+  extra_prompts: NonNegativeInt = key(
+    0, "begun beyond prompts as places become free; the unfinished are carried over"
+  )
+  token_budget: Annotated[int, Range(0, INT32)] = key(
+    0, "sampled per iteration, the rest is carried over; 0: none, all go to the end"
+  )
+  mask_truncated: bool = key(False, "True: responses that were cut off teach nothing (DAPO, §3.4)")
+  minibatches: PositiveInt = key(4, "updates per rollout batch and epoch: §5.1")
+  epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")
+  microbatches: PositiveInt = key(
+    1, "parts of an update, one after the other: more of them need less memory"
+  )
+  packed: bool = key(
+    False, "several responses to a row, and micro-batches left out. docs/running.md"
+  )
+  lora_rank: Annotated[int, Range(0, 65_536)] = key(
+    0, "of adapters, which are trained instead of the model; 0: all of it is"
+  )
+  dump_every: PositiveInt = key(10, "iterations between dumped rollouts")
 
   @property
   def updates(self) -> int:
@@ -117,15 +151,23 @@ class RLConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  learning_rate: Annotated[float, ranges.Range(0, 1e10, excluded=(0,))]  # peak
-  schedule: Literal["constant", "linear", "cosine"]  # after the warm-up, down to final_fraction
-  warmup_steps: NonNegativeInt  # gradient updates, linear from 0
-  final_fraction: ranges.Fraction  # of the peak, at the last update
-  b1: ranges.FractionBelowOne
-  b2: ranges.FractionBelowOne
-  eps: ranges.PositiveFraction
-  weight_decay: NonNegativeFloat  # decoupled; not on norms and biases
-  clip_norm: NonNegativeFloat  # global gradient norm; 0: no bound
+  """AdamW, as RL of language models commonly uses it."""
+
+  learning_rate: Annotated[float, ranges.Range(0, 1e10, excluded=(0,))] = key(
+    1e-6, "the largest of the schedule"
+  )
+  schedule: Literal["constant", "linear", "cosine"] = key("constant", "after the warm-up")
+  warmup_steps: NonNegativeInt = key(10, "gradient updates, linear from 0")
+  final_fraction: ranges.Fraction = key(0.1, "of the peak, at the last update; constant ignores it")
+  b1: ranges.FractionBelowOne = key(0.9, "decay of the mean of gradients")
+  b2: ranges.FractionBelowOne = key(
+    0.95, "of their squares: shorter memory than 0.999, as RL gradients change quickly"
+  )
+  eps: ranges.PositiveFraction = key(1e-8, "added to the root of the squares")
+  weight_decay: NonNegativeFloat = key(
+    0.0, "decoupled, not on norms and biases; RL moves little, and decay would pull towards zero"
+  )
+  clip_norm: NonNegativeFloat = key(1.0, "global gradient norm; 0: no bound")
 
   def __post_init__(self):
     ranges.check(self, "optimizer")
@@ -133,33 +175,46 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  directory: str  # local or gs://..., seen by all hosts (mirror.py); "": workdir/checkpoints
-  every: PositiveInt  # iterations (rl) or updates (sft) between checkpoints
-  keep: PositiveInt  # how many of the newest are kept; a run resumes from them
-  keep_every: NonNegativeInt  # checkpoints of steps that this divides are kept as well; 0: none
-  best: str  # the one where this metric is largest is kept as well, e.g. eval/accuracy; "": none
-  grace_s: Seconds  # seconds from SIGTERM to the end of the process, at the latest
+  """Checkpoints, from which the same command goes on. docs/running.md"""
+
+  directory: str = key("", 'local or gs://..., seen by all hosts; "": checkpoints/ of the workdir')
+  every: PositiveInt = key(20, "iterations (rl) or updates (sft) between them")
+  keep: PositiveInt = key(2, "of the newest")
+  keep_every: NonNegativeInt = key(0, "those of steps that this divides are kept as well; 0: none")
+  best: str = key(
+    "", 'the one where this metric is largest is kept as well, as eval/accuracy; "": none'
+  )
+  grace_s: Seconds = key(30.0, "from SIGTERM to the end of the process, at the latest")
 
   def __post_init__(self):
     ranges.check(self, "checkpoint")
 
-  def of(self, workdir: str | Path, phase: str) -> epath.Path:
+  def of(self, workdir: str | Path, phase: str) -> "epath.Path":
     """The directory of the checkpoints of a phase."""
+    from etils import epath  # which --help goes without
+
     return epath.Path(self.directory or Path(workdir).absolute() / "checkpoints") / phase
 
 
 @dataclasses.dataclass(frozen=True)
 class AlarmConfig:
-  """Thresholds; 0 turns one off."""
+  """Thresholds for warnings of a run in trouble; 0 turns one off."""
 
-  window: Annotated[int, Range(2, 1_000_000)]  # iterations that medians and means are taken over
-  # Gradient norm, as a multiple of its median over the window before, of iterations that have one.
-  grad_norm: NonNegativeFloat
-  entropy: NonNegativeFloat  # nats per token that the policy's entropy falls below
-  ratio: NonNegativeFloat  # mean |importance ratio - 1| over an iteration that is exceeded
-  mismatch: NonNegativeFloat  # of log-probs, per sequence, as a multiple of the clip range
-  reward: NonNegativeFloat  # that the mean over a window lies below the highest such mean so far
-  unknown: Fraction = 0.0  # share of responses without a verdict that is exceeded
+  window: Annotated[int, Range(2, 1_000_000)] = key(
+    10, "iterations that medians and means are taken over"
+  )
+  grad_norm: NonNegativeFloat = key(10.0, "times its median over the window before")
+  entropy: NonNegativeFloat = key(0.03, "nats per token, below which the policy has collapsed")
+  ratio: NonNegativeFloat = key(
+    0.005, "mean |importance ratio - 1|: the policy runs away from the one that sampled"
+  )
+  mismatch: NonNegativeFloat = key(
+    1.0, "times the clip range: sampler and trainer, or two programs, differ so much"
+  )
+  reward: NonNegativeFloat = key(
+    0.2, "that the mean over a window lies below the highest such mean so far"
+  )
+  unknown: Fraction = key(0.01, "share of responses without a verdict, which are not learned from")
 
   def __post_init__(self):
     ranges.check(self, "alarms")

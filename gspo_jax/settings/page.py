@@ -1,0 +1,80 @@
+"""The page of all keys: python -m gspo_jax.settings.page > docs/keys.md"""
+
+import dataclasses
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from gspo_jax.settings import ranges
+from gspo_jax.settings.run import RunConfig
+
+HEAD = """\
+# Keys of a configuration
+
+Every key with its default, what it may be, and why. A file in `configs/` has what differs from
+the defaults, and `--config.KEY=VALUE` sets a key ([configuration](running.md#configuration)). This
+page is made from the declarations in `gspo_jax/settings/`:
+`python -m gspo_jax.settings.page > docs/keys.md`.
+"""
+
+
+class Key(NamedTuple):
+  """A key as its section declares it."""
+
+  name: str  # with dots
+  default: Any
+  kind: Any  # its type, with its range
+  why: str
+
+
+def sections(section: Any = None, path: str = "") -> Iterator[tuple[str, Any, list[Key]]]:
+  """Path, defaults and keys of each section, those of sections by name as `NAME`.
+
+  section: a configuration, by default the one of all defaults.
+  """
+  section = RunConfig() if section is None else section
+  keys, inner = [], []
+  for field in dataclasses.fields(section):
+    name, kind = f"{path}{field.name}", ranges.kinds(type(section))[field.name]
+    value = getattr(section, field.name)
+    if dataclasses.is_dataclass(kind):
+      inner += sections(value, f"{name}.")
+    elif typing.get_origin(kind) is dict:
+      inner += sections(typing.get_args(kind)[1](), f"{name}.NAME.")
+    else:
+      keys.append(Key(name, value, kind, field.metadata["why"]))
+  yield path.rstrip("."), section, keys
+  yield from inner
+
+
+def by_name() -> dict[str, Key]:
+  """All keys."""
+  return {key.name: key for _, _, keys in sections() for key in keys}
+
+
+def page() -> str:
+  """The text of docs/keys.md."""
+  lines = [HEAD]
+  for path, section, keys in sections():
+    about = " ".join((type(section).__doc__ or "").split())
+    about = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", about)
+    lines += [f"## `{path}`\n" if path else "## The run\n", f"{about}\n"]
+    lines += ["| key | default | may be | |", "| --- | --- | --- | --- |"]
+    for key in keys:
+      why = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", key.why)
+      default = "unset" if key.default is None else f"`{shown(key.default)}`"
+      cells = [f"`{key.name.removeprefix(f'{path}.')}`", default, ranges.describe(key.kind), why]
+      lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    lines.append("")
+  return "\n".join(lines).rstrip() + "\n"
+
+
+def shown(value: Any) -> str:
+  """A value as the command line takes it."""
+  return value if value and isinstance(value, str) else '""' if value == "" else str(value)
+
+
+if __name__ == "__main__":
+  sys.stdout.write(page())

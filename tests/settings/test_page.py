@@ -1,0 +1,33 @@
+"""docs/keys.md and the defaults: what the declarations give."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from configs import common
+from gspo_jax.settings import page, ranges
+from gspo_jax.settings.reading import default, from_dict
+from gspo_jax.settings.run import RunConfig
+
+KEYS = page.by_name()
+
+
+def test_the_page_of_all_keys_is_what_the_declarations_give():
+  committed = pathlib.Path(__file__).parents[2] / "docs" / "keys.md"
+  assert committed.read_text(encoding="utf-8") == page.page(), (
+    "python -m gspo_jax.settings.page > docs/keys.md"
+  )
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_has_a_reason_and_a_default_in_its_range(name):
+  key = KEYS[name]
+  assert key.why
+  ranges.check_value(key.kind, key.default, name)
+
+
+def test_the_base_is_what_is_declared():
+  base, declared = common.base().to_dict(), dataclasses.asdict(RunConfig())
+  assert base["objective"].pop("tuned") == {} and base == declared
+  assert from_dict(common.base().to_dict()) == from_dict(declared) == default()
