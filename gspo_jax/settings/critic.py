@@ -1,13 +1,13 @@
 """Sections `critic` and `distillation`."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, key
 
 if TYPE_CHECKING:
-  from gspo_jax.settings.run import RunConfig
+  pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +38,6 @@ class CriticConfig:
 
   def __post_init__(self):
     ranges.check(self, "critic")
-
-  def _not_read(self) -> dict[str, Any]:
-    """Keys that have no effect with this name, and the values that they have then."""
-    of_model, of_head = dict(init="policy"), dict(trunk_coef=0.1)
-    of_any = dict(warmup_iterations=0, kl_coef=0, discount=1, trace=0.95, clip=0.2, normalize=True)
-    return dict(none=of_model | of_head | of_any, model=of_head, head=of_model)[self.name]
-
-  def check_with(self, iterations: int) -> None:
-    """ValueError for a key that is not read, or a warm-up that never ends."""
-    since = f"has no effect, since critic.name={self.name!r}"
-    for name, usual in self._not_read().items():
-      if (value := getattr(self, name)) != usual:
-        raise ValueError(f"critic.{name}={value!r} {since}; set it to {usual}")
-    if self.warmup >= iterations:
-      raise ValueError(
-        f"critic.warmup_iterations={self.warmup_iterations} leaves none of rl.iterations="
-        f"{iterations} to the policy"
-      )
 
   @property
   def warmup(self) -> int:
@@ -99,30 +81,6 @@ class DistillationConfig:
   def alone(self) -> bool:
     """Whether nothing is learned from rewards."""
     return self.on and self.reward_weight == 0
-
-  def check_with(self, c: "RunConfig") -> None:
-    """ValueError if the other sections of a `config.RunConfig` do not go with this one."""
-    if not self.on:
-      for key, value in dict(coef=1.0, discount=0.0, reward_weight=1.0).items():
-        if (given := getattr(self, key)) != value:
-          raise ValueError(
-            f"distillation.{key}={given} has no effect without a teacher; set distillation.teacher,"
-            f" or this to {value:g}"
-          )
-      return
-    if not c.has_iterations:
-      return
-    what = f"distillation.teacher={self.teacher!r}"
-    wrong = {
-      f"{what}: the student learns from its own responses, and job='offline' has others; set job "
-      "to rl": c.job == "offline",
-      "distillation.reward_weight=0 leaves constraints and costs without effect; set it above 0, "
-      "or leave out constraints, environment.token_cost and environment.call_cost": self.alone
-      and (c.constraints.on or c.environment.costs),
-    }
-    for message, found in wrong.items():
-      if found:
-        raise ValueError(message)
 
   def numbers(self) -> dict[str, float]:
     """What is an argument of the compiled program."""

@@ -72,14 +72,20 @@ class RewardConfig:
       raise ValueError(f"reward.partial={self.partial} needs reward.name=recurrence")
     if self.format_weight and self.format == "none":
       raise ValueError("reward.format_weight needs reward.format=think or think_answer")
-    if self.overlong_weight and not 0 < self.overlong_buffer <= (
-      self.overlong_max or self.overlong_buffer
-    ):
+    if self.overlong_weight and self.wrong_buffer:
       raise ValueError(
-        f"reward.overlong_weight={self.overlong_weight} needs a buffer:"
-        f" reward.overlong_buffer={self.overlong_buffer} must lie between 1 and"
-        f" reward.overlong_max={self.overlong_max or 'sampling.max_new_tokens'}"
+        f"reward.overlong_weight={self.overlong_weight} needs a buffer: {self.wrong_buffer}"
       )
+
+  @property
+  def wrong_buffer(self) -> str:
+    """Says why the overlong buffer is none, "" if it is one."""
+    if 0 < self.overlong_buffer <= (self.overlong_max or self.overlong_buffer):
+      return ""
+    return (
+      f"reward.overlong_buffer={self.overlong_buffer} must lie between 1 and reward.overlong_max="
+      f"{self.overlong_max or 'sampling.max_new_tokens'}"
+    )
 
 
 # What a response shows by itself: tokens that were sampled; 1 if it was cut off; from 0 to 1 how

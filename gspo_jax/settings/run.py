@@ -97,6 +97,11 @@ class RunConfig:
     return self.offline.fresh if self.job == "offline" else 1.0
 
   @property
+  def samples(self) -> bool:
+    """Whether responses to train on are sampled."""
+    return self.has_iterations and self.sampled_share > 0
+
+  @property
   def samples_prompts(self) -> bool:
     """Whether `data.train` is needed."""
     return self.job != "eval" and self.sampled_share > 0
@@ -139,6 +144,6 @@ class RunConfig:
   def support(self) -> int:
     """Tokens that each sampled token is drawn from, at most, where they are put on record for the
     updates; 0: from the whole vocabulary, or nothing is sampled."""
-    if self.sampling.whole or not (self.has_iterations and self.sampled_share):
+    if self.sampling.whole or not self.samples:
       return 0
     return min(self.sampling.top_k, self.model.vocab_size)

@@ -68,6 +68,16 @@ class ScheduleConfig:
       )
     return [(int(one[1]), int(one[2])) for one in found]
 
+  @property
+  def shortest(self) -> int:
+    """Tokens that a response may have in the first stage; 0: there are no stages."""
+    return self.stages[0][1] if self.stages else 0
+
+  @property
+  def longest(self) -> int:
+    """The same of the last stage."""
+    return self.stages[-1][1] if self.stages else 0
+
   def limit(self, step: int, longest: int) -> int:
     """Tokens that a response may have in an iteration, of which `longest` is the most."""
     stages = self.stages
@@ -132,6 +142,11 @@ class RLConfig:
     0, "of adapters, which are trained instead of the model; 0: all of it is"
   )
   dump_every: PositiveInt = key(10, "iterations between dumped rollouts")
+
+  @property
+  def rows(self) -> int:
+    """Responses of a rollout batch."""
+    return self.prompts * self.group_size
 
   @property
   def updates(self) -> int:

@@ -200,7 +200,7 @@ REFUSED = {
   "environment.name='calculator'": dict(environment__name="calculator"),
   "rl.extra_prompts=2": dict(rl__extra_prompts=2),
   "data.query_set.extra_rounds=1": dict(data__query_set__extra_rounds=1),
-  "offline.data='file', offline.fresh=0.0 have no effect": dict(job="rl"),
+  "offline.data='file' has no effect, since job='rl'": dict(job="rl"),
   "offline.fresh=0.01 is 0 of rl.prompts=4": dict(offline__fresh=0.01),
   "offline.fresh=0.9 is 4 of rl.prompts=4": dict(offline__fresh=0.9),
   "drop_after=3 has no effect": dict(data__query_set__drop_after=3),

@@ -670,7 +670,7 @@ REFUSED = {
     job="offline", offline__data="f", schedule__new_tokens="1:6",
     objective__name="spo", objective__old_logp="recompute",
   ),
-  r"schedule\.refresh_every=2.*job='sft'.*leave it 0": dict(
+  r"schedule\.refresh_every=2.*job='sft'.*set it to 0": dict(
     job="sft", sft__steps=2, schedule__refresh_every=2
   ),
   r"schedule\.group_size_min=2.*job='eval'": dict(job="eval", schedule__group_size_min=2),
