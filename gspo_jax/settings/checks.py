@@ -6,13 +6,12 @@ Tables, for the dry run and the run alike. In their texts {rl.prompts} is a key 
 
 import dataclasses
 import difflib
-import re
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gspo_jax import objectives as O
-from gspo_jax.settings import estimators
+from gspo_jax.settings import estimators, ranges
 from gspo_jax.settings.rewards import SHOWN, CostSignal, RewardSignal, verifier_config
 from gspo_jax.settings.sampling import MOST_KEPT
 
@@ -24,7 +23,7 @@ class Default(NamedTuple):
   """Sections or keys that have to be as they are by default: a section that is off is one."""
 
   keys: str
-  when: str  # key=this,that | key!=this | key, which is then neither 0 nor ""
+  when: str  # key=this,that, or key: it is neither 0 nor ""
   why: str = "has no effect, since {when}"
 
 
@@ -32,7 +31,7 @@ def _too_long(c: "RunConfig") -> str:
   """The first length that the model's window does not hold."""
   prompt, lengths = "data.max_prompt_tokens", {}
   for name in ("sampling.max_new_tokens", "eval.max_new_tokens"):
-    lengths[f"{prompt} + {name}"] = _at(c, prompt) + _at(c, name)
+    lengths[f"{prompt} + {name}"] = ranges.at(c, prompt) + ranges.at(c, name)
   lengths["sft.max_tokens"] = c.sft.max_tokens
   most = c.model.max_position_embeddings
   return next((f"{name} = {length}" for name, length in lengths.items() if length > most), "")
@@ -88,7 +87,7 @@ DEFAULTS = (
   Default("critic.trunk_coef", "critic.name=model"),
   Default("distillation", "distillation.teacher=", "has no effect without a teacher"),
   Default("profile", "job=sft,eval", "is no iteration: {when} has none"),
-  Default("offline", "job!=offline"),
+  Default("offline", "job=sft+rl,sft,rl,eval"),
   Default("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set", "job=sft,eval"),
   Default(
     "rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set",
@@ -282,7 +281,7 @@ def check(c: "RunConfig") -> None:
   estimators.check(c)
   for message, wrong in RELATIONS.items():
     if it := wrong(c):
-      raise ValueError(_told(c, message, it))
+      raise ValueError(ranges.told(c, "", message, it=it))
   for keys, when, why in DEFAULTS:
     condition = _holds(c, when)
     for name, value, default in _changed(c, keys) if condition else ():
@@ -293,7 +292,7 @@ def check(c: "RunConfig") -> None:
       for message, wrong in SIGNALS.items():
         if it := wrong(c, signal):
           message = message.replace("{signal", f"{{constraints.{kind}.{name}")
-          raise ValueError(_told(c, message, it))
+          raise ValueError(ranges.told(c, "", message, it=it))
 
 
 def check_devices(c: "RunConfig", batch_shards: int) -> None:
@@ -312,24 +311,11 @@ def check_devices(c: "RunConfig", batch_shards: int) -> None:
       )
 
 
-def _at(section: Any, key: str) -> Any:
-  for part in key.split("."):
-    section = section[part] if isinstance(section, dict) else getattr(section, part)
-  return section
-
-
-def _told(c: "RunConfig", text: str, it: Any) -> str:
-  """A text of a table with the configuration's values."""
-  return re.sub(
-    r"\{([\w.]+)\}", lambda x: str(it) if x[1] == "it" else f"{x[1]}={_at(c, x[1])!r}", text
-  )
-
-
 def _holds(c: "RunConfig", condition: str) -> str:
   """A condition of DEFAULTS as it is met, "" if it is not."""
-  key, sign, words = re.fullmatch(r"([\w.]+)(?:(!?=)(.*))?", condition).groups()
-  value = _at(c, key)
-  met = (str(value) in words.split(",")) == (sign == "=") if sign else value
+  key, sign, words = condition.partition("=")
+  value = ranges.at(c, key)
+  met = str(value) in words.split(",") if sign else value
   return f"{key}={value!r}" if met else ""
 
 
@@ -337,7 +323,7 @@ def _changed(c: "RunConfig", keys: str) -> Iterator[tuple[str, Any, Any]]:
   """Name, value and default of each of the keys that differs from its default."""
   defaults = types.SimpleNamespace(**{x.name: x.default for x in dataclasses.fields(c)})
   for name in keys.split():
-    value, default = _at(c, name), _at(defaults, name)
+    value, default = ranges.at(c, name), ranges.at(defaults, name)
     if dataclasses.is_dataclass(default):
       yield from _changed(c, " ".join(f"{name}.{x.name}" for x in dataclasses.fields(default)))
     elif value != default:

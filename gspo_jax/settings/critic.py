@@ -1,13 +1,10 @@
 """Sections `critic` and `distillation`."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gspo_jax.settings import ranges
 from gspo_jax.settings.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, key
-
-if TYPE_CHECKING:
-  pass
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,8 +101,8 @@ class QuerySetConfig:
 
   def __post_init__(self):
     ranges.check(self, "data.query_set")
-    if self.readmit_after and not self.drop_after:
-      raise ValueError("data.query_set.readmit_after is set, and drop_after=0 drops nothing")
+    wrong = {"{readmit_after} readmits nothing, since {drop_after}": self.readmit_after}
+    ranges.refuse(self, "data.query_set", {} if self.drop_after else wrong)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,37 +72,27 @@ class ModelConfig:
 
   def __post_init__(self):
     ranges.check(self, "model")
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f"model.num_heads={self.num_heads} is not a multiple of "
-        f"model.num_kv_heads={self.num_kv_heads}"
-      )
-    if self.num_experts and not 0 < self.experts_per_token <= self.num_experts:
-      raise ValueError(
-        f"model.experts_per_token={self.experts_per_token} must be between 1 and "
-        f"model.num_experts={self.num_experts}"
-      )
-    if self.num_experts and not self.moe_intermediate_size:
-      raise ValueError(f"model.moe_intermediate_size=0: model.num_experts={self.num_experts}")
-    if max(self.mlp_only_layers, default=0) >= self.num_layers:
-      raise ValueError(
-        f"model.mlp_only_layers={max(self.mlp_only_layers)} must be below "
-        f"model.num_layers={self.num_layers}"
-      )
-    if self.num_experts and not any(map(self.is_moe, range(self.num_layers))):
-      raise ValueError(
-        f"model.num_experts={self.num_experts}: no layer has them, with model.num_layers="
-        f"{self.num_layers}, decoder_sparse_step={self.decoder_sparse_step} and "
-        f"mlp_only_layers={self.mlp_only_layers}"
-      )
-    if (self.sliding_window > 0) != (self.sliding_window_pattern > 1):
-      raise ValueError(
-        f"model.sliding_window={self.sliding_window} and model.sliding_window_pattern="
-        f"{self.sliding_window_pattern}: a window takes a pattern of 2 or more, every n-th layer "
-        "being global; without one they are 0 and 1"
-      )
-    if self.head_dim % 2:
-      raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE turns pairs")
+    experts, dense = self.num_experts, max(self.mlp_only_layers, default=0)
+    wrong = {
+      "{num_heads} is not a multiple of {num_kv_heads}": self.num_heads % self.num_kv_heads,
+      "{head_dim} must be even: RoPE turns pairs": self.head_dim % 2,
+      f"model.mlp_only_layers={dense} must be below {{num_layers}}": dense >= self.num_layers,
+      "{sliding_window} and {sliding_window_pattern}: a window takes a pattern of 2 or more, every "
+      "n-th layer being global; without one they are 0 and 1": (self.sliding_window > 0)
+      != (self.sliding_window_pattern > 1),
+    }
+    if experts:
+      wrong |= {
+        "{experts_per_token} must be between 1 and {num_experts}": not (
+          0 < self.experts_per_token <= experts
+        ),
+        "{moe_intermediate_size}, {num_experts}: experts have a width": not (
+          self.moe_intermediate_size
+        ),
+        "{num_experts}: no layer has them, with {num_layers}, {decoder_sparse_step} and "
+        "{mlp_only_layers}": not any(map(self.is_moe, range(self.num_layers))),
+      }
+    ranges.refuse(self, "model", wrong)
 
   def is_moe(self, layer: int) -> bool:
     """Hugging Face's rule for which layers hold experts."""

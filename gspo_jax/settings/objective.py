@@ -166,33 +166,22 @@ class ObjectiveConfig:
     for option, value in self.options().items():
       if option in self.loss.choices:
         _require_one_of(option, value, self.loss.choices[option], f", which {self.name} takes")
-    if (self.segment_unit == "tokens") != (self.segment_tokens is not None):
-      raise ValueError(
-        f"objective.segment_unit={self.segment_unit!r}, objective.segment_tokens="
-        f"{self.segment_tokens}: segments of so many tokens need both, with segment_unit='tokens'"
-      )
-    given = self.segment_delimiters
-    if given is not None and (self.segment_unit != "step" or not all(given) or not given):
-      raise ValueError(
-        f"objective.segment_delimiters={given!r}, objective.segment_unit={self.segment_unit!r}: "
-        "texts that end a segment, none of them empty, go with segment_unit='step'"
-      )
-    if self.clip_exponent and self.clip_length is None:
-      raise ValueError(
-        f"objective.clip_exponent={self.clip_exponent} needs objective.clip_length: the tokens "
-        "of a response for which objective.clip_low and clip_high hold"
-      )
-    if self.adaptive_clip.target and not self.clip_range:
-      raise ValueError(
-        f"objective.adaptive_clip.target={self.adaptive_clip.target}: there is no clip range to "
-        f"move; {self.name} has none, or clip_low and clip_high are 0"
-      )
+    ends, of_tokens = self.segment_delimiters, self.segment_unit == "tokens"
+    wrong = {
+      "{segment_unit}, {segment_tokens}: segments of so many tokens need both, with "
+      "segment_unit='tokens'": of_tokens != (self.segment_tokens is not None),
+      "{segment_delimiters}, {segment_unit}: texts that end a segment, none of them empty, go with "
+      "segment_unit='step'": ends is not None
+      and (self.segment_unit != "step" or not all(ends) or not ends),
+      "{clip_exponent} needs objective.clip_length: the tokens of a response for which "
+      "objective.clip_low and clip_high hold": self.clip_exponent and self.clip_length is None,
+      f"{{adaptive_clip.target}}: there is no clip range to move; {self.name} has none, or "
+      "clip_low and clip_high are 0": self.adaptive_clip.target and not self.clip_range,
+      "{replay} replays what the recomputation pass chose, which {old_logp} leaves out: set it to "
+      "recompute, or replay to R3": self.replay == "R2" and self.old_logp == "sampler",
+    }
+    ranges.refuse(self, "objective", wrong)
     self._check_correction()
-    if self.replay == "R2" and self.old_logp == "sampler":
-      raise ValueError(
-        f"objective.replay='R2' replays what the recomputation pass chose, which "
-        f"objective.old_logp={self.old_logp!r} leaves out: set it to recompute, or replay to R3"
-      )
 
   def _check_correction(self) -> None:
     given, had = self.correction, _correction_options(self)
@@ -203,21 +192,16 @@ class ObjectiveConfig:
       return
     levels = self.loss.levels
     _require_one_of("correction.level", had["level"], levels, f", which {self.name} takes")
-    if had.get("high", 0) < had.get("low", 0):
-      raise ValueError(
-        f"objective.correction.high={had['high']} is smaller than objective.correction.low="
-        f"{had['low']}"
-      )
-    if self.old_logp == "sampler":
-      raise ValueError(
-        f"objective.correction.name={given.name!r} weighs by the trainer's old log-probs against "
-        "the sampler's, which objective.old_logp='sampler' takes for the same: set it to recompute"
-      )
-    if self.old_logp == "behaviour" and given.name == "truncated":
-      raise ValueError(
-        "objective.correction.name='truncated' multiplies by what objective.old_logp='behaviour' "
-        "has in its ratio already: set correction.name to masked or none, or old_logp to recompute"
-      )
+    wrong = {
+      f"objective.correction.high={had.get('high')} is smaller than objective.correction.low="
+      f"{had.get('low')}": had.get("high", 0) < had.get("low", 0),
+      "{correction.name} weighs by the trainer's old log-probs against the sampler's, which "
+      "{old_logp} takes for the same: set it to recompute": self.old_logp == "sampler",
+      "{correction.name} multiplies by what {old_logp} has in its ratio already: set "
+      "correction.name to masked or none, or old_logp to recompute": self.old_logp == "behaviour"
+      and given.name == "truncated",
+    }
+    ranges.refuse(self, "objective", wrong)
 
   @property
   def loss(self) -> Callable:

@@ -21,6 +21,7 @@ import re
 import struct
 import types
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 INT32 = 2**31 - 1
@@ -126,6 +127,32 @@ def check_value(kind: Any, value: Any, key: str) -> None:
     raise ValueError(f"{key}={value!r} must not hold NUL")
   if kind is str and value.encode(errors="replace").decode() != value:
     raise ValueError(f"{key}={value!r} must be UTF-8")
+
+
+def refuse(section: Any, path: str, wrong: Mapping[str, Any]) -> None:
+  """ValueError with the first message that is wrong of a section; {key} is the key with its value,
+  and `path` leads to the section."""
+  for message, is_wrong in wrong.items():
+    if is_wrong:
+      raise ValueError(told(section, path, message))
+
+
+def told(section: Any, path: str, message: str, **words: Any) -> str:
+  """A message with the keys in it, {like.this}, as they are set: `like.this='word'`; and words."""
+
+  def value(match: re.Match[str]) -> str:
+    if match[1] in words:
+      return str(words[match[1]])
+    return f"{path}{'.' if path else ''}{match[1]}={at(section, match[1])!r}"
+
+  return re.sub(r"\{([\w.]+)\}", value, message)
+
+
+def at(section: Any, key: str) -> Any:
+  """The value of a key with dots."""
+  for part in key.split("."):
+    section = section[part] if isinstance(section, Mapping) else getattr(section, part)
+  return section
 
 
 def describe(kind: Any) -> str:

@@ -66,16 +66,16 @@ class RewardConfig:
 
   def __post_init__(self):
     ranges.check(self, "reward")
-    if self.workers == 0 and self.name not in ("arithmetic", "recurrence", "string"):
-      raise ValueError(f"reward.workers=0: reward.name={self.name!r} needs at least 1")
-    if self.partial and self.name != "recurrence":
-      raise ValueError(f"reward.partial={self.partial} needs reward.name=recurrence")
-    if self.format_weight and self.format == "none":
-      raise ValueError("reward.format_weight needs reward.format=think or think_answer")
-    if self.overlong_weight and self.wrong_buffer:
-      raise ValueError(
-        f"reward.overlong_weight={self.overlong_weight} needs a buffer: {self.wrong_buffer}"
-      )
+    needs_workers = self.name not in ("arithmetic", "recurrence", "string")
+    wrong = {
+      "{workers}: {name} needs at least 1": needs_workers and not self.workers,
+      "{partial} needs reward.name=recurrence": self.partial and self.name != "recurrence",
+      "{format_weight} needs reward.format=think or think_answer": self.format_weight
+      and self.format == "none",
+      f"{{overlong_weight}} needs a buffer: {self.wrong_buffer}": self.overlong_weight
+      and self.wrong_buffer,
+    }
+    ranges.refuse(self, "reward", wrong)
 
   @property
   def wrong_buffer(self) -> str:
@@ -151,37 +151,32 @@ class ConstraintConfig:
   )
 
   def __post_init__(self):
-    for kind, name, one in self.entries():
-      key = f"constraints.{kind}.{name}"
-      ranges.check(one, key)
+    for kind, name, entry in self.entries():
+      path = f"constraints.{kind}.{name}"
+      ranges.check(entry, path)
       if not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise ValueError(f"{key}: a name is letters, digits and underscores, as in metrics")
-      if not _active(one):
-        continue
-      if not one.signal:
-        switch = "weight" if isinstance(one, RewardSignal) else "bound"
-        raise ValueError(
-          f"{key}.{switch}={getattr(one, switch)!r} needs {key}.signal, where its number comes "
-          f"from: {SIGNALS}"
-        )
-      if (one.signal == "text") != bool(one.text):
-        raise ValueError(
-          f"{key}.text={one.text!r}, {key}.signal={one.signal!r}: a text is what signal='text' "
-          "looks for, and it needs one; set both or neither"
-        )
-      if one.signal != "token" and one.token:
-        raise ValueError(
-          f"{key}.token={one.token}, {key}.signal={one.signal!r}: set it to 0, or signal to token"
-        )
-      if isinstance(one, CostSignal) and one.initial > one.most:
-        raise ValueError(f"{key}.initial={one.initial} is above {key}.most={one.most}")
-    if twice := {*self.active_rewards} & {*self.active_costs}:
-      raise ValueError(
-        f"constraints.rewards.{min(twice)} and constraints.costs.{min(twice)} would have the same "
-        "metrics: rename one of them"
-      )
-    if self.on and not (self.reward_weight or self.active_rewards):
-      raise ValueError("constraints.reward_weight=0.0: no reward is left; set it, or a weight")
+        raise ValueError(f"{path}: a name is letters, digits and underscores, as in metrics")
+      of_cost = isinstance(entry, CostSignal)
+      switch = "bound" if of_cost else "weight"
+      wrong = {
+        f"{{{switch}}} needs {path}.signal, where its number comes from: {SIGNALS}": (
+          not entry.signal
+        ),
+        "{text}, {signal}: a text is what signal='text' looks for, and it needs one; set both or "
+        "neither": (entry.signal == "text") != bool(entry.text),
+        "{token}, {signal}: set it to 0, or signal to token": entry.signal != "token"
+        and entry.token,
+        "{initial} is above {most}": of_cost and entry.initial > entry.most,
+      }
+      ranges.refuse(entry, path, wrong if _active(entry) else {})
+    twice = min({*self.active_rewards} & {*self.active_costs}, default="")
+    wrong = {
+      f"constraints.rewards.{twice} and constraints.costs.{twice} would have the same metrics: "
+      "rename one of them": twice,
+      "{reward_weight}: no reward is left; set it, or a weight": self.on
+      and not (self.reward_weight or self.active_rewards),
+    }
+    ranges.refuse(self, "constraints", wrong)
 
   def entries(self) -> list[tuple[str, str, RewardSignal | CostSignal]]:
     """Section, name and entry of all that there are, those left out included."""

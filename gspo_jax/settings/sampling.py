@@ -96,24 +96,20 @@ class EngineConfig:
 
   def __post_init__(self):
     ranges.check(self, "engine")
-    if (self.name == "server") != bool(self.urls):
-      raise ValueError(
-        f"engine.name={self.name!r}, engine.urls={self.urls!r}: servers need their URLs, and "
-        "engine.name='local' has none"
-      )
     for url in self.urls:
       parts = urllib.parse.urlsplit(url)
       if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
         raise ValueError(f"engine.urls={self.urls!r}: {url!r} is not like http://host:port")
-    if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-      raise ValueError(f"engine.urls={self.urls!r} names a server twice")
-    if self.prefill_tokens & (self.prefill_tokens - 1):
-      raise ValueError(f"engine.prefill_tokens={self.prefill_tokens} must be a power of two")
-    if self.cache == "dense" and self.cache_tokens:
-      raise ValueError(
-        f"engine.cache_tokens={self.cache_tokens} is for pages, and engine.cache='dense' has none: "
-        "leave one of them out"
-      )
+    served, dense = self.name == "server", self.cache == "dense"
+    wrong = {
+      "{name}, {urls}: servers need their URLs, and engine.name='local' has none": served
+      != bool(self.urls),
+      "{urls} names a server twice": len({url.rstrip("/") for url in self.urls}) < len(self.urls),
+      "{prefill_tokens} must be a power of two": self.prefill_tokens & (self.prefill_tokens - 1),
+      "{cache_tokens} is for pages, and engine.cache='dense' has none: leave one of them out": dense
+      and self.cache_tokens,
+    }
+    ranges.refuse(self, "engine", wrong)
 
   def compute(self, trainer: ComputeConfig) -> ComputeConfig:
     """Precision and formulations of the sampler: the trainer's, but for a `dtype` of its own."""

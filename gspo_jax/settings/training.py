@@ -45,15 +45,13 @@ class ScheduleConfig:
   def __post_init__(self):
     ranges.check(self, "schedule")
     begins, lengths = zip(*self.stages) if self.stages else ((1,), (1,))
-    if begins[0] != 1 or any(b <= a for a, b in itertools.pairwise(begins)):
-      raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r}: iterations go up from 1, as in 1:2048,50:4096"
-      )
-    if lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)):
-      raise ValueError(
-        f"schedule.new_tokens={self.new_tokens!r}: responses grow, from at least one token; what "
-        "was put aside may be longer than a smaller limit"
-      )
+    wrong = {
+      "{new_tokens}: iterations go up from 1, as in 1:2048,50:4096": begins[0] != 1
+      or any(b <= a for a, b in itertools.pairwise(begins)),
+      "{new_tokens}: responses grow, from at least one token; what was put aside may be longer "
+      "than a smaller limit": lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)),
+    }
+    ranges.refuse(self, "schedule", wrong)
 
   @property
   def stages(self) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import pytest
 from support.configs import config_of
 
 from configs import common
-from gspo_jax.settings import checks, page
+from gspo_jax.settings import checks, page, ranges
 from gspo_jax.settings.reading import default
 
 KEYS = page.by_name()
@@ -48,4 +48,4 @@ def test_the_keys_of_a_row_are_there(row):
 def test_the_keys_of_a_message_are_there():
   assert not any(wrong(default()) for wrong in checks.RELATIONS.values())
   for message in checks.RELATIONS:
-    assert "{" not in checks._told(default(), message, "it")
+    assert "{" not in ranges.told(default(), "", message, it="it")
