@@ -85,7 +85,7 @@ GROUPS = {
     "notebooks/experiment_*",
     "CONTRIBUTING",
   ],
-  "Reference": ["docs/objectives", "docs/metrics", "docs/reference/*", "CHANGELOG"],
+  "Reference": ["docs/keys", "docs/objectives", "docs/metrics", "docs/reference/*", "CHANGELOG"],
   "Explanation": [
     "docs/sampling",
     "docs/engines",

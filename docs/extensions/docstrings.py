@@ -22,8 +22,11 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
+
+from gspo_jax.settings import page
 
 SECTIONS = Config(napoleon_use_rtype=False)
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
   if "#:" not in pattern:
     raise ImportError("this Sphinx reads comments in another way: docs/extensions/docstrings.py")
   parser.comment_re = re.compile(pattern.replace("#:", "#:?"))
+  app.connect("builder-inited", _keys)
   app.connect("autodoc-process-docstring", _docstring)
   app.connect("autodoc-process-signature", _signature)
   app.connect("missing-reference", _reference)
@@ -51,14 +55,20 @@ def setup(app: Sphinx) -> dict[str, Any]:
   return dict(parallel_read_safe=True, parallel_write_safe=True)
 
 
+def _keys(app: Sphinx) -> None:
+  """Has the reasons of keys for what comments are to other fields."""
+  for section in {type(section) for _, section, _ in page.sections()}:
+    analyzer = ModuleAnalyzer.for_module(section.__module__)
+    analyzer.analyze()
+    for field in dataclasses.fields(section):
+      if "why" in field.metadata:
+        analyzer.attr_docs[section.__name__, field.name] = [field.metadata["why"], ""]
+
+
 def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
   text = "\n".join(lines)
   if re.fullmatch(r"Alias for field number \d+\s*", text):  # of every field of a NamedTuple
     text = ""
-  if what == "class" and dataclasses.is_dataclass(obj):
-    whys = {field.name: field.metadata.get("why") for field in dataclasses.fields(obj)}
-    keys = [f"  {name}: {why}" for name, why in whys.items() if why]
-    text += "\n".join(["\n\nAttributes:", *keys]) if keys else ""
   lines[:] = restructured(text).split("\n")
   if what not in ("attribute", "data", "property"):  # of which napoleon takes words for types
     lines[:] = GoogleDocstring(lines, SECTIONS, app, what, name, obj, options).lines()

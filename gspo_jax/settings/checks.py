@@ -85,7 +85,11 @@ DEFAULTS = (
   Default("critic critic_optimizer", "critic.name=none"),
   Default("critic.init", "critic.name=head"),
   Default("critic.trunk_coef", "critic.name=model"),
-  Default("distillation", "distillation.teacher=", "has no effect without a teacher"),
+  Default(
+    "distillation",
+    "distillation.teacher=",
+    "has no effect without a teacher (distillation.teacher)",
+  ),
   Default("profile", "job=sft,eval", "is no iteration: {when} has none"),
   Default("offline", "job=sft+rl,sft,rl,eval"),
   Default("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set", "job=sft,eval"),
@@ -114,7 +118,11 @@ DEFAULTS = (
     "environment.name=",
     "is a cost of conversations, and {when} has none; reward.overlong_weight is for single turns",
   ),
-  Default("environment.charge", "environment.costs=False", "has no effect without a cost"),
+  Default(
+    "environment.charge",
+    "environment.costs=False",
+    "has no effect without environment.token_cost or call_cost",
+  ),
   Default(
     "objective.clip_length",
     "objective.clip_exponent=None,0.0",

@@ -108,10 +108,9 @@ class RunConfig:
 
   def benchmarks(self) -> list[tuple[str, BenchmarkConfig, str]]:
     """Every benchmark that has data: name, what to do, and the config key of its data."""
-    held_out = BenchmarkConfig(
-      self.data.eval, "", self.eval.problems, self.eval.samples, (), False, ""
-    )
-    named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in self.eval.benchmarks.items()]
+    c = self.eval
+    held_out = BenchmarkConfig(self.data.eval, problems=c.problems, samples=c.samples)
+    named = [(n, b, f"eval.benchmarks.{n}.data") for n, b in c.benchmarks.items()]
     return [entry for entry in [("", held_out, "data.eval"), *named] if entry[1].data]
 
   @property
