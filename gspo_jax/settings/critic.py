@@ -17,20 +17,12 @@ class CriticConfig:
   init: Literal["policy", "random"] = key(
     "policy", "of a model of its own: policy: its weights before RL"
   )
-  warmup_iterations: NonNegativeInt = key(
-    0, "the first ones of rl.iterations, in which only the critic learns"
-  )
+  warmup_iterations: NonNegativeInt = key(0, "the first ones: only the critic learns")
   discount: Fraction = key(1.0, "γ, per token; 1: a right response is worth the same at any length")
   trace: Fraction = key(0.95, "λ of GAE, per token; 1: rewards alone, for long responses")
-  clip: NonNegativeFloat = key(
-    0.2, "how far a value may move from the old one in an iteration; 0: no bound"
-  )
-  normalize: bool = key(
-    True, "advantages of an iteration to mean 0 and standard deviation 1, over tokens"
-  )
-  trunk_coef: NonNegativeFloat = key(
-    0.1, "of a head: factor of its loss for the trunk; 0: the head alone learns"
-  )
+  clip: NonNegativeFloat = key(0.2, "how far a value may move in an iteration; 0: no bound")
+  normalize: bool = key(True, "advantages to mean 0 and standard deviation 1, over tokens")
+  trunk_coef: NonNegativeFloat = key(0.1, "of a head: factor of its loss for the trunk; 0: none")
   kl_coef: NonNegativeFloat = key(0.0, "of log π_old/π_ref, taken from each token's reward")
 
   def __post_init__(self):
@@ -60,12 +52,8 @@ class DistillationConfig:
 
   teacher: str = key("", 'Hugging Face directory | run or its checkpoint, as weights; "": none')
   coef: PositiveFloat = key(1.0, "of log π_teacher/π_old in the advantage of a token")
-  discount: Fraction = key(
-    0.0, "of that of later tokens, per token; 0: each answers for itself alone"
-  )
-  reward_weight: NonNegativeFloat = key(
-    1.0, "of the advantage that rewards give; 0: the teacher's alone"
-  )
+  discount: Fraction = key(0.0, "of what later tokens add; 0: nothing")
+  reward_weight: NonNegativeFloat = key(1.0, "of the advantage by rewards; 0: the teacher's")
 
   def __post_init__(self):
     ranges.check(self, "distillation")

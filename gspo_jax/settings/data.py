@@ -77,9 +77,7 @@ class OfflineConfig:
   """Recorded responses, which job=offline learns from. docs/data.md"""
 
   data: str = key("", "dumped rollouts, RUN/rollouts/rl_*.jsonl, or files like them, with commas")
-  fresh: FractionBelowOne = key(
-    0.0, "share of the prompts of an iteration whose responses are sampled now"
-  )
+  fresh: FractionBelowOne = key(0.0, "share of prompts whose responses are sampled now")
 
   def __post_init__(self):
     ranges.check(self, "offline")
@@ -89,15 +87,9 @@ class OfflineConfig:
 class QuerySetConfig:
   """Prompts that stay in use while the policy learns."""
 
-  drop_after: NonNegativeInt = key(
-    0, "groups, all right or all wrong, that end a prompt's use; 0: none"
-  )
-  readmit_after: NonNegativeInt = key(
-    0, "iterations until a dropped prompt gets another chance; 0: never"
-  )
-  extra_rounds: NonNegativeInt = key(
-    0, "of sampling, at most, until all groups have different rewards (DAPO)"
-  )
+  drop_after: NonNegativeInt = key(0, "groups all right or all wrong that drop a prompt; 0: none")
+  readmit_after: NonNegativeInt = key(0, "iterations until a dropped prompt returns; 0: never")
+  extra_rounds: NonNegativeInt = key(0, "of sampling, until all groups have spread (DAPO)")
 
   def __post_init__(self):
     ranges.check(self, "data.query_set")
@@ -109,15 +101,11 @@ class QuerySetConfig:
 class DataConfig:
   """Sources of problems, and the format of files that name none of their own. docs/data.md"""
 
-  train: str = key(
-    "arithmetic:train", "embedded task | [format@]path [where ...] | several of them"
-  )
+  train: str = key("arithmetic:train", "embedded task | [format@]path [where ...] | several")
   eval: str = key("arithmetic:heldout", "held-out problems, in the same way")
   question_field: str = key("question", "a field, or a text made of {fields}")
   answer_field: str = key("answer", "a field, or json:tests,metadata")
-  answer_pattern: str = key(
-    "", 'regex whose group 1 is the gold answer; boxed; "": the whole field'
-  )
+  answer_pattern: str = key("", 'regex whose group 1 is the answer; boxed; "": the whole field')
   demonstration_field: str = key("", 'imitated by the cold start; "": the answer field')
   prompt_template: str = key(
     "{question}", "the user's turn where the tokenizer has a chat template; holds {question}"
@@ -132,15 +120,9 @@ class DataConfig:
   lines: tuple[Annotated[int, Range(1, 128)], ...] = key(
     (8, 16, 32), "recurrence: that its problems ask for"
   )
-  carry_errors: Fraction = key(
-    0.5, "embedded tasks: probability that a demonstration forgets a carry"
-  )
-  skipped_work: Fraction = key(
-    0.0, "embedded sums: share of demonstrations that are the answer alone"
-  )
-  checks: Fraction = key(
-    0.0, "calculator: probability that a demonstration asks a question twice, to be sure"
-  )
+  carry_errors: Fraction = key(0.5, "probability that a demonstration forgets a carry")
+  skipped_work: Fraction = key(0.0, "sums: share of demonstrations that are the answer alone")
+  checks: Fraction = key(0.0, "calculator: probability that a demonstration asks twice")
   query_set: QuerySetConfig = QuerySetConfig()
 
   def __post_init__(self):

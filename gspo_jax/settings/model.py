@@ -60,13 +60,9 @@ class ModelConfig:
     "of prompt and response together, at most"
   )
   query_pre_attn_scalar: NonNegativeInt = key(0, "scores are q kᵀ over its root; 0: head_dim")
-  attn_logit_softcapping: NonNegativeFloat = key(
-    0.0, "soft bound c · tanh(x / c) on scores; 0: none"
-  )
+  attn_logit_softcapping: NonNegativeFloat = key(0.0, "c · tanh(x / c) of scores; 0: none")
   final_logit_softcapping: NonNegativeFloat = key(0.0, "the same on logits")
-  sliding_window: NonNegativeInt = key(
-    0, "positions that a local layer's token sees, with itself; 0: all"
-  )
+  sliding_window: NonNegativeInt = key(0, "positions that a local layer sees; 0: all")
   sliding_window_pattern: PositiveInt = key(1, "every n-th layer is global, the others local")
   local_rope_theta: Theta = key(1e4, "rope_theta of local layers")
 
@@ -119,18 +115,14 @@ class ModelConfig:
 class ComputeConfig:
   """Precision and formulations; none of them changes a result beyond round-off."""
 
-  dtype: Literal["float32", "bfloat16"] = key(
-    "float32", "of activations and matmul inputs; bfloat16 on accelerators"
-  )
+  dtype: Literal["float32", "bfloat16"] = key("float32", "of activations and matmul inputs")
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] = key(
     "auto", "auto: by length and platform"
   )
   experts: Literal["auto", "blocks", "batched", "ragged", "megablox"] = key(
     "auto", "auto: by platform and load"
   )
-  expert_chunk: NonNegativeInt = key(
-    0, "tokens of a device that go through the experts at once; 0: all"
-  )
+  expert_chunk: NonNegativeInt = key(0, "tokens through a device's experts at once; 0: all")
   remat: Literal["none", "full", "attention", "dots", "both", "auto"] = key(
     "none", "what the backward pass keeps of a layer (models/remat.py); auto: what fits"
   )

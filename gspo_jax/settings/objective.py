@@ -22,9 +22,7 @@ class AdaptiveClipConfig:
   """Ranges that move until so many tokens are clipped. docs/objectives.md"""
 
   target: FractionBelowOne = key(0.0, "share of tokens; 0: the ranges stay")
-  gain: PositiveFloat = key(
-    1.0, "of the ranges' logarithms, by iteration and distance to the target"
-  )
+  gain: PositiveFloat = key(1.0, "of log range, by iteration and distance to the target")
   span: Annotated[float, Range(1, 1e9)] = key(
     100.0, "the largest factor, and the inverse of the smallest"
   )

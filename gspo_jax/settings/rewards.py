@@ -40,21 +40,17 @@ class RewardConfig:
   workers: Workers = key(0, "processes that verify at the same time; math and code need some")
   time_limit_s: TimeLimit = key(1.0, "per answer, without queueing; code: CPU time per test")
   memory_mb: Annotated[int, Range(64, 1_048_576)] = key(1024, "code: address space of a test")
-  isolation: Literal[ISOLATIONS] = key(
-    "auto", "code: auto: namespaces | none: programs run with your rights"
-  )
+  isolation: Literal[ISOLATIONS] = key("auto", "code; none: programs have your rights")
   format: Literal["none", "think", "think_answer"] = key("none", "tags that a response must have")
   format_weight: NonNegativeFloat = key(0.0, "added to the reward of a response that has them")
   overlong_weight: NonNegativeFloat = key(
-    0.0, "taken from a response of overlong_max tokens and more; DAPO has 1"
+    0.0, "taken from responses of overlong_max tokens; DAPO: 1"
   )
   overlong_max: NonNegativeInt = key(0, "tokens; 0: sampling.max_new_tokens")
   overlong_buffer: NonNegativeInt = key(
     0, "tokens below overlong_max over which the loss grows from 0"
   )
-  false_positive: Fraction = key(
-    0.0, "noise for experiments: share of other responses rewarded as if right"
-  )
+  false_positive: Fraction = key(0.0, "noise: share of other responses rewarded as if right")
   false_negative: Fraction = key(0.0, "share of the right responses that are not rewarded")
   noise_seed: ranges.Seed = key(0, "the same seed misjudges the same responses")
   partial: Fraction = key(0.0, "recurrence: of the value, what the share of right lines decides")

@@ -41,9 +41,7 @@ class RunConfig:
   on_nonfinite: Literal["stop", "skip"] = key(
     "stop", "NaN or infinity in an update: stop the run | skip the update"
   )
-  profile: NonNegativeInt = key(
-    0, "iteration whose JAX profiler trace goes to WORKDIR/profile; 0: none"
-  )
+  profile: NonNegativeInt = key(0, "iteration that JAX's profiler traces; 0: none")
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(
     "random", "random | Hugging Face directory | run or its checkpoint. docs/running.md"

@@ -37,9 +37,7 @@ class SamplingConfig:
   min_p: ranges.FractionBelowOne = key(
     0.0, "keep tokens so much as likely as the likeliest, with top_k; 0: all"
   )
-  max_new_tokens: PositiveInt = key(
-    10, 'per response: "8991:1998" (sums are written in reverse) and the end'
-  )
+  max_new_tokens: PositiveInt = key(10, 'per response: "8991:1998" and the end')
 
   def __post_init__(self):
     ranges.check(self, "sampling")
@@ -65,12 +63,8 @@ class EngineConfig:
   dtype or a cache_dtype of 16 bits. docs/sampling.md"""
 
   slots: NonNegativeInt = key(0, "responses decoded at once, over all devices; 0: all of a batch")
-  steps: PositiveInt = key(
-    16, "of decoding between two looks of the host, which prefills for free slots"
-  )
-  prefill_tokens: Prefill = key(
-    4096, "of a device at once, a power of two; longer prompts go in pieces"
-  )
+  steps: PositiveInt = key(16, "of decoding between two looks of the host")
+  prefill_tokens: Prefill = key(4096, "of a device at once; longer prompts go in pieces")
   cache_dtype: Literal["float32", "bfloat16"] = key("float32", "of keys and values")
   cache: Literal["auto", "dense", "paged"] = key(
     "auto",
@@ -82,9 +76,7 @@ class EngineConfig:
     "positions of all pages, over all devices; 0: whole windows. With fewer, responses that find "
     "no page are put aside and begun again: sampling/put_aside",
   )
-  page_tokens: PositiveInt = key(
-    128, "positions of a page; the TPU's kernel wants a multiple of 16, and copies large ones fast"
-  )
+  page_tokens: PositiveInt = key(128, "positions of a page; TPU: a multiple of 16")
   dtype: Literal["", "float32", "bfloat16"] = key(
     "", 'as compute.dtype, of whatever samples; "": the same. Another makes the mismatch larger'
   )
@@ -134,13 +126,9 @@ class EnvironmentConfig:
     1, "of the policy; a conversation that is not over by then is cut off"
   )
   stop_strings: tuple[str, ...] = key((), "that end a turn, as stop tokens do")
-  discount: Fraction = key(
-    1.0, "of rewards of later turns (or lines) in the advantage of an earlier one"
-  )
+  discount: Fraction = key(1.0, "of rewards of later turns (or lines)")
   workers: Workers = key(0, "threads that environments run in; 0: none, for those that never wait")
-  token_cost: NonNegativeFloat = key(
-    0.0, "of each sampled token, taken from the reward of its turn"
-  )
+  token_cost: NonNegativeFloat = key(0.0, "of a sampled token, from the reward of its turn")
   call_cost: NonNegativeFloat = key(0.0, "of each tool call, the same")
   charge: Literal["all", "right"] = key(
     "all", "who pays; right: right conversations alone, so that nobody gains by giving up sooner"

@@ -22,9 +22,7 @@ class ServerConfig:
     "of a request, longer than the longest response takes; a server that does not answer /health "
     "is left out long before",
   )
-  publish_s: Seconds = key(
-    900.0, "of a request with new weights or a probe; timeout_s bounds it too"
-  )
+  publish_s: Seconds = key(900.0, "of a request with new weights or a probe")
   wait_s: Seconds = key(300.0, "with no server left, until the run ends")
   retries: NonNegativeInt = key(5, "of a request, on other servers where there are any")
   tolerance: Annotated[float, Range(0, 100)] = key(

@@ -29,15 +29,11 @@ _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 class ScheduleConfig:
   """What changes while a run goes on. docs/objectives.md"""
 
-  new_tokens: str = key(
-    "", 'the most of a response from an iteration on, as 1:2048,50:4096; "": always the same'
-  )
+  new_tokens: str = key("", "most of a response from an iteration on: 1:2048,50:4096")
   refresh_every: NonNegativeInt = key(
     0, "iterations until lines appended to data.train are read; 0: never"
   )
-  group_size_min: NonNegativeInt = key(
-    0, "responses to the easiest prompts, of rl.group_size; 0: all have rl.group_size"
-  )
+  group_size_min: NonNegativeInt = key(0, "responses to the easiest prompts; 0: rl.group_size")
   group_solved: Annotated[float, Range(0.01, 0.9999)] = key(
     0.9, "probability of a right response, which decides the size of a group"
   )
@@ -95,12 +91,8 @@ class SftConfig:
   check_every: PositiveInt = key(10, "updates between two looks at the held-out loss")
   check_problems: PositiveInt = key(128, "demonstrations that are held out for it")
   batch: PositiveInt = key(64, "demonstrations per update")
-  microbatches: PositiveInt = key(
-    1, "parts of an update, one after the other: more of them need less memory"
-  )
-  max_tokens: NonNegativeInt = key(
-    0, "of prompt and demonstration; 0: data.max_prompt_tokens + sampling.max_new_tokens"
-  )
+  microbatches: PositiveInt = key(1, "parts of an update: more of them need less memory")
+  max_tokens: NonNegativeInt = key(0, "0: data.max_prompt_tokens + sampling.max_new_tokens")
   log_every: PositiveInt = key(10, "updates between rows of metrics.jsonl")
   load_balance_coef: NonNegativeFloat = key(
     0.0, "router auxiliary loss; from scratch, experts collapse without it"
@@ -113,32 +105,20 @@ class RLConfig:
 
   iterations: PositiveInt = key(300, "rollout batches")
   prompts: PositiveInt = key(64, "P, per rollout batch; a multiple of minibatches")
-  group_size: Annotated[int, Range(1, 65_536)] = key(
-    8, "G, responses per prompt; 2 or more where advantages are relative"
-  )
-  lag: Annotated[int, Range(0, 1000)] = key(
-    0, "iterations that sampling is ahead of the updates, at most. docs/asynchronous.md"
-  )
+  group_size: Annotated[int, Range(1, 65_536)] = key(8, "G, responses per prompt")
+  lag: Annotated[int, Range(0, 1000)] = key(0, "iterations that sampling is ahead of updates")
   record: bool = key(False, "each batch goes into WORKDIR/batches, as it is trained on")
   replay: str = key("", 'WORKDIR/batches of a recorded run, trained on again; "": sample')
-  extra_prompts: NonNegativeInt = key(
-    0, "begun beyond prompts as places become free; the unfinished are carried over"
-  )
+  extra_prompts: NonNegativeInt = key(0, "begun beyond prompts as places become free; carried over")
   token_budget: Annotated[int, Range(0, INT32)] = key(
     0, "sampled per iteration, the rest is carried over; 0: none, all go to the end"
   )
   mask_truncated: bool = key(False, "True: responses that were cut off teach nothing (DAPO, §3.4)")
   minibatches: PositiveInt = key(4, "updates per rollout batch and epoch: §5.1")
   epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")
-  microbatches: PositiveInt = key(
-    1, "parts of an update, one after the other: more of them need less memory"
-  )
-  packed: bool = key(
-    False, "several responses to a row, and micro-batches left out. docs/running.md"
-  )
-  lora_rank: Annotated[int, Range(0, 65_536)] = key(
-    0, "of adapters, which are trained instead of the model; 0: all of it is"
-  )
+  microbatches: PositiveInt = key(1, "parts of an update: more of them need less memory")
+  packed: bool = key(False, "several responses to a row. docs/running.md")
+  lora_rank: Annotated[int, Range(0, 65_536)] = key(0, "of adapters, trained alone; 0: none")
   dump_every: PositiveInt = key(10, "iterations between dumped rollouts")
 
   @property
@@ -173,13 +153,9 @@ class OptimizerConfig:
   warmup_steps: NonNegativeInt = key(10, "gradient updates, linear from 0")
   final_fraction: ranges.Fraction = key(0.1, "of the peak, at the last update; constant ignores it")
   b1: ranges.FractionBelowOne = key(0.9, "decay of the mean of gradients")
-  b2: ranges.FractionBelowOne = key(
-    0.95, "of their squares: shorter memory than 0.999, as RL gradients change quickly"
-  )
+  b2: ranges.FractionBelowOne = key(0.95, "of their squares; RL gradients change quickly")
   eps: ranges.PositiveFraction = key(1e-8, "added to the root of the squares")
-  weight_decay: NonNegativeFloat = key(
-    0.0, "decoupled, not on norms and biases; RL moves little, and decay would pull towards zero"
-  )
+  weight_decay: NonNegativeFloat = key(0.0, "decoupled, not on norms and biases; RL moves little")
   clip_norm: NonNegativeFloat = key(1.0, "global gradient norm; 0: no bound")
 
   def __post_init__(self):
@@ -194,9 +170,7 @@ class CheckpointConfig:
   every: PositiveInt = key(20, "iterations (rl) or updates (sft) between them")
   keep: PositiveInt = key(2, "of the newest")
   keep_every: NonNegativeInt = key(0, "those of steps that this divides are kept as well; 0: none")
-  best: str = key(
-    "", 'the one where this metric is largest is kept as well, as eval/accuracy; "": none'
-  )
+  best: str = key("", 'metric of which the best is kept as well; "": none')
   grace_s: Seconds = key(30.0, "from SIGTERM to the end of the process, at the latest")
 
   def __post_init__(self):
@@ -213,20 +187,12 @@ class CheckpointConfig:
 class AlarmConfig:
   """Thresholds for warnings of a run in trouble; 0 turns one off."""
 
-  window: Annotated[int, Range(2, 1_000_000)] = key(
-    10, "iterations that medians and means are taken over"
-  )
+  window: Annotated[int, Range(2, 1_000_000)] = key(10, "iterations of medians and means")
   grad_norm: NonNegativeFloat = key(10.0, "times its median over the window before")
   entropy: NonNegativeFloat = key(0.03, "nats per token, below which the policy has collapsed")
-  ratio: NonNegativeFloat = key(
-    0.005, "mean |importance ratio - 1|: the policy runs away from the one that sampled"
-  )
-  mismatch: NonNegativeFloat = key(
-    1.0, "times the clip range: sampler and trainer, or two programs, differ so much"
-  )
-  reward: NonNegativeFloat = key(
-    0.2, "that the mean over a window lies below the highest such mean so far"
-  )
+  ratio: NonNegativeFloat = key(0.005, "mean |importance ratio - 1|: the policy runs away")
+  mismatch: NonNegativeFloat = key(1.0, "times the clip range: sampler and trainer differ so much")
+  reward: NonNegativeFloat = key(0.2, "that its mean lies below the highest so far")
   unknown: Fraction = key(0.01, "share of responses without a verdict, which are not learned from")
 
   def __post_init__(self):
