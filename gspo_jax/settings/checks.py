@@ -29,10 +29,12 @@ class Default(NamedTuple):
 
 def _too_long(c: "RunConfig") -> str:
   """The first length that the model's window does not hold."""
-  prompt, lengths = "data.max_prompt_tokens", {}
-  for name in ("sampling.max_new_tokens", "eval.max_new_tokens"):
-    lengths[f"{prompt} + {name}"] = ranges.at(c, prompt) + ranges.at(c, name)
-  lengths["sft.max_tokens"] = c.sft.max_tokens
+  prompt = c.data.max_prompt_tokens
+  lengths = {
+    "data.max_prompt_tokens + sampling.max_new_tokens": prompt + c.sampling.max_new_tokens,
+    "data.max_prompt_tokens + eval.max_new_tokens": prompt + c.eval.max_new_tokens,
+    "sft.max_tokens": c.sft.max_tokens,
+  }
   most = c.model.max_position_embeddings
   return next((f"{name} = {length}" for name, length in lengths.items() if length > most), "")
 
