@@ -105,7 +105,7 @@ def with_options(cls: type) -> type:
     words = [word for loss in LOSSES.values() for word in loss.choices.get(option, ())]
     kind = Literal[*dict.fromkeys(words)] if words else KINDS.get(option, NonNegativeFloat)
     cls.__annotations__[option] = kind | None
-    setattr(cls, option, key(None, REASONS[option]))
+    setattr(cls, option, key(None, REASONS.get(option, "an option of the loss")))
   return cls
 
 
