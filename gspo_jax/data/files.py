@@ -11,7 +11,7 @@ import logging
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -20,6 +20,7 @@ from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
 
 Row = tuple[str, str, Callable[[], Any]]
+Numbered = Iterator[tuple[int, Callable[[], Any]]]  # rows of a file, by their number in it
 _MAGIC = r"[*?\[]"
 
 
@@ -102,22 +103,25 @@ def _found(spec: str, key: str) -> list[epath.Path]:
   return files
 
 
-def json_row(line: bytes) -> Any:
+def _json_row(line: bytes) -> Any:
   try:
     return jsons.parse(line)
   except ValueError as error:
     raise BadRow(f"{error}. Correct the row") from error
 
 
-def _json_lines(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+def json_lines(lines: Iterable[bytes], first: int = 1) -> Numbered:
+  for number, line in enumerate(lines, first):
+    if line.strip():
+      yield number, functools.partial(_json_row, line)
+
+
+def _json_lines(file: epath.Path) -> Numbered:
   with file.open("rb") as stream:
-    lines = gzip.GzipFile(fileobj=stream) if file.name.endswith(".gz") else stream
-    for number, line in enumerate(lines, 1):
-      if line.strip():
-        yield number, functools.partial(json_row, line)
+    yield from json_lines(gzip.GzipFile(fileobj=stream) if file.suffix == ".gz" else stream)
 
 
-def _parquet(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+def _parquet(file: epath.Path) -> Numbered:
   from pyarrow import parquet  # slow to import, and seldom needed
 
   def decode(batch, i):
@@ -128,15 +132,14 @@ def _parquet(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     except (ArithmeticError, ValueError) as error:  # a date that Python does not have
       raise BadRow(f"{error}. Correct the row") from error
 
-  number = 0
   with file.open("rb") as stream:
-    for batch in parquet.ParquetFile(stream).iter_batches():
-      for i in range(batch.num_rows):
-        number += 1
-        yield number, functools.partial(decode, batch, i)
+    batches = parquet.ParquetFile(stream).iter_batches()
+    rows = ((batch, i) for batch in batches for i in range(batch.num_rows))
+    for number, (batch, i) in enumerate(rows, 1):
+      yield number, functools.partial(decode, batch, i)
 
 
-def _array_record(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+def _array_record(file: epath.Path) -> Numbered:
   from array_record.python import array_record_module
 
   with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +150,7 @@ def _array_record(file: epath.Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     count = reader.num_records()
     for start in range(0, count, 1024):
       for i, record in enumerate(reader.read(start, min(start + 1024, count)), start + 1):
-        yield i, functools.partial(json_row, record)
+        yield i, functools.partial(_json_row, record)
     reader.close()
 
 

@@ -2,23 +2,22 @@
 
 The first host looks, and tells the others which lines are new. What each look has read is written
 down: a run that goes on or begins again makes the same looks, and may then make more. What was read
-may not change any more.
+may not change any more: a look reads the files whole and compares it.
 """
 
-import functools
 import json
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 
 from gspo_jax import structs
-from gspo_jax.data import files, sources, tokenizer
+from gspo_jax.data import files, overlap, sources, tokenizer
 from gspo_jax.data.embedded import TASKS
 from gspo_jax.data.rows import Check, Reader
 from gspo_jax.settings.data import DataConfig, DataError
@@ -26,20 +25,7 @@ from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
 JOURNAL = "refreshes.json"  # of the workdir: by source, what each look has read
-TAIL = 4096  # bytes at the end of what was read that are compared before reading on
-
-
-class Known(NamedTuple):
-  """What was read of a file."""
-
-  end: int = 0  # in bytes
-  checksum: int = 0  # CRC-32 of these
-  lines: int = 0
-  tail: bytes = b""
-
-  def plus(self, text: bytes) -> "Known":
-    lines, tail = self.lines + text.count(b"\n"), (self.tail + text)[-TAIL:]
-    return Known(self.end + len(text), zlib.crc32(text, self.checksum), lines, tail)
+Look = dict[str, list[int]]  # of each file the bytes that were read, and their CRC-32
 
 
 def load(
@@ -51,7 +37,7 @@ def load(
     DataError: for what `sources.load` raises it, and for sources that nobody can append to.
   """
   key, spec = f"data.{split}", getattr(config, split)
-  (part, *others) = sources.parts_of(spec, key)
+  part, *others = sources.parts_of(spec, key)
   path = part["path"]
   kept = path.partition(":")[0] in (*TASKS, "tfds")  # where nobody can append to it
   if others or kept or not path.endswith(".jsonl"):
@@ -59,8 +45,7 @@ def load(
       f"{key}={spec}: schedule.refresh_every reads one .jsonl file, or a pattern of them, to which "
       "lines are appended; name such a one, or set schedule.refresh_every=0"
     )
-  make = functools.partial(sources.reader_of, config, tok, part, key, "", check)
-  source = Growing(path, key, make)
+  source = Growing(path, key, lambda: sources.reader_of(config, tok, part, key, "", check))
   source.look()
   if not len(source):
     raise DataError(f"{key}={path}: the data set is empty ({source.reader.left_out})")
@@ -73,14 +58,12 @@ class Growing:
   def __init__(self, path: str, key: str, make: Callable[[], Reader]):
     self.path, self._key, self._make = path, key, make
     self._journal: Path | None = None
-    # Of each look the files with new lines, and `end` and `checksum` after it.
-    self._looks: list[dict[str, list[int]]] = []
-    self._held_out: list[str] = []  # questions
+    self._looks: list[Look] = []
+    self._held_out = sources.Prompts(())
     self._begin()
 
   def _begin(self) -> None:
     self.reader, self._rows = self._make(), []
-    self._known: dict[str, Known] = {}
     self.looks = self.shared = 0  # looks so far; held-out problems among the rows
 
   def __len__(self) -> int:
@@ -101,7 +84,7 @@ class Growing:
 
   def watch(self, held_out: Sequence[structs.Prompt]) -> None:
     """From now on `shared` counts these."""
-    self._held_out = [_words(prompt) for prompt in held_out]
+    self._held_out = sources.Prompts(held_out)
     self._count()
 
   def keep(self, journal: Path) -> None:
@@ -132,57 +115,53 @@ class Growing:
     """
     before, skipped = len(self), self.skipped
     try:
-      found = hosts.of_first(self._find)
+      look, added = hosts.of_first(self._find)
     except ValueError as error:
       raise DataError(str(error)) from error
-    for name, text in found.items():
-      known = self._known.get(name, Known())
-      self._known[name] = known.plus(text)
+    for name, number, text in added:
       id_ = name if files.is_pattern(self.path) else epath.Path(name).name
-      self._rows += self.reader(_rows(name, id_, known.lines, text))
+      rows = files.json_lines(text.split(b"\n"), number)
+      self._rows += self.reader((f"{name}, line {i}", f"{id_}:{i}", row) for i, row in rows)
     if self.skipped > skipped:
       self.reader.skipped.warn(f"{self._key}={self.path}")
     if len(self) > before:
       self._count()
     self.looks += 1
     if self.looks > len(self._looks):
-      self._looks = [*self._looks, {name: list(self._known[name][:2]) for name in found}]
+      self._looks = [*self._looks, look]
       self._write()
     return len(self) - before
 
   def draws(self, seed: int) -> "Draws":
     return Draws(self, seed)
 
-  def _find(self) -> dict[str, bytes]:
-    """The whole lines of each file that were not read yet; of a look that was made before, those
-    that it found."""
-    again = self._looks[self.looks] if self.looks < len(self._looks) else None
-    names = [str(f) for f in files.found(self.path, self._key)] if again is None else list(again)
-    if again is None and (gone := self._known.keys() - set(names)):
+  def _find(self) -> tuple[Look, list[tuple[str, int, bytes]]]:
+    """The look to make now, and the lines that are new in it: file, number of the first one, text.
+    A look that was made before finds what it found then."""
+    known = self._looks[self.looks - 1] if self.looks else {}
+    again = self._looks[self.looks] if self.looks < len(self._looks) else {}
+    names = again or [str(file) for file in files.found(self.path, self._key)]
+    if gone := known.keys() - set(names):
       raise DataError(f"{self._key}: {min(gone)} is gone, and its rows are in use. Put it back")
-    found = {}
+    look, added = {}, []
     for name in names:
-      known = self._known.get(name, Known())
       try:
-        with epath.Path(name).open("rb") as file:
-          file.seek(known.end - len(known.tail))
-          tail = file.read(len(known.tail))
-          text = file.read(again[name][0] - known.end if again else -1)
+        text = epath.Path(name).read_bytes()
       except OSError as error:
         raise DataError(f"{self._key}: {name} cannot be read: {error}") from error
-      text = text[: text.rfind(b"\n") + 1]
-      if tail != known.tail or (again and list(known.plus(text)[:2]) != again[name]):
+      text = text[: again[name][0] if again else text.rfind(b"\n") + 1]
+      look[name], before = _measured(text), known.get(name, _measured(b""))
+      if _measured(text[: before[0]]) != before or (again and look[name] != again[name]):
         raise DataError(
           f"{self._key}: {name} is not what it was: rows that are in use were edited or cut off. "
           "Append to it only, or put back what it was"
         )
-      if text:
-        found[name] = text
-    return found
+      number = text.count(b"\n", 0, before[0]) + 1
+      added.append((name, number, text[before[0] :]))
+    return look, added
 
   def _count(self) -> None:
-    before, questions = self.shared, set(map(_words, self._rows)) if self._held_out else set()
-    self.shared = sum(question in questions for question in self._held_out)
+    before, self.shared = self.shared, overlap.shared_prompts(self, self._held_out, self._held_out)
     if self.shared > before:
       logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
 
@@ -209,9 +188,9 @@ class Draws:
     self._growth: list[list[int]] = []  # prompts of the pass that were taken, rows from then
 
   def _join(self, taken: int, rows: int) -> None:
-    rest = np.concatenate([self._order[taken:], np.arange(len(self._order), rows)])
+    left = np.concatenate([self._order[taken:], np.arange(len(self._order), rows)])
     rng = np.random.default_rng([self._seed, self._number, len(self._growth)])
-    self._order = np.concatenate([self._order[:taken], rng.permutation(rest)])
+    self._order = np.concatenate([self._order[:taken], rng.permutation(left)])
     self._growth.append([taken, rows])
 
   def __iter__(self) -> Iterator[structs.Prompt]:
@@ -235,14 +214,8 @@ class Draws:
     self._next = state["next"]
 
 
-def _rows(file: str, id_: str, before: int, text: bytes) -> Iterator[files.Row]:
-  for i, line in enumerate(text.split(b"\n"), before + 1):
-    if line.strip():
-      yield f"{file}, line {i}", f"{id_}:{i}", functools.partial(files.json_row, line)
-
-
-def _words(prompt: structs.Prompt) -> str:
-  return " ".join(prompt.question.split())
+def _measured(text: bytes) -> list[int]:
+  return [len(text), zlib.crc32(text)]
 
 
 def _read(journal: Path) -> dict[str, Any]:

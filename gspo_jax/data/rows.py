@@ -45,10 +45,12 @@ class Reader:
           taken = f"the id {prompt.id!r} is that of {self.seen[prompt.id]} too"
           raise BadRow(f"{taken}. Make ids unique")
         if self.check:
-          _require(self.check, prompt.answer)
+          try:
+            self.check(prompt.answer)
+          except ValueError as error:
+            raise BadRow(f"{error}. Correct the row") from error
         self.seen[prompt.id] = place
-        id_ = self.prefix + prompt.id
-        prompts.append(dataclasses.replace(prompt, id=id_) if self.prefix else prompt)
+        prompts.append(dataclasses.replace(prompt, id=self.prefix + prompt.id))
     return prompts
 
   @property
@@ -56,10 +58,3 @@ class Reader:
     """Says which rows became no prompts."""
     bad = f"{self.skipped.count} bad rows"
     return f"{bad}, {self.filtered} that the filter leaves out{self.skipped.first}"
-
-
-def _require(check: Check, answer: str) -> None:
-  try:
-    check(answer)
-  except ValueError as error:
-    raise BadRow(f"{error}. Correct the row") from error

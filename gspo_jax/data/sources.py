@@ -137,7 +137,12 @@ def _load_part(
     if part["where"] or part["form"]:
       raise DataError(f"{key}={part[0]}: the embedded task has neither formats nor filters")
     return Embedded(config, tok, path, key)
-  return _load_rows(path, key, reader_of(config, tok, part, key, prefix, check))
+  reader = reader_of(config, tok, part, key, prefix, check)
+  prompts = reader(read(path, key))
+  if not prompts:
+    raise DataError(f"{key}={path}: the data set is empty ({reader.left_out})")
+  reader.skipped.warn(f"{key}={path}")
+  return Prompts(tuple(prompts), reader.skipped.count)
 
 
 def reader_of(
@@ -338,12 +343,3 @@ def _too_long(prompt: structs.Prompt, end: int, length: int) -> str:
     f"{prompt.id}: prompt and demonstration take {end} tokens, more than sft.max_tokens={length}."
     " Raise it, or set data.on_error=skip to leave such rows out"
   )
-
-
-def _load_rows(path: str, key: str, reader: Reader) -> Prompts:
-  """Reads and checks every row of files or of a TFDS data set."""
-  prompts, skipped = reader(read(path, key)), reader.skipped
-  if not prompts:
-    raise DataError(f"{key}={path}: the data set is empty ({reader.left_out})")
-  skipped.warn(f"{key}={path}")
-  return Prompts(tuple(prompts), skipped.count)
