@@ -1,6 +1,5 @@
 """The curves of a report: which charts the runs have metrics for, and what is drawn of them."""
 
-import dataclasses
 import itertools
 import math
 import re
@@ -20,6 +19,7 @@ LOG_FROM = 100  # times that the largest value is one of the smallest ones
 CUT_FROM = 2.5  # times that a bar is one of the larger ones: it is cut off
 INTERVAL = re.compile(r"eval/.+/(low|high)")  # of the metric before it
 SHARE = re.compile(r"eval/(.+/)?(accuracy|greedy|pass@\d+|truncated_fraction)")
+VALUES = ("y", "low", "high")  # of a curve
 SAME = 1e-6  # relative difference up to which a metric counts as constant: float32 has no more
 
 
@@ -93,11 +93,14 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
     parts = [series] if series else []
   else:
     parts = [[s for s in series if s["run"] == i] for i in range(len(runs))]
-  names = [f.name for f in dataclasses.fields(Figure) if f.name not in ("lines", "phases")]
-  common = {name: getattr(figure, name) for name in names}
+  common = {name: v for name, v in vars(figure).items() if name not in ("lines", "phases")}
   common["log"] = figure.log and figure.kind == "line" and wants_log(series)
   if figure.kind != "line":
-    sizes = [size for part in parts for size in _sizes(part, figure.kind)]
+    # The axis must reach the bars of each step together, or each cell of a heat map.
+    if figure.kind == "heat":
+      sizes = [y for s in series for y in s["y"] if y is not None]
+    else:
+      sizes = [sum(y or 0 for y in ys) for part in parts for ys in zip(*(s["y"] for s in part))]
     common["top"], common["largest"] = _usual_top(sizes), max(sizes, default=0)
   if len(parts) > 1:  # side by side, on one axis and with the same colours
     common["labels"] = list(dict.fromkeys(s["label"] for s in series))
@@ -108,13 +111,6 @@ def _build_figures(figure: Figure, runs: Sequence[Mapping[str, Table]]) -> list[
     for part in parts
     if part
   ]
-
-
-def _sizes(series: Sequence[Row], kind: str) -> list[float]:
-  """What the axis must reach: the bars of each step together, or each cell of a heat map."""
-  if kind == "heat":
-    return [y for s in series for y in s["y"] if y is not None]
-  return [sum(y or 0 for y in ys) for ys in zip(*(s["y"] for s in series))]
 
 
 def _usual_top(sizes: Sequence[float]) -> float:
@@ -130,34 +126,24 @@ def mark_constants(series: Sequence[Row], kind: str = "line") -> None:
   The page has a line of text for them. In stacked bars only zeros are: others are a part of a sum.
   """
 
-  def extent(curve: Row) -> tuple[float, float] | None:
-    known = [v for name in ("y", "low", "high") for v in curve.get(name, ()) if v is not None]
-    return (min(known), max(known)) if known else None
-
   def is_constant(curve: Row) -> bool:
-    found = extent(curve)
-    if not found or kind == "heat":
-      return not found
-    low, high = found
+    known = _values_of(curve)
+    if not known or kind == "heat":
+      return not known
+    low, high = min(known), max(known)
     return low == high == 0 if kind == "stack" else high - low <= SAME * max(abs(low), abs(high))
 
-  def name(curve: Row) -> tuple[str, str]:
-    return curve["phase"], curve["key"]
-
-  moving = {name(curve) for curve in series if not is_constant(curve)}
+  moving = {(curve["phase"], curve["key"]) for curve in series if not is_constant(curve)}
   for curve in series:
-    if name(curve) not in moving:
-      curve["constant"] = next((v for v in curve["y"] if v is not None), None)
-      curve["count"] = sum(v is not None for v in curve["y"])
+    if (curve["phase"], curve["key"]) not in moving:
+      known = [v for v in curve["y"] if v is not None]
+      curve["constant"], curve["count"] = known[0] if known else None, len(known)
 
 
 def wants_log(series: Sequence[Row]) -> bool:
   """Whether a linear axis would show most values as 0: none is negative, few are 0, and the largest
   is a hundred times one of the smallest."""
-  drawn = [s for s in series if "constant" not in s]
-  values = sorted(
-    v for s in drawn for k in ("y", "low", "high") for v in s.get(k, ()) if v is not None
-  )
+  values = sorted(v for s in series if "constant" not in s for v in _values_of(s))
   positive = [v for v in values if v > 0]
   if len(positive) < max(5, 0.8 * len(values)) or values[0] < 0:
     return False
@@ -198,13 +184,18 @@ def _values(
   return [v if v is not None and math.isfinite(v) else None for v in values]
 
 
+def _values_of(curve: Row) -> list[float]:
+  """All that a curve and its band go through."""
+  return [v for name in VALUES for v in curve.get(name, ()) if v is not None]
+
+
 def _rounded(curve: Row) -> Row:
-  """With as many digits as can be seen."""
-
-  def shorten(values: Iterable[float | None]) -> list[float | None]:
-    return [v if v is None else float(f"{v:.7g}") for v in values]
-
-  return curve | {name: shorten(curve[name]) for name in ("y", "low", "high") if name in curve}
+  """The curve with as many digits as can be seen."""
+  return curve | {
+    name: [v if v is None else float(f"{v:.7g}") for v in curve[name]]
+    for name in VALUES
+    if name in curve
+  }
 
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:

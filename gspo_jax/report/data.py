@@ -40,18 +40,20 @@ def describe(runs: Sequence[Run]) -> Row:
     {phase: [row for row in run.rows if row["phase"] == phase] for phase in metrics.PHASES}
     for run in runs
   ]
-  titles = {"sft": "Cold start", "rl": _objective(runs), "eval": "Evaluation"}
+  losses = {str(run.flat.get("objective.name", "rl")).upper().replace("_", "-") for run in runs}
+  objective = losses.pop() if len(losses) == 1 else "RL"
+  titles = {"sft": "Cold start", "rl": objective, "eval": "Evaluation"}
   names = [run.name for run in runs]
   marks = [mark for run in runs for mark in clip_bounds(run.flat)]
-  found = {phase: [step for one in by_phases for step in _ends(one[phase])] for phase in titles}
+  steps = {phase: [row["step"] for rows in by_phases for row in rows[phase]] for phase in titles}
   return {
     "views": VIEWS,
     "name": names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}",
     "runs": [describe_run(run, by_phase) for run, by_phase in zip(runs, by_phases)],
     "phases": {
-      phase: {"title": titles[phase], "from": min(steps), "to": max(steps)}
-      for phase, steps in found.items()
-      if steps
+      phase: {"title": title, "from": min(steps[phase]), "to": max(steps[phase])}
+      for phase, title in titles.items()
+      if steps[phase]
     },
     "differences": {
       "settings": differences([run.flat for run in runs]),
@@ -60,16 +62,6 @@ def describe(runs: Sequence[Run]) -> Row:
     },
     "sections": build_sections(by_phases, [m for i, m in enumerate(marks) if m not in marks[:i]]),
   }
-
-
-def _objective(runs: Sequence[Run]) -> str:
-  names = {str(run.flat.get("objective.name", "rl")).upper().replace("_", "-") for run in runs}
-  return names.pop() if len(names) == 1 else "RL"
-
-
-def _ends(rows: Sequence[Row]) -> list[int]:
-  """The first and the last step, if there is any."""
-  return [rows[0]["step"], rows[-1]["step"]] if rows else []
 
 
 def describe_run(run: Run, by_phase: ByPhase) -> Row:
@@ -84,7 +76,9 @@ def describe_run(run: Run, by_phase: ByPhase) -> Row:
     "warnings": alarms,
     "timeline": overview.timeline(by_phase["rl"]),
     "phases": {
-      phase: dict(zip(("from", "to"), _ends(rows))) for phase, rows in by_phase.items() if rows
+      phase: {"from": rows[0]["step"], "to": rows[-1]["step"]}
+      for phase, rows in by_phase.items()
+      if rows
     },
   }
 
@@ -116,15 +110,12 @@ def clip_bounds(flat: Mapping[str, Any]) -> list[Row]:
   """
   if flat.get("objective.name") in ("gmpo", "dppo"):
     return []
-  bounds = (
-    (flat.get("objective.clip_low"), -1, "1 − ε"),
-    (flat.get("objective.clip_high"), 1, "1 + ε"),
-  )
-  return [
-    {"at": 1 + sign * size, "label": f"{text} = {1 + sign * size:.7g}"}
-    for size, sign, text in bounds
-    if isinstance(size, float | int)
-  ]
+  marks = []
+  for side, sign, text in (("low", -1, "1 − ε"), ("high", 1, "1 + ε")):
+    size = flat.get(f"objective.clip_{side}")
+    if isinstance(size, float | int):
+      marks.append({"at": 1 + sign * size, "label": f"{text} = {1 + sign * size:.7g}"})
+  return marks
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -151,14 +142,13 @@ SUMMARY = {
 def summarize(run: Run) -> list[str]:
   """The settings that tell one run from another, for those that the config has, and the commit."""
   flat, code = run.flat, run.provenance
-  known = {key: flat[key] for key in SUMMARY if flat.get(key) is not None}
-  found = [
-    SUMMARY[key].format(f"{value:.6g}" if isinstance(value, float) else value)
-    for key, value in known.items()
-  ]
+  texts = []
+  for key, text in SUMMARY.items():
+    if (value := flat.get(key)) is not None:
+      texts.append(text.format(f"{value:.6g}" if isinstance(value, float) else value))
   if commit := code.get("commit"):
-    found.append(f"commit {commit[:8]}{' with changes' if code.get('dirty') else ''}")
-  return found
+    texts.append(f"commit {commit[:8]}{' with changes' if code.get('dirty') else ''}")
+  return texts
 
 
 def as_text(value: Any) -> str:

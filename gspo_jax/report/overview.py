@@ -45,8 +45,7 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   elif not rows and tried:
     state, text, because = "plain", "It is evaluated, not trained", "no iterations"
   for key in keys:
-    name = key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
-    facts += _change(f"{name or 'Held-out accuracy'}, avg@k", _known(tried, key), "percent")
+    facts += _change(f"{_set(key) or 'Held-out accuracy'}, avg@k", _known(tried, key), "percent")
   facts += _change("Held-out accuracy, greedy", _known(tried, "eval/greedy"), "percent")
   if len(measured) > 2:
     best = max(measured, key=lambda row: row["eval/accuracy"])
@@ -66,26 +65,29 @@ def judge_accuracy(rows: Rows, key: str = "eval/accuracy") -> tuple[str, str, st
   """Compares the last evaluation with the first and with the best, by their intervals; None without
   two evaluations that have some."""
   measured = [row for row in rows if None not in map(row.get, (key, f"{key}/low", f"{key}/high"))]
-  what = key.removeprefix("eval/").removesuffix("accuracy").rstrip("/") or "held-out"
   if len(measured) < 2:
     return None
-  first, last = measured[0], measured[-1]
-  best = max(measured, key=lambda row: row[key])
+  first, last, best = measured[0], measured[-1], max(measured, key=lambda row: row[key])
 
   def apart(lower: Row, upper: Row) -> bool:
     return lower[f"{key}/high"] < upper[f"{key}/low"]
 
-  def told(row: Row) -> str:
-    return f"{100 * row[key]:.1f}% at step {row['step']}"
+  def told(earlier: Row) -> str:
+    shown = (f"{100 * row[key]:.1f}% at step {row['step']}" for row in (earlier, last))
+    return f"{_set(key) or 'held-out'} accuracy: {', '.join(shown)}"
 
   if apart(last, first):
-    return "bad", "No, it got worse", f"{what} accuracy: {told(first)}, {told(last)}"
+    return "bad", "No, it got worse", told(first)
   if apart(last, best):
-    return "bad", "It did, and lost some of it", f"{what} accuracy: {told(best)}, {told(last)}"
-  both = f"{what} accuracy: {told(first)}, {told(last)}"
+    return "bad", "It did, and lost some of it", told(best)
   if apart(first, last):
-    return "good", "Yes", f"{both}; the 95% intervals are apart"
-  return "open", "Not shown yet", f"{both}; the 95% intervals overlap"
+    return "good", "Yes", f"{told(first)}; the 95% intervals are apart"
+  return "open", "Not shown yet", f"{told(first)}; the 95% intervals overlap"
+
+
+def _set(key: str) -> str:
+  """The problems that an accuracy is of; "" for the held-out ones."""
+  return key.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
 
 
 def judge_reward(rows: Rows) -> tuple[str, str, str]:
@@ -110,33 +112,33 @@ def judge_reward(rows: Rows) -> tuple[str, str, str]:
 def judge_loss(rows: Rows) -> tuple[str, str, str]:
   """The same of the cold start's loss, held out where it is: it should fall."""
   name = "held_out_loss" if _known(rows, "held_out_loss") else "loss"
-  state, text, because = judge_reward([{"reward/mean": -v} for v in _known(rows, name)])
-  if state == "bad":
-    text = "No, the loss rose"
   values = _known(rows, name)
+  state, text, because = judge_reward([{"reward/mean": -v} for v in values])
   if len(values) > 1:
     because = f"{name}: {values[0]:.3g} at first, {values[-1]:.3g} at the end"
-  return state, text, because
-
-
-def _new(counts: list[float]) -> list[float]:
-  """What each row of a running count adds to it."""
-  return [now - before if now >= before else now for before, now in zip([0, *counts], counts)]
+  return state, "No, the loss rose" if state == "bad" else text, because
 
 
 def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   rows = by_phase["rl"]
   trained = [row for row in rows or by_phase["sft"] if row["step"] > 0]  # 0: evaluation alone
-  skipped = _new([row.get("updates_skipped") or 0 for row in trained])
+  counts = [row.get("updates_skipped") or 0 for row in trained]  # since the start, or a resume
+  skipped = [now - was if now >= was else now for was, now in zip([0, *counts], counts)]
   dropped = max(_known(trained, "router/dropped_tokens"), default=0)
   broken = [  # but for the figures of an update that was skipped, and has done no harm
     row["step"]
     for row, left_out in zip(trained, skipped)
     if not left_out and any(_is_broken(row, k) for k in ("loss", "grad_norm"))
   ]
-  recent = [a for a in alarms if trained and a["to"] >= _begin_of_last_tenth(trained)]
-  recent = [a for a in recent if a["phase"] == trained[-1]["phase"]]
+  last = trained[-max(1, len(trained) // 10) :]  # the last tenth
+  recent = dict.fromkeys(
+    alarm["name"]
+    for alarm in alarms
+    if last and alarm["to"] >= last[0]["step"] and alarm["phase"] == last[-1]["phase"]
+  )
+  earlier = "1 alarm" if len(alarms) == 1 else f"{len(alarms)} alarms"
   troubles = [
+    ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
     ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
     (
@@ -144,21 +146,16 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
       sum(skipped),
       f"{sum(skipped):g} updates were skipped",
     ),
+    ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
-  found = [(state, text) for state, happened, text in troubles if happened]
-  if recent:
-    names = ", ".join(dict.fromkeys(alarm["name"] for alarm in recent))
-    found.insert(0, ("bad", f"alarms at the end: {names}"))
-  elif alarms:
-    found.append(("open", f"{len(alarms)} alarm{'s' * (len(alarms) > 1)} earlier, none at the end"))
+  states = [state for state, happened, _ in troubles if happened]
+  because = "; ".join(text for _, happened, text in troubles if happened)
   if not trained:
     state, text, because = "open", "Too early to say", "no iterations yet"
-  elif not found:
+  elif not states:
     state, text, because = "good", "Yes", "no alarms; no update skipped, loss and gradient finite"
   else:
-    state = "bad" if "bad" in dict(found) else "open"
-    text = "No" if state == "bad" else "Look closer"
-    because = "; ".join(each for _, each in found)
+    state, text = ("bad", "No") if "bad" in states else ("open", "Look closer")
   facts = [_fact("Alarms", float(len(alarms)))] if trained else []
   facts += _moved("Tokens clipped", rows, "clip_fraction/token", "percent")
   facts += _moved("Entropy, nats", rows, "entropy")
@@ -170,16 +167,15 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
 
 
 def _fast(rows: Rows) -> Row:
-  timed = [each for each in _timed(rows) if each[0] > 0]  # 0: evaluation alone
-  typical = _medians([stages for _, stages, _ in _second_half(timed)])
+  timed = [stages for step, stages, _ in _timed(rows) if step > 0]  # 0: evaluation alone
+  typical = _medians(_second_half(timed))
   if not typical:
     because = "no timed iterations yet"
     return {"state": "open", "answer": "Too early to say", "because": because, "facts": []}
   longest = max(typical, key=typical.get)
-  later = _second_half(rows)
-  each = statistics.median(sum(stages.values()) for _, stages, _ in _second_half(timed))
+  seconds = statistics.median(sum(stages.values()) for stages in _second_half(timed))
   share = typical[longest] / (sum(typical.values()) or 1)
-  facts = [_fact("Seconds per iteration", each, "seconds")]
+  facts = [_fact("Seconds per iteration", seconds, "seconds")]
   facts.append(_fact("Longest stage", f"{longest}, {100 * share:.0f}%"))
   for label, key, unit in (
     ("Tokens per second", "tokens_per_second", "number"),
@@ -189,13 +185,12 @@ def _fast(rows: Rows) -> Row:
     ("Peak device memory, GiB", "memory/device_peak_gib", "number"),
     ("Peak host memory, GiB", "memory/host_peak_gib", "number"),
   ):
-    if known := _known(later, key):
+    if known := _known(_second_half(rows), key):
       facts.append(_fact(label, statistics.median(known), unit))
-  total = sum(sum(stages.values()) for _, stages, _ in timed)
-  facts.append(_fact("Time in stages", clock_text(total)))
+  facts.append(_fact("Time in stages", clock_text(sum(sum(stages.values()) for stages in timed))))
   because = f"of which {typical[longest]:.3g} s {longest}; medians of the second half"
   return {
-    "state": "plain", "answer": f"{each:.3g} s an iteration", "because": because, "facts": facts,
+    "state": "plain", "answer": f"{seconds:.3g} s an iteration", "because": because, "facts": facts,
   }  # fmt: skip
 
 
@@ -203,37 +198,35 @@ def timeline(rows: Rows) -> list[Row]:
   """Seconds of each stage, in the order in which they run, of a typical iteration (medians over the
   second half), of the last one and of the slowest; parts of a stage with it."""
   timed = _timed(rows)
-  timed = [each for each in timed if each[0] > 0] or timed  # before the first: evaluation alone
+  timed = [times for times in timed if times[0] > 0] or timed  # before the first: evaluation alone
   if not timed:
     return []
-  later = _second_half(timed)
-  typical = (None, *(_medians([each[i] for each in later]) for i in (1, 2)))
-  slowest = max(timed, key=lambda each: sum(each[1].values()))
-  found = {"typical": typical, "last": timed[-1]}
+  _, *later = zip(*_second_half(timed))
+  slowest = max(timed, key=lambda times: sum(times[1].values()))
+  iterations = {"typical": (None, *map(_medians, later)), "last": timed[-1]}
   if slowest is not timed[-1]:
-    found["slowest"] = slowest
+    iterations["slowest"] = slowest
+
+  def described(stage: str, seconds: float, parts: Mapping[str, float]) -> Row:
+    of_stage = {name: s for name, s in parts.items() if name.startswith(f"{stage}/") and s > 0}
+    shown = [[name.removeprefix(f"{stage}/"), s] for name, s in of_stage.items()]
+    return {"name": stage, "seconds": seconds, "parts": shown}
+
+  def order(stage: str) -> tuple[int, str]:
+    return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
+
   return [
     {
       "name": name,
       "step": step,
       "stages": [
-        {"name": stage, "seconds": seconds, "parts": _parts(stage, parts)}
-        for stage, seconds in sorted(stages.items(), key=_order)
-        if seconds > 0
+        described(stage, stages[stage], parts)
+        for stage in sorted(stages, key=order)
+        if stages[stage] > 0
       ],
     }
-    for name, (step, stages, parts) in found.items()
+    for name, (step, stages, parts) in iterations.items()
   ]
-
-
-def _parts(stage: str, parts: Mapping[str, float]) -> list[list[Any]]:
-  own = {name: s for name, s in parts.items() if name.startswith(f"{stage}/") and s > 0}
-  return [[name.removeprefix(f"{stage}/"), seconds] for name, seconds in own.items()]
-
-
-def _order(item: tuple[str, float]) -> tuple[int, str]:
-  name = item[0]
-  return STAGES.index(name) if name in STAGES else len(STAGES), name
 
 
 def _timed(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
@@ -254,8 +247,8 @@ def _second_half(items: Sequence[Any]) -> Sequence[Any]:
 
 def _medians(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """By name; what most iterations do without is 0."""
-  names = {name for one in each for name in one}
-  return {name: statistics.median(one.get(name, 0.0) for one in each) for name in names}
+  names = dict.fromkeys(name for times in each for name in times)
+  return {name: statistics.median(times.get(name, 0.0) for times in each) for name in names}
 
 
 def _fact(label: str, value: float | str, unit: str = "number", note: str = "") -> Row:
@@ -273,12 +266,8 @@ def _moved(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
   """From the mean over the first tenth of the iterations to that over the last one."""
   known = _known(rows, key)
   count = max(1, len(known) // 10)
-  means = [statistics.fmean(known[:count]), statistics.fmean(known[-count:])] if known else []
-  return _change(label, means[-min(2, len(known)) :] if known else [], unit)
-
-
-def _begin_of_last_tenth(rows: Rows) -> int:
-  return rows[-max(1, len(rows) // 10)]["step"]
+  tenths = (known[:count], known[-count:]) if len(known) > 1 else (known,) * len(known)
+  return _change(label, [statistics.fmean(tenth) for tenth in tenths], unit)
 
 
 def _known(rows: Rows, key: str) -> list[float]:

@@ -7,6 +7,7 @@ page compares their runs. What it says is decided in `data.py`, `figures.py` (th
 """
 
 import html
+import itertools
 import json
 import os
 import re
@@ -70,14 +71,12 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
   """The name of each directory, with as many of its parents as tell it from the others."""
   parts = [folder.resolve().parts for folder in folders]
   names = []
-  for i, own in enumerate(parts):
-    others = [other for j, other in enumerate(parts) if j != i]
-    if own in others:
-      raise ValueError(f"{folders[i]} is given twice")
-    count = 1
-    while own[-count:] in [other[-count:] for other in others]:
-      count += 1
-    names.append("/".join(own[-count:]).replace("//", "/"))
+  for folder, path in zip(folders, parts):
+    if parts.count(path) > 1:
+      raise ValueError(f"{folder} is given twice")
+    ends = (path[-count:] for count in itertools.count(1))
+    name = next(end for end in ends if sum(p[-len(end) :] == end for p in parts) == 1)
+    names.append("/".join(name).replace("//", "/"))
   return names
 
 

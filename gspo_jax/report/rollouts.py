@@ -46,9 +46,11 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
   wanted = _spread(paths, limit)  # at least one response of each
   groups, known, left = [], 0, max_tokens
   for path in reversed(wanted):  # the newest first: theirs are the tokens that get colours
-    for group in _some_groups(_group(metrics.read_rows(path), path), limit // len(wanted)):
+    found, most = _group(metrics.read_rows(path), path), max(1, limit // len(wanted))
+    size = max((len(group["samples"]) for group in found), default=1)
+    for group in _spread(found, max(1, most // size)):
       samples = []
-      for record in group["samples"]:
+      for record in group["samples"][:most]:
         known += _has_ratios(record)
         sample = _color(record) if left > 0 and _has_ratios(record) else None
         # Once there is no room, older ones stay plain, even those that would fit.
@@ -74,21 +76,15 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
           f"{path}: response {number} has {name}={record.get(name)!r:.40}, which is no text: "
           "remove its line"
         )
-    identity = (record["step"], record["prompt_id"], bool(record.get("eval")))
-    if identity not in groups:
-      groups[identity] = {
-        "phase": phase, "step": record["step"], "id": str(record["prompt_id"]),
-        "eval": bool(record.get("eval")), "prompt": _shorten(_spell(record["prompt"])),
-        "answer": _shorten(_spell(as_text(record.get("answer", "")))), "samples": [],
+    step, name, held_out = record["step"], record["prompt_id"], bool(record.get("eval"))
+    if (step, name, held_out) not in groups:
+      groups[step, name, held_out] = {
+        "phase": phase, "step": step, "id": str(name), "eval": held_out,
+        "prompt": _shorten(record["prompt"]),
+        "answer": _shorten(as_text(record.get("answer", ""))), "samples": [],
       }  # fmt: skip
-    groups[identity]["samples"].append(record)
+    groups[step, name, held_out]["samples"].append(record)
   return list(groups.values())
-
-
-def _some_groups(groups: list[Row], limit: int) -> list[Row]:
-  size = max((len(group["samples"]) for group in groups), default=1)
-  kept = _spread(groups, max(1, limit // size))
-  return [group | {"samples": group["samples"][: max(1, limit)]} for group in kept]
 
 
 def _spread(items: Sequence[Any], limit: int) -> list[Any]:
@@ -109,7 +105,7 @@ def _plain(record: Row) -> Row:
   """The fields of a record that the page shows."""
   known = ((name, record.get(name)) for name in SAMPLE_FIELDS)
   sample = {name: v for name, v in known if isinstance(v, str) or _finite(v)}
-  return sample | {"response": _shorten(_spell(record["response"]))}
+  return sample | {"response": _shorten(record["response"])}
 
 
 def _color(record: Row) -> Row:
@@ -127,10 +123,8 @@ def _color(record: Row) -> Row:
   segments = _segments(record, len(tokens))
   tokens, ratios, clipped, segments = _cut(tokens, record["log_ratio"], clipped, segments)
   colored = _plain(record) | {"tokens": tokens, "log_ratio": ratios}
-  if any(segment is not None for segment in segments):
-    figures = zip(record["segment_ratio"], record["segment_gradient"], strict=True)
-    shown = {*segments}
-    known = {i: pair for i, pair in enumerate(figures) if i in shown}
+  if shown := {*segments} - {None}:
+    known = {i: (record["segment_ratio"][i], record["segment_gradient"][i]) for i in sorted(shown)}
     colored |= {"segments": segments, "segment_figures": known}
   if any(clipped):
     colored["clipped_tokens"] = clipped
@@ -141,50 +135,43 @@ def _color(record: Row) -> Row:
 
 def _segments(record: Row, count: int) -> list[int | None]:
   """The number of each token's segment; None for all where they are not known, or broken."""
-  numbers, none = record.get("segments"), [None] * count
-  figures = [record.get(f"segment_{name}") for name in ("ratio", "gradient")]
-  if not (isinstance(numbers, list) and len(numbers) == count):
-    return none
-  if not all(isinstance(x, list) and all(map(_finite, x)) for x in figures):
-    return none
-  known = range(len(figures[0]))
-  whole = all(type(n) is int and n in known for n in numbers)
-  return numbers if whole and len(figures[1]) == len(known) else none
+  fields = [record.get(name) for name in ("segments", "segment_ratio", "segment_gradient")]
+  if all(isinstance(field, list) for field in fields):
+    numbers, ratios, gradients = fields
+    known = range(len(ratios))
+    whole = len(numbers) == count and all(type(n) is int and n in known for n in numbers)
+    if whole and len(gradients) == len(known) and all(map(_finite, (*ratios, *gradients))):
+      return numbers
+  return [None] * count
 
 
-def _cut(
-  tokens: list[str],
-  ratios: list[float | None],
-  clipped: list[int],
-  segments: list[int | None],
-) -> list[list]:
-  """Leaves out tokens in the middle as `_shorten` leaves out characters."""
+def _cut(tokens: list[str], *columns: list) -> list[list]:
+  """Leaves out tokens in the middle as `_shorten` leaves out characters, and what belongs to them:
+  what stands for them was never sampled and has no ratio."""
   ends = list(itertools.accumulate(map(len, tokens)))
   if ends[-1] <= MAX_CHARACTERS:
-    return [tokens, ratios, clipped, segments]
+    return [tokens, *columns]
   head = sum(end <= MAX_CHARACTERS * 3 // 4 for end in ends)
   tail = max(head, sum(end <= ends[-1] - MAX_CHARACTERS // 4 for end in ends))
-  left_out = sum(map(len, tokens[head:tail]))
-  # What stands for them was never sampled and has no ratio.
-  gap = ((tokens, _gap(left_out)), (ratios, None), (clipped, 0), (segments, None))
-  return [[*values[:head], between, *values[tail:]] for values, between in gap]
+  gap = _gap(sum(map(len, tokens[head:tail])))
+  shown = [[*column[:head], None, *column[tail:]] for column in columns]
+  return [[*tokens[:head], gap, *tokens[tail:]], *shown]
 
 
 def _quantize(samples: Iterable[Row]) -> Row:
   """Writes the log-ratios as whole multiples of a `unit`; `scale` is where colours end, `clipped`
   whether any token was."""
   colored = [sample for sample in samples if "log_ratio" in sample]
-  sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)]
+  sizes = [abs(v) for sample in colored for v in sample["log_ratio"] if _finite(v)] or [1.0]
   # A few tokens move much further than the others and would leave those without colour.
-  scale = float(np.quantile(sizes, 0.98) or max(sizes)) if sizes else 0.0
-  scale = scale or 1.0
+  scale = float(np.quantile(sizes, 0.98) or max(sizes)) or 1.0
   unit = 10.0 ** (math.floor(math.log10(scale)) - 3)
   for sample in colored:
     values = sample["log_ratio"]
     sample["log_ratio"] = [round(v / unit) if _finite(v) else None for v in values]
-  clipped = any("clipped_tokens" in sample for sample in colored)
   return {
-    "colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit, "clipped": clipped,
+    "colored": len(colored), "scale": float(f"{scale:.2g}"), "unit": unit,
+    "clipped": any("clipped_tokens" in sample for sample in colored),
     "segments": any("segments" in sample for sample in colored),
   }  # fmt: skip
 
@@ -199,7 +186,8 @@ def _spell(text: str) -> str:
 
 
 def _shorten(text: str) -> str:
-  """Long texts lose their middle."""
+  """The text as the page has it; long ones lose their middle."""
+  text = _spell(text)
   if len(text) <= MAX_CHARACTERS:
     return text
   head, tail = MAX_CHARACTERS * 3 // 4, MAX_CHARACTERS // 4

@@ -30,67 +30,59 @@ class Alarms:
 
   def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
     """The metrics to add to the row, and a line for each warning that begins with it."""
-    found = {name: text for name, text in self._look(row) if text}
+    found = dict(self._look(row))
     begun = [f"warning at step {row['step']}: {found[n]}" for n in found if n not in self._on]
     self._on = set(found)
     return {f"warning/{name}": 1.0 for name in found}, begun
 
   def _look(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """(name, what is wrong; empty if nothing is) of each alarm that has something to look at."""
+    """(name, what is wrong) of each alarm."""
     c = self._config
     names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
     norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
     if norm:  # 0: no group had anything to teach, as often while a task is still too hard
-      full = len(self._norms) == c.window
-      usual = statistics.median(self._norms) if full else float("inf")
-      high = c.grad_norm and norm > c.grad_norm * usual
-      yield "grad_norm", high and f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
+      usual = statistics.median(self._norms) if len(self._norms) == c.window else math.inf
+      if c.grad_norm and norm > c.grad_norm * usual:
+        yield "grad_norm", f"gradient norm {norm:.3g}, and its median is {usual:.3g}"
       self._norms.append(norm)
-    if entropy is not None and row.get("ratio/mean") != 0:  # 0: no token was trained on
-      low = c.entropy and entropy < c.entropy
-      yield "entropy", low and f"the policy's entropy is down to {entropy:.3g} nats per token"
-    if deviation is not None:
-      high = c.ratio and deviation > c.ratio
-      yield "ratio", high and f"importance ratios are off 1 by {deviation:.3g} in the mean"
-    for name, distance in _mismatches(row):
-      high = c.mismatch and distance > c.mismatch * row["clip_range"]
-      yield name, high and _MISMATCHES[name][1].format(distance, row["clip_range"])
+    trained = row.get("ratio/mean") != 0  # 0: no token was trained on
+    if c.entropy and entropy is not None and entropy < c.entropy and trained:
+      yield "entropy", f"the policy's entropy is down to {entropy:.3g} nats per token"
+    if c.ratio and deviation is not None and deviation > c.ratio:
+      yield "ratio", f"importance ratios are off 1 by {deviation:.3g} in the mean"
+    for name, metric, text in _MISMATCHES:
+      distance, clip_range = abs(_finite(row.get(metric)) or 0.0), row.get("clip_range")
+      if c.mismatch and clip_range and distance > c.mismatch * clip_range:
+        yield name, text.format(distance, clip_range)
     if reward is not None:
       self._rewards.append(reward)
       if len(self._rewards) == c.window:
         mean = statistics.fmean(self._rewards)
         self._best = max(self._best, mean)
-        low = c.reward and mean < self._best - c.reward
-        text = f"the reward has fallen to {mean:.3g}, mean of {c.window}, from {self._best:.3g}"
-        yield "reward", low and text
+        if c.reward and mean < self._best - c.reward:
+          was = f"mean of {c.window}, from {self._best:.3g}"
+          yield "reward", f"the reward has fallen to {mean:.3g}, {was}"
     shares = [v for k, v in row.items() if k.endswith("verifier/unknown")]  # of evaluations too
-    share = max(filter(None, map(_finite, shares)), default=None)
-    if share is not None:
-      high = c.unknown and share > c.unknown
-      yield "unknown", high and f"the verifier failed on {share:.2%} of the responses"
+    share = max(filter(None, map(_finite, shares)), default=0.0)
+    if c.unknown and share > c.unknown:
+      yield "unknown", f"the verifier failed on {share:.2%} of the responses"
 
 
-# Name: the metric, and what to say of it and of the clip range.
-_MISMATCHES = dict(
-  mismatch=(
+# Name, metric, and what to say of it and of the clip range.
+_MISMATCHES = (
+  (
+    "mismatch",
     "mismatch/sequence/mean",
     "the trainer's log-probs are off the sampler's by {:.2g} in the mean, and the clip range is "
     "{:.2g}: old_logp=sampler clips on policy, with old_logp=recompute the batch is off policy",
   ),
-  recomputed=(
+  (
+    "recomputed",
     "mismatch/recomputed",
     "recomputed old log-probs are off the update's own by {:.2g} in the mean, and the clip range "
     "is {:.2g}: rounding clips from the second mini-batch on",
   ),
 )
-
-
-def _mismatches(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-  """(name, distance) of the log-probs that the row compares, where something is clipped."""
-  for name, (metric, _) in _MISMATCHES.items():
-    distance = _finite(row.get(metric))
-    if distance is not None and row.get("clip_range"):
-      yield name, abs(distance)
 
 
 def _finite(value: float | None) -> float | None:

@@ -156,20 +156,16 @@ class Checkpointer:
     path = self.directory / str(step)
     with readable(path):
       stored = shapes(self._manager.item_metadata(step)["state"])
-    _require_shapes(path, stored, shapes(like))
+    hint = "; use another --workdir or the config that wrote it"
+    require_shapes(f"checkpoint {path}", stored, shapes(like), hint)
     with readable(path):
       arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
       state = self._manager.restore(step, args=arguments)["state"]
-      host, written = read_host(path)
-    if wrong := integrity.changed(written, integrity.sums(state)):
-      raise DamagedError(path, wrong)
-    return state, host
+    return state, host_of(path, state)
 
   def host(self, step: int) -> dict[str, Any]:
     """The host's part alone. Raises DamagedError."""
-    path = self.directory / str(step)
-    with readable(path):
-      return read_host(path)[0]
+    return host_of(self.directory / str(step))
 
   def metrics(self) -> dict[str, float]:
     """Seconds from the beginning of the last save to the end of its writing, in the background.
@@ -282,16 +278,21 @@ def reason(error: BaseException) -> str:
   return of_the_system[1] if of_the_system else f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def finished(directory: epath.Path) -> list[epath.Path]:
-  """The complete checkpoints of a phase."""
-  numbered = [path for path in directory.iterdir() if path.name.isdigit()]
-  return [path for path in numbered if ocp.utils.is_checkpoint_finalized(path)]  # a file on gs://
+def finished(directory: epath.Path) -> list[int]:
+  """Steps of the complete checkpoints of a phase."""
+  numbered = [p for p in directory.iterdir() if p.name.isdigit()] if directory.is_dir() else []
+  return sorted(int(p.name) for p in numbered if ocp.utils.is_checkpoint_finalized(p))
 
 
-def read_host(path: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
-  """The host's part of a checkpoint, and the sums of its arrays. ValueError if it was changed."""
-  stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
-  return stored["host"], stored["sums"]
+def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
+  """The host's part of a checkpoint. DamagedError where it is not what was written, or `state`, as
+  it was read, is not."""
+  with readable(path):
+    stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
+    host, written = stored["host"], stored["sums"]
+  if state is not None and (wrong := integrity.changed(written, integrity.sums(state))):
+    raise DamagedError(path, wrong)
+  return host
 
 
 @contextlib.contextmanager
@@ -305,12 +306,15 @@ def readable(path: epath.Path) -> Iterator[None]:
     raise DamagedError(path, reason(error)) from error
 
 
-def _require_shapes(path: epath.Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def require_shapes(
+  what: str, stored: Mapping[str, Any], wanted: Mapping[str, Any], hint: str = ""
+) -> None:
+  """Raises ValueError, with both shapes, for the first array that is not as it is wanted."""
   for name in sorted(wanted.keys() | stored.keys()):
     if wanted.get(name) != stored.get(name):
       raise ValueError(
-        f"checkpoint {path}: {name} has shape {stored.get(name)}, the configured model wants "
-        f"{wanted.get(name)}; use another --workdir or the config that wrote it"
+        f"{what}: {name} has shape {stored.get(name)}, the configured model wants "
+        f"{wanted.get(name)}{hint}"
       )
 
 

@@ -5,7 +5,7 @@ what only that machine needs, is copied before a checkpoint is completed: a run 
 the same `checkpoint.directory` and an empty workdir goes on as if it were the old one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
@@ -34,8 +34,8 @@ class Mirror:
     """Fills a workdir that holds no run yet; whether there was anything to fill it with."""
     if not self.fills():
       return False
-    names = [name for name in _files(self.target) if name != FILE]
-    for name in (*names, FILE):  # the one that says that a run is here comes last
+    # The one that says that a run is here comes last.
+    for name in sorted(_files(self.target), key=lambda name: name == FILE):
       _copy(self.target / name, self._workdir / name)
     return True
 
@@ -43,37 +43,27 @@ class Mirror:
     """Raises WriteError where a file cannot be copied, unless the run removes it meanwhile."""
     if self.target is None:
       return
-    for name in _files(self._workdir):
+    for name in list(_files(self._workdir)):
+      path = self._workdir / name
       try:
-        self._copy_new(name)
+        stat = path.stat()
+        if self._copied.get(name) != (stat.length, stat.mtime):
+          _copy(path, self.target / name)
+          self._copied[name] = stat.length, stat.mtime
       except (FileNotFoundError, WriteError):
-        if (self._workdir / name).exists():
+        if path.exists():
           raise
 
-  def _copy_new(self, name: str) -> None:
-    stat = (self._workdir / name).stat()
-    seen = stat.length, stat.mtime
-    if self._copied.get(name) != seen:
-      _copy(self._workdir / name, self.target / name)
-      self._copied[name] = seen
 
-
-def _files(folder: epath.Path) -> list[str]:
-  """Paths of the files below, without those of `LEFT_OUT` and half-written ones."""
-  left_out = [folder / name for name in LEFT_OUT]
-  found = [p for p in files_below(folder, left_out) if p.suffix != ".tmp"]
-  return [path.relative_to(folder).as_posix() for path in found]
-
-
-def files_below(folder: epath.Path, left_out: Sequence[epath.Path] = ()) -> Iterator[epath.Path]:
-  """All files in a directory and those under it. (On gs://, `epath.Path.walk` loses the scheme.)"""
-  for path in sorted(folder.iterdir()):
-    if path in left_out:
-      continue
-    if path.is_dir():
-      yield from files_below(path)
-    else:
-      yield path
+def _files(folder: epath.Path, within: str = "") -> Iterator[str]:
+  """Paths of the files below, without those of `LEFT_OUT` and half-written ones. (On gs://,
+  `epath.Path.walk` loses the scheme.)"""
+  for path in sorted((folder / within).iterdir()):
+    name = f"{within}{path.name}"
+    if name not in LEFT_OUT and path.is_dir():
+      yield from _files(folder, f"{name}/")
+    elif name not in LEFT_OUT and path.suffix != ".tmp":
+      yield name
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:

@@ -21,18 +21,18 @@ PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain numpy gspo-jax".
 def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> None:
   """Raises ValueError if the workdir, which `flag` names, holds a run of another configuration,
   unless `resume` is "force". Of several processes the first one's workdir counts. All call it."""
-  hosts.of_first(lambda: _check(workdir, config, flag))
 
+  def compare() -> None:
+    if config["resume"] == "force" or not (was := begun(workdir)):
+      return
+    was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
+    if changed := difference(was, now):
+      raise ValueError(
+        f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
+        f"another {flag}, or --config.resume=force to go on with this one"
+      )
 
-def _check(workdir: Path, config: Mapping[str, Any], flag: str) -> None:
-  if config["resume"] == "force" or not (was := begun(workdir)):
-    return
-  was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
-  if changed := difference(was, now):
-    raise ValueError(
-      f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
-      f"another {flag}, or --config.resume=force to go on with this one"
-    )
+  hosts.of_first(compare)
 
 
 def record(

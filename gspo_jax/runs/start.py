@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspo_jax.runs import checkpoint, integrity, mirror
+from gspo_jax.runs import checkpoint, mirror
 from gspo_jax.runs.provenance import FILE
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
@@ -60,18 +60,18 @@ def find(weights: str, key: str = "weights") -> Start | None:
   config = _config(path)
   if "provenance" in config:
     home = epath.Path(config["checkpoint"]["directory"] or path / "checkpoints")
-    path = next((home / phase for phase in PHASES if _steps(home / phase)), None)
+    path = next((home / phase for phase in PHASES if checkpoint.finished(home / phase)), None)
     if path is None:
       raise ValueError(f"{key}={weights!r} is a run that has no checkpoint yet, in {home}")
   elif config:
     return None  # a Hugging Face directory
   if path.name in PHASES and path.is_dir():
-    if not (steps := _steps(path)):
+    if not (steps := checkpoint.finished(path)):
       raise ValueError(f"{key}={weights!r} holds no checkpoint")
     path = path / str(max(steps))
   if not (path.name.isdigit() and path.parent.name in PHASES):
     return None
-  if int(path.name) not in (steps := _steps(path.parent)):
+  if int(path.name) not in (steps := checkpoint.finished(path.parent)):
     there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
     raise ValueError(f"{key}={weights!r} is no complete checkpoint; {there}")
   of_phases = path.parent.parent
@@ -98,42 +98,25 @@ def restore(start: Start, like: Any, key: str = "weights") -> Any:
   Raises:
     ValueError: the checkpoint is damaged, or holds other parameters.
   """
+  reader, like = ocp.PyTreeCheckpointHandler(), dict(params=like)
   try:
-    return _restore(start, dict(params=like), key)
+    with checkpoint.readable(start.path):
+      stored = checkpoint.shapes(reader.metadata(start.path / "state"))
+    stored = {name: shape for name, shape in stored.items() if name.startswith("params.")}
+    checkpoint.require_shapes(f"{key}={start.path}", stored, checkpoint.shapes(like))
+    arguments = ocp.args.PyTreeRestore(
+      item=like,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+      partial_restore=True,  # the optimizer's moments stay where they are
+    )
+    with checkpoint.readable(start.path):
+      restored = jax.block_until_ready(reader.restore(start.path / "state", args=arguments))
+    checkpoint.host_of(start.path, restored)
+    return restored["params"]
   except checkpoint.DamagedError as error:
-    steps = [step for step in _steps(start.path.parent) if step < int(start.path.name)]
+    steps = [s for s in checkpoint.finished(start.path.parent) if s < int(start.path.name)]
     before = f"; the one before is {start.path.parent / str(steps[-1])}" if steps else ""
     raise ValueError(f"{key}={start.path} is damaged: {error.why}{before}") from error
-
-
-def _restore(start: Start, like: Any, key: str) -> Any:
-  reader, wanted = ocp.PyTreeCheckpointHandler(), checkpoint.shapes(like)
-  with checkpoint.readable(start.path):
-    stored = checkpoint.shapes(reader.metadata(start.path / "state"))
-  for name in sorted(wanted.keys() | {name for name in stored if name.startswith("params.")}):
-    if wanted.get(name) != stored.get(name):
-      raise ValueError(
-        f"{key}={start.path}: {name} has shape {stored.get(name)}, the configured model wants "
-        f"{wanted.get(name)}"
-      )
-  arguments = ocp.args.PyTreeRestore(
-    item=like,
-    restore_args=ocp.checkpoint_utils.construct_restore_args(like),
-    partial_restore=True,  # the optimizer's moments stay where they are
-  )
-  with checkpoint.readable(start.path):
-    restored = jax.block_until_ready(reader.restore(start.path / "state", args=arguments))
-    _, written = checkpoint.read_host(start.path)
-  if wrong := integrity.changed(written, integrity.sums(restored)):
-    raise checkpoint.DamagedError(start.path, wrong)
-  return restored["params"]
-
-
-def _steps(directory: epath.Path) -> list[int]:
-  """Steps of the complete checkpoints of a phase."""
-  if not directory.is_dir():
-    return []
-  return sorted(int(path.name) for path in checkpoint.finished(directory))
 
 
 def _config(directory: epath.Path) -> dict[str, Any]:
