@@ -59,7 +59,7 @@ def read(spec: str, key: str) -> Iterator[Row]:
       decode = functools.partial(examples.__getitem__, i)
       yield f"{spec}, example {i + 1}", f"{spec.removeprefix('tfds:')}:{i + 1}", decode
     return
-  for file in found(spec, key):
+  for file in named(spec, key):
     unit, read = next(r for suffix, r in _READERS.items() if file.name.endswith(suffix))
     # A pattern may match more files at the next start: the ids of these stay what they are.
     name = str(file) if is_pattern(spec) else file.name
@@ -74,27 +74,24 @@ def is_pattern(spec: str) -> bool:
   return bool(re.search(_MAGIC, spec))
 
 
-def found(spec: str, key: str) -> list[epath.Path]:
+def named(spec: str, key: str) -> list[epath.Path]:
   """The files that a path or pattern names, sorted."""
+  magic = re.search(_MAGIC, spec)
   try:
-    return _found(spec, key)
+    if magic:
+      root, _, _ = spec[: magic.start()].rpartition("/")
+      pattern = spec[len(root) :].lstrip("/")
+      root = root or ("/" if spec.startswith("/") else ".")
+      files = sorted(epath.Path(root).expanduser().glob(pattern))
+    else:
+      files = [epath.Path(spec).expanduser()]
+    there = bool(files) and files[0].exists()
   except (ImportError, KeyError, NotImplementedError, OSError) as error:  # of a file system
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
-
-
-def _found(spec: str, key: str) -> list[epath.Path]:
-  magic = re.search(_MAGIC, spec)
-  if magic:
-    root, _, _ = spec[: magic.start()].rpartition("/")
-    pattern = spec[len(root) :].lstrip("/")
-    root = root or ("/" if spec.startswith("/") else ".")
-    files = sorted(epath.Path(root).expanduser().glob(pattern))
-  else:
-    files = [epath.Path(spec).expanduser()]
-  if not files or not files[0].exists():
-    found = "no file matches" if magic else "there is no file"
+  if not there:
+    none = "no file matches" if magic else "there is no file"
     raise DataError(
-      f"{key}: {found} {spec}. Set --config.{key} to arithmetic:train, tfds:name/split or files"
+      f"{key}: {none} {spec}. Set --config.{key} to arithmetic:train, tfds:name/split or files"
       f" ({', '.join(_READERS)})"
     )
   for file in files:

@@ -278,14 +278,13 @@ class Condition:
   op: str
   value: str
 
-  def keeps(self, found: Any) -> bool:
-    if found is None and self.op in ORDER:
+  def keeps(self, field: Any) -> bool:
+    if field is None and self.op in ORDER:
       return False
-    text = found if isinstance(found, str) else "" if found is None else _as_text(found)
+    text, value = "" if field is None else _as_text(field), self.value
     if self.op in ("=~", "!~"):
-      return bool(re.search(self.value, text)) == (self.op == "=~")
-    value = self.value
-    if isinstance(found, bool | np.bool_):  # true in JSON, True in Python
+      return bool(re.search(value, text)) == (self.op == "=~")
+    if isinstance(field, bool | np.bool_):  # true in JSON, True in Python
       text, value = text.lower(), value.lower()
     try:
       return _OPERATORS[self.op](float(text), float(value))
@@ -301,7 +300,7 @@ def _as_text(value: Any) -> str:
 
 def conditions(text: str, key: str) -> tuple[Condition, ...]:
   """`a==1 and b>=2024-10-01` as conditions. DataError, with the key, for anything else."""
-  found = []
+  parsed = []
   for part in re.split(r"\s+and\s+", text) if text else []:
     match = _CONDITION.fullmatch(part)
     if not match:
@@ -314,8 +313,8 @@ def conditions(text: str, key: str) -> tuple[Condition, ...]:
         re.compile(match[3])
       except re.error as error:
         raise DataError(f"{key}: {part!r}: {error}") from error
-    found.append(Condition(*match.groups()))
-  return tuple(found)
+    parsed.append(Condition(*match.groups()))
+  return tuple(parsed)
 
 
 def named(config: DataConfig, name: str) -> Format:

@@ -140,7 +140,7 @@ class Growing:
     A look that was made before finds what it found then."""
     known = self._looks[self.looks - 1] if self.looks else {}
     again = self._looks[self.looks] if self.looks < len(self._looks) else {}
-    names = again or [str(file) for file in files.found(self.path, self._key)]
+    names = again or [str(file) for file in files.named(self.path, self._key)]
     if gone := known.keys() - set(names):
       raise DataError(f"{self._key}: {min(gone)} is gone, and its rows are in use. Put it back")
     look, added = {}, []

@@ -1,6 +1,6 @@
 """Held-out problems that are trained on as well."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gspo_jax.data.embedded import Embedded
 from gspo_jax.data.sources import Mixture, Source
@@ -17,20 +17,17 @@ def shared_prompts(train: Source, held_out: Source, chosen: Sequence[Prompt]) ->
   """
   questions = [_first(prompt.question) for prompt in chosen]
   wanted, begun = set(questions), {_first(text, _WORDS) for text in questions}
-  found: set[str] = set()
+  shared: set[str] = set()
   for part in train.sources if isinstance(train, Mixture) else [train]:
     if isinstance(part, Embedded) and isinstance(held_out, Embedded):
-      found |= wanted if part.path == held_out.path else set()
+      shared |= wanted if part.path == held_out.path else set()
       continue
-    texts = (text for text in _questions(part) if _first(text, _WORDS) in begun)
-    found |= wanted.intersection(map(_first, texts))
-  return sum(text in found for text in questions)
-
-
-def _questions(source: Source) -> Iterable[str]:
-  if isinstance(source, Embedded):
-    return source.questions()
-  return (source[index].question for index in range(len(source)))
+    if isinstance(part, Embedded):
+      texts = part.questions()
+    else:
+      texts = (part[index].question for index in range(len(part)))
+    shared |= wanted.intersection(_first(text) for text in texts if _first(text, _WORDS) in begun)
+  return sum(text in shared for text in questions)
 
 
 def _first(text: str, words: int | None = None) -> str:

@@ -80,7 +80,7 @@ def load(
     DataError: for a file that cannot be read, one without a response that can be used, and for the
       first bad row unless `on_error` is 'skip'.
   """
-  found: dict[tuple[int, ...], tuple[Prompt, list[tuple[str, Response]]]] = {}
+  rows: dict[tuple[int, ...], list[tuple[str, Prompt, Response]]] = {}
   skipped, unknown = Skipped(on_error), 0
   for place, default_id, decode in _rows(spec):
     with skipped.row(place):
@@ -88,16 +88,15 @@ def load(
       if response is None:
         unknown += 1
         continue
-      found.setdefault(prompt.tokens, (prompt, []))[1].append((default_id, response))
-  if not found:
+      rows.setdefault(prompt.tokens, []).append((default_id, prompt, response))
+  if not rows:
     why = f"{skipped.count} bad rows, {unknown} without a reward{skipped.first}"
     raise DataError(f"offline.data={spec}: there is no response that can be used ({why})")
   skipped.warn(f"offline.data={spec}")
   groups, G = [], limits.group_size
-  for prompt, rows in found.values():
-    for start in range(0, len(rows), G):
-      some = rows[start : start + G]
-      groups.append(Group(some[0][0], prompt, tuple(response for _, response in some)))
+  for of_prompt in rows.values():
+    for part in (of_prompt[start : start + G] for start in range(0, len(of_prompt), G)):
+      groups.append(Group(part[0][0], of_prompt[0][1], tuple(response for *_, response in part)))
   return Recordings(groups, skipped.count, unknown)
 
 
@@ -127,7 +126,9 @@ def _read(
   _require_length("prompt", prompt_ids, limits.prompt_tokens, "data.max_prompt_tokens")
   row = {key: value for key, value in row.items() if value is not None or key == "reward"}
   name = row.get("prompt_id", question[:200])
-  prompt = Prompt(str(name)[:1000], question, _answer(row), tuple(prompt_ids))
+  answer = row.get("answer", "")
+  answer = answer[:1000] if isinstance(answer, str) else ""
+  prompt = Prompt(str(name)[:1000], question, answer, tuple(prompt_ids))
   ids = _ids(row, "response_ids", limits.response_tokens, limits.vocabulary)
   if ids is None:
     ids = tok.encode(_text(row, "response"))
@@ -160,11 +161,6 @@ def _text(row: Mapping[str, Any], key: str) -> str:
   return text
 
 
-def _answer(row: Mapping[str, Any]) -> str:
-  answer = row.get("answer", "")
-  return answer[:1000] if isinstance(answer, str) else ""
-
-
 def _reward(row: Mapping[str, Any]) -> float | None:
   if "reward" not in row:
     raise BadRow("it has no reward. Give it one, or null where nothing is known")
@@ -182,8 +178,8 @@ def _ids(row: Mapping[str, Any], key: str, most: int, vocabulary: int) -> list[i
   ids = row.get(key)
   if ids is None:
     return None
-  some = ids[: most + 1] if isinstance(ids, list) else [None]
-  if not all(type(i) is int and 0 <= i < vocabulary for i in some):
+  looked_at = ids[: most + 1] if isinstance(ids, list) else [None]
+  if not all(type(i) is int and 0 <= i < vocabulary for i in looked_at):
     raise BadRow(f"{key}={ids!r:.40} are no token ids from 0 to {vocabulary - 1}. Correct the row")
   return ids
 

@@ -30,13 +30,13 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
   runs = [{phase: _columns(rows) for phase, rows in run.items()} for run in runs]
   built = {figure: _build_figures(figure, runs) for figure in figures}
   drawn = {(s["phase"], s["key"]) for parts in built.values() for f in parts for s in f["series"]}
-  others = _others(runs, drawn)
+  undrawn = _undrawn(runs, drawn)
   sections = []
   for section in (*SECTIONS, Section("other", "Other metrics", "", (), ".*")):
-    rest = [figure for figure in others if re.fullmatch(section.rest, figure.title)]
-    others = [figure for figure in others if figure not in rest]
-    built |= {figure: _build_figures(figure, runs) for figure in rest}
-    parts = [part for figure in (*section.figures, *rest) for part in built[figure]]
+    further = [figure for figure in undrawn if re.fullmatch(section.rest, figure.title)]
+    undrawn = [figure for figure in undrawn if figure not in further]
+    built |= {figure: _build_figures(figure, runs) for figure in further}
+    parts = [part for figure in (*section.figures, *further) for part in built[figure]]
     for part in parts:
       part["marks"] = list(ratio_marks) if part["unit"] == "ratio" else []
     if parts:
@@ -57,7 +57,7 @@ def _columns(rows: Sequence[Row]) -> Table:
   return table
 
 
-def _others(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
+def _undrawn(runs: Sequence[Mapping[str, Table]], drawn: set[tuple[str, str]]) -> list[Figure]:
   """A chart for each metric that no chart names."""
   lines = [line for section in SECTIONS for figure in section.figures for line in figure.lines]
   bands = {edge for line in lines for edge in (line.low, line.high)}
@@ -151,15 +151,15 @@ def wants_log(series: Sequence[Row]) -> bool:
 
 
 def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterable[Row]:
-  found = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
+  lines = [(line, *pair) for line in figure.lines for pair in _expand(line.key, table)]
   limit = MAX_POINTS // runs // (3 if figure.kind == "stack" else 1)
-  limit = limit * 4 // max(4, len(found))
+  limit = limit * 4 // max(4, len(lines))
   if figure.kind == "heat":
-    limit = MAX_CELLS // runs // max(60, len(found))
+    limit = MAX_CELLS // runs // max(60, len(lines))
   # Of a stack, what a step lacks was 0 (a stage that did not run); else it was not measured.
   missing = 0.0 if figure.kind == "stack" else None
-  common = sorted({step for _, key, _ in found for step in table[key][0]})
-  for line, key, name in found:
+  common = sorted({step for _, key, _ in lines for step in table[key][0]})
+  for line, key, name in lines:
     steps = table[key][0] if figure.kind == "line" else common
     curve = {
       "phase": phase,

@@ -79,8 +79,8 @@ def _chart(
     lines = {lines: f"{title.lower()} {color}"}
   split = [(key, *text.rsplit(" ", 1)) for key, text in lines.items()]
   bands = [band] + [("", "")] * len(split)
-  found = tuple(Line(*line, *edges) for line, edges in zip(split, bands))
-  return Figure(title, note, found, **options)
+  curves = tuple(Line(*line, *edges) for line, edges in zip(split, bands))
+  return Figure(title, note, curves, **options)
 
 
 def _by_minibatch(title: str, note: str, key: str, **options) -> Figure:

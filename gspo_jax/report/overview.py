@@ -33,8 +33,8 @@ def _learning(by_phase: ByPhase, flat: Mapping[str, Any]) -> Row:
   rows = by_phase["rl"]
   tried, facts = rows or by_phase["eval"], []
   measured = [row for row in tried if row.get("eval/accuracy") is not None]
-  found = {key for row in tried for key in row if ACCURACY.fullmatch(key)}
-  keys = sorted(found, key=lambda key: (key != "eval/accuracy", key))
+  keys = {key for row in tried for key in row if ACCURACY.fullmatch(key)}
+  keys = sorted(keys, key=lambda key: (key != "eval/accuracy", key))
   judged = next(filter(None, (judge_accuracy(tried, key) for key in keys)), None)
   by_reward = judge_reward(rows)
   state, text, because = judged or by_reward
@@ -231,13 +231,13 @@ def timeline(rows: Rows) -> list[Row]:
 
 def _timed(rows: Rows) -> list[tuple[int, dict[str, float], dict[str, float]]]:
   """Of each row with times its step, and seconds by stage and by part of a stage."""
-  found = []
+  timed = []
   for row in rows:
     times = {k[5:]: v for k, v in row.items() if k.startswith("time/") and v is not None}
     stages = {name: v for name, v in times.items() if "/" not in name}
     if stages:
-      found.append((row["step"], stages, {name: v for name, v in times.items() if "/" in name}))
-  return found
+      timed.append((row["step"], stages, {name: v for name, v in times.items() if "/" in name}))
+  return timed
 
 
 def _second_half(items: Sequence[Any]) -> Sequence[Any]:

@@ -46,9 +46,9 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
   wanted = _spread(paths, limit)  # at least one response of each
   groups, known, left = [], 0, max_tokens
   for path in reversed(wanted):  # the newest first: theirs are the tokens that get colours
-    found, most = _group(metrics.read_rows(path), path), max(1, limit // len(wanted))
-    size = max((len(group["samples"]) for group in found), default=1)
-    for group in _spread(found, max(1, most // size)):
+    groups_of, most = _group(metrics.read_rows(path), path), max(1, limit // len(wanted))
+    size = max((len(group["samples"]) for group in groups_of), default=1)
+    for group in _spread(groups_of, max(1, most // size)):
       samples = []
       for record in group["samples"][:most]:
         known += _has_ratios(record)

@@ -30,10 +30,10 @@ class Alarms:
 
   def __call__(self, row: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
     """The metrics to add to the row, and a line for each warning that begins with it."""
-    found = dict(self._look(row))
-    begun = [f"warning at step {row['step']}: {found[n]}" for n in found if n not in self._on]
-    self._on = set(found)
-    return {f"warning/{name}": 1.0 for name in found}, begun
+    on = dict(self._look(row))
+    begun = [f"warning at step {row['step']}: {on[name]}" for name in on if name not in self._on]
+    self._on = set(on)
+    return {f"warning/{name}": 1.0 for name in on}, begun
 
   def _look(self, row: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """(name, what is wrong) of each alarm."""

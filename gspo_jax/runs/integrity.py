@@ -14,8 +14,8 @@ import numpy as np
 
 def sums(tree: Any) -> dict[str, str]:
   """Type and checksum of each array, by name; the same on all processes, which all call it."""
-  found = jax.device_get(_sums(tree))
-  return {name: f"{leaf.dtype} {int(found[name]):08x}" for name, leaf in named(tree).items()}
+  values = jax.device_get(_sums(tree))
+  return {name: f"{leaf.dtype} {int(values[name]):08x}" for name, leaf in named(tree).items()}
 
 
 def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
@@ -23,8 +23,8 @@ def changed(written: Mapping[str, str], read: Mapping[str, str]) -> str | None:
   type cannot be compared."""
   wrong = [
     name
-    for name, found in read.items()
-    if written[name] != found and written[name].split()[0] == found.split()[0]
+    for name, value in read.items()
+    if written[name] != value and written[name].split()[0] == value.split()[0]
   ]
   return " and ".join(f"{name} is not what was written" for name in wrong[:3]) or None
 

@@ -32,7 +32,7 @@ def compute(metrics: Mapping[str, Any]) -> Row:
   """Fetches the whole dict in one transfer; reductions and arrays become floats, the rest stays."""
   host = jax.device_get(dict(metrics))
   # Once more for reductions whose `compute` is written with jnp; a no-op for NumPy values.
-  values = jax.device_get({k: v.compute() if _is_reduction(v) else v for k, v in host.items()})
+  values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
   return {k: v if isinstance(v, str | int) else float(v) for k, v in values.items()}
 
 
@@ -96,11 +96,11 @@ class Totals:
 def memory() -> dict[str, float]:
   """Peaks since the start of the process, in GiB: of this host's fullest device, where the device
   tells, and of the process itself."""
-  found = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+  memory = {"memory/host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
   peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
   if None not in peaks:
-    found["memory/device_peak_gib"] = max(peaks) / 2**30
-  return found
+    memory["memory/device_peak_gib"] = max(peaks) / 2**30
+  return memory
 
 
 class Writer:
@@ -276,10 +276,6 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
       ) from error
     rows.append(row)
   return rows
-
-
-def _is_reduction(value: Any) -> bool:
-  return hasattr(value, "compute")
 
 
 def _number(name: str, value: Any) -> float:

@@ -84,13 +84,13 @@ class Guard:
   def check(self, row: Mapping[str, Any], state: TrainState) -> None:
     """Raises `NonFiniteError`, after a dump, for a row that is not finite."""
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
-    more, self._skipped = skipped - self._skipped, skipped
+    added, self._skipped = skipped - self._skipped, skipped
     where = f"{row['phase']} step {row['step']}"
     if self._on_nonfinite == "skip":
-      if more > 0:
-        what = f"{more} not finite and left out ({', '.join(names)}); {skipped} in all"
+      if added > 0:
+        what = f"{added} not finite and left out ({', '.join(names)}); {skipped} in all"
         sys.stderr.write(f"warning at {where}: of its updates, {what}\n")
-      if more > 0 or not names:
+      if added > 0 or not names:
         return
     if not names and not skipped:
       return

@@ -90,9 +90,9 @@ def begun(workdir: Path) -> dict[str, Any]:
   if not path.exists():
     return {}
   try:
-    found = jsons.parse_object(path.read_bytes())
-    if isinstance(found.get("provenance", {}), dict):
-      return found
+    config = jsons.parse_object(path.read_bytes())
+    if isinstance(config.get("provenance", {}), dict):
+      return config
     error = "its provenance is no object"
   except (OSError, ValueError) as reason:
     error = reason

@@ -123,7 +123,7 @@ def _config(directory: epath.Path) -> dict[str, Any]:
   """The config.json there; {} if there is none, or none that can be read."""
   path = directory / FILE
   try:
-    found = json.loads(path.read_text()) if path.exists() else {}
+    config = json.loads(path.read_text()) if path.exists() else {}
   except (OSError, ValueError):
     return {}
-  return found if isinstance(found, dict) else {}
+  return config if isinstance(config, dict) else {}

@@ -53,9 +53,9 @@ def seal(value: Any) -> str:
 def unseal(text: str | bytes) -> Any:
   """The value that was sealed. Raises ValueError where it is not what it was."""
   try:
-    found = json.loads(text)
-    value = found["value"]
-    if found["crc32"] == zlib.crc32(json.dumps(value).encode()):
+    sealed = json.loads(text)
+    value = sealed["value"]
+    if sealed["crc32"] == zlib.crc32(json.dumps(value).encode()):
       return value
   except (ValueError, TypeError, KeyError, RecursionError):
     pass

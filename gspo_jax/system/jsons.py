@@ -43,8 +43,8 @@ def read_object(path: Any) -> dict[str, Any]:
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-  found = dict(pairs)
-  if len(found) < len(pairs):
+  value = dict(pairs)
+  if len(value) < len(pairs):
     twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
     raise ValueError(f"it has the key {twice!r} twice")
-  return found
+  return value

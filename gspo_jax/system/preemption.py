@@ -74,8 +74,8 @@ def watch(grace_s: float) -> Iterator[None]:
 def check() -> None:
   """Raises `Preempted` after a notice. All hosts call it equally often: it is how they agree.
   Raises `KeyboardInterrupt` after one that did not get through."""
-  if own := getattr(_of_thread, "check", None):
-    return own()
+  if of_thread := getattr(_of_thread, "check", None):
+    return of_thread()
   if _watch is None:
     return
   if _watch.interrupted:
@@ -95,10 +95,10 @@ def check_alone() -> None:
 
 
 @contextlib.contextmanager
-def checked_by(own: Callable[[], None]) -> Iterator[None]:
-  """In this thread `check` is `own` within. For a thread whose work is still needed after a notice,
-  by what is saved then; whoever started it ends it."""
-  _of_thread.check = own
+def checked_by(instead: Callable[[], None]) -> Iterator[None]:
+  """In this thread `check` is `instead` within. For a thread whose work is still needed after a
+  notice, by what is saved then; whoever started it ends it."""
+  _of_thread.check = instead
   try:
     yield
   finally:

@@ -69,7 +69,7 @@ def open_verifier(config: object) -> Iterator[Callable]:
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
-    return ["right" if one else "wrong" for one in right], None
+    return ["right" if is_right else "wrong" for is_right in right], None
 
   yield outcomes
 

@@ -40,13 +40,13 @@ def problems(split: str, digits: int) -> Problems:
   least, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
 
   def make(number: int) -> Problem:
-    rest, c = divmod(number, count)
-    a, b, c = (least + n for n in (*divmod(rest, count), c))
+    ab, c = divmod(number, count)
+    a, b, c = (least + n for n in (*divmod(ab, count), c))
     return dict(id=f"{a}*{b}+{c}", question=f"{a}*{b}+{c}=", answer=str(a * b + c))
 
   size = np.uint64(count)
-  rest, c = np.divmod(np.arange(count**3, dtype=np.uint64), size)
-  a, b = np.divmod(rest, size)
+  ab, c = np.divmod(np.arange(count**3, dtype=np.uint64), size)
+  a, b = np.divmod(ab, size)
   pair = np.minimum(a, b) * size + np.maximum(a, b)
   return Problems("calculator", split, pair * size + c, make)
 

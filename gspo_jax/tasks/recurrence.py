@@ -82,13 +82,12 @@ def open_verifier(config: Partial) -> Iterator[Callable]:
 
   def outcomes(responses, prompts, finished):
     right = [verify(response, prompt.answer) for response, prompt in zip(responses, prompts)]
-    found = ["right" if one else "wrong" for one in right]
+    verdicts = ["right" if is_right else "wrong" for is_right in right]
     if not config.partial:
-      return found, None
+      return verdicts, None
     shares = [np.mean(right_lines(r, prompt.answer)) for r, prompt in zip(responses, prompts)]
-    return found, [
-      (1 - config.partial) * one + config.partial * share for one, share in zip(right, shares)
-    ]
+    part = config.partial
+    return verdicts, [(1 - part) * last + part * share for last, share in zip(right, shares)]
 
   yield outcomes
 
@@ -107,4 +106,4 @@ def right_lines(response: str, answer: str) -> list[bool]:
   asked = answer.split("\n")
   given = response.split("\n", len(asked))[: len(asked)]
   given += [""] * (len(asked) - len(given))
-  return [one == other for one, other in zip(given, asked)]
+  return [line == right for line, right in zip(given, asked)]
