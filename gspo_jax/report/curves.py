@@ -10,7 +10,7 @@ from gspo_jax.report.figures import SECTIONS, STAGES, UNDRAWN, Figure, Line, Sec
 
 Row = dict[str, Any]
 ByPhase = Mapping[str, Sequence[Row]]
-Table = Mapping[str, tuple[list[int], list[float | None]]]  # of each metric its steps and values
+Table = Mapping[str, Mapping[int, float | None]]  # of each metric its values by step
 
 # Beyond these the page would be slow, and nobody could see more.
 MAX_POINTS = 800  # of one curve, where the chart has no more than four
@@ -47,13 +47,10 @@ def build_sections(runs: Sequence[ByPhase], ratio_marks: Sequence[Row] = ()) -> 
 
 def _columns(rows: Sequence[Row]) -> Table:
   """The rows as columns, read once for all charts."""
-  table: dict[str, tuple[list[int], list[float | None]]] = {}
+  table: dict[str, dict[int, float | None]] = {}
   for row in rows:
-    step = row["step"]
     for key, value in row.items():
-      steps, values = table.setdefault(key, ([], []))
-      steps.append(step)
-      values.append(value)
+      table.setdefault(key, {})[row["step"]] = value
   return table
 
 
@@ -158,9 +155,9 @@ def _build_curves(figure: Figure, phase: str, table: Table, runs: int) -> Iterab
     limit = MAX_CELLS // runs // max(60, len(lines))
   # Of a stack, what a step lacks was 0 (a stage that did not run); else it was not measured.
   missing = 0.0 if figure.kind == "stack" else None
-  common = sorted({step for _, key, _ in lines for step in table[key][0]})
+  common = sorted({step for _, key, _ in lines for step in table[key]})
   for line, key, name in lines:
-    steps = table[key][0] if figure.kind == "line" else common
+    steps = list(table[key]) if figure.kind == "line" else common
     curve = {
       "phase": phase,
       "key": key,
@@ -179,8 +176,7 @@ def _values(
   table: Table, key: str, steps: Sequence[int], missing: float | None = None
 ) -> list[float | None]:
   """The values of a metric at these steps; None where it was no number."""
-  known = dict(zip(*table.get(key, ((), ()))))
-  values = [known.get(step, missing) for step in steps]
+  values = [table.get(key, {}).get(step, missing) for step in steps]
   return [v if v is not None and math.isfinite(v) else None for v in values]
 
 
