@@ -200,11 +200,7 @@ class Writer:
     return len(dropped)
 
   def dump_rollouts(
-    self,
-    phase: str,
-    step: int,
-    records: Iterable[Mapping[str, Any]],
-    folder: str = "rollouts",
+    self, phase: str, step: int, records: Iterable[Mapping[str, Any]], folder: str = "rollouts"
   ) -> None:
     """Writes `<folder>/<phase>_<step>.jsonl`, whole or not at all; a redone step overwrites."""
     if not self._active:

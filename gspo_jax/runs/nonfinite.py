@@ -51,13 +51,7 @@ class Guard:
   """
 
   def __init__(
-    self,
-    home: epath.Path,
-    config: Mapping[str, Any],
-    on_nonfinite: str,
-    *,
-    updates: int,
-    keep: int,
+    self, home: epath.Path, config: Mapping[str, Any], on_nonfinite: str, *, updates: int, keep: int
   ):
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
     self._updates, self._skipped = updates, 0

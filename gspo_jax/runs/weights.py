@@ -37,11 +37,7 @@ def initial(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = N
 
 
 def of_checkpoint(
-  origin: start.Start,
-  model: ModelConfig,
-  mesh: jax.sharding.Mesh,
-  dtype: Any,
-  key: str = "weights",
+  origin: start.Start, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, key: str = "weights"
 ) -> Any:
   """The parameters of a checkpoint in the layout of training, as a pass of compute type `dtype`
   reads them; adapters are merged. Raises ValueError as `start.restore` does, naming `key`."""
