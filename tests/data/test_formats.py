@@ -25,9 +25,9 @@ DOCUMENTED = {
 }
 
 
-def numbered(start, count, **more):
+def numbered(start, count):
   rows = range(start, start + count)
-  return [dict(question=f"{i}?", answer=str(i), level=i % 5) | more for i in rows]
+  return [dict(question=f"{i}?", answer=str(i), level=i % 5) for i in rows]
 
 
 def load(spec, check=None, **changes):
@@ -54,8 +54,8 @@ def test_documented_rows_give_the_documented_answers(tmp_path, name):
   assert prompt.answer == answer
   text = BYTES.decode(prompt.tokens)
   assert prompt.question in text
-  own = FORMATS[name].template
-  assert text == (own or "Q: {question}").replace("{question}", prompt.question)
+  template = FORMATS[name].template or "Q: {question}"
+  assert text == template.replace("{question}", prompt.question)
   ids = {"dapo_math": "9a9b6eb4", "humaneval": "HumanEval/0", "svamp": "chal-1", "apps": "4"}
   assert prompt.id == ids.get(name, prompt.id)
   further = dict(

@@ -8,8 +8,8 @@ from gspo_jax.data.overlap import shared_prompts
 
 
 def shared(train, held_out, chosen=slice(None)):
-  both = config(train=train, eval=held_out, digits=1)
-  trained, held = (sources.load(both, BYTES, split) for split in ("train", "eval"))
+  data = config(train=train, eval=held_out, digits=1)
+  trained, held = (sources.load(data, BYTES, split) for split in ("train", "eval"))
   return shared_prompts(trained, held, [held[i] for i in range(len(held))][chosen])
 
 
@@ -30,14 +30,16 @@ def test_the_same_questions_are_counted(first, count, tmp_path):
 
 def test_mixtures_and_embedded_tasks(tmp_path):
   sums = [f"{i}+{i}=" for i in range(1, 10)] + ["What is 1+1?"]
-  some = file(tmp_path / "a.jsonl", sums)
+  file_of_sums = file(tmp_path / "a.jsonl", sums)
   train, held = "arithmetic:train", "arithmetic:heldout"
   assert shared(train, held) == 0 and shared(held, train) == 0
   assert shared("calculator:train", held) == 0
   everything = shared(held, held)
   assert everything == len(sources.load(config(eval=held, digits=1), BYTES, "eval"))
-  assert shared(f"{some},{held}", held) == everything  # whatever else is trained on
-  assert shared(train, some) + shared(held, some) == 9  # a sum is in one of the splits
-  other = file(tmp_path / "b.jsonl", ["What is 1+1?", "3+3=", "Who?"])
-  assert shared(f"{some}:0.5,{other}:0.5", other) == 3
-  assert shared(some, f"{some}:0.5,{other}:0.5") == 12
+  assert shared(f"{file_of_sums},{held}", held) == everything  # whatever else is trained on
+  assert (
+    shared(train, file_of_sums) + shared(held, file_of_sums) == 9
+  )  # a sum is in one of the splits
+  three = file(tmp_path / "b.jsonl", ["What is 1+1?", "3+3=", "Who?"])
+  assert shared(f"{file_of_sums}:0.5,{three}:0.5", three) == 3
+  assert shared(file_of_sums, f"{file_of_sums}:0.5,{three}:0.5") == 12

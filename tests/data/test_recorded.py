@@ -25,9 +25,9 @@ def load(tmp_path, *rows, on_error="raise", template="{question}"):
 def test_responses_to_one_prompt_are_groups_in_their_order(tmp_path):
   """Whatever stands between them; of more than a group has, each `group_size` are one."""
   rows = [ROW | dict(response=str(i)) for i in range(5)]
-  other = dict(prompt="4+5=", response="9", reward=0)
-  made = load(tmp_path, *rows[:2], other, *rows[2:])
-  texts = [[TOK.decode(one.tokens) for one in group.responses] for group in made.rows]
+  nine = dict(prompt="4+5=", response="9", reward=0)
+  made = load(tmp_path, *rows[:2], nine, *rows[2:])
+  texts = [[TOK.decode(response.tokens) for response in group.responses] for group in made.rows]
   assert texts == [["0", "1", "2"], ["3", "4"], ["9"]]
   assert [group.prompt.tokens for group in made.rows] == [tuple(b"1+2=")] * 2 + [tuple(b"4+5=")]
   assert len({group.id for group in made.rows}) == 3 == len(made) == len(made.prompts)
@@ -106,12 +106,10 @@ def test_several_files_and_none(tmp_path):
   made = recorded.load(", ".join(paths), TOK, "{question}", LIMITS, "raise")
   assert [group.prompt.question for group in made.rows] == ["a", "b"]
   same = recorded.load(str(tmp_path / "*.jsonl"), TOK, "{question}", LIMITS, "raise")
-  for one, other in zip(made.rows, same.rows):
-    np.testing.assert_array_equal(one.responses[0].tokens, other.responses[0].tokens)
-  for spec, why in (
-    (f"{paths[0]},", "empty part"),
-    (f"{tmp_path}/c.jsonl", "offline.data: there is no file"),
-  ):
+  for a, b in zip(made.rows, same.rows):
+    np.testing.assert_array_equal(a.responses[0].tokens, b.responses[0].tokens)
+  refused = {f"{paths[0]},": "empty part", f"{tmp_path}/c.jsonl": "offline.data: there is no file"}
+  for spec, why in refused.items():
     with pytest.raises(DataError, match=why):
       recorded.load(spec, TOK, "{question}", LIMITS, "raise")
   with pytest.raises(DataError, match=r"no response that can be used \(0 bad rows, 1 without"):

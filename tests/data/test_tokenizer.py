@@ -172,12 +172,12 @@ def test_special_tokens_beyond_the_model_are_left_out(tmp_path):
   size = tok.get_vocab_size()
   tok.add_special_tokens(["<image>"])
   tok.save(str(tmp_path / "tokenizer.json"))
-  whole, found = (tokenizer.load_for(str(tmp_path), size + n) for n in (1, 0))
+  whole, cut = (tokenizer.load_for(str(tmp_path), size + n) for n in (1, 0))
   text = "<|im_start|>the <image> is ü<|im_end|>"
   assert whole.encode(text).count(size) == 1 and whole.vocab_size == size + 1
-  assert max(found.encode(text)) < size == found.vocab_size == len(found.token_bytes())
-  assert found.decode(found.encode(text)) == "the <image> is ü"
-  assert found.encode("the answer<|im_end|>") == whole.encode("the answer<|im_end|>")
+  assert max(cut.encode(text)) < size == cut.vocab_size == len(cut.token_bytes())
+  assert cut.decode(cut.encode(text)) == "the <image> is ü"
+  assert cut.encode("the answer<|im_end|>") == whole.encode("the answer<|im_end|>")
   with pytest.raises(tokenizer.TokenizerError, match=f"{size} tokens, more than model.vocab_size"):
     tokenizer.load_for(str(tmp_path), size - 1)
 

@@ -4,17 +4,13 @@ import math
 import random
 
 import pytest
-from support.reported_runs import eval_keys, figures
+from support.reported_runs import describe, eval_keys, figures
 
 from gspo_jax.report import curves, data
 
 
-def describe(rows, config=None):
-  return data.describe([data.Run("run", rows, config or {})])
-
-
-def answers(rows, config=None):
-  learning, healthy, fast = describe(rows, config)["runs"][0]["answers"]
+def answers(rows):
+  learning, healthy, fast = describe(rows)["runs"][0]["answers"]
   return learning, healthy, fast
 
 
@@ -101,8 +97,8 @@ def test_constant_metrics_are_marked_and_others_are_not():
     rows[1] |= {"padding": 0.1 + (1e-9 if name == "a" else 0.2)}
     return data.Run(name, rows, {})
 
-  found = figures(data.describe([run("a", 1.0), run("b", 2.0)]))
-  series = {title: figure["series"] for (_, title), figure in found.items()}
+  drawn = figures(data.describe([run("a", 1.0), run("b", 2.0)]))
+  series = {title: figure["series"] for (_, title), figure in drawn.items()}
   assert [s.get("constant") for s in series["Learning rate"]] == [1.0, 2.0]
   assert not any("constant" in s for s in series["Gradient norm"])
   assert not any("constant" in s for s in series["Padding"])  # it is not in the other run
@@ -152,6 +148,6 @@ def test_ten_thousand_steps_of_48_layers_stay_small():
     rl(i, **{f"router/volatility/layer_{j:02d}": math.sin(i + j) for j in range(48)}, loss=1.0 / i)
     for i in range(1, 10_001)
   ]
-  found = figures(describe(rows))
-  assert sum(len(s["x"]) for s in found["Volatility", "Volatility by layer"]["series"]) <= 16_000
-  assert len(found["Optimisation", "Loss"]["series"][0]["x"]) <= 800
+  drawn = figures(describe(rows))
+  assert sum(len(s["x"]) for s in drawn["Volatility", "Volatility by layer"]["series"]) <= 16_000
+  assert len(drawn["Optimisation", "Loss"]["series"][0]["x"]) <= 800

@@ -6,6 +6,7 @@ import pytest
 from support.reported_runs import (
   HOSTILE,
   STAGES,
+  describe,
   embedded,
   eval_keys,
   figures,
@@ -24,10 +25,6 @@ from gspo_jax.runs import metrics
 @pytest.fixture
 def workdir(tmp_path):
   return make_run(tmp_path)
-
-
-def describe(rows, config=None):
-  return data.describe([data.Run("run", rows, config or {})])
 
 
 def facts(report, run=0):
@@ -106,13 +103,10 @@ def test_parts_of_a_stage_are_not_counted_twice():
 
 def test_the_page_is_self_contained(workdir):
   page = write_report(workdir).read_text("utf-8")
-  shell = re.sub(
-    r'(<script type="application/json"[^>]*>).*?(</script>)', r"\1\2", page, flags=re.S
-  )
+  shell = re.sub(r'(<script type="application/json".*?>).*?(</script>)', r"\1\2", page, flags=re.S)
   assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest|import\(", shell)
-  assert re.findall(r"https?://\S+", shell) == [
-    'http://www.w3.org/2000/svg";'
-  ]  # a name, not a link
+  # A name, not a link.
+  assert re.findall(r"https?://\S+", shell) == ['http://www.w3.org/2000/svg";']
   assert "default-src 'none'" in shell  # and the browser is told so
   assert "innerHTML" not in shell and "{{" not in shell
 
@@ -122,11 +116,9 @@ def test_hostile_text_stays_text(workdir):
   assert page.count("<script") == page.count("</script>") == 3
   assert "<img" not in page and "<b>" not in page
   assert "<title>a &lt;b&gt;run</title>" in page
-  samples = [s for g in embedded(page, "rollouts")["groups"] for s in g["samples"]]
-  assert [s["response"] for s in samples].count(HOSTILE) == 2  # and unchanged
-  assert "lone \\udc80 \u2028" in [
-    s["response"] for s in samples
-  ]  # spelled out, not half a character
+  texts = [s["response"] for g in embedded(page, "rollouts")["groups"] for s in g["samples"]]
+  assert texts.count(HOSTILE) == 2  # and unchanged
+  assert "lone \\udc80 \u2028" in texts  # spelled out, not half a character
 
 
 def test_responses_are_grouped_by_prompt(workdir):
@@ -235,9 +227,7 @@ def test_a_comparison_lists_what_differs_and_joins_the_curves():
 
 def test_runs_are_named_by_what_tells_their_directories_apart(tmp_path):
   folders = [tmp_path / name for name in ("x/run", "y/run", "other", "z/y/run")]
-  assert unique_names(folders) == [
-    "x/run", f"{tmp_path.name}/y/run", "other", "z/y/run",
-  ]  # fmt: skip
+  assert unique_names(folders) == ["x/run", f"{tmp_path.name}/y/run", "other", "z/y/run"]
   with pytest.raises(ValueError, match="given twice"):
     unique_names([tmp_path, tmp_path / "x" / ".."])
 
@@ -265,18 +255,6 @@ def test_long_curves_are_thinned_and_bands_keep_their_extremes():
   assert curves.thin(curve, count) is curve
 
 
-def test_command_line(workdir, tmp_path, capsys):
-  main([str(workdir), "--output", str(tmp_path / "page.html")])
-  assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
-  with pytest.raises(SystemExit):
-    main([str(tmp_path / "nowhere")])
-  assert "holds no metrics.jsonl" in capsys.readouterr().err
-  (tmp_path / "file").touch()
-  with pytest.raises(SystemExit):
-    main([str(workdir), "--output", str(tmp_path / "file" / "page.html")])
-  assert "cannot be written: Not a directory" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
   "row, message",
   [
@@ -293,18 +271,20 @@ def test_a_row_that_no_run_wrote_is_named(tmp_path, capsys, row, message):
   assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_command_line_of_a_comparison(workdir, tmp_path, capsys):
-  other = tmp_path / "other"
-  with metrics.Writer(other) as writer:
+def test_command_line(workdir, tmp_path, capsys):
+  with metrics.Writer(tmp_path / "second") as writer:
     writer.write(rl_row(1))
-  output = tmp_path / "compare.html"
-  main([str(workdir), str(other), "--output", str(output)])
-  report = embedded(output)
-  assert [run["name"] for run in report["runs"]] == [workdir.name, "other"]
+  (tmp_path / "file").touch()
+  runs, output = [str(workdir), str(tmp_path / "second")], tmp_path / "compare.html"
+  main([*runs, "--output", str(output)])
+  assert capsys.readouterr().out.strip() == str(output)
+  assert [run["name"] for run in embedded(output)["runs"]] == [workdir.name, "second"]
   for arguments, message in (
-    ([str(workdir), str(other)], "--output=compare.html"),
-    ([str(workdir), str(workdir), "--output", str(output)], "given twice"),
-    ([str(workdir), str(other)] * 5 + ["--output", str(output)], "at most 8"),
+    ([str(tmp_path / "nowhere")], "holds no metrics.jsonl"),
+    ([runs[0], f"--output={tmp_path}/file/page.html"], "cannot be written: Not a directory"),
+    (runs, "--output=compare.html"),
+    ([runs[0], runs[0], f"--output={output}"], "given twice"),
+    ([*runs * 5, f"--output={output}"], "at most 8"),
   ):
     with pytest.raises(SystemExit):
       main(arguments)

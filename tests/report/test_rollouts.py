@@ -8,6 +8,8 @@ from support.reported_runs import record
 from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics
 
+WORDS = [f" word{i}" for i in range(5000)]
+
 
 def colored(step, prompt, tokens, ratios, **changes):
   return record(step, prompt, 0, tokens=tokens, log_ratio=ratios, **changes)
@@ -46,9 +48,8 @@ def test_long_responses_are_shortened_and_say_so(tmp_path):
 def test_tokens_that_make_up_the_response_stand_for_it(tmp_path):
   tokens = ["né", "\n", "😀!", ""]
   ratios = [0.0123456, -0.02, None, float("nan")]
-  colors, (sample,) = read_records(
-    tmp_path, [colored(1, 1, tokens, ratios, response="".join(tokens))], 10
-  )
+  record = colored(1, 1, tokens, ratios, response="".join(tokens))
+  colors, (sample,) = read_records(tmp_path, [record], 10)
   assert sample["tokens"] == tokens and "response" not in sample
   values = [v * colors["unit"] for v in sample["log_ratio"][:2]]
   assert values == pytest.approx([0.0123456, -0.02], rel=1e-3)
@@ -64,11 +65,8 @@ def test_tokens_that_do_not_make_up_the_response_keep_their_texts(tmp_path):
 
 
 def test_tokens_of_a_long_response_are_cut_where_it_is(tmp_path):
-  tokens = [f" word{i}" for i in range(5000)]
-  ratios = [i / 5000 for i in range(5000)]
-  colors, (sample,) = read_records(
-    tmp_path, [colored(1, 1, tokens, ratios, response="".join(tokens))], 10
-  )
+  record = colored(1, 1, WORDS, [i / 5000 for i in range(5000)], response="".join(WORDS))
+  colors, (sample,) = read_records(tmp_path, [record], 10)
   shown, values = sample["tokens"], sample["log_ratio"]
   assert len("".join(shown)) < 4100 and shown[-1] == " word4999"
   assert len(shown) == len(values)
@@ -77,42 +75,40 @@ def test_tokens_of_a_long_response_are_cut_where_it_is(tmp_path):
 
 
 def test_clipped_tokens_are_marked_where_they_are(tmp_path):
-  tokens = [f" word{i}" for i in range(5000)]
   flags = [int(i in (1, 2500, 4999)) for i in range(5000)]
-  whole = colored(1, 1, tokens, [0.1] * 5000, response="".join(tokens), clipped_tokens=flags)
-  others = [
+  whole = colored(1, 1, WORDS, [0.1] * 5000, response="".join(WORDS), clipped_tokens=flags)
+  short = [
     colored(1, 2, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1, 0]),
     colored(1, 3, ["4", "2"], [0.1, 0.2], response="42", clipped_tokens=[1]),  # of something else
     colored(1, 4, ["4", "2"], [0.1, 0.2], response="42"),
   ]
-  colors, (long, short, *unknown) = read_records(tmp_path, [whole, *others], 10)
+  colors, (long, marked, *unknown) = read_records(tmp_path, [whole, *short], 10)
   marks = long["clipped_tokens"]
   assert len(marks) == len(long["tokens"]) < 5000
   assert [i for i, mark in enumerate(marks) if mark] == [1, len(marks) - 1]
-  assert short["clipped_tokens"] == [1, 0] and colors["clipped"]
+  assert marked["clipped_tokens"] == [1, 0] and colors["clipped"]
   assert not any("clipped_tokens" in sample for sample in unknown)
   (tmp_path / "none").mkdir()
-  assert not read_records(tmp_path / "none", others[1:], 10)[0]["clipped"]
+  assert not read_records(tmp_path / "none", short[1:], 10)[0]["clipped"]
 
 
 def test_segments_are_shown_with_what_is_known_of_them(tmp_path):
-  tokens = [f" word{i}" for i in range(5000)]
   numbers = [i // 100 for i in range(5000)]
   figures = dict(
     segment_ratio=[1 + n / 1000 for n in range(50)], segment_gradient=[n / 7 for n in range(50)]
   )
-  whole = colored(1, 1, tokens, [0.1] * 5000, response="".join(tokens), segments=numbers, **figures)
+  whole = colored(1, 1, WORDS, [0.1] * 5000, response="".join(WORDS), segments=numbers, **figures)
   short = dict(segments=[0, 1], segment_ratio=[1.0, 0.9], segment_gradient=[0.5, 0.0])
   broken = [
     {}, dict(segments=[0]), dict(segments=[0, 2]), dict(segments=[0, True]),
     dict(segments=[0, None]), dict(segments=7), dict(segment_ratio=[1.0, "x"]),
     dict(segment_gradient=[1.0, float("nan")]), dict(segment_gradient=[1.0]),
   ]  # fmt: skip
-  others = [
+  records = [
     colored(1, p, ["4", "2"], [0.1, 0.2], response="42", **(short | changes if changes else {}))
     for p, changes in enumerate([dict(length=2), *broken], 2)
   ]
-  colors, (long, two, *unknown) = read_records(tmp_path, [whole, *others], 100)
+  colors, (long, two, *unknown) = read_records(tmp_path, [whole, *records], 100)
   assert colors["segments"] and len(long["segments"]) == len(long["tokens"]) < 5000
   gap = long["segments"].index(None)
   assert "left out" in long["tokens"][gap]
@@ -123,7 +119,7 @@ def test_segments_are_shown_with_what_is_known_of_them(tmp_path):
   assert two["segment_figures"] == {0: (1.0, 0.5), 1: (0.9, 0.0)} and two["segments"] == [0, 1]
   assert len(unknown) == len(broken) and not any("segments" in sample for sample in unknown)
   (tmp_path / "none").mkdir()
-  assert not read_records(tmp_path / "none", others[1:], 100)[0]["segments"]
+  assert not read_records(tmp_path / "none", records[1:], 100)[0]["segments"]
 
 
 def test_as_many_segments_as_tokens_take_linear_time(tmp_path):

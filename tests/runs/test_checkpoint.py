@@ -219,9 +219,8 @@ def test_a_directory_of_their_own_holds_all_that_is_needed(mesh, tmp_path):
   assert not (workdir / "checkpoints").exists()
   shutil.rmtree(workdir)
   assert Mirror(workdir, config.directory).back()
-  found = {p.relative_to(workdir).as_posix(): p.read_text() for p in workdir.rglob("*.json*")}
-  expected = {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
-  assert found == expected
+  texts = {p.relative_to(workdir).as_posix(): p.read_text() for p in workdir.rglob("*.json*")}
+  assert texts == {"config.json": "{}", "metrics.jsonl": "1\n2\n", "rollouts/a.jsonl": "a"}
   assert not Mirror(workdir, config.directory).back()  # it holds a run now
   assert restore(workdir, state, mesh, config)[0] == 2
 

@@ -11,18 +11,8 @@ import signal
 import subprocess
 import time
 
-import chex
 import pytest
-from support.command_line import (
-  ROOT,
-  SMALL,
-  command,
-  environment,
-  figures,
-  parameters,
-  run,
-  run_until,
-)
+from support.command_line import ROOT, SMALL, assert_same_run, command, environment, run, run_until
 
 from gspo_jax.system.preemption import EXIT_CODE
 
@@ -35,17 +25,6 @@ PARTIAL = """
   rl.extra_prompts=4 rl.token_budget=60 objective.old_logp=sampler objective.volatility=False
   eval.greedy=False engine.steps=2 engine.slots=12
 """.split()
-
-
-def assert_same_run(got, expected):
-  assert figures(got) == figures(expected)
-  chex.assert_trees_all_equal(parameters(got, 6), parameters(expected, 6))
-  for folder in "rollouts", "checkpoints/sft", "checkpoints/rl":
-    ours, theirs = ({p.name for p in (run / folder).iterdir()} for run in (got, expected))
-    # SIGTERM may have saved the start; the last removal of an old checkpoint may have been cut off.
-    assert ours - {"0"} == theirs or (folder != "rollouts" and ours > theirs)
-  for path in (expected / "rollouts").iterdir():
-    assert (got / "rollouts" / path.name).read_text() == path.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +45,7 @@ def test_sigterm_saves_and_ends_with_its_code(untouched, tmp_path):
     steps = [int(p.name) for p in (tmp_path / "checkpoints" / phase).iterdir()]
     assert max(steps) >= step
   run(tmp_path, *flags, "resume=force")
-  assert figures(tmp_path) == figures(untouched)
-  chex.assert_trees_all_equal(parameters(tmp_path, 6), parameters(untouched, 6))
+  assert_same_run(tmp_path, untouched, 6)
 
 
 @pytest.mark.long
@@ -86,8 +64,7 @@ def test_without_its_cold_start_and_its_last_checkpoint_it_goes_on(untouched, tm
   newest = f"checkpoint {workdir}/checkpoints/rl/6 is damaged and set aside: "
   assert " is not what was written" in said.partition(newest)[2].partition("\n")[0]
   assert f"checkpoint {workdir}/checkpoints/rl/5 is damaged and set aside:" in said
-  assert figures(workdir) == figures(untouched)
-  chex.assert_trees_all_equal(parameters(workdir, 6), parameters(untouched, 6))
+  assert_same_run(workdir, untouched, 6)
 
 
 def going_on(workdir):
@@ -99,8 +76,10 @@ def going_on(workdir):
   if any(workdir.glob("**/*.tmp")):
     return "writing another file"
   evaluations = [p.stat().st_mtime for p in workdir.glob("evaluations/unfinished.jsonl")]
-  rest = [p.stat().st_mtime for p in (workdir / "metrics.jsonl", *workdir.glob("checkpoints/*/*"))]
-  return "evaluating" if evaluations and evaluations[0] > max(rest) else "between those"
+  before = [
+    p.stat().st_mtime for p in (workdir / "metrics.jsonl", *workdir.glob("checkpoints/*/*"))
+  ]
+  return "evaluating" if evaluations and evaluations[0] > max(before) else "between those"
 
 
 def kill_at(process, workdir, moment, rng, seconds):
@@ -132,7 +111,7 @@ def test_fifty_kills(flags, tmp_path):
   begun = time.monotonic()
   run(tmp_path / "again", *flags)  # with everything compiled
   seconds = time.monotonic() - begun
-  rng, kills, found = random.Random(0), 0, collections.Counter()
+  rng, kills, moments_of = random.Random(0), 0, collections.Counter()
   while kills < 50:
     workdir = tmp_path / "killed"
     shutil.rmtree(workdir, ignore_errors=True)
@@ -148,7 +127,13 @@ def test_fifty_kills(flags, tmp_path):
       moments += 1
       if alive:
         kills += 1
-        found[going_on(workdir)] += 1
-    assert_same_run(workdir, tmp_path / "untouched")
-  print(f"{kills} kills: {dict(found)}")  # noqa: T201
-  assert {"writing a checkpoint", "starting"} < set(found)
+        moments_of[going_on(workdir)] += 1
+    assert_same_run(workdir, tmp_path / "untouched", 6)
+    for folder in "rollouts", "checkpoints/sft", "checkpoints/rl":
+      ours, theirs = (
+        {p.name for p in (tmp_path / n / folder).iterdir()} for n in ("killed", "untouched")
+      )
+      # SIGTERM may have saved the start; the last removal of an old checkpoint may be cut off.
+      assert ours - {"0"} == theirs or (folder != "rollouts" and ours > theirs)
+  print(f"{kills} kills: {dict(moments_of)}")  # noqa: T201
+  assert {"writing a checkpoint", "starting"} < set(moments_of)

@@ -56,8 +56,8 @@ def start():
 
 def after(step, batches):
   state, skipped = start(), []
-  for one in batches:
-    state, metrics = step(state, one)
+  for each in batches:
+    state, metrics = step(state, each)
     skipped.append(int(summarize((metrics,))["updates_skipped"]))
   return state, skipped
 
@@ -90,17 +90,16 @@ def test_the_guard_dumps_state_and_batch_of_the_first_bad_update(tmp_path):
   step, state = update("stop"), start()
   guard = guard_of(tmp_path, "stop", updates=1, keep=4)
   for number, bad in (1, False), (2, True), (3, False):
-    one = batch(number, bad)
-    guard.hold(number, [one])
-    state, _ = step(state, one)
+    guard.hold(number, [batch(number, bad)])
+    state, _ = step(state, batch(number, bad))
   guard.check(row(1, loss=1.0), state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 2: its update was left") as caught:
     guard.check(row(3, loss=2.0, updates_skipped=2.0), state)  # rows of 1 and 3 only were logged
   assert str(tmp_path / "failures" / "sft_000002") in str(caught.value)
   about, batches = nonfinite.load(tmp_path / "failures" / "sft_000002")
   assert (about["phase"], about["step"]) == ("sft", 2)
-  (found,) = batches
-  chex.assert_trees_all_equal(found, batch(2, bad=True))
+  (dumped,) = batches
+  chex.assert_trees_all_equal(dumped, batch(2, bad=True))
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   like = abstract(jax.eval_shape(lambda: state), mesh)
   restored = restore_state(tmp_path / "failures" / "sft_000002" / "state", like)
@@ -116,22 +115,22 @@ def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
   for number, second in (1, nothing), (2, nothing), (3, batch(3, bad=True)):
     batches = [batch(number), second]
     guard.hold(number, batches)
-    for one in batches:
-      state, metrics = step(state, one)
+    for each in batches:
+      state, metrics = step(state, each)
     skipped = float(summarize((metrics,))["updates_skipped"])
     if number < 3:
       guard.check(row(number, loss=1.0, updates_skipped=skipped), state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: its update was left out"):
     guard.check(row(3, loss=1.0, updates_skipped=skipped), state)
-  _, found = nonfinite.load(tmp_path / "failures" / "sft_000003")
-  chex.assert_trees_all_equal(found, [second])
+  _, dumped = nonfinite.load(tmp_path / "failures" / "sft_000003")
+  chex.assert_trees_all_equal(dumped, [second])
 
 
 def test_mini_batches_come_back_in_the_order_of_their_updates(tmp_path):
   batches = [batch(number) for number in range(12)]
   directory = nonfinite.dump(epath.Path(tmp_path), {}, row(1), "", start(), batches)
-  _, found = nonfinite.load(directory)
-  chex.assert_trees_all_equal(found, batches)
+  _, dumped = nonfinite.load(directory)
+  chex.assert_trees_all_equal(dumped, batches)
 
 
 def test_the_batch_of_a_cold_start_is_on_every_host_and_is_dumped_once(tmp_path, monkeypatch):
@@ -177,8 +176,8 @@ def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
   for number, bad in (2, False), (3, False), (4, True):
     batches = [batch(2 * number), batch(2 * number + 1, bad)]
     guard.hold(number, batches)
-    for one in batches:
-      state, metrics = stop(state, one)
+    for each in batches:
+      state, metrics = stop(state, each)
     row_of = row(number, updates_skipped=float(metrics["updates_skipped"].compute()))
     if not bad:
       guard.check(row_of, state)
@@ -187,8 +186,8 @@ def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
     guard.check_saved("sft", number, state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
     guard.check(row_of, state)
-  _, found = nonfinite.load(tmp_path / "failures" / "sft_000004")
-  chex.assert_trees_all_equal(found, [batches[1]])
+  _, dumped = nonfinite.load(tmp_path / "failures" / "sft_000004")
+  chex.assert_trees_all_equal(dumped, [batches[1]])
 
 
 def test_after_a_skipped_update_the_dump_is_still_of_the_step_that_is_not_finite(tmp_path):
@@ -200,8 +199,8 @@ def test_after_a_skipped_update_the_dump_is_still_of_the_step_that_is_not_finite
   guard.check_saved("sft", 2, state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: entropy is inf"):
     guard.check(dict(phase="sft", step=3, entropy=jnp.inf), state)
-  _, found = nonfinite.load(tmp_path / "failures" / "sft_000003")
-  chex.assert_trees_all_equal(found, [batch(4), batch(5)])
+  _, dumped = nonfinite.load(tmp_path / "failures" / "sft_000003")
+  chex.assert_trees_all_equal(dumped, [batch(4), batch(5)])
 
 
 def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_path, capsys):
@@ -249,9 +248,9 @@ def test_a_cold_start_replays_no_experts(tmp_path, capsys):
   """Its demonstrations have none on record, whatever RL is to replay."""
   config = config_of(tiny.get_config, objective__replay="R3", **SMALL_VALUES)
   tx = optimizer.make(config.sft_optimizer, config.sft.steps)
-  state, one = new_state(initial(config.model), tx), batch(bad=True)
+  state = new_state(initial(config.model), tx)
   about = dataclasses.asdict(config), dict(phase="sft", step=1), "not finite"
-  directory = nonfinite.dump(epath.Path(tmp_path), *about, state, [one])
+  directory = nonfinite.dump(epath.Path(tmp_path), *about, state, [batch(bad=True)])
   assert replay_main([str(directory)]) == 1
   assert re.search("mini-batch 0: .*grad_norm", capsys.readouterr().out)
 

@@ -2,9 +2,8 @@
 
 import signal
 
-import numpy as np
 import pytest
-from support.command_line import SMALL, figures, parameters, run, run_until
+from support.command_line import SMALL, assert_same_run, run, run_until
 
 CONFIGS = "tiny_ppo tiny_rft tiny_agents tiny_segments tiny_segments:steps tiny_segments:long"
 
@@ -13,11 +12,10 @@ CONFIGS = "tiny_ppo tiny_rft tiny_agents tiny_segments tiny_segments:steps tiny_
 @pytest.mark.parametrize("name", CONFIGS.split())
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(name, tmp_path):
   which, _, variant = name.partition(":")
-  one = dict(config=f"configs/{which}.py" + (f":{variant}" if variant else ""))
+  config = f"configs/{which}.py" + (f":{variant}" if variant else "")
   flags = [*SMALL, "rl.iterations=6"]
   whole, killed = tmp_path / "whole", tmp_path / "killed"
-  run(whole, *flags, **one)
-  run_until(killed, "rl", 3, signal.SIGKILL, flags, **one)
-  run(killed, *flags, **one)
-  assert figures(killed) == figures(whole)
-  np.testing.assert_equal(parameters(killed, 6), parameters(whole, 6))
+  run(whole, *flags, config=config)
+  run_until(killed, "rl", 3, signal.SIGKILL, flags, config=config)
+  run(killed, *flags, config=config)
+  assert_same_run(killed, whole, 6)

@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from support.command_line import SMALL_MODEL
+from support.command_line import SMALL_VALUES
 from support.configs import config_of
 
 from configs import tiny
@@ -15,8 +15,7 @@ from gspo_jax.models import lora
 from gspo_jax.run import open_run
 from gspo_jax.runs import start
 
-MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
-SMALL = MODEL | dict(
+SMALL = SMALL_VALUES | dict(
   job="sft", model__num_layers=1, sft__steps=4, sft__batch=8, sft__target_loss=0.0,
   rl__iterations=1, rl__prompts=8, rl__group_size=2, rl__minibatches=1,
   eval__problems=2, eval__batch=2, checkpoint__every=2,
@@ -67,28 +66,21 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(pupil, tmp_path):
   assert same(begins_with(tmp_path / "new", source), first)
   made_with = json.loads((tmp_path / "new" / "config.json").read_text())["provenance"]
   assert made_with["start"]["checkpoint"] == f"{source}/checkpoints/sft/2"
-  other = dict(weights=str(source / "checkpoints" / "sft" / "4"), resume="force")
-  assert not same(begins_with(tmp_path / "new", **other), first)  # another one is asked for
+  later = source / "checkpoints" / "sft" / "4"  # another one is asked for
+  assert not same(begins_with(tmp_path / "new", later, resume="force"), first)
   assert not same(begins_with(tmp_path / "newer", source), first)
 
 
-@pytest.mark.parametrize(
-  "here, name",
-  [
-    (".", "."),
-    (".", "checkpoints/sft"),
-    ("checkpoints", "sft"),
-    ("checkpoints", "sft/4"),
-    ("checkpoints/sft", "."),
-    ("checkpoints/sft", "4"),
-    ("checkpoints/sft/4", "../../.."),
-  ],
-)
+NAMES = {".": [".", "checkpoints/sft"], "checkpoints": ["sft", "sft/4"]}
+NAMES |= {"checkpoints/sft": [".", "4"], "checkpoints/sft/4": ["../../.."]}
+
+
+@pytest.mark.parametrize("here, name", [(here, name) for here in NAMES for name in NAMES[here]])
 def test_a_checkpoint_has_many_names(here, name, pupil, monkeypatch):
   monkeypatch.chdir(pupil[0] / here)
-  found = start.find(name)
-  assert str(found.path) == f"{pupil[0]}/checkpoints/sft/4"
-  assert found.config["sft"]["steps"] == 4
+  named = start.find(name)
+  assert str(named.path) == f"{pupil[0]}/checkpoints/sft/4"
+  assert named.config["sft"]["steps"] == 4
 
 
 def test_in_a_directory_of_their_own_too(tmp_path):
@@ -96,9 +88,9 @@ def test_in_a_directory_of_their_own_too(tmp_path):
   own = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)
   with open_run(config(**own), tmp_path / "run") as run:
     sft.sft(run)
-  found = [start.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
-  assert {str(one.path) for one in found} == {f"{tmp_path}/own/sft/2"}
-  assert found[0].config == found[1].config == found[2].config and "model" in found[1].config
+  starts = [start.find(str(tmp_path / name)) for name in ("run", "own/sft/2", "own/sft")]
+  assert {str(each.path) for each in starts} == {f"{tmp_path}/own/sft/2"}
+  assert all(each.config == starts[0].config and "model" in each.config for each in starts)
 
 
 def test_other_meshes_can_begin_with_it(pupil, tmp_path):
@@ -115,8 +107,8 @@ def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tm
     params = jax.device_get(lora.merged(train.train(run, run.initial_params)))
   assert not (adapted / "checkpoints" / "sft").exists()
   assert "WARNING" not in capfd.readouterr().err  # Orbax has some for files of parts alone
-  found = start.find(str(adapted))  # a run that has come as far as RL stands for that
-  assert (found.path.parent.name, found.path.name) == ("rl", "1")
+  path = start.find(str(adapted)).path  # a run that has come as far as RL stands for that
+  assert (path.parent.name, path.name) == ("rl", "1")
   assert start.find(str(workdir)).path.parent.name == "sft"
   assert same(begins_with(tmp_path / "new", adapted), params)
   assert not same(begins_with(tmp_path / "plain", workdir), params)

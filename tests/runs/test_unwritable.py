@@ -158,6 +158,8 @@ def test_nothing_is_lost_where_a_row_is_cut_off(tmp_path):
   path.write_bytes(path.read_bytes() + b'{"phase": "rl", "st')
   with metrics.Writer(tmp_path) as writer:
     assert writer.rows("rl") == [ROW]
+    writer.write(ROW)
+  assert metrics.read_rows(path) == [ROW, ROW]
 
 
 @pytest.mark.parametrize("line", ["garbage", "3", "[]", "{}", '{"step": "1"}', "\0\0", "[" * 10**5])

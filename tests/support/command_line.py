@@ -96,6 +96,14 @@ def run_until(workdir, phase, step, how, flags=SMALL, config="configs/tiny.py", 
   return stderr, process.returncode
 
 
+def assert_same_run(got, expected, step):
+  """Of two runs the figures, the responses and the training state after `step`."""
+  assert figures(got) == figures(expected)
+  np.testing.assert_equal(parameters(got, step), parameters(expected, step))
+  for path in (expected / "rollouts").iterdir():
+    assert (got / "rollouts" / path.name).read_text() == path.read_text()
+
+
 def parameters(workdir, step):
   """The whole training state of a checkpoint, as arrays on the host."""
   path = workdir / "checkpoints" / "rl" / str(step) / "state"

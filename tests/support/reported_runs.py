@@ -3,6 +3,7 @@
 import json
 import re
 
+from gspo_jax.report import data
 from gspo_jax.runs import metrics
 
 HOSTILE = (
@@ -78,6 +79,10 @@ def make_run(tmp_path):
       writer.dump_rollouts("rl", step, records)
     writer.dump_rollouts("eval", 4, [record(4, 9, 0, eval=True, response="lone \udc80 \u2028")])
   return folder
+
+
+def describe(rows, config=None):
+  return data.describe([data.Run("run", rows, config or {})])
 
 
 def embedded(page, name="report"):

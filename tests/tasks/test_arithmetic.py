@@ -13,8 +13,10 @@ from gspo_jax.tasks import arithmetic
 
 def test_splits_are_disjoint_whatever_the_order_of_the_terms():
   train, held = (arithmetic.problems(split, 2) for split in ("train", "heldout"))
-  pair = lambda row: tuple(sorted(row["id"].split("+")))  # noqa: E731
-  trained, held_out = ({pair(s[i]) for i in range(len(s))} for s in (train, held))
+  trained, held_out = (
+    {tuple(sorted(problems[i]["id"].split("+"))) for i in range(len(problems))}
+    for problems in (train, held)
+  )
   assert len(train) + len(held) == 90**2
   assert 0.01 < len(held) / 90**2 < 0.04
   assert not trained & held_out
@@ -60,23 +62,11 @@ def test_a_pupil_who_skips_his_work_forgets_every_carry():
     assert int(skipped[1:]) == 10 * digits[0] + digits[1]
 
 
-@pytest.mark.parametrize(
-  "response, right",
-  [
-    ("5231:1325", True),
-    ("1325", True),
-    (": 1325 ", True),
-    ("5231:1326", False),
-    ("5231:13250", False),
-    ("1325:", False),
-    ("", False),
-    ("5231:1325.0", False),
-    ("5231:1325:x", False),
-    ("1325 or 1326", False),
-  ],
-)
-def test_only_the_exact_sum_after_the_last_colon_counts(response, right):
-  assert arithmetic.verify(response, "1325") is right
+def test_only_the_exact_sum_after_the_last_colon_counts():
+  right = ["5231:1325", "1325", ": 1325 "]
+  wrong = ["5231:1326", "5231:13250", "1325:", "", "5231:1325.0", "5231:1325:x", "1325 or 1326"]
+  for response in right + wrong:
+    assert arithmetic.verify(response, "1325") is (response in right), response
 
 
 def test_scorer_gives_rewards_and_outcomes():

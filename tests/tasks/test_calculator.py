@@ -19,8 +19,8 @@ def environment(question="37*58+46=", answer="2192"):
   return environments.find("calculator", TOK)(prompt)
 
 
-def ask(one, text):
-  observation, reward, done = one.step([*TOK.encode(text), *TOK.stop_ids])
+def ask(talk, text):
+  observation, reward, done = talk.step([*TOK.encode(text), *TOK.stop_ids])
   return TOK.decode(observation), reward, done
 
 
@@ -28,8 +28,7 @@ def test_the_splits_are_apart_and_whole():
   train, held = (calculator.problems(split, 1) for split in ("train", "heldout"))
   ids = [{source[i]["id"] for i in range(len(source))} for source in (train, held)]
   assert len(ids[0]) + len(ids[1]) == 9**3 and not ids[0] & ids[1] and ids[1]
-  mirrored = {f"{b}*{rest}" for b, rest in ((i[2], i[0] + i[3:]) for i in ids[1])}
-  assert mirrored == ids[1]
+  assert {f"{i[2]}*{i[0]}{i[3:]}" for i in ids[1]} == ids[1], "with 3*4+5, 4*3+5 is held out"
   with pytest.raises(ValueError, match="digits=3"):
     calculator.problems("train", 3)
   with pytest.raises(ValueError, match="calculator:train and calculator:heldout"):
@@ -43,10 +42,10 @@ def test_demonstrations_are_conversations_that_the_environment_would_have_had():
     row = source[i]
     pieces = calculator.demonstration(row, 0.5, seed=i)
     assert pieces == calculator.demonstration(row, 0.5, seed=i)
-    one = environment(row["question"], row["answer"])
+    talk = environment(row["question"], row["answer"])
     for said, heard in zip(pieces[:-1:2], pieces[1::2]):
-      assert ask(one, said) == (heard, 0.0, False)
-    _, reward, done = ask(one, pieces[-1])
+      assert ask(talk, said) == (heard, 0.0, False)
+    _, reward, done = ask(talk, pieces[-1])
     assert done and reward == arithmetic.verify(pieces[-1], row["answer"])
     turns[len(pieces)] += 1
     right[len(pieces)] += int(reward)
@@ -67,11 +66,11 @@ def test_a_pupil_who_checks_asks_twice_and_answers_as_he_would_have():
   for i, row in enumerate(rows):
     pieces = calculator.demonstration(row, 0.5, seed=i, checks=0.75)
     assert pieces == calculator.demonstration(row, 0.5, seed=i, checks=0.75)
-    one, asked = environment(row["question"], row["answer"]), []
+    talk, asked = environment(row["question"], row["answer"]), []
     for said, heard in zip(pieces[:-1:2], pieces[1::2]):
-      assert ask(one, said) == (heard, 0.0, False)
+      assert ask(talk, said) == (heard, 0.0, False)
       asked.append(said)
-    assert ask(one, pieces[-1])[2]
+    assert ask(talk, pieces[-1])[2]
     assert all(asked.count(said) <= 2 for said in asked) and asked == sorted(asked, key=asked.index)
     share.update(asked.count(said) for said in set(asked))
     always = calculator.demonstration(row, 0.0, seed=i, checks=1.0)[:-1]
@@ -80,21 +79,20 @@ def test_a_pupil_who_checks_asks_twice_and_answers_as_he_would_have():
 
 
 def test_the_calculator_answers_and_judges():
-  one = environment()
-  assert TOK.decode(one.reset()) == "37*58+46="
-  assert one.figures() == dict(correct=False, tool_use=False, tool_calls=0)
-  assert one.tool_calls == 0
-  assert ask(one, "[37*58]") == ("2146;", 0.0, False)
-  assert ask(one, "[12-15]") == ("-3;", 0.0, False)
-  assert ask(one, "[2146+46]") == ("2192;", 0.0, False)
-  assert ask(one, "2192") == ("", 1.0, True)
-  assert one.figures() == dict(correct=True, tool_use=True, tool_calls=3) and one.tool_calls == 3
+  talk = environment()
+  assert TOK.decode(talk.reset()) == "37*58+46="
+  assert talk.figures() == dict(correct=False, tool_use=False, tool_calls=0)
+  assert ask(talk, "[37*58]") == ("2146;", 0.0, False)
+  assert ask(talk, "[12-15]") == ("-3;", 0.0, False)
+  assert ask(talk, "[2146+46]") == ("2192;", 0.0, False)
+  assert ask(talk, "2192") == ("", 1.0, True)
+  assert talk.figures() == dict(correct=True, tool_use=True, tool_calls=3) and talk.tool_calls == 3
   for text in ("[37*58", "[37**58]", "[a]", "[1+2+3]", "[1234567+1]", "[37*58]2192"):
     assert ask(environment(), text) == ("?;", calculator.NOT_UNDERSTOOD, False)
   for text in ("2191", "", "37*58", "2146;2192"):
-    one = environment()
-    assert ask(one, text) == ("", 0.0, True)
-    assert not one.figures()["correct"] and not one.figures()["tool_use"]
+    talk = environment()
+    assert ask(talk, text) == ("", 0.0, True)
+    assert not talk.figures()["correct"] and not talk.figures()["tool_use"]
 
 
 def test_a_cold_start_learns_the_turns_and_not_what_the_calculator_says():

@@ -28,8 +28,8 @@ def test_the_environment_in_the_documentation():
   page = (ROOT / "docs" / "multi_turn.md").read_text()
   scope, tok = {}, TOK
   exec(re.search(r"```python\n(.*?)```", page, re.S).group(1), scope)
-  one = scope["Guess"](Prompt("x", "?", "42", (1,)), tok)
-  said = [one.step([*tok.encode(text), *tok.stop_ids]) for text in ("forty", "40", "50", "42")]
+  talk = scope["Guess"](Prompt("x", "?", "42", (1,)), tok)
+  said = [talk.step([*tok.encode(text), *tok.stop_ids]) for text in ("forty", "40", "50", "42")]
   assert [(tok.decode(o), r, d) for o, r, d in said] == [
     ("A number, please. ", -0.1, False), ("Low. ", 0.0, False), ("High. ", 0.0, False),
     ("", 1.0, True),

@@ -23,9 +23,9 @@ def test_rows_are_problems_of_the_task_and_other_numbers_are_others(task, make, 
   assert text == written(capsys, source, "--rows=12"), "the same order whenever it is called"
   (tmp_path / "rows.jsonl").write_text(text)
   data = config_of(make.get_config, data__train=str(tmp_path / "rows.jsonl")).data
-  found = sources.load(data, ByteTokenizer(), "train")
-  assert len({prompt.id for prompt in found}) == 12, "no row twice"
-  fields = [dict(id=one.id, question=one.question, answer=one.answer) for one in found]
+  prompts = sources.load(data, ByteTokenizer(), "train")
+  assert len({prompt.id for prompt in prompts}) == 12, "no row twice"
+  fields = [dict(id=p.id, question=p.question, answer=p.answer) for p in prompts]
   assert fields == list(map(json.loads, text.splitlines()))
 
 

@@ -20,8 +20,8 @@ LENGTHS = (8, 16, 32)
 
 
 def rows(split="train", lines=LENGTHS):
-  found = recurrence.problems(split, lines)
-  return [found[i] for i in range(len(found))]
+  problems = recurrence.problems(split, lines)
+  return [problems[i] for i in range(len(problems))]
 
 
 def numbers(text):
@@ -50,10 +50,10 @@ def test_the_example_of_the_docs():
 def test_splits_are_disjoint_by_their_numbers_and_hold_all_lengths_equally():
   pairs = []
   for split in ("train", "heldout"):
-    lengths, found = zip(*(row["id"].split(":") for row in rows(split)))
+    lengths, numbers_of = zip(*(row["id"].split(":") for row in rows(split)))
     assert len(set(collections.Counter(lengths).values())) == 1
     assert set(map(int, lengths)) == set(LENGTHS)
-    pairs.append(set(found))
+    pairs.append(set(numbers_of))
   train, held = pairs
   assert not train & held and len(train | held) == 10_000
   assert 150 < len(held) < 250
@@ -61,9 +61,9 @@ def test_splits_are_disjoint_by_their_numbers_and_hold_all_lengths_equally():
 
 @pytest.mark.parametrize("count", [48, 60, 96, 150])
 def test_problems_evenly_spread_have_all_lengths_equally(count):
-  found = rows("heldout")
-  some = [found[i * len(found) // count] for i in range(count)]
-  assert set(collections.Counter(row["id"].split(":")[0] for row in some).values()) == {count // 3}
+  held = rows("heldout")
+  lengths = [held[i * len(held) // count]["id"].split(":")[0] for i in range(count)]
+  assert set(collections.Counter(lengths).values()) == {count // 3}
 
 
 def test_a_pupil_who_forgets_nothing_is_right():
@@ -85,12 +85,13 @@ def test_a_pupil_forgets_each_carry_with_the_probability_he_is_given():
 
 @pytest.mark.parametrize("n, rate", [(8, 0.802), (16, 0.669), (32, 0.465)])
 def test_the_pupil_is_right_less_often_on_longer_responses(n, rate):
-  found = rows("train", (n,))[::4]
-  right = [verify(recurrence.demonstration(row, 0.06, seed=0), row["answer"]) for row in found]
+  problems = rows("train", (n,))[::4]
+  first, again, different = (
+    [recurrence.demonstration(row, 0.06, seed) for row in problems] for seed in (0, 0, 1)
+  )
+  right = [verify(text, row["answer"]) for text, row in zip(first, problems)]
   assert abs(np.mean(right) - rate) < 0.04
-  again = [recurrence.demonstration(row, 0.06, seed=0) for row in found]
-  assert again == [recurrence.demonstration(row, 0.06, seed=0) for row in found]
-  assert again != [recurrence.demonstration(row, 0.06, seed=1) for row in found]
+  assert first == again != different
 
 
 ANSWER = "02:74\n01:78\n00:43"
@@ -122,7 +123,10 @@ def test_the_last_line_decides_exactly(response, right, lines):
 @pytest.mark.parametrize("unit", ["\n", "00:43\n", "9", "\0", "\r", "00:", "é"])
 def test_hostile_text_takes_linear_time(unit):
   answer = rows("heldout", (128,))[0]["answer"]
-  make = lambda length: ((unit * length)[:length],)  # noqa: E731
+
+  def make(length):
+    return ((unit * length)[:length],)
+
   assert_linear(lambda text: (verify(text, answer), right_lines(text, answer)), make)
 
 
@@ -137,16 +141,16 @@ RESPONSES = [ANSWER, "02:74\n01:79\n00:53", "00:43", "x"]
 
 
 def test_the_scorer_needs_the_last_line_alone():
-  found = scores(RESPONSES)
-  assert found.reward.tolist() == [1, 0, 1, 0]
-  assert found.outcomes == {"right": 2, "wrong": 2}
+  scored = scores(RESPONSES)
+  assert scored.reward.tolist() == [1, 0, 1, 0]
+  assert scored.outcomes == {"right": 2, "wrong": 2}
 
 
 def test_partial_credit_counts_lines():
-  found = scores(RESPONSES, partial=0.75)
-  np.testing.assert_allclose(found.reward, [1, 0.25, 0.25, 0], rtol=1e-6)
-  assert found.correct.tolist() == [1, 0, 1, 0]  # evaluation stays exact
-  assert found.outcomes == {"right": 2, "wrong": 2}
+  scored = scores(RESPONSES, partial=0.75)
+  np.testing.assert_allclose(scored.reward, [1, 0.25, 0.25, 0], rtol=1e-6)
+  assert scored.correct.tolist() == [1, 0, 1, 0]  # evaluation stays exact
+  assert scored.outcomes == {"right": 2, "wrong": 2}
 
 
 def test_partial_credit_needs_lines():
