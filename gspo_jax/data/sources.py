@@ -184,12 +184,9 @@ class Batches:
     if batch_size < 1:
       raise ValueError(f"a batch size of {batch_size}")
     self._source, self._batch_size, self._seed = source, batch_size, seed
-    self._fixed_contents = None if self._grows else _contents(source)
+    self._grows = hasattr(source, "draws")
+    self._fixed_contents = "" if self._grows else _contents(source)
     self._start(0)
-
-  @property
-  def _grows(self) -> bool:
-    return hasattr(self._source, "draws")
 
   @property
   def _contents(self) -> str:
@@ -200,14 +197,12 @@ class Batches:
     if self._grows:
       self._prompts = self._source.draws((self._seed + 1_000_003 * restarts) % 2**32)
       return
-    sources = self._source.sources if isinstance(self._source, Mixture) else (self._source,)
+    mixed = isinstance(self._source, Mixture)
     shuffled = []
-    for number, source in enumerate(sources):
+    for number, source in enumerate(self._source.sources if mixed else (self._source,)):
       seed = self._seed + 1_000_003 * restarts + 7919 * number
       shuffled.append(grain.MapDataset.source(source).seed(seed % 2**32).shuffle().repeat())
-    dataset = shuffled[0]
-    if len(shuffled) > 1:
-      dataset = grain.MapDataset.mix(shuffled, self._source.weights)
+    dataset = grain.MapDataset.mix(shuffled, self._source.weights) if mixed else shuffled[0]
     # Prompts are in memory or cheap to make: threads that read ahead would only add latency.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._prompts = iter(dataset.to_iter_dataset(options))

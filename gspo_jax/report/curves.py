@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gspo_jax.report.figures import SECTIONS, STAGES, UNDRAWN, Figure, Line, Section
+from gspo_jax.report.figures import SECTIONS, UNDRAWN, Figure, Line, Section, stage_order
 
 Row = dict[str, Any]
 ByPhase = Mapping[str, Sequence[Row]]
@@ -200,9 +200,8 @@ def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
   pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]
-  if "{i}" in pattern:
-    return sorted(pairs, key=lambda pair: int(pair[1]))
-  return sorted(pairs, key=lambda p: (STAGES.index(p[1]) if p[1] in STAGES else 99, p[1]))
+  order = int if "{i}" in pattern else stage_order
+  return sorted(pairs, key=lambda pair: order(pair[1]))
 
 
 def thin(curve: Row, limit: int) -> Row:

@@ -61,6 +61,12 @@ STAGES = (
   *("wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate", "save"),
   "report",
 )
+
+
+def stage_order(stage: str) -> tuple[int, str]:
+  return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
+
+
 OUTCOMES = {
   "right": "right teal", "wrong": "wrong grey", "unparsable": "unparsable violet",
   "error": "error pink", "timeout": "timeout amber", "memory": "memory green",

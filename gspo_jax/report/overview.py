@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_jax.report.curves import ByPhase, Row
-from gspo_jax.report.figures import STAGES
+from gspo_jax.report.figures import stage_order
 from gspo_jax.runs.progress import clock_text
 
 Rows = Sequence[Row]
@@ -212,16 +212,13 @@ def timeline(rows: Rows) -> list[Row]:
     shown = [[name.removeprefix(f"{stage}/"), s] for name, s in of_stage.items()]
     return {"name": stage, "seconds": seconds, "parts": shown}
 
-  def order(stage: str) -> tuple[int, str]:
-    return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
-
   return [
     {
       "name": name,
       "step": step,
       "stages": [
         described(stage, stages[stage], parts)
-        for stage in sorted(stages, key=order)
+        for stage in sorted(stages, key=stage_order)
         if stages[stage] > 0
       ],
     }

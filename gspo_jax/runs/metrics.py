@@ -136,9 +136,8 @@ class Writer:
         _cut_half_written_line(self._path)
       read_rows(self._path)  # a damaged one is better found now
       self._open()
-    self._log, self._finish = None, None
-    if active and wandb:
-      self._log, self._finish = tracking.open_wandb(wandb, self._workdir, config or {})
+    on = active and wandb
+    self._wandb = tracking.open_wandb(wandb, self._workdir, config or {}) if on else None
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Appends one row: `phase`, `step`, then numbers by name. NaN and infinity become null.
@@ -160,8 +159,8 @@ class Writer:
       if math.isfinite(value)
     }
     self._board(phase).write(step, shown)
-    if self._log is not None:
-      self._log({f"{phase}/step": step} | shown)
+    if self._wandb is not None:
+      self._wandb.log({f"{phase}/step": step} | shown)
 
   def rows(self, phase: str) -> list[Row]:
     """Returns what has been written of a phase; nothing on hosts that write nothing."""
@@ -226,8 +225,8 @@ class Writer:
 
   def __exit__(self, *_: object) -> None:
     self.close()
-    if self._finish is not None:
-      self._finish()
+    if self._wandb is not None:
+      self._wandb.finish()
 
   def _open(self) -> None:
     with writing(self._path):  # unbuffered, so that nothing of a failed write is left for `close`

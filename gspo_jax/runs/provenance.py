@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from gspo_jax.system import hosts, jsons
 from gspo_jax.system.files import write_whole
 
@@ -84,7 +86,7 @@ def _code(made_with: Mapping[str, Any]) -> dict[str, str | None]:
   return dict(made_with.get("versions", {}), commit=made_with.get("commit"))
 
 
-def begun(workdir: Path) -> dict[str, Any]:
+def begun(workdir: Path | epath.Path) -> dict[str, Any]:
   """The config.json of a workdir; {} where there is none. Raises ValueError if it is damaged."""
   path = workdir / FILE
   if not path.exists():

@@ -7,7 +7,6 @@ of a phase, `DIR/checkpoints/rl/30` for the one after iteration 30.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gspo_jax.runs import checkpoint, mirror
-from gspo_jax.runs.provenance import FILE
+from gspo_jax.runs import checkpoint, mirror, provenance
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
 
@@ -121,9 +119,7 @@ def restore(start: Start, like: Any, key: str = "weights") -> Any:
 
 def _config(directory: epath.Path) -> dict[str, Any]:
   """The config.json there; {} if there is none, or none that can be read."""
-  path = directory / FILE
   try:
-    config = json.loads(path.read_text()) if path.exists() else {}
-  except (OSError, ValueError):
+    return provenance.begun(directory)
+  except ValueError:
     return {}
-  return config if isinstance(config, dict) else {}

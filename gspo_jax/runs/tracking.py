@@ -3,17 +3,15 @@
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspo_jax.system.files import writing
 
-Log = Callable[[Mapping[str, float]], None]
 
-
-def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> tuple[Log, Callable]:
-  """Functions that log figures and that end the run.
+def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
+  """A run of Weights & Biases, which has `log(figures)` and `finish()`.
 
   A workdir has one run of the project: continuing the former continues the latter. Weights & Biases
   takes steps in rising order only; so each phase has a step of its own, `<phase>/step`, as its
@@ -40,7 +38,7 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> tuple[
   )
   for phase in ("sft", "rl", "eval"):
     run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-  return run.log, run.finish
+  return run
 
 
 class EventFile:
