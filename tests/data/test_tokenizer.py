@@ -126,15 +126,16 @@ def test_named_chat_templates(checkpoint):
   assert tokenizer.load(str(checkpoint)).render("q") == "D"
 
 
-def test_chat_template_is_sandboxed(checkpoint):
-  (checkpoint / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
-  with pytest.raises(tokenizer.TokenizerError, match="unsafe"):
-    tokenizer.load(str(checkpoint)).render("q")
-
-
-def test_chat_template_that_refuses(checkpoint):
-  (checkpoint / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-  with pytest.raises(tokenizer.TokenizerError, match="no system role") as error:
+@pytest.mark.parametrize(
+  "template, message",
+  [
+    ("{{ messages.__class__.__mro__ }}", "unsafe"),
+    ("{{ raise_exception('no system role') }}", "no system role"),
+  ],
+)
+def test_chat_template_that_is_refused_or_refuses(template, message, checkpoint):
+  (checkpoint / "chat_template.jinja").write_text(template)
+  with pytest.raises(tokenizer.TokenizerError, match=message) as error:
     tokenizer.load(str(checkpoint)).render("q")
   assert str(checkpoint) in str(error.value)
 

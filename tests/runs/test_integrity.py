@@ -25,11 +25,16 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 def whole(tmp_path_factory):
   """Checkpoints 1, which is the best, and 2."""
   workdir = tmp_path_factory.mktemp("whole")
-  checkpoints = checkpoint.Checkpointer(workdir, "rl", CONFIG)
-  for step, state in STATES.items():
-    checkpoints.save(step, jax.tree.map(jnp.asarray, state), dict(n=step), dict(score=-step))
-  checkpoints.close()
+  save(workdir, 1, 2)
   return workdir
+
+
+def save(workdir, *steps):
+  checkpoints = checkpoint.Checkpointer(workdir, "rl", CONFIG)
+  for step in steps:
+    state = jax.tree.map(jnp.asarray, STATES[step])
+    checkpoints.save(step, state, dict(n=step), dict(score=-step))
+  checkpoints.close()
 
 
 @pytest.fixture
@@ -73,8 +78,12 @@ def garbage(content, rng):
   return rng.randbytes(len(content))
 
 
-@pytest.mark.parametrize("change", [zeros, flipped, garbage])
-def test_a_file_of_the_right_size_with_other_bytes(change, whole, copy, capsys):
+def shortened(content, _):
+  return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize("change", [zeros, flipped, garbage, shortened])
+def test_a_file_that_is_not_what_was_written(change, whole, copy, capsys):
   """Harmless, as in what nothing is read from; or the one before is used."""
   rng, used = random.Random(change.__name__), []
   for number, name in enumerate(files_of(whole, 2)):
@@ -96,7 +105,8 @@ def test_a_file_of_the_right_size_with_other_bytes(change, whole, copy, capsys):
 def test_every_bit_of_the_values_counts(whole, copy, capsys):
   """Orbax does not notice one that has flipped."""
   rng = random.Random(0)
-  name = max(files_of(whole, 2), key=lambda name: (copy_of(whole, name)).stat().st_size)
+  folder = whole / "checkpoints" / "rl" / "2"
+  name = max(files_of(whole, 2), key=lambda name: (folder / name).stat().st_size)
   for number in range(8):
     workdir, step = copy(str(number), 2)
     content = bytearray((step / name).read_bytes())
@@ -104,10 +114,11 @@ def test_every_bit_of_the_values_counts(whole, copy, capsys):
     (step / name).write_bytes(content)
     assert goes_on(workdir) == 1
     assert "x is not what was written" in capsys.readouterr().err
-
-
-def copy_of(whole, name):
-  return whole / "checkpoints" / "rl" / "2" / name
+  workdir, step = copy("gone", 2)
+  (step / name).unlink()
+  assert goes_on(workdir) == 1 and "damaged and set aside: " in capsys.readouterr().err
+  save(workdir, 2)  # which can then be written once more
+  assert goes_on(workdir) == 2
 
 
 def test_sums_are_the_same_on_every_mesh():
