@@ -87,19 +87,19 @@ class HFTokenizer:
     of a character those that it has."""
     tokenizer = self.tokenizer
     how = bytes(tokenizer.decoder.__getstate__()).decode() if tokenizer.decoder else ""
-    added, found = tokenizer.get_added_tokens_decoder(), [b""] * self.vocab_size
+    added, bytes_V = tokenizer.get_added_tokens_decoder(), [b""] * self.vocab_size
     for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
       if i in added:
-        found[i] = added[i].content.encode()
+        bytes_V[i] = added[i].content.encode()
       elif "ByteLevel" in how:
-        found[i] = b"".join(_BYTE_OF.get(one, one.encode()) for one in token)
+        bytes_V[i] = b"".join(_BYTE_OF.get(char, char.encode()) for char in token)
       elif "ByteFallback" in how and re.fullmatch("<0x[0-9A-F]{2}>", token):
-        found[i] = bytes([int(token[3:5], 16)])
-      elif tokenizer.decoder:  # behind another one: at the beginning some leave out a space
-        found[i] = tokenizer.decoder.decode(["a", token]).removeprefix("a").encode()
+        bytes_V[i] = bytes([int(token[3:5], 16)])
+      elif tokenizer.decoder:  # behind another token: at the beginning some leave out a space
+        bytes_V[i] = tokenizer.decoder.decode(["a", token]).removeprefix("a").encode()
       else:
-        found[i] = token.encode()
-    return found
+        bytes_V[i] = token.encode()
+    return bytes_V
 
   def begin(self, text: str) -> str:
     """Plain `text` as the beginning of a prompt: behind the bos token, if the checkpoint wants one
@@ -193,21 +193,24 @@ def load_for(path: str, vocab_size: int) -> Tokenizer:
   Raises:
     TokenizerError: other tokens are beyond them, too.
   """
-  found = load(path)
-  if found.vocab_size > vocab_size and isinstance(found, HFTokenizer):
-    found = _without_special(found, vocab_size)
-  if found.vocab_size > vocab_size:
+  tok = load(path)
+  if tok.vocab_size > vocab_size and isinstance(tok, HFTokenizer):
+    tok = _without_special(tok, vocab_size)
+  if tok.vocab_size > vocab_size:
     raise TokenizerError(
-      f"tokenizer {path!r} has {found.vocab_size} tokens, more than model.vocab_size={vocab_size}"
+      f"tokenizer {path!r} has {tok.vocab_size} tokens, more than model.vocab_size={vocab_size}"
     )
-  return found
+  return tok
 
 
 def _without_special(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
   bos = tok.tokenizer.token_to_id(tok.special_tokens.get("bos_token", ""))
   used, content = {*tok.stop_ids, tok.pad_id, bos}, json.loads(tok.tokenizer.to_str())
-  kept = lambda t: t["id"] < vocab_size or not t["special"] or t["id"] in used  # noqa: E731
-  content["added_tokens"] = list(filter(kept, content["added_tokens"]))
+  content["added_tokens"] = [
+    token
+    for token in content["added_tokens"]
+    if token["id"] < vocab_size or not token["special"] or token["id"] in used
+  ]
   tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
   return dataclasses.replace(tok, tokenizer=tokenizer, vocab_size=_largest(tokenizer) + 1)
 
@@ -279,8 +282,8 @@ def _stop_ids(
         f"eos_token {special['eos_token']!r} of {directory / 'tokenizer_config.json'} is not in its"
         " tokenizer.json"
       )
-  more = generation.get("eos_token_id")
-  ids += more if isinstance(more, list) else [] if more is None else [more]
+  named = generation.get("eos_token_id")
+  ids += named if isinstance(named, list) else [] if named is None else [named]
   if not ids:
     raise TokenizerError(
       f"{directory} names no stop token: set eos_token in tokenizer_config.json or eos_token_id in"
@@ -302,16 +305,14 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
   Base models come with such templates too (Qwen3's), and their files name another stop token: what
   they write after the end of their turn would belong to the response.
   """
-  said = "said"
-  roles = dict(user="asked", assistant=said).items()
-  messages = [dict(role=role, content=text) for role, text in roles]
+  messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   nothing = dict(tools=None, documents=None, add_generation_prompt=False)
   try:
     text = _compile(template).render(messages=messages, **nothing, **special)
   except Exception:  # one that takes no such messages; what prompts need of it is checked with them
     return []
-  _, found, after = text.rpartition(said)
-  ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if found else []
+  _, said, after = text.rpartition("said")
+  ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if said else []
   kinds = tokenizer.get_added_tokens_decoder()
   return ids[:1] if ids and ids[0] in kinds and kinds[ids[0]].special else []
 
@@ -374,10 +375,13 @@ def _compile(source: str) -> jinja2.Template:
       value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
+  def strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
   )
   environment.filters["tojson"] = tojson
   environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  environment.globals["strftime_now"] = strftime_now
   return environment.from_string(source)

@@ -31,9 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for workdir in options.workdirs:
     if not (Path(workdir) / "metrics.jsonl").exists():
       parser.error(f"{workdir} holds no metrics.jsonl: is it the directory of a run?")
-  limit, output = options.max_rollouts, options.output
   try:
-    path = write_report(*options.workdirs, output=output, max_rollouts=limit)
+    path = write_report(*options.workdirs, output=options.output, max_rollouts=options.max_rollouts)
   except (ValueError, WriteError) as error:
     parser.error(str(error))
   sys.stdout.write(f"{path}\n")

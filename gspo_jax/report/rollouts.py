@@ -28,20 +28,24 @@ def read_rollouts(folders: Sequence[Path], limit: int, max_tokens: int = MAX_TOK
 
   One folder per run; runs share the limits equally. `colors` says how log-ratios are written.
   """
-  shares = max(1, limit // len(folders)), max_tokens // len(folders)
-  runs = [_read_run(folder, *shares) for folder in folders]
+  count = len(folders)
+  runs = [_read_run(f, max(1, limit // count), max_tokens // count) for f in folders]
   groups = [group | {"run": i} for i, run in enumerate(runs) for group in run["groups"]]
   groups.sort(key=lambda group: (group["phase"] != "sft", group["step"], group["eval"]))
-  known = sum(run["known"] for run in runs)
+  samples = [sample for group in groups for sample in group["samples"]]
   return {
     "total": sum(run["total"] for run in runs),
     "groups": groups,
-    "colors": {"known": known, **_quantize([s for group in groups for s in group["samples"]])},
+    "colors": {"known": sum(run["known"] for run in runs), **_quantize(samples)},
   }
 
 
 def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
-  paths = sorted(folder.glob("*.jsonl"), key=_time) if folder.exists() else []
+  def time(path: Path) -> tuple:
+    phase, _, step = path.stem.rpartition("_")
+    return phase != "sft", int(step) if step.isdigit() else -1, phase
+
+  paths = sorted(folder.glob("*.jsonl"), key=time)  # none in a folder that is not there
   total = sum(path.read_bytes().count(b"\n") for path in paths)
   wanted = _spread(paths, limit)  # at least one response of each
   groups, known, left = [], 0, max_tokens
@@ -58,11 +62,6 @@ def _read_run(folder: Path, limit: int, max_tokens: int) -> Row:
         samples.append(sample if sample and left >= 0 else _plain(record))
       groups.append(group | {"samples": samples})
   return {"total": total, "known": known, "groups": groups}
-
-
-def _time(path: Path) -> tuple:
-  phase, _, step = path.stem.rpartition("_")
-  return phase != "sft", int(step) if step.isdigit() else -1, phase
 
 
 def _group(records: Sequence[Row], path: Path) -> list[Row]:

@@ -41,9 +41,10 @@ def of_checkpoint(
 ) -> Any:
   """The parameters of a checkpoint in the layout of training, as a pass of compute type `dtype`
   reads them; adapters are merged. Raises ValueError as `start.restore` does, naming `key`."""
-  layout = model, mesh, sharding.TRAIN, dtype
-  params = start.restore(origin, abstract_params(*layout, origin.lora_rank), key)
+  like = abstract_params(model, mesh, sharding.TRAIN, dtype, origin.lora_rank)
+  params = start.restore(origin, like, key)
   if not origin.lora_rank:
     return params
-  plain = jax.tree.map(lambda x: x.sharding, abstract_params(*layout))
+  plain = abstract_params(model, mesh, sharding.TRAIN, dtype)
+  plain = jax.tree.map(lambda x: x.sharding, plain)
   return jax.block_until_ready(jax.jit(lora.merged, out_shardings=plain)(params))
