@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -26,7 +25,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from gspo_jax.runs import integrity
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.training import CheckpointConfig
-from gspo_jax.system import preemption
+from gspo_jax.system import hosts, preemption
 from gspo_jax.system.files import WriteError, seal, unseal, writing
 
 
@@ -127,10 +126,8 @@ class Checkpointer:
       WriteError: this checkpoint cannot be written, or the one before it could not.
     """
     self._wait()
-    value = self._measured(metrics or {})
-    if self._best and jax.process_count() > 1:
-      # Hosts that measured different things would keep different checkpoints.
-      value = multihost_utils.broadcast_one_to_all(np.float64(value))
+    # Hosts that measured different things would keep different checkpoints.
+    value = hosts.told(self._measured(metrics or {}))
     with self._told(self.directory / str(step)):
       if step in self._manager.all_steps():
         self._manager.delete(step)

@@ -9,14 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from gspo_jax.system.files import writing
+from gspo_jax.system import hosts
+from gspo_jax.system.files import WriteError, writing
 
 FILE = "lock"
-REFUSED, HELD = np.int32(0), np.int32(1)
 
 
 @contextlib.contextmanager
@@ -33,18 +29,12 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
   """
   local = [Path(d).absolute() for d in directories if d and "://" not in str(d)]
   with contextlib.ExitStack() as stack:
-    holder = _take(local, stack) if jax.process_index() == 0 else ""
-    verdict = REFUSED if holder else HELD
-    if multihost_utils.broadcast_one_to_all(verdict) == REFUSED:
-      raise ValueError(
-        f"{holder or 'another run is in this directory'}: wait for its end, or use another "
-        "--workdir and checkpoint.directory"
-      )
+    hosts.of_first(lambda: _take(local, stack), WriteError)
     yield
 
 
-def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> str:
-  """Locks all directories until the stack is closed; who has one of them already, or ""."""
+def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
+  """Locks all directories until the stack is closed."""
   for directory in dict.fromkeys(directories):
     path = directory / FILE
     with writing(path):
@@ -56,7 +46,10 @@ def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> str:
     except OSError as error:
       if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
         file.seek(0)
-        return f"another run is in {directory} ({file.read(200).strip() or 'unknown'})"
+        raise ValueError(
+          f"another run is in {directory} ({file.read(200).strip() or 'unknown'}): wait for its "
+          "end, or use another --workdir and checkpoint.directory"
+        ) from error
       sys.stderr.write(
         f"warning: {path} cannot be locked ({error.strerror}); nothing keeps a second run out\n"
       )
@@ -64,4 +57,3 @@ def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> str:
       file.truncate(0)
       file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
       file.flush()
-  return ""
