@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 
@@ -166,7 +165,7 @@ class Growing:
       logging.warning("%s: %d held-out problems are among the rows", self.path, self.shared)
 
   def _write(self) -> None:
-    if self._journal and jax.process_index() == 0:
+    if self._journal and hosts.is_first():
       known = _read(self._journal) | {self.path: self._looks}
       write_whole(self._journal, [json.dumps(known, indent=1) + "\n"])
 

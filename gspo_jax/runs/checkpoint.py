@@ -100,7 +100,7 @@ class Checkpointer:
       except DamagedError as error:
         if jax.process_count() > 1 and error.__cause__:
           raise  # what one host cannot read Orbax may still read on the others
-        if jax.process_index() == 0:
+        if hosts.is_first():
           sys.stderr.write(f"checkpoint {error.path} is damaged and set aside: {error.why}\n")
         damaged.append(error.path)
         continue
@@ -179,7 +179,7 @@ class Checkpointer:
     """Waits until everything is on disk. Raises WriteError if it cannot be written."""
     self._wait()
     self._manager.close()
-    if self._saving and jax.process_index() == 0:
+    if self._saving and hosts.is_first():
       with self._told(self._mirror.target):
         self._mirror.copy()  # with the last report
 
@@ -199,7 +199,7 @@ class Checkpointer:
       self._manager.wait_until_finished()
 
   def _set_aside(self, damaged: Sequence[epath.Path]) -> None:
-    for path in damaged if jax.process_index() == 0 else ():
+    for path in damaged if hosts.is_first() else ():
       aside = path.parent / f"damaged_{path.name}"
       with writing(aside):
         if aside.exists():
@@ -236,7 +236,7 @@ class Checkpointer:
     """All files of a checkpoint are there; next comes the rename that makes it one."""
     _, begun = self._saving
     try:
-      if jax.process_index() == 0:
+      if hosts.is_first():
         self._mirror.copy()
     except BaseException as error:
       self._failed(error)

@@ -23,7 +23,7 @@ from etils import epath
 from gspo_jax import sharding
 from gspo_jax.runs import checkpoint
 from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
-from gspo_jax.system import jsons
+from gspo_jax.system import hosts, jsons
 
 ABOUT = "failure.json"
 
@@ -129,7 +129,7 @@ def dump(
   directory = home / "failures" / f"{row['phase']}_{row['step']:06d}"
   checkpoint.save_state(directory / "state", state)
   fetched = [sharding.fetch(batch) for batch in batches]
-  if jax.process_index() == 0:
+  if hosts.is_first():
     for i, batch in enumerate(fetched):
       fields = vars(batch.inputs) | vars(batch.replace(inputs=None))
       arrays = {k: np.asarray(v) for k, v in fields.items() if v is not None}

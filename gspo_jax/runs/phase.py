@@ -5,8 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.metrics import Stopwatch, Writer, compute
@@ -14,7 +12,7 @@ from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.progress import Progress
 from gspo_jax.settings.training import AlarmConfig
 from gspo_jax.structs import TrainState
-from gspo_jax.system import preemption
+from gspo_jax.system import hosts, preemption
 
 Row = dict[str, Any]
 
@@ -75,9 +73,8 @@ class Phase:
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
     self._done = step
-    active = jax.process_index() == 0
     self._progress = Progress(
-      self._name, self._total, start=step, active=active, at_most=self._at_most
+      self._name, self._total, start=step, active=hosts.is_first(), at_most=self._at_most
     )
     self._progress.wait()
     return step, state, host

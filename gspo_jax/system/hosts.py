@@ -35,19 +35,19 @@ def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -
   What it raises it raises there, and the others raise ValueError with its text where it is one, and
   `otherwise` where it is not: all end in the same way, so that none waits for another.
   """
-  found = error = None
+  result = error = None
   if is_first():
     try:
-      found = work()
+      result = work()
     except Exception as raised:
       error = raised
   text = None if error is None else str(error) or repr(error)
-  found, text, wrong = told((found, text, isinstance(error, ValueError)))
+  result, text, wrong = told((result, text, isinstance(error, ValueError)))
   if error is not None:
     raise error
   if text is not None:
     raise (ValueError if wrong else otherwise)(text)
-  return found
+  return result
 
 
 @contextlib.contextmanager
