@@ -126,8 +126,8 @@ class Checkpointer:
       WriteError: this checkpoint cannot be written, or the one before it could not.
     """
     self._wait()
-    # Hosts that measured different things would keep different checkpoints.
-    value = hosts.told(self._measured(metrics or {}))
+    if self._best:  # hosts that measured different things would keep different checkpoints
+      metrics = {self._best: float(hosts.told(self._measured(metrics or {})))}
     with self._told(self.directory / str(step)):
       if step in self._manager.all_steps():
         self._manager.delete(step)
@@ -139,7 +139,7 @@ class Checkpointer:
           args=ocp.args.Composite(
             state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)
           ),
-          metrics={self._best: float(value)} if self._best else None,
+          metrics=metrics if self._best else None,
           force=True,
         )
 
