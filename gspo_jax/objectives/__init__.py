@@ -7,113 +7,62 @@ B responses of T tokens; P prompts with G responses each. mask_BT is 1 on the to
 sampled. Formulas, when to use which, ranges, and what others do differently: docs/objectives.md.
 """
 
-from gspo_jax.objectives.advantages import (
-  constrained_advantages,
-  gae,
-  group_advantages,
-  selection_weights,
-  soft_advantages,
-  soft_value,
-  turn_advantages,
-)
-from gspo_jax.objectives.clip_ranges import adapted_factor, effective_length, length_factor
-from gspo_jax.objectives.corrections import (
-  masked_weight,
-  mismatch,
-  off_policy_mask,
-  truncated_weight,
-)
-from gspo_jax.objectives.critic import explained_variance, value_loss
-from gspo_jax.objectives.distillation import distillation_advantages, reverse_kl
-from gspo_jax.objectives.estimators import ESTIMATORS, Estimator
-from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
-from gspo_jax.objectives.length_penalty import overlong_penalty, token_cost
-from gspo_jax.objectives.losses import (
-  dapo_loss,
-  dr_grpo_loss,
-  grpo_loss,
-  gspo_loss,
-  gspo_token_loss,
-  ppo_loss,
-  segment_loss,
-)
-from gspo_jax.objectives.other_losses import cispo_loss, dppo_loss, gmpo_loss, sapo_loss
-from gspo_jax.objectives.ratios import gspo_token_ratio, segment_ratio, sequence_ratio, token_ratio
-from gspo_jax.objectives.recorded_losses import rft_loss, soft_loss, spo_loss
-from gspo_jax.objectives.reductions import (
-  EffectiveSize,
-  Explained,
-  Last,
-  Max,
-  Mean,
-  Min,
-  Std,
-  collapse,
-  compute,
-  merge,
-  psum,
-  reduced,
-)
-
-# Type checkers of other projects take nothing else as public.
-__all__ = [
-  "ESTIMATORS",
-  "POLICY_LOSSES",
-  "EffectiveSize",
-  "Estimator",
-  "Explained",
-  "Last",
-  "Max",
-  "Mean",
-  "Min",
-  "Std",
-  "adapted_factor",
-  "cispo_loss",
-  "collapse",
-  "compute",
-  "constrained_advantages",
-  "dapo_loss",
-  "distillation_advantages",
-  "dppo_loss",
-  "dr_grpo_loss",
-  "effective_length",
-  "explained_variance",
-  "gae",
-  "gmpo_loss",
-  "group_advantages",
-  "grpo_loss",
-  "gspo_loss",
-  "gspo_token_loss",
-  "gspo_token_ratio",
-  "kl_k1",
-  "kl_k2",
-  "kl_k3",
-  "length_factor",
-  "masked_weight",
-  "merge",
-  "mismatch",
-  "off_policy_mask",
-  "overlong_penalty",
-  "ppo_loss",
-  "psum",
-  "reduced",
-  "reverse_kl",
-  "rft_loss",
-  "sapo_loss",
-  "segment_loss",
-  "segment_ratio",
-  "selection_weights",
-  "sequence_ratio",
-  "soft_advantages",
-  "soft_loss",
-  "soft_value",
-  "spo_loss",
-  "token_cost",
-  "token_ratio",
-  "truncated_weight",
-  "turn_advantages",
-  "value_loss",
-]
+# "as": type checkers of other projects take nothing else as public.
+from gspo_jax.objectives.advantages import constrained_advantages as constrained_advantages
+from gspo_jax.objectives.advantages import gae as gae
+from gspo_jax.objectives.advantages import group_advantages as group_advantages
+from gspo_jax.objectives.advantages import selection_weights as selection_weights
+from gspo_jax.objectives.advantages import soft_advantages as soft_advantages
+from gspo_jax.objectives.advantages import soft_value as soft_value
+from gspo_jax.objectives.advantages import turn_advantages as turn_advantages
+from gspo_jax.objectives.clip_ranges import adapted_factor as adapted_factor
+from gspo_jax.objectives.clip_ranges import effective_length as effective_length
+from gspo_jax.objectives.clip_ranges import length_factor as length_factor
+from gspo_jax.objectives.corrections import masked_weight as masked_weight
+from gspo_jax.objectives.corrections import mismatch as mismatch
+from gspo_jax.objectives.corrections import off_policy_mask as off_policy_mask
+from gspo_jax.objectives.corrections import truncated_weight as truncated_weight
+from gspo_jax.objectives.critic import explained_variance as explained_variance
+from gspo_jax.objectives.critic import value_loss as value_loss
+from gspo_jax.objectives.distillation import distillation_advantages as distillation_advantages
+from gspo_jax.objectives.distillation import reverse_kl as reverse_kl
+from gspo_jax.objectives.estimators import ESTIMATORS as ESTIMATORS
+from gspo_jax.objectives.estimators import Estimator as Estimator
+from gspo_jax.objectives.kl import kl_k1 as kl_k1
+from gspo_jax.objectives.kl import kl_k2 as kl_k2
+from gspo_jax.objectives.kl import kl_k3 as kl_k3
+from gspo_jax.objectives.length_penalty import overlong_penalty as overlong_penalty
+from gspo_jax.objectives.length_penalty import token_cost as token_cost
+from gspo_jax.objectives.losses import dapo_loss as dapo_loss
+from gspo_jax.objectives.losses import dr_grpo_loss as dr_grpo_loss
+from gspo_jax.objectives.losses import grpo_loss as grpo_loss
+from gspo_jax.objectives.losses import gspo_loss as gspo_loss
+from gspo_jax.objectives.losses import gspo_token_loss as gspo_token_loss
+from gspo_jax.objectives.losses import ppo_loss as ppo_loss
+from gspo_jax.objectives.losses import segment_loss as segment_loss
+from gspo_jax.objectives.other_losses import cispo_loss as cispo_loss
+from gspo_jax.objectives.other_losses import dppo_loss as dppo_loss
+from gspo_jax.objectives.other_losses import gmpo_loss as gmpo_loss
+from gspo_jax.objectives.other_losses import sapo_loss as sapo_loss
+from gspo_jax.objectives.ratios import gspo_token_ratio as gspo_token_ratio
+from gspo_jax.objectives.ratios import segment_ratio as segment_ratio
+from gspo_jax.objectives.ratios import sequence_ratio as sequence_ratio
+from gspo_jax.objectives.ratios import token_ratio as token_ratio
+from gspo_jax.objectives.recorded_losses import rft_loss as rft_loss
+from gspo_jax.objectives.recorded_losses import soft_loss as soft_loss
+from gspo_jax.objectives.recorded_losses import spo_loss as spo_loss
+from gspo_jax.objectives.reductions import EffectiveSize as EffectiveSize
+from gspo_jax.objectives.reductions import Explained as Explained
+from gspo_jax.objectives.reductions import Last as Last
+from gspo_jax.objectives.reductions import Max as Max
+from gspo_jax.objectives.reductions import Mean as Mean
+from gspo_jax.objectives.reductions import Min as Min
+from gspo_jax.objectives.reductions import Std as Std
+from gspo_jax.objectives.reductions import collapse as collapse
+from gspo_jax.objectives.reductions import compute as compute
+from gspo_jax.objectives.reductions import merge as merge
+from gspo_jax.objectives.reductions import psum as psum
+from gspo_jax.objectives.reductions import reduced as reduced
 
 # The name of each policy loss in a configuration. Each declares its options (terms.policy_loss).
 POLICY_LOSSES = dict(

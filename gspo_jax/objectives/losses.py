@@ -60,25 +60,21 @@ def gspo_loss(
     >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
     -0.0003, 1.00 clipped
   """
-  constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
-  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
   tokens = batch.tokens
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
     batch.log_ratio_BT, tokens.mask_BT, tokens.response_BT, length_exponent
   )
   advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
+  ratio_BU = ratios.bounded_exp(log_ratio_BU)
   factor_BU = length_factor(length_BU, clip_length, clip_exponent)
-  bounds = clip_low, clip_high, dual_clip, factor_BU
   ratio_BU, clipped_BU = terms.clip(
-    ratios.bounded_exp(log_ratio_BU), log_ratio_BU, advantage_BU, *bounds
+    ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
   )
-  loss_BU = ratios.finite(-weight_BU * advantage_BU * ratio_BU)
-  loss = jnp.where(length_BU > 0, loss_BU, 0).sum()
-  if batch.penalty_BT is not None:
-    loss += tokens.means(batch.penalty_BT).sum()
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
+  total = terms.mean_of_responses(batch, -weight_BU * advantage_BU * ratio_BU)
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
-  return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BX, tokens)
+  return total, metrics, terms.either(clipped_BX, tokens)
 
 
 @policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
@@ -117,9 +113,9 @@ def gspo_token_loss(
     -0.3336, 0.50 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
-  bounds = clip_low, clip_high, dual_clip, clip_length, clip_exponent
+  segment_BT = batch.tokens.response_BT
   loss_BT, _, metrics, clipped_BT = _segment_loss(
-    batch, batch.tokens.response_BT, length_exponent, *bounds
+    batch, segment_BT, clip_low, clip_high, dual_clip, clip_length, clip_exponent, length_exponent
   )
   return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, clipped_BT
 
@@ -171,9 +167,8 @@ def segment_loss(
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
   segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
-  bounds = clip_low, clip_high, dual_clip, clip_length, clip_exponent
   loss_BT, length_BX, metrics, clipped_BT = _segment_loss(
-    batch, segment_BT, length_exponent, *bounds
+    batch, segment_BT, clip_low, clip_high, dual_clip, clip_length, clip_exponent, length_exponent
   )
   if aggregate not in ("sequence", "segment"):
     return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
@@ -219,8 +214,7 @@ def grpo_loss(
     -0.0750, 0.17 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
+  return _token_loss(batch, clip_low, clip_high, dual_clip, aggregate, max_length)
 
 
 @policy_loss(levels=BY_TOKEN)
@@ -253,8 +247,7 @@ def dapo_loss(
     -0.0750, 0.17 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, "token"), metrics, clipped_BT
+  return _token_loss(batch, clip_low, clip_high, dual_clip, "token")
 
 
 @policy_loss(levels=BY_TOKEN, advantage="none")
@@ -289,8 +282,7 @@ def dr_grpo_loss(
     -0.0667, 0.33 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, "constant", max_length), metrics, clipped_BT
+  return _token_loss(batch, clip_low, clip_high, dual_clip, "constant", max_length)
 
 
 @policy_loss(levels=BY_TOKEN, by_token=True)
@@ -323,14 +315,18 @@ def ppo_loss(
     -0.2000, 0.33 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
-  loss_BT, metrics, clipped_BT = _token_loss(batch, clip_low, clip_high, dual_clip)
-  return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
+  return _token_loss(batch, clip_low, clip_high, dual_clip, aggregate, max_length)
 
 
 def _token_loss(
-  batch: Batch, clip_low: Number, clip_high: Number, dual_clip: Number | None
-) -> tuple[Array, Metrics, Array]:
-  """The clipped loss of each token with a ratio of its own, [B,T], the metrics, what is clipped."""
+  batch: Batch,
+  clip_low: Number,
+  clip_high: Number,
+  dual_clip: Number | None,
+  aggregate: str,
+  max_length: Number | None = None,
+) -> Sums:
+  """The clipped loss with a ratio for each token."""
   ratio_BT, clipped_BT = terms.clip(
     ratios.bounded_exp(batch.log_ratio_BT),
     stop_gradient(batch.log_ratio_BT),
@@ -339,26 +335,24 @@ def _token_loss(
     clip_high,
     dual_clip,
   )
-  metrics = terms.update_metrics(batch, batch.log_ratio_BT, batch.tokens.mask_BT, clipped_BT)
-  loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
-  return loss_BT, metrics, terms.either(clipped_BT, batch.tokens)
+  objective_BT = batch.advantage_BX * ratio_BT
+  return terms.token_sums(batch, objective_BT, clipped_BT, aggregate, max_length)
 
 
 def _segment_loss(
   batch: Batch,
   segment_BT: Array | None,
-  length_exponent: Number,
   clip_low: Number,
   clip_high: Number,
   dual_clip: Number | None,
   clip_length: Number | None,
   clip_exponent: Number,
+  length_exponent: Number,
 ) -> tuple[Array, Array, Metrics, Array]:
   """The clipped loss of each token with its segment's ratio, the segment's length, metrics, what is
   clipped."""
-  mask_BT = batch.tokens.mask_BT
   log_ratio_BU, length_BU = ratios.unit_log_ratio(
-    batch.log_ratio_BT, mask_BT, segment_BT, length_exponent
+    batch.log_ratio_BT, batch.tokens.mask_BT, segment_BT, length_exponent
   )
   log_ratio_BX = at_tokens(log_ratio_BU, segment_BT)
   length_BX = jnp.maximum(at_tokens(length_BU, segment_BT), 1)

@@ -14,15 +14,7 @@ from jax.typing import ArrayLike
 from gspo_jax.objectives import checks, ratios, terms
 from gspo_jax.objectives.aggregation import aggregate_tokens
 from gspo_jax.objectives.checks import Number
-from gspo_jax.objectives.reductions import Mean
-from gspo_jax.objectives.terms import (
-  BY_RESPONSE,
-  BY_TOKEN,
-  Clipped,
-  Options,
-  Sums,
-  policy_loss,
-)
+from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Clipped, Options, Sums, policy_loss
 
 
 @policy_loss(levels=BY_TOKEN)
@@ -64,10 +56,7 @@ def cispo_loss(
     low_BT = log_ratio_BT < jnp.log1p(-jnp.minimum(clip_low, 1))
     ratio_BT = jnp.where(low_BT, 1 - clip_low, ratio_BT)
   objective_BT = ratios.finite(ratio_BT * batch.advantage_BX) * ratios.difference(batch.logp_BT, 0)
-  clipped_BT = Clipped(high_BT, low_BT, None)
-  metrics = terms.update_metrics(batch, log_ratio_BT, batch.tokens.mask_BT, clipped_BT)
-  total = aggregate_tokens(terms.token_loss(batch, objective_BT), batch.tokens, "token")
-  return total, metrics, terms.either(clipped_BT, batch.tokens)
+  return terms.token_sums(batch, objective_BT, Clipped(high_BT, low_BT), "token")
 
 
 @policy_loss(levels=BY_RESPONSE)
@@ -107,19 +96,14 @@ def gmpo_loss(
   clipped_BT = Clipped(
     high=(batch.advantage_BX > 0) & (log_ratio_BT > clip_high),
     low=(batch.advantage_BX < 0) & (log_ratio_BT < -clip_low),
-    dual=None,
   )
   bounded_BT = jnp.where(clipped_BT.high, clip_high, log_ratio_BT)
   bounded_BT = jnp.where(clipped_BT.low, -clip_low, bounded_BT)
   log_ratio_BU = tokens.means(bounded_BT)
   advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
-  live_BU = tokens.length_BU > 0
-  loss_BU = ratios.finite(-weight_BU * advantage_BU * ratios.bounded_exp(log_ratio_BU))
-  loss = jnp.where(live_BU, loss_BU, 0).sum()
-  if batch.penalty_BT is not None:
-    loss += tokens.means(batch.penalty_BT).sum()
-  metrics = terms.update_metrics(batch, log_ratio_BU, live_BU, clipped_BT)
-  return Mean(loss, tokens.responses()), metrics, terms.either(clipped_BT, tokens)
+  loss_BU = -weight_BU * advantage_BU * ratios.bounded_exp(log_ratio_BU)
+  metrics = terms.update_metrics(batch, log_ratio_BU, tokens.length_BU > 0, clipped_BT)
+  return terms.mean_of_responses(batch, loss_BU), metrics, terms.either(clipped_BT, tokens)
 
 
 @policy_loss(levels=BY_TOKEN)
@@ -211,14 +195,10 @@ def dppo_loss(
   clipped_BT = Clipped(
     high=(batch.advantage_BX > 0) & (log_ratio_BT > 0) & high_BT,
     low=(batch.advantage_BX < 0) & (log_ratio_BT < 0) & low_BT,
-    dual=None,
   )
   ratio_BT = ratios.bounded_exp(batch.log_ratio_BT)
   kept_BT = jnp.where(clipped_BT.high | clipped_BT.low, 0, ratio_BT)
-  metrics = terms.update_metrics(batch, batch.log_ratio_BT, batch.tokens.mask_BT, clipped_BT)
-  loss_BT = terms.token_loss(batch, batch.advantage_BX * kept_BT)
-  total = aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length)
-  return total, metrics, terms.either(clipped_BT, batch.tokens)
+  return terms.token_sums(batch, batch.advantage_BX * kept_BT, clipped_BT, aggregate, max_length)
 
 
 def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:

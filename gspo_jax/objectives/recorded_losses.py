@@ -48,15 +48,12 @@ def soft_loss(
   """
   checks.numbers(beta=beta)
   checks.require(beta > 0, "beta must be positive")
-  constants = ("B",) if options.get("response_BT") is None else ("B", "BT")
-  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, constants=constants, **options)
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
   tokens = batch.tokens
   advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
   error_BU, metrics = _soft_error(batch.log_ratio_BT, advantage_BU, tokens, beta)
-  loss = ratios.finite(weight_BU * error_BU**2).sum()
-  if batch.penalty_BT is not None:
-    loss += tokens.means(batch.penalty_BT).sum()
-  return Mean(loss, tokens.responses()), batch.metrics | metrics, jnp.zeros_like(tokens.mask_BT)
+  total = terms.mean_of_responses(batch, weight_BU * error_BU**2)
+  return total, batch.metrics | metrics, jnp.zeros_like(tokens.mask_BT)
 
 
 @reduced

@@ -3,7 +3,7 @@ penalties and the metrics."""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, cast, get_args
 
 import jax.numpy as jnp
@@ -43,19 +43,21 @@ Arguments = ParamSpec("Arguments")
 
 
 class PolicyLoss(Protocol[Arguments]):
-  """A declared loss: `policy_loss` says what each of these is."""
+  """A declared loss. Called, it returns (scalar, dict of scalars); a trainer reads of it these."""
 
   __name__: str
+  # Of the same arguments: (Mean, metrics), undivided (reductions.py); bool [B, T], the tokens whose
+  # ratio a bound has replaced, so that they have no gradient (in `cispo_loss`: a bounded one); all.
   sums: Callable[Arguments, tuple[Mean, Metrics]]
   clipped: Callable[Arguments, Array]
   undivided: Callable[Arguments, Sums]
-  options: Mapping[str, Any]
-  choices: Mapping[str, tuple[str, ...]]
-  by_token: bool
-  levels: tuple[str, ...]
-  advantage: str
-  recorded: bool
-  to_reference: bool
+  options: Mapping[str, Any]  # published defaults of its numbers and words, KL's and entropy's too
+  choices: Mapping[str, tuple[str, ...]]  # words allowed for those that are words
+  by_token: bool  # made for advantages that differ between the tokens of a response
+  levels: tuple[str, ...]  # of importance correction that it may be weighted by, its own first
+  advantage: str  # kind of advantages that it is published with, as a configuration names it
+  recorded: bool  # may learn from responses that another policy has sampled
+  to_reference: bool  # its ratios are to a reference policy, which stays, and not to the old one
 
   def __call__(
     self, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -71,26 +73,11 @@ def policy_loss(
   recorded: bool = False,
   to_reference: bool = False,
 ) -> Callable[[Callable[Arguments, Sums]], PolicyLoss[Arguments]]:
-  """Declares a policy loss, which is written as a function that returns `Sums`.
-
-  Called, it returns (scalar, dict of scalars). A trainer reads of it:
-
-    sums        the same arguments -> (Mean, metrics), undivided (reductions.py)
-    clipped     the same arguments -> bool [B, T]: tokens whose ratio a bound has replaced, so that
-                they have no gradient (in `cispo_loss`: a bounded one)
-    undivided   the same arguments -> `Sums`: both of them
-    options     {name: published default} of the numbers and words it takes, KL and entropy included
-    choices     {name: words allowed} of those that are words
-    by_token    whether it is made for advantages that differ between the tokens of a response
-    levels      of importance correction that it may be weighted by, its own first
-    advantage   the kind of advantages that it is published with, as a configuration names it
-    recorded    whether it may learn from responses that another policy has sampled
-    to_reference  whether its ratios are to a reference policy, which stays, and not to the old one
-  """
+  """Declares a `PolicyLoss`, which is written as a function that returns `Sums`."""
 
   def declare(function: Callable[Arguments, Sums]) -> PolicyLoss[Arguments]:
-    own, shared = (inspect.signature(f).parameters.values() for f in (function, _penalty))
-    named = [p.name for p in own if p.kind is not p.VAR_KEYWORD]
+    parameters = [*inspect.signature(function).parameters.values()]
+    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     known = [*named, *Options.__annotations__]
 
     @functools.wraps(function)
@@ -107,7 +94,8 @@ def policy_loss(
     def clipped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Array:
       return undivided(*args, **kwargs)[2]
 
-    options = [p for p in (*own, *shared) if p.default is not p.empty and "_BT" not in p.name]
+    parameters += inspect.signature(_penalty).parameters.values()
+    options = [p for p in parameters if p.default is not p.empty and "_BT" not in p.name]
     loss = cast(PolicyLoss[Arguments], reduced(sums))
     loss.clipped, loss.undivided = clipped, undivided
     loss.options = {p.name: p.default for p in options}
@@ -139,7 +127,7 @@ class Clipped(NamedTuple):
 
   high: Array
   low: Array
-  dual: Array | None
+  dual: Array | None = None
 
 
 def batch(
@@ -148,22 +136,27 @@ def batch(
   advantage: ArrayLike,
   mask_BT: ArrayLike,
   *,
-  constants: Sequence[str] = ("B", "BT"),
+  by_token: bool = True,
   weight: ArrayLike | None = None,
   response_BT: ArrayLike | None = None,
   **penalties: Any,
 ) -> Batch:
-  """Checks a loss's arguments; `constants` are the shapes allowed for advantage and weight."""
+  """Checks a loss's arguments.
+
+  by_token: whether advantage and weight may differ between the tokens of a response; if not, they
+    are [B], and [B,T] in packed rows alone.
+  """
+  shapes = ("B", "BT") if by_token or response_BT is not None else ("B",)
   logp_BT = checks.log_probs(logp_BT, "logp_BT")
   dtype = logp_BT.dtype
   tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
   mask_BT = tokens.mask_BT
   logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
   old_logp_BT = stop_gradient(checks.tokens(old_logp_BT, "old_logp_BT", mask_BT, dtype))
-  advantage_BX = checks.constant(advantage, "advantage", mask_BT, dtype, constants)
+  advantage_BX = checks.constant(advantage, "advantage", mask_BT, dtype, shapes)
   weight_BX = jnp.ones((1, 1), dtype)
   if weight is not None:
-    weight_BX = checks.constant(weight, "weight", mask_BT, dtype, constants)
+    weight_BX = checks.constant(weight, "weight", mask_BT, dtype, shapes)
   log_ratio_BT = ratios.difference(logp_BT, old_logp_BT)
   penalty_BT, metrics = _penalty(logp_BT, tokens, **penalties)
   metrics |= _drift(stop_gradient(log_ratio_BT), tokens)
@@ -174,6 +167,28 @@ def token_loss(batch: Batch, objective_BT: Array) -> Array:
   """−objective + penalty at each token."""
   loss_BT = -batch.weight_BX * objective_BT
   return ratios.finite(loss_BT if batch.penalty_BT is None else loss_BT + batch.penalty_BT)
+
+
+def token_sums(
+  batch: Batch,
+  objective_BT: Array,
+  clipped_BX: Clipped,
+  aggregate: str,
+  max_length: Number | None = None,
+) -> Sums:
+  """Sums of a loss with a ratio for each token."""
+  metrics = update_metrics(batch, batch.log_ratio_BT, batch.tokens.mask_BT, clipped_BX)
+  loss_BT = token_loss(batch, objective_BT)
+  total = aggregation.aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length)
+  return total, metrics, either(clipped_BX, batch.tokens)
+
+
+def mean_of_responses(batch: Batch, loss_BU: Array) -> Mean:
+  """The mean over responses of the loss of each, with the penalties of their tokens."""
+  loss = jnp.where(batch.tokens.length_BU > 0, ratios.finite(loss_BU), 0).sum()
+  if batch.penalty_BT is not None:
+    loss += batch.tokens.means(batch.penalty_BT).sum()
+  return Mean(loss, batch.tokens.responses())
 
 
 def clip(
@@ -200,7 +215,7 @@ def clip(
   low = (advantage < 0) & (log_ratio < jnp.log1p(-jnp.minimum(clip_low, 1)))
   ratio = jnp.where(high, 1 + clip_high, jnp.where(low, 1 - clip_low, ratio))
   if dual_clip is None:
-    return ratio, Clipped(high, low, None)
+    return ratio, Clipped(high, low)
   dual_clip = checks.bound(dual_clip, "dual_clip", ratio, least=1)
   dual = (advantage < 0) & (log_ratio > jnp.log(dual_clip))
   return jnp.where(dual, dual_clip, ratio), Clipped(high, low, dual)
@@ -213,16 +228,12 @@ def either(clipped_BX: Clipped, tokens: Tokens) -> Array:
 
 
 def update_metrics(batch: Batch, log_ratio: Array, live: Array, clipped_BX: Clipped) -> Metrics:
-  """Metrics of a clipped objective: of its ratios where they are `live`, and what is clipped."""
-  clipped = clip_metrics(clipped_BX, batch.tokens)
-  return batch.metrics | ratio_metrics(log_ratio, live) | clipped
-
-
-def clip_metrics(clipped_BX: Clipped, tokens: Tokens) -> Metrics:
-  """Clip fractions of tokens, and of responses: each by the share of its tokens that is clipped."""
+  """Metrics of a clipped objective: of its ratios where they are `live`, and the clip fractions of
+  tokens and of responses, each by the share of its tokens that is clipped."""
+  tokens = batch.tokens
+  metrics = batch.metrics | ratio_metrics(log_ratio, live)
   sides = {"": clipped_BX.high | clipped_BX.low}
   sides |= {f"/{side}": flag for side, flag in clipped_BX._asdict().items() if flag is not None}
-  metrics: Metrics = {}
   for side, flag_BX in sides.items():
     flag_BX = flag_BX.astype(tokens.length_BU.dtype)
     metrics[f"clip_fraction/token{side}"] = Mean(tokens.sums(flag_BX).sum(), tokens.number())
