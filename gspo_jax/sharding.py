@@ -47,22 +47,24 @@ def make_meshes(
   if not rollout.on:
     mesh = make_mesh(config, devices)
     return mesh, mesh
-  counts = [None if -1 in _sizes(c) else math.prod(_sizes(c)) for c in (config, rollout)]
-  first, others = counts
-  if first is others is None:
+  trainers, samplers = (
+    None if -1 in _sizes(c) else math.prod(_sizes(c)) for c in (config, rollout)
+  )
+  if trainers is samplers is None:
     raise ValueError(
       f"{_named(config, 'mesh')}, {_named(rollout, 'rollout_mesh')}: at most one may be -1 (what "
       "is left); say how many devices one of both meshes has"
     )
-  first = len(devices) - others if first is None else first
-  others = len(devices) - first if others is None else others
-  if min(first, others) < 1 or first + others > len(devices):
+  trainers = len(devices) - samplers if trainers is None else trainers
+  samplers = len(devices) - trainers if samplers is None else samplers
+  if min(trainers, samplers) < 1 or trainers + samplers > len(devices):
     raise ValueError(
-      f"{_named(config, 'mesh')} and {_named(rollout, 'rollout_mesh')} are of {first} and {others} "
-      f"devices, but {len(devices)} are there: make one of them smaller, or rollout_mesh 0 devices"
+      f"{_named(config, 'mesh')} and {_named(rollout, 'rollout_mesh')} are of {trainers} and "
+      f"{samplers} devices, but {len(devices)} are there: make one of them smaller, or "
+      "rollout_mesh 0 devices"
     )
-  sampler = make_mesh(rollout, devices[first : first + others], "rollout_mesh")
-  return make_mesh(config, devices[:first]), sampler
+  sampler = make_mesh(rollout, devices[trainers : trainers + samplers], "rollout_mesh")
+  return make_mesh(config, devices[:trainers]), sampler
 
 
 def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
@@ -212,12 +214,10 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
   if without_mesh():
     return x
   split = spec_of(x)
-  others = frozenset(axis for axis in BATCH if axis not in (*split, "fsdp"))
+  reduced = frozenset(BATCH) - frozenset(split)
   if "fsdp" in split:
-    x = jax.sharding.reshard(x, P(*split, reduced=others))
-  else:
-    others = frozenset(BATCH) - frozenset(split)
-  return jax.sharding.reshard(x, P(*pspec, reduced=others | {"fsdp"}))
+    x = jax.sharding.reshard(x, P(*split, reduced=reduced))
+  return jax.sharding.reshard(x, P(*pspec, reduced=reduced | {"fsdp"}))
 
 
 def whole(x: jax.Array, pspec: P) -> jax.Array:
@@ -251,8 +251,8 @@ def _alone(axis: Axes) -> bool:
 
 def all_gather(x: jax.Array, axis: Axes) -> jax.Array:
   """Parts along dimension 0 of the devices on `axis`, concatenated. For use inside `shard_map`."""
-  for one in reversed(each(axis)):
-    x = x if _alone(one) else jax.lax.all_gather(x, one, tiled=True)
+  for name in reversed(each(axis)):
+    x = x if _alone(name) else jax.lax.all_gather(x, name, tiled=True)
   return x
 
 
@@ -262,10 +262,10 @@ def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Arr
 
 def psum_scatter(x: jax.Array, axis: Axes) -> jax.Array:
   """Sum over `axis`, each device keeping its part of dimension 0: the transpose of `all_gather`."""
-  for one in each(axis):
-    if not _alone(one):
-      x = x.reshape(axis_size(one), -1, *x.shape[1:])
-      x = jax.lax.psum_scatter(x, one, scatter_dimension=0)
+  for name in each(axis):
+    if not _alone(name):
+      x = x.reshape(axis_size(name), -1, *x.shape[1:])
+      x = jax.lax.psum_scatter(x, name, scatter_dimension=0)
   return x
 
 
@@ -308,8 +308,7 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
   """Host arrays, the same on every process, onto the devices; axis 0 split over `BATCH`, or as
   `pspec` says."""
   layout = NamedSharding(mesh, pspec)
-  put = lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__)  # noqa: E731
-  return jax.tree.map(put, tree)
+  return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, layout, x.__getitem__), tree)
 
 
 def fetch(tree: Any) -> Any:
@@ -317,12 +316,12 @@ def fetch(tree: Any) -> Any:
   of. What a process has to itself, such as an array on the host, is whole already."""
   from jax.experimental import multihost_utils
 
-  def one(x: Any) -> Any:
+  def gathered(x: Any) -> Any:
     if getattr(x, "is_fully_addressable", True):
       return x
     return multihost_utils.process_allgather(x, tiled=True)
 
-  return jax.device_get(jax.tree.map(one, tree))
+  return jax.device_get(jax.tree.map(gathered, tree))
 
 
 def publisher(
@@ -337,19 +336,19 @@ def publisher(
   `merge` makes the parameters that these are of those that are trained.
   """
 
-  def one(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
+  def cast(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
     if x.ndim < 3 or "fsdp" not in spec_of(x) or axis_size("fsdp") == 1:
       return x.astype(dtype)
     return jax.lax.map(lambda layer: reshard(layer.astype(dtype), P(*target.spec[1:])), x)
 
-  cast = lambda params: jax.tree.map(one, merge(params), shardings, dtypes)  # noqa: E731
-  return jax.jit(cast, out_shardings=shardings)
+  return jax.jit(
+    lambda params: jax.tree.map(cast, merge(params), shardings, dtypes), out_shardings=shardings
+  )
 
 
 def publisher_to(
   shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
 ) -> Callable[[Any], Any]:
   """The same for `shardings` of other devices of this process; in place when it returns."""
-  of = lambda x, dtype: x.astype(dtype)  # noqa: E731
-  cast = jax.jit(lambda params: jax.tree.map(of, merge(params), dtypes))
+  cast = jax.jit(lambda params: jax.tree.map(jnp.astype, merge(params), dtypes))
   return lambda params: jax.block_until_ready(jax.device_put(cast(params), shardings))

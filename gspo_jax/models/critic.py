@@ -19,11 +19,11 @@ class Critic:
   bias: Any  # []
 
 
-def table(config: ModelConfig, own: bool) -> Critic:
-  """Every weight, declared once; `own`: with a trunk of its own. The head begins at 0, so that the
-  first values are 0 whatever the trunk says."""
+def table(config: ModelConfig, has_trunk: bool) -> Critic:
+  """Every weight, declared once. The head begins at 0, so that the first values are 0 whatever the
+  trunk says."""
   w = weights.of_sizes(config)
-  trunk = transformer.table(config).replace(head=None) if own else None
+  trunk = transformer.table(config).replace(head=None) if has_trunk else None
   return Critic(trunk, w("D", wide=True), w("", wide=True))
 
 

@@ -101,7 +101,10 @@ def token_logp(
       logits_BtV = project(hidden_BtD, *head)
       logits_BtV = softcap(logits_BtV, config.final_logit_softcapping) / temperature
       most_Bt = sharding.pmax(jax.lax.stop_gradient(logits_BtV.max(-1)), "tensor")
-      over_vocabulary = lambda x_BtV: sharding.psum(x_BtV.sum(-1), "tensor")  # noqa: E731
+
+      def over_vocabulary(x_BtV):
+        return sharding.psum(x_BtV.sum(-1), "tensor")
+
       lse_Bt = most_Bt + jnp.log(over_vocabulary(jnp.exp(logits_BtV - most_Bt[..., None])))
       vocab = first + jnp.arange(logits_BtV.shape[-1])[None, None]
       target_Bt = over_vocabulary(jnp.where(vocab == targets_Bt[..., None], logits_BtV, 0))
@@ -109,10 +112,12 @@ def token_logp(
       entropy_Bt = lse_Bt - over_vocabulary(p_BtV * logits_BtV)
       if support_BtX is None:
         return target_Bt - lse_Bt, entropy_Bt
-      own_lse_Bt, own_entropy_Bt = _over_support(logits_BtV, support_BtX, first)
-      some_Bt = (support_BtX != NO_TOKEN).any(-1)
-      lse_Bt = jnp.where(some_Bt, own_lse_Bt, lse_Bt)
-      return target_Bt - lse_Bt, jnp.where(some_Bt, own_entropy_Bt, entropy_Bt)
+      supported_Bt = (support_BtX != NO_TOKEN).any(-1)
+      of_support = _over_support(logits_BtV, support_BtX, first)
+      lse_Bt, entropy_Bt = (
+        jnp.where(supported_Bt, x, y) for x, y in zip(of_support, (lse_Bt, entropy_Bt))
+      )
+      return target_Bt - lse_Bt, entropy_Bt
 
     B, T, _ = hidden_BTD.shape
     size = compute.logits_chunk or T
@@ -125,15 +130,15 @@ def token_logp(
       return jnp.moveaxis(x_BT.reshape(B, -1, size, *x_BT.shape[2:]), 1, 0)
 
     chunks = jax.tree.map(cut, (hidden_BTD, targets_BT, support_BTX))
-    _, both = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, chunks)
-    return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in both)
+    _, results = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, chunks)
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T] for x in results)
 
   batch, head_DV = P(BATCH), head_weight(params, compute)
   split = sharding.spec_of(head_DV)
+  tokens = (hidden_BTD, targets_BT, support_BTX)
+  tokens = jax.tree.map(lambda x: sharding.reshard(x, batch), tokens)
   specs = (batch, batch, batch, split)
-  run = sharding.shard_map(on_each_device, in_specs=specs, out_specs=(batch, batch))
-  of_each_token = hidden_BTD, targets_BT, support_BTX
-  return run(*jax.tree.map(lambda x: sharding.reshard(x, batch), of_each_token), head_DV)
+  return sharding.shard_map(on_each_device, specs, (batch, batch))(*tokens, head_DV)
 
 
 def _over_support(
@@ -145,7 +150,10 @@ def _over_support(
   place_BtX = support_BtX - first
   here_BtX = (support_BtX != NO_TOKEN) & (place_BtX >= 0) & (place_BtX < V)
   kept_BtX = jnp.take_along_axis(logits_BtV, jnp.clip(place_BtX, 0, V - 1), axis=-1)
-  over = lambda x_BtX: sharding.psum(jnp.where(here_BtX, x_BtX, 0).sum(-1), "tensor")  # noqa: E731
+
+  def over(x_BtX):
+    return sharding.psum(jnp.where(here_BtX, x_BtX, 0).sum(-1), "tensor")
+
   most_Bt = jax.lax.stop_gradient(jnp.where(here_BtX, kept_BtX, -jnp.inf).max(-1))
   most_Bt = sharding.pmax(most_Bt, "tensor")
   most_Bt = jnp.where(jnp.isfinite(most_Bt), most_Bt, 0)

@@ -81,7 +81,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
   in float32 is small, and whole on every device. Experts gather theirs where they multiply.
   """
 
-  def one(weight: Weight, w: Any) -> Any:
+  def read(weight: Weight, w: Any) -> Any:
     if isinstance(w, InStack):
       return w
     w = w.astype(weight.read_as(dtype))
@@ -93,7 +93,7 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
     collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
     return collect(w, together)
 
-  return jax.tree.map(one, table, block)
+  return jax.tree.map(read, table, block)
 
 
 def attend(
@@ -124,10 +124,8 @@ def attend(
   k = sharding.project("BTD,DKH->BTKH", x_BTD, w.k, heads)
   v = sharding.project("BTD,DKH->BTKH", x_BTD, w.v, heads)
   if w.q_bias is not None:
-    q, k, v = (
-      _with_each_token(jnp.add, x, bias[None, None])
-      for x, bias in ((q, w.q_bias), (k, w.k_bias), (v, w.v_bias))
-    )
+    biases = (w.q_bias, w.k_bias, w.v_bias)
+    q, k, v = (_with_each_token(jnp.add, x, b[None, None]) for x, b in zip((q, k, v), biases))
   if w.q_norm is not None:
     q = norm(q, w.q_norm, config.rms_norm_eps)
     k = norm(k, w.k_norm, config.rms_norm_eps)
@@ -158,15 +156,15 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
   nothing else to look at, so prefilling reads none of it.
   """
 
-  def one(q, k, v, kv, layer, positions_BT, segments_BT):
+  def attend_and_write(q, k, v, kv, layer, positions_BT, segments_BT):
     length = q.shape[1]
     if tree is not None:
       length += tree.trunk - tree.trunk // tree.branches
-    gaps, width = tree is not None, q.shape[3]
-    name = attention.choose(compute.attention, length, q.dtype, scores, gaps, width)
     if isinstance(kv, pages.Block):
       name = pages.choose(kv, compute.attention)
       return pages.attend(q, k, v, kv, layer, positions_BT, scores, name)
+    gaps, width = tree is not None, q.shape[3]
+    name = attention.choose(compute.attention, length, q.dtype, scores, gaps, width)
     if kv is not None:
       kv = kv_cache.write(kv, layer, k, v, positions_BT)
     if tree is not None:
@@ -177,11 +175,10 @@ def _on_each_device(compute: ComputeConfig, scores: Scores, kv, tree, from_start
     return attention.attend_cache(q, k_BKHS, v_BKSH, positions_BT, scores), kv
 
   heads = P(BATCH, None, "tensor", None)
-  kv_specs = jax.tree.map(
-    lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv
-  )  # a table has two
+  # A table of pages has two dimensions.
+  kv_specs = jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 2 else P(BATCH), kv)
   return sharding.shard_map(
-    one,
+    attend_and_write,
     in_specs=(heads, heads, heads, kv_specs, P(), P(BATCH), P(BATCH)),
     out_specs=(heads, kv_specs),
     check=sharding.platform() != "tpu" and compute.attention != "splash",

@@ -33,7 +33,7 @@ def table(plain: Params, rank: int) -> Params:
   """The table of weights with adapters of this rank on every matrix of the layers but those that
   are read in float32: routers."""
 
-  def one(w: Weight) -> Weight | Adapted:
+  def with_adapter(w: Weight) -> Weight | Adapted:
     if w.fan_in is None or w.wide:
       return w
     sizes = dict(zip(w.letters, w.shape)) | dict(r=rank)
@@ -44,23 +44,16 @@ def table(plain: Params, rank: int) -> Params:
       b=Weight(f"{stacked}r{outputs}", sizes, wide=True),  # 0: the model is the plain one at first
     )
 
-  return plain.replace(blocks=jax.tree.map(one, plain.blocks))
+  return plain.replace(blocks=jax.tree.map(with_adapter, plain.blocks))
 
 
-def adapt(plain: Params, declared: Params, fresh: Params, dtype: Any) -> Params:
-  """Plain parameters, frozen, as passes of compute type `dtype` read them, with new adapters.
+def adapt(plain: Params, fresh: Params) -> Params:
+  """Plain parameters, frozen, with the adapters of `fresh`, initial ones of a table with them."""
 
-  Args:
-    declared: their table with adapters.
-    fresh: initial parameters of it, of which the adapters are taken.
-  """
+  def adapted(new, x):
+    return new.replace(frozen=x) if _is_adapted(new) else x
 
-  def one(w, x, new):
-    if isinstance(w, Adapted):
-      return Adapted(x.astype(w.frozen.read_as(dtype)), new.a, new.b)
-    return x.astype(w.read_as(dtype))
-
-  return jax.tree.map(one, declared, plain, fresh, is_leaf=_is_adapted)
+  return jax.tree.map(adapted, fresh, plain, is_leaf=_is_adapted)
 
 
 def merged(params: Any) -> Any:
@@ -95,10 +88,11 @@ def split(params: Any) -> tuple[Any, Any]:
   return tuple(jax.tree.map(part, params, is_leaf=_is_adapted) for part in (trained, frozen))
 
 
-def join(one: Any, other: Any) -> Any:
+def join(trained: Any, frozen: Any) -> Any:
   """The parameters that were split."""
-  missing = lambda x: x is None  # noqa: E731
-  return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=missing)
+  return jax.tree.map(
+    lambda x, y: y if x is None else x, trained, frozen, is_leaf=lambda x: x is None
+  )
 
 
 def _is_adapted(x: Any) -> bool:

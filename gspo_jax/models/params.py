@@ -25,7 +25,7 @@ def with_adapters(
   @functools.partial(jax.jit, out_shardings=layout)
   def adapt(params, key):
     fresh = weights.init(declared, key, jnp.float32)  # what is not an adapter is never made
-    return lora.adapt(params, declared, fresh, dtype)
+    return lora.adapt(as_read(params, model, dtype), fresh)
 
   return adapt(params, jax.random.key(seed))
 
@@ -47,9 +47,8 @@ def abstract_params(
   """Shapes, shardings and types of a model's parameters, as a pass of that compute type reads
   them; with adapters of a rank above 0."""
   declared = transformer.table(model)
-  return abstract_table(
-    lora.table(declared, rank) if rank else declared, mesh, rules, compute_dtype
-  )
+  declared = lora.table(declared, rank) if rank else declared
+  return abstract_table(declared, mesh, rules, compute_dtype)
 
 
 def abstract_table(

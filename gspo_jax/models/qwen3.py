@@ -54,8 +54,8 @@ def layer(x_BTD: jax.Array, block: Block, config: ModelConfig, attend: Callable,
   y_BTD = rms_norm(x_BTD, block.ffn_norm, config.rms_norm_eps)
   if isinstance(block.ffn, Dense):
     return x_BTD + feed_forward(y_BTD, block.ffn, jax.nn.silu), cache, None, None
-  y_BTD, chosen, stats = experts(y_BTD, block.ffn)
-  return x_BTD + y_BTD, cache, chosen, stats
+  y_BTD, experts_BTk, stats = experts(y_BTD, block.ffn)
+  return x_BTD + y_BTD, cache, experts_BTk, stats
 
 
 FAMILY = Family(block_table, layer, rms_norm, embed_scale=lambda _: 1.0)

@@ -46,8 +46,10 @@ def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters:
   left = ROOM * memory - STATE * parameters
   itemsize = jnp.dtype(compute.dtype).itemsize
   inputs = config.num_layers * config.hidden_size * itemsize
-  fits = lambda policy: tokens * (inputs + kept(config, policy, itemsize)) <= left  # noqa: E731
-  return next((policy for policy in ("both", "attention") if fits(policy)), "full")
+  for policy in ("both", "attention"):
+    if tokens * (inputs + kept(config, policy, itemsize)) <= left:
+      return policy
+  return "full"
 
 
 def kept(config: ModelConfig, policy: str, itemsize: int) -> float:

@@ -40,15 +40,13 @@ def family(config: ModelConfig) -> layers.Family:
 def table(config: ModelConfig) -> Params:
   """Every weight of the model, declared once."""
   w = weights.of_sizes(config)
-  blocks = tuple(
-    family(config).block_table(config, kind.moe, number) for kind, number in config.runs()
-  )
+  block_table = family(config).block_table
+  blocks = tuple(block_table(config, kind.moe, number) for kind, number in config.runs())
+  norm = blocks[0].attention_norm
   return Params(
     embed=w("VD", fan_in="D"),
     blocks=blocks,
-    final_norm=w(
-      "D", constant=blocks[0].attention_norm.constant, wide=blocks[0].attention_norm.wide
-    ),
+    final_norm=w("D", constant=norm.constant, wide=norm.wide),
     head=None if config.tie_word_embeddings else w("DV", fan_in="D"),
   )
 
@@ -64,10 +62,10 @@ def check(config: ModelConfig, compute: ComputeConfig, shared_prompts: bool) -> 
       f"compute.attention='cudnn' is for NVIDIA GPUs, and this is a {sharding.platform()}: set it "
       "to auto"
     )
+  name, dtype = compute.attention, compute.dtype
   for kind, _ in config.runs():
     scores = layers.scores_of(config, kind.local)
-    needs = scores, shared_prompts, config.head_dim
-    attention.choose(compute.attention, 1, compute.dtype, *needs)
+    attention.choose(name, 1, dtype, scores, shared_prompts, config.head_dim)
 
 
 def shardings(config: ModelConfig, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
@@ -169,7 +167,7 @@ def forward(
   kept = remat_of(config, compute, B * T)
   unroll = sharding.platform() == "cpu" and config.num_layers <= UNROLLED
 
-  caches, chosen_of, stats_of, first, moe_layers = [], [], [], 0, 0
+  caches, experts_of, stats_of, first, moe_layers = [], [], [], 0, 0
   for i, block in enumerate(params.blocks):
     number = block.attention_norm.shape[0]
     layer = functools.partial(
@@ -196,7 +194,7 @@ def forward(
     kv = None if cache is None else cache.block(i)
     # The cache of all layers is carried, and written in place: as an input and an output of the
     # scan it would exist twice.
-    (x_BTD, kv), (chosen, stats) = _over_layers(
+    (x_BTD, kv), (experts, stats) = _over_layers(
       lambda carry, inputs, layer=layer: layer(*carry, *inputs),
       (x_BTD, kv),
       (np.arange(number), block, replayed),
@@ -204,29 +202,29 @@ def forward(
     )
     caches.append(kv)
     first += number
-    if chosen is not None:
-      chosen_of.append(chosen)
+    if experts is not None:
+      experts_of.append(experts)
       stats_of.append(stats)
 
-  stack = lambda *xs: jnp.concatenate(xs)  # noqa: E731
   final_norm = sharding.reshard(params.final_norm.astype(dtypes(config, dtype).final_norm), P())
   return Output(
     hidden_BTD=kind.norm(x_BTD, final_norm, config.rms_norm_eps),
     cache=None if cache is None else cache.with_blocks(caches),
-    routing_lBTk=stack(*chosen_of) if chosen_of else None,
-    stats=jax.tree.map(stack, *stats_of) if stats_of else None,
+    routing_lBTk=jnp.concatenate(experts_of) if experts_of else None,
+    stats=jax.tree.map(lambda *xs: jnp.concatenate(xs), *stats_of) if stats_of else None,
   )
 
 
 def _experts_in_stack(table, block, layer):
   """`block` without the experts, and `layer` that finds them where they lie."""
-  rest = jax.tree.map(lambda w, x: None if w.of_experts else x, table, block)
 
-  def one(x_BTD, kv, number, rest, replayed_BTk):
-    put_back = lambda w, x, stack: InStack(stack, number) if w.of_experts else x  # noqa: E731
-    return layer(x_BTD, kv, number, jax.tree.map(put_back, table, rest, block), replayed_BTk)
+  def with_experts(x_BTD, kv, number, thin, replayed_BTk):
+    whole = jax.tree.map(
+      lambda w, x, stack: InStack(stack, number) if w.of_experts else x, table, thin, block
+    )
+    return layer(x_BTD, kv, number, whole, replayed_BTk)
 
-  return rest, one
+  return jax.tree.map(lambda w, x: None if w.of_experts else x, table, block), with_experts
 
 
 def _over_layers(layer, carry, inputs, unroll):
@@ -241,7 +239,9 @@ def _over_layers(layer, carry, inputs, unroll):
   return carry, jax.tree.map(lambda x: x[None], outputs)
 
 
-def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, **setting):
+def _layer(
+  x_BTD, kv, number, block, replayed_BTk, *, config: ModelConfig, compute, is_moe, **setting
+):
   """One layer of the family, in the setting of this pass."""
 
   def experts(y_BTD, w):
@@ -259,8 +259,8 @@ def _layer(x_BTD, kv, number, block, replayed_BTk, *, config, compute, is_moe, *
   if kv is None:
     block = jax.lax.optimization_barrier(block)
   block = layers.gather(kind.block_table(config, is_moe, 1), lora.merged(block), x_BTD.dtype)
-  x_BTD, kv, chosen, stats = kind.layer(x_BTD, block, config, attend, experts)
-  return (x_BTD, kv), (chosen, stats)
+  x_BTD, kv, experts_BTk, stats = kind.layer(x_BTD, block, config, attend, experts)
+  return (x_BTD, kv), (experts_BTk, stats)
 
 
 def logits(params: Params, config: ModelConfig, tokens_BT: jax.Array) -> jax.Array:

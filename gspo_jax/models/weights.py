@@ -90,17 +90,11 @@ class Weight:
     return jnp.dtype(jnp.float32 if self.wide else compute_dtype)
 
 
-def of_sizes(c: ModelConfig, **more: int) -> functools.partial:
-  """`Weight` of the model's letters, and of `more` of them."""
-  sizes = dict(
-    V=c.vocab_size,
-    D=c.hidden_size,
-    N=c.num_heads,
-    K=c.num_kv_heads,
-    H=c.head_dim,
-    E=c.num_experts,
-  )
-  return functools.partial(Weight, sizes=sizes | more)
+def of_sizes(c: ModelConfig, **further: int) -> functools.partial:
+  """`Weight` of the model's letters, and of `further` ones."""
+  sizes = dict(V=c.vocab_size, D=c.hidden_size, H=c.head_dim, E=c.num_experts)
+  sizes |= dict(N=c.num_heads, K=c.num_kv_heads) | further
+  return functools.partial(Weight, sizes=sizes)
 
 
 def attention_table(
@@ -129,7 +123,7 @@ def dense_table(w: functools.partial) -> Dense:
 def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
   """NamedSharding of every parameter; ValueError names a weight that its axes do not divide."""
 
-  def one(path, w: Weight) -> NamedSharding:
+  def layout(path, w: Weight) -> NamedSharding:
     used = {letter: rules[letter] for letter in rules if letter == "D" or not w.whole}
     pspec = sharding.spec(w.letters, used)
     for letter, size, axes in zip(w.letters, w.shape, pspec):
@@ -142,7 +136,7 @@ def shardings(table: Params, rules: Rules, mesh: jax.sharding.Mesh) -> Params:
         )
     return NamedSharding(mesh, pspec)
 
-  return jax.tree.map_with_path(one, table)
+  return jax.tree.map_with_path(layout, table)
 
 
 def init(table: Params, key: jax.Array, dtype: Any) -> Params:

@@ -24,7 +24,7 @@ from jax.nn import logsumexp
 class _Over(NamedTuple):
   """How a field of a reduction is reduced: of two values, of an array's axis, of a mapped axis."""
 
-  both: Callable  # (x, y)
+  pair: Callable  # (x, y)
   axis: Callable  # (x, axis)
   devices: Callable  # (x, axis name)
 
@@ -147,7 +147,7 @@ Arguments = ParamSpec("Arguments")
 
 def merge(tree: Any, other: Any) -> Any:
   """Two trees of reductions, for example of two micro-batches, as one."""
-  return _field_by_field(lambda over, x, y: over.both(x, y), tree, other)
+  return _field_by_field(lambda over, x, y: over.pair(x, y), tree, other)
 
 
 def psum(tree: Any, axis_name: str) -> Any:
@@ -182,9 +182,9 @@ def reduced(sums: Callable[Arguments, Any]) -> Reduced[Arguments]:
   def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
     return compute(sums(*args, **kwargs))
 
-  found = cast(Reduced[Arguments], computed)
-  found.sums = sums
-  return found
+  function = cast(Reduced[Arguments], computed)
+  function.sums = sums
+  return function
 
 
 def _is_reduction(x: object) -> bool:
@@ -192,11 +192,11 @@ def _is_reduction(x: object) -> bool:
 
 
 def _field_by_field(reduce: Callable, *trees: Any) -> Any:
-  def one(*reductions: Any) -> Any:
+  def by_field(*reductions: Any) -> Any:
     kind = type(reductions[0])
     return kind(*map(reduce, _OVER[kind], *reductions))
 
-  return jax.tree.map(one, *trees, is_leaf=_is_reduction)
+  return jax.tree.map(by_field, *trees, is_leaf=_is_reduction)
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:

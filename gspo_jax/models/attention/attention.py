@@ -67,13 +67,12 @@ def choose(
   Raises:
     ValueError: a formulation by name that does not have such scores or heads.
   """
-  needs = dtype, scores, gaps, width
-  if missing := lacks(implementation, *needs):
+  if missing := lacks(implementation, dtype, scores, gaps, width):
     raise ValueError(f"compute.attention={implementation!r} has no {missing}: set it to auto")
   if implementation != "auto":
     return implementation
   kernel = dict(tpu="splash", gpu="cudnn", cuda="cudnn").get(sharding.platform())
-  if lacks(kernel, *needs):
+  if lacks(kernel, dtype, scores, gaps, width):
     kernel = None
   if queries <= (PLAIN if kernel else 2 * PLAIN):
     return "plain"
@@ -138,8 +137,9 @@ def attend_self(
     return attend_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT, scores)
   if implementation == "cudnn":
     return attend_cudnn(q_BTNH, k_BTKH, v_BTKH, segment_BT, scores)
-  of_rows = order_BT, segment_BT, segment_BT, scores, position_BT, position_BT
-  return attend_blockwise(q_BTNH, k_BTKH, v_BTKH, *of_rows)
+  return attend_blockwise(
+    q_BTNH, k_BTKH, v_BTKH, order_BT, (segment_BT, segment_BT), scores, (position_BT, position_BT)
+  )
 
 
 class Tree(NamedTuple):
@@ -194,11 +194,10 @@ def attend_cache(
   scores = scores or Scores(H**-0.5)
   slot_1S = jnp.arange(S, dtype=jnp.int32)[None]
   if T > PLAIN and T * S > PLAIN * PLAIN:
-    one = jnp.ones((B, 1), jnp.int32)
-    segments = (jnp.broadcast_to(one, (B, n)) for n in (T, S))
     k_BSKH, v_BSKH = jnp.moveaxis(k_BKHS, 3, 1), jnp.moveaxis(v_BKSH, 2, 1)
-    places = scores, position_BT, jnp.broadcast_to(slot_1S, (B, S))
-    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, position_BT, *segments, *places)
+    segments = jnp.ones((B, T), jnp.int32), jnp.ones((B, S), jnp.int32)
+    positions = position_BT, jnp.broadcast_to(slot_1S, (B, S))
+    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, position_BT, segments, scores, positions)
   q_BTKnH = q_BTNH.reshape(B, T, K, N // K, H) * scores.scale
   score = jnp.einsum("BTKnH,BKHS->BKTnS", q_BTKnH, k_BKHS, preferred_element_type=jnp.float32)
   visible_BTS = position_BT[:, :, None] >= slot_1S[None]
@@ -244,8 +243,10 @@ def attend_splash(
   block = 512 if T >= 512 else 128
   segments = splash.SegmentIds(*[pad(segment_BT, block, -1)] * 2)
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % 128))
-  heads_first = lambda x: jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # noqa: E731
-  q, k, v = map(heads_first, (q_BTNH * scores.scale, k_BTKH, v_BTKH))
+  q, k, v = (
+    jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # heads first
+    for x in (q_BTNH * scores.scale, k_BTKH, v_BTKH)
+  )
   kernel = _splash_kernel(N, *q.shape[2:], block, scores, sharding.platform() != "tpu")
   y_BNTH = jax.vmap(kernel)(q, k, v, segments)
   return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]

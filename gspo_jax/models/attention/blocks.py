@@ -24,6 +24,9 @@ class Scores(NamedTuple):
   cap: float = 0.0  # soft bound on a score; 0: none
 
 
+_wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def softcap(x: jax.Array, cap: float) -> jax.Array:
   """cap · tanh(x / cap), and x itself for cap = 0."""
   return cap * jnp.tanh(x / cap) if cap else x
@@ -34,11 +37,9 @@ def attend_blockwise(
   k_BSKH: jax.Array,
   v_BSKH: jax.Array,
   order_BT: jax.Array,
-  segment_BT: jax.Array,
-  segment_BS: jax.Array,
+  segments: tuple[jax.Array, jax.Array],
   scores: Scores,
-  position_BT: jax.Array | None = None,
-  position_BS: jax.Array | None = None,
+  positions: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
   """Attention of query t to key s if s <= order_t and their segments are equal; [B, T, N, H].
 
@@ -47,22 +48,24 @@ def attend_blockwise(
   algorithms 1 and 4.
 
   Args:
-    position_BT, position_BS: of queries and keys, if `scores.window` is measured by them. Between
-      the keys of a segment lies nothing but padding (segment 0).
+    segments: of queries [B, T] and keys [B, S].
+    positions: the same, by which `scores.window` is measured. Between the keys of a segment lies
+      nothing but padding (segment 0).
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
   block = block_size(B * N)
   R, C = _even(T, block), _even(S, block)
   # Padded queries see no block of keys, and padded keys are of no segment.
+  segment_BT, segment_BS = segments
   query = Queries(_blocks(order_BT, R, -1), _blocks(segment_BT, R, -1))
   key = Keys(pad(segment_BS, C, -2))
   if scores.window:
     padding_BS = jnp.cumsum(segment_BS == 0, axis=1, dtype=jnp.int32)
     between_BT = jnp.take_along_axis(padding_BS, order_BT, axis=1)
     first_BT = jnp.maximum(order_BT - (scores.window - 1) - between_BT, 0)
-    query = query._replace(first=_blocks(first_BT, R, S), position=_blocks(position_BT, R))
-    key = key._replace(position=pad(position_BS, C))
+    query = query._replace(first=_blocks(first_BT, R, S), position=_blocks(positions[0], R))
+    key = key._replace(position=pad(positions[1], C))
   q = _blocks(q_BTNH * scores.scale, R).reshape(-1, B, R, K, N // K, H)
   y_iBRKnH = _flash(q, pad(k_BSKH, C), pad(v_BSKH, C), query, key, C, scores)
   return jnp.moveaxis(y_iBRKnH, 0, 1).reshape(B, -1, N, H)[:, :T].astype(q_BTNH.dtype)
@@ -116,7 +119,7 @@ def _slice(j, C, arrays):
 def _scores(q_BRKnH, k_BCKH, query: Queries, key: Keys, j, scores: Scores):
   """Float32 scores [B, K, n, R, C] of one block of queries and block j of keys: masked, and before
   they are."""
-  score = jnp.einsum("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH, preferred_element_type=jnp.float32)
+  score = _wide("BRKnH,BCKH->BKnRC", q_BRKnH, k_BCKH)
   score, C = softcap(score, scores.cap), k_BCKH.shape[1]
   visible = query.last[:, :, None] >= (j * C + jnp.arange(C))[None, None]
   visible &= query.segment[:, :, None] == key.segment[:, None, :]
@@ -140,7 +143,7 @@ def _flash_forward(q, k, v, query, key, C, scores):
   """q [i, B, R, K, n, H]; k, v [B, S, K, H] -> float32 output like q, and residuals."""
   _, B, R, K, n, H = q.shape
 
-  def one(block):
+  def of_queries(block):
     q_BRKnH, query = block
 
     def body(j, carry):
@@ -150,32 +153,27 @@ def _flash_forward(q, k, v, query, key, C, scores):
       new = jnp.maximum(most, score.max(-1))
       weight = jnp.exp(score - new[..., None])
       scale = jnp.exp(most - new)
-      part = jnp.einsum(
-        "BKnRC,BCKH->BKnRH",
-        weight.astype(v.dtype),
-        v_BCKH,
-        preferred_element_type=jnp.float32,
-      )
+      part = _wide("BKnRC,BCKH->BKnRH", weight.astype(v.dtype), v_BCKH)
       total = total * scale + weight.sum(-1)
       return new, total, sum_BKnRH * scale[..., None] + part
 
-    full = lambda value, *more: jnp.full((B, K, n, R, *more), value, jnp.float32)  # noqa: E731
-    start = sharding.vary((full(NEGATIVE), full(0.0), full(0.0, H)), AXES)
+    zeros = jnp.zeros((B, K, n, R), jnp.float32)
+    start = jnp.full_like(zeros, NEGATIVE), zeros, jnp.zeros((B, K, n, R, H), jnp.float32)
+    start = sharding.vary(start, AXES)
     most, total, sum_BKnRH = jax.lax.fori_loop(*_range(query, C, k.shape[1]), body, start)
     total = jnp.maximum(total, 1e-30)
     y = jnp.moveaxis(sum_BKnRH / total[..., None], 3, 1)
     return y, most + jnp.log(total)
 
-  y, lse = jax.lax.map(one, (q, query))
+  y, lse = jax.lax.map(of_queries, (q, query))
   y, lse = (checkpoint_name(x, RESIDUAL) for x in (y.astype(q.dtype), lse))
   return y, (q, k, v, query, key, y, lse)
 
 
 def _flash_backward(C, scores, residuals, dy):
   q, k, v, query, key, y, lse = residuals
-  wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def one(carry, block):
+  def of_queries(carry, block):
     q_BRKnH, query, y_BRKnH, lse_BKnR, dy_BRKnH = block
     delta_BRKn = jnp.sum(dy_BRKnH.astype(jnp.float32) * y_BRKnH, axis=-1)
     delta_BKnR = jnp.moveaxis(delta_BRKn, 1, 3)
@@ -185,14 +183,14 @@ def _flash_backward(C, scores, residuals, dy):
       k_BCKH, v_BCKH, key_BC = _slice(j, C, (k, v, key))
       score, whole = _scores(q_BRKnH, k_BCKH, query, key_BC, j, scores)
       weight = jnp.exp(score - lse_BKnR[..., None])
-      dweight = wide("BRKnH,BCKH->BKnRC", dy_BRKnH, v_BCKH)
+      dweight = _wide("BRKnH,BCKH->BKnRC", dy_BRKnH, v_BCKH)
       dscore = weight * (dweight - delta_BKnR[..., None])
       if scores.cap:
         dscore = dscore * (1 - (whole / scores.cap) ** 2)  # tanh' = 1 - tanh²
       dscore = dscore.astype(q.dtype)
-      dq = dq + wide("BKnRC,BCKH->BRKnH", dscore, k_BCKH)
-      dk_BCKH = wide("BKnRC,BRKnH->BCKH", dscore, q_BRKnH)
-      dv_BCKH = wide("BKnRC,BRKnH->BCKH", weight.astype(q.dtype), dy_BRKnH)
+      dq = dq + _wide("BKnRC,BCKH->BRKnH", dscore, k_BCKH)
+      dk_BCKH = _wide("BKnRC,BRKnH->BCKH", dscore, q_BRKnH)
+      dv_BCKH = _wide("BKnRC,BRKnH->BCKH", weight.astype(q.dtype), dy_BRKnH)
       old = _slice(j, C, (dk, dv))
       dk, dv = (
         jax.lax.dynamic_update_slice_in_dim(total, before + part, j * C, axis=1)
@@ -205,7 +203,7 @@ def _flash_backward(C, scores, residuals, dy):
     return (dk, dv), dq.astype(q.dtype)
 
   zeros = sharding.vary(tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), AXES)
-  (dk, dv), dq = jax.lax.scan(one, zeros, (q, query, y, lse, dy))
+  (dk, dv), dq = jax.lax.scan(of_queries, zeros, (q, query, y, lse, dy))
   return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

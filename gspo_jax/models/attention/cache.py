@@ -124,11 +124,11 @@ def copy_row(cache: Cache, row: jax.Array, source: Cache, source_row: jax.Array)
   For use on each device's part.
   """
 
-  def one(x, s):
+  def copy(x, s):
     part = jax.lax.dynamic_slice_in_dim(s, source_row, 1, axis=1)
     return jax.lax.dynamic_update_slice(x, part, (0, row, 0, 0, 0))
 
-  return jax.tree.map(one, cache, source)
+  return jax.tree.map(copy, cache, source)
 
 
 def decoded(cache: Cache) -> Cache:

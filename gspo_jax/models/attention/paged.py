@@ -43,7 +43,10 @@ def attend(
   (B, N, H), (l, p, K, _, S, _) = q_BNH.shape, kv_lpK2SH.shape
   kv_LK2SH = kv_lpK2SH.reshape(l * p, K, 2, S, H)  # a slice of a layer would be a copy of it
   rows = next(r for r in range(min(ROWS, max(1, B // 2)), 0, -1) if B % r == 0)
-  block = lambda *shape: pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))  # noqa: E731
+
+  def block(*shape):
+    return pl.BlockSpec((rows, *shape), lambda i, *_: (i, 0, 0, 0))
+
   pages = pl.BlockSpec(memory_space=pl.ANY)
   q_BKnH = q_BNH.reshape(B, K, N // K, H)
   # Of rows that are full, or have a full window: how many positions there are, nobody knows here.
@@ -108,13 +111,13 @@ def _kernel(position, table, q, new, _, y, kv, held, fetched, written, *, width,
 
     def one_page(i, carry):
       side, largest, total, sums = carry
-      more = i < last
-      following = jnp.where(more, row, row + 1)
+      goes_on = i < last
+      following = jnp.where(goes_on, row, row + 1)
       begin_of_next, _ = pages_of(jnp.minimum(row + 1, rows - 1))
 
       @pl.when(following < rows)
       def _():
-        fetch(following, jnp.where(more, i + 1, begin_of_next), 1 - side).start()
+        fetch(following, jnp.where(goes_on, i + 1, begin_of_next), 1 - side).start()
 
       fetch(row, i, side).wait()
       tile = pl.multiple_of(jnp.maximum(at, 0) % S // TILE * TILE, TILE)

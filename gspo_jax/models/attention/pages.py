@@ -112,9 +112,9 @@ def insert(
 
   def put(kv_lpK2SH, k_lrKHT, v_lrKTH):
     l, r, K, T, H = v_lrKTH.shape
-    both = jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3)
-    both = jnp.pad(both, ((0, 0),) * 4 + ((0, n * S - T), (0, 0)))
-    new_lrnK2SH = jnp.moveaxis(both.reshape(l, r, K, 2, n, S, H), 4, 2)
+    new_lrK2TH = jnp.stack([jnp.swapaxes(k_lrKHT, 3, 4), v_lrKTH], axis=3)
+    new_lrK2XH = jnp.pad(new_lrK2TH, ((0, 0),) * 4 + ((0, n * S - T), (0, 0)))
+    new_lrnK2SH = jnp.moveaxis(new_lrK2XH.reshape(l, r, K, 2, n, S, H), 4, 2)
     return kv_lpK2SH.at[:, to_rn].set(new_lrnK2SH.astype(kv_lpK2SH.dtype), mode="drop")
 
   kv = tuple(map(put, cache.kv_lpK2SH, rows.k_lBKHS, rows.v_lBKSH))
@@ -126,16 +126,16 @@ def begin(cache: Pages, row: jax.Array, prefix_n: jax.Array, position: jax.Array
   one that is not full the row gets a copy, in `page`, which is free."""
   width = cache.table_Bn.shape[1]
   last = position // cache.page
-  more = max(0, width - len(prefix_n))
-  prefix_n = jnp.pad(prefix_n[:width], (0, more), constant_values=NONE)
-  own = jnp.where(jnp.arange(width) < last, prefix_n, NONE).at[last].set(page)
+  missing = max(0, width - len(prefix_n))
+  prefix_n = jnp.pad(prefix_n[:width], (0, missing), constant_values=NONE)
+  pages_n = jnp.where(jnp.arange(width) < last, prefix_n, NONE).at[last].set(page)
   source = jnp.where(prefix_n[last] == NONE, page, prefix_n[last])
 
   def copy(kv):
     part = jax.lax.dynamic_slice_in_dim(kv, source, 1, axis=1)
     return jax.lax.dynamic_update_slice_in_dim(kv, part, page, axis=1)
 
-  return Pages(tuple(map(copy, cache.kv_lpK2SH)), cache.table_Bn.at[row].set(own))
+  return Pages(tuple(map(copy, cache.kv_lpK2SH)), cache.table_Bn.at[row].set(pages_n))
 
 
 def attend(
@@ -179,10 +179,8 @@ def attend(
   kv = kv.at[layer, to_B, :, :, position_B % S].set(new_BK2H, mode="drop")
   rows_K2BnSH = jnp.moveaxis(kv[layer, jnp.maximum(table_Bn, 0)], (2, 3), (0, 1))
   rows_K2BXH = rows_K2BnSH.reshape(K, 2, B, -1, H).astype(q_BTNH.dtype)
-  k_BKHX, v_BKXH = (
-    jnp.moveaxis(rows_K2BXH[:, 0], (0, 3), (1, 2)),
-    jnp.swapaxes(rows_K2BXH[:, 1], 0, 1),
-  )
+  k_BKHX = jnp.moveaxis(rows_K2BXH[:, 0], (0, 3), (1, 2))
+  v_BKXH = jnp.swapaxes(rows_K2BXH[:, 1], 0, 1)
   y_BTNH = attention.attend_cache(q_BTNH, k_BKHX, v_BKXH, position_BT, scores)
   return y_BTNH, cache.replace(kv_lpK2SH=kv)
 

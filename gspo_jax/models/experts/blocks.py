@@ -46,16 +46,16 @@ def block_layout(index_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> L
   most A/R if C ≥ R, the assignments before an expert's blocks making up for that.
   """
   A, E = index_Xk.size, num_experts
-  one_AE = index_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
+  takes_AE = index_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
   # A running count is several times as fast as sorting: there are few experts.
-  place_AE = jnp.cumsum(one_AE, axis=0, dtype=jnp.int32)
+  place_AE = jnp.cumsum(takes_AE, axis=0, dtype=jnp.int32)
   blocks_E = -(-jnp.maximum(place_AE[-1] - C, 0) // R)
   end_E = jnp.cumsum(blocks_E)
   slot_AE = E * C + ((end_E - blocks_E) * R)[None] + place_AE - 1 - C
   if C:
     slot_AE = jnp.where(place_AE <= C, jnp.arange(E)[None] * C + place_AE - 1, slot_AE)
   Z = E * C + (A // R + (0 if C >= R else E)) * R
-  slot_A = jnp.where(one_AE.any(1), jnp.where(one_AE, slot_AE, 0).sum(1), Z)
+  slot_A = jnp.where(takes_AE.any(1), jnp.where(takes_AE, slot_AE, 0).sum(1), Z)
   empty_Z, number_A = jnp.full(Z, A, jnp.int32), jnp.arange(A, dtype=jnp.int32)
   return Layout(slot_A, empty_Z.at[slot_A].set(number_A, mode="drop"), end_E)
 
@@ -84,8 +84,8 @@ def apply_blocks(
 def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
   """Scans `expert(carry, first block, end, weights)`: a weight is read once, not once per block."""
   start_E = jnp.concatenate([jnp.zeros_like(layout.end_E[:1]), layout.end_E[:-1]])
-  step = lambda carry, part: expert(carry, *part)  # noqa: E731
-  return jax.lax.scan(step, sharding.vary(start, AXES), (start_E, layout.end_E, w))
+  start = sharding.vary(start, AXES)
+  return jax.lax.scan(lambda carry, x: expert(carry, *x), start, (start_E, layout.end_E, w))
 
 
 def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
@@ -159,8 +159,8 @@ def _blocks_backward(residuals, dy_XD):
       dx_ZD, dgate_Z, dw = carry
       choice_R = jax.lax.dynamic_slice(layout.choice_Z, (i * R,), (R,))
       rows = _rows(choice_R, gate_Xk, x_XD, dy_XD)
-      dx_RD, dgate_R, more = _swiglu_gradients(*rows, w, sink.gate.dtype)
-      dw = jax.tree.map(jnp.add, dw, more)
+      dx_RD, dgate_R, dw_of_rows = _swiglu_gradients(*rows, w, sink.gate.dtype)
+      dw = jax.tree.map(jnp.add, dw, dw_of_rows)
       return _put(dx_ZD, dx_RD, i * R), _put(dgate_Z, dgate_R, i * R), dw
 
     dw = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), sink)
@@ -235,8 +235,8 @@ def _batched_backward(residuals, dy_XD):
 
   def block(carry, start, choice_R, expert, w):
     dx_ZD, dgate_Z, dw = carry
-    dx_RD, dgate_R, more = gradients(choice_R, w)
-    dw = jax.tree.map(lambda whole, part: whole.at[expert].add(part), dw, more)
+    dx_RD, dgate_R, dw_of_rows = gradients(choice_R, w)
+    dw = jax.tree.map(lambda total, part: total.at[expert].add(part), dw, dw_of_rows)
     return _put(dx_ZD, dx_RD, start), _put(dgate_Z, dgate_R, start), dw
 
   dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)

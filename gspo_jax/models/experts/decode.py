@@ -47,7 +47,10 @@ def experts_of_few(
     local_Xk = index_Xk - held * sharding.axis_index(over)
     local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
     tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-    read = lambda: ExpertWeights(*[InStack(w, layer).read(x_XD.dtype) for w in stacks])  # noqa: E731
+
+    def read():
+      return ExpertWeights(*[InStack(w, layer).read(x_XD.dtype) for w in stacks])
+
     y_XD = apply(*tokens, held, read)
     return sharding.psum(sharding.psum_scatter(y_XD, chips), "tensor").reshape(x_BTD.shape)
 
@@ -96,7 +99,6 @@ def apply_one_hot(
     held: experts of this device, E.
     read: returns their weights.
     load: assignments per expert if all are chosen equally often; C is twice as much.
-
   """
   X, dtype = len(x_XD), x_XD.dtype
   of_XkE = index_Xk[..., None] == jnp.arange(held)[None, None]
@@ -110,17 +112,17 @@ def apply_one_hot(
   def one_round(i, result=dtype):
     w = read()
     pick_ECX = place_EX[:, None] == (i * C + jnp.arange(C))[None, :, None]
-    one_ECX = pick_ECX.astype(dtype)
-    x_ECD = jnp.einsum("ECX,XD->ECD", one_ECX, x_XD, **exact)
+    one_hot_ECX = pick_ECX.astype(dtype)
+    x_ECD = jnp.einsum("ECX,XD->ECD", one_hot_ECX, x_XD, **exact)
     gate_EC = jnp.where(pick_ECX, gate_EX[:, None], 0).sum(-1)
     h_ECF = jax.nn.silu(x_ECD @ w.gate) * (x_ECD @ w.up) * gate_EC[..., None]
     y_ECD = h_ECF @ w.down
-    return jnp.einsum("ECX,ECD->XD", one_ECX, y_ECD, preferred_element_type=result, **exact)
+    return jnp.einsum("ECX,ECD->XD", one_hot_ECX, y_ECD, preferred_element_type=result, **exact)
 
   def all_rounds():
     y_XD = sharding.vary(jnp.zeros(x_XD.shape, jnp.float32), AXES)
-    add = lambda i, y_XD: y_XD + one_round(i, jnp.float32)  # noqa: E731
-    return jax.lax.fori_loop(0, rounds, add, y_XD).astype(dtype)
+    y_XD = jax.lax.fori_loop(0, rounds, lambda i, y_XD: y_XD + one_round(i, jnp.float32), y_XD)
+    return y_XD.astype(dtype)
 
   if C >= X:
     return one_round(0)

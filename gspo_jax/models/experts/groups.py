@@ -56,8 +56,8 @@ def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
 
   dtype = dtype or x_RD.dtype
   (R, inner), outer = x_RD.shape, w_EDF.shape[1 if transposed else 2]
-  sizes = R, inner, outer, len(w_EDF), x_RD.dtype.itemsize, dtype.itemsize
-  tiles, moved = product_tiles(*sizes, _vector_memory())
+  size, out_size = x_RD.dtype.itemsize, dtype.itemsize
+  tiles, moved = product_tiles(R, inner, outer, len(w_EDF), size, out_size, _vector_memory())
   with jax.named_scope(f"hbm_bytes={moved}"):
     return gmm(
       x_RD, w_EDF, count_E, dtype, tiles, transpose_rhs=transposed, interpret=_interpreted()
@@ -67,18 +67,12 @@ def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
 def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  (R, inner) = x_RD.shape
-  sizes = inner, R, y_RF.shape[1], len(total), x_RD.dtype.itemsize, total.dtype.itemsize
-  tiles, moved = outer_tiles(*sizes, _vector_memory())
+  (R, inner), (E, _, outer) = x_RD.shape, total.shape
+  size, out_size = x_RD.dtype.itemsize, total.dtype.itemsize
+  tiles, moved = outer_tiles(inner, R, outer, E, size, out_size, _vector_memory())
   with jax.named_scope(f"hbm_bytes={moved}"):
     return tgmm(
-      x_RD.T,
-      y_RF,
-      count_E,
-      total.dtype,
-      tiles,
-      existing_out=total,
-      interpret=_interpreted(),
+      x_RD.T, y_RF, count_E, total.dtype, tiles, existing_out=total, interpret=_interpreted()
     )
 
 

@@ -76,9 +76,11 @@ def route(
   _, index_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
   replay_stats = {}
   if replayed_BTk is not None:
-    share_BT, has_BT = routing.changed(index_BTk, replayed_BTk)
+    share_BT, known_BT = routing.changed(index_BTk, replayed_BTk)
     index_BTk = jnp.where(routing.recorded(replayed_BTk)[..., None], replayed_BTk, index_BTk)
-    replay_stats = dict(overridden=(share_BT * valid_BT).sum(), replayed=(has_BT * valid_BT).sum())
+    replay_stats = dict(
+      overridden=(share_BT * valid_BT).sum(), replayed=(known_BT * valid_BT).sum()
+    )
   one_hot_BTkE = jax.nn.one_hot(index_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)
   if config.norm_topk_prob:
@@ -161,11 +163,11 @@ def experts(
     held = len(weights.down)
     # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
     # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
-    once = joins and not (0 < chunk < B * T)
+    once = joins and not 0 < chunk < B * T
     sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
-    def some(x_XD, gate_Xk, index_Xk):
+    def of_tokens(x_XD, gate_Xk, index_Xk):
       x_XD, gate_Xk, index_Xk = (
         sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, index_Xk)
       )
@@ -177,16 +179,15 @@ def experts(
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
     tokens = [a.reshape(B * T, -1) for a in (x_BTD, gate_BTk, index_BTk)]
-    if not chunk or chunk >= B * T:
-      return some(*tokens).reshape(B, T, D)
+    if not 0 < chunk < B * T:
+      return of_tokens(*tokens).reshape(B, T, D)
     pad = -(B * T) % chunk
     parts = [
       jnp.pad(a, ((0, pad), (0, 0)), constant_values=value).reshape(-1, chunk, a.shape[1])
       for a, value in zip(tokens, (0, 0, -1))  # padding goes to no expert
     ]
-    _, y = jax.lax.scan(
-      lambda _, part: (None, jax.checkpoint(some, prevent_cse=False)(*part)), None, tuple(parts)
-    )
+    of_tokens = jax.checkpoint(of_tokens, prevent_cse=False)
+    _, y = jax.lax.scan(lambda _, part: (None, of_tokens(*part)), None, tuple(parts))
     return y.reshape(-1, D)[: B * T].reshape(B, T, D)
 
   batch, (E, D, _) = P(BATCH), sharding.spec_of(weights.gate)  # D: "fsdp" while training
@@ -195,10 +196,5 @@ def experts(
   weights = jax.tree.map(sharding.reshard, weights, split)
   joined_split = GroupedWeights((split.gate,), split.down)
   joins = D is not None and choose(implementation) in (apply_megablox, apply_ragged)
-  run = sharding.shard_map(
-    on_each_device,
-    in_specs=(batch, batch, batch, split),
-    out_specs=batch,
-    check=check,
-  )
+  run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check)
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, weights)

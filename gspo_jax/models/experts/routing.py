@@ -24,28 +24,28 @@ def recorded(experts_k: Array) -> Array:
   return (experts_k >= 0).all(-1)
 
 
-def changed(experts_k: Array, other_k: Array) -> tuple[jax.Array, jax.Array]:
-  """Share of a token's experts that are not among the others: 1 - |A ∩ B| / k.
+def changed(experts_k: Array, old_k: Array) -> tuple[jax.Array, jax.Array]:
+  """Share of a token's experts that are not among the old ones: 1 - |A ∩ B| / k.
 
   Shapes: [..., k] ×2 -> float32 [...], 0 where either is not recorded, and bool [...], where both
   are.
   """
-  both = recorded(experts_k) & recorded(other_k)
+  known = recorded(experts_k) & recorded(old_k)
   k = experts_k.shape[-1]
-  same_kk = experts_k.astype(jnp.int32)[..., :, None] == other_k.astype(jnp.int32)[..., None, :]
+  same_kk = experts_k.astype(jnp.int32)[..., :, None] == old_k.astype(jnp.int32)[..., None, :]
   missing = k - same_kk.any(-1).sum(-1)
-  return jnp.where(both, missing / k, 0.0).astype(jnp.float32), both
+  return jnp.where(known, missing / k, 0.0).astype(jnp.float32), known
 
 
 def volatility_sums(
   new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
   """Per layer: Σ over tokens of 1 - |A ∩ B| / k, and the number of tokens; see `volatility`."""
-  share_lBT, both_lBT = changed(jnp.asarray(new_lBTk), jnp.asarray(old_lBTk))
+  share_lBT, known_lBT = changed(jnp.asarray(new_lBTk), jnp.asarray(old_lBTk))
   if where_BT is not None:
-    both_lBT = both_lBT & (where_BT[None] > 0)
-  number_l = both_lBT.sum((1, 2)).astype(jnp.float32)
-  return jnp.where(both_lBT, share_lBT, 0).sum((1, 2)), number_l
+    known_lBT = known_lBT & (where_BT[None] > 0)
+  number_l = known_lBT.sum((1, 2)).astype(jnp.float32)
+  return jnp.where(known_lBT, share_lBT, 0).sum((1, 2)), number_l
 
 
 def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) -> jax.Array:
@@ -67,13 +67,13 @@ def volatility(new_lBTk: Array, old_lBTk: Array, where_BT: Array | None = None) 
   return sum_l / jnp.maximum(number_l, 1)
 
 
-def by_layer(routing_BTlk: Array | None) -> Array | None:
+def by_layer(experts_BTlk: Array | None) -> Array | None:
   """[B,T,l,k], as batches are split over devices, to [l,B,T,k], as `forward` scans over layers."""
-  return None if routing_BTlk is None else jnp.moveaxis(routing_BTlk, 2, 0)
+  return None if experts_BTlk is None else jnp.moveaxis(experts_BTlk, 2, 0)
 
 
-def by_row(routing_lBTk: jax.Array, valid_BT: jax.Array, num_experts: int) -> jax.Array:
+def by_row(experts_lBTk: jax.Array, valid_BT: jax.Array, num_experts: int) -> jax.Array:
   """[l,B,T,k] to [B,T,l,k] in the storage type, -1 where `valid_BT` is 0."""
-  routing_BTlk = jnp.moveaxis(routing_lBTk, 0, 2)
-  routing_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], routing_BTlk, NO_EXPERT)
-  return routing_BTlk.astype(storage_dtype(num_experts))
+  experts_BTlk = jnp.moveaxis(experts_lBTk, 0, 2)
+  experts_BTlk = jnp.where((valid_BT > 0)[:, :, None, None], experts_BTlk, NO_EXPERT)
+  return experts_BTlk.astype(storage_dtype(num_experts))

@@ -57,9 +57,7 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   raw["num_experts"] = _one_of("num_experts", raw, dict(num_experts=raw.get("num_local_experts")))
   # Where transformers' configuration classes have these defaults and published files use them.
   raw = architecture.defaults | {key: value for key, value in raw.items() if value is not None}
-  raw.setdefault("tie_word_embeddings", False)
-  raw.setdefault("mlp_only_layers", [])
-  raw.setdefault("decoder_sparse_step", 1)
+  raw = dict(tie_word_embeddings=False, mlp_only_layers=[], decoder_sparse_step=1) | raw
   raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
   if "head_dim" not in raw:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
@@ -103,11 +101,8 @@ def _check_supported(raw: dict[str, Any], architecture: Architecture) -> None:
     if raw.get(key) not in (None, value):
       raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
   (parameters, scaling), local = _ropes(raw)
-  for key, rope in (
-    ("rope_scaling", scaling),
-    ("rope_parameters", parameters),
-    ("rope_parameters", local),
-  ):
+  ropes = [("rope_scaling", scaling), ("rope_parameters", parameters), ("rope_parameters", local)]
+  for key, rope in ropes:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
       raise ValueError(f"{key}.rope_type={kind!r} is not supported, only default")
@@ -157,19 +152,9 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         f"num_heads={config.num_heads}"
       )
     return content
-  features = (
-    "num_experts",
-    "family",
-    "qk_norm",
-    "attention_bias",
-    "sliding_window",
-    "sliding_window_pattern",
-    "local_rope_theta",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-  )
-  had = ", ".join(f"{field}={getattr(config, field)!r}" for field in features)
+  features = """num_experts family qk_norm attention_bias sliding_window sliding_window_pattern
+    local_rope_theta query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"""
+  had = ", ".join(f"{field}={getattr(config, field)!r}" for field in features.split())
   raise ValueError(f"no Hugging Face architecture has {had} together")
 
 

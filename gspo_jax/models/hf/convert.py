@@ -53,6 +53,12 @@ class _Leaf:
     return "".join(x for x in self.letters if f"{{{x}}}" in self.name)
 
   @property
+  def order(self) -> list[int]:
+    """The letters that are not in the name, in the order in which they are in the file."""
+    inner = self.letters[len(self.stacked) :]
+    return [inner.index(x) for axis in self.axes for x in axis if x != "2"]
+
+  @property
   def sizes(self) -> dict[str, int]:
     return dict(zip(self.letters, self.shape)) | {"2": 2}
 
@@ -200,16 +206,12 @@ def _names_needed(leaves: list[_Leaf], layout: list, twin: str | None) -> set[st
 def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin) -> np.ndarray:
   """One part of a parameter: transposed, unmerged, stacked and cast while it is copied."""
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
-  stacked = leaf.stacked
-  rest = leaf.letters[len(stacked) :]
-  # The parameter's own axes, in the order in which they are in the file.
-  order = [rest.index(x) for axis in leaf.axes for x in axis if x != "2"]
   first = leaf.axes[0][0]
   row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
   step = max(1, _READ // row)
   for position in leaf.positions(box):
-    target = out[tuple(p - box[x].start for x, p in zip(stacked, position))].transpose(order)
-    name = leaf.tensor(position)
+    index = tuple(p - box[x].start for x, p in zip(leaf.stacked, position))
+    target, name = out[index].transpose(leaf.order), leaf.tensor(position)
     for start in range(0, len(box[first]), step):
       rows = box[first][start : start + step]
       part = box | {first: rows, "2": range(1, 2) if leaf.key == "Moe.up" else range(1)}
@@ -226,12 +228,13 @@ def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin
 def _slice(files: hf_files.Files, leaf: _Leaf, name: str, part: dict[str, range]) -> np.ndarray:
   """The `part` of one tensor, its merged axes taken apart."""
   outer, inner, shape = [], [], []
-  for first, *others in leaf.axes:
-    width = math.prod(leaf.sizes[x] for x in others)
+  for first, *merged in leaf.axes:
+    sizes = [leaf.sizes[x] for x in merged]
+    width = math.prod(sizes)
     outer.append(slice(part[first].start * width, part[first].stop * width))
-    shape += [len(part[first]), *(leaf.sizes[x] for x in others)]
+    shape += [len(part[first]), *sizes]
     inner += [0 if first == "2" else slice(None)]
-    inner += [slice(part[x].start, part[x].stop) for x in others]
+    inner += [slice(part[x].start, part[x].stop) for x in merged]
   return files.read(name, tuple(outer)).reshape(shape)[tuple(inner)]
 
 
@@ -318,6 +321,4 @@ def _tensors(leaves, arrays, plan) -> Iterator[np.ndarray]:
     if (layer, i) != held:
       held, host = (layer, i), None  # frees the last one before the next is fetched
       host = np.asarray(sharding.fetch(arrays[i][position[0]] if leaf.stacked else arrays[i]))
-    rest = leaf.letters[len(leaf.stacked) :]
-    tensor = host[position[1:]].transpose([rest.index(x) for axis in leaf.axes for x in axis])
-    yield tensor.reshape(leaf.tensor_shape)
+    yield host[position[1:]].transpose(leaf.order).reshape(leaf.tensor_shape)

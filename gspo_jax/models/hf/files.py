@@ -103,8 +103,7 @@ class Files:
 
 
 def _listed(names: list[str], most: int = 8) -> str:
-  rest = f" and {len(names) - most} more" if len(names) > most else ""
-  return ", ".join(names[:most]) + rest
+  return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 class Entry(NamedTuple):

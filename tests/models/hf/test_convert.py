@@ -225,6 +225,7 @@ jax.distributed.initialize(f"localhost:{port}", 2, int(process))
 import safetensors
 from gspo_jax import sharding
 from gspo_jax.models import hf
+from gspo_jax.settings.mesh import MeshConfig
 opened = []
 safe_open = safetensors.safe_open
 def recorded(path, framework):
