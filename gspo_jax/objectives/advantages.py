@@ -142,11 +142,11 @@ def turn_advantages(
   valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
   reward_BU, valid_BU = _group(reward_PGU.reshape(P * G, U), "reward_PGU", valid_PGU.reshape(-1, U))
   carry_BU = jnp.full_like(reward_BU, discount)
-  return_PGU = _backward(carry_BU, reward_BU).reshape(P, G, U)
-  by_turn = lambda x_PGU: jnp.swapaxes(x_PGU, 1, 2).reshape(P * U, G)  # noqa: E731
-  advantage_XG = group_advantages(
-    by_turn(return_PGU), normalize, epsilon, valid_PG=by_turn(valid_BU.reshape(P, G, U))
+  return_XG, valid_XG = (
+    jnp.swapaxes(x.reshape(P, G, U), 1, 2).reshape(P * U, G)
+    for x in (_backward(carry_BU, reward_BU), valid_BU)
   )
+  advantage_XG = group_advantages(return_XG, normalize, epsilon, valid_PG=valid_XG)
   return jnp.swapaxes(advantage_XG.reshape(P, U, G), 1, 2)
 
 
@@ -177,10 +177,8 @@ def gae(
     [[ 0.125  0.25   0.5  ]
      [-0.125 -0.25  -0.5  ]]
   """
-  value_BT = checks.log_probs(value_BT, "value_BT")
-  dtype = value_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, value_BT.shape, dtype)
-  mask_BT = tokens.mask_BT
+  value_BT, tokens = aggregation.tokens(value_BT, "value_BT", mask_BT, response_BT)
+  mask_BT, dtype = tokens.mask_BT, value_BT.dtype
   reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
   value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
   checks.numbers(discount=discount, trace=trace)

@@ -5,7 +5,7 @@ response), T where there are (responses packed into a row, segments of a respons
 units is one pass over T, whatever U is.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,16 @@ class Tokens(NamedTuple):
 
 
 def tokens(
-  mask_BT: ArrayLike, response_BT: ArrayLike | None, shape: tuple[int, ...], dtype: Any
-) -> Tokens:
-  mask_BT = checks.mask(mask_BT, "mask_BT", shape)
+  value_BT: ArrayLike, name: str, mask_BT: ArrayLike, response_BT: ArrayLike | None
+) -> tuple[Array, Tokens]:
+  """Checks the floats of each token, called `name`, and returns them and where they count."""
+  value_BT = checks.log_probs(value_BT, name)
+  mask_BT = checks.mask(mask_BT, "mask_BT", value_BT.shape)
   if response_BT is not None:
     response_BT = checks.ids(response_BT, "response_BT", mask_BT)
-  return Tokens(mask_BT, response_BT, unit_sum(mask_BT.astype(dtype), response_BT))
+  length_BU = unit_sum(mask_BT.astype(value_BT.dtype), response_BT)
+  value_BT = checks.tokens(value_BT, name, mask_BT, value_BT.dtype)
+  return value_BT, Tokens(mask_BT, response_BT, length_BU)
 
 
 def aggregate_tokens(

@@ -203,9 +203,6 @@ def _difference(
   response_BT: ArrayLike | None,
 ) -> tuple[Array, Tokens]:
   """logp_BT − other_logp_BT, not differentiated and 0 where masked; `name` is the other's."""
-  logp_BT = checks.log_probs(logp_BT, "logp_BT")
-  dtype = logp_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
-  logp_BT = checks.tokens(logp_BT, "logp_BT", tokens.mask_BT, dtype)
-  other_logp_BT = checks.tokens(other_logp_BT, name, tokens.mask_BT, dtype)
+  logp_BT, tokens = aggregation.tokens(logp_BT, "logp_BT", mask_BT, response_BT)
+  other_logp_BT = checks.tokens(other_logp_BT, name, tokens.mask_BT, logp_BT.dtype)
   return stop_gradient(ratios.difference(logp_BT, other_logp_BT)), tokens

@@ -39,10 +39,8 @@ def value_loss(
     >>> print(f"{loss:.4f}, {metrics['clip_fraction/value']:.2f} clipped")
     0.2733, 0.17 clipped
   """
-  value_BT = checks.log_probs(value_BT, "value_BT")
+  value_BT, tokens = aggregation.tokens(value_BT, "value_BT", mask_BT, response_BT)
   dtype = value_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, value_BT.shape, dtype)
-  value_BT = checks.tokens(value_BT, "value_BT", tokens.mask_BT, dtype)
   old_value_BT = checks.constant(old_value_BT, "old_value_BT", tokens.mask_BT, dtype, ("BT",))
   return_BT = checks.constant(return_BT, "return_BT", tokens.mask_BT, dtype, ("BT",))
   error_BT = ratios.difference(value_BT, return_BT)

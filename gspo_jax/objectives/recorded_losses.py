@@ -88,11 +88,9 @@ def spo_loss(
   """
   checks.numbers(beta=beta)
   checks.require(beta > 0, "beta must be positive")
-  logp_BT = checks.log_probs(logp_BT, "logp_BT")
-  dtype = logp_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
-  mask_BT, shapes = tokens.mask_BT, ("B",) if response_BT is None else ("B", "BT")
-  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
+  logp_BT, tokens = aggregation.tokens(logp_BT, "logp_BT", mask_BT, response_BT)
+  mask_BT, dtype = tokens.mask_BT, logp_BT.dtype
+  shapes = ("B",) if response_BT is None else ("B", "BT")
   ref_logp_BT = stop_gradient(checks.tokens(ref_logp_BT, "ref_logp_BT", mask_BT, dtype))
   reward_BU = tokens.common(checks.constant(reward_B, "reward_B", mask_BT, dtype, shapes))
   value_BU = tokens.common(checks.constant(value_B, "value_B", mask_BT, dtype, shapes))

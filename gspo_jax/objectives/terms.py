@@ -147,11 +147,8 @@ def batch(
     are [B], and [B,T] in packed rows alone.
   """
   shapes = ("B", "BT") if by_token or response_BT is not None else ("B",)
-  logp_BT = checks.log_probs(logp_BT, "logp_BT")
-  dtype = logp_BT.dtype
-  tokens = aggregation.tokens(mask_BT, response_BT, logp_BT.shape, dtype)
-  mask_BT = tokens.mask_BT
-  logp_BT = checks.tokens(logp_BT, "logp_BT", mask_BT, dtype)
+  logp_BT, tokens = aggregation.tokens(logp_BT, "logp_BT", mask_BT, response_BT)
+  mask_BT, dtype = tokens.mask_BT, logp_BT.dtype
   old_logp_BT = stop_gradient(checks.tokens(old_logp_BT, "old_logp_BT", mask_BT, dtype))
   advantage_BX = checks.constant(advantage, "advantage", mask_BT, dtype, shapes)
   weight_BX = jnp.ones((1, 1), dtype)

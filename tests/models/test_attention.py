@@ -35,28 +35,14 @@ def values_and_gradients(attend, q, k, v, real):
   """Of the real tokens: what padding looks at is nobody's business."""
 
   def scalar(q, k, v):
-    y = attend(q, k, v)
-    return jnp.sum(jnp.sin(y.astype(jnp.float32)) * real[..., None, None]), y * real[
-      ..., None, None
-    ]
+    y = attend(q, k, v) * real[..., None, None]
+    return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
   (_, y), gradient = jax.jit(jax.value_and_grad(scalar, (0, 1, 2), has_aux=True))(q, k, v)
   return y, gradient
 
 
-@pytest.mark.parametrize("kind", ["one", "padded", "packed"])
-@pytest.mark.parametrize("name, block", [("blockwise", 8), ("blockwise", 64), ("splash", None)])
-def test_every_formulation_is_the_plain_one(name, block, kind, monkeypatch):
-  if block:
-    monkeypatch.setattr(attention_blocks, "block_size", lambda _: block)
-  q, k, v = inputs()
-  ids = segments(kind, 2, 37)
-  run = lambda name: values_and_gradients(  # noqa: E731
-    functools.partial(attention.attend_self, segment_BT=ids, implementation=name), q, k, v, ids > 0
-  )
-  chex.assert_trees_all_close(run(name), run("plain"), atol=2e-5, rtol=1e-4)
-
-
+ALL = Scores(0.3)
 LOCAL = Scores(0.3, window=7)
 BOUNDED = Scores(0.3, cap=0.8)
 BOTH = Scores(0.3, window=20, cap=0.8)
@@ -77,25 +63,29 @@ def by_hand(q, k, v, visible, scores):
   return out
 
 
-@pytest.mark.parametrize("scores", [LOCAL, BOUNDED, BOTH], ids=["window", "bound", "both"])
+@pytest.mark.parametrize("scores", [ALL, LOCAL, BOUNDED, BOTH], ids="all window bound both".split())
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("name", ["plain", "blockwise", "splash"])
-def test_windows_and_bounds_in_every_formulation(name, kind, scores, monkeypatch):
-  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
-  T = attention.SLAB + 9
+@pytest.mark.parametrize(
+  "name, block", [("plain", 0), ("blockwise", 8), ("blockwise", 256), ("splash", 0)]
+)
+def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeypatch):
+  """And has the gradients of one [T, T] array; over several slabs and blocks."""
+  monkeypatch.setattr(attention_blocks, "block_size", lambda _: block)
+  T = 2 * attention.SLAB + 5
   q, k, v = inputs(T=T)
   ids = segments(kind, 2, T)
   distance = np.arange(T)[:, None] - np.arange(T)[None]
   visible = (distance >= 0) & (distance < (scores.window or T))
   visible = visible[None] & np.asarray(ids[:, :, None] == ids[:, None, :])
-  run = lambda name: values_and_gradients(  # noqa: E731
-    functools.partial(attention.attend_self, segment_BT=ids, implementation=name, scores=scores),
-    *(q, k, v, ids > 0),
+  form = functools.partial(
+    attention.attend_self, segment_BT=ids, implementation=name, scores=scores
   )
-  y, gradient = run(name)
+  whole = functools.partial(attention.attend, visible_BTS=visible, scores=scores)
+  y, gradient = values_and_gradients(form, q, k, v, ids > 0)
   real = np.asarray(ids > 0)[..., None, None]
   np.testing.assert_allclose(y, by_hand(q, k, v, visible, scores) * real, atol=1e-5)
-  chex.assert_trees_all_close(gradient, run("plain")[1], atol=2e-5, rtol=1e-4)
+  _, expected = values_and_gradients(whole, q, k, v, ids > 0)
+  chex.assert_trees_all_close(gradient, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["plain", "blockwise"])
@@ -104,21 +94,24 @@ def test_a_window_of_a_tree_skips_the_padding_of_its_trunk(name, monkeypatch):
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
   tree, prompts, branch = attention.Tree(24, 2), (3, 24), 20
   q, k, v = inputs(B=4, T=32)
-  flat = lambda x: x.reshape(2, 64, *x.shape[2:])  # noqa: E731, a tree as one row
+
+  def flat(x):  # a tree as one row
+    return x.reshape(2, 64, *x.shape[2:])
+
   ids, position = np.zeros((2, 64), np.int32), np.zeros((2, 64), np.int32)
   for row, prompt in enumerate(prompts):
     places = [*range(prompt), *range(24, 64)]
     ids[row, places] = 1
     position[row, places] = [*range(prompt), *[*range(prompt, prompt + branch)] * 2]
-  rows = lambda x: jnp.asarray(x.reshape(4, 32))  # noqa: E731
-  options = dict(implementation=name, scores=LOCAL, position_BT=rows(position))
-  got = flat(attention.attend_tree(q, k, v, rows(ids), tree, **options))
+  ids, position = (jnp.asarray(x.reshape(4, 32)) for x in (ids, position))
+  options = dict(implementation=name, scores=LOCAL, position_BT=position)
+  got = flat(attention.attend_tree(q, k, v, ids, tree, **options))
   for row, prompt in enumerate(prompts):
     for member in range(2):
       places = np.array([*range(prompt), *(24 + member * branch + np.arange(branch))])
       alone = [flat(x)[row : row + 1, places] for x in (q, k, v)]
-      one = jnp.ones((1, len(places)), jnp.int32)
-      expected = attention.attend_self(*alone, one, "plain", LOCAL)
+      segment = jnp.ones((1, len(places)), jnp.int32)
+      expected = attention.attend_self(*alone, segment, "plain", LOCAL)
       np.testing.assert_allclose(got[row, places], expected[0], atol=1e-5)
 
 
@@ -154,29 +147,7 @@ def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
   platform = dict(cudnn="gpu", splash="tpu")[name]
   monkeypatch.setattr(sharding, "platform", lambda: platform)
   assert attention.choose("auto", 4096, "bfloat16", scores, gaps) == "blockwise"
-  assert attention.choose("auto", 4096, "bfloat16", Scores(0.3), gaps) == name
-
-
-@pytest.mark.parametrize("kind", ["one", "padded", "packed"])
-def test_the_plain_one_in_slabs_is_the_whole_one(kind):
-  T = 2 * attention.SLAB + 5
-  q, k, v = inputs(T=T)
-  ids = segments(kind, 2, T)
-  ordered = np.arange(T)[:, None] >= np.arange(T)[None]
-  visible = ordered[None] & (ids[:, :, None] == ids[:, None, :])
-  slabs = functools.partial(attention.attend_self, segment_BT=ids)
-  whole = functools.partial(attention.attend, visible_BTS=visible)
-  run = lambda attend: values_and_gradients(attend, q, k, v, ids > 0)  # noqa: E731
-  chex.assert_trees_all_close(run(slabs), run(whole), atol=2e-5, rtol=1e-4)
-
-
-def test_splash_over_several_blocks():
-  q, k, v = inputs(B=1, T=300, N=2, K=1)
-  ids = segments("packed", 1, 300)
-  run = lambda name: values_and_gradients(  # noqa: E731
-    functools.partial(attention.attend_self, segment_BT=ids, implementation=name), q, k, v, ids > 0
-  )
-  chex.assert_trees_all_close(run("splash"), run("plain"), atol=2e-5, rtol=1e-4)
+  assert attention.choose("auto", 4096, "bfloat16", ALL, gaps) == name
 
 
 def test_blockwise_against_a_cache(monkeypatch):
@@ -185,13 +156,13 @@ def test_blockwise_against_a_cache(monkeypatch):
   q, k, v = inputs(T=6, S=40)
   position = jnp.array([[3], [30]]) + jnp.arange(6)[None]
   ones = jnp.ones((2, 6), jnp.int32), jnp.ones((2, 40), jnp.int32)
-  got = attention.attend_blockwise(q, k, v, position, *ones, Scores(16**-0.5))
+  got = attention.attend_blockwise(q, k, v, position, ones, Scores(16**-0.5))
   visible = position[:, :, None] >= jnp.arange(40)[None, None]
   expected = attention.attend(q, k, v, visible)
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("scores", [Scores(0.3), LOCAL, BOTH], ids=["all", "window", "both"])
+@pytest.mark.parametrize("scores", [ALL, LOCAL, BOTH], ids=["all", "window", "both"])
 @pytest.mark.parametrize("length", [1, 6, 200])
 def test_queries_to_a_cache(length, scores, monkeypatch):
   """As the cache keeps them: keys across the slots, values along them. Long ones go by blocks."""
@@ -260,38 +231,34 @@ def test_on_a_mesh_as_on_one_device(name):
 
 
 @pytest.mark.parametrize(
-  "name, queries, dtype, expected",
+  "platform, name, queries, dtype, width, expected",
   [
-    ("auto", 1, "float32", "plain"),
-    ("auto", 2 * attention.PLAIN, "float32", "plain"),
-    ("auto", 2 * attention.PLAIN + 1, "float32", "blockwise"),
-    ("splash", 8, "float32", "splash"),
+    ("cpu", "auto", 1, "float32", 128, "plain"),
+    ("cpu", "auto", 2 * attention.PLAIN, "float32", 128, "plain"),
+    ("cpu", "auto", 2 * attention.PLAIN + 1, "float32", 128, "blockwise"),
+    ("cpu", "splash", 8, "float32", 128, "splash"),
+    ("tpu", "auto", 4096, "float32", 128, "splash"),
+    ("tpu", "auto", 4096, "bfloat16", 128, "splash"),
+    ("gpu", "auto", 4096, "float32", 128, "blockwise"),
+    ("gpu", "auto", 4096, "bfloat16", 128, "cudnn"),
+    ("gpu", "auto", 4096, "bfloat16", 100, "blockwise"),
+    ("gpu", "auto", 4096, "bfloat16", 256, "blockwise"),
+    ("Hopper", "auto", 4096, "bfloat16", 256, "cudnn"),
   ],
 )
-def test_the_name_or_what_suits_the_platform(name, queries, dtype, expected):
-  assert attention.choose(name, queries, dtype) == expected
+def test_the_name_or_what_suits_the_platform(
+  platform, name, queries, dtype, width, expected, monkeypatch
+):
+  if platform == "Hopper":
+    monkeypatch.setattr(attention, "_widest_head", lambda: 256)
+    platform = "gpu"
+  monkeypatch.setattr(sharding, "platform", lambda: platform)
+  assert attention.choose(name, queries, dtype, width=width) == expected
 
 
-def test_cudnn_is_for_16_bit_on_gpu_and_splash_for_tpu(monkeypatch):
-  for platform, dtype, expected in (
-    ("gpu", "bfloat16", "cudnn"),
-    ("gpu", "float32", "blockwise"),
-    ("tpu", "float32", "splash"),
-    ("tpu", "bfloat16", "splash"),
-  ):
-    monkeypatch.setattr(sharding, "platform", lambda platform=platform: platform)
-    assert attention.choose("auto", 4096, dtype) == expected
-
-
-def test_cudnn_is_for_heads_that_the_device_has_room_for(monkeypatch):
-  monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  widths = lambda: [attention.choose("auto", 4096, "bfloat16", width=n) for n in (100, 128, 256)]  # noqa: E731
-  assert widths() == ["blockwise", "cudnn", "blockwise"]
-  for dtype, width, message in (
-    ("float32", 64, "no float32"),
-    ("bfloat16", 256, "no heads of 256"),
-  ):
-    with pytest.raises(ValueError, match=f"compute.attention='cudnn' has {message}"):
-      attention.choose("cudnn", 4096, dtype, width=width)
-  monkeypatch.setattr(attention, "_widest_head", lambda: 256)  # Hopper's
-  assert widths() == ["blockwise", "cudnn", "cudnn"]
+@pytest.mark.parametrize(
+  "dtype, width, message", [("float32", 64, "no float32"), ("bfloat16", 256, "no heads of 256")]
+)
+def test_types_and_heads_that_cudnn_lacks_are_named(dtype, width, message):
+  with pytest.raises(ValueError, match=f"compute.attention='cudnn' has {message}"):
+    attention.choose("cudnn", 4096, dtype, width=width)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_models import MOE, initial
+from support.small_models import MOE, expert_inputs, initial, plain_experts
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
@@ -16,41 +16,32 @@ from gspo_jax.models.experts import decode, moe
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.sharding import ROLLOUT, ROLLOUT_SLICE
 
-X, K, E, D, F = 40, 2, 8, 16, 12
-
-
-def plain(x_XD, gate_Xk, index_Xk, w):
-  """Every expert on every token, then the choice."""
-  h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
-  y_XED = jnp.einsum("XEF,EFD->XED", h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up), w.down)
-  return jnp.einsum("XkE,XED,Xk->XD", jax.nn.one_hot(index_Xk, E), y_XED, gate_Xk)
+X, K, E = 40, 2, 8
 
 
 @pytest.mark.parametrize("rows", [8, 128])  # several rounds, and one
 @pytest.mark.parametrize("case", ["mixed", "all_to_one", "held_elsewhere"])
 def test_one_hot_equals_the_plain_sum(case, rows, monkeypatch):
   monkeypatch.setattr(decode, "ROWS", rows)
-  keys = iter(jax.random.split(jax.random.key(0), 6))
-  shapes = (E, D, F), (E, D, F), (E, F, D)
-  w = moe.ExpertWeights(*[jax.random.normal(next(keys), s) / s[1] ** 0.5 for s in shapes])
-  x, gate = jax.random.normal(next(keys), (X, D)), jax.random.uniform(next(keys), (X, K))
-  index = jax.vmap(lambda key: jax.random.permutation(key, E)[:K])(jax.random.split(next(keys), X))
+  x, gate, _, w = expert_inputs(X, E, K)
+  keys = jax.random.split(jax.random.key(1), X)
+  index = jax.vmap(lambda key: jax.random.permutation(key, E)[:K])(keys)
   if case != "mixed":
     index = jnp.broadcast_to(jnp.array([3, 5 if case == "all_to_one" else E]), (X, K))
   got = jax.jit(lambda *a: decode.apply_one_hot(*a, E, lambda: w, load=1.0))(x, gate, index)
-  np.testing.assert_allclose(got, plain(x, gate, index, w), atol=1e-5)
+  np.testing.assert_allclose(got, plain_experts(x, gate, index, w), atol=1e-5)
 
 
 def cached(params, tokens):
   """Hidden states and experts chosen of a prefix and of two decoding steps."""
   B, T = tokens.shape
-  cache, found = kv_cache.allocate(MOE, B, T, jnp.float32), []
+  cache, outputs = kv_cache.allocate(MOE, B, T, jnp.float32), []
   for piece in (slice(0, T - 2), slice(T - 2, T - 1), slice(T - 1, T)):
     at = jnp.broadcast_to(jnp.arange(T)[None, piece], tokens[:, piece].shape)
     out = transformer.forward(params, MOE, tokens[:, piece], positions=at, cache=cache)
     cache = out.cache
-    found.append((out.hidden_BTD, out.routing_lBTk))
-  return found
+    outputs.append((out.hidden_BTD, out.routing_lBTk))
+  return outputs
 
 
 TOKENS = transformer.example_tokens(MOE, 8, 6)
@@ -77,23 +68,27 @@ def test_every_layout_gives_the_hidden_states_and_experts_of_one_device(
 ):
   monkeypatch.setattr(moe, "FEW", few)
   if form == "one_hot":  # as on TPU
-    one_hot = lambda _, load: functools.partial(decode.apply_one_hot, load=load)  # noqa: E731
+
+    def one_hot(_, load):
+      return functools.partial(decode.apply_one_hot, load=load)
+
     monkeypatch.setattr(moe, "choose_for_few", one_hot)
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):
     params = jax.device_put(initial(MOE), transformer.shardings(MOE, rules, mesh))
     run = jax.jit(lambda p, t: cached(p, t))  # traced anew, with what was changed above
     got = jax.device_get(run(params, sharding.put_batch(TOKENS, mesh)))
-  for (hidden, chosen), (hidden_1, chosen_1) in zip(got, expected()):
-    np.testing.assert_array_equal(chosen, chosen_1)
-    np.testing.assert_allclose(hidden, hidden_1, atol=2e-5)
+  for (hidden, experts), (expected_hidden, expected_experts) in zip(got, expected()):
+    np.testing.assert_array_equal(experts, expected_experts)
+    np.testing.assert_allclose(hidden, expected_hidden, atol=2e-5)
 
 
 def test_experts_go_over_all_chips_if_they_divide_and_a_router_is_whole():
   mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
-  rules = lambda word, experts: sharding.rollout_rules(  # noqa: E731
-    MeshConfig(1, 2, 4, 1, word), mesh, experts
-  )
+
+  def rules(word, experts):
+    return sharding.rollout_rules(MeshConfig(1, 2, 4, 1, word), mesh, experts)
+
   assert rules("auto", 8) is rules("all", 8) is ROLLOUT_SLICE
   assert rules("auto", 12) is rules("expert", 8) is ROLLOUT
   with pytest.raises(ValueError, match=r"rollout_experts=all: 12 experts .* 8 chips"):
@@ -113,8 +108,8 @@ def test_publishing_sends_each_weight_to_its_chip_once():
     training = jax.device_put(params, transformer.shardings(MOE, sharding.TRAIN, mesh))
     layout = transformer.shardings(MOE, ROLLOUT_SLICE, mesh)
     publish = sharding.publisher(layout, transformer.dtypes(MOE, jnp.float32))
-    experts = lambda p: publish(p).blocks[0].ffn.gate  # noqa: E731
-    text = jax.jit(experts).lower(training).compile().as_text()
+    experts = jax.jit(lambda p: publish(p).blocks[0].ffn.gate)
+    text = experts.lower(training).compile().as_text()
     got = publish(training)
   assert "all-to-all(" in text and "all-gather(" not in text
   chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(params))

@@ -44,8 +44,10 @@ def two_updates(name, shape):
     for _ in range(2):
       state, metrics = rl_step(learner(model, microbatches=1), GSPO, ADAM)(state, batch)
     described = abstract_state(model, mesh, ADAM, RANK)
-    kind = lambda x: (x.shape, x.dtype, x.sharding)  # noqa: E731
-    assert jax.tree.map(kind, state) == jax.tree.map(kind, described)
+    kinds, expected = (
+      jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree) for tree in (state, described)
+    )
+    assert kinds == expected
     return before, jax.device_get(state.params), scalars(metrics)["grad_norm"]
 
 
@@ -81,10 +83,10 @@ def test_adapters_are_split_as_their_weights_are():
 @pytest.mark.long
 def test_updates_are_the_same_on_any_mesh():
   _, params, norm = two_updates("moe", ONE)
-  _, others, other_norm = two_updates("moe", (1, 2, 2, 2))
-  assert other_norm == pytest.approx(norm, rel=1e-4)
+  _, params_of_8, norm_of_8 = two_updates("moe", (1, 2, 2, 2))
+  assert norm_of_8 == pytest.approx(norm, rel=1e-4)
   near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
-  jax.tree.map(near, others, params)
+  jax.tree.map(near, params_of_8, params)
 
 
 def test_a_weight_is_the_frozen_one_and_the_scaled_product():
@@ -110,11 +112,11 @@ def test_gradients_of_adapters_are_those_of_the_weight_by_the_chain_rule():
       return transformer.logits(params, model, TOKENS).std()
 
     @jax.jit
-    def both(trained, frozen):
+    def gradients(trained, frozen):
       plain = lora.merged(lora.join(trained, frozen))
       return jax.grad(lambda x: loss(lora.join(x, frozen)))(trained), jax.grad(loss)(plain)
 
-    grads, plain = both(trained, frozen)
+    grads, plain = gradients(trained, frozen)
     w, of_w = trained.blocks[0].attention.o, plain.blocks[0].attention.o
     scale = lora.ALPHA / RANK
     of_a = np.einsum("lnhd,lrd->lnhr", of_w, w.b) * scale
@@ -127,9 +129,9 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
   model, mesh = MODELS["moe"], make_mesh((1, 2, 2, 2))
   with jax.set_mesh(mesh):
     params = adapted(model, mesh, "bfloat16")
-    types = lambda tree: {x.dtype.name for x in jax.tree.leaves(tree)}  # noqa: E731
     trained, frozen = lora.split(params)
-    assert types(trained) == {"float32"} and params.embed.dtype == jnp.bfloat16
+    assert {x.dtype.name for x in jax.tree.leaves(trained)} == {"float32"}
+    assert params.embed.dtype == jnp.bfloat16
     assert frozen.blocks[0].ffn.router.dtype == jnp.float32  # or other experts would be chosen
     params = lora.join(jax.tree.map(lambda x: x + 0.1, trained), frozen)
     layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
@@ -139,8 +141,8 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
     compute = dataclasses.replace(transformer.REFERENCE, dtype="bfloat16")
     run = jax.jit(functools.partial(transformer.forward, config=model, compute=compute))
     tokens = np.arange(48).reshape(8, 6)
-    one, other = (run(x, tokens_BT=tokens).hidden_BTD for x in (params, sampler))
-  np.testing.assert_array_equal(one, other)
+    of_trainer, of_sampler = (run(x, tokens_BT=tokens).hidden_BTD for x in (params, sampler))
+  np.testing.assert_array_equal(of_trainer, of_sampler)
 
 
 def test_saved_weights_are_merged(tmp_path):
@@ -163,8 +165,8 @@ def test_a_restored_state_goes_on_as_if_it_had_not_been_saved(tmp_path):
     checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CHECKPOINTS)
     restored, _ = checkpoints.restore(1, abstract_state(model, mesh, ADAM, RANK))
     checkpoints.close()
-    one, other = (jax.device_get(update(x, batch)[0]) for x in (state, restored))
-  jax.tree.map(np.testing.assert_array_equal, one, other)
+    expected, resumed = (jax.device_get(update(x, batch)[0]) for x in (state, restored))
+  jax.tree.map(np.testing.assert_array_equal, resumed, expected)
 
 
 def test_without_adapters_an_update_changes_everything():

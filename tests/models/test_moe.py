@@ -7,35 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.small_models import SMALLER_MOE, forward, initial
+from support.small_models import SMALLER_MOE, expert_inputs, plain_experts
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
 from gspo_jax.models.experts import blocks, groups, moe
 from gspo_jax.settings.mesh import MeshConfig
 
 CONFIG = dataclasses.replace(SMALLER_MOE, vocab_size=64, moe_intermediate_size=12)
-
-
-def inputs(tokens=37, E=8, k=2, D=16, F=12, seed=0, expert=None):
-  keys = iter(jax.random.split(jax.random.key(seed), 6))
-  index = jax.random.randint(next(keys), (tokens, k), 0, E) if expert is None else expert
-  weights = moe.ExpertWeights(
-    jax.random.normal(next(keys), (E, D, F)) / D**0.5,
-    jax.random.normal(next(keys), (E, D, F)) / D**0.5,
-    jax.random.normal(next(keys), (E, F, D)) / F**0.5,
-  )
-  x = jax.random.normal(next(keys), (tokens, D))
-  return x, jax.random.uniform(next(keys), (tokens, k)), index, weights
-
-
-def plain(x_XD, gate_Xk, index_Xk, w):
-  """Every expert on every token, then the choice."""
-  h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
-  h_XEF = h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up)
-  y_XED = jnp.einsum("XEF,EFD->XED", h_XEF, w.down)
-  one_hot_XkE = jax.nn.one_hot(index_Xk, w.gate.shape[0])
-  return jnp.einsum("XkE,XED,Xk->XD", one_hot_XkE, y_XED, gate_Xk)
 
 
 CASES = dict(
@@ -54,13 +32,13 @@ def scalar(f, index):
 @pytest.mark.parametrize("name", moe.FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradient_equal_the_plain_sum(name, case):
-  x, gate, index, w = inputs(expert=CASES[case])
+  x, gate, index, w = expert_inputs(experts=CASES[case])
   form = moe.FORMS[name]
 
   def apply(x, gate, index, w):  # the gradient of the weights goes to the last argument
     return form(x, gate, index, jax.lax.stop_gradient(w), w)
 
-  got, expected = scalar(apply, index)(x, gate, w), scalar(plain, index)(x, gate, w)
+  got, expected = scalar(apply, index)(x, gate, w), scalar(plain_experts, index)(x, gate, w)
   chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -68,14 +46,15 @@ def test_value_and_gradient_equal_the_plain_sum(name, case):
 @pytest.mark.parametrize("case", ["mixed", "all_to_one"])
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.long), 5])
 def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, case, chunk):
-  x, gate, index, w = inputs(tokens=48, expert=jnp.full((48, 2), 3) if case != "mixed" else None)
-  by_row = lambda a: a.reshape(8, 6, -1)  # noqa: E731
+  x, gate, index, w = expert_inputs(
+    tokens=48, experts=jnp.full((48, 2), 3) if case != "mixed" else None
+  )
 
   def apply(x, gate, index, w):
-    y = moe.experts(by_row(x), by_row(gate), by_row(index), w, name, chunk)
-    return y.reshape(48, -1)
+    rows = [a.reshape(8, 6, -1) for a in (x, gate, index)]
+    return moe.experts(*rows, w, name, chunk).reshape(48, -1)
 
-  expected = scalar(plain, index)(x, gate, w)
+  expected = scalar(plain_experts, index)(x, gate, w)
   mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   with jax.set_mesh(mesh):
     split = jax.tree.map(lambda _: sharding.P("expert", "fsdp"), w)
@@ -89,20 +68,27 @@ def test_experts_on_a_mesh_equal_the_plain_sum_however_they_are_chosen(name, cas
 def test_assignments_that_fill_several_pieces_are_all_computed(name, monkeypatch):
   """A device that gets more than a little over its share goes round the loop again."""
   monkeypatch.setattr(sharding, "axis_size", lambda axis: 8)  # pieces of a quarter of them
-  x, gate, index, w = inputs(tokens=256)
+  x, gate, index, w = expert_inputs(tokens=256)
   assert groups._pieces(index, 8)[1] == 128
   got = scalar(lambda *a: moe.FORMS[name](*a, a[-1]), index)(x, gate, w)
-  np.testing.assert_allclose(got[0], scalar(plain, index)(x, gate, w)[0], rtol=1e-4)
+  np.testing.assert_allclose(got[0], scalar(plain_experts, index)(x, gate, w)[0], rtol=1e-4)
 
 
 def test_in_bfloat16_sums_of_a_tokens_experts_round_as_bfloat16_does():
   """Rows are added up in the type that they are sent in; products, in float32."""
-  narrow = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)  # noqa: E731
-  wide = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32), tree)  # noqa: E731
-  x, gate, index, w = inputs(tokens=128, k=4)
+
+  def narrow(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+
+  def wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
+
+  x, gate, index, w = expert_inputs(tokens=128, k=4)
   x, gate, w = narrow((x, gate, w))
   y, vjp = jax.vjp(lambda x, w: moe.FORMS["megablox"](x, gate, index, w, w), x, w)
-  expected, vjp_of_expected = jax.vjp(lambda x, w: plain(x, wide(gate), index, w), *wide((x, w)))
+  expected, vjp_of_expected = jax.vjp(
+    lambda x, w: plain_experts(x, wide(gate), index, w), *wide((x, w))
+  )
   dy = narrow(jax.random.normal(jax.random.key(1), y.shape))
   got, right = (y, *vjp(dy)), (expected, *vjp_of_expected(wide(dy)))
   assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype("bfloat16")}
@@ -127,20 +113,20 @@ def test_by_itself_it_takes_the_form_for_the_platform_and_the_load(monkeypatch):
 def test_batched_has_room_for_what_busy_experts_take(busy):
   """24 tokens, 8 experts: 8 tokens of each at once, the others of two of them in blocks of 8."""
   index = jnp.repeat(jnp.array([1, 6, 3]), jnp.array([*busy, 24 - sum(busy)]))[:, None]
-  x, gate, _, w = inputs(tokens=24, k=1)
+  x, gate, _, w = expert_inputs(tokens=24, k=1)
   order = jax.random.permutation(jax.random.key(0), 24)
   index = index[order]
   assert blocks.batched_rows(index, w) == (8, 8)
   got = scalar(lambda *a: blocks.apply_batched(*a, a[-1]), index)(x, gate, w)
   # The gradient of the weights goes to `sink` alone, which is the same array here.
-  chex.assert_trees_all_close(got, scalar(plain, index)(x, gate, w), rtol=1e-4, atol=1e-5)
+  chex.assert_trees_all_close(got, scalar(plain_experts, index)(x, gate, w), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("C, R", [(0, 8), (8, 8), (24, 8), (16, 16), (101, 32)])
 @pytest.mark.parametrize("case", ["mixed", "all_to_one"])
 def test_layout_holds_every_assignment_once(case, C, R):
   """An expert's first C in slots of its own, the others in blocks behind all of these."""
-  index = inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
+  index = expert_inputs(tokens=101)[2] if case == "mixed" else jnp.full((101, 1), 3)
   layout = blocks.block_layout(index, 8, R, C)
   kept = layout.choice_Z[layout.choice_Z < index.size]
   assert sorted(kept.tolist()) == list(range(index.size))
@@ -181,20 +167,3 @@ def test_load_balance_is_one_when_even_and_grows_when_not():
   assert moe.load_balance(even, CONFIG) == pytest.approx(1)
   one = even.replace(load_E=jnp.eye(8)[:1] * 16, probability_E=jnp.eye(8)[:1] * 8)
   assert moe.load_balance(one, CONFIG) == pytest.approx(8)
-
-
-def test_replaying_the_own_routing_changes_nothing_and_another_one_does():
-  params = initial(CONFIG)
-  tokens = transformer.example_tokens(CONFIG, 4, 6)
-  out = forward(params, CONFIG, tokens)
-  assert out.routing_lBTk.shape == (2, 4, 6, 2)
-
-  def hidden(params, routing):
-    return forward(params, CONFIG, tokens, routing=routing).hidden_BTD
-
-  np.testing.assert_array_equal(hidden(params, out.routing_lBTk), out.hidden_BTD)
-  np.testing.assert_array_equal(hidden(params, -jnp.ones_like(out.routing_lBTk)), out.hidden_BTD)
-  other = (out.routing_lBTk + 1) % 8
-  assert jnp.abs(hidden(params, other) - out.hidden_BTD).max() > 1e-2
-  gradient = jax.grad(lambda p: jnp.sin(hidden(p, other)).sum())(params)
-  assert jnp.abs(gradient.blocks[0].ffn.router).max() > 1e-4

@@ -69,12 +69,10 @@ def test_a_model_decodes_with_the_kernel_as_without_a_cache():
       cache, table, _ = pages.insert(cache, rows, length)  # each device has one row, three pages
       return cache.replace(table_Bn=jnp.pad(table, ((0, 0), (0, 1)), constant_values=2))
 
-    spec = lambda tree: jax.tree.map(  # noqa: E731
-      lambda x: kv_cache.spec(x) if x.ndim > 4 else P(sharding.BATCH), tree
-    )
     length = sharding.reshard(jnp.full(4, start, jnp.int32), P(sharding.BATCH))
     arguments = cache, out.cache, length
-    cache = sharding.shard_map(fill, spec(arguments), spec(cache))(*arguments)
+    specs = jax.tree.map(lambda x: kv_cache.spec(x) if x.ndim > 4 else P(sharding.BATCH), arguments)
+    cache = sharding.shard_map(fill, specs, specs[0])(*arguments)
     compute = dataclasses.replace(REFERENCE, attention="splash")
     hidden = []
     for t in range(start, 36):
@@ -88,8 +86,8 @@ def test_a_model_decodes_with_the_kernel_as_without_a_cache():
 
   with jax.set_mesh(mesh):
     layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
-    found = decode(jax.device_put(params, layout), tokens)
-  np.testing.assert_allclose(found, expected[:, start:], atol=2e-4)
+    hidden = decode(jax.device_put(params, layout), tokens)
+  np.testing.assert_allclose(hidden, expected[:, start:], atol=2e-4)
 
 
 def small(rows=2, width=4, pool=8):

@@ -51,8 +51,8 @@ def compiled(name, which):
   return lowered.compile(OPTIONS)
 
 
-def same(found, expected):
-  return all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+def same(outputs, expected):
+  return all(map(np.array_equal, jax.tree.leaves(outputs), jax.tree.leaves(expected)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,16 +69,18 @@ def test_the_trainer_reads_every_weight_in_the_type_that_is_published(name):
   run, wide = compiled(name, "trainer"), []
   expected = run(params, tokens)
   paths, structure = jax.tree.flatten_with_path(params)
+
+  def run_with(i, x):
+    leaves = [x if i == j else leaf for j, (_, leaf) in enumerate(paths)]
+    return run(jax.tree.unflatten(structure, leaves), tokens)
+
   for i, ((path, x), of_sampler) in enumerate(zip(paths, jax.tree.leaves(published))):
-    with_other = lambda y, i=i: run(  # noqa: E731
-      jax.tree.unflatten(structure, [y if i == j else z for j, (_, z) in enumerate(paths)]), tokens
-    )
     label = jax.tree_util.keystr(path, simple=True, separator=".")
-    assert same(with_other(of_sampler.astype(jnp.float32)), expected), label
+    assert same(run_with(i, of_sampler.astype(jnp.float32)), expected), label
     if of_sampler.dtype == jnp.float32:
       wide.append(label.rsplit(".")[-1])
       rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
-      assert not same(with_other(rounded), expected), label
+      assert not same(run_with(i, rounded), expected), label
   norms = ["attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "final_norm"]
   expected = dict(moe={"router"}, gemma={*norms, "q_norm", "k_norm"})
   assert set(wide) == expected.get(name, set())
@@ -100,9 +102,9 @@ def test_gradients_of_norms_and_biases_are_as_exact_as_those_of_matrices():
 
     return jax.grad(loss)(params)
 
-  exact, found = gradient(params, REFERENCE), gradient(params, BFLOAT16)
+  exact, rough = gradient(params, REFERENCE), gradient(params, BFLOAT16)
   of_vectors, of_matrices = {}, {}
-  for (path, x), y in zip(jax.tree.leaves_with_path(exact), jax.tree.leaves(found)):
+  for (path, x), y in zip(jax.tree.leaves_with_path(exact), jax.tree.leaves(rough)):
     label = jax.tree_util.keystr(path, simple=True, separator=".")
     errors = of_vectors if label.endswith(("norm", "bias")) else of_matrices
     errors[label] = float(jnp.linalg.norm(x - y) / jnp.linalg.norm(x))

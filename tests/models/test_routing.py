@@ -158,26 +158,22 @@ def test_gradients_reach_the_router_under_replay_and_are_right():
   direction = jax.random.normal(jax.random.key(2), (4, 7, 32))
 
   gradient = jax.grad(lambda p: (forward(p, routing=old).hidden_BTD * direction).mean())(PARAMS)
-  routers = [
-    (path, g) for path, g in jax.tree_util.tree_leaves_with_path(gradient) if _is_router(path)
-  ]
+  leaves = jax.tree.leaves_with_path(gradient)
+  routers = [(path, g) for path, g in leaves if path[-1].name == "router"]
   assert len(routers) == 2
   for path, g in routers:
     assert (jnp.abs(g).max((1, 2)) > 1e-4).all(), "every layer's router learns"
     along = g / jnp.linalg.norm(g)
     step = 0.02
 
-    def shifted(sign, path=path, along=along, step=step):
-      move = lambda at, p: p + sign * step * along if at == path else p  # noqa: E731
-      params = jax.tree.map_with_path(move, PARAMS)
-      return float((forward(params, routing=old).hidden_BTD * direction).mean())
-
-    slope = (shifted(1) - shifted(-1)) / (2 * step)
+    shifted = []
+    for move in (step * along, -step * along):
+      params = jax.tree.map_with_path(
+        lambda at, p, path=path, move=move: p + move if at == path else p, PARAMS
+      )
+      shifted.append(float((forward(params, routing=old).hidden_BTD * direction).mean()))
+    slope = (shifted[0] - shifted[1]) / (2 * step)
     assert slope == pytest.approx(float(jnp.linalg.norm(g)), rel=0.02)
-
-
-def _is_router(path):
-  return path[-1].name == "router"
 
 
 # Statistics as values.
@@ -269,8 +265,7 @@ def test_the_cache_keeps_its_sharding_through_prefill_and_decoding(shape):
     step = jax.jit(
       lambda p, t, c, at: transformer.forward(p, MODEL, t, positions=at, cache=c).cache
     )
-    at = lambda start, n: jnp.broadcast_to(jnp.arange(start, start + n)[None], (8, n))  # noqa: E731
-    cache = step(params, tokens, cache, at(0, 7))
-    chex.assert_trees_all_equal(jax.tree.map(jax.typeof, cache), types)
-    cache = step(params, tokens[:, :1], cache, at(7, 1))
-    chex.assert_trees_all_equal(jax.tree.map(jax.typeof, cache), types)
+    for first, new in ((0, tokens), (7, tokens[:, :1])):
+      position = jnp.broadcast_to(jnp.arange(first, first + new.shape[1])[None], new.shape)
+      cache = step(params, new, cache, position)
+      chex.assert_trees_all_equal(jax.tree.map(jax.typeof, cache), types)

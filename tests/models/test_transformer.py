@@ -165,12 +165,8 @@ def test_arrays_of_numpy_are_taken_everywhere():
 def test_formulations_agree():
   params, tokens = initial(MIXED), tokens_of(MIXED)
   expected = single_device(MIXED)
-  for change in (
-    dict(experts="ragged"),
-    dict(experts="blocks"),
-    dict(experts="batched"),
-    dict(logits_chunk=3),
-  ):
+  forms = [dict(experts=name) for name in ("ragged", "blocks", "batched")]
+  for change in (*forms, dict(logits_chunk=3)):
     compute = dataclasses.replace(REFERENCE, **change)
     got = jax.jit(lambda p, t: jax.value_and_grad(loss)(p, MIXED, t, compute))(params, tokens)  # noqa: B023
     chex.assert_trees_all_close(got, expected, atol=2e-6, rtol=1e-4)
@@ -214,19 +210,19 @@ def test_two_axes_of_one_weight_on_one_mesh_axis_are_refused():
 
 def test_attention_that_lacks_a_window_is_refused_by_name(monkeypatch):
   half = dataclasses.replace(REFERENCE, dtype="bfloat16")
-  named = lambda name: dataclasses.replace(half, attention=name)  # noqa: E731
+  auto, cudnn, splash = (
+    dataclasses.replace(half, attention=name) for name in ("auto", "cudnn", "splash")
+  )
   with pytest.raises(ValueError, match=r"attention='cudnn' is for NVIDIA GPUs"):
-    transformer.check(DENSE, named("cudnn"), shared_prompts=True)
+    transformer.check(DENSE, cudnn, shared_prompts=True)
   monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-  transformer.check(GEMMA, named("auto"), shared_prompts=True)
-  transformer.check(DENSE, named("cudnn"), shared_prompts=True)
-  transformer.check(GEMMA, named("splash"), shared_prompts=False)
-  for name, message in (
-    ("cudnn", "no soft bound"),
-    ("splash", "no sliding window where responses"),
-  ):
-    with pytest.raises(ValueError, match=f"compute.attention='{name}' has {message}"):
-      transformer.check(GEMMA, named(name), shared_prompts=True)
+  transformer.check(GEMMA, auto, shared_prompts=True)
+  transformer.check(DENSE, cudnn, shared_prompts=True)
+  transformer.check(GEMMA, splash, shared_prompts=False)
+  with pytest.raises(ValueError, match=r"compute\.attention='cudnn' has no soft bound"):
+    transformer.check(GEMMA, cudnn, shared_prompts=True)
+  with pytest.raises(ValueError, match="'splash' has no sliding window where responses"):
+    transformer.check(GEMMA, splash, shared_prompts=True)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ def drifted(seed):
   rng = np.random.default_rng(seed)
   shift = np.where(rng.random(len(LENGTHS)) < 0.5, -1, 1) * rng.uniform(0.2, 1.5, len(LENGTHS))
   shift = 4e-3 * shift[:, None] + rng.normal(0, 1e-4, MASK.shape)
-  advantage = np.sign(shift.mean(1)) * rng.uniform(
-    0.5, 1, len(LENGTHS)
-  )  # so that all may be clipped
+  size = rng.uniform(0.5, 1, len(LENGTHS))
+  advantage = np.sign(shift.mean(1)) * size  # so that all may be clipped
   logp = np.where(MASK > 0, shift - 1, np.nan).astype(np.float32)
   return logp, np.full_like(logp, -1), advantage.astype(np.float32)
 
@@ -39,7 +38,7 @@ def test_each_response_is_clipped_by_the_range_of_its_length(name):
     logp, old, advantage = drifted(seed)
     if loss.by_token:
       advantage = np.repeat(advantage[:, None], T, 1)
-    args = [logp, old, advantage, MASK] + [SEGMENTS] * (name == "segment")
+    args = [logp, old, advantage, MASK, *([SEGMENTS] if name == "segment" else [])]
     ranges = dict(clip_low=low, clip_high=high)
     scaled = dict(clip_length=L, clip_exponent=exponent, **ranges)
     found = np.asarray(jax.jit(lambda *a, o=scaled: loss.clipped(*a, **o))(*args))
@@ -61,15 +60,10 @@ def test_the_loss_is_that_of_ranges_given_by_row(name):
   logp, old, advantage = drifted(1)
   wide = (8 / np.maximum(LENGTHS, 1)) ** 0.7
   loss = O.POLICY_LOSSES[name]
-  f = lambda x, **o: loss(x, old, advantage, MASK, **o)[0]  # noqa: E731
-  both = [
-    jax.value_and_grad(lambda x, o=o: f(x, **o))(logp)
-    for o in (
-      dict(clip_low=1e-3, clip_high=2e-3, clip_length=8.0, clip_exponent=0.7),
-      dict(clip_low=1e-3 * wide, clip_high=2e-3 * wide),
-    )
-  ]
-  for ours, given in zip(*both):
+  f = jax.value_and_grad(lambda x, **o: loss(x, old, advantage, MASK, **o)[0])
+  by_length = f(logp, clip_low=1e-3, clip_high=2e-3, clip_length=8.0, clip_exponent=0.7)
+  by_row = f(logp, clip_low=1e-3 * wide, clip_high=2e-3 * wide)
+  for ours, given in zip(by_length, by_row):
     np.testing.assert_allclose(ours, given, rtol=1e-6, atol=1e-9)
 
 

@@ -12,8 +12,8 @@ def arrays(seed=0):
   rng = np.random.default_rng(seed)
   mask_BT = (rng.random((4, 9)) < 0.6).astype(np.float32)
   mask_BT[2] = 0
-  dirt = lambda: np.where(mask_BT > 0, rng.normal(-2, 1, (4, 9)), np.nan).astype(np.float32)  # noqa: E731
-  return dirt(), dirt(), mask_BT
+  old_BT, teacher_BT = np.where(mask_BT > 0, rng.normal(-2, 1, (2, 4, 9)), np.nan)
+  return old_BT.astype(np.float32), teacher_BT.astype(np.float32), mask_BT
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.7, 1.0])
@@ -47,8 +47,9 @@ def test_reverse_kl_is_a_mean_over_tokens_however_they_are_split():
 def test_its_policy_gradient_is_that_of_the_reverse_kl_divergence():
   """Over all responses of two tokens of three words, weighted by their probability; γ = 1."""
   rng = np.random.default_rng(0)
-  draw = lambda: (jnp.array(rng.normal(size=3)), jnp.array(rng.normal(size=(3, 3))))  # noqa: E731
-  student, teacher = draw(), draw()
+  student, teacher = (
+    (jnp.array(rng.normal(size=3)), jnp.array(rng.normal(size=(3, 3)))) for _ in range(2)
+  )
   y_B2 = np.stack(np.meshgrid(range(3), range(3), indexing="ij"), -1).reshape(-1, 2)
 
   def logp(tables):
@@ -72,8 +73,11 @@ def test_its_policy_gradient_is_that_of_the_reverse_kl_divergence():
 
 def test_it_is_a_constant_and_says_what_is_wrong():
   old_BT, teacher_BT, mask_BT = arrays()
-  total = lambda x, y: O.distillation_advantages(x, y, mask_BT, 1.0).sum()  # noqa: E731
   clean = [np.nan_to_num(x) for x in (old_BT, teacher_BT)]
+
+  def total(x, y):
+    return O.distillation_advantages(x, y, mask_BT, 1.0).sum()
+
   for gradient in jax.grad(total, argnums=(0, 1))(*clean):
     assert not np.any(gradient)
   with pytest.raises(ValueError, match=r"teacher_logp_BT has shape \(4, 8\)"):

@@ -150,7 +150,7 @@ def test_packed_turns_and_penalties_equal_unpacked_ones():
     sums = functools.partial(
       O.segment_loss.sums, segment_BT=turns, ref_logp_BT=PLAIN["ref"], **options
     )
-    one = jax.jit(functools.partial(divided, sums))(*arguments(PLAIN))
+    unpacked = jax.jit(functools.partial(divided, sums))(*arguments(PLAIN))
     sums = functools.partial(
       O.segment_loss.sums,
       segment_BT=distinct,
@@ -159,7 +159,7 @@ def test_packed_turns_and_penalties_equal_unpacked_ones():
       **options,
     )
     loss, metrics, grad = jax.jit(functools.partial(divided, sums))(*arguments(packed))
-    tree_close((loss, metrics, grad.reshape(B, T)), one, 1e-5, 1e-6)
+    tree_close((loss, metrics, grad.reshape(B, T)), unpacked, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("parts", [2, 8])

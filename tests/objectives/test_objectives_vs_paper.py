@@ -10,93 +10,84 @@ from support import objectives_reference as paper
 
 from gspo_jax import objectives as O
 
-# name: (ours, paper's, advantage per token)
+
+def soft(logp, ref, advantage, mask):
+  return paper.spo(logp, ref, advantage, np.zeros(len(mask)), mask, 0.3)
+
+
+# name: (ours, its options, the paper's, its options, whether advantages are per token)
 LOSSES = {
-  "gspo": (O.gspo_loss, paper.gspo, False),
-  "gspo_dual": (
-    functools.partial(O.gspo_loss, dual_clip=1.001),
-    functools.partial(paper.gspo, dual=1.001),
-    False,
-  ),
-  "gspo_half": (
-    functools.partial(O.gspo_loss, length_exponent=0.5),
-    functools.partial(paper.gspo, alpha=0.5),
-    False,
-  ),
+  "gspo": (O.gspo_loss, {}, paper.gspo, {}, False),
+  "gspo_dual": (O.gspo_loss, dict(dual_clip=1.001), paper.gspo, dict(dual=1.001), False),
+  "gspo_half": (O.gspo_loss, dict(length_exponent=0.5), paper.gspo, dict(alpha=0.5), False),
   "gspo_raw": (
-    functools.partial(O.gspo_loss, length_exponent=0.0, clip_low=0.2, clip_high=0.3),
-    functools.partial(paper.gspo, alpha=0, low=0.2, high=0.3),
+    O.gspo_loss,
+    dict(length_exponent=0.0, clip_low=0.2, clip_high=0.3),
+    paper.gspo,
+    dict(alpha=0, low=0.2, high=0.3),
     False,
   ),
-  "gspo_token": (O.gspo_token_loss, paper.gspo_token, True),
-  "gspo_token_row": (O.gspo_token_loss, paper.gspo_token, False),
-  "grpo": (O.grpo_loss, paper.grpo, False),
+  "gspo_token": (O.gspo_token_loss, {}, paper.gspo_token, {}, True),
+  "gspo_token_row": (O.gspo_token_loss, {}, paper.gspo_token, {}, False),
+  "grpo": (O.grpo_loss, {}, paper.grpo, {}, False),
   "grpo_token": (
-    functools.partial(O.grpo_loss, aggregate="token", dual_clip=3.0),
-    functools.partial(paper.grpo, how="token", dual=3.0),
+    O.grpo_loss,
+    dict(aggregate="token", dual_clip=3.0),
+    paper.grpo,
+    dict(how="token", dual=3.0),
     True,
   ),
   "grpo_constant": (
-    functools.partial(O.grpo_loss, aggregate="constant", max_length=50),
-    functools.partial(paper.grpo, how="constant", max_length=50),
+    O.grpo_loss,
+    dict(aggregate="constant", max_length=50),
+    paper.grpo,
+    dict(how="constant", max_length=50),
     True,
   ),
-  "ppo": (O.ppo_loss, functools.partial(paper.grpo, low=0.2, high=0.2), True),
-  "dapo": (O.dapo_loss, functools.partial(paper.grpo, low=0.2, high=0.28, how="token"), False),
+  "ppo": (O.ppo_loss, {}, paper.grpo, dict(low=0.2, high=0.2), True),
+  "dapo": (O.dapo_loss, {}, paper.grpo, dict(low=0.2, high=0.28, how="token"), False),
   "dr_grpo": (
-    functools.partial(O.dr_grpo_loss, max_length=12),
-    functools.partial(paper.grpo, low=0.2, high=0.2, how="constant", max_length=12),
+    O.dr_grpo_loss,
+    dict(max_length=12),
+    paper.grpo,
+    dict(low=0.2, high=0.2, how="constant", max_length=12),
     False,
   ),
-  "cispo": (O.cispo_loss, paper.cispo, True),
-  "cispo_low": (
-    functools.partial(O.cispo_loss, clip_low=0.5),
-    functools.partial(paper.cispo, low=0.5),
-    False,
-  ),
-  "gmpo": (
-    functools.partial(O.gmpo_loss, clip_low=0.05),
-    functools.partial(paper.gmpo, low=0.05),
-    False,
-  ),
-  "sapo": (O.sapo_loss, paper.sapo, True),
-  "sapo_row": (O.sapo_loss, paper.sapo, False),
-  "dppo": (
-    functools.partial(O.dppo_loss, max_length=12),
-    functools.partial(paper.dppo, how="constant", max_length=12),
-    True,
-  ),
+  "cispo": (O.cispo_loss, {}, paper.cispo, {}, True),
+  "cispo_low": (O.cispo_loss, dict(clip_low=0.5), paper.cispo, dict(low=0.5), False),
+  "gmpo": (O.gmpo_loss, dict(clip_low=0.05), paper.gmpo, dict(low=0.05), False),
+  "sapo": (O.sapo_loss, {}, paper.sapo, {}, True),
+  "sapo_row": (O.sapo_loss, {}, paper.sapo, {}, False),
+  "dppo": (O.dppo_loss, dict(max_length=12), paper.dppo, dict(how="constant", max_length=12), True),
   "dppo_kl": (
-    functools.partial(
-      O.dppo_loss, clip_low=0.02, clip_high=0.05, divergence="kl", aggregate="token"
-    ),
-    functools.partial(paper.dppo, low=0.02, high=0.05, kind="kl"),
+    O.dppo_loss,
+    dict(clip_low=0.02, clip_high=0.05, divergence="kl", aggregate="token"),
+    paper.dppo,
+    dict(low=0.02, high=0.05, kind="kl"),
     False,
   ),
-  "spo": (
-    functools.partial(O.soft_loss, beta=0.3),
-    lambda logp, old, advantage, mask: paper.spo(
-      logp, old, advantage, np.zeros(len(mask)), mask, 0.3
-    ),
-    False,
-  ),
-  "rft": (O.rft_loss, paper.rft, True),
-  "rft_row": (O.rft_loss, paper.rft, False),
+  "spo": (O.soft_loss, dict(beta=0.3), soft, {}, False),
+  "rft": (O.rft_loss, {}, paper.rft, {}, True),
+  "rft_row": (O.rft_loss, {}, paper.rft, {}, False),
 }
 
 
 @functools.cache
 def ours(name):
-  return jax.jit(jax.value_and_grad(lambda *args: LOSSES[name][0](*args)[0]))
+  loss, options, *_ = LOSSES[name]
+  return jax.jit(jax.value_and_grad(lambda *args: loss(*args, **options)[0]))
 
 
 def compare(name, spread, dtype, tolerance, seed=0):
-  _, reference, per_token = LOSSES[name]
+  *_, reference, options, per_token = LOSSES[name]
   case = paper.case(seed, spread=spread, dtype=dtype)
   args = case["old"], case["advantage_bt" if per_token else "advantage"], case["mask"]
   loss, grad = ours(name)(case["logp"], *args)
   args64 = [np.asarray(x, np.float64) for x in args]
-  f = functools.partial(lambda logp: reference(logp, *args64))
+
+  def f(logp):
+    return reference(logp, *args64, **options)
+
   expected = paper.gradient(f, case["logp"].astype(np.float64))
   scale = np.abs(expected).max()
   assert loss.dtype == grad.dtype == dtype
@@ -146,12 +137,10 @@ def test_dppo_of_certain_tokens_is_finite():
   """Probabilities of exactly 1 in float32: no divergence from itself, an infinite one to it."""
   logp = np.array([[0.0, 0.0, -1e-3, -50.0]], np.float32)
   old = np.array([[0.0, -1e-3, 0.0, -60.0]], np.float32)
-  f = lambda x, sign: O.dppo_loss(  # noqa: E731
-    x, old, np.array([sign]), np.ones((1, 4)), max_length=4, divergence="kl", clip_low=0.05,
-    clip_high=0.05,
-  )  # fmt: skip
+  f = functools.partial(O.dppo_loss, max_length=4, divergence="kl", clip_low=0.05, clip_high=0.05)
   for sign in 1.0, -1.0:
-    (loss, metrics), grad = jax.value_and_grad(f, has_aux=True)(logp, sign)
+    args = logp, old, np.array([sign]), np.ones((1, 4))
+    (loss, metrics), grad = jax.value_and_grad(f, has_aux=True)(*args)
     assert np.isfinite(loss) and np.isfinite(grad).all()
     assert all(np.isfinite(x) for x in metrics.values())
     # From 0.999 to 1 all other tokens vanish.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax.models import transformer
+from gspo_jax.models.experts.blocks import ExpertWeights
 from gspo_jax.settings.model import ModelConfig, tiny_dense, tiny_gemma, tiny_moe
 
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -32,6 +33,26 @@ def on_host(model: ModelConfig, seed: int = 0) -> transformer.Params:
 def initial(model: ModelConfig, seed: int = 0) -> transformer.Params:
   """Random weights, in arrays of their own: updates donate what they are given."""
   return jax.tree.map(jnp.array, on_host(model, seed))
+
+
+def expert_inputs(tokens=37, E=8, k=2, D=16, F=12, experts=None):
+  """x [X, D], gate weights and experts [X, k], random ones if there are none, and weights."""
+  keys = iter(jax.random.split(jax.random.key(0), 6))
+  index_Xk = jax.random.randint(next(keys), (tokens, k), 0, E) if experts is None else experts
+  shapes = (E, D, F), (E, D, F), (E, F, D)
+  w = ExpertWeights(*[jax.random.normal(next(keys), s) / s[1] ** 0.5 for s in shapes])
+  x_XD, gate_Xk = (
+    jax.random.normal(next(keys), (tokens, D)),
+    jax.random.uniform(next(keys), (tokens, k)),
+  )
+  return x_XD, gate_Xk, index_Xk, w
+
+
+def plain_experts(x_XD, gate_Xk, index_Xk, w):
+  """Every expert on every token, then the choice."""
+  h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
+  y_XED = jnp.einsum("XEF,EFD->XED", h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up), w.down)
+  return jnp.einsum("XkE,XED,Xk->XD", jax.nn.one_hot(index_Xk, len(w.gate)), y_XED, gate_Xk)
 
 
 # The model by itself, compiled once for all tests of a process.
