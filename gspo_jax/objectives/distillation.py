@@ -11,10 +11,7 @@ from gspo_jax.objectives.reductions import Mean, reduced
 
 
 def distillation_advantages(
-  old_logp_BT: ArrayLike,
-  teacher_logp_BT: ArrayLike,
-  mask_BT: ArrayLike,
-  discount: Number = 0.0,
+  old_logp_BT: ArrayLike, teacher_logp_BT: ArrayLike, mask_BT: ArrayLike, discount: Number = 0.0
 ) -> Array:
   """Advantages of tokens by a teacher, without any other reward. [B,T] ×2 -> [B,T].
 

@@ -81,12 +81,7 @@ CASES = dict(
   ),
   gemma3=lambda: gemma("Gemma3Text", 3, 7),
   gemma3_bound_gqa8=lambda: gemma(
-    "Gemma3Text",
-    2,
-    5,
-    local_theta=2e4,
-    num_key_value_heads=1,
-    final_logit_softcapping=3.0,
+    "Gemma3Text", 2, 5, local_theta=2e4, num_key_value_heads=1, final_logit_softcapping=3.0
   ),
   gemma2=lambda: gemma(
     "Gemma2", 2, 8, theta=1e4, attn_logit_softcapping=3.0, final_logit_softcapping=4.0

@@ -175,10 +175,7 @@ def best_by_hand(rewards):
 OF_RESPONSES = {
   "soft": (lambda r, v: O.soft_advantages(r, 0.2, valid_PG=v), soft_by_hand),
   "best": (lambda r, v: O.selection_weights(r, valid_PG=v), best_by_hand),
-  "reward": (
-    lambda r, v: O.selection_weights(r, "reward", valid_PG=v),
-    lambda r: np.maximum(r, 0),
-  ),
+  "reward": (lambda r, v: O.selection_weights(r, "reward", valid_PG=v), lambda r: np.maximum(r, 0)),
 }
 
 

@@ -227,11 +227,7 @@ def attend(
 
 
 def attend_splash(
-  q_BTNH: jax.Array,
-  k_BTKH: jax.Array,
-  v_BTKH: jax.Array,
-  segment_BT: jax.Array,
-  scores: Scores,
+  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array, scores: Scores
 ) -> jax.Array:
   """The Pallas kernel of JAX for TPU; interpreted on other platforms.
 
@@ -285,11 +281,7 @@ def _splash_kernel(
 
 
 def attend_cudnn(
-  q_BTNH: jax.Array,
-  k_BTKH: jax.Array,
-  v_BTKH: jax.Array,
-  segment_BT: jax.Array,
-  scores: Scores,
+  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array, scores: Scores
 ) -> jax.Array:
   """cuDNN's flash attention, for rows of one segment that may be followed by padding.
 

@@ -252,8 +252,7 @@ def test_a_host_opens_only_the_files_that_it_needs(tmp_path):
   reports = [tmp_path / "opened0", tmp_path / "opened1"]
   hosts = [
     subprocess.Popen(
-      [sys.executable, "-c", HOST, str(port), str(process), source, target, report],
-      env=environment,
+      [sys.executable, "-c", HOST, str(port), str(process), source, target, report], env=environment
     )
     for process, report in enumerate(reports)
   ]
