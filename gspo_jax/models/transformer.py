@@ -246,10 +246,10 @@ def _layer(
 
   def experts(y_BTD, w):
     valid_BT = setting["segments_BT"] > 0
-    gate_BTk, index_BTk, stats = moe.route(y_BTD, w.router, config, valid_BT, replayed_BTk)
+    gate_BTk, experts_BTk, stats = moe.route(y_BTD, w.router, config, valid_BT, replayed_BTk)
     held = ExpertWeights(w.gate, w.up, w.down)
-    y_BTD = moe.experts(y_BTD, gate_BTk, index_BTk, held, compute.experts, compute.expert_chunk)
-    return y_BTD, index_BTk, stats
+    y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, held, compute.experts, compute.expert_chunk)
+    return y_BTD, experts_BTk, stats
 
   attend = functools.partial(
     layers.attend, kv=kv, layer=number, config=config, compute=compute, **setting

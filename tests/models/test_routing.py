@@ -1,4 +1,4 @@
-"""Routes: compared as sets, recorded as they were used, replayed without losing the gradient."""
+"""Experts: compared as sets, recorded as they were used, replayed without losing the gradient."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def forward(params, tokens=TOKENS, **options):
   return transformer.forward(params, MODEL, jnp.asarray(tokens), **options)
 
 
-def own_routes():
+def own_experts():
   return forward(PARAMS).routing_lBTk
 
 
@@ -48,10 +48,10 @@ def test_volatility_of_a_worked_example():
   np.testing.assert_allclose(masked, [1 / 2, 0])
 
 
-def test_volatility_of_the_same_routes_is_0_and_of_disjoint_ones_1():
-  routes = np.asarray(own_routes())
-  assert (routing.volatility(routes, routes[..., ::-1]) == 0).all()
-  assert (routing.volatility(routes % 4, routes % 4 + 4) == 1).all()
+def test_volatility_of_the_same_experts_is_0_and_of_disjoint_ones_1():
+  experts = np.asarray(own_experts())
+  assert (routing.volatility(experts, experts[..., ::-1]) == 0).all()
+  assert (routing.volatility(experts % 4, experts % 4 + 4) == 1).all()
 
 
 def test_volatility_of_unrelated_choices_is_what_chance_gives():
@@ -61,7 +61,7 @@ def test_volatility_of_unrelated_choices_is_what_chance_gives():
   np.testing.assert_allclose(routing.volatility(a, b), 1 - 2 / 8, atol=0.02)
 
 
-def test_tokens_without_a_route_on_either_side_are_not_compared():
+def test_tokens_without_experts_on_either_side_are_not_compared():
   old, new = np.zeros((1, 1, 4, 2), int), np.ones((1, 1, 4, 2), int)
   old[..., 1] = 3
   new[..., 1] = 3  # share 1/2 everywhere
@@ -72,12 +72,12 @@ def test_tokens_without_a_route_on_either_side_are_not_compared():
   assert float(routing.volatility(new, -np.ones_like(old))[0]) == 0
 
 
-def test_routes_are_stored_in_as_few_bytes_as_they_need():
+def test_experts_are_stored_in_as_few_bytes_as_they_need():
   assert [routing.storage_dtype(n).name for n in (8, 128, 129, 512)] == ["int8"] * 2 + ["int16"] * 2
-  routes = jnp.array([127, 0]).reshape(1, 1, 1, 2)
-  stored = routing.by_row(routes, jnp.ones((1, 1)), 128)
+  experts = jnp.array([127, 0]).reshape(1, 1, 1, 2)
+  stored = routing.by_row(experts, jnp.ones((1, 1)), 128)
   assert stored.dtype == jnp.int8
-  np.testing.assert_array_equal(routing.by_layer(stored), routes)
+  np.testing.assert_array_equal(routing.by_layer(stored), experts)
 
 
 # Replay.
@@ -98,7 +98,7 @@ def explicit_route(logit_BTE, replay_BTk):
 
 
 def test_drifted_weights_are_evaluated_on_the_replayed_network(monkeypatch):
-  old = own_routes()
+  old = own_experts()
   replayed = forward(DRIFTED, routing=old)
   own = forward(DRIFTED)
   assert (own.routing_lBTk != old).any() and jnp.abs(
@@ -116,7 +116,7 @@ def test_drifted_weights_are_evaluated_on_the_replayed_network(monkeypatch):
 
 
 def test_what_replay_overrides_is_the_routers_own_choice_above_replayed_layers():
-  old = own_routes()
+  old = own_experts()
   stats = forward(DRIFTED, routing=old).stats
   for layer in range(3):
     free = old.at[layer:].set(-1)  # replayed below, its own choice here
@@ -126,20 +126,20 @@ def test_what_replay_overrides_is_the_routers_own_choice_above_replayed_layers()
     assert expected > 0.1
 
 
-def test_positions_without_a_route_use_the_routers_own_choice():
-  old = own_routes()
-  some = jnp.where((jnp.arange(7) % 2 == 0)[None, None, :, None], old, -1)
-  routes = forward(DRIFTED, routing=some).routing_lBTk
-  np.testing.assert_array_equal(routes[:, :, ::2], old[:, :, ::2])
-  assert (routes[:, :, 1::2] >= 0).all() and (routes[:, :, 1::2] != old[:, :, 1::2]).any()
+def test_positions_without_experts_use_the_routers_own_choice():
+  old = own_experts()
+  partial = jnp.where((jnp.arange(7) % 2 == 0)[None, None, :, None], old, -1)
+  experts = forward(DRIFTED, routing=partial).routing_lBTk
+  np.testing.assert_array_equal(experts[:, :, ::2], old[:, :, ::2])
+  assert (experts[:, :, 1::2] >= 0).all() and (experts[:, :, 1::2] != old[:, :, 1::2]).any()
   nothing = forward(DRIFTED, routing=-jnp.ones_like(old))
   np.testing.assert_array_equal(nothing.hidden_BTD, forward(DRIFTED).hidden_BTD)
   assert (nothing.stats.replayed == 0).all()
 
 
-def test_half_a_route_is_none():
+def test_half_of_the_experts_is_none():
   # Filled up by the router, it could name one expert twice.
-  half = own_routes().at[..., 0].set(-1)
+  half = own_experts().at[..., 0].set(-1)
   np.testing.assert_array_equal(
     forward(DRIFTED, routing=half).routing_lBTk, forward(DRIFTED).routing_lBTk
   )
@@ -153,7 +153,7 @@ def test_gates_stay_finite_where_the_router_has_given_up_on_what_is_replayed():
 
 
 def test_gradients_reach_the_router_under_replay_and_are_right():
-  # Routes of other weights: gathered after the router's own top-k, these gates had no gradient.
+  # Experts of other weights: gathered after the router's own top-k, these gates had no gradient.
   old = forward(OTHER).routing_lBTk
   direction = jax.random.normal(jax.random.key(2), (4, 7, 32))
 
@@ -181,7 +181,7 @@ def test_gradients_reach_the_router_under_replay_and_are_right():
 
 def test_router_statistics_as_values():
   stats = forward(PARAMS, segments=jnp.ones(TOKENS.shape).at[:, 5:].set(0)).stats
-  own = np.asarray(own_routes())[:, :, :5]
+  own = np.asarray(own_experts())[:, :, :5]
   counts = np.stack([np.bincount(layer.reshape(-1), minlength=8) for layer in own])
   np.testing.assert_array_equal(stats.load_E, counts)
   values = reductions.compute(router_metrics(stats, MODEL))
@@ -190,11 +190,11 @@ def test_router_statistics_as_values():
   share = counts.max(-1) / counts.sum(-1)
   assert values["router/busiest_expert"] == pytest.approx(share.max(), rel=1e-6)
   assert stats.overridden is None
-  assert forward(PARAMS, routing=own_routes()).stats.overridden.shape == (3,)
+  assert forward(PARAMS, routing=own_experts()).stats.overridden.shape == (3,)
 
 
 def test_an_expert_that_is_not_there_is_counted_as_dropped():
-  wrong = own_routes().at[1, 0, 2].set(99)
+  wrong = own_experts().at[1, 0, 2].set(99)
   values = router_metrics(forward(PARAMS, routing=wrong).stats, MODEL)
   assert reductions.compute(values)["router/dropped_tokens"] == 2
 
@@ -208,7 +208,7 @@ def sample(params=PARAMS, prompts=PROMPTS, **changes):
   return generate(params, MODEL, prompts, **options)
 
 
-def test_the_samplers_routes_are_the_trainers():
+def test_the_samplers_experts_are_the_trainers():
   out = sample()
   assert out.routing.shape == (16, 11, 3, 2) and out.routing.dtype == np.int8
   assert 0 < out.stopped.sum() < 16
@@ -245,7 +245,7 @@ def test_every_mesh_records_the_same_routes(shape):
     np.testing.assert_array_equal(sample(params).routing, base.routing)
 
 
-def test_a_dense_model_has_no_routes():
+def test_a_dense_model_has_no_experts():
   dense = dataclasses.replace(MODEL, num_experts=0, experts_per_token=0)
   params = transformer.init(dense, jax.random.key(0))
   out = generate(params, dense, [[1, 2]], group_size=2, max_new_tokens=2, record_routing=True)

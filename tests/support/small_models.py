@@ -38,21 +38,21 @@ def initial(model: ModelConfig, seed: int = 0) -> transformer.Params:
 def expert_inputs(tokens=37, E=8, k=2, D=16, F=12, experts=None):
   """x [X, D], gate weights and experts [X, k], random ones if there are none, and weights."""
   keys = iter(jax.random.split(jax.random.key(0), 6))
-  index_Xk = jax.random.randint(next(keys), (tokens, k), 0, E) if experts is None else experts
+  experts_Xk = jax.random.randint(next(keys), (tokens, k), 0, E) if experts is None else experts
   shapes = (E, D, F), (E, D, F), (E, F, D)
   w = ExpertWeights(*[jax.random.normal(next(keys), s) / s[1] ** 0.5 for s in shapes])
   x_XD, gate_Xk = (
     jax.random.normal(next(keys), (tokens, D)),
     jax.random.uniform(next(keys), (tokens, k)),
   )
-  return x_XD, gate_Xk, index_Xk, w
+  return x_XD, gate_Xk, experts_Xk, w
 
 
-def plain_experts(x_XD, gate_Xk, index_Xk, w):
+def plain_experts(x_XD, gate_Xk, experts_Xk, w):
   """Every expert on every token, then the choice."""
   h_XEF = jax.nn.silu(jnp.einsum("XD,EDF->XEF", x_XD, w.gate))
   y_XED = jnp.einsum("XEF,EFD->XED", h_XEF * jnp.einsum("XD,EDF->XEF", x_XD, w.up), w.down)
-  return jnp.einsum("XkE,XED,Xk->XD", jax.nn.one_hot(index_Xk, len(w.gate)), y_XED, gate_Xk)
+  return jnp.einsum("XkE,XED,Xk->XD", jax.nn.one_hot(experts_Xk, len(w.gate)), y_XED, gate_Xk)
 
 
 # The model by itself, compiled once for all tests of a process.

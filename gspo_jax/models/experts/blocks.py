@@ -21,9 +21,9 @@ class ExpertWeights(NamedTuple):
   down: jax.Array  # [E, F, D]
 
 
-def share(index_Xk: jax.Array, w: ExpertWeights) -> float:
+def share(experts_Xk: jax.Array, w: ExpertWeights) -> float:
   """Assignments per expert if all are chosen equally often, of this and of other devices."""
-  return index_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))
+  return experts_Xk.size / (w.gate.shape[0] * sharding.axis_size("expert"))
 
 
 def take(table: jax.Array, rows: jax.Array) -> jax.Array:
@@ -38,15 +38,15 @@ class Layout(NamedTuple):
   end_E: jax.Array  # blocks up to and with those of each expert
 
 
-def block_layout(index_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> Layout:
+def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> Layout:
   """The first C assignments of expert e in the slots from e·C on, the others behind all of these in
   whole blocks of R rows. Index `num_experts` means: held by another device.
 
   An expert's last block may be all padding but for one row, so there are at most A/R + E blocks; at
   most A/R if C ≥ R, the assignments before an expert's blocks making up for that.
   """
-  A, E = index_Xk.size, num_experts
-  takes_AE = index_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
+  A, E = experts_Xk.size, num_experts
+  takes_AE = experts_Xk.reshape(A)[:, None] == jnp.arange(E)[None]
   # A running count is several times as fast as sorting: there are few experts.
   place_AE = jnp.cumsum(takes_AE, axis=0, dtype=jnp.int32)
   blocks_E = -(-jnp.maximum(place_AE[-1] - C, 0) // R)
@@ -60,10 +60,10 @@ def block_layout(index_Xk: jax.Array, num_experts: int, R: int, C: int = 0) -> L
   return Layout(slot_A, empty_Z.at[slot_A].set(number_A, mode="drop"), end_E)
 
 
-def block_rows(index_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
+def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Rows per block, a power of two: enough that XLA computes a product on several cores, but at
   most half of an expert's fair share, or padding costs more than it brings."""
-  most = 1 << max(3, int(share(index_Xk, w)).bit_length() - 2)
+  most = 1 << max(3, int(share(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
   if not backward and most * D * F < 2**23:
     return min(most, 16)  # one core has it anyway
@@ -72,13 +72,13 @@ def block_rows(index_Xk: jax.Array, w: ExpertWeights, backward: bool = False) ->
 
 @jax.custom_vjp
 def apply_blocks(
-  x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
+  x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
   """SwiGLU experts one after the other, each as a loop over its blocks; only used blocks run.
 
   `sink`, of w's shapes, receives the gradient of the weights in its own dtype.
   """
-  return _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+  return _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable) -> Any:
@@ -123,18 +123,18 @@ def _of_tokens(y_ZD: jax.Array, layout: Layout, k: int) -> jax.Array:
   return take(y_ZD, layout.slot_A).reshape(-1, k, y_ZD.shape[1]).sum(1)
 
 
-def _gradients_of_tokens(dx_ZD, dgate_Z, layout, index_Xk):
-  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(index_Xk.shape)
-  return _of_tokens(dx_ZD, layout, index_Xk.shape[1]), dgate_Xk
+def _gradients_of_tokens(dx_ZD, dgate_Z, layout, experts_Xk):
+  dgate_Xk = take(dgate_Z, layout.slot_A).reshape(experts_Xk.shape)
+  return _of_tokens(dx_ZD, layout, experts_Xk.shape[1]), dgate_Xk
 
 
 def _put(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
 
-def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
-  R = block_rows(index_Xk, w)
-  layout = block_layout(index_Xk, w.gate.shape[0], R)
+def _blocks_forward(x_XD, gate_Xk, experts_Xk, w, sink):
+  R = block_rows(experts_Xk, w)
+  layout = block_layout(experts_Xk, w.gate.shape[0], R)
 
   def expert(y_ZD, start, end, w):
     def body(i, y_ZD):
@@ -145,13 +145,13 @@ def _blocks_forward(x_XD, gate_Xk, index_Xk, w, sink):
 
   y_ZD = jnp.zeros((len(layout.choice_Z), x_XD.shape[1]), x_XD.dtype)
   y_ZD, _ = _each_expert(layout, w, y_ZD, expert)
-  return _of_tokens(y_ZD, layout, index_Xk.shape[1]), (x_XD, gate_Xk, index_Xk, w, sink)
+  return _of_tokens(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 def _blocks_backward(residuals, dy_XD):
-  x_XD, gate_Xk, index_Xk, w, sink = residuals
-  R = block_rows(index_Xk, w, backward=True)
-  layout = block_layout(index_Xk, w.gate.shape[0], R)
+  x_XD, gate_Xk, experts_Xk, w, sink = residuals
+  R = block_rows(experts_Xk, w, backward=True)
+  layout = block_layout(experts_Xk, w.gate.shape[0], R)
   Z = len(layout.choice_Z)
 
   def expert(carry, start, end, w):
@@ -169,28 +169,28 @@ def _blocks_backward(residuals, dy_XD):
 
   zeros = jnp.zeros((Z, x_XD.shape[1]), x_XD.dtype), jnp.zeros(Z, gate_Xk.dtype)
   (dx_ZD, dgate_Z), dw = _each_expert(layout, w, zeros, expert)
-  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, index_Xk), None, None, dw
+  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw
 
 
 apply_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
-def batched_rows(index_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
+def batched_rows(experts_Xk: jax.Array, w: ExpertWeights) -> tuple[int, int]:
   """Rows of every expert that are multiplied at once, C: a little more than a fair share; and rows
   per block of what is left over, R ≤ C."""
-  C = min(index_Xk.shape[0], max(8, -(-int(1.2 * share(index_Xk, w)) // 8) * 8))
+  C = min(experts_Xk.shape[0], max(8, -(-int(1.2 * share(experts_Xk, w)) // 8) * 8))
   return C, min(C, 1 << max(3, min(6, C.bit_length() - 2)))
 
 
 @jax.custom_vjp
 def apply_batched(
-  x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
+  x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, w: ExpertWeights, sink: ExpertWeights
 ) -> jax.Array:
   """SwiGLU experts all at once with C rows each, and a loop over blocks of what is left over.
 
   `sink` as in `apply_blocks`.
   """
-  return _batched_forward(x_XD, gate_Xk, index_Xk, w, sink)[0]
+  return _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 def _left_over(layout: Layout, C: int, R: int, w: ExpertWeights, carry: Any, of: Callable) -> Any:
@@ -213,22 +213,22 @@ def _slots(layout: Layout, part_EC: jax.Array) -> jax.Array:
   return jnp.pad(part, ((0, behind), *[(0, 0)] * (part.ndim - 1)))
 
 
-def _batched_forward(x_XD, gate_Xk, index_Xk, w, sink):
-  E, (C, R) = len(w.gate), batched_rows(index_Xk, w)
-  layout = block_layout(index_Xk, E, R, C)
+def _batched_forward(x_XD, gate_Xk, experts_Xk, w, sink):
+  E, (C, R) = len(w.gate), batched_rows(experts_Xk, w)
+  layout = block_layout(experts_Xk, E, R, C)
 
   def block(y_ZD, start, choice_R, expert, w):
     return _put(y_ZD, _swiglu(*_rows(choice_R, gate_Xk, x_XD), w), start)
 
   y_ECD = _swiglu(*_rows(layout.choice_Z[: E * C].reshape(E, C), gate_Xk, x_XD), w)
   y_ZD = _left_over(layout, C, R, w, _slots(layout, y_ECD), block)
-  return _of_tokens(y_ZD, layout, index_Xk.shape[1]), (x_XD, gate_Xk, index_Xk, w, sink)
+  return _of_tokens(y_ZD, layout, experts_Xk.shape[1]), (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 def _batched_backward(residuals, dy_XD):
-  x_XD, gate_Xk, index_Xk, w, sink = residuals
-  E, (C, R) = len(w.gate), batched_rows(index_Xk, w)
-  layout = block_layout(index_Xk, E, R, C)
+  x_XD, gate_Xk, experts_Xk, w, sink = residuals
+  E, (C, R) = len(w.gate), batched_rows(experts_Xk, w)
+  layout = block_layout(experts_Xk, E, R, C)
 
   def gradients(choice, w):
     return _swiglu_gradients(*_rows(choice, gate_Xk, x_XD, dy_XD), w, sink.gate.dtype)
@@ -242,7 +242,7 @@ def _batched_backward(residuals, dy_XD):
   dx_ECD, dgate_EC, dw = gradients(layout.choice_Z[: E * C].reshape(E, C), w)
   carry = _slots(layout, dx_ECD), _slots(layout, dgate_EC), dw
   dx_ZD, dgate_Z, dw = _left_over(layout, C, R, w, carry, block)
-  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, index_Xk), None, None, dw
+  return *_gradients_of_tokens(dx_ZD, dgate_Z, layout, experts_Xk), None, None, dw
 
 
 apply_batched.defvjp(_batched_forward, _batched_backward)

@@ -22,7 +22,7 @@ ROWS = 128  # of an expert at once, at least: fewer take a TPU as long
 def experts_of_few(
   x_BTD: jax.Array,
   gate_BTk: jax.Array,
-  index_BTk: jax.Array,
+  experts_BTk: jax.Array,
   weights: ExpertWeights,
   apply: Callable,
   check: bool = True,
@@ -40,11 +40,11 @@ def experts_of_few(
   split = ExpertWeights(*[P(None, over, None, "tensor")] * 2, P(None, over, "tensor"))
   stacks = jax.tree.map(sharding.reshard, ExpertWeights(*[w.stack for w in weights]), split)
 
-  def on_each_device(x_BTD, gate_BTk, index_BTk, stacks, layer):
+  def on_each_device(x_BTD, gate_BTk, experts_BTk, stacks, layer):
     held = stacks.gate.shape[1]
-    tokens = [a.reshape(-1, a.shape[-1]) for a in (x_BTD, gate_BTk, index_BTk)]
-    x_XD, gate_Xk, index_Xk = gather_tokens(*tokens, chips)
-    local_Xk = index_Xk - held * sharding.axis_index(over)
+    tokens = [a.reshape(-1, a.shape[-1]) for a in (x_BTD, gate_BTk, experts_BTk)]
+    x_XD, gate_Xk, experts_Xk = gather_tokens(*tokens, chips)
+    local_Xk = experts_Xk - held * sharding.axis_index(over)
     local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
     tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
 
@@ -58,7 +58,7 @@ def experts_of_few(
   run = sharding.shard_map(
     on_each_device, in_specs=(batch, batch, batch, split, P()), out_specs=batch, check=check
   )
-  return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, stacks, layer)
+  return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, stacks, layer)
 
 
 def experts_over(weight: InStack) -> tuple[str, ...]:
@@ -66,24 +66,24 @@ def experts_over(weight: InStack) -> tuple[str, ...]:
   return sharding.each(sharding.spec_of(weight.stack)[1]) or ("expert",)
 
 
-def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, index_Xk: jax.Array, over: sharding.Axes):
+def gather_tokens(x_XD: jax.Array, gate_Xk: jax.Array, experts_Xk: jax.Array, over: sharding.Axes):
   """The tokens of all devices on `over`, as bits of one array: what takes time is the number of
   collectives. For use inside `shard_map`."""
   if sharding.axis_size(over) == 1:
-    return x_XD, gate_Xk, index_Xk
-  dtype, (D, k) = x_XD.dtype, (x_XD.shape[1], index_Xk.shape[1])
+    return x_XD, gate_Xk, experts_Xk
+  dtype, (D, k) = x_XD.dtype, (x_XD.shape[1], experts_Xk.shape[1])
   word = jnp.dtype(f"uint{8 * dtype.itemsize}")
   bits = [jax.lax.bitcast_convert_type(a, word) for a in (x_XD, gate_Xk)]
-  sent = sharding.all_gather(jnp.concatenate([*bits, index_Xk.astype(word)], axis=1), over)
-  x_XD, gate_Xk, index_Xk = jnp.split(sent, [D, D + k], axis=1)
+  sent = sharding.all_gather(jnp.concatenate([*bits, experts_Xk.astype(word)], axis=1), over)
+  x_XD, gate_Xk, experts_Xk = jnp.split(sent, [D, D + k], axis=1)
   x_XD, gate_Xk = (jax.lax.bitcast_convert_type(a, dtype) for a in (x_XD, gate_Xk))
-  return x_XD, gate_Xk, index_Xk.astype(jnp.int32)
+  return x_XD, gate_Xk, experts_Xk.astype(jnp.int32)
 
 
 def apply_one_hot(
   x_XD: jax.Array,
   gate_Xk: jax.Array,
-  index_Xk: jax.Array,
+  experts_Xk: jax.Array,
   held: int,
   read: Callable[[], ExpertWeights],
   load: float,
@@ -95,13 +95,13 @@ def apply_one_hot(
   many as the routing needs.
 
   Args:
-    index_Xk: `held` means: of another device.
+    experts_Xk: `held` means: of another device.
     held: experts of this device, E.
     read: returns their weights.
     load: assignments per expert if all are chosen equally often; C is twice as much.
   """
   X, dtype = len(x_XD), x_XD.dtype
-  of_XkE = index_Xk[..., None] == jnp.arange(held)[None, None]
+  of_XkE = experts_Xk[..., None] == jnp.arange(held)[None, None]
   gate_EX = jnp.where(of_XkE, gate_Xk[..., None], 0).sum(1).T
   mine_XE = of_XkE.any(1)
   place_XE = jnp.cumsum(mine_XE, axis=0, dtype=jnp.int32)

@@ -85,12 +85,12 @@ def _interpreted() -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills.
 
   kernels: the rows of each group times its matrix, and a total plus their outer products.
   """
-  return _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink)[0]
+  return _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
 
 class Pieces(NamedTuple):
@@ -100,10 +100,10 @@ class Pieces(NamedTuple):
   end_E: jax.Array  # where each expert's assignments end
 
 
-def _pieces(index_Xk: jax.Array, held: int) -> tuple[Pieces, int]:
+def _pieces(experts_Xk: jax.Array, held: int) -> tuple[Pieces, int]:
   """The pieces, and R: `ROOM` times a device's fair share, so that one piece is the rule."""
-  A = index_Xk.size
-  expert_A = index_Xk.reshape(A)
+  A = experts_Xk.size
+  expert_A = experts_Xk.reshape(A)
   R = min(A, math.ceil(ROOM * A / sharding.axis_size("expert")))
   R = -(-R // 512) * 512 if R > 512 else max(8, 1 << (R - 1).bit_length())
   count_E = jnp.sum(expert_A[:, None] == jnp.arange(held)[None], axis=0, dtype=jnp.int32)
@@ -131,9 +131,9 @@ def _hidden(times, x_RD, w: GroupedWeights, count_E) -> tuple[jax.Array, jax.Arr
   return tuple(parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=1))
 
 
-def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
-  (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
-  pieces, R = _pieces(index_Xk, len(w.down))
+def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
+  (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
+  pieces, R = _pieces(experts_Xk, len(w.down))
   times, _ = kernels
 
   def body(i, y_XD):
@@ -146,13 +146,13 @@ def _grouped_forward(kernels, x_XD, gate_Xk, index_Xk, w, sink):
 
   y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
   y_XD = jax.lax.fori_loop(0, -(-pieces.end_E[-1] // R), body, y_XD)
-  return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, index_Xk, w, sink)
+  return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 def _grouped_backward(kernels, residuals, dy_XD):
-  x_XD, gate_Xk, index_Xk, w, sink = residuals
-  (X, k), gate_A = index_Xk.shape, gate_Xk.reshape(-1)
-  pieces, R = _pieces(index_Xk, len(w.down))
+  x_XD, gate_Xk, experts_Xk, w, sink = residuals
+  (X, k), gate_A = experts_Xk.shape, gate_Xk.reshape(-1)
+  pieces, R = _pieces(experts_Xk, len(w.down))
   times, outer = kernels
 
   def body(i, carry):
@@ -181,10 +181,10 @@ def _grouped_backward(kernels, residuals, dy_XD):
 _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _apply(kernels, x_XD, gate_Xk, index_Xk, w, sink):
+def _apply(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   if isinstance(w, ExpertWeights):
     w, sink = (GroupedWeights((a.gate, a.up), a.down) for a in (w, sink))
-  return _grouped(kernels, x_XD, gate_Xk, index_Xk, w, sink)
+  return _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink)
 
 
 apply_ragged = functools.partial(_apply, (_ragged, _ragged_outer))

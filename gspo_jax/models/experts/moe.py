@@ -10,7 +10,7 @@ routing, so no token is ever dropped. `FORMS` multiply with SwiGLU experts in di
   ragged    `lax.ragged_dot` on rows sorted by expert
   megablox  JAX's Pallas grouped matmul for TPU (interpreted elsewhere)
 
-All take x [X, D], gate weights and expert indices [X, k], and the weights of the E experts that
+All take x [X, D], gate weights and experts [X, k], and the weights of the E experts that
 this device holds; index E means: held by another device. They return, in x's dtype, [X, D]:
 Σ_k gate_k · expert_{index_k}(x) over the held experts.
 """
@@ -73,15 +73,15 @@ def route(
   )
   p_BTE = jax.nn.softmax(logit_BTE, axis=-1)
   valid_BT = valid_BT.astype(jnp.float32)
-  _, index_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
+  _, experts_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)
   replay_stats = {}
   if replayed_BTk is not None:
-    share_BT, known_BT = routing.changed(index_BTk, replayed_BTk)
-    index_BTk = jnp.where(routing.recorded(replayed_BTk)[..., None], replayed_BTk, index_BTk)
+    share_BT, known_BT = routing.changed(experts_BTk, replayed_BTk)
+    experts_BTk = jnp.where(routing.recorded(replayed_BTk)[..., None], replayed_BTk, experts_BTk)
     replay_stats = dict(
       overridden=(share_BT * valid_BT).sum(), replayed=(known_BT * valid_BT).sum()
     )
-  one_hot_BTkE = jax.nn.one_hot(index_BTk, config.num_experts, dtype=jnp.float32)
+  one_hot_BTkE = jax.nn.one_hot(experts_BTk, config.num_experts, dtype=jnp.float32)
   gate_BTk = jnp.einsum("BTkE,BTE->BTk", one_hot_BTkE, p_BTE)
   if config.norm_topk_prob:
     # The current router may have given up on what is replayed: all of it may round to 0.
@@ -98,7 +98,7 @@ def route(
     dropped=((1 - one_hot_BTkE.sum(-1)) * valid_BT[..., None]).sum(),
     **replay_stats,
   )
-  return gate_BTk, index_BTk.astype(jnp.int32), stats
+  return gate_BTk, experts_BTk.astype(jnp.int32), stats
 
 
 def load_balance(stats: RouterStats, config: ModelConfig) -> jax.Array:
@@ -125,13 +125,15 @@ def choose_for_few(implementation: str, load: float) -> Callable:
   if implementation == "auto" and sharding.platform() == "tpu":
     return functools.partial(apply_one_hot, load=load)
   form = choose(implementation, load)
-  return lambda x_XD, gate_Xk, index_Xk, held, read: form(x_XD, gate_Xk, index_Xk, w := read(), w)
+  return lambda x_XD, gate_Xk, experts_Xk, held, read: form(
+    x_XD, gate_Xk, experts_Xk, w := read(), w
+  )
 
 
 def experts(
   x_BTD: jax.Array,
   gate_BTk: jax.Array,
-  index_BTk: jax.Array,
+  experts_BTk: jax.Array,
   weights: ExpertWeights,
   implementation: str,
   chunk: int = 0,
@@ -152,10 +154,10 @@ def experts(
     load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
     if load <= FEW:
       apply = choose_for_few(implementation, load)
-      return experts_of_few(x_BTD, gate_BTk, index_BTk, weights, apply, check)
+      return experts_of_few(x_BTD, gate_BTk, experts_BTk, weights, apply, check)
     weights = ExpertWeights(*[w.read(x_BTD.dtype) for w in weights])
 
-  def on_each_device(x_BTD, gate_BTk, index_BTk, weights):
+  def on_each_device(x_BTD, gate_BTk, experts_BTk, weights):
     B, T, D = x_BTD.shape
     if joins:  # what is on this device, before the rest is gathered
       weights = joined(weights)
@@ -167,18 +169,18 @@ def experts(
     sink = weights if once else jax.tree.map(lambda w: w.astype(jnp.float32), weights)
     weights = jax.lax.stop_gradient(weights)
 
-    def of_tokens(x_XD, gate_Xk, index_Xk):
-      x_XD, gate_Xk, index_Xk = (
-        sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, index_Xk)
+    def of_tokens(x_XD, gate_Xk, experts_Xk):
+      x_XD, gate_Xk, experts_Xk = (
+        sharding.all_gather(a, "expert") for a in (x_XD, gate_Xk, experts_Xk)
       )
-      local_Xk = index_Xk - held * sharding.axis_index("expert")
+      local_Xk = experts_Xk - held * sharding.axis_index("expert")
       local_Xk = jnp.where((local_Xk >= 0) & (local_Xk < held), local_Xk, held)
       tokens = sharding.vary((x_XD, gate_Xk, local_Xk), ("tensor",))
-      apply = choose(implementation, index_Xk.size / (held * sharding.axis_size("expert")))
+      apply = choose(implementation, experts_Xk.size / (held * sharding.axis_size("expert")))
       y_XD = apply(*tokens, weights, sink)
       return sharding.psum(sharding.psum_scatter(y_XD, "expert"), "tensor")
 
-    tokens = [a.reshape(B * T, -1) for a in (x_BTD, gate_BTk, index_BTk)]
+    tokens = [a.reshape(B * T, -1) for a in (x_BTD, gate_BTk, experts_BTk)]
     if not 0 < chunk < B * T:
       return of_tokens(*tokens).reshape(B, T, D)
     pad = -(B * T) % chunk
@@ -197,4 +199,4 @@ def experts(
   joined_split = GroupedWeights((split.gate,), split.down)
   joins = D is not None and choose(implementation) in (apply_megablox, apply_ragged)
   run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check)
-  return run(x_BTD, gate_BTk.astype(x_BTD.dtype), index_BTk, weights)
+  return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, weights)
