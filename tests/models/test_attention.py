@@ -150,18 +150,6 @@ def test_what_a_kernel_lacks_is_named_and_auto_goes_without(
   assert attention.choose("auto", 4096, "bfloat16", ALL, gaps) == name
 
 
-def test_blockwise_against_a_cache(monkeypatch):
-  """Queries somewhere in the middle of the keys, each row elsewhere."""
-  monkeypatch.setattr(attention_blocks, "block_size", lambda _: 4)
-  q, k, v = inputs(T=6, S=40)
-  position = jnp.array([[3], [30]]) + jnp.arange(6)[None]
-  ones = jnp.ones((2, 6), jnp.int32), jnp.ones((2, 40), jnp.int32)
-  got = attention.attend_blockwise(q, k, v, position, ones, Scores(16**-0.5))
-  visible = position[:, :, None] >= jnp.arange(40)[None, None]
-  expected = attention.attend(q, k, v, visible)
-  np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("scores", [ALL, LOCAL, BOTH], ids=["all", "window", "both"])
 @pytest.mark.parametrize("length", [1, 6, 200])
 def test_queries_to_a_cache(length, scores, monkeypatch):

@@ -92,22 +92,16 @@ def test_replay_with_the_same_weights_changes_nothing():
   assert (again.stats.overridden == 0).all() and (again.stats.replayed == TOKENS.size).all()
 
 
-def explicit_route(logit_BTE, replay_BTk):
-  """softmax over the current logits of the replayed experts (arXiv:2512.01374, gates under R3)."""
-  return jax.nn.softmax(jnp.take_along_axis(logit_BTE, replay_BTk, -1), axis=-1)
-
-
 def test_drifted_weights_are_evaluated_on_the_replayed_network(monkeypatch):
   old = own_experts()
-  replayed = forward(DRIFTED, routing=old)
-  own = forward(DRIFTED)
-  assert (own.routing_lBTk != old).any() and jnp.abs(
-    own.hidden_BTD - replayed.hidden_BTD
-  ).max() > 0.1
+  replayed, free = forward(DRIFTED, routing=old), forward(DRIFTED)
+  assert (free.routing_lBTk != old).any()
+  assert jnp.abs(free.hidden_BTD - replayed.hidden_BTD).max() > 0.1
 
-  def route(x_BTD, router_DE, config, valid_BT, replay_BTk):
-    gates = explicit_route(x_BTD @ router_DE, replay_BTk)
-    return gates, replay_BTk, moe.RouterStats(*jnp.zeros(6))
+  def route(x_BTD, router_DE, config, valid_BT, replayed_BTk):
+    """Softmax over the current logits of the replayed experts (arXiv:2512.01374, gates in R3)."""
+    logit_BTk = jnp.take_along_axis(x_BTD @ router_DE, replayed_BTk, -1)
+    return jax.nn.softmax(logit_BTk, axis=-1), replayed_BTk, moe.RouterStats(*jnp.zeros(6))
 
   monkeypatch.setattr(moe, "route", route)
   expected = transformer.forward(DRIFTED, MODEL, TOKENS, routing=old).hidden_BTD
@@ -237,7 +231,7 @@ def test_recording_changes_no_token_and_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize(
   "shape", [pytest.param((8, 1, 1, 1), marks=pytest.mark.long), (1, 2, 2, 2)], ids=str
 )
-def test_every_mesh_records_the_same_routes(shape):
+def test_every_mesh_records_the_same_experts(shape):
   base = sample()
   mesh = sharding.make_mesh(MeshConfig(*shape))
   with jax.set_mesh(mesh):

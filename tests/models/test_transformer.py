@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import small_models
 from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
@@ -16,19 +17,17 @@ from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.sampling import generate
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import REFERENCE, tiny_dense, tiny_gemma, tiny_moe
+from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.sampling import DEFAULT
 
-TINY = dict(
-  hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, moe_intermediate_size=16
-)
-MOE = dataclasses.replace(tiny_moe(64), **TINY)
+MOE = dataclasses.replace(small_models.MOE, num_layers=3, num_heads=4)
 MIXED = dataclasses.replace(MOE, mlp_only_layers=(1,), intermediate_size=48)
-DENSE = dataclasses.replace(tiny_dense(64), **TINY | dict(moe_intermediate_size=0))
-GEMMA = dataclasses.replace(  # layers local, local, global; rows are longer than the window
-  tiny_gemma(64),
-  **TINY | dict(moe_intermediate_size=0, num_layers=4),
-  sliding_window=4,
+DENSE = dataclasses.replace(small_models.DENSE, num_layers=3, num_heads=4)
+GEMMA = dataclasses.replace(  # layers local, local, global, local; rows are longer than the window
+  small_models.GEMMA,
+  num_layers=4,
+  num_heads=4,
+  sliding_window_pattern=3,
   attn_logit_softcapping=2.0,
   final_logit_softcapping=1.5,
 )
@@ -155,9 +154,8 @@ def test_arrays_of_numpy_are_taken_everywhere():
   run = jax.jit(lambda p, t, given: transformer.forward(p, MOE, t, **given).hidden_BTD)
   expected = run(params, tokens, given)
   for keys in (["segments"], ["positions"], ["routing"], list(given)):
-    hidden = transformer.forward(
-      params, MOE, tokens, **{key: given[key] for key in keys}
-    ).hidden_BTD
+    options = {key: given[key] for key in keys}
+    hidden = transformer.forward(params, MOE, tokens, **options).hidden_BTD
     assert hidden.shape == expected.shape
   np.testing.assert_allclose(hidden, expected, atol=1e-5)
 
