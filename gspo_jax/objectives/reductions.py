@@ -145,9 +145,9 @@ Metrics = dict[str, Reduction]
 Arguments = ParamSpec("Arguments")
 
 
-def merge(tree: Any, other: Any) -> Any:
+def merge(tree: Any, addend: Any) -> Any:
   """Two trees of reductions, for example of two micro-batches, as one."""
-  return _field_by_field(lambda over, x, y: over.pair(x, y), tree, other)
+  return _field_by_field(lambda over, x, y: over.pair(x, y), tree, addend)
 
 
 def psum(tree: Any, axis_name: str) -> Any:

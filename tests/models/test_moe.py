@@ -165,5 +165,5 @@ def test_padding_is_not_in_the_statistics():
 def test_load_balance_is_one_when_even_and_grows_when_not():
   even = moe.RouterStats(jnp.full((1, 8), 2.0), jnp.ones((1, 8)), 0, 0, jnp.array([8.0]), 0)
   assert moe.load_balance(even, CONFIG) == pytest.approx(1)
-  one = even.replace(load_E=jnp.eye(8)[:1] * 16, probability_E=jnp.eye(8)[:1] * 8)
-  assert moe.load_balance(one, CONFIG) == pytest.approx(8)
+  collapsed = even.replace(load_E=jnp.eye(8)[:1] * 16, probability_E=jnp.eye(8)[:1] * 8)
+  assert moe.load_balance(collapsed, CONFIG) == pytest.approx(8)

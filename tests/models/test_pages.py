@@ -100,8 +100,8 @@ def test_a_page_that_no_table_names_is_free():
   cache = small()
   assert pages.free(cache).all()
   table = cache.table_Bn.at[0].set(jnp.array([6, 1, -1, -1]))
-  other = jnp.array([[3, 6, -1]])
-  free = pages.free(cache.replace(table_Bn=table), other)
+  waiting = jnp.array([[3, 6, -1]])
+  free = pages.free(cache.replace(table_Bn=table), waiting)
   np.testing.assert_array_equal(np.flatnonzero(~free), [1, 3, 6])
 
 

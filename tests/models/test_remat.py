@@ -72,31 +72,31 @@ def test_full_keeps_the_input_of_a_layer_and_its_weights(attention):
 
 
 def test_attention_keeps_what_its_backward_pass_needs_besides():
-  more = kept("attention", "blockwise") - kept("full", "blockwise")
+  extra = kept("attention", "blockwise") - kept("full", "blockwise")
   output, logsumexp = (LAYERS, 1, B, T, K, N // K, H), (LAYERS, 1, B, K, N // K, T)  # one block
-  assert more == {output: 1, logsumexp: 1}
+  assert extra == {output: 1, logsumexp: 1}
   # Where the scores are held, they are computed again whatever is kept of their result.
   assert kept("attention", "plain") == kept("full", "plain")
 
 
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])
 def test_dots_keeps_products_with_weights_and_no_scores(attention):
-  more = kept("dots", attention) - kept("full", attention)
+  extra = kept("dots", attention) - kept("full", attention)
   router, output = (LAYERS, B, T, E), (LAYERS, B, T, D)
   queries, keys_and_values = (LAYERS, B, T, N, H), (LAYERS, B, T, K, H)
-  assert more == {queries: 1, keys_and_values: 2, output: 1, router: 1}
+  assert extra == {queries: 1, keys_and_values: 2, output: 1, router: 1}
 
 
 def test_both_keeps_what_attention_and_dots_keep():
-  more = kept("both", "blockwise") - kept("full", "blockwise")
+  extra = kept("both", "blockwise") - kept("full", "blockwise")
   each = (kept(name, "blockwise") - kept("full", "blockwise") for name in ("attention", "dots"))
-  assert more == sum(each, collections.Counter())
+  assert extra == sum(each, collections.Counter())
 
 
 def test_what_a_policy_keeps_is_as_many_bytes_as_is_said():
   for remat in ("attention", "dots", "both"):
-    more = kept(remat, "blockwise") - kept("full", "blockwise")
-    numbers = sum(number * math.prod(shape) for shape, number in more.items())
+    extra = kept(remat, "blockwise") - kept("full", "blockwise")
+    numbers = sum(number * math.prod(shape) for shape, number in extra.items())
     assert numbers * 4 == B * T * remat_policies.kept(CONFIG, remat, 4)
 
 

@@ -41,9 +41,9 @@ def test_each_response_is_clipped_by_the_range_of_its_length(name):
     args = [logp, old, advantage, MASK, *([SEGMENTS] if name == "segment" else [])]
     ranges = dict(clip_low=low, clip_high=high)
     scaled = dict(clip_length=L, clip_exponent=exponent, **ranges)
-    found = np.asarray(jax.jit(lambda *a, o=scaled: loss.clipped(*a, **o))(*args))
-    by_default += (found != np.asarray(loss.clipped(*args, **ranges))).sum()
-    expected = np.zeros_like(found)
+    clipped = np.asarray(jax.jit(lambda *a, o=scaled: loss.clipped(*a, **o))(*args))
+    by_default += (clipped != np.asarray(loss.clipped(*args, **ranges))).sum()
+    expected = np.zeros_like(clipped)
     for i, live in enumerate(MASK > 0):
       for k in np.unique(ids[i, live]):
         unit = live & (ids[i] == k)
@@ -51,7 +51,7 @@ def test_each_response_is_clipped_by_the_range_of_its_length(name):
         wide = (L / unit.sum()) ** exponent
         up = ratio > 1 + high * wide
         expected[i, unit] = up if advantage[i].max() > 0 else ratio < 1 - low * wide
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(clipped, expected)
   assert by_default, "a constant range clips other tokens"
 
 
@@ -73,8 +73,8 @@ def test_effective_length_is_how_many_tokens_the_log_ratio_is_spread_over():
   x[0], x[1], x[2] = 0.3, 0, 0  # all alike; one of them alone; nothing has moved
   x[1, 5] = -0.2
   expected = [4, 1, 0, 0, abs(x[4, :9]).sum() ** 2 / (x[4, :9] ** 2).sum()]
-  found = O.effective_length(np.where(MASK > 0, x, np.nan), MASK > 0)
-  np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6)
+  size_BU = O.effective_length(np.where(MASK > 0, x, np.nan), MASK > 0)
+  np.testing.assert_allclose(size_BU[:, 0], expected, rtol=1e-6)
   metrics = O.gspo_loss(np.where(MASK > 0, x, np.nan), np.zeros_like(x), np.ones(5), MASK)[1]
   np.testing.assert_allclose(metrics["ratio/effective_length"], sum(expected) / 3, rtol=1e-6)
   by_segment = O.effective_length(x, MASK > 0, SEGMENTS)

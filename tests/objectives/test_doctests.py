@@ -10,9 +10,9 @@ from gspo_jax import objectives as O
 
 TREES = {"merge", "collapse", "psum", "compute", "reduced"}  # of reductions: one example for all
 PUBLIC = {
-  name: inspect.unwrap(one)
-  for name, one in (vars(O) | O.POLICY_LOSSES).items()
-  if inspect.isfunction(one) and name not in TREES
+  name: inspect.unwrap(function)
+  for name, function in (vars(O) | O.POLICY_LOSSES).items()
+  if inspect.isfunction(function) and name not in TREES
 }
 
 

@@ -188,13 +188,13 @@ def test_what_responses_are_worth_by_themselves(kind, x64):
   valid = rng.random(reward.shape) < 0.8
   valid[0] = False
   valid[-3:] = True
-  found = np.asarray(ours(np.where(valid, reward, np.nan), valid))
-  for some, known, weights in zip(reward, valid, found):
+  weights_PG = np.asarray(ours(np.where(valid, reward, np.nan), valid))
+  for rewards, known, weights in zip(reward, valid, weights_PG):
     assert not weights[~known].any()
     if known.any():
-      np.testing.assert_allclose(weights[known], by_hand(some[known]), rtol=1e-12, atol=1e-15)
+      np.testing.assert_allclose(weights[known], by_hand(rewards[known]), rtol=1e-12, atol=1e-15)
   if kind == "soft":
-    assert not found[-3:].any(), "in a group of equal rewards all get exactly 0"
+    assert not weights_PG[-3:].any(), "in a group of equal rewards all get exactly 0"
     known = np.asarray(O.soft_advantages(np.where(valid, reward, np.nan), 0.2, 0.4, valid_PG=valid))
     np.testing.assert_allclose(known, np.where(valid, reward - 0.4, 0), rtol=1e-12)
   with pytest.raises(ValueError, match="finite"):
@@ -245,11 +245,11 @@ def test_turn_advantages_against_loops(normalize, discount):
         continue
       mean, std = np.mean([*returns.values()]), np.std([*returns.values()], ddof=1)
       for i, value in returns.items():
-        others = [x for j, x in returns.items() if j != i]
+        members = [x for j, x in returns.items() if j != i]
         expected[p, i, u] = dict(
           std=(value - mean) / (std + 1e-6),
           none=value - mean,
-          leave_one_out=value - np.mean(others),
+          leave_one_out=value - np.mean(members),
         )[normalize]
   np.testing.assert_allclose(ours, expected, rtol=2e-4, atol=1e-5)
 
@@ -288,16 +288,16 @@ def test_turn_advantages_refuse_what_is_wrong():
 
 
 def test_settings_are_one_number():
-  x, one = np.ones((2, 2)), np.ones(2)
+  x, pair = np.ones((2, 2)), np.ones(2)
   for wrong, argument in (
-    (lambda: O.soft_advantages(x, 0.5, value=one), "value"),
-    (lambda: O.soft_value(x, one), "beta"),
-    (lambda: O.group_advantages(x, epsilon=one), "epsilon"),
-    (lambda: O.gae(x, x, x, discount=one), "discount"),
-    (lambda: O.distillation_advantages(x, x, x, discount=one), "discount"),
-    (lambda: O.turn_advantages(x[None], x[None], discount=one), "discount"),
-    (lambda: O.constrained_advantages([x], [], [one], []), "reward_weights"),
-    (lambda: O.value_loss(x, x, x, x, clip=one), "clip"),
+    (lambda: O.soft_advantages(x, 0.5, value=pair), "value"),
+    (lambda: O.soft_value(x, pair), "beta"),
+    (lambda: O.group_advantages(x, epsilon=pair), "epsilon"),
+    (lambda: O.gae(x, x, x, discount=pair), "discount"),
+    (lambda: O.distillation_advantages(x, x, x, discount=pair), "discount"),
+    (lambda: O.turn_advantages(x[None], x[None], discount=pair), "discount"),
+    (lambda: O.constrained_advantages([x], [], [pair], []), "reward_weights"),
+    (lambda: O.value_loss(x, x, x, x, clip=pair), "clip"),
   ):
     with pytest.raises(ValueError, match=rf"^{argument} has shape \(2,\), expected one number"):
       wrong()

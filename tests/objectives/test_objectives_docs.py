@@ -56,6 +56,6 @@ def test_ten_lines_of_optax():
 
 def test_every_public_loss_is_on_the_page():
   page = PAGE.read_text()
-  for name, one in vars(O).items():
-    if inspect.isfunction(one) and not name.endswith("_ratio") and name != "reduced":
+  for name, value in vars(O).items():
+    if inspect.isfunction(value) and not name.endswith("_ratio") and name != "reduced":
       assert re.search(rf"\b{name}\b", page), name

@@ -40,11 +40,11 @@ def arguments(case, advantage="advantage"):
   return case["logp"], case["old"], case[advantage], case["mask"]
 
 
-def undivided(sums, logp, *rest):
+def undivided(sums, logp, *constants):
   """Gradient of the numerator, and the sums."""
 
   def numerator(logp):
-    total = sums(logp, *rest)
+    total = sums(logp, *constants)
     return total[0].numerator, total
 
   return jax.grad(numerator, has_aux=True)(logp)
@@ -179,8 +179,8 @@ def test_any_number_of_micro_batches_is_the_same(name, parts):
 
 @pytest.mark.parametrize("name", SUMS)
 def test_denominators_do_not_depend_on_parameters(name):
-  logp, *rest = arguments(PLAIN)
-  denominator = jax.jit(lambda x: SUMS[name](x, *rest)[0].denominator)
+  logp, *constants = arguments(PLAIN)
+  denominator = jax.jit(lambda x: SUMS[name](x, *constants)[0].denominator)
   assert denominator(logp) == denominator(logp * 3 + 1) > 0
 
 

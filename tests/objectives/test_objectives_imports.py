@@ -41,8 +41,8 @@ def test_nothing_but_jax_is_imported():
 def test_every_public_name_is_documented():
   public = [x for x in vars(O).values() if getattr(x, "__module__", "").startswith(O.__name__)]
   assert len(public) > 30
-  for one in public:
-    assert one.__doc__, one.__name__
+  for value in public:
+    assert value.__doc__, value.__name__
 
 
 def test_every_public_name_is_exported():

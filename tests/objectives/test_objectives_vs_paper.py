@@ -250,17 +250,17 @@ def test_what_is_clipped_against_the_papers_rules(name, spread):
   for seed in range(3):
     case = paper.case(seed, spread=spread)
     loss, args = arguments(loss_name, case, O.POLICY_LOSSES[loss_name].by_token)
-    found = np.asarray(jax.jit(functools.partial(loss.clipped, **options))(*args))
+    clipped = np.asarray(jax.jit(functools.partial(loss.clipped, **options))(*args))
     wide = {k: np.asarray(case[k], np.float64) for k in ("logp", "old")}
     advantage = np.broadcast_to(args[2].T, case["mask"].T.shape).T
     expected = np.zeros(case["mask"].shape, bool)
     for i, live in enumerate(case["mask"]):
       if live.any():
         log_ratio = wide["logp"][i, live] - wide["old"][i, live]
-        more = dict(new=wide["logp"][i, live]) if rule is of_divergence else {}
-        expected[i, live] = rule(log_ratio, advantage[i, live], SEGMENTS[live], **ranges, **more)
-    assert found.dtype == bool
-    np.testing.assert_array_equal(found, expected)
+        further = dict(new=wide["logp"][i, live]) if rule is of_divergence else {}
+        expected[i, live] = rule(log_ratio, advantage[i, live], SEGMENTS[live], **ranges, **further)
+    assert clipped.dtype == bool
+    np.testing.assert_array_equal(clipped, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -297,12 +297,12 @@ def test_of_packed_responses_the_same_tokens_are_clipped(name):
   B, T = mask.shape
   args[2] = np.broadcast_to(args[2][:, None], (B, T))
   ids = np.repeat([0, 1], T) * np.ones((B // 2, 1), int)
-  more = () if name != "segment" else (np.tile(SEGMENTS, 2) + 4 * ids,)
+  further = () if name != "segment" else (np.tile(SEGMENTS, 2) + 4 * ids,)
   options = dict(max_length=T) if name in ("dr_grpo", "dppo") else {}
   packed = [x.reshape(B // 2, 2 * T) for x in (*args, mask)]
-  found = loss.clipped(*packed, *more, response_BT=ids, **options)
+  clipped = loss.clipped(*packed, *further, response_BT=ids, **options)
   plain = loss.clipped(*unpacked, **options)
-  np.testing.assert_array_equal(np.asarray(found).reshape(B, T), plain)
+  np.testing.assert_array_equal(np.asarray(clipped).reshape(B, T), plain)
 
 
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)

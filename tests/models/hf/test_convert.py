@@ -263,9 +263,9 @@ def test_a_host_opens_only_the_files_that_it_needs(tmp_path):
       host.kill()
   opened = [set(json.loads(report.read_text())) for report in reports]
   for process, files in enumerate(opened):
-    other = [f".experts.{e}." for e in range(MOE.num_experts) if e // 4 != process]
+    elsewhere = [f".experts.{e}." for e in range(MOE.num_experts) if e // 4 != process]
     expected = {
-      file for name, file in weight_map.items() if not any(part in name for part in other)
+      file for name, file in weight_map.items() if not any(part in name for part in elsewhere)
     }
     assert files == expected
   assert opened[0] | opened[1] == set(weight_map.values()) and opened[0] != opened[1]
