@@ -135,10 +135,11 @@ def token_logp(
 
   batch, head_DV = P(BATCH), head_weight(params, compute)
   split = sharding.spec_of(head_DV)
-  tokens = (hidden_BTD, targets_BT, support_BTX)
-  tokens = jax.tree.map(lambda x: sharding.reshard(x, batch), tokens)
-  specs = (batch, batch, batch, split)
-  return sharding.shard_map(on_each_device, specs, (batch, batch))(*tokens, head_DV)
+  hidden_BTD, targets_BT, support_BTX = jax.tree.map(
+    lambda x: sharding.reshard(x, batch), (hidden_BTD, targets_BT, support_BTX)
+  )
+  run = sharding.shard_map(on_each_device, (batch, batch, batch, split), (batch, batch))
+  return run(hidden_BTD, targets_BT, support_BTX, head_DV)
 
 
 def _over_support(

@@ -46,11 +46,11 @@ class PolicyLoss(Protocol[Arguments]):
   """A declared loss. Called, it returns (scalar, dict of scalars); a trainer reads of it these."""
 
   __name__: str
-  # Of the same arguments: (Mean, metrics), undivided (reductions.py); bool [B, T], the tokens whose
-  # ratio a bound has replaced, so that they have no gradient (in `cispo_loss`: a bounded one); all.
-  sums: Callable[Arguments, tuple[Mean, Metrics]]
+  sums: Callable[Arguments, tuple[Mean, Metrics]]  # undivided (reductions.py)
+  # bool [B, T]: tokens whose ratio a bound has replaced, so that they have no gradient (in
+  # `cispo_loss`: a bounded one).
   clipped: Callable[Arguments, Array]
-  undivided: Callable[Arguments, Sums]
+  undivided: Callable[Arguments, Sums]  # both of them
   options: Mapping[str, Any]  # published defaults of its numbers and words, KL's and entropy's too
   choices: Mapping[str, tuple[str, ...]]  # words allowed for those that are words
   by_token: bool  # made for advantages that differ between the tokens of a response
