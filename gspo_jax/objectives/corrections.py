@@ -5,6 +5,8 @@ rows), 0 at masked positions and for empty rows, and go into a loss as its `weig
 or sequence has the weight 0 and stays in the loss's denominator.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
@@ -43,9 +45,11 @@ def truncated_weight(
   """
   checks.numbers(cap=cap)
   checks.require(cap > 0, "cap must be positive")
-  log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
-  weight = jnp.minimum(ratios.bounded_exp(log_weight), cap)
-  return _shaped(jnp.where(live, weight, 0), tokens, level)
+
+  def bounded(weight: Array) -> Array:
+    return jnp.minimum(weight, cap)
+
+  return _weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT, bounded)
 
 
 def masked_weight(
@@ -76,9 +80,11 @@ def masked_weight(
   checks.numbers(low=low, high=high)
   checks.require(low >= 0, "low must not be negative")
   checks.require(high >= low, "high must not be smaller than low")
-  log_weight, live, tokens = _log_weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT)
-  weight = ratios.bounded_exp(log_weight)
-  return _shaped(jnp.where(live & (weight >= low) & (weight <= high), weight, 0), tokens, level)
+
+  def bounded(weight: Array) -> Array:
+    return jnp.where((weight >= low) & (weight <= high), weight, 0)
+
+  return _weight(logp_BT, sampler_logp_BT, mask_BT, level, response_BT, bounded)
 
 
 def off_policy_mask(
@@ -166,33 +172,28 @@ def _effective_size(log_weight: Array, live: Array) -> EffectiveSize:
   return EffectiveSize(number, logsumexp(log_weight), logsumexp(2 * log_weight))
 
 
-def _log_weight(
+def _weight(
   logp_BT: ArrayLike,
   sampler_logp_BT: ArrayLike,
   mask_BT: ArrayLike,
   level: str,
   response_BT: ArrayLike | None,
-) -> tuple[Array, Array, Tokens]:
-  """log ρ and where there is one: [B, T] or [B, U]."""
+  bounded: Callable[[Array], Array],
+) -> Array:
+  """ρ, `bounded`: of tokens [B, T], of responses [B], or [B, T] at the tokens of packed ones."""
   log_ratio_BT, tokens = _difference(
     logp_BT, "sampler_logp_BT", sampler_logp_BT, mask_BT, response_BT
   )
   if level == "token":
-    return log_ratio_BT, tokens.mask_BT, tokens
-  if level == "sequence":
-    return tokens.sums(log_ratio_BT), tokens.length_BU > 0, tokens
-  if level == "geometric":
-    return tokens.means(log_ratio_BT), tokens.length_BU > 0, tokens
-  raise ValueError(f'level must be "token", "sequence" or "geometric", got {level!r}')
-
-
-def _shaped(weight: Array, tokens: Tokens, level: str) -> Array:
-  """[B, T] of tokens as it is; [B, U] of responses as [B], or at their tokens [B, T]."""
-  if level == "token":
-    return weight
+    return jnp.where(tokens.mask_BT, bounded(ratios.bounded_exp(log_ratio_BT)), 0)
+  if level not in ("sequence", "geometric"):
+    raise ValueError(f'level must be "token", "sequence" or "geometric", got {level!r}')
+  reduce = tokens.sums if level == "sequence" else tokens.means
+  weight_BU = bounded(ratios.bounded_exp(reduce(log_ratio_BT)))
+  weight_BU = jnp.where(tokens.length_BU > 0, weight_BU, 0)
   if tokens.response_BT is None:
-    return weight[:, 0]
-  return jnp.where(tokens.mask_BT, at_tokens(weight, tokens.response_BT), 0)
+    return weight_BU[:, 0]
+  return jnp.where(tokens.mask_BT, at_tokens(weight_BU, tokens.response_BT), 0)
 
 
 def _difference(

@@ -76,9 +76,8 @@ def explained_variance(value_BT: ArrayLike, return_BT: ArrayLike, mask_BT: Array
     >>> print(f"{explained_variance(value_BT, return_BT, jnp.ones((2, 3))):.4f}")
     0.5833
   """
-  value_BT = checks.log_probs(value_BT, "value_BT")
-  dtype = value_BT.dtype
-  mask_BT = checks.mask(mask_BT, "mask_BT", value_BT.shape)
+  value_BT, tokens = aggregation.tokens(value_BT, "value_BT", mask_BT, None)
+  mask_BT, dtype = tokens.mask_BT, value_BT.dtype
   value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
   return_BT = checks.constant(return_BT, "return_BT", mask_BT, dtype, ("BT",))
   error_BT = return_BT - value_BT

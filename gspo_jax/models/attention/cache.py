@@ -106,15 +106,11 @@ def insert(cache: Cache, rows: Cache, index_r: jax.Array) -> Cache:
 
   For use on each device's part.
   """
-
-  def keys(x_lBKHS, new_lrKHT):
-    return x_lBKHS.at[:, index_r, :, :, : new_lrKHT.shape[-1]].set(new_lrKHT, mode="drop")
-
-  def values(x_lBKSH, new_lrKTH):
-    return x_lBKSH.at[:, index_r, :, : new_lrKTH.shape[-2]].set(new_lrKTH, mode="drop")
-
+  T = rows.v_lBKSH[0].shape[3]
+  keys, values = zip(cache.k_lBKHS, rows.k_lBKHS), zip(cache.v_lBKSH, rows.v_lBKSH)
   return Cache(
-    tuple(map(keys, cache.k_lBKHS, rows.k_lBKHS)), tuple(map(values, cache.v_lBKSH, rows.v_lBKSH))
+    tuple(x.at[:, index_r, :, :, :T].set(new, mode="drop") for x, new in keys),
+    tuple(x.at[:, index_r, :, :T].set(new, mode="drop") for x, new in values),
   )
 
 
