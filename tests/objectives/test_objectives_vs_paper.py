@@ -55,7 +55,13 @@ LOSSES = {
   ),
   "cispo": (O.cispo_loss, {}, paper.cispo, {}, True),
   "cispo_low": (O.cispo_loss, dict(clip_low=0.5), paper.cispo, dict(low=0.5), False),
-  "gmpo": (O.gmpo_loss, dict(clip_low=0.05), paper.gmpo, dict(low=0.05), False),
+  "gmpo": (
+    O.gmpo_loss,
+    dict(clip_low=0.05, clip_high=0.1),
+    paper.gmpo,
+    dict(low=0.05, high=0.1),
+    False,
+  ),
   "sapo": (O.sapo_loss, {}, paper.sapo, {}, True),
   "sapo_row": (O.sapo_loss, {}, paper.sapo, {}, False),
   "dppo": (O.dppo_loss, dict(max_length=12), paper.dppo, dict(how="constant", max_length=12), True),
@@ -216,7 +222,12 @@ CASES = {
   "cispo": ("cispo", {}, of_weights, {}),
   "cispo_low": ("cispo", dict(clip_low=0.3), of_weights, dict(low=0.3)),
   "gmpo": ("gmpo", {}, of_log_ratios, {}),
-  "gmpo_narrow": ("gmpo", dict(clip_low=0.05), of_log_ratios, dict(low=0.05)),
+  "gmpo_narrow": (
+    "gmpo",
+    dict(clip_low=0.05, clip_high=0.1),
+    of_log_ratios,
+    dict(low=0.05, high=0.1),
+  ),
   "sapo": ("sapo", {}, of_nothing, {}),
   "dppo": ("dppo", dict(max_length=12), of_divergence, {}),
   "dppo_kl": (
