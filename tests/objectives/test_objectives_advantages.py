@@ -13,20 +13,17 @@ def test_the_papers_example():
   np.testing.assert_allclose(O.group_advantages([[0.8, 0.4, 0.6]]), [[1, -1, 0]], atol=1e-5)
 
 
-def test_hand_numbers():
-  reward = [[1.0, 0.0, 0.0, 0.0]]
-  np.testing.assert_allclose(
-    O.group_advantages(reward, "none"), [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6
-  )
-  np.testing.assert_allclose(
-    O.group_advantages(reward, "leave_one_out"), [[1, -1 / 3, -1 / 3, -1 / 3]], rtol=1e-6
-  )
-  np.testing.assert_allclose(
-    O.group_advantages(reward, epsilon=0.5), [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6
-  )
-  np.testing.assert_allclose(
-    O.group_advantages(np.array([[3, 1]])), [[0.5**0.5, -(0.5**0.5)]], 1e-5
-  )
+@pytest.mark.parametrize(
+  "reward, options, expected",
+  [
+    ([1.0, 0, 0, 0], dict(normalize="none"), [0.75, -0.25, -0.25, -0.25]),
+    ([1.0, 0, 0, 0], dict(normalize="leave_one_out"), [1, -1 / 3, -1 / 3, -1 / 3]),
+    ([1.0, 0, 0, 0], dict(epsilon=0.5), [0.75, -0.25, -0.25, -0.25]),
+    ([3, 1], {}, [0.5**0.5, -(0.5**0.5)]),
+  ],
+)
+def test_hand_numbers(reward, options, expected):
+  np.testing.assert_allclose(O.group_advantages([reward], **options), [expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
