@@ -219,9 +219,9 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
       lambda: slots.new_state(
         c.model,
         tuple(block.attention_norm.shape[0] for block in params.blocks),
+        size,
         stop_ids=len(workload.stop_ids),
         dtype=engine.cache_dtype,
-        **size.arrays,
       )
     )
   state = jax.tree.map(lambda x: shaped(x.shape, x.dtype, mesh, x.sharding.spec), state)

@@ -66,17 +66,9 @@ class Sizes:
     """Prefixes, padded to this length, that a device prefills in one call."""
     return min(self.rows, max(1, self.piece // length))
 
-  @property
-  def arrays(self) -> dict[str, int]:
-    """Arguments of `slots.new_state`."""
-    return dict(
-      slots=self.slots,
-      window=self.window,
-      queue=self.entries * self.shards,
-      queue_window=self.prefix,
-      pool=self.pages * self.shards,
-      page=self.page,
-    )
+  def bucket(self, prefix: int) -> int:
+    """Length that a prefix of so many tokens is padded to."""
+    return bucket(prefix, self.longest, self.piece)
 
 
 def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
@@ -89,9 +81,7 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
   rows, longest = -(-slots // workload.samples), workload.prefix_length
   if config.cache_tokens:  # what is put aside comes back
     longest = max(longest, workload.window - 1)
-  prompt, prefix = (
-    bucket(n, longest, config.prefill_tokens) for n in (workload.prefix_length, longest)
-  )
+  prefix = bucket(longest, longest, config.prefill_tokens)
   window, entries = max(workload.window, prefix), max(2, min(2 * rows, slots))
   pages, S = 0, config.page_tokens
   if paged(config):
@@ -105,8 +95,19 @@ def sizes(workload: Workload, config: EngineConfig, shards: int) -> Sizes:
         f"devices, and one response of {window} positions takes up to {least}: set it to "
         f"{least * S * shards} at least, or to 0"
       )
-  of_queue = rows, entries, longest, prompt, prefix
-  return Sizes(shards, slots * shards, window, *of_queue, pages, S, config.prefill_tokens)
+  return Sizes(
+    shards=shards,
+    slots=slots * shards,
+    window=window,
+    rows=rows,
+    entries=entries,
+    longest=longest,
+    prompt=bucket(workload.prefix_length, longest, config.prefill_tokens),
+    prefix=prefix,
+    pages=pages,
+    page=S,
+    piece=config.prefill_tokens,
+  )
 
 
 def bucket(prefix: int, longest: int, piece: int) -> int:
@@ -207,27 +208,25 @@ class Usage:
 
   def add(self, other: "Usage") -> None:
     most, servers = max(self.cache_bytes, other.cache_bytes), self.servers | other.servers
-    for field in dataclasses.fields(self):
-      if field.name != "servers":
-        setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+    for name in vars(self).keys() - {"servers"}:
+      setattr(self, name, getattr(self, name) + getattr(other, name))
     self.cache_bytes, self.servers = most, servers
 
   def metrics(self) -> dict[str, float]:
     """By the names of metrics.jsonl."""
+    row = {
+      "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
+      "time/sample/decode": self.decode_seconds,
+    }
     if self.servers:
-      return {f"engine/{name}": value for name, value in self.servers.items()} | {
-        "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
-        "time/sample/decode": self.decode_seconds,
-      }
-    return {
+      return row | {f"engine/{name}": value for name, value in self.servers.items()}
+    return row | {
       "sampling/slot_utilisation": self.tokens / max(self.slot_steps, 1),
       "sampling/prefill_utilisation": self.prefilled / max(self.padded, 1),
-      "tokens_per_second/decode": self.tokens / max(self.decode_seconds, 1e-9),
       "sampling/decode_steps": float(self.steps),
       "sampling/cache_gib": self.cache_bytes / 2**30,
       "sampling/put_aside": float(self.put_aside),
       "time/sample/prefill": self.prefill_seconds,
-      "time/sample/decode": self.decode_seconds,
     }
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from gspo_jax.sampling.servers import vllm, wire
-from gspo_jax.sampling.servers.calls import Call, Failed, Limits, checked
+from gspo_jax.sampling.servers.calls import Call, Failed, checked
 from gspo_jax.sampling.servers.vllm import array_of_base64, floats, version_number
 from gspo_jax.sampling.servers.wire import Wire
+from gspo_jax.settings.model import tiny_moe
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.settings.server import ServerConfig
 
 CALL = Call("a1", (5, 6, 7), 1, 6, SamplingConfig(0.7, 0, 0.9, 0.0, 99), (9,), 3)
-LIMITS = Limits(264, 8, 2, 3, (1, 2))
+# Eight experts, of which a token takes two, in the last two of three layers.
+MODEL = dataclasses.replace(tiny_moe(264), num_layers=3, mlp_only_layers=(0,))
 RECORDED = {  # of vLLM, with one token less
   "request_id": "generate-tokens-a1", "model": "/weights", "created": 1795422882,
   "usage": {"prompt_tokens": 3, "total_tokens": 6, "completion_tokens": 3},
@@ -37,18 +39,18 @@ RECORDED = {  # of vLLM, with one token less
 
 
 def test_an_answer_is_read():
-  (part,) = checked(vllm.read(RECORDED, CALL), CALL, LIMITS, 4, 5)
+  (part,) = checked(vllm.read(RECORDED, CALL), CALL, MODEL, 4, 5)
   assert part.tokens.tolist() == [28, 58, 9] and part.stopped and not part.aborted
   np.testing.assert_allclose(part.logp, [-5.5, -3.1, -3.3], atol=0.1)
   assert part.version.tolist() == [4, 4, 5]
   with pytest.raises(Failed, match="weights"):
-    checked(vllm.read(RECORDED, CALL), CALL, LIMITS, 6, 6)
+    checked(vllm.read(RECORDED, CALL), CALL, MODEL, 6, 6)
   two = dataclasses.replace(CALL, samples=2)
   choices = [RECORDED["choices"][0] | dict(index=index) for index in (1, 0)]
-  parts = checked(vllm.read(dict(choices=choices), two), two, LIMITS, 4, 5)
+  parts = checked(vllm.read(dict(choices=choices), two), two, MODEL, 4, 5)
   wrong = dataclasses.replace(parts[1], logp=np.full(3, 0.5, np.float32))
   with pytest.raises(Failed, match="response 1: a log-prob is above 0"):
-    checked([parts[0], wrong], two, LIMITS, 4, 5)
+    checked([parts[0], wrong], two, MODEL, 4, 5)
 
 
 def test_nothing_of_the_distribution_is_left_to_a_servers_defaults():
@@ -63,7 +65,7 @@ def test_an_answer_without_tokens_is_of_any_weights():
   """Aborted in a server's queue, after new weights came."""
   empty = dict(index=0, finish_reason="abort", token_ids=[], weight_versions=[], logprobs=None)
   (part,) = vllm.read(dict(choices=[empty]), CALL)
-  (part,) = checked([part], CALL, LIMITS, 4, 5)
+  (part,) = checked([part], CALL, MODEL, 4, 5)
   assert part.aborted and part.version.tolist() == []
 
 
@@ -82,18 +84,18 @@ def test_routed_experts_are_decoded(layers):
   choice = dict(RECORDED["choices"][0])
   for sent in (experts, experts.astype(np.uint8)):
     choice |= dict(routed_experts=npy(sent))
-    (part,) = checked(vllm.read(dict(choices=[choice]), call), call, LIMITS, 4, 5)
+    (part,) = checked(vllm.read(dict(choices=[choice]), call), call, MODEL, 4, 5)
     assert part.experts.dtype == np.int8
     np.testing.assert_array_equal(part.experts, expected)
   for wrong in (experts[1:], experts + 8, experts.astype(np.float32)):
     choice |= dict(routed_experts=npy(wrong))
     with pytest.raises(Failed, match=r"experts"):
-      checked(vllm.read(dict(choices=[choice]), call), call, LIMITS, 4, 5)
+      checked(vllm.read(dict(choices=[choice]), call), call, MODEL, 4, 5)
   for text in ("no base64", npy(np.array([None]))):  # a pickle, which is never read
     with pytest.raises(Failed, match=r"no array in base64"):
       vllm.read(dict(choices=[choice | dict(routed_experts=text)]), call)
   with pytest.raises(Failed, match=r"no routed experts came"):
-    checked(vllm.read(RECORDED, call), call, LIMITS, 4, 5)
+    checked(vllm.read(RECORDED, call), call, MODEL, 4, 5)
 
 
 def headed(header, version=(1, 0)):

@@ -18,7 +18,7 @@ from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
 from gspo_jax.sampling.local.slots import Rows, Sampled, decode, new_state, prefill
 from gspo_jax.sampling.local.under_way import Entry, Live, by_response, lives_of, to_go_on
-from gspo_jax.sampling.requests import Request, Response, Usage, Workload, bucket, sizes
+from gspo_jax.sampling.requests import Request, Response, Usage, Workload, sizes
 from gspo_jax.settings.model import REFERENCE, ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import P
@@ -60,8 +60,8 @@ class Scheduler:
     self._shards = 1
     if not sharding.without_mesh():
       self._shards = sharding.batch_shards(jax.sharding.get_mesh())
-    self._size = shape = sizes(workload, config, self._shards)
-    self._slots, self._entries = shape.slots, shape.entries
+    self._size = size = sizes(workload, config, self._shards)
+    self._slots, self._entries = size.slots, size.entries
     common = dict(model=model, compute=compute, record_routing=workload.record_routing)
     self._prefill = functools.partial(prefill, piece=config.prefill_tokens, **common)
     self._decode = functools.partial(
@@ -73,10 +73,10 @@ class Scheduler:
     )
     self._state = new_state(
       model,
-      tuple(len(block.attention_norm) for block in self._params.blocks),
+      tuple(len(block.attention_norm) for block in params.blocks),
+      size,
       stop_ids=self._stop_width,
       dtype=config.cache_dtype,
-      **shape.arrays,
     )
     self.usage = Usage(cache_bytes=_cache_bytes(self._state))
 
@@ -88,7 +88,7 @@ class Scheduler:
     self._free = [list(range(self._entries)) for _ in range(self._shards)]  # entries, by device
     self._load = [0] * self._shards  # responses that a device has still to finish
     # Of each device: free pages as last reported, and those that prefixes have taken since.
-    self._pages, self._taken = np.full(self._shards, shape.pages), np.zeros(self._shards, int)
+    self._pages, self._taken = np.full(self._shards, size.pages), np.zeros(self._shards, int)
     self._queued: dict[int, Entry] = {}  # by its number, over all devices
     self._calls = 0  # of the decoder so far
     self._in_flight = collections.deque()  # calls whose results are not fetched yet
@@ -139,47 +139,44 @@ class Scheduler:
     finished = []
     while self._in_flight:
       finished += self._collect()
-    rest = [live.response(self._version) for live in self._live.values()]
+    begun = list(self._live.values())
     for request, lives in self._requests:
-      rest += [live.response(self._version) for live in lives or lives_of(request)]
+      begun += lives or lives_of(request)
     self._live.clear()
     self._requests.clear()
-    return finished + rest
+    return finished + [live.response(self._version) for live in begun]
 
   # To the devices.
-
-  def _bucket(self, prefix: int) -> int:
-    return bucket(prefix, self._size.longest, self._config.prefill_tokens)
 
   def _fill_queue(self) -> None:
     """Prefills what fits, in batches of one length; small ones only when slots would run dry."""
     while self._requests:
-      length = self._bucket(self._requests[0][0].prefix_length)
+      length = self._size.bucket(self._requests[0][0].prefix_length)
       rows = self._size.at_once(length)
       room = sum(min(rows, len(free)) for free in self._free)
-      waiting = sum(entry.waiting for entry in self._queued.values())
+      queued = sum(entry.waiting for entry in self._queued.values())
       enough = min(rows * self._shards, len(self._requests))
-      if not room or (room < enough and waiting > self._slots // 2):
+      if not room or (room < enough and queued > self._slots // 2):
         return
-      chosen, others = [], collections.deque()
-      for one in self._requests:
-        fits = len(chosen) < room and self._bucket(one[0].prefix_length) == length
-        (chosen if fits else others).append(one)
-      placed = self._place(chosen, rows)
-      self._requests = others
-      self._requests.extendleft(reversed(chosen[len(placed) :]))
+      fitting, waiting = [], collections.deque()
+      for entry in self._requests:
+        fits = len(fitting) < room and self._size.bucket(entry[0].prefix_length) == length
+        (fitting if fits else waiting).append(entry)
+      placed = self._place(fitting, rows)
+      self._requests = waiting
+      self._requests.extendleft(reversed(fitting[len(placed) :]))
       if placed:
         self._prefill_batch(placed, length, rows)
-      if len(placed) < len(chosen):  # for want of pages
+      if len(placed) < len(fitting):  # for want of pages
         return
 
-  def _place(self, chosen: list, rows: int) -> list[tuple[Request, list[Live]]]:
+  def _place(self, fitting: list, rows: int) -> list[tuple[Request, list[Live]]]:
     """Gives requests, in their order, to the devices that have least to do, `rows` to one at most.
 
     Where pages are few, a device takes another prefix if it has some to spare for its slots.
     """
     used, placed = [0] * self._shards, []
-    for request, lives in chosen:
+    for request, lives in fitting:
       pages = -(-(request.prefix_length - 1) // self._size.page)
       open_to = [
         d
@@ -205,10 +202,8 @@ class Scheduler:
   def _prefill_batch(self, placed: list, length: int, rows: int) -> None:
     """One call: `rows` prefixes of each device, padded to `length`."""
     total = rows * self._shards
-    tokens = np.zeros((total, length), np.int32)
-    field = {name: np.zeros(total, np.int32) for name in Rows.names()}
-    field |= {name: np.zeros(total, np.uint32) for name in ("seed_B", "prompt_B")}
-    field["stop_BX"] = np.full((total, self._stop_width), -1, np.int32)
+    tokens, prefixes = np.zeros((total, length), np.int32), Rows.zeros(total, self._stop_width, np)
+    prefixes.stop_BX[:] = -1
     waiting, entries = np.zeros(total, np.int32), np.full(total, self._entries, np.int32)
     used, fetched = [0] * self._shards, []
     for request, lives in placed:
@@ -218,15 +213,15 @@ class Scheduler:
       entry = self._free[shard].pop(0)
       entries[row], waiting[row] = entry, request.samples
       tokens[row, : len(prefix) - 1] = prefix[:-1]
-      field["token_B"][row] = prefix[-1]
-      field["position_B"][row] = len(prefix) - 1
-      field["start_B"][row] = len(request.prompt)
-      field["left_B"][row] = request.max_new_tokens
-      field["seed_B"][row] = request.seed
-      field["prompt_B"][row] = zlib.crc32(np.asarray(request.prompt, "<i4").tobytes())
-      field["sample_B"][row] = request.first_sample
-      field["stop_BX"][row, : len(request.stop_ids)] = request.stop_ids
-      field["id_B"][row] = self._ids
+      prefixes.token_B[row] = prefix[-1]
+      prefixes.position_B[row] = len(prefix) - 1
+      prefixes.start_B[row] = len(request.prompt)
+      prefixes.left_B[row] = request.max_new_tokens
+      prefixes.seed_B[row] = request.seed
+      prefixes.prompt_B[row] = zlib.crc32(np.asarray(request.prompt, "<i4").tobytes())
+      prefixes.sample_B[row] = request.first_sample
+      prefixes.stop_BX[row, : len(request.stop_ids)] = request.stop_ids
+      prefixes.id_B[row] = self._ids
       routing: list[np.ndarray] = []
       for live in lives:
         self._live[self._ids] = live
@@ -241,8 +236,8 @@ class Scheduler:
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
     work = flops.work(self._model, 1, fed, fed)
     self.usage.flops += float(np.sum(work.forward() - work.head))  # no logits are needed
-    arrays = (tokens, Rows(**field), waiting, entries)
-    self._state, experts = self._prefill(self._params, self._state, *_put(arrays))
+    arrays = _put((tokens, prefixes, waiting, entries))
+    self._state, experts = self._prefill(self._params, self._state, *arrays)
     self._prefills.append((experts, fetched))
 
   def _dispatch(self) -> None:

@@ -23,6 +23,7 @@ from gspo_jax.models.attention.pages import Pages
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.local.refill import refill, release
+from gspo_jax.sampling.requests import Sizes
 from gspo_jax.sampling.sampler import sample, support, temper
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
@@ -47,9 +48,11 @@ class Rows:
   id_B: Any  # int32: the host's number of the response
 
   @classmethod
-  def names(cls) -> list[str]:
-    """Its fields."""
-    return [field.name for field in dataclasses.fields(cls)]
+  def zeros(cls, count: int, stop_ids: int, np: Any) -> "Rows":
+    """Arrays of numpy, or of `jax.numpy`."""
+    rows = {field.name: np.zeros(count, np.int32) for field in dataclasses.fields(cls)}
+    rows |= {name: np.zeros(count, np.uint32) for name in ("seed_B", "prompt_B")}
+    return cls(**rows | dict(stop_BX=np.zeros((count, stop_ids), np.int32)))
 
 
 @flax.struct.dataclass
@@ -78,57 +81,28 @@ class Sampled:
   free_d: Any = None  # int32: pages of each device that are free afterwards; None: there are none
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=(
-    "model",
-    "layers",
-    "slots",
-    "window",
-    "queue",
-    "queue_window",
-    "stop_ids",
-    "dtype",
-    "pool",
-    "page",
-  ),
-)
+@functools.partial(jax.jit, static_argnames=("model", "layers", "size", "stop_ids", "dtype"))
 def new_state(
-  model: ModelConfig,
-  layers: tuple[int, ...],
-  *,
-  slots: int,
-  window: int,
-  queue: int,
-  queue_window: int,
-  stop_ids: int,
-  dtype: Any,
-  pool: int = 0,
-  page: int = 0,
+  model: ModelConfig, layers: tuple[int, ...], size: Sizes, *, stop_ids: int, dtype: Any
 ) -> State:
-  """Free slots and an empty queue; `layers` as the blocks of the parameters stack them.
+  """Free slots and an empty queue; `layers` as the blocks of the parameters stack them."""
 
-  pool: pages over all devices, of `page` positions each, for slots and queue; 0: dense caches.
-  """
+  def split(tree: Any) -> Any:
+    return jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)
 
-  def rows(count: int) -> Rows:
-    fields = {name: jnp.zeros(count, jnp.int32) for name in Rows.names()}
-    for name in ("seed_B", "prompt_B"):
-      fields[name] = jnp.zeros(count, jnp.uint32)
-    return Rows(**fields | dict(stop_BX=jnp.zeros((count, stop_ids), jnp.int32)))
-
-  split = lambda tree: jax.tree.map(lambda x: sharding.reshard(x, P(BATCH)), tree)  # noqa: E731
-  if pool:
-    cache = pages.allocate(model, slots, window, pool, page, dtype, layers)
-    staged = pages.no_pages(queue, -(-queue_window // page))
+  slots, queue = size.slots, size.entries * size.shards
+  if size.pages:
+    pool = size.pages * size.shards
+    cache = pages.allocate(model, slots, size.window, pool, size.page, dtype, layers)
+    staged = pages.no_pages(queue, -(-size.prefix // size.page))
   else:
-    cache = kv_cache.allocate(model, slots, window, dtype, layers)
-    staged = kv_cache.allocate(model, queue, queue_window, dtype, layers)
+    cache = kv_cache.allocate(model, slots, size.window, dtype, layers)
+    staged = kv_cache.allocate(model, queue, size.prefix, dtype, layers)
   return State(
-    slots=split(rows(slots)),
+    slots=split(Rows.zeros(slots, stop_ids, jnp)),
     key_W2=split(jnp.zeros((slots, 2), jnp.uint32)),
     cache=cache,
-    queue=split(rows(queue)),
+    queue=split(Rows.zeros(queue, stop_ids, jnp)),
     staged=staged,
     waiting_R=split(jnp.zeros(queue, jnp.int32)),
   )
@@ -165,8 +139,10 @@ def prefill(
     out = run(tokens_rT, segments=real_rT, cache=cache)
     cache, routing_lrTk = out.cache, out.routing_lBTk
   else:
-    cut = lambda x_rT: jnp.swapaxes(x_rT.reshape(r, T // piece, piece), 0, 1)  # noqa: E731
     positions_rT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (r, T))
+
+    def cut(x_rT):
+      return jnp.swapaxes(x_rT.reshape(r, T // piece, piece), 0, 1)
 
     def go_on(cache, part):
       tokens, positions, segments = part
@@ -188,13 +164,16 @@ def prefill(
 
 def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
   """Puts prefilled rows into the queue; on each device."""
-  at = lambda old, new: old.at[entry_r].set(new, mode="drop")  # noqa: E731
+
+  def at(old, new):
+    return old.at[entry_r].set(new, mode="drop")
+
   if isinstance(state.cache, Pages):
     state = release(state)
     length_r = jnp.where(entry_r < len(state.waiting_R), rows.position_B, 0)
     pool, table_rn, fits_r = pages.insert(state.cache, cache, length_r, state.staged)
-    more = state.staged.shape[1] - table_rn.shape[1]
-    table_rn = jnp.pad(table_rn, ((0, 0), (0, more)), constant_values=pages.NONE)
+    lacking = state.staged.shape[1] - table_rn.shape[1]
+    table_rn = jnp.pad(table_rn, ((0, 0), (0, lacking)), constant_values=pages.NONE)
     waiting_r = jnp.where(fits_r, waiting_r, 0)  # or the host has to ask again
     state = state.replace(cache=pool, staged=at(state.staged, table_rn))
   else:
@@ -231,21 +210,22 @@ def decode(
   cancelled_B = (slots.id_B[:, None] == cancelled_W[None]).any(1)
   state = state.replace(slots=slots.replace(left_B=jnp.where(cancelled_B, 0, slots.left_B)))
 
-  by_step = lambda x: sharding.reshard(x, P(None, BATCH))  # noqa: E731
+  def by_step(value, dtype, *shape):
+    return sharding.reshard(jnp.full((steps, W, *shape), value, dtype), P(None, BATCH))
+
   out = Sampled(
-    id_nW=by_step(jnp.full((steps, W), -1, jnp.int32)),
-    token_nW=by_step(jnp.zeros((steps, W), jnp.int32)),
-    logp_nW=by_step(jnp.zeros((steps, W), jnp.float32)),
-    full_logp_nW=by_step(jnp.zeros((steps, W), jnp.float32)),
+    id_nW=by_step(-1, jnp.int32),
+    token_nW=by_step(0, jnp.int32),
+    logp_nW=by_step(0, jnp.float32),
+    full_logp_nW=by_step(0, jnp.float32),
     route_nWlk=None,
   )
   if record_routing and model.num_experts:
     moe_layers = sum(map(model.is_moe, range(model.num_layers)))
-    shape = (steps, W, moe_layers, model.experts_per_token)
-    nothing = jnp.full(shape, routing.NO_EXPERT, routing.storage_dtype(model.num_experts))
-    out = out.replace(route_nWlk=by_step(nothing))
+    dtype, shape = routing.storage_dtype(model.num_experts), (moe_layers, model.experts_per_token)
+    out = out.replace(route_nWlk=by_step(routing.NO_EXPERT, dtype, *shape))
   if width:
-    out = out.replace(support_nWX=by_step(jnp.full((steps, W, width), NO_TOKEN, jnp.int32)))
+    out = out.replace(support_nWX=by_step(NO_TOKEN, jnp.int32, width))
 
   def going_on(carry):
     i, state, _ = carry
@@ -255,9 +235,12 @@ def decode(
     i, state, out = carry
     state = _on_each_device(refill, state, like=state)
     slots, cache, taken = _next_token(params, state, sampling, model, compute, width)
-    write = lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0)  # noqa: E731
     if out.route_nWlk is None:
       taken = taken.replace(route_nWlk=None)
+
+    def write(x, value):
+      return jax.lax.dynamic_update_index_in_dim(x, value, i, 0)
+
     return i + 1, state.replace(slots=slots, cache=cache), jax.tree.map(write, out, taken)
 
   i, state, out = jax.lax.while_loop(going_on, step, (jnp.zeros((), jnp.int32), state, out))

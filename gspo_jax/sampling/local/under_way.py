@@ -39,37 +39,35 @@ class Live:
 
   def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
     """Number of sampled tokens that complete a stop string, if the last part completes one."""
-    strings = self.request.stop_strings
-    if not strings:
-      return None
-    longest = stop_strings.longest(strings)
-    new, *_ = self.parts[-1]
-    old: list[int] = []
-    earlier = (tokens for tokens, *_ in itertools.islice(reversed(self.parts), 1, None))
-    for piece in itertools.chain(earlier, [self.request.last_begun(longest)]):
-      old[:0] = map(int, piece)
-      if len(old) >= longest:
-        break
-    found = stop_strings.end(strings, old, new.tolist(), detokenize)
-    return None if found is None else self.count - len(new) + found
+    longest = stop_strings.longest(self.request.stop_strings)  # tokens; of a part, one or more
+    *earlier, new = (part[0].tolist() for part in self.parts[-1 - longest :])
+    old = list(itertools.chain.from_iterable(earlier))
+    end = stop_strings.end(self.request, old, new, detokenize)
+    return None if end is None else self.count - len(new) + end
 
   def response(
     self, version: int, count: int | None = None, stopped: bool = False, finished: bool = False
   ) -> Response:
     """Returns the first `count` tokens; all of them by default."""
-    nothing = [np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)]
-    columns = [np.concatenate([x, *xs]) for x, xs in zip(nothing, zip(*self.parts))] or nothing
-    experts = None
+    columns = [None if xs[0] is None else np.concatenate(xs)[:count] for xs in zip(*self.parts)]
+    nothing = np.zeros(0, np.float32)
+    tokens, logp, full_logp, experts, support = columns or (
+      np.zeros(0, np.int32), nothing, nothing, None, None,
+    )  # fmt: skip
     if self.prefix_routing:
-      experts = np.concatenate([*self.prefix_routing, *(part[3] for part in self.parts)])
-      experts = experts[: len(self.prefix_routing[0]) + (self.count if count is None else count)]
-    support = None
-    if self.parts and self.parts[0][4] is not None:
-      support = np.concatenate([part[4] for part in self.parts])[:count]
-    columns = [column[:count] for column in columns]
-    versions = np.full(len(columns[0]), version, np.int32)
-    ended = stopped, finished
-    return Response(self.request, self.sample, *columns, versions, *ended, experts, support)
+      experts = np.concatenate([*self.prefix_routing, *([] if experts is None else [experts])])
+    return Response(
+      self.request,
+      self.sample,
+      tokens,
+      logp,
+      full_logp,
+      np.full(len(tokens), version, np.int32),
+      stopped,
+      finished,
+      experts,
+      support,
+    )
 
 
 def lives_of(request: Request) -> list[Live]:
@@ -81,7 +79,6 @@ def by_response(out: Sampled) -> Iterator[tuple]:
   """(id, tokens, logp, full_logp, experts, support) of each response with tokens in `out`; None for
   what is not recorded."""
   steps = int(out.steps)
-  fields = [out.token_nW, out.logp_nW, out.full_logp_nW, out.route_nWlk, out.support_nWX]
   id_Z = out.id_nW[:steps].T.ravel()  # slot by slot, in the order of time
   used_Z = np.flatnonzero(id_Z >= 0)
   if not len(used_Z):
@@ -89,7 +86,7 @@ def by_response(out: Sampled) -> Iterator[tuple]:
   ids = id_Z[used_Z]
   cuts = np.flatnonzero(np.diff(ids)) + 1
   columns = []
-  for x in fields:
+  for x in (out.token_nW, out.logp_nW, out.full_logp_nW, out.route_nWlk, out.support_nWX):
     if x is None:
       columns.append([None] * (len(cuts) + 1))
       continue
@@ -102,17 +99,18 @@ def by_response(out: Sampled) -> Iterator[tuple]:
 def to_go_on(lives: Iterable[Live]) -> Iterator[tuple[Request, list[Live]]]:
   """Requests for what has lost its place, each with its responses: those of one request that had
   not begun together, any other one by itself with the tokens that it has."""
-  of_one = lambda live: (id(live.request), live.sample if live.count else None)  # noqa: E731
-  for _, alike in itertools.groupby(lives, of_one):
-    alike = list(alike)
+
+  def of_request(live: Live) -> tuple[int, int | None]:
+    return id(live.request), live.sample if live.count else None
+
+  for _, group in itertools.groupby(lives, of_request):
+    alike = list(group)
     first = alike[0]
-    yield (
-      dataclasses.replace(
-        first.request,
-        samples=len(alike),
-        first_sample=first.sample,
-        begun=(*first.request.begun, *first.tokens),
-        max_new_tokens=first.request.max_new_tokens - first.count,
-      ),
-      alike,
+    request = dataclasses.replace(
+      first.request,
+      samples=len(alike),
+      first_sample=first.sample,
+      begun=(*first.request.begun, *first.tokens),
+      max_new_tokens=first.request.max_new_tokens - first.count,
     )
+    yield request, alike

@@ -1,10 +1,13 @@
 """What a server is asked for and what it answers, with every answer checked."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
 from gspo_jax.models.experts import routing
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
 
 # What can be wrong with an answer, in the order of docs/engines.md.
@@ -59,18 +62,20 @@ class Part:
   experts: np.ndarray | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """What an answer has to keep to."""
+@contextlib.contextmanager
+def failing(text: str) -> Iterator[None]:
+  """Whatever an answer makes us stumble over is a failure of its server, which `text` names."""
+  try:
+    yield
+  except Failed:
+    raise
+  except Exception as error:  # a header of .npy is read as Python, with whatever that may raise
+    raise Failed("body", f"{text}: {error!r:.80}") from error
 
-  vocab_size: int
-  num_experts: int = 0
-  experts_per_token: int = 0
-  num_layers: int = 0
-  moe_layers: tuple[int, ...] = ()  # those of all layers that have experts
 
-
-def checked(parts: list[Part], call: Call, limits: Limits, oldest: int, newest: int) -> list[Part]:
+def checked(
+  parts: list[Part], call: Call, model: ModelConfig, oldest: int, newest: int
+) -> list[Part]:
   """The parts, with experts of layers that have some, where these were asked for.
 
   Args:
@@ -84,21 +89,21 @@ def checked(parts: list[Part], call: Call, limits: Limits, oldest: int, newest: 
   kept = []
   for row, part in enumerate(parts):
     try:
-      _check(part, call, limits, oldest, newest)
-      experts = _experts(part, call, limits) if call.routing else None
+      _check(part, call, model, oldest, newest)
+      experts = _experts(part, call, model) if call.routing else None
     except Failed as error:
       raise Failed(error.kind, f"response {row}: {error}") from error
     kept.append(dataclasses.replace(part, experts=experts))
   return kept
 
 
-def _check(part: Part, call: Call, limits: Limits, oldest: int, newest: int) -> None:
+def _check(part: Part, call: Call, model: ModelConfig, oldest: int, newest: int) -> None:
   n, tokens = len(part.tokens), part.tokens
   if n > call.max_new_tokens or (n == 0 and not part.aborted):
     raise Failed("tokens", f"{n} tokens came where 1 to {call.max_new_tokens} were asked for")
-  if n and not 0 <= tokens.min() <= tokens.max() < limits.vocab_size:
+  if n and not 0 <= tokens.min() <= tokens.max() < model.vocab_size:
     raise Failed(
-      "tokens", f"token ids reach {tokens.max()}, the model has 0 to {limits.vocab_size - 1}"
+      "tokens", f"token ids reach {tokens.max()}, the model has 0 to {model.vocab_size - 1}"
     )
   if len(part.logp) != n:
     raise Failed("tokens", f"{len(part.logp)} log-probs came for {n} tokens")
@@ -116,18 +121,18 @@ def _check(part: Part, call: Call, limits: Limits, oldest: int, newest: int) -> 
     )
 
 
-def _experts(part: Part, call: Call, limits: Limits) -> np.ndarray | None:
+def _experts(part: Part, call: Call, model: ModelConfig) -> np.ndarray | None:
   """[fed, l, k], in the storage dtype of routing."""
   experts, fed = part.experts, len(call.tokens) + len(part.tokens) - 1
   if not len(part.tokens):
     return None
   if experts is None:
     raise Failed("body", "no routed experts came")
-  layers = len(limits.moe_layers)
-  for count in (layers, limits.num_layers):  # some servers have rows for all layers
-    if experts.size == fed * count * limits.experts_per_token and experts.dtype.kind in "iu":
-      experts = experts.reshape(fed, count, limits.experts_per_token)
-      experts = experts if count == layers else experts[:, list(limits.moe_layers)]
-      if 0 <= experts.min() <= experts.max() < limits.num_experts:
-        return experts.astype(routing.storage_dtype(limits.num_experts))
+  moe_layers = list(filter(model.is_moe, range(model.num_layers)))
+  for count in (len(moe_layers), model.num_layers):  # some servers have rows for all layers
+    if experts.size == fed * count * model.experts_per_token and experts.dtype.kind in "iu":
+      experts = experts.reshape(fed, count, model.experts_per_token)
+      experts = experts if count == len(moe_layers) else experts[:, moe_layers]
+      if 0 <= experts.min() <= experts.max() < model.num_experts:
+        return experts.astype(routing.storage_dtype(model.num_experts))
   raise Failed("body", f"experts of shape {part.experts.shape} came for {fed} tokens")

@@ -24,7 +24,7 @@ from gspo_jax.models import flops
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.sampling.requests import Request, Response, Usage, Workload
 from gspo_jax.sampling.servers import published
-from gspo_jax.sampling.servers.calls import KINDS, Failed, Limits, Part
+from gspo_jax.sampling.servers.calls import KINDS, Failed, Part
 from gspo_jax.sampling.servers.fleet import Fleet, Server
 from gspo_jax.sampling.servers.pending import MOST_ABORTED, Pending, call_for
 from gspo_jax.sampling.servers.probe import Probe, Verdict
@@ -74,11 +74,7 @@ class ServerEngine:
     self._fleet: Fleet | None = None  # of the first process
 
     def connect() -> None:
-      moe = tuple(filter(model.is_moe, range(model.num_layers)))
-      limits = Limits(
-        model.vocab_size, model.num_experts, model.experts_per_token, model.num_layers, moe
-      )
-      self._fleet = Fleet(config.urls, self._server, limits)
+      self._fleet = Fleet(config.urls, self._server, model)
 
     hosts.of_first(connect, ServersGone)
     self._weights: Path | None = None  # the directory of the last ones

@@ -12,14 +12,15 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
 from gspo_jax.sampling.servers import vllm
-from gspo_jax.sampling.servers.calls import Busy, Call, Failed, Limits, Part, Refused, checked
+from gspo_jax.sampling.servers.calls import Busy, Call, Failed, Part, Refused, checked, failing
 from gspo_jax.sampling.servers.wire import CONNECT_S, JSON, Wire
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.server import ServerConfig
 
 HEALTH_S = 5.0  # between two looks at a server that has something to do
@@ -67,7 +68,7 @@ class Server:
 
 
 class Fleet:
-  """The servers of `urls`.
+  """The servers of `urls`, which sample from `model`.
 
   Attributes:
     answers: what came of calls, in the order in which it came: their ids, with their parts or an
@@ -76,9 +77,9 @@ class Fleet:
     version: of the newest weights that a server may have.
   """
 
-  def __init__(self, urls: Sequence[str], config: ServerConfig, limits: Limits):
+  def __init__(self, urls: Sequence[str], config: ServerConfig, model: ModelConfig):
     self.servers = [Server(url.rstrip("/")) for url in urls]
-    self._config, self._limits = config, limits
+    self._config, self._model = config, model
     self._wire = Wire(config, len(self.servers))
     self.answers: queue.SimpleQueue[tuple[str, list[Part] | Exception]] = queue.SimpleQueue()
     self.failures: collections.Counter[str] = collections.Counter()
@@ -204,11 +205,11 @@ class Fleet:
     work = self._loop.create_task(self._generated(server, attempt, seconds))
     server.posts[work] = Post(call.id, attempt.id, call.samples)
     try:
-      parts = await work
+      answer = await work
       if not probes:
         await server.settled.wait()
-      if not (probes or server.usable):
-        raise Moved("it was left out meanwhile")
+        if not server.usable:
+          raise Moved("it was left out meanwhile")
     except asyncio.CancelledError:
       if asyncio.current_task().cancelling():  # of the call itself
         raise
@@ -217,18 +218,17 @@ class Fleet:
       work.cancel()
       del server.posts[work]
       self._changed()
-    with _as_failed():
-      return checked(parts, call, self._limits, oldest, max(oldest, self.version))
+    with failing("its answer cannot be used"):
+      parts = vllm.read(answer, call)
+      return checked(parts, call, self._model, oldest, max(oldest, self.version))
 
-  async def _generated(self, server: Server, call: Call, seconds: float) -> list[Part]:
-    fed = len(call.tokens) * call.samples
+  def _generated(self, server: Server, call: Call, seconds: float) -> Coroutine[Any, Any, Any]:
+    """Has a server answer, with no more bytes than what was asked for may take."""
     new, each = call.samples * call.max_new_tokens, 0
     if call.routing:
-      each = EXPERT * self._limits.num_layers * self._limits.experts_per_token
-    most = JSON + TOKEN * new + each * (new + fed)
-    answer = await self._wire.ask(server.url, vllm.generate(call), seconds, most)
-    with _as_failed():
-      return vllm.read(answer, call)
+      each = EXPERT * self._model.num_layers * self._model.experts_per_token
+    most = JSON + TOKEN * new + each * (new + len(call.tokens) * call.samples)
+    return self._wire.ask(server.url, vllm.generate(call), seconds, most)
 
   def _changed(self) -> None:
     """Has all that wait for room look for it again."""
@@ -364,14 +364,3 @@ class Fleet:
       if missed >= STRIKES and server.usable:
         self.failures["health"] += 1
         self.leave_out(server, f"it has not answered /health {missed} times")
-
-
-@contextlib.contextmanager
-def _as_failed() -> Iterator[None]:
-  """Whatever an answer makes us stumble over is a failure of its server."""
-  try:
-    yield
-  except Failed:
-    raise
-  except Exception as error:
-    raise Failed("body", f"its answer cannot be used: {error!r:.80}") from error

@@ -31,17 +31,14 @@ class Pending:
 
   def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
     """Appends a part, up to the token that completes a stop string. Whether it was the last."""
-    count = len(part.tokens)
-    self.aborted = 0 if count else self.aborted + 1
-    self.stopped = part.stopped
-    strings = self.request.stop_strings
-    if strings and count:
-      end = stop_strings.end(strings, self._old_tokens(), part.tokens.tolist(), detokenize)
-      if end is not None:
-        count, self.stopped = end, True
-    self.tokens = np.concatenate([self.tokens, part.tokens[:count]])
-    self.logp = np.concatenate([self.logp, part.logp[:count]])
-    self.version = np.concatenate([self.version, part.version[:count]])
+    self.aborted = 0 if len(part.tokens) else self.aborted + 1
+    longest = stop_strings.longest(self.request.stop_strings)
+    old, new = self.tokens[-longest:].tolist(), part.tokens.tolist()
+    end = stop_strings.end(self.request, old, new, detokenize)
+    self.stopped = part.stopped or end is not None
+    self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
+    self.logp = np.concatenate([self.logp, part.logp[:end]])
+    self.version = np.concatenate([self.version, part.version[:end]])
     if part.experts is not None:
       fed = self.request.prefix_length + len(self.tokens) - 1
       # A prefix is prefilled anew for every part; what counts is how each token was fed at first.
@@ -49,11 +46,6 @@ class Pending:
       new = part.experts[seen:fed]
       self.experts = np.concatenate([self.experts, new]) if seen else new
     return self.stopped or not self.left
-
-  def _old_tokens(self) -> list[int]:
-    """The last tokens of the turn that is gone on with, enough to begin a stop string."""
-    longest = stop_strings.longest(self.request.stop_strings)
-    return [*self.request.last_begun(longest), *self.tokens[-longest:].tolist()]
 
   def response(self, whole: bool, finished: bool) -> Response:
     """The response as far as it has come; `whole`: its distribution has all tokens."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.sampling.servers.calls import Call, Failed, Part
+from gspo_jax.sampling.servers.calls import Call, Failed, Part, failing
 from gspo_jax.sampling.servers.wire import Ask
 
 PROCESSED = "start it with --logprobs-mode processed_logprobs"
@@ -52,41 +52,29 @@ def generate(call: Call) -> Ask:
 
 def read(answer: Mapping[str, Any], call: Call) -> list[Part]:
   """The parts in the answer to a call, in the order of its samples. Failed: there are none."""
-  try:
+  with failing("it has no choices"):
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     indices = [choice["index"] for choice in choices]
-  except (KeyError, TypeError, AttributeError) as error:
-    raise Failed("body", f"it has no choices: {error!r:.80}") from error
   if indices != list(range(call.samples)):
     raise Failed("tokens", f"{len(choices)} choices came for {call.samples}")
   return [_part(choice) for choice in choices]
 
 
 def _part(choice: Mapping[str, Any]) -> Part:
-  try:
+  with failing("a choice is not as it should be"):
     tokens = integers(choice["token_ids"] or [])
     content = (choice["logprobs"] or {}).get("content") or []
     said = integers([entry["token_id"] for entry in content])
     logp = floats([entry["logprob"] for entry in content])
     reason, experts = choice["finish_reason"], choice.get("routed_experts")
-  except (KeyError, TypeError, AttributeError) as error:
-    raise Failed("body", f"a choice is not as it should be: {error!r:.80}") from error
   if not np.array_equal(said, tokens):
     raise Failed("tokens", "the log-probs are not of the tokens that came")
-  version = _versions(choice, len(tokens))
-  experts = None if experts is None else array_of_base64(experts)
-  return Part(tokens, logp, version, reason == "stop", reason == "abort", experts)
-
-
-def _versions(choice: Mapping[str, Any], count: int) -> np.ndarray:
-  """int32 [n] of contiguous spans; -1 where there is none."""
-  version = np.full(count, -1, np.int32)
-  try:
+  version = np.full(len(tokens), -1, np.int32)  # nobody's, where no span is
+  with failing("its weight_versions are no spans"):
     for span in choice.get("weight_versions") or []:
       version[int(span["start"]) : int(span["end"])] = version_number(span["version"])
-  except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-    raise Failed("body", f"its weight_versions are no spans: {error!r:.80}") from error
-  return version
+  experts = None if experts is None else array_of_base64(experts)
+  return Part(tokens, logp, version, reason == "stop", reason == "abort", experts)
 
 
 def publish(directory: str, version: int) -> list[Ask]:
@@ -155,7 +143,7 @@ def version_number(label: Any) -> int:
 
 def array_of_base64(text: Any, most_bytes: int = 2**30) -> np.ndarray:
   """The array in base64 of an .npy file. Failed if it is none."""
-  try:
+  with failing("its routed experts are no array in base64"):
     raw = base64.b64decode(text, validate=True)
     file = io.BytesIO(raw)
     version = np.lib.format.read_magic(file)
@@ -166,5 +154,3 @@ def array_of_base64(text: Any, most_bytes: int = 2**30) -> np.ndarray:
       raise ValueError(f"{len(raw)} bytes for {shape} of {dtype}")
     array = np.frombuffer(raw, dtype, offset=file.tell())
     return array.reshape(shape, order="F" if fortran else "C")
-  except Exception as error:  # a header is read as Python, with whatever that may raise
-    raise Failed("body", f"its routed experts are no array in base64: {error!r:.80}") from error
