@@ -6,7 +6,7 @@ the work is the bytes of the response times those of the delimiters, whatever st
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,11 @@ TAGS = ("</think>", "</tool_call>", "<｜tool▁call▁end｜>", "<|tool_call_en
 
 @dataclasses.dataclass(frozen=True)
 class Delimiters:
-  """Texts that end a step, and the bytes of every token. The last token is one without any."""
+  """Texts that end a step, and the bytes of every token."""
 
   texts: tuple[bytes, ...]
-  bytes_X: np.ndarray  # uint8, of all tokens, one token after another
-  start_V: np.ndarray
-  size_V: np.ndarray
-  stop_V: np.ndarray  # bool: ends a turn
+  bytes_of: Mapping[int, bytes]
+  stop_ids: tuple[int, ...]  # they end a turn
 
 
 def choose(given: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
@@ -35,27 +33,21 @@ def choose(given: Sequence[str] | None, tokenizer: Any) -> tuple[str, ...]:
   if given:
     return tuple(given)
   template = getattr(tokenizer, "chat_template", "")
-  found = tuple(tag for tag in TAGS if tag in template)
-  if not found:
-    raise ValueError(
-      "objective.segment_unit='step' needs objective.segment_delimiters, the texts that end a "
-      "step, such as ('</think>', '</tool_call>'): the tokenizer's chat template has no such tag"
-      if template
-      else "objective.segment_unit='step' needs objective.segment_delimiters, the texts that end "
-      "a step, such as ('</think>', ']'): the tokenizer has no chat template that names them"
-    )
-  return found
+  if tags := tuple(tag for tag in TAGS if tag in template):
+    return tags
+  lack = "tokenizer's chat template has no such tag"
+  if not template:
+    lack = "tokenizer has no chat template that names them"
+  raise ValueError(
+    "objective.segment_unit='step' needs objective.segment_delimiters, the texts that end a step, "
+    f"such as ('</think>', '</tool_call>'): the {lack}"
+  )
 
 
 def delimiters(given: Sequence[str] | None, tokenizer: Any) -> Delimiters:
   """`choose`, with what finding them takes."""
   texts = tuple(text.encode() for text in choose(given, tokenizer))
-  bytes_of = [*tokenizer.token_bytes(), b""]
-  size_V = np.array([len(one) for one in bytes_of])
-  stop_V = np.zeros(len(bytes_of), bool)
-  stop_V[list(tokenizer.stop_ids)] = True
-  all_bytes = np.frombuffer(b"".join(bytes_of), np.uint8)
-  return Delimiters(texts, all_bytes, np.cumsum(size_V) - size_V, size_V, stop_V)
+  return Delimiters(texts, dict(enumerate(tokenizer.token_bytes())), tuple(tokenizer.stop_ids))
 
 
 def step_ends(
@@ -69,25 +61,16 @@ def step_ends(
   ends_BT = np.zeros(mask_BT.shape, bool)
   for row, mask_T in enumerate(mask_BT):
     time_X = np.flatnonzero(mask_T > 0)
-    tokens_X = tokens_BT[row, time_X]
-    tokens_X = np.where((tokens_X >= 0) & (tokens_X < len(given.size_V)), tokens_X, -1)
-    turn_X = np.zeros_like(time_X) if turn_BT is None else turn_BT[row, time_X]
-    ends_BT[row, time_X] = _ends(given, tokens_X, turn_X)
+    turns = [] if turn_BT is None else np.flatnonzero(np.diff(turn_BT[row, time_X])) + 1
+    for time_U in np.split(time_X, turns):
+      tokens = tokens_BT[row, time_U].tolist()
+      pieces = [given.bytes_of.get(token, b"") for token in tokens]
+      text, end_U = b"".join(pieces), np.cumsum(list(map(len, pieces)))
+      for delimiter in given.texts:
+        ends, place = [], text.find(delimiter)
+        while place >= 0:
+          ends.append(place + len(delimiter))
+          place = text.find(delimiter, place + 1)
+        ends_BT[row, time_U[np.searchsorted(end_U, ends)]] = True
+      ends_BT[row, time_U[:-1]] &= ~np.isin(tokens[1:], given.stop_ids)
   return ends_BT
-
-
-def _ends(given: Delimiters, tokens_X: np.ndarray, turn_X: np.ndarray) -> np.ndarray:
-  """The same for the sampled tokens of one response; bool [X]."""
-  ends_X, size_X = np.zeros(len(tokens_X), bool), given.size_V[tokens_X]
-  # For each byte of the text: its token, and where it stands in the table.
-  token_N = np.repeat(np.arange(len(tokens_X)), size_X)
-  first_X = given.start_V[tokens_X] - (np.cumsum(size_X) - size_X)
-  text_N = given.bytes_X[np.arange(len(token_N)) + first_X[token_N]]
-  for wanted in given.texts:
-    place = np.arange(max(0, len(text_N) - len(wanted) + 1))
-    for i, byte in enumerate(wanted):
-      place = place[text_N[place + i] == byte]
-    begin, end = token_N[place], token_N[place + len(wanted) - 1]
-    ends_X[end[turn_X[begin] == turn_X[end]]] = True
-  ends_X[:-1] &= ~(given.stop_V[tokens_X[1:]] & (turn_X[1:] == turn_X[:-1]))
-  return ends_X

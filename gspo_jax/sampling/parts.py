@@ -40,8 +40,8 @@ def segment_ids(
   if unit == "tokens":
     begins_X |= (place_X - _latest(place_X, begins_X)) % size == 0
   if unit == "line":
-    begins_X[1:] |= np.isin(tokens_BT[row_X, time_X], np.flatnonzero(breaks_V))[:-1]
-  if unit == "step":
+    ends_BT = np.isin(tokens_BT, np.flatnonzero(breaks_V))
+  if unit in ("line", "step"):
     begins_X[1:] |= ends_BT[row_X, time_X][:-1]
   number_X = np.cumsum(begins_X)
   ids_BT[row_X, time_X] = number_X - _latest(number_X, new_row_X)
