@@ -26,71 +26,68 @@ MODEL = SMALLER_DENSE
 STOP = 3
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 WORKLOAD = Workload(SamplingConfig(0.8, 0, 1.0, 0.0, 8), 4, 12, 4, stop_ids=(STOP,))
+ENGINE = dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server")
 QUICK = dict(wait_s=0.0, timeout_s=20.0, retries=3)
 
 
-def weights(seed=0):
+def weights(seed=1):
   # Larger than at random, so that log-probs differ from each other and between seeds.
   return jax.tree.map(lambda x: 3 * x, on_host(MODEL, seed))
 
 
 @pytest.fixture
 def make(tmp_path):
-  """Makes servers, which end with the test, and engines of them."""
+  """Starts so many servers, which end with the test, or takes those that are given, and gives them
+  `weights()` as version 1; returns them and their engine."""
   with contextlib.ExitStack() as stack:
 
-    def servers(count):
-      found = [FakeServer() for _ in range(count)]
-      for one in found:
-        stack.callback(lambda one=one: one.dead or one.die())
-      return found
-
-    def engine(servers, detokenize=None, temperature=0.8, **config):
+    def make(servers=1, load=True, detokenize=None, temperature=0.8, **config):
+      if isinstance(servers, int):
+        servers = [FakeServer() for _ in range(servers)]
+        for server in servers:
+          stack.callback(server.end)
       config = EngineConfig(
-        **dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server"),
-        urls=tuple(one if isinstance(one, str) else one.url for one in servers),
+        **ENGINE,
+        urls=tuple(server.url for server in servers),
         server=ServerConfig(**QUICK | config),
       )
       options = dict(workdir=tmp_path, window=24, temperature=temperature)
-      return stack.enter_context(
-        ServerEngine(MODEL, config, REFERENCE, detokenize=detokenize, **options)
-      )
+      engine = ServerEngine(MODEL, config, REFERENCE, detokenize=detokenize, **options)
+      stack.enter_context(engine)
+      if load:
+        engine.load(weights(), 1)
+      return *servers, engine
 
-    yield servers, engine
-
-
-def loaded(make, count, **options):
-  """So many servers with `weights()` as version 1, and their engine."""
-  servers, engine = make
-  found = servers(count)
-  engine = engine(found, **options)
-  engine.load(weights(), 1)
-  return found, engine
+    yield make
 
 
-def once(kind, path="/inference/v1/generate", skip=0):
-  """A fault of the first request of a run to a path, after `skip` others; not of the probe's."""
+GENERATE = "/inference/v1/generate"
+
+
+def always(kind, path=GENERATE, first=None):
+  """A fault of all requests of a run to a path, or of the `first` ones; not of the probe's."""
   count = itertools.count()
 
   def fault(at, body):
-    probing = body and "probe" in str(body.get("request_id"))
-    if at == path and not probing and next(count) == skip:
-      return kind
-    return None
+    asked = at == path and not (body and "probe" in str(body.get("request_id")))
+    return kind if asked and (first is None or next(count) < first) else None
 
   return fault
 
 
-def always(kind, path="/inference/v1/generate"):
-  return lambda at, body: (
-    kind if at == path and body and "probe" not in str(body.get("request_id")) else None
-  )
+def once(kind, path=GENERATE):
+  return always(kind, path, first=1)
 
 
-def check(rollout, params, version, temperature=0.8):
-  """Whole groups, whose log-probs are the trainer's."""
+def well(path, body):
+  """No fault."""
+
+
+def check(engine, version=1, seed=0):
+  """Samples whole groups, whose log-probs are the trainer's with the weights of `version`."""
+  rollout = sample_rollout(engine, WORKLOAD, PROMPTS, seed)
   assert rollout.tokens.shape == (12, 12) and (rollout.lengths > 0).all()
-  logp_BT = np.asarray(next_logp(params, MODEL, rollout.tokens, temperature=temperature))
+  logp_BT = np.asarray(next_logp(weights(version), MODEL, rollout.tokens, temperature=0.8))
   off_BT = abs(logp_BT - rollout.logp[:, 1:]) * rollout.mask[:, 1:]
   assert off_BT.max() < 1e-4
   np.testing.assert_array_equal(rollout.full_logp, rollout.logp)
@@ -108,12 +105,10 @@ def failed(engine):
 
 
 def test_what_servers_sample_is_the_trainers_distribution_after_every_publication(make, tmp_path):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
+  *two, engine = make(2, load=False)
   for version in (1, 2, 3):
     engine.load(weights(version), version)
-    check(sample_rollout(engine, WORKLOAD, PROMPTS, seed=version), weights(version), version)
+    check(engine, version, seed=version)
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 2 and metrics["engine/probe/mean"] < 1e-5
   assert not failed(engine) and metrics["tokens_per_second/decode"] > 0
@@ -127,7 +122,7 @@ def test_what_servers_sample_is_the_trainers_distribution_after_every_publicatio
 
 
 def test_seeds_are_sent_and_no_two_responses_have_the_same(make):
-  (one,), engine = loaded(make, 1)
+  one, engine = make()
   first = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
   again = sample_rollout(engine, WORKLOAD, PROMPTS, seed=1)
   np.testing.assert_array_equal(first.tokens, again.tokens)
@@ -142,23 +137,12 @@ def test_seeds_are_sent_and_no_two_responses_have_the_same(make):
   assert np.isnan(sample.full_logp[sample.mask > 0]).all()  # nobody says
 
 
-GARBAGE = {
-  "500": ("500", "status"),
-  "truncated": ("truncate", "connection"),
-  "no JSON": (lambda answer: b"<html>", "body"),
-  "nested": (lambda answer: b"[" * 200_000, "body"),
-  "no choices": (lambda answer: {}, "body"),
-  "one response less": (lambda answer: dict(choices=answer["choices"][1:]), "tokens"),
-  "no JSON of 5 MB": (lambda answer: b"x" * 5_000_000, "body"),
-}
-
-
 def edited(change):
   """An answer whose first choice is changed."""
 
   def edit(answer):
-    first, *rest = answer["choices"]
-    return dict(choices=[{**first, **change(first)}, *rest])
+    first, *others = answer["choices"]
+    return dict(choices=[{**first, **change(first)}, *others])
 
   return edit
 
@@ -171,81 +155,62 @@ def with_logp(value):
   return edited(change)
 
 
-GARBAGE |= {
+def of_one_token(token, **fields):
+  logprobs = dict(content=[dict(token_id=token, logprob=-1.0)])
+  return edited(lambda _: dict(token_ids=[token], logprobs=logprobs) | fields)
+
+
+def of_weights(version, start=0):
+  return edited(lambda _: dict(weight_versions=[dict(version=version, start=start, end=99)]))
+
+
+GARBAGE = {  # what it holds is in test_calls.py too
+  "500": ("500", "status"),
+  "truncated": ("truncate", "connection"),
+  "no JSON": (lambda answer: b"<html>", "body"),
+  "nested": (lambda answer: b"[" * 200_000, "body"),
+  "no choices": (lambda answer: {}, "body"),
+  "one response less": (lambda answer: dict(choices=answer["choices"][1:]), "tokens"),
   "other tokens": (edited(lambda c: dict(token_ids=[c["token_ids"][0] ^ 1])), "tokens"),
-  "tokens of no vocabulary": (
-    edited(
-      lambda c: dict(
-        token_ids=[77], logprobs=dict(content=[dict(token_id=77, logprob=-1.0)])
-      )
-    ),
-    "tokens",
-  ),
-  "words": (edited(lambda c: dict(token_ids=["a"])), "body"),
-  "a null": (edited(lambda c: dict(token_ids=None, logprobs=None)), "tokens"),
+  "tokens of no vocabulary": (of_one_token(77), "tokens"),
+  "words": (edited(lambda _: dict(token_ids=["a"])), "body"),
+  "a null": (edited(lambda _: dict(token_ids=None, logprobs=None)), "tokens"),
   "NaN": (with_logp(float("nan")), "tokens"),
   "a likelihood above 1": (with_logp(0.5), "tokens"),
-  "a number of 400 digits": (with_logp(-(10**400)), "body"),
-  "weights of a word": (
-    edited(lambda c: dict(weight_versions=[dict(version="1", start="x", end=9)])),
-    "body",
-  ),
-  "weights to infinity": (
-    edited(lambda c: dict(weight_versions=[dict(version="1", start=0, end=float("inf"))])),
-    "body",
-  ),
-  "experts that nobody asked for": (edited(lambda c: dict(routed_experts="UEsDBA==")), "body"),
-  "no end": (
-    edited(
-      lambda c: dict(
-        finish_reason="length",
-        token_ids=[5],
-        logprobs=dict(content=[dict(token_id=5, logprob=-1.0)]),
-      )
-    ),
-    "tokens",
-  ),
-  "older weights": (
-    edited(lambda c: dict(weight_versions=[dict(version="0", start=0, end=99)])),
-    "version",
-  ),
-  "weights of some tokens": (
-    edited(lambda c: dict(weight_versions=[dict(version="1", start=1, end=99)])),
-    "version",
-  ),
-  "weights that it does not say": (edited(lambda c: dict(weight_versions=None)), "version"),
-  "nobody's weights": (
-    edited(lambda c: dict(weight_versions=[dict(version="default", start=0, end=99)])),
-    "version",
-  ),
-}  # fmt: skip
+  "experts that nobody asked for": (edited(lambda _: dict(routed_experts="UEsDBA==")), "body"),
+  "no end": (of_one_token(5, finish_reason="length"), "tokens"),
+  "older weights": (of_weights("0"), "version"),
+  "weights of some tokens": (of_weights("1", start=1), "version"),
+  "weights that it does not say": (edited(lambda _: dict(weight_versions=None)), "version"),
+  "nobody's weights": (of_weights("default"), "version"),
+}
 
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_what_cannot_be_used_is_asked_for_again(make, name):
   fault, kind = GARBAGE[name]
-  two, engine = loaded(make, 2)
+  *two, engine = make(2)
   two[0].fault = once(fault)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert failed(engine) == {kind: 1}
   # What says that it has other weights is not asked again; a mishap is nothing yet.
   assert engine.usage.metrics()["engine/servers"] == (1 if kind == "version" else 2)
 
 
 def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
-  two, engine = loaded(make, 2)
+  *two, engine = make(2)
   two[0].fault = once("die")
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert failed(engine).keys() <= {"connection"} and failed(engine)
   engine.load(weights(2), 2)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  check(engine, 2)
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 1 == metrics["engine/left_out"]
   port = int(two[0].url.rpartition(":")[2])
   back = FakeServer(port=port)  # somebody starts it again
   engine.load(weights(3), 3)
   assert back.version == "3"
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
+  check(engine, 3)
   assert engine.usage.metrics()["engine/servers"] == 2
   back.die()
 
@@ -253,28 +218,27 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(make):
 def test_a_server_that_hangs_is_left_out_before_the_time_of_a_request(make, monkeypatch):
   monkeypatch.setattr(fleet, "HEALTH_S", 0.05)
   monkeypatch.setattr(wire, "CONNECT_S", 1.0)
-  two, engine = loaded(make, 2)
+  *two, engine = make(2)
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert time.monotonic() - started < 15
   assert set(failed(engine)) == {"health"} and engine.usage.metrics()["engine/servers"] == 1
 
 
 def test_a_server_that_hangs_does_not_keep_others_from_new_weights(make, monkeypatch):
   monkeypatch.setattr(wire, "CONNECT_S", 1.5)
-  two, engine = loaded(make, 2)
+  *two, engine = make(2)
   two[0].fault = lambda path, body: "hang"
   started = time.monotonic()
   engine.load(weights(2), 2)
   assert time.monotonic() - started < 18
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  check(engine, 2)
   assert engine.usage.metrics()["engine/servers"] == 1
 
 
 def test_requests_with_weights_and_probes_have_a_time_of_their_own(make, monkeypatch):
-  servers, engine = make
-  engine = engine(servers(1), timeout_s=1000.0, publish_s=30.0)
+  _, engine = make(load=False, timeout_s=1000.0, publish_s=30.0)
   wire, asked = engine._fleet._wire, {}
   ask = wire.ask
 
@@ -290,9 +254,7 @@ def test_requests_with_weights_and_probes_have_a_time_of_their_own(make, monkeyp
 
 
 def test_what_we_stumble_over_is_a_failure_of_the_server_that_said_it(make, monkeypatch):
-  servers, engine = make
-  engine = engine(servers(1))
-  engine.load(weights(), 1)
+  _, engine = make()
   checked, count = fleet.checked, itertools.count()
 
   def stumbles(*args):
@@ -301,33 +263,33 @@ def test_what_we_stumble_over_is_a_failure_of_the_server_that_said_it(make, monk
     return checked(*args)
 
   monkeypatch.setattr(fleet, "checked", stumbles)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert failed(engine) == {"body": 1}
 
 
 def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
   monkeypatch.setattr(fleet, "BUSY_S", 0.05)
-  two, engine = loaded(make, 2)
+  *two, engine = make(2)
   two[0].fault = always("429")
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
   one = engine._fleet.servers[0]
   one.busy_since -= QUICK["timeout_s"]
   engine.load(weights(), 1)  # that was long ago, and it was asked for nothing since
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   until = time.monotonic() + 10
   while one.busy_since is None:
-    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+    check(engine)
     assert time.monotonic() < until
   assert one.usable
   one.busy_since -= QUICK["timeout_s"]
   while one.usable:  # it is asked again, now and then
-    check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+    check(engine)
     assert time.monotonic() < until
   assert "it is busy all the time: HTTP 429" in one.why
-  two[0].fault = lambda path, body: None
+  two[0].fault = well
   engine.load(weights(2), 2)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  check(engine, 2)
   assert engine.usage.metrics()["engine/servers"] == 2 and one.busy_since is None
 
 
@@ -339,26 +301,24 @@ def test_a_server_that_is_busy_keeps_nothing_from_others(make, monkeypatch):
   ],
 )
 def test_a_server_without_what_is_needed_is_refused_by_name(make, path, message):
-  servers, engine = make
-  (one,) = servers(1)
+  one, engine = make(load=False, wait_s=60.0)  # no use in waiting
   one.fault = lambda at, body: "404" if at == path else None
   with pytest.raises(ServersGone, match=message):
-    engine([one], wait_s=60.0).load(weights(), 1)  # no use in waiting
+    engine.load(weights(), 1)
 
 
 def test_an_answer_that_is_too_long_is_not_read(make):
-  (one,), engine = loaded(make, 1, retries=0)
+  one, engine = make(retries=0)
   one.fault = always(lambda answer: b"x" * 5_000_000)
   with pytest.raises(ServersGone, match=r"generate has more than 4,\d+,\d+ bytes"):
     sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_against_it(make):
-  (one,), engine = loaded(make, 1, retries=0)
-  count = itertools.count()
-  one.fault = lambda path, body: "429" if path.endswith("generate") and next(count) < 8 else None
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
-  assert not failed(engine) and next(count) > 8
+  one, engine = make(retries=0)
+  one.fault = always("429", first=8)
+  check(engine)
+  assert not failed(engine) and one.seen.count(GENERATE) > 8
 
 
 def sampled_while_weights_come(engine, server):
@@ -377,10 +337,7 @@ def sampled_while_weights_come(engine, server):
 def test_weights_may_change_while_responses_are_under_way(make):
   """Each token says which ones sampled it, as its server does; what came under new weights waits
   for their probe."""
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(1), 1)
+  one, engine = make()
   begun = sampled_while_weights_come(engine, one)
   versions = np.concatenate([each.version for each in begun])
   assert set(versions) == {1, 2}
@@ -390,21 +347,21 @@ def test_weights_may_change_while_responses_are_under_way(make):
 
 
 def test_a_request_has_a_time(make):
-  two, engine = loaded(make, 2, timeout_s=5.0)  # the probe is quicker
+  *two, engine = make(2, timeout_s=5.0)  # the probe is quicker
   two[0].fault = once("hang")
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert failed(engine) == {"timeout": 1}
 
 
 def test_without_a_server_the_run_ends_and_says_why(make):
-  (one,), engine = loaded(make, 1)
+  one, engine = make()
   one.fault = once("die")
   with pytest.raises(ServersGone, match=rf"no server can be used\. {one.url}: .*connect"):
     sample_rollout(engine, WORKLOAD, PROMPTS)
 
 
 def test_what_fails_everywhere_ends_the_run(make):
-  two, engine = loaded(make, 2, retries=1)
+  *two, engine = make(2, retries=1)
   for one in two:
     one.fault = always("500")
   with pytest.raises(ServersGone, match=r"2 attempts failed, the last at http.*HTTP 500"):
@@ -412,39 +369,31 @@ def test_what_fails_everywhere_ends_the_run(make):
 
 
 def test_the_last_server_is_waited_for(make):
-  (one,), engine = loaded(make, 1, wait_s=30.0)
-  one.fault = always("500")
+  one, engine = make(wait_s=30.0)
 
-  def recovers(path, body):
-    one.fault = lambda path, body: None  # at the first new probe
-    return None
+  def fails(path, body):
+    if path == "/pause":  # before the next probe
+      one.fault = well
+    return "500" if path == GENERATE else None
 
-  count = itertools.count()
-  one.fault = lambda path, body: (
-    recovers(path, body) if path == "/pause" else
-    "500" if path.endswith("generate") and body and next(count) < 99 else None
-  )  # fmt: skip
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  one.fault = fails
+  check(engine)
   assert failed(engine)["status"] >= 3
 
 
 def test_log_probs_before_the_temperature_are_refused_by_name(make):
-  servers, engine = make
-  (one,) = servers(1)
+  one, _ = make(load=False)
   for temperature in (0.8, 1.0):  # at 1 they would be right, but no others
     for one.raw in (True, "says so"):
       with pytest.raises(ServersGone, match=r"start it with --logprobs-mode processed_logprobs"):
-        engine([one], temperature=temperature, wait_s=60.0).load(weights(), 1)  # no use in waiting
+        make([one], temperature=temperature, wait_s=60.0)  # no use in waiting
 
 
 def test_new_weights_that_were_not_taken_are_found_out(make):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(1), 1)
+  *two, engine = make(2)
   two[0].reloads = False
   engine.load(weights(2), 2)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  check(engine, 2)
   metrics = engine.usage.metrics()
   assert metrics["engine/servers"] == 1 == metrics["engine/probe/disagreed"]
   two[1].reloads = False
@@ -454,23 +403,18 @@ def test_new_weights_that_were_not_taken_are_found_out(make):
   for one in two:
     one.reloads = True
   engine.load(weights(4), 4)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(4), 4)
+  check(engine, 4)
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/resume", "/reset_prefix_cache"])
 def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
-  servers, engine = make
-  two = servers(2)
-  engine = engine(two)
-  engine.load(weights(1), 1)
+  *two, engine = make(2)
 
-  def fails(answer):
-    return dict(success=False)
-
-  two[0].fault = once(fails if path == "/reset_prefix_cache" else "500", path)
+  fault = "500" if path != "/reset_prefix_cache" else lambda answer: dict(success=False)
+  two[0].fault = once(fault, path)
   engine.load(weights(2), 2)
   assert two[0].seen[-1] == "/resume"  # so that it does not wait for ever
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(2), 2)
+  check(engine, 2)
   assert engine.usage.metrics()["engine/servers"] == 1
 
 
@@ -480,10 +424,7 @@ def group(engine, count=4):
 
 
 def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
-  servers, engine = make
-  (one,) = servers(1)
-  engine = engine([one])
-  engine.load(weights(1), 1)
+  one, engine = make()
   one.pace = 0.2
   begun, driver = group(engine)
   driver.begin(begun)
@@ -514,7 +455,7 @@ def seen(server):
 
 
 def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
-  two, engine = loaded(make, 2, in_flight=2)
+  *two, engine = make(2, in_flight=2)
   for one in two:
 
     def waits(path, body, one=one):  # as in its queue, until it is aborted
@@ -540,16 +481,16 @@ def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
 
 
 def test_an_attempt_has_an_id_of_its_own(make):
-  (one,), engine = loaded(make, 1)
+  one, engine = make()
   one.fault = once("500")
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert failed(engine) == {"status": 1}
   assert len(seen(one)) == len(set(seen(one))) == 4
 
 
 def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeypatch):
   monkeypatch.setattr(fleet, "AGAIN_S", 5.0)
-  (one,), engine = loaded(make, 1)
+  one, engine = make()
   one.fault = always("500")
   begun, driver = group(engine, count=1)
   driver.begin(begun)
@@ -561,7 +502,7 @@ def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeyp
 
 
 def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_probe(make):
-  (one,), engine = loaded(make, 1)
+  one, engine = make()
   probed = threading.Event()
 
   def refuses(path, body):
@@ -584,16 +525,16 @@ def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_
 
 
 def test_who_comes_in_the_place_of_a_server_is_asked_how_it_was_started(make):
-  two, engine = loaded(make, 2)
+  *two, engine = make(2)
   two[0].fault = once(GARBAGE["older weights"][0])
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert engine.usage.metrics()["engine/servers"] == 1
   two[0].raw = "says so"
   engine.load(weights(2), 2)
   assert "start it with --logprobs-mode" in engine._fleet.servers[0].why
   two[0].raw = False
   engine.load(weights(3), 3)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(3), 3)
+  check(engine, 3)
   assert engine.usage.metrics()["engine/servers"] == 2
 
 
@@ -614,8 +555,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
     return value
 
   monkeypatch.setattr(hosts, "told", told)
-  servers, engine = make
-  engine = engine(servers(1))
+  _, engine = make(load=False)
   (tmp_path / "published").write_text("a file")
   with pytest.raises(ServersGone, match=r"published.* cannot be written"):
     engine.load(weights(), 1)
@@ -638,7 +578,7 @@ def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monke
 
 
 def test_a_response_that_somebody_aborted_is_gone_on_with(make):
-  (one,), engine = loaded(make, 1)
+  one, engine = make()
 
   def cut(answer):
     for choice in answer["choices"]:
@@ -649,19 +589,15 @@ def test_a_response_that_somebody_aborted_is_gone_on_with(make):
     return answer
 
   one.fault = once(cut)
-  check(sample_rollout(engine, WORKLOAD, PROMPTS), weights(), 1)
+  check(engine)
   assert not failed(engine)
 
 
 def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
-  servers, engine = make
-  (one,) = servers(1)
-
   def letters(tokens):
     return "".join(chr(97 + t % 26) for t in tokens)
 
-  engine = engine([one], detokenize=letters)
-  engine.load(weights(), 1)
+  _, engine = make(detokenize=letters)
   whole = sample_rollout(engine, WORKLOAD, PROMPTS)
   text = letters(whole.response(0))
   strings = (text[2:4],)
@@ -676,13 +612,12 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them(make):
 
 
 def test_a_token_of_the_environment_is_brought(make, monkeypatch):
-  servers, engine = make
-  (one,) = servers(1)
+  one, _ = make(load=False)
   one.token = "secret"
   with pytest.raises(ServersGone, match=r"HTTP 401.*set GSPO_ENGINE_TOKEN to the token"):
-    engine([one], wait_s=60.0).load(weights(), 1)
+    make([one], wait_s=60.0)
   monkeypatch.setenv("GSPO_ENGINE_TOKEN", "secret")
-  engine([one]).load(weights(), 1)
+  make([one])
 
 
 @pytest.mark.parametrize(
@@ -695,6 +630,5 @@ def test_a_token_of_the_environment_is_brought(make, monkeypatch):
   ],
 )
 def test_urls_are_checked_before_anything_else(changes, message):
-  base = dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server")
   with pytest.raises(ValueError, match=message):
-    EngineConfig(**base | changes)
+    EngineConfig(**ENGINE | changes)

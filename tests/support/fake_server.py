@@ -55,7 +55,11 @@ class FakeServer:
       with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
-  def answer(self, path, query, body):
+  def end(self):
+    if not self.dead:
+      self.die()
+
+  def answer(self, path, body):
     if path == "/inference/v1/generate":
       return self.generate(body)
     if path == "/collective_rpc":
@@ -145,19 +149,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
   def respond(self, body):
-    parts = urllib.parse.urlsplit(self.path)
-    self.fake.seen.append(parts.path)
+    path = urllib.parse.urlsplit(self.path).path
+    self.fake.seen.append(path)
     self.fake.bodies.append(body)
     if self.fake.token and self.headers["Authorization"] != f"Bearer {self.fake.token}":
       return self.send(401, dict(error="Unauthorized"))
-    fault = self.fake.fault(parts.path, body)
+    fault = self.fake.fault(path, body)
     if fault == "hang":
       time.sleep(60)
     if fault == "die":
       self.fake.die()
     if isinstance(fault, str) and fault.isdecimal():
       return self.send(int(fault), dict(error="the engine has died"))
-    status, answer = self.fake.answer(parts.path, parts.query, body)
+    status, answer = self.fake.answer(path, body)
     if callable(fault):  # changes the answer
       answer = fault(answer)
     if not self.fake.dead:
