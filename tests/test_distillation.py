@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
-from support.command_line import SMALL_VALUES, figures, parameters, rows_of
+from support.command_line import SMALL_VALUES, figures, parameters, rows_of, told_to_go
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, SMALLER_MOE, initial, next_logp
 from support.small_updates import T, learner, make_batch, with_inputs
@@ -26,7 +27,6 @@ from gspo_jax.run import open_run
 from gspo_jax.settings.critic import OFF, DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import tiny_moe
-from gspo_jax.system import preemption
 
 SMALL = dict(
   job="rl", model__num_layers=1, sampling__max_new_tokens=4, rl__packed=False,
@@ -238,7 +238,7 @@ def test_what_does_not_go_with_a_teacher_is_refused(changes, message):
 
 
 @pytest.mark.long
-def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monkeypatch):
+def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
   """One response to a prompt, of which the verifier finds none right; and the run ends as one that
   was interrupted."""
   path, _, model = directory
@@ -261,19 +261,12 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path, monke
   sizes = [x.size for x in jax.tree.leaves(stored["params"])]
   assert sum(sizes) == transformer.count(config.model)[0], "the teacher is not in it"
 
-  left = iter(range(9))
-  monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
-  with pytest.raises(preemption.Preempted):
+  with told_to_go(checks=9):
     trained(config, tmp_path / "again")
-  monkeypatch.setattr(preemption, "check", lambda: None)
   assert 1 < len(rows_of(tmp_path / "again", "rl")) < 6, "in the middle"
   _, same = trained(config, tmp_path / "again")
   assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
-
-
-def interrupt():
-  raise preemption.Preempted
 
 
 @pytest.mark.long
@@ -310,12 +303,12 @@ def test_its_pass_is_counted(directory):
   path, _, model = directory
   config = student(path)
   taught, prompts = teacher.find(config), np.array([5, 5, 7, 7])
-  collected = type("C", (), {})()
-  collected.rollout = type("R", (), dict(prompt_lengths=prompts, ends=np.array([9, 8, 8, 10])))
-  run = lambda c, who: type("Run", (), dict(config=c, teacher=who))  # noqa: E731
-  alone = dataclasses.replace(config, distillation=OFF)
+  rollout = SimpleNamespace(prompt_lengths=prompts, ends=np.array([9, 8, 8, 10]))
+  collected = SimpleNamespace(rollout=rollout)
+  alone = SimpleNamespace(config=dataclasses.replace(config, distillation=OFF), teacher=None)
   (without, updates), (with_it, same) = (
-    train.operations(run(*pair), collected) for pair in ((alone, None), (config, taught))
+    train.operations(run, collected)
+    for run in (alone, SimpleNamespace(config=config, teacher=taught))
   )
   one = forward_flops(model, prompts[::4], prompts, collected.rollout.ends)
   assert with_it - without == pytest.approx(one) and one > 0 and same == updates

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
-from support.command_line import SMALL_MODEL
+from support.command_line import SMALL_VALUES
 from support.configs import config_of
 
 from configs import tiny
@@ -14,8 +14,7 @@ from gspo_jax.data import tokenizer
 from gspo_jax.models import hf
 from gspo_jax.run import open_run
 
-SMALL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
-SMALL |= dict(
+SMALL = SMALL_VALUES | dict(
   job="sft", model__num_layers=1, sft__steps=2, sft__batch=8, sft__target_loss=0.0,
   rl__prompts=8, rl__group_size=2, rl__minibatches=1, checkpoint__every=1,
   data__max_prompt_tokens=64,

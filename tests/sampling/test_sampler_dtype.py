@@ -3,16 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from support.command_line import SMALL_MODEL, figures, rows_of
+from support.command_line import SMALL_VALUES, figures, rows_of, told_to_go
 from support.configs import config_of
 
 from configs import tiny
 from gspo_jax.main import do
 from gspo_jax.run import open_run
-from gspo_jax.system import preemption
 
-MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
-RL = MODEL | dict(
+RL = SMALL_VALUES | dict(
   job="rl",
   model__num_layers=1,
   sampling__max_new_tokens=6,
@@ -41,32 +39,27 @@ def ran(workdir, **changes):
 
 
 @pytest.mark.long
-def test_the_sampler_rounds_and_the_trainer_does_not(tmp_path, monkeypatch):
+def test_the_sampler_rounds_and_the_trainer_does_not(tmp_path):
   rows = ran(tmp_path / "whole")
   for row in rows:
     assert 1e-3 < row["mismatch/abs/mean"] < 3e-2, "another network than the trainer's"
     assert row["mismatch/recomputed"] < 1e-6, "the trainer agrees with itself in float32"
     assert row["minibatch/0/ratio/deviation"] == 0 < row["minibatch/1/ratio/deviation"]
-  left = iter(range(10))
-
-  def check():
-    if next(left, None) is None:
-      raise preemption.Preempted
-
-  monkeypatch.setattr(preemption, "check", check)
-  with pytest.raises(preemption.Preempted):
+  with told_to_go(checks=10):
     ran(tmp_path / "again")
   assert 1 < len(rows_of(tmp_path / "again", "rl")) < 4
-  monkeypatch.setattr(preemption, "check", lambda: None)
   ran(tmp_path / "again")
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
+
+
+def kinds(tree):
+  return {x.dtype for x in jax.tree.leaves(tree)}
 
 
 def test_its_weights_are_published_in_its_dtype(tmp_path):
   with open_run(config_of(tiny.get_config, **RL), tmp_path) as run:
     params = run.initial_params()
     run.engine.load(params, version=0)
-    kinds = lambda tree: {x.dtype for x in jax.tree.leaves(tree)}  # noqa: E731
     published, of_trainer = run.engine._params, params.blocks[0].ffn.router
     assert kinds(params) == {jnp.dtype("float32")}
     routers = [block.ffn.router for block in published.blocks]

@@ -1,56 +1,35 @@
 """Continuous batching: slots are never left idle, and nothing of it shows in what is sampled."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
-from support.sampling import sample
+from support import sampling as support
+from support.sampling import LONGER as PROMPTS
+from support.sampling import by_sample, left_of, run, same, sample
 from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import flops, transformer
-from gspo_jax.sampling import Request, Usage, Workload
+from gspo_jax.sampling import Request, Usage
 from gspo_jax.sampling.local import slots
-from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.sampling import DEFAULT, EngineConfig, SamplingConfig
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 PARAMS = initial(MOE)
 PLAIN = SamplingConfig(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_new_tokens=12)
 STOP = (1, 2, 3, 4, 5, 6)
-RNG = np.random.default_rng(0)
-PROMPTS = [tuple(RNG.integers(8, 64, n).tolist()) for n in (3, 40, 1, 17, 9, 24)]
 
 
-ENGINE = {field.name for field in dataclasses.fields(EngineConfig)}
-
-
-def scheduler(params=PARAMS, sampling=PLAIN, detokenize=None, **changes):
-  config = {k: changes.pop(k) for k in ENGINE if k in changes}
-  config = dataclasses.replace(DEFAULT, **dict(slots=4, steps=3) | config)
-  workload = Workload(sampling, prompt_length=48, trajectories=100, group_size=3, stop_ids=STOP)
-  workload = dataclasses.replace(workload, **changes)
-  return Scheduler(params, 0, MOE, workload, config, detokenize=detokenize)
+def scheduler(params=PARAMS, sampling=PLAIN, **changes):
+  return support.scheduler(params, MOE, sampling, **dict(slots=4, steps=3, stop_ids=STOP) | changes)
 
 
 def requests(prompts=PROMPTS, **changes):
   options = dict(max_new_tokens=12, samples=3, seed=5, stop_ids=STOP) | changes
   return [Request(prompt, tag=i, **options) for i, prompt in enumerate(prompts)]
-
-
-def run(s, asked):
-  for request in asked:
-    s.submit(request)
-  return {(r.request.prompt, r.sample): r for r in s.run()}
-
-
-def same(found, expected):
-  assert found.keys() == expected.keys()
-  for key in found:
-    np.testing.assert_array_equal(found[key].tokens, expected[key].tokens)
-    np.testing.assert_allclose(found[key].logp, expected[key].logp, atol=1e-5)
-    assert found[key].stopped == expected[key].stopped
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +113,7 @@ def test_nothing_is_compiled_after_the_first_batches():
   before = slots.decode._cache_size(), slots.prefill._cache_size(), slots.new_state._cache_size()
   for seed in range(3):
     lengths = np.random.default_rng(seed).integers(1, 48, 9)
-    prompts = [tuple(RNG.integers(8, 64, n).tolist()) for n in lengths]
+    prompts = [tuple(support.RNG.integers(8, 64, n).tolist()) for n in lengths]
     run(scheduler(), requests(prompts, seed=seed, samples=2, max_new_tokens=5))
   after = slots.decode._cache_size(), slots.prefill._cache_size(), slots.new_state._cache_size()
   assert after == before
@@ -218,29 +197,18 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
   s = scheduler()
   for request in requests():
     s.submit(request)
-  done = {}
-  for response in s.run():
-    done[response.request.prompt, response.sample] = response
-    if len(done) == 5:
-      break
-  rest, again = scheduler(partial=True), {}
-  for part in s.stop():
-    key = part.request.prompt, part.sample
-    if part.finished:
-      done[key] = part
-      continue
-    again[key] = part
-    tokens = tuple(part.tokens.tolist())
-    left = dict(max_new_tokens=12 - len(tokens), samples=1, first_sample=part.sample)
-    rest.submit(dataclasses.replace(part.request, begun=tokens, **left))
-  assert len(done) + len(again) == 18
-  assert any(len(part.tokens) for part in again.values())
-  for response in rest.run():
-    key = response.request.prompt, response.sample
-    joined = [
-      np.concatenate([getattr(x, f) for x in (again[key], response)]) for f in ("tokens", "logp")
-    ]
-    done[key] = dataclasses.replace(response, tokens=joined[0], logp=joined[1])
+  done = by_sample(itertools.islice(s.run(), 5))
+  begun = by_sample(s.stop())
+  done |= {key: response for key, response in begun.items() if response.finished}
+  begun = {key: response for key, response in begun.items() if not response.finished}
+  assert len(done) + len(begun) == 18
+  assert any(len(response.tokens) for response in begun.values())
+  for key, response in run(scheduler(partial=True), map(left_of, begun.values())).items():
+    columns = {
+      name: np.concatenate([getattr(begun[key], name), getattr(response, name)])
+      for name in ("tokens", "logp", "full_logp")
+    }
+    done[key] = dataclasses.replace(response, **columns)
   same(done, expected)
 
 

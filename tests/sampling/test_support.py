@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.environments import TALK, Teacher
-from support.sampling import PROMPTS, sample
+from support.sampling import PROMPTS, run, sample, scheduler
 from support.small_models import SMALLER_DENSE, initial, logits
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.sampling import Driver, Request, SingleTurn, Trajectory, Workload, assemble, sampler
-from gspo_jax.sampling.local.scheduler import Scheduler
 from gspo_jax.sampling.requests import Response
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
@@ -122,17 +121,12 @@ def test_conversations_keep_it_for_what_the_policy_said():
 def test_what_is_put_aside_keeps_it():
   """Pages run out, and responses are begun again with the tokens that they have."""
   sampling = SamplingConfig(0.8, *TRUNCATION, 24)
-  load = Workload(sampling, prompt_length=8, trajectories=12, group_size=3, support=7)
-  found = []
-  for options in (dict(cache="dense"), dict(cache="paged", page_tokens=8, cache_tokens=48)):
-    engine = dataclasses.replace(DEFAULT, slots=6, steps=5, **options)
-    scheduler = Scheduler(PARAMS, 0, MODEL, load, engine)
-    for i, prompt in enumerate(PROMPTS):
-      scheduler.submit(Request(prompt, 24, samples=3, seed=5, tag=i))
-    found.append({(r.request.tag, r.sample): r for r in scheduler.run()})
-    put_aside = scheduler.usage.put_aside
-  assert put_aside > 0
-  whole, again = found
+  options = dict(prompt_length=8, trajectories=12, support=7, slots=6, steps=5)
+  few = scheduler(PARAMS, MODEL, sampling, cache="paged", page_tokens=8, cache_tokens=48, **options)
+  requests = [Request(prompt, 24, samples=3, seed=5) for prompt in PROMPTS]
+  again = run(few, requests)
+  whole = run(scheduler(PARAMS, MODEL, sampling, cache="dense", **options), requests)
+  assert few.usage.put_aside > 0
   for key, response in again.items():
     np.testing.assert_array_equal(response.tokens, whole[key].tokens)
     assert response.support.shape == (24, 7)

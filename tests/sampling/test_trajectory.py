@@ -7,30 +7,21 @@ import time
 import jax
 import numpy as np
 import pytest
-from support.sampling import PROMPTS, sample
+from support import environments
+from support.sampling import PROMPTS, run, sample, scheduler
 from support.small_models import MOE, forward, initial, next_logp
 
 from gspo_jax import sharding
 from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
-from gspo_jax.sampling import Request, Usage, Workload, generate
-from gspo_jax.sampling.local.scheduler import Scheduler
+from gspo_jax.sampling import Request, Usage, generate
 from gspo_jax.sampling.trajectory import Trajectory
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.sampling import DEFAULT, EnvironmentConfig, SamplingConfig
+from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 PARAMS = initial(MOE)
 STOP = tuple(range(12))  # a turn has about five tokens
-TALK = EnvironmentConfig(
-  "",
-  max_turns=4,
-  stop_strings=(),
-  discount=1.0,
-  workers=0,
-  token_cost=0.0,
-  call_cost=0.0,
-  charge="all",
-)
+TALK = dataclasses.replace(environments.TALK, max_turns=4, discount=1.0)
 
 
 class Parrot:
@@ -162,12 +153,12 @@ def test_a_turn_is_what_is_left_of_the_response(base):
   one, start = environments[row], out.prompt_lengths[row]
   begun = tuple(one.heard[0] + one.said[0] + one.heard[1] + one.said[1])
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, 40)
-  workload = Workload(sampling, 5, trajectories=1, stop_ids=STOP, several_turns=True)
-  scheduler = Scheduler(PARAMS, 0, MOE, workload, DEFAULT)
-  scheduler.submit(
-    Request(one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun)
+  options = dict(prompt_length=5, trajectories=1, group_size=1, stop_ids=STOP)
+  s = scheduler(PARAMS, MOE, sampling, several_turns=True, **options)
+  request = Request(
+    one.prompt, 40 - len(begun), first_sample=row % 4, seed=7, stop_ids=STOP, begun=begun
   )
-  (response,) = scheduler.run()
+  ((_, response),) = run(s, [request]).items()
   assert response.tokens.tolist() == one.heard[2]
   np.testing.assert_allclose(
     response.logp, out.logp[row, start + len(begun) :][: len(one.heard[2])], atol=1e-5
@@ -229,7 +220,10 @@ def test_a_turn_that_is_cut_off_is_not_the_end_even_if_the_environment_says_so()
 
 def test_stop_strings_end_turns():
   config = dataclasses.replace(TALK, stop_strings=("#",))
-  letters = lambda ids: "".join("#" if i > 40 else "." for i in ids)  # noqa: E731
+
+  def letters(ids):
+    return "".join("#" if i > 40 else "." for i in ids)
+
   _, environments = talk(config=config, stop_ids=(), detokenize=letters)
   for one in environments:
     assert all(not any(token > 40 for token in heard[:-1]) for heard in one.heard)
@@ -241,7 +235,9 @@ def test_messages_are_rendered():
     def reset(self):
       return [dict(role="system", content="ab"), dict(role="user", content="c")]
 
-  render = lambda messages: [ord(c) - 90 for m in messages for c in m["content"]]  # noqa: E731
+  def render(messages):
+    return [ord(letter) - 90 for message in messages for letter in message["content"]]
+
   out, _ = talk([Messages()] * 4, render=render)
   assert out.tokens[0, :3].tolist() == [7, 8, 9]
   with pytest.raises(ValueError, match="render"):

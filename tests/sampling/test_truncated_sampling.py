@@ -5,17 +5,15 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.command_line import SMALL_MODEL, figures, rows_of
+from support.command_line import SMALL_VALUES, figures, rows_of, told_to_go
 from support.configs import config_of
 
 from configs import tiny
 from gspo_jax import train
 from gspo_jax.run import open_run
 from gspo_jax.sampling.requests import workload
-from gspo_jax.system import preemption
 
-MODEL = {key.replace(".", "__"): int(value) for key, value in (s.split("=") for s in SMALL_MODEL)}
-SMALL = MODEL | dict(
+SMALL = SMALL_VALUES | dict(
   job="rl", model__num_layers=1, sampling__max_new_tokens=8, engine__steps=2,
   sampling__top_k=40, sampling__top_p=0.6, sampling__temperature=0.7,
   objective__entropy_coef=0.1,  # so small a model earns no reward
@@ -34,7 +32,7 @@ def run(workdir, **changes):
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.long
-def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_path, monkeypatch):
+def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_path):
   """What is put aside, and what is ahead, goes into checkpoints with the tokens that its own were
   drawn from."""
   params = run(tmp_path / "whole", rl__lag=lag)
@@ -49,19 +47,12 @@ def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_p
   line = (tmp_path / "whole" / "rollouts" / "rl_000001.jsonl").read_text().splitlines()[0]
   assert "support" not in json.loads(line), "it is too large for a dump"
 
-  left = iter(range(6))
-  monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
-  with pytest.raises(preemption.Preempted):
+  with told_to_go(checks=6):
     run(tmp_path / "again", rl__lag=lag)
-  monkeypatch.setattr(preemption, "check", lambda: None)
   assert len(rows_of(tmp_path / "again", "rl")) < 4
   same = run(tmp_path / "again", rl__lag=lag)
   assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
-
-
-def interrupt():
-  raise preemption.Preempted
 
 
 WRONG = {
@@ -82,7 +73,9 @@ def test_what_cannot_be_put_on_record_is_refused(changes, match):
 
 
 def test_what_is_asked_of_the_engine():
-  asked = lambda **changes: workload(config_of(tiny.get_config, **SMALL | changes), (1,), False)  # noqa: E731
+  def asked(**changes):
+    return workload(config_of(tiny.get_config, **SMALL | changes), (1,), False)
+
   assert asked().support == 40 and asked(sampling__top_k=1000).support == 264
   assert asked(sampling__top_k=0, sampling__top_p=1.0).support == 0
   assert asked(job="eval").support == 0

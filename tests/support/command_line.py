@@ -1,5 +1,6 @@
 """Runs of the command line, whole and cut off, for the tests."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
+
+from gspo_jax.system import preemption
 
 ROOT = Path(__file__).parents[2]
 SMALL_MODEL = """
@@ -76,6 +80,20 @@ def figures(workdir):
   return [
     {k: v for k, v in row.items() if not k.startswith(OF_THE_MACHINE)} for row in rows(workdir)
   ]
+
+
+@contextlib.contextmanager
+def told_to_go(checks):
+  """What runs within is told to go at the check after so many, and ends by that."""
+  left = iter(range(checks))
+
+  def check():
+    if next(left, None) is None:
+      raise preemption.Preempted
+
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(preemption.Preempted):
+    patch.setattr(preemption, "check", check)
+    yield
 
 
 def run_until(workdir, phase, step, how, flags=SMALL, config="configs/tiny.py", **more):

@@ -1,11 +1,59 @@
 """Sampling with every option of a workload: conversations, stop strings, what is recorded."""
 
+import dataclasses
+
+import numpy as np
+
 from gspo_jax.sampling import Driver, LocalEngine, Workload, assemble
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
+from gspo_jax.sampling.local.scheduler import Scheduler
+from gspo_jax.settings.sampling import DEFAULT, EngineConfig, SamplingConfig
 from gspo_jax.structs import Prompt
 
 PROMPTS = ((5, 6, 7), (8,), (9, 10, 11, 12, 13), (14, 15))
+RNG = np.random.default_rng(0)
+LONGER = [tuple(RNG.integers(8, 64, n).tolist()) for n in (3, 40, 1, 17, 9, 24)]
+ENGINE = {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def scheduler(params, model, sampling, detokenize=None, **options):
+  """Options are keys of the engine and fields of the workload."""
+  engine = {key: options.pop(key) for key in ENGINE & options.keys()}
+  workload = Workload(sampling, **dict(prompt_length=48, trajectories=100, group_size=3) | options)
+  config = dataclasses.replace(DEFAULT, **engine)
+  return Scheduler(params, 0, model, workload, config, detokenize=detokenize)
+
+
+def run(scheduler, requests):
+  """Responses, by their prompt and number."""
+  for request in requests:
+    scheduler.submit(request)
+  return by_sample(scheduler.run())
+
+
+def by_sample(responses):
+  return {(response.request.prompt, response.sample): response for response in responses}
+
+
+def left_of(response):
+  """The request for what a response has not come to."""
+  begun, request = tuple(response.tokens.tolist()), response.request
+  left = request.max_new_tokens - len(begun)
+  return dataclasses.replace(
+    request, max_new_tokens=left, samples=1, first_sample=response.sample, begun=begun
+  )
+
+
+def same(found, expected):
+  """Asserts that two dicts of responses are equal, likelihoods but for round-off."""
+  assert found.keys() == expected.keys()
+  for key, response in found.items():
+    np.testing.assert_array_equal(response.tokens, expected[key].tokens)
+    for name in ("logp", "full_logp"):
+      np.testing.assert_allclose(getattr(response, name), getattr(expected[key], name), atol=1e-5)
+    assert response.stopped == expected[key].stopped and response.finished
+    if expected[key].routing is not None:
+      np.testing.assert_array_equal(response.routing, expected[key].routing)
 
 
 def sample(
@@ -52,13 +100,14 @@ def sample(
   left = iter(environments or ())
   make = (lambda prompt: next(left)) if environments else None
   tokens = [()] * count if environments else map(tuple, prompts)
-  told = [Prompt(str(i), "", "", one) for i, one in enumerate(tokens)]
-  groups = new_groups(told, group_size, seed, prompt_length, make, render)
+  begun = [Prompt(str(i), "", "", prompt) for i, prompt in enumerate(tokens)]
+  groups = new_groups(begun, group_size, seed, prompt_length, make, render)
   for group in groups:
     driver.begin(group)
   for _ in driver.run():
     pass
   if usage is not None:
     usage.add(local.usage)
-  length = max(len(one.prompt) for group in groups for one in group) + max_new_tokens
-  return assemble([one for group in groups for one in group], length, pad_id, support)
+  trajectories = [trajectory for group in groups for trajectory in group]
+  length = max(len(trajectory.prompt) for trajectory in trajectories) + max_new_tokens
+  return assemble(trajectories, length, pad_id, support)
