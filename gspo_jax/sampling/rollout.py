@@ -89,11 +89,11 @@ def sample_rollout(
     Rows as long as the workload's window, in the prompts' order.
   """
   driver = Driver(engine, workload)
-  told = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(prompts)]
-  groups = new_groups(told, workload.group_size, seed, workload.prompt_length, make=None)
+  named = [Prompt(str(i), "", "", tuple(prompt)) for i, prompt in enumerate(prompts)]
+  groups = new_groups(named, workload.group_size, seed, workload.prompt_length, make=None)
   for group in groups:
     driver.begin(group)
   for _ in driver.run():
     pass
-  trajectories = [one for group in groups for one in group]
+  trajectories = [trajectory for group in groups for trajectory in group]
   return assemble(trajectories, workload.window, pad_id, workload.support)

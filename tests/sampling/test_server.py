@@ -540,9 +540,9 @@ def test_who_comes_in_the_place_of_a_server_is_asked_how_it_was_started(make):
 
 def test_directories_that_are_not_complete_are_not_among_the_last_two(tmp_path):
   for number in (4, 5):
-    published.write(tmp_path, f"weights_{number:06d}", weights(), MODEL)
+    published.write(tmp_path / f"weights_{number:06d}", weights(), MODEL)
   (tmp_path / "weights_000006.partial").mkdir()
-  published.write(tmp_path, "weights_000007", weights(), MODEL)
+  published.write(tmp_path / "weights_000007", weights(), MODEL)
   kept = sorted(path.name for path in tmp_path.iterdir())
   assert kept == ["weights_000005", "weights_000007"]
 

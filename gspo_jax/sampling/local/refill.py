@@ -109,10 +109,10 @@ def _give_pages(state):
 
   def settle(held):
     free_p, w = free(held), jnp.argmax(lacking(held))
-    found = free_p.any()
-    page = jnp.where(found, jnp.argmax(free_p).astype(jnp.int32), NONE)
+    any_free = free_p.any()
+    page = jnp.where(any_free, jnp.argmax(free_p).astype(jnp.int32), NONE)
     place = (w, s.position_B[w] // S)
-    table_Bn = held.table_Bn.at[place].set(jnp.where(found, page, held.table_Bn[place]))
+    table_Bn = held.table_Bn.at[place].set(jnp.where(any_free, page, held.table_Bn[place]))
     # The newest prefix that waits, or else the newest of the responses that have sampled least.
     waits = (held.waiting_R > 0).any()
     e = jnp.argmax(jnp.where(held.waiting_R > 0, state.queue.id_B, -1))
@@ -120,8 +120,8 @@ def _give_pages(state):
     v = jnp.argmax(jnp.where((held.left_B > 0) & (sampled_B == least), s.id_B, -1))
     return held._replace(
       table_Bn=table_Bn,
-      waiting_R=held.waiting_R.at[e].set(jnp.where(found, held.waiting_R[e], 0)),
-      left_B=held.left_B.at[v].set(jnp.where(found | waits, held.left_B[v], 0)),
+      waiting_R=held.waiting_R.at[e].set(jnp.where(any_free, held.waiting_R[e], 0)),
+      left_B=held.left_B.at[v].set(jnp.where(any_free | waits, held.left_B[v], 0)),
     ).released()
 
   return jax.lax.while_loop(unsettled, settle, _Held.of(state)).put_into(state)

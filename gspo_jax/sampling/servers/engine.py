@@ -65,7 +65,7 @@ class ServerEngine:
     routing: bool = False,
     tokenizer: Path | None = None,
   ):
-    self._model, self._config, self._server = model, config, config.server
+    self._model, self._server = model, config.server
     self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer
     self._directory = Path(self._server.directory or workdir.absolute() / "published")
     compute = config.compute(compute)
@@ -111,9 +111,9 @@ class ServerEngine:
     """
     self._loads = threading.get_ident()
     params, self._version = self._publish(params), version
-    name = f"weights_{version:06d}"
+    directory = self._directory / f"weights_{version:06d}"
     try:
-      self._weights = published.write(self._directory, name, params, self._model, self._tokenizer)
+      self._weights = published.write(directory, params, self._model, self._tokenizer)
     except OSError as error:
       where = error.filename or self._directory
       raise ServersGone(f"{where} cannot be written: {error.strerror or error}") from error
@@ -184,15 +184,16 @@ class ServerEngine:
       self._fleet.admit(server)
     else:
       self._disagreed += 1
-      raw = verdict.raw <= self._tolerance
-      why = (
+      if verdict.raw <= self._tolerance:
+        why = f"its log-probs are those before the temperature: {PROCESSED}"
+        self._fleet.leave_out(server, why, refused=True)
+        return
+      self._fleet.leave_out(
+        server,
         f"its log-probs of version {self._version} are off the trainer's by {verdict.mean:.3g} in "
         f"the mean and {verdict.max:.3g} at most, and engine.server.tolerance is "
-        f"{self._tolerance:g}: start it again with these weights"
+        f"{self._tolerance:g}: start it again with these weights",
       )
-      if raw:
-        why = f"its log-probs are those before the temperature: {PROCESSED}"
-      self._fleet.leave_out(server, why, refused=raw)
 
   # Requests.
 
@@ -217,8 +218,8 @@ class ServerEngine:
       return
     most = min(self._server.in_flight, max(1, PIECE // request.max_new_tokens))
     for start in range(0, request.samples, most):
-      some = samples[start : start + most]
-      self._send([Pending(request, number, sample) for sample in some])
+      numbers = samples[start : start + most]
+      self._send([Pending(request, number, sample) for sample in numbers])
 
   def _send(self, together: list[Pending]) -> None:
     id_ = f"{self._version}-{next(self._calls)}-{self._run}"
@@ -282,8 +283,8 @@ class ServerEngine:
       arrived += self._arrived(0.0)
     finally:
       self._stopping = False
-    rest = itertools.chain.from_iterable(self._pending.values())
-    arrived += [self._told_of(pending, False) for pending in rest]
+    for together in self._pending.values():
+      arrived += [self._told_of(pending, False) for pending in together]
     self._pending.clear()
     return arrived
 
@@ -301,14 +302,12 @@ class ServerEngine:
         return arrived
       if id_ not in self._pending:  # of a workload that has ended
         continue
-      if isinstance(answer, Exception) and not self._stopping:
+      failed = isinstance(answer, Exception)
+      if failed and not self._stopping:
         raise answer
       together = self._pending.pop(id_)
-      if isinstance(answer, Exception):
-        arrived += [self._told_of(pending, False) for pending in together]
-        continue
-      for pending, part in zip(together, answer):
-        finished = pending.add(part, self._detokenize)
+      for pending, part in zip(together, itertools.repeat(None) if failed else answer):
+        finished = part is not None and pending.add(part, self._detokenize)
         if finished or self._stopping:
           arrived.append(self._told_of(pending, finished))
         elif pending.aborted > MOST_ABORTED:

@@ -91,7 +91,9 @@ class Fleet:
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
     self._thread.start()
-    self.run(self._open())
+    self._watches = [
+      asyncio.run_coroutine_threadsafe(self._watch(server), self._loop) for server in self.servers
+    ]
 
   def run(self, work: Awaitable[T], every: Callable[[], None] = lambda: None) -> T:
     """The result of something on the loop; meanwhile `every` is called twice a second."""
@@ -115,11 +117,8 @@ class Fleet:
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
 
-  async def _open(self) -> None:
-    self._watches = [self._loop.create_task(self._watch(server)) for server in self.servers]
-
   async def _close(self) -> None:
-    tasks = (*self._watches, *self._tasks.values())
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
       task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,22 +18,20 @@ TOKENIZER = (
 _PARTIAL = ".partial"
 
 
-def write(
-  directory: Path, name: str, params: Any, model: ModelConfig, tokenizer: Path | None = None
-) -> Path:
-  """Writes a Hugging Face directory beside the others and moves it there when it is complete; the
-  last `KEPT` stay. Every process calls this, and the first one writes.
+def write(target: Path, params: Any, model: ModelConfig, tokenizer: Path | None = None) -> Path:
+  """Writes a Hugging Face directory beside its place and moves it there when it is complete; the
+  last `KEPT` of its parent stay. Every process calls this, and the first one writes.
 
   Raises:
     OSError: the directory cannot be written. Of several processes, the others raise ServersGone.
   """
   from gspo_jax.models import hf  # safetensors is only needed here
 
-  target, partial = directory / name, directory / (name + _PARTIAL)
+  partial = target.with_name(target.name + _PARTIAL)
 
   def begin() -> None:
-    for rest in directory.glob(f"weights_*{_PARTIAL}"):  # of publications that broke off
-      shutil.rmtree(rest, ignore_errors=True)
+    for broken_off in target.parent.glob(f"weights_*{_PARTIAL}"):
+      shutil.rmtree(broken_off, ignore_errors=True)
     partial.mkdir(parents=True)
 
   def complete() -> None:
@@ -42,17 +40,13 @@ def write(
         shutil.copyfile(tokenizer / file, partial / file)
     shutil.rmtree(target, ignore_errors=True)  # of a run that was resumed
     os.rename(partial, target)
-    _remove_older(directory, target)
+    # By the time at which they came here; what somebody else has put here stays.
+    earlier = [path for path in target.parent.glob("weights_*") if path.is_dir() and path != target]
+    earlier.sort(key=lambda path: path.stat().st_mtime)
+    for path in earlier[: -(KEPT - 1)]:
+      shutil.rmtree(path, ignore_errors=True)
 
   hosts.of_first(begin, ServersGone)
   hf.save(partial, params, model)  # each tensor in the type that the trainer reads it in
   hosts.of_first(complete, ServersGone)
   return target
-
-
-def _remove_older(directory: Path, newest: Path) -> None:
-  """Leaves the last ones, by the time at which they came here; and what somebody else put here."""
-  ours = [path for path in directory.glob("weights_*") if path.is_dir()]
-  others = sorted((p for p in ours if p != newest), key=lambda p: p.stat().st_mtime)
-  for path in others[: max(0, len(others) - (KEPT - 1))]:
-    shutil.rmtree(path, ignore_errors=True)

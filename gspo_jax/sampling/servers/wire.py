@@ -73,11 +73,10 @@ class Wire:
     for left in reversed(range(looks)):
       try:
         await self.ask(url, Ask("/health"), CONNECT_S)
+        return
       except Failed:
         if not left:
           raise
-      else:
-        return
 
   async def ask(self, url: str, ask: Ask, seconds: float, most: int = JSON) -> Any:
     """The JSON that a server answers; None where it is empty, or none was asked for.
@@ -107,8 +106,7 @@ class Wire:
       raise Failed("body", f"the answer to {ask.path} is no JSON: {error!s:.80}") from error
     for key, value in ask.holds.items():
       if not isinstance(answer, dict) or answer.get(key) != value:
-        text = f"the answer to {ask.path} has not {key}={value}: {answer!r:.200}"
-        raise Failed("body", text)
+        raise Failed("body", f"the answer to {ask.path} has not {key}={value}: {answer!r:.200}")
     return answer
 
   async def sent(self, url: str, ask: Ask, seconds: float, most: int = JSON) -> tuple[int, bytes]:
