@@ -12,7 +12,7 @@ from gspo_jax.learner.metrics import ages as ages_of
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.delimiters import Delimiters, step_ends
-from gspo_jax.sampling.parts import segment_ids
+from gspo_jax.sampling.parts import breaks, segment_ids
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
@@ -99,20 +99,15 @@ def segments_of(
   delimiters: Delimiters | None,
 ) -> np.ndarray | None:
   """Parts of each trajectory that have an importance ratio of their own; None: there are none."""
-  unit, ends_BT = objective.segment_unit, None
+  unit, turn_BT, ends_BT = objective.segment_unit, rollout.turns, None
   if unit is None:
     return None
+  if unit == "line":
+    ends_BT = breaks(rollout.tokens, breaks_V) > 0
   if unit == "step":
-    ends_BT = step_ends(delimiters, rollout.tokens, rollout.mask, rollout.turns)
-  return segment_ids(
-    unit,
-    rollout.tokens,
-    rollout.mask,
-    turn_BT=rollout.turns,
-    size=objective.segment_tokens,
-    breaks_V=breaks_V if unit == "line" else None,
-    ends_BT=ends_BT,
-  )
+    ends_BT = step_ends(delimiters, rollout.tokens, rollout.mask, turn_BT)
+  size = objective.segment_tokens
+  return segment_ids(rollout.mask, turn_BT=turn_BT, size=size, ends_BT=ends_BT)
 
 
 def train_batch(

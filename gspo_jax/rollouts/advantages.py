@@ -80,9 +80,8 @@ def of_turns(judged: Judged) -> Advantages:
 
 
 def of_lines(judged: Judged) -> Advantages:
-  tokens_BL, mask_BL = judged.rollout.tokens, judged.rollout.mask
-  line_BL = parts.segment_ids("line", tokens_BL, mask_BL, breaks_V=judged.breaks_V)
-  return _of_parts(judged, line_BL)
+  ends_BL = parts.breaks(judged.rollout.tokens, judged.breaks_V) > 0
+  return _of_parts(judged, parts.segment_ids(judged.rollout.mask, ends_BT=ends_BL))
 
 
 # By name; other estimators are `of_groups`.

@@ -2,46 +2,40 @@
 have an importance ratio of their own, and rewards."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
 
 def segment_ids(
-  unit: Literal["turn", "step", "line", "tokens"],
-  tokens_BT: np.ndarray,
   mask_BT: np.ndarray,
   *,
   turn_BT: np.ndarray | None = None,
   size: int | None = None,
-  breaks_V: np.ndarray | None = None,
   ends_BT: np.ndarray | None = None,
 ) -> np.ndarray:
   """Segments of each response, numbered from 0 in their order; 0 off the mask. int32 [B, T].
 
-  A new one begins with every turn; with unit "line" also after a token that ends a line, with unit
-  "step" after one that ends a step, with unit "tokens" after every `size` sampled tokens of a turn.
-  Observations in between count for nothing.
+  A new one begins with every turn, behind every token that ends a line (`breaks`) or a step
+  (`delimiters.step_ends`), and after every `size` sampled tokens of a turn. Observations in between
+  count for nothing.
 
   Args:
     turn_BT: turn of each sampled token, where there are several.
-    breaks_V: line breaks in the text of each token; those beyond it have none.
-    ends_BT: tokens that end a step (`steps.step_ends`).
+    size: None: segments may have any.
+    ends_BT: tokens that end a segment.
   """
   ids_BT = np.zeros(mask_BT.shape, np.int32)
   row_X, time_X = np.nonzero(mask_BT > 0)
   if not len(row_X):
     return ids_BT
-  place_X = np.arange(len(row_X))
   new_row_X = np.diff(row_X, prepend=-1) > 0
   begins_X = new_row_X.copy()
   if turn_BT is not None:
     begins_X |= np.diff(turn_BT[row_X, time_X], prepend=-1) != 0
-  if unit == "tokens":
+  if size is not None:
+    place_X = np.arange(len(row_X))
     begins_X |= (place_X - _latest(place_X, begins_X)) % size == 0
-  if unit == "line":
-    ends_BT = np.isin(tokens_BT, np.flatnonzero(breaks_V))
-  if unit in ("line", "step"):
+  if ends_BT is not None:
     begins_X[1:] |= ends_BT[row_X, time_X][:-1]
   number_X = np.cumsum(begins_X)
   ids_BT[row_X, time_X] = number_X - _latest(number_X, new_row_X)
@@ -51,6 +45,12 @@ def segment_ids(
 def _latest(x_X: np.ndarray, where_X: np.ndarray) -> np.ndarray:
   """x at the latest place, this one included, that `where_X` marks; it marks the first."""
   return x_X[np.maximum.accumulate(np.where(where_X, np.arange(len(x_X)), 0))]
+
+
+def breaks(tokens: np.ndarray, breaks_V: np.ndarray) -> np.ndarray:
+  """Line breaks in the text of each token, of a table of all; tokens beyond it have none."""
+  known = (tokens >= 0) & (tokens < len(breaks_V))
+  return np.append(breaks_V, 0)[np.where(known, tokens, -1)]
 
 
 def line_rewards(
@@ -64,10 +64,9 @@ def line_rewards(
   Args:
     reward_U: of the lines of its text, at most one more than it has line breaks.
     tokens_X: the response.
-    breaks_V: as in `segment_ids`.
+    breaks_V: as in `breaks`.
   """
-  known_X = (tokens_X >= 0) & (tokens_X < len(breaks_V))
-  broken_X = np.cumsum(np.where(known_X, breaks_V[np.where(known_X, tokens_X, 0)], 0))
+  broken_X = np.cumsum(breaks(tokens_X, breaks_V))
   end_U = np.searchsorted(broken_X, np.arange(1, len(reward_U) + 1))
   reward_X = np.zeros(len(tokens_X), np.float32)
   np.add.at(reward_X, np.minimum(end_U, len(tokens_X) - 1), np.asarray(reward_U, np.float32))

@@ -197,9 +197,9 @@ class Trajectory:
 
   def copy(self) -> "Trajectory":
     """A trajectory that stays as it is now while this one goes on; with the same environment."""
-    other = copy.copy(self)
-    other.columns = dict(self.columns)
-    return other
+    snapshot = copy.copy(self)
+    snapshot.columns = dict(self.columns)
+    return snapshot
 
   def _extend(self, **parts: np.ndarray) -> None:
     for name, part in parts.items():
@@ -217,10 +217,8 @@ class Trajectory:
 
   def get_state(self) -> dict[str, Any]:
     """Returns JSON, for a checkpoint; all but the environment."""
-    more = dict(routing=self.routing, support=self.support)
-    arrays = self.columns | {name: x for name, x in more.items() if x is not None}
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)
+    arrays, file = self.columns | dict(routing=self.routing, support=self.support), io.BytesIO()
+    np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
     plain = "prompt sample seed turn calls finished stopped figures failure _begun".split()
     state = {name: getattr(self, name) for name in plain}
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
@@ -233,21 +231,21 @@ class Trajectory:
     another host has it."""
     state = dict(state)
     arrays = dict(np.load(io.BytesIO(base64.b64decode(state.pop("arrays")))))
-    own = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
-    own.routing, own.support = arrays.pop("routing", None), arrays.pop("support", None)
-    own.columns = arrays
-    vars(own).update(state)
-    if not own.finished and environment is not None:
+    trajectory = cls(state.pop("prompt"), state.pop("sample"), state.pop("seed"), environment, tag)
+    vars(trajectory).update(state | dict(calls=tuple(state["calls"])))
+    trajectory.routing = arrays.pop("routing", None)
+    trajectory.support = arrays.pop("support", None)
+    trajectory.columns = arrays
+    if not trajectory.finished and environment is not None:
       environment.reset()
-      for turn in range(own.turn):
-        environment.step(own.tokens[own.turns == turn].tolist())
-    own.calls = tuple(own.calls)
-    return own
+      for turn in range(trajectory.turn):
+        environment.step(trajectory.tokens[trajectory.turns == turn].tolist())
+    return trajectory
 
 
 def _widened(support_nX: np.ndarray, width: int) -> np.ndarray:
-  more = width - support_nX.shape[1]
-  return np.pad(support_nX, ((0, 0), (0, more)), constant_values=NO_TOKEN)
+  lacking = width - support_nX.shape[1]
+  return np.pad(support_nX, ((0, 0), (0, lacking)), constant_values=NO_TOKEN)
 
 
 def recorded_turn(
@@ -255,12 +253,12 @@ def recorded_turn(
 ) -> Trajectory:
   """A finished trajectory of one turn that somebody else has sampled, of weights with no version
   and with likelihoods that are not known: 0."""
-  one = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
+  trajectory = Trajectory(prompt, sample, 0, SingleTurn(prompt), tag)
   zeros = np.zeros(len(tokens), np.float32)
   unversioned = np.full(len(tokens), -1, np.int32)
-  one.add(Response(None, sample, tokens, zeros, zeros, unversioned, stopped, True, None))
-  one.finish(stopped)
-  return one
+  trajectory.add(Response(None, sample, tokens, zeros, zeros, unversioned, stopped, True, None))
+  trajectory.finish(stopped)
+  return trajectory
 
 
 def means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -298,20 +296,21 @@ def assemble(
     experts_BLlk = np.full((B, length, *first.shape[1:]), routing.NO_EXPERT, first.dtype)
   support_BLX = np.full((B, length, support), NO_TOKEN, np.int32) if support else None
   prompts, ends = np.zeros(B, np.int32), np.zeros(B, np.int32)
-  for row, one in enumerate(trajectories):
-    prompts[row], ends[row] = start, end = len(one.prompt), len(one.prompt) + len(one.tokens)
-    fields["tokens"][row, :start] = one.prompt
-    for name, column in one.columns.items():
+  for row, trajectory in enumerate(trajectories):
+    prompts[row] = start = len(trajectory.prompt)
+    ends[row] = end = start + len(trajectory.tokens)
+    fields["tokens"][row, :start] = trajectory.prompt
+    for name, column in trajectory.columns.items():
       fields[name][row, start:end] = column
-    if experts_BLlk is not None and one.routing is not None:
-      experts_BLlk[row, : end - 1] = one.routing
-    if one.support is not None:
-      if (width := one.support.shape[1]) > support:
+    if experts_BLlk is not None and trajectory.routing is not None:
+      experts_BLlk[row, : end - 1] = trajectory.routing
+    if trajectory.support is not None:
+      if (width := trajectory.support.shape[1]) > support:
         raise ValueError(
           f"sampling.top_k is {support} tokens now, and a response that was put aside has tokens "
           f"drawn from {width}: set it to {width} until that response is finished"
         )
-      support_BLX[row, start:end] = _widened(one.support, support)
+      support_BLX[row, start:end] = _widened(trajectory.support, support)
   mask = (fields["turns"] >= 0).astype(np.float32)
   return Rollout(
     **fields,
@@ -319,7 +318,7 @@ def assemble(
     prompt_lengths=prompts,
     lengths=mask.sum(1).astype(np.int32),
     ends=ends,
-    stopped=np.array([one.stopped for one in trajectories]),
+    stopped=np.array([trajectory.stopped for trajectory in trajectories]),
     routing=experts_BLlk,
     support=support_BLX,
   )

@@ -151,7 +151,7 @@ def test_ratios_and_clipping_by_length():
 
 
 def in_segments(batch):
-  ids = segment_ids("tokens", batch.inputs.tokens_BT, batch.mask_BT, size=3)
+  ids = segment_ids(batch.mask_BT, size=3)
   return batch.replace(unit_BT=np.where(batch.mask_BT > 0, ids, -1))  # off the mask: anything
 
 

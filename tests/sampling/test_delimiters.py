@@ -71,7 +71,7 @@ def test_steps_against_a_slow_reference(delimiters, turns):
     expected_BT[row, mask_T] = slow_ends(*arguments)
   np.testing.assert_array_equal(found_BT, expected_BT)
   assert 10 < found_BT.sum() < 0.9 * mask_BT.sum()
-  ids_BT = segment_ids("step", tokens_BT, mask_BT, turn_BT=given, ends_BT=found_BT)
+  ids_BT = segment_ids(mask_BT, turn_BT=given, ends_BT=found_BT)
   for row, mask_T in enumerate(mask_BT):  # one more behind each end, and with each turn
     ids = ids_BT[row, mask_T]
     new = expected_BT[row, mask_T][:-1]
@@ -97,7 +97,7 @@ def test_steps_of_bytes_by_hand(text, delimiters, lengths):
   tokens_BT = np.array([[*BYTES.encode(text), STOP]])
   mask_BT = np.ones_like(tokens_BT)
   ends_BT = steps.step_ends(steps.delimiters(delimiters, BYTES), tokens_BT, mask_BT)
-  ids = segment_ids("step", tokens_BT, mask_BT, ends_BT=ends_BT)[0]
+  ids = segment_ids(mask_BT, ends_BT=ends_BT)[0]
   assert np.bincount(ids).tolist() == lengths
 
 
@@ -110,7 +110,7 @@ def test_what_an_environment_says_is_no_part_of_a_delimiter():
   for delimiters, expected in (("]", [0, 0, 0, 1, 0, 2, 3, 3]), ("c]", [0, 0, 0, 0, 0, 1, 1, 1])):
     given = steps.delimiters((delimiters,), BYTES)
     ends_BT = steps.step_ends(given, tokens_BT, mask_BT, turn_BT)
-    ids_BT = segment_ids("step", tokens_BT, mask_BT, turn_BT=turn_BT, ends_BT=ends_BT)
+    ids_BT = segment_ids(mask_BT, turn_BT=turn_BT, ends_BT=ends_BT)
     assert ids_BT.tolist() == [expected]
 
 
@@ -196,7 +196,7 @@ def test_tags_of_the_chat_template_are_found_as_one_token_or_several(tmp_path, s
   tokens_BT = np.array([ids])
   mask_BT = np.ones_like(tokens_BT)
   ends_BT = steps.step_ends(steps.delimiters(None, tok), tokens_BT, mask_BT)
-  found = np.array(segment_ids("step", tokens_BT, mask_BT, ends_BT=ends_BT)[0])
+  found = np.array(segment_ids(mask_BT, ends_BT=ends_BT)[0])
   texts = [
     b"".join(tok.token_bytes()[i] for i in tokens_BT[0][found == n]).decode() for n in range(3)
   ]

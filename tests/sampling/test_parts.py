@@ -25,7 +25,9 @@ def test_segments_against_loops(unit, turns):
   mask_BT = (rng.random((B, T)) < 0.7) & (np.arange(T) >= 4)
   mask_BT[5] = False
   turn_BT = np.where(mask_BT, np.cumsum(rng.random((B, T)) < 0.1, axis=1), -1) if turns else None
-  ids_BT = segment_ids(unit, tokens_BT, mask_BT, turn_BT=turn_BT, size=size, breaks_V=breaks_V)
+  ends_BT = segments.breaks(tokens_BT, breaks_V) > 0
+  options = dict(turn={}, line=dict(ends_BT=ends_BT), tokens=dict(size=size))[unit]
+  ids_BT = segment_ids(mask_BT, turn_BT=turn_BT, **options)
   for b in range(B):
     number, before, inside = -1, None, 0
     for t in np.flatnonzero(mask_BT[b]):
@@ -38,7 +40,7 @@ def test_segments_against_loops(unit, turns):
       before = tokens_BT[b, t], turn
   assert ids_BT.dtype == np.int32 and not ids_BT[~mask_BT].any() and ids_BT.max() < T
   assert (ids_BT.max() > 0) == (turns or unit != "turn")
-  assert not segment_ids(unit, tokens_BT, np.zeros((B, T)), breaks_V=breaks_V).any()
+  assert not segment_ids(np.zeros((B, T)), **options).any()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_segments_of_so_many_tokens_lie_between_token_and_sequence(size):
   logp = old + 0.02 * rng.standard_normal((B, T)).astype(np.float32)
   advantage = rng.standard_normal((B, 1)).astype(np.float32) * np.ones((1, T), np.float32)
   ranges = dict(clip_low=1e-3, clip_high=1.2e-3)
-  ids = segment_ids("tokens", np.zeros((B, T), int), mask, size=size)
+  ids = segment_ids(mask, size=size)
   assert ids.max() == (184 - 1) // size
 
   def found(loss, advantage, **options):
