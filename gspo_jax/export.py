@@ -24,7 +24,6 @@ from gspo_jax import sharding
 from gspo_jax.models import hf
 from gspo_jax.runs import start, weights
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import ModelConfig
 
 # Of a tokenizer, as far as they are there.
 TOKENIZER = (
@@ -43,10 +42,7 @@ def export(run: str, directory: Path, dtype: str = "bfloat16") -> start.Start:
   origin = start.find(run, "RUN")
   if origin is None:
     raise ValueError(f"RUN={run} is not the workdir of a run, nor one of its checkpoints")
-  try:
-    model = ModelConfig(**origin.model)
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"the config.json of RUN={run} does not say its model: {error}") from error
+  model = start.model(origin, f"RUN={run}")
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])

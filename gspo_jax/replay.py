@@ -32,7 +32,7 @@ from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.settings.objective import FIXED
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.structs import TrainBatch, TrainState
+from gspo_jax.structs import TrainBatch
 
 
 def replay(directory: epath.Path) -> bool:
@@ -50,19 +50,23 @@ def replay(directory: epath.Path) -> bool:
     adapters = config.rl.lora_rank if of_rl else 0
     adaptive = config.objective.adaptive_clip if of_rl else FIXED
     experts = config.objective.replay if of_rl else "none"
-    arrays = adapters, config.compute.dtype, adaptive, critic
-    like = abstract_state(config.model, mesh, tx, *arrays)
-    state = _state(directory / "state", like)
+    look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
+    dtype = config.compute.dtype
+    like = abstract_state(config.model, mesh, tx, adapters, dtype, adaptive, critic)
+    try:
+      state = restore_state(directory / "state", like)
+    except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
+      reason = checkpoint.reason(error)
+      raise ValueError(f"{directory / 'state'} cannot be restored: {reason}") from error
     state = state.replace(skipped=state.skipped * 0)
     sound = True
-    for name, found in _counts(state.params):
-      say(f"parameter {name}: {found}")
+    for name, count in _counts(state.params):
+      say(f"parameter {name}: {count} values not finite")
     for i, batch in enumerate(batches):
       plain = packing.undo(batch)
       if batch.inputs.row_B is not None:  # this mesh may be another one
         batch = packing.plan(plain, sharding.batch_shards(mesh))
       batch, plain = sharding.put_batch((batch, plain), mesh)
-      look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
       rows = _bad_rows(*jax.device_get(look(state.params, plain)))
       state, row = step(state, batch)
       row = metrics.compute(summarize((row,)))
@@ -72,13 +76,6 @@ def replay(directory: epath.Path) -> bool:
         say(f"  {line}")
       sound &= not names
   return sound
-
-
-def _state(directory: epath.Path, like: TrainState) -> TrainState:
-  try:
-    return restore_state(directory, like)
-  except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
-    raise ValueError(f"{directory} cannot be restored: {checkpoint.reason(error)}") from error
 
 
 def _update(config: RunConfig, phase: str):
@@ -107,12 +104,12 @@ def _bad_rows(logp: dict[str, np.ndarray], mask_BT: np.ndarray) -> Iterator[str]
       yield f"{name} log-probs: {bad_BT.sum()} not finite, in {len(rows)} rows, {where}"
 
 
-def _counts(params: Any) -> Iterator[tuple[str, str]]:
-  """Parameters that are not finite themselves."""
+def _counts(params: Any) -> Iterator[tuple[str, int]]:
+  """Parameters that are not finite themselves, and how many of their values are not."""
   bad = jax.jit(lambda tree: jax.tree.map(lambda x: (~jax.numpy.isfinite(x)).sum(), tree))(params)
   for path, count in jax.tree_util.tree_leaves_with_path(jax.device_get(bad)):
     if count:
-      yield jax.tree_util.keystr(path, simple=True, separator="."), f"{count} values not finite"
+      yield jax.tree_util.keystr(path, simple=True, separator="."), count
 
 
 def say(line: str) -> None:

@@ -50,12 +50,7 @@ def find(config: RunConfig, workdir: Path | None = None) -> Teacher | None:
   name = began_with.get("checkpoint", d.teacher)
   origin = hosts.of_first(lambda: start.find(name, KEY))
   if origin is not None:
-    try:
-      model = ModelConfig(**origin.model)
-    except (TypeError, ValueError) as error:
-      raise ValueError(
-        f"{KEY}={name}: the config.json of that run does not say of which model it is: {error}"
-      ) from error
+    model = start.model(origin, f"{KEY}={name}")
     return Teacher(str(origin.path), origin, model, origin.config.get("tokenizer"))
   start.check_published(KEY, name, "or to the workdir of a run")
   from gspo_jax.models import hf  # safetensors is only needed here
@@ -75,13 +70,14 @@ def check(
       f"model.vocab_size={config.model.vocab_size}: a teacher scores the policy's tokens, so both "
       "need the same vocabulary"
     )
-  if teacher.tokenizer and teacher.tokenizer != config.tokenizer:
-    other = tokenizer.load(teacher.tokenizer)
-    if other.token_bytes() != tok.token_bytes():
-      raise ValueError(
-        f"{what} has another tokenizer, {teacher.tokenizer!r}, than the policy, tokenizer="
-        f"{config.tokenizer!r}: the same ids stand for other texts; take a teacher of the same one"
-      )
+  if (
+    teacher.tokenizer not in (None, config.tokenizer)
+    and tokenizer.load(teacher.tokenizer).token_bytes() != tok.token_bytes()
+  ):
+    raise ValueError(
+      f"{what} has another tokenizer, {teacher.tokenizer!r}, than the policy, tokenizer="
+      f"{config.tokenizer!r}: the same ids stand for other texts; take a teacher of the same one"
+    )
   window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
   if window > model.max_position_embeddings:
     raise ValueError(

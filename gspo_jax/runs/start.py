@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gspo_jax.runs import checkpoint, mirror, provenance
+from gspo_jax.settings.model import ModelConfig
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
 
@@ -44,6 +45,16 @@ class Start:
     made_with = self.config.get("provenance", {})
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=made_with.get("commit"))
+
+
+def model(origin: Start, named: str) -> ModelConfig:
+  """The model of a checkpoint. ValueError, with how it is `named`: its config.json does not say."""
+  try:
+    return ModelConfig(**origin.model)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"{named}: the config.json of that run does not say of which model it is: {error}"
+    ) from error
 
 
 def find(weights: str, key: str = "weights") -> Start | None:

@@ -58,13 +58,14 @@ class Driver:
   def begin(self, group: Sequence[Trajectory]) -> None:
     """Submits a group: new trajectories, or what is not finished of ones that were put aside. A
     prompt that all of them begin with is prefilled once."""
-    alike = all(one.prompt is group[0].prompt or one.prompt == group[0].prompt for one in group)
-    if alike and not any(len(one.tokens) for one in group):
+    prompt = group[0].prompt
+    alike = all(each.prompt is prompt or each.prompt == prompt for each in group)
+    if alike and not any(len(each.tokens) for each in group):
       self._submit(group)
       return
-    for one in group:
-      if not one.finished:
-        self._submit([one])
+    for trajectory in group:
+      if not trajectory.finished:
+        self._submit([trajectory])
 
   def run(self, enough: Callable[[], bool] = lambda: False) -> Iterator[Trajectory]:
     """Yields trajectories as they are finished, until all are or `enough()` is true. One whose
@@ -129,14 +130,14 @@ class Driver:
       (answered if asked[-1].done() else waiting).append(asked)
     self._asked = waiting
     answers = [future.result() for *_, future in answered]
-    if not all(isinstance(one.environment, SingleTurn) for one, *_ in answered):
+    if not all(isinstance(trajectory.environment, SingleTurn) for trajectory, *_ in answered):
       answers = hosts.told(answers)
     for (trajectory, response, _), answer in zip(answered, answers, strict=True):
       name = f"the environment {type(trajectory.environment).__name__} of prompt {trajectory.tag}"
       name = f"{name}, sample {trajectory.sample}, turn {trajectory.turn + 1},"
       if answer.failure:
-        what = f"{name} raised {answer.failure}"
-        trajectory.fail(f"{what}: let it answer with an observation instead")
+        advice = "let it answer with an observation instead"
+        trajectory.fail(f"{name} raised {answer.failure}: {advice}")
         yield trajectory
         continue
       observation, reward, done, _ = answer
@@ -213,13 +214,13 @@ def new_groups(
     begun = [(prompt.tokens, SingleTurn(prompt.tokens)) for prompt in asked]
   else:
     begun = _conversations(asked, longest, make, render)
-  rest = iter(begun)
+  conversations = iter(begun)
   for tag, size in zip(tags, sizes, strict=True):
-    mine = list(itertools.islice(rest, size))
-    first = max(numbers[tokens] for tokens, _ in mine)
-    numbers |= {tokens: first + size for tokens, _ in mine}
-    samples = enumerate(mine, first)
-    groups.append([Trajectory(tokens, g, seed, one, tag) for g, (tokens, one) in samples])
+    group = list(itertools.islice(conversations, size))
+    first = max(numbers[tokens] for tokens, _ in group)
+    numbers |= {tokens: first + size for tokens, _ in group}
+    samples = enumerate(group, first)
+    groups.append([Trajectory(tokens, g, seed, x, tag) for g, (tokens, x) in samples])
   return groups
 
 
@@ -250,32 +251,23 @@ def _begun(
   """A new environment, behind the prompt that it begins with."""
   try:
     environment = make(prompt)
-    return _first_tokens(environment, longest, render), environment
+    first = environment.reset()
+    if len(first) and isinstance(first[0], Mapping):
+      if render is None:
+        raise ValueError("an environment begins with messages, and there is no `render` for them")
+      first = render(first)
+    tokens = tuple(map(int, first))
+    if not 0 < len(tokens) <= longest:
+      raise ValueError(
+        f"{type(environment).__name__}.reset() begins with {len(tokens)} tokens: it must be 1 to "
+        f"data.max_prompt_tokens={longest} of them"
+      )
+    return tokens, environment
   except Exception as error:  # it is the user's
     what = str(error)
     if not isinstance(error, ValueError):
       what = f"{type(error).__name__}: {error} (--verbosity=1: where)"
     raise ValueError(f"the environment of prompt {prompt.id} cannot begin: {what}") from error
-
-
-def _first_tokens(
-  environment: Environment,
-  longest: int,
-  render: Callable[[Sequence[Message]], Sequence[int]] | None,
-) -> tuple[int, ...]:
-  """Resets an environment and returns the prompt that it begins with."""
-  first = environment.reset()
-  if len(first) and isinstance(first[0], Mapping):
-    if render is None:
-      raise ValueError("an environment begins with messages, and there is no `render` for them")
-    first = render(first)
-  prompt = tuple(map(int, first))
-  if not 0 < len(prompt) <= longest:
-    raise ValueError(
-      f"{type(environment).__name__}.reset() begins with {len(prompt)} tokens: it must be 1 to "
-      f"data.max_prompt_tokens={longest} of them"
-    )
-  return prompt
 
 
 class Answer(NamedTuple):
@@ -303,8 +295,5 @@ class _Here:
 
   def submit(self, function: Callable, *arguments: Any) -> concurrent.futures.Future:
     future = concurrent.futures.Future()
-    try:
-      future.set_result(function(*arguments))
-    except Exception as error:
-      future.set_exception(error)
+    future.set_result(function(*arguments))
     return future
