@@ -11,7 +11,7 @@ import pytest
 
 from gspo_jax.sampling.servers import vllm, wire
 from gspo_jax.sampling.servers.calls import Call, Failed, checked
-from gspo_jax.sampling.servers.vllm import array_of_base64, floats, version_number
+from gspo_jax.sampling.servers.vllm import array_of_base64, column, version_number
 from gspo_jax.sampling.servers.wire import Wire
 from gspo_jax.settings.model import tiny_moe
 from gspo_jax.settings.sampling import SamplingConfig
@@ -142,7 +142,7 @@ def test_no_room_is_made_for_what_a_header_claims():
 @pytest.mark.parametrize("value", [-(10**400), "x", {}, [1.0]])
 def test_numbers_are_numbers(value):
   with pytest.raises(Failed, match="where numbers belong"):
-    floats([value])
+    column([value], np.float32)
 
 
 @pytest.mark.parametrize("end", ["x", float("inf"), float("nan"), None, [1]])

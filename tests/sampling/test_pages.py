@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import sampling as support
 from support.sampling import LONGER as PROMPTS
-from support.sampling import by_sample, left_of, same
+from support.sampling import by_sample, left_of, responses, same
 from support.small_models import GEMMA, MOE, initial
 
 from gspo_jax import sharding
@@ -118,7 +118,7 @@ def test_a_prefix_lies_in_the_pool_once():
   options = PAGES | dict(slots=3, steps=8, cache_tokens=8 * (5 + 1 + 3 * 2), trajectories=3)
   s = scheduler(sampling=dataclasses.replace(SAMPLING, max_new_tokens=8), **options)
   s.submit(Request(PROMPTS[1] + (9,), 8, samples=3, seed=5))  # five whole pages
-  assert len(list(s.run())) == 3 and s.usage.put_aside == 0
+  assert len(list(responses(s))) == 3 and s.usage.put_aside == 0
 
 
 def test_pages_for_less_than_one_response():

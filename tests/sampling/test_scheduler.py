@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import sampling as support
 from support.sampling import LONGER as PROMPTS
-from support.sampling import by_sample, left_of, run, same, sample
+from support.sampling import by_sample, left_of, responses, run, same, sample
 from support.small_models import MOE, initial, logits
 
 from gspo_jax import sharding
@@ -197,7 +197,7 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
   s = scheduler()
   for request in requests():
     s.submit(request)
-  done = by_sample(itertools.islice(s.run(), 5))
+  done = by_sample(itertools.islice(responses(s), 5))
   begun = by_sample(s.stop())
   done |= {key: response for key, response in begun.items() if response.finished}
   begun = {key: response for key, response in begun.items() if not response.finished}
@@ -215,7 +215,7 @@ def test_what_was_stopped_goes_on_as_if_nothing_had_happened(expected):
 def test_more_can_be_asked_for_while_it_runs(expected):
   s, asked, found = scheduler(), requests(), {}
   s.submit(asked.pop())
-  for response in s.run():
+  for response in responses(s):
     found[response.request.prompt, response.sample] = response
     if asked:
       s.submit(asked.pop())

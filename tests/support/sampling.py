@@ -28,7 +28,13 @@ def run(scheduler, requests):
   """Responses, by their prompt and number."""
   for request in requests:
     scheduler.submit(request)
-  return by_sample(scheduler.run())
+  return by_sample(responses(scheduler))
+
+
+def responses(scheduler):
+  """Those of all that was submitted, as they are finished."""
+  while scheduler.busy:
+    yield from scheduler.step()
 
 
 def by_sample(responses):

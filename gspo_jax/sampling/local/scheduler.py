@@ -8,7 +8,7 @@ import collections
 import functools
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,11 +109,6 @@ class Scheduler:
   def busy(self) -> bool:
     """Whether there is anything left to sample."""
     return bool(self._live or self._requests)
-
-  def run(self) -> Iterator[Response]:
-    """Responses in the order in which they are finished, until nothing is left to do."""
-    while self.busy:
-      yield from self.step()
 
   def step(self) -> list[Response]:
     """Has the devices go on, and returns what was finished meanwhile.

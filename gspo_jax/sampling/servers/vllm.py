@@ -6,6 +6,7 @@ here.
 """
 
 import base64
+import contextlib
 import io
 import math
 from collections.abc import Mapping
@@ -62,10 +63,10 @@ def read(answer: Mapping[str, Any], call: Call) -> list[Part]:
 
 def _part(choice: Mapping[str, Any]) -> Part:
   with failing("a choice is not as it should be"):
-    tokens = integers(choice["token_ids"] or [])
+    tokens = column(choice["token_ids"] or [], np.int32)
     content = (choice["logprobs"] or {}).get("content") or []
-    said = integers([entry["token_id"] for entry in content])
-    logp = floats([entry["logprob"] for entry in content])
+    said = column([entry["token_id"] for entry in content], np.int32)
+    logp = column([entry["logprob"] for entry in content], np.float32)
     reason, experts = choice["finish_reason"], choice.get("routed_experts")
   if not np.array_equal(said, tokens):
     raise Failed("tokens", "the log-probs are not of the tokens that came")
@@ -110,29 +111,16 @@ def unfit(settings: Any, routing: bool) -> str:
   return ""
 
 
-def integers(values: Any) -> np.ndarray:
-  """int32 [n] of a list. Failed if it is none of integers."""
-  try:
-    array = np.asarray(values)
-    if array.size == 0:
-      return np.zeros(0, np.int32)
-    if array.ndim == 1 and array.dtype.kind == "i" and abs(array).max() < 2**31:
-      return array.astype(np.int32)
-  except (TypeError, ValueError, OverflowError):
-    pass
-  raise Failed("body", f"it holds {values!r:.60} where integers belong")
-
-
-def floats(values: Any) -> np.ndarray:
-  """float32 [n] of a list. Failed if it is none of numbers."""
-  try:
-    array = np.asarray(values, np.float64)
-    if array.ndim == 1:
+def column(values: Any, dtype: type) -> np.ndarray:
+  """[n] of a list of numbers, int32 where all are integers or float32. Failed: it is none."""
+  with contextlib.suppress(TypeError, ValueError, OverflowError):
+    array = np.asarray(values, None if dtype is np.int32 else np.float64)
+    right = dtype is np.float32 or not array.size
+    if array.ndim == 1 and (right or (array.dtype.kind == "i" and abs(array).max() < 2**31)):
       with np.errstate(over="ignore"):  # to infinity, which `calls.checked` refuses
-        return array.astype(np.float32)
-  except (TypeError, ValueError, OverflowError):
-    pass
-  raise Failed("body", f"it holds {values!r:.60} where numbers belong")
+        return array.astype(dtype)
+  wanted = "integers" if dtype is np.int32 else "numbers"
+  raise Failed("body", f"it holds {values!r:.60} where {wanted} belong")
 
 
 def version_number(label: Any) -> int:
