@@ -25,8 +25,7 @@ SMALL = """
 def server(request):
   started = getattr(request, "param", FakeServer)()
   yield started
-  if not started.dead:
-    started.die()
+  started.die()
 
 
 def urls(server):

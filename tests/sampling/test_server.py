@@ -45,7 +45,7 @@ def make(tmp_path):
       if isinstance(servers, int):
         servers = [FakeServer() for _ in range(servers)]
         for server in servers:
-          stack.callback(server.end)
+          stack.callback(server.die)
       config = EngineConfig(
         **ENGINE,
         urls=tuple(server.url for server in servers),
@@ -193,6 +193,9 @@ def test_what_cannot_be_used_is_asked_for_again(make, name):
   two[0].fault = once(fault)
   check(engine)
   assert failed(engine) == {kind: 1}
+  sent = seen(two[0]) + seen(two[1])
+  assert len(sent) == len(set(sent)), "an attempt has an id of its own"
+  assert len(sent) == 4 or kind == "version"
   # What says that it has other weights is not asked again; a mishap is nothing yet.
   assert engine.usage.metrics()["engine/servers"] == (1 if kind == "version" else 2)
 
@@ -478,14 +481,6 @@ def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
   driver.begin(begun)
   list(driver.run())
   assert all(each.finished and set(each.version) == {2} for each in begun)
-
-
-def test_an_attempt_has_an_id_of_its_own(make):
-  one, engine = make()
-  one.fault = once("500")
-  check(engine)
-  assert failed(engine) == {"status": 1}
-  assert len(seen(one)) == len(set(seen(one))) == 4
 
 
 def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeypatch):

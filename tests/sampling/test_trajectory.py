@@ -4,19 +4,15 @@ import dataclasses
 import random
 import time
 
-import jax
 import numpy as np
 import pytest
 from support import environments
 from support.sampling import PROMPTS, run, sample, scheduler
 from support.small_models import MOE, forward, initial, next_logp
 
-from gspo_jax import sharding
-from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.sampling import Request, Usage, generate
 from gspo_jax.sampling.trajectory import Trajectory
-from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
 
 PARAMS = initial(MOE)
@@ -125,15 +121,6 @@ def test_no_conversation_depends_on_another(base, changes):
         base[0].logp[4 * old + g][base[0].mask[4 * old + g] > 0],
         atol=1e-5,
       )
-
-
-@pytest.mark.long
-def test_a_mesh_says_the_same(base):
-  mesh = sharding.make_mesh(MeshConfig(4, 1, 2, 1))
-  with jax.set_mesh(mesh):
-    params = jax.device_put(PARAMS, transformer.shardings(MOE, sharding.ROLLOUT, mesh))
-    out, _ = talk(params=params)
-  np.testing.assert_array_equal(out.tokens, base[0].tokens)
 
 
 def test_the_noise_of_a_turn_is_its_own():

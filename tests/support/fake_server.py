@@ -48,16 +48,14 @@ class FakeServer:
 
   def die(self):
     """No connection is taken any more, and what is under way has no answer."""
+    if self.dead:
+      return
     self.dead = True
     self._http.shutdown()
     self._http.server_close()
     for connection in self.connections:
       with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-  def end(self):
-    if not self.dead:
-      self.die()
 
   def answer(self, path, body):
     if path == "/inference/v1/generate":
