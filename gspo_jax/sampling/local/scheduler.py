@@ -217,15 +217,15 @@ class Scheduler:
       prefixes.sample_B[row] = request.first_sample
       prefixes.stop_BX[row, : len(request.stop_ids)] = request.stop_ids
       prefixes.id_B[row] = self._ids
-      routing: list[np.ndarray] = []
+      prefix_experts: list[np.ndarray] = []
       for live in lives:
         self._live[self._ids] = live
         self._ids += 1
         if not live.count:  # or what counts is how its tokens were fed at first
-          live.prefix_routing = routing
+          live.prefix_experts = prefix_experts
       number = shard * self._entries + entry
       self._queued[number] = Entry(self._calls, request.samples, end=self._ids)
-      fetched.append((row, len(prefix) - 1, routing))
+      fetched.append((row, len(prefix) - 1, prefix_experts))
       self.usage.prefilled += len(prefix) - 1
     self.usage.padded += total * length
     fed = np.array([request.prefix_length - 1 for request, _ in placed])
@@ -257,8 +257,8 @@ class Scheduler:
     for experts, placed in prefills:
       if experts is not None:
         experts = np.asarray(experts)
-        for row, length, routing in placed:
-          routing.append(experts[row, :length])
+        for row, length, prefix_experts in placed:
+          prefix_experts.append(experts[row, :length])
     out = jax.tree.map(np.asarray, out)
     self.usage.decode_seconds += self._lap()
     self.usage.steps += int(out.steps)

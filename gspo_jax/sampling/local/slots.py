@@ -73,7 +73,7 @@ class Sampled:
   token_nW: Any  # int32
   logp_nW: Any  # float32: under the distribution that it was drawn from
   full_logp_nW: Any  # float32: under the one without truncation
-  route_nWlk: Any  # of the token that was fed; None where nobody asked
+  experts_nWlk: Any  # of the token that was fed; None where nobody asked
   support_nWX: Any = None  # int32: the tokens that it was drawn from (`sampler.support`); or None
   steps: Any = None  # int32 []: how many rows are in use
   waiting_R: Any = None  # int32: of the queue, afterwards
@@ -137,7 +137,7 @@ def prefill(
   run = functools.partial(transformer.forward, params, model, compute=compute)
   if piece >= T:
     out = run(tokens_rT, segments=real_rT, cache=cache)
-    cache, routing_lrTk = out.cache, out.routing_lBTk
+    cache, experts_lrTk = out.cache, out.routing_lBTk
   else:
     positions_rT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (r, T))
 
@@ -150,15 +150,15 @@ def prefill(
       return out.cache, out.routing_lBTk
 
     parts = (cut(tokens_rT), cut(sharding.reshard(positions_rT, P(BATCH))), cut(real_rT))
-    cache, routing_jlrpk = jax.lax.scan(go_on, cache, parts)
-    routing_lrTk = None
-    if record_routing and routing_jlrpk is not None:
-      routing_lrTk = jnp.concatenate(list(routing_jlrpk), axis=2)
+    cache, experts_jlrpk = jax.lax.scan(go_on, cache, parts)
+    experts_lrTk = None
+    if record_routing and experts_jlrpk is not None:
+      experts_lrTk = jnp.concatenate(list(experts_jlrpk), axis=2)
 
   state = _on_each_device(_stage, state, rows, waiting_r, entry_r, cache, like=state)
   experts = None
-  if record_routing and routing_lrTk is not None:
-    experts = sharding.reshard(routing.by_row(routing_lrTk, real_rT, model.num_experts), P())
+  if record_routing and experts_lrTk is not None:
+    experts = sharding.reshard(routing.by_row(experts_lrTk, real_rT, model.num_experts), P())
   return state, experts
 
 
@@ -218,12 +218,12 @@ def decode(
     token_nW=by_step(0, jnp.int32),
     logp_nW=by_step(0, jnp.float32),
     full_logp_nW=by_step(0, jnp.float32),
-    route_nWlk=None,
+    experts_nWlk=None,
   )
   if record_routing and model.num_experts:
     moe_layers = sum(map(model.is_moe, range(model.num_layers)))
     dtype, shape = routing.storage_dtype(model.num_experts), (moe_layers, model.experts_per_token)
-    out = out.replace(route_nWlk=by_step(routing.NO_EXPERT, dtype, *shape))
+    out = out.replace(experts_nWlk=by_step(routing.NO_EXPERT, dtype, *shape))
   if width:
     out = out.replace(support_nWX=by_step(NO_TOKEN, jnp.int32, width))
 
@@ -235,8 +235,8 @@ def decode(
     i, state, out = carry
     state = _on_each_device(refill, state, like=state)
     slots, cache, taken = _next_token(params, state, sampling, model, compute, width)
-    if out.route_nWlk is None:
-      taken = taken.replace(route_nWlk=None)
+    if out.experts_nWlk is None:
+      taken = taken.replace(experts_nWlk=None)
 
     def write(x, value):
       return jax.lax.dynamic_update_index_in_dim(x, value, i, 0)
@@ -270,11 +270,11 @@ def _next_token(
   support_BX = support(temper(logits_BV, sampling), sampling) if width else None
   token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling, support_BX)
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
-  route_Blk = None
+  experts_Blk = None
   if out.routing_lBTk is not None:
-    route_Blk = routing.by_row(out.routing_lBTk, active_B[:, None], model.num_experts)[:, 0]
+    experts_Blk = routing.by_row(out.routing_lBTk, active_B[:, None], model.num_experts)[:, 0]
   id_B = jnp.where(active_B, s.id_B, -1)
-  sampled = Sampled(id_B, token_B, logp_B, full_logp_B, route_Blk, support_BX)
+  sampled = Sampled(id_B, token_B, logp_B, full_logp_B, experts_Blk, support_BX)
   slots = s.replace(
     token_B=token_B,
     position_B=jnp.where(active_B, next_B, s.position_B),

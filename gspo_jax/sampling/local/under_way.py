@@ -27,7 +27,7 @@ class Live:
   request: Request
   sample: int
   shard: int
-  prefix_routing: list[np.ndarray]  # filled when it has been fetched
+  prefix_experts: list[np.ndarray]  # filled when it has been fetched
   call: int = 0  # the first call of `decode` that knows of it
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0
@@ -54,8 +54,8 @@ class Live:
     tokens, logp, full_logp, experts, support = columns or (
       np.zeros(0, np.int32), nothing, nothing, None, None,
     )  # fmt: skip
-    if self.prefix_routing:
-      experts = np.concatenate([*self.prefix_routing, *([] if experts is None else [experts])])
+    if self.prefix_experts:
+      experts = np.concatenate([*self.prefix_experts, *([] if experts is None else [experts])])
     return Response(
       self.request,
       self.sample,
@@ -86,7 +86,7 @@ def by_response(out: Sampled) -> Iterator[tuple]:
   ids = id_Z[used_Z]
   cuts = np.flatnonzero(np.diff(ids)) + 1
   columns = []
-  for x in (out.token_nW, out.logp_nW, out.full_logp_nW, out.route_nWlk, out.support_nWX):
+  for x in (out.token_nW, out.logp_nW, out.full_logp_nW, out.experts_nWlk, out.support_nWX):
     if x is None:
       columns.append([None] * (len(cuts) + 1))
       continue
