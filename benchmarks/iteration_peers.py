@@ -141,9 +141,10 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
     num_experts_per_tok=c["experts_per_token"] or None,
   )
   mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  load = lambda: loader.create_model_from_safe_tensors(  # noqa: E731
-    spec["directory"], config, mesh, dtype=jnp.float32
-  )
+
+  def load():
+    return loader.create_model_from_safe_tensors(spec["directory"], config, mesh, dtype=jnp.float32)
+
   o, roles = OPTIMIZER, rl_cluster.Role
   adamw = optax.adamw(o["learning_rate"], o["b1"], o["b2"], o["eps"], weight_decay=0.0)
   cluster = rl_cluster.RLCluster(
@@ -211,5 +212,8 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
     losses, norms = zip(*reported[i : i + UPDATES])
     record.losses.append(losses)
     record.grad_norms.append(float(np.mean(norms)))
-  leaves = lambda network: jax.tree.leaves(nnx.state(network, nnx.Param))  # noqa: E731
+
+  def leaves(network):
+    return jax.tree.leaves(nnx.state(network, nnx.Param))
+
   record.moved = distance(leaves(trainer.model), leaves(load()))

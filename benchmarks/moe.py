@@ -72,7 +72,10 @@ def main() -> None:
 
 def inputs(tokens: int, D: int, E: int, K: int, F: int, dtype):
   keys = jax.random.split(jax.random.key(0), 6)
-  normal = lambda key, *shape: jax.random.normal(key, shape, dtype) / shape[-2] ** 0.5  # noqa: E731
+
+  def normal(key, *shape):
+    return jax.random.normal(key, shape, dtype) / shape[-2] ** 0.5
+
   w = ExpertWeights(normal(keys[0], E, D, F), normal(keys[1], E, D, F), normal(keys[2], E, F, D))
   _, index = jax.lax.top_k(jax.random.uniform(keys[3], (tokens, E)), K)  # K different experts
   gate = jax.random.uniform(keys[4], (tokens, K)).astype(dtype)

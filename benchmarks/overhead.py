@@ -44,7 +44,10 @@ def iterate(workdir: Path, iterations: int, every: int) -> dict[bool, list[float
   values.eval.every, values.eval.problems, values.eval.greedy = 10**6, 8, False
   config = from_dict(values.to_dict())
   begun: list[float] = []
-  writes = lambda: (len(begun) + every // 2) // every % 2 == 0  # noqa: E731
+
+  def writes():
+    return (len(begun) + every // 2) // every % 2 == 0
+
   collect = Collector.collect
 
   def timed(*arguments):

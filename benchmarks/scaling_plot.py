@@ -42,8 +42,13 @@ def panel(name: str, rows: list[dict[str, Any]]) -> str:
   low, high = math.floor(math.log2(min(speeds))), math.ceil(math.log2(max(speeds)))
   wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
   across = math.log2(sizes[-1] / sizes[0]) or 1
-  x = lambda size: LEFT + wide * math.log2(size / sizes[0]) / across  # noqa: E731
-  y = lambda speed: HEIGHT - BOTTOM - tall * (math.log2(speed) - low) / (high - low or 1)  # noqa: E731
+
+  def x(size):
+    return LEFT + wide * math.log2(size / sizes[0]) / across
+
+  def y(speed):
+    return HEIGHT - BOTTOM - tall * (math.log2(speed) - low) / (high - low or 1)
+
   parts = []
   for power in range(low, high + 1, max(1, (high - low + 3) // 6)):
     parts.append(

@@ -136,7 +136,10 @@ def same_start(row: Mapping[str, Any], workdir: Path) -> bool:
   if not (workdir / "checkpoints").is_dir():
     return False
   there, _ = collect(workdir, "sft", ())
-  numbers = lambda of: (of.get("steps"), f"{of.get('held_out_loss', np.nan):.6g}")  # noqa: E731
+
+  def numbers(of):
+    return (of.get("steps"), f"{of.get('held_out_loss', np.nan):.6g}")
+
   return numbers(there) == numbers(row)
 
 

@@ -155,7 +155,10 @@ def described(row: dict) -> dict:
     word.partition("=")[::2] for word in shlex.split(row["changes"].replace(", ", ","))
   )
   own = runs.flat(runs.applied(EXPERIMENT.base, {}))
-  value = lambda key: float(changes.get(key, own[key]))  # noqa: E731
+
+  def value(key):
+    return float(changes.get(key, own[key]))
+
   return dict(
     run=row["run"],
     loss=changes.get("objective.name", own["objective.name"]),

@@ -147,8 +147,13 @@ def spread(values: list[float], form: str) -> str:
 def svg(results: list[Result]) -> str:
   """Every run as a thin line."""
   last = max((step for r in results for step, *_ in r["points"]), default=1)
-  x = lambda step: LEFT + (WIDTH - LEFT - RIGHT) * step / last  # noqa: E731
-  y = lambda value: HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value  # noqa: E731
+
+  def x(step):
+    return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+
+  def y(value):
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value
+
   parts = []
   for tick in (0, 0.25, 0.5, 0.75, 1):
     parts.append(

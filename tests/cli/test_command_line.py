@@ -258,7 +258,10 @@ def test_a_critic_is_in_its_memory_and_its_operations():
   assert gib(lines, moments) == pytest.approx(12 * count / 2**30, rel=0.02)
   of_head = printed(tiny_ppo.get_config, mesh__data=8, mesh__fsdp=1, critic__name="head")
   assert "critic: 129 parameters, a head on the policy's trunk" in of_head
-  operations = lambda text: float(re.search(r"at most ([\d.e+]+), of", text)[1])  # noqa: E731
+
+  def operations(text):
+    return float(re.search(r"at most ([\d.e+]+), of", text)[1])
+
   assert operations(lines) == pytest.approx(operations(of_head) * 9 / 6, rel=0.01)
 
 

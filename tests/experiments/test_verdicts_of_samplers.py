@@ -50,7 +50,9 @@ def test_e13_compares_warm_iterations(more, outcome):
     stages["update"] += (50.0 if step < 3 and not dear else 0.0) + 0.01 * (step % 3)
     return {f"time/{name}": value for name, value in stages.items()}
 
-  value = lambda c: {"flops": 2e9, "tokens": 1e3, "memory/host_peak_gib": 1.0}  # noqa: E731
+  def value(c):
+    return {"flops": 2e9, "tokens": 1e3, "memory/host_peak_gib": 1.0}
+
   found = report("e13", value, curve)
   assert found.verdict.outcome == outcome, found.verdict
   (line,) = [text for text in found.tables[0].splitlines() if text.startswith("| recompute, R2")]

@@ -64,7 +64,10 @@ def make_batch(model=DENSE, lengths=LENGTHS, seed=0) -> TrainBatch:
   lengths, time_T = np.array(lengths), np.arange(T)
   real_BT = time_T[None] < lengths[:, None]
   mask_BT = (real_BT & (time_T >= PROMPT)[None]).astype(np.float32)
-  logp = lambda: (rng.normal(-4.2, 0.1, (B, T)) * mask_BT).astype(np.float32)  # noqa: E731
+
+  def logp():
+    return (rng.normal(-4.2, 0.1, (B, T)) * mask_BT).astype(np.float32)
+
   tokens_BT = np.where(real_BT, rng.integers(0, 64, (B, T)), 0).astype(np.int32)
   batch = TrainBatch(
     ModelInputs(tokens_BT, real_BT.astype(np.int32)),
