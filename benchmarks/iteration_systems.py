@@ -38,12 +38,14 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   model's gradients are taken in two parts: docs/speed.md.
   """
   import dataclasses
+  from unittest import mock
 
   import jax
 
   from configs import tiny
   from gspo_jax import main, train
-  from gspo_jax.run import Run, open_run
+  from gspo_jax.rollouts.collector import Collector
+  from gspo_jax.run import open_run
   from gspo_jax.runs import metrics
   from gspo_jax.settings.reading import from_dict
   from gspo_jax.system import preemption
@@ -76,13 +78,17 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   main.garbage_is_rare()
   config, workdir = from_dict(values.to_dict()), Path(spec["workdir"])
 
-  class Timed(Run):
-    def seed(self, *names: str | int) -> int:
-      if names[:2] == ("rl", "sample"):  # asked for once in an iteration, when it begins
-        record.begin()
-      return super().seed(*names)
+  collect = Collector.collect
 
-  with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+  def begun(*arguments):
+    record.begin()
+    return collect(*arguments)
+
+  with (
+    mock.patch.object(Collector, "collect", begun),
+    open_run(config, workdir) as run,
+    preemption.watch(config.checkpoint.grace_s),
+  ):
     score = run.score
 
     def count(responses, prompts, lengths, finished):
@@ -90,12 +96,12 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
       record.trained[-1] += sum(lengths) + len(lengths) * PROMPT
       return score(responses, prompts, lengths, finished)
 
-    changes = dict(
+    run = dataclasses.replace(
+      run,
       tokenizer=dataclasses.replace(run.tokenizer, stop_ids=()),
       evaluate=dataclasses.replace(run.evaluate, benchmarks=[]),
       score=count,
     )
-    run = Timed(**vars(run) | changes)
     if {len(prompt.tokens) for prompt in run.train_prompts} != {PROMPT}:
       raise ValueError(f"prompts are not {PROMPT} tokens long")
     params = train.train(run, run.initial_params)

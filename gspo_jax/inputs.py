@@ -32,7 +32,7 @@ from gspo_jax.tasks import environments
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-  """What a configuration names, as far as it can be read without writing anything."""
+  """Whatever a configuration names and can be read without writing anything."""
 
   tokenizer: tokenizer.Tokenizer
   environment: environments.Make | None
@@ -80,30 +80,23 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     records = recorded.load(
       config.offline.data, tok, data.prompt_template, limits(config), data.on_error
     )
-  train_prompts: Sequence[Prompt] = [] if records is None else records.prompts
+  trained_on = [] if records is None else [records.prompts]
   if config.samples_prompts:
     load = growing.load if config.schedule.refresh_every else sources.load
-    train_prompts = load(config.data, tok, "train", check_answer)
-  held_out = {
-    name: sources.load_spec(
-      config.data, tok, b.data, key, rewards.answer_check(b.reward or verifier)
-    )
-    for name, b, key in config.benchmarks()
-  }
-  problems = {name: choose(held_out[name], b.problems) for name, b, _ in config.benchmarks()}
-  for name, b, _ in config.benchmarks():
-    check_problems(name, b, problems[name])
+    trained_on.insert(0, load(config.data, tok, "train", check_answer))
+  train_prompts: Sequence[Prompt] = trained_on[0] if trained_on else []
   for section in reward_configs(config).values():
     rewards.check_lines(section)
+  problems, in_both = {}, {}
+  for name, b, key in config.benchmarks():
+    check_gold = rewards.answer_check(b.reward or verifier)
+    held_out = sources.load_spec(config.data, tok, b.data, key, check_gold)
+    problems[name] = choose(held_out, b.problems)
+    check_problems(name, b, problems[name])
+    shared = [shared_prompts(prompts, held_out, problems[name]) for prompts in trained_on]
+    in_both[name] = max(shared, default=0)
   if isinstance(train_prompts, growing.Growing):
-    train_prompts.watch([prompt for some in problems.values() for prompt in some])
-  in_both = {}
-  if config.job != "eval":
-    trained_on = [train_prompts, *([records.prompts] if records else [])]
-    in_both = {
-      n: max(shared_prompts(some, held_out[n], problems[n]) for some in trained_on)
-      for n in problems
-    }
+    train_prompts.watch([prompt for chosen in problems.values() for prompt in chosen])
   if environment is not None and config.job != "eval":
 
     def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -160,16 +153,10 @@ def _join_hosts() -> None:
   JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID
   say it. (JAX reads the first of them only.)
   """
+  said = dict(num_processes="JAX_NUM_PROCESSES", process_id="JAX_PROCESS_ID")
   try:
-    number = {
-      argument: int(os.environ[variable])
-      for argument, variable in (
-        ("num_processes", "JAX_NUM_PROCESSES"),
-        ("process_id", "JAX_PROCESS_ID"),
-      )
-      if variable in os.environ
-    }
-    jax.distributed.initialize(**number)
+    numbers = {key: int(os.environ[name]) for key, name in said.items() if name in os.environ}
+    jax.distributed.initialize(**numbers)
   except (ValueError, RuntimeError) as error:
     raise ValueError(
       f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
@@ -234,33 +221,25 @@ def check_weights(config: RunConfig) -> None:
   if config.weights == "random":
     return
   if origin := start.find(config.weights):
-    had = {
-      k: tuple(v) if isinstance(v, list) else v for k, v in origin.config.get("model", {}).items()
-    }
-    if changed := _differences(config, had):
-      raise ValueError(_other_model(config, changed))
-    return
-  start.check_published("--config.weights", config.weights, "to the workdir of a run, or to random")
-  from gspo_jax.models import hf  # safetensors is only needed here
+    had = origin.config.get("model", {})
+    had = {k: tuple(v) if isinstance(v, list) else v for k, v in had.items()}
+  else:
+    what = "to the workdir of a run, or to random"
+    start.check_published("--config.weights", config.weights, what)
+    from gspo_jax.models import hf  # safetensors is only needed here
 
-  if (found := hf.check(config.weights)) != config.model:
-    raise ValueError(_other_model(config, _differences(config, dataclasses.asdict(found))))
-
-
-def _differences(config: RunConfig, had: dict[str, Any]) -> list[str]:
+    had = dataclasses.asdict(hf.check(config.weights))
   asked = dataclasses.asdict(config.model)
-  return [
+  changed = [
     f"model.{key}={asked[key]!r} and not {had[key]!r}"
     for key in had
     if key in asked and had[key] != asked[key]
   ]
-
-
-def _other_model(config: RunConfig, differences: list[str]) -> str:
-  return (
-    f"--config.weights={config.weights} holds another model than the configuration, which has "
-    f"{', '.join(differences)}: set these, or name a configuration of this model"
-  )
+  if changed:
+    raise ValueError(
+      f"--config.weights={config.weights} holds another model than the configuration, which has "
+      f"{', '.join(changed)}: set these, or name a configuration of this model"
+    )
 
 
 def check_memory(

@@ -64,10 +64,6 @@ class Run:
   # The trainer's parameters as such an engine loads them, in arrays that no update changes.
   publish: Callable[[Any], Any] = _as_it_is
 
-  def seed(self, *names: str | int) -> int:
-    """A 31-bit seed from the run's seed and what it is for: resuming needs no state."""
-    return self.config.seed_of(*names)
-
   @functools.cached_property
   def line_breaks(self) -> np.ndarray:
     """int32 [V]: line breaks in the text of each token."""
@@ -138,8 +134,7 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
   """
   workdir = Path(workdir)
   inputs = check(config, workdir)  # nothing is written before
-  alone = lock.alone_in(workdir, config.checkpoint.directory)
-  with alone, _opened(config, workdir, inputs) as run:
+  with lock.alone_in(workdir, config.checkpoint.directory), _opened(config, workdir, inputs) as run:
     yield run
 
 
@@ -152,28 +147,27 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     # Only now is it known which checkpoint the run began to learn from.
     inputs = dataclasses.replace(inputs, teacher=find_teacher(config, workdir, tok, inputs.mesh))
   if hosts.is_first() and any(in_both.values()):
-    found = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
+    counts = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
     sys.stderr.write(
-      f"warning: held-out problems are in data.train too ({', '.join(found)}): accuracy on them "
+      f"warning: held-out problems are in data.train too ({', '.join(counts)}): accuracy on them "
       "shows what was memorised; leave them out of one of both\n"
     )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
   if isinstance(inputs.train_prompts, growing.Growing):
     inputs.train_prompts.keep(workdir / growing.JOURNAL)
-  active = hosts.is_first()
   with (
     jax.set_mesh(inputs.mesh),
     _open_scorers(config) as scorers,
     hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
-    Writer(workdir, active=active, wandb=config.wandb, config=values) as writer,
+    Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
     contextlib.ExitStack() as stack,
   ):
     for scorer in filter(None, scorers.values()):
       writer.notes |= scorer.notes
     # The sampler's layout and types are made by the engine as it loads; for a mesh of its own, by
     # `publish`, in arrays that no update changes.
-    load, publish = _as_it_is, _as_it_is
+    load = publish = _as_it_is
     dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
     if config.rollout_mesh.on:
       publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
@@ -190,6 +184,14 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       )
       for name, b, _ in config.benchmarks()
     ]
+    depends_on = (
+      config.sampler_compute,
+      config.reward,
+      config.tokenizer,
+      config.environment,
+      config.engine.name,
+      config.constraints,
+    )
     evaluator = Evaluator(
       config=config.eval,
       model=config.model,
@@ -199,10 +201,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       seed=config.seed_of("eval"),
       environment=config.environment,
       directory=workdir / "evaluations",
-      identity=repr((config.sampler_compute, config.reward, config.tokenizer, config.environment))
-      + "".join(map(user_function.checksum, [*sorted(scorers), config.environment.name]))
-      + "server" * (config.engine.name == "server")
-      + repr(config.constraints) * config.constraints.on,
+      identity=repr(depends_on)
+      + "".join(map(user_function.checksum, [*sorted(scorers), config.environment.name])),
       signals=signals,
     )
     begins_with = provenance.origin(workdir, values, "start")

@@ -35,7 +35,7 @@ def sft(run: Run) -> Any:
   tx, rates = _optimizer(run), optimizer.rates(c.sft_optimizer, c.sft.steps)
   update = make_sft_step(learner_of(c, "sft"), tx)
   prompts = sources.fitting(run.train_prompts, tok, c.sft.max_tokens, c.data.on_error)
-  batches = sources.Batches(prompts, c.sft.batch, seed=run.seed("sft", "data"))
+  batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   held_out = HeldOut(run, prompts)
   # A row is fetched when the next one is due, so batches are kept for as long.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,12 +127,12 @@ def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
   c = run.config
   tx, critic = optimizers(c)
   params = with_adapters(
-    start_params(), c.model, c.rl.lora_rank, c.compute.dtype, run.mesh, run.seed("lora")
+    start_params(), c.model, c.rl.lora_rank, c.compute.dtype, run.mesh, c.seed_of("lora")
   )
   state = new_state(params, tx, c.objective.adaptive_clip)
   if critic is None:
     return state
-  fresh = new_critic(c.critic, c.model, run.mesh, run.seed("critic"), policy=start_params)
+  fresh = new_critic(c.critic, c.model, run.mesh, c.seed_of("critic"), policy=start_params)
   return with_critic(state, fresh, critic.tx)
 
 
@@ -147,14 +147,10 @@ def resumed(
   return Totals(**saved["position"]["total"]), saved["pending"]
 
 
-@contextlib.contextmanager
-def profiled(run: Run, step: int) -> Iterator[None]:
-  """Has JAX's profiler trace the configured iteration."""
-  if step == run.config.profile:
-    jax.profiler.start_trace(str(run.workdir / "profile"))
-  yield
-  if step == run.config.profile:
-    jax.profiler.stop_trace()
+def profiled(run: Run, step: int) -> contextlib.AbstractContextManager:
+  """A context in which JAX's profiler traces the configured iteration."""
+  trace = jax.profiler.trace(str(run.workdir / "profile"))
+  return trace if step == run.config.profile else contextlib.nullcontext()
 
 
 def updated(
@@ -228,16 +224,11 @@ def place(run: Run, collected: Collected) -> list[TrainBatch]:
     reward_PG=collected.reward_PG,
     advantage_PG=collected.advantage_PG,
     advantage_BL=collected.advantage_BL,
-    known_B=known(collected),
+    known_B=collected.known_B,
     version=collected.step,
     breaks_V=run.line_breaks if unit == "line" else None,
     delimiters=run.delimiters if unit == "step" else None,
   )
-
-
-def known(collected: Collected) -> np.ndarray:
-  """bool [B]: on which responses there is a verdict."""
-  return np.concatenate([group.known_G for group in collected.groups])
 
 
 def conclude(
@@ -277,7 +268,7 @@ def rewards_by_length(run: Run, collected: Collected) -> dict[str, float]:
   """Rewards of the responses that are trained on, by their length."""
   longest, rollout = run.config.sampling.max_new_tokens, collected.rollout
   length_B = rollout.lengths * (rollout.stopped | (not run.config.rl.mask_truncated))
-  return reward_metrics(collected.reward_PG.reshape(-1), known(collected), length_B, longest)
+  return reward_metrics(collected.reward_PG.reshape(-1), collected.known_B, length_B, longest)
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:
@@ -304,15 +295,19 @@ def records(
   reviews: list[dict[str, jax.Array]],
 ) -> list[dict[str, Any]]:
   """Records of the dump for each response; `reviews` are of the policy after the updates."""
-  ratios, clipped = ([one[name] for one in reviews] for name in ("log_ratio_BT", "clipped_BT"))
-  order = minibatches, len(collected.rollout.tokens), run.config.rl.group_size
-  ratio_BT, clipped_BT = (batches.in_rollout_order(x, *order) for x in (ratios, clipped))
-  more = {}
+  B, G = len(collected.rollout.tokens), run.config.rl.group_size
+
+  def in_order(arrays: Sequence[jax.Array]) -> np.ndarray:
+    return batches.in_rollout_order(arrays, minibatches, B, G)
+
+  ratio_BT = in_order([review["log_ratio_BT"] for review in reviews])
+  clipped_BT = in_order([review["clipped_BT"] for review in reviews])
+  first, fields = minibatches[0], {}
   if not run.config.estimator.by_response:  # else advantages are those of the rollout
     for name in ("old_value_BT", "advantage_BT"):
-      if getattr(minibatches[0], name) is not None:
-        more[name] = batches.in_rollout_order([getattr(b, name) for b in minibatches], *order)
-  if minibatches[0].unit_BT is not None:
-    parts = ([b.unit_BT for b in minibatches], [one["gradient_BT"] for one in reviews])
-    more |= dict(segments=tuple(batches.in_rollout_order(x, *order) for x in parts))
-  return rollout_records(collected, ratio_BT, clipped_BT, run.tokenizer.decode, **more)
+      if getattr(first, name) is not None:
+        fields[name] = in_order([getattr(batch, name) for batch in minibatches])
+  if first.unit_BT is not None:
+    unit_BT = in_order([batch.unit_BT for batch in minibatches])
+    fields["segments"] = unit_BT, in_order([review["gradient_BT"] for review in reviews])
+  return rollout_records(collected, ratio_BT, clipped_BT, run.tokenizer.decode, **fields)

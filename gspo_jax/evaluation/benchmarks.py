@@ -25,6 +25,11 @@ class Benchmark:
   def __post_init__(self):
     check_problems(self.name, self.config, self.problems)
 
+  @property
+  def prefix(self) -> str:
+    """Of the names of its metrics."""
+    return f"eval/{self.name}/" if self.name else "eval/"
+
   @functools.cached_property
   def contests(self) -> dict[str, elo.Contest]:
     return elo.read_standings(self.config.standings) if self.config.standings else {}
@@ -34,10 +39,10 @@ def check_problems(name: str, config: BenchmarkConfig, problems: Sequence[Prompt
   """ValueError for a rating or standings that some problem has no part in."""
   without = [p for p in problems if config.rating and not _has_number(p, "rating")]
   if without:
-    found = dict(without[0].info).get("rating", "none")
+    field = dict(without[0].info).get("rating", "none")
     raise ValueError(
       f"eval.benchmarks.{name}: the problem {without[0].id} has no rating that is a number "
-      f"({found}), and {len(without) - 1} more; filter them out (`where rating>0`) or set "
+      f"({field}), and {len(without) - 1} more; filter them out (`where rating>0`) or set "
       "rating=False"
     )
   if config.standings:

@@ -92,8 +92,8 @@ def virtual_rating(
   ])  # fmt: skip
   rng = np.random.default_rng(0)
   counts = rng.multinomial(len(contests), [1 / len(contests)] * len(contests), resamples)
-  whole, *others = (np.interp(0, row, grid) for row in (excess.sum(0), *(counts @ excess)))
-  low, high = np.percentile(others, [2.5, 97.5])
+  whole, *resampled = (np.interp(0, row, grid) for row in (excess.sum(0), *(counts @ excess)))
+  low, high = np.percentile(resampled, [2.5, 97.5])
   return float(whole), float(low), float(high)
 
 

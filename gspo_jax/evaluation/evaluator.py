@@ -70,16 +70,14 @@ class Evaluator:
     with Progress("eval", total, delay=5.0, active=active) as progress:
       results = [self._pass(engine, *args, log, progress) for args in passes]
     for benchmark, sampled in zip(self.benchmarks, results):
-      prefix = f"eval/{benchmark.name}/" if benchmark.name else "eval/"
-      row |= {prefix + name: value for name, value in summary(benchmark, sampled).items()}
+      row |= {benchmark.prefix + name: x for name, x in summary(benchmark, sampled).items()}
       for stage in ("sample", "score"):
-        row[f"time/{prefix}{stage}"] = sampled["seconds"][stage]
+        row[f"time/{benchmark.prefix}{stage}"] = sampled["seconds"][stage]
       records += sampled["records"]
     for benchmark, greedy in zip(self.benchmarks, results[len(self.benchmarks) :]):
-      prefix = f"eval/{benchmark.name}/" if benchmark.name else "eval/"
-      row[f"{prefix}greedy"] = float(right_answers(benchmark, greedy).mean())
+      row[f"{benchmark.prefix}greedy"] = float(right_answers(benchmark, greedy).mean())
     self._write_problems(results, step)
-    unknown = sum("unknown" in one for sampled in results for one in sampled["records"])
+    unknown = sum("unknown" in record for sampled in results for record in sampled["records"])
     if unknown and active:
       logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
     return row, records
@@ -99,9 +97,9 @@ class Evaluator:
       )
       for b in self.benchmarks
     ]
-    rest = (self.model, self.prompt_length, self.seed, self.tokenizer.stop_ids)
+    sampled = (self.model, self.prompt_length, self.seed, self.tokenizer.stop_ids)
     weights = checksums(params) if sets else []
-    text = repr((settings, sets, rest, self.identity, weights))
+    text = repr((settings, sets, sampled, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()
 
   def _pass(
@@ -128,16 +126,13 @@ class Evaluator:
       chunks.append(chunk)
       progress.update(progress.step + len(indices), {})
 
-    by_problem = {
-      i: chunk["records"][n * samples :][:samples]
-      for chunk in chunks
-      for n, i in enumerate(chunk["problems"])
-    }
-    outcomes = collections.Counter()
+    by_problem, outcomes = {}, collections.Counter()
     for chunk in chunks:
       outcomes.update(chunk["outcomes"])
+      for n, i in enumerate(chunk["problems"]):
+        by_problem[i] = chunk["records"][n * samples :][:samples]
     seconds = {key: sum(c["seconds"][key] for c in chunks) for key in ("sample", "score")}
-    records = [record for _, mine in sorted(by_problem.items()) for record in mine]
+    records = [record for i in sorted(by_problem) for record in by_problem[i]]
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
   def _require_verdicts(self, chunks: Sequence[Row]) -> None:
@@ -167,55 +162,62 @@ class Evaluator:
       stop_strings=self.environment.stop_strings if talks else (),
       several_turns=talks,
     )
-    turns = {}
-    if talks:
-      turns = dict(max_turns=self.environment.max_turns, workers=self.environment.workers)
-    driver = Driver(engine, workload, vocab_size=self.model.vocab_size, **turns)
+    driver = Driver(
+      engine,
+      workload,
+      vocab_size=self.model.vocab_size,
+      max_turns=self.environment.max_turns if talks else 1,
+      workers=self.environment.workers if talks else 0,
+    )
     # Of all problems, those of an earlier process too: numbers of alike ones depend on each other.
-    options = samples, self.seed, self.prompt_length, benchmark.environment, self._render
-    groups = new_groups(benchmark.problems, *options, tags=range(len(benchmark.problems)))
+    groups = new_groups(
+      benchmark.problems,
+      samples,
+      self.seed,
+      self.prompt_length,
+      benchmark.environment,
+      lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
+      tags=range(len(benchmark.problems)),
+    )
     for index in indices:
       driver.begin(groups[index])
-    found: dict[int, list[Trajectory]] = collections.defaultdict(list)
     ready: list[int] = []
     started, left = time.perf_counter(), len(indices)
-    for one in driver.run():
-      found[one.tag].append(one)
-      if len(found[one.tag]) < samples:
+    for trajectory in driver.run():
+      index = trajectory.tag
+      if not all(sampled.finished for sampled in groups[index]):
         continue
-      ready.append(one.tag)
+      ready.append(index)
       if len(ready) == min(c.batch, left):
         left, seconds, ready = left - len(ready), time.perf_counter() - started, sorted(ready)
-        ordered = [sorted(found.pop(i), key=lambda one: one.sample) for i in ready]
-        yield ready, [one for mine in ordered for one in mine], seconds
+        yield ready, [sampled for i in ready for sampled in groups[i]], seconds
         ready, started = [], time.perf_counter()
-
-  def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    return self.tokenizer.encode(self.tokenizer.chat(messages))
 
   def _scored(self, benchmark: Benchmark, indices: list[int], sampled: list[Trajectory]) -> Row:
     problems = [benchmark.problems[i] for i in indices]
     samples = len(sampled) // len(problems)
-    responses = [self.tokenizer.decode(one.tokens.tolist()) for one in sampled]
+    responses = [self.tokenizer.decode(trajectory.tokens.tolist()) for trajectory in sampled]
     started = time.perf_counter()
     asked = [problem for problem in problems for _ in range(samples)]
     outcomes, verdicts = hosts.of_first(
       lambda: self._verdicts(benchmark, asked, responses, sampled)
     )
-    records = []
-    for row, response in enumerate(responses):
-      record = dict(
-        prompt_id=asked[row].id,
-        sample=row % samples,
-        prompt=asked[row].question,
-        response=response,
-        answer=asked[row].answer[:SHOWN],
-        length=sampled[row].length,
-        truncated=not sampled[row].stopped,
+    name = dict(benchmark=benchmark.name) if benchmark.name else {}
+    records = [
+      dict(
+        prompt_id=problem.id,
+        sample=i % samples,
+        prompt=problem.question,
+        response=responses[i],
+        answer=problem.answer[:SHOWN],
+        length=sampled[i].length,
+        truncated=not sampled[i].stopped,
         eval=True,
       )
-      record |= verdicts[row]
-      records.append(record | (dict(benchmark=benchmark.name) if benchmark.name else {}))
+      | verdicts[i]
+      | name
+      for i, problem in enumerate(asked)
+    ]
     seconds = dict(score=time.perf_counter() - started)
     return dict(records=records, outcomes=outcomes, seconds=seconds)
 
@@ -228,24 +230,24 @@ class Evaluator:
   ) -> tuple[Mapping[str, int], list[Row]]:
     """Outcomes of the verifier or the environments, and what the record of each response has of
     them. The first host's word is told to all."""
-    figures = [dict(one.figures) for one in sampled]
-    if benchmark.environment is None:
-      stopped = [one.stopped for one in sampled]
-      scores = benchmark.score(responses, asked, finished=stopped)
-      outcomes, correct, unknown = dict(scores.outcomes), scores.correct, scores.unknown
-    else:
-      correct = [one.pop("correct") for one in figures]
-      unknown = {i: f"crash: {one.failure}" for i, one in enumerate(sampled) if one.failure}
+    if benchmark.environment is not None:
+      failures = [trajectory.failure for trajectory in sampled]
+      unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
+      figures = [dict(trajectory.figures) for trajectory in sampled]
+      rows = [dict(reward=float(row.pop("correct")), figures=row) for row in figures]
       outcomes = dict(crash=len(unknown)) if unknown else {}
-    rows = [dict(reward=float(x)) for x in correct]
-    for row, of_environment in zip(rows, figures):
-      row |= dict(figures=of_environment) if of_environment else {}
+    else:
+      stopped = [trajectory.stopped for trajectory in sampled]
+      scores = benchmark.score(responses, asked, finished=stopped)
+      outcomes, unknown = dict(scores.outcomes), scores.unknown
+      rows = [dict(reward=float(correct)) for correct in scores.correct]
+      if self.signals is not None:
+        tokens = [trajectory.tokens for trajectory in sampled]
+        measured, without = self.signals(responses, tokens, stopped, asked)
+        for i, row in enumerate(rows):
+          row["signals"] = {n: None if i in without else float(measured[n][i]) for n in measured}
     for i, reason in unknown.items():
-      rows[i] |= dict(unknown=reason)
-    if self.signals is not None and benchmark.environment is None:
-      tokens = [one.tokens[one.turns >= 0] for one in sampled]
-      for row, signals in zip(rows, self.signals.rows(responses, tokens, stopped, asked)):
-        row |= dict(signals=signals)
+      rows[i]["unknown"] = reason
     return outcomes, rows
 
   def _write_problems(self, results: Sequence[Row], step: int) -> None:

@@ -9,7 +9,6 @@ from gspo_jax.rewards.scorer import (
   answer_check,
   check_importable,
   check_lines,
-  describe_unknown,
   open_scorer,
   require_verdicts,
 )
@@ -23,7 +22,6 @@ __all__ = [
   "answer_check",
   "check_importable",
   "check_lines",
-  "describe_unknown",
   "open_scorer",
   "require_verdicts",
 ]

@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -24,7 +24,6 @@ import numpy as np
 from gspo_jax.rewards import lines, pool, shaping, thought
 from gspo_jax.settings.rewards import VERIFIERS, RewardConfig
 
-DESCRIBED = 100  # responses without a verdict that are written down for a batch
 _USER = "gspo_jax.rewards.user_function"  # package.module:function
 
 
@@ -90,30 +89,31 @@ class Scorer(Protocol):
 def check_importable(name: str, key: str = "reward.name") -> None:
   """ValueError, which names `key`, if a verifier of the user's own is in a module that is not
   there."""
-  module = name.partition(":")[0]
   if name in VERIFIERS:
     return
+  module = name.partition(":")[0]
   sys.path.append(os.getcwd())  # where workers look too
   try:
-    found = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(module)
   except Exception as error:  # a package above it is imported, and is the user's
     raise ValueError(f"{key}={name!r}: {type(error).__name__}: {error}") from error
-  if found is None:
+  if spec is None:
     raise ValueError(f"{key}={name!r}: there is no module {module} here or on PYTHONPATH")
 
 
 def check_lines(config: RewardConfig) -> None:
   """ValueError for `per_line` with a verifier that judges no lines."""
   if config.per_line:
-    lines.judge(importlib.import_module(VERIFIERS.get(config.name, _USER)), config.name)
+    lines.judge(_verifier(config.name), config.name)
 
 
 def answer_check(name: str) -> Callable[[str], None] | None:
   """The check of gold answers that a verifier has, by its name as in `RewardConfig`; else None."""
-  if not name:
-    return None
-  module = importlib.import_module(VERIFIERS.get(name, _USER))
-  return getattr(module, "check_answer", None)
+  return getattr(_verifier(name), "check_answer", None) if name else None
+
+
+def _verifier(name: str) -> types.ModuleType:
+  return importlib.import_module(VERIFIERS.get(name, _USER))
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
     RuntimeError: if a verifier cannot be started.
     ValueError: if programs cannot be confined, or for `per_line` where no lines are judged.
   """
-  verifier = importlib.import_module(VERIFIERS.get(config.name, _USER))
+  verifier = _verifier(config.name)
   unknown = getattr(verifier, "UNKNOWN", ("crash",))
   right_lines = lines.judge(verifier, config.name) if config.per_line else None
   with verifier.open_verifier(config) as verify:
@@ -148,7 +148,7 @@ def _score(
     raise ValueError(f"{len(responses)} responses and {len(prompts)} prompts")
   finished = [True] * len(responses) if finished is None else finished
   thinks = [getattr(prompt, "thinks", False) for prompt in prompts]
-  texts = list(map(thought.with_opening, responses, thinks))
+  texts = map(thought.with_opening, responses, thinks)
   verdicts = _verdicts(verify, list(zip(texts, prompts, finished, strict=True)))
   unknown = {
     i: ": ".join(filter(None, [str(outcome), getattr(outcome, "reason", "")]))
@@ -156,23 +156,12 @@ def _score(
     if outcome in unknown_names or outcome == "crash"
   }
   # An outcome that did not occur is 0 rather than missing.
-  found = [str(outcome) for outcome, _ in verdicts]
-  outcomes = dict.fromkeys(map(str, names), 0) | collections.Counter(found)
-  correct = np.array([outcome == "right" for outcome in found], np.float32)
+  counts = collections.Counter(str(outcome) for outcome, _ in verdicts)
+  outcomes = dict.fromkeys(map(str, names), 0) | counts
+  correct = np.array([outcome == "right" for outcome, _ in verdicts], np.float32)
   reward = np.array([value for _, value in verdicts], np.float32)
   scores = Scores(reward, outcomes, correct, unknown)
   answers = [prompt.answer for prompt in prompts]
-  by_line = None
-  if right_lines is not None:
-    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
-    outcomes |= misjudged
-  elif config.false_positive or config.false_negative:
-    noise = config.false_positive, config.false_negative, config.noise_seed
-    flips = shaping.flipped(correct > 0, responses, answers, *noise)
-    flips &= scores.known
-    reward = np.where(flips, 1 - correct, reward).astype(np.float32)
-    outcomes["false_positive"] = int((flips & (correct == 0)).sum())
-    outcomes["false_negative"] = int((flips & (correct == 1)).sum())
   added = np.zeros(len(responses), np.float32)
   if config.format_weight:
     kept = [shaping.keeps_format(response, config.format) for response in responses]
@@ -181,11 +170,20 @@ def _score(
   if config.overlong_weight and lengths is not None:
     buffer = config.overlong_buffer
     added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
-  if by_line is not None:
+  by_line = None
+  if right_lines is not None:
+    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
+    outcomes |= misjudged
     reward = np.array([reward_U.sum() for reward_U in by_line], np.float32)
-    for reward_U, more, known in zip(by_line, added, scores.known):
-      reward_U[-1] += more
-      reward_U *= known
+    for reward_U, addition, there in zip(by_line, added, scores.known):
+      reward_U[-1] += addition
+      reward_U *= there
+  elif config.false_positive or config.false_negative:
+    noise = config.false_positive, config.false_negative, config.noise_seed
+    flips = shaping.flipped(correct > 0, responses, answers, *noise) & scores.known
+    reward = np.where(flips, 1 - correct, reward).astype(np.float32)
+    outcomes["false_positive"] = int((flips & (correct == 0)).sum())
+    outcomes["false_negative"] = int((flips & (correct == 1)).sum())
   reward = np.where(scores.known, reward + added, 0).astype(np.float32)
   return dataclasses.replace(scores, reward=reward, lines=by_line)
 
@@ -196,9 +194,9 @@ def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tup
   if not batch:
     return []
   try:
-    found, values = verify(*map(list, zip(*batch)))
-    values = [float(outcome == "right") for outcome in found] if values is None else values
-    return [pair for pair, _ in zip(zip(found, values, strict=True), batch, strict=True)]
+    outcomes, values = verify(*map(list, zip(*batch)))
+    values = [float(outcome == "right") for outcome in outcomes] if values is None else values
+    return [pair for pair, _ in zip(zip(outcomes, values, strict=True), batch, strict=True)]
   except Exception as error:  # of whatever kind: the response may have been made for it
     if len(batch) == 1:
       return [(pool.Failure("crash", f"{type(error).__name__}: {error}"), 0.0)]
@@ -208,22 +206,6 @@ def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tup
 
 class NoVerdictError(ValueError):
   """The verifier failed on all responses of a batch: there is nothing to learn from it."""
-
-
-def describe_unknown(
-  responses: Sequence[str], prompts: Sequence[Prompt], unknown: Mapping[int, str]
-) -> list[dict[str, str]]:
-  """JSON of the responses without a verdict, the first DESCRIBED of them."""
-  return [
-    dict(
-      prompt_id=prompts[i].id,
-      prompt=prompts[i].question,
-      response=responses[i],
-      answer=prompts[i].answer[:1000],  # the tests of a program take megabytes
-      unknown=reason,
-    )
-    for i, reason in itertools.islice(sorted(unknown.items()), DESCRIBED)
-  ]
 
 
 def require_verdicts(reasons: Sequence[str], total: int, where: str) -> None:

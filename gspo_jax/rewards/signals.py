@@ -50,25 +50,10 @@ class Signals:
     unknown = {i: f"{n}: {why}" for n, s in verdicts.items() for i, why in s.unknown.items()}
     measured = {}
     for name, entry in self._signals.items():
-      if entry.signal in verdicts:
-        measured[name] = verdicts[entry.signal].reward
-      else:
-        measured[name] = np.asarray(self._shown(entry, responses, tokens, stopped), np.float32)
+      scores = verdicts.get(entry.signal)
+      values = scores.reward if scores else self._shown(entry, responses, tokens, stopped)
+      measured[name] = np.asarray(values, np.float32)
     return measured, unknown
-
-  def rows(
-    self,
-    responses: Sequence[str],
-    tokens: Sequence[np.ndarray],
-    stopped: Sequence[bool],
-    prompts: Sequence[Prompt],
-  ) -> list[dict[str, float | None]]:
-    """The same, by response; None for those without a verdict."""
-    measured, unknown = self(responses, tokens, stopped, prompts)
-    return [
-      {name: None if i in unknown else float(value_B[i]) for name, value_B in measured.items()}
-      for i in range(len(responses))
-    ]
 
   def _shown(
     self,

@@ -22,14 +22,8 @@ from gspo_jax import rewards
 from gspo_jax.data import recorded, sources
 from gspo_jax.data.tokenizer import Tokenizer, line_breaks
 from gspo_jax.rewards.signals import Signals
-from gspo_jax.rollouts import advantages, judging, schedules
-from gspo_jax.rollouts.groups import Group, filled
-from gspo_jax.rollouts.metrics import (
-  environment_metrics,
-  partial_metrics,
-  recorded_metrics,
-  rollout_metrics,
-)
+from gspo_jax.rollouts import advantages, judging, metrics, schedules
+from gspo_jax.rollouts.groups import Group, filled, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.rollouts.prompt_filter import PromptFilter
 from gspo_jax.runs.metrics import Writer
@@ -41,6 +35,7 @@ from gspo_jax.system import hosts
 from gspo_jax.tasks import environments
 
 UNKNOWN = "unknown"  # directory of the responses that the verifier failed on
+DESCRIBED = 100  # of them that are written down for an iteration
 Stages = Callable[[str], contextlib.AbstractContextManager]
 
 
@@ -57,6 +52,11 @@ class Collected:
   advantage_BL: np.ndarray | None  # of each token, where turns or lines have rewards of their own
   usage: Usage  # what this iteration has sampled, for whichever groups
   metrics: dict[str, float]
+
+  @property
+  def known_B(self) -> np.ndarray:
+    """bool: there is a verdict on the response."""
+    return np.concatenate([group.known_G for group in self.groups])
 
 
 class Collector:
@@ -83,26 +83,25 @@ class Collector:
     signals: Signals | None = None,
     shared_prompts: int = 0,
   ):
-    self._config, self._seed, self._engine = config, config.seed_of, engine
-    self._tokenizer, self._score, self._environment = tokenizer, score, environment
-    self._prompts, self._writer, self._shared_prompts = prompts, writer, shared_prompts
-    workload = requests.workload(config, tuple(tokenizer.stop_ids), environment is not None)
-    self._workload = workload
+    self._config, self._engine, self._tokenizer, self._prompts = config, engine, tokenizer, prompts
+    self._score, self._environment, self._signals = score, environment, signals
+    self._writer, self._records, self._shared_prompts = writer, records, shared_prompts
+    self._workload = requests.workload(config, tuple(tokenizer.stop_ids), environment is not None)
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
-    P, seed = config.rl.prompts, config.seed_of("rl", "data")
-    self._schedule = config.schedule
-    self._batches = sources.Batches(prompts, P, seed=seed)
-    self._records, self._fresh = None, round(config.sampled_share * P)
-    if records is not None:
-      self._left_out = records.left_out()
-      self._records = sources.Batches(records, P, seed=config.seed_of("rl", "recorded"))
-    self._filter = PromptFilter(config.data.query_set, self._schedule.group_size_min > 0)
-    self._under_way: list[Group] = []
-    self._signals = signals
+    P = config.rl.prompts
+    self._fresh = round(config.sampled_share * P)  # prompts of an iteration that are sampled
+    self._batches = sources.Batches(prompts, P, seed=config.seed_of("rl", "data"))
+    self._filter = PromptFilter(config.data.query_set, config.schedule.group_size_min > 0)
     self._constraints = Constraints(config.constraints) if config.constraints.on else None
+    # What a checkpoint has the state of, besides the groups that are under way.
+    self._stateful = dict(batches=self._batches, prompt_filter=self._filter)
+    if records is not None:
+      seed = config.seed_of("rl", "recorded")
+      self._stateful["recorded"] = sources.Batches(records, P, seed=seed)
+    if self._constraints:
+      self._stateful["multipliers"] = self._constraints
+    self._under_way: list[Group] = []
     self._limit = config.sampling.max_new_tokens  # of a response in this iteration
-    # What `assemble` is told besides the trajectories.
-    self._arrays = workload.window, tokenizer.pad_id, workload.support
     self._version = 0  # of the engine's weights
     # Ids of the groups that were finished before this iteration, and not needed.
     self._surplus = set[int]()
@@ -125,11 +124,10 @@ class Collector:
     self._version = step if version is None else version
     self._surplus = {id(group) for group in self._under_way if group.finished}
     self._filter.readmit(step)
-    self._limit, scheduled = schedules.begin(c, self._prompts, step)
-    sampled: list[Group] = []
-    recorded = self._recorded(c.rl.prompts - self._fresh)
-    rounds, most = 0, 1 + c.data.query_set.extra_rounds if self._fresh else 0
-    while rounds < most and (rounds == 0 or sum(g.mixed for g in sampled) < c.rl.prompts):
+    self._limit, row = schedules.begin(c, self._prompts, step)
+    on_record, sampled, rounds = self._on_record(), [], 0
+    extra = c.data.query_set.extra_rounds if self._fresh else -1
+    while rounds <= extra and (not rounds or sum(g.mixed for g in sampled) < c.rl.prompts):
       with stages("sample"):
         groups = self._sample(step, rounds, usage)
       with stages("score"):
@@ -137,43 +135,67 @@ class Collector:
       sampled += groups
       rounds += 1
       self._require_verdicts(sampled, step)
-    verdicts = [g.correct_G for g in sampled], step, [g.known_G for g in sampled]
-    self._filter.update([g.prompt for g in sampled], *verdicts)
-    chosen = sampled
-    if most > 1:
-      mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
-      chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
-    metrics = self._filter.metrics() | scheduled
+    self._filter.update(sampled, step)
+    chosen = self._chosen(sampled)
+    groups = self._in_minibatches(on_record, chosen)
+    rollout = self.rollout(groups)
+    judged = advantages.Judged(c, groups, rollout, self._constraints, self._breaks_V)
+    of_responses_PG, of_tokens_BL, of_advantages = advantages.make(judged)
     if sampled:
-      metrics |= rollout_metrics(sampled, outcomes) | usage.metrics()
-    if recorded:
-      metrics |= recorded_metrics(recorded) | self._left_out
-    metrics |= sources.skipped_rows(self._prompts)
-    if shared := getattr(self._prompts, "shared", self._shared_prompts):
-      metrics["data/shared_prompts"] = float(shared)
-    if self._schedule.group_size_min:
-      metrics |= schedules.size_metrics([len(group.trajectories) for group in sampled])
-      chosen = [filled(group, c.rl.group_size) for group in chosen]
-    if most > 1:
-      metrics["dynamic_sampling/rounds"] = float(rounds)
-      metrics["dynamic_sampling/discarded_groups"] = float(len(sampled) - len(chosen))
-      metrics["dynamic_sampling/filled_groups"] = float(sum(not g.mixed for g in chosen))
-    if self._environment:
-      metrics |= environment_metrics(sampled)
-    if c.rl.partial:
-      metrics |= partial_metrics(sampled, chosen, self._under_way, self._surplus, self._version)
-    groups = [*recorded, *chosen]
-    if recorded and chosen:  # each mini-batch, which is a stretch of them, has its share of both
-      order = np.argsort(np.arange(len(groups)) % c.rl.minibatches, kind="stable")
-      groups = [groups[i] for i in order]
-    return self._collected(groups, step, usage, metrics)
+      row |= metrics.rollout_metrics(sampled, outcomes) | usage.metrics()
+    row |= self._metrics(on_record, sampled, chosen, rounds) | of_advantages
+    return Collected(
+      groups,
+      rollout,
+      step,
+      self._version,
+      judged.reward_PG,
+      of_responses_PG,
+      of_tokens_BL,
+      usage,
+      row,
+    )
 
-  def _recorded(self, count: int) -> list[Group]:
-    """The next groups on record."""
-    if not count:
-      return []
-    size, decode = self._config.rl.group_size, self._tokenizer.decode
-    return [Group.on_record(one, size, decode) for one in self._records.take(count)]
+  def _on_record(self) -> list[Group]:
+    """The next groups that come from files."""
+    count, c = self._config.rl.prompts - self._fresh, self._config
+    records = self._stateful["recorded"].take(count) if count else ()
+    return [Group.on_record(x, c.rl.group_size, self._tokenizer.decode) for x in records]
+
+  def _chosen(self, sampled: list[Group]) -> list[Group]:
+    """The groups to train on, whole."""
+    c = self._config
+    mixed_first = sorted(range(len(sampled)), key=lambda i: not sampled[i].mixed)
+    chosen = [sampled[i] for i in sorted(mixed_first[: c.rl.prompts])]
+    return [filled(group, c.rl.group_size) for group in chosen]
+
+  def _in_minibatches(self, on_record: list[Group], chosen: list[Group]) -> list[Group]:
+    """All groups; each mini-batch, which is a stretch of them, has its share of both."""
+    groups = [*on_record, *chosen]
+    if not (on_record and chosen):
+      return groups
+    order = np.argsort(np.arange(len(groups)) % self._config.rl.minibatches, kind="stable")
+    return [groups[i] for i in order]
+
+  def _metrics(
+    self, on_record: list[Group], sampled: list[Group], chosen: list[Group], rounds: int
+  ) -> dict[str, float]:
+    c = self._config
+    row = self._filter.metrics() | sources.skipped_rows(self._prompts)
+    if shared := getattr(self._prompts, "shared", self._shared_prompts):
+      row["data/shared_prompts"] = float(shared)
+    if on_record:
+      row |= metrics.recorded_metrics(on_record) | self._records.left_out()
+    if c.schedule.group_size_min:
+      row |= metrics.size_metrics(sampled)
+    if c.data.query_set.extra_rounds:
+      row |= metrics.round_metrics(sampled, chosen, rounds)
+    if self._environment:
+      row |= metrics.environment_metrics(sampled)
+    if c.rl.partial:
+      under_way, surplus = self._under_way, self._surplus
+      row |= metrics.partial_metrics(sampled, chosen, under_way, surplus, self._version)
+    return row
 
   def _sample(self, step: int, attempt: int, usage: Usage) -> list[Group]:
     """Goes on until P groups are finished or the budget is spent, and hands out those that are: at
@@ -185,21 +207,25 @@ class Collector:
     policies that have not sampled it.) Groups that were finished in an earlier iteration and not
     needed there come first, but are half of a batch at most.
     """
-    rl, engine = dataclasses.replace(self._config.rl, prompts=self._fresh), self._engine
-    turns, workers = self._config.environment.max_turns, self._config.environment.workers
-    vocabulary = self._config.model.vocab_size
-    options = dict(vocab_size=vocabulary, max_turns=turns, workers=workers, limit=self._limit)
-    driver = Driver(engine, self._workload, **options)
+    c, engine, P, G = self._config, self._engine, self._fresh, self._config.rl.group_size
+    driver = Driver(
+      engine,
+      self._workload,
+      vocab_size=c.model.vocab_size,
+      max_turns=c.environment.max_turns,
+      workers=c.environment.workers,
+      limit=self._limit,
+    )
     stale = [group for group in self._under_way if id(group) in self._surplus]
-    later = stale[max(1, rl.prompts // 2) :]
-    groups = [group for group in self._under_way if not any(group is one for one in later)]
-    places = rl.group_size * (rl.prompts - sum(group.finished for group in groups))
+    later = stale[max(1, P // 2) :]
+    groups = [group for group in self._under_way if not any(group is x for x in later)]
+    places = G * (P - sum(group.finished for group in groups))
     begins = itertools.count()
 
     def begin() -> None:
       """Begins as many prompts as there is room for."""
-      room = (places - sum(group.left for group in groups)) // rl.group_size
-      count = min(room, rl.prompts + rl.extra_prompts - len(later) - len(groups))
+      room = (places - sum(group.left for group in groups)) // G
+      count = min(room, P + c.rl.extra_prompts - len(later) - len(groups))
       if count > 0:
         new = self._new_groups(count, step, attempt, next(begins))
         for group in new:
@@ -208,8 +234,8 @@ class Collector:
 
     def enough() -> bool:
       finished = sum(group.finished for group in groups)
-      spent = rl.token_budget and engine.usage.tokens >= rl.token_budget
-      if finished >= rl.prompts or (spent and finished >= rl.minibatches):
+      spent = c.rl.token_budget and engine.usage.tokens >= c.rl.token_budget
+      if finished >= P or (spent and finished >= c.rl.minibatches):
         return True
       begin()
       return False
@@ -220,19 +246,22 @@ class Collector:
     for _ in driver.run(enough):
       pass
     usage.add(engine.usage)
-    done = [group for group in groups if group.finished][: rl.prompts]
+    done = [group for group in groups if group.finished][:P]
     handed_out = {id(group) for group in done}
     self._under_way = later + [group for group in groups if id(group) not in handed_out]
     return done
 
   def _new_groups(self, count: int, step: int, *again: int) -> list[Group]:
     """The next prompts that are wanted, with responses to be sampled."""
-    make, longest = self._environment, self._workload.prompt_length
+    c, most = self._config, self._config.rl.group_size
     # A prompt that comes up again in one step gets other responses.
-    seed = self._seed("rl", "sample", step, *(again if any(again) else ()))
+    seed = c.seed_of("rl", "sample", step, *(again if any(again) else ()))
     prompts = self._batches.take(count, self._filter.wants)
-    sizes = schedules.group_sizes(self._config, map(self._filter.tried, prompts))
-    groups = new_groups(prompts, sizes, seed, longest, make, self._render)
+    least, solved = c.schedule.group_size_min or most, c.schedule.group_solved
+    tried = map(self._filter.tried, prompts)
+    sizes = [schedules.group_size(n, right, least, most, solved) for n, right in tried]
+    longest = self._workload.prompt_length
+    groups = new_groups(prompts, sizes, seed, longest, self._environment, self._render)
     return list(map(Group, prompts, groups))
 
   def _render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -241,54 +270,45 @@ class Collector:
   def _judge(self, groups: Sequence[Group]) -> Mapping[str, int]:
     """Gives finished groups what they are worth; returns how often the verifier came to each of its
     outcomes."""
-    judging.respond(groups, self._tokenizer.decode)
+    for group in groups:
+      group.responses = [self._tokenizer.decode(x.tokens.tolist()) for x in group.trajectories]
     verdicts = hosts.of_first(lambda: self._verdicts(groups))
     judging.hand_out(groups, verdicts)
     return verdicts.outcomes
 
   def _verdicts(self, groups: Sequence[Group]) -> judging.Verdicts:
+    c = self._config
     if self._environment:
-      return judging.of_conversations(groups, self._config.environment)
-    shift = schedules.overlong_shift(self._config, self._limit)
+      return judging.of_conversations(groups, c.environment)
+    # The overlong punishment of a response that was cut off is that of one of all tokens.
+    shift = c.sampling.max_new_tokens - self._limit if c.overlong_follows else 0
     return judging.of_responses(
       groups, self._score, shift=shift, breaks_V=self._breaks_V, signals=self._signals
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:
     """Writes down the responses without a verdict; ends the run if there is none at all."""
-    flat = [(group, g) for group in sampled for g in range(len(group.responses))]
-    unknown = {i: group.unknown[g] for i, (group, g) in enumerate(flat) if g in group.unknown}
+    unknown = [(group, g) for group in sampled for g in sorted(group.unknown)]
     if unknown:
-      responses, prompts = [group.responses[g] for group, g in flat], [g.prompt for g, _ in flat]
-      rows = rewards.describe_unknown(responses, prompts, unknown)
+      rows = [
+        dict(
+          prompt_id=group.prompt.id,
+          prompt=group.prompt.question,
+          response=group.responses[g],
+          answer=group.prompt.answer[:1000],  # the tests of a program take megabytes
+          unknown=group.unknown[g],
+        )
+        for group, g in unknown[:DESCRIBED]
+      ]
       self._writer.dump_rollouts("rl", step, rows, folder=UNKNOWN)
-    where = f"{UNKNOWN}/rl_{step:06d}.jsonl of the workdir"
-    rewards.require_verdicts([*unknown.values()], len(flat), where)
+    reasons, total = [group.unknown[g] for group, g in unknown], len(trajectories_of(sampled))
+    rewards.require_verdicts(reasons, total, f"{UNKNOWN}/rl_{step:06d}.jsonl of the workdir")
 
-  def _collected(
-    self, groups: list[Group], step: int, usage: Usage, metrics: dict[str, float]
-  ) -> Collected:
-    trajectories = [one for group in groups for one in group.trajectories]
-    rollout = assemble(trajectories, *self._arrays)
-    judged = advantages.Judged(self._config, groups, rollout, self._constraints, self._breaks_V)
-    made = advantages.make(judged)
-    return Collected(
-      groups,
-      rollout,
-      step,
-      self._version,
-      judged.reward_PG,
-      made.of_responses_PG,
-      made.of_tokens_BL,
-      usage,
-      metrics | made.metrics,
-    )
-
-  def again(self, groups: list[Group], **rest: Any) -> Collected:
-    """What was collected, of its groups and all of its other fields but the rollout.
+  def rollout(self, groups: Sequence[Group]) -> Rollout:
+    """Trajectories of groups to train on, as arrays.
 
     Raises:
-      ValueError: the batch has more groups than the run's, or groups of another size.
+      ValueError: there are more groups than a batch of the run has, or groups of another size.
     """
     prompts, size = self._config.rl.prompts, self._config.rl.group_size
     sizes = {len(group.trajectories) for group in groups}
@@ -297,31 +317,19 @@ class Collector:
         f"its {len(groups)} groups of {max(sizes)} responses do not go with rl.prompts={prompts} "
         f"and rl.group_size={size}: set these to what they were"
       )
-    trajectories = [one for group in groups for one in group.trajectories]
-    rollout = assemble(trajectories, *self._arrays)
-    return Collected(groups, rollout, **rest)
+    load, pad = self._workload, self._tokenizer.pad_id
+    return assemble(trajectories_of(groups), load.window, pad, load.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
     """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
-    batches, known = self._batches.get_state(), self._filter.get_state()
-    groups = [Group(g.prompt, [one.copy() for one in g.trajectories]) for g in self._under_way]
-    own = {} if self._records is None else dict(recorded=self._records.get_state())
-    own |= dict(multipliers=self._constraints.get_state()) if self._constraints else {}
-    return lambda: (
-      own
-      | dict(
-        batches=batches, prompt_filter=known, under_way=[group.get_state() for group in groups]
-      )
-    )
+    states = {name: part.get_state() for name, part in self._stateful.items()}
+    groups = [Group(g.prompt, [x.copy() for x in g.trajectories]) for g in self._under_way]
+    return lambda: states | dict(under_way=[group.get_state() for group in groups])
 
   def set_position(self, state: Mapping[str, Any]) -> None:
-    """Goes on from what `position` made."""
-    self._batches.set_state(state["batches"])
-    self._filter.set_state(state["prompt_filter"])
-    if self._records is not None and "recorded" in state:  # not after a run of another job
-      self._records.set_state(state["recorded"])
-    if self._constraints:
-      self._constraints.set_state(state.get("multipliers", {}))
+    """Goes on from what `position` made, of a run of another job with what there is in both."""
+    for name in self._stateful.keys() & state.keys():
+      self._stateful[name].set_state(state[name])
     self._under_way = [Group.from_state(group, self._again) for group in state["under_way"]]
 
   def _again(self, prompt: Prompt) -> Environment | None:

@@ -24,24 +24,20 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
   Raises:
     ValueError: an environment that counts its calls in two ways.
   """
+  if not config.costs:
+    return np.array([trajectory.rewards.sum() for trajectory in trajectories], np.float32)
   worth = []
-  for one in trajectories:
+  for trajectory in trajectories:
     # float64 adds up float32 exactly, so that it does not matter in which turns rewards are.
-    reward = float(one.rewards.sum(dtype=np.float64 if config.costs else None))
-    if not config.costs:
-      worth.append(reward)
-      continue
-    if config.charge == "right" and one.figures["correct"] <= 0:
-      one.figures = one.figures | dict(reward=reward, cost=0.0)
-      worth.append(reward)
-      continue
-    calls_U = _calls(one) if config.call_cost else np.zeros(one.turn)
-    ends_U, tokens_U = _turns(one.turns)
-    rewards = one.rewards.copy()  # of which a copy of the trajectory may know
-    rewards[ends_U] -= config.token_cost * tokens_U + config.call_cost * calls_U
-    one.columns["rewards"] = rewards
-    cost = config.token_cost * int(tokens_U.sum()) + config.call_cost * int(calls_U.sum())
-    one.figures = one.figures | dict(reward=reward, cost=cost)
+    reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
+    if config.charge == "all" or trajectory.figures["correct"] > 0:
+      calls_U = _calls(trajectory) if config.call_cost else np.zeros(trajectory.turn)
+      ends_U, tokens_U = _turns(trajectory.turns)
+      rewards = trajectory.rewards.copy()  # of which a copy of the trajectory may know
+      rewards[ends_U] -= config.token_cost * tokens_U + config.call_cost * calls_U
+      trajectory.columns["rewards"] = rewards
+      cost = config.token_cost * int(tokens_U.sum()) + config.call_cost * int(calls_U.sum())
+    trajectory.figures = trajectory.figures | dict(reward=reward, cost=cost)
     worth.append(reward - cost)
   return np.array(worth, np.float32)
 
@@ -61,18 +57,19 @@ def _turns(turns_X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return ends_U, np.diff(np.flatnonzero(last_X), prepend=-1)
 
 
-def _calls(one: Trajectory) -> np.ndarray:
+def _calls(trajectory: Trajectory) -> np.ndarray:
   """Tool calls of each turn."""
-  name, total = type(one.environment).__name__, sum(one.calls)
-  if min(one.calls) < 0:
+  calls = trajectory.calls
+  name, reported = type(trajectory.environment).__name__, trajectory.figures["tool_calls"]
+  if min(calls) < 0:
     raise ValueError(
       f"environment.call_cost: tool_calls of the environment {name} fell in turn "
-      f"{int(np.argmin(one.calls)) + 1}: let it count all calls of its conversation"
+      f"{int(np.argmin(calls)) + 1}: let it count all calls of its conversation"
     )
-  if one.figures["tool_calls"] != total:
+  if reported != sum(calls):
     raise ValueError(
-      f"environment.call_cost: figures() of the environment {name} reports "
-      f"tool_calls={one.figures['tool_calls']:g}, and {total} would be paid for: give it an "
-      "attribute tool_calls, the calls so far, which says in which turn they were"
+      f"environment.call_cost: figures() of the environment {name} reports tool_calls={reported:g}"
+      f", and {sum(calls)} would be paid for: give it an attribute tool_calls, the calls so far, "
+      "which says in which turn they were"
     )
-  return np.array(one.calls)
+  return np.array(calls)

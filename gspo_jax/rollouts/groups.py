@@ -1,7 +1,7 @@
 """Groups: a prompt and its trajectories, under way, finished and scored."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,17 +30,17 @@ class Group:
 
   @property
   def finished(self) -> bool:
-    return all(one.finished for one in self.trajectories)
+    return not self.left
 
   @property
   def left(self) -> int:
     """Responses that are not finished."""
-    return sum(not one.finished for one in self.trajectories)
+    return sum(not trajectory.finished for trajectory in self.trajectories)
 
   @property
   def known_G(self) -> np.ndarray:
     """bool: there is a verdict on the response. What has none is in no statistic."""
-    return np.array([i not in self.unknown for i in range(len(self.trajectories))], bool)
+    return np.array([g not in self.unknown for g in range(len(self.trajectories))], bool)
 
   @property
   def mixed(self) -> bool:
@@ -49,74 +49,75 @@ class Group:
 
   def get_state(self) -> dict[str, Any]:
     """Returns JSON; of a group that has been scored, with what it is worth."""
-    trajectories = [one.get_state() for one in self.trajectories]
+    trajectories = [trajectory.get_state() for trajectory in self.trajectories]
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
       return state
-
-    def floats(value_G: np.ndarray) -> list[float]:
-      return np.asarray(value_G, np.float32).tolist()
-
     return state | dict(
       responses=list(self.responses),
-      reward=floats(self.reward_G),
-      correct=floats(self.correct_G),
+      reward_G=self.reward_G.tolist(),
+      correct_G=self.correct_G.tolist(),
       unknown=list(self.unknown.items()),
-      signals={name: floats(value_G) for name, value_G in self.signals.items()},
+      signals={name: value_G.tolist() for name, value_G in self.signals.items()},
     )
 
   @classmethod
   def from_state(cls, state: Mapping[str, Any], make: Callable[[Prompt], Any]) -> "Group":
     """A group as `get_state` left it, with environments that `make` makes."""
-    info = tuple((key, value) for key, value in state["prompt"]["info"])
-    prompt = Prompt(**state["prompt"] | dict(tokens=tuple(state["prompt"]["tokens"]), info=info))
+    state = dict(state)
+    prompt = state.pop("prompt")
+    info = tuple((key, value) for key, value in prompt["info"])
+    prompt = Prompt(**prompt | dict(tokens=tuple(prompt["tokens"]), info=info))
     trajectories = [
-      Trajectory.from_state(one, make(prompt), prompt.id) for one in state["trajectories"]
+      Trajectory.from_state(trajectory, make(prompt), prompt.id)
+      for trajectory in state.pop("trajectories")
     ]
-    if "reward" not in state:
-      return cls(prompt, trajectories)
-    signals = {name: np.float32(values) for name, values in state["signals"].items()}
-    worth = np.float32(state["reward"]), np.float32(state["correct"]), dict(state["unknown"])
-    return cls(prompt, trajectories, state["responses"], *worth, signals)
+    if state:
+      state |= {name: np.float32(state[name]) for name in ("reward_G", "correct_G")}
+      state["unknown"] = dict(state["unknown"])
+      state["signals"] = {name: np.float32(value_G) for name, value_G in state["signals"].items()}
+    return cls(prompt, trajectories, **state)
 
   @classmethod
-  def on_record(cls, one: recorded.Group, size: int, decode: Callable[[list[int]], str]) -> "Group":
-    """A scored group of responses that were read from a file. In the place of those that are
-    missing it has some without a token, on which there is no verdict."""
-    prompt, own = one.prompt, one.responses
+  def on_record(
+    cls, record: recorded.Group, size: int, decode: Callable[[list[int]], str]
+  ) -> "Group":
+    """A scored group of `size` responses that were read from a file. In the place of those that
+    are missing it has some without a token, on which there is no verdict."""
+    prompt = record.prompt
     trajectories = [
       recorded_turn(prompt.tokens, g, response.tokens, response.stopped, prompt.id)
-      for g, response in enumerate(own)
+      for g, response in enumerate(record.responses)
     ]
-    nothing = np.zeros(0, np.int32)
-    blanks = range(len(own), size)
-    trajectories += [recorded_turn(prompt.tokens, g, nothing, False, prompt.id) for g in blanks]
     texts = [decode(trajectory.tokens.tolist()) for trajectory in trajectories]
-    reward_G = np.array([response.reward for response in own] + [0.0] * len(blanks), np.float32)
+    reward_G = np.array([response.reward for response in record.responses], np.float32)
     correct_G = (reward_G > 0).astype(np.float32)
-    return cls(prompt, trajectories, texts, reward_G, correct_G, dict.fromkeys(blanks, MISSING))
+    group = cls(prompt, trajectories, texts, reward_G, correct_G)
+    return filled(group, size, prompt.tokens, MISSING)
 
 
-def filled(group: Group, size: int) -> Group:
-  """A scored group with rows of padding, on which there is no verdict, in the place of responses
-  that it has fewer than `size`."""
+def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_SAMPLED) -> Group:
+  """A scored group of `size` responses: those that it has fewer are rows of the prompt alone, or of
+  padding where it is empty, without a verdict."""
   blanks, nothing = range(len(group.trajectories), size), np.zeros(0, np.int32)
-  if not blanks:
-    return group
-  padding = [recorded_turn((), g, nothing, True, group.prompt.id) for g in blanks]
+  rows = [recorded_turn(prompt, g, nothing, False, group.prompt.id) for g in blanks]
 
-  def widen(values_G: np.ndarray) -> np.ndarray:
-    return np.pad(values_G, (0, len(blanks)))
+  def widen(value_G: np.ndarray) -> np.ndarray:
+    return np.pad(value_G, (0, len(blanks)))
 
   return Group(
     group.prompt,
-    [*group.trajectories, *padding],
+    [*group.trajectories, *rows],
     [*group.responses, *[""] * len(blanks)],
     widen(group.reward_G),
     widen(group.correct_G),
-    {**group.unknown, **dict.fromkeys(blanks, NOT_SAMPLED)},
-    {name: widen(values_G) for name, values_G in group.signals.items()},
+    {**group.unknown, **dict.fromkeys(blanks, why)},
+    {name: widen(value_G) for name, value_G in group.signals.items()},
   )
+
+
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+  return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def spread(values: np.ndarray) -> float:

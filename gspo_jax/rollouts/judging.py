@@ -5,14 +5,14 @@ on another.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from gspo_jax.rewards import Scorer
 from gspo_jax.rewards.signals import Signals
 from gspo_jax.rollouts import costs
-from gspo_jax.rollouts.groups import Group
+from gspo_jax.rollouts.groups import Group, trajectories_of
 from gspo_jax.sampling import EnvironmentConfig, parts
 
 
@@ -32,18 +32,18 @@ class Verdicts:
 
 def of_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verdicts:
   """What environments said of conversations that are over, of which costs are taken."""
-  trajectories = [one for group in groups for one in group.trajectories]
+  trajectories = trajectories_of(groups)
   reward_B = costs.charge(trajectories, config)
-  correct_B = np.array([one.figures["correct"] for one in trajectories], np.float32)
-  unknown = {i: f"crash: {one.failure}" for i, one in enumerate(trajectories) if one.failure}
+  failures = [trajectory.failure for trajectory in trajectories]
+  unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
   return Verdicts(
     reward_B,
-    correct_B,
+    np.array([trajectory.figures["correct"] for trajectory in trajectories], np.float32),
     unknown,
     dict(crash=len(unknown)) if unknown else {},
-    rewards=[one.rewards for one in trajectories],
-    figures=[one.figures for one in trajectories],
-    failures=[one.failure for one in trajectories],
+    rewards=[trajectory.rewards for trajectory in trajectories],
+    figures=[trajectory.figures for trajectory in trajectories],
+    failures=failures,
   )
 
 
@@ -61,61 +61,34 @@ def of_responses(
     shift: tokens that the overlong punishment is to see besides.
     breaks_V: line breaks in the text of each token, where lines have rewards.
   """
-  trajectories = [one for group in groups for one in group.trajectories]
+  tokens = [trajectory.tokens for trajectory in trajectories_of(groups)]
+  stopped = [trajectory.stopped for trajectory in trajectories_of(groups)]
   texts = [text for group in groups for text in group.responses]
   prompts = [group.prompt for group in groups for _ in group.trajectories]
-  lengths = [one.length + shift for one in trajectories]
-  scores = score(texts, prompts, lengths, [one.stopped for one in trajectories])
+  scores = score(texts, prompts, [len(ids) + shift for ids in tokens], stopped)
   rewards = None
   if scores.lines:
     rewards = [
-      parts.line_rewards(reward_U, one.tokens, breaks_V)
-      for one, reward_U in zip(trajectories, scores.lines)
+      parts.line_rewards(reward_U, ids, breaks_V) for reward_U, ids in zip(scores.lines, tokens)
     ]
-  measured, unknown = measure(groups, signals) if signals else ({}, {})
-  return Verdicts(
-    scores.reward,
-    scores.correct,
-    {**unknown, **scores.unknown},
-    scores.outcomes,
-    measured,
-    rewards,
-  )
-
-
-def measure(
-  groups: Sequence[Group], signals: Signals
-) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-  """The signals of groups whose responses are known, float32 [B] by name, and the responses that
-  one of their verifiers failed on."""
-  trajectories = [one for group in groups for one in group.trajectories]
-  return signals(
-    [text for group in groups for text in group.responses],
-    [one.tokens[one.turns >= 0] for one in trajectories],
-    [one.stopped for one in trajectories],
-    [group.prompt for group in groups for _ in group.trajectories],
-  )
+  measured, unmeasured = signals(texts, tokens, stopped, prompts) if signals else ({}, {})
+  unknown = {**unmeasured, **scores.unknown}
+  return Verdicts(scores.reward, scores.correct, unknown, scores.outcomes, measured, rewards)
 
 
 def hand_out(groups: Sequence[Group], verdicts: Verdicts) -> None:
   """Gives groups what their responses are worth. ValueError for a reward that is not finite."""
-  end = 0
+  start = 0
   for group in groups:
-    start, end = end, end + len(group.trajectories)
-    mine = range(start, end)
+    end = start + len(group.trajectories)
     group.reward_G, group.correct_G = verdicts.reward[start:end], verdicts.correct[start:end]
-    group.unknown = {i - start: verdicts.unknown[i] for i in mine if i in verdicts.unknown}
+    group.unknown = {i - start: why for i, why in verdicts.unknown.items() if start <= i < end}
     group.signals = {name: value_B[start:end] for name, value_B in verdicts.signals.items()}
-    for i, trajectory in zip(mine, group.trajectories):
+    for i, trajectory in enumerate(group.trajectories, start):
       if verdicts.rewards is not None:
         trajectory.columns["rewards"] = verdicts.rewards[i]
       if verdicts.figures is not None:
         trajectory.figures, trajectory.failure = dict(verdicts.figures[i]), verdicts.failures[i]
     if not np.isfinite(group.reward_G).all():
       raise ValueError(f"reward of prompt {group.prompt.id} is {group.reward_G}: must be finite")
-
-
-def respond(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
-  """Gives finished groups the texts of their responses."""
-  for group in groups:
-    group.responses = [decode(one.tokens.tolist()) for one in group.trajectories]
+    start = end

@@ -27,7 +27,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,9 +43,8 @@ POLL_S = 0.1  # seconds between two looks at notices and servers while the train
 ARRAYS = "reward_PG", "advantage_PG", "advantage_BL"
 
 
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-  """What was collected for an iteration, and where the collector stood after it."""
+class Ahead(NamedTuple):
+  """A batch that was collected for an iteration, and where the collector stood after it."""
 
   collected: Collected
   position: Callable[[], dict[str, Any]]
@@ -85,11 +84,10 @@ class Pipeline:
     publish: Callable[[Any], Any] = lambda params: params,
   ):
     self._collector, self._engine, self._stages = collector, engine, stages
-    self._lag, self._iterations, self._begun = rl.lag, rl.iterations, last
+    self._rl, self._begun, self._batches = rl, last, batches
     self._mesh, self._copy = mesh, publish
     # Servers that are asked by a thread; loading is the trainer's, whose devices the probe needs.
-    self._beside = self._lag > 0 and engine.loads_beside_steps
-    self._record, self._replay = rl.record and batches, rl.replay and Path(rl.replay)
+    self._beside = rl.lag > 0 and engine.loads_beside_steps
     self._jobs: collections.deque[concurrent.futures.Future] = collections.deque()  # in order
     self._position = collector.position()  # after the batch that was given out last
     self._published: tuple[Any, int] = None, -1  # weights and their version
@@ -124,16 +122,15 @@ class Pipeline:
 
   def next(self, step: int) -> Collected:
     """The batch of an iteration, whose turn it is; begins the one `lag` iterations later."""
-    if self._replay:
-      return read(self._replay, step, self._collector)
-    while self._begun < min(step + self._lag, self._iterations):
+    if self._rl.replay:
+      return read(Path(self._rl.replay), step, self._collector)
+    while self._begun < min(step + self._rl.lag, self._rl.iterations):
       self._begun += 1
       self._jobs.append(self._begin(self._begun))
-    ahead = self._wait(self._jobs.popleft())
-    self._position = ahead.position
-    if self._record and hosts.is_first():
-      write(self._record, ahead.collected)
-    return ahead.collected
+    collected, self._position = self._wait(self._jobs.popleft())
+    if self._rl.record and hosts.is_first():
+      write(self._batches, collected)
+    return collected
 
   @contextlib.contextmanager
   def engine(self) -> Iterator[Engine]:
@@ -157,7 +154,7 @@ class Pipeline:
       with preemption.checked_by(lambda: None):  # a notice may be why
         ahead = [self._wait(job) for job in jobs]
       where = ahead[-1].position if ahead else position
-      batches = [get_state(one.collected) for one in ahead]
+      batches = [get_state(collected) for collected, _ in ahead]
       return where() | (dict(ahead=batches) if batches else {})
 
     return state
@@ -169,21 +166,18 @@ class Pipeline:
     self._collector.set_position(state)
     self._position = self._collector.position()
     for batch in state.get("ahead", ()):
-      job = concurrent.futures.Future()
       try:
-        job.set_result(Ahead(from_state(batch, self._collector), self._position))
+        collected = from_state(batch, self._collector)
       except ValueError as error:
         what = f"a batch waits to be trained on in the checkpoint: {error}"
         raise ValueError(f"{what}, or begin in a new --workdir") from error
-      self._jobs.append(job)
+      self._jobs.append(_done(Ahead(collected, self._position)))
       self._begun += 1
 
   def _begin(self, step: int) -> concurrent.futures.Future:
     if self._worker is not None:
       return self._worker.submit(self._elsewhere, step, *self._published)
-    job = concurrent.futures.Future()
-    job.set_result(self._collect(step, self._published[1], self._stages))
-    return job
+    return _done(self._collect(step, self._published[1], self._stages))
 
   def _collect(self, step: int, version: int, stages: Stages) -> Ahead:
     collected = self._collector.collect(step, stages, version)
@@ -204,11 +198,10 @@ class Pipeline:
       raise
     self._idle_since = time.perf_counter()
     seconds = stages.lap() | {"time/wait_for_learner": waited}
+    # Beside the trainer's stages, which add up to an iteration.
     beside = {name.replace("/", "/sampler/", 1): value for name, value in seconds.items()}
-    metrics = ahead.collected.metrics | beside  # the trainer's stages add up to an iteration
-    return dataclasses.replace(
-      ahead, collected=dataclasses.replace(ahead.collected, metrics=metrics)
-    )
+    ahead.collected.metrics.update(beside)
+    return ahead
 
   def _check(self) -> None:
     """A notice is for the trainer, who needs the batches that were begun to save; what was begun
@@ -235,6 +228,12 @@ class Pipeline:
     return jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext()
 
 
+def _done(ahead: Ahead) -> concurrent.futures.Future:
+  job = concurrent.futures.Future()
+  job.set_result(ahead)
+  return job
+
+
 def write(directory: Path, collected: Collected) -> None:
   """A file for the batch of an iteration, which `read` makes the same of. Raises WriteError."""
   with files.writing(directory):
@@ -258,9 +257,8 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
 
 
 def get_state(collected: Collected) -> dict[str, Any]:
-  """JSON of a batch, without its rollout, which its groups make."""
-  file = io.BytesIO()
-  arrays = {name: getattr(collected, name) for name in ARRAYS}
+  """Returns JSON of a batch, without its rollout, which its groups make."""
+  file, arrays = io.BytesIO(), {name: getattr(collected, name) for name in ARRAYS}
   np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
   return dict(
     step=collected.step,
@@ -274,8 +272,14 @@ def get_state(collected: Collected) -> dict[str, Any]:
 
 def from_state(state: Mapping[str, Any], collector: Collector) -> Collected:
   """A batch as `get_state` left it."""
-  arrays = dict(np.load(io.BytesIO(base64.b64decode(state["arrays"]))))
+  arrays = np.load(io.BytesIO(base64.b64decode(state["arrays"])))
   groups = [Group.from_state(g, lambda p: SingleTurn(p.tokens)) for g in state["groups"]]
-  rest = dict(usage=Usage(**state["usage"]), metrics=dict(state["metrics"]))
-  rest |= {name: arrays.get(name) for name in ARRAYS}
-  return collector.again(groups, step=state["step"], version=state["version"], **rest)
+  return Collected(
+    groups,
+    collector.rollout(groups),
+    state["step"],
+    state["version"],
+    usage=Usage(**state["usage"]),
+    metrics=dict(state["metrics"]),
+    **dict.fromkeys(ARRAYS) | dict(arrays),
+  )

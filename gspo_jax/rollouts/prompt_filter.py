@@ -7,8 +7,7 @@ to a group in which all are right, and nothing to learn from.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.data import QuerySetConfig
 from gspo_jax.structs import Prompt
 
@@ -39,40 +38,33 @@ class PromptFilter:
   def wants(self, prompt: Prompt) -> bool:
     return prompt.id not in self._dropped
 
-  def update(
-    self,
-    prompts: Sequence[Prompt],
-    correct_PG: np.ndarray,
-    step: int,
-    valid_PG: np.ndarray | None = None,
-  ) -> None:
-    """Counts the groups of iteration `step`, drops whom they speak against, and brings back whom a
-    group that was sampled all the same speaks for.
+  def update(self, groups: Sequence[Group], step: int) -> None:
+    """Counts the scored groups of iteration `step`, drops prompts that they speak against, and
+    brings back those that a group which was sampled all the same speaks for.
 
-    Where `valid_PG` is 0 a verdict is unknown: no response to count, and its group adds nothing to
-    those in a row. It does not end them either, unless another response does.
+    A response without a verdict does not count, and its group adds nothing to those in a row. It
+    does not end them either, unless another response does.
     """
     if not self._counts:
       return
-    if valid_PG is None:
-      valid_PG = [np.ones_like(correct_G) for correct_G in correct_PG]
-    for prompt, correct_G, valid_G in zip(prompts, correct_PG, valid_PG):
-      known = np.asarray(correct_G)[np.asarray(valid_G) > 0] > 0
-      if not len(known):
+    for group in groups:
+      name, known_G = group.prompt.id, group.known_G
+      right_X = group.correct_G[known_G] > 0
+      if not len(right_X):
         continue
-      groups, responses, right, run = self._tried.get(prompt.id, (0, 0, 0, 0))
-      kind = int(known.all()) - int(not known.any())  # 1: all right, -1: all wrong, 0: mixed
+      tried, responses, right, run = self._tried.get(name, (0, 0, 0, 0))
+      kind = int(right_X.all()) - int(not right_X.any())  # 1: all right, -1: all wrong, 0: mixed
       goes_on = run * kind > 0
-      if len(known) == len(correct_G):
+      if known_G.all():
         run = run + kind if goes_on else kind
       elif not goes_on:
         run = 0
-      counts = groups + 1, responses + len(known), right + int(known.sum()), run
-      self._tried[prompt.id] = list(counts)
+      right += int(right_X.sum())
+      self._tried[name] = [tried + 1, responses + len(right_X), right, run]
       if 0 < self.config.drop_after <= abs(run):
-        self._dropped.setdefault(prompt.id, step)
+        self._dropped.setdefault(name, step)
       else:
-        self._dropped.pop(prompt.id, None)
+        self._dropped.pop(name, None)
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
     """Responses to a prompt since it came into use, and right ones."""

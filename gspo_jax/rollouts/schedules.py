@@ -4,18 +4,9 @@ Each follows from the iteration and from what is in a checkpoint, so a run that 
 it would have done.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from gspo_jax.settings.run import RunConfig
-
-
-def overlong_shift(c: RunConfig, limit: int) -> int:
-  """Tokens to add to the length of a response under this limit, so that the overlong punishment
-  of one that was cut off is that of a response of `sampling.max_new_tokens`."""
-  return c.sampling.max_new_tokens - limit if c.overlong_follows else 0
 
 
 def group_size(tried: int, right: int, least: int, most: int, solved: float) -> int:
@@ -31,23 +22,6 @@ def group_size(tried: int, right: int, least: int, most: int, solved: float) -> 
     missed *= wrong
     size += 1
   return size
-
-
-def group_sizes(c: RunConfig, tried: Iterable[tuple[int, int]]) -> list[int]:
-  """Responses for each of some prompts, of which so many were tried, and right."""
-  s, most = c.schedule, c.rl.group_size
-  least = s.group_size_min or most
-  return [group_size(n, right, least, most, s.group_solved) for n, right in tried]
-
-
-def size_metrics(sizes: Sequence[int]) -> dict[str, float]:
-  """Of the groups that an iteration has sampled."""
-  return {
-    "group_size/mean": float(np.mean(sizes)),
-    "group_size/min": float(min(sizes)),
-    "group_size/max": float(max(sizes)),
-    "group_size/responses": float(sum(sizes)),
-  }
 
 
 def begin(c: RunConfig, prompts: Any, step: int) -> tuple[int, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What the first process of a run says, on all of its processes."""
+"""The word of the first process of a run, on all of its processes."""
 
 import contextlib
 import pickle
@@ -18,7 +18,7 @@ def is_first() -> bool:
 
 
 def told(value: Any) -> Any:
-  """The value that the first process has, on all of them. All call it."""
+  """Returns the value that the first process has, on all of them. All call it."""
   if jax.process_count() == 1:
     return value
   content = pickle.dumps(value)
@@ -30,7 +30,7 @@ def told(value: Any) -> Any:
 
 
 def of_first(work: Callable[[], T], otherwise: type[Exception] = RuntimeError) -> T:
-  """What the first process finds, on all of them.
+  """Does the work on the first process, and returns its result on all of them.
 
   What it raises it raises there, and the others raise ValueError with its text where it is one, and
   `otherwise` where it is not: all end in the same way, so that none waits for another.

@@ -437,9 +437,9 @@ def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
   assert row["reward/mean"] == pytest.approx((4 * 1.25 + 3 * 0.25) / 7)
   assert row["groups_without_spread"] == pytest.approx(2 / 3)
   assert row["verifier/crash"] == row["verifier/unknown"] == pytest.approx(2 / 9)
-  ((prompts, _, step, known_PG),) = updates  # the query set is told (test_prompt_filter.py)
-  assert ([prompt.id for prompt in prompts], step) == (["a", "b", "c"], 1)
-  assert np.array(known_PG).tolist() == [[True, False, True]] * 2 + [[True] * 3]
+  ((told, step),) = updates  # the query set is told (test_prompt_filter.py)
+  assert ([group.prompt.id for group in told], step) == (["a", "b", "c"], 1)
+  assert [group.known_G.tolist() for group in told] == [[True, False, True]] * 2 + [[True] * 3]
   (rows,) = files.values()
   assert list(files) == [("unknown", "rl", 1)]
   assert [(r["prompt_id"], r["response"], r["unknown"]) for r in rows] == [

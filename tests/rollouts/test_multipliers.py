@@ -16,9 +16,8 @@ from configs import common, tiny_constrained
 from gspo_jax import objectives as O
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.rewards.signals import Signals, check_signals, open_signals
-from gspo_jax.rollouts import judging
 from gspo_jax.rollouts.dumps import rollout_records
-from gspo_jax.rollouts.groups import Group, filled
+from gspo_jax.rollouts.groups import Group, filled, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints, Multiplier
 from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
@@ -62,8 +61,10 @@ def judged(config, groups, scorers=None):
 
 def measure(config, groups, scorers=None):
   """Gives scored groups their signals, as the verdicts on them do."""
-  signals = Signals(config, reward_config(), scorers or {})
-  measured, unknown = hosts.of_first(lambda: judging.measure(groups, signals))
+  signals, trajectories = Signals(config, reward_config(), scorers or {}), trajectories_of(groups)
+  texts = [text for one in groups for text in one.responses]
+  prompts = [one.prompt for one in groups for _ in one.trajectories]
+  measured, unknown = hosts.of_first(lambda: signals(texts, *shown(trajectories), prompts))
   start = 0
   for one in groups:
     size = len(one.trajectories)
@@ -274,7 +275,8 @@ def test_a_signal_may_be_a_function_of_the_users_own(tmp_path, monkeypatch):
   tokens = [recorded_turn((1,), g, np.zeros(1, np.int32), True, "p") for g in range(3)]
   with open_signals(config, reward_config()) as signals:
     found, unknown = signals([*texts[:2], ""], *shown(tokens), prompts)
-    assert signals.rows(texts, *shown(tokens), prompts) == [dict(a=1.0), dict(a=0.5), dict(a=0.0)]
+    shares, none = signals(texts, *shown(tokens), prompts)
+  assert shares["a"].tolist() == [1, 0.5, 0] and not none
   assert found["a"][:2].tolist() == [1, 0.5]
   assert list(unknown) == [2] and "ZeroDivisionError" in unknown[2], "that is no cost of 0"
   with pytest.raises(ValueError, match=r"constraints\.costs\.a\.signal='no_own:f': there is no"):

@@ -13,7 +13,7 @@ from support.command_line import SMALL, figures, parameters, rows_of, run, run_u
 from support.configs import config_of
 
 from configs import common, tiny_offline, tiny_rft
-from gspo_jax import inputs, train
+from gspo_jax import inputs
 from gspo_jax.data import recorded
 from gspo_jax.data.recorded import Group, Recordings, Response
 from gspo_jax.data.tokenizer import ByteTokenizer
@@ -162,7 +162,7 @@ def test_a_response_without_a_verdict_is_no_target():
   out.groups[1].unknown = {2: "timeout"}
   known_B = np.arange(P * G) != G + 2
   there_B = out.rollout.mask.any(axis=1)
-  judged = batches.judged(out.rollout, train.known(out))
+  judged = batches.judged(out.rollout, out.known_B)
   np.testing.assert_array_equal(judged.mask.any(axis=1), there_B & known_B)
   rewards_B = batches.of_tokens(judged, out.reward_PG, in_parts=False).sum(axis=1)
   np.testing.assert_array_equal(rewards_B, out.reward_PG.reshape(-1) * (there_B & known_B))

@@ -195,8 +195,7 @@ def test_every_response_replays_the_experts_that_its_own_prompt_had():
   )
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   run = SimpleNamespace(config=config, environment=None, mesh=mesh)
-  fields = "step version reward_PG advantage_PG advantage_BL usage metrics".split()
-  mixed = made.again(first, **{name: getattr(new[0][0], name) for name in fields})
+  mixed = dataclasses.replace(new[0][0], groups=first, rollout=made.rollout(first))
   score = jax.jit(lambda inputs: log_probs(PARAMS, inputs, learner_of(config, "rl"), "R3")[0])
   with jax.set_mesh(mesh):
     for batch in place(run, mixed):

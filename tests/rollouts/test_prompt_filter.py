@@ -1,6 +1,7 @@
 """Which prompts stay in use."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,15 +18,24 @@ def query_set(drop_after=2, readmit_after=0):
   return PromptFilter(QuerySetConfig(drop_after, readmit_after, 0))
 
 
+def scored(prompts, correct_PG, known_PG=None):
+  """Groups of these verdicts; of those that are not known there is none."""
+  known_PG = np.ones_like(correct_PG) if known_PG is None else known_PG
+  return [
+    SimpleNamespace(prompt=prompt, correct_G=np.array(correct_G), known_G=np.array(known_G) > 0)
+    for prompt, correct_G, known_G in zip(prompts, correct_PG, known_PG)
+  ]
+
+
 def in_use(queries):
   return "".join(p.id for p in PROMPTS if queries.wants(p))
 
 
 def test_prompts_always_or_never_solved_are_dropped_after_n_groups():
   queries = query_set()
-  queries.update(PROMPTS, np.array([ALWAYS, NEVER, MIXED, ALWAYS]), 1)
+  queries.update(scored(PROMPTS, [ALWAYS, NEVER, MIXED, ALWAYS]), 1)
   assert in_use(queries) == "abcd"  # one group is no evidence yet
-  queries.update(PROMPTS, np.array([ALWAYS, NEVER, ALWAYS, NEVER]), 2)
+  queries.update(scored(PROMPTS, [ALWAYS, NEVER, ALWAYS, NEVER]), 2)
   assert in_use(queries) == "cd"  # d: always, then never
   assert queries.metrics() == {
     "query_set/tried": 4,
@@ -36,12 +46,11 @@ def test_prompts_always_or_never_solved_are_dropped_after_n_groups():
   }
 
 
-def after(*groups, drop_after=2, **options):
+def after(*groups, known=None):
   """The state of one prompt after these groups."""
-  queries = query_set(drop_after=drop_after)
+  queries = query_set()
   for step, group in enumerate(groups, 1):
-    known = {key: np.array([value[step - 1]]) for key, value in options.items()}
-    queries.update(PROMPTS[:1], np.array([group]), step, **known)
+    queries.update(scored(PROMPTS[:1], [group], known and [known[step - 1]]), step)
   return queries
 
 
@@ -82,7 +91,7 @@ YES, SOME, NO = [1, 1, 1], [1, 1, 0], [0, 0, 0]
   ],
 )
 def test_unknown_verdicts_neither_count_nor_end_a_row(groups, valid, dropped):
-  queries = after(*groups, valid_PG=valid)
+  queries = after(*groups, known=valid)
   assert (queries.metrics()["query_set/dropped"] == 1) == dropped
   known = [c for group, v in zip(groups, valid) for c, one in zip(group, v) if one]
   assert queries.metrics()["query_set/solve_rate"] == pytest.approx(np.mean(known))
@@ -90,32 +99,32 @@ def test_unknown_verdicts_neither_count_nor_end_a_row(groups, valid, dropped):
 
 def test_dropped_prompts_come_back_with_a_clean_slate():
   queries = query_set(drop_after=1, readmit_after=3)
-  queries.update(PROMPTS[:1], np.array([NEVER]), 5)
+  queries.update(scored(PROMPTS[:1], [NEVER]), 5)
   assert queries.readmit(7) == 0 and in_use(queries) == "bcd"
   assert queries.readmit(8) == 1 and in_use(queries) == "abcd"
-  queries.update(PROMPTS[:1], np.array([ALWAYS]), 8)  # the failures of before are forgotten
+  queries.update(scored(PROMPTS[:1], [ALWAYS]), 8)  # the failures of before are forgotten
   assert queries.metrics()["query_set/dropped/always_solved"] == 1
   assert query_set(drop_after=1).readmit(10**9) == 0
 
 
 def test_nothing_is_tracked_when_nothing_is_dropped():
   queries = query_set(drop_after=0)
-  queries.update(PROMPTS, np.array([NEVER] * 4), 1)
+  queries.update(scored(PROMPTS, [NEVER] * 4), 1)
   assert queries.get_state() == dict(tried={}, dropped={}) and queries.metrics() == {}
 
 
 def test_state_survives_json():
   queries = query_set(drop_after=1, readmit_after=2)
-  queries.update(PROMPTS, np.array([ALWAYS, NEVER, MIXED, MIXED]), 1)
+  queries.update(scored(PROMPTS, [ALWAYS, NEVER, MIXED, MIXED]), 1)
   again = query_set(drop_after=1, readmit_after=2)
   again.set_state(json.loads(json.dumps(queries.get_state())))
   assert in_use(again) == in_use(queries) == "cd"
   for q in queries, again:
     q.readmit(3)
-    q.update(PROMPTS[1:3], np.array([NEVER, NEVER]), 3)
+    q.update(scored(PROMPTS[1:3], [NEVER, NEVER]), 3)
   assert again.metrics() == queries.metrics()
   assert again.get_state() == queries.get_state()
-  again.update(PROMPTS, np.array([MIXED] * 4), 4)
+  again.update(scored(PROMPTS, [MIXED] * 4), 4)
   assert again.get_state() != queries.get_state()  # nothing is shared
 
 

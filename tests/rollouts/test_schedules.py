@@ -31,7 +31,7 @@ from support.small_updates import learner, score_pass
 from test_two_processes import free_port
 
 from configs import common, tiny_schedules
-from gspo_jax import inputs, train
+from gspo_jax import inputs
 from gspo_jax.data import growing
 from gspo_jax.data.files import Skipped
 from gspo_jax.data.sources import Batches, Prompts
@@ -287,7 +287,7 @@ def test_every_part_of_an_iteration_takes_smaller_groups(make):
     zeros = np.zeros(one.rollout.logp.shape)
     dumped = rollout_records(one, zeros, zeros > 0, tokenizer().decode)
     assert len(dumped) == known_B.sum()
-    assert not batches.judged(one.rollout, train.known(one)).mask[~known_B].any()
+    assert not batches.judged(one.rollout, one.known_B).mask[~known_B].any()
   assert smaller
 
 

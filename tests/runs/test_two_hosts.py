@@ -106,7 +106,7 @@ def conversations():
   driver.begin(trajectories)
   assert len(list(driver.run())) == 2
   groups, config = [Group(prompt, trajectories)], config_of(tiny_tools.get_config).environment
-  judging.respond(groups, str)
+  groups[0].responses = [str(one.tokens.tolist()) for one in trajectories]
   judging.hand_out(groups, hosts.of_first(lambda: judging.of_conversations(groups, config)))
   return dict(
     turns=[one.tokens[one.turns < 0].tolist() for one in trajectories],
