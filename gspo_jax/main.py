@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gspo_jax.cli import before_jax
 
@@ -88,9 +88,13 @@ def plan() -> None:
 def failed_saves_are_told_once() -> None:
   """Leaves out the tracebacks of a save's threads, whose error the main one raises too."""
   logging.get_absl_logger().addFilter(lambda r: not (r.exc_info and "orbax" in r.pathname))
-  before = sys.unraisablehook  # of the files that TensorStore is still at when one has failed
-  closed = "Event loop is closed"
-  sys.unraisablehook = lambda what: None if str(what.exc_value) == closed else before(what)
+  before = sys.unraisablehook
+
+  def unraisable(what: Any) -> None:
+    if str(what.exc_value) != "Event loop is closed":  # TensorStore's, still at files of the save
+      before(what)
+
+  sys.unraisablehook = unraisable
 
 
 def end(message: str) -> NoReturn:

@@ -47,7 +47,9 @@ def sft(run: Run) -> Any:
   if host is not None:
     batches.set_state(host["position"]["data"])
     loss = host["position"]["held_out_loss"]
-  position = lambda: dict(data=batches.get_state(), held_out_loss=loss)  # noqa: E731
+
+  def position() -> dict[str, Any]:
+    return dict(data=batches.get_state(), held_out_loss=loss)
 
   with phase:
     phase.stand(done, state, position)

@@ -22,9 +22,6 @@ class Benchmark:
   score: Scorer
   environment: Make | None = None  # where responses are conversations, which it judges
 
-  def __post_init__(self):
-    check_problems(self.name, self.config, self.problems)
-
   @property
   def prefix(self) -> str:
     """Of the names of its metrics."""

@@ -99,7 +99,7 @@ def advantages(config: ObjectiveConfig, reward_PG: np.ndarray, valid_PG: np.ndar
 
 
 # Jitted: a small program instead of many.
-_of_group = {name: jax.jit(one.of_group) for name, one in O.ESTIMATORS.items() if one.of_group}
+_of_group = {name: jax.jit(x.of_group) for name, x in O.ESTIMATORS.items() if x.of_group}
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 
 

@@ -43,8 +43,9 @@ class Constraints:
 
   def __init__(self, config: ConstraintConfig):
     self._config = config
-    costs = config.active_costs.items()
-    self.multipliers = {name: Multiplier(one.initial, one.initial) for name, one in costs}
+    self.multipliers = {
+      name: Multiplier(cost.initial, cost.initial) for name, cost in config.active_costs.items()
+    }
 
   def advantages(self, groups: Sequence[Group]) -> tuple[np.ndarray, dict[str, float]]:
     """Advantages [P, G] under the present multipliers, which then move; and metrics."""
@@ -55,25 +56,28 @@ class Constraints:
       return np.stack([group.signals[name] for group in groups])
 
     gains = [np.stack([group.reward_G for group in groups]), *map(stacked, c.active_rewards)]
-    weights = [c.reward_weight, *(one.weight for one in c.active_rewards.values())]
-    costs = {name: one.sign * stacked(name) for name, one in c.active_costs.items()}
+    weights = [c.reward_weight, *(reward.weight for reward in c.active_rewards.values())]
+    costs = {name: cost.sign * stacked(name) for name, cost in c.active_costs.items()}
     prices = [self.multipliers[name].value for name in costs]
     advantage_PG = _advantages(gains, list(costs.values()), weights, prices, valid_PG)
     row = {f"constraint/{name}/reward": _mean(stacked(name), valid_PG) for name in c.active_rewards}
-    for name, one in c.active_costs.items():
+    for name, cost in c.active_costs.items():
       mean, multiplier = _mean(stacked(name), valid_PG), self.multipliers[name]
-      excess, spread = one.sign * (mean - one.limit), deviation(costs[name], valid_PG)
-      row[f"constraint/{name}/cost"], row[f"constraint/{name}/limit"] = mean, one.limit
-      row[f"constraint/{name}/violation"] = excess
-      row[f"constraint/{name}/spread"] = spread
-      row[f"constraint/{name}/multiplier"] = multiplier.value
+      excess, spread = cost.sign * (mean - cost.limit), deviation(costs[name], valid_PG)
+      row |= {
+        f"constraint/{name}/cost": mean,
+        f"constraint/{name}/limit": cost.limit,
+        f"constraint/{name}/violation": excess,
+        f"constraint/{name}/spread": spread,
+        f"constraint/{name}/multiplier": multiplier.value,
+      }
       if valid_PG.any():
-        multiplier.update(one, excess / max(spread, 1e-9))
+        multiplier.update(cost, excess / max(spread, 1e-9))
     return np.asarray(advantage_PG), row
 
   def get_state(self) -> dict[str, dict[str, float]]:
     """JSON of the multipliers."""
-    return {name: dataclasses.asdict(one) for name, one in self.multipliers.items()}
+    return {name: vars(multiplier).copy() for name, multiplier in self.multipliers.items()}
 
   def set_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
     """Goes on with what `get_state` gave; costs that it does not have begin anew. Bounds are those

@@ -37,31 +37,28 @@ def of_rewards(c: "RunConfig") -> O.Estimator:
 
 def _first(c: "RunConfig", on_host: bool = False) -> O.Estimator:
   there, kind = sources(c).keys(), c.objective.advantage_kind
-  for one in O.ESTIMATORS.values():
-    possible = one.by_response or not on_host
-    if possible and one.needs and one.needs <= there and kind in (one.kinds or (kind,)):
-      return one
+  for estimator in O.ESTIMATORS.values():
+    possible = estimator.by_response or not on_host
+    met = estimator.needs and estimator.needs <= there
+    if possible and met and kind in (estimator.kinds or (kind,)):
+      return estimator
   return O.ESTIMATORS[kind]
 
 
 def sources(c: "RunConfig") -> dict[str, str]:
   """What there is to make advantages of besides a group's rewards, and the key that says so."""
-  signals = ", ".join(c.constraints.signals)
-  keys = {
-    "teacher": f"distillation.teacher={c.distillation.teacher!r}",
-    "signals": f"constraints ({signals})",
-    "critic": f"critic.name={c.critic.name!r}",
-    "turns": f"environment.name={c.environment.name!r}",
-    "lines": "reward.per_line=True",
-  }
-  there = {
-    "teacher": c.has_iterations and c.distillation.on,
-    "signals": c.has_iterations and c.constraints.on,
-    "critic": c.critic.name != "none",
-    "turns": bool(c.environment.name),
-    "lines": c.reward.per_line and not c.environment.name,
-  }
-  return {name: key for name, key in keys.items() if there[name]}
+  there = {}
+  if c.has_iterations and c.distillation.on:
+    there["teacher"] = f"distillation.teacher={c.distillation.teacher!r}"
+  if c.has_iterations and c.constraints.on:
+    there["signals"] = f"constraints ({', '.join(c.constraints.signals)})"
+  if c.critic.name != "none":
+    there["critic"] = f"critic.name={c.critic.name!r}"
+  if c.environment.name:
+    there["turns"] = f"environment.name={c.environment.name!r}"
+  elif c.reward.per_line:
+    there["lines"] = "reward.per_line=True"
+  return there
 
 
 def needs_group(c: "RunConfig") -> bool:
@@ -74,9 +71,9 @@ def needs_group(c: "RunConfig") -> bool:
 
 def check(c: "RunConfig") -> None:
   """ValueError where the estimator does not go with the loss, or with another section."""
-  for what, wrong in _refused(c).items():
+  for message, wrong in _refused(c).items():
     if wrong:
-      raise ValueError(what)
+      raise ValueError(message)
   _check_sources(c)
 
 
@@ -86,7 +83,7 @@ def _refused(c: "RunConfig") -> dict[str, bool]:
   source = ", ".join(there[need] for need in there if need in estimator.needs)
   missing = [NEEDED[need] for need in NEEDED if need in estimator.needs - there.keys()]
   learns = f"objective.name={c.objective.name!r} with objective.advantage={kind!r}"
-  takes = ", ".join(name for name, one in O.POLICY_LOSSES.items() if one.by_token)
+  takes = ", ".join(name for name, x in O.POLICY_LOSSES.items() if x.by_token)
   parts = of_rewards(c).by_token and estimator.of_rewards and loss.by_token
   return {
     f"objective.advantage={estimator.name!r} needs {', '.join(missing)}": bool(missing),
@@ -109,15 +106,13 @@ def _refused(c: "RunConfig") -> dict[str, bool]:
 def _check_sources(c: "RunConfig") -> None:
   """ValueError for what would make advantages beside the estimator."""
   estimator, there = chosen(c), sources(c)
-  for other in there:
-    if other in estimator.needs | estimator.beside:
-      continue
+  for source in [name for name in there if name not in estimator.needs | estimator.beside]:
     if estimator.of_group is not None:
       raise ValueError(
-        f"{there[other]} has no effect, since objective.advantage={estimator.name!r} is of whole "
+        f"{there[source]} has no effect, since objective.advantage={estimator.name!r} is of whole "
         "responses; leave it out"
       )
-    first, second = (name for name in there if name in estimator.needs or name == other)
+    first, second = (name for name in there if name in estimator.needs or name == source)
     raise ValueError(
       f"{there[first]}: {there[second]}: both give each {UNITS[second]} its advantage; leave out "
       "one of them"

@@ -8,7 +8,7 @@ import pytest
 from support.configs import config_of
 
 from configs import common
-from gspo_jax.evaluation.benchmarks import Benchmark, choose
+from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.structs import Prompt
 
@@ -37,13 +37,13 @@ def test_problems_are_chosen_all_over_the_set():
 
 def test_problems_without_a_rating_are_found_before_sampling():
   rated, plain = dataclasses.replace(SET, rating=True), dataclasses.replace(PROBLEMS[1], info=())
-  Benchmark("cf", rated, PROBLEMS, None)
+  check_problems("cf", rated, PROBLEMS)
   with pytest.raises(ValueError, match=r"eval.benchmarks.cf: the problem 1 has no rating"):
-    Benchmark("cf", rated, [PROBLEMS[0], plain], None)
+    check_problems("cf", rated, [PROBLEMS[0], plain])
   for text in ("unrated", "nan", ""):
     worded = dataclasses.replace(PROBLEMS[1], info=(("rating", text),))
     with pytest.raises(ValueError, match=rf"no rating that is a number \({text}\), and 0 more"):
-      Benchmark("cf", rated, [PROBLEMS[0], worded], None)
+      check_problems("cf", rated, [PROBLEMS[0], worded])
 
 
 def test_points_that_are_no_number_are_found_before_sampling(tmp_path):
@@ -56,10 +56,10 @@ def test_points_that_are_no_number_are_found_before_sampling(tmp_path):
     dataclasses.replace(PROBLEMS[0], info=info()),
     dataclasses.replace(PROBLEMS[2], info=info(points="500")),
   ]
-  Benchmark("cf", rated, good, None)
+  check_problems("cf", rated, good)
   for text in "500 points", "inf", "":
     bad = dataclasses.replace(PROBLEMS[1], info=info(points=text))
     with pytest.raises(
       ValueError, match=rf"the problem 1 has points that are no number \({text}\)"
     ):
-      Benchmark("cf", rated, [*good, bad], None)
+      check_problems("cf", rated, [*good, bad])

@@ -14,7 +14,7 @@ from support.small_models import DENSE, initial
 from gspo_jax import rewards, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation import elo, resume
-from gspo_jax.evaluation.benchmarks import Benchmark
+from gspo_jax.evaluation.benchmarks import Benchmark, check_problems
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.evaluation.statistics import pass_at_k
 from gspo_jax.models import transformer
@@ -313,10 +313,9 @@ def test_virtual_contests(params, tmp_path):
     reward = np.array([1, 1, 0] * 3, np.float32)
     return rewards.Scores(reward, {}, reward)
 
-  run = evaluator(
-    benchmark(score, "cf", problems, standings=str(path)), greedy=False, directory=tmp_path
-  )
-  row, _ = evaluate(run, params)
+  b = benchmark(score, "cf", problems, standings=str(path))
+  check_problems("cf", b.config, problems)
+  row, _ = evaluate(evaluator(b, greedy=False, directory=tmp_path), params)
   # Contest 1: 5, 5 and 0 points. Contest 2: 1, 1 and 0 points.
   scores = [0, 2 / 3, (1 + 1 + 1 / 2) / 3, 0, (1 / 2 + 1 / 2 + 0) / 3]
   expected = elo.rating(scores, [2000, 1500, 1000, 1900, 1100])
@@ -325,10 +324,10 @@ def test_virtual_contests(params, tmp_path):
   assert "eval/cf/rating" not in row
 
   with pytest.raises(ValueError, match=r"contests 7, which .*standings.jsonl does not have"):
-    other = dataclasses.replace(problems[0], info=(("contest_id", "7"),))
-    benchmark(score, "cf", [other], standings=str(path))
+    check_problems("cf", b.config, [dataclasses.replace(problems[0], info=(("contest_id", "7"),))])
   path.write_text('{"contest_id": "1", "points": [1], "ratings": [1, 2]}\n')
   with pytest.raises(ValueError, match=r"standings.jsonl, line 1 is no contest"):
-    benchmark(score, "cf", problems, standings=str(path))
-  with pytest.raises(ValueError, match=r"no file .*nowhere"):
-    benchmark(score, "cf", problems, standings=str(tmp_path / "nowhere"))
+    check_problems("cf", b.config, problems)
+  path.unlink()
+  with pytest.raises(ValueError, match=r"no file .*standings"):
+    check_problems("cf", b.config, problems)
