@@ -19,6 +19,7 @@ from support.command_line import (
   SMALL_MODEL,
   environment,
   figures,
+  killed_and_whole,
   modules_in,
   rows,
   rows_of,
@@ -140,11 +141,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_adapters_also_ends_as_if_it_had_not_been_killed(tmp_path):
   flags = [*SMALL, "rl.lora_rank=2", "rl_optimizer.learning_rate=1e-2"]
-  run(tmp_path / "whole", *flags)
-  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags)
-  run(tmp_path / "killed", *flags)
-  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
-  last = rows_of(tmp_path / "killed", "rl")[-1]
+  _, killed = killed_and_whole(tmp_path, flags)
+  last = rows_of(killed, "rl")[-1]
   assert last["mismatch/abs/max"] < 1e-4, "sampler and trainer have the same sums"
   assert last["ratio/deviation"] > 0, "adapters move"
 
@@ -157,17 +155,13 @@ CRITIC = """
 
 @pytest.mark.slow
 def test_a_run_with_a_critic_also_ends_as_if_it_had_not_been_killed(tmp_path):
-  flags = [*SMALL, *CRITIC]
-  run(tmp_path / "whole", *flags)
-  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags)
-  run(tmp_path / "killed", *flags)
-  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
-  first, *_, last = rows_of(tmp_path / "killed", "rl")[1:]
+  _, killed = killed_and_whole(tmp_path, [*SMALL, *CRITIC])
+  first, *_, last = rows_of(killed, "rl")[1:]
   assert first["learning_rate"] == 0 == first["ratio/deviation"], "the critic learns alone"
   assert last["ratio/deviation"] > 0 and last["reward/kl_penalty"] != 0
   assert last["value/mean"] != 0 == first["value/mean"], "there is a price before any reward"
-  record = (tmp_path / "killed" / "rollouts" / "rl_000008.jsonl").read_text().splitlines()[0]
-  assert len(json.loads(record)["values"]) == json.loads(record)["length"]
+  record = json.loads((killed / "rollouts" / "rl_000008.jsonl").read_text().splitlines()[0])
+  assert len(record["values"]) == record["length"]
 
 
 PARTIAL = """
@@ -225,13 +219,8 @@ def test_partial_rollouts_go_with_everything_else(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [PARTIAL, TOGETHER], ids=["alone", "with everything else"])
 def test_a_run_with_partial_rollouts_also_ends_as_if_it_had_not_been_killed(flags, tmp_path):
-  flags, more = [*SMALL, *flags], talking(tmp_path)
-  run(tmp_path / "whole", *flags, **more)
-  training = [row for row in rows_of(tmp_path / "whole", "rl") if row["step"]]
-  assert max(row["partial/stale_tokens"] for row in training) > 0
-  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags, **more)
-  run(tmp_path / "killed", *flags, **more)
-  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
+  whole, _ = killed_and_whole(tmp_path, [*SMALL, *flags], **talking(tmp_path))
+  assert max(row["partial/stale_tokens"] for row in rows_of(whole, "rl")[1:]) > 0
 
 
 QUERY_SET = """
@@ -252,15 +241,10 @@ def test_a_run_that_chooses_its_prompts_also_ends_as_if_it_had_not_been_killed(t
     "reward = lambda text, prompt: float(sum(map(ord, text + prompt['answer'])) % 3 == 0)"
   )
   train = f"data.train={tmp_path}/a.jsonl:0.4,{tmp_path}/b.jsonl:0.6"
-  flags = [*SMALL, *QUERY_SET, train]
-  more = modules_in(tmp_path)
-  run(tmp_path / "whole", *flags, **more)
-  run_until(tmp_path / "killed", "rl", 3, signal.SIGKILL, flags, **more)
-  run(tmp_path / "killed", *flags, **more)
-  assert figures(tmp_path / "killed") == figures(tmp_path / "whole")
-  last = rows_of(tmp_path / "whole", "rl")[-1]
-  assert last["query_set/dropped"] > 0 and last["query_set/tried"] > 20
-  assert any(r["dynamic_sampling/rounds"] > 1 for r in rows_of(tmp_path / "whole", "rl")[1:])
+  whole, _ = killed_and_whole(tmp_path, [*SMALL, *QUERY_SET, train], **modules_in(tmp_path))
+  training = rows_of(whole, "rl")[1:]
+  assert training[-1]["query_set/dropped"] > 0 and training[-1]["query_set/tried"] > 20
+  assert any(row["dynamic_sampling/rounds"] > 1 for row in training)
 
 
 EVALUATION = (
@@ -344,6 +328,14 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   assert figures(workdir) == figures(finished[0])
 
 
+def refused(workdir, message, **changes):
+  with (
+    pytest.raises(ValueError, match=message),
+    open_run(config_of(tiny.get_config, **changes), workdir),
+  ):
+    pass
+
+
 def test_a_directory_of_another_configuration_is_refused(finished):
   stderr = run(finished[0], *SMALL, "rl.group_size=8", ok=False)
   assert "rl.group_size: 4 -> 8" in stderr and "--config.resume=force" in stderr
@@ -355,11 +347,7 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path, monkeypatch):
   for name, content in files.items():
     (tmp_path / name).write_bytes(content)
   monkeypatch.setitem(sys.modules, "wandb", None)  # fails where it is imported
-  with (
-    pytest.raises(ValueError, match=r"another configuration .*wandb: None -> 'project'"),
-    open_run(config_of(tiny.get_config, wandb="project"), tmp_path),
-  ):
-    pass
+  refused(tmp_path, r"another configuration .*wandb: None -> 'project'", wandb="project")
   assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
@@ -455,28 +443,16 @@ def test_weights_are_compared_with_the_configuration_at_the_start(tmp_path):
   hf.save(tmp_path / "weights", transformer.init(small, jax.random.key(0)), small)
   changes = {"weights": str(tmp_path / "weights"), "job": "rl"}
   message = r"model\.hidden_size=128 and not 8, model\.num_layers=4 and not 1, .*: set these"
-  with (
-    pytest.raises(ValueError, match=message),
-    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
-  ):
-    pass
+  refused(tmp_path / "run", message, **changes)
   changes |= {"model.hidden_size": 8, "model.num_layers": 1}
   (path,) = (tmp_path / "weights").glob("*.safetensors")
   path.write_bytes(path.read_bytes()[:-1])
-  with (
-    pytest.raises(ValueError, match=f"{path}: not a complete safetensors file"),
-    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
-  ):
-    pass
+  refused(tmp_path / "run", f"{path}: not a complete safetensors file", **changes)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_made(tmp_path):
-  changes = {"model.hidden_size": 65_536, "model.num_layers": 1024}
-  with (
-    pytest.raises(ValueError, match=r"parameters, which take [\d,]+ GiB: more than the \d+ GiB"),
-    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
-  ):
-    pass
+  message = r"parameters, which take [\d,]+ GiB: more than the \d+ GiB"
+  refused(tmp_path / "run", message, model__hidden_size=65_536, model__num_layers=1024)
 
 
 REFUSED = {
@@ -501,11 +477,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused_before_anything_is_written(case, tmp_path):
   changes, message = REFUSED[case]
-  with (
-    pytest.raises(ValueError, match=message),
-    open_run(config_of(tiny.get_config, **changes), tmp_path / "run"),
-  ):
-    pass
+  refused(tmp_path / "run", message, **changes)
   assert not (tmp_path / "run").exists()
 
 
@@ -515,11 +487,7 @@ def test_a_directory_with_the_checkpoints_of_another_run_is_refused_as_such(tmp_
   with open_run(config_of(tiny.get_config, **changes), tmp_path / "run"):
     Mirror(tmp_path / "run", changes["checkpoint.directory"]).copy()
   message = r"bucket/workdir/config\.json belongs.*seed: 0 -> 1.*another --config\.checkpoint\.dir"
-  with (
-    pytest.raises(ValueError, match=message),
-    open_run(config_of(tiny.get_config, **changes, seed=1), tmp_path / "other"),
-  ):
-    pass
+  refused(tmp_path / "other", message, **changes, seed=1)
   assert not (tmp_path / "other").exists()
 
 
@@ -534,15 +502,14 @@ def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
 
 def test_a_run_that_is_opened_again_has_the_rows_that_it_began_with(tmp_path):
   """A cold start is resumed among the same demonstrations, however the file has grown."""
-  rows = tmp_path / "rows.jsonl"
-  more = lambda i: f'{{"id": "{i}", "question": "{i}+1=", "answer": "{i + 1}"}}\n'  # noqa: E731
-  rows.write_text("".join(map(more, range(8))))
-  changes = {"data.train": str(rows), "schedule.refresh_every": 2, "eval.problems": 8}
+  path = tmp_path / "rows.jsonl"
+  lines = [f'{{"id": "{i}", "question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10)]
+  path.write_text("".join(lines[:8]))
+  changes = {"data.train": str(path), "schedule.refresh_every": 2, "eval.problems": 8}
   for workdir, count in ("run", 8), ("run", 8), ("later", 10):
     with open_run(config_of(tiny.get_config, **changes), tmp_path / workdir) as opened:
       assert len(opened.train_prompts) == count
-    if count == 8:
-      rows.write_text("".join(map(more, range(10))))
+    path.write_text("".join(lines))
 
 
 def test_the_flagship_says_which_paths_to_set(tmp_path):

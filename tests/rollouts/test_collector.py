@@ -9,45 +9,37 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.configs import config_of
+from support.rollouts import (
+  ALWAYS,
+  ENGINE,
+  ENVIRONMENTS,
+  MIXED,
+  MOE,
+  NEVER,
+  NEW,
+  OTHER,
+  PARAMS,
+  PROMPTS,
+  STOP,
+  Counting,
+  G,
+  assert_same,
+  collector,
+  dumped,
+  groups,
+  iterate,
+)
 from support.sampling import sample
-from support.small_models import MOE, forward, initial, next_logp
+from support.small_models import forward, next_logp
 
-from configs import common
 from gspo_jax.data.sources import Prompts
 from gspo_jax.rewards import NoVerdictError, Scores
-from gspo_jax.rollouts.collector import Group
-from gspo_jax.rollouts.dumps import rollout_records
+from gspo_jax.rollouts.groups import Group
 from gspo_jax.rollouts.metrics import environment_metrics
-from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Driver, LocalEngine, Response, SingleTurn, Trajectory, Workload
-from gspo_jax.settings.sampling import DEFAULT, SamplingConfig
-from gspo_jax.structs import Prompt
+from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.system import hosts
-
-PARAMS, OTHER = initial(MOE), initial(MOE, seed=1)
-STOP = (1, 2, 3, 4)
-NEW, G = 24, 3
-ENGINE = dataclasses.replace(DEFAULT, slots=6, steps=2)
-PROMPTS = Prompts([Prompt(str(i), "q", "a", (8 + i % 50, 9, 10)) for i in range(200)])
-
-
-class Counting:
-  """Says a token for every one that it hears of a turn, and is done after the third."""
-
-  def __init__(self, prompt):
-    self.prompt, self.heard = prompt, []
-
-  def reset(self):
-    return self.prompt.tokens
-
-  def step(self, response):
-    self.heard.append(list(response))
-    return [20] * min(len(response), 3), len(response) / 8, len(self.heard) == 3
-
-  def figures(self):
-    return dict(heard=sum(map(len, self.heard)))
 
 
 class Late(Counting):
@@ -58,48 +50,12 @@ class Late(Counting):
     return seen, reward * (len(self.heard) % 2), done
 
 
-def tokenizer():
-  decode = lambda tokens: "".join(chr(64 + token) for token in tokens)  # noqa: E731
-  return SimpleNamespace(stop_ids=STOP, pad_id=0, vocab_size=64, decode=decode)
-
-
-def score(responses, prompts, lengths, finished):
-  reward = np.array([len(text) % 2 for text in responses], np.float32)
-  return Scores(reward, dict(right=int(reward.sum()), wrong=int((1 - reward).sum())), reward)
-
-
-CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
-
-
-def collector(environment=None, extra_rounds=0, routing=False, source=PROMPTS, **changes):
-  keys = dict(prompts=4, group_size=G, extra_prompts=4, minibatches=2) | changes
-  config = config_of(
-    common.base,
-    data__max_prompt_tokens=3,
-    data__query_set__extra_rounds=extra_rounds,
-    sampling__max_new_tokens=NEW,
-    **(CONVERSATIONS if environment else {}),
-    objective__volatility=routing,
-    **{f"rl__{key}": value for key, value in keys.items()},
-  )
-  config = dataclasses.replace(config, model=MOE)
-  engine = LocalEngine(MOE, ENGINE)
-  run = Run(config, None, None, tokenizer(), source, score, environment, engine, None, None)
-  return run.collector(), engine
-
-
-def iterate(steps, made=None, weights=lambda step: PARAMS, first=1, **options):
-  """What each iteration collects, and the collector."""
-  made, engine = made or collector(**options)
-  out = []
-  for step in range(first, first + steps):
-    engine.load(weights(step), version=step)
-    out.append(made.collect(step, Stopwatch()))
-  return out, (made, engine)
+def alternating(step):
+  """Weights of odd and even iterations."""
+  return PARAMS if step % 2 else OTHER
 
 
 CASES = [dict(), dict(extra_prompts=0, token_budget=90), dict(extra_prompts=9, token_budget=120)]
-ENVIRONMENTS = dict(single=None, turns=Counting)
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
@@ -152,8 +108,7 @@ def test_a_prompt_that_comes_again_in_a_batch_gets_other_responses(kind):
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
-  weights = lambda step: PARAMS if step % 2 else OTHER  # noqa: E731
-  out, _ = iterate(5, weights=weights, environment=ENVIRONMENTS[kind])
+  out, _ = iterate(5, weights=alternating, environment=ENVIRONMENTS[kind])
   both = 0
   for rollout in (one.rollout for one in out):
     even, odd = (next_logp(params, MOE, rollout.tokens) for params in (OTHER, PARAMS))
@@ -166,8 +121,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(kind):
 
 
 def test_routing_is_that_of_the_weights_that_fed_a_token_first():
-  weights = lambda step: PARAMS if step % 2 else OTHER  # noqa: E731
-  out, _ = iterate(4, weights=weights, routing=True)
+  out, _ = iterate(4, weights=alternating, routing=True)
   carried = 0
   for rollout in (one.rollout for one in out):
     taken = [
@@ -211,18 +165,16 @@ def test_the_state_of_a_checkpoint_goes_on_in_the_same_way(kind):
   again = collector(environment=make, routing=True)
   again[0].set_position(state)
   after, _ = iterate(3, made=again, first=3)
-  for found, same in zip(before + after, expected, strict=True):
-    assert [g.prompt for g in found.groups] == [g.prompt for g in same.groups]
-    assert found.metrics["reward/mean"] == same.metrics["reward/mean"]
-    for field in ("tokens", "turns", "logp", "rewards", "version", "stopped", "routing"):
-      np.testing.assert_array_equal(getattr(found.rollout, field), getattr(same.rollout, field))
-    if make:
-      assert found.metrics["environment/heard"] == same.metrics["environment/heard"]
+  for collected, same in zip(before + after, expected, strict=True):
+    assert_same(collected, same)
 
 
 def test_stop_strings_are_found_where_a_turn_was_put_aside():
   """One that begins before and ends afterwards counts."""
-  text = lambda tokens: "".join(chr(48 + token % 10) for token in tokens)  # noqa: E731
+
+  def text(tokens):
+    return "".join(chr(48 + token % 10) for token in tokens)
+
   sampling = SamplingConfig(1.0, 0, 1.0, 0.0, NEW)
   load = Workload(sampling, 3, 6, stop_strings=("12", "345", "07", "88"), partial=True)
   engine = LocalEngine(MOE, dataclasses.replace(ENGINE, steps=1), detokenize=text)
@@ -302,28 +254,6 @@ def test_an_environment_that_raises_costs_its_own_conversation_its_verdict():
   assert len(dumped) == failed_B.sum() and "OSError('no network')" in str(dumped[0])
 
 
-ALWAYS, NEVER, MIXED = [1, 1, 1], [0, 0, 0], [0, 1, 0]
-
-
-def groups(**spec):
-  """A round: one letter and the correctness of its responses per prompt."""
-  made = []
-  for name, correct in spec.items():
-    trajectories = [Trajectory((5, 6), g, 0, SingleTurn(()), name) for g in range(G)]
-    for g, one in enumerate(trajectories):
-      one._extend(
-        tokens=np.full(3, ord(name), np.int32), turns=np.zeros(3, np.int32),
-        logp=np.full(3, -g, np.float32), full_logp=np.zeros(3, np.float32),
-        version=np.zeros(3, np.int32), rewards=np.zeros(3, np.float32),
-      )  # fmt: skip
-      one.finish(True)
-    correct_G = np.array(correct, np.float32)
-    shaped_G = correct_G - 0.1 * np.arange(3, dtype=np.float32)  # different everywhere
-    responses = [f"{name}{g}" for g in range(G)]
-    made.append(Group(Prompt(name, name, "", (5, 6)), trajectories, responses, shaped_G, correct_G))
-  return made
-
-
 ROUNDS = [
   groups(a=ALWAYS, b=MIXED, c=NEVER),
   groups(d=NEVER, e=ALWAYS, f=MIXED),
@@ -390,8 +320,8 @@ def test_partial_rollouts_and_dynamic_sampling_go_together():
 
 def test_a_reward_that_is_not_finite_names_its_prompt():
   made, engine = collector(extra_prompts=0)
-  nan = lambda responses: np.full(len(responses), np.nan)  # noqa: E731
-  made._score = lambda responses, *_: Scores(nan(responses), {}, nan(responses))
+  nan_B = np.full(4 * G, np.nan)
+  made._score = lambda *_: Scores(nan_B, {}, nan_B)
   engine.load(PARAMS, version=1)
   with pytest.raises(ValueError, match=r"reward of prompt \d+ is .*nan.*must be finite"):
     made.collect(1, Stopwatch())
@@ -424,8 +354,7 @@ def judged(verdicts, **changes):
 
   made._score, updates = score, []
   made._filter.update = lambda *arguments: updates.append(arguments)
-  collect = lambda: made.collect(1, Stopwatch())  # noqa: E731
-  return collect, writer.files, updates
+  return lambda: made.collect(1, Stopwatch()), writer.files, updates
 
 
 def test_what_is_unknown_has_no_advantage_and_is_in_no_statistic():
@@ -464,8 +393,7 @@ def test_a_batch_without_any_verdict_ends_the_run():
 
 def test_the_dump_of_a_rollout_says_what_is_unknown():
   out = judged([(name, [1, None, 0]) for name in "abc"])[0]()
-  shape = out.rollout.mask.shape
-  made = rollout_records(out, np.zeros(shape), np.zeros(shape, bool), str)
+  made = dumped(out)
   assert [record["reward"] for record in made[:3]] == [1.25, None, 0.25]
   assert made[1]["unknown"] == "crash: a" and "unknown" not in made[0]
 

@@ -7,14 +7,14 @@ import json
 
 import numpy as np
 import pytest
-from rollouts.test_collector import MIXED, Counting, G, collector, groups, iterate
 from support.configs import config_of
+from support.rollouts import ALWAYS, MIXED, NEVER, Counting, G, collector, goes_on, groups, iterate
 
 from configs import common, tiny_agents, tiny_offline, tiny_tools
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.rollouts import costs
 from gspo_jax.rollouts.advantages import advantages
-from gspo_jax.rollouts.collector import Group
+from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.sampling import Response, Trajectory
 from gspo_jax.structs import Prompt
@@ -183,16 +183,7 @@ def test_calls_that_cannot_be_charged_are_an_error():
   costs.charge([reports, falls], priced(token_cost=0.1))  # which does not ask for calls
 
 
-def charging(made, **prices):
-  """A collector whose conversations cost something."""
-  section = dataclasses.replace(made._config.environment, name="calculator", **prices)
-  made._config = dataclasses.replace(made._config, environment=section)
-  return made
-
-
-def expensive(**changes):
-  made, engine = collector(environment=Counting, **changes)
-  return charging(made, token_cost=0.01, call_cost=0.25), engine
+EXPENSIVE = dict(environment=Counting, environment__token_cost=0.01, environment__call_cost=0.25)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +192,7 @@ def expensive(**changes):
 def test_the_costs_are_the_only_difference_and_are_paid_once(changes):
   """Conversations that were put aside, in whichever turn, included."""
   free, _ = iterate(6, environment=Counting, **changes)
-  paid, _ = iterate(6, made=expensive(**changes))
+  paid, _ = iterate(6, **EXPENSIVE, **changes)
   carried = 0
   for a, b in zip(free, paid, strict=True):
     for field in ("tokens", "turns", "logp", "version", "stopped", "mask"):
@@ -231,20 +222,11 @@ def test_the_costs_are_the_only_difference_and_are_paid_once(changes):
 
 
 def test_a_checkpoint_goes_on_with_what_was_not_yet_paid():
-  expected, _ = iterate(5, made=expensive())
-  before, (left, _) = iterate(2, made=expensive())
-  state = json.loads(json.dumps(left.position()()))
-  begun = [one for group in state["under_way"] for one in group["trajectories"]]
-  assert any(sum(one["calls"]) for one in begun if not one["finished"])
-  again = expensive()
-  again[0].set_position(state)
-  after, _ = iterate(3, made=again, first=3)
-  for found, same in zip(before + after, expected, strict=True):
-    np.testing.assert_array_equal(found.rollout.tokens, same.rollout.tokens)
-    np.testing.assert_array_equal(found.rollout.rewards, same.rollout.rewards)
-    np.testing.assert_array_equal(found.reward_PG, same.reward_PG)
-    assert found.metrics["environment/tool_calls"] == same.metrics["environment/tool_calls"]
-    assert found.metrics["environment/cost"] == same.metrics["environment/cost"]
+  made = collector(**EXPENSIVE)
+  _, (left, _) = iterate(2, made)
+  begun = [x for group in left.position()()["under_way"] for x in group["trajectories"]]
+  assert any(sum(x["calls"]) for x in begun if not x["finished"])
+  goes_on(2, 3, **EXPENSIVE)
 
 
 def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversation():
@@ -264,11 +246,11 @@ def test_calls_are_known_again_after_a_checkpoint_in_the_middle_of_a_conversatio
 
 def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_not():
   """With dynamic sampling too, which goes on choosing by what is right."""
-  shapes = dict(a=[1, 1, 1], b=MIXED, c=[0, 0, 0])
+  shapes = dict(a=ALWAYS, b=MIXED, c=NEVER)
 
   def collect(price, extra_rounds):
-    made, _ = collector(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
-    charging(made, call_cost=price)
+    keys = dict(extra_rounds=extra_rounds, prompts=3, extra_prompts=0, minibatches=3)
+    made, _ = collector(environment__name="calculator", environment__call_cost=price, **keys)
     made._sample = lambda step, attempt, usage: groups(**shapes)
     made._judge = lambda some: {}
     return made.collect(1, Stopwatch())
@@ -276,7 +258,7 @@ def test_groups_that_are_all_right_teach_by_their_costs_and_those_all_wrong_do_n
   out = collect(0.1, extra_rounds=1)
   assert "".join(group.prompt.id for group in out.groups) == "abb"
   assert out.advantage_PG.any(axis=1).tolist() == [True, True, True]
-  shapes["b"] = [0, 0, 0]
+  shapes["b"] = NEVER
   assert collect(0.1, 1).advantage_PG.any(axis=1).tolist() == [True, False, False]
   assert not collect(0.0, 1).advantage_PG.any()
   assert collect(0.1, 0).advantage_PG.any(axis=1).all()

@@ -1,27 +1,21 @@
 """Further rewards and costs: what they measure, their advantages, multipliers that hold a limit."""
 
-import dataclasses
 import json
-import signal
 
 import jax
 import numpy as np
 import pytest
-from rollouts.test_collector import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
-from rollouts.test_collector import G as SIZE
-from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
+from support import rollouts
+from support.command_line import SMALL, killed_and_whole, parameters, rows_of
 from support.configs import config_of, reward_config
+from support.rollouts import dumped, iterate
 
 from configs import common, tiny_constrained
 from gspo_jax import objectives as O
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.rewards.signals import Signals, check_signals, open_signals
-from gspo_jax.rollouts.dumps import rollout_records
 from gspo_jax.rollouts.groups import Group, filled, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints, Multiplier
-from gspo_jax.run import Run
-from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import LocalEngine
 from gspo_jax.sampling.trajectory import recorded_turn
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal, RewardSignal
 from gspo_jax.structs import Prompt
@@ -32,11 +26,10 @@ P, G = 5, 4
 
 def section(rewards=(), costs=(), reward_weight=1.0):
   """A ConstraintConfig of these entries, {name: changes}."""
-  build = lambda cls, make, entries: {n: cls(**make(**e)) for n, e in dict(entries).items()}  # noqa: E731
   return ConstraintConfig(
     reward_weight,
-    build(RewardSignal, common.extra_reward, rewards),
-    build(CostSignal, common.cost, costs),
+    {n: RewardSignal(**common.extra_reward(**entry)) for n, entry in dict(rewards).items()},
+    {n: CostSignal(**common.cost(**entry)) for n, entry in dict(costs).items()},
   )
 
 
@@ -322,63 +315,35 @@ def test_the_first_hosts_word_counts(monkeypatch):
   assert len(said) == 2 and states[0] == states[1] and states[0][1] == [5, 7]
 
 
-def collector(limit=6.0, **changes):
-  keys = dict(prompts=4, group_size=SIZE, minibatches=2)
-  config = config_of(
-    common.base, data__max_prompt_tokens=3, sampling__max_new_tokens=NEW,
-    **{f"rl__{key}": value for key, value in keys.items()},
-    constraints__costs__length__bound="at_most", constraints__costs__length__limit=limit,
-    **changes,
-  )  # fmt: skip
-  config = dataclasses.replace(config, model=MOE)
-  engine = LocalEngine(MOE, ENGINE)
-  engine.load(PARAMS, version=1)
-  signals = Signals(config.constraints, config.reward, {})
-  parts = tokenizer(), PROMPTS, score, None, engine, None, None
-  return Run(config, None, None, *parts, signals=signals).collector()
-
-
-def collect(made, steps, first=1):
-  return [made.collect(step, Stopwatch()) for step in range(first, first + steps)]
+LIMITED = dict(
+  constraints__costs__length__bound="at_most", constraints__costs__length__limit=6.0,
+  extra_prompts=0,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("extra", [0, 3], ids=["whole", "partial"])
 def test_it_goes_on_from_a_checkpoint(extra):
-  keys = dict(rl__extra_prompts=extra)
-  whole = collect(made := collector(**keys), 6)
-  cut = collector(**keys)
-  collect(cut, 3)
-  state = json.loads(json.dumps(cut.position()()))
-  later = collector(**keys)
-  later.set_position(state)
-  rest = collect(later, 3, first=4)
-  for one, other in zip(whole[3:], rest):
-    np.testing.assert_array_equal(one.advantage_PG, other.advantage_PG)
-    assert one.metrics["constraint/length/multiplier"] == other.metrics[
-      "constraint/length/multiplier"
-    ]  # fmt: skip
-  assert later.position()()["multipliers"] == made.position()()["multipliers"]
-  assert state["multipliers"]["length"]["sum"] > 0
+  made = rollouts.collector(**LIMITED | dict(extra_prompts=extra))
+  rollouts.goes_on(3, 3, made, **LIMITED | dict(extra_prompts=extra))
+  assert made[0].position()()["multipliers"]["length"]["sum"] > 0
 
 
 def test_a_dump_has_the_signals_of_what_there_is_a_verdict_on():
-  (out,) = collect(collector(), 1)
+  (out,), _ = iterate(1, **LIMITED)
   out.groups[0].unknown = {1: "length: crash"}
-  zeros = np.zeros(out.rollout.tokens.shape)
-  dumped = rollout_records(out, zeros, zeros > 0, tokenizer().decode)
-  assert [one["signals"]["length"] for one in dumped[:3]] == [
-    dumped[0]["length"], None, dumped[2]["length"],
+  first, second, third, *_ = dumped(out)
+  assert [x["signals"]["length"] for x in (first, second, third)] == [
+    first["length"], None, third["length"],
   ]  # fmt: skip
 
 
 def test_a_position_does_not_follow_what_comes_later():
-  made = collector()
-  collect(made, 2)
-  state = made.position()
+  _, made = iterate(2, **LIMITED)
+  state = made[0].position()
   before = json.dumps(state()["multipliers"])
-  collect(made, 1, first=3)
+  iterate(1, made, first=3)
   assert json.dumps(state()["multipliers"]) == before
-  assert json.dumps(made.position()()["multipliers"]) != before
+  assert json.dumps(made[0].position()()["multipliers"]) != before
 
 
 def test_another_cost_begins_anew_and_others_go_on():
@@ -513,14 +478,8 @@ FLAGS = """
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
-  config = "configs/tiny_constrained.py"
   flags = [flag for flag in SMALL if flag.startswith("model.")] + FLAGS
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  run(whole, *flags, config=config)
-  run_until(killed, "rl", 3, signal.SIGKILL, flags, config=config)
-  run(killed, *flags, config=config)
-  assert figures(killed) == figures(whole)
-  jax.tree.map(np.testing.assert_array_equal, *[parameters(p, 6) for p in (whole, killed)])
+  whole, _ = killed_and_whole(tmp_path, flags, config="configs/tiny_constrained.py")
   rows = rows_of(whole, "rl")
   multipliers = [row["constraint/length/multiplier"] for row in rows[1:]]
   assert multipliers[0] == 0.3 and len(set(multipliers)) > 2

@@ -4,28 +4,28 @@ import collections
 import dataclasses
 import json
 import re
-import signal
 
 import numpy as np
 import pytest
-from rollouts.test_collector import ENGINE, MOE, NEW, PARAMS, PROMPTS, score, tokenizer
-from support.command_line import SMALL, figures, parameters, rows_of, run, run_until
+from support import rollouts
+from support.command_line import SMALL, killed_and_whole, parameters, rows_of, run
 from support.configs import config_of
+from support.rollouts import PARAMS, PROMPTS, G, P, assert_same, dumped, settings, went_on
 
-from configs import common, tiny_offline, tiny_rft
+from configs import tiny_offline, tiny_rft
 from gspo_jax import inputs
 from gspo_jax.data import recorded
 from gspo_jax.data.recorded import Group, Recordings, Response
 from gspo_jax.data.tokenizer import ByteTokenizer
 from gspo_jax.learner import batch as batches
-from gspo_jax.rollouts.dumps import rollout_records
-from gspo_jax.run import Run
 from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import LocalEngine
 from gspo_jax.structs import Prompt
 
-P, G = 4, 3
 BETA = 0.2
+OFFLINE = dict(
+  job="offline", offline__data="file", extra_prompts=0,
+  objective__name="spo", objective__beta=BETA, objective__old_logp="recompute",
+)  # fmt: skip
 
 
 def on_file(count=7):
@@ -39,22 +39,15 @@ def on_file(count=7):
   return Recordings(groups)
 
 
-def config(**changes):
-  keys = dict(job="offline", objective__name="spo", objective__beta=BETA, offline__data="file")
-  keys |= dict(objective__old_logp="recompute", data__max_prompt_tokens=3)
-  keys |= dict(sampling__max_new_tokens=NEW, rl__prompts=P, rl__group_size=G, rl__minibatches=2)
-  return dataclasses.replace(config_of(common.base, **keys | changes), model=MOE)
-
-
-def collector(engine=None, records=None, source=None, **changes):
+def collector(records=None, source=None, **changes):
   records = on_file() if records is None else records
   source = records.prompts if source is None else source
-  parts = tokenizer(), source, score, None, engine, None, None
-  return Run(config(**changes), None, None, *parts, records=records).collector()
+  return rollouts.collector(source, records=records, **OFFLINE | changes)
 
 
 def collect(made, steps, first=1):
-  return [made.collect(step, Stopwatch()) for step in range(first, first + steps)]
+  """There are no weights to sample with."""
+  return [made[0].collect(step, Stopwatch()) for step in range(first, first + steps)]
 
 
 def names(collected):
@@ -76,7 +69,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_nothing_is_sampled_and_all_is_as_recorded(kind):
-  """There is no engine at all."""
+  """The engine has no weights."""
   records = on_file()
   known = {group.prompt.id: group for group in records.rows}
   for out in collect(collector(**OBJECTIVES[kind]), 4):
@@ -117,27 +110,23 @@ def test_every_group_comes_up_once_in_an_epoch_in_an_order_of_the_seed():
 
 def test_responses_that_are_not_on_record_were_not_cut_off():
   """They are blank rows, where a file has fewer than the group."""
-  (one,) = collect(collector(rl__mask_truncated=True), 1)
+  (one,) = collect(collector(mask_truncated=True), 1)
   blank_B = one.rollout.lengths == 0
   assert blank_B.any() and not one.rollout.stopped[blank_B].any()
   assert one.metrics["masked_responses"] == (~one.rollout.stopped[~blank_B]).sum()
 
 
 def test_it_goes_on_from_a_checkpoint():
-  made = collector()
+  made, records = collector(), on_file()
   collect(made, 3)
-  again = collector()
-  again.set_position(json.loads(json.dumps(made.position()())))
-  for one, same in zip(collect(again, 4, first=4), collect(made, 4, first=4), strict=True):
-    assert names(one) == names(same)
-    np.testing.assert_array_equal(one.rollout.tokens, same.rollout.tokens)
-    np.testing.assert_array_equal(one.advantage_PG, same.advantage_PG)
+  after = went_on(made[0], source=records.prompts, records=records, **OFFLINE)
+  for one, same in zip(collect(after, 4, first=4), collect(made, 4, first=4), strict=True):
+    assert_same(one, same)
 
 
 def test_fresh_responses_take_their_share():
-  engine = LocalEngine(MOE, ENGINE)
-  made = collector(engine, source=PROMPTS, offline__fresh=0.5)
-  engine.load(PARAMS, version=1)
+  made = collector(source=PROMPTS, offline__fresh=0.5)
+  made[1].load(PARAMS, version=1)
   (out,) = collect(made, 1)
   origin = [name.startswith("p") for name in names(out)]
   assert origin == [True, False, True, False], "each mini-batch has its share of both"
@@ -173,14 +162,11 @@ def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
   ids = [[200, 5, 257], [5, 6], [257]]
   responses = [Response(np.array(x, np.int32), 0.5 * g, x[-1] == 257) for g, x in enumerate(ids)]
   one = Group("x", Prompt("id", "1+2=", "3", tuple(b"1+2=")), tuple(responses))
-  made = collector(records=Recordings([one] * P), data__max_prompt_tokens=4)
-  made._tokenizer = ByteTokenizer()
+  made = collector(Recordings([one] * P), tok=ByteTokenizer(), data__max_prompt_tokens=4)
   (out,) = collect(made, 1)
-  zeros = np.zeros(out.rollout.logp.shape)
-  dumped = rollout_records(out, zeros, zeros > 0, ByteTokenizer().decode)
-  file = tmp_path / "rl_000001.jsonl"
-  file.write_text("".join(json.dumps(record) + "\n" for record in dumped))
-  limits = inputs.limits(config(data__max_prompt_tokens=4, model__vocab_size=264))
+  file, decode = tmp_path / "rl_000001.jsonl", ByteTokenizer().decode
+  file.write_text("".join(json.dumps(record) + "\n" for record in dumped(out, decode)))
+  limits = inputs.limits(settings(**OFFLINE, data__max_prompt_tokens=4))
   limits = dataclasses.replace(limits, vocabulary=264)
   again = recorded.load(str(file), ByteTokenizer(), "{question}?", limits, "raise")
   assert len(again) == P
@@ -198,7 +184,7 @@ REFUSED = {
   "objective.off_policy_threshold": dict(objective__off_policy_threshold=1.0),
   "objective.volatility=True": dict(objective__volatility=True),
   "environment.name='calculator'": dict(environment__name="calculator"),
-  "rl.extra_prompts=2": dict(rl__extra_prompts=2),
+  "rl.extra_prompts=2": dict(extra_prompts=2),
   "data.query_set.extra_rounds=1": dict(data__query_set__extra_rounds=1),
   "offline.data='file' has no effect, since job='rl'": dict(job="rl"),
   "offline.fresh=0.01 is 0 of rl.prompts=4": dict(offline__fresh=0.01),
@@ -218,7 +204,7 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_has_no_meaning_for_recorded_responses_is_refused(why):
   with pytest.raises(ValueError, match=why):
-    config(**REFUSED[why])
+    settings(**OFFLINE | REFUSED[why])
 
 
 def test_the_configurations_choose_what_they_say():
@@ -241,14 +227,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(fresh, tmp_path):
   flags = [f for f in flags if not f.startswith("checkpoint")]
   flags += [*FLAGS, f"weights={start}/checkpoints/sft", f"offline.fresh={fresh}"]
   flags += [f"offline.data={start}/rollouts/rl_*.jsonl"]
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  run(whole, *flags, config="configs/tiny_offline.py")
   one = dict(config="configs/tiny_offline.py")
-  run_until(killed, "rl", 3, signal.SIGKILL, flags, **one)
-  run(killed, *flags, **one)
-  assert figures(killed) == figures(whole)
-  states = [parameters(path, 6) for path in (whole, killed)]
-  np.testing.assert_equal(*states)
+  whole, _ = killed_and_whole(tmp_path, flags, **one)
   last = rows_of(whole, "rl")[-1]
   assert ("reward/mean" in last) == (fresh > 0)
   assert 0 <= last["mismatch/abs/max"] < 1e-4 and (last["mismatch/abs/max"] > 0) == (fresh > 0)

@@ -1,16 +1,13 @@
 """Groups that are put aside: how many at most, how stale, and what the metrics say of them."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from rollouts import test_collector
-from rollouts.test_collector import ENGINE, NEW, PARAMS, Counting, collector, iterate
+from support import rollouts
+from support.rollouts import ENGINE, NEW, PARAMS, Counting, G, P, collector, goes_on, iterate
 
 from gspo_jax.runs.metrics import Stopwatch
-
-P = 4
 
 
 def sampled_at(step, groups):
@@ -23,7 +20,7 @@ def test_short_responses_are_trained_on_by_the_policy_that_sampled_them(extra_pr
   """All are finished when the host looks for the first time, and none is put aside: with as many
   extra prompts as prompts, every second iteration would have nothing to sample."""
   whole = dataclasses.replace(ENGINE, slots=0, steps=NEW)
-  monkeypatch.setattr(test_collector, "ENGINE", whole)
+  monkeypatch.setattr(rollouts, "ENGINE", whole)
   out, (left, _) = iterate(4, extra_prompts=extra_prompts)
   for one in out:
     assert len(one.groups) == P and one.usage.tokens == one.rollout.lengths.sum()
@@ -82,7 +79,7 @@ def test_at_most_as_many_responses_are_under_way_as_are_trained_on(monkeypatch):
 
   monkeypatch.setattr(engine, "step", look)
   iterate(4, made=(made, engine))
-  assert max(most) == P * test_collector.G == made._workload.trajectories
+  assert max(most) == P * G == made._workload.trajectories
 
 
 @pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
@@ -112,15 +109,7 @@ def test_tokens_are_those_that_the_iteration_has_sampled(kind):
 
 def test_a_surplus_survives_a_checkpoint():
   made, _ = surplus(6, extra_prompts=8)
-  state = json.loads(json.dumps(made[0].position()()))
-  again = collector(extra_prompts=8)
-  again[0].set_position(state)
-  expected, _ = iterate(3, made=made, first=2)
-  found, _ = iterate(3, made=again, first=2)
-  for one, same in zip(found, expected, strict=True):
-    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
-    np.testing.assert_array_equal(one.rollout.tokens, same.rollout.tokens)
-    np.testing.assert_array_equal(one.rollout.version, same.rollout.version)
+  goes_on(0, 3, made, extra_prompts=8)
 
 
 def test_truncated_responses_count_in_their_groups_and_are_not_trained_on():

@@ -1,26 +1,18 @@
 """Lines with rewards of their own, from the verifier to the batch that is trained on."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.configs import config_of
-from support.small_models import MOE, initial
+from support import rollouts
+from support.rollouts import iterate
 
-from configs import common
-from gspo_jax.data.sources import Prompts
+from gspo_jax.data.tokenizer import line_breaks
 from gspo_jax.learner.batch import segments_of
 from gspo_jax.rewards import Scores
-from gspo_jax.run import Run
-from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import LocalEngine
-from gspo_jax.settings.sampling import DEFAULT
-from gspo_jax.structs import Prompt
 
-G, NEW, BREAK = 4, 24, 45  # tokens from there on are line breaks, those below a letter
-PROMPTS = Prompts([Prompt(str(i), "q", "a", (8 + i % 50, 9, 10)) for i in range(200)])
+G, BREAK = 4, 45  # tokens from there on are line breaks, those below a letter
 
 
 def decode(tokens):
@@ -41,29 +33,13 @@ def score(responses, prompts, lengths, finished):
 
 @functools.cache
 def collected(discount, **changes):
-  changes = dict(objective__name="gspo_token") | changes
-  config = config_of(
-    common.base,
-    data__max_prompt_tokens=3,
-    sampling__max_new_tokens=NEW,
-    environment__discount=discount,
-    rl__prompts=4,
-    rl__group_size=G,
-    rl__minibatches=2,
-    reward__name="recurrence",
-    reward__per_line=True,
-    **changes,
-  )
-  run = open_run(dataclasses.replace(config, model=MOE))
-  run.engine.load(initial(MOE), version=1)
-  return run, run.collector().collect(1, Stopwatch())
-
-
-def open_run(config):
-  tok = SimpleNamespace(stop_ids=(1, 2, 3), pad_id=0, vocab_size=64, decode=decode)
-  engine = LocalEngine(MOE, dataclasses.replace(DEFAULT, slots=16, steps=4))
+  """The first iteration, and its collector."""
   writer = SimpleNamespace(dump_rollouts=lambda *args, **options: None)
-  return Run(config, None, None, tok, PROMPTS, score, None, engine, None, writer)
+  keys = dict(group_size=G, extra_prompts=0, environment__discount=discount)
+  keys |= dict(reward__name="recurrence", reward__per_line=True, objective__name="gspo_token")
+  tok = rollouts.tokenizer(decode)
+  (out,), (made, _) = iterate(1, judge=score, tok=tok, writer=writer, **keys | changes)
+  return made, out
 
 
 def lines_of(rollout, row):
@@ -117,9 +93,9 @@ def test_the_last_token_of_a_line_has_its_reward():
 
 def test_segments_of_lines_are_the_lines_that_are_rewarded():
   changes = dict(objective__name="segment", objective__segment_unit="line", reward__partial=1.0)
-  run, out = collected(1.0, **changes)
-  objective = run.config.objective
-  ids_BL = segments_of(objective, out.rollout, run.line_breaks, delimiters=None)
+  made, out = collected(1.0, **changes)
+  breaks_V = line_breaks(made._tokenizer)
+  ids_BL = segments_of(made._config.objective, out.rollout, breaks_V, delimiters=None)
   for row in range(len(ids_BL)):
     for u, line in enumerate(lines_of(out.rollout, row)):
       assert (ids_BL[row, line] == u).all()

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from rollouts.test_collector import OTHER, PARAMS, Counting, collector, groups, iterate
 from rollouts.test_partial_rollouts import surplus
 from support.configs import config_of
-from support.small_models import MOE
+from support.rollouts import MOE, OTHER, PARAMS, Counting, assert_same, collector, groups, iterate
 
 from configs import common
 from gspo_jax import sharding
@@ -32,7 +31,6 @@ from gspo_jax.train import place
 
 LAST = 6
 WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
-FIELDS = "tokens turns logp full_logp version rewards mask stopped prompt_lengths".split()
 
 
 def weights(version):
@@ -70,23 +68,6 @@ def train(sampling, first=1, last=LAST):
     sampling.release()
     sampling.publish(weights(step + 1), step + 1)
   return out
-
-
-def assert_same(found, expected):
-  assert (found.step, found.version) == (expected.step, expected.version)
-  assert [g.prompt.id for g in found.groups] == [g.prompt.id for g in expected.groups]
-  assert [g.responses for g in found.groups] == [g.responses for g in expected.groups]
-  for field in FIELDS:
-    mine, theirs = (getattr(one.rollout, field) for one in (found, expected))
-    np.testing.assert_array_equal(mine, theirs, err_msg=field)
-  for field in ("reward_PG", "advantage_PG", "advantage_BL"):
-    np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
-  rows = [
-    {k: v for k, v in one.metrics.items() if not k.startswith(("time/", "tokens_per_second"))}
-    for one in (found, expected)
-  ]
-  assert rows[0] == rows[1]
-  assert found.usage.tokens == expected.usage.tokens
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -1,11 +1,10 @@
 """What changes while a run goes on: length of responses, problems, sizes of groups."""
 
 import dataclasses
+import functools
 import json
 import logging
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,24 +12,37 @@ import time
 import jax
 import numpy as np
 import pytest
-from rollouts.test_collector import ENGINE, MOE, NEW, PARAMS, PROMPTS, Counting, G, score, tokenizer
+from support import rollouts
 from support.command_line import (
   ROOT,
   SMALL,
   command,
   environment,
   figures,
+  killed_and_whole,
   modules_in,
   parameters,
   rows_of,
   run,
-  run_until,
 )
 from support.configs import config_of
+from support.rollouts import (
+  ENVIRONMENTS,
+  MOE,
+  NEW,
+  PARAMS,
+  PROMPTS,
+  G,
+  P,
+  assert_same,
+  dumped,
+  score,
+  settings,
+)
 from support.small_updates import learner, score_pass
-from test_two_processes import free_port
+from test_two_processes import on_two_processes
 
-from configs import common, tiny_schedules
+from configs import tiny_schedules
 from gspo_jax import inputs
 from gspo_jax.data import growing
 from gspo_jax.data.files import Skipped
@@ -41,66 +53,22 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.metrics import reward_metrics
 from gspo_jax.rewards import Scores
 from gspo_jax.rollouts import schedules
-from gspo_jax.rollouts.dumps import rollout_records
-from gspo_jax.run import Run
-from gspo_jax.runs.metrics import Stopwatch
-from gspo_jax.sampling import LocalEngine
 from gspo_jax.settings.data import DataError
 from gspo_jax.system.files import WriteError
 
-P = 4
 LENGTHS = "1:6,3:12,5:24"
-
-
-def config(**changes):
-  keys = dict(data__max_prompt_tokens=3, sampling__max_new_tokens=NEW, rl__prompts=P)
-  keys |= dict(rl__group_size=G, rl__minibatches=2)
-  return dataclasses.replace(config_of(common.base, **keys | changes), model=MOE)
-
-
-def collector(source=PROMPTS, environment=None, judge=score, workdir=None, **changes):
-  c, engine = config(**changes), LocalEngine(MOE, ENGINE)
-  parts = tokenizer(), source, judge, environment, engine, None, None
-  return Run(c, workdir, None, *parts).collector(), engine
-
-
-def iterate(steps, made=None, first=1, **options):
-  made, engine = made or collector(**options)
-  out = []
-  for step in range(first, first + steps):
-    engine.load(PARAMS, version=step)
-    out.append(made.collect(step, Stopwatch()))
-  return out, (made, engine)
-
-
-def goes_on(steps, more, **options):
-  """Asserts that a collector that takes over after `steps` collects what the first one does."""
-  _, (made, engine) = iterate(steps, **options)
-  again = collector(**options)
-  again[0].set_position(json.loads(json.dumps(made.position()())))
-  expected, _ = iterate(more, (made, engine), first=steps + 1)
-  found, _ = iterate(more, again, first=steps + 1)
-  for one, same in zip(found, expected, strict=True):
-    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
-    for field in ("tokens", "logp", "mask", "lengths", "stopped"):
-      np.testing.assert_array_equal(getattr(one.rollout, field), getattr(same.rollout, field))
-    np.testing.assert_array_equal(one.advantage_PG, same.advantage_PG)
-    scheduled = ("sampling/max", "group_size/", "data/")
-    for name in filter(lambda name: name.startswith(scheduled), same.metrics):
-      assert one.metrics[name] == same.metrics[name]
-  return expected
-
-
-CONVERSATIONS = dict(environment__name="calculator", environment__max_turns=4)
+collector = functools.partial(rollouts.collector, extra_prompts=0)
+goes_on = functools.partial(rollouts.goes_on, extra_prompts=0)
+iterate = functools.partial(rollouts.iterate, extra_prompts=0)
+on_each = pytest.mark.parametrize("make", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
 
 # The length of responses.
 
 
-@pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
+@on_each
 def test_no_response_is_longer_than_its_iteration_allows(make):
-  options = dict(environment=make) | (CONVERSATIONS if make else {})
-  plain, _ = iterate(6, **options)
-  out, _ = iterate(6, schedule__new_tokens=LENGTHS, **options)
+  plain, _ = iterate(6, environment=make)
+  out, _ = iterate(6, environment=make, schedule__new_tokens=LENGTHS)
   for one, same, limit in zip(out, plain, (6, 6, 12, 12, 24, 24), strict=True):
     rollout = one.rollout
     after = rollout.ends - rollout.prompt_lengths  # observations count
@@ -125,11 +93,10 @@ def test_a_longer_limit_compiles_nothing(caplog):
   assert not [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
 
 
-@pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
+@on_each
 def test_what_was_put_aside_goes_on_under_the_limit_of_its_last_iteration(make):
-  options = dict(environment=make) | (CONVERSATIONS if make else {})
-  options |= dict(rl__extra_prompts=4, rl__token_budget=40, schedule__new_tokens="1:8,4:24")
-  expected = goes_on(2, 4, **options)
+  limits = dict(extra_prompts=4, token_budget=40, schedule__new_tokens="1:8,4:24")
+  expected = goes_on(2, 4, environment=make, **limits)
   longest = [(one.rollout.ends - one.rollout.prompt_lengths).max() for one in expected]
   assert longest[0] <= 8 < max(longest) <= NEW
   carried = 0
@@ -143,7 +110,7 @@ def test_what_was_put_aside_goes_on_under_the_limit_of_its_last_iteration(make):
 
 def test_what_is_longer_than_a_new_limit_is_cut_off():
   """After resume=force with a shorter schedule."""
-  options = dict(rl__extra_prompts=4, rl__token_budget=40)
+  options = dict(extra_prompts=4, token_budget=40)
   _, (made, _) = iterate(2, **options)
   longest = max(len(t.tokens) for g in made._under_way for t in g.trajectories if not t.finished)
   assert longest > 3
@@ -170,7 +137,9 @@ def test_the_overlong_punishment_ends_where_responses_are_cut_off(fixed):
 
 
 def test_sizes_by_hand():
-  size = lambda tried, right: schedules.group_size(tried, right, 2, 8, 0.9)  # noqa: E731
+  def size(tried, right):
+    return schedules.group_size(tried, right, 2, 8, 0.9)
+
   assert size(0, 0) == 8, "nothing is known"
   assert size(8, 0) == 8, "1 - 0.9^8 is 0.57"
   assert size(8, 2) == 7, "1 - 0.7^7 is 0.92, and with 6 it is 0.88"
@@ -195,10 +164,11 @@ def by_prompt(responses, prompts, lengths, finished):
   return Scores(correct, dict(right=int(correct.sum())), correct)
 
 
-SIZES = dict(rl__group_size=6, schedule__group_size_min=2, source=FEW, judge=by_prompt)
+WHOLE = dict(group_size=6, source=FEW, judge=by_prompt)
+SIZES = WHOLE | dict(schedule__group_size_min=2)
 
 
-@pytest.mark.parametrize("more", [{}, dict(rl__token_budget=80)], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(token_budget=80)], ids=str)
 def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
   out = goes_on(3, 5, **SIZES, **more)
   known = [(g.prompt.id, int(g.known_G.sum())) for one in out for g in one.groups]
@@ -222,7 +192,7 @@ def test_easy_prompts_get_few_responses_and_hard_ones_many(more):
 
 
 def test_without_a_schedule_every_group_is_whole_and_nothing_is_counted():
-  out, (made, _) = iterate(3, **SIZES | dict(schedule__group_size_min=0))
+  out, (made, _) = iterate(3, **WHOLE)
   assert all(group.known_G.all() for one in out for group in one.groups)
   assert not made.position()()["prompt_filter"]["tried"]
   assert not [name for name in out[-1].metrics if name.startswith("group_size/")]
@@ -242,17 +212,16 @@ def test_missing_rows_cost_a_packed_update_nothing():
   (*_, one), _ = iterate(6, **SIZES, objective__volatility=True)
   B, empty = len(one.rollout.tokens), one.rollout.lengths == 0
   assert 0 < empty.sum() < B
-  known_B = np.concatenate([group.known_G for group in one.groups])
-  by_length = reward_metrics(one.reward_PG.reshape(-1), known_B, one.rollout.lengths, NEW)
+  by_length = reward_metrics(one.reward_PG.reshape(-1), one.known_B, one.rollout.lengths, NEW)
   assert sum(x for k, x in by_length.items() if "responses" in k) == pytest.approx(1)
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   plan = packing.plan(batch, 1)
   assert ((plan.inputs.row_B < 0) == empty[plan.order_B]).all()
   assert (batch.inputs.sampler_routing_BTlk[empty] == -1).all()
-  whole, _ = iterate(6, **SIZES | dict(schedule__group_size_min=0), objective__volatility=True)
-  rows = lambda batch: int(packing.count(packing.plan(batch, 1).inputs, 4))  # noqa: E731
-  all_of_them = batches.train_batch(whole[-1].rollout, whole[-1].advantage_PG, shared_prompts=True)
-  assert rows(batch) < rows(all_of_them)
+  (*_, whole), _ = iterate(6, **WHOLE, objective__volatility=True)
+  of_whole = batches.train_batch(whole.rollout, whole.advantage_PG, shared_prompts=True)
+  rows, more = (int(packing.count(packing.plan(b, 1).inputs, 4)) for b in (batch, of_whole))
+  assert rows < more
 
 
 def test_a_smaller_group_shares_its_prompt():
@@ -269,25 +238,21 @@ def test_a_smaller_group_shares_its_prompt():
   assert np.isfinite(np.asarray(found)).all()
 
 
-@pytest.mark.parametrize("make", [None, Counting], ids=["single", "turns"])
+@on_each
 def test_every_part_of_an_iteration_takes_smaller_groups(make):
   """Advantages by turn, rounds of sampling, cut-off responses, dumps."""
-  keys = SIZES | dict(environment=make) | (CONVERSATIONS if make else {})
-  keys |= dict(data__query_set__extra_rounds=1, rl__mask_truncated=True)
-  out, _ = iterate(6, **keys)
+  out, _ = iterate(6, **SIZES, environment=make, extra_rounds=1, mask_truncated=True)
   smaller = 0
   for one in out:
-    known_B = np.concatenate([group.known_G for group in one.groups])
+    known_B = one.known_B
     smaller += (~known_B).sum()
     cut = (~one.rollout.stopped & known_B).sum()
     assert one.metrics["masked_responses"] == cut
     if make:
       assert one.advantage_BL.shape == one.rollout.logp.shape
       assert not one.advantage_BL[~known_B].any() and np.isfinite(one.advantage_BL).all()
-    zeros = np.zeros(one.rollout.logp.shape)
-    dumped = rollout_records(one, zeros, zeros > 0, tokenizer().decode)
-    assert len(dumped) == known_B.sum()
-    assert not batches.judged(one.rollout, one.known_B).mask[~known_B].any()
+    assert len(dumped(one)) == known_B.sum()
+    assert not batches.judged(one.rollout, known_B).mask[~known_B].any()
   assert smaller
 
 
@@ -300,7 +265,7 @@ def lines(ids, **more):
 
 
 def source_of(path, on_error="raise", **changes):
-  c = config(data__train=str(path), data__on_error=on_error, data__max_prompt_tokens=8, **changes)
+  c = settings(data__train=str(path), data__on_error=on_error, data__max_prompt_tokens=8, **changes)
   return growing.load(c.data, ByteTokenizer(), "train")
 
 
@@ -454,7 +419,7 @@ def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(tmp_path):
   def fresh():
     source = source_of(path)
     source.keep(tmp_path / growing.JOURNAL)
-    return collector(source=source, workdir=tmp_path, **GROWS)
+    return collector(source, **GROWS)
 
   first = fresh()
   out, _ = iterate(2, first)
@@ -471,9 +436,7 @@ def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(tmp_path):
   second[0].set_position(state)
   repeated, _ = iterate(6, second, first=3)
   for one, same in zip(repeated[:4], out[2:], strict=True):
-    assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
-    np.testing.assert_array_equal(one.rollout.tokens, same.rollout.tokens)
-    assert one.metrics["data/rows"] == same.metrics["data/rows"]
+    assert_same(one, same)
   assert repeated[-1].metrics["data/rows"] == 20, "and then it goes on"
 
 
@@ -486,7 +449,7 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
   def begun():
     source = source_of(tmp_path / "*.jsonl")
     source.keep(workdir / growing.JOURNAL)
-    return collector(source=source, workdir=workdir, **GROWS)
+    return collector(source, **GROWS)
 
   first = begun()
   out, _ = iterate(2, first)
@@ -522,7 +485,7 @@ def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_p
   path.write_text(lines(range(3)))
   source = source_of(path)
   source.keep(tmp_path / growing.JOURNAL)
-  made = collector(source=source, workdir=tmp_path, **GROWS)
+  made = collector(source, **GROWS)
   iterate(2, made)
   state = made[0].position()()
   append(path, lines(range(3, 6)))
@@ -532,7 +495,7 @@ def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_p
   again = source_of(path, on_error="skip")
   with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
     again.keep(tmp_path / growing.JOURNAL)
-    made = collector(source=again, workdir=tmp_path, **GROWS)
+    made = collector(again, **GROWS)
     made[0].set_position(state)
     assert step == 3 and len(again) == 3
     iterate(1, made, first=3)
@@ -559,7 +522,7 @@ def test_held_out_problems_among_new_rows_are_counted(tmp_path, caplog):
   assert source.shared == 1
   source.watch([dataclasses.replace(held_out[1], question="6+1= "), PROMPTS.rows[0]])
   assert source.shared == 0
-  made = collector(source=source, workdir=tmp_path, **GROWS)
+  made = collector(source, **GROWS)
   assert "data/shared_prompts" not in iterate(1, made)[0][0].metrics
   append(path, lines(range(5, 8)))
   (_, out), _ = iterate(2, made, first=2)
@@ -571,12 +534,10 @@ def test_a_run_may_begin_or_end_to_grow(tmp_path):
   path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(6)))
   plain = dict(source=Prompts(source_of(path)._rows), data__max_prompt_tokens=8)
-  grows = lambda: dict(source=source_of(path), **GROWS)  # noqa: E731
-  for one, other in ((plain, grows()), (grows(), plain)):
-    _, (made, _) = iterate(1, **one)
-    again = collector(**other)
-    again[0].set_position(json.loads(json.dumps(made.position()())))
-    assert len(iterate(2, again, first=2)[0]) == 2
+  grows = [dict(source=source_of(path), **GROWS) for _ in range(2)]
+  for before, after in ((plain, grows[0]), (grows[1], plain)):
+    _, (made, _) = iterate(1, **before)
+    assert len(iterate(2, rollouts.went_on(made, extra_prompts=0, **after), first=2)[0]) == 2
 
 
 REFUSED_SOURCE = r"reads one \.jsonl file, or a pattern of them"
@@ -612,10 +573,7 @@ path.write_text(lines(range(5 if first else 7)) + "{")  # the other one looks la
 source = source_of(path)
 passes = Batches(source, 1, seed=1)
 assert len(source) == 5, len(source)
-if first:
-  path.write_text(lines(range(9)))
-else:
-  path.write_text(lines(range(12)))
+path.write_text(lines(range(9 if first else 12)))
 assert source.look() == 4
 print(ids(passes.take(12)))
 if first:
@@ -629,23 +587,14 @@ except DataError as error:
 
 def test_two_hosts_know_the_same_rows_and_fail_alike(tmp_path):
   """What the first one sees counts, whatever is on file elsewhere by then."""
-  for i in range(2):
-    (tmp_path / str(i)).mkdir()
-  told = lambda i: [sys.executable, "-c", HOST, str(tmp_path / str(i))]  # noqa: E731
-  path, address = f"{ROOT}{os.pathsep}{ROOT / 'tests'}", f"127.0.0.1:{free_port()}"
-  hosts = [
-    subprocess.Popen(
-      told(i),
-      env=environment(PYTHONPATH=path, JAX_COORDINATOR_ADDRESS=address, JAX_PROCESS_ID=str(i)),
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  outputs = [host.communicate(timeout=200)[0] for host in hosts]
-  found = ["\n".join(o.strip().splitlines()[-2:]) for o in outputs]
-  assert found[0] == found[1] and "rows.jsonl is not what it was" in found[0]
+  folders = [tmp_path / str(i) for i in range(2)]
+  for folder in folders:
+    folder.mkdir()
+  outputs = on_two_processes(
+    lambda i: [sys.executable, "-c", HOST, str(folders[i])], devices=1, **modules_in(ROOT / "tests")
+  )
+  said = ["\n".join(output.strip().splitlines()[-2:]) for output in outputs]
+  assert said[0] == said[1] and "rows.jsonl is not what it was" in said[0]
 
 
 # Configurations.
@@ -680,20 +629,20 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_schedules_that_fit_nothing_are_refused(why):
   with pytest.raises(ValueError, match=why):
-    config(**REFUSED[why])
+    settings(**REFUSED[why])
 
 
 def test_groups_of_one_are_for_those_who_need_no_others():
   keys = dict(schedule__group_size_min=1, objective__name="ppo_clip")
-  config(critic__name="model", **keys)
-  config(objective__name="rft", objective__advantage="reward", schedule__group_size_min=1)
+  settings(critic__name="model", **keys)
+  settings(objective__name="rft", objective__advantage="reward", schedule__group_size_min=1)
   with pytest.raises(ValueError, match="at least 2"):
-    config(**keys)
+    settings(**keys)
 
 
 def test_a_buffer_that_the_schedule_does_not_move_is_as_long_as_it_likes():
   keys = dict(reward__overlong_weight=1.0, reward__overlong_buffer=9, reward__overlong_max=20)
-  config(schedule__new_tokens="1:6,2:24", **keys)
+  settings(schedule__new_tokens="1:6,2:24", **keys)
 
 
 def test_the_configurations_choose_what_they_say():
@@ -731,13 +680,8 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
     (tmp_path / "parity.py").write_text(PARITY)
     flags = [*KILLED, "weights=random", f"data.train={tmp_path}/sums.jsonl"]
     flags += ["reward.name=parity:judge", "reward.workers=1"]
-  one = dict(config=f"configs/tiny_schedules.py:{variant}", **modules_in(tmp_path))
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  run(whole, *flags, **one)
-  run_until(killed, "rl", 5, signal.SIGKILL, flags, **one)
-  run(killed, *flags, **one)
-  assert figures(killed) == figures(whole)
-  np.testing.assert_equal(*[parameters(path, 9) for path in (whole, killed)])
+  config = f"configs/tiny_schedules.py:{variant}"
+  whole, _ = killed_and_whole(tmp_path, flags, 5, config=config, **modules_in(tmp_path))
   rows = rows_of(whole, "rl")
   if variant == "length":
     expected = [None, 8, 8, 8, 12, 12, 192, 192, 192, 192]

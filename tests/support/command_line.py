@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +121,17 @@ def assert_same_run(got, expected, step):
   np.testing.assert_equal(parameters(got, step), parameters(expected, step))
   for path in (expected / "rollouts").iterdir():
     assert (got / "rollouts" / path.name).read_text() == path.read_text()
+
+
+def killed_and_whole(folder, flags, step=3, **more):
+  """Directories of a run and of one that was killed after `step` and started again, which have come
+  to the same."""
+  whole, killed = folder / "whole", folder / "killed"
+  run(whole, *flags, **more)
+  run_until(killed, "rl", step, signal.SIGKILL, flags, **more)
+  run(killed, *flags, **more)
+  assert_same_run(killed, whole, rows(whole)[-1]["step"])
+  return whole, killed
 
 
 def parameters(workdir, step):
