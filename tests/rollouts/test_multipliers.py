@@ -2,11 +2,10 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 from support import rollouts
-from support.command_line import SMALL, killed_and_whole, parameters, rows_of
+from support.command_line import SMALL, killed_and_whole, rows_of
 from support.configs import config_of, reward_config
 from support.rollouts import dumped, iterate
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from support import rollouts
-from support.command_line import SMALL, killed_and_whole, parameters, rows_of, run
+from support.command_line import SMALL, killed_and_whole, rows_of, run
 from support.configs import config_of
 from support.rollouts import PARAMS, PROMPTS, G, P, assert_same, dumped, settings, went_on
 

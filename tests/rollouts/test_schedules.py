@@ -4,10 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
-import re
-import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -16,14 +13,9 @@ from support import rollouts
 from support.command_line import (
   ROOT,
   SMALL,
-  command,
-  environment,
-  figures,
   killed_and_whole,
   modules_in,
-  parameters,
   rows_of,
-  run,
 )
 from support.configs import config_of
 from support.rollouts import (
@@ -689,50 +681,3 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(variant, tmp_path):
   else:
     assert rows[1]["group_size/mean"] == 4 and 2 < rows[-1]["group_size/mean"] < 4
     assert rows[-1]["group_size/responses"] == 8 * rows[-1]["group_size/mean"]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_has_the_rows_that_one_that_was_not_has(tmp_path):
-  """Rows come while iteration 1 to 4 is made, half of one with them; and while 6 to 8 is, or after
-  that run has been killed: the one that goes on repeats iteration 5, in which it had looked."""
-  flags = [*KILLED, "weights=random", "schedule.refresh_every=4"]
-  one = dict(config="configs/tiny_schedules.py:growing")
-
-  def begin(folder):
-    sums = folder / "sums.jsonl"
-    sums.parent.mkdir()
-    sums.write_text(lines(range(100, 112)))
-    own = [*flags, f"data.train={sums}"]
-    told = command(folder / "run", *own, **one)
-    process = subprocess.Popen(told, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
-    come_to(folder, 1, process)
-    append(sums, lines(range(112, 120)) + '{"id": "r120", "ques')
-    come_to(folder, 5, process)
-    return process, sums, own
-
-  def come_to(folder, step, process):
-    deadline = time.monotonic() + 200
-    while not any(row["step"] >= step for row in rows_of(folder / "run", "rl")):
-      assert process.poll() is None and time.monotonic() < deadline
-      time.sleep(0.01)
-    done = max(row["step"] for row in rows_of(folder / "run", "rl"))
-    assert done < step + 3, "too late for what comes now"
-
-  more = 'tion": "120+1=", "answer": "121"}\n' + lines(range(121, 130))
-  process, sums, _ = begin(tmp_path / "whole")
-  append(sums, more)
-  assert process.wait(200) == 0
-  process, sums, own = begin(tmp_path / "killed")
-  process.kill()
-  process.wait()
-  append(sums, more)
-  run(tmp_path / "killed" / "run", *own, **one)
-  whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
-  assert figures(killed) == figures(whole)
-  np.testing.assert_equal(*[parameters(path, 9) for path in (whole, killed)])
-  rows = rows_of(whole, "rl")[1:]
-  assert [row["data/rows"] for row in rows] == [12] * 4 + [20] * 4 + [30]
-  assert [row["data/added"] for row in rows] == [0, 0, 0, 0, 8, 0, 0, 0, 10]
-  append(sums, "[1]\n")
-  said = run(tmp_path / "bad", *own, ok=False, **one)
-  assert re.search(r"sums\.jsonl, line 31: a row is an object", said)
