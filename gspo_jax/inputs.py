@@ -77,9 +77,13 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   records = None
   if config.job == "offline":
     data = config.data
-    records = recorded.load(
-      config.offline.data, tok, data.prompt_template, limits(config), data.on_error
+    limits = recorded.Limits(
+      config.rl.group_size,
+      data.max_prompt_tokens,
+      config.sampling.max_new_tokens,
+      config.model.vocab_size,
     )
+    records = recorded.load(config.offline.data, tok, data.prompt_template, limits, data.on_error)
   trained_on = [] if records is None else [records.prompts]
   if config.samples_prompts:
     load = growing.load if config.schedule.refresh_every else sources.load
@@ -124,16 +128,6 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     layout=layout,
     records=records,
     teacher=taught,
-  )
-
-
-def limits(config: RunConfig) -> recorded.Limits:
-  """What recorded responses must keep to."""
-  return recorded.Limits(
-    config.rl.group_size,
-    config.data.max_prompt_tokens,
-    config.sampling.max_new_tokens,
-    config.model.vocab_size,
   )
 
 

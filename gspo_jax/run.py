@@ -156,24 +156,25 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   provenance.check(workdir, values)
   if isinstance(inputs.train_prompts, growing.Growing):
     inputs.train_prompts.keep(workdir / growing.JOURNAL)
+  # The sampler's layout and types are made by the engine as it loads; for a mesh of its own, by
+  # `publish`, in arrays that no update changes.
+  load = publish = _as_it_is
+  dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
+  if config.rollout_mesh.on:
+    publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
+  else:
+    load = sharding.publisher(inputs.layout, dtypes, lora.merged)
+  sections = reward_configs(config)
   with (
     jax.set_mesh(inputs.mesh),
-    _open_scorers(config) as scorers,
+    hosts.on_first(rewards.open_scorers(sections, "reward.name")) as of_first,
     hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
-    contextlib.ExitStack() as stack,
+    open_engine(config, load, tok.decode, workdir) as engine,
   ):
+    scorers = of_first or dict.fromkeys(sections)
     for scorer in filter(None, scorers.values()):
       writer.notes |= scorer.notes
-    # The sampler's layout and types are made by the engine as it loads; for a mesh of its own, by
-    # `publish`, in arrays that no update changes.
-    load = publish = _as_it_is
-    dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
-    if config.rollout_mesh.on:
-      publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
-    else:
-      load = sharding.publisher(inputs.layout, dtypes, lora.merged)
-    engine = stack.enter_context(open_engine(config, load, tok.decode, workdir))
     benchmarks = [
       Benchmark(
         name,
@@ -255,17 +256,3 @@ def open_engine(
     tokenizer=None if config.tokenizer == "bytes" else Path(config.tokenizer),
   ) as engine:
     yield engine
-
-
-@contextlib.contextmanager
-def _open_scorers(config: RunConfig) -> Iterator[dict[str, rewards.Scorer | None]]:
-  """The verifier of the run and those of benchmarks that have another one, by name; the first host
-  has them, and None stands for them on the others."""
-  with contextlib.ExitStack() as stack:
-    scorers = {}
-    for name, section in sorted(reward_configs(config).items()):
-      try:
-        scorers[name] = stack.enter_context(hosts.on_first(rewards.open_scorer(section)))
-      except RuntimeError as error:  # of a traceback the last line says it
-        raise ValueError(f"reward.name={name!r}: {str(error).strip().splitlines()[-1]}") from error
-    yield scorers

@@ -4,8 +4,8 @@ A trainer and its checks read here what they would otherwise have to know of eac
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -56,15 +56,6 @@ def _soft(
 _WHOLE = frozenset({"turns"})
 
 
-def _normalized(name: str) -> Estimator:
-  of_group = functools.partial(group_advantages, normalize=name)
-  return Estimator(name, of_group, group=True, relative=True, beside=_WHOLE)
-
-
-def _selected(name: str) -> Estimator:
-  return Estimator(name, functools.partial(selection_weights, select=name), beside=_WHOLE)
-
-
 _KINDS = ("std", "none", "leave_one_out")  # of which turns and lines may have some too
 
 # Where a configuration leaves it open, the first whose needs are met is taken, and where there is
@@ -92,8 +83,14 @@ _ALL = (
   Estimator(
     "lines", group=True, relative=True, needs=frozenset({"lines"}), kinds=_KINDS, by_token=True
   ),
-  *map(_normalized, _KINDS),
+  *(
+    Estimator(
+      name, partial(group_advantages, normalize=name), group=True, relative=True, beside=_WHOLE
+    )
+    for name in _KINDS
+  ),
   Estimator("soft", _soft, options=("beta", "soft_value"), group=True, beside=_WHOLE),
-  *map(_selected, ("best", "reward")),
+  Estimator("best", partial(selection_weights, select="best"), beside=_WHOLE),
+  Estimator("reward", partial(selection_weights, select="reward"), beside=_WHOLE),
 )
 ESTIMATORS = {estimator.name: estimator for estimator in _ALL}

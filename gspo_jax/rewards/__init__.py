@@ -10,6 +10,7 @@ from gspo_jax.rewards.scorer import (
   check_importable,
   check_lines,
   open_scorer,
+  open_scorers,
   require_verdicts,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
   "check_importable",
   "check_lines",
   "open_scorer",
+  "open_scorers",
   "require_verdicts",
 ]

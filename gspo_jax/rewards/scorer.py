@@ -133,6 +133,20 @@ def open_scorer(config: RewardConfig) -> Iterator[Scorer]:
     yield scorer
 
 
+@contextlib.contextmanager
+def open_scorers(sections: Mapping[str, RewardConfig], key: str) -> Iterator[dict[str, Scorer]]:
+  """Several of them, by the names of verifiers. ValueError, which names `key`, for one that cannot
+  be started."""
+  with contextlib.ExitStack() as stack:
+    scorers = {}
+    for name, section in sections.items():
+      try:
+        scorers[name] = stack.enter_context(open_scorer(section))
+      except RuntimeError as error:  # of a traceback the last line says it
+        raise ValueError(f"{key}={name!r}: {str(error).strip().splitlines()[-1]}") from error
+    yield scorers
+
+
 def _score(
   config: RewardConfig,
   names: Sequence[str],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from gspo_jax.rewards import shaping
-from gspo_jax.rewards.scorer import Prompt, Scorer, check_importable, open_scorer
+from gspo_jax.rewards.scorer import Prompt, Scorer, check_importable, open_scorers
 from gspo_jax.settings.rewards import (
   ConstraintConfig,
   CostSignal,
@@ -86,13 +86,6 @@ def open_signals(config: ConstraintConfig, reward: RewardConfig) -> Iterator[Sig
   if not config.on:
     yield None
     return
-  with contextlib.ExitStack() as stack:
-    scorers = {}
-    for name in config.verifiers:
-      opened = open_scorer(verifier_config(reward, name))
-      try:
-        scorers[name] = stack.enter_context(opened)
-      except RuntimeError as error:  # of a traceback the last line says it
-        last = str(error).strip().splitlines()[-1]
-        raise ValueError(f"constraints: signal={name!r}: {last}") from error
+  sections = {name: verifier_config(reward, name) for name in config.verifiers}
+  with open_scorers(sections, "constraints: signal") as scorers:
     yield Signals(config, reward, scorers)

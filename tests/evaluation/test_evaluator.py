@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from support.configs import config_of
 from support.environments import TALK, Teacher
 from support.sampling import sample
 from support.small_models import DENSE, initial
 
+from configs import common
 from gspo_jax import rewards, sharding
 from gspo_jax.data import tokenizer
 from gspo_jax.evaluation import elo, resume
@@ -19,32 +21,20 @@ from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.evaluation.statistics import pass_at_k
 from gspo_jax.models import transformer
 from gspo_jax.sampling import LocalEngine
-from gspo_jax.settings.evaluation import BenchmarkConfig, EvalConfig
+from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.sampling import DEFAULT
 from gspo_jax.structs import Prompt
 
 MODEL = dataclasses.replace(DENSE, vocab_size=264)
-CONFIG = EvalConfig(
-  every=1,
-  problems=0,
-  samples=3,
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
-  min_p=0.0,
-  max_new_tokens=3,
-  greedy=True,
-  batch=8,
-  benchmarks={},
+CONFIG = dataclasses.replace(
+  config_of(common.base).eval, every=1, problems=0, samples=3, max_new_tokens=3, batch=8
 )
 PROBLEMS = [
   Prompt(str(i), f"q{i}", "a", (ord("q"), ord(str(i))), info=(("rating", str(1000 + 100 * i)),))
   for i in range(5)
 ]
-SET = BenchmarkConfig(
-  data="x", reward="", problems=0, samples=3, pass_at=(), rating=False, standings=""
-)
+SET = BenchmarkConfig(**common.benchmark(data="x", samples=3))
 
 
 def benchmark(score, name="", problems=PROBLEMS, **changes):
@@ -137,9 +127,7 @@ def test_the_first_chunk_without_any_verdict_ends_the_evaluation(params, tmp_pat
 
 def test_chunks_change_nothing(params):
   whole, records = evaluate(evaluator(benchmark(by_length)), params)
-  parts, again = evaluate(
-    evaluator(benchmark(by_length), batch=2), params
-  )  # the last chunk is filled up
+  parts, again = evaluate(evaluator(benchmark(by_length), batch=2), params)  # 2, 2 and 1
   assert again == records
   for name, value in untimed(whole).items():
     assert parts[name] == pytest.approx(value), name
@@ -193,19 +181,20 @@ def stopping_after(calls):
 
 def test_an_interrupted_evaluation_goes_on(params, tmp_path):
   same = [dataclasses.replace(p, id=f"{p.id} again") for p in PROBLEMS[:2]]
-  problems = dict(problems=[*PROBLEMS[:3], *same])  # responses of the same ones hang together
-  whole, records = evaluate(
-    evaluator(benchmark(by_length, **problems), batch=2, directory=tmp_path / "w"), params
-  )
+
+  def evaluated(score, directory=tmp_path):
+    problems = [*PROBLEMS[:3], *same]  # responses of the same ones hang together
+    judge = evaluator(benchmark(score, problems=problems), batch=2, directory=directory)
+    return evaluate(judge, params)
+
+  whole, records = evaluated(by_length, tmp_path / "w")
   with pytest.raises(Interrupted):
-    evaluate(
-      evaluator(benchmark(stopping_after(2), **problems), batch=2, directory=tmp_path), params
-    )
+    evaluated(stopping_after(2))
   with (tmp_path / "unfinished.jsonl").open("a") as file:
     file.write('{"chunk": "/samples/3/4", "records": [')  # killed while writing
-  rest = stopping_after(99)
-  row, again = evaluate(evaluator(benchmark(rest, **problems), batch=2, directory=tmp_path), params)
-  assert rest.calls == 4  # one chunk of samples was left, and three greedy ones
+  left = stopping_after(99)
+  row, again = evaluated(left)
+  assert left.calls == 4  # one chunk of samples was left, and three greedy ones
   assert untimed(row) == untimed(whole) and again == records
   assert row["time/eval/sample"] > 0
   told = {
@@ -213,13 +202,7 @@ def test_an_interrupted_evaluation_goes_on(params, tmp_path):
     for r in records
   }
   assert told["0"][:3] != told["0 again"][:3] and told["1"][:3] != told["1 again"][:3]
-  nothing = stopping_after(0)
-  assert evaluate(
-    evaluator(benchmark(nothing, **problems), batch=2, directory=tmp_path), params
-  ) == (
-    row,
-    again,
-  )
+  assert evaluated(stopping_after(0)) == (row, again)
 
 
 def test_greedy_samples_and_the_greedy_response_are_kept_apart(params, tmp_path):
@@ -255,7 +238,10 @@ def test_evaluation_holds_conversations():
   params, samples = initial(DENSE), 4
   prompts = [Prompt(str(i), "?", "", (40 + i,)) for i in range(5)]
   tok = SimpleNamespace(stop_ids=tuple(range(16)), pad_id=0, decode=lambda ids: str(list(ids)))
-  make = lambda prompt: Teacher(prompt.tokens)  # noqa: E731
+
+  def make(prompt):
+    return Teacher(prompt.tokens)
+
   settings = dict(samples=samples, max_new_tokens=24, greedy=False, batch=2)
   judge = Evaluator(
     config=dataclasses.replace(CONFIG, **settings),

@@ -1,7 +1,6 @@
 """job=offline: recorded responses in the place of sampled ones, alone and beside fresh ones."""
 
 import collections
-import dataclasses
 import json
 import re
 
@@ -10,10 +9,9 @@ import pytest
 from support import rollouts
 from support.command_line import SMALL, killed_and_whole, rows_of, run
 from support.configs import config_of
-from support.rollouts import PARAMS, PROMPTS, G, P, assert_same, dumped, settings, went_on
+from support.rollouts import NEW, PARAMS, PROMPTS, G, P, assert_same, dumped, settings, went_on
 
 from configs import tiny_offline, tiny_rft
-from gspo_jax import inputs
 from gspo_jax.data import recorded
 from gspo_jax.data.recorded import Group, Recordings, Response
 from gspo_jax.data.tokenizer import ByteTokenizer
@@ -166,8 +164,7 @@ def test_a_dump_is_read_again_as_it_was_sampled(tmp_path):
   (out,) = collect(made, 1)
   file, decode = tmp_path / "rl_000001.jsonl", ByteTokenizer().decode
   file.write_text("".join(json.dumps(record) + "\n" for record in dumped(out, decode)))
-  limits = inputs.limits(settings(**OFFLINE, data__max_prompt_tokens=4))
-  limits = dataclasses.replace(limits, vocabulary=264)
+  limits = recorded.Limits(G, 4, NEW, 264)
   again = recorded.load(str(file), ByteTokenizer(), "{question}?", limits, "raise")
   assert len(again) == P
   for group in again.rows:
