@@ -35,6 +35,12 @@ def section(rewards=(), costs=(), reward_weight=1.0):
 LENGTH = dict(signal="length", bound="at_most", limit=6.0)
 
 
+def cost(name="length", bound="at_most", **changes):
+  """Keys of a cost in a configuration."""
+  keys = dict(bound=bound) | changes
+  return {f"constraints__costs__{name}__{key}": value for key, value in keys.items()}
+
+
 def group(rewards, lengths, unknown=(), prompt="1+1="):
   """A scored group; of response g, as many tokens as are said."""
   tokens = [np.full(n, 5, np.int32) for n in lengths]
@@ -120,21 +126,20 @@ def test_advantages_are_standardised_one_by_one_and_combined():
   groups = random_groups()
   found, row = judged(config, groups).advantages(groups)
   assert any(one.unknown for one in groups)
-  for one, advantage_G in zip(groups, found):
-    length_G = np.array([t.length for t in one.trajectories], float)
+  lengths = [np.array([t.length for t in one.trajectories], float) for one in groups]
+  for one, length_G, advantage_G in zip(groups, lengths, found, strict=True):
     of_length = z(length_G, one.known_G)
     expected = 2 * z(one.reward_G, one.known_G) + (-0.5 - 0.7 + 0.2) * of_length
     np.testing.assert_allclose(advantage_G, expected, atol=1e-5)
     assert (advantage_G[~one.known_G] == 0).all()
   known = np.concatenate([one.known_G for one in groups])
-  length = np.concatenate([[t.length for t in one.trajectories] for one in groups])[known]
+  length = np.concatenate(lengths)[known]
   assert row["constraint/long/cost"] == pytest.approx(length.mean())
   assert row["constraint/short/reward"] == pytest.approx(length.mean())
   assert row["constraint/long/violation"] == pytest.approx(length.mean() - 6)
   assert row["constraint/some/violation"] == pytest.approx(0 - length.mean())
   assert row["constraint/long/multiplier"] == 0.7 and row["constraint/long/limit"] == 6
-  by_group = [length_G[one.known_G] for one, length_G in zip(groups, [
-    np.array([t.length for t in one.trajectories], float) for one in groups])]  # fmt: skip
+  by_group = [length_G[one.known_G] for one, length_G in zip(groups, lengths)]
   squares = sum(((some - some.mean()) ** 2).sum() for some in by_group if len(some))
   spread = np.sqrt(squares / sum(max(len(some) - 1, 0) for some in by_group))
   assert row["constraint/long/spread"] == pytest.approx(spread, rel=1e-6)
@@ -314,10 +319,7 @@ def test_the_first_hosts_word_counts(monkeypatch):
   assert len(said) == 2 and states[0] == states[1] and states[0][1] == [5, 7]
 
 
-LIMITED = dict(
-  constraints__costs__length__bound="at_most", constraints__costs__length__limit=6.0,
-  extra_prompts=0,
-)  # fmt: skip
+LIMITED = cost(limit=6.0) | dict(extra_prompts=0)
 
 
 @pytest.mark.parametrize("extra", [0, 3], ids=["whole", "partial"])
@@ -359,66 +361,38 @@ def test_without_signals_a_collector_has_nothing_of_them():
   assert not config.constraints.on and not config.constraints.verifiers
 
 
-COST = "constraints__costs__length__"
 WRONG = {
-  r"costs\.other\.bound='at_most' needs constraints\.costs\.other\.signal": {
-    "constraints__costs__other__bound": "at_most"
-  },
-  r"rewards\.extra\.weight=-1\.0 needs constraints\.rewards\.extra\.signal": {
-    "constraints__rewards__extra__weight": -1.0
-  },
-  r"costs\.text\.text=''.*signal='text'": {"constraints__costs__text__bound": "at_most"},
-  r"costs\.length\.text='x'.*signal='length'": {f"{COST}text": "x", f"{COST}bound": "at_most"},
-  r"costs\.length\.token=3": {f"{COST}token": 3, f"{COST}bound": "at_most"},
-  r"costs\.length\.token=264 is not below model\.vocab_size=264": {
-    f"{COST}signal": "token",
-    f"{COST}token": 264,
-    f"{COST}bound": "at_most",
-  },
-  r"costs\.length\.initial=11\.0 is above constraints\.costs\.length\.most=10\.0": {
-    f"{COST}initial": 11.0,
-    f"{COST}bound": "at_most",
-  },
-  r"constraints\.reward_weight=0\.0": {
-    "constraints__reward_weight": 0.0,
-    f"{COST}bound": "at_most",
-  },
-  r"length\.limit=0\.0: with signal='length' no mean is at most that; set it between 1 and 4": {
-    f"{COST}bound": "at_most",
-    "sampling__max_new_tokens": 4,
-  },
-  r"length\.limit=4\.0: with signal='length' every mean is at most": {
-    f"{COST}bound": "at_most",
-    f"{COST}limit": 4.0,
-    "sampling__max_new_tokens": 4,
-  },
-  r"text\.limit=1\.5: with signal='text' no mean is at least that; set it between 0 and 1": {
-    "constraints__costs__text__bound": "at_least",
-    "constraints__costs__text__text": "x",
-    "constraints__costs__text__limit": 1.5,
-  },
-  r"truncated\.limit=0\.0: with signal='truncated' every mean is at least": {
-    "constraints__costs__truncated__bound": "at_least",
-  },
-  r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": {
-    f"{COST}signal": "overlong",
-    f"{COST}bound": "at_most",
-    "reward__overlong_buffer": 4,
-    "schedule__new_tokens": "1:4,5:10",
-  },
-  r"length\.signal='overlong' needs a buffer: reward\.overlong_buffer=0": {
-    f"{COST}signal": "overlong",
-    f"{COST}bound": "at_most",
-  },
-  r"length\.signal='format' needs reward\.format": {
-    f"{COST}signal": "format",
-    f"{COST}bound": "at_least",
-  },
-  r"costs\.length\.signal='math': reward\.workers=0": {
-    f"{COST}signal": "math",
-    f"{COST}bound": "at_most",
-  },
-}  # fmt: skip
+  r"costs\.other\.bound='at_most' needs constraints\.costs\.other\.signal": cost("other"),
+  r"rewards\.extra\.weight=-1\.0 needs constraints\.rewards\.extra\.signal": dict(
+    constraints__rewards__extra__weight=-1.0
+  ),
+  r"costs\.text\.text=''.*signal='text'": cost("text"),
+  r"costs\.length\.text='x'.*signal='length'": cost(text="x"),
+  r"costs\.length\.token=3": cost(token=3),
+  r"costs\.length\.token=264 is not below model\.vocab_size=264": cost(signal="token", token=264),
+  r"costs\.length\.initial=11\.0 is above constraints\.costs\.length\.most=10\.0": cost(
+    initial=11.0
+  ),
+  r"constraints\.reward_weight=0\.0": cost() | dict(constraints__reward_weight=0.0),
+  r"length\.limit=0\.0: with signal='length' no mean is at most that; set it between 1 and 4": (
+    cost() | dict(sampling__max_new_tokens=4)
+  ),
+  r"length\.limit=4\.0: with signal='length' every mean is at most": (
+    cost(limit=4.0) | dict(sampling__max_new_tokens=4)
+  ),
+  r"text\.limit=1\.5: with signal='text' no mean is at least that; set it between 0 and 1": (
+    cost("text", "at_least", text="x", limit=1.5)
+  ),
+  r"truncated\.limit=0\.0: with signal='truncated' every mean is at least": (
+    cost("truncated", "at_least")
+  ),
+  r"length\.signal='overlong' has a fixed buffer, and schedule\.new_tokens='1:4,5:10'": (
+    cost(signal="overlong") | dict(reward__overlong_buffer=4, schedule__new_tokens="1:4,5:10")
+  ),
+  r"length\.signal='overlong' needs a buffer: reward\.overlong_buffer=0": cost(signal="overlong"),
+  r"length\.signal='format' needs reward\.format": cost("length", "at_least", signal="format"),
+  r"costs\.length\.signal='math': reward\.workers=0": cost(signal="math"),
+}
 WITH = {
   r"job='offline'": dict(job="offline", objective__name="rft", objective__advantage="std",
     objective__old_logp="recompute", offline__data="x"),
@@ -441,14 +415,12 @@ def test_a_bad_entry_is_refused_by_name(message):
 
 @pytest.mark.parametrize("message", WITH)
 def test_what_does_not_go_together_is_refused(message):
-  on = {f"{COST}bound": "at_most", f"{COST}limit": 6.0}
   with pytest.raises(ValueError, match=rf"constraints \(length\): {message}"):
-    config_of(common.base, **on | WITH[message])
+    config_of(common.base, **cost(limit=6.0) | WITH[message])
 
 
 def test_a_fixed_weight_needs_no_limit():
-  fixed = {f"{COST}bound": "at_most", f"{COST}rate": 0.0, f"{COST}gain": 0.0, f"{COST}initial": 0.5}
-  assert config_of(common.base, **fixed).constraints.on
+  assert config_of(common.base, **cost(rate=0.0, gain=0.0, initial=0.5)).constraints.on
 
 
 def test_two_signals_of_one_name_are_refused():
@@ -482,9 +454,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path):
   rows = rows_of(whole, "rl")
   multipliers = [row["constraint/length/multiplier"] for row in rows[1:]]
   assert multipliers[0] == 0.3 and len(set(multipliers)) > 2
-  assert {"eval/constraint/length", "eval/constraint/text", "eval/constraint/extra"} <= rows[
-    -1
-  ].keys()
+  assert {f"eval/constraint/{name}" for name in ("length", "text", "extra")} <= rows[-1].keys()
   assert rows[-1]["eval/constraint/length"] == rows[-1]["eval/response_length/mean"]
   assert rows[-1]["eval/constraint/extra"] == rows[-1]["eval/accuracy"]
   dump = (whole / "rollouts" / "rl_000006.jsonl").read_text().splitlines()
@@ -497,4 +467,4 @@ def test_the_configuration_is_what_it_says():
   config = config_of(tiny_constrained.get_config)
   assert list(config.constraints.signals) == ["length"]
   assert config.constraints.costs["length"].limit == 5.5
-  assert not config_of(tiny_constrained.get_config, **{f"{COST}bound": ""}).constraints.on
+  assert not config_of(tiny_constrained.get_config, **cost(bound="")).constraints.on
