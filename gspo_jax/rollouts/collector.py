@@ -47,11 +47,14 @@ class Collected:
   rollout: Rollout  # of these groups
   step: int  # the iteration that trains on them
   version: int  # of the weights that sampled last; tokens of groups put aside may have older ones
-  reward_PG: np.ndarray
   advantage_PG: np.ndarray
   advantage_BL: np.ndarray | None  # of each token, where turns or lines have rewards of their own
   usage: Usage  # what this iteration has sampled, for whichever groups
   metrics: dict[str, float]
+
+  @property
+  def reward_PG(self) -> np.ndarray:
+    return np.stack([group.reward_G for group in self.groups])
 
   @property
   def known_B(self) -> np.ndarray:
@@ -140,21 +143,12 @@ class Collector:
     groups = self._in_minibatches(on_record, chosen)
     rollout = self.rollout(groups)
     judged = advantages.Judged(c, groups, rollout, self._constraints, self._breaks_V)
-    of_responses_PG, of_tokens_BL, of_advantages = advantages.make(judged)
+    advantage_PG, advantage_BL, of_advantages = advantages.make(judged)
     if sampled:
       row |= metrics.rollout_metrics(sampled, outcomes) | usage.metrics()
     row |= self._metrics(on_record, sampled, chosen, rounds) | of_advantages
-    return Collected(
-      groups,
-      rollout,
-      step,
-      self._version,
-      judged.reward_PG,
-      of_responses_PG,
-      of_tokens_BL,
-      usage,
-      row,
-    )
+    version = self._version
+    return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
 
   def _on_record(self) -> list[Group]:
     """The next groups that come from files."""

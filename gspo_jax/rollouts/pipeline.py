@@ -40,7 +40,7 @@ from gspo_jax.settings.run import RLConfig
 from gspo_jax.system import files, hosts, preemption
 
 POLL_S = 0.1  # seconds between two looks at notices and servers while the trainer waits for a batch
-ARRAYS = "reward_PG", "advantage_PG", "advantage_BL"
+ARRAYS = "advantage_PG", "advantage_BL"
 
 
 class Ahead(NamedTuple):
