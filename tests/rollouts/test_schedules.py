@@ -256,9 +256,17 @@ def lines(ids, **more):
   return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def source_of(path, on_error="raise", **changes):
-  c = settings(data__train=str(path), data__on_error=on_error, data__max_prompt_tokens=8, **changes)
-  return growing.load(c.data, ByteTokenizer(), "train")
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "rows.jsonl"
+
+
+def source_of(path, on_error="raise", journal=None):
+  c = settings(data__train=str(path), data__on_error=on_error, data__max_prompt_tokens=8)
+  source = growing.load(c.data, ByteTokenizer(), "train")
+  if journal:
+    source.keep(journal)
+  return source
 
 
 def append(path, text):
@@ -270,8 +278,7 @@ def ids(prompts):
   return [prompt.id for prompt in prompts]
 
 
-def test_only_whole_lines_and_only_new_ones_are_read(tmp_path, monkeypatch):
-  path = tmp_path / "rows.jsonl"
+def test_only_whole_lines_and_only_new_ones_are_read(path):
   path.write_text(lines(range(3)) + '{"id": "r3", "quest')
   source = source_of(path)
   assert ids(source) == ["r0", "r1", "r2"]
@@ -305,8 +312,7 @@ def test_files_that_match_a_pattern_later_are_read_too(tmp_path):
   assert again.look() == source.look() == 1
 
 
-def test_rows_without_an_id_have_their_line(tmp_path):
-  path = tmp_path / "rows.jsonl"
+def test_rows_without_an_id_have_their_line(path):
   row = '{"question": "1+1=", "answer": "2"}\n'
   path.write_text(row + "\n" + row)
   source = source_of(path)
@@ -315,8 +321,7 @@ def test_rows_without_an_id_have_their_line(tmp_path):
   assert ids(source) == ["rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4"]
 
 
-def test_new_rows_are_checked_like_the_first_ones(tmp_path):
-  path = tmp_path / "rows.jsonl"
+def test_new_rows_are_checked_like_the_first_ones(path):
   path.write_text(lines(range(3)))
   source, lenient = source_of(path), source_of(path, on_error="skip")
   append(path, lines([3]) + "[1]\n" + lines([0]) + lines([4]))
@@ -327,11 +332,9 @@ def test_new_rows_are_checked_like_the_first_ones(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["edited", "cut", "gone"])
-def test_files_that_have_changed_are_an_error_that_names_them(what, tmp_path):
-  path = tmp_path / "rows.jsonl"
+def test_files_that_have_changed_are_an_error_that_names_them(what, path, tmp_path):
   path.write_text(lines(range(30)))
-  source = source_of(path)
-  source.keep(tmp_path / "journal")
+  source = source_of(path, journal=tmp_path / "journal")
   if what == "edited":
     path.write_text(lines(range(29)) + lines([77]) + lines([30]))
   elif what == "cut":
@@ -353,22 +356,19 @@ def test_one_of_several_files_that_is_gone_is_missed(tmp_path):
     source.look()
 
 
-def test_an_edit_long_ago_is_seen_when_a_run_goes_on(tmp_path):
-  path = tmp_path / "rows.jsonl"
+def test_an_edit_long_ago_is_seen_when_a_run_goes_on(path, tmp_path):
   path.write_text(lines(range(500)))
-  source_of(path).keep(tmp_path / "journal")
+  source_of(path, journal=tmp_path / "journal")
   path.write_text(lines([700]) + lines(range(1, 500)))
   with pytest.raises(DataError, match=r"rows\.jsonl is not what it was"):
-    source_of(path).keep(tmp_path / "journal")
+    source_of(path, journal=tmp_path / "journal")
 
 
-def test_a_pass_has_every_row_once_and_new_ones_come_up_in_it(tmp_path):
-  path = tmp_path / "rows.jsonl"
+def test_a_pass_has_every_row_once_and_new_ones_come_up_in_it(path, tmp_path):
   path.write_text(lines(range(20)))
 
   def opened(seed=3):
-    source = source_of(path)
-    source.keep(tmp_path / "journal")
+    source = source_of(path, journal=tmp_path / "journal")
     return source, Batches(source, 1, seed=seed)
 
   source, passes = opened()
@@ -404,14 +404,11 @@ def test_a_pass_has_every_row_once_and_new_ones_come_up_in_it(tmp_path):
 GROWS = dict(schedule__refresh_every=2, data__max_prompt_tokens=8)
 
 
-def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(tmp_path):
-  path = tmp_path / "rows.jsonl"
+def test_an_iteration_that_is_repeated_has_the_rows_that_it_had(path, tmp_path):
   path.write_text(lines(range(6)))
 
   def fresh():
-    source = source_of(path)
-    source.keep(tmp_path / growing.JOURNAL)
-    return collector(source, **GROWS)
+    return collector(source_of(path, journal=tmp_path / growing.JOURNAL), **GROWS)
 
   first = fresh()
   out, _ = iterate(2, first)
@@ -438,10 +435,10 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
   for first, name in (10, "a"), (30, "b"):
     (tmp_path / f"{name}.jsonl").write_text(lines(range(first, first + 3)))
 
+  journal = workdir / growing.JOURNAL
+
   def begun():
-    source = source_of(tmp_path / "*.jsonl")
-    source.keep(workdir / growing.JOURNAL)
-    return collector(source, **GROWS)
+    return collector(source_of(tmp_path / "*.jsonl", journal=journal), **GROWS)
 
   first = begun()
   out, _ = iterate(2, first)
@@ -453,9 +450,8 @@ def test_a_run_that_begins_again_begins_with_the_rows_that_it_had(tmp_path):
   assert [one.metrics["data/rows"] for one in repeated] == [6, 6, 9, 9, 15]
   for one, same in zip(repeated, out):
     assert [g.prompt.id for g in one.groups] == [g.prompt.id for g in same.groups]
-  other = source_of(tmp_path / "b.jsonl")  # what another source of the same run had is not its own
-  other.keep(workdir / growing.JOURNAL)
-  assert len(other) == 6
+  # What another source of the same run had is not its own.
+  assert len(source_of(tmp_path / "b.jsonl", journal=journal)) == 6
 
 
 def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_path):
@@ -471,13 +467,10 @@ def test_a_damaged_journal_is_named_and_so_is_one_that_cannot_be_written(tmp_pat
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, tmp_path):
+def test_rows_of_a_repeated_iteration_that_have_changed_are_an_error(step, path, tmp_path):
   """Else a line that the old end is in the middle of would be lost."""
-  path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(3)))
-  source = source_of(path)
-  source.keep(tmp_path / growing.JOURNAL)
-  made = collector(source, **GROWS)
+  made = collector(source_of(path, journal=tmp_path / growing.JOURNAL), **GROWS)
   iterate(2, made)
   state = made[0].position()()
   append(path, lines(range(3, 6)))
@@ -505,8 +498,7 @@ def test_another_source_begins_a_pass_of_its_own(tmp_path, caplog):
   assert sorted(ids(new.take(4))) == [f"r{i}" for i in range(10, 14)] and sources[1].look() == 0
 
 
-def test_held_out_problems_among_new_rows_are_counted(tmp_path, caplog):
-  path = tmp_path / "rows.jsonl"
+def test_held_out_problems_among_new_rows_are_counted(path, caplog):
   path.write_text(lines(range(4)))
   source = source_of(path)
   held_out = source_of(path)
@@ -521,9 +513,8 @@ def test_held_out_problems_among_new_rows_are_counted(tmp_path, caplog):
   assert out.metrics["data/shared_prompts"] == 1 and "held-out" in caplog.text
 
 
-def test_a_run_may_begin_or_end_to_grow(tmp_path):
+def test_a_run_may_begin_or_end_to_grow(path):
   """With resume=force: the position means nothing, and a new pass starts."""
-  path = tmp_path / "rows.jsonl"
   path.write_text(lines(range(6)))
   plain = dict(source=Prompts(source_of(path)._rows), data__max_prompt_tokens=8)
   grows = [dict(source=source_of(path), **GROWS) for _ in range(2)]
