@@ -63,22 +63,23 @@ class Evaluator:
       step: names the files of results.
     """
     c, row, records = self.config, {}, []
-    log = Unfinished(self.directory, key)
-    passes = [(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
-    passes += [(b, "greedy", 1, 0.0) for b in self.benchmarks if c.greedy]
-    total, active = sum(len(b.problems) for b, *_ in passes), hosts.is_first()
-    with Progress("eval", total, delay=5.0, active=active) as progress:
-      results = [self._pass(engine, *args, log, progress) for args in passes]
-    for benchmark, sampled in zip(self.benchmarks, results):
-      row |= {benchmark.prefix + name: x for name, x in summary(benchmark, sampled).items()}
-      for stage in ("sample", "score"):
-        row[f"time/{benchmark.prefix}{stage}"] = sampled["seconds"][stage]
+    log, of_greedy = Unfinished(self.directory, key), self.benchmarks if c.greedy else ()
+    total = sum(len(b.problems) for b in [*self.benchmarks, *of_greedy])
+    with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
+      results = [
+        self._pass(engine, b, "samples", b.config.samples, c.temperature, log, progress)
+        for b in self.benchmarks
+      ]
+      greedy = [self._pass(engine, b, "greedy", 1, 0.0, log, progress) for b in of_greedy]
+    for b, sampled in zip(self.benchmarks, results):
+      row |= {b.prefix + name: value for name, value in summary(b, sampled).items()}
+      row |= {f"time/{b.prefix}{stage}": x for stage, x in sampled["seconds"].items()}
       records += sampled["records"]
-    for benchmark, greedy in zip(self.benchmarks, results[len(self.benchmarks) :]):
-      row[f"{benchmark.prefix}greedy"] = float(right_answers(benchmark, greedy).mean())
+    for b, sampled in zip(of_greedy, greedy):
+      row[f"{b.prefix}greedy"] = float(right_answers(b, sampled).mean())
     self._write_problems(results, step)
-    unknown = sum("unknown" in record for sampled in results for record in sampled["records"])
-    if unknown and active:
+    unknown = sum("unknown" in record for x in [*results, *greedy] for record in x["records"])
+    if unknown and hosts.is_first():
       logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
     return row, records
 

@@ -140,8 +140,9 @@ class Pipeline:
       return
     for job in self._jobs:
       self._wait(job)
+    weights, version = self._published
     with self._on_its_mesh():
-      self._load(*self._published)
+      self._load(weights, version)
       yield self._engine
 
   def position(self) -> Callable[[], dict[str, Any]]:
@@ -175,9 +176,10 @@ class Pipeline:
       self._begun += 1
 
   def _begin(self, step: int) -> concurrent.futures.Future:
+    weights, version = self._published
     if self._worker is not None:
-      return self._worker.submit(self._elsewhere, step, *self._published)
-    return _done(self._collect(step, self._published[1], self._stages))
+      return self._worker.submit(self._elsewhere, step, weights, version)
+    return _done(self._collect(step, version, self._stages))
 
   def _collect(self, step: int, version: int, stages: Stages) -> Ahead:
     collected = self._collector.collect(step, stages, version)
