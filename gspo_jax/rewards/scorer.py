@@ -193,8 +193,9 @@ def _score(
       reward_U[-1] += addition
       reward_U *= there
   elif config.false_positive or config.false_negative:
-    noise = config.false_positive, config.false_negative, config.noise_seed
-    flips = shaping.flipped(correct > 0, responses, answers, *noise) & scores.known
+    wrong, right = config.false_positive, config.false_negative
+    flips = shaping.flipped(correct > 0, responses, answers, wrong, right, config.noise_seed)
+    flips &= scores.known
     reward = np.where(flips, 1 - correct, reward).astype(np.float32)
     outcomes["false_positive"] = int((flips & (correct == 0)).sum())
     outcomes["false_negative"] = int((flips & (correct == 1)).sum())
