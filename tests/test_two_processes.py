@@ -113,9 +113,9 @@ def start_two_processes(start, devices, **more):
   ]  # fmt: skip
 
 
-def on_two_processes(start, devices, timeout=240, **more):
+def on_two_processes(start, devices, timeout=240):
   """Runs `start(process)` twice at once, connected; returns both outputs."""
-  processes = start_two_processes(start, devices, **more)
+  processes = start_two_processes(start, devices)
   try:
     outputs = [p.communicate(timeout=timeout)[0] for p in processes]
   finally:

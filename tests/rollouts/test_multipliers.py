@@ -338,15 +338,6 @@ def test_a_dump_has_the_signals_of_what_there_is_a_verdict_on():
   ]  # fmt: skip
 
 
-def test_a_position_does_not_follow_what_comes_later():
-  _, made = iterate(2, **LIMITED)
-  state = made[0].position()
-  before = json.dumps(state()["multipliers"])
-  iterate(1, made, first=3)
-  assert json.dumps(state()["multipliers"]) == before
-  assert json.dumps(made[0].position()()["multipliers"]) != before
-
-
 def test_another_cost_begins_anew_and_others_go_on():
   config = section(costs=dict(a=LENGTH | dict(initial=0.5), b=LENGTH | dict(initial=0.25)))
   made = Constraints(config)

@@ -4,14 +4,12 @@ import dataclasses
 import functools
 import json
 import logging
-import sys
 
 import jax
 import numpy as np
 import pytest
 from support import rollouts
 from support.command_line import (
-  ROOT,
   SMALL,
   killed_and_whole,
   modules_in,
@@ -32,7 +30,6 @@ from support.rollouts import (
   settings,
 )
 from support.small_updates import learner, score_pass
-from test_two_processes import on_two_processes
 
 from configs import tiny_schedules
 from gspo_jax import inputs
@@ -520,7 +517,8 @@ def test_a_run_may_begin_or_end_to_grow(path):
   grows = [dict(source=source_of(path), **GROWS) for _ in range(2)]
   for before, after in ((plain, grows[0]), (grows[1], plain)):
     _, (made, _) = iterate(1, **before)
-    assert len(iterate(2, rollouts.went_on(made, extra_prompts=0, **after), first=2)[0]) == 2
+    again = rollouts.went_on(made.position(), extra_prompts=0, **after)
+    assert len(iterate(2, again, first=2)[0]) == 2
 
 
 REFUSED_SOURCE = r"reads one \.jsonl file, or a pattern of them"
@@ -540,44 +538,6 @@ def test_what_nobody_can_append_to_is_refused_by_name(name, tmp_path):
   (tmp_path / "empty.jsonl").write_text('{"id": "r')
   with pytest.raises(DataError, match=rf"data\.train.*{UNREADABLE[name]}"):
     source_of(name.format(tmp_path))
-
-
-HOST = """
-import os, sys, pathlib
-os.chdir(sys.argv[1])
-import jax
-jax.distributed.initialize(
-  os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"])
-)
-from rollouts.test_schedules import Batches, append, ids, lines, source_of
-from gspo_jax.settings.data import DataError
-first, path = jax.process_index() == 0, pathlib.Path("rows.jsonl")
-path.write_text(lines(range(5 if first else 7)) + "{")  # the other one looks later
-source = source_of(path)
-passes = Batches(source, 1, seed=1)
-assert len(source) == 5, len(source)
-path.write_text(lines(range(9 if first else 12)))
-assert source.look() == 4
-print(ids(passes.take(12)))
-if first:
-  path.write_text(lines(range(3)))
-try:
-  source.look()
-except DataError as error:
-  print(error)
-"""
-
-
-def test_two_hosts_know_the_same_rows_and_fail_alike(tmp_path):
-  """What the first one sees counts, whatever is on file elsewhere by then."""
-  folders = [tmp_path / str(i) for i in range(2)]
-  for folder in folders:
-    folder.mkdir()
-  outputs = on_two_processes(
-    lambda i: [sys.executable, "-c", HOST, str(folders[i])], devices=1, **modules_in(ROOT / "tests")
-  )
-  said = ["\n".join(output.strip().splitlines()[-2:]) for output in outputs]
-  assert said[0] == said[1] and "rows.jsonl is not what it was" in said[0]
 
 
 # Configurations.

@@ -28,6 +28,7 @@ from test_two_processes import on_two_processes
 from configs import tiny_tools
 from gspo_jax import rewards
 from gspo_jax.data import tokenizer
+from gspo_jax.data.sources import Batches
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.rollouts import judging
@@ -35,6 +36,7 @@ from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs import checkpoint, provenance
 from gspo_jax.sampling import Driver, Trajectory
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.settings.data import DataError
 from gspo_jax.settings.evaluation import BenchmarkConfig
 from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts, lock
@@ -56,6 +58,7 @@ def test_two_hosts(tmp_path):
   assert first["kept"] == [1, 3]  # 1 is the best by the first host, 2 would be by the second
   assert first["whole"] == 1
   assert first["refused"] == ["another run is in"] * 2
+  assert first["rows"] == [5, 4] and len(first["drawn"]) == 12 and first["changed"]
   assert first["another"] == "weights: 'DIR' -> 'OTHER')"
   assert first["began_with"] == dict(checkpoint="DIR/checkpoints/rl/2")
 
@@ -184,6 +187,25 @@ def began_with(workdir, process):
   return found
 
 
+def growing(workdir, process):
+  """Rows of a file that the second host sees later each time; what the first one sees counts."""
+  from rollouts.test_schedules import ids, lines, source_of  # has weights: JAX has begun by then
+
+  path = Path(f"{workdir}_{process}") / "rows.jsonl"
+  path.write_text(lines(range(5 + 2 * process)) + "{")
+  source = source_of(path)
+  passes, begun = Batches(source, 1, seed=1), len(source)
+  path.write_text(lines(range(9 + 3 * process)))
+  rows, drawn, changed = [begun, source.look()], ids(passes.take(12)), False
+  if process == 0:
+    path.write_text(lines(range(3)))
+  try:
+    source.look()
+  except DataError as error:
+    changed = "rows.jsonl is not what it was" in str(error)
+  return dict(rows=rows, drawn=drawn, changed=changed)
+
+
 def abstract(x):
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
@@ -210,4 +232,5 @@ if __name__ == "__main__":
     found = verdicts(jax.process_index()) | conversations() | opened(jax.process_index())
     found |= saved(sys.argv[1], jax.process_index()) | refused(sys.argv[1])
     found |= began_with(sys.argv[1], jax.process_index())
+    found |= growing(sys.argv[1], jax.process_index())
   Path(sys.argv[2]).write_text(json.dumps(found | dict(said=said.getvalue())))

@@ -97,10 +97,10 @@ def iterate(steps, made=None, weights=lambda step: PARAMS, first=1, **options):
   return out, (made, engine)
 
 
-def went_on(made, **options):
-  """A collector that goes on from where one stands, as a checkpoint has it."""
+def went_on(position, **options):
+  """A collector that goes on from where one stood, as a checkpoint has it."""
   after = collector(**options)
-  after[0].set_position(json.loads(json.dumps(made.position()())))
+  after[0].set_position(json.loads(json.dumps(position())))
   return after
 
 
@@ -108,9 +108,10 @@ def goes_on(steps, more, made=None, **options):
   """Asserts that a collector which takes over after some iterations collects what the first one
   does then, and returns that."""
   _, made = iterate(steps, made or collector(**options))
-  after = went_on(made[0], **options)
+  position = made[0].position()
   expected, _ = iterate(more, made, first=steps + 1)
-  for collected, same in zip(iterate(more, after, first=steps + 1)[0], expected, strict=True):
+  out, _ = iterate(more, went_on(position, **options), first=steps + 1)
+  for collected, same in zip(out, expected, strict=True):
     assert_same(collected, same)
   return expected
 
