@@ -32,7 +32,9 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
     reward, cost = float(trajectory.rewards.sum(dtype=np.float64)), 0.0
     if config.charge == "all" or trajectory.figures["correct"] > 0:
       calls_U = _calls(trajectory) if config.call_cost else np.zeros(trajectory.turn)
-      ends_U, tokens_U = _turns(trajectory.turns)
+      sampled_X = np.flatnonzero(trajectory.turns >= 0)
+      last_X = np.diff(trajectory.turns[sampled_X], append=-1) != 0
+      ends_U, tokens_U = sampled_X[last_X], np.diff(np.flatnonzero(last_X), prepend=-1)
       rewards = trajectory.rewards.copy()  # of which a copy of the trajectory may know
       rewards[ends_U] -= config.token_cost * tokens_U + config.call_cost * calls_U
       trajectory.columns["rewards"] = rewards
@@ -47,14 +49,6 @@ def teaches(group: Group, config: EnvironmentConfig) -> bool:
   and one may have cost more than another. Where all are wrong, the cheapest way to be wrong is
   nothing to learn."""
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
-
-
-def _turns(turns_X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Where each turn ends, and its sampled tokens."""
-  sampled_X = np.flatnonzero(turns_X >= 0)
-  last_X = np.diff(turns_X[sampled_X], append=-1) != 0
-  ends_U = sampled_X[last_X]
-  return ends_U, np.diff(np.flatnonzero(last_X), prepend=-1)
 
 
 def _calls(trajectory: Trajectory) -> np.ndarray:

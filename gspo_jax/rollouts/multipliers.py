@@ -14,7 +14,6 @@ above its limit. The unit of v, its bounds and the term of `gain` (arXiv:2007.03
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +21,9 @@ import numpy as np
 from gspo_jax import objectives as O
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
+
+# One small program; multipliers are arguments, so that nothing is compiled again.
+_advantages = jax.jit(O.constrained_advantages)
 
 
 @dataclasses.dataclass
@@ -59,7 +61,7 @@ class Constraints:
     weights = [c.reward_weight, *(reward.weight for reward in c.active_rewards.values())]
     costs = {name: cost.sign * stacked(name) for name, cost in c.active_costs.items()}
     prices = [self.multipliers[name].value for name in costs]
-    advantage_PG = _advantages(gains, list(costs.values()), weights, prices, valid_PG)
+    advantage_PG = _advantages(gains, list(costs.values()), weights, prices, valid_PG=valid_PG)
     row = {f"constraint/{name}/reward": _mean(stacked(name), valid_PG) for name in c.active_rewards}
     for name, cost in c.active_costs.items():
       mean, multiplier = _mean(stacked(name), valid_PG), self.multipliers[name]
@@ -97,8 +99,3 @@ def deviation(value_PG: np.ndarray, valid_PG: np.ndarray) -> float:
 
 def _mean(value_PG: np.ndarray, valid_PG: np.ndarray) -> float:
   return float(value_PG[valid_PG].mean(dtype=np.float64)) if valid_PG.any() else 0.0
-
-
-@jax.jit  # one small program; multipliers are arguments, so that nothing is compiled again
-def _advantages(gains: Any, costs: Any, weights: Any, multipliers: Any, valid_PG: Any) -> jax.Array:
-  return O.constrained_advantages(gains, costs, weights, multipliers, valid_PG=valid_PG)
