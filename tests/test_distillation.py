@@ -271,32 +271,21 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
 
 @pytest.mark.long
 def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(other_run, tmp_path):
+  """Also where only the directory of its checkpoints is left."""
   source = tmp_path / "source"
   shutil.copytree(other_run[0], source)
   first, last = (source / "checkpoints" / "rl" / name for name in "12")
   shutil.move(last, tmp_path / "later")
-  config = student(source, rl__iterations=1)
+  config = student(source, rl__iterations=1, checkpoint__directory=str(tmp_path / "kept"))
   trained(config, tmp_path / "run")
   made_with = json.loads((tmp_path / "run" / "config.json").read_text())["provenance"]
   assert made_with["teacher"]["checkpoint"] == str(first)
   shutil.move(tmp_path / "later", last)
   assert teacher.find(config).path == str(last)
   assert teacher.find(config, tmp_path / "run").path == str(first)
-  with open_run(config, tmp_path / "run") as run:
-    assert run.teacher.path == str(first)
-
-
-@pytest.mark.long
-def test_it_does_so_where_only_the_directory_of_its_checkpoints_is_left(other_run, tmp_path):
-  source = tmp_path / "source"
-  shutil.copytree(other_run[0], source)
-  last = source / "checkpoints" / "rl" / "2"
-  shutil.move(last, tmp_path / "later")
-  config = student(source, rl__iterations=1, checkpoint__directory=str(tmp_path / "kept"))
-  trained(config, tmp_path / "run")
-  shutil.move(tmp_path / "later", last)
-  with open_run(config, tmp_path / "another machine") as run:
-    assert run.teacher.path == str(source / "checkpoints" / "rl" / "1")
+  for workdir in ("run", "another machine"):
+    with open_run(config, tmp_path / workdir) as run:
+      assert run.teacher.path == str(first)
 
 
 def test_its_pass_is_counted(directory):

@@ -22,6 +22,7 @@ from support.rollouts import (
   STOP,
   Counting,
   G,
+  alternating,
   collector,
   dumped,
   goes_on,
@@ -47,11 +48,6 @@ class Late(Counting):
   def step(self, response):
     seen, reward, done = super().step(response)
     return seen, reward * (len(self.heard) % 2), done
-
-
-def alternating(step):
-  """Weights of odd and even iterations."""
-  return PARAMS if step % 2 else OTHER
 
 
 CASES = [dict(), dict(extra_prompts=0, token_budget=90), dict(extra_prompts=9, token_budget=120)]

@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 from rollouts.test_partial_rollouts import surplus
 from support.configs import config_of
-from support.rollouts import MOE, OTHER, PARAMS, Counting, assert_same, collector, groups, iterate
+from support.rollouts import (
+  MOE,
+  OTHER,
+  PARAMS,
+  Counting,
+  alternating,
+  assert_same,
+  collector,
+  groups,
+  iterate,
+)
 
 from configs import common
 from gspo_jax import sharding
@@ -31,10 +41,6 @@ from gspo_jax.train import place
 
 LAST = 6
 WHOLE = dict(extra_prompts=0)  # iterations end with all of their responses
-
-
-def weights(version):
-  return PARAMS if version % 2 else OTHER
 
 
 def elsewhere():
@@ -60,13 +66,13 @@ def opened(
 
 
 def train(sampling, first=1, last=LAST):
-  """What the iterations of a run are given, which has `weights` in the place of updates."""
-  sampling.publish(weights(first), first)
+  """Batches of the iterations of a run that has alternating weights in the place of updates."""
+  sampling.publish(alternating(first), first)
   out = []
   for step in range(first, last + 1):
     out.append(sampling.next(step))
     sampling.release()
-    sampling.publish(weights(step + 1), step + 1)
+    sampling.publish(alternating(step + 1), step + 1)
   return out
 
 
@@ -79,7 +85,7 @@ def test_weights_are_as_old_as_the_lag_says(lag, arrangement):
     out = train(sampling)
   for step, one in enumerate(out, 1):
     version = max(1, step - lag)
-    engine.load(weights(version), version)
+    engine.load(alternating(version), version)
     assert_same(one, made.collect(step, Stopwatch(), version))
     assert set(one.rollout.version[one.rollout.mask > 0]) == {version}
 
@@ -219,7 +225,7 @@ def test_without_a_lag_a_checkpoint_is_what_it_was():
   with opened(0, made=(made, engine)) as sampling:
     train(sampling, last=2)
     mine = sampling.position()()
-  _, (same, _) = iterate(2, weights=weights)
+  _, (same, _) = iterate(2, weights=alternating)
   assert mine == same.position()() and "ahead" not in mine
 
 
@@ -294,7 +300,7 @@ def test_a_notice_ends_the_wait_and_what_was_begun_is_saved():
   slow = Slow(engine)
   made._engine = slow
   with preemption.watch(grace_s=60), opened(1, elsewhere, (made, slow)) as sampling:
-    sampling.publish(weights(1), 1)
+    sampling.publish(alternating(1), 1)
     position = sampling.position()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(preemption.Preempted):
@@ -331,10 +337,10 @@ def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
   away = Away(engine)
   made._engine = away
   with preemption.watch(grace_s=600), opened(1, made=(made, away)) as sampling:
-    sampling.publish(weights(1), 1)
+    sampling.publish(alternating(1), 1)
     sampling._jobs.append(sampling._begin(1))
     os.kill(os.getpid(), signal.SIGTERM)
-    sampling.publish(weights(2), 2)
+    sampling.publish(alternating(2), 2)
     state = sampling.position()()
     with pytest.raises(preemption.Preempted):
       preemption.check()
@@ -346,7 +352,7 @@ def test_nothing_goes_on_after_the_end():
   slow = Slow(engine)
   made._engine = slow
   with pytest.raises(KeyboardInterrupt), opened(2, elsewhere, (made, slow)) as sampling:
-    sampling.publish(weights(1), 1)
+    sampling.publish(alternating(1), 1)
     sampling._jobs.append(sampling._begin(1))
     sampling._jobs.append(sampling._begin(2))
     while not slow.steps:

@@ -87,6 +87,11 @@ def collector(
   return made, engine
 
 
+def alternating(step):
+  """Weights of odd and even iterations."""
+  return PARAMS if step % 2 else OTHER
+
+
 def iterate(steps, made=None, weights=lambda step: PARAMS, first=1, **options):
   """What each iteration collects, and the collector with its engine."""
   made, engine = made or collector(**options)
