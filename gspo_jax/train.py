@@ -161,17 +161,20 @@ def updated(
   collected: Collected,
 ) -> tuple[TrainState, dict[str, Any], float]:
   """The state after the updates of an iteration, its row of metrics, and their seconds."""
-  c, begun, metrics = run.config, time.perf_counter(), []
+  c, rollout, begun, metrics = run.config, collected.rollout, time.perf_counter(), []
   for minibatch in taken:
     state, metric = programs.update(state, minibatch)
     metrics.append(metric)
   # The devices are busy; what the host has to do comes now.
   rate = optimizer.last_rate(programs.rates, state.step, c.critic.warmup * c.rl.updates)
   row = dict(step=collected.step, learning_rate=rate)
-  row |= collected.metrics | rewards_by_length(run, collected) | memory()
+  row |= collected.metrics | memory()
+  trained_B = rollout.lengths * (rollout.stopped | (not c.rl.mask_truncated))
+  rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
+  row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
   if c.rl.lag:
-    row |= lag_metrics(collected.rollout, collected.step)
+    row |= lag_metrics(rollout, collected.step)
   jax.block_until_ready(state)
   return state, row, time.perf_counter() - begun
 
@@ -262,13 +265,6 @@ def check_best(best: str, row: dict[str, Any], evaluated: bool) -> None:
     near = difflib.get_close_matches(best, row, n=1)
     hint = f"; did you mean {near[0]}?" if near else ": metrics.jsonl has those that there are"
     raise ValueError(f"checkpoint.best={best!r} is no metric{hint}")
-
-
-def rewards_by_length(run: Run, collected: Collected) -> dict[str, float]:
-  """Rewards of the responses that are trained on, by their length."""
-  longest, rollout = run.config.sampling.max_new_tokens, collected.rollout
-  length_B = rollout.lengths * (rollout.stopped | (not run.config.rl.mask_truncated))
-  return reward_metrics(collected.reward_PG.reshape(-1), collected.known_B, length_B, longest)
 
 
 def position(sampling: Pipeline, total: Totals) -> Callable[[], dict[str, Any]]:

@@ -27,13 +27,12 @@ class PromptFilter:
     self._tried: dict[str, list[int]] = {}
     self._dropped: dict[str, int] = {}  # id: iteration
 
-  def readmit(self, step: int) -> int:
-    """Brings back, with a clean slate, what has been out long enough; returns how many."""
+  def readmit(self, step: int) -> None:
+    """Brings back, with a clean slate, what has been out long enough."""
     after = self.config.readmit_after
-    due = [name for name, when in self._dropped.items() if after and step - when >= after]
-    for name in due:
-      del self._dropped[name], self._tried[name]
-    return len(due)
+    for name, when in [*self._dropped.items()] if after else ():
+      if step - when >= after:
+        del self._dropped[name], self._tried[name]
 
   def wants(self, prompt: Prompt) -> bool:
     return prompt.id not in self._dropped
