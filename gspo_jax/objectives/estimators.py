@@ -16,34 +16,23 @@ from gspo_jax.objectives.checks import Number
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-  """A declared estimator.
+  """What a declared estimator is made of, and what it goes with."""
 
-  name         in a configuration
-  of_group     rewards [P, G], valid_PG and the `options`, by name -> advantages [P, G]; None: they
-               are made of more than a group's rewards
-  options      of a loss, that `of_group` takes
-  group        whether a response is judged by others to the same prompt: it needs two of them
-  relative     whether all members of a group of equal rewards get 0
-  needs        what makes it possible: a "critic", a "teacher", "signals" (several rewards, costs),
-               "turns" or "lines" with rewards of their own
-  beside       which of these there may be besides
-  kinds        estimators of a group's rewards that it takes the place of; (): of all
-  by_token     whether advantages differ between the tokens of a response
-  by_response  whether a response has one too, for losses that take no others
-  of_rewards   whether advantages that a group's rewards give are in it
-  """
-
-  name: str
+  name: str  # in a configuration
+  # Rewards [P, G], valid_PG and the `options`, by name -> advantages [P, G]; None: they are made of
+  # more than a group's rewards.
   of_group: Callable[..., Array] | None = None
-  options: tuple[str, ...] = ()
-  group: bool = False
-  relative: bool = False
+  options: tuple[str, ...] = ()  # of a loss, that `of_group` takes
+  group: bool = False  # a response is judged by others to the same prompt: it needs two of them
+  relative: bool = False  # all members of a group of equal rewards get 0
+  # What makes it possible: a "critic", a "teacher", "signals" (several rewards, costs), "turns" or
+  # "lines" with rewards of their own; and which of these there may be besides.
   needs: frozenset[str] = frozenset()
   beside: frozenset[str] = frozenset()
-  kinds: tuple[str, ...] = ()
-  by_token: bool = False
-  by_response: bool = True
-  of_rewards: bool = True
+  kinds: tuple[str, ...] = ()  # estimators of a group's rewards whose place it takes; (): of all
+  by_token: bool = False  # advantages differ between the tokens of a response
+  by_response: bool = True  # a response has one too, for losses that take no others
+  of_rewards: bool = True  # advantages that a group's rewards give are in it
 
 
 def _soft(

@@ -208,7 +208,7 @@ def test_programs_by_config():
     (dict(name="maths"), "reward.name='maths'.*package.module:function"),
     (dict(name="a.b:c.d"), "reward.name"),
     (dict(format="xml"), "reward.format='xml'"),
-    (dict(format_weight=1.0), "reward.format_weight needs"),
+    (dict(format_weight=1.0), "reward.format_weight=1.0 needs"),
     (dict(false_positive=1.5), "reward.false_positive=1.5"),
     (dict(false_negative=-0.1), "reward.false_negative=-0.1"),
     (dict(overlong_weight=1.0), "reward.overlong_buffer=0"),
