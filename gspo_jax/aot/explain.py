@@ -15,7 +15,7 @@ def lines(costs: Costs, number: int, scale: float = 1.0) -> Iterator[str]:
   """
   groups: dict[str, list[Item]] = defaultdict(list)
   for item in costs.items:
-    groups[item.source or "inserted by the compiler"].append(item)
+    groups[item.instruction.source or "inserted by the compiler"].append(item)
 
   def total(items: list[Item]) -> float:
     return sum(item.bytes * item.times for item in items) * scale

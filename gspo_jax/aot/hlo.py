@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 _BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s64=8, u64=8, f64=8, s4=0.5, u4=0.5)
@@ -30,19 +31,25 @@ class Array:
     return 0.0 if self.space else self.bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
   name: str
   op: str
   operands: tuple[str, ...]
   shape: str
-  rest: str  # what follows the operation: operands and attributes
+  attributes: str  # what follows the operation: operands and attributes
   root: bool
+  siblings: Mapping[str, "Instruction"] = dataclasses.field(repr=False)  # of its computation
+  module: "Module" = dataclasses.field(repr=False)
 
   @functools.cached_property
   def arrays(self) -> tuple[Array, ...]:
     """Its result: several, if it is a tuple."""
     return arrays(self.shape)
+
+  @property
+  def bytes(self) -> float:
+    return sum(array.bytes for array in self.arrays)
 
   @property
   def hbm(self) -> float:
@@ -53,34 +60,62 @@ class Instruction:
   def elements(self) -> int:
     return sum(array.elements for array in self.arrays)
 
+  @functools.cached_property
+  def inputs(self) -> list["Instruction"]:
+    """The instructions that its operands name."""
+    return [self.siblings[name] for name in self.operands if name in self.siblings]
+
   def called(self, *keys: str) -> str:
     """The computation that one of these attributes names; "" if there is none."""
     for key in keys:
-      if found := re.search(rf"\b{key}=%?([\w.\-]+)", self.rest):
-        return found[1]
+      if match := re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes):
+        return match[1]
     return ""
 
-  def branches(self) -> list[str]:
-    """Computations of a conditional, that for "false" first."""
-    listed = re.search(r"branch_computations=\{(.*?)\}", self.rest)
-    if listed:
-      return re.findall(r"%([\w.\-]+)", listed[1])
-    return [self.called("false_computation"), self.called("true_computation")]
+  def body(self, *keys: str) -> list["Instruction"]:
+    """The instructions of that computation."""
+    return [*self.module.computations.get(self.called(*keys), {}).values()]
+
+  def branch(self) -> list["Instruction"]:
+    """What a conditional does for "false"."""
+    listed = re.search(r"branch_computations=\{%([\w.\-]+)", self.attributes)
+    name = listed[1] if listed else self.called("false_computation")
+    return [*self.module.computations[name].values()]
 
   @property
   def path(self) -> str:
     """What JAX calls it: names of functions, transforms and scopes, outermost first."""
-    found = re.search(r'op_name="([^"]*)"', self.rest)
-    return found[1] if found else ""
+    match = re.search(r'op_name="([^"]*)"', self.attributes)
+    return match[1] if match else ""
 
   @property
   def kernel(self) -> bool:
     """Whether it is a Pallas kernel of a TPU."""
-    return self.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.rest
+    return self.op == "custom-call" and 'custom_call_target="tpu_custom_call"' in self.attributes
+
+  @property
+  def source(self) -> str:
+    """FILE:LINE that it comes from: the innermost call of this package, but for `sharding`, whose
+    helpers are called from everywhere; or of what there is; or ""."""
+    first, stack_frame = "", re.search(r"stack_frame_id=(\d+)", self.attributes)
+    frame = int(stack_frame[1]) if stack_frame else 0  # they are numbered from 1
+    while frame in self.module.frames:
+      file, line, frame = self.module.frames[frame]
+      first = first or f"{_short(file)}:{line}"
+      if file.startswith(_PACKAGE) and not file.endswith("/sharding.py"):
+        return f"{_short(file)}:{line}"
+    return first
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  computations: dict[str, dict[str, Instruction]]
+  entry: str
+  frames: dict[int, tuple[str, int, int]]  # file, line, frame that called
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-  return tuple(_array(*found) for found in _SHAPE.findall(shape))
+  return tuple(_array(*match) for match in _SHAPE.findall(shape))
 
 
 def _array(dtype: str, dims: str, layout: str) -> Array:
@@ -92,33 +127,9 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
   lying = [sizes[int(i)] for i in reversed(order.split(",")) if i] if order else list(sizes)
   if tile and lying:
     sides = [int(n) for n in tile[1].split(",")][-len(lying) :]
-    rest = lying[: -len(sides)]
-    lying = rest + [-(-n // side) * side for n, side in zip(lying[-len(sides) :], sides)]
+    tiled = zip(lying[-len(sides) :], sides)
+    lying = lying[: -len(sides)] + [-(-n // side) * side for n, side in tiled]
   return Array(tuple(sizes), math.prod(lying) * each, int(space[1]) if space else 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Module:
-  computations: dict[str, list[Instruction]]
-  entry: str
-  frames: dict[int, tuple[str, int, int]]  # file, line, frame that called
-
-  @functools.cached_property
-  def by_name(self) -> dict[str, dict[str, Instruction]]:
-    """Instructions of each computation."""
-    return {name: {each.name: each for each in body} for name, body in self.computations.items()}
-
-  def source(self, instruction: Instruction) -> str:
-    """FILE:LINE that it comes from: the innermost call of this package, but for `sharding`, whose
-    helpers are called from everywhere; or of what there is; or ""."""
-    first, stack_frame = "", re.search(r"stack_frame_id=(\d+)", instruction.rest)
-    frame = int(stack_frame[1]) if stack_frame else 0  # they are numbered from 1
-    while frame in self.frames:
-      file, line, frame = self.frames[frame]
-      first = first or f"{_short(file)}:{line}"
-      if file.startswith(_PACKAGE) and not file.endswith("/sharding.py"):
-        return f"{_short(file)}:{line}"
-    return first
 
 
 def parse(text: str) -> Module:
@@ -136,14 +147,16 @@ def parse(text: str) -> Module:
       lines.append(line.strip())
     elif lines:
       lines[-1] += line
-  bodies = {name: [_instruction(line) for line in lines] for name, lines in computations.items()}
-  return Module(bodies, entry, _frames(text))
-
-
-def _instruction(line: str) -> Instruction:
-  root, name, shape, op, rest = _INSTRUCTION.match(line).groups()
-  operands = tuple(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
-  return Instruction(name, op, operands, shape, rest, bool(root))
+  module = Module({}, entry, _frames(text))
+  for name, lines in computations.items():
+    siblings = module.computations[name] = {}
+    for line in lines:
+      root, label, shape, op, attributes = _INSTRUCTION.match(line).groups()
+      operands = tuple(re.findall(r"%([\w.\-]+)", attributes.split("), ")[0]))
+      siblings[label] = Instruction(
+        label, op, operands, shape, attributes, bool(root), siblings, module
+      )
+  return module
 
 
 def _frames(text: str) -> dict[int, tuple[str, int, int]]:

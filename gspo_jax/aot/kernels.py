@@ -6,27 +6,25 @@ they meet. Known here is that of JAX which states nothing.
 
 import math
 import re
-from collections.abc import Sequence
 
 from gspo_jax.aot.hlo import Instruction
 
 
-def hbm_bytes(instruction: Instruction, operands: Sequence[Instruction]) -> float:
+def hbm_bytes(instruction: Instruction) -> float:
   """What the caller states, what is known of the kernel, what it states, or each operand and result
   once; as `hlo_costs` says."""
   if stated := re.findall(r"hbm_bytes=(\d+)", instruction.path):
     return float(stated[-1])
-  if known := _splash(instruction, operands):
+  if known := _splash(instruction):
     return known
-  near = sum(
-    a.bytes for x in (instruction, *operands) for a in x.arrays if a.space
-  )  # not through HBM
-  if stated := re.search(r'"bytes_accessed":"?(\d+)', instruction.rest):
+  arrays = (instruction, *instruction.inputs)
+  if stated := re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes):
+    near = sum(x.bytes - x.hbm for x in arrays)  # not through HBM
     return max(float(stated[1]) - near, 0.0)
-  return instruction.hbm + sum(x.hbm for x in operands)
+  return sum(x.hbm for x in arrays)
 
 
-def _splash(instruction: Instruction, operands: Sequence[Instruction]) -> float | None:
+def _splash(instruction: Instruction) -> float | None:
   """JAX's splash attention with segments, causal.
 
   Grids, outermost first: query heads, blocks of queries, blocks of keys; of the gradients of keys
@@ -38,14 +36,14 @@ def _splash(instruction: Instruction, operands: Sequence[Instruction]) -> float 
   if not named:
     return None
   phase = named[1]
-  sides = dict(re.findall(r"(block_q\w*|block_kv\w*)\W+(\d+)", instruction.rest))
+  sides = dict(re.findall(r"(block_q\w*|block_kv\w*)\W+(\d+)", instruction.attributes))
   suffix = "" if phase == "fwd" else f"_{phase}"
   try:
     block_q, block_kv = (int(sides[f"block_{x}{suffix}"]) for x in ("q", "kv"))
   except KeyError:
     return None
-  scalars = [x for x in operands if x.shape.startswith("s8[")]
-  arrays = [x for x in operands if not x.shape.startswith("s8[")]
+  scalars = [x for x in instruction.inputs if x.shape.startswith("s8[")]
+  arrays = [x for x in instruction.inputs if not x.shape.startswith("s8[")]
   (N, T, _), (K, S, _) = (x.arrays[0].dims[-3:] for x in arrays[:2])
   # Blocks of a row or column of the mask, at most: of a window fewer than there are.
   most = scalars[0].arrays[0].dims[-2 if phase == "dkv" else -1] if scalars else math.inf
