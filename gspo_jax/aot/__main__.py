@@ -23,7 +23,7 @@ import jax
 from absl import app, flags, logging
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips, explain, iteration, needed
+from gspo_jax.aot import chips, estimate, explain, iteration
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
 from gspo_jax.aot.search import find, sampling, updates
@@ -147,7 +147,7 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
       compiled = examine(program, topology, case.config.compute.remat)
       row = dict(program=name) | compiled.row
       if "bound_s" in row:
-        least = needed.of(name, case, mesh) * mesh.size / chips.parse(topology)[1]
+        least = estimate.needed(name, case, mesh) * mesh.size / chips.parse(topology)[1]
         row |= dict(needed_bytes=least, moved_over_needed=row["hbm_bytes"] / least)
       print_row(row, header=not rows)
       for line in explain.lines(compiled.costs, _EXPLAIN.value, 1 / program.turns):

@@ -1,4 +1,21 @@
-"""What an update needs at least, by arithmetic: it tells a search what not to compile."""
+"""What programs need at least, by arithmetic: a bound that tells a search what not to compile
+(`of_update`), and a yardstick for the bytes that a program moves through HBM (`needed`).
+
+The yardstick is per device, and nothing is moved twice:
+
+  train    state read and written; gradients written and read; in each micro-batch the weights for
+           the forward and for the backward pass, what `compute.remat` keeps written and read, and
+           where weights are gathered their gradients before they are scattered
+  score    the weights, in each micro-batch; teacher: the same of its own
+  publish  the trainer's weights read, the sampler's written
+  prefill  the layers' weights; keys and values of the prompts written
+  decode   the layers' weights, of experts those that a token is expected to choose if all are
+           chosen equally often, and the head; the filled part of the cache read, one position
+           of each slot written
+
+Weights that are split over `fsdp` are read where they lie, written when they are gathered, and
+read by the products. Embeddings are looked up: no table is read.
+"""
 
 import dataclasses
 import math
@@ -7,11 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspo_jax import sharding
+from gspo_jax import sharding, teacher
 from gspo_jax.aot import chips, links
-from gspo_jax.aot.programs import Case, resolved, state_of
-from gspo_jax.models import flops, lora, remat
+from gspo_jax.aot.programs import Case, resolved, sampler_params, state_of
+from gspo_jax.models import flops, lora, remat, transformer
 from gspo_jax.models.params import abstract_params
+from gspo_jax.models.weights import Params
+from gspo_jax.sampling.requests import sizes
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.structs import TrainState
 
 
@@ -54,11 +74,11 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   kept = tokens * kept_per_token(case, mesh)
   times = case.microbatches
 
-  layers = weights["dense"] + weights["experts"]
+  layers, head = weights["dense"] + weights["experts"], weights["head"]
   chunk = min(c.compute.expert_chunk or tokens, tokens)
   slices = min(c.compute.logits_chunk or case.length, case.length)
   read = 2 * (weights["dense"] + weights["experts"] * -(-tokens // chunk))
-  read += 2 * weights["head"] * -(-case.length // slices)
+  read += 2 * head * -(-case.length // slices)
   adding = 2 * gradients if times > 1 else 0.0
   traffic = 2 * held(state) + gradients + times * (read + 2 * kept + adding)
 
@@ -118,3 +138,99 @@ def held(tree: Any) -> float:
 def _others(mesh: jax.sharding.Mesh, axis: str) -> float:
   """The share of a gathered array that comes from other devices of the axis."""
   return 1 - 1 / mesh.shape[axis]
+
+
+def needed(name: str, case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes per device of the program; of decode, in one step."""
+  functions = dict(train=_train, score=_score, teacher=_teacher)
+  functions |= dict(publish=_publish, prefill=_prefill, decode=_decode)
+  return functions[name](case, mesh)
+
+
+def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
+  params, state = _trained(case, mesh), state_of(case, mesh)
+  tokens = case.rows // sharding.batch_shards(mesh) * case.length
+  kept = tokens * kept_per_token(case, mesh)
+  scattered = mesh.shape["fsdp"] > 1 and not case.config.rl.lora_rank
+  gathered = _gathered(params, case.model, case, mesh) if scattered else 0.0
+  each = case.config.models * 2 * (_pass(params, case.model, case, mesh) + gathered + kept)
+  gradients = held(changed(state))
+  return 2 * held(state.opt_state) + 4 * gradients + case.microbatches * each
+
+
+def _score(case: Case, mesh: jax.sharding.Mesh) -> float:
+  return case.scored // case.rows * _pass(_trained(case, mesh), case.model, case, mesh)
+
+
+def _teacher(case: Case, mesh: jax.sharding.Mesh) -> float:
+  taught = teacher.find(case.config)
+  params = teacher.abstract(taught, case.config, mesh)
+  return case.scored // case.rows * _pass(params, taught.model, case, mesh)
+
+
+def _publish(case: Case, mesh: jax.sharding.Mesh) -> float:
+  return held(_trained(case, mesh)) + held(sampler_params(case, mesh))
+
+
+def _prefill(case: Case, mesh: jax.sharding.Mesh) -> float:
+  size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
+  tokens = size.at_once(size.prompt) * size.prompt
+  return held(sampler_params(case, mesh).blocks) + tokens * position_bytes(case, mesh)
+
+
+def _decode(case: Case, mesh: jax.sharding.Mesh) -> float:
+  params, model = sampler_params(case, mesh), case.model
+  slots = _slots(case, mesh)
+  head = params.embed if params.head is None else params.head
+  weights = held((params.blocks, params.final_norm, head))
+  if model.num_experts:
+    layers = [block.ffn for block in params.blocks if hasattr(block.ffn, "router")]
+    of_experts = [(ffn.gate, ffn.up, ffn.down) for ffn in layers]
+    experts = held(of_experts)
+    whole = sum(math.prod(w.shape) * w.dtype.itemsize for w in jax.tree.leaves(of_experts))
+    tokens = slots * whole / experts / mesh.shape["tensor"]  # of all devices that share a layer's
+    idle = (1 - model.experts_per_token / model.num_experts) ** tokens
+    weights -= experts * idle
+  return weights + slots * position_bytes(case, mesh) + filled_cache(case, mesh)
+
+
+def filled_cache(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes per device of the filled part of the cache of all slots, which a decode step reads."""
+  return _slots(case, mesh) * case.filled * position_bytes(case, mesh)
+
+
+def _slots(case: Case, mesh: jax.sharding.Mesh) -> float:
+  shards = sharding.batch_shards(mesh)
+  return sizes(case.workload, case.engine, shards).slots / shards  # of a device
+
+
+def _pass(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Weights for one pass over the layers and the head."""
+  read = held(params) - (held(params.embed) if params.head is not None else 0.0)
+  return read + (2 * _gathered(params, model, case, mesh) if mesh.shape["fsdp"] > 1 else 0.0)
+
+
+def _gathered(params: Params, model: ModelConfig, case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes of the weights put together over `fsdp`, in the type that they are read in."""
+  read = transformer.dtypes(model, case.config.compute.dtype)
+
+  def gathered(x: jax.ShapeDtypeStruct, dtype: Any) -> float:
+    parts = mesh.shape["fsdp"] if "fsdp" in x.sharding.spec else 1
+    return math.prod(x.sharding.shard_shape(x.shape)) * parts * jnp.dtype(dtype).itemsize
+
+  if params.head is not None:
+    params, read = params.replace(embed=None), read.replace(embed=None)
+  return sum(jax.tree.leaves(jax.tree.map(gathered, params, read)))
+
+
+def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
+  """Bytes of the keys and values of one position, all layers, on a device."""
+  model, itemsize = case.model, jnp.dtype(case.config.engine.cache_dtype).itemsize
+  each = 2 * model.num_kv_heads * model.head_dim * itemsize / mesh.shape["tensor"]
+  return model.num_layers * each
+
+
+def _trained(case: Case, mesh: jax.sharding.Mesh) -> Params:
+  """The trainer's weights; those of adapters, which are small, are not among them."""
+  dtype = case.config.compute.dtype if case.config.rl.lora_rank else jnp.float32
+  return abstract_params(case.model, mesh, sharding.TRAIN, dtype)

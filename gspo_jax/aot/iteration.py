@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gspo_jax import sharding
-from gspo_jax.aot import chips, needed
-from gspo_jax.aot.estimate import Least, held
+from gspo_jax.aot import chips
+from gspo_jax.aot.estimate import Least, filled_cache, held, needed, position_bytes
 from gspo_jax.aot.programs import Case, sampler_params, state_of
 from gspo_jax.learner import packing
 from gspo_jax.models import flops
@@ -62,7 +62,7 @@ def estimate(case: Case, mesh: Any, chips: int, rows: Mapping[str, Mapping[str, 
   at_once = size.at_once(size.prompt) * shards
   read = positions(case, sampled, shards)
   models = collections.Counter(declared.model for declared in of_run(c))  # of passes
-  passes = read / (case.length * (case.sequences if rl.packed else case.rows))
+  passes = read / (case.length * case.scored)
   full = c.sampled_share * sum(sampled) / size.slots
   calls = dict(
     prefill=c.sampled_share * -(-rl.prompts // at_once),
@@ -105,12 +105,12 @@ def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
   shards, per_chip = sharding.batch_shards(mesh), mesh.size / number
   size, sampled, steps = _steps(case, mesh)
   positions = size.pages * size.page or size.slots // shards * size.window
-  cache = positions * needed.position(case, mesh)
-  memory = held(state_of(case, mesh)) + held(sampler_params(case, mesh)) + cache
+  memory = held(state_of(case, mesh)) + held(sampler_params(case, mesh))
+  memory += positions * position_bytes(case, mesh)
   work = flops.work(case.model, size.slots, 1, round(case.filled)).forward()
-  moved = steps * needed.of("decode", case, mesh)
+  moved = steps * needed("decode", case, mesh)
   if size.pages:  # a slot that is not in use reads none
-    moved -= (steps - sum(sampled) / size.slots) * needed.cache(case, mesh)
+    moved -= (steps - sum(sampled) / size.slots) * filled_cache(case, mesh)
   filling = _prefill_seconds(case, mesh, topology)
   seconds = chips.seconds(chip, number, steps * work, moved * per_chip)
   return Least(memory * per_chip, {name: n + filling for name, n in seconds.items()})
@@ -129,7 +129,7 @@ def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   at_once = size.at_once(size.prompt) * size.shards
   work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
-  moved = needed.of("prefill", case, mesh) * mesh.size / number
+  moved = needed("prefill", case, mesh) * mesh.size / number
   calls = -(-case.config.rl.prompts // at_once)
   return calls * max(chips.seconds(chip, number, work, moved).values())
 

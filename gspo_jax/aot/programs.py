@@ -55,8 +55,13 @@ class Case:
 
   @property
   def rows(self) -> int:
-    """Sequences at once: of a micro-batch and of a scoring pass."""
+    """Sequences at once."""
     return self.sequences // self.microbatches
+
+  @property
+  def scored(self) -> int:
+    """Sequences of a scoring pass: packed, it has micro-batches too."""
+    return self.sequences if self.config.rl.packed else self.rows
 
   @property
   def engine(self) -> EngineConfig:

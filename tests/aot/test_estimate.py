@@ -8,7 +8,7 @@ import pytest
 
 from configs import moe_aime
 from gspo_jax import sharding
-from gspo_jax.aot import estimate, needed, programs
+from gspo_jax.aot import estimate, programs
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.reading import from_dict
 
@@ -36,10 +36,10 @@ def test_a_decode_step_reads_weights_and_the_filled_cache_once(mesh):
   weights = 2 * (HEAD + ATTENTION + EXPERTS / 8 * (1 - idle))
   cache = slots * (one.filled + 1) * POSITION
   # routers and norms are 0.2 %
-  assert needed.of("decode", one, mesh) == pytest.approx(weights + cache, rel=0.004)
+  assert estimate.needed("decode", one, mesh) == pytest.approx(weights + cache, rel=0.004)
   assert 500 + 4096 < one.filled < 500 + 8192
-  twice = needed.of("decode", case(slots=128, mean_response=8192, mean_prompt=500), mesh)
-  assert twice > needed.of("decode", one, mesh) + cache
+  twice = estimate.needed("decode", case(slots=128, mean_response=8192, mean_prompt=500), mesh)
+  assert twice > estimate.needed("decode", one, mesh) + cache
 
 
 def test_an_update_needs_state_weights_activations_and_gradients(mesh):
@@ -51,8 +51,8 @@ def test_an_update_needs_state_weights_activations_and_gradients(mesh):
   gradients = 2 * 2 * whole
   kept = 2 * 8 * 8192 * 2048 * 48 * 2  # 8 sequences of a device: the layers' inputs
   expected = state + passes + gradients + kept
-  assert needed.of("train", one, mesh) == pytest.approx(expected, rel=0.004)
-  assert needed.of("score", one, mesh) == pytest.approx(passes / 2, rel=0.004)
+  assert estimate.needed("train", one, mesh) == pytest.approx(expected, rel=0.004)
+  assert estimate.needed("score", one, mesh) == pytest.approx(passes / 2, rel=0.004)
 
 
 @pytest.mark.parametrize("tokens, positions", [(16, 208), (256, 207), (512, 414)])
@@ -61,14 +61,14 @@ def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
   config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
   one = programs.make_case(from_dict(config.to_dict()))
   weights = estimate.held(programs.sampler_params(one, mesh).blocks)
-  written = (needed.of("prefill", one, mesh) - weights) / needed.position(one, mesh)
+  written = (estimate.needed("prefill", one, mesh) - weights) / estimate.position_bytes(one, mesh)
   assert written == pytest.approx(positions)
 
 
 def test_publication_reads_the_trainers_weights_and_writes_the_samplers(mesh):
   read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
   written = 2 * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
-  assert needed.of("publish", case(), mesh) == pytest.approx(read + written, rel=0.004)
+  assert estimate.needed("publish", case(), mesh) == pytest.approx(read + written, rel=0.004)
 
 
 @pytest.mark.parametrize("dtype", ["", "float32"])
@@ -86,4 +86,4 @@ def test_the_sampler_has_a_dtype_of_its_own(dtype, mesh):
   assert found["train"].arguments[0].params.embed.dtype == jnp.float32
   written = kind.itemsize * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
   read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
-  assert needed.of("publish", one, mesh) == pytest.approx(read + written, rel=0.004)
+  assert estimate.needed("publish", one, mesh) == pytest.approx(read + written, rel=0.004)
