@@ -130,7 +130,7 @@ def update(point: Point) -> list[dict[str, Any]]:
     foreign=foreign,
   )
   if point.whole:
-    compiled = make_step(config, WHOLE, tx).lower(state, batch).compile()
+    compiled = make_step(config, WHOLE, tx).compile(state, batch).function
     found["whole"] = compiled.memory_analysis().temp_size_in_bytes
   return [found]
 

@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspo_jax.cli import before_jax
@@ -21,15 +21,14 @@ import numpy as np
 from etils import epath
 
 from gspo_jax import sharding
-from gspo_jax.learner import optimizer, packing
+from gspo_jax.learner import packing
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import Learner, learner_of, log_probs
-from gspo_jax.learner.state import abstract_state
+from gspo_jax.learner.state import state_of_phase
 from gspo_jax.learner.step import make_rl_step, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.runs import checkpoint, metrics, nonfinite
 from gspo_jax.runs.checkpoint import restore_state
-from gspo_jax.settings.objective import FIXED
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch
@@ -45,16 +44,12 @@ def replay(directory: epath.Path) -> bool:
   say(f"{about['why']}; {len(batches)} mini-batches were left of that step")
   mesh, _ = sharding.make_meshes(config.mesh, config.rollout_mesh)
   with jax.set_mesh(mesh):
-    learner, tx, step, critic = _update(config, about["phase"])
-    of_rl = about["phase"] == "rl"
-    adapters = config.rl.lora_rank if of_rl else 0
-    adaptive = config.objective.adaptive_clip if of_rl else FIXED
-    experts = config.objective.replay if of_rl else "none"
+    phase = about["phase"]
+    learner, step = _update(config, phase)
+    experts = config.objective.replay if phase == "rl" else "none"
     look = jax.jit(functools.partial(_look, learner=learner, replay=experts))
-    dtype = config.compute.dtype
-    like = abstract_state(config.model, mesh, tx, adapters, dtype, adaptive, critic)
     try:
-      state = restore_state(directory / "state", like)
+      state = restore_state(directory / "state", state_of_phase(config, phase, mesh))
     except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
       reason = checkpoint.reason(error)
       raise ValueError(f"{directory / 'state'} cannot be restored: {reason}") from error
@@ -78,15 +73,13 @@ def replay(directory: epath.Path) -> bool:
   return sound
 
 
-def _update(config: RunConfig, phase: str):
-  """Learner, optimizer, update and critic of a phase, as train.py and sft.py make them, but going
-  on."""
+def _update(config: RunConfig, phase: str) -> tuple[Learner, Callable]:
+  """Learner and update of a phase, as train.py and sft.py make them, but going on."""
   learner = dataclasses.replace(learner_of(config, phase), on_nonfinite="skip")
+  tx, critic = optimizers(config, phase)
   if phase == "sft":
-    tx = optimizer.make(config.sft_optimizer, config.sft.steps)
-    return learner, tx, make_sft_step(learner, tx), None
-  tx, critic = optimizers(config)
-  return learner, tx, make_rl_step(learner, config.objective, tx, critic), critic
+    return learner, make_sft_step(learner, tx)
+  return learner, make_rl_step(learner, config.objective, tx, critic)
 
 
 def _look(params: Any, batch: TrainBatch, *, learner: Learner, replay: str):

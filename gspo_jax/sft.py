@@ -13,8 +13,9 @@ from gspo_jax import sharding
 from gspo_jax.data import sources
 from gspo_jax.data.tokenizer import Tokenizer
 from gspo_jax.learner import optimizer
+from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import learner_of
-from gspo_jax.learner.state import abstract_state, new_state
+from gspo_jax.learner.state import new_state, state_of_phase
 from gspo_jax.learner.step import make_sft_loss, make_sft_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.run import Run
@@ -32,7 +33,7 @@ def sft(run: Run) -> Any:
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
   c, tok = run.config, run.tokenizer
-  tx, rates = _optimizer(run), optimizer.rates(c.sft_optimizer, c.sft.steps)
+  (tx, _), rates = optimizers(c, "sft"), optimizer.rates(c.sft_optimizer, c.sft.steps)
   update = make_sft_step(learner_of(c, "sft"), tx)
   prompts = sources.fitting(run.train_prompts, tok, c.sft.max_tokens, c.data.on_error)
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
@@ -40,7 +41,7 @@ def sft(run: Run) -> Any:
   # A row is fetched when the next one is due, so batches are kept for as long.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
-    like=lambda: abstract_state(c.model, run.mesh, tx),
+    like=lambda: state_of_phase(c, "sft", run.mesh),
     start=lambda: new_state(run.initial_params(), tx),
   )
   loss = None  # held-out, as far as it has been looked at
@@ -56,7 +57,7 @@ def sft(run: Run) -> Any:
     for step in phase.steps():
       if _learned(run, loss):
         break
-      batch = train_batch(batches.take(c.sft.batch, held_out.others), tok, c.sft.max_tokens)
+      batch = train_batch(batches.take(c.sft.batch, held_out.excludes), tok, c.sft.max_tokens)
       phase.hold(step, [batch])  # on the host: there are many
       state, metrics = update(state, sharding.put_batch(batch, run.mesh))
       row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
@@ -96,12 +97,12 @@ class HeldOut:
     prompts = next(sources.Batches(source, count, seed=0))
     self._ids = frozenset(prompt.id for prompt in prompts)
     for start in range(0, count, rows):  # as many at once as fit into an update
-      some = prompts[start : start + rows]
-      batch = train_batch(some + prompts[:1] * (rows - len(some)), tok, c.sft.max_tokens)
-      batch.mask_BT[len(some) :] = 0  # rows that only fill the batch
+      chosen = prompts[start : start + rows]
+      batch = train_batch(chosen + prompts[:1] * (rows - len(chosen)), tok, c.sft.max_tokens)
+      batch.mask_BT[len(chosen) :] = 0  # rows that only fill the batch
       self._batches.append(sharding.put_batch(batch, run.mesh))
 
-  def others(self, prompt: Prompt) -> bool:
+  def excludes(self, prompt: Prompt) -> bool:
     """Whether a demonstration is not among them."""
     return prompt.id not in self._ids
 
@@ -171,7 +172,6 @@ def params_after(run: Run) -> Any:
     ValueError: its last checkpoint is gone or damaged.
   """
   c = run.config
-  like = abstract_state(c.model, run.mesh, _optimizer(run))
   with contextlib.closing(Checkpointer(run.workdir, "sft", c.checkpoint)) as checkpoints:
     end = _end(run, checkpoints)
     if end is None:
@@ -180,9 +180,5 @@ def params_after(run: Run) -> Any:
         "parameters that the cold start ended with (the KL penalty does to the end): put it back, "
         "or use another --workdir"
       )
-    state, _ = checkpoints.restore(end, like)
+    state, _ = checkpoints.restore(end, state_of_phase(c, "sft", run.mesh))
   return jax.block_until_ready(state.params)
-
-
-def _optimizer(run: Run):
-  return optimizer.make(run.config.sft_optimizer, run.config.sft.steps)

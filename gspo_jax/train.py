@@ -25,7 +25,7 @@ from gspo_jax.learner.passes import (
   make_review,
   make_score,
 )
-from gspo_jax.learner.state import abstract_state, new_state, params_of, with_critic
+from gspo_jax.learner.state import new_state, params_of, state_of_phase, with_critic
 from gspo_jax.learner.step import make_rl_step
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models import flops
@@ -56,7 +56,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
   c, programs = run.config, programs_of(run)
   phase = run.phase("rl", c.rl.iterations, updates=c.rl.updates, keep=2)
   start = functools.partial(start_state, run, start_params)
-  last, state, saved = phase.resume(like=functools.partial(empty_state, run), start=start)
+  last, state, saved = phase.resume(like=lambda: state_of_phase(c, "rl", run.mesh), start=start)
   frozen = frozen_params(run, start_params)
   sampling = run.pipeline(run.collector(), phase.stages, last)
   total, row = resumed(sampling, saved)
@@ -206,14 +206,6 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
     "teacher": lambda: teacher.load(run.teacher, c, run.mesh),
   }
   return {name: load[name]() for name in passes.frozen(c, run.teacher and run.teacher.model)}
-
-
-def empty_state(run: Run) -> TrainState:
-  """Shapes and shardings of the training state of RL."""
-  c = run.config
-  tx, critic = optimizers(c)
-  adaptive = c.objective.adaptive_clip
-  return abstract_state(c.model, run.mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
 
 
 def place(run: Run, collected: Collected) -> list[TrainBatch]:

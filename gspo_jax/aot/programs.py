@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 
 from gspo_jax import sharding, teacher
 from gspo_jax.aot import lengths
-from gspo_jax.learner import step as train_step
 from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import learner_of, make_score
-from gspo_jax.learner.state import abstract_state
+from gspo_jax.learner.state import state_of_phase
+from gspo_jax.learner.step import make_rl_step
 from gspo_jax.models import flops, lora, transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.models.params import abstract_params
@@ -25,6 +25,7 @@ from gspo_jax.sampling.local import slots
 from gspo_jax.sampling.requests import sizes, workload
 from gspo_jax.settings import passes
 from gspo_jax.settings import run as configuration
+from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.sampling import EngineConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import ModelInputs, TrainBatch, TrainState
@@ -150,11 +151,7 @@ def resolved(case: Case, mesh) -> Case:
 
 def state_of(case: Case, mesh: jax.sharding.Mesh) -> TrainState:
   """Shapes and shardings of the training state."""
-  c = case.config
-  tx, critic = optimizers(c)
-  with jax.set_mesh(mesh):
-    adaptive = c.objective.adaptive_clip
-    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
+  return state_of_phase(case.config, "rl", mesh)
 
 
 def sampler_params(case: Case, mesh: jax.sharding.Mesh) -> Params:
@@ -180,27 +177,25 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
   taught = teacher.find(c)
   frozen = frozen_params(case, taught, mesh)
   learner = dataclasses.replace(learner_of(c, "rl"), microbatches=case.microbatches)
+
+  def work(model: ModelConfig, sequences: int) -> flops.Work:
+    return flops.work(model, sequences, case.length, case.length)
+
   for name in names:
     if name == "train":
-      step = train_step.make_rl_step(learner, c.objective, tx, critic)
-      sequences = case.sequences * c.models
-      work = flops.work(case.model, sequences, case.length, case.length)
-      batch = batch_of(case, mesh, case.sequences)
-      yield name, Program(step, (state, batch), work, trains=True, held=(frozen,))
+      step = make_rl_step(learner, c.objective, tx, critic)
+      arguments = state, batch_of(case, mesh, case.sequences)
+      done = work(case.model, case.sequences * c.models)
+      yield name, Program(step, arguments, done, trains=True, held=(frozen,))
     if name == "score":
-      # Packed, the pass has micro-batches too.
-      rows = case.sequences if c.rl.packed else case.rows
-      arguments = state.params, batch_of(case, mesh, rows).inputs
-      work = flops.work(case.model, rows, case.length, case.length)
+      inputs = batch_of(case, mesh, case.scored).inputs
       held = state.opt_state, sample_params, state.critic, frozen
-      yield name, Program(make_score(learner), arguments, work, held=held)
+      done = work(case.model, case.scored)
+      yield name, Program(make_score(learner), (state.params, inputs), done, held=held)
       if taught is not None:
-        others = dict(frozen)
-        params = others.pop("teacher")
-        work = flops.work(taught.model, rows, case.length, case.length)
-        held = state, sample_params, others
-        score = teacher.scoring(taught, learner)
-        yield "teacher", Program(score, (params, arguments[1]), work, held=held)
+        held = state, sample_params, {n: x for n, x in frozen.items() if n != "teacher"}
+        score, done = teacher.scoring(taught, learner), work(taught.model, case.scored)
+        yield "teacher", Program(score, (frozen["teacher"], inputs), done, held=held)
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
@@ -244,8 +239,14 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
     refills = size.slots / shards / case.lengths.mean
     filled = (case.filled + size.page / 2) / size.window
     rates = dict(refill=refills, paged_attention=filled)
-    by_slot = dict(rates=rates, of_slots="paged_attention", turns=engine.steps)
-    return Program(jax.jit(step, donate_argnums=1), arguments, work, **by_slot)
+    return Program(
+      jax.jit(step, donate_argnums=1),
+      arguments,
+      work,
+      rates=rates,
+      of_slots="paged_attention",
+      turns=engine.steps,
+    )
   prompts = size.at_once(size.prompt) * shards
   by_row = shaped((prompts,), jnp.int32, mesh, P(BATCH))
   tokens = shaped((prompts, size.prompt), jnp.int32, mesh, P(BATCH))
@@ -261,45 +262,42 @@ def sampling_program(name: str, case: Case, mesh, params: Any) -> Program:
 def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
   """A batch without shared prompts, for any length: the most that a run needs."""
 
-  def field(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
-    return shaped((rows, *more), dtype, mesh, P(BATCH))
+  def field(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return shaped((rows, *shape), dtype, mesh, P(BATCH))
 
+  c, model, width = case.config, case.model, case.workload.support
   tokens, real = field(jnp.int32, case.length), field(jnp.float32, case.length)
-  experts, model, rl = None, case.model, case.config.rl
-  if case.config.objective.replay != "none":
+  place = field(jnp.int32) if c.rl.packed else None
+  experts = None
+  if c.objective.replay != "none":
     layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
     stored = routing.storage_dtype(model.num_experts)
     experts = field(stored, case.length, layers, model.experts_per_token)
-  place = field(jnp.int32) if case.config.rl.packed else None
-  width = case.workload.support
-  of_critic = real if case.config.critic.name != "none" else None
-  inputs = ModelInputs(
-    tokens_BT=tokens,
-    segments_BT=tokens,
-    sampler_routing_BTlk=experts,
-    support_BTX=field(jnp.int32, case.length, width) if width else None,
-    row_B=place,
-    start_B=place,
-  )
+  filled = {name for declared in passes.of_run(c) for name in declared.fills}
   batch = TrainBatch(
-    inputs,
+    ModelInputs(
+      tokens_BT=tokens,
+      segments_BT=tokens,
+      sampler_routing_BTlk=experts,
+      support_BTX=field(jnp.int32, case.length, width) if width else None,
+      row_B=place,
+      start_B=place,
+    ),
     mask_BT=real,
     advantage_B=field(jnp.float32),
     old_logp_BT=real,
     sampler_logp_BT=real,
-    current_BT=real if rl.partial or rl.lag or case.config.job == "offline" else None,
-    age_B=field(jnp.int32) if rl.lag else None,
-    advantage_BT=real if of_critic or case.config.distillation.on else None,
-    return_BT=of_critic,
-    unit_BT=tokens if case.config.objective.segment_unit else None,
+    current_BT=real if c.rl.partial or c.rl.lag or c.job == "offline" else None,
+    age_B=field(jnp.int32) if c.rl.lag else None,
+    advantage_BT=None if c.estimator.by_response else real,
+    return_BT=real if "old_value_BT" in filled else None,
+    unit_BT=tokens if c.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     order_B=place,
   )
-  filled = {name for declared in passes.of_run(case.config) for name in declared.fills}
   # Experts are there with replay alone; what a teacher says has become advantages.
-  filled -= {"routing_BTlk", "teacher_logp_BT"}
-  return batch.replace(**dict.fromkeys(filled, real))
+  return batch.replace(**dict.fromkeys(filled - {"routing_BTlk", "teacher_logp_BT"}, real))
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:

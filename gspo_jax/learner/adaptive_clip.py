@@ -36,13 +36,19 @@ def adapted(
   """
   if state.clip_factor is None:
     return state
-  numbers = dict(target=config.target, gain=config.gain, span=config.span)
-  # Ratios are positive: their mean is 0 where there are none.
-  arguments = state.clip_factor, row[METRIC], row["ratio/mean"], state.skipped, numbers
-  return state.replace(clip_factor=_adapted(*arguments, stop=on_nonfinite == "stop"))
+  factor = _adapted(
+    state.clip_factor,
+    row[METRIC],
+    row["ratio/mean"],
+    state.skipped,
+    dict(target=config.target, gain=config.gain, span=config.span),
+    stop=on_nonfinite == "stop",
+  )
+  return state.replace(clip_factor=factor)
 
 
 @functools.partial(jax.jit, static_argnames="stop")
 def _adapted(factor, clipped, ratio, skipped, numbers, *, stop):
+  # Ratios are positive: their mean is 0 where there are none.
   sound = jnp.isfinite(clipped) & (ratio > 0) & ((skipped == 0) | (not stop))
   return jnp.where(sound, adapted_factor(factor, clipped, **numbers), factor)

@@ -19,20 +19,15 @@ Part = Callable[[Sequence[TrainBatch]], Made]
 
 def make(c: RunConfig, critic: Critic | None) -> Part:
   """The part of the configured estimator."""
-  part = PARTS.get(c.estimator.name)
-  return part(c, critic) if part else _of_the_host
-
-
-def of_critic(c: RunConfig, critic: Critic) -> Part:
-  return make_advantages(c.critic, critic.numbers)
-
-
-def of_teacher(c: RunConfig, _: None) -> Part:
-  return make_distill(c.distillation)
+  make_part = PARTS.get(c.estimator.name)
+  return make_part(c, critic) if make_part else _of_the_host
 
 
 def _of_the_host(batches: Sequence[TrainBatch]) -> Made:
   return list(batches), {}
 
 
-PARTS: dict[str, Callable[..., Part]] = dict(gae=of_critic, distillation=of_teacher)
+PARTS: dict[str, Callable[[RunConfig, Critic | None], Part]] = dict(
+  gae=lambda c, critic: make_advantages(c.critic, critic.numbers),
+  distillation=lambda c, _: make_distill(c.distillation),
+)

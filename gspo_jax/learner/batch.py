@@ -19,7 +19,7 @@ from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
 
 
 def place(
-  config: RunConfig,
+  c: RunConfig,
   mesh: jax.sharding.Mesh,
   rollout: Rollout,
   *,
@@ -40,17 +40,16 @@ def place(
     breaks_V: line breaks in the text of each token, for segments that are lines.
     delimiters: what ends a segment that is a step.
   """
-  c = config
   # Conversations may begin differently. What was put aside went through the prompt again, with
   # other weights, so that each trajectory of a group may have other experts there. With a lag
   # those of servers may too, which take new weights under way; their record (`rl.replay`)
   # makes the same updates with any engine.
   moved = c.rl.partial or (c.rl.lag and c.objective.replay == "R3")
   alike = not c.environment.name and not (moved and rollout.routing is not None)
-  has_critic, reward_BL = c.critic.name != "none", None
-  if has_critic or c.objective.loss.to_reference:
+  by_critic, reward_BL = "critic" in c.estimator.needs, None
+  if by_critic or c.objective.loss.to_reference:
     rollout = judged(rollout, known_B)
-  if has_critic:
+  if by_critic:
     reward_BL = of_tokens(rollout, reward_PG, in_parts=advantage_BL is not None)
   batch = train_batch(
     rollout,

@@ -21,9 +21,9 @@ import optax
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
-from gspo_jax.learner.layout import Rows, by_sequence, forward
+from gspo_jax.learner.layout import Rows, forward
 from gspo_jax.learner.optimizer import Optimizer
-from gspo_jax.learner.passes import Learner, by_part, experts_to_replay, rows_of
+from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
 from gspo_jax.models import critic as models
 from gspo_jax.models import weights
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, merge
@@ -61,13 +61,10 @@ def values(
   if critic.trunk is not None:
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
-    constant_RTD = jax.lax.stop_gradient(hidden_RTD)
+    moving_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
     if config.trunk_coef:  # the same values, and so much of their gradient
-      hidden_RTD = constant_RTD + numbers["trunk_coef"] * (hidden_RTD - constant_RTD)
-    else:
-      hidden_RTD = constant_RTD
-  of_next_BT = by_sequence(models.values(critic, hidden_RTD), rows)
-  return jnp.pad(of_next_BT[:, :-1], ((0, 0), (1, 0)))
+      hidden_RTD += numbers["trunk_coef"] * (moving_RTD - hidden_RTD)
+  return before_next(models.values(critic, hidden_RTD), rows)
 
 
 def new_critic(
@@ -82,16 +79,12 @@ def new_critic(
   Args:
     policy: gives the parameters that a model of its own begins with, in arrays of their own.
   """
-  declared = models.table(model, config.name == "model")
+  copied = config.name == "model" and config.init == "policy"
+  declared = models.table(model, config.name == "model" and not copied)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
-  if config.name == "model" and config.init == "policy":
-    trunk, layout = policy().replace(head=None), layout.replace(trunk=None)
-    declared = declared.replace(trunk=None)
-  else:
-    trunk = None
   init = jax.jit(lambda key: weights.init(declared, key, jnp.float32), out_shardings=layout)
   fresh = init(jax.random.key(seed))
-  return fresh if trunk is None else fresh.replace(trunk=trunk)
+  return fresh.replace(trunk=policy().replace(head=None)) if copied else fresh
 
 
 def make_values(
@@ -180,17 +173,12 @@ def loss(
 ) -> Metrics:
   """Metrics of an update, among them its loss, undivided: a mean over tokens."""
   clip = numbers["clip"] if config.clip else None
-  arguments = batch.old_value_BT, batch.return_BT, batch.mask_BT
-  total, metrics = O.value_loss.sums(value_BT, *arguments, clip=clip)
+  total, metrics = O.value_loss.sums(
+    value_BT, batch.old_value_BT, batch.return_BT, batch.mask_BT, clip=clip
+  )
   if clip is None:
     del metrics["clip_fraction/value"]
   return metrics | {LOSS: total}
-
-
-def share(policy: Mean, mask_BT: jax.Array) -> jax.Array:
-  """What the critic's numerator is multiplied with, so that it may be divided by the denominator
-  of the policy's loss: theirs over its own, of a whole mini-batch."""
-  return policy.denominator / jnp.maximum(mask_BT.sum(), 1)
 
 
 def update(
@@ -206,18 +194,17 @@ def update(
   updates, moments = apply(grads, moments, params, numbers["critic_optimizer"])
   critic = CriticState(optax.apply_updates(params, updates), moments)
   waits = old.step < numbers["critic"]["warmup"]
-
-  def unless_it_waits(new, old):
-    return jax.tree.map(lambda x, y: jnp.where(waits, y, x), new, old)
-
-  params = unless_it_waits(new.params, old.params)
-  opt_state = unless_it_waits(new.opt_state, old.opt_state)
+  params, opt_state = jax.tree.map(
+    lambda x, y: jnp.where(waits, y, x), (new.params, new.opt_state), (old.params, old.opt_state)
+  )
   new = new.replace(params=params, opt_state=opt_state, critic=critic)
   return new, {GRAD_NORM: Max(optax.tree.norm(grads))}
 
 
-def optimizers(c: RunConfig) -> tuple[Optimizer, Critic | None]:
-  """Of the updates of RL: the policy's optimizer, and the critic with its own."""
+def optimizers(c: RunConfig, phase: str = "rl") -> tuple[Optimizer, Critic | None]:
+  """Of the updates of "sft" or "rl": the policy's optimizer, and the critic with its own."""
+  if phase == "sft":
+    return optimizer.make(c.sft_optimizer, c.sft.steps), None
   updates, warmup = c.rl.iterations * c.rl.updates, c.critic.warmup * c.rl.updates
   policy = optimizer.make(c.rl_optimizer, updates - warmup)
   if c.critic.name == "none":

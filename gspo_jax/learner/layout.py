@@ -21,6 +21,12 @@ from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.sharding import BATCH, P
 from gspo_jax.structs import Array, ModelInputs
 
+EMPTY = dict(  # what stands in padding; in other fields 0
+  routing_RTlk=routing.NO_EXPERT,
+  sampler_routing_RTlk=routing.NO_EXPERT,
+  support_RTX=NO_TOKEN,
+)
+
 
 @flax.struct.dataclass
 class Rows:
@@ -61,21 +67,21 @@ def forward(
 
 def plain(inputs: ModelInputs, routing_BTlk: Array | None = None) -> Rows:
   """A row for each sequence; with the experts of the old policy, where they are known."""
-  of_each_token = _of_each_token(inputs, routing_BTlk)
-  return Rows(inputs.tokens_BT, _next(inputs.tokens_BT), *of_each_token)
-
-
-def _next(tokens_BT: jax.Array) -> jax.Array:
-  # Not `roll`: of a single row JAX 0.12 loses the sharding in it.
-  return jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
-
-
-def _of_each_token(inputs: ModelInputs, routing_BTlk: Array | None) -> tuple[Array | None, ...]:
   support_BTX = inputs.support_BTX
-  if support_BTX is not None:  # of targets
-    after = ((0, 0), (0, 1), (0, 0))
-    support_BTX = jnp.pad(support_BTX[:, 1:], after, constant_values=NO_TOKEN)
-  return inputs.segments_BT, routing_BTlk, inputs.sampler_routing_BTlk, support_BTX
+  return Rows(
+    tokens_RT=inputs.tokens_BT,
+    targets_RT=_next(inputs.tokens_BT),
+    segments_RT=inputs.segments_BT,
+    routing_RTlk=routing_BTlk,
+    sampler_routing_RTlk=inputs.sampler_routing_BTlk,
+    support_RTX=None if support_BTX is None else _next(support_BTX, NO_TOKEN),
+  )
+
+
+def _next(x_BT: Array, last: int = 0) -> jax.Array:
+  # Not `roll`: of a single row JAX 0.12 loses the sharding in it.
+  after = ((0, 0), (0, 1), *((0, 0),) * (x_BT.ndim - 2))
+  return jnp.pad(x_BT[:, 1:], after, constant_values=last)
 
 
 def trees(
@@ -100,66 +106,52 @@ def trees(
   branch = T - prompt_tokens
   trunk = -(-(prompt_tokens - 1) // G) * G
 
-  def on_each_device(tokens_BT, of_each_token, prompt_B):
-    rows, size = len(tokens_BT), trunk + G * branch
+  def on_each_device(sequences, prompt_B):
+    rows, size = len(prompt_B), trunk + G * branch
     tree_B1, member_B1 = (x[:, None] for x in jnp.divmod(jnp.arange(rows, dtype=jnp.int32), G))
     time_1T, shared_B1 = jnp.arange(T, dtype=jnp.int32)[None], jnp.maximum(prompt_B[:, None] - 1, 0)
-    in_trunk_BT, own_BT = time_1T < shared_B1, time_1T - shared_B1
-    in_branch_BT = trunk + member_B1 * branch + own_BT
+    in_trunk_BT, after_BT = time_1T < shared_B1, time_1T - shared_B1
+    in_branch_BT = trunk + member_B1 * branch + after_BT
     place_BT = tree_B1 * size + jnp.where(in_trunk_BT, time_1T, in_branch_BT)
     nowhere = rows // G * size
-    place_BT = jnp.where((of_each_token[0] > 0) & (own_BT < branch), place_BT, nowhere)
+    read_BT = (sequences.segments_RT > 0) & (after_BT < branch)
+    place_BT = jnp.where(read_BT, place_BT, nowhere)
     written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), nowhere, place_BT)
-    found = arrange(tokens_BT, of_each_token, written_BT, (rows, size // G))
-    return found.replace(place_BT=place_BT, tree=Tree(trunk, G))
+    arranged = arrange(sequences, written_BT, (rows, size // G))
+    return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G))
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  return run(inputs.tokens_BT, _of_each_token(inputs, routing_BTlk), inputs.prompt_B)
+  return run(plain(inputs, routing_BTlk), inputs.prompt_B)
 
 
 def packed(inputs: ModelInputs, R: int, routing_BTlk: Array | None = None) -> Rows:
   """R rows, each with the sequences that `packing.plan` says."""
   rows = sharding.rows_of_a_device(R)
 
-  def on_each_device(tokens_BT, of_each_token, row_B, start_B):
-    T, segments_BT = tokens_BT.shape[1], of_each_token[0]
-    inside_BT = (segments_BT > 0) & (row_B >= 0)[:, None]
+  def on_each_device(sequences, row_B, start_B):
+    T = sequences.tokens_RT.shape[1]
+    inside_BT = (sequences.segments_RT > 0) & (row_B >= 0)[:, None]
     place_BT = (row_B * T + start_B)[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     place_BT = jnp.where(inside_BT, place_BT, rows * T)
     # No two sequences of a row start at the same place.
     segments_BT = jnp.broadcast_to(start_B[:, None] + 1, place_BT.shape)
-    return arrange(tokens_BT, (segments_BT, *of_each_token[1:]), place_BT, (rows, T))
+    return arrange(sequences.replace(segments_RT=segments_BT), place_BT, (rows, T))
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
-  of_each_token = _of_each_token(inputs, routing_BTlk)
-  return run(inputs.tokens_BT, of_each_token, inputs.row_B, inputs.start_B)
+  return run(plain(inputs, routing_BTlk), inputs.row_B, inputs.start_B)
 
 
-def arrange(
-  tokens_BT: jax.Array,
-  of_each_token: tuple[jax.Array | None, ...],
-  place_BT: jax.Array,
-  shape: tuple[int, int],
-) -> Rows:
+def arrange(sequences: Rows, place_BT: jax.Array, shape: tuple[int, int]) -> Rows:
   """Rows of this shape on one device with every token in its place; the others are padding."""
 
-  def put(x_BT: jax.Array | None, empty: int) -> jax.Array | None:
-    if x_BT is None:
-      return None
-    x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), empty, x_BT.dtype)
+  def put(path, x_BT: jax.Array) -> jax.Array:
+    x_X = jnp.full((math.prod(shape), *x_BT.shape[2:]), EMPTY.get(path[-1].name, 0), x_BT.dtype)
     return x_X.at[place_BT].set(x_BT, mode="drop").reshape(*shape, *x_BT.shape[2:])
 
-  segments_BT, *experts, support_BTX = of_each_token
-  time_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], place_BT.shape)
-  return Rows(
-    put(tokens_BT, 0),
-    put(_next(tokens_BT), 0),
-    put(segments_BT, 0),
-    *(put(x, routing.NO_EXPERT) for x in experts),
-    put(support_BTX, NO_TOKEN),
-    put(time_BT, 0),
-    place_BT,
-  )
+  time_T = jnp.arange(sequences.tokens_RT.shape[1], dtype=jnp.int32)
+  time_BT = jnp.broadcast_to(time_T[None], place_BT.shape)
+  rows = jax.tree.map_with_path(put, sequences.replace(positions_RT=time_BT))
+  return rows.replace(place_BT=place_BT)
 
 
 def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:

@@ -15,11 +15,7 @@ import jax.numpy as jnp
 
 from gspo_jax import objectives as O
 from gspo_jax.objectives.reductions import Mean, Metrics
-from gspo_jax.settings.objective import (
-  CORRECTIONS,
-  ObjectiveConfig,
-  _correction_options,
-)
+from gspo_jax.settings.objective import CORRECTIONS, ObjectiveConfig, _correction_options
 from gspo_jax.structs import TrainBatch
 
 
@@ -41,23 +37,24 @@ def policy_loss(
   numbers = config.numbers() if numbers is None else numbers
   options = {key: value for key, value in config.options().items() if key in loss.options}
   options |= {key: value for key, value in numbers.items() if key in options}
-  options |= dict(entropy_BT=entropy_BT)
+  options["entropy_BT"] = entropy_BT
   if config.kl_coef:
-    options |= dict(ref_logp_BT=batch.ref_logp_BT)
+    options["ref_logp_BT"] = batch.ref_logp_BT
   old_logp_BT = batch.ref_logp_BT if loss.to_reference else batch.old_logp_BT
   if "max_length" in takes:
-    options |= dict(max_length=max_length)
+    options["max_length"] = max_length
   if "segment_BT" in takes:
     whole_BT = jnp.zeros_like(batch.inputs.tokens_BT)
-    options |= dict(segment_BT=whole_BT if batch.unit_BT is None else batch.unit_BT)
+    options["segment_BT"] = whole_BT if batch.unit_BT is None else batch.unit_BT
   advantage = batch.advantage_B
   if loss.by_token:
     advantage = batch.advantage_BT
     if advantage is None:
       advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
   weight, metrics = _weight(config, logp_BT, advantage, batch, numbers)
-  arguments = logp_BT, old_logp_BT, advantage, batch.mask_BT
-  total, of_loss, clipped_BT = loss.undivided(*arguments, weight=weight, **options)
+  total, of_loss, clipped_BT = loss.undivided(
+    logp_BT, old_logp_BT, advantage, batch.mask_BT, weight=weight, **options
+  )
   return total, metrics | of_loss, clipped_BT
 
 

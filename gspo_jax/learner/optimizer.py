@@ -37,7 +37,7 @@ def numbered(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
 
 def numbers(config: OptimizerConfig, updates: int) -> dict[str, float]:
   """What of the configuration is an argument of the update."""
-  found = dict(
+  schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,
     rest=max(1, updates - config.warmup_steps - 1),  # from the first update after it to the last
@@ -45,7 +45,9 @@ def numbers(config: OptimizerConfig, updates: int) -> dict[str, float]:
     cosine=float(config.schedule == "cosine"),
   )
   terms = dict(weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-  return found | {key: value for key, value in terms.items() if value}  # 0: there is no such term
+  return schedule | {
+    key: value for key, value in terms.items() if value
+  }  # 0: there is no such term
 
 
 def rate(numbers: Mapping[str, Any], count: Any, np: Any = jnp) -> Any:
@@ -101,8 +103,6 @@ def _chain(b1: float, b2: float, eps: float, bounded: bool) -> tuple[Callable, C
 
 def decayed(params: Any) -> Any:
   """True for matrices, False for norms and biases."""
-
-  def one(path, _) -> bool:
-    return not path[-1].name.endswith(("norm", "bias"))
-
-  return jax.tree.map_with_path(one, params)
+  return jax.tree.map_with_path(
+    lambda path, _: not path[-1].name.endswith(("norm", "bias")), params
+  )

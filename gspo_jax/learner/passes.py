@@ -83,7 +83,7 @@ def log_probs(
   rows = rows_of(inputs, learner, routing_BTlk)
   experts_RTlk = experts_to_replay(rows, replay)
   out = forward(params, rows, learner.model, learner.compute, experts_RTlk)
-  both = transformer.token_logp(
+  logp_RT, entropy_RT = transformer.token_logp(
     params,
     learner.model,
     out.hidden_BTD,
@@ -92,9 +92,13 @@ def log_probs(
     compute=learner.compute,
     support_BTX=rows.support_RTX,
   )
-  of_next = (by_sequence(x_RT, rows) for x_RT in both)
-  logp_BT, entropy_BT = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
-  return logp_BT, entropy_BT, out, rows
+  return before_next(logp_RT, rows), before_next(entropy_RT, rows), out, rows
+
+
+def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
+  """What was read at each token, of rows, in the place of the token after it, [B, T]; 0 at position
+  0, before which there is nothing."""
+  return jnp.pad(by_sequence(x_RT, rows)[:, :-1], ((0, 0), (1, 0)))
 
 
 def rows_of(inputs: ModelInputs, learner: Learner, routing_BTlk: jax.Array | None = None) -> Rows:

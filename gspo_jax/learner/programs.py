@@ -16,12 +16,9 @@ class WithNumbers(NamedTuple):
   def __call__(self, *arguments: Any) -> Any:
     return self.function(*arguments, self.numbers)
 
-  def lower(self, *arguments: Any) -> Any:
-    return self.function.lower(*arguments, self.numbers)
-
   def compile(self, *arguments: Any) -> "WithNumbers":
     """The same, compiled for arguments like these and for no others."""
-    return self._replace(function=self.lower(*arguments).compile())
+    return self._replace(function=self.function.lower(*arguments, self.numbers).compile())
 
   def trace(self, *arguments: Any) -> Any:
     return self.function.trace(*arguments, self.numbers)

@@ -8,12 +8,13 @@ import optax
 
 from gspo_jax import sharding
 from gspo_jax.learner import adaptive_clip
-from gspo_jax.learner.critic import Critic
+from gspo_jax.learner.critic import Critic, optimizers
 from gspo_jax.models import critic as critics
 from gspo_jax.models import lora
 from gspo_jax.models.params import abstract, abstract_params, abstract_table
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 
 
@@ -60,6 +61,16 @@ def abstract_state(
     params = abstract_critic(critic, model, mesh)
     state = jax.eval_shape(lambda s, p: with_critic(s, p, critic.tx), state, params)
   return abstract(state, mesh)
+
+
+def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainState:
+  """The same of "sft" or "rl"."""
+  tx, critic = optimizers(c, phase)
+  with jax.set_mesh(mesh):
+    if phase == "sft":
+      return abstract_state(c.model, mesh, tx)
+    adaptive = c.objective.adaptive_clip
+    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
 
 
 def abstract_critic(critic: Critic, model: ModelConfig, mesh: jax.sharding.Mesh) -> critics.Critic:

@@ -42,14 +42,18 @@ def make_rl_step(
   """The jitted update of the policy, and of a critic if there is one, on one mini-batch, (state,
   batch) -> (state, metrics); the state is donated. Numbers of the configuration (clip ranges, rates
   and so on) are arguments: configurations that differ in nothing else are one program."""
-  tx, with_critic = numbered(tx), ()
-  numbers = dict(objective=objective.numbers(), optimizer=tx.numbers)
-  numbers |= dict(load_balance_coef=learner.load_balance_coef)
-  learner = dataclasses.replace(learner, load_balance_coef=0.0)
+  tx = numbered(tx)
+  numbers = dict(
+    objective=objective.numbers(),
+    optimizer=tx.numbers,
+    load_balance_coef=learner.load_balance_coef,
+  )
+  learner, config, apply_to_critic = dataclasses.replace(learner, load_balance_coef=0.0), None, None
   if critic is not None:
     numbers |= dict(critic=critic.numbers, critic_optimizer=critic.tx.numbers)
-    with_critic = critic.config.structure, critic.tx.update
-  return with_numbers(_rl_step(learner, objective.structure, tx.update, *with_critic), numbers)
+    config, apply_to_critic = critic.config.structure, critic.tx.update
+  step = _rl_step(learner, objective.structure, tx.update, config, apply_to_critic)
+  return with_numbers(step, numbers)
 
 
 @functools.lru_cache(maxsize=8)
@@ -57,8 +61,8 @@ def _rl_step(
   learner: Learner,
   objective: ObjectiveConfig,
   apply: Callable,
-  critic_config: CriticConfig | None = None,
-  apply_to_critic: Callable | None = None,
+  critic_config: CriticConfig | None,
+  apply_to_critic: Callable | None,
 ) -> Callable:
   def loss(params, critic, batch, all_numbers):
     numbers = all_numbers["objective"]
@@ -94,12 +98,12 @@ def _rl_step(
       metrics |= critics.loss(critic_config, value_BT, batch, of_critic)
     return total, metrics, out.stats
 
-  def share(batch, numbers):  # of a critic, see `_step`; a denominator depends on masks alone
+  def share(batch, numbers):  # a denominator depends on masks alone
     nothing_BT = jnp.zeros_like(batch.sampler_logp_BT)
     total, *_ = policy_loss(
       objective, nothing_BT, nothing_BT, batch, learner.response_tokens, numbers["objective"]
     )
-    return critics.share(total, batch.mask_BT)
+    return total.denominator / jnp.maximum(batch.mask_BT.sum(), 1)
 
   return _step(learner, loss, apply, apply_to_critic, share)
 
@@ -168,11 +172,12 @@ def _step(
   updates that were left out.
 
   A critic learns in the same pass, from the metric `critic.LOSS`, with an optimizer of its own. Its
-  numerators count `share(batch, numbers)` times, so that one division is right for both.
+  numerators count `share(batch, numbers)` times, so that one division by the denominator of the
+  policy's loss is right for both: that one over the critic's own, of a whole mini-batch.
   """
 
-  def numerator(trained_and_critic, frozen, batch, numbers, weight):
-    trained, critic = trained_and_critic
+  def numerator(changed, frozen, batch, numbers, weight):
+    trained, critic = changed
     total, metrics, stats = loss(lora.join(trained, frozen), critic, batch, numbers)
     metrics |= {"loss": total}
     value = total.numerator
@@ -187,28 +192,25 @@ def _step(
   gradient = jax.grad(numerator, has_aux=True)
 
   def add(total, new):
-    (grads, metrics), (more, others) = total, new
-    return jax.tree.map(jnp.add, grads, more), merge(metrics, others)
+    return jax.tree.map(jnp.add, total[0], new[0]), merge(total[1], new[1])
 
   @functools.partial(jax.jit, donate_argnums=0)
   def step(state: TrainState, batch: TrainBatch, numbers: Mapping[str, Any]):
     number, part = parts(batch, learner)
     trained, frozen = lora.split(state.params)
     if "objective" in numbers:
-      objective = in_force(numbers["objective"], state.clip_factor)
-      numbers = {**numbers, "objective": objective}
-    critic, weight = state.critic, None
+      numbers = numbers | dict(objective=in_force(numbers["objective"], state.clip_factor))
+    critic, weight, changed = state.critic, None, (trained, None)
     if critic is not None:
-      weight = share(batch, numbers)
-    changed = trained, None if critic is None else critic.params
+      weight, changed = share(batch, numbers), (trained, critic.params)
 
     def of_part(i):
       return gradient(changed, frozen, part(i), numbers, weight)
 
     grads, metrics = accumulate(of_part, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
-    some = denominator > 0  # without a token, Adam would still follow its momentum
-    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(some, denominator, 1), grads)
+    trains = denominator > 0  # without a token, Adam would still follow its momentum
+    grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(trains, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
     params = lora.join(optax.apply_updates(trained, updates), frozen)
     grad_norm = optax.tree.norm(grads)
@@ -220,7 +222,7 @@ def _step(
       new, of_critic = critics.update(new, state, critic_grads, apply_to_critic, numbers)
       metrics |= of_critic
       sound &= jnp.isfinite(of_critic[critics.GRAD_NORM].value)
-    state = jax.tree.map(lambda new, old: jnp.where(sound & some, new, old), new, state)
+    state = jax.tree.map(lambda new, old: jnp.where(sound & trains, new, old), new, state)
     state = state.replace(skipped=state.skipped + ~sound)
     metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
     return state, metrics

@@ -25,9 +25,9 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
   before any update; by version (`version_metrics`) on all, since that has a pass of its own.
   """
   row = _scalars(functools.reduce(merge, minibatches))
-  for i, one in enumerate(minibatches):
-    one = _scalars({k: v for k, v in one.items() if k in APART})
-    row |= {f"minibatch/{i}/{name}": value for name, value in one.items()}
+  for i, metrics in enumerate(minibatches):
+    scalars = _scalars({k: v for k, v in metrics.items() if k in APART})
+    row |= {f"minibatch/{i}/{name}": value for name, value in scalars.items()}
   of_all = "mismatch/current/", "mismatch/older/"
 
   def of_sampler(name: str) -> bool:
