@@ -39,20 +39,21 @@ def grouped_batch(model):
   """Some responses have no tokens, one group has none at all."""
   batch = make_batch(model, lengths=sum(LENGTHS, ()))
   in_prompt_BT = np.arange(T)[None] < PROMPT_B[:, None]
-  same = lambda x: np.repeat(x[::GROUP], GROUP, axis=0)  # noqa: E731
-  after_prompt = lambda x: np.where(in_prompt_BT, 0, x)  # noqa: E731
-  mask_BT = after_prompt((batch.inputs.segments_BT > 0).astype(np.float32))
-  tokens_BT = np.where(in_prompt_BT, same(batch.inputs.tokens_BT), batch.inputs.tokens_BT)
+
+  def alike(x):  # in the prompt
+    inside = in_prompt_BT.reshape(B, T, *(1,) * (x.ndim - 2))
+    return np.where(inside, np.repeat(x[::GROUP], GROUP, axis=0), x)
+
+  mask_BT = np.where(in_prompt_BT, 0, batch.inputs.segments_BT).astype(np.float32)
+  tokens_BT = alike(batch.inputs.tokens_BT)
   batch = with_inputs(batch, tokens_BT=tokens_BT, prompt_B=PROMPT_B).replace(
     mask_BT=mask_BT,
-    old_logp_BT=np.full((B, T), -4.2, np.float32) * mask_BT,
-    sampler_logp_BT=np.full((B, T), -4.3, np.float32) * mask_BT,
-    ref_logp_BT=np.full((B, T), -4.1, np.float32) * mask_BT,
+    old_logp_BT=-4.2 * mask_BT,
+    sampler_logp_BT=-4.3 * mask_BT,
+    ref_logp_BT=-4.1 * mask_BT,
   )
   if batch.routing_BTlk is None:
     return batch
-  prompt = in_prompt_BT[:, :, None, None]
-  alike = lambda x: np.where(prompt, same(x), x)  # noqa: E731
   batch = with_inputs(batch, sampler_routing_BTlk=alike(batch.inputs.sampler_routing_BTlk))
   return batch.replace(routing_BTlk=alike(batch.routing_BTlk))
 
@@ -133,9 +134,9 @@ def test_a_response_knows_of_no_other():
   score = score_pass(sharing(MOE))
   tokens_BT = np.array(batch.inputs.tokens_BT)
   tokens_BT[1, PROMPTS[0] : 15] = (tokens_BT[1, PROMPTS[0] : 15] + 1) % 64
-  one, other = (
+  before, after = (
     np.where(batch.mask_BT, score(initial(MOE), b.inputs), 0)
     for b in (batch, with_inputs(batch, tokens_BT=tokens_BT))
   )
-  changed = np.abs(one - other).max(1) > 0
+  changed = np.abs(before - after).max(1) > 0
   assert changed.tolist() == [row == 1 for row in range(B)]

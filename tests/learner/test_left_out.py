@@ -7,12 +7,19 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.small_models import DENSE, initial
-from support.small_updates import GSPO, SGD, after, learner, make_batch, rl_step, with_inputs
+from support.small_models import DENSE
+from support.small_updates import (
+  GSPO,
+  SGD,
+  after,
+  learner,
+  make_batch,
+  placed,
+  rl_step,
+  with_inputs,
+)
 
-from gspo_jax import sharding
 from gspo_jax.learner.state import new_state
-from gspo_jax.settings.mesh import MeshConfig
 
 LENGTHS = (5, 20, 3, 4, 9, 4, 12, 6)
 OBJECTIVE = dataclasses.replace(GSPO, volatility=False, clip_low=0.2, clip_high=0.2)
@@ -67,11 +74,8 @@ def test_a_mini_batch_of_masked_responses_changes_nothing():
 
 def test_without_a_token_an_optimizer_does_not_follow_its_momentum():
   step, whole = rl_step(learner(DENSE), OBJECTIVE, optax.adamw(1e-2)), batch()
-  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-  with jax.set_mesh(mesh):
-    state = new_state(initial(DENSE), optax.adamw(1e-2))
-    whole = sharding.put_batch(whole, mesh)
-    state, _ = step(state, whole)
+  with placed(DENSE, whole, (1, 1, 1, 1)) as (params, whole):
+    state, _ = step(new_state(params, optax.adamw(1e-2)), whole)
     before = jax.device_get(state)
     state, _ = step(state, whole.replace(mask_BT=0 * whole.mask_BT))
     chex.assert_trees_all_equal(jax.device_get(state), before)

@@ -39,20 +39,26 @@ SEGMENT = dataclasses.replace(
 PLACES = ("1", "2", "3", "4", "first", "middle", "last")
 
 
-def age_case(rows, classes, seed, T=9):
+def case(rows, longest, seed):
+  """Log-probs of the policy, of the old one and of the sampler, the mask, and what is clipped."""
   rng = np.random.default_rng(seed)
-  length_B = rng.integers(0, T + 1, rows)  # a row without tokens is padding
-  mask_BT = (np.arange(T)[None] < length_B[:, None]).astype(np.float32)
-  logp_BT, old_BT, sampler_BT = rng.normal(-2, 0.1, (3, rows, T)).astype(np.float32)
+  length_B = rng.integers(0, longest + 1, rows)  # a row without tokens is padding
+  mask_BT = (np.arange(longest + 3)[None] < length_B[:, None]).astype(np.float32)
+  logp_BT, old_BT, sampler_BT = rng.normal(-2, 0.1, (3, *mask_BT.shape)).astype(np.float32)
   logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
-  age_B = rng.integers(0, classes + 2, rows).astype(np.int32)
+  return logp_BT, old_BT, sampler_BT, mask_BT, rng.random(mask_BT.shape) < 0.3
+
+
+def age_case(rows, classes, seed):
+  logp_BT, old_BT, sampler_BT, mask_BT, clipped_BT = case(rows, 9, seed)
+  age_B = np.random.default_rng(seed).integers(0, classes + 2, rows).astype(np.int32)
   age_B[age_B == 1] = 0  # an empty class
   age_B[:3] = -1  # in no class
-  plain = np.zeros((rows, T), np.int32)
+  plain = np.zeros(mask_BT.shape, np.int32)
   batch = TrainBatch(
     ModelInputs(plain, plain), mask_BT, np.zeros(rows), old_BT, sampler_BT, age_B=age_B
   )
-  return logp_BT, batch, rng.random((rows, T)) < 0.3
+  return logp_BT, batch, clipped_BT
 
 
 def test_figures_by_age():
@@ -65,9 +71,11 @@ def test_figures_by_age():
   for logp_BT, batch, clipped_BT in parts:
     for i, live in enumerate(batch.mask_BT > 0):
       if live.any() and batch.age_B[i] >= 0:
-        mean = lambda old: (logp_BT[i] - old[i])[live].mean(dtype=np.float64)  # noqa: B023, E731
-        ratio = np.exp(mean(batch.old_logp_BT))
-        values = abs(ratio - 1), abs(mean(batch.sampler_logp_BT)), clipped_BT[i][live]
+        of_old, of_sampler = (
+          (logp_BT[i] - old_BT[i])[live].mean(dtype=np.float64)
+          for old_BT in (batch.old_logp_BT, batch.sampler_logp_BT)
+        )
+        values = abs(np.exp(of_old) - 1), abs(of_sampler), clipped_BT[i][live]
         expected[min(batch.age_B[i], classes - 1)].append(values)
   total = sum(map(len, expected.values()))
   assert not expected[1] and len(expected[3]) > len(expected[2]) > 0
@@ -122,21 +130,13 @@ def test_rewards_by_length():
   assert sum(v for k, v in row.items() if "responses" in k) == pytest.approx(1)
 
 
-def length_case(rows, longest, seed):
-  rng = np.random.default_rng(seed)
-  length_B = rng.integers(0, longest + 1, rows)  # a row without tokens is padding
-  mask_BT = (np.arange(longest + 3)[None] < length_B[:, None]).astype(np.float32)
-  logp_BT, old_BT = rng.normal(-2, 0.1, (2, *mask_BT.shape)).astype(np.float32)
-  logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
-  return logp_BT, old_BT, mask_BT, rng.random(mask_BT.shape) < 0.3
-
-
 def test_ratios_and_clipping_by_length():
   """Of two mini-batches together; what is masked does not count."""
-  longest, parts = 40, [length_case(12, 40, 0), length_case(12, 40, 1)]
-  sums = [jax.jit(metrics.length_metrics, static_argnums=4)(*part, longest) for part in parts]
+  longest, parts = 40, [case(12, 40, 0), case(12, 40, 1)]
+  measure = jax.jit(metrics.length_metrics, static_argnums=4)
+  sums = [measure(logp, old, mask, clipped, longest) for logp, old, _, mask, clipped in parts]
   row = O.compute(O.merge(*sums))
-  logp_BT, old_BT, mask_BT, clipped_BT = (np.concatenate(both) for both in zip(*parts))
+  logp_BT, old_BT, _, mask_BT, clipped_BT = (np.concatenate(arrays) for arrays in zip(*parts))
   live_BT = mask_BT > 0
   length_B = live_BT.sum(1)
   found = classes(length_B, longest)

@@ -63,19 +63,16 @@ def batch(**changes):
 ENTROPY = np.where(CASE["mask"], 0.5, np.nan).astype(np.float32)
 
 
-def value_and_gradient(config, some):
+def value_and_gradient(config, given):
   def numerator(logp_BT):
-    *sums, _ = policy_loss(config, logp_BT, ENTROPY, some, MAX)
+    *sums, _ = policy_loss(config, logp_BT, ENTROPY, given, MAX)
     return sums[0].numerator, sums
 
-  def both(logp_BT):
-    grad, sums = jax.grad(numerator, has_aux=True)(logp_BT)
-    return *O.compute(sums), grad / sums[0].denominator
-
-  return jax.device_get(both(CASE["logp"]))
+  grad, sums = jax.grad(numerator, has_aux=True)(CASE["logp"])
+  return jax.device_get((*O.compute(sums), grad / sums[0].denominator))
 
 
-def by_hand(name, some, weight=None, **options):
+def by_hand(name, given, weight=None, **options):
   """The loss itself with a batch's arrays."""
   loss = LOSSES[name]
   takes = inspect.signature(loss).parameters
@@ -84,14 +81,18 @@ def by_hand(name, some, weight=None, **options):
   if "segment_BT" in takes:
     options["segment_BT"] = SEGMENTS
   if options.get("kl_coef"):
-    options["ref_logp_BT"] = some.ref_logp_BT
-  advantage = some.advantage_B
+    options["ref_logp_BT"] = given.ref_logp_BT
+  advantage = given.advantage_B
   if loss.by_token:
     advantage = np.repeat(advantage[:, None], T, axis=1)
-  old_logp_BT = some.ref_logp_BT if loss.to_reference else some.old_logp_BT
-  args = old_logp_BT, advantage, some.mask_BT
-  f = lambda x: loss(x, *args, weight=weight, entropy_BT=ENTROPY, **options)[0]  # noqa: E731
-  return jax.device_get(jax.value_and_grad(f)(CASE["logp"]))
+  old_logp_BT = given.ref_logp_BT if loss.to_reference else given.old_logp_BT
+
+  def value(logp_BT):
+    return loss(
+      logp_BT, old_logp_BT, advantage, given.mask_BT, weight=weight, entropy_BT=ENTROPY, **options
+    )[0]
+
+  return jax.device_get(jax.value_and_grad(value)(CASE["logp"]))
 
 
 @functools.cache
@@ -119,7 +120,10 @@ def test_a_name_alone_is_the_loss_as_published(name):
 
 
 def test_the_ranges_of_a_file_are_those_of_the_losses_that_it_names():
-  at = lambda **keys: (lambda o: (o.clip_low, o.clip_high))(configured(**keys).objective)  # noqa: E731
+  def at(**keys):
+    o = configured(**keys).objective
+    return o.clip_low, o.clip_high
+
   assert at() == (3e-4, 4e-4)
   assert at(config=tiny.get_config) == (0.03, 0.04)
   assert at(config=tiny.get_config, name="grpo") == (0.2, 0.27)
@@ -175,6 +179,10 @@ def test_a_configuration_in_json_is_the_same_configuration():
 
 REFUSED = [
   (dict(name="gsop"), r"objective\.name='gsop' is not one of gspo"),
+  (dict(kl="k4"), r"objective\.kl='k4' is not one of"),
+  (dict(old_logp="none"), r"objective\.old_logp='none' is not one of"),
+  (dict(replay="r2"), r"objective\.replay='r2' is not one of"),
+  (dict(replay="R2", old_logp="sampler"), r"objective\.old_logp='sampler'.*recompute"),
   (dict(name="gmpo", dual_clip=3.0), r"objective\.dual_clip=3\.0: gmpo has no such option"),
   (dict(name="sapo", clip_low=0.1), r"sapo has no such option; it has tau_pos, tau_neg, kl"),
   (

@@ -5,11 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from learner.test_epochs import SMALL, interrupt, rewards  # noqa: F401 (used by name)
-from learner.test_epochs import run as run_of
+from learner.test_epochs import rewards, run, run_interrupted  # noqa: F401 (used by name)
 from support.command_line import figures, rows_of
-
-from gspo_jax.system import preemption
 
 ENDS = tuple(map(chr, range(32, 80)))  # of two in five tokens of a random model
 STEPS = dict(
@@ -31,10 +28,6 @@ STEPS = dict(
 )
 
 
-def run(workdir):
-  return run_of(workdir, **STEPS)
-
-
 def dumps(workdir, step):
   path = workdir / "rollouts" / f"rl_{step:06d}.jsonl"
   return [json.loads(line) for line in path.read_text().splitlines()]
@@ -42,18 +35,13 @@ def dumps(workdir, step):
 
 @pytest.mark.long
 def test_a_run_by_steps_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
-  _, params = run(tmp_path / "whole")
+  _, params = run(tmp_path / "whole", **STEPS)
   rows = rows_of(tmp_path / "whole", "rl")[1:]
   assert any(row["partial/stale_tokens"] > 0 for row in rows)
   for row in rows:
     assert 1.5 < row["segment/count"] < 5 and row["segment/length"] < 4
     assert 0 < row["segment/clip_fraction/1"] < 1 and row["segment/gradient/1"] > 0
-  left = iter(range(3))
-  monkeypatch.setattr(preemption, "check", lambda: next(left, None) is None and interrupt())
-  with pytest.raises(preemption.Preempted):
-    run(tmp_path / "again")
-  monkeypatch.setattr(preemption, "check", lambda: None)
-  _, same = run(tmp_path / "again")
+  same = run_interrupted(tmp_path / "again", monkeypatch, **STEPS)
   assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
   assert figures(tmp_path / "again") == figures(tmp_path / "whole")
   assert dumps(tmp_path / "again", 3) == dumps(tmp_path / "whole", 3)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.small_models import DENSE
+from support.small_models import DENSE, initial
 from support.small_updates import ALL_TERMS, learner
 
 from configs import tiny
@@ -44,7 +44,11 @@ def misses(tmp_path):
   """Programs that were not in the cache of compiled ones, which is a new one."""
   found, names = [], ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = {name: getattr(jax.config, name) for name in names}
-  listen = lambda event, **_: event.endswith("/cache_misses") and found.append(event)  # noqa: E731
+
+  def listen(event, **_):
+    if event.endswith("/cache_misses"):
+      found.append(event)
+
   for name, value in zip(names, (str(tmp_path / "compiled"), 0.0)):
     jax.config.update(name, value)
   jax.experimental.compilation_cache.compilation_cache.reset_cache()
@@ -121,8 +125,6 @@ def test_the_update_is_that_of_optax_with_the_same_constants(changes):
 
 
 def optimizer_tree(seed):
-  from support.small_models import initial
-
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(DENSE))
 

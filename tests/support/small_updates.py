@@ -1,9 +1,12 @@
 """Updates of small models on random mini-batches, for comparing two ways to the same update."""
 
+import contextlib
 import dataclasses
 import functools
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -100,28 +103,36 @@ def batch_of(rollout: Rollout) -> TrainBatch:
   return train_batch(rollout, advantage_B, shared_prompts=False).replace(old_logp_BT=rollout.logp)
 
 
+def updated(params, batch, how, objective=GSPO, tx=SGD):
+  """The state and the metrics after one update of `params`, which stay."""
+  state = new_state(jax.tree.map(jnp.copy, params), tx)
+  state, metrics = rl_step(how, objective, tx)(state, batch)
+  return state, scalars(metrics)
+
+
+@contextlib.contextmanager
+def placed(model, values, shape=None):
+  """Initial parameters and a batch of `values`, on a mesh that is in use if there is a shape."""
+  if shape is None:
+    yield initial(model), values
+    return
+  mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
+  with jax.set_mesh(mesh):
+    shardings = transformer.shardings(model, sharding.TRAIN, mesh)
+    yield jax.device_put(initial(model), shardings), sharding.put_batch(values, mesh)
+
+
 def after(step, model, batch, shape=None):
   """Parameters and metrics after one update, on a mesh if there is a shape of it."""
-  params = initial(model)
-  if shape is None:
+  with placed(model, batch, shape) as (params, batch):
     state, metrics = step(new_state(params, SGD), batch)
-    return jax.device_get(state.params), scalars(metrics)
-  mesh = sharding.make_mesh(MeshConfig(*shape))
-  with jax.set_mesh(mesh):
-    params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
-    state, metrics = step(new_state(params, SGD), sharding.put_batch(batch, mesh))
     return jax.device_get(state.params), scalars(metrics)
 
 
 def old_policy(learner, batch, shape=None):
   """What one pass of the trainer says of the old policy, on a mesh if there is a shape of it."""
-  find, params = old_policy_pass(learner, ALL_TERMS), initial(learner.model)
-  if shape is None:
-    return find(params, batch.inputs)
-  mesh = sharding.make_mesh(MeshConfig(*shape))
-  with jax.set_mesh(mesh):
-    params = jax.device_put(params, transformer.shardings(learner.model, sharding.TRAIN, mesh))
-    return jax.device_get(find(params, sharding.put_batch(batch.inputs, mesh)))
+  with placed(learner.model, batch.inputs, shape) as (params, inputs):
+    return jax.device_get(old_policy_pass(learner, ALL_TERMS)(params, inputs))
 
 
 def scalars(*metrics):
