@@ -17,10 +17,10 @@ from support.small_updates import T, learner, make_batch, with_inputs
 
 from configs import tiny, tiny_distil
 from gspo_jax import inputs, sharding, teacher, train
-from gspo_jax.aot import needed, plan, programs
+from gspo_jax.aot import estimate, plan, programs
 from gspo_jax.aot.estimate import held
 from gspo_jax.learner import packing
-from gspo_jax.learner.distillation import make_distill
+from gspo_jax.learner.advantages import of_teacher
 from gspo_jax.models import hf, transformer
 from gspo_jax.models.flops import forward_flops
 from gspo_jax.run import open_run
@@ -86,7 +86,7 @@ def test_the_teachers_advantage_is_added_to_that_of_rewards(by_token):
   said = [np.where(b.mask_BT > 0, rng.normal(-3, 1, (16, T)), np.nan) for b in batches]
   said = [np.float32(x) for x in said]
   taught = [b.replace(teacher_logp_BT=x) for b, x in zip(batches, said)]
-  found, metrics = make_distill(config)(taught)
+  found, metrics = of_teacher(config)(taught)
   ratios, expected = [], []
   for one, teacher_BT in zip(batches, said):
     mask_BT = one.mask_BT > 0
@@ -319,7 +319,7 @@ def test_the_programs_of_a_run_have_its_pass_and_its_weights(directory):
   )
   without = dict(programs.programs(plain, mesh, ["train", "score"]))
   assert held(found["train"].held) - held(without["train"].held) == weights
-  assert needed.of("teacher", case, mesh) > needed.of("score", case, mesh) * 0.4
+  assert estimate.needed("teacher", case, mesh) > estimate.needed("score", case, mesh) * 0.4
   with jax.set_mesh(mesh):
     logp_BT = jax.eval_shape(found["teacher"].function, *found["teacher"].arguments)
   assert logp_BT.shape == (case.sequences, case.length)

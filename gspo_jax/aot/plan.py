@@ -15,8 +15,7 @@ from gspo_jax.aot.estimate import changed, held, kept_per_token
 from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
-from gspo_jax.learner.critic import optimizers
-from gspo_jax.learner.state import abstract_critic
+from gspo_jax.models import critic as critics
 from gspo_jax.models import flops, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
@@ -41,12 +40,16 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   if config.rollout_mesh.on:
     shape = axes(inputs.rollout_mesh)
     text.append(f"rollout mesh: {inputs.rollout_mesh.size} further ones ({shape})")
-  text += [
-    f"model: {count:,} parameters{each}",
-    *critic_line(config, inputs.mesh),
-    *teacher_line(config, inputs.teacher),
-    f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems",
-  ]
+  text.append(f"model: {count:,} parameters{each}")
+  if config.has_iterations and config.critic.name != "none":
+    apart = config.critic.name == "model"
+    declared = jax.tree.leaves(critics.table(config.model, own=apart))
+    trunk = "a model of its own" if apart else "a head on the policy's trunk"
+    text.append(f"critic: {sum(math.prod(w.shape) for w in declared):,} parameters, {trunk}")
+  if taught := inputs.teacher:
+    number, _ = transformer.count(taught.model)
+    text.append(f"teacher: {number:,} parameters, frozen, {taught.path}")
+  text.append(f"data: {len(inputs.train_prompts):,} prompts, {held_out:,} held-out problems")
   text += memory(programs.resolved(programs.make_case(config), inputs.mesh), inputs, devices[0])
   if "sft" in config.job:
     tokens = config.sft.batch * config.sft.max_tokens
@@ -55,24 +58,6 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
       f"{tokens:,} tokens with padding"
     )
   return text + (iteration(config, devices, inputs.teacher) if config.has_iterations else [])
-
-
-def critic_line(config: RunConfig, mesh: jax.sharding.Mesh) -> list[str]:
-  """Says how large the critic is, if there is one."""
-  _, critic = optimizers(config)
-  if critic is None or not config.has_iterations:
-    return []
-  params = abstract_critic(critic, config.model, mesh)
-  count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-  trunk = "a model of its own" if critic.config.name == "model" else "a head on the policy's trunk"
-  return [f"critic: {count:,} parameters, {trunk}"]
-
-
-def teacher_line(config: RunConfig, taught: teacher.Teacher | None) -> list[str]:
-  """Says how large the teacher is, if there is one, and where its weights are."""
-  if taught is None:
-    return []
-  return [f"teacher: {transformer.count(taught.model)[0]:,} parameters, frozen, {taught.path}"]
 
 
 def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:

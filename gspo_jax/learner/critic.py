@@ -1,4 +1,4 @@
-"""The critic: its values, from them advantages and returns, and its part of an update.
+"""The critic: its values, and its part of an update. Advantages of them are in advantages.py.
 
 V_t is the value of what stands before token t: the prompt and the tokens that precede it. So it is
 read from the hidden state that predicts the token, and lies in [B, T] where the token's log-prob
@@ -10,8 +10,7 @@ With a `kl_coef` β each token costs β log π_old/π_ref (arXiv:2203.02155, Eq.
 too).
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
 from gspo_jax.models import critic as models
 from gspo_jax.models import weights
-from gspo_jax.objectives.reductions import Max, Mean, Metrics, merge
+from gspo_jax.objectives.reductions import Max, Metrics
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
@@ -34,7 +33,6 @@ from gspo_jax.structs import CriticState, ModelInputs, TrainBatch, TrainState
 
 LOSS = "value/loss"  # the metric that is the critic's loss
 GRAD_NORM = "value/grad_norm"
-EPSILON = 1e-6  # added to the standard deviation of advantages
 
 
 class Critic(NamedTuple):
@@ -103,69 +101,6 @@ def make_values(
     return values(config, critic, hidden_RTD, rows, learner, numbers)
 
   return jax.jit(by_part(values_of, learner))
-
-
-def make_advantages(
-  config: CriticConfig, numbers: Mapping[str, float]
-) -> Callable[[Sequence[TrainBatch]], tuple[list[TrainBatch], dict[str, jax.Array]]]:
-  """A jitted function of all mini-batches of an iteration, which need `reward_BT` and
-  `old_value_BT`, and with a `kl_coef` `ref_logp_BT`. It returns them with `advantage_BT` and
-  `return_BT`, and metrics.
-
-  `value/explained_variance` compares the values with what came of them, Σ γ^k r_{t+k}. (The returns
-  of GAE have the values in them, and would flatter.)
-  """
-  number = {key: float(numbers.get(key, 0.0)) for key in ("discount", "trace", "kl_coef")}
-
-  def of_batch(
-    batch: TrainBatch, number: Mapping[str, Any]
-  ) -> tuple[TrainBatch, jax.Array, dict[str, Any]]:
-    mask_BT, reward_BT, metrics = batch.mask_BT, batch.reward_BT, {}
-    if config.kl_coef:
-      tokens_BT = jnp.where(mask_BT > 0, batch.old_logp_BT - batch.ref_logp_BT, 0)
-      reward_BT = reward_BT - number["kl_coef"] * tokens_BT
-      responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
-      metrics["reward/kl_penalty"] = Mean(number["kl_coef"] * tokens_BT.sum(), responses)
-    gamma = number["discount"]
-    advantage_BT, return_BT = O.gae(reward_BT, batch.old_value_BT, mask_BT, gamma, number["trace"])
-    outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
-    made = batch.replace(reward_BT=None, advantage_BT=advantage_BT, return_BT=return_BT)
-    return made, outcome_BT, metrics
-
-  @jax.jit
-  def advantages(batches: Sequence[TrainBatch], number: Mapping[str, Any]) -> Any:
-    batches, outcomes, metrics = zip(*(of_batch(batch, number) for batch in batches))
-    masks = [batch.mask_BT for batch in batches]
-    mean, far = _about_mean([batch.advantage_BT for batch in batches], masks)
-    std = jnp.sqrt(_mean([x**2 for x in far], masks))
-    row = O.compute(functools.reduce(merge, metrics))
-    row |= {"advantage/mean": mean, "advantage/std": std}
-    # About their means: squares of values and returns far from 0 would cancel.
-    about = [_about_mean(x, masks)[1] for x in ([b.old_value_BT for b in batches], outcomes)]
-    explained = map(O.explained_variance.sums, *about, masks)
-    row["value/explained_variance"] = functools.reduce(merge, explained).compute()
-    if config.normalize:
-      scaled = [(b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT for b in batches]
-      batches = [b.replace(advantage_BT=x_BT) for b, x_BT in zip(batches, scaled)]
-    return list(batches), row
-
-  return lambda batches: advantages(list(batches), number)
-
-
-def _about_mean(
-  values: Sequence[jax.Array], masks: Sequence[jax.Array]
-) -> tuple[jax.Array, list[jax.Array]]:
-  """The mean over the tokens of all mini-batches, and by how much each [B, T] is above it."""
-  mean = _mean(values, masks)
-  return mean, [value_BT - mean for value_BT in values]
-
-
-def _mean(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> jax.Array:
-  sums = [
-    Mean(jnp.where(mask_BT > 0, value_BT, 0).sum(), mask_BT.sum())
-    for value_BT, mask_BT in zip(values, masks)
-  ]
-  return functools.reduce(merge, sums).compute()
 
 
 def loss(

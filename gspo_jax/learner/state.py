@@ -58,7 +58,8 @@ def abstract_state(
   params = abstract_params(model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank)
   state = jax.eval_shape(lambda p: new_state(p, tx, adaptive), params)
   if critic is not None:
-    params = abstract_critic(critic, model, mesh)
+    declared = critics.table(model, critic.config.name == "model")
+    params = abstract_table(declared, mesh, sharding.TRAIN, jnp.float32)
     state = jax.eval_shape(lambda s, p: with_critic(s, p, critic.tx), state, params)
   return abstract(state, mesh)
 
@@ -71,9 +72,3 @@ def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainSt
       return abstract_state(c.model, mesh, tx)
     adaptive = c.objective.adaptive_clip
     return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
-
-
-def abstract_critic(critic: Critic, model: ModelConfig, mesh: jax.sharding.Mesh) -> critics.Critic:
-  """Shapes and shardings of a critic's parameters, in float32."""
-  declared = critics.table(model, critic.config.name == "model")
-  return abstract_table(declared, mesh, sharding.TRAIN, jnp.float32)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,35 @@ from gspo_jax.learner.metrics import (
 from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.optimizer import Optimizer, numbered
 from gspo_jax.learner.passes import Learner, accumulate, log_probs, parts
-from gspo_jax.learner.programs import WithNumbers, with_numbers
 from gspo_jax.models import lora
 from gspo_jax.models.experts import moe
 from gspo_jax.objectives.reductions import Last, Max, Mean, merge
 from gspo_jax.settings.critic import CriticConfig
 from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.structs import TrainBatch, TrainState
+
+
+class WithNumbers(NamedTuple):
+  """A jitted function whose last argument is given: scalars, which a sweep varies. Whatever their
+  values are, the program is the same."""
+
+  function: Callable
+  numbers: Mapping[str, Any]
+
+  def __call__(self, *arguments: Any) -> Any:
+    return self.function(*arguments, self.numbers)
+
+  def compile(self, *arguments: Any) -> "WithNumbers":
+    """The same, compiled for arguments like these and for no others."""
+    return self._replace(function=self.function.lower(*arguments, self.numbers).compile())
+
+  def trace(self, *arguments: Any) -> Any:
+    return self.function.trace(*arguments, self.numbers)
+
+
+def with_numbers(function: Callable, numbers: Mapping[str, Any]) -> WithNumbers:
+  """`function` with these numbers. They are Python's: in arithmetic an array keeps its type."""
+  return WithNumbers(function, jax.tree.map(float, numbers))
 
 
 def make_rl_step(

@@ -3,21 +3,17 @@
 Figures of the compiler: bytes through HBM, how many times what is needed they are, and utilisation
 at the bound. Written anew, where a change is meant or has made them better, by
 
-    python tests/aot/test_figures.py
+    PYTHONPATH=tests python tests/aot/test_figures.py
 """
 
 import importlib.metadata
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from support import aot
 
-ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).with_name("figures.json")
 TOLERANCE = 0.05
 LESS_IS_BETTER = dict(hbm_bytes=True, moved_over_needed=True, mfu=False)
@@ -31,8 +27,7 @@ MODEL = dict(
   moe_intermediate_size=128,
   vocab_size=4096,
 )
-COMMAND = (
-  "--config=configs/moe_aime.py",
+OPTIONS = (
   "--topology=v5p:2x2x1",
   "--programs=train,decode",
   "--sequences=8",
@@ -45,20 +40,11 @@ COMMAND = (
 )
 
 
-def measure() -> dict:
+def measure(directory: Path) -> dict:
   """The figures of this version of the code, and of the compiler."""
-  with tempfile.TemporaryDirectory() as directory:
-    out = Path(directory, "aot.json")
-    environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
-    command = [sys.executable, "-m", "gspo_jax.aot", *COMMAND, f"--json={out}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-      raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    rows = json.loads(out.read_text())
-  return dict(
-    compiler=compiler(),
-    programs={row["program"]: {name: row[name] for name in LESS_IS_BETTER} for row in rows},
-  )
+  rows, _ = aot.compiled(directory, *OPTIONS, config="configs/moe_aime.py")
+  figures = {name: {key: row[key] for key in LESS_IS_BETTER} for name, row in rows.items()}
+  return dict(compiler=compiler(), programs=figures)
 
 
 def compiler() -> str:
@@ -78,14 +64,13 @@ def worse(found: dict, known: dict) -> list[str]:
 
 
 @pytest.mark.long
-def test_programs_are_no_worse_than_they_were():
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("needs libtpu: pip install -e '.[tpu]'")
+@aot.needs_libtpu
+def test_programs_are_no_worse_than_they_were(tmp_path):
   known = json.loads(FIGURES.read_text())
   if known["compiler"] != compiler():
     pytest.skip(f"figures are of {known['compiler']}, this is {compiler()}")
-  said = worse(measure(), known)
-  assert not said, f"{'; '.join(said)}; if that is meant: python tests/aot/test_figures.py"
+  said = worse(measure(tmp_path), known)
+  assert not said, f"{'; '.join(said)}; where that is meant, see above how to write them anew"
 
 
 def test_worse_is_more_bytes_or_less_utilisation():
@@ -101,4 +86,5 @@ def test_worse_is_more_bytes_or_less_utilisation():
 
 
 if __name__ == "__main__":
-  FIGURES.write_text(json.dumps(measure(), indent=2) + "\n")
+  with tempfile.TemporaryDirectory() as scratch:
+    FIGURES.write_text(json.dumps(measure(Path(scratch)), indent=2) + "\n")

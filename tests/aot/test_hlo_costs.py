@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from support.aot import needs_libtpu
 
 from gspo_jax.aot import explain, hlo, hlo_costs
+from gspo_jax.aot.compiler import devices_of
 
 MIB = 2**20
 
@@ -247,8 +248,6 @@ def test_traffic_of_known_programs_on_cpu(function):
 
 @pytest.fixture(scope="module")
 def chip():
-  from gspo_jax.aot.compiler import devices_of
-
   return devices_of("v5e:1x1")[0]
 
 
@@ -296,8 +295,6 @@ def test_a_product_reads_the_layer_that_it_slices_out_of_a_stack(chip):
 
 @needs_libtpu
 def test_the_collectives_of_a_program_are_overlapped_or_not(chip):
-  from gspo_jax.aot.compiler import devices_of
-
   mesh = jax.make_mesh((4,), ("x",), devices=devices_of("v5p:2x2x1"))
   split = NamedSharding(mesh, P("x"))
 

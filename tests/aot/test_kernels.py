@@ -14,23 +14,18 @@ from gspo_jax.system import accelerators
 
 N, K, T, H = 4, 2, 4096, 128  # query heads, key heads, positions, width
 Q, KV = 512, 1024  # blocks
+WIDE, NARROW = (f"bf16[{heads},{T},{H}]{{2,1,0}}" for heads in (N, K))
 SEGMENTS = f"s32[{T},128]{{1,0}}", f"s32[8,{T}]{{1,0}}"
+MASK, MASK_BYTES = f"s8[1,{T // Q},{T // KV}]{{2,1,0}}", (T // Q) * (T // KV)
 
 
 def program(name, operands, result, rest=""):
   """A program of one kernel."""
-  lines = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
+  lines = "\n".join(f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(operands))
   names = ", ".join(f"%p{i}" for i in range(len(operands)))
   kernel = f'custom-call({names}), custom_call_target="tpu_custom_call"{rest}'
-  return "\n".join(
-    [
-      "HloModule m",
-      "",
-      "ENTRY %main () -> f32[] {",
-      *lines,
-      f"  ROOT %{name} = {result} {kernel}",
-      "}",
-    ]
+  return (
+    f"HloModule m\n\nENTRY %main () -> f32[] {{\n{lines}\n  ROOT %{name} = {result} {kernel}\n}}"
   )
 
 
@@ -53,19 +48,16 @@ def visible(i, j):
 
 
 def test_splash_reads_keys_again_for_every_block_of_queries():
-  wide = f"bf16[{N},{T},{H}]{{2,1,0}}"
-  narrow = f"bf16[{K},{T},{H}]{{2,1,0}}"
-  mask = f"s8[1,{T // Q},{T // KV}]{{2,1,0}}"
-  operands = [mask, mask, wide, narrow, narrow, *SEGMENTS]
+  operands = [MASK, MASK, WIDE, NARROW, NARROW, *SEGMENTS]
   blocks = (
     f', frontend_attributes={{"block_q\\": {Q}, \\"block_kv\\": {KV}, \\"block_kv_compute\\": 512}}'
   )
-  text = program("splash_mha_fwd_segmented_residuals.3", operands, wide, blocks)
+  text = program("splash_mha_fwd_segmented_residuals.3", operands, WIDE, blocks)
   grid = [(h, i, j) for h in range(N) for i in range(T // Q) for j in range(T // KV)]
   keys = fetched(grid, KV * H * 2, lambda h, i, j: (h * K // N, j) if visible(i, j) else None)
   of_queries = fetched(grid, Q * 128 * 4, lambda h, i, j: i)
   of_keys = fetched(grid, KV * 8 * 4, lambda h, i, j: j if visible(i, j) else None)
-  once = 2 * N * T * H * 2 + 2 * mask_bytes()
+  once = 2 * N * T * H * 2 + 2 * MASK_BYTES
   # Two blocks of queries that see no more than the first block of keys need it once.
   found = hlo_costs.costs(text).memory
   assert found == pytest.approx(once + 2 * keys + of_queries + of_keys, rel=0.1)
@@ -74,14 +66,11 @@ def test_splash_reads_keys_again_for_every_block_of_queries():
 
 
 def test_gradients_of_keys_read_queries_again_for_every_block_of_keys():
-  wide = f"bf16[{N},{T},{H}]{{2,1,0}}"
-  narrow = f"bf16[{K},{T},{H}]{{2,1,0}}"
   row = f"f32[{N},8,{T}]{{2,1,0}}"
-  mask = f"s8[1,{T // Q},{T // KV}]{{2,1,0}}"
-  operands = [mask, wide, narrow, narrow, SEGMENTS[1], SEGMENTS[0], row, wide, row]
+  operands = [MASK, WIDE, NARROW, NARROW, SEGMENTS[1], SEGMENTS[0], row, WIDE, row]
   blocks = f', frontend_attributes={{"block_q_dkv\\": {Q}, \\"block_kv_dkv\\": {KV}}}'
   text = program(
-    "splash_mha_dkv_segmented_no_residuals.1", operands, f"({narrow}, {narrow})", blocks
+    "splash_mha_dkv_segmented_no_residuals.1", operands, f"({NARROW}, {NARROW})", blocks
   )
   grid = [(j, h, i) for j in range(T // KV) for h in range(N) for i in range(T // Q)]
 
@@ -91,13 +80,9 @@ def test_gradients_of_keys_read_queries_again_for_every_block_of_keys():
   queries = fetched(grid, Q * H * 2, seen)  # and their gradients
   sums = fetched(grid, Q * 8 * 4, seen)  # and the logarithms
   of_queries = fetched(grid, Q * 8 * 4, lambda j, h, i: i if visible(i, j) else None)
-  once = 4 * K * T * H * 2 + T * 128 * 4 + mask_bytes()
+  once = 4 * K * T * H * 2 + T * 128 * 4 + MASK_BYTES
   expected = once + 2 * queries + 2 * sums + of_queries
   assert hlo_costs.costs(text).memory == pytest.approx(expected, rel=0.01)
-
-
-def mask_bytes():
-  return (T // Q) * (T // KV)
 
 
 def test_a_kernel_counts_as_it_states_and_its_caller_goes_first():
@@ -117,9 +102,7 @@ def test_a_kernel_counts_as_it_states_and_its_caller_goes_first():
 
 @pytest.fixture(scope="module")
 def on_chip():
-  from gspo_jax.aot.compiler import devices_of
-
-  return jax.sharding.SingleDeviceSharding(devices_of("v5e:1x1")[0])
+  return jax.sharding.SingleDeviceSharding(compiler.devices_of("v5e:1x1")[0])
 
 
 def compiled(f, on_chip, *shapes):

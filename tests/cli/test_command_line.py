@@ -194,6 +194,7 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
     (["--config=tiny", "--config.rl.promts=3"], r"rl\.promts.*prompts"),
     (["--config=tiny", f"--json={tmp_path}/none/x.json"], "none is no directory"),
     (["--config=tiny", "--search", "--programs=publish"], r"publish: --search is for .*decode"),
+    (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
     done = called(*flags, module="gspo_jax.aot", cwd=tmp_path)
     assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr

@@ -17,8 +17,9 @@ from configs import common, tiny_ppo
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer, packing
+from gspo_jax.learner.advantages import of_critic
 from gspo_jax.learner.batch import at_the_end
-from gspo_jax.learner.critic import Critic, make_advantages, make_values, new_critic
+from gspo_jax.learner.critic import Critic, make_values, new_critic
 from gspo_jax.learner.objective import policy_loss
 from gspo_jax.learner.passes import log_probs
 from gspo_jax.learner.state import abstract_state, new_state, with_critic
@@ -125,7 +126,7 @@ def test_advantages_are_those_of_the_recursion(normalize):
   second = second.replace(reward_BT=at_the_end(np.linspace(-1, 2, B), shorter.mask_BT))
   dirty = [b.replace(old_value_BT=np.where(b.mask_BT > 0, b.old_value_BT, np.nan)) for b in
            (batch(), second)]  # fmt: skip
-  found, row = make_advantages(config, config.numbers(1))(dirty)
+  found, row = of_critic(config, config.numbers(1))(dirty)
   expected = []
   for one in dirty:
     mask = np.asarray(one.mask_BT)
@@ -160,7 +161,7 @@ def test_the_variance_of_large_returns_is_explained_too():
     live = batch().mask_BT > 0
     pairs.append((np.broadcast_to(of_row_B1, (B, T))[live], np.float64(value_BT)[live]))
   returns, values = (np.concatenate(x) for x in zip(*pairs))
-  _, row = make_advantages(config, config.numbers(1))(parts)
+  _, row = of_critic(config, config.numbers(1))(parts)
   expected = 1 - np.var(returns - values) / np.var(returns)
   assert row["value/explained_variance"] == pytest.approx(expected, abs=0.01) and expected > 0.5
 
