@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def sft(run: Run) -> Any:
   update = make_sft_step(learner_of(c, "sft"), tx)
   prompts = sources.fitting(run.train_prompts, tok, c.sft.max_tokens, c.data.on_error)
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
-  held_out = HeldOut(run, prompts)
+  kept_out, held_out_loss = held_out(run, prompts)
   # A row is fetched when the next one is due, so batches are kept for as long.
   phase = run.phase("sft", c.sft.steps, updates=1, keep=2 * c.sft.log_every)
   done, state, host = phase.resume(
@@ -57,12 +57,13 @@ def sft(run: Run) -> Any:
     for step in phase.steps():
       if _learned(run, loss):
         break
-      batch = train_batch(batches.take(c.sft.batch, held_out.excludes), tok, c.sft.max_tokens)
+      taken = batches.take(c.sft.batch, lambda prompt: prompt.id not in kept_out)
+      batch = train_batch(taken, tok, c.sft.max_tokens)
       phase.hold(step, [batch])  # on the host: there are many
       state, metrics = update(state, sharding.put_batch(batch, run.mesh))
       row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
-        row["held_out_loss"] = loss = held_out.loss(state.params)
+        row["held_out_loss"] = loss = held_out_loss(state.params)
       phase.stand(step, state, position)
       last = step == c.sft.steps or _learned(run, loss)
       if step % c.sft.log_every == 0 or last or "held_out_loss" in row:
@@ -79,37 +80,36 @@ def sft(run: Run) -> Any:
   return state.params
 
 
-class HeldOut:
-  """Demonstrations that the cold start does not train on, the same ones whatever the seed; none
-  without `sft.target_loss`. DataError if `source` has too few to hold out so many."""
+def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callable[[Any], float]]:
+  """Ids of the demonstrations that the cold start does not train on, the same ones whatever the
+  seed, none without `sft.target_loss`; and the mean over their tokens of -log π(token), in nats, of
+  the policy with given parameters.
 
-  def __init__(self, run: Run, source: Sequence[Prompt]):
-    c, tok = run.config, run.tokenizer
-    count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
-    self._ids, self._batches, self._loss = frozenset(), [], make_sft_loss(learner_of(c, "sft"))
-    if not c.sft.target_loss:
-      return
+  Raises:
+    DataError: `source` has too few to hold out so many.
+  """
+  c = run.config
+  count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
+  prompts, batches, sums_of = [], [], make_sft_loss(learner_of(c, "sft"))
+  if c.sft.target_loss:
     if len(source) < 2 * count:
       raise sources.DataError(
         f"sft.check_problems={count} is more than half of the {len(source)} demonstrations: lower "
         "it, or set sft.target_loss=0"
       )
     prompts = next(sources.Batches(source, count, seed=0))
-    self._ids = frozenset(prompt.id for prompt in prompts)
-    for start in range(0, count, rows):  # as many at once as fit into an update
-      chosen = prompts[start : start + rows]
-      batch = train_batch(chosen + prompts[:1] * (rows - len(chosen)), tok, c.sft.max_tokens)
-      batch.mask_BT[len(chosen) :] = 0  # rows that only fill the batch
-      self._batches.append(sharding.put_batch(batch, run.mesh))
+  for start in range(0, len(prompts), rows):  # as many at once as fit into an update
+    chosen = prompts[start : start + rows]
+    filled = chosen + prompts[:1] * (rows - len(chosen))
+    batch = train_batch(filled, run.tokenizer, c.sft.max_tokens)
+    batch.mask_BT[len(chosen) :] = 0  # rows that only fill the batch
+    batches.append(sharding.put_batch(batch, run.mesh))
 
-  def excludes(self, prompt: Prompt) -> bool:
-    """Whether a demonstration is not among them."""
-    return prompt.id not in self._ids
-
-  def loss(self, params: Any) -> float:
-    """Mean over their tokens of -log π(token), in nats."""
-    sums = jax.device_get([self._loss(params, batch) for batch in self._batches])
+  def loss(params: Any) -> float:
+    sums = jax.device_get([sums_of(params, batch) for batch in batches])
     return float(sum(s.numerator for s in sums) / sum(s.denominator for s in sums))
+
+  return frozenset(prompt.id for prompt in prompts), loss
 
 
 def _learned(run: Run, loss: float | None) -> bool:

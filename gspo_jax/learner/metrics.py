@@ -12,7 +12,7 @@ Segments: a place is the segment's number, "1" to "4", and the third of the segm
 middle lies, "first", "middle" or "last": the only segment of a response is its middle.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,18 +65,13 @@ def age_metrics(
   count_X = _by_class(jnp.ones_like(length_B), inside_BX)
   deviation_B = abs(ratios.bounded_expm1(_log_ratio(logp_BT, batch.old_logp_BT, live_BT)))
   mismatch_B = abs(_log_ratio(logp_BT, batch.sampler_logp_BT, live_BT))
-  clipped_X = _by_class((clipped_BT & live_BT).sum(1), inside_BX)
   sums = {
-    "by_age/responses": (count_X, jnp.broadcast_to(count_X.sum(), count_X.shape)),
-    "by_age/ratio_deviation": (_by_class(deviation_B, inside_BX), count_X),
-    "by_age/clip_fraction": (clipped_X, _by_class(length_B, inside_BX)),
-    "mismatch/by_age": (_by_class(mismatch_B, inside_BX), count_X),
+    "by_age/responses": Mean(count_X, jnp.broadcast_to(count_X.sum(), count_X.shape)),
+    "by_age/ratio_deviation": Mean(_by_class(deviation_B, inside_BX), count_X),
+    "by_age/clip_fraction": _clipped(clipped_BT, live_BT, inside_BX),
+    "mismatch/by_age": Mean(_by_class(mismatch_B, inside_BX), count_X),
   }
-  return {
-    f"{name}/{age}": Mean(numerator_X[age], denominator_X[age])
-    for name, (numerator_X, denominator_X) in sums.items()
-    for age in range(classes)
-  }
+  return _of_each(sums, [str(age) for age in range(classes)])
 
 
 def length_limits(longest: int) -> list[int]:
@@ -114,16 +109,26 @@ def length_metrics(
   inside_BX = _length_classes(length_B, longest)
   count_X = _by_class(jnp.ones_like(length_B), inside_BX)
   moments = (_by_class(x_B, inside_BX) for x_B in (log_ratio_B, log_ratio_B**2))
-  clipped_X = _by_class((clipped_BT & live_BT).sum(1), inside_BX)
-  metrics = {
-    "log_ratio_std": Std(count_X, *moments),
-    "clip_fraction": Mean(clipped_X, _by_class(length_B, inside_BX)),
+  sums = {
+    "by_length/log_ratio_std": Std(count_X, *moments),
+    "by_length/clip_fraction": _clipped(clipped_BT, live_BT, inside_BX),
   }
+  return _of_each(sums, [f"le_{limit}" for limit in length_limits(longest)])
+
+
+def _of_each(sums: Mapping[str, Mean | Std], names: Sequence[str]) -> Metrics:
+  """Of each class, from sums over all classes, [X] each."""
   return {
-    f"by_length/{name}/le_{limit}": type(sums)(*(x_X[i] for x_X in sums))
-    for name, sums in metrics.items()
-    for i, limit in enumerate(length_limits(longest))
+    f"{metric}/{name}": type(total)(*(x_X[i] for x_X in total))
+    for metric, total in sums.items()
+    for i, name in enumerate(names)
   }
+
+
+def _clipped(clipped_BT: jax.Array, live_BT: jax.Array, inside_BX: jax.Array) -> Mean:
+  """The share of the tokens of each class that is clipped."""
+  clipped_X = _by_class((clipped_BT & live_BT).sum(1), inside_BX)
+  return Mean(clipped_X, _by_class(live_BT.sum(1), inside_BX))
 
 
 def _length_classes(length_B, longest: int):

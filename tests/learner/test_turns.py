@@ -114,36 +114,18 @@ def test_observations_have_no_gradient_and_no_say(batch, name):
   assert loss(name, logp_BT * garbage, other)[0] == pytest.approx(float(value), rel=1e-6)
 
 
-def test_a_ratio_per_turn(batch):
-  """Against NumPy: |turn| and |y| count what was sampled, and nothing else."""
+@pytest.mark.parametrize("name", ["segment", "gspo_token"])
+def test_the_advantages_of_a_loss_are_those_of_turns(batch, name):
+  """And the ratios of "segment": one for each turn, of what was sampled in it."""
   logp_BT = moved(batch)
-  rows, bounds = [], (1 - 0.2, 1 + 0.28)
-  for row, turns in enumerate(np.asarray(batch.unit_BT)):
-    per_turn = []
-    for u in range(turns.max() + 1):
-      mine = turns == u
-      ratio = np.exp((logp_BT[row] - batch.old_logp_BT[row])[mine].mean())
-      advantage = batch.advantage_BT[row][mine][0]
-      clipped = np.clip(ratio, *bounds)
-      per_turn.append((mine.sum(), min(ratio * advantage, clipped * advantage)))
-    lengths, values = map(np.array, zip(*per_turn))
-    assert lengths.sum() == batch.mask_BT[row].sum()
-    rows.append(values.mean())
-  assert loss("segment", logp_BT, batch)[0] == pytest.approx(-np.mean(rows), rel=1e-4)
-  by_hand = O.segment_loss(
-    logp_BT, batch.old_logp_BT, batch.advantage_BT, batch.mask_BT, batch.unit_BT, 0.2, 0.28
-  )[0]
-  assert loss("segment", logp_BT, batch)[0] == pytest.approx(float(by_hand), rel=1e-6)
-
-
-def test_a_ratio_per_conversation_and_an_advantage_per_turn(batch):
-  logp_BT = moved(batch)
-  rows = []
-  for row, mask in enumerate(batch.mask_BT > 0):
-    ratio = np.exp((logp_BT[row] - batch.old_logp_BT[row])[mask].mean())
-    advantage = batch.advantage_BT[row][mask]
-    rows.append(np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage).mean())
-  assert loss("gspo_token", logp_BT, batch)[0] == pytest.approx(-np.mean(rows), rel=1e-4)
+  units = dict(segment_BT=batch.unit_BT) if name == "segment" else {}
+  by_hand, _ = O.POLICY_LOSSES[name](
+    logp_BT, batch.old_logp_BT, batch.advantage_BT, batch.mask_BT, **units, **WIDE
+  )
+  value, _ = loss(name, logp_BT, batch)
+  assert value == pytest.approx(float(by_hand), rel=1e-6)
+  for changes in dict(unit_BT=None, advantage_BT=None), dict(advantage_BT=None):
+    assert value != pytest.approx(float(loss(name, logp_BT, batch.replace(**changes))[0]), rel=1e-3)
 
 
 def test_without_turns_a_segment_is_the_response(batch):
