@@ -62,24 +62,24 @@ def torus_of(topology: str, mesh: jax.sharding.Mesh) -> Torus:
 def along(mesh: jax.sharding.Mesh, axis: str) -> list[int]:
   """The partitions that the first device meets along an axis of the mesh."""
   place = np.arange(mesh.size).reshape(mesh.devices.shape)
-  others = tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)
-  return place[others].tolist()
+  index = tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)
+  return place[index].tolist()
 
 
 def members(text: str) -> list[int]:
   """The partitions that the first of a collective's groups has, by the text of its instruction; of
   a permutation, the first pair; [] if it says nothing."""
-  if found := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
-    return [int(n) for n in found[1].split(",")]
-  if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-    groups, size = int(found[1]), int(found[2])
-    order = np.arange(groups * size).reshape([int(n) for n in found[3].split(",")])
-    if found[4]:
-      order = order.transpose([int(n) for n in found[4].split(",")])
+  if match := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
+    return [int(n) for n in match[1].split(",")]
+  if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+    groups, size = int(match[1]), int(match[2])
+    order = np.arange(groups * size).reshape([int(n) for n in match[3].split(",")])
+    if match[4]:
+      order = order.transpose([int(n) for n in match[4].split(",")])
     return order.reshape(groups, size)[0].tolist()
-  if found := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", text):
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    together = re.findall(r"'(\w+)'", found[2])
+  if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", text):
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+    together = re.findall(r"'(\w+)'", match[2])
     order = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
     last = [list(sizes).index(axis) for axis in together]
     order = np.moveaxis(order, last, range(-len(last), 0))

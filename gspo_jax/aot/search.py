@@ -119,17 +119,17 @@ def against(known: Search, name: str) -> str:
   if least.memory > known.hbm:
     too_many = (least.memory - known.hbm) / GIB
     return f"needs {least.memory / GIB:.0f} GiB a chip at least, {too_many:.0f} too many"
-  for other, row in known.rows.items():
-    compiled = known.cases[other]
+  for tried, row in known.rows.items():
+    compiled = known.cases[tried]
     if row["fits"]:
       reached = min(reached, row["search_s"])
       if case.config.mesh.tensor > compiled.config.mesh.tensor:
-        return f"sends more than {other}, which fits"
-      more = case.microbatches > compiled.microbatches and not case.packed
-      if more and changed(case, compiled.microbatches) == compiled:
-        return f"gathers more than {other}, which fits"
-    elif not row.get("of_kernel") and least.memory >= known.least[other].memory:
-      return f"{least.memory / GIB:.1f} GiB at least, not fewer than {other}, which did not fit"
+        return f"sends more than {tried}, which fits"
+      finer = case.microbatches > compiled.microbatches and not case.packed
+      if finer and changed(case, compiled.microbatches) == compiled:
+        return f"gathers more than {tried}, which fits"
+    elif not row.get("of_kernel") and least.memory >= known.least[tried].memory:
+      return f"{least.memory / GIB:.1f} GiB at least, not fewer than {tried}, which did not fit"
   if least.bound_s > (1 - WORTH) * reached:
     return f"takes {least} at least; {reached:.3g} s was reached"
   return ""
@@ -171,8 +171,8 @@ def find(
 def updates(case: Case, devices: int) -> Lists:
   """Lists of candidates: the configuration's own settings, meshes, remats and chunks."""
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
-  rest = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
-  case = changed(case, mesh={axis: rest if n == -1 else n for axis, n in mesh.items()})
+  filling = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
+  case = changed(case, mesh={axis: filling if n == -1 else n for axis, n in mesh.items()})
   at_once = dict(logits_chunk=case.length)
   if case.model.num_experts:
     at_once["expert_chunk"] = case.rows * case.length * case.config.mesh.tensor // devices

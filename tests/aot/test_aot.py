@@ -86,9 +86,9 @@ def test_every_program_compiles_for_a_pod(tmp_path):
   # What they move is no less than what they need, and is said to come from somewhere.
   assert all(row["moved_over_needed"] >= 1 for row in rows.values())
   assert "gspo_jax/models/" in printed and "GB" in printed
-  found = rows["decode"]["iteration"]
-  assert {part["name"] for part in found["parts"]} >= {"prefill", "decode", "train", "publish"}
-  assert found["seconds"] == pytest.approx(sum(part["seconds"] for part in found["parts"]))
+  actual = rows["decode"]["iteration"]
+  assert {part["name"] for part in actual["parts"]} >= {"prefill", "decode", "train", "publish"}
+  assert actual["seconds"] == pytest.approx(sum(part["seconds"] for part in actual["parts"]))
   assert "one iteration:" in printed and "tokens/s/chip" in printed
   work = flops.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
   assert rows["train"]["model_flops"] == work.training()
@@ -146,8 +146,8 @@ def test_the_cache_is_read_where_it_lies_and_never_copied(topology, tmp_path):
   done = run(*out, *SMALL, *model, *sampler, "--config.sampling.max_new_tokens=2000")
   assert done.returncode == 0, done.stdout + done.stderr
   text = (tmp_path / "decode.txt").read_text()
-  found = re.findall(r"= .*bf16\[(?:2,\d+|\d+),2,2,128,128\]\S* ([a-z][\w-]*)\(", text)
+  actual = re.findall(r"= .*bf16\[(?:2,\d+|\d+),2,2,128,128\]\S* ([a-z][\w-]*)\(", text)
   pool = re.search(r"bf16\[2,(\d+),2,2,128,128\]", text)[1]
   assert int(pool) * 128 * 4 <= 65536 < (int(pool) + 8) * 128 * 4
-  assert "custom-call" in found  # the kernel, which writes in place
-  assert {"copy", "copy-start", "transpose", "convert", "gather", "scatter"}.isdisjoint(found)
+  assert "custom-call" in actual  # the kernel, which writes in place
+  assert {"copy", "copy-start", "transpose", "convert", "gather", "scatter"}.isdisjoint(actual)

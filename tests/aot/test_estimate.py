@@ -30,38 +30,38 @@ def case(**options):
 
 
 def test_a_decode_step_reads_weights_and_the_filled_cache_once(mesh):
-  one = case(mean_response=8192, mean_prompt=500)
+  spec = case(mean_response=8192, mean_prompt=500)
   slots = 64 / 8
   idle = (1 - 8 / 128) ** 64  # experts, each on one of the devices, that none of 64 tokens chooses
   weights = 2 * (HEAD + ATTENTION + EXPERTS / 8 * (1 - idle))
-  cache = slots * (one.filled + 1) * POSITION
+  cache = slots * (spec.filled + 1) * POSITION
   # routers and norms are 0.2 %
-  assert estimate.needed("decode", one, mesh) == pytest.approx(weights + cache, rel=0.004)
-  assert 500 + 4096 < one.filled < 500 + 8192
+  assert estimate.needed("decode", spec, mesh) == pytest.approx(weights + cache, rel=0.004)
+  assert 500 + 4096 < spec.filled < 500 + 8192
   twice = estimate.needed("decode", case(slots=128, mean_response=8192, mean_prompt=500), mesh)
-  assert twice > estimate.needed("decode", one, mesh) + cache
+  assert twice > estimate.needed("decode", spec, mesh) + cache
 
 
 def test_an_update_needs_state_weights_activations_and_gradients(mesh):
-  one = case(sequences=64, length=8192)
-  own = EXPERTS / 8 + (HEAD + ATTENTION) / 2  # parameters of a device, without the embedding
+  spec = case(sequences=64, length=8192)
+  local = EXPERTS / 8 + (HEAD + ATTENTION) / 2  # parameters of a device, without the embedding
   whole = EXPERTS / 4 + HEAD + ATTENTION  # gathered over fsdp=2
-  state = 2 * 12 * (own + HEAD / 2) + 2 * 4 * (own + HEAD / 2)  # with moments; gradients
-  passes = 2 * (4 * own + 2 * 2 * whole)  # read, written where gathered, and read from there
+  state = 2 * 12 * (local + HEAD / 2) + 2 * 4 * (local + HEAD / 2)  # with moments; gradients
+  passes = 2 * (4 * local + 2 * 2 * whole)  # read, written where gathered, and read from there
   gradients = 2 * 2 * whole
   kept = 2 * 8 * 8192 * 2048 * 48 * 2  # 8 sequences of a device: the layers' inputs
   expected = state + passes + gradients + kept
-  assert estimate.needed("train", one, mesh) == pytest.approx(expected, rel=0.004)
-  assert estimate.needed("score", one, mesh) == pytest.approx(passes / 2, rel=0.004)
+  assert estimate.needed("train", spec, mesh) == pytest.approx(expected, rel=0.004)
+  assert estimate.needed("score", spec, mesh) == pytest.approx(passes / 2, rel=0.004)
 
 
 @pytest.mark.parametrize("tokens, positions", [(16, 208), (256, 207), (512, 414)])
 def test_prefilling_writes_whole_prompts(tokens, positions, mesh):
   config = moe_aime.get_config("tiny")
   config.update(data=dict(max_prompt_tokens=208), engine=dict(prefill_tokens=tokens))
-  one = programs.make_case(from_dict(config.to_dict()))
-  weights = estimate.held(programs.sampler_params(one, mesh).blocks)
-  written = (estimate.needed("prefill", one, mesh) - weights) / estimate.position_bytes(one, mesh)
+  spec = programs.make_case(from_dict(config.to_dict()))
+  weights = estimate.held(programs.sampler_params(spec, mesh).blocks)
+  written = (estimate.needed("prefill", spec, mesh) - weights) / estimate.position_bytes(spec, mesh)
   assert written == pytest.approx(positions)
 
 
@@ -74,16 +74,16 @@ def test_publication_reads_the_trainers_weights_and_writes_the_samplers(mesh):
 @pytest.mark.parametrize("dtype", ["", "float32"])
 def test_the_sampler_has_a_dtype_of_its_own(dtype, mesh):
   """Its programs take weights of it, publication casts to it, and the update stays as it is."""
-  one = case(sequences=8, length=256)
-  engine = dataclasses.replace(one.config.engine, dtype=dtype)
-  one = dataclasses.replace(one, config=dataclasses.replace(one.config, engine=engine))
+  spec = case(sequences=8, length=256)
+  engine = dataclasses.replace(spec.config.engine, dtype=dtype)
+  spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, engine=engine))
   with jax.set_mesh(mesh):
-    found = dict(programs.programs(one, mesh, list(programs.PROGRAMS)))
-  of_sampler, kind = found["decode"].arguments[0], jnp.dtype(dtype or "bfloat16")
-  assert of_sampler.embed.dtype == found["prefill"].arguments[0].embed.dtype == kind
-  assert found["decode"].function.__wrapped__.keywords["compute"].dtype == kind.name
-  assert jax.eval_shape(found["publish"].function, *found["publish"].arguments).embed.dtype == kind
-  assert found["train"].arguments[0].params.embed.dtype == jnp.float32
+    made = dict(programs.programs(spec, mesh, list(programs.PROGRAMS)))
+  of_sampler, kind = made["decode"].arguments[0], jnp.dtype(dtype or "bfloat16")
+  assert of_sampler.embed.dtype == made["prefill"].arguments[0].embed.dtype == kind
+  assert made["decode"].function.__wrapped__.keywords["compute"].dtype == kind.name
+  assert jax.eval_shape(made["publish"].function, *made["publish"].arguments).embed.dtype == kind
+  assert made["train"].arguments[0].params.embed.dtype == jnp.float32
   written = kind.itemsize * (EXPERTS / 8 + 2 * HEAD + ATTENTION)
   read = 4 * (EXPERTS / 8 + (2 * HEAD + ATTENTION) / 2)
-  assert estimate.needed("publish", one, mesh) == pytest.approx(read + written, rel=0.004)
+  assert estimate.needed("publish", spec, mesh) == pytest.approx(read + written, rel=0.004)

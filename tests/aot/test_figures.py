@@ -51,12 +51,12 @@ def compiler() -> str:
   return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
-def worse(found: dict, known: dict) -> list[str]:
+def worse(measured: dict, known: dict) -> list[str]:
   """What got worse by more than the tolerance, in words."""
   said = []
   for program, figures in known["programs"].items():
     for name, before in figures.items():
-      now = found["programs"][program][name]
+      now = measured["programs"][program][name]
       by = now / before - 1 if LESS_IS_BETTER[name] else before / now - 1
       if by > TOLERANCE:
         said.append(f"{program} {name} {before:.4g} -> {now:.4g}")

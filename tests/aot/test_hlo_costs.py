@@ -180,10 +180,10 @@ kind=kOutput, calls=%along
 
 def test_a_collective_that_fusions_carry_along_counts_once():
   costs = hlo_costs.costs(FUSED)
-  part, whole, other = 256 * 512 * 2, 1024 * 512 * 2, 64 * 64 * 4
+  part, whole, beside = 256 * 512 * 2, 1024 * 512 * 2, 64 * 64 * 4
   assert costs.count == {"all-gather": 1} and costs.moved == {"all-gather": whole}
   assert costs.wire == costs.hidden == whole * 3 / 4
-  assert costs.memory == part + whole + 2 * other
+  assert costs.memory == part + whole + 2 * beside
 
 
 # Programs that XLA compiles. The arrays are too large for vector memory, so that all go through

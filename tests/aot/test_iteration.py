@@ -15,10 +15,10 @@ from gspo_jax.settings.reading import from_dict
 
 def test_lengths_have_the_mean_that_was_asked_for():
   for lengths in (Lengths(8192, 30_720), Lengths(100, 10_000), Lengths(29_000, 30_720)):
-    found = np.array(lengths.sample(20_000))
-    assert found.max() <= lengths.most and found.min() >= 1
-    assert found.mean() == pytest.approx(lengths.mean, rel=0.01)
-    assert (found.astype(float) ** 2).mean() == pytest.approx(lengths.mean_square, rel=0.02)
+    actual = np.array(lengths.sample(20_000))
+    assert actual.max() <= lengths.most and actual.min() >= 1
+    assert actual.mean() == pytest.approx(lengths.mean, rel=0.01)
+    assert (actual.astype(float) ** 2).mean() == pytest.approx(lengths.mean_square, rel=0.02)
   assert set(Lengths(24, 24).sample(5)) == {24}
   assert Lengths(24, 24).filled(10) == 10 + 12
   # Memoryless and hardly ever cut off, E[L²] is 2 E[L]²: a slot is a whole mean length long.
@@ -68,22 +68,22 @@ def test_an_iteration_is_the_sum_of_its_parts():
   mesh = sharding.make_mesh(MeshConfig(1, 2, 4, 1))
   seconds = dict(train=10.0, score=3.0, publish=1.0, prefill=0.5, decode=0.25)
   rows = {name: dict(serial_s=s, binds="hbm") for name, s in seconds.items()}
-  found = iteration.estimate(case, mesh, 8, rows)
-  assert found.tokens == 128 * 24
-  parts = {part.name: (part.calls, part.seconds) for part in found.parts}
+  actual = iteration.estimate(case, mesh, 8, rows)
+  assert actual.tokens == 128 * 24
+  parts = {part.name: (part.calls, part.seconds) for part in actual.parts}
   assert parts["decode"] == (48, 12.0)  # two rounds of 64 slots, 24 steps each
   assert parts["train"] == (4, 40.0)
   assert parts["publish"] == (1, 1.0)
   # 64 slots are 8 of a device, one group: 16 prompts take two calls of 8 devices.
   assert parts["prefill"] == (2, 1.0)
   scored = parts.get("score", (0, 0.0))[1]
-  assert found.seconds == 54 + scored
-  assert found.speed == found.tokens / found.seconds / 8
-  assert found.binds.name == "train"
+  assert actual.seconds == 54 + scored
+  assert actual.speed == actual.tokens / actual.seconds / 8
+  assert actual.binds.name == "train"
   again = programs.make_case(flagship(**SIZES, epochs=3), slots=64, mean_response=24)
   parts = {part.name: part.calls for part in iteration.estimate(again, mesh, 8, rows).parts}
   assert (parts["train"], parts["decode"]) == (12, 48)
-  assert any("train takes most, bound by hbm" in line for line in iteration.lines(found, case))
+  assert any("train takes most, bound by hbm" in line for line in iteration.lines(actual, case))
 
 
 def test_recorded_responses_are_not_sampled():
@@ -95,9 +95,9 @@ def test_recorded_responses_are_not_sampled():
     offline = dict(job="offline", offline=dict(data="x", fresh=fresh), objective=objective)
     config = flagship(offline, **SIZES)
     case = programs.make_case(config, slots=64, mean_response=24)
-    found = iteration.estimate(case, mesh, 8, rows)
-    assert iteration.lines(found, case)
-    return {part.name: (part.calls, part.seconds) for part in found.parts}.get("decode")
+    actual = iteration.estimate(case, mesh, 8, rows)
+    assert iteration.lines(actual, case)
+    return {part.name: (part.calls, part.seconds) for part in actual.parts}.get("decode")
 
   assert decoded(0.5) == (24, 24.0)
   assert decoded(0.25) == (12, 12.0)
@@ -118,8 +118,8 @@ def test_short_responses_leave_packed_microbatches_out():
 
   def updates(mean):
     case = programs.make_case(config, mean_response=mean, mean_prompt=4)
-    found = {part.name: part.calls for part in iteration.estimate(case, mesh, 8, rows).parts}
-    return found["train"]
+    actual = {part.name: part.calls for part in iteration.estimate(case, mesh, 8, rows).parts}
+    return actual["train"]
 
   # 64 sequences on 8 devices: of 28 positions each has a row of 32 of its own, 8 rows in 4
   # micro-batches; of 8 positions in the mean, about a quarter of that.

@@ -19,11 +19,11 @@ SEGMENTS = f"s32[{T},128]{{1,0}}", f"s32[8,{T}]{{1,0}}"
 MASK, MASK_BYTES = f"s8[1,{T // Q},{T // KV}]{{2,1,0}}", (T // Q) * (T // KV)
 
 
-def program(name, operands, result, rest=""):
+def program(name, operands, result, attributes=""):
   """A program of one kernel."""
   lines = "\n".join(f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(operands))
   names = ", ".join(f"%p{i}" for i in range(len(operands)))
-  kernel = f'custom-call({names}), custom_call_target="tpu_custom_call"{rest}'
+  kernel = f'custom-call({names}), custom_call_target="tpu_custom_call"{attributes}'
   return (
     f"HloModule m\n\nENTRY %main () -> f32[] {{\n{lines}\n  ROOT %{name} = {result} {kernel}\n}}"
   )
@@ -59,9 +59,9 @@ def test_splash_reads_keys_again_for_every_block_of_queries():
   of_keys = fetched(grid, KV * 8 * 4, lambda h, i, j: j if visible(i, j) else None)
   once = 2 * N * T * H * 2 + 2 * MASK_BYTES
   # Two blocks of queries that see no more than the first block of keys need it once.
-  found = hlo_costs.costs(text).memory
-  assert found == pytest.approx(once + 2 * keys + of_queries + of_keys, rel=0.1)
-  assert found >= once + 2 * keys + of_queries + of_keys
+  actual = hlo_costs.costs(text).memory
+  assert actual == pytest.approx(once + 2 * keys + of_queries + of_keys, rel=0.1)
+  assert actual >= once + 2 * keys + of_queries + of_keys
   assert keys > 4 * K * T * H * 2
 
 
@@ -170,5 +170,5 @@ def test_what_a_compiler_had_too_little_of():
     of_kernel=True,
   )
   chip = "RESOURCE_EXHAUSTED: E1000:\nUsed 33.20G of 31.25G hbm. Exceeded hbm capacity by 1.95G."
-  found = compiler.too_little(chip)
-  assert found == dict(error=chip.splitlines()[1], of_kernel=False)
+  actual = compiler.too_little(chip)
+  assert actual == dict(error=chip.splitlines()[1], of_kernel=False)

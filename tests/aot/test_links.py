@@ -63,10 +63,10 @@ def test_a_ring_may_run_over_several_sides():
 
 
 def test_two_cores_of_a_chip_need_no_link():
-  one = links.Torus((2, 2, 1), tuple(xy for xy in [(0, 0, 0), (1, 0, 0)] for _ in range(2)))
-  assert one.share([0, 1]) == 1.0 and one.share([0, 2]) == 0.5
-  assert one.share([0, 1], one_way=True) == 1.0
-  assert one.share([1, 2], one_way=True) == 0.5
+  cores = links.Torus((2, 2, 1), tuple(xy for xy in [(0, 0, 0), (1, 0, 0)] for _ in range(2)))
+  assert cores.share([0, 1]) == 1.0 and cores.share([0, 2]) == 0.5
+  assert cores.share([0, 1], one_way=True) == 1.0
+  assert cores.share([1, 2], one_way=True) == 0.5
   assert torus(4, 4, 4).share([0, 21], one_way=True) == 0.5
 
 

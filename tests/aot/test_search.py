@@ -194,12 +194,12 @@ def test_memory_that_is_held_is_a_lower_bound():
   of_experts *= model.num_layers
   inputs = 16 // 8 * 64 * model.hidden_size * model.num_layers * 2
   weights = of_experts / 8 + (parameters - of_experts) / 2
-  found = estimate.of_update(case, mesh, "v5p:2x2x2")
-  assert found.memory == pytest.approx(16 * weights + inputs, rel=0.02)  # norms lie otherwise
+  bound = estimate.of_update(case, mesh, "v5p:2x2x2")
+  assert bound.memory == pytest.approx(16 * weights + inputs, rel=0.02)  # norms lie otherwise
   kept = search.changed(case, compute=dict(remat="attention"))
   heads = 16 // 8 * 64 * model.num_heads * model.head_dim * model.num_layers * 2
-  more = estimate.of_update(kept, mesh, "v5p:2x2x2").memory - found.memory
-  assert more == pytest.approx(heads, rel=0.07)  # and a sum for each head
+  added = estimate.of_update(kept, mesh, "v5p:2x2x2").memory - bound.memory
+  assert added == pytest.approx(heads, rel=0.07)  # and a sum for each head
 
 
 def test_bounds_follow_what_is_recomputed_and_sent():

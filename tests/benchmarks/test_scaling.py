@@ -64,9 +64,9 @@ def test_excess_is_what_operations_do_not_explain():
 
 
 def test_a_group_needs_one_prefill():
-  one, four, *_ = scaling.groups()
-  assert (one.x, four.x, one.rows, four.rows) == (1, 4, 64, 64)
-  assert (one.prompts, four.prompts) == (64, 16)
+  single, four, *_ = scaling.groups()
+  assert (single.x, four.x, single.rows, four.rows) == (1, 4, 64, 64)
+  assert (single.prompts, four.prompts) == (64, 16)
 
 
 def test_an_update_has_as_many_tokens_at_every_length():
@@ -128,10 +128,10 @@ def test_a_decoding_step_reads_weights_and_cache_once():
 @pytest.mark.long
 def test_gpu_programs_run_at_toy_size(task):
   spec = gpu.make_spec("dense", task, toy=True) | dict(experts="auto")
-  one = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
-  with jax.set_mesh(sharding.make_mesh(one, jax.devices()[:1])):
-    found = getattr(gpu_ours, task)(spec)
-  assert found["seconds"] > 0
+  single = MeshConfig(data=1, fsdp=1, expert=1, tensor=1)
+  with jax.set_mesh(sharding.make_mesh(single, jax.devices()[:1])):
+    actual = getattr(gpu_ours, task)(spec)
+  assert actual["seconds"] > 0
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch):
@@ -150,6 +150,6 @@ def test_what_does_not_fit_is_tried_with_less_at_once(monkeypatch, capsys):
     return dict(seconds=1.0)
 
   monkeypatch.setattr(gpu, "process", process)
-  found = gpu.measure("ours", gpu.make_spec("moe", "train", toy=False), Path())
-  assert (tried, found) == ([8, 4, 2], dict(seconds=1.0, at_once=2))
+  actual = gpu.measure("ours", gpu.make_spec("moe", "train", toy=False), Path())
+  assert (tried, actual) == ([8, 4, 2], dict(seconds=1.0, at_once=2))
   assert "2 sequences at once" in capsys.readouterr().out

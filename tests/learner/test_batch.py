@@ -36,14 +36,14 @@ def test_missing_groups_are_padding_in_every_mini_batch():
 
 def test_padding_was_routed_to_no_expert_and_drawn_from_no_tokens():
   """0 is an expert and a token, and the trainer's own choices would be compared with it."""
-  one = with_inputs(
+  given = with_inputs(
     batch(2, np.zeros((2, T), np.float32)),
     sampler_routing_BTlk=np.ones((2, T, 1, 2), np.int8),
     support_BTX=np.ones((2, T, 3), np.int32),
   )
-  (made,) = minibatches(one, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
-  for found in made.inputs.sampler_routing_BTlk, made.inputs.support_BTX:
-    assert np.unique(found[:2]) == 1 and np.unique(found[2:]) == -1
+  (made,) = minibatches(given, 1, prompts=4, group_size=1, mesh=ONE, packed=False)
+  for field in made.inputs.sampler_routing_BTlk, made.inputs.support_BTX:
+    assert np.unique(field[:2]) == 1 and np.unique(field[2:]) == -1
   assert made.inputs.sampler_routing_BTlk.dtype == np.int8
 
 

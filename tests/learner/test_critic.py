@@ -79,15 +79,15 @@ def updated(config, shape=(1, 1, 1, 1), microbatches=1, packed=False, updates=1,
   mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
   critic = critic_of(config, **numbers)
   step = make_rl_step(learner(MODEL, microbatches=microbatches), PPO, TX, critic)
-  one = batch().replace(reward_BT=None)
+  given = batch().replace(reward_BT=None)
   with jax.set_mesh(mesh):
     policy, params = on(mesh, config)
     state = with_critic(new_state(policy, TX), params, critic.tx)
     start, rows = jax.device_get(state), []
     shards = sharding.batch_shards(mesh)
-    one = sharding.put_batch(packing.plan(one, shards) if packed else one, mesh)
+    given = sharding.put_batch(packing.plan(given, shards) if packed else given, mesh)
     for _ in range(updates):
-      state, metrics = step(state, one)
+      state, metrics = step(state, given)
       rows.append(scalars(metrics))
     return start, jax.device_get(state), rows
 
@@ -103,14 +103,14 @@ def test_a_value_is_of_what_stands_before_its_token():
     with jax.set_mesh(mesh):
       policy, critic = on(mesh, config)
       find = make_values(learner(MODEL), config, "none")
-      one = batch()
-      found_BT = np.asarray(find(policy, critic, sharding.put_batch(one.inputs, mesh)))
-      other = with_inputs(one, tokens_BT=np.where(np.arange(T) == 4, 7, one.inputs.tokens_BT))
-      moved_BT = np.asarray(find(policy, critic, sharding.put_batch(other.inputs, mesh)))
+      given = batch()
+      found_BT = np.asarray(find(policy, critic, sharding.put_batch(given.inputs, mesh)))
+      changed = with_inputs(given, tokens_BT=np.where(np.arange(T) == 4, 7, given.inputs.tokens_BT))
+      moved_BT = np.asarray(find(policy, critic, sharding.put_batch(changed.inputs, mesh)))
     trunk = jax.device_get(policy if config is HEAD else critic.trunk)
-    hidden_BTD = forward(trunk, MODEL, jnp.asarray(one.inputs.tokens_BT)).hidden_BTD
+    hidden_BTD = forward(trunk, MODEL, jnp.asarray(given.inputs.tokens_BT)).hidden_BTD
     expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
-    real_BT = np.asarray(one.inputs.segments_BT[:, 1:]) > 0
+    real_BT = np.asarray(given.inputs.segments_BT[:, 1:]) > 0
     np.testing.assert_allclose(found_BT[:, 1:][real_BT], expected_BT[:, :-1][real_BT], atol=1e-5)
     np.testing.assert_array_equal(found_BT[:, :5], moved_BT[:, :5])
     assert (found_BT != moved_BT)[1, 5:20].all()  # a row of 20 tokens
@@ -126,12 +126,15 @@ def test_advantages_are_those_of_the_recursion(normalize):
   second = second.replace(reward_BT=at_the_end(np.linspace(-1, 2, B), shorter.mask_BT))
   dirty = [b.replace(old_value_BT=np.where(b.mask_BT > 0, b.old_value_BT, np.nan)) for b in
            (batch(), second)]  # fmt: skip
-  found, row = of_critic(config, config.numbers(1))(dirty)
+  actual, row = of_critic(config, config.numbers(1))(dirty)
   expected = []
-  for one in dirty:
-    mask = np.asarray(one.mask_BT)
-    drift = np.where(mask > 0, np.float64(one.old_logp_BT) - one.ref_logp_BT, 0)
-    reward, value = np.float64(one.reward_BT) - 0.3 * drift, np.nan_to_num(one.old_value_BT)
+  for given in dirty:
+    mask = np.asarray(given.mask_BT)
+    drift = np.where(mask > 0, np.float64(given.old_logp_BT) - given.ref_logp_BT, 0)
+    reward, value = (
+      np.float64(given.reward_BT) - 0.3 * drift,
+      np.nan_to_num(given.old_value_BT),
+    )
     outcome, _ = paper.gae(reward, np.zeros_like(reward), mask, 0.9, 1.0)
     expected.append((*paper.gae(reward, np.float64(value), mask, 0.9, 0.8), outcome, value, mask))
   advantage, returns, outcome, value, mask = (np.concatenate(x) for x in zip(*expected))
@@ -144,9 +147,9 @@ def test_advantages_are_those_of_the_recursion(normalize):
   if normalize:
     advantage = np.where(inside, (advantage - mean) / (std + 1e-6), 0)
   for name, wanted in ("advantage_BT", advantage), ("return_BT", returns):
-    ours = np.concatenate([getattr(one, name) for one in found])
+    ours = np.concatenate([getattr(given, name) for given in actual])
     np.testing.assert_allclose(ours, wanted, atol=1e-5)
-  assert found[0].reward_BT is None
+  assert actual[0].reward_BT is None
 
 
 def test_the_variance_of_large_returns_is_explained_too():
@@ -185,20 +188,20 @@ def test_explained_variance_is_of_what_the_returns_vary():
 
 def test_the_trunk_has_the_gradient_of_both_means():
   """The policy's is a mean over responses, the critic's over tokens; in packed micro-batches."""
-  mesh, one = sharding.make_mesh(MESH, jax.devices()[:1]), batch().replace(reward_BT=None)
+  mesh, given = sharding.make_mesh(MESH, jax.devices()[:1]), batch().replace(reward_BT=None)
   with jax.set_mesh(mesh):
-    one = sharding.put_batch(one, mesh)
+    given = sharding.put_batch(given, mesh)
 
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
-    def expected(both):
-      policy, critic = both
-      logp_BT, entropy_BT, out, _ = log_probs(policy, one.inputs, learner(MODEL))
+    def expected(trained):
+      policy, critic = trained
+      logp_BT, entropy_BT, out, _ = log_probs(policy, given.inputs, learner(MODEL))
       half_BTD = (out.hidden_BTD + jax.lax.stop_gradient(out.hidden_BTD)) / 2
       value_BT = jnp.pad(head_values(critic, half_BTD)[:, :-1], ((0, 0), (1, 0)))
-      found = O.value_loss(value_BT, one.old_value_BT, one.return_BT, one.mask_BT, 0.2)
-      of_policy = policy_loss(PPO, logp_BT, entropy_BT, one, T)[0]
-      return of_policy.compute() + found[0], found
+      actual = O.value_loss(value_BT, given.old_value_BT, given.return_BT, given.mask_BT, 0.2)
+      of_policy = policy_loss(PPO, logp_BT, entropy_BT, given, T)[0]
+      return of_policy.compute() + actual[0], actual
 
     (of_policy, of_critic), (loss, wanted) = expected(on(mesh, HEAD))
   wanted |= {"grad_norm": optax.tree.norm(of_policy), "value/loss": loss}
@@ -227,9 +230,9 @@ def test_a_critic_is_warmed_up_alone_and_its_loss_falls():
 @pytest.mark.long
 def test_a_sharded_update_is_that_of_one_device():
   start, expected, rows = updated(OWN)
-  _, found, sharded = updated(OWN, shape=(1, 2, 2, 2))
+  _, actual, sharded = updated(OWN, shape=(1, 2, 2, 2))
   assert difference(expected.critic.params, start.critic.params) > 1e-3
-  assert difference(found.critic.opt_state, expected.critic.opt_state) < 1e-4
+  assert difference(actual.critic.opt_state, expected.critic.opt_state) < 1e-4
   for name in ("value/loss", "value/grad_norm", "grad_norm", "clip_fraction/value"):
     assert sharded[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
 

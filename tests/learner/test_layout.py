@@ -95,13 +95,13 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
 def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
   batch = grouped_batch(MOE)
   expected = old_policy(learner(MOE), with_inputs(batch, prompt_B=None))
-  found = old_policy(sharing(MOE), batch, shape)
+  actual = old_policy(sharing(MOE), batch, shape)
   trained = batch.mask_BT > 0
   assert trained.sum() > 40
-  logp, expected_logp = (x.old_logp_BT[trained] for x in (found, expected))
+  logp, expected_logp = (x.old_logp_BT[trained] for x in (actual, expected))
   np.testing.assert_allclose(logp, expected_logp, atol=2e-5)
   read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
-  routes, expected_routes = (np.asarray(x.routing_BTlk) for x in (found, expected))
+  routes, expected_routes = (np.asarray(x.routing_BTlk) for x in (actual, expected))
   np.testing.assert_array_equal(routes[read_BT], expected_routes[read_BT])
   assert (routes[~read_BT] == routing.NO_EXPERT).all()
 
@@ -109,24 +109,24 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
 def test_the_model_reads_every_prompt_once():
   """All but its last token, in rows that are shorter by that; and all that predicts a token."""
   batch = grouped_batch(DENSE)
-  found = layout.trees(batch.inputs, GROUP, PROMPT)
-  assert found.tree == (8, GROUP)  # seven tokens, in rows of the same length
-  assert found.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
+  actual = layout.trees(batch.inputs, GROUP, PROMPT)
+  assert actual.tree == (8, GROUP)  # seven tokens, in rows of the same length
+  assert actual.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
   lengths = [[length for length in group if length] for group in LENGTHS]
   distinct = sum(sum(g) - (len(g) - 1) * max(p - 1, 0) for p, g in zip(PROMPTS, lengths) if g)
   distinct -= UNREAD_BT.sum()
-  assert (found.segments_RT > 0).sum() == distinct < batch.inputs.segments_BT.sum()
+  assert (actual.segments_RT > 0).sum() == distinct < batch.inputs.segments_BT.sum()
   read_BT = (batch.inputs.segments_BT > 0) & ~UNREAD_BT
   assert UNREAD_BT.sum() == 3  # of the prompts of 3, 8 and 1 tokens
   for of_rows, of_batch in (
-    (found.tokens_RT, batch.inputs.tokens_BT),
-    (found.targets_RT, np.pad(batch.inputs.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
+    (actual.tokens_RT, batch.inputs.tokens_BT),
+    (actual.targets_RT, np.pad(batch.inputs.tokens_BT[:, 1:], ((0, 0), (0, 1)))),
   ):
     np.testing.assert_array_equal(
-      np.where(read_BT, layout.by_sequence(of_rows, found), 0), np.where(read_BT, of_batch, 0)
+      np.where(read_BT, layout.by_sequence(of_rows, actual), 0), np.where(read_BT, of_batch, 0)
     )
   _, row = after(rl_step(sharing(DENSE, MICROBATCHES), ALL_TERMS, SGD), DENSE, batch)
-  assert row["padding"] == pytest.approx(1 - distinct / found.tokens_RT.size)
+  assert row["padding"] == pytest.approx(1 - distinct / actual.tokens_RT.size)
 
 
 def test_a_response_knows_of_no_other():

@@ -57,8 +57,8 @@ def test_responses_that_are_masked_are_as_if_they_were_not_there():
     tokens_BT=whole.inputs.tokens_BT * kept.astype(np.int32),
     segments_BT=whole.inputs.segments_BT * kept.astype(np.int32),
   )
-  (found, row), (expected, same) = after(step, DENSE, masked), after(step, DENSE, nothing)
-  chex.assert_trees_all_close(found, expected, atol=1e-7)
+  (actual, row), (expected, same) = after(step, DENSE, masked), after(step, DENSE, nothing)
+  chex.assert_trees_all_close(actual, expected, atol=1e-7)
   for name in ("loss", "ratio/mean", "clip_fraction/token", "entropy", "mismatch/abs/mean"):
     assert row[name] == pytest.approx(same[name], abs=1e-6), name
 
@@ -66,8 +66,8 @@ def test_responses_that_are_masked_are_as_if_they_were_not_there():
 def test_a_mini_batch_of_masked_responses_changes_nothing():
   step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
   before, _ = after(step, DENSE, whole.replace(advantage_B=0 * whole.advantage_B))
-  found, row = after(step, DENSE, whole.replace(mask_BT=0 * whole.mask_BT))
-  chex.assert_trees_all_close(found, before, atol=0)
+  actual, row = after(step, DENSE, whole.replace(mask_BT=0 * whole.mask_BT))
+  chex.assert_trees_all_close(actual, before, atol=0)
   assert all(np.isfinite(value) for value in row.values()) and row["loss"] == 0
   assert row["updates_skipped"] == 0
 

@@ -79,9 +79,9 @@ def test_figures_by_age():
         expected[min(batch.age_B[i], classes - 1)].append(values)
   total = sum(map(len, expected.values()))
   assert not expected[1] and len(expected[3]) > len(expected[2]) > 0
-  for age, found in expected.items():
-    assert row[f"by_age/responses/{age}"] == pytest.approx(len(found) / total)
-    deviation, mismatch, clipped = zip(*found) if found else ([0], [0], [[0]])
+  for age, actual in expected.items():
+    assert row[f"by_age/responses/{age}"] == pytest.approx(len(actual) / total)
+    deviation, mismatch, clipped = zip(*actual) if actual else ([0], [0], [[0]])
     assert row[f"by_age/ratio_deviation/{age}"] == pytest.approx(np.mean(deviation), rel=1e-4)
     assert row[f"mismatch/by_age/{age}"] == pytest.approx(np.mean(mismatch), rel=1e-4)
     share = np.concatenate(clipped).mean()
@@ -139,15 +139,15 @@ def test_ratios_and_clipping_by_length():
   logp_BT, old_BT, _, mask_BT, clipped_BT = (np.concatenate(arrays) for arrays in zip(*parts))
   live_BT = mask_BT > 0
   length_B = live_BT.sum(1)
-  found = classes(length_B, longest)
-  assert len(row) == 2 * len(found) == 10
-  for name, rows in found.items():
+  actual = classes(length_B, longest)
+  assert len(row) == 2 * len(actual) == 10
+  for name, rows in actual.items():
     means = [(logp_BT[i] - old_BT[i])[live_BT[i]].mean(dtype=np.float64) for i in rows]
     share = clipped_BT[rows][live_BT[rows]].mean() if rows else 0
     spread = np.std(means) if rows else 0
     assert row[f"by_length/log_ratio_std/{name}"] == pytest.approx(spread, rel=1e-4)
     assert row[f"by_length/clip_fraction/{name}"] == pytest.approx(share, rel=1e-5)
-  assert sum(len(rows) > 1 for rows in found.values()) >= 3
+  assert sum(len(rows) > 1 for rows in actual.values()) >= 3
 
 
 def in_segments(batch):
@@ -164,7 +164,7 @@ def places(number, count):
 
 def by_hand(batch, logp_BT, low, high):
   """Of each place the list of (ratio, clipped, gradient) of its segments."""
-  found = {place: [] for place in PLACES}
+  actual = {place: [] for place in PLACES}
   for row in range(len(logp_BT)):
     mask_T = batch.mask_BT[row] > 0
     if not mask_T.any():
@@ -176,8 +176,8 @@ def by_hand(batch, logp_BT, low, high):
       clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
       gradient = 0 if clipped else abs(ratio * advantage) / count
       for place in places(u, count):
-        found[place].append((ratio, clipped, gradient))
-  return found
+        actual[place].append((ratio, clipped, gradient))
+  return actual
 
 
 @pytest.mark.long
@@ -187,13 +187,13 @@ def test_metrics_by_place_of_two_micro_batches():
   logp_BT = batch.old_logp_BT + rng.normal(0, 0.03, (B, T)).astype(np.float32)
 
   def part(rows):
-    one = jax.tree.map(lambda x: x[rows], batch)
+    minibatch = jax.tree.map(lambda x: x[rows], batch)
 
     def loss(logp_BT):
-      return policy_loss(SEGMENT, logp_BT, jnp.zeros_like(logp_BT), one)
+      return policy_loss(SEGMENT, logp_BT, jnp.zeros_like(logp_BT), minibatch)
 
     clipped_BT = loss(logp_BT[rows])[2]
-    return metrics.segment_metrics(lambda x: loss(x)[0], logp_BT[rows], one, clipped_BT)
+    return metrics.segment_metrics(lambda x: loss(x)[0], logp_BT[rows], minibatch, clipped_BT)
 
   row = O.compute(O.merge(part(slice(0, 6)), part(slice(6, B))))
   expected = by_hand(batch, logp_BT, 0.01, 0.02)
@@ -217,12 +217,12 @@ def test_metrics_by_place_of_two_micro_batches():
 
 
 def test_an_only_segment_is_the_middle_and_no_segment_is_nowhere():
-  one = jnp.array([[True, False, False], [False, False, False], [True, True, False]])
-  found = metrics._places(one, one.sum(1))
-  assert [name for name in PLACES if found[name][0].any()] == ["1", "middle"]
-  assert not any(found[name][1].any() for name in PLACES)
-  assert found["first"][2].tolist() == [True, False, False]
-  assert found["last"][2].tolist() == [False, True, False]
+  live_BU = jnp.array([[True, False, False], [False, False, False], [True, True, False]])
+  actual = metrics._places(live_BU, live_BU.sum(1))
+  assert [name for name in PLACES if actual[name][0].any()] == ["1", "middle"]
+  assert not any(actual[name][1].any() for name in PLACES)
+  assert actual["first"][2].tolist() == [True, False, False]
+  assert actual["last"][2].tolist() == [False, True, False]
 
 
 def test_the_gradient_has_all_terms_of_the_loss():
@@ -245,9 +245,9 @@ def update(microbatches, **changes):
   return rl_step(learner(DENSE, microbatches=microbatches, **changes), SEGMENT, SGD)
 
 
-def assert_alike(found, expected):
-  (params, row), (others, other_row) = found, expected
-  chex.assert_trees_all_close(params, others, rtol=2e-4, atol=5e-6)
+def assert_alike(actual, expected):
+  (params, row), (expected_params, other_row) = actual, expected
+  chex.assert_trees_all_close(params, expected_params, rtol=2e-4, atol=5e-6)
   names = [name for name in row if name.startswith("segment/")]
   assert len(names) == 2 + 3 * len(PLACES)
   for name in names:
@@ -280,18 +280,18 @@ def test_an_update_by_segments_is_the_same_with_shared_prompts():
 def test_without_segments_there_are_no_such_metrics():
   _, row = after(rl_step(learner(DENSE), ALL_TERMS, SGD), DENSE, make_batch())
   assert not [name for name in row if name.startswith("segment")]
-  found = review_pass(learner(DENSE), ALL_TERMS)(initial(DENSE), make_batch())
-  assert set(found) == {"log_ratio_BT", "clipped_BT"}
+  actual = review_pass(learner(DENSE), ALL_TERMS)(initial(DENSE), make_batch())
+  assert set(actual) == {"log_ratio_BT", "clipped_BT"}
 
 
 def test_a_review_has_the_gradient_of_each_token():
   batch = in_segments(make_batch())
-  found = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
+  actual = jax.device_get(review_pass(learner(DENSE), SEGMENT)(initial(DENSE), batch))
   logp_BT = score_pass(learner(DENSE))(initial(DENSE), batch.inputs)
   expected = metrics.token_gradient(
     lambda x: policy_loss(SEGMENT, x, jnp.zeros_like(x), batch)[0], logp_BT
   )
-  np.testing.assert_allclose(found["gradient_BT"], expected, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(actual["gradient_BT"], expected, rtol=1e-5, atol=1e-7)
   live_BT = batch.mask_BT > 0
-  assert not found["gradient_BT"][found["clipped_BT"]].any()
-  assert found["gradient_BT"][live_BT & ~found["clipped_BT"]].all()
+  assert not actual["gradient_BT"][actual["clipped_BT"]].any()
+  assert actual["gradient_BT"][live_BT & ~actual["clipped_BT"]].all()

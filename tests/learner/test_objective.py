@@ -108,11 +108,11 @@ def test_a_name_alone_is_the_loss_as_published(name):
   for option in options_of(name):
     assert getattr(config, option) == options_of(name)[option]
   parameters = inspect.signature(LOSSES[name]).parameters.items()
-  own = {k: p.default for k, p in parameters if p.default is not p.empty and k != "max_length"}
-  assert own.items() <= options_of(name).items()
+  defaults = {k: p.default for k, p in parameters if p.default is not p.empty and k != "max_length"}
+  assert defaults.items() <= options_of(name).items()
   unset = objective(name)  # not from a file: the loss fills in what is not there
-  for one in config, unset:
-    loss, _, grad = value_and_gradient(one, batch())
+  for section in config, unset:
+    loss, _, grad = value_and_gradient(section, batch())
     expected, expected_grad = as_published(name)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
@@ -229,12 +229,12 @@ def test_a_ratio_to_what_sampled_is_masked_and_not_weighted_again(level):
   options = dict(correction__name="masked", correction__level=level)
   options |= dict(correction__low=0.9, correction__high=1.15)
   config = configured(name=name, old_logp="behaviour", **options).objective
-  some = batch(old_logp_BT=SAMPLER, own_logp_BT=CASE["old"])
-  loss, metrics, grad = value_and_gradient(config, some)
+  given = batch(old_logp_BT=SAMPLER, own_logp_BT=CASE["old"])
+  loss, metrics, grad = value_and_gradient(config, given)
   weight = O.masked_weight(CASE["old"], SAMPLER, CASE["mask"], level, 0.9, 1.15)
   kept = np.asarray(weight > 0, np.float32)
   assert 0 < kept.sum() < (CASE["mask"] > 0).sum() and not np.allclose(weight, kept)
-  expected, expected_grad = by_hand(name, some, weight=kept)
+  expected, expected_grad = by_hand(name, given, weight=kept)
   np.testing.assert_allclose(loss, expected, rtol=1e-6)
   np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
   assert 0 < metrics["correction/masked"] < 1
@@ -322,27 +322,27 @@ def test_what_the_policy_has_left_behind_teaches_nothing(name):
 def test_correction_and_mask_multiply():
   weight = CorrectionConfig("truncated", "token", cap=1.05)
   config = objective("grpo", correction=weight, off_policy_threshold=0.05)
-  one, other = (
+  corrected, masked = (
     value_and_gradient(dataclasses.replace(config, **without), batch())[2]
     for without in (
       dict(off_policy_threshold=None),
       dict(correction=CorrectionConfig("none")),
     )
   )
-  both = value_and_gradient(config, batch())[2]
-  kept = np.any(np.asarray(other), axis=1)[:, None]
-  np.testing.assert_allclose(both, np.where(kept, one, 0), rtol=1e-6)
+  product = value_and_gradient(config, batch())[2]
+  kept = np.any(np.asarray(masked), axis=1)[:, None]
+  np.testing.assert_allclose(product, np.where(kept, corrected, 0), rtol=1e-6)
 
 
 def test_what_is_clipped_is_what_the_loss_clips():
   for name, loss in LOSSES.items():
     config = objective(name, correction=CorrectionConfig("truncated"))
-    *_, found = policy_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
+    *_, actual = policy_loss(config, jnp.asarray(CASE["logp"]), ENTROPY, batch(), MAX)
     args = CASE["logp"], CASE["old"], CASE["advantage"], CASE["mask"]
     options = dict(segment_BT=SEGMENTS) if name == "segment" else {}
     options |= dict(max_length=MAX) if name in ("dr_grpo", "dppo") else {}
-    np.testing.assert_array_equal(found, loss.clipped(*args, **options))
-    assert np.any(found) == ("clip_high" in loss.options)
+    np.testing.assert_array_equal(actual, loss.clipped(*args, **options))
+    assert np.any(actual) == ("clip_high" in loss.options)
 
 
 @pytest.mark.parametrize(
@@ -373,5 +373,5 @@ def test_the_clip_range_is_that_of_the_nearer_side(name, changes, expected):
   ],
 )
 def test_each_divergence_has_its_threshold(section, expected):
-  found = effective(section)
-  assert (found["clip_low"], found["clip_high"]) == expected
+  actual = effective(section)
+  assert (actual["clip_low"], actual["clip_high"]) == expected

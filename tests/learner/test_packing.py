@@ -74,15 +74,15 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
   batch = make_batch(MOE)
   packed = packing.plan(batch, 1 if shape is None else 4)
   expected = old_policy(learner(MOE), batch)
-  found = old_policy(learner(MOE, microbatches=MICROBATCHES), packed, shape)
+  actual = old_policy(learner(MOE, microbatches=MICROBATCHES), packed, shape)
   real_BT = batch.inputs.segments_BT > 0
   logp_BT, expected_BT = (
     np.where(real_BT, x, 0)
-    for x in (packing.in_order(found.old_logp_BT, packed.order_B), expected.old_logp_BT)
+    for x in (packing.in_order(actual.old_logp_BT, packed.order_B), expected.old_logp_BT)
   )
   np.testing.assert_allclose(logp_BT, expected_BT, atol=2e-5)
   assert (logp_BT[:, 0] == 0).all() and (expected_BT[:, 1:][real_BT[:, 1:]] < -1).all()
-  routes_BTlk = packing.in_order(found.routing_BTlk, packed.order_B)
+  routes_BTlk = packing.in_order(actual.routing_BTlk, packed.order_B)
   np.testing.assert_array_equal(routes_BTlk, expected.routing_BTlk)
   assert routes_BTlk.dtype == np.int8 and (routes_BTlk[~real_BT] == -1).all()
 
@@ -90,11 +90,11 @@ def test_a_packed_pass_finds_the_same_old_policy(shape):
 def test_a_packed_review_clips_the_same_tokens():
   batch = make_batch()
   packed = packing.plan(batch, 1)
-  expected, found = (
+  expected, actual = (
     review_pass(learner(DENSE, microbatches=microbatches), ALL_TERMS)(initial(DENSE), b)
     for microbatches, b in ((1, batch), (MICROBATCHES, packed))
   )
-  clipped_BT = packing.in_order(np.asarray(found["clipped_BT"]), packed.order_B)
+  clipped_BT = packing.in_order(np.asarray(actual["clipped_BT"]), packed.order_B)
   np.testing.assert_array_equal(clipped_BT, expected["clipped_BT"])
   assert 0 < clipped_BT.sum() < batch.mask_BT.sum()
 
@@ -185,8 +185,8 @@ def test_log_ratios_of_packed_mini_batches_are_in_the_order_of_the_rollout():
   parts = minibatches(batch, 2, prompts=8, group_size=4, mesh=mesh, packed=True)
   assert not (parts[0].order_B == np.arange(16)).all()
   ratios = [2 * p.old_logp_BT + 1 for p in parts]
-  found = in_rollout_order(ratios, parts, rows, group_size=4)
-  np.testing.assert_array_equal(found, 2 * old + 1)
+  actual = in_rollout_order(ratios, parts, rows, group_size=4)
+  np.testing.assert_array_equal(actual, 2 * old + 1)
 
 
 def test_a_dump_keeps_the_plan(tmp_path):
@@ -232,6 +232,6 @@ def test_a_packed_run_is_the_run(tmp_path):
     [json.loads(x) for x in path.read_text().splitlines()]
     for path in (tmp_path / name / "rollouts" / "rl_000002.jsonl" for name in ("plain", "packed"))
   ]
-  for one, other in zip(*dumps, strict=True):
-    assert one["response"] == other["response"]
-    np.testing.assert_allclose(one["log_ratio"], other["log_ratio"], atol=2e-4)
+  for record, packed_record in zip(*dumps, strict=True):
+    assert record["response"] == packed_record["response"]
+    np.testing.assert_allclose(record["log_ratio"], packed_record["log_ratio"], atol=2e-4)

@@ -71,13 +71,13 @@ def test_each_mini_batch_says_how_far_it_is_and_what_it_clips(name):
   batch = batch.replace(old_logp_BT=score_pass(learner(MOE))(params, batch.inputs))
   objective = dataclasses.replace(GSPO, name=name, clip_low=3e-3, clip_high=4e-3)
   step, state = rl_step(learner(MOE), objective, TX), new_state(params, TX)
-  found, log_ratios = [], []
+  actual, log_ratios = [], []
   for _ in range(3):
     logp_BT = score_pass(learner(MOE))(state.params, batch.inputs)
     log_ratios.append(np.float64(logp_BT - batch.old_logp_BT))
     state, metrics = step(state, batch)
-    found.append(metrics)
-  row, mask_BT = scalars(*found), np.asarray(batch.mask_BT) > 0
+    actual.append(metrics)
+  row, mask_BT = scalars(*actual), np.asarray(batch.mask_BT) > 0
   up_B1 = batch.advantage_B[:, None] > 0
   for i, log_BT in enumerate(log_ratios[1:], 1):
     log_BT = np.where(mask_BT, log_BT, 0)
@@ -178,12 +178,12 @@ def test_micro_batches_change_nothing(parts):
   # Of a policy that has moved: how round-off spreads over a response is anybody's guess.
   moved_BT = 0.01 * np.sin(np.arange(mask.size)).reshape(mask.shape)
   batch = batch.replace(mask_BT=mask, old_logp_BT=batch.old_logp_BT + moved_BT.astype(np.float32))
-  (whole, row), (several, other) = (
+  (whole, row), (several, row_of_parts) = (
     updated(params, batch, learner(DENSE, microbatches=microbatches)) for microbatches in (1, parts)
   )
   chex.assert_trees_all_close(whole.params, several.params, rtol=1e-4, atol=2e-6)
   for name, value in row.items():
-    assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert row_of_parts[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
@@ -272,8 +272,8 @@ def test_under_replay_the_ratio_starts_at_one_and_is_that_of_the_replayed_networ
   params = initial(MOE)
   batch = rollout_batch()
   if replay == "R3":  # a sampler that disagrees: the trainer follows it all the same
-    other = np.asarray(batch.inputs.sampler_routing_BTlk)
-    batch = with_inputs(batch, sampler_routing_BTlk=np.where(other >= 0, (other + 1) % 8, -1))
+    experts = np.asarray(batch.inputs.sampler_routing_BTlk)
+    batch = with_inputs(batch, sampler_routing_BTlk=np.where(experts >= 0, (experts + 1) % 8, -1))
   objective, batch = with_old_policy(params, batch, replay=replay)
   before = first_metrics(params, batch, objective)
   assert before["minibatch/0/ratio/deviation"] < 1e-6
@@ -357,8 +357,8 @@ def test_the_samplers_routing_is_compared_with_the_trainers(replay):
   routes = np.array(batch.inputs.sampler_routing_BTlk)
   routes[:, :, 0] = np.where(routes[:, :, 0] >= 0, 7 - routes[:, :, 0], -1)  # another first layer
   fed = routes[:, :, 0, 0] >= 0
-  own = np.asarray(forward(params, MOE, batch.inputs.tokens_BT).routing_lBTk)[0]
-  expected = float(routing.volatility(own[None], routes[None, :, :, 0], fed)[0]) / 2
+  trainers = np.asarray(forward(params, MOE, batch.inputs.tokens_BT).routing_lBTk)[0]
+  expected = float(routing.volatility(trainers[None], routes[None, :, :, 0], fed)[0]) / 2
   objective, batch = with_old_policy(
     params, with_inputs(batch, sampler_routing_BTlk=routes), replay=replay
   )
@@ -408,25 +408,25 @@ def test_volatility_is_the_same_over_micro_batches_and_meshes(replay):
 def test_a_review_says_what_the_loss_clips_at_these_parameters(name):
   objective = dataclasses.replace(GSPO, name=name, clip_high=0.01)
   batch, moved = rollout_batch(DENSE), jax.tree.map(lambda x: 1.01 * x, initial(DENSE))
-  found = jax.device_get(review_pass(learner(DENSE), objective)(moved, batch))
+  actual = jax.device_get(review_pass(learner(DENSE), objective)(moved, batch))
   logp_BT = score_pass(learner(DENSE))(moved, batch.inputs)
   mask_BT = batch.mask_BT > 0
   log_ratio_BT = (logp_BT - batch.old_logp_BT)[mask_BT]
-  np.testing.assert_allclose(found["log_ratio_BT"][mask_BT], log_ratio_BT, atol=1e-6)
+  np.testing.assert_allclose(actual["log_ratio_BT"][mask_BT], log_ratio_BT, atol=1e-6)
   loss = O.POLICY_LOSSES[name]
   args = logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT
-  np.testing.assert_array_equal(found["clipped_BT"], loss.clipped(*args, clip_high=0.01))
+  np.testing.assert_array_equal(actual["clipped_BT"], loss.clipped(*args, clip_high=0.01))
   _, row = updated(moved, batch, learner(DENSE), objective)
-  share = found["clipped_BT"].sum() / mask_BT.sum()
+  share = actual["clipped_BT"].sum() / mask_BT.sum()
   assert row["clip_fraction/token"] == pytest.approx(share) and 0 < share < 1
 
 
 def test_a_review_is_of_the_network_that_is_replayed():
   params = initial(MOE)
   objective, batch = with_old_policy(params, rollout_batch(), replay="R2")
-  found = review_pass(learner(MOE), objective)(params, batch)
+  actual = review_pass(learner(MOE), objective)(params, batch)
   mask_BT = batch.mask_BT > 0
-  assert not found["log_ratio_BT"][mask_BT].any()
+  assert not actual["log_ratio_BT"][mask_BT].any()
   moved = drifted(params)
   free = dataclasses.replace(objective, replay="none")
   pair = [review_pass(learner(MOE), o)(moved, batch)["log_ratio_BT"] for o in (objective, free)]
@@ -439,8 +439,8 @@ def test_a_review_is_the_pass_that_has_been_compiled_whatever_was_added_to_the_b
   find, batch = passes.make_old_policy(learner(DENSE), GSPO), rollout_batch(DENSE)
   find(initial(DENSE), batch.inputs)
   review = passes.make_review(learner(DENSE), GSPO, find)
-  for more in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
-    review(initial(DENSE), batch.replace(**more))
+  for fields in {}, dict(old_value_BT=batch.old_logp_BT, return_BT=batch.old_logp_BT):
+    review(initial(DENSE), batch.replace(**fields))
   assert find._cache_size() == 1
 
 

@@ -28,9 +28,9 @@ def supports(tokens_BT, size=5, seed=0, vocabulary=64):
   support_BTX = np.full((*tokens_BT.shape, size), NO_TOKEN, np.int32)
   for place in np.ndindex(tokens_BT.shape):
     if rng.random() < 0.8:
-      others = rng.permutation(np.setdiff1d(np.arange(vocabulary), [tokens_BT[place]]))
+      outside = rng.permutation(np.setdiff1d(np.arange(vocabulary), [tokens_BT[place]]))
       number = rng.integers(1, size + 1)
-      support_BTX[place][:number] = rng.permutation([tokens_BT[place], *others[: number - 1]])
+      support_BTX[place][:number] = rng.permutation([tokens_BT[place], *outside[: number - 1]])
   return support_BTX
 
 
@@ -60,14 +60,14 @@ def test_log_probs_are_normalised_over_the_support(model, mesh):
   )
   params = initial(model)
   if mesh is None:
-    found = find(params, model, hidden_BTD, tokens_BT, support_BTX=support_BTX)
+    actual = find(params, model, hidden_BTD, tokens_BT, support_BTX=support_BTX)
   else:
     mesh = sharding.make_mesh(MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
     with jax.set_mesh(mesh):
       params = jax.device_put(params, transformer.shardings(model, sharding.TRAIN, mesh))
       arrays = sharding.put_batch((hidden_BTD, tokens_BT, support_BTX), mesh)
-      found = jax.device_get(find(params, model, *arrays[:2], support_BTX=arrays[2]))
-  for ours, exact in zip(found, wanted):
+      actual = jax.device_get(find(params, model, *arrays[:2], support_BTX=arrays[2]))
+  for ours, exact in zip(actual, wanted):
     np.testing.assert_allclose(ours, exact, atol=2e-5)
 
 
@@ -96,8 +96,8 @@ def test_only_the_support_has_a_gradient():
     return (logp * weight_BT + 0.3 * entropy).sum()
 
   weight_BT = np.random.default_rng(1).normal(size=tokens_BT.shape)
-  found, exact = (jax.grad(f, argnums=(0, 1))(initial(model), hidden_BTD) for f in (total, plain))
-  for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+  actual, exact = (jax.grad(f, argnums=(0, 1))(initial(model), hidden_BTD) for f in (total, plain))
+  for ours, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
     np.testing.assert_allclose(ours, wanted, atol=2e-6)
 
   def of_the_only_token(hidden_BTD):
@@ -157,7 +157,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("how", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
   shape = how.get("shape", (1, 1, 1, 1))
-  one, packed = batch_of(rollout, how.get("shared", False)), how.get("packed", False)
+  given, packed = batch_of(rollout, how.get("shared", False)), how.get("packed", False)
   settings = dict(
     group_size=G, prompt_tokens=5, response_tokens=11, temperature=0.8, microbatches=2
   )
@@ -168,12 +168,12 @@ def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
     with jax.set_mesh(mesh):
       params = jax.device_put(PARAMS, transformer.shardings(SMALLER_DENSE, sharding.TRAIN, mesh))
       placed = packing.plan(batch, sharding.batch_shards(mesh)) if packed else batch
-      found = np.asarray(jax.device_get(score(params, sharding.put_batch(placed.inputs, mesh))))
-      found = packing.in_order(found, placed.order_B)
-    return np.abs(found - rollout.logp)[rollout.mask > 0]
+      actual = np.asarray(jax.device_get(score(params, sharding.put_batch(placed.inputs, mesh))))
+      actual = packing.in_order(actual, placed.order_B)
+    return np.abs(actual - rollout.logp)[rollout.mask > 0]
 
-  assert difference(one).max() < 2e-5
-  without = difference(with_inputs(one, support_BTX=None))
+  assert difference(given).max() < 2e-5
+  without = difference(with_inputs(given, support_BTX=None))
   assert without.mean() > 0.05, "the mass that was left out"
 
 
@@ -193,8 +193,8 @@ def test_an_update_of_several_micro_batches_is_one_update(rollout):
     (2, packing.plan(whole, 8), (8, 1, 1, 1)),
     (2, whole, (2, 2, 1, 2)),
   ):
-    found, row = after(step(n), SMALLER_DENSE, batch, shape)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    actual, row = after(step(n), SMALLER_DENSE, batch, shape)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
       np.testing.assert_allclose(x, y, atol=2e-5)
     assert row["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
   assert metrics["entropy"] < np.log(6) and np.isfinite(metrics["kl_ref/k3"])

@@ -42,19 +42,19 @@ OTHER = dict(
 @pytest.fixture
 def misses(tmp_path):
   """Programs that were not in the cache of compiled ones, which is a new one."""
-  found, names = [], ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  events, names = [], ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = {name: getattr(jax.config, name) for name in names}
 
   def listen(event, **_):
     if event.endswith("/cache_misses"):
-      found.append(event)
+      events.append(event)
 
   for name, value in zip(names, (str(tmp_path / "compiled"), 0.0)):
     jax.config.update(name, value)
   jax.experimental.compilation_cache.compilation_cache.reset_cache()
   jax.clear_caches()  # of tests before this one, or the new cache would lack what these have left
   jax.monitoring.register_event_listener(listen)
-  yield found
+  yield events
   jax.monitoring.unregister_event_listener(listen)
   for name, value in before.items():
     jax.config.update(name, value)
@@ -80,9 +80,9 @@ def test_the_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
 
 
 def test_numbers_do_not_make_another_program():
-  other = dataclasses.replace(ALL_TERMS, clip_low=0.3, clip_high=0.5, kl_coef=2.0, entropy_coef=0.5)
+  wider = dataclasses.replace(ALL_TERMS, clip_low=0.3, clip_high=0.5, kl_coef=2.0, entropy_coef=0.5)
   first, second = (
-    make_rl_step(learner(DENSE), o, optimizer.make(RATES, 9)) for o in (ALL_TERMS, other)
+    make_rl_step(learner(DENSE), o, optimizer.make(RATES, 9)) for o in (ALL_TERMS, wider)
   )
   assert first.function is second.function
   assert first.numbers != second.numbers
@@ -115,10 +115,11 @@ def test_the_update_is_that_of_optax_with_the_same_constants(changes):
   assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
   for i in range(1, 10):
     grads = optimizer_tree(i)
-    one, state = jax.jit(ours.update)(grads, states[0], params, ours.numbers)
-    two, other = adamw.update(grads, states[1], theirs)
-    states = state, other
-    params, theirs = optax.apply_updates(params, one), optax.apply_updates(theirs, two)
+    updates, state = jax.jit(ours.update)(grads, states[0], params, ours.numbers)
+    their_updates, their_state = adamw.update(grads, states[1], theirs)
+    states = state, their_state
+    params = optax.apply_updates(params, updates)
+    theirs = optax.apply_updates(theirs, their_updates)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, theirs
     )
@@ -135,12 +136,12 @@ def test_numbers_of_an_objective_hold_for_any_configuration_of_its_structure():
     volatility=False, off_policy_threshold=0.5,
   )  # fmt: skip
   filled = effective(base | dict(clip_low=0.1, dual_clip=3.0))
-  one = ObjectiveConfig(**filled, correction=CorrectionConfig("masked", low=0.2, high=3.0))
-  assert one.numbers() == dict(
+  config = ObjectiveConfig(**filled, correction=CorrectionConfig("masked", low=0.2, high=3.0))
+  assert config.numbers() == dict(
     clip_low=0.1, clip_high=4e-4, dual_clip=3.0, low=0.2, high=3.0, off_policy_threshold=0.5,
     clip_range=4e-4,
   )  # fmt: skip
-  other = dataclasses.replace(
-    one, clip_high=0.2, correction=CorrectionConfig("masked", low=0.1, high=9.0)
+  wider = dataclasses.replace(
+    config, clip_high=0.2, correction=CorrectionConfig("masked", low=0.1, high=9.0)
   )
-  assert one.structure == other.structure == one.structure.structure
+  assert config.structure == wider.structure == config.structure.structure

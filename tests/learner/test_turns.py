@@ -72,10 +72,10 @@ def test_advantages_of_turns_against_loops(batch, rollout):
       }
       values = np.array([*returns.values()])
       for row, value in returns.items():
-        found = batch.advantage_BT[row, : turns.shape[1]][turns[row] == u]
-        assert np.ptp(found) == 0
+        actual = batch.advantage_BT[row, : turns.shape[1]][turns[row] == u]
+        assert np.ptp(actual) == 0
         expected = (value - values.mean()) / (values.std(ddof=1) + 1e-6) if len(values) > 1 else 0
-        assert found[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert actual[0] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 WIDE = dict(clip_low=0.2, clip_high=0.28)
@@ -108,10 +108,10 @@ def test_observations_have_no_gradient_and_no_say(batch, name):
   off = batch.mask_BT == 0
   assert not np.any(np.asarray(grad_BT)[off]) and np.any(np.asarray(grad_BT)[~off])
   garbage = np.where(off, np.nan, 1)
-  other = batch.replace(
+  garbled = batch.replace(
     old_logp_BT=batch.old_logp_BT * garbage, advantage_BT=batch.advantage_BT * garbage
   )
-  assert loss(name, logp_BT * garbage, other)[0] == pytest.approx(float(value), rel=1e-6)
+  assert loss(name, logp_BT * garbage, garbled)[0] == pytest.approx(float(value), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["segment", "gspo_token"])

@@ -23,9 +23,9 @@ def run(*options: str, config="configs/moe_aime.py:tiny") -> subprocess.Complete
   return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def compiled(directory: Path, *options: str, **more) -> tuple[dict[str, dict], str]:
+def compiled(directory: Path, *options: str, **settings) -> tuple[dict[str, dict], str]:
   """Its report, by program, and what it printed."""
   out = directory / "aot.json"
-  done = run(f"--json={out}", *options, **more)
+  done = run(f"--json={out}", *options, **settings)
   assert done.returncode == 0, done.stdout + done.stderr
   return {row["program"]: row for row in json.loads(out.read_text())}, done.stdout
