@@ -1,12 +1,15 @@
-"""The learning rate: where it begins, and that it ends where the configuration says."""
+"""The optimizer is that of Optax; its rate begins and ends where the configuration says."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from support.small_models import DENSE, initial
 
-from gspo_jax.learner.optimizer import last_rate, rates
+from gspo_jax.learner.optimizer import decayed, last_rate, make, rates
 from gspo_jax.settings.training import OptimizerConfig
 
 CONFIG = OptimizerConfig(
@@ -39,3 +42,40 @@ def test_the_rate_on_show_is_that_of_the_last_update_that_was_applied():
   all_rates = rates(CONFIG, 5)
   shown = [float(last_rate(all_rates, jnp.int32(step), waits=2)) for step in range(8)]
   np.testing.assert_allclose(shown, [0, 0, 0, *all_rates], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "changes", [{}, dict(weight_decay=0.0, clip_norm=0.0), dict(schedule="cosine")]
+)
+def test_the_update_is_that_of_optax_with_the_same_constants(changes):
+  fields = dict(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1) | changes
+  config = dataclasses.replace(CONFIG, **fields)
+  rise = optax.linear_schedule(5e-3, 1e-2, 2)
+  after = optax.linear_schedule(1e-2, 1e-3, 6)
+  if config.schedule == "cosine":
+    after = optax.cosine_decay_schedule(1e-2, 6, alpha=0.1)
+  adamw = optax.adamw(
+    optax.join_schedules([rise, after], [2]), b1=0.9, b2=0.95, eps=1e-8,
+    weight_decay=config.weight_decay, mask=decayed,
+  )  # fmt: skip
+  if config.clip_norm:
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+  ours = make(config, 9)
+  params = theirs = optimizer_tree(0)
+  states = ours.init(params), adamw.init(params)
+  assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+  for i in range(1, 10):
+    grads = optimizer_tree(i)
+    updates, state = jax.jit(ours.update)(grads, states[0], params, ours.numbers)
+    their_updates, their_state = adamw.update(grads, states[1], theirs)
+    states = state, their_state
+    params = optax.apply_updates(params, updates)
+    theirs = optax.apply_updates(theirs, their_updates)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, theirs
+    )
+
+
+def optimizer_tree(seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(DENSE))

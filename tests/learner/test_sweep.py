@@ -3,10 +3,9 @@
 import dataclasses
 
 import jax
-import numpy as np
-import optax
 import pytest
-from support.small_models import DENSE, initial
+from learner.test_optimizer import CONFIG
+from support.small_models import DENSE
 from support.small_updates import ALL_TERMS, learner
 
 from configs import tiny
@@ -16,7 +15,6 @@ from gspo_jax.learner.step import make_rl_step
 from gspo_jax.run import open_run
 from gspo_jax.settings.objective import CorrectionConfig, ObjectiveConfig, effective
 from gspo_jax.settings.reading import from_dict
-from gspo_jax.settings.training import OptimizerConfig
 
 SMALL = dict(
   job="rl",
@@ -82,52 +80,10 @@ def test_the_second_condition_of_a_sweep_compiles_nothing(tmp_path, misses):
 def test_numbers_do_not_make_another_program():
   wider = dataclasses.replace(ALL_TERMS, clip_low=0.3, clip_high=0.5, kl_coef=2.0, entropy_coef=0.5)
   first, second = (
-    make_rl_step(learner(DENSE), o, optimizer.make(RATES, 9)) for o in (ALL_TERMS, wider)
+    make_rl_step(learner(DENSE), o, optimizer.make(CONFIG, 9)) for o in (ALL_TERMS, wider)
   )
   assert first.function is second.function
   assert first.numbers != second.numbers
-
-
-RATES = OptimizerConfig(
-  learning_rate=1e-2, schedule="linear", warmup_steps=2, final_fraction=0.1, b1=0.9, b2=0.95,
-  eps=1e-8, weight_decay=0.1, clip_norm=1.0,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-  "changes", [{}, dict(weight_decay=0.0, clip_norm=0.0), dict(schedule="cosine")]
-)
-def test_the_update_is_that_of_optax_with_the_same_constants(changes):
-  config = dataclasses.replace(RATES, **changes)
-  rise = optax.linear_schedule(5e-3, 1e-2, 2)
-  after = optax.linear_schedule(1e-2, 1e-3, 6)
-  if config.schedule == "cosine":
-    after = optax.cosine_decay_schedule(1e-2, 6, alpha=0.1)
-  adamw = optax.adamw(
-    optax.join_schedules([rise, after], [2]), b1=0.9, b2=0.95, eps=1e-8,
-    weight_decay=config.weight_decay, mask=optimizer.decayed,
-  )  # fmt: skip
-  if config.clip_norm:
-    adamw = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-  ours = optimizer.make(config, 9)
-  params = theirs = optimizer_tree(0)
-  states = ours.init(params), adamw.init(params)
-  assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-  for i in range(1, 10):
-    grads = optimizer_tree(i)
-    updates, state = jax.jit(ours.update)(grads, states[0], params, ours.numbers)
-    their_updates, their_state = adamw.update(grads, states[1], theirs)
-    states = state, their_state
-    params = optax.apply_updates(params, updates)
-    theirs = optax.apply_updates(theirs, their_updates)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, theirs
-    )
-
-
-def optimizer_tree(seed):
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), initial(DENSE))
 
 
 def test_numbers_of_an_objective_hold_for_any_configuration_of_its_structure():

@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from gspo_jax import sharding
 from gspo_jax.learner import passes
@@ -137,3 +139,14 @@ def old_policy(learner, batch, shape=None):
 
 def scalars(*metrics):
   return {k: float(v) for k, v in summarize(metrics).items()}
+
+
+def assert_same_update(actual, expected, apart=()):
+  """Asserts that two ways lead to the same parameters and metrics, but for some of the latter."""
+  (params, row), (expected_params, expected_row) = actual, expected
+  chex.assert_trees_all_close(params, expected_params, rtol=2e-4, atol=5e-6)
+  assert row.keys() == expected_row.keys()
+  for metric, value in expected_row.items():
+    if not metric.startswith(apart):
+      assert row[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+  assert expected_row["grad_norm"] > 0.1 and 0 < expected_row["clip_fraction/sequence"] < 1
