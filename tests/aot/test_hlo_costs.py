@@ -47,7 +47,8 @@ LOOP = """HloModule jit_f, is_scheduled=true
 
 %wrapped_body (q: (s32[], f32[64,256])) -> (s32[], f32[64,256]) {
   %q = (s32[], f32[64,256]) parameter(0)
-  ROOT %inner = (s32[], f32[64,256]) while(%q), condition=%condition, body=%body
+  ROOT %inner = (s32[], f32[64,256]) while(%q), condition=%condition, body=%body, \
+metadata={op_name="jit(f)/refill/while/body/while"}
 }
 
 %endless (q: (s32[], f32[64,256])) -> pred[] {
