@@ -14,6 +14,7 @@ STEPS = dict(
   objective__segment_unit="step",
   objective__segment_delimiters=ENDS,
   objective__adaptive_clip__target=0.0,
+  objective__adaptive_clip__gain=1.0,
   objective__clip_low=0.001,
   objective__clip_high=0.001,
   sampling__max_new_tokens=6,
