@@ -43,7 +43,7 @@ def lines(config: RunConfig, inputs: Inputs) -> list[str]:
   text.append(f"model: {count:,} parameters{each}")
   if config.has_iterations and config.critic.name != "none":
     apart = config.critic.name == "model"
-    declared = jax.tree.leaves(critics.table(config.model, own=apart))
+    declared = jax.tree.leaves(critics.table(config.model, apart))
     trunk = "a model of its own" if apart else "a head on the policy's trunk"
     text.append(f"critic: {sum(math.prod(w.shape) for w in declared):,} parameters, {trunk}")
   if taught := inputs.teacher:
