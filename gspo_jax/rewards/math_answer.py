@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gspo_jax.rewards import pool
 from gspo_jax.rewards.mathematics import quantity
-from gspo_jax.rewards.mathematics.extract import BOX, MAX_ANSWER, extract
+from gspo_jax.rewards.mathematics.extract import BOX, extract
+from gspo_jax.rewards.mathematics.spelling import MAX_ANSWER, normalise
 from gspo_jax.settings.rewards import RewardConfig
 
 MAX_KNOWN = 1 << 16  # symbolic comparisons that are remembered
@@ -126,14 +127,14 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
   if candidate is None or len(candidate) > MAX_ANSWER:
     return Outcome.UNPARSABLE
   answer = _gold(answer)
-  ours, gold = quantity.normalise(candidate), quantity.normalise(answer)
+  ours, gold = normalise(candidate), normalise(answer)
   if ours == gold:
     return Outcome.RIGHT if ours else Outcome.UNPARSABLE
   value = quantity.read(gold)
   if value:
     other = quantity.read(ours, letters=True)
     # A decimal comma, where the gold answer is a decimal: 2,74 is 2.74.
-    if other is None and value.places and re.fullmatch(r"-?\d+,\d+", ours):
+    if other is None and value.places and re.match(r"-?\d+,\d+(?![\d,.])", ours):
       other = quantity.read(ours.replace(",", "."))
     if other:
       same = quantity.same(value, other)
@@ -156,10 +157,14 @@ def judge(candidate: str, answer: str) -> Outcome:
   answer = _gold(answer)
   if equal.same_text(answer, candidate):
     return Outcome.RIGHT
+  number = quantity.read(answer) is not None
   golds = _readings(answer, False)
   if not golds:
     raise ValueError(UNREADABLE.format(answer))
-  ours = dict.fromkeys(_readings(candidate, True) + _readings(candidate, False))
+  if number:  # which 1,234 is, rather than a list; and no set of numbers is one
+    golds = golds[:1]
+  ours = [_readings(candidate, letters, solve=not number) for letters in (True, False)]
+  ours = dict.fromkeys(ours[0] + ours[1])
   for gold in golds:
     for mine in ours:
       with contextlib.suppress(Unreadable):
@@ -179,7 +184,7 @@ def _judge_pair(pair: list[str | None]) -> str | bool:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _readings(text: str, letters: bool) -> tuple:
+def _readings(text: str, letters: bool, solve: bool = True) -> tuple:
   """What an answer may mean: 1,234 is a number, or a list in another reading."""
   from gspo_jax.rewards.mathematics import structure
   from gspo_jax.rewards.mathematics.tokens import Unreadable
@@ -189,7 +194,7 @@ def _readings(text: str, letters: bool) -> tuple:
   for tight in (True, False):
     if tight or re.search(r"\d,\d{3}(?!\d)", text):
       with contextlib.suppress(Unreadable):
-        found.append(structure.read(text, tight, letters))
+        found.append(structure.read(text, tight, letters, solve))
   if re.fullmatch(r"\s*\$?-?(?:0,\d+|\d+,\d\d)\$?\s*", text):  # a decimal comma
-    found.append(structure.read(text.replace(",", "."), True, letters))
+    found.append(structure.read(text.replace(",", "."), True, letters, solve))
   return tuple(found)

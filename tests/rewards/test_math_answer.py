@@ -72,7 +72,9 @@ def verifier():
   ],
 )
 def test_extract(response, answer):
-  assert math_answer.extract(response) == answer
+  ours = math_answer.extract(response)
+  outcome = math_answer.quick_judge(ours, answer) or math_answer.judge(ours, answer)
+  assert outcome is RIGHT
 
 
 @pytest.mark.parametrize(

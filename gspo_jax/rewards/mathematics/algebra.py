@@ -22,6 +22,14 @@ _FAR = [  # beyond where a modulus or the root of a square changes its sign, and
   [sp.Rational(-n, 17) for n in (3, 5, 7, 2, 11, 13)],
 ]
 
+# One variable after the other steps from -12 to 12, where logarithms have narrow domains.
+_STEPS = [
+  [sp.Rational(7 * (k * step % 25 - 12) + 3, 7) * scale for step in (1, 2, 3, 7, 11, 13)]
+  for scale in (1, 30)
+  for k in range(25)
+]
+_WHOLE = [2, 3, 5, 8, 4, 7, 6, 9]  # for exponents of negative numbers, both even and odd
+
 # Constant over whole ranges: a few points tell nothing of them.
 _FLAT = (sp.Max, sp.Min, sp.floor, sp.ceiling, sp.Mod)
 
@@ -126,9 +134,14 @@ def _is_zero(value) -> bool:
 
 def _same_at_points(a, b, symbols) -> bool:
   """Equality at points where no root or logarithm of a negative number is taken; two at least."""
-  agreed = 0
-  for point in _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else []):
-    values = dict(zip(symbols, point))
+  agreed, whole = 0, _exponents(a) | _exponents(b)
+  points = _POINTS + (_FAR if _has_kinks(a) or _has_kinks(b) else [])
+  for index, point in enumerate([*points, *_STEPS]):
+    if agreed >= 2 and index >= len(points):
+      break
+    values = dict(zip(symbols, point)) | {
+      s: sp.Integer(_WHOLE[(index + n) % len(_WHOLE)]) for n, s in enumerate(sorted(whole, key=str))
+    }
     if not _real_inside(itertools.chain((a, b)), values):
       continue
     left, right = a.xreplace(values), b.xreplace(values)
@@ -141,6 +154,12 @@ def _same_at_points(a, b, symbols) -> bool:
       return False
     agreed += 1
   return agreed >= 2
+
+
+def _exponents(value) -> set:
+  """The variables in exponents of negative numbers, which stand for integers: (-1)^n."""
+  powers = [p for p in value.atoms(sp.Pow) if p.base.is_number and p.base.is_negative]
+  return set().union(*(power.exp.free_symbols for power in powers))
 
 
 def _has_kinks(value) -> bool:

@@ -16,7 +16,9 @@ from gspo_jax.rewards.mathematics.nodes import (
   Word,
   as_region,
 )
-from gspo_jax.rewards.mathematics.quantity import Quantity, normalise, same
+from gspo_jax.rewards.mathematics.quantity import Quantity, same
+from gspo_jax.rewards.mathematics.spelling import normalise
+from gspo_jax.rewards.mathematics.tokens import fold
 from gspo_jax.rewards.mathematics.units import Unit
 
 
@@ -77,6 +79,8 @@ def _spelling(node) -> str | None:
 
 def _same_named(gold, ours) -> bool:
   if isinstance(gold, Named) and isinstance(ours, Named):
+    if gold.parameter != ours.parameter and None not in (gold.parameter, ours.parameter):
+      ours = _renamed(ours, gold.parameter)
     if gold.name == ours.name or "text" in (gold.name, ours.name):
       return same_answer(gold.value, ours.value)
     return bool(gold.relation and ours.relation) and _same_relation(gold.relation, ours.relation)
@@ -84,6 +88,16 @@ def _same_named(gold, ours) -> bool:
   if isinstance(other, Relation):
     return bool(named.relation) and _same_relation(named.relation, other)
   return same_answer(*((named.value, other) if named is gold else (other, named.value)))
+
+
+def _renamed(function: Named, parameter: str) -> Named:
+  """f(t) = t + 1 as f(x) = x + 1; not where x stands for something else there."""
+  old, new = (sp.Symbol(letter, real=True) for letter in (function.parameter, parameter))
+  value = getattr(function.value, "value", None)
+  if value is None or new in value.free_symbols:
+    return function
+  name = function.name.removesuffix(f"({function.parameter})") + f"({parameter})"
+  return Named(name, Scalar(value.xreplace({old: new})), None, parameter)
 
 
 def _is_sum(relation: Relation) -> bool:
@@ -96,8 +110,17 @@ def _is_sum(relation: Relation) -> bool:
   return (
     set(relation.operators) == {"="}
     and len(letters) > 1
-    and all(letter.is_Symbol and re.fullmatch("[a-wA-Z]", letter.name) for letter in letters)
+    and all(map(_is_name, letters))
     and all(value.is_Rational and value == values[0] for value in values)
+  )
+
+
+def _is_name(term) -> bool:
+  """A letter but x, y or z; a length by its end points, AB."""
+  letters = term.args if isinstance(term, sp.Mul) else (term,)
+  return all(
+    letter.is_Symbol and re.fullmatch("[A-Z]" if len(letters) > 1 else "[a-wA-Z]", letter.name)
+    for letter in letters
   )
 
 
@@ -290,5 +313,5 @@ def same_text(gold: str, ours: str) -> bool:
   a, b = (" ".join(normalise(text).replace("$", " ").split()) for text in (gold, ours))
   words = re.compile(r"(?:\\text\s*\{)?([A-Za-z][A-Za-z' ,-]{2,})\}?")
   if words.fullmatch(a) and words.fullmatch(b):
-    a, b = (words.fullmatch(text)[1].casefold() for text in (a, b))
+    a, b = (fold(words.fullmatch(text)[1]) for text in (a, b))
   return a == b

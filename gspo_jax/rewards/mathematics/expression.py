@@ -22,7 +22,7 @@ TRIGONOMETRIC = frozenset(_TRIG)
 _INVERSE = {sp.sin: sp.asin, sp.cos: sp.acos, sp.tan: sp.atan, sp.cot: sp.acot}
 _NARY = {"max": sp.Max, "min": sp.Min, "gcd": sp.gcd, "lcm": sp.lcm}
 _CONSTANTS = {"pi": sp.pi, "infty": sp.oo, "imath": sp.I}
-_GREEK = frozenset(
+GREEK = frozenset(
   """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon
   phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell""".split()
 )
@@ -310,7 +310,7 @@ class _Reader:
   def command(self, name: str):
     if name in _CONSTANTS:
       return _CONSTANTS[name]
-    if name in _GREEK:
+    if name in GREEK:
       return self.greek(name)
     if name == "frac":
       top = self.argument()

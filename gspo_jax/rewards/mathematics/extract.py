@@ -1,43 +1,80 @@
-"""Finds the answer in a response. Every pattern is linear: no nested repetitions."""
+r"""Finds the answer in a response: a box, or a sentence of a form that states one.
+
+What stands in no such form is no answer, and of what does the whole is taken: `quantity` and
+`structure` read all of it or nothing, so that "18 is wrong" and "18 or 19" are no numbers. Every
+pattern is linear: no nested repetitions.
+"""
 
 import re
 
 from gspo_jax.rewards import string_match, thought
-from gspo_jax.rewards.mathematics.formulas import (
-  FORMULA,
-  around,
-  is_formula,
-  is_hedged,
-  sentence_before,
-  signed,
-  stated,
-  trim,
-)
-from gspo_jax.rewards.mathematics.units import MULTIPLIERS
+from gspo_jax.rewards.mathematics import quantity, units
+from gspo_jax.rewards.mathematics.spelling import FORMULA, MAX_ANSWER, TEXT, inside, plain, trim
 
-MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
 TAIL = 2000  # characters at the end of a response that are searched where nothing is boxed
 _LAST = 16  # boxes and markers at the end of a response that are looked at
-
-SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # of thousands, as typed or as typeset
-SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
-_THOUSANDS = rf"(?:(?:{SEPARATOR}\d{{3}})+|(?:{SPACE}\d{{3}})+)(?!\d)"
-_DIGITS = rf"(?:[1-9]\d{{0,2}}{_THOUSANDS}|\d+(?:,\d+)*)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(
-  r"(?<![\w.\\])(?:"
-  r"-?\\[dtc]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
-  rf"|[-+]?(?:\\?[$€£¥]\s?)?[-+]?(?:\d+\s(?=\d+/\d))?(?:{_DIGITS})(?:[eE][-+]?\d+)?!*"
-  r"(?:\s?/\s?\d+)?(?:\s?\\?%)?"
-  r")"
-)
-# "Answer: the largest n is 34": the value comes after the verb.
-_MARKER = re.compile(
-  r"####|\banswer\b[*_]{0,3}\s{0,3}(?::[^.\n]{0,150}?\bis\b|is|:|=)[*_:\s]{0,5}", re.IGNORECASE
-)
-_FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]")
+# Nothing but a name may follow the "and": "and the sum is 7" begins another answer.
+_JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
+
+_ANSWER = (
+  r"(?:answers?|(?:correct|right|best) (?:option|choice|letter)|ответ|respuesta|r[ée]ponse|antwort"
+  r"|risposta|resposta)(?!\w)"
+)
+_MARKER = re.compile(
+  rf"####|(?:(?<![\w-]){_ANSWER}|答案)(?: to [\w' ]{{1,60}}\bis)?[*_]{{0,3}}\s{{0,3}}"
+  r"(?:(?:is|are|[:：=是])[*_:：\s]{0,5}|(?=\$|\\[(\[]))",
+  re.IGNORECASE,
+)
+_FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
+# A full stop behind B may belong to a choice: B. 18.
+_SENTENCE = re.compile(
+  r"(?<=[\w)}\]$%°!*])(?<!\b[A-J])(?<!\bMr)(?<!\bMrs)(?<!\bi\.e)[.;](?=\s)|(?<=[a-z])!(?=\s)|[\n。]"
+)
+# Words that may stand before an answer, or before the sentence that states it.
+_LEAD = re.compile(
+  r"(?:\W?(?:so|thus|therefore|hence|then|and|now|finally|still|just|simply|exactly|equal to|option"
+  r"|choice|a total of|indeed|that|we (?:get|have|obtain|find|know)|it follows)\b[,:]?\s*)+",
+  re.IGNORECASE,
+)
+# The verb that a sentence states its number by; "cannot be" is none.
+_VERB = re.compile(
+  r"(?:\b(?:is|are|was|were|(?:must|will|should|to) be|(?:it|that|there)['’]s|equals?|has|have|had"
+  r"|gives?(?: us)?|makes?|made|gets?|got|obtain|leaves?|yields?|becomes?|earns?|earned|costs?|pays?|paid"
+  r"|takes?|took|needs?|needed|spends?|spent|saves?|saved|sells?|sold|buys?|bought|eats?|ate|reads?"
+  r"|uses?|used|weigh(?:s|ed)?|contain(?:s|ed)?|collect(?:s|ed)?|walk(?:s|ed)?|require(?:s|d)?"
+  r"|receive(?:s|d)?|produce(?:s|d)?|drinks?|totals?|ends? with|left with|(?:increase|decrease)s? by"
+  r"|comes? to|amounts? to|adds? up to)\b|:)\s+",
+  re.IGNORECASE,
+)
+# Words by which a sentence denies its number, doubts it, or makes it another one.
+_DENIED = re.compile(
+  r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
+  r"|suppose|assume|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe|perhaps"
+  r"|guess|wait|invalid|between|either|half|twice|double|triple|third|quarter|whose|other)\b"
+  r"|n['’]t\b",
+  re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
+_MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
+# What may follow an answer and its unit, and adds nothing to them; numbers only behind some words.
+_BEHIND = re.compile(
+  r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in|after|for|that is|i\.e\.)(?: .*)?"
+  r"|,? ?(?:at|to|of|on|from|during|every|each|per|that|who|by|with|and|while|than|altogether"
+  r"|together|overall|left|total|long|old|ago|more|also|\w+ing|I|[-–—])\b[^\d=+*/]*"
+  r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
+  re.DOTALL,
+)
+# What may follow the result of a sum, but for "or".
+_SAID = re.compile(r"[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
+_NUMBER = r"-?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?(?:\s?\\?%)?"
+_FORMED = r"[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
+_COUNTED = re.compile(  # 9 eggs * $2/egg
+  r"(?:[\d\s.,+*/×÷·()$€£%:–-]|\\[$%]|[A-Za-z]{2,}|\b[aAI]\b|(?<=[\s\d])x(?=\s*\$?\d))+$"
+)
+_OPERATOR = re.compile(r"[\d%)]\s*(?:[A-Za-z]{2,}\s*)*[-+*/×÷·x–(]|\b(?:of|times|plus|minus|by)\b")
 
 
 def extract(response: str, finished: bool = True) -> str | None:
@@ -46,60 +83,112 @@ def extract(response: str, finished: bool = True) -> str | None:
   Only what follows the thought counts (`thought.after`). The last complete `\boxed{}` is the
   answer, together with those before it that it is listed with (`\boxed{1}` and `\boxed{2}`); a
   response whose only box is empty or cut off gives none. Without a box: all that the last
-  `<answer>` holds, else what follows the last "####" or "answer is/:/=", else the last formula or
-  number of the text: no answer where the response was cut off (not `finished`), as it is where the
-  tokens ran out.
+  `<answer>` holds, else what follows the last "####" or "answer is/:/=", else what the last
+  sentence with a number states: none where the response was cut off (not `finished`), as it is
+  where the tokens ran out.
   """
-  text = thought.after(response).replace("−", "-")
+  text = thought.after(response)
   boxes = [match.span() for match in BOX.finditer(text)][-_LAST:]
   if boxes:
     return _boxed(text, boxes)
   tagged = string_match.last_tagged(text)
   tail = (text if tagged is None else tagged)[-TAIL:]
-  line = _announced(tail, finished)
-  if line is not None:
-    none = _NO_SOLUTION.match(line)
-    return none[0] if none else stated(line)[0]
+  stated = _announced(tail, finished)
+  if stated is not None:
+    return stated or None
   if tagged is not None:
     return trim(tagged) or None
-  if not finished:
-    return None
-  whole = FORMULA.fullmatch(text.strip()) if len(text) <= MAX_ANSWER else None
-  line = whole[0] if whole else tail.strip().rpartition("\n")[2]
-  return trim(line) or None if whole or is_formula(line) else _last(tail)
+  return _last(tail) if finished else None
 
 
 def _announced(text: str, finished: bool) -> str | None:
-  """The line that follows the last marker; None: there is none.
+  """What follows the last marker, "" if that is no answer; None: there is no marker.
 
   "####" begins a heading of Markdown if its line is more than a value, and not the last one.
   """
   for match in [*_MARKER.finditer(text)][: -_LAST - 1 : -1]:
     lines = [line.strip() for line in text[match.end() :].split("\n") if re.search(r"\w", line)]
-    line = lines[0] if lines else ""
-    alone = finished and len(lines) < 2
-    if match[0] != "####" or alone or _NO_SOLUTION.match(line) or _is_value(line):
-      return line
+    before = _SENTENCE.split(text[: match.start()])[-1]
+    denied = _DENIED.search(before) or _TAKEN_BACK.search(text, match.end())
+    stated = _statement(lines[0]) if lines and not denied else ""
+    if match[0] != "####" or (finished and len(lines) < 2) or _is_value(lines[0] if lines else ""):
+      return stated
   return None
 
 
-def _is_value(line: str) -> bool:
-  """Whether a line is a formula or number all through, but for a unit."""
-  return stated(line)[1] and not re.search(r"[.;?]\s+\w", line)
+def _statement(line: str) -> str:
+  """What the first sentence of a line says, without words that add nothing; "": not readable."""
+  first, *more = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
+  instead = re.match(r"\s*(?:it|rather) is (.+)", more[0]) if more else None
+  if instead and first.startswith("not "):
+    first = instead[1]
+  value = _value(first.rpartition(r"\$ =")[2])  # a formula that was to end there
+  if _is_value(value):
+    return value
+  named = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # Jane began 3 hours ago.
+  return _stated(first[named.end() :] if named and not _DENIED.search(named[0]) else first)
+
+
+def _value(text: str) -> str:
+  """An answer and its unit, without what follows it."""
+  text = _LEAD.sub("", text, 1) if _LEAD.match(text) else text
+  if text.startswith(("~", "≈")):
+    return ""
+  result = _result(text)
+  number = re.match(rf"(?:{_FORMED}|{_NUMBER})(?=[\s,(]|[a-z]|$)", result or text)
+  if not number or len(text) > MAX_ANSWER:
+    return trim(result or text)[:MAX_ANSWER]
+  words = (result or text)[number.end() :].split(" ")
+  for count in range(min(6, len(words)), 0, -1):
+    unit, behind = " ".join(words[:count]).rstrip(" ,."), " ".join(words[count:]).strip(" .")
+    if (count == 1 and not unit) or units.parse(unit):
+      if not behind or _adds_nothing(behind) or (result and _SAID.fullmatch(behind)):
+        return trim(number[0] + unit)
+  return trim(result or text)
+
+
+def _adds_nothing(text: str) -> bool:
+  return bool(_BEHIND.fullmatch(text)) and not _DENIED.search(text)
+
+
+def _result(text: str) -> str:
+  """120 pints of "15 gallons * 8 pints / gallon = 120 pints"; "" of 2x + 3 = 7, say."""
+  *names, left, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
+  counted = _COUNTED.search(left.rstrip())
+  if not counted or (re.search(r"\d", left) and not _OPERATOR.search(counted[0])):
+    return ""
+  before = left[: counted.start()]
+  if re.search(r"[\w\\^)}]$", before) and not counted[0][0].isspace():
+    return ""
+  if not all(re.search(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$", name) or _result(name + "=1") for name in names):
+    return ""
+  subject = re.match(r"[^\d$(]*", counted[0])[0].split()[-2:]
+  return "" if _DENIED.search(" ".join(subject)) else right.strip()
+
+
+def _clause(text: str) -> str:
+  return re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", text)[-1]
+
+
+def _bare(line: str) -> str:
+  """A line without Markdown and with formulas as plain text."""
+  line = re.sub(r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)", "", plain(line))
+  whole = FORMULA.fullmatch(line.rstrip(" ."))
+  return line if whole else FORMULA.sub(inside, line)
 
 
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   """The content of the last complete box, and of the boxes that it is listed with."""
-  found = [(start, *_argument(text, end)) for start, end in boxes]
-  found = [(start, end, content) for start, end, content in found if content]
-  found = [a for a, b in zip(found, [*found[1:], (len(text),)]) if a[1] <= b[0]]  # nested ones
-  if not found:
+  spans = [(start, *_argument(text, end)) for start, end in boxes]
+  spans = [(start, end, content) for start, end, content in spans if content]
+  spans = [a for a, b in zip(spans, [*spans[1:], (len(text),)]) if a[1] <= b[0]]  # nested ones
+  if not spans:
     return None
-  stated = _after_box(text[found[-1][1] :][-TAIL:])
-  if stated:
-    return stated
-  answer = last = found[-1][2]
-  for (_, end, content), (start, *_) in zip(found[-2::-1], found[:0:-1]):
+  final = _after_box(text[spans[-1][1] :][-TAIL:])
+  if final:
+    return final
+  answer = last = _unlabelled(spans[-1][2])
+  for (_, end, content), (start, *_) in zip(spans[-2::-1], spans[:0:-1]):
     gap = text[end:start]
     if not _is_listing(gap):
       break
@@ -109,6 +198,12 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   return answer
 
 
+def _unlabelled(content: str) -> str:
+  r"""42 of \text{The answer is } 42."""
+  label = re.match(r"\\text\s*\{([^{}]*\b(?:is|are|=|[Aa]nswer:)\s*)\}", content)
+  return content[label.end() :] if label and not _DENIED.search(label[1]) else content
+
+
 def _after_box(text: str) -> str | None:
   """What "the final answer is" announces after the last box, which it replaces.
 
@@ -116,9 +211,8 @@ def _after_box(text: str) -> str | None:
   """
   end = max((match.end() for match in _FINAL.finditer(text)), default=None)
   line = text[end:].partition("\n")[0] if end is not None else ""
-  content, whole = stated(line)
-  is_value = whole and (FORMULA.match(line) or re.search(r"[\d\\]", content))
-  return content if is_value else None
+  content = trim(_SENTENCE.split(_bare(line))[0])
+  return content if _is_value(content) and re.search(r"[\d\\]|\$\w\$", line) else None
 
 
 def _is_listing(gap: str) -> bool:
@@ -129,10 +223,6 @@ def _is_listing(gap: str) -> bool:
   if re.fullmatch(r"\s*[=<>≈]+\s*", bare):
     return False
   return not re.search(r"\w", bare) or bool(_JOINED.search(bare))
-
-
-# Nothing but a name may follow the "and": "and the sum is 7" begins another answer.
-_JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 
 
 def _argument(text: str, start: int) -> tuple[int, str | None]:
@@ -148,32 +238,57 @@ def _argument(text: str, start: int) -> tuple[int, str | None]:
   return start, None
 
 
-_FOLLOWING = re.compile(r"\s([A-Za-z]{1,12})\b")
-_NO_SOLUTION = re.compile(
-  r"(?:that )?(?:there (?:is|are) )?no (?:real )?solutions?\b", re.IGNORECASE
-)
-
-
 def _last(text: str) -> str | None:
-  """The last formula or number of a text; a formula ends behind its numbers. None: a hedge."""
-  formulas = [match for match in FORMULA.finditer(text) if is_formula(_inside(match))]
-  found = [*formulas, *_NUMBER.finditer(text)]
-  last = max(found, key=lambda match: match.span()[::-1], default=None)
-  if not last:
-    return None
-  typeset, before = last.re is FORMULA, sentence_before(text, last.start())
-  content = _inside(last) if typeset else last[0]
-  # An equation stands, and what it ends with: not 5, but x = 5.
-  if "=" not in content and is_hedged(before.rpartition("=")[2]):
-    return None
-  whole = None if typeset else around(text, *last.span())
-  content = signed(before, content) if whole is None else whole
-  word = _FOLLOWING.match(text, last.end())
-  if content and word and word[1].casefold() in MULTIPLIERS:
-    content += word[0]  # 2 dozen are not 2
-  return trim(content) or None
+  """What the last sentence with a number or formula states; None: it states nothing."""
+  text = text.strip()
+  if FORMULA.fullmatch(text):
+    return trim(text) or None
+  sentences = [part for part in _SENTENCE.split(_bare_lines(text)) if part and re.search(r"\w", part)]
+  for sentence in reversed(sentences):
+    formula = _LEAD.sub("", sentence, 1) if _LEAD.match(sentence) else sentence
+    if is_formula(formula):
+      return trim(formula) or None
+    if re.search(r"[\dπ√∞\\]|(?i:\b(?:option|choice) [A-J]\b)", sentence):
+      return _stated(sentence) or None
+    if _DENIED.search(sentence):
+      return None
+  return None
 
 
-def _inside(formula: re.Match) -> str:
-  """What stands between the delimiters of a formula."""
-  return next(filter(None, formula.groups()))
+def _bare_lines(text: str) -> str:
+  return "\n".join(map(_bare, text.split("\n")))
+
+
+def _stated(sentence: str) -> str:
+  """What stands behind a verb of a sentence that denies nothing before it."""
+  named = re.fullmatch(r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence)
+  if named:
+    return _value(named[1])
+  if _result(sentence) and _is_value(value := _value(sentence)):
+    return value
+  for verb in [*_VERB.finditer(sentence)][::-1]:
+    value = _value(sentence[verb.end() :])
+    if _is_value(value):
+      clause = _clause(sentence[: verb.start()])
+      return "" if _DENIED.search(clause) or _MAY_BE.search(clause) else value
+  return _value(sentence)
+
+
+def _is_value(line: str) -> bool:
+  """Whether a line is a formula or number all through, but for a unit."""
+  text = trim(_bare(line))
+  number = re.match(r"(.*[\d})πa-z])\s+([a-zA-Z ]+)$", text)
+  return (
+    is_formula(text)
+    or quantity.read(text, letters=True) is not None
+    or bool(re.match(r"(?i:no (?:real )?solutions?)$", text))
+    or bool(number and is_formula(number[1]) and units.parse(" " + number[2]))
+  )
+
+
+def is_formula(text: str) -> bool:
+  r"""Whether `text` is mathematics all through: no words outside \text and the like."""
+  bare = re.sub(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text))
+  words = re.findall(r"[A-Za-z]{2,}", bare)
+  functions = re.compile("(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}")
+  return bool(re.search(r"\w", text)) and all(map(functions.fullmatch, words))

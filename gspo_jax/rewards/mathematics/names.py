@@ -2,12 +2,34 @@ r"""What may stand before an equals sign so that the answer is what stands behin
 
 import re
 
-from gspo_jax.rewards.mathematics.cuts import match, split
-from gspo_jax.rewards.mathematics.tokens import Token, is_product, spell
-from gspo_jax.rewards.mathematics.units import is_comment
+from gspo_jax.rewards.mathematics.cuts import cut, match, split
+from gspo_jax.rewards.mathematics.expression import GREEK
+from gspo_jax.rewards.mathematics.tokens import Token, is_product
 
-_GREEK = re.compile(
-  r"(?!pi$|infty$|frac$|sqrt$|sin$|cos$|tan$|log$|ln$|sum$|int$|begin$|end$)[a-zA-Z]+"
+# A letter, or one under a mark; lengths and angles by their points: AB, \angle ABC.
+_MARK = r"(?:\\(?:bar|hat|vec|tilde|overline|mathbb|mathcal|dot) )"
+_LETTER = rf"(?:[a-zA-Z]|\\(?:{'|'.join(sorted(GREEK))}) )"
+_POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|parallel|widehat) \{?[A-Z]{1,4}\}?"
+_BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
+_INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
+# What a function is applied to; x(y+z) is a product, and f(x+1) is none.
+_CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
+_FUNCTION = r"(?:[fghpquA-Z]|\\mathbb \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
+# Functions that measure something: their value may be asked for. That of a sine may not.
+_MEASURE = (
+  r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord|nullity) ?"
+)
+_NAME = re.compile(
+  rf"#?{_BASE}{_INDEX}|#\([A-Z]\)|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|n\([A-Z][^()=<>]*\)"
+  rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)"
+  rf"|(?P<bar>\|\|?|\\\| ?)(?:[A-Z]+|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{{\w+\}}|\w)){_INDEX}(?P=bar)|\[[A-Z]{{2,}}\]"
+  r"|\\frac \{(?:[A-Z]{2,})\}\{(?:[A-Z]{2,})\}"
+)
+# Words that name something: they neither deny nor change what follows.
+_WORDS = re.compile(
+  r"(?!.*\b(?:not?|never|isn't|wrong|false|incorrect|than|except|half|twice|minus|negative|guess"
+  r"|maybe|perhaps|impossible|invalid)\b)[A-Z][A-Z' -]+[ :]*",
+  re.IGNORECASE,
 )
 
 
@@ -19,77 +41,25 @@ def name(tokens: list[Token]) -> str | None:
   if not tokens:
     return None
   if all(t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens):
-    text = " ".join(t.text for t in tokens)
-    return None if any(map(is_comment, text.split())) else "text"
-  inside = tokens[1:-1]
-  if tokens[0].text == "(" and tokens[-1].text == ")":
-    parts = split(inside)
-    labels = [name(part) for part in parts]
-    return ",".join(labels) if len(parts) > 1 and all(labels) else None
-  if tokens[0].text in ("|", "[") and tokens[-1].text in ("|", "]"):
-    return name(inside) if len(_capitals(inside)) > 1 else None
-  colons = [i for i, t in enumerate(tokens) if t.text == ":"]
-  if colons:
-    labels = [name(tokens[: colons[0]]), name(tokens[colons[0] + 1 :])]
+    return "text" if _WORDS.fullmatch(" ".join(t.text for t in tokens)) else None
+  if tokens[0].text == "(" and match(tokens) == len(tokens) - 1:
+    labels = list(map(name, split(tokens[1:-1])))
+    return ",".join(labels) if len(labels) > 1 and all(labels) else None
+  ratio = cut(tokens, ":")[1]
+  if len(ratio) > 1:
+    labels = list(map(name, ratio))
     return ":".join(labels) if all(labels) else None
-  if tokens[0].text == "frac" and tokens[0].kind == "command":
-    letters = [t for t in tokens[1:] if t.text not in "{}"]
-    return spell(letters) if len(_capitals(letters)) > 2 and _capitals(letters) == letters else None
-  return _simple(tokens)
+  text = "".join(f"\\{t.text} " if t.kind == "command" else t.text for t in tokens)
+  return re.sub("[{}]", "", text) if _NAME.fullmatch(text) else None
+
+
+def parameter(tokens: list[Token]) -> str | None:
+  """The letter x of f(x), which another letter may stand for."""
+  call = tokens[-3:]
+  single = len(call) == 3 and (call[0].text, call[1].kind, call[2].text) == ("(", "letter", ")")
+  return call[1].text if single and len(tokens) > 3 and call[1].text.islower() else None
 
 
 def is_constant(tokens: list[Token]) -> bool:
   r"""Whether the tokens are a number that has a name, \pi say."""
   return len(tokens) == 1 and tokens[0].kind == "command" and tokens[0].text in ("pi", "infty")
-
-
-def _simple(tokens: list[Token]) -> str | None:
-  """A letter or a run of capitals, with marks before, subscripts, primes and arguments behind."""
-  index, letters, label = 0, 0, ""
-  while index < len(tokens):
-    token = tokens[index]
-    if token.kind == "command" and _GREEK.fullmatch(token.text) and not letters:
-      label, index = label + token.text + " ", index + 1
-      if index == len(tokens):
-        return label
-      if tokens[index].text == "{":
-        end = match(tokens, index)
-        inner = tokens[index + 1 : end]
-        if end < 0 or not inner or (len(inner) > 1 and _capitals(inner) != inner):
-          return None
-        letters, label, index = 2, label + spell(inner), end + 1
-      elif tokens[index].text == "_":
-        letters = 2
-    elif token.kind == "letter" and (
-      letters == 0 or (token.text.isupper() and label[-1:].isupper()) or label.strip() == "m"
-    ):
-      letters, label, index = letters + 1, label + token.text, index + 1
-    elif token.text == "_" and letters:
-      end = (
-        match(tokens, index + 1)
-        if tokens[index + 1 : index + 2] and tokens[index + 1].text == "{"
-        else index + 1
-      )
-      if end < 0 or end >= len(tokens):
-        return None
-      subscript = spell([t for t in tokens[index + 1 : end + 1] if t.text not in "{}"])
-      label, index = f"{label}_{subscript}", end + 1
-    elif token.text == "'" and letters:
-      label, index = label + "'", index + 1
-    elif spell(tokens[index : index + 5]) == "^ { - 1 }" and tokens[index + 5 : index + 6]:
-      label, index = label + "^-1", index + 5  # of a function
-      if tokens[index].text != "(":
-        return None
-    elif token.text == "(" and letters and match(tokens, index) == len(tokens) - 1:
-      inner = tokens[index + 1 : -1]
-      if len(inner) == 1 and inner[0].kind == "letter":
-        return label + "()"
-      function = label[0] in "fghp" or label[0].isupper() or len(inner) == 1
-      return f"{label}({spell(inner)})" if inner and function else None
-    else:
-      return None
-  return label if letters else None
-
-
-def _capitals(tokens: list[Token]) -> list[Token]:
-  return [t for t in tokens if t.kind == "letter" and t.text.isupper()]

@@ -36,11 +36,15 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-  """`x = 5`: a name and what it stands for; `relation` is the same as an equation."""
+  """`x = 5`: a name and what it stands for; `relation` is the same as an equation.
+
+  `parameter` is the letter x of f(x).
+  """
 
   name: str
   value: Any
   relation: "Relation | None" = None
+  parameter: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,8 @@ import fractions
 import functools
 import re
 
-from gspo_jax.rewards.mathematics import extract, formulas, units
+from gspo_jax.rewards.mathematics import spelling, units
 
-_SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
-_THOUSANDS = re.compile(rf"(?<=\d)(?:{extract.SEPARATOR}|{extract.SPACE})(?=\d{{3}}(?!\d))")
 _VALUE = re.compile(
   r"(?P<sign>[-+]?)\s*(?P<currency>\\?[$€£¥₹])?\s*(?P<sign2>[-+]?)"
   r"(?:(?P<whole>\d+)\s*(?=\s\d+\s*/|\\frac))?\s*"  # mixed numbers
@@ -33,15 +31,6 @@ class Quantity:
   count: fractions.Fraction | None = None  # of things that also are a factor: 7 of 7 dozen
 
 
-def normalise(text: str) -> str:
-  """One spelling for what typesetting spells in several ways; the meaning stays."""
-  text = formulas.trim(text).replace("−", "-").replace(r"\left", "").replace(r"\right", "")
-  text = _THOUSANDS.sub(",", text)
-  text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
-  text = " ".join(_SPACE.sub(" ", text).split())
-  return text if text.endswith("...") else text.rstrip(".,;")
-
-
 @functools.lru_cache(maxsize=1 << 16)
 def read(text: str, letters: bool = False) -> Quantity | None:
   r"""The value of a plain number: integer, decimal, a/b or \frac, with separators and unit.
@@ -50,8 +39,8 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   """
   if len(text) > 80:
     return None
-  source = normalise(text)
-  text = formulas.TEXT.sub(r" \1", source).strip()
+  source = spelling.normalise(text)
+  text = spelling.TEXT.sub(r" \1", source).strip()
   match = _VALUE.match(text)
   if not match:
     return None
@@ -59,12 +48,12 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   digits = (part["top"] or part["top1"] or part["digits"]).replace(",", "")
   bottom = int(part["bottom"] or part["bottom1"] or part["over"] or 1)
   rest = text[match.end() :].translate(_SUPERSCRIPTS).replace("\\%", "%").replace("\\$", "$")
-  rest = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", rest)
+  rest = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", re.sub(r"^\s*\(([^()]*)\)$", r" \1", rest))
   if rest[:1].isdigit() or not re.fullmatch(
     r"[^\W\d]*[^\\{}()=<>+!&]*(?:\^\{?-?[1-4]\}?)?\.?", rest
   ):
     return None
-  worded = bool(formulas.TEXT.search(source))
+  worded = bool(spelling.TEXT.search(source))
   variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
   if variable and (variable["over"] or not letters):
     return None
@@ -73,7 +62,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
     return None
   factor, unit = parsed
   if part["currency"]:
-    rate = re.match(r"\s*(?:/|per\b)", rest)
+    rate = re.match(r"\s*(?:/|(?:per|an?|each|every)\s)", rest)
     money = units.parse(part["currency"][-1] + rest if rate else part["currency"][-1])
     if not money or (unit not in (None, money[1]) and not rate):
       return None
@@ -82,7 +71,7 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   places = len(digits.partition(".")[2]) if "." in digits and bottom == 1 else None
   value = -value if "-" in (part["sign"], part["sign2"]) else value
   word = rest.split()[0].casefold() if factor != 1 else ""
-  counts = word in units.COUNTED and factor == units.MULTIPLIERS[word]
+  counts = word.removesuffix("s") in units.COUNTED and factor == units.multiplier(word)
   places = places if factor == 1 and not part["exponent"] else None
   return Quantity(value * factor, places, unit, value if counts else None)
 

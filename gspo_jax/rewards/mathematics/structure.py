@@ -17,7 +17,7 @@ from gspo_jax.rewards.mathematics.nodes import (
   Word,
   as_region,
 )
-from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, is_product, tokenise
+from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, fold, is_product, tokenise
 
 _REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
   ArithmeticError,
@@ -46,18 +46,30 @@ _NUMBERS = {
 _NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred": 100}
 
 
-def read(text: str, tight: bool = True, letters: bool = False):
+_CHOICE = re.compile(r"\s*\(?([A-J])[.):]\s+(?=[a-z]\s*=|[-\d\\$.(])(.+)", re.DOTALL)
+# What is said of a formula for every x says nothing more.
+_FOR_ALL = re.compile(
+  r"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{[, ]*(?:for|where) (?:all|every|any|each)(?: real)?(?: numbers?)? ?\}"
+  r"|for (?:all|every|any|each)(?: real)?(?: numbers?)?|\\forall)\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*$"
+)
+
+
+def read(text: str, tight: bool = True, letters: bool = False, solve: bool = True):
   r"""The structure of an answer.
 
   Args:
     tight: 1,234 is one number rather than two.
     letters: a letter after a number is a unit where it can be (12 m), rather than a variable.
+    solve: an inequality is a set of numbers, which takes as long as SymPy likes.
 
   Raises:
     Unreadable: if it is no mathematics, or none that is understood here.
   """
   try:
-    return _Structure(letters).everything(tokenise(text, tight))
+    choice = _CHOICE.fullmatch(text)
+    if choice:
+      return Choice(choice[1], read(choice[2], tight, letters, solve))
+    return _Structure(letters, solve).everything(tokenise(_FOR_ALL.sub("", text), tight))
   except _REFUSALS as error:
     raise Unreadable(repr(error)) from error
 
@@ -65,6 +77,7 @@ def read(text: str, tight: bool = True, letters: bool = False):
 @dataclasses.dataclass(frozen=True)
 class _Structure:
   letters: bool
+  solve: bool
 
   def everything(self, tokens: list[Token]):
     """A whole answer, or an item of one."""
@@ -96,7 +109,8 @@ class _Structure:
   def words(self, tokens: list[Token]):
     if not any(t.kind in ("word", "text") for t in tokens):
       return None
-    text = " ".join(t.text for t in tokens).casefold().strip(" .!,")
+    spelled = " ".join(t.text for t in tokens).strip(" .!,")
+    text = spelled.casefold()
     if _NOTHING.fullmatch(text):
       return Region(sp.S.EmptySet)
     if _EVERYTHING.fullmatch(text):
@@ -107,7 +121,7 @@ class _Structure:
       return None
     if len(tokens) == 1 and tokens[0].kind == "word" and is_product(text):
       return None
-    return Word(re.sub(r"^(?:an?|the) ", "", text))
+    return Word(re.sub(r"^(?:an?|the) ", "", fold(spelled)))
 
   def listed(self, tokens: list[Token]):
     """Items between separators; conditions on one variable are one region."""
@@ -121,9 +135,11 @@ class _Structure:
     if len(parts) > MAX_ITEMS:
       raise Unreadable("too many items")
     items = [self.everything(part) for part in parts]
+    join = sp.Union if cuts.find(tokens, "or") else sp.Intersection
+    if join is sp.Union and any(isinstance(item, Region) for item in items):
+      items = [_points(item) for item in items]
     about = {item.name if isinstance(item, Region) else None for item in items}
     if len(about) == 1 and None not in about:
-      join = sp.Union if cuts.find(tokens, "or") else sp.Intersection
       return Region(join(*(item.region for item in items)), items[0].name)
     if cuts.find(tokens, "or") and not cuts.find(tokens, ",", ";", "and") and _same_value(items):
       return items[0]  # 3/8 or 0.375
@@ -160,10 +176,13 @@ class _Structure:
       value = self.value(members[-1] if named else members[0])
       if named and names.is_constant(members[0]) and not isinstance(value, Named):
         raise Unreadable("an equation that is false")
-      return Named(named or labels[1], value, self.relation(["="], [members[0], members[-1]]))
+      relation = self.relation(["="], [members[0], members[-1]])
+      return Named(named or labels[1], value, relation, names.parameter(members[0]))
     values = [self.value(member) for member in members]
     if all(isinstance(value, Scalar) for value in values):
       if any(value.unit for value in values):  # 3 hours = 180 minutes
+        if not all(equal.same_answer(value, values[-1]) for value in values):
+          raise Unreadable("an equation that is false")
         return values[-1]
       if operators == ["~"] and (known := _exact(*values)):
         return known
@@ -186,7 +205,7 @@ class _Structure:
   def inequality(self, operators, members):
     values = [expression.read(member) for member in members]
     symbols = set().union(*(nodes.unknowns(value) for value in values))
-    if len(symbols) != 1:
+    if len(symbols) != 1 or not self.solve:
       return Relation(tuple(operators), tuple(values))
     unknown, x = next(iter(symbols)), sp.Symbol("x", real=True)
     values = [value.xreplace({unknown: x}) for value in values]
@@ -297,6 +316,12 @@ class _Structure:
 
 
 _UNIT_TOKENS = frozenset(["^", "{", "}", "/", "%", "$", "€", "£", "¥", "₹", "circ", "cdot", "-"])
+
+
+def _points(node):
+  """x = 2 as a set of numbers."""
+  named = isinstance(node, Named) and as_region(node.value)
+  return Region(named.region, node.name) if named else node
 
 
 def _places(tokens: list[Token]) -> int | None:

@@ -5,7 +5,7 @@ import functools
 import re
 import unicodedata
 
-from gspo_jax.rewards.mathematics import extract, units
+from gspo_jax.rewards.mathematics import spelling, units
 
 
 class Unreadable(ValueError):
@@ -22,7 +22,7 @@ class Token:
 
 
 _UNICODE = {
-  "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\cdot ", "⋅": r"\cdot ", "·": r"\cdot ",
+  "×": r"\cdot ", "⋅": r"\cdot ", "·": r"\cdot ",
   "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "°": r"^\circ ",
   "º": r"^\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "∞": r"\infty ",
   "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
@@ -58,7 +58,7 @@ _ALIASES = {
 }  # fmt: skip
 _DROPPED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
-  limits nolimits quad qquad boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
+  limits nolimits boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
 )
 _WORDS = frozenset(
   """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
@@ -85,6 +85,7 @@ _DOUBLED = re.compile(
   r"(?<!\\)\\\\(?=(?:left|right|[dtc]?frac|sqrt|pi|infty|text|cdot|times|cup|leq?|geq?|pm)(?![a-zA-Z]))"
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.)", re.DOTALL)
+_SIGNS = ("=", "<", ">", "le", "ge", "ne", "in", "approx")
 _RUN = re.compile(r"[A-Za-z]+")
 _COMPARED = re.compile(r"<=|>=|!=|==|=<|=>|~=|\*\*")
 _COMPARISONS = {"<=": "le", ">=": "ge", "!=": "ne", "=<": "le", "=>": "to", "~=": "approx"}
@@ -92,7 +93,16 @@ _COMPARISONS = {"<=": "le", ">=": "ge", "!=": "ne", "=<": "le", "=>": "to", "~="
 
 def tokenise(text: str, tight: bool = True) -> list[Token]:
   """The tokens of an answer. `tight`: 1,234 outside brackets is one number, not two."""
-  return list(_tokenise(_DOUBLED.sub(r"\\", _to_ascii(text)), tight))
+  tokens = list(_tokenise(_DOUBLED.sub(r"\\", _to_ascii(spelling.plain(text))), tight))
+  parts = [[]]
+  for token in tokens:
+    if token.text == "quad":
+      parts.append([])
+    parts[-1].append(token)
+  # A wide space lists equations and is nothing elsewhere.
+  several = len(parts) > 1 and all(any(t.text in _SIGNS for t in part) for part in parts)
+  gap = Token("separator", ",")
+  return [gap if t.text == "quad" else t for t in tokens if several or t.text != "quad"]
 
 
 def _to_ascii(text: str) -> str:
@@ -171,9 +181,9 @@ def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
   if not match:
     raise Unreadable("a backslash ends the text")
   name, end = match[1], match.end()
-  quad = re.match(r"q?quad(?=[a-z])", name)
+  quad = re.match(r"q?quad", name)
   if quad:
-    return [], position + 1 + quad.end()
+    return [Token("separator", "quad")], position + 1 + quad.end()
   name = _ALIASES.get(name, name)
   if name in _DROPPED or name in ",;:! ()[]":
     return [], end
@@ -198,6 +208,8 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
   bare = content.strip(" .,;")
   if re.fullmatch(r"(?:and|or)", bare):
     return [Token("separator", bare, spaced)]
+  if bare == "to":  # 3 to 4
+    return [Token("symbol", ":", spaced)]
   if not bare:
     return []
   if bare in _WORDS or not (_LANGUAGE.search(bare) or _CHOICE.fullmatch(bare) or _is_unit(bare)):
@@ -219,6 +231,8 @@ def _is_unit(text: str) -> bool:
 def _letters(run: str, spaced: bool) -> list[Token]:
   if run in ("and", "or", "AND", "OR"):
     return [Token("separator", run.lower(), spaced)]
+  if run == "to":
+    return [Token("symbol", ":", spaced)]
   if run in _WORDS:
     return [Token("command", _ALIASES.get(run, run), spaced)]
   if re.fullmatch(r"(?:or|and)[A-Z]", run):  # x=1orW=2
@@ -235,6 +249,18 @@ def is_product(run: str) -> bool:
   return len(run) <= 4 and not re.search("[eiou]", run, re.IGNORECASE)
 
 
+def fold(text: str) -> str:
+  """A text whose words may begin with a capital or not: Monday is monday, but mgH not mgh."""
+
+  def small(match: re.Match) -> str:
+    word = match[0]
+    if len(word) < 2 or (is_product(word) and not re.search("(?i:a)", word[1:])):
+      return word
+    return word.lower() if word.isupper() else word[0].lower() + word[1:]
+
+  return re.sub(r"[A-Za-z']+", small, text)
+
+
 def decimal(text: str) -> str:
   """The digits of a number token without its separators."""
   return re.sub(_TYPESET + "|,", "", text)
@@ -244,5 +270,3 @@ def spell(tokens: list[Token]) -> str:
   """A text that is the same for the same tokens."""
   return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)
 
-
-MAX_LENGTH = extract.MAX_ANSWER

@@ -6,138 +6,86 @@ import re
 
 F = fractions.Fraction
 
-# name: dimension, and how much of it one is.
-_TABLE = {
-  "length": "m:1 mm:1/1000 cm:1/100 dm:1/10 km:1000 µm:1/1000000 nm:1/1000000000 in:127/5000"
-  " ft:381/1250 yd:1143/1250 mi:201168/125",
-  "mass": "g:1 mg:1/1000 kg:1000 tonne:1000000 lb:45359237/100000 oz:45359237/1600000",
-  "time": "s:1 ms:1/1000 min:60 h:3600 day:86400 week:604800",
-  "calendar": "month:1 year:12 decade:120 century:1200",
-  "capacity": "gallon:1 quart:1/4 pint:1/8 cup:1/16",
-  "volume": "L:1 mL:1/1000",
-  "angle": "degree:1",
-  "radian": "rad:1",
-  "dollar": "$:1 cent:1/100",
-  "sterling": "£:1 penny:1/100",
-  "euro": "€:1",
-  "yen": "¥:1",
-  "rupee": "₹:1",
-  "yuan": "yuan:1",
-  "celsius": "°C:1",
-  "fahrenheit": "°F:1",
-  "kelvin": "K:1",
-  "percent": "%:1",
-  "acre": "acre:1",
-  "hectare": "hectare:1",
-  "watt": "W:1 kW:1000",
-  "joule": "J:1 kJ:1000",
-  "volt": "V:1",
-  "newton": "N:1",
-  "hertz": "Hz:1",
-}
-_NAMES = {
-  "m": "meter metre meters metres",
-  "cm": "centimeter centimetre centimeters centimetres cms",
-  "mm": "millimeter millimetre millimeters millimetres",
-  "dm": "decimeter decimetre decimeters decimetres",
-  "km": "kilometer kilometre kilometers kilometres kms",
-  "in": "inch inches",
-  "ft": "foot feet",
-  "yd": "yard yards yds",
-  "mi": "mile miles",
-  "g": "gram grams gm gms",
-  "mg": "milligram milligrams",
-  "kg": "kilogram kilograms kilo kilos kgs",
-  "tonne": "tonnes",
-  "lb": "lbs pound pounds",
-  "oz": "ounce ounces",
-  "s": "sec secs second seconds",
-  "ms": "millisecond milliseconds",
-  "min": "mins minute minutes",
-  "h": "hr hrs hour hours",
-  "day": "days",
-  "week": "weeks",
-  "month": "months",
-  "year": "years yr yrs",
-  "decade": "decades",
-  "century": "centuries",
-  "gallon": "gallons gal",
-  "quart": "quarts qt",
-  "pint": "pints pt",
-  "cup": "cups",
-  "L": "l liter litre liters litres",
-  "mL": "ml milliliter millilitre milliliters millilitres",
-  "degree": "° degrees deg",
-  "rad": "radian radians rads",
-  "$": "dollar dollars usd buck bucks",
-  "cent": "cents ¢",
-  "£": "gbp",
-  "penny": "pence pennies",
-  "€": "euro euros eur",
-  "¥": "yen jpy",
-  "₹": "rupee rupees rs inr",
-  "°C": "celsius centigrade",
-  "°F": "fahrenheit",
-  "K": "kelvin",
-  "%": "percent pct percentage",
-  "acre": "acres",
-  "hectare": "hectares",
-  "W": "watt watts",
-  "kW": "kilowatt kilowatts",
-  "J": "joule joules",
-  "V": "volt volts",
-  "N": "newton newtons",
-  "Hz": "hertz",
-}
+# dimension: unit, how much of it that is, and its other names (plurals in -s need none); ...
+_TABLE = """
+length: m 1 meter metre; cm 1/100 centimeter centimetre; mm 1/1000 millimeter millimetre
+length: dm 1/10 decimeter decimetre; km 1000 kilometer kilometre; µm 1/1000000; nm 1/1000000000
+length: in 127/5000 inch; ft 381/1250 foot feet; yd 1143/1250 yard; mi 201168/125 mile
+mass: g 1 gram gm; mg 1/1000 milligram; kg 1000 kilogram kilo; tonne 1000000
+mass: lb 45359237/100000 pound; oz 45359237/1600000 ounce
+time: s 1 sec second; ms 1/1000 millisecond; min 60 minute; h 3600 hr hour; day 86400; week 604800
+calendar: month 1; year 12 yr; decade 120; century 1200
+capacity: gallon 1 gal; quart 1/4 qt; pint 1/8 pt; cup 1/16
+volume: L 1 l liter litre; mL 1/1000 ml milliliter millilitre
+angle: degree 1 ° deg
+radian: rad 1 radian
+dollar: $ 1 dollar usd buck; cent 1/100 ¢
+sterling: £ 1 gbp; penny 1/100 pence
+euro: € 1 euro eur
+yen: ¥ 1 yen jpy
+rupee: ₹ 1 rupee rs inr
+yuan: yuan 1
+celsius: °C 1 celsius centigrade
+fahrenheit: °F 1 fahrenheit
+kelvin: K 1 kelvin
+percent: % 1 percent pct percentage
+acre: acre 1
+hectare: hectare 1
+watt: W 1 watt; kW 1000 kilowatt
+joule: J 1 joule; kJ 1000
+volt: V 1 volt
+newton: N 1 newton
+hertz: Hz 1 hertz
+"""
 UNITS: dict[str, tuple[str, F]] = {}
-for _dimension, _entries in _TABLE.items():
-  for _entry in _entries.split():
-    _name, _, _scale = _entry.partition(":")
-    for _alias in [_name, *_NAMES.get(_name, "").split()]:
-      UNITS[_alias] = (_dimension, F(_scale))
+for _line in _TABLE.strip().split("\n"):
+  _dimension, _, _entries = _line.partition(":")
+  for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
+    UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, F(_scale)))
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s"}
 
-# Words that multiply the number before them.
-_NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
+# Words that multiply the number before them, and letters that do so behind a digit.
 _ORDINALS = (
   "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth"
   " fifteenth sixteenth seventeenth eighteenth nineteenth twentieth".split()
 )
 MULTIPLIERS = {word: F(1, n) for n, word in enumerate(_ORDINALS, 3)}
-MULTIPLIERS |= {"half": F(1, 2), "quarter": F(1, 4), "hundredth": F(1, 100)}
+MULTIPLIERS |= {"half": F(1, 2), "halve": F(1, 2), "quarter": F(1, 4), "hundredth": F(1, 100)}
 MULTIPLIERS |= {"thousandth": F(1, 1000), "millionth": F(1, 10**6), "billionth": F(1, 10**9)}
-MULTIPLIERS |= {word + "s": value for word, value in MULTIPLIERS.items()} | {"halves": F(1, 2)}
-MULTIPLIERS |= {"dozen": F(12), "hundred": F(100), "thousand": F(1000), "million": F(10**6)}
-MULTIPLIERS |= {"billion": F(10**9), "trillion": F(10**12)}
-COUNTED = frozenset("dozen quarter quarters half halves".split())  # and that are things as well
+MULTIPLIERS |= {"dozen": F(12), "hundred": F(100), "thousand": F(1000), "grand": F(1000)}
+MULTIPLIERS |= {"gross": F(144), "lakh": F(10**5), "crore": F(10**7)}
+_ILLIONS = "million billion trillion quadrillion quintillion sextillion septillion octillion nonillion"
+MULTIPLIERS |= {word: F(1000**n) for n, word in enumerate(_ILLIONS.split(), 2)}
+_LETTERS = {"K": F(1000), "k": F(1000), "M": F(10**6), "mn": F(10**6), "B": F(10**9)}
+_LETTERS["bn"] = F(10**9)
+COUNTED = ("dozen", "quarter", "half", "halve")  # and that are things as well
 
-# Words that no unit has: they change the value in a way of their own, comment on it, or deny it.
-_COMMENTS = frozenset(
-  """is are was were be been am not no non never none nothing wrong right false true incorrect
-  correct invalid isn't aren't wasn't don't doesn't can't cannot but nor if unless except maybe
-  perhaps guess unsure sorry hope think believe impossible undefined unknown error mistake instead
-  actually wait because since so i you we they he she it""".split()
+# What names things that are counted: a plural, behind adjectives. No closed class of words does.
+_PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
+_CLOSED = frozenset(
+  """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't not
+  no non never none nothing nor neither either both but if unless except without with and or minus
+  plus times divided over under above below less fewer greater than at least most about approx around
+  only just even maybe perhaps because since so as this thus his hers its theirs ours yours us it he
+  she we they you him her them who whose which that what why how when where while to from between
+  through until up down out by yes plus always sometimes perhaps besides else instead also too still
+  fails works seems looks appears remains means makes gives equals holds lies goes comes counts needs
+  exceeds violates misses contradicts happens exists factorials negatives halves guess guesses negative opposite double
+  twice triple half one two three four five six seven eight nine ten eleven twelve zero infinity sum
+  difference product quotient ratio mod modulo modulus choose root roots squared cubed power powers
+  several couple many few googol googols another less score per each every""".split()
 )
-_REFUSED = _COMMENTS | frozenset(
-  """and or minus plus times divided multiplied over under above below less more fewer greater than
-  at least most about approx around only just without with mod modulo remainder factorial choose
-  root sqrt squared cubed power to from between through until up down out by as when where why what
-  how which that this its who answer equals equal both either neither all some another other double
-  doubled twice thrice triple tripled quadruple halved negative positive opposite reciprocal inverse
-  sum difference product quotient ratio average mean score gross couple several many few off short
-  dozens hundreds thousands millions billions trillions zero infinity infinite per""".split()
-  + _NUMBERS
-)
-_ADVERB = re.compile(r"(?!family|assembly|jelly|belly|fly|butterfly|lily|supply|reply)\w+ly")
-_ORDINAL = re.compile(
-  r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand)ths?"
-)
-_FILLER = frozenset("a an the of more each total left remaining altogether overall".split())
+_PART = re.compile(r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?")
+_FILLER = frozenset("the more total".split())
 _TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])|^\s*[aA]$")  # 5 - m, 5a
-_TAIL = re.compile(r"\s+(?:in total|in all|altogether|each|apiece|overall|times)$")
+_BEHIND = re.compile(
+  r"\s+(?:in total|in all|total|altogether|each|apiece|overall|times|left|remaining|long|wide|high"
+  r"|tall|deep|old|away|apart|more)$"
+)
+_OF = re.compile(r"\s+of (?=[a-z]+)(?:[a-z]{3,}\s?){1,3}$")  # cups of flour, half of the pie
 _ITEM = re.compile(
-  r"\s*(?P<per>/|\bper\b)?\s*(?:\\cdot|[·*-])?\s*"
+  r"\s*(?P<per>/|\b(?:per|an?|every|each)\b(?=\s*\w))?\s*(?:\\cdot|[·*-])?\s*"
   r"(?P<word>[^\W\d_]+(?:'[a-z]+)?|[$£€¥₹%°¢](?:[CF]\b)?)\.?"
   r"(?:\s*\^\s*\{?\s*(?P<power>-?[1-4])\s*\}?)?"
 )
@@ -159,83 +107,98 @@ class Unit:
     return self.dimensions == (("angle", 1),)
 
 
-DEGREES, PERCENT = Unit(F(1), (("angle", 1),)), Unit(F(1), (("percent", 1),))
+def multiplier(word: str) -> F | None:
+  """The factor that a word is: 12 of dozen; None: it is none."""
+  word = word.casefold()
+  return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
 def parse(text: str) -> tuple[F, Unit | None] | None:
   """What follows a number as (factor of the number, unit or None); None: it is no unit.
 
   `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
-  no unit of measurement has three letters or more and stands apart from the number.
+  no unit of measurement stands apart from the number and is a plural, or follows "per".
   """
   if _TERM.search(text):
     return None
-  apart = not text[:1].isalpha()
-  text = _TAIL.sub("", " " + text.strip().replace("per cent", "percent"))
+  glued = text[:1].isalpha()
+  text = " " + text.strip().replace("per cent", "percent")
+  text = re.sub(r"^ \(([^()]*)\)$", r" \1", text)
+  kind = _OF.search(text)
+  if kind and not _CLOSED.isdisjoint(kind[0].split()):
+    return None
+  text = _BEHIND.sub("", text[: kind.start()] if kind else text)
   factor, start, groups = F(1), 0, [[]]
-  signs = []
   while start < len(text.rstrip()):
     match = _ITEM.match(text, start)
     if not match:
       return None
-    start = match.end()
+    word, power, lower = match["word"], match["power"], match["word"].casefold()
     if match["per"]:
-      if not groups[-1] and len(groups) > 1:
-        return None
       groups.append([])
-    word, power = match["word"], match["power"]
-    lower = word.casefold()
-    if lower in MULTIPLIERS and not power:
+    size = _LETTERS.get(word) if glued and not start else multiplier(word)
+    start = match.end()
+    if size and not power:
       if groups != [[]]:
         return None
-      factor *= MULTIPLIERS[lower]
+      factor *= size
     elif lower in ("squared", "cubed") and groups[-1] and not power:
       groups[-1][-1] = (groups[-1][-1][0], 2 if lower == "squared" else 3)
     elif lower not in _FILLER:
-      if word not in UNITS and lower not in UNITS and lower not in {*_COMPOUND, *_SHAPES}:
-        refused = lower in _REFUSED or _ADVERB.fullmatch(lower) or _ORDINAL.fullmatch(lower)
-        if refused or len(word) < 3 or not (apart or signs):
-          return None
+      known = _known(word) or lower in {*_COMPOUND, *_SHAPES}
+      if not known and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
+        return None
       groups[-1].append((word, int(power or 1)))
-      signs.append(word)
-  if len(signs) > 5:
+  if sum(map(len, groups)) > 5 or not all(groups[1:]):
     return None
   dimensions, scale = {}, F(1)
   for index, group in enumerate(groups):
-    if not group and index:
+    measures = _measure(group, index > 0)
+    if measures is None:
       return None
     sign = -1 if index else 1
-    for name, power, size in _measure(group):
+    for name, power, size in measures:
       dimensions[name] = dimensions.get(name, 0) + sign * power
       scale *= size ** (sign * power)
-  dimensions = tuple(sorted((name, power) for name, power in dimensions.items() if power))
-  if any(
-    dimensions.count((name, 1)) == 0 for name in ("percent", "angle") if name in dict(dimensions)
-  ):
+  if any(dimensions.get(name, 1) != 1 for name in ("percent", "angle")):
     return None
+  dimensions = tuple(sorted((name, power) for name, power in dimensions.items() if power))
   return factor, (Unit(scale, dimensions) if dimensions else None)
 
 
-def _measure(group: list[tuple[str, int]]) -> list[tuple[str, int, F]]:
-  """(dimension, power, scale) of words that are multiplied; adjectives do not count."""
-  found, shape = [], 1
+def _known(word: str) -> str | None:
+  """The name of a unit as `UNITS` has it: as written, in small letters, or without its plural."""
+  lower = word.casefold()
+  names = (word, lower, *([_singular(lower)] if len(lower) > 2 else []))
+  return next((name for name in names if name in UNITS), None)
+
+
+def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
+  """(dimension, power, scale) of words that are multiplied; adjectives do not count.
+
+  None: the words name nothing.
+  """
+  measures, shape = [], 1
   for word, power in group:
     lower = word.casefold()
     if lower in _SHAPES:
       shape = _SHAPES[lower]
-      continue
-    if lower in _COMPOUND:
+    elif lower in _COMPOUND:
       over, _, under = _COMPOUND[lower].partition("/")
-      found += [(*_one(over, 1),), (*_one(under, -1),)]
-    elif word in UNITS or lower in UNITS:
-      found.append(_one(word if word in UNITS else lower, power * shape))
+      measures += [_one(over, 1), _one(under, -1)]
+    elif name := _known(word):
+      measures.append(_one(name, power * shape))
       shape = 1
-  if found or not group:
-    return found
+    elif measures:
+      return None
+  if measures or not group:
+    return measures
+  word, power = group[-1]
+  lower = word.casefold()
   if shape > 1 and len(group) == 1:
     return [("unit", shape, F(1))]
-  word, power = group[-1]
-  return [(_singular(word.casefold()), power * shape, F(1))]
+  plural = lower in _PLURALS or (lower.endswith("s") and not lower.endswith(("ss", "us")))
+  return [(_singular(lower), power * shape, F(1))] if plural or per else None
 
 
 def _one(name: str, power: int) -> tuple[str, int, F]:
@@ -250,9 +213,3 @@ def _singular(word: str) -> str:
     if word.endswith(end) and len(word) > len(end) + 1:
       return word[: -len(end)] + instead
   return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
-
-
-def is_comment(word: str) -> bool:
-  """Whether a word denies or comments rather than names something."""
-  word = word.casefold()
-  return word in _COMMENTS or bool(_ADVERB.fullmatch(word))

