@@ -187,7 +187,7 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
   final = _after_box(text[spans[-1][1] :][-TAIL:])
   if final:
     return final
-  answer = last = _unlabelled(spans[-1][2])
+  answer = last = spans[-1][2]
   for (_, end, content), (start, *_) in zip(spans[-2::-1], spans[:0:-1]):
     gap = text[end:start]
     if not _is_listing(gap):
@@ -196,12 +196,6 @@ def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
       answer = content + (" or " if re.search(r"\bor\b", gap) else ", ") + answer
     last = content
   return answer
-
-
-def _unlabelled(content: str) -> str:
-  r"""42 of \text{The answer is } 42."""
-  label = re.match(r"\\text\s*\{([^{}]*\b(?:is|are|=|[Aa]nswer:)\s*)\}", content)
-  return content[label.end() :] if label and not _DENIED.search(label[1]) else content
 
 
 def _after_box(text: str) -> str | None:

@@ -24,11 +24,16 @@ _LOOKS = re.compile(
   r"|LARGE|huge|Huge)(?![a-zA-Z]))"
 )
 _ORDINAL = re.compile(r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*")
+_LABEL = re.compile(
+  r"^\s*\\text\s*\{\s*(?:the )?(?:(?:final|correct) )?(?:answer|value|result|total|number|sum"
+  r"|area|volume|length|perimeter|probability|cost|time|solution)(?: of [a-z ]{1,40})? ?(?:is|are|:|=)\s*\}",
+  re.IGNORECASE,
+)
 
 
 def plain(text: str) -> str:
-  """The text without colours and sizes, with one kind of dash, and no marks of ordinals."""
-  return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
+  """The text without "the answer is", colours and sizes, with one kind of dash, 12 for 12th."""
+  return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", _LABEL.sub("", text))))
 
 
 def trim(text: str) -> str:

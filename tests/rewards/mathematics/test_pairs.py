@@ -1,7 +1,7 @@
 r"""Pairs of gold answers and answers: which agree. Each line of the tables is a case of a class.
 
 wrong.txt holds what a policy that is rewarded for it finds within the hour; right.txt what people
-write. math_verify_0_9_0.json is that library's own test-suite: its header names source and licence.
+write, both for a box. denied.txt and stated.txt hold sentences. math_verify_0_9_0.json is that library's own test-suite: its header names source and licence.
 """
 
 import json
@@ -32,11 +32,19 @@ def verifier():
     yield verifier
 
 
-@pytest.mark.parametrize("name, right", [("right.txt", True), ("wrong.txt", False)])
-def test_tables(verifier, name, right):
+@pytest.mark.parametrize(
+  "name, right, form",
+  [
+    ("right.txt", True, r"So \boxed{%s}."),
+    ("wrong.txt", False, r"So \boxed{%s}."),
+    ("stated.txt", True, "%s"),
+    ("denied.txt", False, "%s"),
+  ],
+)
+def test_tables(verifier, name, right, form):
   pairs = read_table(name)
-  assert len(pairs) > 300
-  outcomes = verifier.score([rf"So \boxed{{{ours}}}." for _, ours in pairs], [g for g, _ in pairs])
+  assert len(pairs) > 70
+  outcomes = verifier.score([form % ours for _, ours in pairs], [gold for gold, _ in pairs])
   expected = [Outcome.RIGHT] if right else [Outcome.WRONG, Outcome.UNPARSABLE]
   assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o not in expected]
 
@@ -46,6 +54,7 @@ def test_tables(verifier, name, right):
 ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
 ONE_WAY |= {("97", "97 quarters"), ("97", "97 \\text{ quarters}"), ("2", "2 dozen eggs")}
 ONE_WAY |= {("5", "5 halves"), ("204", "m+n=204"), ("204", "a + b + c = 199 + 5 = 204")}
+ONE_WAY |= {("18", "AB + BC + CA=18"), ("18", "AB+BC=18"), ("18", "a+b=18"), ("5", "AB + BC = 5")}
 
 
 def test_what_agrees_agrees_the_other_way_round():
@@ -115,6 +124,16 @@ def test_what_the_trainer_looks_at_is_fast(text):
     math_answer.quick_judge(text, "5")
 
   assert seconds(look, ()) < 2  # of CPU time; what is not bounded takes minutes
+
+
+UNSOLVED = (r"\sin(x)+x^3 \le e^x", r"x \in \{y : y^7-3y^2+\cos y < 1\}", r"x^5-3x+\sin x > 2")
+
+
+@pytest.mark.parametrize("answer", UNSOLVED)
+def test_no_inequality_is_solved_for_a_number(answer):
+  assert outcome("5", "x > 2") is Outcome.WRONG  # SymPy is imported
+  assert seconds(lambda: outcome("5", answer), ()) < 2
+  assert outcome("5", answer) is Outcome.WRONG
 
 
 def test_a_gold_answer_that_cannot_be_read_is_no_verdict(verifier):
