@@ -19,12 +19,9 @@ _FILLER = re.compile(r"\\(?:q?quad|[,;:!()\[\] ])|\\(?:text|mbox)(?=\{)|[\s${}]"
 # Nothing but a name may follow the "and": "and the sum is 7" begins another answer.
 _JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 
-_ANSWER = (
-  r"(?:answers?|(?:correct|right|best) (?:option|choice|letter)|ответ|respuesta|r[ée]ponse|antwort"
-  r"|risposta|resposta)(?!\w)"
-)
 _MARKER = re.compile(
-  rf"####|(?:(?<![\w-]){_ANSWER}|答案)(?: to [\w' ]{{1,60}}\bis)?[*_]{{0,3}}\s{{0,3}}"
+  r"####|(?:(?<![\w-])(?:answers?|(?:correct|right|best) (?:option|choice|letter)|ответ|respuesta"
+  r"|r[ée]ponse|antwort|risposta|resposta)(?!\w)|答案)(?: to [\w' ]{1,60}\bis)?[*_]{0,3}\s{0,3}"
   r"(?:(?:is|are|[:：=是])[*_:：\s]{0,5}|(?=\$|\\[(\[]))",
   re.IGNORECASE,
 )
@@ -40,25 +37,25 @@ _LEAD = re.compile(
   re.IGNORECASE,
 )
 # The verb that a sentence states its number by; "cannot be" is none.
-_VERB = re.compile(
-  r"(?:\b(?:is|are|was|were|(?:must|will|should|to) be|(?:it|that|there)['’]s|equals?|has|have|had"
-  r"|gives?(?: us)?|makes?|made|gets?|got|obtain|leaves?|yields?|becomes?|earns?|earned|costs?|pays?|paid"
-  r"|takes?|took|needs?|needed|spends?|spent|saves?|saved|sells?|sold|buys?|bought|eats?|ate|reads?"
-  r"|uses?|used|weigh(?:s|ed)?|contain(?:s|ed)?|collect(?:s|ed)?|walk(?:s|ed)?|require(?:s|d)?"
-  r"|receive(?:s|d)?|produce(?:s|d)?|drinks?|totals?|ends? with|left with|(?:increase|decrease)s? by"
-  r"|comes? to|amounts? to|adds? up to)\b|:)\s+",
-  re.IGNORECASE,
-)
+_VERBS = (
+  """is are was were equals? has have had gives?(?:_us)? makes? made gets? got obtain leaves?
+  yields? becomes? earn(?:s|ed)? costs? pays? paid takes? took need(?:s|ed)? spends? spent save[sd]? sells?
+  sold buys? bought eats? ate reads? use[sd]? weigh(?:s|ed)? contain(?:s|ed)? collect(?:s|ed)?
+  walk(?:s|ed)? require[sd]? receive[sd]? produce[sd]? drinks? totals? ends?_with left_with
+  increases?_by decreases?_by comes?_to amounts?_to adds?_up_to (?:must|will|should|to)_be
+  (?:it|that|there)['’]s"""
+).split()
+_VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
 # Words by which a sentence denies its number, doubts it, or makes it another one.
 _DENIED = re.compile(
   r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
   r"|suppose|assume|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe|perhaps"
-  r"|guess|wait|invalid|between|either|half|twice|double|triple|third|quarter|whose|other)\b"
+  r"|guess|wait|invalid|between|either|half|twice|double|triple|thirds?|quarters?|whose|other)\b"
   r"|n['’]t\b",
   re.IGNORECASE,
 )
-_TAKEN_BACK = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
+_TAKEN_BACK = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
 # What may follow an answer and its unit, and adds nothing to them; numbers only behind some words.
 _BEHIND = re.compile(
   r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in|after|for|that is|i\.e\.)(?: .*)?"
@@ -67,14 +64,22 @@ _BEHIND = re.compile(
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
 )
-# What may follow the result of a sum, but for "or".
-_SAID = re.compile(r"[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
-_NUMBER = r"-?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?(?:\s?\\?%)?"
-_FORMED = r"[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
+_BEHIND_A_SUM = re.compile(r"(?!.*\bor\b)[A-Za-z][A-Za-z',.’“” \"-]*(?: \d.*)?")
+_NUMBER = re.compile(
+  r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
+  r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
+)
 _COUNTED = re.compile(  # 9 eggs * $2/egg
   r"(?:[\d\s.,+*/×÷·()$€£%:–-]|\\[$%]|[A-Za-z]{2,}|\b[aAI]\b|(?<=[\s\d])x(?=\s*\$?\d))+$"
 )
 _OPERATOR = re.compile(r"[\d%)]\s*(?:[A-Za-z]{2,}\s*)*[-+*/×÷·x–(]|\b(?:of|times|plus|minus|by)\b")
+_UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # x alone, before an equals sign
+_MARKDOWN = re.compile(
+  r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)"
+)
+_FUNCTIONS = re.compile(
+  r"(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}"
+)
 
 
 def extract(response: str, finished: bool = True) -> str | None:
@@ -93,12 +98,12 @@ def extract(response: str, finished: bool = True) -> str | None:
     return _boxed(text, boxes)
   tagged = string_match.last_tagged(text)
   tail = (text if tagged is None else tagged)[-TAIL:]
-  stated = _announced(tail, finished)
-  if stated is not None:
-    return stated or None
-  if tagged is not None:
-    return trim(tagged) or None
-  return _last(tail) if finished else None
+  answer = _announced(tail, finished)
+  if answer is None and tagged is not None:
+    answer = trim(tagged)
+  elif answer is None and finished:
+    answer = _last(tail)
+  return answer or None
 
 
 def _announced(text: str, finished: bool) -> str | None:
@@ -108,18 +113,19 @@ def _announced(text: str, finished: bool) -> str | None:
   """
   for match in [*_MARKER.finditer(text)][: -_LAST - 1 : -1]:
     lines = [line.strip() for line in text[match.end() :].split("\n") if re.search(r"\w", line)]
+    line = lines[0] if lines else ""
+    if match[0] == "####" and not (finished and len(lines) < 2) and not _is_value(line):
+      continue
     before = _SENTENCE.split(text[: match.start()])[-1]
     denied = _DENIED.search(before) or _TAKEN_BACK.search(text, match.end())
-    stated = _statement(lines[0]) if lines and not denied else ""
-    if match[0] != "####" or (finished and len(lines) < 2) or _is_value(lines[0] if lines else ""):
-      return stated
+    return "" if denied else _statement(line)
   return None
 
 
 def _statement(line: str) -> str:
-  """What the first sentence of a line says, without words that add nothing; "": not readable."""
-  first, *more = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
-  instead = re.match(r"\s*(?:it|rather) is (.+)", more[0]) if more else None
+  """What the first sentence of a line says, without words that add nothing."""
+  first, *following = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
+  instead = re.match(r"\s*(?:it|rather) is (.+)", following[0]) if following else None
   if instead and first.startswith("not "):
     first = instead[1]
   value = _value(first.rpartition(r"\$ =")[2])  # a formula that was to end there
@@ -129,26 +135,55 @@ def _statement(line: str) -> str:
   return _stated(first[named.end() :] if named and not _DENIED.search(named[0]) else first)
 
 
+def _last(text: str) -> str:
+  """What the last sentence with a number or formula states."""
+  text = text.strip()
+  if FORMULA.fullmatch(text):
+    return trim(text)
+  sentences = _SENTENCE.split("\n".join(map(_bare, text.split("\n"))))
+  for sentence in filter(re.compile(r"\w").search, reversed(sentences)):
+    formula = _without_lead(sentence)
+    if is_formula(formula):
+      return trim(formula)
+    if re.search(r"[\dπ√∞\\]|(?i:\b(?:option|choice) [A-J]\b)", sentence):
+      return _stated(sentence)
+    if _DENIED.search(sentence):
+      return ""
+  return ""
+
+
+def _stated(sentence: str) -> str:
+  """What stands behind a verb of a sentence that denies nothing before it."""
+  named = re.fullmatch(
+    r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence
+  )
+  if named:
+    return _value(named[1])
+  if _result(sentence) and _is_value(value := _value(sentence)):
+    return value
+  for verb in [*_VERB.finditer(sentence)][::-1]:
+    value = _value(sentence[verb.end() :])
+    if _is_value(value):
+      subject = sentence[: verb.start()]
+      clause = re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", subject)[-1]
+      return "" if _DENIED.search(clause) or _MAY_BE.search(clause) else value
+  return _value(sentence)
+
+
 def _value(text: str) -> str:
   """An answer and its unit, without what follows it."""
-  text = _LEAD.sub("", text, 1) if _LEAD.match(text) else text
-  if text.startswith(("~", "≈")):
-    return ""
+  text = _without_lead(text)
   result = _result(text)
-  number = re.match(rf"(?:{_FORMED}|{_NUMBER})(?=[\s,(]|[a-z]|$)", result or text)
-  if not number or len(text) > MAX_ANSWER:
-    return trim(result or text)[:MAX_ANSWER]
-  words = (result or text)[number.end() :].split(" ")
+  text = result or text
+  number = None if text.startswith(("~", "≈")) else _NUMBER.match(text)
+  words = text[number.end() :].split(" ") if number else []
   for count in range(min(6, len(words)), 0, -1):
     unit, behind = " ".join(words[:count]).rstrip(" ,."), " ".join(words[count:]).strip(" .")
-    if (count == 1 and not unit) or units.parse(unit):
-      if not behind or _adds_nothing(behind) or (result and _SAID.fullmatch(behind)):
-        return trim(number[0] + unit)
-  return trim(result or text)
-
-
-def _adds_nothing(text: str) -> bool:
-  return bool(_BEHIND.fullmatch(text)) and not _DENIED.search(text)
+    ended = not behind or (_BEHIND.fullmatch(behind) and not _DENIED.search(behind))
+    ended = ended or (result and _BEHIND_A_SUM.fullmatch(behind))
+    if ended and (units.parse(unit) if unit else count == 1):
+      return trim(number[0] + unit)
+  return "" if text.startswith(("~", "≈")) else trim(text)
 
 
 def _result(text: str) -> str:
@@ -157,24 +192,40 @@ def _result(text: str) -> str:
   counted = _COUNTED.search(left.rstrip())
   if not counted or (re.search(r"\d", left) and not _OPERATOR.search(counted[0])):
     return ""
-  before = left[: counted.start()]
-  if re.search(r"[\w\\^)}]$", before) and not counted[0][0].isspace():
+  if re.search(r"[\w\\^)}]$", left[: counted.start()]) and not counted[0][0].isspace():
     return ""
-  if not all(re.search(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$", name) or _result(name + "=1") for name in names):
+  if not all(_UNKNOWN.search(name) or _result(name + "=1") for name in names):
     return ""
   subject = re.match(r"[^\d$(]*", counted[0])[0].split()[-2:]
   return "" if _DENIED.search(" ".join(subject)) else right.strip()
 
 
-def _clause(text: str) -> str:
-  return re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", text)[-1]
+def _without_lead(text: str) -> str:
+  lead = _LEAD.match(text)
+  return text[lead.end() :] if lead else text
 
 
 def _bare(line: str) -> str:
   """A line without Markdown and with formulas as plain text."""
-  line = re.sub(r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)", "", plain(line))
-  whole = FORMULA.fullmatch(line.rstrip(" ."))
-  return line if whole else FORMULA.sub(inside, line)
+  line = _MARKDOWN.sub("", plain(line))
+  return line if FORMULA.fullmatch(line.rstrip(" .")) else FORMULA.sub(inside, line)
+
+
+def _is_value(line: str) -> bool:
+  """Whether a line is a formula or number all through, but for a unit."""
+  text = trim(_bare(line))
+  if is_formula(text) or quantity.read(text, letters=True):
+    return True
+  number = re.match(r"(.*[\d})πa-z])\s+([a-zA-Z ]+)$", text)
+  nothing = re.match(r"(?i:no (?:real )?solutions?)$", text)
+  return bool(nothing or (number and is_formula(number[1]) and units.parse(" " + number[2])))
+
+
+def is_formula(text: str) -> bool:
+  r"""Whether `text` is mathematics all through: no words outside \text and the like."""
+  bare = re.sub(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text))
+  words = re.findall(r"[A-Za-z]{2,}", bare)
+  return bool(re.search(r"\w", text)) and all(map(_FUNCTIONS.fullmatch, words))
 
 
 def _boxed(text: str, boxes: list[tuple[int, int]]) -> str | None:
@@ -230,59 +281,3 @@ def _argument(text: str, start: int) -> tuple[int, str | None]:
     if depth == 0:
       return match.end(), text[start + 1 : match.start()].strip() or None
   return start, None
-
-
-def _last(text: str) -> str | None:
-  """What the last sentence with a number or formula states; None: it states nothing."""
-  text = text.strip()
-  if FORMULA.fullmatch(text):
-    return trim(text) or None
-  sentences = [part for part in _SENTENCE.split(_bare_lines(text)) if part and re.search(r"\w", part)]
-  for sentence in reversed(sentences):
-    formula = _LEAD.sub("", sentence, 1) if _LEAD.match(sentence) else sentence
-    if is_formula(formula):
-      return trim(formula) or None
-    if re.search(r"[\dπ√∞\\]|(?i:\b(?:option|choice) [A-J]\b)", sentence):
-      return _stated(sentence) or None
-    if _DENIED.search(sentence):
-      return None
-  return None
-
-
-def _bare_lines(text: str) -> str:
-  return "\n".join(map(_bare, text.split("\n")))
-
-
-def _stated(sentence: str) -> str:
-  """What stands behind a verb of a sentence that denies nothing before it."""
-  named = re.fullmatch(r"(.+?) is (?:correct|(?:the|our|your) (?:final )?(?:solution|answer)s?)\W*", sentence)
-  if named:
-    return _value(named[1])
-  if _result(sentence) and _is_value(value := _value(sentence)):
-    return value
-  for verb in [*_VERB.finditer(sentence)][::-1]:
-    value = _value(sentence[verb.end() :])
-    if _is_value(value):
-      clause = _clause(sentence[: verb.start()])
-      return "" if _DENIED.search(clause) or _MAY_BE.search(clause) else value
-  return _value(sentence)
-
-
-def _is_value(line: str) -> bool:
-  """Whether a line is a formula or number all through, but for a unit."""
-  text = trim(_bare(line))
-  number = re.match(r"(.*[\d})πa-z])\s+([a-zA-Z ]+)$", text)
-  return (
-    is_formula(text)
-    or quantity.read(text, letters=True) is not None
-    or bool(re.match(r"(?i:no (?:real )?solutions?)$", text))
-    or bool(number and is_formula(number[1]) and units.parse(" " + number[2]))
-  )
-
-
-def is_formula(text: str) -> bool:
-  r"""Whether `text` is mathematics all through: no words outside \text and the like."""
-  bare = re.sub(r"\\(?:begin|end)\{\w*\}(?:\{[lcr| ]*\})?|\\[a-zA-Z]+", " ", TEXT.sub(" ", text))
-  words = re.findall(r"[A-Za-z]{2,}", bare)
-  functions = re.compile("(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}")
-  return bool(re.search(r"\w", text)) and all(map(functions.fullmatch, words))

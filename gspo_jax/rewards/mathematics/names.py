@@ -9,21 +9,21 @@ from gspo_jax.rewards.mathematics.tokens import Token, is_product
 # A letter, or one under a mark; lengths and angles by their points: AB, \angle ABC.
 _MARK = r"(?:\\(?:bar|hat|vec|tilde|overline|mathbb|mathcal|dot) )"
 _LETTER = rf"(?:[a-zA-Z]|\\(?:{'|'.join(sorted(GREEK))}) )"
-_POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|parallel|widehat) \{?[A-Z]{1,4}\}?"
+_POINTS = r"[A-Z]{2,}|m?\\(?:angle|triangle|widehat) \{?[A-Z]{1,4}\}?"
 _BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
 _INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
-# What a function is applied to; x(y+z) is a product, and f(x+1) is none.
 _CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
+# Letters of functions: x(y+z) is a product, and so may n(3) be.
 _FUNCTION = r"(?:[fghpquA-Z]|\\mathbb \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
 # Functions that measure something: their value may be asked for. That of a sine may not.
 _MEASURE = (
-  r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord|nullity) ?"
+  r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"
 )
+_SIZED = r"(?:[A-Z]+|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{\w+\}|\w))"
 _NAME = re.compile(
-  rf"#?{_BASE}{_INDEX}|#\([A-Z]\)|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|n\([A-Z][^()=<>]*\)"
-  rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)"
-  rf"|(?P<bar>\|\|?|\\\| ?)(?:[A-Z]+|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{{\w+\}}|\w)){_INDEX}(?P=bar)|\[[A-Z]{{2,}}\]"
-  r"|\\frac \{(?:[A-Z]{2,})\}\{(?:[A-Z]{2,})\}"
+  rf"#?{_BASE}{_INDEX}|#\([A-Z]\)|\|{_SIZED}{_INDEX}\||\|\|{_SIZED}{_INDEX}\|\||\[[A-Z]{{2,}}\]"
+  rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|n\([A-Z][^()=<>]*\)"
+  rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)|\\frac \{{[A-Z]+\}}\{{[A-Z]+\}}"
 )
 # Words that name something: they neither deny nor change what follows.
 _WORDS = re.compile(

@@ -1,4 +1,4 @@
-r"""One spelling for what is typeset in several ways. Every pattern is linear: no nested repetitions."""
+r"""One spelling for what is typeset in several ways. Every pattern is linear."""
 
 import re
 
@@ -23,10 +23,13 @@ _LOOKS = re.compile(
   r"\\(?:(?:text|math)?color(?:box)?\s*\{[^{}]*\}|(?:underline|left|right|normalsize|large|Large"
   r"|LARGE|huge|Huge)(?![a-zA-Z]))"
 )
-_ORDINAL = re.compile(r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*")
+_ORDINAL = re.compile(
+  r"(?<=\d)\s?(?:\^\s*\{?\s*\\?|\\)(?:text|mathrm|mbox)?\s*\{?(?:st|nd|rd|th)\b\}*"
+)
 _LABEL = re.compile(
   r"^\s*\\text\s*\{\s*(?:the )?(?:(?:final|correct) )?(?:answer|value|result|total|number|sum"
-  r"|area|volume|length|perimeter|probability|cost|time|solution)(?: of [a-z ]{1,40})? ?(?:is|are|:|=)\s*\}",
+  r"|area|volume|length|perimeter|probability|cost|time|solution)(?: of [a-z ]{1,40})?"
+  r" ?(?:is|are|:|=)\s*\}",
   re.IGNORECASE,
 )
 

@@ -48,9 +48,10 @@ _NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred"
 
 _CHOICE = re.compile(r"\s*\(?([A-J])[.):]\s+(?=[a-z]\s*=|[-\d\\$.(])(.+)", re.DOTALL)
 # What is said of a formula for every x says nothing more.
+_EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
 _FOR_ALL = re.compile(
-  r"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{[, ]*(?:for|where) (?:all|every|any|each)(?: real)?(?: numbers?)? ?\}"
-  r"|for (?:all|every|any|each)(?: real)?(?: numbers?)?|\\forall)\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*$"
+  rf"[,\s]*(?:\\q?quad)?\s*(?:\\text\s*\{{[, ]*(?:for|where) {_EVERY} ?\}}|for {_EVERY}|\\forall)"
+  r"\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*$"
 )
 
 

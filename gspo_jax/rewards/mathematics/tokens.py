@@ -269,4 +269,3 @@ def decimal(text: str) -> str:
 def spell(tokens: list[Token]) -> str:
   """A text that is the same for the same tokens."""
   return " ".join(decimal(t.text) if t.kind == "number" else t.text for t in tokens)
-

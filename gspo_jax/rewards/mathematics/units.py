@@ -55,8 +55,8 @@ MULTIPLIERS |= {"half": F(1, 2), "halve": F(1, 2), "quarter": F(1, 4), "hundredt
 MULTIPLIERS |= {"thousandth": F(1, 1000), "millionth": F(1, 10**6), "billionth": F(1, 10**9)}
 MULTIPLIERS |= {"dozen": F(12), "hundred": F(100), "thousand": F(1000), "grand": F(1000)}
 MULTIPLIERS |= {"gross": F(144), "lakh": F(10**5), "crore": F(10**7)}
-_ILLIONS = "million billion trillion quadrillion quintillion sextillion septillion octillion nonillion"
-MULTIPLIERS |= {word: F(1000**n) for n, word in enumerate(_ILLIONS.split(), 2)}
+_ILLIONS = "m b tr quadr quint sext sept oct non dec".split()
+MULTIPLIERS |= {f"{word}illion": F(1000**n) for n, word in enumerate(_ILLIONS, 2)}
 _LETTERS = {"K": F(1000), "k": F(1000), "M": F(10**6), "mn": F(10**6), "B": F(10**9)}
 _LETTERS["bn"] = F(10**9)
 COUNTED = ("dozen", "quarter", "half", "halve")  # and that are things as well
@@ -64,19 +64,22 @@ COUNTED = ("dozen", "quarter", "half", "halve")  # and that are things as well
 # What names things that are counted: a plural, behind adjectives. No closed class of words does.
 _PLURALS = frozenset("people children men women teeth geese mice fish sheep deer dice".split())
 _CLOSED = frozenset(
-  """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't not
-  no non never none nothing nor neither either both but if unless except without with and or minus
-  plus times divided over under above below less fewer greater than at least most about approx around
-  only just even maybe perhaps because since so as this thus his hers its theirs ours yours us it he
-  she we they you him her them who whose which that what why how when where while to from between
-  through until up down out by yes plus always sometimes perhaps besides else instead also too still
-  fails works seems looks appears remains means makes gives equals holds lies goes comes counts needs
-  exceeds violates misses contradicts happens exists factorials negatives halves guess guesses negative opposite double
-  twice triple half one two three four five six seven eight nine ten eleven twelve zero infinity sum
-  difference product quotient ratio mod modulo modulus choose root roots squared cubed power powers
-  several couple many few googol googols another less score per each every""".split()
+  """is are was were be been being am has have had does do did isn't aren't wasn't doesn't don't
+  not no non never none nothing nor neither either both but if unless except without with and or
+  minus plus times divided over under above below less fewer greater than at least most about
+  approx around only just even maybe perhaps because since so as this thus his hers its theirs
+  ours yours us it he she we they you him her them who whose which that what why how when where
+  while to from between through until up down out by yes always sometimes besides else instead
+  also too still fails works seems looks appears remains means makes gives equals holds lies
+  goes comes counts needs exceeds violates misses contradicts happens exists factorials
+  negatives halves guess guesses negative opposite double twice triple half one two three four
+  five six seven eight nine ten eleven twelve zero infinity sum difference product quotient
+  ratio mod modulo modulus choose root roots squared cubed power powers several couple many few
+  googol googols another score per each every""".split()
 )
-_PART = re.compile(r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?")
+_PART = re.compile(
+  r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?"
+)
 _FILLER = frozenset("the more total".split())
 _TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])|^\s*[aA]$")  # 5 - m, 5a
 _BEHIND = re.compile(

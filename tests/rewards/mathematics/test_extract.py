@@ -20,6 +20,7 @@ def says_one_of(response: str, numbers: str) -> bool:
   """Whether it gives one of the numbers that stand in a text."""
   return any(says(response, number) for number in re.findall(r"\d+", numbers))
 
+
 STATED = [  # what follows "The answer is "
   (r"5\sqrt{2} cm.", r"5\sqrt{2}"),
   ("10^6 people", "10^6"),

@@ -1,7 +1,8 @@
 r"""Pairs of gold answers and answers: which agree. Each line of the tables is a case of a class.
 
 wrong.txt holds what a policy that is rewarded for it finds within the hour; right.txt what people
-write, both for a box. denied.txt and stated.txt hold sentences. math_verify_0_9_0.json is that library's own test-suite: its header names source and licence.
+write, both for a box. denied.txt and stated.txt hold sentences. math_verify_0_9_0.json is that
+library's own test-suite: its header names source and licence.
 """
 
 import json
