@@ -26,7 +26,8 @@ def keeps_format(response: str, name: str) -> bool:
   templates of reasoning models have it. Reference: arXiv:2501.12948 (format rewards).
   """
   thought, closed, rest = response.removesuffix("<|im_end|>").partition("</think>")
-  if not closed or _TAG.search(thought.lstrip().removeprefix("<think>")):
+  thought = thought.strip().removeprefix("<think>")
+  if not closed or not thought.strip() or _TAG.search(thought):
     return False
   rest = rest.strip()
   if name == "think":

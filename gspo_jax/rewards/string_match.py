@@ -12,7 +12,8 @@ OUTCOMES = ("right", "wrong", "unparsable")
 MAX_ANSWER = 2000  # characters, or twice the gold answer; longer is no answer
 _TAG = re.compile("</?answer>")
 _LABEL = re.compile(r"(?:the\s+)?(?:final\s+)?answer[*_]{0,3}\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
-_AROUND = " \t\n\r\"'`*_“”‘’.,;:!?"
+_QUOTES = " \"'“”‘’"
+_EMPHASIS = re.compile(r"([*_`]{1,3})(.*[^*_`])\1")
 
 
 @contextlib.contextmanager
@@ -57,7 +58,6 @@ def extract(response: str, finished: bool = True, longest: int = MAX_ANSWER) -> 
   if line is None:
     line = text.strip().rpartition("\n")[2] if finished else ""
   line = _unlabelled(line)
-  # The bound is for `normalise`: Unicode's order of combining characters takes quadratic time.
   return line if len(line) <= longest and normalise(line) else None
 
 
@@ -78,8 +78,19 @@ def last_tagged(text: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-  """Makes compatible characters one (NFKC), folds case, leaves single spaces, and takes away quotes
-  and full stops around the text. Signs and points inside stay: -1.5 is neither 1.5 nor 15."""
-  text = unicodedata.normalize("NFKC", text).casefold().replace("−", "-")
-  start = text.strip().lstrip(_AROUND.replace(".", "")).rstrip(_AROUND)
-  return " ".join(start.split())
+  """Makes compatible characters one (NFKC), folds case, leaves single spaces, and takes away
+  quotes, full stops and Markdown's emphasis around the text.
+
+  Other signs stay: -1.5 is neither 1.5 nor 15, and 5! is not 5.
+  """
+  text = " ".join(map(_compatible, text.split())).casefold().replace("−", "-")
+  bare = text.lstrip(_QUOTES).rstrip(_QUOTES + ".")
+  emphasis = _EMPHASIS.fullmatch(bare)
+  bare = emphasis[2].lstrip(_QUOTES).rstrip(_QUOTES + ".") if emphasis else bare
+  return " ".join(bare.split())
+
+
+def _compatible(word: str) -> str:
+  """NFKC in pieces: the order of many combining characters takes quadratic time."""
+  pieces = (word[start : start + 256] for start in range(0, len(word), 256))
+  return "".join(unicodedata.normalize("NFKC", piece) for piece in pieces)

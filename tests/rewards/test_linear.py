@@ -75,6 +75,7 @@ READERS = {
   "think_answer": lambda text: shaping.keeps_format(text, "think_answer"),
   "noise": lambda text: shaping.flipped(np.ones(1), [text], ["5"], 0.1, 0.1, 0),
   "string": lambda text: string_match.verify(text, "5"),
+  "string, to a long answer": lambda text: string_match.verify(text, text + "5"),
   "math": lambda text: math_answer.quick_judge(math_answer.extract(text), "5"),
   "math, cut off": lambda text: math_answer.extract(text, finished=False),
   "arithmetic": lambda text: arithmetic.verify(text, "5"),

@@ -33,10 +33,10 @@ def stdin(*cases):
   return code_tests.Tests("stdin", inputs, outputs)
 
 
-def run(code, limits=LIMITS, **request):
+def run(code, limits=LIMITS, most=None, **request):
   """The report on one program."""
   with process.Sandbox("namespaces", limits) as sandbox:
-    return sandbox.run({"kind": "stdin", "code": code, **request})
+    return sandbox.run({"kind": "stdin", "code": code, **request}, most)
 
 
 def session(outer):

@@ -102,10 +102,16 @@ class Sandbox:
         start_new_session=True,
       )
 
-  def start(self, request: dict[str, Any]) -> None:
+  def start(self, request: dict[str, Any], most: int | None = None) -> None:
+    """Starts a test. `most`: bytes of an output that are of use; a longer one is not reported.
+
+    The program's process has a copy of `request`, so nothing in it depends on what is expected;
+    `most` may, and is read when that process has ended.
+    """
     try:
       self._control.settimeout(None)
       wire.send(self._control.fileno(), request)
+      wire.send(self._control.fileno(), most)
     except (wire.Closed, OSError) as error:
       raise SandboxError(f"the sandbox died: {error!r}") from error
 
@@ -117,8 +123,8 @@ class Sandbox:
     """
     return self._receive(self._limits.wall_s + START_LIMIT_S)
 
-  def run(self, request: dict[str, Any]) -> dict[str, Any]:
-    self.start(request)
+  def run(self, request: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    self.start(request, most)
     return self.report()
 
   def close(self) -> None:
@@ -178,13 +184,14 @@ _ENVIRONMENT = {
 
 
 def _packages() -> list[str]:
-  """Directories in which a program finds NumPy, if the trainer has it."""
+  """Directories in which a program finds NumPy, if the trainer has it, and nothing else of them."""
   return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
 def _readable() -> list[str]:
-  """Python, its packages, and the libraries of the system."""
-  paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_packages()]
+  """Python, NumPy, and the libraries of the system."""
+  paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+  paths += [os.path.join(path, name) for path in _packages() for name in ("numpy", "numpy.libs")]
   paths += ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
   paths += [path for path in ("/lib", "/lib64") if not os.path.islink(path)]
   if sys.base_prefix not in ("/", "/usr"):

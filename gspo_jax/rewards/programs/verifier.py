@@ -125,11 +125,12 @@ class CodeVerifier:
       return self._check(program, tests)
     with self._sandbox() as sandbox:
       for given, expected in zip(tests.inputs, tests.outputs):
-        request = {"kind": tests.kind, "code": program, "most": cases.most_bytes(expected)}
+        request = {"kind": tests.kind, "code": program}
         if tests.kind == "stdin":
-          report = sandbox.run(request | {"stdin": given})
+          request["stdin"] = given
         else:
-          report = sandbox.run(request | {"function": tests.function, "arguments": given})
+          request |= {"function": tests.function, "arguments": given}
+        report = sandbox.run(request, cases.most_bytes(expected))
         if failure := _failure(report):
           return failure
         found = report["stdout" if tests.kind == "stdin" else "result"]
@@ -168,11 +169,9 @@ class CodeVerifier:
       theirs.close()
       request = {"function": tests.function, "preamble": cases.standalone(tests.preamble)}
       program = cases.completes(program, tests)
-      candidate.start(request | {"kind": "serve", "code": program})
-      limit = self._limits.output_bytes
-      checked = asserting.run(
-        request | {"kind": "check", "code": tests.code, "output_bytes": limit}
-      )
+      candidate.start(request | {"kind": "serve", "code": program}, most=0)
+      asked = request | {"kind": "check", "code": tests.code}
+      checked = asserting.run(asked | {"output_bytes": self._limits.output_bytes}, most=0)
       report = candidate.report()
     ended = checked["status"] if checked["reason"] == "ended" else None
     if ended == assertions.CHECKED:

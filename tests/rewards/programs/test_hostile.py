@@ -194,6 +194,35 @@ print([libc.unshare(0x10000000), libc.syscall(438, 3, 0, 0), libc.syscall(425, 8
   assert run(program)["stdout"] == "[-1, False]\n[-1, -1, -1]\n"
 
 
+@pytest.mark.parametrize("kind", ["stdin", "call"])
+def test_what_is_expected_is_not_in_the_program_s_process(kind, verifier, monkeypatch):
+  """Nor anything that depends on it, its length say: other expectations make the same request."""
+  sent = []
+  run_request = process.Sandbox.run
+
+  def spy(self, request, most=None):
+    sent.append(str(request))
+    return run_request(self, request, most)
+
+  monkeypatch.setattr(process.Sandbox, "run", spy)
+  for expected in ("7", "77" * 1000):
+    given = (("",), (expected,)) if kind == "stdin" else (([1],), (expected,))
+    verifier.outcome("def f(x): pass", cases.Tests(kind, *given, "f"))
+  assert sent[0] == sent[1] and "777" not in sent[1]
+
+
+def test_what_tests_in_python_print_stays_in_the_sandbox(verifier):
+  noisy = "import os\nfor fd in (1, 3): os.write(fd, b'7' * 500_000)\ndef f(x): return 7"
+  reports = []
+  receive = process.Sandbox.report
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(process.Sandbox, "report", lambda s: reports.append(receive(s)) or reports[-1])
+    check = "def check(c):\n  assert c(1) == 7\n"
+    tests = cases.Tests("check", ("",), ("",), "f", code=check)
+    assert verifier.outcome(noisy, tests) == Outcome.RIGHT
+  assert len(reports) == 2 and not any(r["stdout"] or r["result"] for r in reports)
+
+
 FORGERIES = {
   "prints markers": "print('passed'); print('{\"value\": 7}'); print('ok 1')",
   "exits early": "raise SystemExit(0)",

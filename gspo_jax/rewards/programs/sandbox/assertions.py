@@ -10,9 +10,9 @@ assertions is return and raise, and so each of the following ends them, whatever
 - an answer that is none, and none at all.
 """
 
+import ast
 import builtins
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +26,7 @@ GONE = 104  # the candidate ended before its answer
 CHECKED = 105  # all held, and the function was called
 BROKEN = 106  # the tests themselves: they never called it, or with what cannot be sent
 
-_UNREAL = re.compile(r"(?<![a-z])(is)?(nan|inf|infinity|infinite|finite)(?![a-z])", re.IGNORECASE)
+_UNREAL = frozenset("nan inf infinity isnan isinf isfinite isposinf isneginf".split())
 
 
 class _Over(BaseException):
@@ -101,10 +101,16 @@ def _real(value: Any) -> bool:
   return not isinstance(value, list | tuple | set) or all(map(_real, value))
 
 
+def _speaks_of_nan(code: str) -> bool:
+  """Whether tests name NaN or infinity: `math.inf`, `float("nan")`. Comments and prose do not."""
+  parts = ast.walk(ast.parse(code))
+  names = (getattr(x, "id", getattr(x, "attr", getattr(x, "value", ""))) for x in parts)
+  return any(str(name).strip("+-").casefold() in _UNREAL for name in names)
+
+
 def check(request: dict, channel: int, load: Callable[[dict, str, dict], dict]) -> int:
   """Runs the tests, and returns how they ended; `load` runs a module."""
-  text = request["preamble"] + request["code"]
-  stub = _Candidate(channel, request["output_bytes"], bool(_UNREAL.search(text)))
+  stub = _Candidate(channel, request["output_bytes"], _speaks_of_nan(request["code"]))
 
   def candidate(*arguments, **options):
     return stub.call(*arguments, **options)
