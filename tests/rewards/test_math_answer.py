@@ -22,62 +22,6 @@ def verifier():
 
 
 @pytest.mark.parametrize(
-  "response, answer",
-  [
-    (r"First \boxed{3}, no: \boxed{18}. So 5 is wrong.", "18"),
-    (r"one of \boxed{1}, \boxed{-2} and \boxed{3}", "1, -2, 3"),
-    (r"\boxed{1} for part (a) and \boxed{2} for (b)", "1, 2"),
-    (r"\boxed{5} and wait, that is \boxed{6}", "6"),
-    (r"Thus $m = \boxed{3}$ and $m+n = \boxed{7}$.", "7"),
-    (r"The first is \boxed{12} and the sum is \boxed{27}.", "27"),
-    (r"One has \boxed{4}. Doubling it gives 8, and \boxed{8}", "8"),
-    (r"$x = \boxed{1}$ and $y_2 = \boxed{2}$", "1, 2"),
-    (r"$\boxed{\frac12}$ or $\boxed{0.5}$", r"\frac12 or 0.5"),
-    (r"\boxed{3} = \boxed{18}", "18"),
-    (r"\boxed{18}. Check: yes. \boxed{18}", "18"),
-    (r"\boxed{\boxed{5}}", "5"),
-    (r"\boxed{5}. Oh. The final answer is $6$. I hope it is correct.", "6"),
-    (r"\boxed{5}. I hope that the final answer is correct.", "5"),
-    (
-      r"It is $\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$.",
-      r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-    ),
-    (r"So we get \begin{bmatrix}1\\2\end{bmatrix} at last.", r"\begin{bmatrix}1\\2\end{bmatrix}"),
-    ("$odd$", "odd"),
-    ("Answer: the largest $n$ is 34.", "34"),
-    ("The answer is 5!", "5!"),
-    ("The answer is 2 dozen.", "2 dozen"),
-    ("It makes 5 thirds in all", "5 thirds"),
-    ("The answer is no solution.", "no solution"),
-    (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\[ \boxed{ 7 } \]", "7"),
-    (r"so \boxed 7.", "7"),
-    (r"\fbox{8}", "8"),
-    (r"complete: \boxed{1}, then cut off: \boxed{2", "1"),
-    ("<think>\\boxed{3}, or 5</think>\nThe answer is **4**.", "4"),
-    ("#### 1,080", "1,080"),
-    ("Answer:\n\n42", "42"),
-    ("The answer is 18 dollars, which is 3 times 6.", "18"),
-    (r"**Final Answer:** $\frac{3}{4}$.", r"\frac{3}{4}"),
-    (r"Answer: 2\sqrt{3}", r"2\sqrt{3}"),
-    ("The temperature is −5 degrees.", "-5"),
-    ("10 - 3 gives 7", "7"),
-    ("She pays $5 and earns $18.", "$18"),
-    (r"So $x = \frac{1}{2}$ metres.", r"x = \frac{1}{2}"),
-    ("$$\n18\n$$", "18"),
-    ("Work: 3 * 6\n18", "18"),
-    ("It takes 3 1/2 hours", "3 1/2"),
-    ("70,000.", "70,000"),
-  ],
-)
-def test_extract(response, answer):
-  ours = math_answer.extract(response)
-  outcome = math_answer.quick_judge(ours, answer) or math_answer.judge(ours, answer)
-  assert outcome is RIGHT
-
-
-@pytest.mark.parametrize(
   "response",
   [
     "",
@@ -94,7 +38,9 @@ def test_extract_finds_nothing(response):
 
 @pytest.mark.parametrize("unit", [r"\boxed{", "$", r"\(", "#### ", "1,000", "{", "answer is "])
 def test_extraction_is_fast_on_hostile_text(unit):
-  look = lambda text: math_answer.quick_judge(math_answer.extract(text), "5")  # noqa: E731
+  def look(text):
+    math_answer.quick_judge(math_answer.extract(text), "5")
+
   assert_linear(look, lambda n: (unit * (n // len(unit)),))
 
 

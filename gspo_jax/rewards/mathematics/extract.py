@@ -39,11 +39,11 @@ _LEAD = re.compile(
 # The verb that a sentence states its number by; "cannot be" is none.
 _VERBS = (
   """is are was were equals? has have had gives?(?:_us)? makes? made gets? got obtain leaves?
-  yields? becomes? earn(?:s|ed)? costs? pays? paid takes? took need(?:s|ed)? spends? spent save[sd]?
-  sells? sold buys? bought eats? ate reads? use[sd]? weigh(?:s|ed)? contain(?:s|ed)?
-  collect(?:s|ed)? walk(?:s|ed)? require[sd]? receive[sd]? produce[sd]? drinks? totals? ends?_with left_with
-  increases?_by decreases?_by comes?_to amounts?_to adds?_up_to (?:must|will|should|to)_be
-  (?:it|that|there)['’]s"""
+  yields? becomes? earn(?:s|ed)? costs? pays? paid takes? took need(?:s|ed)? spends? spent
+  save[sd]? sells? sold buys? bought eats? ate reads? use[sd]? weigh(?:s|ed)? contain(?:s|ed)?
+  collect(?:s|ed)? walk(?:s|ed)? require[sd]? receive[sd]? produce[sd]? drinks? totals?
+  ends?_with left_with increases?_by decreases?_by comes?_to amounts?_to adds?_up_to
+  (?:must|will|should|to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
 # Words by which a sentence denies its number, doubts it, or makes it another one.

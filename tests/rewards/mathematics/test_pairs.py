@@ -18,8 +18,9 @@ HERE = Path(__file__).parent
 
 
 def read_table(name: str) -> list[tuple[str, str]]:
-  lines = (HERE / name).read_text().splitlines()
-  return [tuple(line.split(" ;; ")) for line in lines if line and not line.startswith("#")]
+  """The pairs of a table; ¶ is a line break."""
+  lines = (HERE / name).read_text().split("\n")[1:]
+  return [tuple(line.replace("¶", "\n").split(" ;; ")) for line in lines if line]
 
 
 def outcome(gold: str, answer: str) -> Outcome:
@@ -48,6 +49,14 @@ def test_tables(verifier, name, right, form):
   outcomes = verifier.score([form % ours for _, ours in pairs], [gold for gold, _ in pairs])
   expected = [Outcome.RIGHT] if right else [Outcome.WRONG, Outcome.UNPARSABLE]
   assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o not in expected]
+
+
+def test_what_is_announced_counts_where_a_response_was_cut_off(verifier):
+  pairs = [pair for pair in read_table("stated.txt") if "\nThe answer is " in pair[1]]
+  golds, responses = zip(*((gold, f"{text}\nI hope it is correct.") for gold, text in pairs))
+  outcomes = verifier.score(responses, golds, [False] * len(pairs))
+  assert len(pairs) > 30
+  assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o is not Outcome.RIGHT]
 
 
 # A letter without \text is a variable in the gold answer: 18 m may be 18 times m. A gold answer in
