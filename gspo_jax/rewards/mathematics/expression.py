@@ -141,15 +141,8 @@ class _Reader:
     before = self.letters_before()
     value = self.postfix(self.atom())
     while self.accept("^"):
-      if self.accept("circ"):
-        value = self.postfix(value * sp.pi / 180)
-        continue
-      if self.peek().text == "{" and self.peek(1).text == "circ" and self.peek(2).text == "}":
-        self.position += 3
-        value = self.postfix(value * sp.pi / 180)
-        continue
       value = self.postfix(power(value, self.exponent()))
-      if self.peek().text == "^" and self.peek(1).text != "circ":
+      if self.peek().text == "^":
         raise Unreadable("a double exponent")
     return before * value
 
@@ -187,8 +180,7 @@ class _Reader:
         value = self.factorial(value, count)
       elif self.accept("%"):
         value = value / 100
-      elif self.peek().text == "circ" and self.peek().kind == "command":
-        self.take()
+      elif self.accept("circ"):
         value = value * sp.pi / 180
       else:
         return value

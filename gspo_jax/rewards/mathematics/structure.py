@@ -46,7 +46,10 @@ _NUMBERS = {
 _NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred": 100}
 
 
-_CHOICE = re.compile(r"\s*\(?([A-J])[.):]\s+(?=[a-z]\s*=|[-\d\\$.(])(.+)", re.DOTALL)
+_CHOICE = re.compile(
+  r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
+  re.DOTALL,
+)
 # What is said of a formula for every x says nothing more.
 _EVERY = r"(?:all|every|any|each)(?: real)?(?: numbers?)?"
 _FOR_ALL = re.compile(
@@ -67,9 +70,10 @@ def read(text: str, tight: bool = True, letters: bool = False, solve: bool = Tru
     Unreadable: if it is no mathematics, or none that is understood here.
   """
   try:
-    choice = _CHOICE.fullmatch(text)
+    choice = _CHOICE.fullmatch(re.sub(r"^\s*\\text\w*\s*\{([^{}]*)\}(?:\\ )?", r"\1 ", text))
     if choice:
-      return Choice(choice[1], read(choice[2], tight, letters, solve))
+      value = read(choice[4], tight, letters, solve) if choice[4] else None
+      return Choice(choice[1] or choice[2] or choice[3], value)
     return _Structure(letters, solve).everything(tokenise(_FOR_ALL.sub("", text), tight))
   except _REFUSALS as error:
     raise Unreadable(repr(error)) from error
@@ -84,28 +88,11 @@ class _Structure:
     """A whole answer, or an item of one."""
     if not tokens:
       raise Unreadable("nothing")
-    for reading in (self.choice, self.words, self.listed):
+    for reading in (self.words, self.listed):
       node = reading(tokens)
       if node is not None:
         return node
     return self.related(tokens)
-
-  def choice(self, tokens: list[Token]):
-    first, rest = tokens[0], tokens[1:]
-    match = re.fullmatch(r"\(?([A-J])\)?[.):]?", first.text) if first.kind == "text" else None
-    if match and len(first.text) > 1:
-      return Choice(match[1], self.everything(rest) if rest else None)
-    shape = [t.text if t.kind != "letter" else "letter" for t in tokens[:3]]
-    if shape[:3] == ["(", "letter", ")"] and "A" <= tokens[1].text <= "J":
-      rest = tokens[3:]
-      if not rest or rest[0].kind in ("number", "text") or rest[0].text == "frac":
-        return Choice(tokens[1].text, self.everything(rest) if rest else None)
-    if first.kind == "letter" and "A" <= first.text <= "J" and rest:
-      if rest[0].text in (")", ":") and rest[1:] and not cuts.find(rest[1:], ":", "="):
-        return Choice(first.text, self.everything(rest[1:]))
-      if rest[0].kind == "number" and rest[0].spaced:
-        return Choice(first.text, self.everything(rest))
-    return None
 
   def words(self, tokens: list[Token]):
     if not any(t.kind in ("word", "text") for t in tokens):
@@ -310,8 +297,7 @@ class _Structure:
       if not (self.letters and numeric and rest[0].kind == "letter"):
         return None
     text = " ".join(t.text for t in rest)
-    text = re.sub(r"\^ (?:\{ )?circ(?: \})?|\bcirc\b", "°", text)
-    text = re.sub(r"° ([CF])\b", r"°\1", text).replace("{ ", "").replace(" }", "")
+    text = re.sub(r"\bcirc ?", "°", text).replace("{ ", "").replace(" }", "")
     spaced = rest[0].spaced or rest[0].kind == "text"
     return units.parse(" " * spaced + text)
 

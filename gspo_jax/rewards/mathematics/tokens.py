@@ -23,8 +23,8 @@ class Token:
 
 _UNICODE = {
   "×": r"\cdot ", "⋅": r"\cdot ", "·": r"\cdot ",
-  "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "°": r"^\circ ",
-  "º": r"^\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "∞": r"\infty ",
+  "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "°": r"\circ ",
+  "º": r"\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "∞": r"\infty ",
   "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
   "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "Ø": r"\emptyset ",
   "±": r"\pm ", "∓": r"\mp ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
@@ -69,7 +69,6 @@ _TEXT = re.compile(
   r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathit|mathsf|mbox|operatorname\*?)\s*\{([^{}]*)\}"
 )
 _LANGUAGE = re.compile(r"[^\W\d_]{2,}")  # words, of which a formula in \text{} has none
-_CHOICE = re.compile(r"\(?[A-J](?:[):]|\.\))")
 _EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\dA-Za-z]))?"
 _REPEATING = re.compile(
   r"\d*\.\d*(?:\\(?:overline|bar)\s*\{?\d+\}?|\(\d+\)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
@@ -110,7 +109,7 @@ def _to_ascii(text: str) -> str:
   text = _LOWERED.sub(lambda m: "_{" + "".join(map(_SUB.get, m[0])) + "}", text)
   text = _BARRED.sub(lambda m: r"\overline{" + m[0].replace("\u0305", "") + "}", text)
   text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
-  return "".join(map(_character, text))
+  return re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", r"\\circ ", "".join(map(_character, text)))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -212,7 +211,7 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
     return [Token("symbol", ":", spaced)]
   if not bare:
     return []
-  if bare in _WORDS or not (_LANGUAGE.search(bare) or _CHOICE.fullmatch(bare) or _is_unit(bare)):
+  if bare in _WORDS or not (_LANGUAGE.search(bare) or _is_unit(bare)):
     tokens = list(_tokenise(bare, True))
     return [dataclasses.replace(token, spaced=True) for token in tokens[:1]] + tokens[1:]
   found = []
