@@ -21,13 +21,13 @@ RightLines = Callable[[str, str], Sequence[bool]]
 
 def judge(module: Any, name: str) -> RightLines:
   """The function of the module of verifier `name`; ValueError if it judges no lines."""
-  found = getattr(module, "right_lines", None)
-  if found is None:
+  right_lines = getattr(module, "right_lines", None)
+  if right_lines is None:
     raise ValueError(
       f"reward.per_line=True: reward.name={name!r} judges whole responses; set it to False, or the"
       " name to recurrence"
     )
-  return found
+  return right_lines
 
 
 def rewards(
@@ -44,7 +44,7 @@ def rewards(
   those on responses: by the seed, the answer and the text up to the line's end. `correct_B`, of the
   whole responses, stays as it is.
   """
-  rates, found = (config.false_positive, config.false_negative), []
+  rates, rewards_BU = (config.false_positive, config.false_negative), []
   misjudged = dict(false_positive=0, false_negative=0) if any(rates) else {}
   for response, answer, correct in zip(responses, answers, correct_B, strict=True):
     texts, asked = response.split("\n"), right_lines(response, answer)
@@ -59,8 +59,8 @@ def rewards(
     reward_U = np.zeros(len(texts), np.float32)
     reward_U[: len(right_U)] = right_U * (partial / len(asked))
     reward_U[-1] += (1 - partial) * correct
-    found.append(reward_U)
-  return found, misjudged
+    rewards_BU.append(reward_U)
+  return rewards_BU, misjudged
 
 
 def _chances(texts: Sequence[str], start: str) -> np.ndarray:

@@ -44,8 +44,10 @@ def open_verifier(config: RewardConfig) -> Iterator[Callable]:
       outcomes = verifier.score(responses, answers, finished)
       # Without this, gold answers that nobody can read are not noticed while no response has one.
       broken = verifier.unreadable(answers)
-      found = zip(outcomes, answers)
-      return [o if o == Outcome.RIGHT else broken.get(a, o) for o, a in found], None
+      return [
+        outcome if outcome == Outcome.RIGHT else broken.get(answer, outcome)
+        for outcome, answer in zip(outcomes, answers)
+      ], None
 
     yield verify
 
@@ -97,8 +99,8 @@ class MathVerifier:
     """The gold answers that are not mathematics; each is looked at once."""
     new = [answer for answer in dict.fromkeys(answers) if answer not in self._readable]
     slow = [answer for answer in new if quick_judge("0", answer) is None]
-    found = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
-    self._readable |= {a: one for a, one in found.items() if not isinstance(one, pool.Failure)}
+    readable = dict.fromkeys(new, True) | dict(zip(slow, self._pool.map([[None, a] for a in slow])))
+    self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
     broken = [answer for answer in set(answers) if self._readable.get(answer) is False]
     return {a: pool.Failure("crash", UNREADABLE.format(a)) for a in broken}
 
@@ -132,12 +134,12 @@ def quick_judge(candidate: str | None, answer: str) -> Outcome | None:
     return Outcome.RIGHT if ours else Outcome.UNPARSABLE
   value = quantity.read(gold)
   if value:
-    other = quantity.read(ours, letters=True)
+    mine = quantity.read(ours, letters=True)
     # A decimal comma, where the gold answer is a decimal: 2,74 is 2.74.
-    if other is None and value.places and re.match(r"-?\d+,\d+(?![\d,.])", ours):
-      other = quantity.read(ours.replace(",", "."))
-    if other:
-      same = quantity.same(value, other)
+    if mine is None and value.places and re.match(r"-?\d+,\d+(?![\d,.])", ours):
+      mine = quantity.read(ours.replace(",", "."))
+    if mine:
+      same = quantity.same(value, mine)
       return None if same is None else Outcome.RIGHT if same else Outcome.WRONG
   return None
 
@@ -190,11 +192,11 @@ def _readings(text: str, letters: bool, solve: bool = True) -> tuple:
   from gspo_jax.rewards.mathematics.tokens import Unreadable
 
   text = text if len(text) <= MAX_ANSWER else ""
-  found = []
+  nodes = []
   for tight in (True, False):
     if tight or re.search(r"\d,\d{3}(?!\d)", text):
       with contextlib.suppress(Unreadable):
-        found.append(structure.read(text, tight, letters, solve))
+        nodes.append(structure.read(text, tight, letters, solve))
   if re.fullmatch(r"\s*\$?-?(?:0,\d+|\d+,\d\d)\$?\s*", text):  # a decimal comma
-    found.append(structure.read(text.replace(",", "."), True, letters, solve))
-  return tuple(found)
+    nodes.append(structure.read(text.replace(",", "."), True, letters, solve))
+  return tuple(nodes)

@@ -25,16 +25,16 @@ def keeps_format(response: str, name: str) -> bool:
   `<answer>something</answer>`. The opening `<think>` may stand at the end of the prompt, as chat
   templates of reasoning models have it. Reference: arXiv:2501.12948 (format rewards).
   """
-  thought, closed, rest = response.removesuffix("<|im_end|>").partition("</think>")
+  thought, closed, answer = response.removesuffix("<|im_end|>").partition("</think>")
   thought = thought.strip().removeprefix("<think>")
   if not closed or not thought.strip() or _TAG.search(thought):
     return False
-  rest = rest.strip()
+  answer = answer.strip()
   if name == "think":
-    return bool(rest) and "<think>" not in rest and "</think>" not in rest
-  answer = rest.removeprefix("<answer>").removesuffix("</answer>")
-  tagged = len(rest) - len(answer) == len("<answer></answer>")
-  return tagged and bool(answer.strip()) and not _TAG.search(answer)
+    return bool(answer) and "<think>" not in answer and "</think>" not in answer
+  content = answer.removeprefix("<answer>").removesuffix("</answer>")
+  tagged = len(answer) - len(content) == len("<answer></answer>")
+  return tagged and bool(content.strip()) and not _TAG.search(content)
 
 
 def overlong(length_B: Sequence[int], longest: int, buffer: int) -> np.ndarray:

@@ -21,8 +21,8 @@ def open_verifier(config: RewardConfig) -> Iterator[Callable]:
   """`verify` of many; there is nothing to configure."""
 
   def outcomes(responses, prompts, finished):
-    given = zip(responses, prompts, finished)
-    return [verify(response, prompt.answer, whole) for response, prompt, whole in given], None
+    answers = [prompt.answer for prompt in prompts]
+    return list(map(verify, responses, answers, finished)), None
 
   yield outcomes
 
@@ -35,10 +35,10 @@ def verify(response: str, answer: str, finished: bool = True) -> str:
   """
   check_answer(answer)
   gold = normalise(_unlabelled(answer)) or normalise(answer)  # responses lose theirs too
-  found = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
-  if found is None:
+  given = extract(response, finished, max(MAX_ANSWER, 2 * len(answer)))
+  if given is None:
     return "unparsable"
-  return "right" if normalise(found) == gold else "wrong"
+  return "right" if normalise(given) == gold else "wrong"
 
 
 def check_answer(text: str) -> None:
@@ -68,13 +68,13 @@ def _unlabelled(line: str) -> str:
 
 def last_tagged(text: str) -> str | None:
   """What the last pair of `<answer>` and `</answer>` without another one inside holds."""
-  found = start = None
+  content = start = None
   for tag in _TAG.finditer(text):
     if tag[0] == "<answer>":
       start = tag.end()
     elif start is not None:
-      found, start = text[start : tag.start()], None
-  return found
+      content, start = text[start : tag.start()], None
+  return content
 
 
 def normalise(text: str) -> str:

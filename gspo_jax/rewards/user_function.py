@@ -51,8 +51,7 @@ def open_verifier(config: RewardConfig) -> Iterator[Callable]:
 
 def record(prompt: Any) -> dict[str, str]:
   """A prompt as the function gets it; further fields do not hide `id`, `question` and `answer`."""
-  own = dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
-  return dict(prompt.info) | own
+  return dict(prompt.info) | dict(id=prompt.id, question=prompt.question, answer=prompt.answer)
 
 
 def call(item: list[Any]) -> float:
@@ -83,7 +82,7 @@ def checksum(name: str) -> str:
 def _find(name: str) -> Callable[[str, Mapping[str, str]], float]:
   sys.path.append(os.getcwd())  # where `python -m gspo_jax.main` finds modules too
   module, _, function = name.partition(":")
-  found = getattr(importlib.import_module(module), function)
-  if not callable(found):
-    raise TypeError(f"{name} is no function, but {found!r:.40}")
-  return found
+  verify = getattr(importlib.import_module(module), function)
+  if not callable(verify):
+    raise TypeError(f"{name} is no function, but {verify!r:.40}")
+  return verify

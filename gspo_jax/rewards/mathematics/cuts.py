@@ -56,13 +56,13 @@ def without_reals(tokens: list[Token]) -> list[Token]:
 
 def without_integers(tokens: list[Token]) -> list[Token]:
   r"""2k\pi of "2k\pi, k \in \mathbb{Z}"."""
-  *others, last = split(tokens)
+  *before, last = split(tokens)
   operators, parts = cut(last)
-  if not others or operators != ["in"] or shape(parts[1]) != "mathbbZ":
+  if not before or operators != ["in"] or shape(parts[1]) != "mathbbZ":
     return tokens
-  before = tokens[: -len(last) - 1]
-  used = any(t.kind == "letter" and t.text == spell(parts[0]) for t in before)
-  return before if used and before else tokens
+  formula = tokens[: -len(last) - 1]
+  used = any(t.kind == "letter" and t.text == spell(parts[0]) for t in formula)
+  return formula if used else tokens
 
 
 def shape(tokens: list[Token]) -> str:

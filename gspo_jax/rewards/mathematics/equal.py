@@ -31,8 +31,8 @@ def same_answer(gold, ours) -> bool:
   if isinstance(gold, Scalar) and isinstance(ours, Relation):
     return _is_sum(ours) and _same_scalar(gold, Scalar(ours.members[-1]))
   if isinstance(gold, Relation) or isinstance(ours, Relation):
-    both = isinstance(gold, Relation) and isinstance(ours, Relation)
-    return both and _same_relation(gold, ours)
+    relations = isinstance(gold, Relation) and isinstance(ours, Relation)
+    return relations and _same_relation(gold, ours)
   if isinstance(gold, Word) or isinstance(ours, Word):
     return _spelling(gold) == _spelling(ours) is not None
   if isinstance(gold, Group) and isinstance(ours, Group):
@@ -188,8 +188,8 @@ def _same_group(gold: Group, ours: Group) -> bool:
 
 def _labels(group: Group) -> bool:
   """Whether the items of a list have names that differ."""
-  found = [item.name for item in group.items if isinstance(item, Named)]
-  return len(found) == len(group.items) > 1 and len(set(found)) > 1
+  names = [item.name for item in group.items if isinstance(item, Named)]
+  return len(names) == len(group.items) > 1 and len(set(names)) > 1
 
 
 def _in_order(a, b) -> bool:
@@ -296,16 +296,16 @@ def _pieces(region: sp.Set) -> list[tuple] | None:
   """The intervals of a set from left to right: (start, end, open, open)."""
   if region is sp.S.EmptySet:
     return []
-  found = []
+  pieces = []
   for part in region.args if isinstance(region, sp.Union) else [region]:
     if isinstance(part, sp.Interval) or part is sp.S.Reals:
       part = sp.Interval(-sp.oo, sp.oo) if part is sp.S.Reals else part
-      found.append((part.start, part.end, bool(part.left_open), bool(part.right_open)))
+      pieces.append((part.start, part.end, bool(part.left_open), bool(part.right_open)))
     elif isinstance(part, sp.FiniteSet):
-      found += [(value, value, False, False) for value in part]
+      pieces += [(value, value, False, False) for value in part]
     else:
       return None
-  return sorted(found, key=lambda piece: [sp.N(piece[0]), sp.N(piece[1])])
+  return sorted(pieces, key=lambda piece: [sp.N(piece[0]), sp.N(piece[1])])
 
 
 def same_text(gold: str, ours: str) -> bool:

@@ -338,16 +338,16 @@ def _exact(left: Scalar, right: Scalar) -> Scalar | None:
 
 def _flatten(items: list) -> list:
   r"""Lists within a list come from \pm."""
-  found = []
+  flat = []
   for item in items:
     if (
       isinstance(item, Group)
       and item.kind == "list"
       and all(isinstance(i, Scalar) for i in item.items)
     ):
-      found += item.items
+      flat += item.items
     elif isinstance(item, Named) and isinstance(item.value, Group) and item.value.kind == "list":
-      found += [Named(item.name, value) for value in item.value.items]
+      flat += [Named(item.name, value) for value in item.value.items]
     else:
-      found.append(item)
-  return found
+      flat.append(item)
+  return flat

@@ -132,7 +132,7 @@ def _tokenise(text: str, tight: bool):
     if char.isspace() or char in "$~":
       position, spaced = position + 1, True
       continue
-    found, end = [], position + 1
+    tokens, end = [], position + 1
     if (
       char.isdigit()
       or (char == "." and _REPEATING.match(text, position))
@@ -142,32 +142,32 @@ def _tokenise(text: str, tight: bool):
       if not match and ((tight and depth == 0) or loose):
         match = _COMMAS.match(text, position)
       match = match or _PLAIN.match(text, position)
-      found, end = [Token("number", match[0], spaced)], match.end()
+      tokens, end = [Token("number", match[0], spaced)], match.end()
     elif char == "\\":
-      found, end = _command(text, position, spaced)
+      tokens, end = _command(text, position, spaced)
     elif char.isalpha():
       match = _RUN.match(text, position)
       run = match[0] if match else char
-      found, end = _letters(run, spaced), position + len(run)
+      tokens, end = _letters(run, spaced), position + len(run)
     elif match := _COMPARED.match(text, position):
       end = match.end()
       name = _COMPARISONS.get(match[0])
       kind = "command" if name else "symbol"
-      found = [Token(kind, name or {"**": "^", "==": "="}[match[0]], spaced)]
+      tokens = [Token(kind, name or {"**": "^", "==": "="}[match[0]], spaced)]
     elif text.startswith("...", position):
-      found, end = [Token("command", "ldots", spaced)], position + 3
+      tokens, end = [Token("command", "ldots", spaced)], position + 3
     elif char in "([{":
-      found = [Token("open", char, spaced)]
+      tokens = [Token("open", char, spaced)]
     elif char in ")]}":
-      found = [Token("close", char, spaced)]
+      tokens = [Token("close", char, spaced)]
     elif char in ";,":
-      found = [Token("separator", char, spaced)]
+      tokens = [Token("separator", char, spaced)]
     elif char == "." or char == '"':
-      found = []
+      tokens = []
     else:
-      found = [Token("symbol", char, spaced)]
-    depth += sum({"open": 1, "close": -1}.get(token.kind, 0) for token in found)
-    yield from found
+      tokens = [Token("symbol", char, spaced)]
+    depth += sum({"open": 1, "close": -1}.get(token.kind, 0) for token in tokens)
+    yield from tokens
     position, spaced = end, False
 
 
@@ -214,12 +214,12 @@ def _in_text(content: str, spaced: bool) -> list[Token]:
   if bare in _WORDS or not (_LANGUAGE.search(bare) or _is_unit(bare)):
     tokens = list(_tokenise(bare, True))
     return [dataclasses.replace(token, spaced=True) for token in tokens[:1]] + tokens[1:]
-  found = []
+  tokens = []
   for part in re.split(r"(\b(?:and|or)\b|,)", bare):
     part = part.strip()
     if part:
-      found.append(Token("separator" if part in ("and", "or", ",") else "text", part, True))
-  return found
+      tokens.append(Token("separator" if part in ("and", "or", ",") else "text", part, True))
+  return tokens
 
 
 def _is_unit(text: str) -> bool:

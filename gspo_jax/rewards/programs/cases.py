@@ -40,11 +40,11 @@ class Tests:
   preamble: str = ""  # check: what stands before the function
   code: str = ""  # check: the assertions
 
-  def passes(self, found: str, expected: Any) -> bool:
+  def passes(self, output: str, expected: Any) -> bool:
     """Whether what a program printed, or the JSON that a call left, is what is expected."""
     if self.kind == "stdin":
-      return same_text(found, expected)
-    return same_result(found, expected, self.wrapped)
+      return same_text(output, expected)
+    return same_result(output, expected, self.wrapped)
 
 
 def parse(text: str) -> Tests:
@@ -127,13 +127,16 @@ def _text(value: str | list) -> str:
 
 def _from_livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
   """LiveCodeBench's columns as inputs, outputs and a function's name."""
-  load = lambda value: json.loads(value) if isinstance(value, str) else value  # noqa: E731
-  cases = [*load(row["public_test_cases"]), *decode_private(row["private_test_cases"])]
+  cases = [*_loaded(row["public_test_cases"]), *decode_private(row["private_test_cases"])]
   return dict(
     inputs=[case["input"] for case in cases],
     outputs=[case["output"] for case in cases],
-    fn_name=(load(row["metadata"]) or {}).get("func_name"),
+    fn_name=(_loaded(row["metadata"]) or {}).get("func_name"),
   )
+
+
+def _loaded(column: Any) -> Any:
+  return json.loads(column) if isinstance(column, str) else column
 
 
 def decode_private(column: str | list) -> list[dict[str, str]]:
@@ -183,18 +186,18 @@ def extract(response: str, fences: bool = True) -> str | None:
   indentation of their fence, which is a list's.
   """
   text = thought.after(response)
-  found, block, mark, opening, indent = {}, None, "", "", 0
+  blocks, block, mark, opening, indent = {}, None, "", "", 0
   for line in text.split("\n"):
     fence, label = _fence(line)
     if fence and block is None:
       block, opening, mark = [], fence, label.strip("{}.").lower()
       indent = len(line) - len(line.lstrip(" \t"))
     elif fence.startswith(opening) and fence and not label:
-      found["python" if mark in ("python", "py", "python3", "py3") else mark] = block
+      blocks["python" if mark in ("python", "py", "python3", "py3") else mark] = block
       block = None
     elif block is not None:
       block.append(line[:indent].lstrip(" \t") + line[indent:])
-  lines = found.get("python", found.get(""))
+  lines = blocks.get("python", blocks.get(""))
   program = None if lines is None else "\n".join(lines)
   if program is None and not fences and "```" not in text:
     program = text

@@ -213,10 +213,10 @@ def choose_isolation(wanted: str) -> str:
   try:
     with Sandbox(isolation, _PROBE_LIMITS) as sandbox:
       report = sandbox.run({"kind": "stdin", "code": _PROBE})
-    found = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
-    if isolation == "none" or found == "confined":
+    seen = report["stdout"].strip() or report["stderr"].strip().rpartition("\n")[2]
+    if isolation == "none" or seen == "confined":
       return isolation
-    reason = f"a program that tries it out ends with {found!r}"
+    reason = f"a program that tries it out ends with {seen!r}"
   except SandboxError as error:
     reason = str(error)
   if isolation == "none":

@@ -133,10 +133,10 @@ class CodeVerifier:
         report = sandbox.run(request, cases.most_bytes(expected))
         if failure := _failure(report):
           return failure
-        found = report["stdout" if tests.kind == "stdin" else "result"]
-        if tests.kind == "call" and found == "":
+        output = report["stdout" if tests.kind == "stdin" else "result"]
+        if tests.kind == "call" and output == "":
           return Outcome.ERROR  # it ended early, whatever its status says
-        if found is None or not tests.passes(found, expected):
+        if output is None or not tests.passes(output, expected):
           return Outcome.WRONG
     return Outcome.RIGHT
 

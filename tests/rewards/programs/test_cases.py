@@ -208,7 +208,10 @@ EXPECTED = [lambda n: 7, lambda n: [7], lambda n: {"a": 1}, lambda n: [[]] * (n 
 @pytest.mark.parametrize("expected", EXPECTED)
 @pytest.mark.parametrize("result", RESULTS)
 def test_comparing_a_result_is_linear(result, expected):
-  make = lambda n: (json.dumps({"value": result(n)}), expected(n))  # noqa: E731
+
+  def make(n):
+    return json.dumps({"value": result(n)}), expected(n)
+
   assert_linear(cases.same_result, make)
 
 
