@@ -116,12 +116,10 @@ def _is_sum(relation: Relation) -> bool:
 
 
 def _is_name(term) -> bool:
-  """A letter but x, y or z; a length by its end points, AB."""
+  """A letter but x, y or z, one with an index, a Greek one; a length by its end points, AB."""
   letters = term.args if isinstance(term, sp.Mul) else (term,)
-  return all(
-    letter.is_Symbol and re.fullmatch("[A-Z]" if len(letters) > 1 else "[a-wA-Z]", letter.name)
-    for letter in letters
-  )
+  pattern = "[A-Z]" if len(letters) > 1 else "[a-wA-Z]|[a-zA-Z]_.+|[a-z]{2,}"
+  return all(letter.is_Symbol and re.fullmatch(pattern, letter.name) for letter in letters)
 
 
 def _same_relation(gold: Relation, ours: Relation) -> bool:

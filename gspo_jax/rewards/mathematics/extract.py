@@ -22,7 +22,7 @@ _JOINED = re.compile(r"\b(?:and|or)\b\W*(?:\b[A-Za-z]\w*\s*=)?\W*$")
 _MARKER = re.compile(
   r"####|(?:(?<![\w-])(?:answers?|(?:correct|right|best) (?:option|choice|letter)|ответ|respuesta"
   r"|r[ée]ponse|antwort|risposta|resposta)(?!\w)|答案)(?: to [\w' ]{1,60}\bis)?[*_]{0,3}\s{0,3}"
-  r"(?:(?:is|are|[:：=是])[*_:：\s]{0,5}|(?=\$|\\[(\[]))",
+  r"(?:(?:ist?|are|est?|è|[:：=是为])[*_:：\s]{0,5}|(?=\$|\\[(\[]))",
   re.IGNORECASE,
 )
 _FINAL = re.compile(r"\bfinal answer is:?\s{0,3}", re.IGNORECASE)
@@ -51,14 +51,17 @@ _DENIED = re.compile(
   r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
   r"|suppose|assume|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe|perhaps"
   r"|guess|wait|invalid|between|either|half|twice|double|triple|thirds?|quarters?|whose|other)\b"
-  r"|n['’]t\b",
+  r"|n['’]t\b|\b(?:squared|cubed|(?:upper|lower) bound|(?:answer|it|number) (?:plus|minus|times))\b"
+  r"|^\W*(?:minus|negative)\b"
+  r"|\b(?:square|cube|root|negative|opposite|reciprocal) of (?:[a-z]|it|the)\b",
   re.IGNORECASE,
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
 _TAKEN_BACK = re.compile(r"[.!?]\s+(?:no\b|wait|but|actually|that(?:'s| is) (?:wrong|not))", re.I)
 # What may follow an answer and its unit, and adds nothing to them; numbers only behind some words.
 _BEHIND = re.compile(
-  r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in|after|for|that is|i\.e\.)(?: .*)?"
+  r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in(?! base)|after|for|that is|i\.e\.)"
+  r"(?: .*)?"
   r"|,? ?(?:at|to|of|on|from|during|every|each|per|that|who|by|with|and|while|than|altogether"
   r"|together|overall|left|total|long|old|ago|more|also|\w+ing|I|[-–—])\b[^\d=+*/]*"
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
@@ -78,7 +81,7 @@ _MARKDOWN = re.compile(
   r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)"
 )
 _FUNCTIONS = re.compile(
-  r"(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and)|[A-Z]{2,4}"
+  r"(?i:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|min|max|or|and|to)|[A-Z]{2,4}"
 )
 
 
@@ -145,7 +148,7 @@ def _last(text: str) -> str:
     formula = _without_lead(sentence)
     if is_formula(formula):
       return trim(formula)
-    if re.search(r"[\dπ√∞\\]|(?i:\b(?:option|choice) [A-J]\b)", sentence):
+    if re.search(r"[\dπ√∞\\]|(?i:\b(?:option|choice) [A-J]\b)|\b[A-J] is correct", sentence):
       return _stated(sentence)
     if _DENIED.search(sentence):
       return ""

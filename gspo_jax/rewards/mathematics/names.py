@@ -22,7 +22,7 @@ _MEASURE = (
 _SIZED = r"(?:[A-Z]+|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{\w+\}|\w))"
 _NAME = re.compile(
   rf"#?{_BASE}{_INDEX}|#\([A-Z]\)|\|{_SIZED}{_INDEX}\||\|\|{_SIZED}{_INDEX}\|\||\[[A-Z]{{2,}}\]"
-  rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|n\([A-Z][^()=<>]*\)"
+  rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|[a-z]\([A-Z][^()=<>+-]*\)"
   rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)|\\frac \{{[A-Z]+\}}\{{[A-Z]+\}}"
 )
 # Words that name something: they neither deny nor change what follows.

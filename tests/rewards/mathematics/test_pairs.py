@@ -64,7 +64,13 @@ def test_what_is_announced_counts_where_a_response_was_cut_off(verifier):
 ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
 ONE_WAY |= {("97", "97 quarters"), ("97", "97 \\text{ quarters}"), ("2", "2 dozen eggs")}
 ONE_WAY |= {("5", "5 halves"), ("204", "m+n=204"), ("204", "a + b + c = 199 + 5 = 204")}
-ONE_WAY |= {("18", "AB + BC + CA=18"), ("18", "AB+BC=18"), ("18", "a+b=18"), ("5", "AB + BC = 5")}
+ONE_WAY |= {
+  ("18", "x_1+x_2=18"),
+  ("18", "AB + BC + CA=18"),
+  ("18", "AB+BC=18"),
+  ("18", "a+b=18"),
+  ("5", "AB + BC = 5"),
+}
 
 
 def test_what_agrees_agrees_the_other_way_round():
