@@ -16,7 +16,7 @@ mass: lb 45359237/100000 pound; oz 45359237/1600000 ounce
 time: s 1 sec second; ms 1/1000 millisecond; min 60 minute; h 3600 hr hour; day 86400; week 604800
 calendar: month 1; year 12 yr; decade 120; century 1200
 capacity: gallon 1 gal; quart 1/4 qt; pint 1/8 pt; cup 1/16
-volume: L 1 l liter litre; mL 1/1000 ml milliliter millilitre
+length^3: L 1/1000 l liter litre; mL 1/1000000 ml milliliter millilitre
 angle: degree 1 ° deg
 radian: rad 1 radian
 dollar: $ 1 dollar usd buck; cent 1/100 ¢
@@ -37,13 +37,15 @@ volt: V 1 volt
 newton: N 1 newton
 hertz: Hz 1 hertz
 """
-UNITS: dict[str, tuple[str, F]] = {}
+UNITS: dict[str, tuple[str, int, F]] = {}  # (dimension, its power, how much)
 for _line in _TABLE.strip().split("\n"):
-  _dimension, _, _entries = _line.partition(":")
+  _key, _, _entries = _line.partition(":")
+  _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
-    UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, F(_scale)))
+    UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s"}
+_COMPOUNDS = re.compile(rf"\b(?:{'|'.join(_COMPOUND)})\b")
 
 # Words that multiply the number before them, and letters that do so behind a digit.
 _ORDINALS = (
@@ -126,6 +128,7 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
     return None
   glued = text[:1].isalpha()
   text = " " + text.strip().replace("per cent", "percent")
+  text = _COMPOUNDS.sub(lambda match: _COMPOUND[match[0]], text)
   text = re.sub(r"^ \(([^()]*)\)$", r" \1", text)
   kind = _OF.search(text)
   if kind and not _CLOSED.isdisjoint(kind[0].split()):
@@ -148,7 +151,7 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
     elif lower in ("squared", "cubed") and groups[-1] and not power:
       groups[-1][-1] = (groups[-1][-1][0], 2 if lower == "squared" else 3)
     elif lower not in _FILLER:
-      known = _known(word) or lower in {*_COMPOUND, *_SHAPES}
+      known = _known(word) or lower in _SHAPES
       if not known and (glued or len(word) < 3 or lower in _CLOSED or _PART.fullmatch(lower)):
         return None
       groups[-1].append((word, int(power or 1)))
@@ -162,7 +165,7 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
     sign = -1 if index else 1
     for name, power, size in measures:
       dimensions[name] = dimensions.get(name, 0) + sign * power
-      scale *= size ** (sign * power)
+      scale *= size**sign
   if any(dimensions.get(name, 1) != 1 for name in ("percent", "angle")):
     return None
   dimensions = tuple(sorted((name, power) for name, power in dimensions.items() if power))
@@ -177,7 +180,7 @@ def _known(word: str) -> str | None:
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """(dimension, power, scale) of words that are multiplied; adjectives do not count.
+  """(dimension, its power, scale) of words that are multiplied; adjectives do not count.
 
   None: the words name nothing.
   """
@@ -186,12 +189,10 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
     lower = word.casefold()
     if lower in _SHAPES:
       shape = _SHAPES[lower]
-    elif lower in _COMPOUND:
-      over, _, under = _COMPOUND[lower].partition("/")
-      measures += [_one(over, 1), _one(under, -1)]
     elif name := _known(word):
-      measures.append(_one(name, power * shape))
-      shape = 1
+      dimension, base, size = UNITS[name]
+      power, shape = power * shape, 1
+      measures.append((dimension, base * power, size**power))
     elif measures:
       return None
   if measures or not group:
@@ -202,13 +203,6 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
     return [("unit", shape, F(1))]
   plural = lower in _PLURALS or (lower.endswith("s") and not lower.endswith(("ss", "us")))
   return [(_singular(lower), power * shape, F(1))] if plural or per else None
-
-
-def _one(name: str, power: int) -> tuple[str, int, F]:
-  dimension, size = UNITS[name]
-  if dimension == "volume":  # a litre is a cubic decimetre
-    return "length", 3 * power, F(1, 10) if size == 1 else F(1, 100)
-  return dimension, power, size
 
 
 def _singular(word: str) -> str:
