@@ -60,12 +60,9 @@ def _same_choice(gold, ours) -> bool:
   if isinstance(gold, Choice) and isinstance(ours, Choice):
     values = gold.value is None or ours.value is None or same_answer(gold.value, ours.value)
     return gold.letter == ours.letter and values
-  choice, other = (gold, ours) if isinstance(gold, Choice) else (ours, gold)
-  if _spelling(other) is not None and _spelling(other) == choice.letter:
-    return True
-  return choice.value is not None and same_answer(
-    *((choice.value, other) if choice is gold else (other, choice.value))
-  )
+  letters = (node.letter if isinstance(node, Choice) else _spelling(node) for node in (gold, ours))
+  values = [node.value if isinstance(node, Choice) else node for node in (gold, ours)]
+  return len({*letters}) == 1 or (None not in values and same_answer(*values))
 
 
 def _spelling(node) -> str | None:
@@ -84,10 +81,10 @@ def _same_named(gold, ours) -> bool:
     if gold.name == ours.name or "text" in (gold.name, ours.name):
       return same_answer(gold.value, ours.value)
     return bool(gold.relation and ours.relation) and _same_relation(gold.relation, ours.relation)
-  named, other = (gold, ours) if isinstance(gold, Named) else (ours, gold)
-  if isinstance(other, Relation):
-    return bool(named.relation) and _same_relation(named.relation, other)
-  return same_answer(*((named.value, other) if named is gold else (other, named.value)))
+  if isinstance(gold, Relation) or isinstance(ours, Relation):
+    relations = [node.relation if isinstance(node, Named) else node for node in (gold, ours)]
+    return None not in relations and _same_relation(*relations)
+  return same_answer(*(node.value if isinstance(node, Named) else node for node in (gold, ours)))
 
 
 def _renamed(function: Named, parameter: str) -> Named:

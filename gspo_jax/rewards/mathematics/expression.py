@@ -87,8 +87,7 @@ class _Reader:
         value = value + self.product()
       elif self.accept("-"):
         value = value - self.product()
-      elif self.peek().text in ("pm", "mp") and self.peek().kind == "command":
-        sign = self.sign if self.take().text == "pm" else -self.sign
+      elif sign := self.plus_minus():
         value = value + sign * self.product()
       else:
         break
@@ -132,10 +131,13 @@ class _Reader:
       return -self.unary()
     if self.accept("+"):
       return self.unary()
-    if self.peek().text in ("pm", "mp") and self.peek().kind == "command":
-      sign = self.sign if self.take().text == "pm" else -self.sign
+    if sign := self.plus_minus():
       return sign * self.unary()
     return self.power()
+
+  def plus_minus(self) -> int:
+    r"""What a \pm or \mp that stands here means: 1 or -1; 0 where none does."""
+    return self.sign if self.accept("pm") else -self.sign if self.accept("mp") else 0
 
   def power(self):
     before = self.letters_before()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import sysconfig
 import threading
 import time
 
@@ -47,6 +48,15 @@ if __name__ == "__main__":
   report = run(program, stdin="18\na b a\n")
   assert report["stdout"] == "6 2 1 3\n0\né\n1000\n", report
   assert report["status"] == 0
+
+
+@needs_namespaces
+def test_of_the_trainer_s_packages_a_program_sees_numpy():
+  path = sysconfig.get_path("purelib")
+  if path.startswith((sysconfig.get_path("stdlib"), "/usr/")):
+    pytest.skip("they lie below Python's library, all of which is readable")
+  names = run(f"import os; print(*os.listdir({path!r}))")["stdout"].split()
+  assert "numpy" in names and {*names} <= {"numpy", "numpy.libs"}
 
 
 @needs_namespaces
