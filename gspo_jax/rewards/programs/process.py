@@ -190,7 +190,8 @@ def _packages() -> list[str]:
 
 def _readable() -> list[str]:
   """Python, NumPy, and the libraries of the system."""
-  paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+  base = {"platbase": sys.base_exec_prefix}  # and not that of a virtual environment
+  paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)]
   paths += [os.path.join(path, name) for path in _packages() for name in ("numpy", "numpy.libs")]
   paths += ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
   paths += [path for path in ("/lib", "/lib64") if not os.path.islink(path)]
