@@ -20,6 +20,7 @@ from gspo_jax.rewards.mathematics.quantity import Quantity, same
 from gspo_jax.rewards.mathematics.spelling import normalise
 from gspo_jax.rewards.mathematics.tokens import fold
 from gspo_jax.rewards.mathematics.units import Unit
+from gspo_jax.rewards.mathematics.values import rational
 
 
 def same_answer(gold, ours) -> bool:
@@ -247,7 +248,7 @@ def _same_real(gold: Scalar, ours: Scalar) -> bool:
   if gold.unit and ours.unit:
     if gold.unit.dimensions != ours.unit.dimensions:
       return False
-    a, b = (side.value * _rational(side.unit.scale) for side in (gold, ours))
+    a, b = (side.value * rational(side.unit.scale) for side in (gold, ours))
   elif _percent(gold.unit) or _percent(ours.unit):
     part, whole = (a, b) if _percent(gold.unit) else (b, a)
     return algebra.same_expression(part / 100, whole) or algebra.same_expression(part, whole)
@@ -261,10 +262,6 @@ def _same_real(gold: Scalar, ours: Scalar) -> bool:
 
 def _percent(unit: Unit | None) -> bool:
   return bool(unit and unit.percent)
-
-
-def _rational(value: fractions.Fraction) -> sp.Rational:
-  return sp.Rational(value.numerator, value.denominator)
 
 
 def _same_region(gold, ours) -> bool:

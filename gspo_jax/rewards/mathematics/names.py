@@ -53,6 +53,15 @@ def name(tokens: list[Token]) -> str | None:
   return re.sub("[{}]", "", text) if _NAME.fullmatch(text) else None
 
 
+def is_multiple(tokens: list[Token]) -> bool:
+  """Whether a number stands before a name, whatever is between them."""
+  return any(
+    name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start])
+    for start in range(1, len(tokens))
+    if tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
+  )
+
+
 def parameter(tokens: list[Token]) -> str | None:
   """The letter x of f(x), which another letter may stand for."""
   call = tokens[-3:]

@@ -36,7 +36,8 @@ _LABEL = re.compile(
 
 def plain(text: str) -> str:
   """The text without "the answer is", colours and sizes, with one kind of dash, 12 for 12th."""
-  return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", _LABEL.sub("", text))))
+  text = re.sub(r"\\hspace\*?\s*\{[^{}]*\}", r"\\quad ", _LABEL.sub("", text))
+  return _ORDINAL.sub("", _LOOKS.sub("", _DASHES.sub("-", text)))
 
 
 def trim(text: str) -> str:

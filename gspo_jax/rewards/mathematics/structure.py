@@ -160,6 +160,8 @@ class _Structure:
       operators, members = operators[: last - 1], members[:last]
     labels = [names.name(member) for member in members]
     named = next((label for label in labels[:-1] if label), None)
+    if named and any(map(names.is_multiple, members[:-1])):  # x = 5 y = 18
+      raise Unreadable("two equations, or a multiple of what is asked for")
     if named or (len(members) == 2 and labels[1]):
       value = self.value(members[-1] if named else members[0])
       if named and names.is_constant(members[0]) and not isinstance(value, Named):

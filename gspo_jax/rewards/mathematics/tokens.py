@@ -58,7 +58,7 @@ _ALIASES = {
 }  # fmt: skip
 _DROPPED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
-  limits nolimits boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
+  limits nolimits therefore boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
 )
 _WORDS = frozenset(
   """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
