@@ -14,7 +14,7 @@ _BASE = rf"(?:{_MARK}\{{(?:{_LETTER}|[A-Z]+)\}}|{_MARK}?{_LETTER}|{_POINTS})"
 _INDEX = r"(?:_(?:\w|\\\w+ |\{[^{}]*\})|'|\^\*|\^\{\*\})*"
 _CALL = r"(?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
 # Letters of functions: x(y+z) is a product, and so may n(3) be.
-_FUNCTION = r"(?:[fghpquA-Z]|\\mathbb \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
+_FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|tau|mu|pi|Phi) )"
 # Functions that measure something: their value may be asked for. That of a sine may not.
 _MEASURE = (
   r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"

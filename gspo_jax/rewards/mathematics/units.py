@@ -47,7 +47,7 @@ _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s"}
 _COMPOUNDS = re.compile(rf"\b(?:{'|'.join(_COMPOUND)})\b")
 
-# Words that multiply the number before them, and letters that do so behind a digit.
+# Words that multiply the number before them, and letters that do: 18K are 18,000, and no kelvins.
 _ORDINALS = (
   "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth"
   " fifteenth sixteenth seventeenth eighteenth nineteenth twentieth".split()
@@ -142,7 +142,7 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
     word, power, lower = match["word"], match["power"], match["word"].casefold()
     if match["per"]:
       groups.append([])
-    size = _LETTERS.get(word) if glued and not start else multiplier(word)
+    size = multiplier(word) or (None if start else _LETTERS.get(word))
     start = match.end()
     if size and not power:
       if groups != [[]]:
@@ -175,7 +175,11 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
 def _known(word: str) -> str | None:
   """The name of a unit as `UNITS` has it: as written, in small letters, or without its plural."""
   lower = word.casefold()
-  names = (word, lower, *([_singular(lower)] if len(lower) > 2 else []))
+  names = (
+    word,
+    *([lower] if len(word) > 1 else []),
+    *([_singular(lower)] if len(word) > 2 else []),
+  )
   return next((name for name in names if name in UNITS), None)
 
 
