@@ -16,6 +16,7 @@ from gspo_jax.data import growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.models import transformer
+from gspo_jax.rewards import shaping
 from gspo_jax.rewards.signals import check_signals
 from gspo_jax.runs import provenance, start
 from gspo_jax.runs.mirror import Mirror
@@ -71,6 +72,11 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
       raise ValueError(
         f"environment.stop_strings: no text has {text!r}, since special tokens are left out of it; "
         "name such a token as eos_token_id in the tokenizer's generation_config.json"
+      )
+  for tag in shaping.TAGS[config.reward.format]:
+    if not tokenizer.shows(tok, tag):
+      raise ValueError(
+        f"reward.format={config.reward.format}: no text of {config.tokenizer} has {tag!r} in it"
       )
   verifier = "" if config.environment.name else config.reward.name  # or it judges
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")

@@ -70,17 +70,38 @@ class HFTokenizer:
   special_tokens: dict[str, str]  # bos_token, eos_token, ...: the names chat templates use
   add_bos: bool  # the checkpoint wants its bos token before plain text (not before a chat template)
   pad_id: int
-  stop_ids: tuple[int, ...]  # eos first: demonstrations end with it; then what ends a turn
+  stop_ids: tuple[int, ...]  # first the one that ends demonstrations: that of a turn, or else eos
   vocab_size: int  # largest id + 1, which the model's vocabulary must hold
 
   def encode(self, text: str) -> list[int]:
-    """Token ids of `text`; special tokens written in it are recognised, none are added."""
+    """Token ids of `text`; special tokens written in it are recognised, none are added.
+
+    What follows a plain prompt's bos token is a text of its own, as if the token were not there.
+    """
+    bos = self.special_tokens["bos_token"] if self.add_bos and not self.chat_template else ""
+    if bos and text.startswith(bos):
+      return [self.tokenizer.token_to_id(bos), *self._encode(text.removeprefix(bos))]
+    return self._encode(text)
+
+  def _encode(self, text: str) -> list[int]:
     return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+  @functools.cached_property
+  def _skipped(self) -> set[int]:
+    """Tokens without a text: special ones and those that stop, but for tags.
+
+    Tags are what formats are made of, <think> or </answer>: some checkpoints flag them as special.
+    """
+    added = self.tokenizer.get_added_tokens_decoder()
+    skipped = {i: t.content for i, t in added.items() if t.special or i in self.stop_ids}
+    closing = (re.fullmatch(r"</(\w\w+)>", text) for text in skipped.values())
+    tags = {"think", "answer", *(match[1] for match in closing if match)}
+    return {i for i, text in skipped.items() if text.strip("</>") not in tags}
+
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; special tokens and ids beyond the vocabulary are skipped."""
-    known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-    return self.tokenizer.decode(known, skip_special_tokens=True)
+    """Text of `ids`; special tokens but for tags, and ids beyond the vocabulary are skipped."""
+    known = [int(i) for i in ids if 0 <= i < self.vocab_size and int(i) not in self._skipped]
+    return self.tokenizer.decode(known, skip_special_tokens=False)
 
   def token_bytes(self) -> list[bytes]:
     """The bytes that each token stands for, by id: of a special token those of its name, of a part
@@ -138,6 +159,7 @@ class HFTokenizer:
       ) from error
 
 
+TEMPLATES = "additional_chat_templates"  # folder of a tokenizer
 # The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
@@ -187,7 +209,7 @@ def load(path: str) -> Tokenizer:
 def load_for(path: str, vocab_size: int) -> Tokenizer:
   """`load`, for a model of so many tokens.
 
-  Special tokens beyond them are left out, unless they begin, end or pad texts: what has their name
+  Special tokens beyond them are left out, unless they begin or end texts: what has their name
   is a text like others. (Text models of Gemma 3 come with the tokenizer of those that see images.)
 
   Raises:
@@ -205,14 +227,16 @@ def load_for(path: str, vocab_size: int) -> Tokenizer:
 
 def _without_special(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
   bos = tok.tokenizer.token_to_id(tok.special_tokens.get("bos_token", ""))
-  used, content = {*tok.stop_ids, tok.pad_id, bos}, json.loads(tok.tokenizer.to_str())
+  used, content = {*tok.stop_ids, bos}, json.loads(tok.tokenizer.to_str())
   content["added_tokens"] = [
     token
     for token in content["added_tokens"]
     if token["id"] < vocab_size or not token["special"] or token["id"] in used
   ]
   tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-  return dataclasses.replace(tok, tokenizer=tokenizer, vocab_size=_largest(tokenizer) + 1)
+  pad_id = tok.pad_id if tok.pad_id < vocab_size else tok.stop_ids[-1]
+  size = _largest(tokenizer) + 1
+  return dataclasses.replace(tok, tokenizer=tokenizer, vocab_size=size, pad_id=pad_id)
 
 
 def _largest(tokenizer: tokenizers.Tokenizer) -> int:
@@ -230,14 +254,10 @@ def _load(directory: epath.Path) -> HFTokenizer:
   # Truncation and padding saved with a tokenizer would silently cut long prompts.
   tokenizer.no_truncation()
   tokenizer.no_padding()
-  special = {
-    name: _content(value, f"{name} of {directory / 'tokenizer_config.json'}")
-    for name, value in config.items()
-    if name.endswith("_token") and value is not None and not isinstance(value, bool)
-  }
+  special = _add_special(tokenizer, directory, config)
   template = _chat_template(directory, config)
   stop_ids = _stop_ids(directory, tokenizer, special, generation)
-  stop_ids = tuple(dict.fromkeys([*stop_ids, *_turn_end(tokenizer, template, special)]))
+  stop_ids = tuple(dict.fromkeys([*_turn_end(tokenizer, template, special), *stop_ids]))
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
   return HFTokenizer(
     path=str(directory),
@@ -245,10 +265,65 @@ def _load(directory: epath.Path) -> HFTokenizer:
     chat_template=template,
     special_tokens=special,
     add_bos=_adds_bos(tokenizer, special, config),
-    pad_id=stop_ids[0] if pad_id is None else pad_id,
+    pad_id=stop_ids[-1] if pad_id is None else pad_id,
     stop_ids=stop_ids,
     vocab_size=_largest(tokenizer) + 1,
   )
+
+
+def _add_special(
+  tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
+) -> dict[str, str]:
+  """Adds the tokens that are named beside tokenizer.json, as transformers 5 does, and returns the
+  special ones that have a name (`_from_pretrained` and `TokenizersBackend` there)."""
+  now = "added_tokens_decoder" in config
+  legacy = {} if now else _read_json(directory / "special_tokens_map.json")
+  extra, config = _extra(config), config | legacy
+  flagged, extra = list(extra), extra or _extra(legacy)
+  named = {name: value for name, value in config.items() if name.endswith("_token")}
+  if isinstance(extra, dict):
+    named, extra = named | extra, []
+  named = {
+    name: _token(value, f"{name} of {directory}")
+    for name, value in named.items()
+    if value is not None and not isinstance(value, bool)
+  }
+  special = {name: token.content for name, token in named.items()}
+  if now:
+    which = f"added_tokens_decoder of {directory}"
+    listed = {int(i): _token(token, which) for i, token in config["added_tokens_decoder"].items()}
+  else:
+    listed = {}
+    for text, i in _read_json(directory / "added_tokens.json").items():
+      flag = text in flagged or text in special.values()
+      listed[i] = tokenizers.AddedToken(text, normalized=not flag, special=flag)
+    listed |= tokenizer.get_added_tokens_decoder()
+  tokens = [token for _, token in sorted(listed.items())]
+  before = tokenizer.get_added_tokens_decoder().values()
+  known = {token.content for token in (*tokens, *before)}
+  further = [*named.values(), *(_token(value, f"special tokens of {directory}") for value in extra)]
+  eos = special.get("eos_token")
+  if eos is not None and eos not in known and tokenizer.token_to_id(eos) is None:
+    raise TokenizerError(f"eos_token {eos!r} of {directory} is not in its tokenizer.json")
+  tokens += [token for token in further if token.content not in known]
+  are_special = {*special.values(), *(token.content for token in before if token.special)}
+  for token in tokens:
+    token.special |= token.content in are_special
+  tokenizer.add_tokens(tokens)
+  return special
+
+
+def _extra(config: dict[str, Any]) -> Any:
+  """Special tokens without a name, or with one of their own."""
+  return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+
+
+def _token(value: Any, name: str) -> tokenizers.AddedToken:
+  """A token is written as a string, which is a special one, or as an object with its flags."""
+  flags = value if isinstance(value, dict) else dict(content=value, special=True)
+  if not isinstance(flags.get("content"), str):
+    raise TokenizerError(f"{name} is {value!r:.40}, and a text was expected")
+  return tokenizers.AddedToken(**{key: v for key, v in flags.items() if key != "__type"})
 
 
 def _adds_bos(
@@ -277,11 +352,6 @@ def _stop_ids(
   ids = []
   if "eos_token" in special:
     ids.append(tokenizer.token_to_id(special["eos_token"]))
-    if ids[0] is None:
-      raise TokenizerError(
-        f"eos_token {special['eos_token']!r} of {directory / 'tokenizer_config.json'} is not in its"
-        " tokenizer.json"
-      )
   named = generation.get("eos_token_id")
   ids += named if isinstance(named, list) else [] if named is None else [named]
   if not ids:
@@ -318,19 +388,24 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
 
 
 def _chat_template(directory: epath.Path, config: dict[str, Any]) -> str:
-  file = directory / "chat_template.jinja"
-  if file.exists():
-    return file.read_text()
-  template = config.get("chat_template") or ""
+  """The default of the templates in files, or else of those in the config; '' if there are none."""
+  files = [directory / "chat_template.jinja", *(directory / TEMPLATES).glob("*.jinja")]
+  named = {
+    "default" if file.parent == directory else file.stem: file.read_text()
+    for file in files
+    if file.exists()
+  }
+  template = named or config.get("chat_template") or ""
   if isinstance(template, str):
     return template
-  named = {entry["name"]: entry["template"] for entry in template}
-  if "default" not in named:
+  if isinstance(template, list):
+    template = {entry["name"]: entry["template"] for entry in template}
+  if "default" not in template:
     raise TokenizerError(
-      f"{directory} has chat templates {sorted(named)} and none named 'default': put the one to use"
-      " into chat_template.jinja"
+      f"{directory} has chat templates {sorted(template)} and none named 'default': put the one to"
+      " use into chat_template.jinja"
     )
-  return named["default"]
+  return template["default"]
 
 
 def _read_json(file: epath.Path) -> dict[str, Any]:
@@ -341,14 +416,6 @@ def _read_json(file: epath.Path) -> dict[str, Any]:
     return jsons.read_object(file)
   except ValueError as error:
     raise TokenizerError(str(error)) from error
-
-
-def _content(token: Any, name: str) -> str:
-  """A special token is written as a string or as an object with its flags."""
-  text = token.get("content") if isinstance(token, dict) else token
-  if not isinstance(text, str):
-    raise TokenizerError(f"{name} is {token!r:.40}, and a text was expected")
-  return text
 
 
 class _Generation(jinja2.ext.Extension):

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+# By format: the tags that a response must have.
+TAGS = dict(none=(), think=("</think>",), think_answer=("</think>", "<answer>", "</answer>"))
 _TAG = re.compile(r"</?(?:think|answer)>")
 
 

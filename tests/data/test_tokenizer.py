@@ -214,8 +214,9 @@ def test_stop_id_from_generation_config_alone(tmp_path):
 
 
 def test_the_end_of_a_turn_of_the_chat_template_stops_too(tmp_path):
-  """Base models of Qwen3 have the template, and name <|endoftext|> alone."""
-  for end, expected in (("<|im_end|>", (0, 2)), ("", (0,)), ("so it is", (0,))):
+  """Base models of Qwen3 have the template, and name <|endoftext|> alone. Demonstrations end as a
+  turn does, with the first of them."""
+  for end, expected in (("<|im_end|>", (2, 0)), ("", (0,)), ("so it is", (0,))):
     template = CHAT_TEMPLATE.replace("'user']", "'user', 'assistant']").replace("<|im_end|>", end)
     config = {"eos_token": "<|endoftext|>", "chat_template": template}
     write_checkpoint(tmp_path, config, {"eos_token_id": 0})

@@ -1,0 +1,200 @@
+"""Special tokens, wherever a checkpoint's files name them, against transformers."""
+
+import itertools
+import json
+import re
+
+import pytest
+import tokenizers
+import transformers
+from support.configs import config_of
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from configs import tiny
+from gspo_jax import inputs, structs
+from gspo_jax.data import sources, tokenizer
+
+END, STOP = "<|im_end|>", "<|endoftext|>"
+FLAGS = dict(lstrip=False, rstrip=False, normalized=False, single_word=False)
+
+
+def characters(*tokens):
+  """A tokenizer of bytes with some tokens more in its vocabulary."""
+  vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), STOP, *tokens]
+  tok = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(vocab)}, []))
+  tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tok.decoder = decoders.ByteLevel()
+  tok.add_special_tokens([STOP])
+  return tok
+
+
+def write(directory, tok, **files):
+  """A tokenizer's directory; STOP stops, whatever else does."""
+  directory.mkdir(exist_ok=True)
+  tok.save(str(directory / "tokenizer.json"))
+  files = dict(generation_config=dict(eos_token_id=tok.token_to_id(STOP))) | files
+  for name, content in files.items():
+    if content is not None:
+      (directory / f"{name}.json").write_text(json.dumps(content))
+  return tokenizer.load(str(directory))
+
+
+PLACES = dict(
+  tokenizer_json=("nowhere", "vocabulary", "text", "special"),
+  config=(None, "a string", "an object"),
+  decoder=(None, "special", "text", "others"),
+  special_tokens_map=(None, "eos", "extra"),
+  added_tokens=(None, "listed"),
+  extra=(None, "additional_special_tokens", "extra_special_tokens", "by name"),
+)
+
+
+def files_of(where):
+  """A tokenizer with END in these places, and the files beside it."""
+  place, config, decoder, of_map, listed, extra = where
+  tok = characters(*[END] * (place != "nowhere"))
+  if place in ("text", "special"):
+    tok.add_tokens([tokenizers.AddedToken(END, special=place == "special")])
+  i = tok.token_to_id(END) or tok.get_vocab_size()
+  c = dict(eos_token=END) if config == "a string" else {}
+  if config == "an object":
+    c = dict(eos_token=dict(__type="AddedToken", content=END, special=True, **FLAGS))
+  if decoder == "others":
+    c["added_tokens_decoder"] = {str(tok.token_to_id(STOP)): dict(content=STOP, special=True)}
+  elif decoder:
+    c["added_tokens_decoder"] = {str(i): dict(content=END, special=decoder == "special", **FLAGS)}
+  if extra:
+    c |= dict(extra_special_tokens=dict(end_token=END)) if extra == "by name" else {extra: [END]}
+  maps = dict(eos=dict(eos_token=END), extra=dict(additional_special_tokens=[END]))
+  return tok, dict(
+    tokenizer_config=c,
+    special_tokens_map=maps.get(of_map),
+    added_tokens={END: i} if listed else None,
+  )
+
+
+def test_a_token_is_what_it_is_in_transformers_wherever_it_is_named(tmp_path):
+  text = f"a{END}\nb {END}"
+  for i, where in enumerate(itertools.product(*PLACES.values())):
+    tok, files = files_of(where)
+    named = where[1] or (where[3] == "eos" and not where[2])
+    listed = where[2] in ("special", "text") or (where[4] and not where[2])
+    if named and where[0] == "nowhere" and not listed:
+      with pytest.raises(tokenizer.TokenizerError, match=r"is not in its tokenizer\.json"):
+        write(tmp_path / str(i), tok, **files)
+      continue  # transformers makes up an id, which the model was not trained with
+    ours = write(tmp_path / str(i), tok, **files)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / str(i))
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text) == ids, where
+    assert ours.special_tokens.get("eos_token") == theirs.eos_token, where
+    expected = theirs.decode(ids, skip_special_tokens=True)
+    if theirs.eos_token == END:  # never a text here, whatever its flag
+      expected = expected.replace(END, "")
+    assert ours.decode(ids) == expected, where
+    assert ours.vocab_size == len(theirs), where
+
+
+def test_tags_are_text_though_they_are_flagged_as_special(tmp_path):
+  tok = characters()
+  tags = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
+  tok.add_special_tokens([*tags, END, "<s>", "</s>", "<pad>"])
+  ours = write(tmp_path / "a", tok, tokenizer_config=dict(eos_token=END))
+  text = "<think>1+1</think><tool_call>x</tool_call><answer>2</answer>"
+  assert ours.decode(ours.encode(f"<s>{text}</s><pad>{END}")) == text
+  # One that stops is, too; so is one that is closed by a special token alone.
+  few = characters()
+  few.add_special_tokens(["</answer>"])
+  ours = write(tmp_path / "b", few, tokenizer_config=dict(eos_token="</answer>"))
+  assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_format_whose_tags_no_text_has_is_refused(tmp_path):
+  tok = characters()
+  tok.normalizer = normalizers.Replace("<answer>", "")
+  write(tmp_path, tok, tokenizer_config={})
+  for form, tag in (("think", ""), ("think_answer", "<answer>")):
+    config = config_of(
+      tiny.get_config, tokenizer=str(tmp_path), reward__format=form, reward__format_weight=0.1,
+      data__max_prompt_tokens=16,
+    )  # fmt: skip
+    if tag:
+      with pytest.raises(ValueError, match=f"reward.format={form}: no text of .* has '{tag}'"):
+        inputs.check(config)
+    else:
+      inputs.check(config)
+
+
+# Templates as in Qwen's, Gemma's and Llama's checkpoints, cut down to what they put around texts.
+TURNS = {
+  "<|im_end|>": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+  "<end_of_turn>": "{% for m in messages %}<start_of_turn>"
+  "{{ m.role.replace('assistant', 'model') }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+  "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+  "<|eot_id|>": "{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot_id|>"
+  "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
+  STOP: "{% for m in messages %}[{{ m.content }}]{% if m.role == 'assistant' %}{{ eos_token }}"
+  "{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("end, template", TURNS.items())
+def test_demonstrations_end_as_the_template_ends_a_turn(end, template, tmp_path):
+  tok = characters()
+  named = re.findall(r"<[|\w]+>", template)
+  tok.add_special_tokens([*dict.fromkeys(named), end])
+  ours = write(tmp_path, tok, tokenizer_config=dict(eos_token=STOP, chat_template=template))
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  asked, said = dict(role="user", content="1+1?"), dict(role="assistant", content="2")
+  expected = theirs.apply_chat_template([asked, said], return_dict=False)
+  prompt = tuple(ours.encode(ours.render("1+1?")))
+  prompt = structs.Prompt("id", "1+1?", "2", prompt, "[2]" if end == STOP else "2")
+  ids = [*prompt.tokens, *sources.demonstration_tokens(prompt, ours)[0]]
+  assert ids == expected[: len(ids)] and not theirs.decode(expected[len(ids) :]).strip()
+  assert theirs.decode(ids[-1]) == end and ours.stop_ids[-1] == tok.token_to_id(STOP)
+
+
+def test_templates_in_a_folder(tmp_path):
+  """Without a default of them transformers refuses to choose, too."""
+  config = dict(eos_token=STOP, chat_template="of the config")
+  write(tmp_path, characters(), tokenizer_config=config)
+  (tmp_path / "additional_chat_templates").mkdir()
+  (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("tools")
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  with pytest.raises(ValueError, match="no default"):
+    theirs.apply_chat_template([dict(role="user", content="q")])
+  with pytest.raises(tokenizer.TokenizerError, match=r"chat templates \['tools'\] and none named"):
+    tokenizer.load(str(tmp_path))
+  (tmp_path / "chat_template.jinja").write_text("by default")
+  assert tokenizer.load(str(tmp_path)).render("q") == "by default"
+
+
+METASPACE = "▁"
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_the_ids_of_a_plain_prompt_are_those_behind_bos(scheme, tmp_path):
+  """As transformers 5 writes the tokenizer of any Llama."""
+  vocab = ["<unk>", "<s>", "</s>", *"▁theanswr", "th", "the", "▁the", "▁a"]
+  merges = [("t", "h"), ("th", "e"), (METASPACE, "the"), (METASPACE, "a")]
+  tok = tokenizers.Tokenizer(
+    models.BPE({text: i for i, text in enumerate(dict.fromkeys(vocab))}, merges, unk_token="<unk>")
+  )
+  tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+  tok.decoder = decoders.Metaspace(prepend_scheme=scheme)
+  tok.add_special_tokens(["<unk>", "<s>", "</s>"])
+  tok.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
+  config = dict(bos_token="<s>", eos_token="</s>")
+  ours = write(tmp_path, tok, generation_config=None, tokenizer_config=config)
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  assert ours.encode(ours.render("the answer")) == theirs.encode("the answer")
+  # Behind a chat template the text is what it says.
+  template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+  ours = write(
+    tmp_path, tok, generation_config=None, tokenizer_config=config | dict(chat_template=template)
+  )
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  messages = [dict(role="user", content="the answer")]
+  expected = theirs.apply_chat_template(messages, return_dict=False)
+  assert ours.encode(ours.render("the answer")) == expected
