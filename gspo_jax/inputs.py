@@ -63,7 +63,9 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
 
 def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   """Reads and checks tokenizer, data and mesh; cheap checks come before slow ones."""
-  tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size)
+  tok = tokenizer.load_for(
+    config.tokenizer, config.model.vocab_size, config.data.template_arguments
+  )
   if config.has_iterations and config.objective.segment_unit == "step":
     delimiters.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)

@@ -70,7 +70,7 @@ FORMATS = {
   "deepscaler": Format("problem", "answer"),  # many of its solutions are empty
   # Its prompts say already in what form the answer is wanted.
   "dapo_math": Format(
-    "prompt.0.content", "reward_model.ground_truth", template="{question}", id="extra_info.index"
+    "prompt", "reward_model.ground_truth", template="{question}", id="extra_info.index"
   ),
   "livecodebench": Format(
     "question_content", "json:public_test_cases,private_test_cases,metadata", **_PROGRAM
@@ -106,7 +106,8 @@ def prompt(
     raise BadRow(f"a row is an object with fields, and this is {_kind(row)}. Correct the row")
   if not all(c.keeps(_lookup(row, c.field, "the filter")) for c in where if c.field != TOKENS):
     return None
-  question = text_of(row, form.question, form.key("question_field"), numbers=False)
+  *before, asked = _messages(row, form)
+  question = asked["content"]
   whole, answer = _answer(row, form)
   demonstration = whole
   if form.demonstration:
@@ -115,7 +116,7 @@ def prompt(
   starter = row.get(form.starter) if form.starter else None
   if starter:
     template = form.starter_template.replace("{starter}", str(starter))
-  text = tok.render(question, template=template)
+  text = tok.render(question, template=template, before=before)
   tokens = tuple(tok.encode(text))
   if not all(c.keeps(len(tokens)) for c in where if c.field == TOKENS):
     return None
@@ -129,6 +130,28 @@ def prompt(
   info = tuple(_further(row, {*_fields(form.question), *_fields(form.answer), name}))
   thinks = text.rstrip().endswith("<think>")
   return structs.Prompt(row_id, question, answer, tokens, demonstration, info, thinks)
+
+
+def _messages(row: Mapping[str, Any], form: Format) -> list[dict[str, Any]]:
+  """The messages of a prompt, of which the last one is the question: those of a field that holds
+  messages, up to the user's last one."""
+  key = form.key("question_field")
+  value = None if "{" in form.question else _lookup(row, form.question, key)
+  if not (isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value)):
+    head, _, tail = form.question.rpartition(".")
+    speaker = _lookup(row, head, key) if head and tail == "content" else None
+    if isinstance(speaker, Mapping) and speaker.get("role") in ("system", "developer"):
+      raise BadRow(
+        f"{form.question!r} is what the system says. Set {key}={head.rpartition('.')[0]}, all"
+        " messages"
+      )
+    return [dict(role="user", content=text_of(row, form.question, key, numbers=False))]
+  messages = list(value)
+  while messages and messages[-1].get("role") != "user":
+    messages.pop()
+  if not messages:
+    raise BadRow(f"the field {form.question!r} has no message of the role user. Correct the row")
+  return [dict(m, content=text_of(m, "content", key, numbers=False)) for m in messages]
 
 
 def _further(

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import numpy as np
 import tokenizers
@@ -51,9 +52,11 @@ class ByteTokenizer:
     """`text` as the beginning of a prompt: as it is."""
     return text
 
-  def render(self, question: str, *, template: str = "{question}") -> str:
-    """The text of a prompt: `template` with the question in it."""
-    return fill(template, question)
+  def render(
+    self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
+  ) -> str:
+    """The text of a prompt: `template` with the question in it, behind other messages."""
+    return self.chat([*before, dict(role="user", content=fill(template, question))])
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages: one after another, on lines of their own."""
@@ -72,6 +75,7 @@ class HFTokenizer:
   pad_id: int
   stop_ids: tuple[int, ...]  # first the one that ends demonstrations: that of a turn, or else eos
   vocab_size: int  # largest id + 1, which the model's vocabulary must hold
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
 
   def encode(self, text: str) -> list[int]:
     """Token ids of `text`; special tokens written in it are recognised, none are added.
@@ -128,16 +132,12 @@ class HFTokenizer:
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
 
-  def render(self, question: str, *, template: str = "{question}") -> str:
-    """The text of a prompt, ready for `encode`.
-
-    With a chat template: one user turn holding `template` filled with the question, up to where the
-    assistant begins to speak. Without: the filled template alone, as `ByteTokenizer` does it.
-    """
-    text = fill(template, question)
-    if self.chat_template:
-      return self.chat([{"role": "user", "content": text}])
-    return self.begin(text)
+  def render(
+    self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
+  ) -> str:
+    """The text of a prompt, ready for `encode`: `chat` of messages and then a user's turn, which
+    holds `template` filled with the question."""
+    return self.chat([*before, dict(role="user", content=fill(template, question))])
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages, up to where the assistant begins to speak;
@@ -147,10 +147,8 @@ class HFTokenizer:
     try:
       return _compile(self.chat_template).render(
         messages=list(messages),
-        tools=None,  # templates test whether it is none, and undefined is not none
-        documents=None,
         add_generation_prompt=True,
-        **self.special_tokens,
+        **_UNSET | self.special_tokens | self.arguments,
       )
     except Exception as error:  # it is a program
       raise TokenizerError(
@@ -159,6 +157,8 @@ class HFTokenizer:
       ) from error
 
 
+# What is passed to chat templates: they test whether it is none, and undefined is not none.
+_UNSET = dict[str, Any](tools=None, documents=None)
 TEMPLATES = "additional_chat_templates"  # folder of a tokenizer
 # The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -206,16 +206,25 @@ def load(path: str) -> Tokenizer:
     ) from error
 
 
-def load_for(path: str, vocab_size: int) -> Tokenizer:
-  """`load`, for a model of so many tokens.
+def load_for(path: str, vocab_size: int, arguments: Mapping[str, Any] | None = None) -> Tokenizer:
+  """`load`, for a model of so many tokens; with arguments of its chat template, if there are any.
 
   Special tokens beyond them are left out, unless they begin or end texts: what has their name
   is a text like others. (Text models of Gemma 3 come with the tokenizer of those that see images.)
 
   Raises:
-    TokenizerError: other tokens are beyond them, too.
+    TokenizerError: other tokens are beyond them, too; or the template has no such argument.
   """
   tok = load(path)
+  if arguments:
+    tree = jinja2.Environment(extensions=_EXTENSIONS).parse(getattr(tok, "chat_template", ""))
+    known = sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
+    if unknown := set(arguments) - set(known):
+      raise TokenizerError(
+        f"data.template_arguments.{min(unknown)}: the chat template of {path!r} has no such"
+        f" argument; there are {', '.join(known) or 'none'}"
+      )
+    tok = dataclasses.replace(tok, arguments=dict(arguments))
   if tok.vocab_size > vocab_size and isinstance(tok, HFTokenizer):
     tok = _without_special(tok, vocab_size)
   if tok.vocab_size > vocab_size:
@@ -376,9 +385,10 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
   they write after the end of their turn would belong to the response.
   """
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
-  nothing = dict(tools=None, documents=None, add_generation_prompt=False)
   try:
-    text = _compile(template).render(messages=messages, **nothing, **special)
+    text = _compile(template).render(
+      messages=messages, add_generation_prompt=False, **_UNSET | special
+    )
   except Exception:  # one that takes no such messages; what prompts need of it is checked with them
     return []
   _, said, after = text.rpartition("said")
@@ -429,6 +439,10 @@ class _Generation(jinja2.ext.Extension):
     return jinja2.nodes.Scope(body, lineno=line)
 
 
+_EXTENSIONS = [_Generation, "jinja2.ext.loopcontrols"]
+_FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
+
+
 @functools.cache
 def _compile(source: str) -> jinja2.Template:
   """Compiles a chat template as transformers does: sandboxed, since checkpoints are downloads."""
@@ -446,7 +460,7 @@ def _compile(source: str) -> jinja2.Template:
     return datetime.datetime.now().strftime(form)
 
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS
   )
   environment.filters["tojson"] = tojson
   environment.globals["raise_exception"] = raise_exception

@@ -25,7 +25,7 @@ BOXED = "boxed"  # as an answer pattern: what the last \boxed{} (or \fbox{}) of 
 @dataclasses.dataclass(frozen=True)
 class Format:
   """The fields in which a row keeps its parts. Names may be dotted (`info.answer`,
-  `messages.0.content`), and one with braces is a text made of fields (`{Body} {Question}`).
+  `messages.1.content`), and one with braces is a text made of fields (`{Body} {Question}`).
   """
 
   question: str
@@ -110,6 +110,7 @@ class DataConfig:
   prompt_template: str = key(
     "{question}", "the user's turn where the tokenizer has a chat template; holds {question}"
   )
+  template_arguments: dict = key({}, "of the chat template, by name: enable_thinking")
   max_prompt_tokens: PositiveInt = key(8, 'of "999+999="; a longer one is a bad row')
   on_error: Literal["raise", "skip"] = key(
     "raise", "a bad row stops the run, or is left out and counted"

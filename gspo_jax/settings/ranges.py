@@ -168,7 +168,7 @@ def describe(kind: Any) -> str:
     return f"a tuple, each {describe(arguments[0])}"
   if _optional(origin):
     return f"{describe(arguments[0])}, or None"
-  if origin is dict or dataclasses.is_dataclass(kind):
+  if plain(kind) is dict or dataclasses.is_dataclass(kind):
     return "a section"
   return {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}[kind]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import sys
 import types
 import typing
@@ -93,6 +94,11 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
   number = not isinstance(value, bool) or plain is bool  # Python's True is an int
   if not (isinstance(value, accepted) and number):
     raise ValueError(f"{key}={value!r} must be {ranges.describe(kind)}")
+  if kind is dict:  # of whatever JSON has
+    try:
+      return json.loads(json.dumps(dict(value), allow_nan=False))
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{key}={value!r} cannot be written as JSON: {error}") from error
   if plain is dict:
     return {name: _convert(arguments[1], entry, f"{key}.{name}") for name, entry in value.items()}
   if plain is tuple:

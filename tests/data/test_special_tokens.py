@@ -7,12 +7,13 @@ import re
 import pytest
 import tokenizers
 import transformers
-from support.configs import config_of
+from support.configs import config_of, values_of
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from configs import tiny
 from gspo_jax import inputs, structs
 from gspo_jax.data import sources, tokenizer
+from gspo_jax.settings.reading import from_dict
 
 END, STOP = "<|im_end|>", "<|endoftext|>"
 FLAGS = dict(lstrip=False, rstrip=False, normalized=False, single_word=False)
@@ -168,6 +169,33 @@ def test_templates_in_a_folder(tmp_path):
     tokenizer.load(str(tmp_path))
   (tmp_path / "chat_template.jinja").write_text("by default")
   assert tokenizer.load(str(tmp_path)).render("q") == "by default"
+
+
+THINKING = (
+  "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+  "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant"
+  "\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+  "{% endif %}"
+)
+
+
+def test_arguments_of_the_template(tmp_path):
+  write(tmp_path, characters("<think>"), tokenizer_config=dict(chat_template=THINKING))
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  messages = [dict(role="user", content="12+34=")]
+  for arguments in ({}, dict(enable_thinking=False), dict(tools=[dict(type="function", name="f")])):
+    values = values_of(tiny.get_config, tokenizer=str(tmp_path), data__max_prompt_tokens=200)
+    values["data"]["template_arguments"] = arguments
+    prompt = inputs.check(from_dict(values)).train_prompts[0]
+    messages[0]["content"] = prompt.question
+    expected = theirs.apply_chat_template(
+      messages, add_generation_prompt=True, return_dict=False, **arguments
+    )
+    assert list(prompt.tokens) == expected
+  with pytest.raises(tokenizer.TokenizerError, match=r"template_arguments\.thinking: .*no such"):
+    tokenizer.load_for(str(tmp_path), 300, dict(thinking=False))
+  with pytest.raises(tokenizer.TokenizerError, match="there are none"):
+    tokenizer.load_for("bytes", 300, dict(enable_thinking=False))
 
 
 METASPACE = "▁"
