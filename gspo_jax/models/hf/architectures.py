@@ -32,9 +32,7 @@ _GEMMA_FIELDS = dict(
   sliding_window=("sliding_window", int),
   sliding_window_pattern=("sliding_window_pattern", int),
 )
-_GEMMA_DEFAULTS = dict(
-  tie_word_embeddings=True, attn_logit_softcapping=0.0, final_logit_softcapping=0.0
-)
+_GEMMA_DEFAULTS = dict(num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
 _SILU, _GELU = "silu", "gelu_pytorch_tanh"
 _NO_BIAS = dict(attention_bias=False)
 
@@ -47,7 +45,8 @@ class Architecture:
   fields: Mapping[str, tuple[str, type]]
   implied: Mapping[str, Any]  # ModelConfig fields without a key, where not the default
   fixed: Mapping[str, Any]  # keys of which one value is supported
-  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of keys left out
+  # Of keys that may be left out: those of transformers' configuration class.
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 ARCHITECTURES = {  # by model_type
@@ -56,19 +55,21 @@ ARCHITECTURES = {  # by model_type
     _FIELDS | _MOE_FIELDS,
     implied=dict(family="qwen3", qk_norm=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
+    defaults=dict(num_key_value_heads=4, mlp_only_layers=[], decoder_sparse_step=1),
   ),
   "qwen3": Architecture(
     "Qwen3ForCausalLM",
     _FIELDS,
     implied=dict(family="qwen3", qk_norm=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
-    defaults=dict(head_dim=128),
+    defaults=dict(num_key_value_heads=32, head_dim=128),
   ),
   "qwen2": Architecture(
     "Qwen2ForCausalLM",
     _FIELDS,
     implied=dict(family="qwen3", qk_norm=False, attention_bias=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False),
+    defaults=dict(num_key_value_heads=32),
   ),
   "llama": Architecture(
     "LlamaForCausalLM",
@@ -85,7 +86,12 @@ ARCHITECTURES = {  # by model_type
     # A bound on scores is read by transformers, and then left out.
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, attn_logit_softcapping=None) | _NO_BIAS,
     defaults=_GEMMA_DEFAULTS
-    | dict(rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6),
+    | dict(
+      final_logit_softcapping=0.0,
+      rope_theta=1e6,
+      rope_local_base_freq=1e4,
+      sliding_window_pattern=6,
+    ),
   ),
   "gemma2": Architecture(
     "Gemma2ForCausalLM",
@@ -96,8 +102,15 @@ ARCHITECTURES = {  # by model_type
       local_rope_theta=("rope_theta", float),
     ),
     implied=dict(family="gemma", qk_norm=False),
-    fixed=dict(hidden_activation=_GELU, hidden_act=_GELU) | _NO_BIAS,
-    defaults=_GEMMA_DEFAULTS | dict(rope_theta=1e4, sliding_window_pattern=2),
+    # Its class reads no other pattern than that of layer_types.
+    fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, sliding_window_pattern=2) | _NO_BIAS,
+    defaults=_GEMMA_DEFAULTS
+    | dict(
+      attn_logit_softcapping=50.0,
+      final_logit_softcapping=30.0,
+      rope_theta=1e4,
+      sliding_window_pattern=2,
+    ),
   ),
 }
 # Keys of any architecture that change what is calculated, with the value under which they do not.

@@ -48,17 +48,17 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
     known = ", ".join(ARCHITECTURES)
     raise ValueError(f"model_type={raw.get('model_type')!r} is not one of {known}")
   _check_supported(raw, architecture)
-  raw = {key: value for key, value in raw.items() if value is not None}
-  whole, local = _ropes(raw)
+  heads = raw.get("num_attention_heads")  # what null means, where transformers takes it
+  null = dict(num_key_value_heads=heads, attn_logit_softcapping=0.0, final_logit_softcapping=0.0)
+  raw = {key: null.get(key) if value is None else value for key, value in raw.items()}
+  whole, local = _ropes(raw, architecture)
   raw["rope_theta"] = _one_of("rope_theta", raw, *whole)
   raw["rope_local_base_freq"] = _one_of(
     "rope_local_base_freq", raw, dict(rope_local_base_freq=local.get("rope_theta"))
   )
   raw["num_experts"] = _one_of("num_experts", raw, dict(num_experts=raw.get("num_local_experts")))
-  # Where transformers' configuration classes have these defaults and published files use them.
-  raw = architecture.defaults | {key: value for key, value in raw.items() if value is not None}
-  raw = dict(tie_word_embeddings=False, mlp_only_layers=[], decoder_sparse_step=1) | raw
-  raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
+  defaults = dict(tie_word_embeddings=False, num_key_value_heads=heads) | architecture.defaults
+  raw = defaults | {key: value for key, value in raw.items() if value is not None}
   if "head_dim" not in raw:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
 
@@ -89,19 +89,25 @@ def layer_types(config: ModelConfig) -> list[str]:
   return [_LOCAL if config.is_local(layer) else _GLOBAL for layer in range(config.num_layers)]
 
 
-def _ropes(raw: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-  """Rotary parameters of global layers, from each place that may hold them, and of local ones."""
-  nested = raw.get("rope_parameters") or {}
-  whole = nested.get(_GLOBAL, {} if _LOCAL in nested else nested)
-  return [whole, raw.get("rope_scaling") or {}], nested.get(_LOCAL) or {}
+def _ropes(
+  raw: dict[str, Any], architecture: Architecture
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  """Rotary parameters of global layers, from each place that may hold them, and of local ones.
+
+  Where local layers have their own, transformers reads nothing but those by kind of layer."""
+  whole, local = raw.get("rope_parameters") or {}, {}
+  if "rope_local_base_freq" in architecture.defaults:
+    whole, local = whole.get(_GLOBAL) or {}, whole.get(_LOCAL) or {}
+  return [whole, raw.get("rope_scaling") or {}], local
 
 
 def _check_supported(raw: dict[str, Any], architecture: Architecture) -> None:
   for key, value in (FIXED | dict(architecture.fixed)).items():
     if raw.get(key) not in (None, value):
       raise ValueError(f"{key}={raw[key]!r} is not supported, only {json.dumps(value)}")
-  (parameters, scaling), local = _ropes(raw)
-  ropes = [("rope_scaling", scaling), ("rope_parameters", parameters), ("rope_parameters", local)]
+  (parameters, scaling), local = _ropes(raw, architecture)
+  flat = {k: v for k, v in (raw.get("rope_parameters") or {}).items() if k not in (_LOCAL, _GLOBAL)}
+  ropes = [("rope_scaling", scaling), *(("rope_parameters", r) for r in (parameters, local, flat))]
   for key, rope in ropes:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -166,7 +172,7 @@ def _write(
     values["mlp_only_layers"] = list(config.mlp_only_layers)
   if "sliding_window" in values:
     values["layer_types"] = layer_types(config)
-  return dict(
+  content = dict(
     architectures=[architecture.name],
     model_type=model_type,
     **{key: None if key.endswith("softcapping") and not v else v for key, v in values.items()},
@@ -174,5 +180,5 @@ def _write(
     rope_scaling=None,
     torch_dtype=dtype,
     use_cache=True,
-    **architecture.fixed,
   )
+  return content | dict(architecture.fixed)

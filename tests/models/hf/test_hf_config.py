@@ -4,10 +4,14 @@ import dataclasses
 import json
 
 import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from configs import dense_math
 from gspo_jax.models import hf
+from gspo_jax.models.hf import architectures as hf_architectures
 from gspo_jax.models.hf import config as hf_config
+from gspo_jax.models.hf.architectures import ARCHITECTURES
 from gspo_jax.settings import model as sizes
 from gspo_jax.settings.reading import from_dict
 
@@ -115,6 +119,90 @@ def test_keys_of_gemma_that_published_files_leave_out(tmp_path):
   assert hf.load_config(tmp_path) == dataclasses.replace(
     GEMMA2, rope_theta=1e4, local_rope_theta=1e4
   )
+
+
+# Keys of transformers' classes that change no logits of a forward pass, or nothing by themselves.
+WITHOUT_EFFECT = """architectures attention_dropout bos_token_id chunk_size_feed_forward dtype
+  eos_token_id id2label initializer_range is_encoder_decoder label2id layer_types max_window_layers
+  model_type num_local_experts output_attentions output_hidden_states output_router_logits
+  pad_token_id pretraining_tp problem_type return_dict rope_parameters router_aux_loss_coef
+  transformers_version use_cache _name_or_path _sliding_window_pattern""".split()
+
+
+def as_transformers_computes(content):
+  """Values of ModelConfig as transformers' class has them, which reads a config.json."""
+  theirs = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+  rope = theirs.rope_parameters
+  types = getattr(theirs, "layer_types", None) or []
+  values = {
+    field: getattr(theirs, key)
+    for field, (key, _) in ARCHITECTURES[content["model_type"]].fields.items()
+    if hasattr(theirs, key)
+  }
+  values |= dict(
+    head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+    rope_theta=rope.get(GLOBAL, rope)["rope_theta"],
+    local_rope_theta=rope.get(LOCAL, rope)["rope_theta"] if LOCAL in types else 1e4,
+    sliding_window_pattern=types.index(GLOBAL) + 1 if LOCAL in types else 1,
+  )
+  for name in "attn_logit_softcapping", "final_logit_softcapping":
+    if name in values:
+      values[name] = values[name] or 0.0
+  if "mlp_only_layers" in values:
+    values["mlp_only_layers"] = tuple(values["mlp_only_layers"])
+  return values
+
+
+@pytest.mark.parametrize("config", [MOE, DENSE, QWEN2, LLAMA, GEMMA3, GEMMA2])
+def test_a_key_left_out_or_null_means_what_it_means_to_transformers(config, tmp_path):
+  whole = hf_config.to_hf(config, "float32")
+  loaded = 0
+  for key in whole.keys() - {"model_type"}:
+    for change in ..., None:
+      write(tmp_path, config, **{key: change})
+      content = json.loads((tmp_path / "config.json").read_text())
+      try:
+        ours, theirs = hf.load_config(tmp_path), as_transformers_computes(content)
+      except (hf.CheckpointError, StrictDataclassError):  # one of them takes no such file
+        continue
+      if None in theirs.values():  # no model can be made of it
+        continue
+      assert {name: getattr(ours, name) for name in theirs} == theirs, (key, change)
+      loaded += 1
+  assert loaded > 10
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_key_of_transformers_is_known(name):
+  """What a class has is read, has the one value that is supported, or has no effect."""
+  architecture = ARCHITECTURES[name]
+  fixed = hf_architectures.FIXED | dict(architecture.fixed)
+  known = {key for key, _ in architecture.fields.values()}
+  for key, value in transformers.CONFIG_MAPPING[name]().to_dict().items():
+    if key in fixed:
+      assert value in (None, fixed[key]), key
+    elif key == "sliding_window" and "use_sliding_window" in fixed:
+      continue  # not used then
+    else:
+      assert key in known or key in WITHOUT_EFFECT, key
+    if key in architecture.defaults:
+      assert (value or 0) == (architecture.defaults[key] or 0), key
+
+
+@pytest.mark.parametrize("ropes", [dict(rope_theta=5e5), {GLOBAL: dict(rope_theta=5e5)}])
+@pytest.mark.parametrize("config", [DENSE, GEMMA3, GEMMA2])
+def test_rotary_parameters_by_kind_of_layer_and_not(config, ropes, tmp_path):
+  """Gemma 3 reads nothing but those by kind, the others none of these."""
+  write(tmp_path, config, rope_theta=..., rope_scaling=..., rope_parameters=ropes)
+  content = json.loads((tmp_path / "config.json").read_text())
+  if config != GEMMA3 and GLOBAL in ropes:
+    with pytest.raises(
+      hf.CheckpointError, match=r"no rope_theta|rope_theta is given twice|rope_parameters\.full"
+    ):
+      hf.load_config(tmp_path)
+  else:
+    theirs = as_transformers_computes(content)
+    assert hf.load_config(tmp_path).rope_theta == theirs["rope_theta"]
 
 
 def test_the_default_scale_of_gemma_is_written_out(tmp_path):
