@@ -1,6 +1,6 @@
 """Writes what a run has learned as a Hugging Face directory.
 
-  python -m gspo_jax.export RUN DIR [--dtype=bfloat16]
+  python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR]
 
 RUN is named as in the key `weights`: a workdir for its newest checkpoint, or one of its
 checkpoints. transformers, vLLM and `--config.weights=DIR` read DIR. Adapters are merged. It runs on
@@ -8,7 +8,7 @@ the CPU, and takes memory for the weights once.
 """
 
 import argparse
-import shutil
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,23 +21,20 @@ if __name__ == "__main__":
 import jax
 
 from gspo_jax import sharding
+from gspo_jax.data import tokenizer as tokenizers
 from gspo_jax.models import hf
 from gspo_jax.runs import start, weights
 from gspo_jax.settings.mesh import MeshConfig
-
-# Of a tokenizer, as far as they are there.
-TOKENIZER = (
-  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-  "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+from gspo_jax.system import jsons
 
 
-def export(run: str, directory: Path, dtype: str = "bfloat16") -> start.Start:
-  """Writes config.json, safetensors of this type, and the tokenizer's files if there are any.
+def export(run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "") -> start.Start:
+  """Writes config.json, safetensors of this type, generation_config.json with the tokens at which
+  the run stopped, and the tokenizer's files if there are any.
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or does not say of which model it is;
-      or the directory holds something.
+      its tokenizer is not where it was; or the directory holds something.
   """
   origin = start.find(run, "RUN")
   if origin is None:
@@ -45,13 +42,20 @@ def export(run: str, directory: Path, dtype: str = "bfloat16") -> start.Start:
   model = start.model(origin, f"RUN={run}")
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
+  tokenizer = tokenizer or origin.config["tokenizer"]
+  try:
+    tok = tokenizers.load_for(tokenizer, model.vocab_size)
+  except tokenizers.TokenizerError as error:
+    raise ValueError(f"{error}: say by --tokenizer=DIR where that of RUN={run} is now") from error
+  ids = dict(bos_token_id=tok.bos_id, eos_token_id=list(tok.stop_ids), pad_token_id=tok.pad_id)
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
-    hf.save(directory, weights.of_checkpoint(origin, model, mesh, dtype, "RUN"), model, dtype=dtype)
-  tokenizer = Path(origin.config["tokenizer"])
-  for name in TOKENIZER:
-    if (tokenizer / name).is_file():
-      shutil.copy(tokenizer / name, directory / name)
+    params = weights.of_checkpoint(origin, model, mesh, dtype, "RUN")
+    hf.save(directory, params, model, dtype=dtype, more=ids)
+  generation = directory / "generation_config.json"
+  tokenizers.copy(tokenizer, directory)
+  sampling = jsons.read_object(generation) if generation.exists() else {}
+  generation.write_text(json.dumps(sampling | ids, indent=2) + "\n")
   return origin
 
 
@@ -61,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   parser.add_argument("run", metavar="RUN", help="a workdir, or one of its checkpoints")
   parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it")
+  parser.add_argument("--tokenizer", default="", help="where it is now; default: as in the run")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
   try:
-    origin = export(options.run, options.directory, options.dtype)
+    origin = export(options.run, options.directory, options.dtype, options.tokenizer)
   except (ValueError, OSError) as error:
     parser.error(str(error))
   sys.stdout.write(f"{options.directory}: the weights of {origin.path}\n")

@@ -1,9 +1,12 @@
 """A run as a Hugging Face directory: the weights it ended with, and its tokenizer."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from support import toy_qwen3
 from support.command_line import SMALL_VALUES
 from support.configs import config_of
@@ -38,6 +41,46 @@ def test_a_run_as_others_read_it(trained, tmp_path, capsys):
   assert config == model and jax.tree.all(jax.tree.map(np.array_equal, found, params))
   tok = tokenizer.load(str(tmp_path / "out"))
   assert tok.render("q") == tokenizer.load(str(workdir.parent)).render("q")
+
+
+def test_transformers_stops_where_the_run_did(trained, tmp_path):
+  workdir, *_ = trained
+  home = workdir.parent
+  (home / "generation_config.json").write_text('{"eos_token_id": 0, "top_k": 20}')
+  (home / "additional_chat_templates").mkdir()
+  (home / "additional_chat_templates/tools.jinja").write_text("tools")
+  (home / "chat_template.jinja").write_text(toy_qwen3.TEMPLATE)
+  export.export(str(workdir), tmp_path / "out")
+  tok = tokenizer.load(str(home))
+  assert tok.stop_ids == (2, 0)
+  generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+  assert generation.eos_token_id == [2, 0] and generation.pad_token_id == 0
+  assert generation.top_k == 20  # of the tokenizer's directory
+  config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+  assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [2, 0], 0)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+  assert theirs.chat_template.keys() == {"default", "tools"}
+
+
+def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsys):
+  """As a relative path is, from another directory."""
+  workdir, *_ = trained
+  for name in "config.json", "checkpoints":
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / name).symlink_to(workdir / name)
+  values = json.loads((workdir / "config.json").read_text()) | dict(tokenizer=workdir.parent.name)
+  (tmp_path / "run/config.json").unlink()
+  (tmp_path / "run/config.json").write_text(json.dumps(values))
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit):
+    export.main([str(tmp_path / "run"), "out"])
+  assert "say by --tokenizer=DIR where that of RUN=" in capsys.readouterr().err
+  assert not (tmp_path / "out").exists()
+  export.main([str(tmp_path / "run"), "out", f"--tokenizer={workdir.parent}"])
+  assert tokenizer.load("out").stop_ids == (2, 0)
+  monkeypatch.chdir(workdir.parents[1])
+  export.main([str(tmp_path / "run"), str(tmp_path / "other")])
+  assert tokenizer.load(str(tmp_path / "other")).stop_ids == (2, 0)
 
 
 def test_an_earlier_checkpoint_in_half_precision(trained, tmp_path):

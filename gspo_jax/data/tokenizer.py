@@ -11,6 +11,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -77,6 +78,11 @@ class HFTokenizer:
   vocab_size: int  # largest id + 1, which the model's vocabulary must hold
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
 
+  @property
+  def bos_id(self) -> int | None:
+    """The token that begins texts, if there is one."""
+    return self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
+
   def encode(self, text: str) -> list[int]:
     """Token ids of `text`; special tokens written in it are recognised, none are added.
 
@@ -84,7 +90,7 @@ class HFTokenizer:
     """
     bos = self.special_tokens["bos_token"] if self.add_bos and not self.chat_template else ""
     if bos and text.startswith(bos):
-      return [self.tokenizer.token_to_id(bos), *self._encode(text.removeprefix(bos))]
+      return [self.bos_id, *self._encode(text.removeprefix(bos))]
     return self._encode(text)
 
   def _encode(self, text: str) -> list[int]:
@@ -159,7 +165,13 @@ class HFTokenizer:
 
 # What is passed to chat templates: they test whether it is none, and undefined is not none.
 _UNSET = dict[str, Any](tools=None, documents=None)
-TEMPLATES = "additional_chat_templates"  # folder of a tokenizer
+TEMPLATES = "additional_chat_templates"
+# The files of a tokenizer, as far as they are there.
+FILES = (
+  *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+  *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+  *("generation_config.json", f"{TEMPLATES}/*.jinja"),
+)
 # The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
@@ -206,6 +218,15 @@ def load(path: str) -> Tokenizer:
     ) from error
 
 
+def copy(path: str, directory: Path) -> None:
+  """Copies the files of a tokenizer; that of bytes has none."""
+  for pattern in FILES if path != "bytes" else ():
+    for file in epath.Path(path).glob(pattern):
+      target = directory / str(file.relative_to(path))
+      target.parent.mkdir(exist_ok=True)
+      target.write_bytes(file.read_bytes())
+
+
 def load_for(path: str, vocab_size: int, arguments: Mapping[str, Any] | None = None) -> Tokenizer:
   """`load`, for a model of so many tokens; with arguments of its chat template, if there are any.
 
@@ -235,8 +256,7 @@ def load_for(path: str, vocab_size: int, arguments: Mapping[str, Any] | None = N
 
 
 def _without_special(tok: HFTokenizer, vocab_size: int) -> HFTokenizer:
-  bos = tok.tokenizer.token_to_id(tok.special_tokens.get("bos_token", ""))
-  used, content = {*tok.stop_ids, bos}, json.loads(tok.tokenizer.to_str())
+  used, content = {*tok.stop_ids, tok.bos_id}, json.loads(tok.tokenizer.to_str())
   content["added_tokens"] = [
     token
     for token in content["added_tokens"]

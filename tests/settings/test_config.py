@@ -84,6 +84,8 @@ def wrong(kind):
     return [3, None, "text", *((value,) for value in wrong(arguments[0]))]
   if origin in (typing.Union, types.UnionType):
     return [value for value in wrong(arguments[0]) if value is not None]
+  if kind is dict:
+    return [3, "text", None, dict(a={1}), dict(a=float("nan"))]
   if dataclasses.is_dataclass(kind) or origin is dict:
     return [3, "text", None]
   return {

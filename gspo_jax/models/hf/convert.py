@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,7 @@ def save(
   *,
   dtype: Any = None,
   shard_size_bytes: int = 5 * 10**9,
+  more: Mapping[str, Any] | None = None,
 ) -> None:
   """Writes config.json and safetensors that transformers' `from_pretrained` opens.
 
@@ -262,6 +263,7 @@ def save(
   Args:
     dtype: of the tensors, float32, bfloat16 or float16; default: that of each parameter.
     shard_size_bytes: several files and model.safetensors.index.json where one would be larger.
+    more: further keys of config.json, which change nothing of the model.
 
   Raises:
     ValueError: parameters that are not those of `model_config`, or a combination of features that
@@ -274,6 +276,7 @@ def save(
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
   config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
+  config |= more or {}
   # In the order of the layers: a layer is in one file, or in two neighbours.
   plan = sorted(
     (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
