@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from gspo_jax.settings.data import DataError
@@ -119,11 +120,23 @@ def _json_lines(file: epath.Path) -> Numbered:
 
 
 def _parquet(file: epath.Path) -> Numbered:
-  from pyarrow import parquet  # slow to import, and seldom needed
+  import pyarrow as pa  # slow to import, and seldom needed
+  from pyarrow import parquet
+
+  def value(scalar: pa.Scalar) -> Any:
+    """Python's; of short floats the number that was meant, 0.1 and not 0.10000000149."""
+    if isinstance(scalar, pa.FloatScalar | pa.HalfFloatScalar) and scalar.is_valid:
+      kind = np.float32 if isinstance(scalar, pa.FloatScalar) else np.float16
+      return float(str(kind(scalar.as_py())))
+    if isinstance(scalar, pa.StructScalar) and scalar.is_valid:
+      return {name: value(part) for name, part in scalar.items()}
+    if type(scalar) in (pa.ListScalar, pa.LargeListScalar) and scalar.is_valid:
+      return [value(part) for part in scalar]
+    return scalar.as_py()
 
   def decode(batch, i):
     try:
-      return {name: batch.column(name)[i].as_py() for name in batch.schema.names}
+      return {name: value(batch.column(name)[i]) for name in batch.schema.names}
     except UnicodeError as error:
       raise BadRow(f"it is not UTF-8: {error}. Correct the row") from error
     except (ArithmeticError, ValueError) as error:  # a date that Python does not have

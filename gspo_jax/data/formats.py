@@ -6,6 +6,7 @@ section of a config describes one more, for files of one's own. docs/data.md sho
 
 import contextlib
 import dataclasses
+import decimal
 import json
 import math
 import operator
@@ -257,8 +258,10 @@ def _text(value: Any, numbers: bool) -> str:
     return value
   if isinstance(value, bytes):  # TFDS
     return value.decode("utf-8")
+  if numbers and isinstance(value, decimal.Decimal) and value.is_finite():
+    return f"{value.normalize():f}"
   if isinstance(value, np.generic):
-    value = value.item()
+    value = _plain(value)
   whole = isinstance(value, int) and not isinstance(value, bool)
   if numbers and (whole or (isinstance(value, float) and math.isfinite(value))):
     return repr(int(value) if value == int(value) else value)  # 145.0 is the answer 145
@@ -266,10 +269,17 @@ def _text(value: Any, numbers: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """Values that JSON has no word for: NumPy values, the bytes of TFDS, dates of Parquet."""
+  """Values that JSON has no word for: NumPy values, the bytes of TFDS, decimals and dates of
+  Parquet. Of short floats the number that was meant: 0.1 and not 0.10000000149."""
   if isinstance(value, bytes):
     return value.decode("utf-8")
-  return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+  if isinstance(value, np.ndarray):
+    return list(value) if value.ndim else value[()]
+  if isinstance(value, np.floating):
+    return float(str(value))
+  if isinstance(value, decimal.Decimal):
+    return int(value) if value == value.to_integral_value() else float(value)
+  return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _kind(value: Any) -> str:

@@ -87,33 +87,6 @@ def test_further_fields_stay_with_a_prompt(tmp_path):
   assert not {"question", "extra.split", "id"} & dict(prompt.info).keys()
 
 
-def test_rows_of_messages(tmp_path):
-  system, asked = dict(role="system", content="Be brief."), dict(role="user", content="1+1?")
-  said = dict(role="assistant", content="2")
-  before = [dict(role="user", content="0+0?"), dict(role="assistant", content="0")]
-  for messages, text in (
-    ([system, asked], "Be brief.\nQ: 1+1?"),
-    ([asked], "Q: 1+1?"),
-    ([system, *before, asked, said], "Be brief.\n0+0?\n0\nQ: 1+1?"),
-  ):
-    path = write(tmp_path / "a.jsonl", [dict(prompt=messages, answer="2")])
-    (prompt,) = load(path, question_field="prompt", prompt_template="Q: {question}")
-    assert prompt.question == "1+1?" and BYTES.decode(prompt.tokens) == text
-  row = DOCUMENTED["dapo_math"][0]
-  row = row | dict(prompt=[system, *row["prompt"]])
-  (prompt,) = load(f"dapo_math@{write(tmp_path / 'b.jsonl', [row])}")
-  assert prompt.question == row["prompt"][1]["content"]
-  assert BYTES.decode(prompt.tokens) == f"Be brief.\n{prompt.question}"
-  bad = write(tmp_path / "c.jsonl", [dict(prompt=[system, asked], answer="2")])
-  with pytest.raises(
-    sources.DataError, match=r"the system says\. Set data\.question_field=prompt,"
-  ):
-    load(bad, question_field="prompt.0.content")
-  bad = write(tmp_path / "d.jsonl", [dict(prompt=[system], answer="2")])
-  with pytest.raises(sources.DataError, match="no message of the role user"):
-    load(bad, question_field="prompt")
-
-
 def test_starter_code_changes_the_prompt(tmp_path):
   row, _ = DOCUMENTED["livecodebench"]
   row = row | {"starter_code": "class Solution:\n  def f(self, x): return {x}"}

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gspo_jax.rewards import thought
+from gspo_jax.rewards.programs.sandbox import wire
 
 MAX_DECODED = 1 << 30  # bytes of private tests after decompression; the largest have about 100 MB
 _HUMANEVAL = ("prompt", "test", "entry_point")
@@ -54,7 +55,7 @@ def parse(text: str) -> Tests:
     ValueError: if it is not JSON of a known form, or has no test that a program could pass.
   """
   try:
-    fields = json.loads(text)
+    fields = _loads(text)
   except (ValueError, RecursionError) as error:
     raise ValueError(f"tests must be a JSON object, and {text[:60]!r} is not: {error}") from error
   if not isinstance(fields, dict):
@@ -71,6 +72,15 @@ def parse(text: str) -> Tests:
     raise ValueError(f"tests {text[:60]!r}... have no {error}") from error
   except (AttributeError, RecursionError, TypeError, ValueError) as error:
     raise ValueError(f"tests {text[:60]!r}... cannot be read: {error}") from error
+
+
+def _loads(text: str) -> Any:
+  return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+  """An integer of any length; `int` refuses texts of more than 4,300 digits."""
+  return int(digits) if len(digits) < 4300 else int(decimal.Decimal(digits))
 
 
 def _require_check(prompt: Any, code: Any, function: Any) -> None:
@@ -114,8 +124,8 @@ def _cases(inputs: list, outputs: list, function: str | None) -> Tests:
   if not function:
     return Tests("stdin", tuple(map(_text, inputs)), tuple(map(_text, outputs)))
   if all(isinstance(case, str) for case in inputs):  # LiveCodeBench: an argument per line, as JSON
-    arguments = tuple([json.loads(line) for line in case.split("\n")] for case in inputs)
-    return Tests("call", arguments, tuple(map(json.loads, outputs)), function)
+    arguments = tuple([_loads(line) for line in case.split("\n")] for case in inputs)
+    return Tests("call", arguments, tuple(map(_loads, outputs)), function)
   if not all(isinstance(case, list) for case in inputs):
     raise ValueError("with fn_name, an input must be a list of arguments")
   return Tests("call", tuple(inputs), tuple(outputs), function, wrapped=True)  # APPS, TACO
@@ -136,7 +146,7 @@ def _from_livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(column: Any) -> Any:
-  return json.loads(column) if isinstance(column, str) else column
+  return _loads(column) if isinstance(column, str) else column
 
 
 def decode_private(column: str | list) -> list[dict[str, str]]:
@@ -152,7 +162,7 @@ def decode_private(column: str | list) -> list[dict[str, str]]:
   if not column:
     return []
   try:
-    return json.loads(column)
+    return _loads(column)
   except ValueError:
     pass
   try:
@@ -161,7 +171,7 @@ def decode_private(column: str | list) -> list[dict[str, str]]:
     if not unpacker.eof:
       raise ValueError(f"it is cut off, or holds more than {MAX_DECODED} bytes")
     content = _Unpickler(io.BytesIO(data)).load()
-    cases = json.loads(content) if isinstance(content, str) else content
+    cases = _loads(content) if isinstance(content, str) else content
     if not isinstance(cases, list):
       raise ValueError(f"a list was expected, not {type(cases).__name__}")
     return cases
@@ -251,7 +261,7 @@ def _same_line(ours: str, gold: str) -> bool:
 def most_bytes(expected: Any) -> int:
   """Returns a length that nothing equal to `expected` has, printed or as the JSON of `wire.encode`:
   1 MiB more than needed, for spaces and for numbers written otherwise."""
-  text = expected if isinstance(expected, str) else json.dumps(expected)
+  text = expected if isinstance(expected, str) else json.dumps(wire.encode(expected))
   return (1 << 20) + 16 * len(text)
 
 

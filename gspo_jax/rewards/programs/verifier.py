@@ -30,7 +30,7 @@ from gspo_jax.rewards.programs.process import (
   choose_isolation,
   describe,
 )
-from gspo_jax.rewards.programs.sandbox import assertions
+from gspo_jax.rewards.programs.sandbox import assertions, wire
 from gspo_jax.settings.rewards import RewardConfig
 
 
@@ -129,7 +129,7 @@ class CodeVerifier:
         if tests.kind == "stdin":
           request["stdin"] = given
         else:
-          request |= {"function": tests.function, "arguments": given}
+          request |= {"function": tests.function, "arguments": wire.encode(given)}
         report = sandbox.run(request, cases.most_bytes(expected))
         if failure := _failure(report):
           return failure

@@ -302,7 +302,7 @@ def _stdin(request: dict, prelude: dict) -> int:
 def _call(request: dict, prelude: dict) -> int:
   """One function call; its value goes to the result descriptor."""
   module = _load(request, "solution", prelude)
-  value = _find(module, request["function"])(*request["arguments"])
+  value = _find(module, request["function"])(*wire.decode(request["arguments"]))
   data = memoryview(json.dumps(_described(value)).encode())
   while data:
     data = data[os.write(_RESULT, data) :]
