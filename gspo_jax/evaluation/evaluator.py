@@ -162,6 +162,7 @@ class Evaluator:
       stop_ids=tuple(self.tokenizer.stop_ids),
       stop_strings=self.environment.stop_strings if talks else (),
       several_turns=talks,
+      vocabulary=self.tokenizer.vocab_size,
     )
     driver = Driver(
       engine,

@@ -89,7 +89,9 @@ class Collector:
     self._config, self._engine, self._tokenizer, self._prompts = config, engine, tokenizer, prompts
     self._score, self._environment, self._signals = score, environment, signals
     self._writer, self._records, self._shared_prompts = writer, records, shared_prompts
-    self._workload = requests.workload(config, tuple(tokenizer.stop_ids), environment is not None)
+    self._workload = requests.workload(
+      config, tuple(tokenizer.stop_ids), environment is not None, tokenizer.vocab_size
+    )
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
     self._fresh = round(config.sampled_share * P)  # prompts of an iteration that are sampled

@@ -29,6 +29,7 @@ class Workload:
   # Keep the tokens that each one was drawn from, so many at most, which are those of
   # `sampling.top_k`; 0: do not.
   support: int = 0
+  vocabulary: int = 0  # ids from here on are none of the tokenizer's; 0: all are
 
   @property
   def window(self) -> int:
@@ -230,7 +231,9 @@ class Usage:
     }
 
 
-def workload(c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool) -> Workload:
+def workload(
+  c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool, vocabulary: int = 0
+) -> Workload:
   """The requests that RL makes of the engine; several_turns: of an environment."""
   return Workload(
     c.sampling,
@@ -243,6 +246,7 @@ def workload(c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool) -> Wo
     partial=c.rl.partial,
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
+    vocabulary=vocabulary,
   )
 
 

@@ -22,6 +22,13 @@ def temper(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   return logits_BV.astype(jnp.float32) / (config.temperature or 1.0)
 
 
+def within(logits_BV: jax.Array, vocabulary: int) -> jax.Array:
+  """-inf for ids beyond the tokenizer's, which padded vocabularies have; 0: for none."""
+  if not 0 < vocabulary < logits_BV.shape[-1]:
+    return logits_BV
+  return jnp.where(jnp.arange(logits_BV.shape[-1]) < vocabulary, logits_BV, -jnp.inf)
+
+
 def truncate(logits_BV: jax.Array, config: SamplingConfig) -> jax.Array:
   """-inf for the tokens that top-k, then top-p, then min-p leave out."""
   if config.top_k:
@@ -69,6 +76,7 @@ def sample(
   position_B: jax.Array,
   config: SamplingConfig,
   support_BX: jax.Array | None = None,
+  vocabulary: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """A token per row, and its log-probability under the distribution it was drawn from (tempered,
   truncated, renormalised) and under the one that is only tempered.
@@ -80,9 +88,14 @@ def sample(
 
   Args:
     support_BX: what `support` keeps, in the place of what `truncate` does.
+    vocabulary: of the tokenizer; ids beyond it are not drawn. They stay in the distribution that is
+      only tempered, which is the trainer's.
   """
   tempered_BV = temper(logits_BV, config)
-  kept_BV = truncate(tempered_BV, config) if support_BX is None else only(tempered_BV, support_BX)
+  if support_BX is None:
+    kept_BV = truncate(within(tempered_BV, vocabulary), config)
+  else:
+    kept_BV = only(tempered_BV, support_BX)
   kept_BJW = _blocks(kept_BV)
   mass_BJ = jax.nn.logsumexp(kept_BJW, axis=-1)
   J, W = kept_BJW.shape[1:]
@@ -97,7 +110,10 @@ def sample(
     row_BW = _row(kept_BJW, block_B)
     place_B = jnp.argmax(row_BW, axis=-1)
   chosen_B = _row(row_BW, place_B)
-  full_BJ = mass_BJ if config.whole else jax.nn.logsumexp(_blocks(tempered_BV), axis=-1)
+  full_BJ = mass_BJ
+  if not config.whole or 0 < vocabulary < logits_BV.shape[-1]:
+    full_BJ = jax.nn.logsumexp(_blocks(tempered_BV), axis=-1)
+  mass_BJ = full_BJ if config.whole else mass_BJ
   logp_B, full_logp_B = (chosen_B - jax.nn.logsumexp(x_BJ, axis=-1) for x_BJ in (mass_BJ, full_BJ))
   return (block_B * W + place_B).astype(jnp.int32), logp_B, full_logp_B
 

@@ -237,7 +237,9 @@ def test_what_was_evaluated_otherwise_is_not_used(params, tmp_path, what):
 def test_evaluation_holds_conversations():
   params, samples = initial(DENSE), 4
   prompts = [Prompt(str(i), "?", "", (40 + i,)) for i in range(5)]
-  tok = SimpleNamespace(stop_ids=tuple(range(16)), pad_id=0, decode=lambda ids: str(list(ids)))
+  tok = SimpleNamespace(
+    stop_ids=tuple(range(16)), pad_id=0, vocab_size=64, decode=lambda ids: str(list(ids))
+  )
 
   def make(prompt):
     return Teacher(prompt.tokens)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.sampling import PROMPTS
+from support.sampling import sample as engine_sample
 from support.small_models import MOE, initial, logits
 
 from gspo_jax.sampling import generate
@@ -49,6 +50,22 @@ def test_truncated_logp_is_renormalised():
   target = jnp.take_along_axis(logits_BTV, jnp.asarray(out.tokens)[:, 1:, None], -1)[..., 0]
   expected = target - jax.nn.logsumexp(kept, axis=-1)
   np.testing.assert_allclose(out.logp[:, 1:], expected * out.mask[:, 1:], atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(truncation=(3, 1.0, 0.0), support=3)])
+def test_ids_that_the_tokenizer_has_not_are_not_sampled(changes):
+  """And log-probs stay the trainer's, which has the whole vocabulary or the support."""
+  options = dict(prompts=PROMPTS, group_size=16, max_new_tokens=6, seed=7) | changes
+  assert engine_sample(PARAMS, MOE, **options).tokens.max() >= 40
+  out = engine_sample(PARAMS, MOE, vocabulary=40, **options)
+  sampled = out.tokens[out.mask > 0]
+  assert sampled.max() < 40 and len(set(sampled.tolist())) > 10
+  if changes:
+    assert out.support.max() < 40
+  else:
+    logp_BTV = jax.nn.log_softmax(logits(PARAMS, MOE, out.tokens)[:, :-1])
+    expected = jnp.take_along_axis(logp_BTV, jnp.asarray(out.tokens)[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(out.logp[:, 1:], expected * out.mask[:, 1:], atol=1e-4)
 
 
 def test_greedy_is_the_argmax_of_the_plain_forward():

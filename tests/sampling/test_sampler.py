@@ -120,3 +120,23 @@ def test_greedy_is_the_argmax():
 def test_bad_settings_are_named(key, value):
   with pytest.raises(ValueError, match=f"sampling.{key}={value}"):
     config(**{key: value})
+
+
+@pytest.mark.parametrize("changes", [{}, dict(top_k=3), dict(top_p=0.9), dict(temperature=0.0)])
+def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
+  """A padded vocabulary's: they stay in the distribution that the trainer has."""
+  rows, likely = 500, jnp.concatenate([LOGITS, jnp.full((1, 60), 2.0)], axis=1)
+  logits = jnp.broadcast_to(likely, (rows, 64))
+  keys = row_keys(0, jnp.zeros(rows, jnp.uint32), jnp.arange(rows))
+  arguments = logits, keys, jnp.zeros(rows, jnp.int32), config(**changes)
+  assert (np.asarray(sampler.sample(*arguments)[0]) >= 4).mean() > 0.9
+  tokens, logp, full_logp = sampler.sample(*arguments, vocabulary=4)
+  assert max(tokens) < 4
+  np.testing.assert_allclose(full_logp, jax.nn.log_softmax(likely)[0, tokens], rtol=1e-5)
+  if config(**changes).whole:
+    np.testing.assert_array_equal(logp, full_logp)
+  if changes.get("top_k"):
+    tempered = sampler.within(sampler.temper(logits, config(**changes)), 4)
+    support = sampler.support(tempered, config(**changes))
+    assert support.max() < 4
+    np.testing.assert_array_equal(sampler.sample(*arguments, support, vocabulary=4)[0], tokens)

@@ -83,6 +83,7 @@ def sample(
   record_routing=False,
   truncation=(0, 1.0, 0.0),
   support=0,
+  vocabulary=0,
   engine=DEFAULT,
   usage=None,
 ):
@@ -98,6 +99,7 @@ def sample(
     several_turns=environments is not None,
     record_routing=record_routing,
     support=support,
+    vocabulary=vocabulary,
   )
   local = LocalEngine(model, engine, detokenize=detokenize)
   local.load(params, version=0)

@@ -69,6 +69,7 @@ class Scheduler:
       steps=config.steps,
       sampling=workload.sampling,
       width=workload.support,
+      vocabulary=workload.vocabulary,
       **common,
     )
     self._state = new_state(

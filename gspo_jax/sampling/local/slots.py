@@ -24,7 +24,7 @@ from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
 from gspo_jax.sampling.local.refill import refill, release
 from gspo_jax.sampling.requests import Sizes
-from gspo_jax.sampling.sampler import sample, support, temper
+from gspo_jax.sampling.sampler import sample, support, temper, within
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.settings.sampling import SamplingConfig
 from gspo_jax.sharding import BATCH, P
@@ -185,7 +185,15 @@ def _stage(state: State, rows: Rows, waiting_r, entry_r, cache: Cache) -> State:
 
 @functools.partial(
   jax.jit,
-  static_argnames=("steps", "sampling", "model", "compute", "record_routing", "width"),
+  static_argnames=(
+    "steps",
+    "sampling",
+    "model",
+    "compute",
+    "record_routing",
+    "width",
+    "vocabulary",
+  ),
   donate_argnames="state",
 )
 def decode(
@@ -199,11 +207,13 @@ def decode(
   compute: ComputeConfig,
   record_routing: bool,
   width: int = 0,
+  vocabulary: int = 0,
 ) -> tuple[State, Sampled]:
   """Up to `steps` tokens in every slot; it ends early when neither slots nor queue hold anything.
 
   cancelled_W: ids of responses whose slots are to be freed; -1: none.
   width: tokens of a support to put on record, at most; 0: none are.
+  vocabulary: ids from here on are not sampled; 0: all are.
   """
   W = state.slots.id_B.shape[0]
   slots = state.slots
@@ -234,7 +244,7 @@ def decode(
   def step(carry):
     i, state, out = carry
     state = _on_each_device(refill, state, like=state)
-    slots, cache, taken = _next_token(params, state, sampling, model, compute, width)
+    slots, cache, taken = _next_token(params, state, sampling, model, compute, width, vocabulary)
     if out.experts_nWlk is None:
       taken = taken.replace(experts_nWlk=None)
 
@@ -249,7 +259,7 @@ def decode(
 
 
 def _next_token(
-  params, state: State, sampling, model, compute, width
+  params, state: State, sampling, model, compute, width, vocabulary
 ) -> tuple[Rows, Cache, Sampled]:
   """One decoding step of all slots."""
   s = state.slots
@@ -267,8 +277,12 @@ def _next_token(
   logits_BV = sharding.reshard(logits_BV, P(BATCH))
   key_B = jax.random.wrap_key_data(state.key_W2)
   next_B = s.position_B + 1
-  support_BX = support(temper(logits_BV, sampling), sampling) if width else None
-  token_B, logp_B, full_logp_B = sample(logits_BV, key_B, next_B - s.start_B, sampling, support_BX)
+  support_BX = None
+  if width:
+    support_BX = support(within(temper(logits_BV, sampling), vocabulary), sampling)
+  token_B, logp_B, full_logp_B = sample(
+    logits_BV, key_B, next_B - s.start_B, sampling, support_BX, vocabulary
+  )
   stopped_B = (token_B[:, None] == s.stop_BX).any(1)
   experts_Blk = None
   if out.routing_lBTk is not None:
