@@ -18,6 +18,7 @@ mask is padding and is in no numerator and in no denominator.
 """
 
 import dataclasses
+import zlib
 from typing import Any, ClassVar
 
 import flax.struct
@@ -40,6 +41,11 @@ class Prompt:
   demonstration: str | tuple[str, ...] = ""
   info: tuple[tuple[str, str], ...] = ()  # further fields of the row: rating, tolerance, ...
   thinks: bool = False  # the text ends with <think>: a response begins with a thought
+
+  @property
+  def content(self) -> str:
+    """The id, with a checksum of the texts: what is known of a row is not true of an edited one."""
+    return f"{self.id} {zlib.crc32(f'{self.question}{chr(0)}{self.answer}'.encode()):08x}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,13 +253,13 @@ def epoch_of(source: Source) -> int:
 
 
 def _contents(source: Source) -> str:
-  """All that the order depends on: the number of rows, their ids, the weights of a mixture."""
+  """All that the order depends on: the rows and their number, and the weights of a mixture."""
   if isinstance(source, Mixture):
     return f"{source.weights}: {', '.join(map(_contents, source.sources))}"
   indices = probe(len(source)) if isinstance(source, Embedded) else range(len(source))
   checksum = 0
   for i in indices:
-    checksum = zlib.crc32(source[i].id.encode() + b"\n", checksum)
+    checksum = zlib.crc32(source[i].content.encode() + b"\n", checksum)
   return f"{len(source)} rows {checksum:08x}"
 
 

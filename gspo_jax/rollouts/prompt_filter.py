@@ -22,10 +22,10 @@ class PromptFilter:
   def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
     self._counts = counts or config.drop_after > 0
-    # id: groups, responses, right ones, and how many groups in a row up to the last one were all
-    # right (above 0) or all wrong (below 0)
+    # By `Prompt.content`: groups, responses, right ones, and how many groups in a row up to the
+    # last one were all right (above 0) or all wrong (below 0)
     self._tried: dict[str, list[int]] = {}
-    self._dropped: dict[str, int] = {}  # id: iteration
+    self._dropped: dict[str, int] = {}  # by the same: iteration
 
   def readmit(self, step: int) -> None:
     """Brings back, with a clean slate, what has been out long enough."""
@@ -35,7 +35,7 @@ class PromptFilter:
         del self._dropped[name], self._tried[name]
 
   def wants(self, prompt: Prompt) -> bool:
-    return prompt.id not in self._dropped
+    return prompt.content not in self._dropped
 
   def update(self, groups: Sequence[Group], step: int) -> None:
     """Counts the scored groups of iteration `step`, drops prompts that they speak against, and
@@ -47,7 +47,7 @@ class PromptFilter:
     if not self._counts:
       return
     for group in groups:
-      name, known_G = group.prompt.id, group.known_G
+      name, known_G = group.prompt.content, group.known_G
       right_X = group.correct_G[known_G] > 0
       if not len(right_X):
         continue
@@ -67,7 +67,7 @@ class PromptFilter:
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
     """Responses to a prompt since it came into use, and right ones."""
-    _, responses, right, _ = self._tried.get(prompt.id, (0, 0, 0, 0))
+    _, responses, right, _ = self._tried.get(prompt.content, (0, 0, 0, 0))
     return responses, right
 
   def metrics(self) -> dict[str, float]:

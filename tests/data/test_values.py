@@ -1,4 +1,4 @@
-"""Values of rows: messages, and numbers as they were written."""
+"""Values of rows: messages, numbers as they were written, and what of them a resumed run compares."""
 
 import decimal
 import json
@@ -97,3 +97,20 @@ def test_tests_with_long_integers(tmp_path):
       path = write(tmp_path / "a.jsonl", [row])
       (prompt,) = load(f"{name}@{path}", rewards.answer_check("code"), max_prompt_tokens=1000)
       assert verifier.score(code, [prompt.answer] * 2) == ["right", "wrong"], name
+
+
+@pytest.mark.parametrize("what", ["edited", "answered otherwise", "in another order", "the same"])
+def test_rows_that_are_edited_are_other_data(tmp_path, what, caplog):
+  """The file has as many rows, and they have the ids of their lines."""
+  rows = [dict(question=f"{i}?", answer=str(i)) for i in range(10)]
+  before = sources.Batches(load(write(tmp_path / "a.jsonl", rows)), 3, seed=1)
+  next(before)
+  if what == "edited":
+    rows[4]["question"] = "five?"
+  elif what == "answered otherwise":
+    rows[4]["answer"] = "five"
+  elif what == "in another order":
+    rows[4], rows[5] = rows[5], rows[4]
+  resumed = sources.Batches(load(write(tmp_path / "a.jsonl", rows)), 3, seed=1)
+  resumed.set_state(before.get_state())
+  assert ("training data has changed" in caplog.text) == (what != "the same")

@@ -1,5 +1,6 @@
 """Which prompts stay in use."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -110,6 +111,17 @@ def test_dropped_prompts_come_back_with_a_clean_slate():
   queries.update(scored(PROMPTS[:1], [NEVER]), 5)
   queries.readmit(10**9)
   assert in_use(queries) == "bcd"
+
+
+@pytest.mark.parametrize("change", [dict(question="another"), dict(answer="another")])
+def test_an_edited_row_has_no_solve_rate(change):
+  known = PromptFilter(QuerySetConfig(drop_after=1))
+  known.update(PROMPTS[:1], np.ones((1, 4)), 0)
+  again = PromptFilter(QuerySetConfig(drop_after=1))
+  again.set_state(known.get_state())
+  edited = dataclasses.replace(PROMPTS[0], **change)
+  assert not again.wants(PROMPTS[0]) and again.tried(PROMPTS[0]) == (4, 4)
+  assert again.wants(edited) and again.tried(edited) == (0, 0)
 
 
 def test_nothing_is_tracked_when_nothing_is_dropped():
