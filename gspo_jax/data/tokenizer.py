@@ -6,7 +6,6 @@ checkpoint whose padding token is also its stop token is fine.
 """
 
 import dataclasses
-import datetime
 import functools
 import json
 import re
@@ -14,19 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
 import numpy as np
 import tokenizers
 from etils import epath
 
-from gspo_jax.system import jsons
-
-
-class TokenizerError(ValueError):
-  """Tokenizer files that are missing or cannot be used; the message names the path."""
+from gspo_jax.data import special_tokens, templates
+from gspo_jax.data.special_tokens import TokenizerError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +143,10 @@ class HFTokenizer:
     if not self.chat_template:
       return self.begin("\n".join(message["content"] for message in messages))
     try:
-      return _compile(self.chat_template).render(
+      return templates.compiled(self.chat_template).render(
         messages=list(messages),
         add_generation_prompt=True,
-        **_UNSET | self.special_tokens | self.arguments,
+        **templates.UNSET | self.special_tokens | self.arguments,
       )
     except Exception as error:  # it is a program
       raise TokenizerError(
@@ -163,14 +155,11 @@ class HFTokenizer:
       ) from error
 
 
-# What is passed to chat templates: they test whether it is none, and undefined is not none.
-_UNSET = dict[str, Any](tools=None, documents=None)
-TEMPLATES = "additional_chat_templates"
 # The files of a tokenizer, as far as they are there.
 FILES = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-  *("generation_config.json", f"{TEMPLATES}/*.jinja"),
+  *("generation_config.json", f"{templates.FOLDER}/*.jinja"),
 )
 # The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -238,8 +227,7 @@ def load_for(path: str, vocab_size: int, arguments: Mapping[str, Any] | None = N
   """
   tok = load(path)
   if arguments:
-    tree = jinja2.Environment(extensions=_EXTENSIONS).parse(getattr(tok, "chat_template", ""))
-    known = sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
+    known = templates.arguments(getattr(tok, "chat_template", ""))
     if unknown := set(arguments) - set(known):
       raise TokenizerError(
         f"data.template_arguments.{min(unknown)}: the chat template of {path!r} has no such"
@@ -273,8 +261,8 @@ def _largest(tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def _load(directory: epath.Path) -> HFTokenizer:
-  config = _read_json(directory / "tokenizer_config.json")
-  generation = _read_json(directory / "generation_config.json")
+  config = special_tokens.read_json(directory / "tokenizer_config.json")
+  generation = special_tokens.read_json(directory / "generation_config.json")
   try:
     # From a string, not a file name: the directory may be a bucket.
     tokenizer = tokenizers.Tokenizer.from_str((directory / "tokenizer.json").read_text())
@@ -283,8 +271,8 @@ def _load(directory: epath.Path) -> HFTokenizer:
   # Truncation and padding saved with a tokenizer would silently cut long prompts.
   tokenizer.no_truncation()
   tokenizer.no_padding()
-  special = _add_special(tokenizer, directory, config)
-  template = _chat_template(directory, config)
+  special = special_tokens.add(tokenizer, directory, config)
+  template = templates.read(directory, config)
   stop_ids = _stop_ids(directory, tokenizer, special, generation)
   stop_ids = tuple(dict.fromkeys([*_turn_end(tokenizer, template, special), *stop_ids]))
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
@@ -298,61 +286,6 @@ def _load(directory: epath.Path) -> HFTokenizer:
     stop_ids=stop_ids,
     vocab_size=_largest(tokenizer) + 1,
   )
-
-
-def _add_special(
-  tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
-) -> dict[str, str]:
-  """Adds the tokens that are named beside tokenizer.json, as transformers 5 does, and returns the
-  special ones that have a name (`_from_pretrained` and `TokenizersBackend` there)."""
-  now = "added_tokens_decoder" in config
-  legacy = {} if now else _read_json(directory / "special_tokens_map.json")
-  extra, config = _extra(config), config | legacy
-  flagged, extra = list(extra), extra or _extra(legacy)
-  named = {name: value for name, value in config.items() if name.endswith("_token")}
-  if isinstance(extra, dict):
-    named, extra = named | extra, []
-  named = {
-    name: _token(value, f"{name} of {directory}")
-    for name, value in named.items()
-    if value is not None and not isinstance(value, bool)
-  }
-  special = {name: token.content for name, token in named.items()}
-  if now:
-    which = f"added_tokens_decoder of {directory}"
-    listed = {int(i): _token(token, which) for i, token in config["added_tokens_decoder"].items()}
-  else:
-    listed = {}
-    for text, i in _read_json(directory / "added_tokens.json").items():
-      flag = text in flagged or text in special.values()
-      listed[i] = tokenizers.AddedToken(text, normalized=not flag, special=flag)
-    listed |= tokenizer.get_added_tokens_decoder()
-  tokens = [token for _, token in sorted(listed.items())]
-  before = tokenizer.get_added_tokens_decoder().values()
-  known = {token.content for token in (*tokens, *before)}
-  further = [*named.values(), *(_token(value, f"special tokens of {directory}") for value in extra)]
-  eos = special.get("eos_token")
-  if eos is not None and eos not in known and tokenizer.token_to_id(eos) is None:
-    raise TokenizerError(f"eos_token {eos!r} of {directory} is not in its tokenizer.json")
-  tokens += [token for token in further if token.content not in known]
-  are_special = {*special.values(), *(token.content for token in before if token.special)}
-  for token in tokens:
-    token.special |= token.content in are_special
-  tokenizer.add_tokens(tokens)
-  return special
-
-
-def _extra(config: dict[str, Any]) -> Any:
-  """Special tokens without a name, or with one of their own."""
-  return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-
-
-def _token(value: Any, name: str) -> tokenizers.AddedToken:
-  """A token is written as a string, which is a special one, or as an object with its flags."""
-  flags = value if isinstance(value, dict) else dict(content=value, special=True)
-  if not isinstance(flags.get("content"), str):
-    raise TokenizerError(f"{name} is {value!r:.40}, and a text was expected")
-  return tokenizers.AddedToken(**{key: v for key, v in flags.items() if key != "__type"})
 
 
 def _adds_bos(
@@ -406,8 +339,8 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
   """
   messages = [dict(role="user", content="asked"), dict(role="assistant", content="said")]
   try:
-    text = _compile(template).render(
-      messages=messages, add_generation_prompt=False, **_UNSET | special
+    text = templates.compiled(template).render(
+      messages=messages, add_generation_prompt=False, **templates.UNSET | special
     )
   except Exception:  # one that takes no such messages; what prompts need of it is checked with them
     return []
@@ -415,74 +348,3 @@ def _turn_end(tokenizer: tokenizers.Tokenizer, template: str, special: dict[str,
   ids = tokenizer.encode(after.lstrip(), add_special_tokens=False).ids if said else []
   kinds = tokenizer.get_added_tokens_decoder()
   return ids[:1] if ids and ids[0] in kinds and kinds[ids[0]].special else []
-
-
-def _chat_template(directory: epath.Path, config: dict[str, Any]) -> str:
-  """The default of the templates in files, or else of those in the config; '' if there are none."""
-  files = [directory / "chat_template.jinja", *(directory / TEMPLATES).glob("*.jinja")]
-  named = {
-    "default" if file.parent == directory else file.stem: file.read_text()
-    for file in files
-    if file.exists()
-  }
-  template = named or config.get("chat_template") or ""
-  if isinstance(template, str):
-    return template
-  if isinstance(template, list):
-    template = {entry["name"]: entry["template"] for entry in template}
-  if "default" not in template:
-    raise TokenizerError(
-      f"{directory} has chat templates {sorted(template)} and none named 'default': put the one to"
-      " use into chat_template.jinja"
-    )
-  return template["default"]
-
-
-def _read_json(file: epath.Path) -> dict[str, Any]:
-  """The object in `file`; {} if there is no such file."""
-  if not file.exists():
-    return {}
-  try:
-    return jsons.read_object(file)
-  except ValueError as error:
-    raise TokenizerError(str(error)) from error
-
-
-class _Generation(jinja2.ext.Extension):
-  """`{% generation %}` marks what the assistant said; it prints its body unchanged."""
-
-  tags = {"generation"}  # noqa: RUF012 (Jinja's own way to declare it)
-
-  def parse(self, parser):
-    line = next(parser.stream).lineno
-    body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-    return jinja2.nodes.Scope(body, lineno=line)
-
-
-_EXTENSIONS = [_Generation, "jinja2.ext.loopcontrols"]
-_FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
-
-
-@functools.cache
-def _compile(source: str) -> jinja2.Template:
-  """Compiles a chat template as transformers does: sandboxed, since checkpoints are downloads."""
-
-  def raise_exception(message: str):
-    raise jinja2.TemplateError(message)
-
-  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
-    return json.dumps(
-      value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-  def strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS
-  )
-  environment.filters["tojson"] = tojson
-  environment.globals["raise_exception"] = raise_exception
-  environment.globals["strftime_now"] = strftime_now
-  return environment.from_string(source)

@@ -1,4 +1,4 @@
-"""Values of rows: messages, numbers as they were written, and what of them a resumed run compares."""
+"""Values of rows: messages, numbers as they were written, and whether they are what they were."""
 
 import decimal
 import json

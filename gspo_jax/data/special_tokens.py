@@ -1,0 +1,77 @@
+"""Special tokens of a checkpoint, which its files name in several places."""
+
+from typing import Any
+
+import tokenizers
+from etils import epath
+
+from gspo_jax.system import jsons
+
+
+class TokenizerError(ValueError):
+  """Tokenizer files that are missing or cannot be used; the message names the path."""
+
+
+def read_json(file: epath.Path) -> dict[str, Any]:
+  """The object in `file`; {} if there is no such file."""
+  if not file.exists():
+    return {}
+  try:
+    return jsons.read_object(file)
+  except ValueError as error:
+    raise TokenizerError(str(error)) from error
+
+
+def add(
+  tokenizer: tokenizers.Tokenizer, directory: epath.Path, config: dict[str, Any]
+) -> dict[str, str]:
+  """Adds the tokens that are named beside tokenizer.json, as transformers 5 does, and returns the
+  special ones that have a name (`_from_pretrained` and `TokenizersBackend` there)."""
+  now = "added_tokens_decoder" in config
+  legacy = {} if now else read_json(directory / "special_tokens_map.json")
+  extra, config = _extra(config), config | legacy
+  flagged, extra = list(extra), extra or _extra(legacy)
+  named = {name: value for name, value in config.items() if name.endswith("_token")}
+  if isinstance(extra, dict):
+    named, extra = named | extra, []
+  named = {
+    name: _token(value, f"{name} of {directory}")
+    for name, value in named.items()
+    if value is not None and not isinstance(value, bool)
+  }
+  special = {name: token.content for name, token in named.items()}
+  if now:
+    which = f"added_tokens_decoder of {directory}"
+    listed = {int(i): _token(token, which) for i, token in config["added_tokens_decoder"].items()}
+  else:
+    listed = {}
+    for text, i in read_json(directory / "added_tokens.json").items():
+      flag = text in flagged or text in special.values()
+      listed[i] = tokenizers.AddedToken(text, normalized=not flag, special=flag)
+    listed |= tokenizer.get_added_tokens_decoder()
+  tokens = [token for _, token in sorted(listed.items())]
+  before = tokenizer.get_added_tokens_decoder().values()
+  known = {token.content for token in (*tokens, *before)}
+  further = [*named.values(), *(_token(value, f"special tokens of {directory}") for value in extra)]
+  eos = special.get("eos_token")
+  if eos is not None and eos not in known and tokenizer.token_to_id(eos) is None:
+    raise TokenizerError(f"eos_token {eos!r} of {directory} is not in its tokenizer.json")
+  tokens += [token for token in further if token.content not in known]
+  are_special = {*special.values(), *(token.content for token in before if token.special)}
+  for token in tokens:
+    token.special |= token.content in are_special
+  tokenizer.add_tokens(tokens)
+  return special
+
+
+def _extra(config: dict[str, Any]) -> Any:
+  """Special tokens without a name, or with one of their own."""
+  return config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+
+
+def _token(value: Any, name: str) -> tokenizers.AddedToken:
+  """A token is written as a string, which is a special one, or as an object with its flags."""
+  flags = value if isinstance(value, dict) else dict(content=value, special=True)
+  if not isinstance(flags.get("content"), str):
+    raise TokenizerError(f"{name} is {value!r:.40}, and a text was expected")
+  return tokenizers.AddedToken(**{key: v for key, v in flags.items() if key != "__type"})

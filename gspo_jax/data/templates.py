@@ -1,0 +1,85 @@
+"""Chat templates: programs in Jinja, as checkpoints have them."""
+
+import datetime
+import functools
+import json
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+from etils import epath
+
+from gspo_jax.data.special_tokens import TokenizerError
+
+# What is passed to chat templates: they test whether it is none, and undefined is not none.
+UNSET = dict[str, Any](tools=None, documents=None)
+FOLDER = "additional_chat_templates"  # beside chat_template.jinja
+
+
+def read(directory: epath.Path, config: dict[str, Any]) -> str:
+  """The default of the templates in files, or else of those in the config; '' if there are none."""
+  files = [directory / "chat_template.jinja", *(directory / FOLDER).glob("*.jinja")]
+  named = {
+    "default" if file.parent == directory else file.stem: file.read_text()
+    for file in files
+    if file.exists()
+  }
+  template = named or config.get("chat_template") or ""
+  if isinstance(template, str):
+    return template
+  if isinstance(template, list):
+    template = {entry["name"]: entry["template"] for entry in template}
+  if "default" not in template:
+    raise TokenizerError(
+      f"{directory} has chat templates {sorted(template)} and none named 'default': put the one to"
+      " use into chat_template.jinja"
+    )
+  return template["default"]
+
+
+def arguments(source: str) -> list[str]:
+  """What may be passed to a template besides the messages."""
+  tree = jinja2.Environment(extensions=_EXTENSIONS).parse(source)
+  return sorted(jinja2.meta.find_undeclared_variables(tree) - {"messages", *_FUNCTIONS})
+
+
+class _Generation(jinja2.ext.Extension):
+  """`{% generation %}` marks what the assistant said; it prints its body unchanged."""
+
+  tags = {"generation"}  # noqa: RUF012 (Jinja's own way to declare it)
+
+  def parse(self, parser):
+    line = next(parser.stream).lineno
+    body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+    return jinja2.nodes.Scope(body, lineno=line)
+
+
+_EXTENSIONS = [_Generation, "jinja2.ext.loopcontrols"]
+_FUNCTIONS = "add_generation_prompt", "raise_exception", "strftime_now"
+
+
+@functools.cache
+def compiled(source: str) -> jinja2.Template:
+  """Compiles a chat template as transformers does: sandboxed, since checkpoints are downloads."""
+
+  def raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
+    return json.dumps(
+      value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+  def strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS
+  )
+  environment.filters["tojson"] = tojson
+  environment.globals["raise_exception"] = raise_exception
+  environment.globals["strftime_now"] = strftime_now
+  return environment.from_string(source)
