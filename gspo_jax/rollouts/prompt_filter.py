@@ -22,10 +22,10 @@ class PromptFilter:
   def __init__(self, config: QuerySetConfig, counts: bool = False):
     self.config = config
     self._counts = counts or config.drop_after > 0
-    # By `Prompt.content`: groups, responses, right ones, and how many groups in a row up to the
-    # last one were all right (above 0) or all wrong (below 0)
-    self._tried: dict[str, list[int]] = {}
-    self._dropped: dict[str, int] = {}  # by the same: iteration
+    # id: groups, responses, right ones, and how many groups in a row up to the last one were all
+    # right (above 0) or all wrong (below 0); and the row that this is known of
+    self._tried: dict[str, list[Any]] = {}
+    self._dropped: dict[str, int] = {}  # id: iteration
 
   def readmit(self, step: int) -> None:
     """Brings back, with a clean slate, what has been out long enough."""
@@ -35,7 +35,14 @@ class PromptFilter:
         del self._dropped[name], self._tried[name]
 
   def wants(self, prompt: Prompt) -> bool:
-    return prompt.content not in self._dropped
+    return self._row(prompt) not in self._dropped
+
+  def _row(self, prompt: Prompt) -> str:
+    """The id of a prompt. What is known of another row, which had this id once, is forgotten."""
+    if self._tried.get(prompt.id, ())[4:] not in ((), [], [prompt.content]):
+      del self._tried[prompt.id]
+      self._dropped.pop(prompt.id, None)
+    return prompt.id
 
   def update(self, groups: Sequence[Group], step: int) -> None:
     """Counts the scored groups of iteration `step`, drops prompts that they speak against, and
@@ -47,11 +54,11 @@ class PromptFilter:
     if not self._counts:
       return
     for group in groups:
-      name, known_G = group.prompt.content, group.known_G
+      name, known_G = self._row(group.prompt), group.known_G
       right_X = group.correct_G[known_G] > 0
       if not len(right_X):
         continue
-      tried, responses, right, run = self._tried.get(name, (0, 0, 0, 0))
+      tried, responses, right, run, *_ = self._tried.get(name, (0, 0, 0, 0))
       kind = int(right_X.all()) - int(not right_X.any())  # 1: all right, -1: all wrong, 0: mixed
       goes_on = run * kind > 0
       if known_G.all():
@@ -59,7 +66,7 @@ class PromptFilter:
       elif not goes_on:
         run = 0
       right += int(right_X.sum())
-      self._tried[name] = [tried + 1, responses + len(right_X), right, run]
+      self._tried[name] = [tried + 1, responses + len(right_X), right, run, group.prompt.content]
       if 0 < self.config.drop_after <= abs(run):
         self._dropped.setdefault(name, step)
       else:
@@ -67,7 +74,7 @@ class PromptFilter:
 
   def tried(self, prompt: Prompt) -> tuple[int, int]:
     """Responses to a prompt since it came into use, and right ones."""
-    _, responses, right, _ = self._tried.get(prompt.content, (0, 0, 0, 0))
+    _, responses, right, *_ = self._tried.get(self._row(prompt), (0, 0, 0, 0))
     return responses, right
 
   def metrics(self) -> dict[str, float]:

@@ -116,11 +116,11 @@ def test_dropped_prompts_come_back_with_a_clean_slate():
 @pytest.mark.parametrize("change", [dict(question="another"), dict(answer="another")])
 def test_an_edited_row_has_no_solve_rate(change):
   known = PromptFilter(QuerySetConfig(drop_after=1))
-  known.update(PROMPTS[:1], np.ones((1, 4)), 0)
+  known.update(scored(PROMPTS[:1], [ALWAYS]), 0)
   again = PromptFilter(QuerySetConfig(drop_after=1))
   again.set_state(known.get_state())
   edited = dataclasses.replace(PROMPTS[0], **change)
-  assert not again.wants(PROMPTS[0]) and again.tried(PROMPTS[0]) == (4, 4)
+  assert not again.wants(PROMPTS[0]) and again.tried(PROMPTS[0]) == (3, 3)
   assert again.wants(edited) and again.tried(edited) == (0, 0)
 
 
