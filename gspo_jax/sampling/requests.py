@@ -168,10 +168,6 @@ class Request:
     if self.stop_strings and detokenize is None:
       raise ValueError(f"stop_strings={list(self.stop_strings)} need detokenize")
 
-  def last_begun(self, most: int) -> tuple[int, ...]:
-    """The last tokens, so many at most, of the turn that is gone on with."""
-    return self.begun[len(self.begun) - min(self.unfinished, most) :]
-
 
 @dataclasses.dataclass(frozen=True)
 class Response:

@@ -5,34 +5,40 @@ from collections.abc import Callable, Sequence
 from gspo_jax.sampling.requests import Request
 
 
-def longest(strings: Sequence[str]) -> int:
-  """The most tokens that a stop string can be made of: no token is shorter than a byte."""
-  return max((len(s.encode()) for s in strings), default=0)
-
-
 def end(
   request: Request,
-  old: Sequence[int],
+  tail: Sequence[int] | None,
   new: Sequence[int],
   detokenize: Callable[[list[int]], str] | None,
-) -> int | None:
-  """Number of `new` tokens with the one that completes a stop string; None: none is complete.
+) -> tuple[int | None, list[int] | None]:
+  """Number of `new` tokens with the one that completes a stop string, and the next `tail`.
 
   Args:
-    old: sampled for the request before them, at least the last `longest` tokens; no stop string is
-      complete in them. More are not read, so that a long response costs no more than a short one.
+    tail: as the call before returned it, for the tokens before these; None at the first. It is the
+      last tokens that have a text, as many as a stop string has bytes: none is complete in them. So
+      a long response costs no more than a short one, and what is special in between counts for
+      nothing.
     new: what may complete one.
+
+  Returns:
+    None where none is complete.
   """
   strings = request.stop_strings
-  if not (strings and new):
-    return None
-  most = longest(strings)
-  before = [*request.last_begun(most), *old][-most:]
+  if not strings:
+    return None, None
+  most = max(len(s.encode()) for s in strings)
+
+  def with_text(tokens: Sequence[int]) -> list[int]:
+    # Twice, since some leave out a space at the beginning.
+    return [token for token in tokens if detokenize([token, token])]
 
   def complete(count: int) -> bool:
     text = detokenize([*before, *new[:count]])
     return any(s in text for s in strings)
 
-  if not complete(len(new)):
-    return None
-  return next(n for n in range(1, len(new) + 1) if complete(n))
+  begun = request.begun[len(request.begun) - request.unfinished :]
+  before = with_text(begun)[-most:] if tail is None else tail
+  completing = None
+  if new and complete(len(new)):
+    completing = next(n for n in range(1, len(new) + 1) if complete(n))
+  return completing, [*before, *with_text(new)][-most:]

@@ -31,6 +31,7 @@ class Live:
   call: int = 0  # the first call of `decode` that knows of it
   parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
   count: int = 0
+  tail: list[int] | None = None  # of `stop_strings.end`
 
   @property
   def tokens(self) -> tuple[int, ...]:
@@ -39,10 +40,8 @@ class Live:
 
   def stopped_by(self, detokenize: Callable[[list[int]], str]) -> int | None:
     """Number of sampled tokens that complete a stop string, if the last part completes one."""
-    longest = stop_strings.longest(self.request.stop_strings)  # tokens; of a part, one or more
-    *earlier, new = (part[0].tolist() for part in self.parts[-1 - longest :])
-    old = list(itertools.chain.from_iterable(earlier))
-    end = stop_strings.end(self.request, old, new, detokenize)
+    new = self.parts[-1][0].tolist()
+    end, self.tail = stop_strings.end(self.request, self.tail, new, detokenize)
     return None if end is None else self.count - len(new) + end
 
   def response(

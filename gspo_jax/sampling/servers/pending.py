@@ -23,6 +23,7 @@ class Pending:
     self.logp = np.zeros(0, np.float32)
     self.experts: np.ndarray | None = None
     self.stopped = False
+    self.tail: list[int] | None = None  # of `stop_strings.end`
     self.aborted = 0  # answers in a row without a token
 
   @property
@@ -32,9 +33,8 @@ class Pending:
   def add(self, part: Part, detokenize: Callable[[list[int]], str] | None) -> bool:
     """Appends a part, up to the token that completes a stop string. Whether it was the last."""
     self.aborted = 0 if len(part.tokens) else self.aborted + 1
-    longest = stop_strings.longest(self.request.stop_strings)
-    old, new = self.tokens[-longest:].tolist(), part.tokens.tolist()
-    end = stop_strings.end(self.request, old, new, detokenize)
+    new = part.tokens.tolist()
+    end, self.tail = stop_strings.end(self.request, self.tail, new, detokenize)
     self.stopped = part.stopped or end is not None
     self.tokens = np.concatenate([self.tokens, part.tokens[:end]])
     self.logp = np.concatenate([self.logp, part.logp[:end]])
