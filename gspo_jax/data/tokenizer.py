@@ -80,13 +80,10 @@ class HFTokenizer:
 
     What follows a plain prompt's bos token is a text of its own, as if the token were not there.
     """
-    bos = self.special_tokens["bos_token"] if self.add_bos and not self.chat_template else ""
+    bos, first = "" if self.chat_template else self.begin(""), []
     if bos and text.startswith(bos):
-      return [self.bos_id, *self._encode(text.removeprefix(bos))]
-    return self._encode(text)
-
-  def _encode(self, text: str) -> list[int]:
-    return self.tokenizer.encode(text, add_special_tokens=False).ids
+      first, text = [self.bos_id], text.removeprefix(bos)
+    return [*first, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
   @functools.cached_property
   def _skipped(self) -> set[int]:

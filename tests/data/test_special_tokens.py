@@ -226,3 +226,8 @@ def test_the_ids_of_a_plain_prompt_are_those_behind_bos(scheme, tmp_path):
   messages = [dict(role="user", content="the answer")]
   expected = theirs.apply_chat_template(messages, return_dict=False)
   assert ours.encode(ours.render("the answer")) == expected
+
+
+def test_a_bos_token_that_is_wanted_and_has_no_name(tmp_path):
+  ours = write(tmp_path, characters(), tokenizer_config=dict(add_bos_token=True))
+  assert ours.encode(ours.render("q")) == characters().encode("q").ids
