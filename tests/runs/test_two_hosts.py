@@ -20,8 +20,8 @@ from gspo_jax.settings.training import CheckpointConfig
 
 if __name__ == "__main__":
   sys.path.insert(0, str(Path(__file__).parents[1]))
-from sampling.test_driver import WORKLOAD, Echo
 from support.configs import config_of
+from support.echo import WORKLOAD, Echo
 from support.small_models import DENSE
 from test_two_processes import on_two_processes
 
