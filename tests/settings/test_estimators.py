@@ -4,6 +4,10 @@ import pytest
 from support.configs import config_of
 
 from configs import common, tiny
+from gspo_jax import objectives as O
+from gspo_jax.learner import advantages as devices
+from gspo_jax.rollouts import advantages as host
+from gspo_jax.settings.estimators import NEEDED
 
 CRITIC = dict(critic__name="model", objective__name="ppo_clip")
 TEACHER = dict(distillation__teacher="/t", objective__name="ppo_clip")
@@ -56,3 +60,14 @@ def test_the_first_whose_needs_are_met_is_taken(changes, chosen, of_rewards):
 def test_what_does_not_go_together_is_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     config_of(tiny.get_config, **changes)
+
+
+@pytest.mark.parametrize("name", O.ESTIMATORS)
+def test_each_has_a_part_and_a_name(name):
+  estimator = O.ESTIMATORS[name]
+  of_group = [other for other, declared in O.ESTIMATORS.items() if declared.of_group]
+  assert estimator.name == name and estimator.needs | estimator.beside <= NEEDED.keys()
+  assert name in of_group or name in host.PARTS or name in devices.PARTS
+  assert estimator.by_token or estimator.by_response
+  assert (name in devices.PARTS) == (not estimator.by_response)
+  assert {*estimator.kinds} <= {*of_group}
