@@ -1,4 +1,4 @@
-"""Declared estimators of a group's rewards; tests/settings/test_estimators.py has what they go with."""
+"""Declared estimators of a group's rewards. What they go with: tests/settings/test_estimators.py."""
 
 import numpy as np
 import pytest
