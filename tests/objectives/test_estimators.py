@@ -1,4 +1,4 @@
-"""Declared estimators of a group's rewards. What they go with: tests/settings/test_estimators.py."""
+"""Declared estimators of a group's rewards; tests/settings has what they go with."""
 
 import numpy as np
 import pytest
