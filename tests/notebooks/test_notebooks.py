@@ -31,7 +31,7 @@ assert unused.any() and not unused.all()
   qwen3_gsm8k="""
 assert [row["step"] for row in evaluations] == [0, 1, 2]
 assert len(before) == 4 * 2 and before.keys() == after.keys()
-assert words.stop_ids == (0, 2)  # and the end of a turn
+assert words.stop_ids == (2, 0)  # the end of a turn, and that of texts
 """,
 )
 # What a reader downloads, by notebook.
