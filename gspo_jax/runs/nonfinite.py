@@ -64,16 +64,18 @@ class Guard:
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
     self._updates, self._skipped = updates, 0
     self._limit, self._in_a_row = limit, 0
-    self._seen: int | None = None  # step of the newest row of updates
+    self._seen = 0  # step of the newest row of updates
     self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
 
-  def start(self, state: TrainState, reported: bool = True) -> TrainState:
+  def start(self, state: TrainState, reported: bool = True, step: int = 0) -> TrainState:
     """Takes the state that a run begins with or goes on from; returns the one to go on with. What a
     run with "skip" has left out is forgotten with "stop", which would leave out all that follows.
 
     Args:
       reported: whether the row of the last step has been checked.
+      step: the last one.
     """
+    self._seen = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
@@ -121,8 +123,7 @@ class Guard:
     """Updates in a row that are left out up to this row, as far as rows tell: of the updates since
     the row before, one that was made may have been the last."""
     if "updates_skipped" in row:
-      since = row["step"] - (row["step"] - 1 if self._seen is None else self._seen)
-      all_left_out = added >= since * self._updates
+      all_left_out = added >= (row["step"] - self._seen) * self._updates
       self._in_a_row = self._in_a_row + added if all_left_out else 0
       self._seen = row["step"]
     return self._in_a_row

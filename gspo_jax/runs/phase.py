@@ -75,7 +75,7 @@ class Phase:
         f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "
         "metrics.jsonl go\n"
       )
-    state = self._guard.start(state, reported=reported == step)
+    state = self._guard.start(state, reported=reported == step, step=step)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
     self._done = step
