@@ -36,6 +36,7 @@ from gspo_jax.run import Run, open_run
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.system import files, preemption
+from gspo_jax.system.text import visible
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check, print what a run would be, start nothing.")
@@ -100,7 +101,7 @@ def failed_saves_are_told_once() -> None:
 def end(message: str) -> NoReturn:
   """Ends the process at once: Orbax's threads may still wait for something that will not come, and
   JAX for the other hosts."""
-  sys.stderr.write(f"{message}\n")
+  sys.stderr.write(f"{visible(message)}\n")
   sys.stderr.flush()
   os._exit(1)
 

@@ -117,7 +117,7 @@ class Run:
       total,
       Checkpointer(self.workdir, name, c.checkpoint),
       self.writer,
-      Guard(home, values, c.on_nonfinite, updates=updates, keep=keep),
+      Guard(home, values, c.on_nonfinite, updates=updates, keep=keep, limit=c.nonfinite_limit),
       c.alarms if name == "rl" else None,
       at_most=name == "sft" and c.sft.target_loss > 0,
     )

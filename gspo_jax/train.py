@@ -174,7 +174,8 @@ def updated(
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
   if c.rl.lag:
-    row |= lag_metrics(rollout, collected.step)
+    judged_B = collected.known_B | c.distillation.alone
+    row |= lag_metrics(rollout, collected.step, (trained_B > 0) & judged_B)
   jax.block_until_ready(state)
   return state, row, time.perf_counter() - begun
 

@@ -17,6 +17,7 @@ from gspo_jax.cli import before_jax
 from gspo_jax.settings import ranges
 from gspo_jax.settings.reading import from_dict, kind_of, unknown
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.system.text import visible
 
 BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
 
@@ -39,7 +40,7 @@ def refuse(error: Exception) -> NoReturn:
   if isinstance(error, OSError) and error.filename:
     error = f"{error.filename}: {error.strerror}"
   lines = " ".join(line.strip() for line in str(error).splitlines())
-  sys.stderr.write(f"gspo_jax: {lines}\n")
+  sys.stderr.write(f"gspo_jax: {visible(lines)}\n")  # it may quote what a model wrote
   sys.exit(BAD_INPUT)
 
 

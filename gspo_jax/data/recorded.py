@@ -5,6 +5,7 @@ was written by a model and is checked row by row before training starts.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,14 @@ class Group:
   id: str  # of the first of them: file and line
   prompt: Prompt
   responses: tuple[Response, ...]
+
+  @property
+  def content(self) -> str:
+    """As that of a prompt, with a checksum of the responses."""
+    checksum = 0
+    for r in self.responses:
+      checksum = zlib.crc32(r.tokens.tobytes() + f" {r.reward} {r.stopped}".encode(), checksum)
+    return f"{self.id} {self.prompt.content} {checksum:08x}"
 
 
 @dataclasses.dataclass(frozen=True)

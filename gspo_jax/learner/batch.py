@@ -47,7 +47,7 @@ def place(
   moved = c.rl.partial or (c.rl.lag and c.objective.replay == "R3")
   alike = not c.environment.name and not (moved and rollout.routing is not None)
   by_critic, reward_BL = "critic" in c.estimator.needs, None
-  if by_critic or c.objective.loss.to_reference:
+  if not c.distillation.alone:  # a teacher needs no verdict
     rollout = judged(rollout, known_B)
   if by_critic:
     reward_BL = of_tokens(rollout, reward_PG, in_parts=advantage_BL is not None)
@@ -69,8 +69,8 @@ def place(
 
 
 def judged(rollout: Rollout, known_B: np.ndarray) -> Rollout:
-  """The rollout without the responses on which there is no verdict, for losses that learn from an
-  advantage of 0 too."""
+  """The rollout without the responses on which there is no verdict: an advantage of 0 would still
+  count in the means of a loss, and in its penalties."""
   return dataclasses.replace(rollout, mask=rollout.mask * known_B[:, None])
 
 

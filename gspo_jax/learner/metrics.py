@@ -42,9 +42,18 @@ def ages(rollout: Rollout, version: int) -> np.ndarray:
   return np.where(sampled_B, version - oldest_B, -1).astype(np.int32)
 
 
-def lag_metrics(rollout: Rollout, version: int) -> dict[str, float]:
-  """The mean and the largest age of the tokens that are trained on. On the host."""
-  age_X = version - rollout.version[rollout.version >= 0]
+def lag_metrics(
+  rollout: Rollout, version: int, trained_B: np.ndarray | None = None
+) -> dict[str, float]:
+  """The mean and the largest age of the tokens that are trained on. On the host.
+
+  Args:
+    trained_B: on which responses; None: all.
+  """
+  trained_BL = rollout.version >= 0
+  if trained_B is not None:
+    trained_BL &= (rollout.mask > 0) & trained_B[:, None]
+  age_X = version - rollout.version[trained_BL]
   if not len(age_X):
     return {"lag/mean": 0.0, "lag/max": 0.0}
   return {"lag/mean": float(age_X.mean()), "lag/max": float(age_X.max())}

@@ -17,6 +17,7 @@ from gspo_jax.objectives.checks import Number
 from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
+_ROUNDING = 256  # units in the last place of 1, of a log-probability that is computed in two ways
 _KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 # Levels of importance correction (corrections.py): a loss with a ratio per response, or one weight
@@ -261,9 +262,12 @@ def _deviation(log_ratio: Array) -> Array:
 
 def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
   """k1 and k3 (kl.py) of KL(π_old‖π_θ): how far the policy has moved. And over how many tokens of
-  a response its log-ratio is spread, in the mean over responses that moved."""
+  a response its log-ratio is spread, in the mean over responses that moved by more than rounding:
+  the spread of that is another with every layout of a batch."""
   k3_BT = _deviation(log_ratio_BT) - log_ratio_BT
-  size_BU = clip_ranges.effective_length(log_ratio_BT, tokens.mask_BT, tokens.response_BT)
+  rounding = _ROUNDING * jnp.finfo(log_ratio_BT.dtype).eps
+  moved_BT = jnp.where(abs(log_ratio_BT) > rounding, log_ratio_BT, 0)
+  size_BU = clip_ranges.effective_length(moved_BT, tokens.mask_BT, tokens.response_BT)
   return {
     "ratio/effective_length": Mean(size_BU.sum(), (size_BU > 0).sum(dtype=size_BU.dtype)),
     "kl/k1": Mean(-log_ratio_BT.sum(), tokens.number()),

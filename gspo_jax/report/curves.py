@@ -196,7 +196,7 @@ def _rounded(curve: Row) -> Row:
 
 def _expand(pattern: str, keys: Iterable[str]) -> list[tuple[str, str]]:
   """(metric, what the braces stand for) for each metric that a pattern names."""
-  if "{" not in pattern:
+  if pattern in keys or not re.search(r"\{(i|name)\}", pattern):  # a name, with braces or without
     return [(pattern, "")] if pattern in keys else []
   regex = re.escape(pattern).replace(r"\{i\}", r"(\d+)").replace(r"\{name\}", r"([^/]+)")
   pairs = [(key, match[1]) for key in keys if (match := re.fullmatch(regex, key))]

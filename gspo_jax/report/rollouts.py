@@ -10,6 +10,7 @@ import numpy as np
 
 from gspo_jax.report.data import as_text
 from gspo_jax.runs import metrics
+from gspo_jax.system.text import visible
 
 Row = dict[str, Any]
 
@@ -78,7 +79,7 @@ def _group(records: Sequence[Row], path: Path) -> list[Row]:
     step, name, held_out = record["step"], record["prompt_id"], bool(record.get("eval"))
     if (step, name, held_out) not in groups:
       groups[step, name, held_out] = {
-        "phase": phase, "step": step, "id": str(name), "eval": held_out,
+        "phase": phase, "step": step, "id": visible(str(name)), "eval": held_out,
         "prompt": _shorten(record["prompt"]),
         "answer": _shorten(as_text(record.get("answer", ""))), "samples": [],
       }  # fmt: skip
@@ -114,8 +115,8 @@ def _color(record: Row) -> Row:
   The response itself is left out where it is its tokens one after another. It is not where one is a
   byte of a character, or a mark that decoding leaves out.
   """
-  tokens = [_spell(token) for token in record["tokens"]]
-  whole = "".join(tokens) == _spell(record["response"])
+  tokens = [visible(token) for token in record["tokens"]]
+  whole = "".join(tokens) == visible(record["response"])
   clipped = record.get("clipped_tokens")
   if not isinstance(clipped, list) or len(clipped) != len(tokens):
     clipped = [0] * len(tokens)
@@ -179,14 +180,9 @@ def _finite(value: Any) -> bool:
   return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _spell(text: str) -> str:
-  """Half characters, which no browser can show, are spelled out."""
-  return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _shorten(text: str) -> str:
   """The text as the page has it; long ones lose their middle."""
-  text = _spell(text)
+  text = visible(text)
   if len(text) <= MAX_CHARACTERS:
     return text
   head, tail = MAX_CHARACTERS * 3 // 4, MAX_CHARACTERS // 4

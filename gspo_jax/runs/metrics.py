@@ -128,13 +128,14 @@ class Writer:
     self._path = self._workdir / "metrics.jsonl"
     self._active = active
     self.notes: dict[str, float] = {}  # what holds for the whole run: it is in every row
+    self.count = 0  # rows on file
     self._purge: dict[str, int] = {}
     self._boards: dict[str, tracking.EventFile] = {}
     if active:
       with writing(self._path):
         self._workdir.mkdir(parents=True, exist_ok=True)
         _cut_half_written_line(self._path)
-      read_rows(self._path)  # a damaged one is better found now
+      self.count = len(read_rows(self._path))  # a damaged one is better found now
       self._open()
     on = active and wandb
     self._wandb = tracking.open_wandb(wandb, self._workdir, config or {}) if on else None
@@ -153,6 +154,7 @@ class Writer:
     finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
     line = json.dumps({"phase": phase, "step": step, **finite}, allow_nan=False) + "\n"
     self._append(line.encode())
+    self.count += 1
     shown = {
       name if name.startswith(f"{phase}/") else f"{phase}/{name}": value
       for name, value in values.items()
@@ -196,7 +198,24 @@ class Writer:
       self._file.close()
       write_whole(self._path, (json.dumps(row) + "\n" for row in kept))
       self._open()
+    self.count = len(kept)
     return len(dropped)
+
+  def sync(self) -> None:
+    """Returns when the rows so far are on disk: they survive a machine that loses its power.
+
+    Raises:
+      WriteError: they cannot be written.
+    """
+    if not self._active:
+      return
+    with writing(self._path):
+      os.fsync(self._file.fileno())
+      folder = os.open(self._workdir, os.O_RDONLY)
+      try:
+        os.fsync(folder)  # the name of the file too
+      finally:
+        os.close(folder)
 
   def dump_rollouts(
     self, phase: str, step: int, records: Iterable[Mapping[str, Any]], folder: str = "rollouts"

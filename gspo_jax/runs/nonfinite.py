@@ -48,22 +48,34 @@ class Guard:
     on_nonfinite: "stop" the run | "skip" the update.
     updates: gradient updates per step of the phase.
     keep: for how many steps the batches are kept: until their metrics are there.
+    limit: left-out updates in a row that end a run with "skip"; 0: any number is fine.
   """
 
   def __init__(
-    self, home: epath.Path, config: Mapping[str, Any], on_nonfinite: str, *, updates: int, keep: int
+    self,
+    home: epath.Path,
+    config: Mapping[str, Any],
+    on_nonfinite: str,
+    *,
+    updates: int,
+    keep: int,
+    limit: int = 0,
   ):
     self._home, self._config, self._on_nonfinite = home, config, on_nonfinite
     self._updates, self._skipped = updates, 0
+    self._limit, self._in_a_row = limit, 0
+    self._seen = 0  # step of the newest row of updates
     self._held: collections.deque[tuple[int, Sequence[TrainBatch]]] = collections.deque(maxlen=keep)
 
-  def start(self, state: TrainState, reported: bool = True) -> TrainState:
+  def start(self, state: TrainState, reported: bool = True, step: int = 0) -> TrainState:
     """Takes the state that a run begins with or goes on from; returns the one to go on with. What a
     run with "skip" has left out is forgotten with "stop", which would leave out all that follows.
 
     Args:
       reported: whether the row of the last step has been checked.
+      step: the last one.
     """
+    self._seen = step if reported else step - 1
     self._skipped = int(jax.device_get(state.skipped))
     if self._skipped and self._on_nonfinite == "stop":
       state, self._skipped = state.replace(skipped=state.skipped * 0), 0
@@ -79,12 +91,15 @@ class Guard:
     """Raises `NonFiniteError`, after a dump, for a row that is not finite."""
     names, skipped = nonfinite(row), int(row.get("updates_skipped", self._skipped))
     added, self._skipped = skipped - self._skipped, skipped
-    where = f"{row['phase']} step {row['step']}"
+    where, row_of_skips = f"{row['phase']} step {row['step']}", ""
     if self._on_nonfinite == "skip":
       if added > 0:
         what = f"{added} not finite and left out ({', '.join(names)}); {skipped} in all"
         sys.stderr.write(f"warning at {where}: of its updates, {what}\n")
-      if added > 0 or not names:
+      in_a_row = self._count_in_a_row(row, added)
+      if self._limit and in_a_row >= self._limit:
+        row_of_skips = f"; {in_a_row} updates in a row are left out (nonfinite_limit={self._limit})"
+      elif added > 0 or not names:
         return
     if not names and not skipped:
       return
@@ -96,13 +111,22 @@ class Guard:
       step, index = tried // self._updates + 1, tried % self._updates
     batches = dict(self._held).get(step, ())[index:]
     what = ", ".join(f"{name} is {float(row[name])}" for name in names) or "its update was left out"
-    why = f"not finite at {row['phase']} step {step}: {what}"
+    why = f"not finite at {row['phase']} step {step}: {what}{row_of_skips}"
     try:
       directory = dump(self._home, self._config, dict(row) | dict(step=step), why, state, batches)
     except Exception as error:  # of Orbax's, TensorStore's or the file system's kind
       reason = checkpoint.reason(error)
       raise NonFiniteError(f"{why}; what led to it cannot be written: {reason}", names) from error
     raise NonFiniteError(f"{why}. To see it again: python -m gspo_jax.replay {directory}", names)
+
+  def _count_in_a_row(self, row: Mapping[str, Any], added: int) -> int:
+    """Updates in a row that are left out up to this row, as far as rows tell: of the updates since
+    the row before, one that was made may have been the last."""
+    if "updates_skipped" in row:
+      all_left_out = added >= (row["step"] - self._seen) * self._updates
+      self._in_a_row = self._in_a_row + added if all_left_out else 0
+      self._seen = row["step"]
+    return self._in_a_row
 
   def check_saved(self, phase: str, step: int, state: TrainState) -> None:
     """Raises the same for a state that "stop" has brought to a stand, of which there is no row yet:

@@ -57,19 +57,25 @@ class Phase:
   ) -> tuple[int, TrainState, Row | None]:
     """Returns the last step that a checkpoint covers, the state after it, and the `position` and
     `pending` that were saved with it; 0, `start()` and None where there is none. Rows that it does
-    not cover are dropped."""
+    not cover are dropped.
+
+    Raises:
+      ValueError: rows that it covers are not there; says what to do.
+    """
     if restored := self._checkpoints.restore_newest(like):
       step, state, host = restored
       reported = step if host["pending"] is None else step - 1
     else:
       step, state, host, reported = 0, start(), None, -1
     dropped = self._writer.truncate({self._name: reported})
+    covered = host.get("rows", 0) if host else 0
+    hosts.of_first(lambda: self._require_rows(step, covered))
     if dropped and host is None:
       sys.stderr.write(
         f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "
         "metrics.jsonl go\n"
       )
-    state = self._guard.start(state, reported=reported == step)
+    state = self._guard.start(state, reported=reported == step, step=step)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
     self._done = step
@@ -132,8 +138,17 @@ class Phase:
     self.flush()  # no checkpoint may cover a step whose row is not on file
     self._guard.check_saved(self._name, self._step, self._state)
     pending = None if self._pending is None else compute(self._pending)
-    host = dict(position=self._position(), pending=pending)
+    self._writer.sync()  # nor one that a crash of the machine would take back
+    host = dict(position=self._position(), pending=pending, rows=self._writer.count)
     self._checkpoints.save(self._step, self._state, host, row)
+
+  def _require_rows(self, step: int, covered: int) -> None:
+    if self._writer.count < covered:
+      path = self._checkpoints.directory / str(step)
+      raise ValueError(
+        f"metrics.jsonl has {self._writer.count} of the {covered} rows that checkpoint {path} "
+        "covers: put it back whole, or remove that checkpoint to go on from the one before"
+      )
 
   def __enter__(self) -> "Phase":
     return self

@@ -41,6 +41,9 @@ class RunConfig:
   on_nonfinite: Literal["stop", "skip"] = key(
     "stop", "NaN or infinity in an update: stop the run | skip the update"
   )
+  nonfinite_limit: NonNegativeInt = key(
+    8, "updates in a row that skip leaves out before it ends the run; 0: any number"
+  )
   profile: NonNegativeInt = key(0, "iteration that JAX's profiler traces; 0: none")
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(

@@ -1,11 +1,18 @@
 """Mini-batches of an iteration, and the way back to the order of the rollout."""
 
+import dataclasses
+
 import jax
 import numpy as np
+import pytest
+from support.configs import config_of
 from support.small_updates import with_inputs
 
+from configs import common
+from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, train_batch
+from gspo_jax.learner.batch import fed_to, in_rollout_order, minibatches, place, train_batch
+from gspo_jax.settings.critic import DistillationConfig
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.structs import ModelInputs, Rollout, TrainBatch
 
@@ -91,3 +98,32 @@ def test_responses_that_were_cut_off_are_masked():
   np.testing.assert_array_equal(
     made.inputs.segments_BT.sum(1), given.ends
   )  # the model reads them still
+
+
+JUDGED = dict(
+  reward_PG=np.ones((1, 2)), advantage_PG=np.zeros((1, 2)), advantage_BL=None, version=4
+)  # fmt: skip
+
+
+def placing(name, **distillation):
+  """A configuration of a single group of two and this loss, as far as mini-batches depend on it."""
+  sizes = dict(rl__prompts=1, rl__group_size=2, rl__minibatches=1)
+  recorded = {}
+  if O.POLICY_LOSSES[name].recorded:
+    recorded = dict(job="offline", offline__data="x", objective__old_logp="recompute")
+  config = config_of(common.base, objective__name=name, **sizes, **recorded)
+  return dataclasses.replace(config, distillation=DistillationConfig(**distillation))
+
+
+@pytest.mark.parametrize("known", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("name", O.POLICY_LOSSES)
+def test_responses_without_a_verdict_are_masked_for_every_loss(name, known):
+  given, known_B = rollout(), np.array(known)
+  (made,) = place(placing(name), ONE, given, known_B=known_B, **JUDGED)
+  np.testing.assert_array_equal(made.mask_BT, given.mask * known_B[:, None])
+
+
+def test_a_teacher_alone_needs_no_verdict():
+  config, given = placing("ppo_clip", teacher="t", reward_weight=0.0), rollout()
+  (made,) = place(config, ONE, given, known_B=np.zeros(2, bool), **JUDGED)
+  np.testing.assert_array_equal(made.mask_BT, given.mask)

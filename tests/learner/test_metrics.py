@@ -93,6 +93,10 @@ def test_a_response_is_as_old_as_its_oldest_token():
   rollout = SimpleNamespace(version=version_BL)
   assert metrics.ages(rollout, 7).tolist() == [3, 1, -1]
   assert metrics.lag_metrics(rollout, 7) == {"lag/mean": 10 / 6, "lag/max": 3.0}
+  rollout.mask = (version_BL >= 0) * [[1], [0], [1]]  # the second one is masked out
+  every_B, none_B = np.ones(3, bool), np.zeros(3, bool)
+  assert metrics.lag_metrics(rollout, 7, every_B) == {"lag/mean": 7 / 3, "lag/max": 3.0}
+  assert metrics.lag_metrics(rollout, 7, none_B) == {"lag/mean": 0.0, "lag/max": 0.0}
   nothing = SimpleNamespace(version=version_BL[2:])
   assert metrics.lag_metrics(nothing, 7) == {"lag/mean": 0.0, "lag/max": 0.0}
 

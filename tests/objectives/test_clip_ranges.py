@@ -77,6 +77,9 @@ def test_effective_length_is_how_many_tokens_the_log_ratio_is_spread_over():
   np.testing.assert_allclose(size_BU[:, 0], expected, rtol=1e-6)
   metrics = O.gspo_loss(np.where(MASK > 0, x, np.nan), np.zeros_like(x), np.ones(5), MASK)[1]
   np.testing.assert_allclose(metrics["ratio/effective_length"], sum(expected) / 3, rtol=1e-6)
+  noise = rng.normal(0, 3e-6, MASK.shape).astype(np.float32)  # nothing has moved
+  metrics = O.gspo_loss(x + noise, x, np.ones(5), MASK)[1]
+  assert metrics["ratio/effective_length"] == 0
   by_segment = O.effective_length(x, MASK > 0, SEGMENTS)
   np.testing.assert_allclose(by_segment[1, :4], [0, 1, 0, 0])
 

@@ -145,6 +145,13 @@ def test_missing_metrics_leave_their_charts_out(tmp_path):
   assert run["name"] == tmp_path.name
 
 
+@pytest.mark.parametrize("name", ["a{b", "{", "}", "v/{}", "{i}", "x/{name}", "x/{i}/low", "{name"])
+def test_braces_in_the_name_of_a_metric_are_braces(name):
+  described = describe([{"phase": "rl", "step": 1, name: 2.0, "x/3": 1.0, "x/y": 0.0}])
+  (series,) = figures(described)["Other metrics", name]["series"]
+  assert (series["key"], series["y"]) == (name, [2.0])
+
+
 def test_curves_of_all_layers_at_all_updates_are_left_out():
   layers = {f"minibatch/{i}/router/volatility/layer_{j:02d}": 0.1 for i in (0, 1) for j in (0, 1)}
   described = describe([{"phase": "rl", "step": 1, "loss": 0.0, **layers}])

@@ -45,6 +45,17 @@ def test_long_responses_are_shortened_and_say_so(tmp_path):
   assert "46,008 characters left out" in shown
 
 
+def test_what_would_not_be_seen_is_spelled_out(tmp_path):
+  tokens = ["a\u202eb", "\x1b[2J\t\n", "\u2066 é \ud800"]
+  seen = ["a\\u202eb", "\\x1b[2J\t\n", "\\u2066 é \\ud800"]
+  plain, whole = record(1, 1, 0, response="".join(tokens)), "".join(seen)
+  _, (sample,) = read_records(tmp_path / "plain", [plain], 10)
+  assert sample["response"] == whole
+  marked = colored(1, 1, tokens, [0.1, 0.2, 0.3], response="".join(tokens))
+  _, (sample,) = read_records(tmp_path / "colored", [marked], 10)
+  assert sample["tokens"] == seen and "response" not in sample
+
+
 def test_tokens_that_make_up_the_response_stand_for_it(tmp_path):
   tokens = ["né", "\n", "😀!", ""]
   ratios = [0.0123456, -0.02, None, float("nan")]

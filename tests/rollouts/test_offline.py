@@ -1,6 +1,7 @@
 """job=offline: recorded responses in the place of sampled ones, alone and beside fresh ones."""
 
 import collections
+import dataclasses
 import json
 import re
 
@@ -117,6 +118,19 @@ def test_responses_that_are_not_on_record_were_not_cut_off():
 def test_it_goes_on_from_a_checkpoint():
   records = on_file()
   goes_on(3, 4, source=records.prompts, records=records, **OFFLINE)
+
+
+def test_an_edited_group_is_another():
+  first, second = (Response(np.int32([5, n]), 0.5, True) for n in (6, 7))
+  group = Group("f:1", Prompt("id", "1+2=", "3", (5,)), (first, second))
+  changes = (
+    dict(id="f:2"),
+    dict(prompt=dataclasses.replace(group.prompt, answer="4")),
+    dict(responses=(first, dataclasses.replace(second, reward=1.0))),
+    dict(responses=(second, first)),
+  )
+  groups = [group, *(dataclasses.replace(group, **change) for change in changes)]
+  assert len({group.content for group in groups}) == 5
 
 
 def test_fresh_responses_take_their_share():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import flax.struct
 import jax
@@ -88,6 +89,22 @@ def test_an_inactive_writer_touches_nothing(tmp_path):
     writer.truncate({"rl": 0})
     writer.dump_rollouts("rl", 1, [{"prompt": "?"}])
   assert not (tmp_path / "run").exists()
+
+
+def test_the_rows_on_file_are_counted_and_synced(tmp_path, monkeypatch):
+  synced = []
+  monkeypatch.setattr(metrics.os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
+  with metrics.Writer(tmp_path) as writer:
+    for step in (1, 2, 3):
+      writer.write(rl_row(step))
+    synced.clear()  # of the events of TensorBoard
+    writer.sync()
+    assert synced == [path.stat().st_ino for path in (tmp_path / "metrics.jsonl", tmp_path)]
+    assert writer.count == 3
+  with metrics.Writer(tmp_path) as writer:
+    assert writer.count == 3
+    writer.truncate({"rl": 2})
+    assert writer.count == 2
 
 
 def whole_run():

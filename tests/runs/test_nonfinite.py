@@ -165,6 +165,27 @@ def test_skip_says_so_and_lets_the_row_pass(tmp_path, capsys):
   assert capsys.readouterr().err == "" and not (tmp_path / "failures").exists()
 
 
+def test_so_many_skips_in_a_row_end_the_run(tmp_path):
+  guard = guard_of(tmp_path, "skip", updates=2, keep=2, limit=4)
+  skipped = 0
+  for step, added in enumerate((1, 2, 1, 2), start=1):  # an update was made in between
+    skipped += added
+    guard.check(row(step, loss=np.nan if added else 1.0, updates_skipped=skipped), start())
+    guard.check(dict(phase="sft", step=step, sampler_logp=0.0), start())
+  guard.hold(5, [batch(5)])
+  with pytest.raises(nonfinite.NonFiniteError, match="step 5: loss is nan; 4 updates in a row"):
+    guard.check(row(5, loss=np.nan, updates_skipped=skipped + 2), start())
+  assert len(nonfinite.load(tmp_path / "failures" / "sft_000005")[1]) == 1
+
+
+def test_updates_between_rows_are_in_the_row_of_skips(tmp_path):
+  guard = guard_of(tmp_path, "skip", updates=1, keep=2, limit=8)
+  guard.check(row(1, loss=1.0), start())
+  guard.check(row(11, loss=np.nan, updates_skipped=9.0), start())  # one of ten was made
+  with pytest.raises(nonfinite.NonFiniteError, match="10 updates in a row"):
+    guard.check(row(21, loss=np.nan, updates_skipped=19.0), start())
+
+
 def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
   """With two updates in a step: one of step 1 was left out, and then the first bad one is the
   second of step 4."""

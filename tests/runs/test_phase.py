@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+from etils import epath
 
 from gspo_jax.objectives.reductions import Mean
 from gspo_jax.runs import phase
@@ -13,6 +14,7 @@ from gspo_jax.system import preemption
 def phase_with(**parts):
   """A phase at its start, whose checkpoints, writer and guard do nothing but these things."""
   part = SimpleNamespace(
+    directory=epath.Path("checkpoints/rl"), count=0, sync=bool,
     restore_newest=lambda like: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
     start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
   )  # fmt: skip
@@ -50,3 +52,23 @@ def test_a_checkpoint_has_the_metrics_of_a_step_that_is_not_yet_reported():
   running.report(row)
   running.save(row)  # with its row on file: the step is done
   assert saved == [(1, row, 0), (1, None, 1)]
+
+
+def test_rows_are_on_disk_before_a_checkpoint_that_covers_them():
+  events = []
+  running = phase_with(
+    write=lambda row: events.append("row"),
+    sync=lambda: events.append("disk"),
+    save=lambda step, state, host, _: events.append(("checkpoint", host["rows"])),
+    count=3,
+  )
+  running.report(dict(step=1, loss=2.0))
+  running.save()
+  assert events == ["row", "disk", ("checkpoint", 3)]
+
+
+def test_a_checkpoint_whose_rows_are_lost_is_not_gone_on_from():
+  host = dict(position={}, pending=None, rows=3)
+  with pytest.raises(ValueError, match="2 of the 3 rows that checkpoint checkpoints/rl/1 covers"):
+    phase_with(restore_newest=lambda like: (1, {}, host), count=2)
+  phase_with(restore_newest=lambda like: (1, {}, host), count=3)

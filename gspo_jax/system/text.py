@@ -1,0 +1,14 @@
+"""Text of others, on a terminal or a page."""
+
+import re
+
+# Control characters but tab and line feed (a terminal obeys them), marks of direction (what follows
+# is shown in another order than it is in), and half characters, which nothing can show.
+_UNSEEN = re.compile(
+  "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+  r"""The text with what would not be seen spelled out, an escape as \x1b."""
+  return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
