@@ -12,6 +12,9 @@ from jax.typing import ArrayLike
 from gspo_jax.objectives import aggregation, checks
 from gspo_jax.objectives.checks import Number
 
+# Of the largest |reward| of a group: rewards that differ by less are equal, in sums of float32.
+ROUNDING = 4 * float(jnp.finfo(jnp.float32).eps)
+
 
 def group_advantages(
   reward_PG: ArrayLike,
@@ -28,7 +31,8 @@ def group_advantages(
   (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO).
 
   A member that is not valid is in no mean and gets 0, whatever its reward. A group of equal
-  rewards, or with one valid member, gets 0.
+  rewards, or with one valid member, gets 0; so does one whose rewards differ by no more than sums
+  in float32 do in their last bits.
 
   Reference: arXiv:2507.18071, Eq. 6, which does not say which standard deviation it means and has
   no ε; arXiv:2503.20783; arXiv:2402.14740.
@@ -142,11 +146,13 @@ def turn_advantages(
   valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
   reward_BU, valid_BU = _group(reward_PGU.reshape(P * G, U), "reward_PGU", valid_PGU.reshape(-1, U))
   carry_BU = jnp.full_like(reward_BU, discount)
-  return_XG, valid_XG = (
+  size_BU = _backward(carry_BU, abs(reward_BU))  # which bounds the rounding of a return
+  return_XG, size_XG, valid_XG = (
     jnp.swapaxes(x.reshape(P, G, U), 1, 2).reshape(P * U, G)
-    for x in (_backward(carry_BU, reward_BU), valid_BU)
+    for x in (_backward(carry_BU, reward_BU), size_BU, valid_BU)
   )
   advantage_XG = group_advantages(return_XG, normalize, epsilon, valid_PG=valid_XG)
+  advantage_XG = jnp.where(_alike(return_XG, valid_XG, size_XG), 0, advantage_XG)
   return jnp.swapaxes(advantage_XG.reshape(P, U, G), 1, 2)
 
 
@@ -278,15 +284,20 @@ def selection_weights(
   if select != "best":
     raise ValueError(f'select must be "best" or "reward", got {select!r}')
   place_1G = jnp.arange(weight_PG.shape[1])[None]
-  first_PG = place_1G == weight_PG.argmax(axis=1, keepdims=True)
+  best_P1 = weight_PG.max(axis=1, keepdims=True)
+  best_PG = weight_PG >= best_P1 * (1 - ROUNDING)
+  first_PG = place_1G == best_PG.argmax(axis=1, keepdims=True)
   return (first_PG & (weight_PG > 0)).astype(weight_PG.dtype)
 
 
-def _alike(reward_PG: Array, valid_PG: Array) -> Array:
-  """bool [P, 1]: the valid rewards of a group are equal, or there are none."""
+def _alike(reward_PG: Array, valid_PG: Array, size_PG: Array | None = None) -> Array:
+  """bool [P, 1]: the valid rewards of a group are equal but for rounding, or there are none. Sums
+  have the size of what was added up."""
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
   smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
-  return largest_P1 <= smallest_P1
+  size_PG = abs(reward_PG) if size_PG is None else size_PG
+  size_P1 = jnp.where(valid_PG, size_PG, 0).max(axis=1, keepdims=True)
+  return largest_P1 - smallest_P1 <= ROUNDING * size_P1  # -inf where there are none
 
 
 def _group(value_PG: ArrayLike, name: str, valid_PG: ArrayLike | None) -> tuple[Array, Array]:

@@ -130,6 +130,8 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     for row, left_out in zip(trained, skipped)
     if not left_out and any(_is_broken(row, k) for k in ("loss", "grad_norm"))
   ]
+  norms = _known(trained, "grad_norm")
+  idle = len(norms) * (not any(norms))
   last = trained[-max(1, len(trained) // 10) :]  # the last tenth
   recent = dict.fromkeys(
     alarm["name"]
@@ -140,6 +142,11 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   troubles = [
     ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
+    (
+      "bad" if idle > 2 else "open",
+      idle,
+      f"nothing is learned: the gradient was 0 in all {idle} rows",
+    ),
     ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
     (
       "bad" if all(skipped[-3:]) else "open",

@@ -57,6 +57,8 @@ class Scores:
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)
   # With `per_line`: float32 [U] for each response, of the lines of its text; `reward` is their sum.
   lines: Sequence[np.ndarray] | None = None
+  # float32 [B]: the verifier's own values, before noise and additions; None: those of `correct`.
+  values: np.ndarray | None = None
 
   @property
   def known(self) -> np.ndarray:
@@ -174,7 +176,7 @@ def _score(
   outcomes = dict.fromkeys(map(str, names), 0) | counts
   correct = np.array([outcome == "right" for outcome, _ in verdicts], np.float32)
   reward = np.array([value for _, value in verdicts], np.float32)
-  scores = Scores(reward, outcomes, correct, unknown)
+  scores = Scores(reward, outcomes, correct, unknown, values=reward)
   answers = [prompt.answer for prompt in prompts]
   added = np.zeros(len(responses), np.float32)
   if config.format_weight:
@@ -186,9 +188,18 @@ def _score(
     added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
   by_line = None
   if right_lines is not None:
-    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
+    of_lines = functools.partial(
+      lines.rewards,
+      right_lines=right_lines,
+      responses=responses,
+      answers=answers,
+      correct_B=correct,
+    )
+    by_line, misjudged = of_lines(config)
     outcomes |= misjudged
-    reward = np.array([reward_U.sum() for reward_U in by_line], np.float32)
+    reward = _sums(by_line)
+    exact = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
+    scores = dataclasses.replace(scores, values=_sums(of_lines(exact)[0]))
     for reward_U, addition, there in zip(by_line, added, scores.known):
       reward_U[-1] += addition
       reward_U *= there
@@ -201,6 +212,11 @@ def _score(
     outcomes["false_negative"] = int((flips & (correct == 1)).sum())
   reward = np.where(scores.known, reward + added, 0).astype(np.float32)
   return dataclasses.replace(scores, reward=reward, lines=by_line)
+
+
+def _sums(rewards_BU: Sequence[np.ndarray]) -> np.ndarray:
+  """float32 [B], added up in float64."""
+  return np.array([reward_U.sum(dtype=np.float64) for reward_U in rewards_BU], np.float32)
 
 
 def _verdicts(verify: Verify, batch: list[tuple[str, Prompt, bool]]) -> list[tuple[str, float]]:

@@ -136,12 +136,14 @@ def part_advantages(
   part_X = part_BL[row_X, column_X]
   # A power of two, so that few programs are compiled.
   U = 1 << int(part_X.max(initial=0)).bit_length()
-  reward_BU, valid_BU = (np.zeros((len(part_BL), U), np.float32) for _ in range(2))
+  reward_BU = np.zeros((len(part_BL), U))  # added up in float64
+  valid_BU = np.zeros((len(part_BL), U), np.float32)
   np.add.at(reward_BU, (row_X, part_X), reward_BL[row_X, column_X])
   valid_BU[row_X, part_X] = 1
   shape = (-1, group_size, U)
+  reward_PGU = reward_BU.reshape(shape).astype(np.float32)
   advantage_PGU = _turn_advantages(
-    reward_BU.reshape(shape), valid_BU.reshape(shape), discount=discount, normalize=normalize
+    reward_PGU, valid_BU.reshape(shape), discount=discount, normalize=normalize
   )
   advantage_BL = np.zeros(part_BL.shape, np.float32)
   advantage_BL[row_X, column_X] = np.asarray(advantage_PGU).reshape(-1, U)[row_X, part_X]

@@ -25,7 +25,7 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
     ValueError: an environment that counts its calls in two ways.
   """
   if not config.costs:
-    return np.array([trajectory.rewards.sum() for trajectory in trajectories], np.float32)
+    return totals(trajectories)
   worth = []
   for trajectory in trajectories:
     # float64 adds up float32 exactly, so that it does not matter in which turns rewards are.
@@ -44,10 +44,16 @@ def charge(trajectories: Sequence[Trajectory], config: EnvironmentConfig) -> np.
   return np.array(worth, np.float32)
 
 
+def totals(trajectories: Sequence[Trajectory]) -> np.ndarray:
+  """float32 [B]: sums of the rewards of conversations."""
+  # float64 adds up float32 all but exactly, so that it does not matter in which turns they are.
+  return np.array([x.rewards.sum(dtype=np.float64) for x in trajectories], np.float32)
+
+
 def teaches(group: Group, config: EnvironmentConfig) -> bool:
-  """Whether dynamic sampling lets a group teach: it has right and wrong responses, or all are right
-  and one may have cost more than another. Where all are wrong, the cheapest way to be wrong is
-  nothing to learn."""
+  """Whether dynamic sampling lets a group teach: its responses are worth different values, or all
+  are right and one may have cost more than another. Where all are wrong alike, the cheapest way to
+  be wrong is nothing to learn."""
   return group.mixed or (config.costs and bool(group.correct_G[group.known_G].all()))
 
 

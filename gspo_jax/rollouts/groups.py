@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.data import recorded
+from gspo_jax.objectives import advantages
 from gspo_jax.sampling import Trajectory
 from gspo_jax.sampling.trajectory import recorded_turn
 from gspo_jax.structs import Prompt
@@ -27,6 +28,8 @@ class Group:
   unknown: Mapping[int, str] = dataclasses.field(default_factory=dict)  # as in `rewards.Scores`
   # float32, by name: further rewards, and costs (rewards/signals.py)
   signals: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  # float32: what the verifier said, before any shaping; None: `correct_G`
+  value_G: np.ndarray | None = None
 
   @property
   def finished(self) -> bool:
@@ -44,8 +47,9 @@ class Group:
 
   @property
   def mixed(self) -> bool:
-    """Whether there are right and wrong responses, and so something to learn from."""
-    return spread(self.correct_G[self.known_G]) > 0
+    """Whether the verifier's own values differ, and so there is something to learn from."""
+    value_G = self.correct_G if self.value_G is None else self.value_G
+    return not alike(value_G[self.known_G])
 
   def get_state(self) -> dict[str, Any]:
     """Returns JSON; of a group that has been scored, with what it is worth."""
@@ -53,6 +57,8 @@ class Group:
     state = dict(prompt=dataclasses.asdict(self.prompt), trajectories=trajectories)
     if self.reward_G is None:
       return state
+    if self.value_G is not None:
+      state["value_G"] = self.value_G.tolist()
     return state | dict(
       responses=list(self.responses),
       reward_G=self.reward_G.tolist(),
@@ -73,7 +79,8 @@ class Group:
       for trajectory in state.pop("trajectories")
     ]
     if state:
-      state |= {name: np.float32(state[name]) for name in ("reward_G", "correct_G")}
+      names = [name for name in ("reward_G", "correct_G", "value_G") if name in state]
+      state |= {name: np.float32(state[name]) for name in names}
       state["unknown"] = dict(state["unknown"])
       state["signals"] = {name: np.float32(value_G) for name, value_G in state["signals"].items()}
     return cls(prompt, trajectories, **state)
@@ -92,7 +99,7 @@ class Group:
     texts = [decode(trajectory.tokens.tolist()) for trajectory in trajectories]
     reward_G = np.array([response.reward for response in record.responses], np.float32)
     correct_G = (reward_G > 0).astype(np.float32)
-    group = cls(prompt, trajectories, texts, reward_G, correct_G)
+    group = cls(prompt, trajectories, texts, reward_G, correct_G, value_G=reward_G)
     return filled(group, size, prompt.tokens, MISSING)
 
 
@@ -113,6 +120,7 @@ def filled(group: Group, size: int, prompt: Sequence[int] = (), why: str = NOT_S
     widen(group.correct_G),
     {**group.unknown, **dict.fromkeys(blanks, why)},
     {name: widen(value_G) for name, value_G in group.signals.items()},
+    None if group.value_G is None else widen(group.value_G),
   )
 
 
@@ -120,6 +128,6 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
   return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def spread(values: np.ndarray) -> float:
-  """Difference of the largest and the smallest; 0 where there is none."""
-  return float(np.ptp(values)) if len(values) else 0.0
+def alike(values: np.ndarray) -> bool:
+  """Whether numbers are equal but for the rounding of float32, or there are none."""
+  return not len(values) or np.ptp(values) <= advantages.ROUNDING * abs(values).max()

@@ -28,11 +28,13 @@ class Verdicts:
   rewards: Sequence[np.ndarray] | None = None  # of each token, where turns or lines have some
   figures: Sequence[Mapping[str, float]] | None = None  # of conversations
   failures: Sequence[str] | None = None  # of their environments; "": none
+  values: np.ndarray | None = None  # float32 [B]: before any shaping; None: those of `correct`
 
 
 def of_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verdicts:
   """What environments said of conversations that are over, of which costs are taken."""
   trajectories = trajectories_of(groups)
+  value_B = costs.totals(trajectories)
   reward_B = costs.charge(trajectories, config)
   failures = [trajectory.failure for trajectory in trajectories]
   unknown = {i: f"crash: {failure}" for i, failure in enumerate(failures) if failure}
@@ -44,6 +46,7 @@ def of_conversations(groups: Sequence[Group], config: EnvironmentConfig) -> Verd
     rewards=[trajectory.rewards for trajectory in trajectories],
     figures=[trajectory.figures for trajectory in trajectories],
     failures=failures,
+    values=value_B,
   )
 
 
@@ -73,7 +76,15 @@ def of_responses(
     ]
   measured, unmeasured = signals(texts, tokens, stopped, prompts) if signals else ({}, {})
   unknown = {**unmeasured, **scores.unknown}
-  return Verdicts(scores.reward, scores.correct, unknown, scores.outcomes, measured, rewards)
+  return Verdicts(
+    scores.reward,
+    scores.correct,
+    unknown,
+    scores.outcomes,
+    measured,
+    rewards,
+    values=scores.values,
+  )
 
 
 def hand_out(groups: Sequence[Group], verdicts: Verdicts) -> None:
@@ -83,6 +94,7 @@ def hand_out(groups: Sequence[Group], verdicts: Verdicts) -> None:
     end = start + len(group.trajectories)
     group.reward_G, group.correct_G = verdicts.reward[start:end], verdicts.correct[start:end]
     group.unknown = {i - start: why for i, why in verdicts.unknown.items() if start <= i < end}
+    group.value_G = None if verdicts.values is None else verdicts.values[start:end]
     group.signals = {name: value_B[start:end] for name, value_B in verdicts.signals.items()}
     for i, trajectory in enumerate(group.trajectories, start):
       if verdicts.rewards is not None:

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from gspo_jax.models.head import NO_TOKEN
-from gspo_jax.rollouts.groups import Group, spread, trajectories_of
+from gspo_jax.rollouts.groups import Group, alike, trajectories_of
 from gspo_jax.sampling import Trajectory
 from gspo_jax.sampling.trajectory import means
 
@@ -21,7 +21,7 @@ def rollout_metrics(groups: Sequence[Group], outcomes: collections.Counter) -> d
   row = {
     "reward/mean": float(reward_X.mean()),
     "reward/std": float(reward_X.std()),
-    "groups_without_spread": float(np.mean([spread(x_X) == 0 for x_X in judged if len(x_X)])),
+    "groups_without_spread": float(np.mean([alike(x_X) for x_X in judged if len(x_X)])),
     "response_length/mean": float(np.mean(lengths)),
     "response_length/max": float(max(lengths)),
     "truncated_fraction": float(1 - np.mean([x.stopped for x in trajectories])),

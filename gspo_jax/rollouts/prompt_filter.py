@@ -1,7 +1,8 @@
 """Choice of the prompts that are worth sampling, by how often each was solved.
 
-Raw correctness counts, never the shaped reward: a bonus for short answers gives different rewards
-to a group in which all are right, and nothing to learn from.
+What the verifier said counts, never the shaped reward: a bonus for short answers gives different
+rewards to a group in which all are right, and nothing to learn from. A group in which nothing is
+right and values differ teaches.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,8 @@ class PromptFilter:
       if not len(right_X):
         continue
       tried, responses, right, run, *_ = self._tried.get(name, (0, 0, 0, 0))
-      kind = int(right_X.all()) - int(not right_X.any())  # 1: all right, -1: all wrong, 0: mixed
+      kind = int(right_X.all()) - int(not right_X.any())  # 1: all right, -1: all wrong
+      kind = 0 if group.mixed else kind
       goes_on = run * kind > 0
       if known_G.all():
         run = run + kind if goes_on else kind

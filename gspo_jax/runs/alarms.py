@@ -24,6 +24,7 @@ class Alarms:
     self._norms: collections.deque[float] = collections.deque(maxlen=config.window)
     self._rewards: collections.deque[float] = collections.deque(maxlen=config.window)
     self._best = -float("inf")
+    self._idle = 0  # iterations in a row without a gradient
     self._on: set[str] = set()
     for row in rows:
       self(row)
@@ -40,6 +41,11 @@ class Alarms:
     c = self._config
     names = ("grad_norm", "entropy", "ratio/deviation", "reward/mean")
     norm, entropy, deviation, reward = (_finite(row.get(name)) for name in names)
+    if norm is not None:
+      self._idle = 0 if norm else self._idle + 1
+    if norm == 0 and 0 < c.no_gradient <= self._idle:
+      name, reason = _nothing_learned(row)
+      yield name, f"the gradient was 0 in {self._idle} iterations in a row: {reason}"
     if norm:  # 0: no group had anything to teach, as often while a task is still too hard
       usual = statistics.median(self._norms) if len(self._norms) == c.window else math.inf
       if c.grad_norm and norm > c.grad_norm * usual:
@@ -83,6 +89,20 @@ _MISMATCHES = (
     "is {:.2g}: rounding clips from the second mini-batch on",
   ),
 )
+
+
+def _nothing_learned(row: Mapping[str, Any]) -> tuple[str, str]:
+  """(name, reason) of an iteration without a gradient."""
+  dropped = row.get("query_set/dropped")
+  if row.get("masked_responses") and row.get("truncated_fraction") == 1:
+    return "all_masked", "all responses were cut off, and rl.mask_truncated masks them"
+  if dropped and dropped == row.get("query_set/tried"):
+    return "all_dropped", "data.query_set.drop_after has dropped every prompt that was tried"
+  if row.get("dynamic_sampling/filled_groups"):
+    return "filled_groups", "groups of equal values filled the batch, after all rounds of sampling"
+  if row.get("groups_without_spread") == 1:
+    return "uniform_groups", "the rewards within each group are equal"
+  return "no_gradient", "metrics do not say why"
 
 
 def _finite(value: float | None) -> float | None:

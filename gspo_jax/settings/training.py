@@ -193,6 +193,7 @@ class AlarmConfig:
   ratio: NonNegativeFloat = key(0.005, "mean |importance ratio - 1|: the policy runs away")
   mismatch: NonNegativeFloat = key(1.0, "times the clip range: sampler and trainer differ so much")
   reward: NonNegativeFloat = key(0.2, "that its mean lies below the highest so far")
+  no_gradient: NonNegativeInt = key(5, "iterations in a row in which the gradient is 0")
   unknown: Fraction = key(0.01, "share of responses without a verdict, which are not learned from")
 
   def __post_init__(self):

@@ -272,6 +272,28 @@ def test_with_a_reward_at_the_end_the_first_turn_gets_the_responses_advantage():
   np.testing.assert_allclose(ours[:, :, 0], O.group_advantages(outcome), rtol=1e-5)
 
 
+@pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_rewards_that_differ_by_rounding_are_equal(normalize, scale):
+  last_bit = np.nextafter(np.float32(10.1 * scale), np.float32(np.inf))
+  reward = np.float32([[10.1 * scale, last_bit, 10.1 * scale]])
+  assert reward[0, 0] != reward[0, 1]
+  for signed in reward, -reward:
+    assert not np.any(O.group_advantages(signed, normalize))
+  assert not np.any(O.constrained_advantages([reward], [reward], [1.0], [0.5]))
+  assert not np.any(O.soft_advantages(reward, 0.5 * scale))
+  assert O.selection_weights(reward).tolist() == [[1, 0, 0]]
+  apart = np.float32([[10.1, 10.101, 10.1]]) * np.float32(scale)
+  assert np.all(np.asarray(O.group_advantages(apart, normalize)) != 0)
+
+
+def test_turns_that_cancel_out_are_worth_nothing():
+  """A sum is as exact as the largest number in it."""
+  reward = np.float32([[[10.1, 20.2, -30.3], [0, 0, 0], [30.3, -20.2, -10.1]]])
+  assert np.ptp(reward.sum(axis=2)) > 0
+  assert not np.any(O.turn_advantages(reward, np.ones(reward.shape))[:, :, 0])
+
+
 def test_turn_advantages_refuse_what_is_wrong():
   reward, valid = np.ones((2, 3, 4)), np.ones((2, 3, 4))
   with pytest.raises(ValueError, match="reward_PGU"):

@@ -39,7 +39,7 @@ def test_shaping_leaves_correctness_alone():
     responses, ["4"] * 4, [10, 75, 100, 300], format="think_answer", format_weight=0.5,
     overlong_weight=1.0, overlong_max=100, overlong_buffer=50,
   )  # fmt: skip
-  assert scores.correct.tolist() == [1, 1, 0, 0]
+  assert scores.correct.tolist() == scores.values.tolist() == [1, 1, 0, 0]
   np.testing.assert_allclose(scores.reward, [1 + 0.5, 1 - 0.5, 0 + 0.5 - 1, 0 - 1])
   assert scores.outcomes["format_kept"] == 2
   # Evaluation has no lengths to give and looks at correctness.
@@ -156,6 +156,7 @@ def test_a_function_of_the_users(monkeypatch):
   scores = score(responses, ["wxyz"] * 7, name="support.user_rewards:by_length")
   assert scores.reward.tolist() == [1, 0.5, 0, 0, 0, 0, 1]
   assert scores.correct.tolist() == [1, 0, 0, 0, 0, 0, 1]
+  assert scores.values.tolist() == [1, 0.5, 0, 0, 0, 0, 1]
   assert scores.outcomes == {"right": 2, "wrong": 1, "timeout": 1, "crash": 3}
   scores = score(["a", "b"], ["a", "a"], name="support.user_rewards:is_equal")
   assert scores.reward.tolist() == [1, 0]

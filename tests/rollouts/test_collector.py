@@ -279,6 +279,18 @@ def test_rounds_are_bounded_and_the_batch_is_filled_up():
   assert metrics == dict(rounds=2, discarded_groups=3, filled_groups=1)
 
 
+def test_partial_credit_is_enough_to_teach():
+  """Values of the verifier decide, and not which of them is 1."""
+  differ, same = [0, 0.9, 0], [0.9, 0.9, 0.9]
+  rounds = [groups(a=NEVER, b=NEVER, c=NEVER), groups(d=NEVER, e=NEVER, f=NEVER)]
+  for some, values in zip(rounds, ([differ, same, NEVER], [differ, same, differ])):
+    for group, value_G in zip(some, values):
+      group.value_G = np.array(value_G, np.float32)
+  out, chosen, metrics = fill(rounds, 5)
+  assert chosen == "adf" and metrics == dict(rounds=2, discarded_groups=3, filled_groups=0)
+  assert out.advantage_PG.any(axis=1).all()
+
+
 def test_a_batch_of_mixed_groups_needs_one_round():
   _, chosen, metrics = fill(ROUNDS[3:], 5)
   assert chosen == "jkl" and metrics["rounds"] == 1

@@ -234,10 +234,11 @@ def test_a_scored_group_survives_a_checkpoint():
   (group,) = groups(a=[1, 0, 1])
   group.unknown = {1: "timeout"}
   group.signals = dict(length=np.float32([3, 0.1, 3]))
+  group.value_G = np.float32([0.1, 0, 0.9])
   group = filled(group, 5)
   state = json.loads(json.dumps(group.get_state()))
   again = Group.from_state(state, lambda prompt: SingleTurn(prompt.tokens))
-  for field in ("reward_G", "correct_G", "known_G"):
+  for field in ("reward_G", "correct_G", "value_G", "known_G"):
     mine, theirs = getattr(again, field), getattr(group, field)
     assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist()
   assert again.unknown == group.unknown and again.responses == group.responses

@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from gspo_jax.rollouts.groups import Group
 from gspo_jax.rollouts.prompt_filter import PromptFilter
 from gspo_jax.settings.data import QuerySetConfig
 from gspo_jax.structs import Prompt
@@ -23,7 +23,12 @@ def scored(prompts, correct_PG, known_PG=None):
   """Groups of these verdicts; of those that are not known there is none."""
   known_PG = np.ones_like(correct_PG) if known_PG is None else known_PG
   return [
-    SimpleNamespace(prompt=prompt, correct_G=np.array(correct_G), known_G=np.array(known_G) > 0)
+    Group(
+      prompt,
+      [None] * len(correct_G),
+      correct_G=np.array(correct_G),
+      unknown={g: "crash" for g, known in enumerate(known_G) if not known},
+    )
     for prompt, correct_G, known_G in zip(prompts, correct_PG, known_PG)
   ]
 
@@ -68,6 +73,14 @@ def after(*groups, known=None):
 )
 def test_groups_in_a_row_count(groups, dropped):
   assert (after(*groups).metrics()["query_set/dropped"] == 1) == dropped
+
+
+def test_partial_credit_that_differs_keeps_a_prompt_in_use():
+  queries = query_set(drop_after=1)
+  kept, dropped = scored(PROMPTS[:2], [NEVER, NEVER])
+  kept.value_G, dropped.value_G = np.float32([0, 0.9, 0]), np.float32([0.9, 0.9, 0.9])
+  queries.update([kept, dropped], 1)
+  assert in_use(queries) == "acd"
 
 
 def test_the_reason_is_that_of_the_last_groups():

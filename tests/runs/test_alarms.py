@@ -65,6 +65,25 @@ def test_a_gradient_after_iterations_without_one_is_no_jump():
   assert held == {"warning/grad_norm": [12]}
 
 
+REASONS = {
+  "uniform_groups": {"groups_without_spread": 1.0},
+  "filled_groups": {"groups_without_spread": 1.0, "dynamic_sampling/filled_groups": 4.0},
+  "all_dropped": {"query_set/dropped": 12.0, "query_set/tried": 12.0},
+  "all_masked": {"masked_responses": 12.0, "truncated_fraction": 1.0},
+  "no_gradient": {"groups_without_spread": 0.5, "masked_responses": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_run_that_learns_nothing_is_told_why(name):
+  idle = dict(grad_norm=0.0) | REASONS[name]
+  held, printed = run(healthy(s, **(idle if s >= 3 else {})) for s in range(12))
+  assert held == {f"warning/{name}": [7, 8, 9, 10, 11]}
+  assert len(printed) == 1 and "gradient was 0 in 5 iterations in a row" in printed[0]
+  off = Alarms(AlarmConfig(no_gradient=0))
+  assert run((healthy(s, **idle) for s in range(12)), off) == ({}, [])
+
+
 def test_a_reward_that_falls_is_told_when_its_mean_has_fallen():
   rewards = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]
   held, printed = run(healthy(s, **{"reward/mean": r}) for s, r in enumerate(rewards))
