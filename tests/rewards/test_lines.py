@@ -68,6 +68,8 @@ def test_noise_misjudges_lines_and_not_responses():
   assert noisy.outcomes["false_negative"] == (right & ~found).sum()
   assert noisy.outcomes["false_positive"] == (~right & found).sum()
   np.testing.assert_array_equal(noisy.correct, plain.correct)
+  np.testing.assert_array_equal(noisy.values, plain.values)
+  np.testing.assert_allclose(plain.values, right.sum(1) / 4, rtol=1e-6)
   np.testing.assert_allclose(noisy.reward, found.sum(1) / 4, rtol=1e-6)
   assert (score(texts, answer=answer, noise_seed=1, **rates).reward != noisy.reward).any()
 

@@ -125,6 +125,7 @@ def test_rewards_of_other_turns_add_up_to_the_same():
   questions = "[1", "[22", "[333", "[5*5]"  # of which the calculator understands one
   talks = [asked(*order, "2192") for order in itertools.permutations(questions)]
   assert len({float(one.rewards.sum()) for one in talks}) > 1, "else this shows nothing"
+  assert len(set(costs.charge(talks, OFF).tolist())) == 1  # without costs too
   assert len(set(costs.charge(talks, priced(0.013, 0.07)).tolist())) == 1
 
 
