@@ -243,7 +243,7 @@ def test_a_student_nears_its_teacher_without_a_reward(directory, tmp_path):
   was interrupted."""
   path, _, model = directory
   changes = dict(
-    rl__prompts=32, rl__group_size=1, rl__iterations=5, rl_optimizer__learning_rate=1e-2
+    rl__prompts=128, rl__group_size=1, rl__iterations=5, rl_optimizer__learning_rate=1e-2
   )
   config = student(path, **changes)
   _, params = trained(config, tmp_path / "whole")
