@@ -68,7 +68,7 @@ class Phase:
     else:
       step, state, host, reported = 0, start(), None, -1
     dropped = self._writer.truncate({self._name: reported})
-    covered = host.get("rows", 0) if host else 0
+    covered = host["rows"] if host else 0
     hosts.of_first(lambda: self._require_rows(step, covered))
     if dropped and host is None:
       sys.stderr.write(
