@@ -63,16 +63,14 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
 
 def _read(config: RunConfig, workdir: Path | None) -> Inputs:
   """Reads and checks tokenizer, data and mesh; cheap checks come before slow ones."""
-  tok = tokenizer.load_for(
-    config.tokenizer, config.model.vocab_size, config.data.template_arguments
-  )
+  tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size, config.data)
   if config.has_iterations and config.objective.segment_unit == "step":
     delimiters.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)
-  for text in config.environment.stop_strings:
+  for text in config.sampling.stop_strings:
     if not tokenizer.shows(tok, text):
       raise ValueError(
-        f"environment.stop_strings: no text has {text!r}, since special tokens are left out of it; "
+        f"sampling.stop_strings: no text has {text!r}, since special tokens are left out of it; "
         "name such a token as eos_token_id in the tokenizer's generation_config.json"
       )
   for tag in shaping.TAGS[config.reward.format]:

@@ -201,6 +201,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       prompt_length=config.data.max_prompt_tokens,
       seed=config.seed_of("eval"),
       environment=config.environment,
+      stop_strings=config.sampling.stop_strings,
       directory=workdir / "evaluations",
       identity=repr(depends_on)
       + "".join(map(user_function.checksum, [*sorted(scorers), config.environment.name])),

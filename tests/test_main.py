@@ -175,7 +175,7 @@ TOGETHER = """
   job=rl rl.extra_prompts=4 rl.token_budget=150 rl.iterations=4 eval.every=9 eval.greedy=False
   objective.old_logp=recompute objective.replay=R3 objective.volatility=True
   data.query_set.extra_rounds=1 environment.name=talk:Talk environment.max_turns=4
-  environment.stop_strings=('1','7') sampling.max_new_tokens=40
+  sampling.stop_strings=('1','7') sampling.max_new_tokens=40
   environment.token_cost=0.01 environment.call_cost=0.1
 """.split()
 TALK = """

@@ -19,6 +19,7 @@ from etils import epath
 
 from gspo_jax.data import special_tokens, templates
 from gspo_jax.data.special_tokens import TokenizerError
+from gspo_jax.settings.data import DataConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ByteTokenizer:
   stop_ids: tuple[int, ...] = (257,)
   bos_id: int = 258
   vocab_size: int = 259
+  system: str = ""  # what is said before any other message
 
   def encode(self, text: str) -> list[int]:
     return list(text.encode("utf-8"))
@@ -53,7 +55,7 @@ class ByteTokenizer:
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages: one after another, on lines of their own."""
-    return "\n".join(message["content"] for message in messages)
+    return "\n".join(message["content"] for message in _led(self.system, messages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class HFTokenizer:
   stop_ids: tuple[int, ...]  # first the one that ends demonstrations: that of a turn, or else eos
   vocab_size: int  # largest id + 1, which the model's vocabulary must hold
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
+  system: str = ""  # what is said before any other message, unless they begin with such a one
 
   @property
   def bos_id(self) -> int | None:
@@ -137,6 +140,7 @@ class HFTokenizer:
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages, up to where the assistant begins to speak;
     without a chat template one after another, on lines of their own."""
+    messages = _led(self.system, messages)
     if not self.chat_template:
       return self.begin("\n".join(message["content"] for message in messages))
     try:
@@ -150,6 +154,13 @@ class HFTokenizer:
         f"the chat template of {self.path} failed: {type(error).__name__}: {error}. Correct it in"
         " chat_template.jinja or tokenizer_config.json"
       ) from error
+
+
+def _led(system: str, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+  """Messages behind what the system says, unless it speaks in them already."""
+  speaks = bool(messages) and messages[0].get("role") in ("system", "developer")
+  first = [] if speaks or not system else [dict(role="system", content=system)]
+  return [*first, *messages]
 
 
 # The files of a tokenizer, as far as they are there.
@@ -213,8 +224,8 @@ def copy(path: str, directory: Path) -> None:
       target.write_bytes(file.read_bytes())
 
 
-def load_for(path: str, vocab_size: int, arguments: Mapping[str, Any] | None = None) -> Tokenizer:
-  """`load`, for a model of so many tokens; with arguments of its chat template, if there are any.
+def load_for(path: str, vocab_size: int, prompts: DataConfig | None = None) -> Tokenizer:
+  """`load`, for a model of so many tokens, and for prompts as a section `data` wants them.
 
   Special tokens beyond them are left out, unless they begin or end texts: what has their name
   is a text like others. (Text models of Gemma 3 come with the tokenizer of those that see images.)
@@ -223,20 +234,29 @@ def load_for(path: str, vocab_size: int, arguments: Mapping[str, Any] | None = N
     TokenizerError: other tokens are beyond them, too; or the template has no such argument.
   """
   tok = load(path)
-  if arguments:
-    known = templates.arguments(getattr(tok, "chat_template", ""))
-    if unknown := set(arguments) - set(known):
-      raise TokenizerError(
-        f"data.template_arguments.{min(unknown)}: the chat template of {path!r} has no such"
-        f" argument; there are {', '.join(known) or 'none'}"
-      )
-    tok = dataclasses.replace(tok, arguments=dict(arguments))
+  if prompts is not None:
+    tok = _prompting(tok, path, prompts)
   if tok.vocab_size > vocab_size and isinstance(tok, HFTokenizer):
     tok = _without_special(tok, vocab_size)
   if tok.vocab_size > vocab_size:
     raise TokenizerError(
       f"tokenizer {path!r} has {tok.vocab_size} tokens, more than model.vocab_size={vocab_size}"
     )
+  return tok
+
+
+def _prompting(tok: Tokenizer, path: str, config: DataConfig) -> Tokenizer:
+  tok = dataclasses.replace(tok, system=config.system)
+  if isinstance(tok, HFTokenizer) and not config.chat_template:
+    tok = dataclasses.replace(tok, chat_template="")
+  if arguments := dict(config.template_arguments):
+    known = templates.arguments(getattr(tok, "chat_template", ""))
+    if unknown := set(arguments) - set(known):
+      raise TokenizerError(
+        f"data.template_arguments.{min(unknown)}: the chat template of {path!r} has no such"
+        f" argument; there are {', '.join(known) or 'none'}"
+      )
+    tok = dataclasses.replace(tok, arguments=arguments)
   return tok
 
 

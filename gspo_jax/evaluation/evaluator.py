@@ -48,6 +48,7 @@ class Evaluator:
   prompt_length: int
   seed: int
   environment: EnvironmentConfig | None = None  # for benchmarks that have one
+  stop_strings: tuple[str, ...] = ()
   directory: Path | None = None  # of results and of unfinished evaluations; None: neither
   identity: str = ""  # what else the responses and their scores depend on
   signals: Signals | None = None  # measured too where responses are single turns
@@ -160,7 +161,7 @@ class Evaluator:
       trajectories=len(benchmark.problems) * samples,
       group_size=samples,
       stop_ids=tuple(self.tokenizer.stop_ids),
-      stop_strings=self.environment.stop_strings if talks else (),
+      stop_strings=self.stop_strings,
       several_turns=talks,
       vocabulary=self.tokenizer.vocab_size,
     )

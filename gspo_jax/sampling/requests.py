@@ -237,7 +237,7 @@ def workload(
     trajectories=c.rl.prompts * c.rl.group_size,
     group_size=c.rl.group_size,
     stop_ids=stop_ids,
-    stop_strings=c.environment.stop_strings if several_turns else (),
+    stop_strings=c.sampling.stop_strings,
     several_turns=several_turns,
     partial=c.rl.partial,
     record_routing=c.objective.needs_sampler_routing,

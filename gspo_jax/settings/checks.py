@@ -111,7 +111,7 @@ DEFAULTS = (
     "has no effect, since {when} gives the rewards",
   ),
   Default(
-    "environment.max_turns environment.stop_strings environment.workers",
+    "environment.max_turns environment.workers",
     "environment.name=",
     "has no effect, since {when} leaves responses of one turn",
   ),

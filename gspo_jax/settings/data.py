@@ -110,7 +110,9 @@ class DataConfig:
   prompt_template: str = key(
     "{question}", "the user's turn where the tokenizer has a chat template; holds {question}"
   )
+  chat_template: bool = key(True, "the tokenizer's, where it has one; False: plain text")
   template_arguments: dict = key({}, "of the chat template, by name: enable_thinking")
+  system: str = key("", 'what the system says before the user; "": nothing')
   max_prompt_tokens: PositiveInt = key(8, 'of "999+999="; a longer one is a bad row')
   on_error: Literal["raise", "skip"] = key(
     "raise", "a bad row stops the run, or is left out and counted"

@@ -38,6 +38,7 @@ class SamplingConfig:
     0.0, "keep tokens so much as likely as the likeliest, with top_k; 0: all"
   )
   max_new_tokens: PositiveInt = key(10, 'per response: "8991:1998" and the end')
+  stop_strings: tuple[str, ...] = key((), "texts that end a response or a turn, as stop tokens do")
 
   def __post_init__(self):
     ranges.check(self, "sampling")
@@ -125,7 +126,6 @@ class EnvironmentConfig:
   max_turns: PositiveInt = key(
     1, "of the policy; a conversation that is not over by then is cut off"
   )
-  stop_strings: tuple[str, ...] = key((), "that end a turn, as stop tokens do")
   discount: Fraction = key(1.0, "of rewards of later turns (or lines)")
   workers: Workers = key(0, "threads that environments run in; 0: none, for those that never wait")
   token_cost: NonNegativeFloat = key(0.0, "of a sampled token, from the reward of its turn")

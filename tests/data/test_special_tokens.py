@@ -1,5 +1,6 @@
 """Special tokens, wherever a checkpoint's files name them, against transformers."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -13,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from configs import tiny
 from gspo_jax import inputs, structs
 from gspo_jax.data import sources, tokenizer
+from gspo_jax.settings.data import DataConfig
 from gspo_jax.settings.reading import from_dict
 
 END, STOP = "<|im_end|>", "<|endoftext|>"
@@ -192,10 +194,13 @@ def test_arguments_of_the_template(tmp_path):
       messages, add_generation_prompt=True, return_dict=False, **arguments
     )
     assert list(prompt.tokens) == expected
+  wrong = DataConfig(template_arguments=dict(thinking=False))
   with pytest.raises(tokenizer.TokenizerError, match=r"template_arguments\.thinking: .*no such"):
-    tokenizer.load_for(str(tmp_path), 300, dict(thinking=False))
+    tokenizer.load_for(str(tmp_path), 300, wrong)
   with pytest.raises(tokenizer.TokenizerError, match="there are none"):
-    tokenizer.load_for("bytes", 300, dict(enable_thinking=False))
+    tokenizer.load_for("bytes", 300, wrong)
+  with pytest.raises(tokenizer.TokenizerError, match="there are none"):
+    tokenizer.load_for(str(tmp_path), 300, dataclasses.replace(wrong, chat_template=False))
 
 
 METASPACE = "▁"

@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gspo_jax.data import tokenizer
+from gspo_jax.settings.data import DataConfig
 
 # As in Qwen's checkpoints: block lines leave no trace only with trim_blocks and lstrip_blocks.
 CHAT_TEMPLATE = """
@@ -103,6 +104,23 @@ def test_hf_chat_template(checkpoint):
   assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{user}<|im_start|>assistant\n"
   ids = tok.encode(text)
   assert ids[0] == 1 and ids.count(2) == 2  # special tokens are single ids
+
+
+def test_a_system_prompt_comes_first_unless_there_is_one(checkpoint):
+  tok = tokenizer.load_for(str(checkpoint), 300, DataConfig(system="Be brief."))
+  user, other = dict(role="user", content="q"), dict(role="system", content="Take care.")
+  begins = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq<|im_end|>"
+  assert tok.render("q").startswith(begins)
+  assert tok.chat([other, user]) == tokenizer.load(str(checkpoint)).chat([other, user])
+  assert tokenizer.load_for("bytes", 259, DataConfig(system="Be brief.")).render("q") == (
+    "Be brief.\nq"
+  )
+
+
+def test_plain_prompts_of_a_checkpoint_with_a_chat_template(checkpoint):
+  tok = tokenizer.load_for(str(checkpoint), 300, DataConfig(chat_template=False))
+  assert tok.render("1+2", template="{question}=") == "1+2="
+  assert tok.stop_ids == tokenizer.load(str(checkpoint)).stop_ids
 
 
 def test_chat_template_file_wins_and_gets_what_templates_use(checkpoint):

@@ -43,7 +43,7 @@ class Parrot:
 def talk(environments=None, prompts=PROMPTS, params=PARAMS, config=TALK, **changes):
   environments = environments or [Parrot(p) for p in prompts for _ in range(4)]
   options = dict(group_size=4, max_new_tokens=40, stop_ids=STOP, seed=7, prompt_length=5) | changes
-  turns = dict(max_turns=config.max_turns, workers=config.workers, stop_strings=config.stop_strings)
+  turns = dict(max_turns=config.max_turns, workers=config.workers)
   return sample(params, MOE, environments=environments, **turns, **options), environments
 
 
@@ -206,12 +206,10 @@ def test_a_turn_that_is_cut_off_is_not_the_end_even_if_the_environment_says_so()
 
 
 def test_stop_strings_end_turns():
-  config = dataclasses.replace(TALK, stop_strings=("#",))
-
   def letters(ids):
     return "".join("#" if i > 40 else "." for i in ids)
 
-  _, environments = talk(config=config, stop_ids=(), detokenize=letters)
+  _, environments = talk(stop_strings=("#",), stop_ids=(), detokenize=letters)
   for one in environments:
     assert all(not any(token > 40 for token in heard[:-1]) for heard in one.heard)
   assert any(len(one.heard) > 1 for one in environments)

@@ -79,3 +79,4 @@ def test_what_is_asked_of_the_engine():
   assert asked().support == 40 and asked(sampling__top_k=1000).support == 264
   assert asked(sampling__top_k=0, sampling__top_p=1.0).support == 0
   assert asked(job="eval").support == 0
+  assert asked(sampling__stop_strings=("\n",)).stop_strings == ("\n",)  # of single turns too

@@ -323,7 +323,6 @@ def test_what_does_not_go_with_an_environment(key, value, message):
     (dict(objective__tuned=dict(dapo=dict(clip_low=2.0))), r"tuned\.dapo\.clip_low=2\.0 must be"),
     (dict(objective__tuned=dict(dapo=dict(clip_low="x"))), r"tuned\.dapo\.clip_low='x' must be"),
     (dict(environment__max_turns=8), r"max_turns=8 has no effect.*environment\.name=''.*to 1"),
-    (dict(environment__stop_strings=("}",)), r"stop_strings=\('}',\) has no effect"),
     (dict(environment__workers=2), r"workers=2 has no effect.*set it to 0"),
     (dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*did you mean eval/accuracy\?"),
     (dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),

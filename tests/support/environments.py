@@ -5,7 +5,6 @@ from gspo_jax.settings.sampling import EnvironmentConfig
 TALK = EnvironmentConfig(
   "",
   max_turns=3,
-  stop_strings=(),
   discount=0.5,
   workers=0,
   token_cost=0.0,

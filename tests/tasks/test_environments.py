@@ -63,7 +63,7 @@ class Game:
     return dict(correct=self.turns == 3, turns_taken=self.turns)
 """
   )
-  options = ("environment.name=my_game:Game", "environment.stop_strings=('a','e')")
+  options = ("environment.name=my_game:Game", "sampling.stop_strings=('a','e')")
   run(tmp_path / "run", *FLAGS, *options, config="configs/tiny_tools.py", **modules_in(tmp_path))
   rows = rows_of(tmp_path / "run", "rl")
   assert [row["step"] for row in rows] == [0, 1, 2]
