@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from gspo_jax import rewards, sharding
@@ -233,13 +234,18 @@ def check_weights(config: RunConfig) -> None:
   changed = [
     f"model.{key}={asked[key]!r} and not {had[key]!r}"
     for key in had
-    if key in asked and had[key] != asked[key]
+    if key in asked and had[key] != asked[key] and not _rounded(had[key], asked[key])
   ]
   if changed:
     raise ValueError(
       f"--config.weights={config.weights} holds another model than the configuration, which has "
       f"{', '.join(changed)}: set these, or name a configuration of this model"
     )
+
+
+def _rounded(a: Any, b: Any) -> bool:
+  """Whether a number is the other one in float32, in which some files keep them."""
+  return isinstance(a, float) and np.float32(a) == np.float32(b)
 
 
 def check_memory(

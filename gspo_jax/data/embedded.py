@@ -5,9 +5,14 @@ from collections.abc import Iterator
 from gspo_jax import structs
 from gspo_jax.data import tokenizer
 from gspo_jax.settings.data import DataConfig, DataError
-from gspo_jax.tasks import arithmetic, calculator, recurrence
+from gspo_jax.tasks import arithmetic, calculator, recurrence, word_problems
 
-TASKS = dict(arithmetic=arithmetic, calculator=calculator, recurrence=recurrence)
+TASKS = dict(
+  arithmetic=arithmetic,
+  calculator=calculator,
+  recurrence=recurrence,
+  word_problems=word_problems,
+)
 
 
 class Embedded:
@@ -20,9 +25,10 @@ class Embedded:
     task, _, split = path.partition(":")
     self.path = path
     self._config, self._tok, self._task = config, tok, TASKS[task]
-    self._told = {key: getattr(config, key) for key in getattr(self._task, "TEACHER", ())}
+    self._told = {key: getattr(config, key) for key in self._task.TEACHER}
     try:
-      self._problems = self._task.problems(split, getattr(config, self._task.SIZE))
+      sizes = [getattr(config, key) for key in self._task.SIZES]
+      self._problems = self._task.problems(split, *sizes)
     except ValueError as error:
       raise DataError(f"{key}: {error}") from error
     for index in probe(len(self)):
@@ -49,9 +55,7 @@ class Embedded:
       answer=row["answer"],
       tokens=tuple(self._tok.encode(text)),
       # The same problem is always demonstrated in the same way, right or wrong.
-      demonstration=self._task.demonstration(
-        row, self._config.carry_errors, seed=index, **self._told
-      ),
+      demonstration=self._task.demonstration(row, seed=index, **self._told),
       thinks=text.rstrip().endswith("<think>"),
     )
 

@@ -186,6 +186,12 @@ def _published() -> dict[str, ModelConfig]:
     "gemma-3-270m": _model(640, 18, 4, 1, 2048, **gemma),
     "gemma-3-1b-pt": _model(1152, 26, 4, 1, 6912, **gemma),
   }
+  smollm2 = _model(
+    576, 30, 9, 3, 1536, vocab_size=49_152, head_dim=64, qk_norm=False, rope_theta=1e5,
+    rms_norm_eps=1e-5, max_position_embeddings=8192, **tied,
+  )  # fmt: skip
+  models["SmolLM2-135M"] = smollm2
+  models["SmolLM2-135M-Instruct"] = smollm2
   for name, config in base.items():
     if name not in ("Qwen3-32B", "Qwen3-235B-A22B"):  # whose Base was not published
       models[f"{name}-Base"] = config

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from gspo_jax.tasks import arithmetic, recurrence
+from gspo_jax.tasks import arithmetic, recurrence, word_problems
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,8 +31,11 @@ def main(argv: list[str] | None = None) -> None:
       if not all(1 <= n <= 128 for n in lines):
         raise ValueError(f"--lines={flags.lines}: a response has 1 to 128 lines")
       problems = recurrence.problems(split, lines)
+    elif name == "word_problems":
+      problems = word_problems.problems(split)
     else:
-      raise ValueError(f"there is no task {name!r} here; there are arithmetic and recurrence")
+      names = "arithmetic, recurrence and word_problems"
+      raise ValueError(f"there is no task {name!r} here; there are {names}")
     if not (flags.first >= 0 and 0 < flags.rows <= len(problems) - flags.first):
       raise ValueError(
         f"--first={flags.first} --rows={flags.rows}: there are {len(problems)} rows; choose a row "

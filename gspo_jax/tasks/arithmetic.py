@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gspo_jax.tasks.problems import Problem, Problems
+from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZE = "digits"  # the key of `data` that says which problems there are
-TEACHER = ("skipped_work",)  # keys of `data` that the pupil is told besides `carry_errors`
+SIZES = ("digits",)  # keys of `data` that say which problems there are
+TEACHER = ("carry_errors", "skipped_work")  # keys of `data` that the pupil is told
 OUTCOMES = ("right", "wrong")
 _ANSWER = re.compile(r"\s*([+-]?\d{1,100})\s*")  # Python reads no numbers of thousands of digits
 
@@ -38,7 +38,8 @@ def problems(split: str, digits: int) -> Problems:
     return dict(id=f"{a}+{b}", question=f"{a}+{b}=", answer=str(a + b))
 
   a, b = np.divmod(np.arange(count**2, dtype=np.uint64), np.uint64(count))
-  return Problems("arithmetic", split, np.minimum(a, b) * np.uint64(count) + np.maximum(a, b), make)
+  keys = np.minimum(a, b) * np.uint64(count) + np.maximum(a, b)
+  return Problems("arithmetic", split, held_out(keys), make)
 
 
 def demonstration(

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from gspo_jax.tasks import arithmetic
-from gspo_jax.tasks.problems import Problem, Problems
+from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZE = "digits"  # the key of `data` that says which problems there are
-TEACHER = ("checks",)  # keys of `data` that the pupil is told besides `carry_errors`
+SIZES = ("digits",)  # keys of `data` that say which problems there are
+TEACHER = ("carry_errors", "checks")  # keys of `data` that the pupil is told
 USES = 0.4  # share of the operations for which the pupil takes the calculator
 NOT_UNDERSTOOD = -0.1  # reward of such a question
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -48,7 +48,7 @@ def problems(split: str, digits: int) -> Problems:
   ab, c = np.divmod(np.arange(count**3, dtype=np.uint64), size)
   a, b = np.divmod(ab, size)
   pair = np.minimum(a, b) * size + np.maximum(a, b)
-  return Problems("calculator", split, pair * size + c, make)
+  return Problems("calculator", split, held_out(pair * size + c), make)
 
 
 def demonstration(

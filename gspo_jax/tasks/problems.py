@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 HELD_OUT = 0.02  # share of the problems that training never sees
-Problem = dict[str, str]  # id, question, answer
+Problem = dict[str, str]  # id, question, answer, and what a task's demonstrations are made of
 
 
 class Problems:
@@ -13,17 +13,17 @@ class Problems:
 
   Args:
     task, split: names, as in `arithmetic:train`.
-    keys: uint64, by the problem's number; problems of the same key are in the same split.
+    held_out: by the problem's number.
     make: from a problem's number to the problem.
 
   Raises:
     ValueError: if there is no such split.
   """
 
-  def __init__(self, task: str, split: str, keys: np.ndarray, make: Callable[[int], Problem]):
+  def __init__(self, task: str, split: str, held_out: np.ndarray, make: Callable[[int], Problem]):
     if split not in ("train", "heldout"):
       raise ValueError(f"{task}:{split}: the splits are {task}:train and {task}:heldout")
-    self._numbers = np.flatnonzero((_mixed(keys) < HELD_OUT) == (split == "heldout"))
+    self._numbers = np.flatnonzero(held_out == (split == "heldout"))
     self._make = make
 
   def __len__(self) -> int:
@@ -31,6 +31,11 @@ class Problems:
 
   def __getitem__(self, index: int) -> Problem:
     return self._make(int(self._numbers[index]))
+
+
+def held_out(keys: np.ndarray) -> np.ndarray:
+  """Which problems training never sees, by their keys (uint64): those of a key go together."""
+  return _mixed(keys) < HELD_OUT
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

@@ -19,9 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from gspo_jax.tasks.problems import Problem, Problems
+from gspo_jax.tasks.problems import Problem, Problems, held_out
 
-SIZE = "lines"  # the key of `data` that says which problems there are
+SIZES = ("lines",)  # keys of `data` that say which problems there are
+TEACHER = ("carry_errors",)  # keys of `data` that the pupil is told
 OUTCOMES = ("right", "wrong")
 _TENS = "0123456789ABCDEFGHIJ"  # of a label
 
@@ -43,7 +44,7 @@ def problems(split: str, lines: Sequence[int]) -> Problems:
     return dict(id=f"{n}:{a},{b}", question=start, answer=_work(n, a, b, lambda: False))
 
   numbers = np.arange(10_000 * len(lines), dtype=np.uint64)
-  return Problems("recurrence", split, numbers % np.uint64(10_000), make)
+  return Problems("recurrence", split, held_out(numbers % np.uint64(10_000)), make)
 
 
 def demonstration(problem: Problem, carry_errors: float, seed: int) -> str:

@@ -6,11 +6,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from support import toy_qwen3
 from support.command_line import SMALL_VALUES
 from support.configs import config_of
 
-from configs import tiny
-from gspo_jax import sft, train
+from configs import gsm8k, tiny
+from gspo_jax import inputs, sft, train
 from gspo_jax.models import lora
 from gspo_jax.run import open_run
 from gspo_jax.runs import start
@@ -148,3 +149,15 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(tmp_path):
   with pytest.raises(ValueError, match=r"4 is damaged: .*; the one before is .*checkpoints/sft/2"):
     begins_with(tmp_path / "new", tmp_path / "source")
   assert last.exists()  # it is another run's: nothing is set aside
+
+
+@pytest.mark.parametrize("eps, fits", [(9.999999974752427e-07, True), (1.1e-6, False)])
+def test_numbers_of_published_weights_may_be_rounded_to_float32(eps, fits, tmp_path):
+  toy_qwen3.write(tmp_path / "hf")
+  file = tmp_path / "hf" / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | dict(rms_norm_eps=eps)))
+  asked = config_of(lambda: gsm8k.get_config("tiny"), weights=str(tmp_path / "hf"))
+  if fits:
+    return inputs.check_weights(asked)
+  with pytest.raises(ValueError, match=r"model\.rms_norm_eps=1e-06 and not 1\.1e-06"):
+    inputs.check_weights(asked)

@@ -14,6 +14,7 @@ from gspo_jax.settings.model import PUBLISHED, ModelConfig
 # Model: parameters, active ones, without embedding and head. The exact totals are those of the
 # published files; the rounded figures (in billions) those of the papers and model cards.
 FIGURES = {
+  "SmolLM2-135M": (134_515_008, None, 0.106),
   "gemma-3-270m": (268_098_176, None, 0.10),
   "gemma-3-1b": (999_885_952, None, 0.698),
   "Qwen3-0.6B": (596_049_920, None, 0.44),
@@ -65,7 +66,7 @@ def test_variants_differ_where_the_published_ones_do():
   }
   for name, figures in expected.items():
     assert (PUBLISHED[name].rope_theta, PUBLISHED[name].max_position_embeddings) == figures
-  assert {config.vocab_size for config in PUBLISHED.values()} == {151_936, 262_144}
+  assert {config.vocab_size for config in PUBLISHED.values()} == {49_152, 151_936, 262_144}
 
 
 # The smallest model in which every hyper-parameter has something to do: layers MoE, dense, MoE.

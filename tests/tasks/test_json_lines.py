@@ -33,6 +33,7 @@ def test_rows_are_problems_of_the_task_and_other_numbers_are_others(task, make, 
   "argv, message",
   [
     ("calculator:train", "no task 'calculator'"),
+    ("word_problems:test", "word_problems:train and word_problems:heldout"),
     ("arithmetic:test", "arithmetic:train and arithmetic:heldout"),
     ("arithmetic:train --digits=1 --rows=99", "--rows=99: there are 79 rows"),
     ("arithmetic:train --first=-1", "--first=-1"),
