@@ -25,6 +25,7 @@ from gspo_jax.rollouts.collector import Collector, Stages
 from gspo_jax.rollouts.pipeline import Pipeline
 from gspo_jax.runs import provenance, start
 from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.goodput import Goodput
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
@@ -61,6 +62,7 @@ class Run:
   signals: Signals | None = None  # further rewards, and costs; on the first host
   teacher: teachers.Teacher | None = None  # of distillation
   rollout_mesh: jax.sharding.Mesh | None = None  # of the engine alone; None: it is on `mesh`
+  goodput: Goodput = dataclasses.field(default_factory=Goodput)
   # The trainer's parameters as such an engine loads them, in arrays that no update changes.
   publish: Callable[[Any], Any] = _as_it_is
 
@@ -118,6 +120,7 @@ class Run:
       Checkpointer(self.workdir, name, c.checkpoint),
       self.writer,
       Guard(home, values, c.on_nonfinite, updates=updates, keep=keep, limit=c.nonfinite_limit),
+      self.goodput,
       c.alarms if name == "rl" else None,
       at_most=name == "sft" and c.sft.target_loss > 0,
     )

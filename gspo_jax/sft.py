@@ -60,16 +60,20 @@ def sft(run: Run) -> Any:
       taken = batches.take(c.sft.batch, lambda prompt: prompt.id not in kept_out)
       batch = train_batch(taken, tok, c.sft.max_tokens)
       phase.hold(step, [batch])  # on the host: there are many
-      state, metrics = update(state, sharding.put_batch(batch, run.mesh))
+      with phase.stages("update"):
+        state, metrics = update(state, sharding.put_batch(batch, run.mesh))
       row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
-        row["held_out_loss"] = loss = held_out_loss(state.params)
+        with phase.stages("evaluate"):
+          row["held_out_loss"] = loss = held_out_loss(state.params)
       phase.stand(step, state, position)
       last = step == c.sft.steps or _learned(run, loss)
       if step % c.sft.log_every == 0 or last or "held_out_loss" in row:
-        phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
+        with phase.stages("update"):  # which the row before is waited for with
+          phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
       if step % c.checkpoint.every == 0 or last:
-        phase.save()
+        with phase.stages("save"):
+          phase.save()
       done = step
   if loss is not None and not _learned(run, loss) and jax.process_index() == 0:
     sys.stderr.write(

@@ -242,7 +242,7 @@ def conclude(
     run.writer.dump_rollouts("eval", step, records)
     row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
   check_best(c.checkpoint.best, row, evaluated)
-  phase.report(row | phase.stages.lap())
+  phase.report(row)
   if step and (step % c.checkpoint.every == 0 or last):
     with phase.stages("save"):
       phase.save(row)

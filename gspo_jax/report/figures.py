@@ -58,8 +58,8 @@ BOTH = ("sft", "rl")
 HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.
 STAGES = (
-  *("wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate", "save"),
-  "report",
+  *("compile", "wait_for_sampler", "sample", "score", "logp", "update", "publish", "evaluate"),
+  *("save", "report", "restart", "wait"),
 )
 
 
@@ -285,6 +285,9 @@ SECTIONS = (
     "speed", "Iteration", "",
     _chart("Time per stage", "seconds per step", {"time/{name}": "{name} cycle"}, unit="seconds",
            kind="stack", wide=True, overview=True),
+    _chart("Goodput", "where the wall time since the start went, over restarts",
+           {"goodput/{name}": "{name} cycle"}, unit="percent", kind="stack", phases=BOTH,
+           log=False),
     _chart("Within sampling", "seconds", {"time/sample/{name}": "{name} cycle"}, unit="seconds"),
     _chart("Beside the updates", "seconds of a sampler on devices of its own, by batch",
            {"time/sampler/{name}": "{name} cycle"}, unit="seconds", kind="stack"),
@@ -292,7 +295,7 @@ SECTIONS = (
            {"tokens_per_second": "iteration blue", "tokens_per_second/decode": "decoding teal"}),
     _chart("Checkpoint", "seconds until it is on disk, in the background", "checkpoint/seconds",
            unit="seconds", phases=BOTH),
-    rest="time/.+",
+    rest="(time|wall)/.+|goodput",
   ),
   _section(
     "speed", "Utilisation and memory", "",

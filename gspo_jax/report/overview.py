@@ -194,6 +194,7 @@ def _fast(rows: Rows) -> Row:
   ):
     if known := _known(_second_half(rows), key):
       facts.append(_fact(label, statistics.median(known), unit))
+  facts += [_fact("Goodput", share, "percent") for share in _known(rows, "goodput")[-1:]]
   facts.append(_fact("Time in stages", clock_text(sum(sum(stages.values()) for stages in timed))))
   because = f"of which {typical[longest]:.3g} s {longest}; medians of the second half"
   return {

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from gspo_jax.runs import tracking
+from gspo_jax.runs.goodput import compile_seconds
 from gspo_jax.system.files import write_whole, writing
 
 Row = dict[str, Any]
@@ -37,14 +38,19 @@ def compute(metrics: Mapping[str, Any]) -> Row:
 
 
 class Stopwatch:
-  """Seconds per stage of a step. A stage inside another one is charged to itself only.
+  """Seconds per stage of a step. A stage inside another one is charged to itself only, and so is
+  `compile`, the time that programs are compiled in.
 
   It measures the host: a stage that only dispatches looks free unless the caller blocks in it.
   """
 
-  def __init__(self, clock: Callable[[], float] = time.perf_counter):
-    self._clock = clock
-    self._since = clock()
+  def __init__(
+    self,
+    clock: Callable[[], float] = time.perf_counter,
+    compiled: Callable[[], float] = compile_seconds,
+  ):
+    self._clock, self._compiled = clock, compiled
+    self._since, self._compiled_before = clock(), compiled()
     self._stack: list[str] = []
     self._seconds: dict[str, float] = {}
 
@@ -65,11 +71,16 @@ class Stopwatch:
     return {f"time/{stage}": value for stage, value in seconds.items()}
 
   def _charge(self) -> None:
-    now = self._clock()
+    now, compiled = self._clock(), self._compiled()
+    compiling = min(compiled - self._compiled_before, now - self._since)
     if self._stack:
-      stage = self._stack[-1]
-      self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._since
-    self._since = now
+      self._add(self._stack[-1], now - self._since - compiling)
+    if compiling > 0:
+      self._add("compile", compiling)
+    self._since, self._compiled_before = now, compiled
+
+  def _add(self, stage: str, seconds: float) -> None:
+    self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +175,10 @@ class Writer:
     if self._wandb is not None:
       self._wandb.log({f"{phase}/step": step} | shown)
 
-  def rows(self, phase: str) -> list[Row]:
-    """Returns what has been written of a phase; nothing on hosts that write nothing."""
+  def rows(self, *phases: str) -> list[Row]:
+    """Returns what has been written of phases; nothing on hosts that write nothing."""
     rows = read_rows(self._path) if self._active else []
-    return [row for row in rows if row.get("phase") == phase]
+    return [row for row in rows if row.get("phase") in phases]
 
   def truncate(self, phase_steps: Mapping[str, int]) -> int:
     """Drops the rows that a restored checkpoint does not cover; returns how many went.

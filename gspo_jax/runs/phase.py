@@ -7,6 +7,7 @@ from typing import Any
 
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
+from gspo_jax.runs.goodput import Goodput
 from gspo_jax.runs.metrics import Stopwatch, Writer, compute
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.progress import Progress
@@ -33,6 +34,7 @@ class Phase:
   Args:
     total: steps of the phase.
     alarms: warnings that rows may give rise to; None: none.
+    goodput: of the run.
     at_most: it may end sooner.
   """
 
@@ -43,12 +45,14 @@ class Phase:
     checkpoints: Checkpointer,
     writer: Writer,
     guard: Guard,
+    goodput: Goodput,
     alarms: AlarmConfig | None = None,
     at_most: bool = False,
   ):
     self._name, self._total, self._at_most = name, total, at_most
     self._alarm_config, self._alarms = alarms, None
     self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
+    self._goodput = goodput
     self._held: Row | None = None  # the newest row, on the device
     self.stages = Stopwatch()
 
@@ -75,6 +79,7 @@ class Phase:
         f"{self._name} begins anew: there is no checkpoint of it, and {dropped} rows of "
         "metrics.jsonl go\n"
       )
+    self._goodput.resume(next(iter(self._writer.rows("sft", "rl")[-1:]), {}))
     state = self._guard.start(state, reported=reported == step, step=step)
     if self._alarm_config:
       self._alarms = Alarms(self._alarm_config, self._writer.rows(self._name))
@@ -119,6 +124,8 @@ class Phase:
     """Writes the row of the step before, now that the devices are busy with another one: they would
     have to wait for the host if values were fetched that have just been dispatched."""
     self.flush()
+    lap = self.stages.lap()
+    row = row | lap | self._goodput.metrics(lap)
     self._held = dict(phase=self._name) | row | self._checkpoints.metrics()
     self._pending = None  # whatever saves from here on puts the row on file first
 

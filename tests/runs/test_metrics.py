@@ -167,7 +167,7 @@ def test_dumped_rollouts_are_replaced_when_a_step_is_redone(tmp_path):
 
 def test_stopwatch_charges_each_second_once():
   now = [0.0]
-  watch = metrics.Stopwatch(clock=lambda: now[0])
+  watch = metrics.Stopwatch(clock=lambda: now[0], compiled=float)
 
   def spend(seconds):
     now[0] += seconds

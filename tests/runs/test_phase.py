@@ -8,7 +8,18 @@ from etils import epath
 
 from gspo_jax.objectives.reductions import Mean
 from gspo_jax.runs import phase
+from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.system import preemption
+
+
+class Nothing:
+  """Goodput of which no row tells."""
+
+  def resume(self, last):
+    assert last == {}
+
+  def metrics(self, lap):
+    return {}
 
 
 def phase_with(**parts):
@@ -16,10 +27,12 @@ def phase_with(**parts):
   part = SimpleNamespace(
     directory=epath.Path("checkpoints/rl"), count=0, sync=bool,
     restore_newest=lambda like: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
+    rows=lambda *_: [],
     start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
   )  # fmt: skip
   vars(part).update(parts)
-  running = phase.Phase("rl", 2, part, part, part)
+  running = phase.Phase("rl", 2, part, part, part, Nothing())
+  running.stages = Stopwatch(compiled=float)
   running.resume(like=None, start=dict)
   running.stand(0, None, dict)
   return running

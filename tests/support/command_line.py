@@ -73,7 +73,10 @@ def rows_of(workdir, phase):
   return [row for row in rows(workdir) if row["phase"] == phase]
 
 
-OF_THE_MACHINE = ("time/", "tokens_per_second", "flops_per_second", "memory/", "checkpoint/")
+OF_THE_MACHINE = (
+  *("time/", "wall/", "goodput", "tokens_per_second", "flops_per_second", "memory/"),
+  "checkpoint/",
+)
 
 
 def figures(workdir):
