@@ -30,6 +30,7 @@ from gspo_jax.runs.metrics import Writer
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.phase import Phase
+from gspo_jax.runs.profiler import Profiler
 from gspo_jax.runs.weights import initial
 from gspo_jax.sampling import Engine, LocalEngine, delimiters
 from gspo_jax.settings.run import RunConfig
@@ -57,6 +58,7 @@ class Run:
   engine: Engine
   evaluate: Evaluator
   writer: Writer
+  profiler: Profiler
   shared_prompts: int = 0  # held-out problems that are among the prompts that are trained on
   records: recorded.Recordings | None = None  # responses that job=offline learns from
   signals: Signals | None = None  # further rewards, and costs; on the first host
@@ -168,12 +170,13 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   else:
     load = sharding.publisher(inputs.layout, dtypes, lora.merged)
   sections = reward_configs(config)
+  profiler = Profiler(config.profile, workdir / "profile")
   with (
     jax.set_mesh(inputs.mesh),
     hosts.on_first(rewards.open_scorers(sections, "reward.name")) as of_first,
     hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
-    open_engine(config, load, tok.decode, workdir) as engine,
+    open_engine(config, load, tok.decode, workdir, profiler) as engine,
   ):
     scorers = of_first or dict.fromkeys(sections)
     for scorer in filter(None, scorers.values()):
@@ -226,6 +229,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       engine=engine,
       evaluate=evaluator,
       writer=writer,
+      profiler=profiler,
       shared_prompts=sum(in_both.values()),
       records=inputs.records,
       signals=signals,
@@ -241,12 +245,13 @@ def open_engine(
   publish: Callable[[Any], Any],
   detokenize: Callable[[list[int]], str],
   workdir: Path,
+  profiler: Profiler,
 ) -> Iterator[Engine]:
   """What samples: slots on the mesh, or servers. `publish` is from the trainer's parameters to the
   sampler's."""
   common = config.model, config.engine, config.compute, publish, detokenize
   if config.engine.name == "local":
-    yield LocalEngine(*common)
+    yield LocalEngine(*common, stepped=functools.partial(profiler.count, "sample"))
     return
   from gspo_jax.sampling.servers.engine import ServerEngine  # an HTTP client is only needed here
 

@@ -1,6 +1,5 @@
 """The RL iteration: sample, score, advantage, update, publish."""
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -67,8 +66,9 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
       conclude(run, phase, sampling, state, row)
     for step in phase.steps():
       begun = time.perf_counter()
-      with profiled(run, step):
-        collected = sampling.next(step)
+      with run.profiler("all", step):
+        with run.profiler("sample", step):
+          collected = sampling.next(step)
         with phase.stages("logp"):
           params = frozen | params_of(state)
           minibatches = [fill(programs.passes, params, batch) for batch in place(run, collected)]
@@ -77,7 +77,7 @@ def train(run: Run, start_params: Callable[[], Any]) -> Any:
         phase.hold(step, taken)
         phase.check(dict(step=step, sampler_logp=float(collected.rollout.logp.sum())))
         sampling.release()
-        with phase.stages("update"):
+        with phase.stages("update"), run.profiler("update", step):
           state, row, seconds = updated(run, programs, state, taken, collected)
         scoring, training = operations(run, collected)
         row |= of_advantages | flops.utilisation(training, seconds, run.mesh.devices.flat)
@@ -147,12 +147,6 @@ def resumed(
   return Totals(**saved["position"]["total"]), saved["pending"]
 
 
-def profiled(run: Run, step: int) -> contextlib.AbstractContextManager:
-  """A context in which JAX's profiler traces the configured iteration."""
-  trace = jax.profiler.trace(str(run.workdir / "profile"))
-  return trace if step == run.config.profile else contextlib.nullcontext()
-
-
 def updated(
   run: Run,
   programs: Programs,
@@ -165,6 +159,7 @@ def updated(
   for minibatch in taken:
     state, metric = programs.update(state, minibatch)
     metrics.append(metric)
+    run.profiler.count("update", 1, state)
   # The devices are busy; what the host has to do comes now.
   rate = optimizer.last_rate(programs.rates, state.step, c.critic.warmup * c.rl.updates)
   row = dict(step=collected.step, learning_rate=rate)

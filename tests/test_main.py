@@ -43,7 +43,7 @@ from gspo_jax.settings.reading import from_dict
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
-  stderr = run(workdir, *SMALL, "profile=3", JAX_LOG_COMPILES="1")
+  stderr = run(workdir, *SMALL, "profile.iteration=3", JAX_LOG_COMPILES="1")
   return workdir, stderr
 
 
@@ -74,10 +74,10 @@ def test_it_says_what_it_was_made_with(finished):
   workdir, stderr = finished
   made = json.loads((workdir / "config.json").read_text())["provenance"]
   assert {"python", "jax", "flax", "optax", "orbax-checkpoint", "numpy"} <= made["versions"].keys()
-  assert "gspo_jax/main.py" in made["command"] and "--config.profile=3" in made["command"]
+  assert "gspo_jax/main.py" in made["command"] and "--config.profile.iteration=3" in made["command"]
   head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
   assert made["commit"] == (head.stdout.strip() or None)
-  assert "config rl.prompts: 64 -> 8\n" in stderr and "config profile: 0 -> 3\n" in stderr
+  assert "config rl.prompts: 64 -> 8\n" in stderr and "config profile.iteration: 0 -> 3\n" in stderr
   assert "config rl.minibatches" not in stderr  # as in the file
 
 
@@ -323,7 +323,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(finished, tmp_path):
   config = json.loads((workdir / "config.json").read_text())
   config["provenance"]["versions"]["jax"] = "0.4.1"
   (workdir / "config.json").write_text(json.dumps(config))
-  stderr = run(workdir, *SMALL, "profile=3")
+  stderr = run(workdir, *SMALL, "profile.iteration=3")
   assert re.search(r"warning: this run was begun with another jax: '0\.4\.1' -> '\d", stderr)
   assert figures(workdir) == figures(finished[0])
 

@@ -92,7 +92,9 @@ DEFAULTS = (
     "distillation.teacher=",
     "has no effect without a teacher (distillation.teacher)",
   ),
-  Default("profile", "job=sft,eval", "is no iteration: {when} has none"),
+  Default("profile.iteration", "job=sft,eval", "is no iteration: {when} has none"),
+  Default("profile.stage profile.steps", "profile.iteration=0"),
+  Default("profile.steps", "profile.stage=all", "counts the steps of sample or update, not of all"),
   Default("offline", "job=sft+rl,sft,rl,eval"),
   Default("rl.lag rl.record rl.replay rollout_mesh.fsdp data.query_set", "job=sft,eval"),
   Default(
@@ -193,8 +195,11 @@ RELATIONS: dict[str, Callable[["RunConfig"], Any]] = {
   "{data.skipped_work} is of the teacher of arithmetic, and {data.train} has another; set it to "
   "0": lambda c: c.data.skipped_work and c.data.train and "arithmetic:" not in c.data.train,
   "{it} exceed {model.max_position_embeddings}": _too_long,
-  "{profile} is no iteration: {job} has {it}; set it to 0": lambda c: (
-    c.has_iterations and c.profile > c.rl.iterations and c.rl.iterations
+  "{profile.iteration} is no iteration: {job} has {it}; set it to 0": lambda c: (
+    c.has_iterations and c.profile.iteration > c.rl.iterations and c.rl.iterations
+  ),
+  "{profile.stage} is not here with {engine.name}: profile the servers": lambda c: (
+    c.profile.stage == "sample" and c.engine.name == "server"
   ),
   "{sft.steps}: {job} begins with a cold start; set job=rl to go without": lambda c: (
     "sft" in c.job and not c.sft.steps

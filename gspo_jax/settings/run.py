@@ -19,6 +19,7 @@ from gspo_jax.settings.training import (
   AlarmConfig,
   CheckpointConfig,
   OptimizerConfig,
+  ProfileConfig,
   RLConfig,
   ScheduleConfig,
   SftConfig,
@@ -44,7 +45,6 @@ class RunConfig:
   nonfinite_limit: NonNegativeInt = key(
     8, "updates in a row that skip leaves out before it ends the run; 0: any number"
   )
-  profile: NonNegativeInt = key(0, "iteration that JAX's profiler traces; 0: none")
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(
     "random", "random | Hugging Face directory | run or its checkpoint. docs/running.md"
@@ -73,6 +73,7 @@ class RunConfig:
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   alarms: AlarmConfig = AlarmConfig()
+  profile: ProfileConfig = ProfileConfig()
 
   def __post_init__(self):
     checks.check(self)

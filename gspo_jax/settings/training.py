@@ -198,3 +198,20 @@ class AlarmConfig:
 
   def __post_init__(self):
     ranges.check(self, "alarms")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+  """What JAX's profiler traces into WORKDIR/profile. docs/running.md"""
+
+  iteration: NonNegativeInt = key(0, "to trace; 0: none")
+  stage: Literal["all", "sample", "update"] = key("all", "of that iteration")
+  steps: NonNegativeInt = key(
+    0, "from its beginning: of decoding, in whole engine.steps, or updates; 0: all of the stage"
+  )
+  port: Annotated[int, Range(0, 65_535)] = key(
+    0, "of a server for XProf to capture from, on each host; 0: none"
+  )
+
+  def __post_init__(self):
+    ranges.check(self, "profile")

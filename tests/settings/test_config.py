@@ -313,8 +313,22 @@ def test_what_does_not_go_with_an_environment(key, value, message):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(profile=301), r"profile=301 is no iteration: job='rl' has 300; set it to 0"),
-    (dict(job="eval", profile=1), r"profile=1 is no iteration: job='eval' has none"),
+    (dict(profile__iteration=301), r"profile\.iteration=301 is no iteration: job='rl' has 300"),
+    (dict(job="eval", profile__iteration=1), r"iteration=1 is no iteration: job='eval' has none"),
+    (dict(profile__steps=3), r"profile\.steps=3 has no effect, since profile\.iteration=0"),
+    (
+      dict(profile__iteration=1, profile__steps=3),
+      r"profile\.steps=3 counts the steps of sample or",
+    ),
+    (
+      dict(
+        profile__iteration=1,
+        profile__stage="sample",
+        engine__name="server",
+        engine__urls=("http://a:1",),
+      ),
+      r"profile\.stage='sample' is not here with engine\.name='server': profile the servers",
+    ),
     (dict(job="sft+rl"), r"sft\.steps=0: job='sft\+rl'.*set job=rl"),
     (dict(eval__max_new_tokens=2041), r"eval\.max_new_tokens = 2049.*embeddings=2048"),
     (dict(sft__max_tokens=2049), r"sft\.max_tokens = 2049 exceed.*embeddings=2048"),

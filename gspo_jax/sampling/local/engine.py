@@ -20,6 +20,7 @@ class LocalEngine:
     compute: of the trainer; `config.dtype` goes before its dtype.
     publish: from the trainer's parameters to the sampler's layout and dtype; default: as they are.
     detokenize: from tokens to text, for stop strings.
+    stepped: hears of so many steps of decoding, whenever the host has looked at them.
   """
 
   loads_beside_steps = False  # two threads must not start collectives on the same devices
@@ -31,9 +32,10 @@ class LocalEngine:
     compute: ComputeConfig = REFERENCE,
     publish: Callable[[Any], Any] = lambda params: params,
     detokenize: Callable[[list[int]], str] | None = None,
+    stepped: Callable[[int], None] | None = None,
   ):
     self._model, self._config, self._compute = model, config, config.compute(compute)
-    self._publish, self._detokenize = publish, detokenize
+    self._publish, self._detokenize, self._stepped = publish, detokenize, stepped
     self._params: Any = None
     self._version = 0
     self._scheduler: Scheduler | None = None
@@ -76,7 +78,10 @@ class LocalEngine:
     return self._scheduler is not None and self._scheduler.busy
 
   def step(self) -> list[Response]:
-    return self._scheduler.step()
+    responses = self._scheduler.step()
+    if self._stepped is not None:
+      self._stepped(self._config.steps)
+    return responses
 
   def stop(self) -> list[Response]:
     scheduler, self._scheduler = self._scheduler, None
