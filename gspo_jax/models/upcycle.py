@@ -1,0 +1,69 @@
+"""Sparse upcycling: a Mixture of Experts out of a dense model (arXiv:2212.05055, §2.1)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from gspo_jax.models import qwen3, transformer
+from gspo_jax.models.weights import Dense, Params
+from gspo_jax.settings.model import ModelConfig
+
+
+def upcycle(
+  params: Params,
+  config: ModelConfig,
+  key: jax.Array,
+  *,
+  experts: int = 8,
+  per_token: int = 2,
+  noise: float = 0.0,
+) -> tuple[Params, ModelConfig]:
+  """Makes `experts` copies of every feed-forward layer, and a router at random.
+
+  Gate weights of the chosen experts sum to 1, so without noise the model computes what it did,
+  whatever the router chooses. With noise each weight w of each copy becomes w (1 + noise · ε),
+  ε ~ N(0, 1): experts that are equal get equal gradients but for their gates.
+
+  Args:
+    params, config: of a dense model of the family qwen3 (Qwen2, Qwen3, Llama).
+    key: of the router and the noise.
+    experts, per_token: E and k.
+
+  Returns:
+    Parameters and their configuration: layers, vocabulary and attention as before.
+
+  Raises:
+    ValueError: the model has experts already, or is of another family.
+  """
+  if config.num_experts or config.family != "qwen3":
+    raise ValueError(
+      f"a dense model of the family qwen3 is upcycled, and this one has {config.num_experts} "
+      f"experts and family={config.family!r}"
+    )
+  sparse = dataclasses.replace(
+    config,
+    num_experts=experts,
+    experts_per_token=per_token,
+    moe_intermediate_size=config.intermediate_size,
+    norm_topk_prob=True,
+  )
+  tables = transformer.table(sparse).blocks
+
+  def copies(w_l: jax.Array, key: jax.Array) -> jax.Array:
+    w_lE = jnp.repeat(w_l[:, None], experts, axis=1)
+    if not noise:
+      return w_lE
+    return w_lE * (1 + noise * jax.random.normal(key, w_lE.shape, w_lE.dtype))
+
+  def moe(dense: Dense, table: qwen3.Moe, key: jax.Array) -> qwen3.Moe:
+    of_router, *keys = jax.random.split(key, 4)
+    router = table.router.init(of_router, jnp.float32)
+    return qwen3.Moe(router, *map(copies, (dense.gate, dense.up, dense.down), keys))
+
+  keys = jax.random.split(key, len(params.blocks))
+  blocks = [
+    block.replace(ffn=moe(block.ffn, table.ffn, k))
+    for block, table, k in zip(params.blocks, tables, keys, strict=True)
+  ]
+  return params.replace(blocks=tuple(blocks)), sparse
