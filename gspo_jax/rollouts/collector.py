@@ -276,10 +276,9 @@ class Collector:
     c = self._config
     if self._environment:
       return judging.of_conversations(groups, c.environment)
-    # The overlong punishment of a response that was cut off is that of one of all tokens.
-    shift = c.sampling.max_new_tokens - self._limit if c.overlong_follows else 0
+    longest = c.sampling.max_new_tokens if c.overlong_follows else 0
     return judging.of_responses(
-      groups, self._score, shift=shift, breaks_V=self._breaks_V, signals=self._signals
+      groups, self._score, longest=longest, breaks_V=self._breaks_V, signals=self._signals
     )
 
   def _require_verdicts(self, sampled: Sequence[Group], step: int) -> None:

@@ -54,21 +54,24 @@ def of_responses(
   groups: Sequence[Group],
   score: Scorer,
   *,
-  shift: int = 0,
+  longest: int = 0,
   breaks_V: np.ndarray | None = None,
   signals: Signals | None = None,
 ) -> Verdicts:
   """What the verifier and the signals say of responses of one turn.
 
   Args:
-    shift: tokens that the overlong punishment is to see besides.
+    longest: tokens that the overlong punishment is to see of a response that reaches the limit it
+      was sampled under, whichever that was; 0: as many as there are.
     breaks_V: line breaks in the text of each token, where lines have rewards.
   """
-  tokens = [trajectory.tokens for trajectory in trajectories_of(groups)]
-  stopped = [trajectory.stopped for trajectory in trajectories_of(groups)]
+  trajectories = trajectories_of(groups)
+  tokens = [trajectory.tokens for trajectory in trajectories]
+  stopped = [trajectory.stopped for trajectory in trajectories]
+  lengths = [len(x.tokens) + (longest - x.limit if longest else 0) for x in trajectories]
   texts = [text for group in groups for text in group.responses]
   prompts = [group.prompt for group in groups for _ in group.trajectories]
-  scores = score(texts, prompts, [len(ids) + shift for ids in tokens], stopped)
+  scores = score(texts, prompts, lengths, stopped)
   rewards = None
   if scores.lines:
     rewards = [

@@ -95,10 +95,12 @@ class Driver:
   def _submit(self, trajectories: Sequence[Trajectory]) -> None:
     """One request: new trajectories of one prompt in the order of their samples, or any one."""
     first, load = trajectories[0], self._workload
+    for trajectory in trajectories:
+      trajectory.limit = max(self._limit, len(trajectory.tokens) + 1)
     self._engine.submit(
       Request(
         first.prompt,
-        max(1, self._limit - len(first.tokens)),
+        first.limit - len(first.tokens),
         samples=len(trajectories),
         first_sample=first.sample,
         seed=first.seed,

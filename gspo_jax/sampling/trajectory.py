@@ -88,6 +88,7 @@ class Trajectory:
     calls: of tools, in each turn that is over.
     finished: the environment ended it, or it was cut off, by its length or its turns.
     stopped: the environment ended it.
+    limit: tokens that may follow the prompt, of the driver that it went on with last; 0: of none.
     routing: int8 or int16 [prompt + n - 1, l, k], experts of every token as it was fed first; None
       where they are not recorded.
     support: int32 [n, X], tokens that each one was drawn from; NO_TOKEN where they are fewer, and
@@ -102,7 +103,7 @@ class Trajectory:
   ):
     self.prompt, self.sample, self.seed = tuple(prompt), sample, seed
     self.environment, self.tag = environment, tag
-    self.turn, self.finished, self.stopped = 0, False, False
+    self.turn, self.finished, self.stopped, self.limit = 0, False, False, 0
     self.calls: tuple[int, ...] = ()
     self.figures: dict[str, float] = {}
     self.failure = ""
@@ -219,7 +220,7 @@ class Trajectory:
     """Returns JSON, for a checkpoint; all but the environment."""
     arrays, file = self.columns | dict(routing=self.routing, support=self.support), io.BytesIO()
     np.savez_compressed(file, **{name: x for name, x in arrays.items() if x is not None})
-    plain = "prompt sample seed turn calls finished stopped figures failure _begun".split()
+    plain = "prompt sample seed turn calls finished stopped limit figures failure _begun".split()
     state = {name: getattr(self, name) for name in plain}
     return state | dict(arrays=base64.b64encode(file.getvalue()).decode())
 

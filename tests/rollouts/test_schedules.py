@@ -28,6 +28,7 @@ from support.rollouts import (
   dumped,
   score,
   settings,
+  went_on,
 )
 from support.small_updates import learner, score_pass
 
@@ -120,6 +121,22 @@ def test_the_overlong_punishment_ends_where_responses_are_cut_off(fixed):
   out, _ = iterate(6, judge=judge, schedule__new_tokens=LENGTHS, reward__overlong_max=fixed)
   for one, lengths, limit in zip(out, told, (6, 6, 12, 12, 24, 24), strict=True):
     np.testing.assert_array_equal(lengths - one.rollout.lengths, 0 if fixed else NEW - limit)
+
+
+def test_what_was_cut_off_under_an_earlier_limit_is_punished_as_what_is_now():
+  told = []
+
+  def judge(responses, prompts, lengths, finished):
+    told.extend(zip(lengths, map(len, responses), finished, strict=True))
+    return score(responses, prompts, lengths, finished)
+
+  options = dict(judge=judge, extra_prompts=4, token_budget=40, schedule__new_tokens="1:4,3:24")
+  _, (made, _) = iterate(2, **options)
+  told.clear()  # what is judged under the second limit is left
+  iterate(3, went_on(made.position(), **options), first=3)
+  cut_off = [(seen, length) for seen, length, finished in told if not finished]
+  assert {4, NEW} <= {length for _, length in cut_off}
+  assert {seen for seen, _ in cut_off} == {NEW}
 
 
 # Sizes of groups.
