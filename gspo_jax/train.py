@@ -168,7 +168,7 @@ def updated(
   rewards_B, longest = collected.reward_PG.reshape(-1), c.sampling.max_new_tokens
   row |= reward_metrics(rewards_B, collected.known_B, trained_B, longest)
   row |= summarize(tuple(metrics))
-  if c.rl.lag:
+  if c.rl.lag or collected.version != collected.step:  # as what a run with a lag has left
     judged_B = collected.known_B | c.distillation.alone
     row |= lag_metrics(rollout, collected.step, (trained_B > 0) & judged_B)
   jax.block_until_ready(state)

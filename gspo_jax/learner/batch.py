@@ -40,11 +40,12 @@ def place(
     breaks_V: line breaks in the text of each token, for segments that are lines.
     delimiters: what ends a segment that is a step.
   """
+  older = has_older(rollout, version)
   # Conversations may begin differently. What was put aside went through the prompt again, with
   # other weights, so that each trajectory of a group may have other experts there. With a lag
   # those of servers may too, which take new weights under way; their record (`rl.replay`)
-  # makes the same updates with any engine.
-  moved = c.rl.partial or (c.rl.lag and c.objective.replay == "R3")
+  # makes the same updates with any engine. Older tokens without a lag may be of either.
+  moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
   alike = not c.environment.name and not (moved and rollout.routing is not None)
   by_critic, reward_BL = "critic" in c.estimator.needs, None
   if not c.distillation.alone:  # a teacher needs no verdict
@@ -57,7 +58,7 @@ def place(
     advantage_BL,
     segments_of(c.objective, rollout, breaks_V, delimiters),
     shared_prompts=alike,
-    version=version if c.rl.partial or c.rl.lag or c.job == "offline" else None,
+    version=version if c.rl.partial or c.rl.lag or c.job == "offline" or older else None,
     ages=c.rl.ages > 0,
     replays_sampler=c.objective.replay == "R3",
     mask_truncated=c.rl.mask_truncated,
@@ -66,6 +67,12 @@ def place(
   return minibatches(
     batch, c.rl.minibatches, c.rl.prompts, c.rl.group_size, mesh=mesh, packed=c.rl.packed
   )
+
+
+def has_older(rollout: Rollout, version: int) -> bool:
+  """Whether other weights than those of `version` have sampled some token. That may be so without a
+  lag too: in batches on record, or left from a run with a lag that is gone on with."""
+  return bool(((rollout.version >= 0) & (rollout.version != version)).any())
 
 
 def judged(rollout: Rollout, known_B: np.ndarray) -> Rollout:

@@ -220,6 +220,25 @@ def test_another_lag_goes_on_with_what_is_there(lag, versions):
   assert found == versions
 
 
+@pytest.mark.parametrize("made_by", [dict(lag=2, extra_prompts=0), dict(lag=0, token_budget=40)])
+def test_tokens_of_older_weights_are_not_compared_as_current_without_a_lag(made_by):
+  """A run without one meets some where it goes on with another run, or trains on its record."""
+  with opened(**made_by) as sampling:
+    out = train(sampling)
+  mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+  plain = collector(**WHOLE)[0]._config
+  assert not (plain.rl.lag or plain.rl.partial)
+  compared, current = [], []
+  for collected in out:
+    rollout = collected.rollout
+    batches = place(SimpleNamespace(config=plain, environment=None, mesh=mesh), collected)
+    masks = [b.mask_BT * (1 if b.current_BT is None else b.current_BT) for b in batches]
+    compared.append(sum(int(mask_BT.sum()) for mask_BT in masks))
+    current.append(int((rollout.version == collected.step).sum()))
+    assert (batches[0].current_BT is None) == (current[-1] == rollout.lengths.sum())
+  assert compared == current and min(current) < max(current)
+
+
 def test_without_a_lag_a_checkpoint_is_what_it_was():
   made, engine = collector()
   with opened(0, made=(made, engine)) as sampling:
