@@ -10,6 +10,9 @@ from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
 
 
+LEAST_PIECE = 64  # tokens of a piece: each is a call, and goes through its prefix again
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
   """The kind of requests to come: an engine sizes its slots and compiles its programs by it.
@@ -30,6 +33,7 @@ class Workload:
   # `sampling.top_k`; 0: do not.
   support: int = 0
   vocabulary: int = 0  # ids from here on are none of the tokenizer's; 0: all are
+  piece: int = 0  # tokens after which a server has to say what it has sampled; 0: at the end
 
   @property
   def window(self) -> int:
@@ -231,10 +235,11 @@ def workload(
   c: RunConfig, stop_ids: tuple[int, ...], several_turns: bool, vocabulary: int = 0
 ) -> Workload:
   """The requests that RL makes of the engine; several_turns: of an environment."""
+  budget = c.rl.token_budget
   return Workload(
     c.sampling,
     prompt_length=c.data.max_prompt_tokens,
-    trajectories=c.rl.prompts * c.rl.group_size,
+    trajectories=c.rl.rows,
     group_size=c.rl.group_size,
     stop_ids=stop_ids,
     stop_strings=c.sampling.stop_strings,
@@ -243,6 +248,8 @@ def workload(
     record_routing=c.objective.needs_sampler_routing,
     support=c.support,
     vocabulary=vocabulary,
+    # So many tokens of each response may be sampled before anybody knows.
+    piece=max(LEAST_PIECE, budget // (8 * c.rl.rows)) if budget else 0,
   )
 
 

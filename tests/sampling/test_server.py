@@ -2,6 +2,7 @@
 probs of a real model; tests/sampling/test_vllm.py has real ones."""
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 import time
@@ -9,11 +10,14 @@ import time
 import jax
 import numpy as np
 import pytest
+from support.configs import config_of
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, next_logp, on_host
 
+from configs import common
 from gspo_jax.sampling import Driver, ServersGone, Workload, sample_rollout
 from gspo_jax.sampling.driver import new_groups
+from gspo_jax.sampling.requests import workload
 from gspo_jax.sampling.servers import fleet, published, wire
 from gspo_jax.sampling.servers.engine import ServerEngine
 from gspo_jax.settings.model import REFERENCE
@@ -449,6 +453,29 @@ def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
     for seed, mine in ((1, slice(0, length)), (2, slice(length, None))):
       own = np.asarray(next_logp(weights(seed), MODEL, pad, temperature=0.8))[0, 2:][: len(said)]
       np.testing.assert_allclose(said[mine], own[mine], atol=1e-4)
+
+
+def test_tokens_count_before_their_response_is_finished(make):
+  """Of a budget nobody would know otherwise until the longest responses are at their end."""
+  _, engine = make()
+  begun, _ = group(engine)
+  driver = Driver(engine, dataclasses.replace(WORKLOAD, piece=2))
+  driver.begin(begun)
+  finished = list(driver.run(lambda: engine.usage.tokens >= 4))
+  total = sum(len(each.tokens) for each in begun)
+  assert engine.usage.tokens == total and max(len(each.tokens) for each in begun) < 8
+  driver = Driver(engine, WORKLOAD)
+  driver.begin(begun)
+  assert len(finished) + len(list(driver.run())) == len(begun)
+  assert engine.usage.tokens == sum(len(each.tokens) for each in begun) - total > 0
+
+
+def test_pieces_are_an_eighth_of_what_a_budget_is_for_a_response():
+  def piece(budget):
+    c = config_of(common.base, rl__prompts=4, rl__group_size=4, rl__token_budget=budget)
+    return workload(c, (), False).piece
+
+  assert [piece(budget) for budget in (0, 16, 16 * 8 * 100)] == [0, 64, 100]
 
 
 def seen(server):

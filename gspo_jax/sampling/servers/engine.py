@@ -90,6 +90,7 @@ class ServerEngine:
     # calls at the same servers.
     self._pending: dict[str, list[Pending]] = {}
     self._run, self._stopping = f"{os.getpid():x}-{time.time_ns():x}", False
+    self._sampled = 0  # tokens that came since the last `start`, of unfinished responses too
     self.usage = Usage()
 
   def __enter__(self) -> "ServerEngine":
@@ -202,7 +203,7 @@ class ServerEngine:
       raise RuntimeError("the engine has no weights: load them before it starts")
     if self._open:
       self.stop()
-    self._workload, self.usage = workload, Usage()
+    self._workload, self.usage, self._sampled = workload, Usage(), 0
     self._count()
 
   def submit(self, request: Request) -> None:
@@ -224,7 +225,7 @@ class ServerEngine:
   def _send(self, together: list[Pending]) -> None:
     id_ = f"{self._version}-{next(self._calls)}-{self._run}"
     routing = self._workload.record_routing and self._model.num_experts > 0
-    call = call_for(together, id_, self._workload.sampling, routing)
+    call = call_for(together, id_, self._workload.sampling, routing, self._workload.piece)
     self._pending[id_] = together
     self._fleet.submit(call)
 
@@ -243,15 +244,16 @@ class ServerEngine:
     preemption.check()
     started = time.perf_counter()
 
-    def look() -> tuple[list, bool]:
+    def look() -> tuple[list, int, bool]:
       try:
-        return self._arrived(0.5), not self._fleet.usable and not self._loading
+        arrived = self._arrived(0.5)
+        return arrived, self._sampled, not self._fleet.usable and not self._loading
       except Failed as error:
         raise ServersGone(
           f"engine.name='server': a response could not be sampled: {error}"
         ) from error
 
-    arrived, lost = hosts.of_first(look, ServersGone)
+    arrived, self.usage.tokens, lost = hosts.of_first(look, ServersGone)
     if lost and self._loads == threading.get_ident():
       self._find_servers(self._read())
     self.usage.decode_seconds += time.perf_counter() - started
@@ -266,7 +268,9 @@ class ServerEngine:
     return hf.load(self._weights, mesh=mesh)[0]
 
   def stop(self) -> list[Response]:
-    return self._handed_out(hosts.of_first(self._left, ServersGone))
+    left = hosts.of_first(lambda: (self._left(), self._sampled), ServersGone)
+    arrived, self.usage.tokens = left
+    return self._handed_out(arrived)
 
   def _left(self) -> list[tuple]:
     """Has servers leave what they are at, and takes what they have of it."""
@@ -297,9 +301,10 @@ class ServerEngine:
     arrived = []
     while True:
       try:
-        id_, answer = self._fleet.answers.get(timeout=0 if arrived else seconds)
+        id_, answer = self._fleet.answers.get(timeout=seconds)
       except queue.Empty:
         return arrived
+      seconds = 0.0  # whoever asks may have had enough
       if id_ not in self._pending:  # of a workload that has ended
         continue
       failed = isinstance(answer, Exception)
@@ -307,7 +312,9 @@ class ServerEngine:
         raise answer
       together = self._pending.pop(id_)
       for pending, part in zip(together, itertools.repeat(None) if failed else answer):
+        before = len(pending.tokens)
         finished = part is not None and pending.add(part, self._detokenize)
+        self._sampled += len(pending.tokens) - before
         if finished or self._stopping:
           arrived.append(self._told_of(pending, finished))
         elif pending.aborted > MOST_ABORTED:
@@ -329,7 +336,6 @@ class ServerEngine:
       if not left:
         del self._open[number]
       new = len(response.tokens)
-      self.usage.tokens += new
       if new:
         end = request.prefix_length + new - 1
         self.usage.flops += float(flops.work(self._model, 1, new, end).forward())

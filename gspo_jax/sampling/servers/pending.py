@@ -64,16 +64,18 @@ class Pending:
 
 
 def call_for(
-  together: Sequence[Pending], id_: str, sampling: SamplingConfig, routing: bool
+  together: Sequence[Pending], id_: str, sampling: SamplingConfig, routing: bool, piece: int
 ) -> Call:
-  """The next call of responses that have the same tokens so far.
+  """The next call of responses that have the same tokens so far, for `piece` tokens at most; 0: for
+  all that are left.
 
   Its seed is of the run's seed, the prompt, the number of the first response and the place in it:
   what goes on has other noise than what began.
   """
   first = together[0]
   request, tokens = first.request, (*first.request.prefix, *first.tokens.tolist())
-  most = min(first.left, STOP_PIECE) if request.stop_strings else first.left
+  most = min(first.left, piece or first.left)
+  most = min(most, STOP_PIECE) if request.stop_strings else most
   place = len(tokens) - len(request.prompt)
   noise = np.array([request.seed, first.sample, place, *request.prompt], "<i8").tobytes()
   seed = zlib.crc32(noise) & 0x7FFFFFFF
