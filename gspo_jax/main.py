@@ -35,6 +35,7 @@ from gspo_jax.report import page
 from gspo_jax.run import Run, open_run
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
+from gspo_jax.settings.passes import anchor
 from gspo_jax.system import files, preemption
 from gspo_jax.system.text import visible
 
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> None:
     with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
+      if text := anchor(config):
+        sys.stderr.write(f"config {text}\n")
       do(run)
       if jax.process_index() == 0:
         sys.stderr.write(f"report: {page.write_report(workdir)}\n")

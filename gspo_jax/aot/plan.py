@@ -19,6 +19,7 @@ from gspo_jax.models import critic as critics
 from gspo_jax.models import flops, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.runs.progress import clock_text
+from gspo_jax.settings import passes
 from gspo_jax.settings.reading import default
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import accelerators
@@ -132,6 +133,7 @@ def iteration(
     f"time: at least {clock_text(seconds * rl.iterations)} {of}, if all responses were of full "
     f"length ({seconds:.3g} s an iteration). Decoding reads memory instead, and small models wait "
     "for the host: both run far below it. A run says what is left from its second iteration on",
+    *filter(None, [passes.anchor(c)]),
   ]
 
 

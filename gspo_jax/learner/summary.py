@@ -1,7 +1,7 @@
 """From the metrics of an iteration's updates to one row."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,10 +14,24 @@ APART = (
   *(f"clip_fraction/token{side}" for side in ("", "/high", "/low", "/dual")),
   *("loss", VOLATILITY),
 )
+# Comparisons of what may not be there: no token that the weights of now have sampled, no response
+# of an age.
+COMPARISONS = ("mismatch/", "by_age/", VOLATILITY)
+
+
+class Compared(NamedTuple):
+  """A scalar, and whether there was nothing to compare: no metric then, where 0 would say that all
+  agrees."""
+
+  value: jax.Array
+  empty: jax.Array
+
+  def compute(self) -> jax.Array | None:
+    return None if self.empty else self.value
 
 
 @jax.jit
-def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
+def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array | Compared]:
   """Scalars of one rollout's updates: all mini-batches merged, and what differs between them.
 
   `minibatch/i/...` shows the policy moving away from the one that sampled: on mini-batch 0 the
@@ -34,14 +48,18 @@ def summarize(minibatches: tuple[dict[str, Any], ...]) -> dict[str, jax.Array]:
     sampler = name.startswith("mismatch/") or name == f"{VOLATILITY}/sampler"
     return sampler and not name.startswith(of_all)
 
-  return row | compute({k: v for k, v in minibatches[0].items() if of_sampler(k)})
+  return row | _scalars({k: v for k, v in minibatches[0].items() if of_sampler(k)})
 
 
-def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array]:
+def _scalars(metrics: dict[str, Any]) -> dict[str, jax.Array | Compared]:
   """Divided; the one metric that is a vector over layers becomes its mean, its largest and each."""
-  row = compute(metrics)
-  if VOLATILITY in row:
-    layers_l = row.pop(VOLATILITY)
-    row |= {f"{VOLATILITY}/mean": layers_l.mean(), f"{VOLATILITY}/max_layer": layers_l.max()}
-    row |= {f"{VOLATILITY}/layer_{i:02d}": layer for i, layer in enumerate(layers_l)}
+  compared = {k: v for k, v in metrics.items() if k.startswith(COMPARISONS)}
+  row = compute({k: v for k, v in metrics.items() if k not in compared})
+  for name, reduction in compared.items():
+    value, empty = reduction.compute(), reduction.empty.all()
+    scalars = {name: value}
+    if name == VOLATILITY:
+      scalars = {f"{name}/mean": value.mean(), f"{name}/max_layer": value.max()}
+      scalars |= {f"{name}/layer_{i:02d}": layer for i, layer in enumerate(value)}
+    row |= {k: Compared(x, empty) for k, x in scalars.items()}
   return row

@@ -155,15 +155,20 @@ def mismatch(
   k3_BT = ratios.bounded_expm1(log_ratio_BT) - log_ratio_BT
   return {
     "mismatch/abs/mean": Mean(abs(log_ratio_BT).sum(), number),
-    "mismatch/abs/max": Max(abs(log_ratio_BT).max()),
+    "mismatch/abs/max": _largest(log_ratio_BT, number),
     "mismatch/k3": Mean(k3_BT.sum(), number),
     "mismatch/sequence/mean": Mean(mean_BU.sum(), responses),
     "mismatch/sequence/abs/mean": Mean(abs(mean_BU).sum(), responses),
-    "mismatch/sequence/abs/max": Max(abs(mean_BU).max()),
+    "mismatch/sequence/abs/max": _largest(mean_BU, responses),
     "mismatch/ess/token": _effective_size(log_ratio_BT, tokens.mask_BT),
     "mismatch/ess/sequence": _effective_size(tokens.sums(log_ratio_BT), live_BU),
     "mismatch/ess/geometric": _effective_size(mean_BU, live_BU),
   }
+
+
+def _largest(log_ratio: Array, number: Array) -> Max:
+  """Of so many; where there is none, log-ratios are 0."""
+  return Max(jnp.where(number > 0, abs(log_ratio).max(), -jnp.inf))
 
 
 def _effective_size(log_weight: Array, live: Array) -> EffectiveSize:

@@ -52,6 +52,11 @@ class Mean(NamedTuple):
   numerator: Array
   denominator: Array
 
+  @property
+  def empty(self) -> Array:
+    """Whether it is of nothing."""
+    return self.denominator == 0
+
   def compute(self) -> Array:
     return _divide(self.numerator, self.denominator)
 
@@ -60,6 +65,11 @@ class Max(NamedTuple):
   """The largest value; -inf is the largest of none and is reported as 0."""
 
   value: Array
+
+  @property
+  def empty(self) -> Array:
+    """Whether it is of nothing."""
+    return self.value == -jnp.inf
 
   def compute(self) -> Array:
     return jnp.where(self.value == -jnp.inf, 0, self.value)
@@ -126,6 +136,11 @@ class EffectiveSize(NamedTuple):
   number: Array
   log_first: Array
   log_second: Array
+
+  @property
+  def empty(self) -> Array:
+    """Whether it is of nothing."""
+    return self.number == 0
 
   def compute(self) -> Array:
     return _divide(jnp.exp(2 * self.log_first - self.log_second), self.number)

@@ -30,11 +30,13 @@ PHASES = ("sft", "rl", "eval")  # a run trains in this order; or it evaluates, a
 
 
 def compute(metrics: Mapping[str, Any]) -> Row:
-  """Fetches the whole dict in one transfer; reductions and arrays become floats, the rest stays."""
+  """Fetches the whole dict in one transfer; reductions and arrays become floats, texts and whole
+  numbers stay, and what a `compute` returns None for is left out."""
   host = jax.device_get(dict(metrics))
   # Once more for reductions whose `compute` is written with jnp; a no-op for NumPy values.
   values = jax.device_get({k: v.compute() if hasattr(v, "compute") else v for k, v in host.items()})
-  return {k: v if isinstance(v, str | int) else float(v) for k, v in values.items()}
+  known = {k: v for k, v in values.items() if v is not None}
+  return {k: v if isinstance(v, str | int) else float(v) for k, v in known.items()}
 
 
 class Stopwatch:

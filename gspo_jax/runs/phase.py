@@ -147,7 +147,7 @@ class Phase:
     pending = None if self._pending is None else compute(self._pending)
     self._writer.sync()  # nor one that a crash of the machine would take back
     host = dict(position=self._position(), pending=pending, rows=self._writer.count)
-    self._checkpoints.save(self._step, self._state, host, row)
+    self._checkpoints.save(self._step, self._state, host, None if row is None else compute(row))
 
   def _require_rows(self, step: int, covered: int) -> None:
     if self._writer.count < covered:

@@ -9,7 +9,6 @@ from gspo_jax import sharding
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.sampling import SHORTEST, EngineConfig, SamplingConfig
 
-
 LEAST_PIECE = 64  # tokens of a piece: each is a call, and goes through its prefix again
 
 

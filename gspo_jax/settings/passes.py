@@ -44,6 +44,19 @@ def of_run(c: "RunConfig") -> tuple[Pass, ...]:
   return tuple(passes)
 
 
+def anchor(c: "RunConfig") -> str:
+  """Says which policy ratios are to, where it need not be both the one that sampled and the one
+  before the updates; "" where it is, or where there are no such ratios."""
+  if not (c.rl.lag or c.rl.partial) or not c.samples or c.objective.loss.recorded:
+    return ""
+  older = f"up to {c.rl.lag} iterations older" if c.rl.lag else "older where they were carried over"
+  to, weighed, correction = f"the weights that sampled, {older}", "", c.objective.correction.name
+  if c.objective.old_logp == "recompute":
+    to = f"the policy before an iteration's updates, and not to {to}"
+    weighed = f"; what lies between is left to objective.correction.name={correction}"
+  return f"objective.old_logp={c.objective.old_logp}: ratios and clipping are to {to}{weighed}"
+
+
 def frozen(c: "RunConfig", teacher: ModelConfig | None) -> dict[str, ModelConfig]:
   """Names and models of the parameters that passes read and no update changes; without a teacher,
   those of the others."""

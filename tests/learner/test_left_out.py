@@ -48,6 +48,21 @@ def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(mic
   chex.assert_trees_all_equal(params, plain_params)  # metrics alone depend on it
 
 
+def test_what_cannot_be_compared_is_no_metric():
+  """Of older weights alone, as with a lag: 0 would say that sampler and trainer agree."""
+  step = rl_step(learner(DENSE, ages=3), dataclasses.replace(OBJECTIVE, old_logp="behaviour"), SGD)
+  whole = batch(age_B=np.full(16, 1, np.int32), own_logp_BT=batch().sampler_logp_BT)
+  _, row = after(step, DENSE, whole.replace(current_BT=0 * whole.mask_BT))
+  compared = {name for name in row if name.startswith(("mismatch/", "by_age/"))}
+  shares = {f"by_age/responses/{age}" for age in range(3)}
+  of_age = {"mismatch/by_age/1", "by_age/ratio_deviation/1", "by_age/clip_fraction/1"}
+  older = {name for name in compared if name.startswith("mismatch/older/")}
+  assert compared == shares | of_age | older and len(older) == 10
+  _, row = after(step, DENSE, whole.replace(current_BT=whole.mask_BT))
+  assert {"mismatch/abs/max", "mismatch/current/ess/sequence"} <= row.keys()
+  assert {n for n in row if n.startswith("mismatch/older/")} == {"mismatch/older/tokens"}
+
+
 def test_responses_that_are_masked_are_as_if_they_were_not_there():
   step, whole = rl_step(learner(DENSE), OBJECTIVE, SGD), batch()
   kept = (np.arange(len(whole.mask_BT)) % 3 > 0).astype(np.float32)[:, None]

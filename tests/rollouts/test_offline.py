@@ -239,7 +239,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(fresh, tmp_path):
   whole, _ = killed_and_whole(tmp_path, flags, **one)
   last = rows_of(whole, "rl")[-1]
   assert ("reward/mean" in last) == (fresh > 0)
-  assert 0 <= last["mismatch/abs/max"] < 1e-4 and (last["mismatch/abs/max"] > 0) == (fresh > 0)
+  assert ("mismatch/abs/max" in last) == (fresh > 0) and last.get("mismatch/abs/max", 0) < 1e-4
   assert last["spo/error"] != 0 and last["recorded/responses"] == 8 * 4 * (1 - fresh)
   bad = tmp_path / "bad.jsonl"
   bad.write_text('{"prompt": "1+2=", "response": "3"}\n')

@@ -31,6 +31,22 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(
+  "changes, said",
+  [
+    (dict(), ""),
+    (dict(rl__lag=2), "recompute: ratios and clipping are to the policy before an iteration's"),
+    (dict(rl__lag=2), "and not to the weights that sampled, up to 2 iterations older; what lies"),
+    (dict(rl__lag=2, objective__old_logp="sampler"), "to the weights that sampled, up to 2 iter"),
+    (dict(rl__extra_prompts=2, objective__old_logp="behaviour"), "older where they were carried"),
+    (dict(rl__lag=2, objective__name="spo", objective__kl_coef=None), ""),
+  ],
+)
+def test_it_is_said_which_policy_clipping_is_to(changes, said):
+  text = passes.anchor(config_of(tiny.get_config, **changes))
+  assert said in text and bool(said) == bool(text)
+
+
 @pytest.mark.parametrize("get_config, changes, names, frozen", CASES.values(), ids=CASES)
 def test_the_passes_of_a_run(get_config, changes, names, frozen):
   c = config_of(get_config, **changes)

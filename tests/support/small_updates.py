@@ -19,6 +19,7 @@ from gspo_jax.learner.batch import train_batch
 from gspo_jax.learner.state import new_state
 from gspo_jax.learner.summary import summarize
 from gspo_jax.models import transformer
+from gspo_jax.runs.metrics import compute
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE
 from gspo_jax.settings.objective import ObjectiveConfig
@@ -138,7 +139,7 @@ def old_policy(learner, batch, shape=None):
 
 
 def scalars(*metrics):
-  return {k: float(v) for k, v in summarize(metrics).items()}
+  return compute(summarize(metrics))
 
 
 def assert_same_update(actual, expected, apart=()):
