@@ -23,7 +23,7 @@ class Optimizer(NamedTuple):
 
 
 def make(config: OptimizerConfig, updates: int) -> Optimizer:
-  """The chain: bound the global norm, then AdamW on the schedule of `updates` gradient updates."""
+  """The chain: bound the global norm, then AdamW on the schedule of a run of `updates` updates."""
   chain = _chain(config.b1, config.b2, config.eps, bounded=config.clip_norm > 0)
   return Optimizer(*chain, numbers(config, updates))
 
@@ -36,7 +36,8 @@ def numbered(tx: optax.GradientTransformation | Optimizer) -> Optimizer:
 
 
 def numbers(config: OptimizerConfig, updates: int) -> dict[str, float]:
-  """What of the configuration is an argument of the update."""
+  """What of the configuration is an argument of the update; `updates`: of the whole run."""
+  updates = config.schedule_steps or updates
   schedule = dict(
     peak=config.learning_rate,
     warmup=config.warmup_steps,

@@ -27,8 +27,7 @@ def check(workdir: Path, config: Mapping[str, Any], flag: str = "--workdir") -> 
   def compare() -> None:
     if config["resume"] == "force" or not (was := begun(workdir)):
       return
-    was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
-    if changed := difference(was, now):
+    if changed := _changes(was, config):
       raise ValueError(
         f"{workdir / FILE} belongs to a run of another configuration ({'; '.join(changed)}): use "
         f"another {flag}, or --config.resume=force to go on with this one"
@@ -43,15 +42,24 @@ def record(
   start: Mapping[str, Any] | None = None,
   teacher: Mapping[str, Any] | None = None,
 ) -> None:
-  """Writes config.json; warns if the run was begun with other code or packages. `start` tells of
-  the checkpoint whose weights it begins with, `teacher` of that which it learns from."""
+  """Writes config.json. Of a run that goes on, prints which keys are others than before, and warns
+  if it was begun with other code or packages. `start` tells of the checkpoint whose weights it
+  begins with, `teacher` of that which it learns from."""
   of_weights = dict(start=start, teacher=teacher)
   made_with = provenance() | {name: about for name, about in of_weights.items() if about}
   if was := begun(workdir):
+    for line in _changes(was, config):
+      sys.stderr.write(f"this run goes on with another {line}\n")
     for line in difference(_code(was.get("provenance", {})), _code(made_with)):
       sys.stderr.write(f"warning: this run was begun with another {line}\n")
   text = json.dumps(_as_json(config) | dict(provenance=made_with), indent=2)
   write_whole(workdir / FILE, [text, "\n"])  # another process that looks finds nothing, or all
+
+
+def _changes(was: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+  """Lines `key: old -> new` of what makes a run another one than that of a config.json."""
+  was, now = ({k: v for k, v in c.items() if k not in NO_PART} for c in (was, _as_json(config)))
+  return difference(was, now)
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -84,6 +84,9 @@ def _no_verifier(c: "RunConfig", signal: str) -> str:
 
 
 DEFAULTS = (
+  Default("sft_optimizer.schedule_steps", "sft_optimizer.schedule=constant"),
+  Default("rl_optimizer.schedule_steps", "rl_optimizer.schedule=constant"),
+  Default("critic_optimizer.schedule_steps", "critic_optimizer.schedule=constant"),
   Default("critic critic_optimizer", "critic.name=none"),
   Default("critic.init", "critic.name=head"),
   Default("critic.trunk_coef", "critic.name=model"),

@@ -151,7 +151,12 @@ class OptimizerConfig:
   )
   schedule: Literal["constant", "linear", "cosine"] = key("constant", "after the warm-up")
   warmup_steps: NonNegativeInt = key(10, "gradient updates, linear from 0")
-  final_fraction: ranges.Fraction = key(0.1, "of the peak, at the last update; constant ignores it")
+  schedule_steps: NonNegativeInt = key(
+    0, "gradient updates until final_fraction, from which on it stays; 0: all of the run's"
+  )
+  final_fraction: ranges.Fraction = key(
+    0.1, "of the peak, at the schedule's last update; constant ignores it"
+  )
   b1: ranges.FractionBelowOne = key(0.9, "decay of the mean of gradients")
   b2: ranges.FractionBelowOne = key(0.95, "of their squares; RL gradients change quickly")
   eps: ranges.PositiveFraction = key(1e-8, "added to the root of the squares")

@@ -30,6 +30,15 @@ def test_the_last_update_has_the_final_fraction(schedule, warmup, final):
   assert (np.diff(rate[warmup:]) < 0).all() or final == 1
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_longer_run_goes_on_at_the_rate_that_its_schedule_ended_with(schedule):
+  config = dataclasses.replace(CONFIG, schedule=schedule, warmup_steps=4)
+  short, longer = rates(config, 40), dataclasses.replace(config, schedule_steps=40)
+  np.testing.assert_array_equal(rates(longer, 80), [*short, *[short[-1]] * 40])
+  assert make(longer, 80).numbers == make(config, 40).numbers  # updates take the same
+  assert rates(config, 80)[40] > 4 * short[-1]
+
+
 def test_a_constant_rate_and_short_runs_have_no_end_to_reach():
   np.testing.assert_allclose(rates(dataclasses.replace(CONFIG, schedule="constant"), 5), 1e-3)
   np.testing.assert_allclose(rates(CONFIG, 1), [1e-3])

@@ -16,6 +16,19 @@ def test_a_run_that_was_forced_once_goes_on_without(tmp_path):
   provenance.check(tmp_path, CONFIG | dict(seed=1, resume="force"))
 
 
+def test_a_run_that_goes_on_says_which_keys_are_others(tmp_path, capsys):
+  provenance.record(tmp_path, CONFIG)
+  provenance.record(tmp_path, CONFIG)
+  assert "another" not in capsys.readouterr().err
+  longer = CONFIG | dict(resume="force", seed=1, distillation=dict(teacher=""))
+  for run, times in ((longer, 1), (longer, 0), (CONFIG, 1)):
+    provenance.record(tmp_path, run)
+    said = capsys.readouterr().err
+    assert said.count("this run goes on with another seed: ") == times
+    assert said.count("another distillation.teacher: ") == times and "resume" not in said
+  assert "another seed: 1 -> 0\n" in said
+
+
 def test_a_run_that_goes_on_is_told_what_it_began_with(tmp_path):
   assert provenance.origin(None, CONFIG, "start") == {}
   assert provenance.origin(tmp_path, CONFIG, "start") == {}
