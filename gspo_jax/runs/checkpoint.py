@@ -50,7 +50,7 @@ class Checkpointer:
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Raises DamagedError where the metrics of a checkpoint cannot be read."""
     self.directory = config.of(workdir, phase)
-    self._best = config.best
+    self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # of what is written in the background
     kept = [policies.LatestN(config.keep)]
@@ -127,7 +127,7 @@ class Checkpointer:
     """
     self._wait()
     if self._best:  # hosts that measured different things would keep different checkpoints
-      metrics = {self._best: float(hosts.told(self._measured(metrics or {})))}
+      metrics = {self._best: self._sign * float(hosts.told(self._measured(metrics or {})))}
     with self._told(self.directory / str(step)):
       if step in self._manager.all_steps():
         self._manager.delete(step)
@@ -184,8 +184,9 @@ class Checkpointer:
         self._mirror.copy()  # with the last report
 
   def _measured(self, metrics: Mapping[str, float]) -> float:
-    """What decides on the best checkpoint; where it was not measured, the worst."""
-    return metrics.get(self._best, -math.inf)
+    """What decides on the best checkpoint, which has most of it; where it was not measured, the
+    worst."""
+    return self._sign * metrics.get(self._best, -self._sign * math.inf)
 
   def _wait(self) -> None:
     """Waits for the save in the background, but not after a failure: Orbax would wait for the other

@@ -107,6 +107,7 @@ DEFAULTS = (
   ),
   Default("rl.extra_prompts rl.token_budget data.query_set.extra_rounds", "job=offline"),
   Default("schedule", "job=sft,offline,eval", "has no effect with {when}, only with job=rl"),
+  Default("checkpoint.best_is", "checkpoint.best="),
   Default("schedule.group_solved", "schedule.group_size_min=0"),
   Default("engine.server", "engine.name=local"),
   Default(

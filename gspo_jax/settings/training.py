@@ -176,6 +176,7 @@ class CheckpointConfig:
   keep: PositiveInt = key(2, "of the newest")
   keep_every: NonNegativeInt = key(0, "those of steps that this divides are kept as well; 0: none")
   best: str = key("", 'metric of which the best is kept as well; "": none')
+  best_is: Literal["largest", "smallest"] = key("largest", "which value of it is the best")
   grace_s: Seconds = key(30.0, "from SIGTERM to the end of the process, at the latest")
 
   def __post_init__(self):

@@ -124,10 +124,11 @@ def kept(workdir):
   return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
-def test_what_is_kept(mesh, tmp_path):
+@pytest.mark.parametrize("best_is, sign", [("largest", 1), ("smallest", -1)])
+def test_what_is_kept(mesh, tmp_path, best_is, sign):
   """The last two, every fourth, and the best; steps without the metric are never the best."""
-  config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy")
-  accuracy = {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}
+  config = dataclasses.replace(CONFIG, keep_every=4, best="eval/accuracy", best_is=best_is)
+  accuracy = {step: sign * x for step, x in {2: 0.1, 3: 0.9, 6: 0.8, 9: 0.2}.items()}
   state = {"x": jnp.arange(4.0, out_sharding=jax.P())}
   checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)
   for step in range(1, 8):
@@ -137,7 +138,7 @@ def test_what_is_kept(mesh, tmp_path):
   assert kept(tmp_path) == [3, 4, 6, 7]
   checkpoints = checkpoint.Checkpointer(tmp_path, "rl", config)  # a resumed run remembers
   for step in range(8, 11):
-    checkpoints.save(step, state, {}, {"eval/accuracy": accuracy.get(step, -1.0)})
+    checkpoints.save(step, state, {}, {"eval/accuracy": accuracy.get(step, -sign)})
   assert 0 < checkpoints.metrics()["checkpoint/seconds"] < 60
   checkpoints.close()
   assert kept(tmp_path) == [3, 4, 8, 9, 10]
