@@ -28,14 +28,15 @@ def group_advantages(
   Â_i = (r_i − mean{r}) / (std{r} + ε).
 
   `normalize`: "std", by the sample standard deviation (ddof 1); "none", r_i − mean{r} alone
-  (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO).
+  (Dr. GRPO); "leave_one_out", r_i − mean_{j≠i} r_j (RLOO); "batch", r_i − mean{r} by the standard
+  deviation of all rewards of the batch, so that hard and easy groups do not count for more.
 
   A member that is not valid is in no mean and gets 0, whatever its reward. A group of equal
   rewards, or with one valid member, gets 0; so does one whose rewards differ by no more than sums
   in float32 do in their last bits.
 
   Reference: arXiv:2507.18071, Eq. 6, which does not say which standard deviation it means and has
-  no ε; arXiv:2503.20783; arXiv:2402.14740.
+  no ε; arXiv:2503.20783; arXiv:2402.14740; arXiv:2508.08221, §4.1, for "batch".
   Raises: ValueError if a valid reward is not finite, or for an unknown `normalize`.
 
   Example:
@@ -55,8 +56,14 @@ def group_advantages(
     advantage_PG = deviation_PG
   elif normalize == "leave_one_out":
     advantage_PG = deviation_PG * size_P1 / jnp.maximum(size_P1 - 1, 1)
+  elif normalize == "batch":
+    number = size_P1.sum()
+    from_mean_PG = jnp.where(valid_PG, reward_PG - reward_PG.sum() / jnp.maximum(number, 1), 0)
+    variance = (from_mean_PG**2).sum() / jnp.maximum(number - 1, 1)
+    advantage_PG = deviation_PG / (jnp.sqrt(variance) + epsilon)
   else:
-    raise ValueError(f'normalize must be "std", "none" or "leave_one_out", got {normalize!r}')
+    kinds = '"std", "none", "leave_one_out" or "batch"'
+    raise ValueError(f"normalize must be {kinds}, got {normalize!r}")
   # The mean of equal rewards need not be exactly their value; what is left must not be blown up.
   return jnp.where(_alike(reward_PG, valid_PG), 0, advantage_PG)
 

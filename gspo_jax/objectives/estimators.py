@@ -25,6 +25,7 @@ class Estimator:
   options: tuple[str, ...] = ()  # of a loss, that `of_group` takes
   group: bool = False  # a response is judged by others to the same prompt: it needs two of them
   relative: bool = False  # all members of a group of equal rewards get 0
+  across_groups: bool = False  # of the whole batch, in which what is masked out does not count
   # What makes it possible: a "critic", a "teacher", "signals" (several rewards, costs), "turns" or
   # "lines" with rewards of their own; and which of these there may be besides.
   needs: frozenset[str] = frozenset()
@@ -77,6 +78,14 @@ _ALL = (
       name, partial(group_advantages, normalize=name), group=True, relative=True, beside=_WHOLE
     )
     for name in _KINDS
+  ),
+  Estimator(
+    "batch",
+    partial(group_advantages, normalize="batch"),
+    group=True,
+    relative=True,
+    across_groups=True,
+    beside=_WHOLE,
   ),
   Estimator("soft", _soft, options=("beta", "soft_value"), group=True, beside=_WHOLE),
   Estimator("best", partial(selection_weights, select="best"), beside=_WHOLE),

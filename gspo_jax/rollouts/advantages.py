@@ -65,8 +65,11 @@ def make(judged: Judged) -> Advantages:
 
 
 def of_groups(judged: Judged) -> Advantages:
-  """Advantages of responses, by the rewards of their groups alone."""
-  made_PG = advantages(judged.config.objective, judged.reward_PG, judged.known_PG)
+  """Advantages of responses, by their rewards alone."""
+  c, valid_PG = judged.config, judged.known_PG
+  if c.rl.mask_truncated and O.ESTIMATORS[c.objective.advantage_kind].across_groups:
+    valid_PG = valid_PG & judged.rollout.stopped.reshape(valid_PG.shape)
+  made_PG = advantages(c.objective, judged.reward_PG, valid_PG)
   return Advantages(made_PG, None, {})
 
 

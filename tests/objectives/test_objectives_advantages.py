@@ -44,6 +44,23 @@ def test_invalid_members_leave_the_group(normalize):
       np.testing.assert_allclose(np.asarray(ours)[p, valid[p]], alone, rtol=1e-5, atol=1e-6)
 
 
+def test_the_deviation_of_the_batch_in_float64():
+  """Group means, one deviation for all; in neither is what is not valid, or a lone member."""
+  rng = np.random.default_rng(3)
+  reward = rng.normal(size=(5, 4)) * np.array([1, 10, 0.1, 1, 1])[:, None]
+  reward[3] = 0.25  # equal: they count in the deviation
+  valid = rng.random((5, 4)) < 0.8
+  valid[3:] = True
+  ours = O.group_advantages(np.where(valid, reward, np.nan), "batch", valid_PG=valid)
+  expected = np.zeros_like(reward)
+  for p in range(5):
+    if valid[p].sum() > 1:
+      members = reward[p, valid[p]]
+      expected[p, valid[p]] = (members - members.mean()) / (reward[valid].std(ddof=1) + 1e-6)
+  np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+  assert not np.any(ours[3])
+
+
 @pytest.mark.parametrize("normalize", ["std", "none", "leave_one_out"])
 def test_groups_without_spread_get_exactly_zero(normalize):
   """0.1 added up eleven times and divided by eleven is not 0.1, in float32."""
