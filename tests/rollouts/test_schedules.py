@@ -617,8 +617,8 @@ def test_the_configurations_choose_what_they_say():
     assert sum(map(bool, on)) == 1
   for one in (grows, groups):  # their files have no demonstrations
     with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
-      inputs.check_paths(one)
-  inputs.check_paths(length)
+      paths.check(one)
+  paths.check(length)
 
 
 KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]
