@@ -81,6 +81,7 @@ DOUBTED: Table = {
   # Objectives.
   "{objective.load_balance_coef}, {sft.load_balance_coef}: the balance of experts outweighs "
   "the loss": lambda c: max(c.objective.load_balance_coef, c.sft.load_balance_coef) >= 1,
+  # Distributions.
   "{sampling.temperature}: responses to train on are all but random": lambda c: (
     c.samples and c.sampling.temperature >= 4
   ),
@@ -125,6 +126,9 @@ DOUBTED: Table = {
     c.checkpoint.keep_every
     and math.lcm(c.checkpoint.keep_every, c.checkpoint.every) > _steps(c) > 0
   ),
+  "{checkpoint.best}, {job}: a cold start has no figure of which the best is kept": lambda c: (
+    c.checkpoint.best and c.job == "sft"
+  ),
   "{checkpoint.grace_s}: SIGTERM ends the run before it has saved anything": lambda c: (
     c.checkpoint.grace_s == 0
   ),
@@ -156,6 +160,10 @@ DOUBTED: Table = {
     c.samples
     and (c.engine.cache == "paged" or c.engine.cache_tokens)
     and c.engine.page_tokens > c.data.max_prompt_tokens + c.sampling.max_new_tokens
+  ),
+  "{eval.max_new_tokens} is less than {sampling.max_new_tokens}: evaluations cut off sooner "
+  "what is trained on": lambda c: (
+    c.has_iterations and 0 < c.eval.max_new_tokens < c.sampling.max_new_tokens
   ),
   "{environment.max_turns} is more than {sampling.max_new_tokens} has room for": lambda c: (
     c.environment.name and 2 * c.environment.max_turns - 1 > c.sampling.max_new_tokens
@@ -191,7 +199,12 @@ DOUBTED: Table = {
   "{it}: the same benchmark twice": _twice,
 }
 
+# Where there are iterations.
 DOUBTED_RL: Table = {
+  "{checkpoint.best}: the highest is kept, and a run whose first iteration has no such metric "
+  "ends there": lambda c: (
+    c.checkpoint.best and not c.checkpoint.best.startswith(("eval/", "reward/mean"))
+  ),
   # Little or no signal.
   "{data.train} is for the calculator, and {environment.name} leaves it out": lambda c: (
     not c.environment.name and "calculator" in tasks(c.data.train)
@@ -268,6 +281,17 @@ DOUBTED_RL: Table = {
   ),
   "{alarms.no_gradient} is more than {rl.iterations}": lambda c: (
     c.alarms.no_gradient > max(5, c.rl.iterations)
+  ),
+  "{alarms.ratio}: a policy that leaves so far has run away long before": lambda c: (
+    c.alarms.ratio >= 1
+  ),
+  "{objective.off_policy_threshold}: no token is so unlikely, so no response "
+  "is left out": lambda c: (c.objective.off_policy_threshold or 0) >= 10,
+  "{objective.correction.cap}: no weight is so large, so none is cut off": lambda c: (
+    c.objective.correction.name == "truncated" and (c.objective.correction.cap or 0) >= 1000
+  ),
+  "{distillation.coef}: the teacher is worth more than all rewards": lambda c: (
+    c.distillation.on and not c.distillation.alone and c.distillation.coef > 100
   ),
   "{alarms.reward}: rewards do not fall so far": lambda c: (
     not c.environment.name

@@ -167,6 +167,7 @@ REFUSED: Table = {
   ),
 }
 
+# Where there are iterations.
 REFUSED_RL: Table = {
   # No signal.
   "{reward.false_positive}, {reward.false_negative}: wrong responses are rewarded as often as "
