@@ -24,6 +24,7 @@ JUDGES = {  # verifiers of ours that can find a response to an embedded task rig
   "arithmetic": ("arithmetic", "math", "string"),
   "calculator": ("arithmetic", "math", "string"),
   "recurrence": ("recurrence",),
+  "word_problems": ("arithmetic", "math", "string"),
 }
 
 
@@ -117,10 +118,9 @@ REFUSED: Table = {
   "{eval.temperature}, {eval.top_k}, {eval.top_p}: all {it} greedy responses to a problem are "
   "equal; set eval.samples (and those of benchmarks) to 1, or temperature "
   "above 0": lambda c: equal_samples(c, 1),
-  "{environment.stop_strings}: an empty text ends every turn at once, and one named twice is a "
+  "{sampling.stop_strings}: an empty text ends every turn at once, and one named twice is a "
   "typing error": lambda c: (
-    "" in c.environment.stop_strings
-    or len({*c.environment.stop_strings}) < len(c.environment.stop_strings)
+    "" in c.sampling.stop_strings or len({*c.sampling.stop_strings}) < len(c.sampling.stop_strings)
   ),
   "{sampling.top_p} leaves no more than the likeliest of {model.vocab_size}: the greedy "
   "responses of a group are equal and teach nothing": lambda c: (

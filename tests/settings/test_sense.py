@@ -7,8 +7,10 @@ import pytest
 from support.configs import config_of
 
 from configs import common, tiny
+from gspo_jax.data.embedded import TASKS
 from gspo_jax.settings import doubts, ranges, sense
 from gspo_jax.settings.reading import default
+from gspo_jax.settings.rewards import VERIFIERS
 
 SERVED = dict(engine__name="server", engine__urls=("http://a:1",))
 OVERLONG = dict(reward__overlong_weight=1.0)
@@ -54,8 +56,8 @@ REFUSED = [
   dict(eval__top_k=1),
   dict(eval__top_p=0.001),
   dict(sampling__top_k=10, sampling__top_p=0.001),
-  CALCULATOR | dict(environment__stop_strings=("]", "]")),
-  CALCULATOR | dict(environment__stop_strings=("",)),
+  dict(sampling__stop_strings=("]", "]")),
+  dict(sampling__stop_strings=("",)),
   dict(rl__lora_rank=200),
   dict(sampling__top_k=300),
   dict(eval__top_k=300),
@@ -217,6 +219,11 @@ def test_every_row_is_tried(monkeypatch):
       tried |= firing(rows_of(table, config), config)
     everything = {message for config in configs for message in rows_of(table, config)}
     assert tried == everything
+
+
+def test_every_task_has_its_judges():
+  assert {*sense.JUDGES} == {*TASKS}
+  assert all(judge in VERIFIERS for judges in sense.JUDGES.values() for judge in judges)
 
 
 def test_what_the_data_and_the_machine_have_to_say():
