@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
 @contextlib.contextmanager
 def open_judges(
   config: RunConfig,
-) -> Iterator[tuple[dict[str, rewards.Scorer | None], Signals | None]]:
+) -> Iterator[tuple[Mapping[str, rewards.Scorer | None], Signals | None]]:
   """Verifiers by name, and what measures signals, with their processes; on other hosts than the
   first, which judges, there are none. ValueError: one of them cannot be started."""
   sections = reward_configs(config)
