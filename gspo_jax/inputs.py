@@ -21,6 +21,7 @@ from gspo_jax.rewards import shaping
 from gspo_jax.runs import paths, provenance
 from gspo_jax.runs.metrics import read_rows
 from gspo_jax.runs.mirror import Mirror
+from gspo_jax.runs.tracking import find_wandb
 from gspo_jax.sampling import Workload, delimiters, requests
 from gspo_jax.sampling.driver import new_groups
 from gspo_jax.sampling.requests import sizes
@@ -63,6 +64,8 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     if hosts.of_first(mirror.fills):  # another workdir would be filled with the same
       provenance.check(mirror.target, values, "--config.checkpoint.directory")
     hosts.of_first(lambda: len(read_rows(workdir / "metrics.jsonl")))  # damage is better found now
+  if config.wandb:
+    hosts.of_first(lambda: bool(find_wandb(config.wandb)))
   told = doubts.check(config, _facts(config, inputs)) + _shared(config, inputs)
   if hosts.is_first():
     sys.stderr.writelines(f"warning: {line}\n" for line in told)

@@ -10,7 +10,6 @@ from etils import epath
 from gspo_jax import rewards
 from gspo_jax.rewards.signals import check_signals
 from gspo_jax.runs import start
-from gspo_jax.runs.tracking import find_wandb
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files
 
@@ -53,8 +52,6 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
       f"--config.rl.replay={config.rl.replay} has no {gone[0].name}: set rl.iterations="
       f"{config.rl.iterations} to the {config.rl.iterations - len(gone)} that are on record"
     )
-  if config.wandb:
-    find_wandb(config.wandb)
   if workdir is not None and config.resume != "force":
     _check_apart(config, workdir)
   if config.checkpoint.directory:

@@ -15,6 +15,10 @@ from gspo_jax.settings.sense import Table, clip_ranges, equal_samples, of_optimi
 if TYPE_CHECKING:
   from gspo_jax.settings.run import RunConfig
 
+# Ends of the names of metrics that are to be large, and of those that are to be small.
+LARGE = ("accuracy", "greedy", "rating", "reward/mean")
+SMALL = ("loss", "truncated_fraction")
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
@@ -98,6 +102,12 @@ DOUBTED: Table = {
     c,
     "warmup_steps",
     wrong=lambda x, updates: x.warmup_steps not in (0, 10) and x.warmup_steps >= updates,
+  ),
+  "{it}: the schedule is over before the rate has risen": lambda c: of_optimizers(
+    c,
+    "warmup_steps",
+    "schedule_steps",
+    wrong=lambda x, _: x.warmup_steps >= x.schedule_steps > 0,
   ),
   "{it}: an update of Adam moves each weight by as much": lambda c: of_optimizers(
     c, "learning_rate", wrong=lambda x, _: not 1e-9 <= x.learning_rate <= 0.1
@@ -201,9 +211,11 @@ DOUBTED: Table = {
 
 # Where there are iterations.
 DOUBTED_RL: Table = {
-  "{checkpoint.best}: the highest is kept, and a run whose first iteration has no such metric "
-  "ends there": lambda c: (
+  "{checkpoint.best}: a run whose first iteration has no such metric ends there": lambda c: (
     c.checkpoint.best and not c.checkpoint.best.startswith(("eval/", "reward/mean"))
+  ),
+  "{checkpoint.best}, {checkpoint.best_is}: that is the worst": lambda c: (
+    c.checkpoint.best.endswith(LARGE if c.checkpoint.best_is == "smallest" else SMALL)
   ),
   # Little or no signal.
   "{data.train} is for the calculator, and {environment.name} leaves it out": lambda c: (

@@ -121,6 +121,8 @@ DOUBTED = [
   dict(checkpoint__keep_every=60),
   dict(checkpoint__best="eval/accuracy", checkpoint__every=30, eval__every=20),
   dict(checkpoint__best="loss"),
+  dict(checkpoint__best="eval/accuracy", checkpoint__best_is="smallest"),
+  dict(rl_optimizer__schedule_steps=8),
   dict(checkpoint__best="eval/accuracy", job="sft"),
   dict(checkpoint__grace_s=0.0),
   dict(eval__max_new_tokens=6),
