@@ -2,28 +2,30 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from etils import epath
 
 from gspo_jax import rewards, sharding
 from gspo_jax import teacher as teachers
-from gspo_jax.data import growing, recorded, sources, tokenizer
+from gspo_jax.data import embedded, growing, recorded, sources, tokenizer
 from gspo_jax.data.overlap import shared_prompts
 from gspo_jax.evaluation.benchmarks import check_problems, choose
+from gspo_jax.evaluation.evaluator import workload
 from gspo_jax.models import transformer
 from gspo_jax.rewards import shaping
-from gspo_jax.rewards.signals import check_signals
-from gspo_jax.runs import provenance, start
+from gspo_jax.runs import paths, provenance
+from gspo_jax.runs.metrics import read_rows
 from gspo_jax.runs.mirror import Mirror
-from gspo_jax.sampling import delimiters
+from gspo_jax.runs.tracking import find_wandb
+from gspo_jax.sampling import Workload, delimiters, requests
 from gspo_jax.sampling.driver import new_groups
-from gspo_jax.settings import checks, passes
+from gspo_jax.sampling.requests import sizes
+from gspo_jax.settings import checks, doubts, passes
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
@@ -39,6 +41,7 @@ class Inputs:
   tokenizer: tokenizer.Tokenizer
   environment: environments.Make | None
   train_prompts: Sequence[Prompt]
+  demonstrations: Sequence[Prompt]  # those of them that a cold start imitates; [] without one
   problems: dict[str, Sequence[Prompt]]  # of each benchmark
   in_both: dict[str, int]  # how many of them are in the training data too
   mesh: jax.sharding.Mesh
@@ -49,8 +52,9 @@ class Inputs:
 
 
 def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
-  """Reads what a run is given, and writes nothing. Raises ValueError as `open_run` does."""
-  check_paths(config, workdir)
+  """Reads what a run is given, writes nothing, and says on the terminal what can hardly be meant.
+  Raises ValueError as `open_run` does."""
+  paths.check(config, workdir)
   if config.distributed:
     _join_hosts()
   inputs = _read(config, workdir)
@@ -59,6 +63,12 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
     provenance.check(workdir, values)
     if hosts.of_first(mirror.fills):  # another workdir would be filled with the same
       provenance.check(mirror.target, values, "--config.checkpoint.directory")
+    hosts.of_first(lambda: len(read_rows(workdir / "metrics.jsonl")))  # damage is better found now
+  if config.wandb:
+    hosts.of_first(lambda: bool(find_wandb(config.wandb)))
+  told = doubts.check(config, _facts(config, inputs)) + _shared(config, inputs)
+  if hosts.is_first():
+    sys.stderr.writelines(f"warning: {line}\n" for line in told)
   return inputs
 
 
@@ -96,6 +106,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     load = growing.load if config.schedule.refresh_every else sources.load
     trained_on.insert(0, load(config.data, tok, "train", check_answer))
   train_prompts: Sequence[Prompt] = trained_on[0] if trained_on else []
+  demonstrations = _demonstrations(config, tok, train_prompts) if "sft" in config.job else []
   for section in reward_configs(config).values():
     rewards.check_lines(section)
   problems, in_both = {}, {}
@@ -108,19 +119,29 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     in_both[name] = max(shared, default=0)
   if isinstance(train_prompts, growing.Growing):
     train_prompts.watch([prompt for chosen in problems.values() for prompt in chosen])
-  if environment is not None and config.job != "eval":
+  talked_about = train_prompts or [
+    prompt for name, b, _ in config.benchmarks() if not b.reward for prompt in problems[name][:1]
+  ]
+  if environment is not None and talked_about:
 
     def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
       return tok.encode(tok.chat(messages))
 
     longest = config.data.max_prompt_tokens
-    new_groups([train_prompts[0]], 1, 0, longest, environment, render)  # or it cannot begin
+    new_groups([talked_about[0]], 1, 0, longest, environment, render)  # or it cannot begin
   mesh, rollout_mesh = sharding.make_meshes(config.mesh, config.rollout_mesh)
   checks.check_devices(config, sharding.batch_shards(mesh))
   transformer.check(config.model, config.compute, shared_prompts=config.shares_prompts)
   transformer.check(config.model, config.sampler_compute, shared_prompts=False)
   rollout = sharding.rollout_rules(config.mesh, rollout_mesh, config.model.num_experts)
   layout = transformer.shardings(config.model, rollout, rollout_mesh)
+  if config.engine.name == "local":
+    for load in _workloads(config, tok, problems):
+      sizes(load, config.engine, sharding.batch_shards(rollout_mesh))
+  else:
+    from gspo_jax.models.hf.config import to_hf  # safetensors is only needed here
+
+    to_hf(config.model, "float32")  # as servers are given weights
   taught = find_teacher(config, workdir, tok, mesh)
   check_memory(config, mesh, taught and taught.model)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
@@ -128,6 +149,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     tokenizer=tok,
     environment=environment,
     train_prompts=train_prompts,
+    demonstrations=demonstrations,
     problems=problems,
     in_both=in_both,
     mesh=mesh,
@@ -136,6 +158,87 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     records=records,
     teacher=taught,
   )
+
+
+def _demonstrations(
+  config: RunConfig, tok: tokenizer.Tokenizer, prompts: Sequence[Prompt]
+) -> Sequence[Prompt]:
+  """What a cold start imitates. DataError: one does not fit, or there are too few to hold out."""
+  c = config.sft
+  chosen = sources.fitting(prompts, tok, c.max_tokens, config.data.on_error)
+  if c.target_loss and len(chosen) < 2 * c.check_problems:
+    raise sources.DataError(
+      f"sft.check_problems={c.check_problems} is more than half of the {len(chosen)} "
+      "demonstrations: lower it, or set sft.target_loss=0"
+    )
+  return chosen
+
+
+def _workloads(
+  config: RunConfig, tok: tokenizer.Tokenizer, problems: Mapping[str, Sequence[Prompt]]
+) -> list[Workload]:
+  """What the engine is asked for in training and in evaluations."""
+  c, stops, loads = config, tuple(tok.stop_ids), []
+  if c.samples:
+    loads.append(requests.workload(c, stops, bool(c.environment.name), tok.vocab_size))
+  for name, b, _ in c.benchmarks() if c.job != "sft" else ():
+    asked = dict(
+      prompt_length=c.data.max_prompt_tokens,
+      trajectories=len(problems[name]) * b.samples,
+      group_size=b.samples,
+      stop_ids=stops,
+      several_turns=bool(c.environment.name) and not b.reward,
+    )
+    loads.append(workload(c.eval, c.eval.temperature, **asked))
+  return loads
+
+
+def _facts(config: RunConfig, inputs: Inputs) -> doubts.Facts:
+  """What there is here, for `doubts`."""
+  c, encode = config, inputs.tokenizer.encode
+  answers = {}
+  if c.samples_prompts and c.has_iterations and not c.environment.name:
+    judged = c.reward.name, c.sampling.max_new_tokens
+    answers["data.train"] = _answered(inputs.train_prompts, encode, *judged)
+  for name, b, key in c.benchmarks() if c.job != "sft" else ():
+    if b.reward or not c.environment.name:
+      judged = b.reward or c.reward.name, c.eval.max_new_tokens
+      answers[key] = _answered(inputs.problems[name], encode, *judged)
+  return doubts.Facts(
+    prompts=len(inputs.train_prompts) if c.samples_prompts else 0,
+    recorded=len(inputs.records.prompts) if inputs.records is not None else 0,
+    demonstrations=len(inputs.demonstrations),
+    problems={key: len(inputs.problems[name]) for name, _, key in c.benchmarks()},
+    answers=answers,
+    format_tokens=sum(len(encode(tag)) for tag in shaping.TAGS[c.reward.format]),
+    processors=os.cpu_count() or 1,
+    memory_mb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
+    processes=jax.process_count(),
+    has_tokenizer=os.path.isfile(os.path.join(c.weights, "tokenizer.json")),
+  )
+
+
+def _answered(
+  prompts: Sequence[Prompt], encode: Callable[[str], list[int]], verifier: str, most: int
+) -> float:
+  """The share of answers that take so many tokens at most, of about 500 of them all over a source;
+  1 where a verifier takes other texts for right."""
+  if verifier not in ("arithmetic", "recurrence", "math", "string") or not len(prompts):
+    return 1.0
+  indices = embedded.probe(len(prompts))
+  return sum(len(encode(prompts[i].answer)) <= most for i in indices) / len(indices)
+
+
+def _shared(config: RunConfig, inputs: Inputs) -> list[str]:
+  """A warning of held-out problems that are trained on."""
+  shared, problems = inputs.in_both, inputs.problems
+  if not any(shared.values()):
+    return []
+  counts = [f"{shared[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
+  return [
+    f"held-out problems are in data.train too ({', '.join(counts)}): accuracy on them shows what "
+    "was memorised; leave them out of one of both"
+  ]
 
 
 def find_teacher(
@@ -163,89 +266,6 @@ def _join_hosts() -> None:
       f"jax.distributed.initialize: {error}; on a single host set --config.distributed=false, "
       "otherwise JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment"
     ) from error
-
-
-def check_paths(config: RunConfig, workdir: Path | None = None) -> None:
-  """Names every path that is still to be set, all at once."""
-  paths = {
-    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
-    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
-    "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
-    "data.eval": (
-      config.data.eval,
-      "held-out problems, in one of the same forms, or else eval.benchmarks.NAME.data",
-    ),
-  }
-  if not config.samples_prompts:
-    del paths["data.train"]
-  if config.job == "offline":
-    what = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
-    paths["offline.data"] = config.offline.data, what
-  if config.benchmarks():
-    del paths["data.eval"]
-  missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
-  if missing:
-    raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
-  if config.rl.replay and not Path(config.rl.replay).is_dir():
-    raise ValueError(
-      f"--config.rl.replay={config.rl.replay} is not a directory: set it to WORKDIR/batches of "
-      "a run with rl.record=True"
-    )
-  if config.checkpoint.directory:
-    _check_checkpoints(config.checkpoint.directory, workdir)
-  for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
-    rewards.check_importable(name)
-  check_signals(config.constraints)
-  check_weights(config)
-
-
-def _check_checkpoints(directory: str, workdir: Path | None) -> None:
-  what, path = f"--config.checkpoint.directory={directory}", epath.Path(directory)
-  if "://" not in directory:
-    if not path.is_absolute():
-      raise ValueError(f"{what}: write the whole path, from / on")
-    if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
-      raise ValueError(
-        f"{what} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
-        "or leave it unset for WORKDIR/checkpoints"
-      )
-  try:
-    usable = path.is_dir() or not path.exists()
-  except Exception as error:  # of a file system
-    raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
-  if not usable:
-    raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
-
-
-def check_weights(config: RunConfig) -> None:
-  """ValueError unless `weights` names a complete model of the configured shape."""
-  if config.weights == "random":
-    return
-  if origin := start.find(config.weights):
-    had = origin.config.get("model", {})
-    had = {k: tuple(v) if isinstance(v, list) else v for k, v in had.items()}
-  else:
-    what = "to the workdir of a run, or to random"
-    start.check_published("--config.weights", config.weights, what)
-    from gspo_jax.models import hf  # safetensors is only needed here
-
-    had = dataclasses.asdict(hf.check(config.weights))
-  asked = dataclasses.asdict(config.model)
-  changed = [
-    f"model.{key}={asked[key]!r} and not {had[key]!r}"
-    for key in had
-    if key in asked and had[key] != asked[key] and not _rounded(had[key], asked[key])
-  ]
-  if changed:
-    raise ValueError(
-      f"--config.weights={config.weights} holds another model than the configuration, which has "
-      f"{', '.join(changed)}: set these, or name a configuration of this model"
-    )
-
-
-def _rounded(a: Any, b: Any) -> bool:
-  """Whether a number is the other one in float32, in which some files keep them."""
-  return isinstance(a, float) and np.float32(a) == np.float32(b)
 
 
 def check_memory(

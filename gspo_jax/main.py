@@ -30,9 +30,8 @@ from gspo_jax.cli.flags import (
   in_file,
   refuse,
 )
-from gspo_jax.inputs import check
 from gspo_jax.report import page
-from gspo_jax.run import Run, open_run
+from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.passes import anchor
@@ -82,7 +81,7 @@ def plan() -> None:
 
   config = configured()
   try:
-    lines = plan.lines(config, check(config, _workdir()))
+    lines = plan.lines(config, rehearse(config, _workdir()))
   except (ValueError, OSError) as error:
     refuse(error)
   if jax.process_index() == 0:
@@ -161,11 +160,7 @@ def _check_workdir(workdir: Path) -> None:
     )
   if _WORKDIR.value.startswith("--"):
     raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; say where the run goes")
-  above = next(path for path in (workdir, *workdir.absolute().parents) if os.path.lexists(path))
-  if not above.is_dir():
-    raise ValueError(f"--workdir={workdir}: {above} is no directory; give one, or a new name")
-  if not os.access(above, os.W_OK | os.X_OK):
-    raise ValueError(f"--workdir={workdir}: {above} is not writable; give another one")
+  files.check_writable(f"--workdir={workdir}", workdir)
 
 
 if __name__ == "__main__":

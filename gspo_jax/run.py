@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Run:
   mesh: jax.sharding.Mesh
   tokenizer: tokenizer.Tokenizer
   train_prompts: Sequence[Prompt]
+  demonstrations: Sequence[Prompt]  # of the cold start
   score: rewards.Scorer | None  # None on other hosts than the first, which judges
   environment: environments.Make | None  # None: a response is one turn, and `score` judges it
   engine: Engine
@@ -143,20 +144,44 @@ def open_run(config: RunConfig, workdir: str | Path) -> Iterator[Run]:
     yield run
 
 
+def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
+  """Goes through all that `open_run` does before it writes anything, and leaves nothing. Raises
+  ValueError as it does."""
+  inputs = check(config, workdir)
+  if workdir is not None:
+    hosts.of_first(lambda: lock.check(workdir, config.checkpoint.directory))
+  place = workdir or Path()
+  profiler = Profiler(config.profile, place / "profile")
+  with (
+    jax.set_mesh(inputs.mesh),
+    open_judges(config),
+    open_engine(config, _as_it_is, inputs.tokenizer.decode, place, profiler),
+  ):
+    return inputs
+
+
+@contextlib.contextmanager
+def open_judges(
+  config: RunConfig,
+) -> Iterator[tuple[Mapping[str, rewards.Scorer | None], Signals | None]]:
+  """Verifiers by name, and what measures signals, with their processes; on other hosts than the
+  first, which judges, there are none. ValueError: one of them cannot be started."""
+  sections = reward_configs(config)
+  with (
+    hosts.on_first(rewards.open_scorers(sections, "reward.name")) as scorers,
+    hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
+  ):
+    yield scorers or dict.fromkeys(sections), signals
+
+
 @contextlib.contextmanager
 def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
-  tok, problems, in_both = inputs.tokenizer, inputs.problems, inputs.in_both
+  tok, problems = inputs.tokenizer, inputs.problems
   if hosts.of_first(Mirror(workdir, config.checkpoint.directory).back, WriteError):
     if hosts.is_first():
       sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
     # Only now is it known which checkpoint the run began to learn from.
     inputs = dataclasses.replace(inputs, teacher=find_teacher(config, workdir, tok, inputs.mesh))
-  if hosts.is_first() and any(in_both.values()):
-    counts = [f"{in_both[n]} of {len(problems[n])} of {key}" for n, _, key in config.benchmarks()]
-    sys.stderr.write(
-      f"warning: held-out problems are in data.train too ({', '.join(counts)}): accuracy on them "
-      "shows what was memorised; leave them out of one of both\n"
-    )
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
   if isinstance(inputs.train_prompts, growing.Growing):
@@ -169,16 +194,13 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
   else:
     load = sharding.publisher(inputs.layout, dtypes, lora.merged)
-  sections = reward_configs(config)
   profiler = Profiler(config.profile, workdir / "profile")
   with (
     jax.set_mesh(inputs.mesh),
-    hosts.on_first(rewards.open_scorers(sections, "reward.name")) as of_first,
-    hosts.on_first(open_signals(config.constraints, config.reward)) as signals,
-    Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
+    open_judges(config) as (scorers, signals),
     open_engine(config, load, tok.decode, workdir, profiler) as engine,
+    Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
   ):
-    scorers = of_first or dict.fromkeys(sections)
     for scorer in filter(None, scorers.values()):
       writer.notes |= scorer.notes
     benchmarks = [
@@ -230,7 +252,8 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
       evaluate=evaluator,
       writer=writer,
       profiler=profiler,
-      shared_prompts=sum(in_both.values()),
+      demonstrations=inputs.demonstrations,
+      shared_prompts=sum(inputs.in_both.values()),
       records=inputs.records,
       signals=signals,
       teacher=inputs.teacher,

@@ -28,14 +28,13 @@ def sft(run: Run) -> Any:
   and returns the parameters. Warns on the terminal where these were not enough.
 
   Raises:
-    DataError: too few demonstrations to hold any out.
     Preempted: the machine is about to go; where the run stands has been saved.
     NonFiniteError: NaN or infinity; what the update met has been saved.
   """
   c, tok = run.config, run.tokenizer
   (tx, _), rates = optimizers(c, "sft"), optimizer.rates(c.sft_optimizer, c.sft.steps)
   update = make_sft_step(learner_of(c, "sft"), tx)
-  prompts = sources.fitting(run.train_prompts, tok, c.sft.max_tokens, c.data.on_error)
+  prompts = run.demonstrations
   batches = sources.Batches(prompts, c.sft.batch, seed=c.seed_of("sft", "data"))
   kept_out, held_out_loss = held_out(run, prompts)
   # A row is fetched when the next one is due, so batches are kept for as long.
@@ -88,19 +87,11 @@ def held_out(run: Run, source: Sequence[Prompt]) -> tuple[frozenset[str], Callab
   """Ids of the demonstrations that the cold start does not train on, the same ones whatever the
   seed, none without `sft.target_loss`; and the mean over their tokens of -log π(token), in nats, of
   the policy with given parameters.
-
-  Raises:
-    DataError: `source` has too few to hold out so many.
   """
   c = run.config
   count, rows = c.sft.check_problems, c.sft.batch // c.sft.microbatches
   prompts, batches, sums_of = [], [], make_sft_loss(learner_of(c, "sft"))
   if c.sft.target_loss:
-    if len(source) < 2 * count:
-      raise sources.DataError(
-        f"sft.check_problems={count} is more than half of the {len(source)} demonstrations: lower "
-        "it, or set sft.target_loss=0"
-      )
     prompts = next(sources.Batches(source, count, seed=0))
   for start in range(0, len(prompts), rows):  # as many at once as fit into an update
     chosen = prompts[start : start + rows]

@@ -37,6 +37,13 @@ Row = dict[str, Any]
 SHOWN = 1000  # characters of a gold answer in records: the tests of a program take megabytes
 
 
+def workload(config: EvalConfig, temperature: float, **requests: Any) -> Workload:
+  """The requests that an evaluation makes of the engine."""
+  c = config
+  sampling = SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens)
+  return Workload(sampling, **requests)
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
   """Everything that an evaluation needs besides an engine with the weights."""
@@ -155,8 +162,9 @@ class Evaluator:
     if not indices:
       return
     c, talks = self.config, benchmark.environment is not None
-    workload = Workload(
-      SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens),
+    load = workload(
+      c,
+      temperature,
       prompt_length=self.prompt_length,
       trajectories=len(benchmark.problems) * samples,
       group_size=samples,
@@ -167,7 +175,7 @@ class Evaluator:
     )
     driver = Driver(
       engine,
-      workload,
+      load,
       vocab_size=self.model.vocab_size,
       max_turns=self.environment.max_turns if talks else 1,
       workers=self.environment.workers if talks else 0,

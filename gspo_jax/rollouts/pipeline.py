@@ -35,6 +35,7 @@ import numpy as np
 from gspo_jax.rollouts.collector import Collected, Collector, Stages
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.runs.paths import batch_file
 from gspo_jax.sampling import Engine, SingleTurn, Usage
 from gspo_jax.settings.run import RLConfig
 from gspo_jax.system import files, hosts, preemption
@@ -240,7 +241,7 @@ def write(directory: Path, collected: Collected) -> None:
   """A file for the batch of an iteration, which `read` makes the same of. Raises WriteError."""
   with files.writing(directory):
     directory.mkdir(exist_ok=True)
-  files.write_whole(directory / f"{collected.step:06d}.json", [json.dumps(get_state(collected))])
+  files.write_whole(batch_file(directory, collected.step), [json.dumps(get_state(collected))])
 
 
 def read(directory: Path, step: int, collector: Collector) -> Collected:
@@ -249,7 +250,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   Raises:
     ValueError: there is none, or it does not go with the run; names the file.
   """
-  path = directory / f"{step:06d}.json"
+  path = batch_file(directory, step)
   try:
     return from_state(json.loads(path.read_text()), collector)
   except OSError as error:

@@ -2,12 +2,25 @@
 
 import sys
 import time
+import types
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspo_jax.system.files import writing
+
+
+def find_wandb(project: str) -> types.ModuleType:
+  """The package of Weights & Biases. ValueError: it is not installed."""
+  try:
+    import wandb
+  except ImportError as error:
+    raise ValueError(
+      f"--config.wandb={project} needs the package wandb: pip install 'gspo-jax[wandb]', or set it "
+      "to ''"
+    ) from error
+  return wandb
 
 
 def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
@@ -20,14 +33,7 @@ def open_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
   Raises:
     ValueError: the package is not installed.
   """
-  try:
-    import wandb
-  except ImportError as error:
-    raise ValueError(
-      f"--config.wandb={project} needs the package wandb: pip install 'gspo-jax[wandb]', or set it "
-      "to ''"
-    ) from error
-  name = Path(workdir).resolve()
+  wandb, name = find_wandb(project), Path(workdir).resolve()
   run = wandb.init(
     project=project,
     id=f"{name.name}-{zlib.crc32(str(name).encode()):08x}",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gspo_jax import objectives as O
-from gspo_jax.settings import estimators, ranges
+from gspo_jax.settings import estimators, ranges, sense
 from gspo_jax.settings.rewards import SHOWN, CostSignal, RewardSignal, verifier_config
 from gspo_jax.settings.sampling import MOST_KEPT
 
@@ -288,6 +288,9 @@ SIGNALS: dict[str, Callable[["RunConfig", RewardSignal | CostSignal], Any]] = {
     s.signal == "format" and c.reward.format == "none"
   ),
   "{signal.limit}: with {it}": lambda c, s: _no_limit(s, c.sampling.max_new_tokens),
+  "{signal.most}: its multiplier stays 0; set bound to '' to leave it out": lambda c, s: (
+    isinstance(s, CostSignal) and not s.most
+  ),
   "{signal.token} is not below {model.vocab_size}": lambda c, s: (
     s.signal == "token" and s.token >= c.model.vocab_size
   ),
@@ -312,6 +315,7 @@ def check(c: "RunConfig") -> None:
         if it := wrong(c, signal):
           message = message.replace("{signal", f"{{constraints.{kind}.{name}")
           raise ValueError(ranges.told(c, "", message, it=it))
+  sense.check(c)
 
 
 def check_devices(c: "RunConfig", batch_shards: int) -> None:

@@ -25,6 +25,17 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
     raise WriteError(f"{name} cannot be written: {why}") from error
 
 
+def check_writable(what: str, directory: str | os.PathLike) -> None:
+  """ValueError, which begins with `what`, if nothing can be written in a directory, which need not
+  be there; nothing is made yet."""
+  path = Path(directory)
+  above = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+  if not above.is_dir():
+    raise ValueError(f"{what}: {above} is no directory; give one, or a new name")
+  if not os.access(above, os.W_OK | os.X_OK):
+    raise ValueError(f"{what}: {above} is not writable; give another one")
+
+
 def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
   """Writes texts, one after another, beside `path` and moves the file there: a reader finds the old
   file or the new one. What UTF-8 cannot hold (lone surrogates) is escaped.

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from gspo_jax.system import hosts
 from gspo_jax.system.files import WriteError, writing
@@ -33,6 +34,14 @@ def alone_in(*directories: str | os.PathLike) -> Iterator[None]:
     yield
 
 
+def check(*directories: str | os.PathLike) -> None:
+  """ValueError, as from `alone_in`, if another run is in one of the directories; makes nothing."""
+  for directory in (Path(d).absolute() for d in directories if d and "://" not in str(d)):
+    if (directory / FILE).is_file():
+      with open(directory / FILE, encoding="utf-8") as file:
+        _lock(file, fcntl.LOCK_SH, directory)
+
+
 def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
   """Locks all directories until the stack is closed."""
   for directory in dict.fromkeys(directories):
@@ -41,19 +50,25 @@ def _take(directories: Sequence[Path], stack: contextlib.ExitStack) -> None:
       directory.mkdir(parents=True, exist_ok=True)
       file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (no child inherits it)
     stack.enter_context(file)
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-        file.seek(0)
-        raise ValueError(
-          f"another run is in {directory} ({file.read(200).strip() or 'unknown'}): wait for its "
-          "end, or use another --workdir and checkpoint.directory"
-        ) from error
-      sys.stderr.write(
-        f"warning: {path} cannot be locked ({error.strerror}); nothing keeps a second run out\n"
-      )
+    _lock(file, fcntl.LOCK_EX, directory)
     with writing(path):
       file.truncate(0)
       file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
       file.flush()
+
+
+def _lock(file: TextIO, kind: int, directory: Path) -> None:
+  """Locks a directory's open file without waiting. ValueError: another run has it."""
+  try:
+    fcntl.flock(file, kind | fcntl.LOCK_NB)
+  except OSError as error:
+    if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+      file.seek(0)
+      raise ValueError(
+        f"another run is in {directory} ({file.read(200).strip() or 'unknown'}): wait for its "
+        "end, or use another --workdir and checkpoint.directory"
+      ) from error
+    sys.stderr.write(
+      f"warning: {directory / FILE} cannot be locked ({error.strerror}); nothing keeps a second "
+      "run out\n"
+    )

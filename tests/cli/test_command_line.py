@@ -207,8 +207,8 @@ REFUSED = {
   r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {
     "reward__per_line": True, "objective__name": "gspo_token",
   },
-  r"eval\.benchmarks\.one\.reward='code': reward\.workers=0: .*needs at least 1": {
-    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__reward": "code",
+  r"eval\.benchmarks\.one\.reward='math': reward\.workers=0: .*needs at least 1": {
+    "eval__benchmarks__one__data": "arithmetic:heldout", "eval__benchmarks__one__reward": "math",
     "reward__workers": 0,
   },
   r"eval\.benchmarks\.one: the problem .* has no rating": {

@@ -37,6 +37,7 @@ def collected(discount, **changes):
   writer = SimpleNamespace(dump_rollouts=lambda *args, **options: None)
   keys = dict(group_size=G, extra_prompts=0, environment__discount=discount)
   keys |= dict(reward__name="recurrence", reward__per_line=True, objective__name="gspo_token")
+  keys |= dict(data__train="recurrence:train", data__eval="recurrence:heldout")
   tok = rollouts.tokenizer(decode)
   (out,), (made, _) = iterate(1, judge=score, tok=tok, writer=writer, **keys | changes)
   return made, out

@@ -33,7 +33,6 @@ from support.rollouts import (
 from support.small_updates import learner, score_pass
 
 from configs import tiny_schedules
-from gspo_jax import inputs
 from gspo_jax.data import growing
 from gspo_jax.data.files import Skipped
 from gspo_jax.data.sources import Batches, Prompts
@@ -43,6 +42,7 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.metrics import reward_metrics
 from gspo_jax.rewards import Scores
 from gspo_jax.rollouts import schedules
+from gspo_jax.runs import paths
 from gspo_jax.settings.data import DataError
 from gspo_jax.system.files import WriteError
 
@@ -617,8 +617,8 @@ def test_the_configurations_choose_what_they_say():
     assert sum(map(bool, on)) == 1
   for one in (grows, groups):  # their files have no demonstrations
     with pytest.raises(ValueError, match=r"paths of yours: --config\.weights=.*data\.train="):
-      inputs.check_paths(one)
-  inputs.check_paths(length)
+      paths.check(one)
+  paths.check(length)
 
 
 KILLED = [f for f in SMALL if not f.startswith(("eval.every", "rl.iterations", "checkpoint"))]

@@ -13,7 +13,13 @@ CRITIC = dict(critic__name="model", objective__name="ppo_clip")
 TEACHER = dict(distillation__teacher="/t", objective__name="ppo_clip")
 COST = dict(constraints__costs__length__bound="at_most", constraints__costs__length__limit=6.0)
 TALK = dict(environment__name="calculator", environment__max_turns=4)
-LINES = dict(reward__name="recurrence", reward__per_line=True, objective__name="gspo_token")
+LINES = dict(
+  reward__name="recurrence",
+  reward__per_line=True,
+  objective__name="gspo_token",
+  data__train="recurrence:train",
+  data__eval="recurrence:heldout",
+)
 
 # The estimator, and the one of rewards on the host.
 CHOSEN = {

@@ -1,0 +1,124 @@
+"""The paths that a configuration names: what has to be there, and what must not coincide."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from gspo_jax import rewards
+from gspo_jax.rewards.signals import check_signals
+from gspo_jax.runs import start
+from gspo_jax.settings.run import RunConfig
+from gspo_jax.system import files
+
+
+def batch_file(directory: Path, step: int) -> Path:
+  """Where `rl.record` puts the batch of an iteration."""
+  return directory / f"{step:06d}.json"
+
+
+def check(config: RunConfig, workdir: Path | None = None) -> None:
+  """Names every path that is still to be set, all at once."""
+  paths = {
+    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
+    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
+    "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
+    "data.eval": (
+      config.data.eval,
+      "held-out problems, in one of the same forms, or else eval.benchmarks.NAME.data",
+    ),
+  }
+  if not config.samples_prompts:
+    del paths["data.train"]
+  if config.job == "offline":
+    what = "recorded responses: RUN/rollouts/rl_*.jsonl of a run, or files like them"
+    paths["offline.data"] = config.offline.data, what
+  if config.benchmarks():
+    del paths["data.eval"]
+  missing = [f"--config.{key}= ({what})" for key, (path, what) in paths.items() if not path]
+  if missing:
+    raise ValueError("this configuration needs paths of yours: " + "; ".join(missing))
+  if config.rl.replay and not Path(config.rl.replay).is_dir():
+    raise ValueError(
+      f"--config.rl.replay={config.rl.replay} is not a directory: set it to WORKDIR/batches of "
+      "a run with rl.record=True"
+    )
+  steps = range(1, config.rl.iterations + 1) if config.rl.replay else ()
+  gone = [path for step in steps if not (path := batch_file(Path(config.rl.replay), step)).exists()]
+  if gone:
+    raise ValueError(
+      f"--config.rl.replay={config.rl.replay} has no {gone[0].name}: set rl.iterations="
+      f"{config.rl.iterations} to the {config.rl.iterations - len(gone)} that are on record"
+    )
+  if workdir is not None and config.resume != "force":
+    _check_apart(config, workdir)
+  if config.checkpoint.directory:
+    _check_checkpoints(config.checkpoint.directory, workdir)
+  for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
+    rewards.check_importable(name)
+  check_signals(config.constraints)
+  check_weights(config)
+
+
+def _check_apart(config: RunConfig, workdir: Path) -> None:
+  """ValueError for what a run is to read and would write itself."""
+  read = [("distillation.teacher", config.distillation.teacher), ("rl.replay", config.rl.replay)]
+  read += [("weights", config.weights)] if config.weights != "random" else []
+  read += [("offline.data", path.strip()) for path in config.offline.data.split(",")]
+  for key, path in read:
+    if path and "://" not in path and Path(path).resolve().is_relative_to(workdir.resolve()):
+      raise ValueError(
+        f"--config.{key}={path} lies in the workdir, which this run writes: use another --workdir"
+      )
+
+
+def _check_checkpoints(directory: str, workdir: Path | None) -> None:
+  what, path = f"--config.checkpoint.directory={directory}", epath.Path(directory)
+  if "://" not in directory:
+    if not path.is_absolute():
+      raise ValueError(f"{what}: write the whole path, from / on")
+    files.check_writable(what, directory)
+    if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
+      raise ValueError(
+        f"{what} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
+        "or leave it unset for WORKDIR/checkpoints"
+      )
+  try:
+    usable = path.is_dir() or not path.exists()
+  except Exception as error:  # of a file system
+    raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+  if not usable:
+    raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
+
+
+def check_weights(config: RunConfig) -> None:
+  """ValueError unless `weights` names a complete model of the configured shape."""
+  if config.weights == "random":
+    return
+  if origin := start.find(config.weights):
+    had = origin.config.get("model", {})
+    had = {k: tuple(v) if isinstance(v, list) else v for k, v in had.items()}
+  else:
+    what = "to the workdir of a run, or to random"
+    start.check_published("--config.weights", config.weights, what)
+    from gspo_jax.models import hf  # safetensors is only needed here
+
+    had = dataclasses.asdict(hf.check(config.weights))
+  asked = dataclasses.asdict(config.model)
+  changed = [
+    f"model.{key}={asked[key]!r} and not {had[key]!r}"
+    for key in had
+    if key in asked and had[key] != asked[key] and not _rounded(had[key], asked[key])
+  ]
+  if changed:
+    raise ValueError(
+      f"--config.weights={config.weights} holds another model than the configuration, which has "
+      f"{', '.join(changed)}: set these, or name a configuration of this model"
+    )
+
+
+def _rounded(a: Any, b: Any) -> bool:
+  """Whether a number is the other one in float32, in which some files keep them."""
+  return isinstance(a, float) and np.float32(a) == np.float32(b)

@@ -1,0 +1,140 @@
+"""A dry run refuses what a run refuses, in the same words, and both leave nothing."""
+
+import sys
+
+import pytest
+from support.command_line import SMALL_VALUES
+from support.configs import config_of
+
+from configs import common, tiny
+from gspo_jax import run
+from gspo_jax.system import lock
+
+RL = SMALL_VALUES | dict(job="rl", eval__problems=8, eval__samples=2)
+PAGES = dict(engine__cache="paged", engine__page_tokens=8, engine__cache_tokens=8 * 16)
+REFUSED = {
+  "a package that is not there": (dict(wandb="project"), r"wandb=project needs the package"),
+  "batches that are not on record": (
+    dict(rl__replay="HERE/batches", rl__iterations=3),
+    r"rl\.replay=.*batches has no 000002\.json: set rl\.iterations=3 to the 1",
+  ),
+  "pages of an iteration": (
+    PAGES | dict(sampling__max_new_tokens=100, eval__max_new_tokens=4),
+    r"engine\.cache_tokens=128 is 2 pages",
+  ),
+  "pages of an evaluation": (
+    PAGES | dict(eval__max_new_tokens=100),
+    r"cache_tokens=128 is 2 pages",
+  ),
+  "pages of an evaluation alone": (
+    PAGES | dict(job="eval", eval__max_new_tokens=100),
+    r"cache_tokens=128 is 2 pages",
+  ),
+  "too few demonstrations": (
+    dict(job="sft", sft__steps=2, sft__check_problems=500_000),
+    r"sft\.check_problems=500000 is more than half of the 793893 demonstrations",
+  ),
+  "demonstrations that are too long": (
+    dict(job="sft", sft__steps=2, sft__max_tokens=12),
+    r"take \d+ tokens, more than sft\.max_tokens=12",
+  ),
+  "a verifier that is not there": (
+    dict(reward__name="verifiers_of_a_test:missing", reward__workers=1),
+    r"reward\.name='verifiers_of_a_test:missing': .*has no attribute 'missing'",
+  ),
+  "a signal that is not there": (
+    dict(
+      constraints__costs__other__signal="verifiers_of_a_test:missing",
+      constraints__costs__other__bound="at_most",
+      constraints__costs__other__limit=0.5,
+      reward__workers=1,
+    ),
+    r"constraints: signal='verifiers_of_a_test:missing': .*has no attribute 'missing'",
+  ),
+  "a conversation that cannot begin": (
+    dict(job="eval", environment__name="verifiers_of_a_test:Long"),
+    r"Long\.reset\(\) begins with 9 tokens",
+  ),
+  "weights that servers cannot take": (
+    dict(engine__name="server", engine__urls=("http://a:1",), model__sliding_window=8)
+    | dict(model__sliding_window_pattern=2),
+    r"no Hugging Face architecture has",
+  ),
+  "a token that no header can have": (
+    dict(engine__name="server", engine__urls=("http://a:1",)),
+    r"the token of GSPO_ENGINE_TOKEN must be of printable ASCII",
+  ),
+  "checkpoints below a file": (
+    dict(checkpoint__directory="HERE/file/checkpoints"),
+    r"checkpoint\.directory=.*file is no directory",
+  ),
+  "a run that replays itself": (
+    dict(rl__replay="HERE/run/batches", rl__iterations=1),
+    r"rl\.replay=.*lies in the workdir",
+  ),
+  "metrics that are damaged": ({}, r"metrics\.jsonl:1 is not a JSON object with a step"),
+  "another run": ({}, r"another run is in .*run \(process"),
+  "a format that does not fit": (
+    dict(reward__format="think_answer"),
+    r"reward\.format='think_answer': its tags take 25 tokens",
+  ),
+  "answers that do not fit": (
+    dict(sampling__max_new_tokens=2),
+    r"sampling\.max_new_tokens=2.*no answer of data\.train fits",
+  ),
+}
+
+MODULE = """
+class Long:
+  def __init__(self, prompt, tokenizer): pass
+  def reset(self): return [65] * 9
+"""
+
+
+def files_of(folder):
+  return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_dry_run_refuses_what_a_run_refuses(name, tmp_path, monkeypatch):
+  changes, message = REFUSED[name]
+  for folder in "batches", "run/batches":
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "000001.json").write_text("{}")
+  (tmp_path / "file").write_text("")
+  (tmp_path / "verifiers_of_a_test.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  monkeypatch.setenv("GSPO_ENGINE_TOKEN", "ü")
+  if name == "metrics that are damaged":
+    (tmp_path / "run" / "metrics.jsonl").write_text("[]\n")
+  changes = {
+    key: value.replace("HERE", str(tmp_path)) if isinstance(value, str) else value
+    for key, value in (RL | changes).items()
+  }
+  config, told = config_of(tiny.get_config, **changes), []
+  with lock.alone_in(*[tmp_path / "run"] * (name == "another run")):
+    before = files_of(tmp_path)
+    for start in (run.rehearse, opened):
+      with pytest.raises(ValueError, match=message) as error:
+        start(config, tmp_path / "run")
+      told.append(str(error.value))
+      assert start is opened or files_of(tmp_path) == before
+  assert told[0] == told[1]
+
+
+def opened(config, workdir):
+  with run.open_run(config, workdir):
+    pass
+
+
+def test_both_say_what_can_hardly_be_meant(tmp_path, capsys):
+  config = config_of(common.base, **RL | dict(rl__epochs=20, data__eval="arithmetic:train"))
+  told = []
+  for start in (run.rehearse, opened):
+    start(config, tmp_path / "run")
+    told.append([line for line in capsys.readouterr().err.splitlines() if "warning" in line])
+  assert told[0] == told[1]
+  for part in "rl.epochs=20", "weights='random', job='rl'", "held-out problems are in data.train":
+    assert any(line.startswith("warning: ") and part in line for line in told[0])
