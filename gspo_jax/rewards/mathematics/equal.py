@@ -5,7 +5,7 @@ import re
 
 import sympy as sp
 
-from gspo_jax.rewards.mathematics import algebra
+from gspo_jax.rewards.mathematics import algebra, names
 from gspo_jax.rewards.mathematics.nodes import (
   Choice,
   Group,
@@ -85,6 +85,8 @@ def _same_named(gold, ours) -> bool:
   if isinstance(gold, Relation) or isinstance(ours, Relation):
     relations = [node.relation if isinstance(node, Named) else node for node in (gold, ours)]
     return None not in relations and _same_relation(*relations)
+  if isinstance(ours, Named) and ours.name in names.CONSTANTS:
+    return False  # i = 18 is false, whatever was asked
   return same_answer(*(node.value if isinstance(node, Named) else node for node in (gold, ours)))
 
 
@@ -184,8 +186,8 @@ def _same_group(gold: Group, ours: Group) -> bool:
 
 def _labels(group: Group) -> bool:
   """Whether the items of a list have names that differ."""
-  names = [item.name for item in group.items if isinstance(item, Named)]
-  return len(names) == len(group.items) > 1 and len(set(names)) > 1
+  labels = [item.name for item in group.items if isinstance(item, Named)]
+  return len(labels) == len(group.items) > 1 and len(set(labels)) > 1
 
 
 def _in_order(a, b) -> bool:
@@ -266,8 +268,8 @@ def _percent(unit: Unit | None) -> bool:
 
 def _same_region(gold, ours) -> bool:
   """Sets of real numbers; a tuple may be an open interval."""
-  names = [side.name for side in (gold, ours) if isinstance(side, Region) and side.name]
-  if len(set(names)) > 1:
+  about = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
+  if len(about) > 1:
     return False
   regions = [as_region(side) for side in (gold, ours)]
   if None in regions:

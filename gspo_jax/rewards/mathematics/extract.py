@@ -36,13 +36,11 @@ _LEAD = re.compile(
   r"|choice|a total of|indeed|that|we (?:get|have|obtain|find|know)|it follows)\b[,:]?\s*)+",
   re.IGNORECASE,
 )
-# The verb that a sentence states its number by; "cannot be" is none.
+# Verbs by which a sentence states its number, whatever it is of; "cannot be" is none.
 _VERBS = (
-  """is are was were equals? has have had gives?(?:_us)? makes? made gets? got obtain leaves?
-  yields? becomes? earn(?:s|ed)? costs? pays? paid takes? took need(?:s|ed)? spends? spent
-  save[sd]? sells? sold buys? bought eats? ate reads? use[sd]? weigh(?:s|ed)? contain(?:s|ed)?
-  collect(?:s|ed)? walk(?:s|ed)? require[sd]? receive[sd]? produce[sd]? drinks? totals?
-  ends?_with left_with increases?_by decreases?_by comes?_to amounts?_to adds?_up_to
+  """is are was were equals? has have had gives?(?:_us)? makes? gets? got obtain leaves? yields?
+  becomes? costs? takes? needs? sold bought paid earn(?:s|ed)? totals? ends?_with left_with
+  increases?_by decreases?_by comes?_to amounts?_to adds?_up_to
   (?:must|will|should|to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
@@ -50,10 +48,23 @@ _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re
 _DENIED = re.compile(
   r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
   r"|suppose|assume|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe|perhaps"
-  r"|guess|wait|invalid|between|either|half|twice|double|triple|thirds?|quarters?|whose|other)\b"
+  r"|guess|wait|invalid|between|either|half|twice|double|triple|whose|other"
+  r"|(?<!the )(?:thirds?|quarters?)|(?:thirds?|quarters?) of)\b"
   r"|n['’]t\b|\b(?:squared|cubed|(?:upper|lower) bound|(?:answer|it|number) (?:plus|minus|times))\b"
   r"|^\W*(?:minus|negative)\b"
   r"|\b(?:square|cube|root|negative|opposite|reciprocal) of (?:[a-z]|it|the)\b",
+  re.IGNORECASE,
+)
+# Any other verb tells how many there are of something, Jojo scored 54 points, if the sentence says
+# so, and not that somebody wishes, thinks or refuses it, or that they are more or fewer.
+_TOLD = re.compile(r"([^\d=]*[A-Za-z]{2,},? )(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)")
+_UNTOLD = re.compile(
+  r"\b(?:(?:answer|value|number|solution|hop|want|wish|expect|plan|claim|believ|estimat|pretend|refus"
+  r"|fail|lack|miss|avoid|forb|den[yi]|reject|exclud|discard|eliminat|rul|dream|imagin|prefer|tr[yi]"
+  r"|dismiss|disprov|predict|aim|ask|contradict|violat|exceed)[a-z]*|think|thought|say|said|could|may"
+  r"|might|would|than|almost|nearly|about|around|roughly|approximately|above|below|within|near|close"
+  r"|any|every|all|some|least|most|until|till|toward|short|shy)\b"
+  r"|\b(?:over|under|up to|plus|minus|times|past|beyond|besides|and|before|after|from|to|of the) $",
   re.IGNORECASE,
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
@@ -63,7 +74,8 @@ _BEHIND = re.compile(
   r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in(?! base)|after|for|that is|i\.e\.)"
   r"(?: .*)?"
   r"|,? ?(?:at|to|of|on|from|during|every|each|per|that|who|by|with|and|while|than|altogether"
-  r"|together|overall|left|total|long|old|ago|more|also|\w+ing|I|[-–—])\b[^\d=+*/]*"
+  r"|together|overall|left|total|long|old|ago|back|today|yesterday|more|\w+er than|also|\w+ing|I"
+  r"|[-–—])\b[^\d=+*/]*"
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
 )
@@ -72,10 +84,14 @@ _NUMBER = re.compile(
   r"(?:[(\[][^()\[\]]*[)\]]|[^\s,]*[-\\√π^_)}:+*/=][^\s,]*(?: [^a-zA-Z]+)?|[A-J]\b"
   r"|\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s/\s?\d+)?(?:\s?\\?%)?)(?=[\s,(]|[a-z]|$)"
 )
-_COUNTED = re.compile(  # 9 eggs * $2/egg
-  r"(?:[\d\s.,+*/×÷·()$€£%:–-]|\\[$%]|[A-Za-z]{2,}|\b[aAI]\b|(?<=[\s\d])x(?=\s*\$?\d))+$"
+# What stands in no sum of counts, as 9 eggs * $2/egg is one: signs, and letters but articles and x.
+_UNCOUNTED = re.compile(
+  r"[^A-Za-z\d\s.,+*/×÷·()$€£%:–\\-]|\\(?![$%])"
+  r"|(?<![A-Za-z])(?!x\s*\$?\d)[b-zB-HJ-Z](?![A-Za-z])"
 )
-_OPERATOR = re.compile(r"[\d%)]\s*(?:[A-Za-z]{2,}\s*)*[-+*/×÷·x–(]|\b(?:of|times|plus|minus|by)\b")
+_OPERATOR = re.compile(
+  r"[\d%)](?:[A-Za-z\s]*[-+*/×÷·–(]|\s*(?:[A-Za-z]{2,20}\s){0,5}x)|\b(?:of|times|plus|minus|by)\b"
+)
 _UNKNOWN = re.compile(r"(?:^|[^\w\\^)}*/+-]\s?)[A-Za-z]?\s*$")  # x alone, before an equals sign
 _MARKDOWN = re.compile(
   r"^(?:\s|>\s)+|^[-*•]\s+(?=\*\*)|(?<!\S)\*\*(?=\S)|(?<=\S)\*\*(?=[\s:.,;!?)]|$)"
@@ -170,7 +186,17 @@ def _stated(sentence: str) -> str:
       subject = sentence[: verb.start()]
       clause = re.split(r"[,?]\s|\bwhich\b|(?<=\d)\s(?=it\b|$)", subject)[-1]
       return "" if _DENIED.search(clause) or _MAY_BE.search(clause) else value
-  return _value(sentence)
+  return _told(sentence) or _value(sentence)
+
+
+def _told(sentence: str) -> str:
+  """54 points of "Jojo scored 54 points": the first number, if it has a unit; else nothing."""
+  told = _TOLD.match(sentence)
+  if not told or _DENIED.search(told[1]) or _UNTOLD.search(told[1]):
+    return ""
+  value = _value(sentence[told.end() :])
+  number = quantity.read(value)
+  return value if number and number.unit else ""
 
 
 def _value(text: str) -> str:
@@ -192,14 +218,15 @@ def _value(text: str) -> str:
 def _result(text: str) -> str:
   """120 pints of "15 gallons * 8 pints / gallon = 120 pints"; "" of 2x + 3 = 7, say."""
   *names, left, right = ["", *text.split("=")] if "=" in text else ["", "", ""]
-  counted = _COUNTED.search(left.rstrip())
-  if not counted or (re.search(r"\d", left) and not _OPERATOR.search(counted[0])):
+  start = max((match.end() for match in _UNCOUNTED.finditer(left)), default=0)
+  counted = left[start:].rstrip()
+  if not counted or (re.search(r"\d", left) and not _OPERATOR.search(counted)):
     return ""
-  if re.search(r"[\w\\^)}]$", left[: counted.start()]) and not counted[0][0].isspace():
+  if re.search(r"[\w\\^)}]$", left[:start]) and not counted[0].isspace():
     return ""
   if not all(_UNKNOWN.search(name) or _result(name + "=1") for name in names):
     return ""
-  subject = re.match(r"[^\d$(]*", counted[0])[0].split()[-2:]
+  subject = re.match(r"[^\d$(]*", counted)[0].split()[-2:]
   return "" if _DENIED.search(" ".join(subject)) else right.strip()
 
 

@@ -19,7 +19,7 @@ _FUNCTION = r"(?:[fghpquA-Z]|\\(?:mathbb|vec) \{[A-Z]\}|\\(?:phi|varphi|sigma|ta
 _MEASURE = (
   r"\\?(?:det|dim|deg|rank|Var|Cov|Pr|tr|gcd|lcm|max|min|sup|inf|vol|[Aa]rea|perimeter|ord) ?"
 )
-_SIZED = r"(?:[A-Z]+|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{\w+\}|\w))"
+_SIZED = r"(?:[A-Z]+|[abuvwz]|[A-Z]\\(?:cup|cap|setminus) [A-Z]|\\vec (?:\{\w+\}|\w))"
 _NAME = re.compile(
   rf"#?{_BASE}{_INDEX}|#\([A-Z]\)|\|{_SIZED}{_INDEX}\||\|\|{_SIZED}{_INDEX}\|\||\[[A-Z]{{2,}}\]"
   rf"|{_FUNCTION}{_INDEX}(?:\^\{{?-1\}}?)?{_CALL}|[dsvyr]\((?:\d+|[tnx])\)|[a-z]\([A-Z][^()=<>+-]*\)"
@@ -53,13 +53,19 @@ def name(tokens: list[Token]) -> str | None:
   return re.sub("[{}]", "", text) if _NAME.fullmatch(text) else None
 
 
-def is_multiple(tokens: list[Token]) -> bool:
-  """Whether a number stands before a name, whatever is between them."""
-  return any(
-    name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start])
-    for start in range(1, len(tokens))
-    if tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
+# Names of numbers, which equal nothing else.
+CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
+
+
+def multiplied(tokens: list[Token]) -> list[Token]:
+  """The name that a number stands before, whatever is between them; empty: there is none."""
+  starts = range(
+    1, len(tokens) if tokens[0].kind == "number" or tokens[0].text in ("frac", "-") else 0
   )
+  for start in starts:
+    if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):
+      return tokens[start:]
+  return []
 
 
 def parameter(tokens: list[Token]) -> str | None:
@@ -67,8 +73,3 @@ def parameter(tokens: list[Token]) -> str | None:
   call = tokens[-3:]
   single = len(call) == 3 and (call[0].text, call[1].kind, call[2].text) == ("(", "letter", ")")
   return call[1].text if single and len(tokens) > 3 and call[1].text.islower() else None
-
-
-def is_constant(tokens: list[Token]) -> bool:
-  r"""Whether the tokens are a number that has a name, \pi say."""
-  return len(tokens) == 1 and tokens[0].kind == "command" and tokens[0].text in ("pi", "infty")

@@ -160,12 +160,12 @@ class _Structure:
       operators, members = operators[: last - 1], members[:last]
     labels = [names.name(member) for member in members]
     named = next((label for label in labels[:-1] if label), None)
-    if named and any(map(names.is_multiple, members[:-1])):  # x = 5 y = 18
-      raise Unreadable("two equations, or a multiple of what is asked for")
+    for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
+      # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
+      if rest and (i == 0 or rest[0].spaced or names.name(rest) == labels[0]):
+        raise Unreadable("two equations, or a multiple of what is asked for")
     if named or (len(members) == 2 and labels[1]):
       value = self.value(members[-1] if named else members[0])
-      if named and names.is_constant(members[0]) and not isinstance(value, Named):
-        raise Unreadable("an equation that is false")
       relation = self.relation(["="], [members[0], members[-1]])
       return Named(named or labels[1], value, relation, names.parameter(members[0]))
     values = [self.value(member) for member in members]

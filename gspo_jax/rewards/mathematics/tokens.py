@@ -168,7 +168,7 @@ def _tokenise(text: str, tight: bool):
       tokens = [Token("symbol", char, spaced)]
     depth += sum({"open": 1, "close": -1}.get(token.kind, 0) for token in tokens)
     yield from tokens
-    position, spaced = end, False
+    position, spaced = end, not tokens and text[position:end] in ("\\ ", "\\,", "\\;", "\\:")
 
 
 def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:

@@ -43,6 +43,7 @@ for _line in _TABLE.strip().split("\n"):
   _dimension, _, _power = _key.partition("^")
   for _name, _scale, *_aliases in map(str.split, _entries.split(";")):
     UNITS |= dict.fromkeys([_name, *_aliases], (_dimension, int(_power or 1), F(_scale)))
+CURRENCIES = frozenset("dollar sterling euro yen rupee yuan".split())
 _SHAPES = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s"}
 _COMPOUNDS = re.compile(rf"\b(?:{'|'.join(_COMPOUND)})\b")
@@ -88,7 +89,7 @@ _BEHIND = re.compile(
   r"\s+(?:in total|in all|total|altogether|each|apiece|overall|times|left|remaining|long|wide|high"
   r"|tall|deep|old|away|apart|more)$"
 )
-_OF = re.compile(r"\s+of (?=[a-z]+)(?:[a-z]{3,}\s?){1,3}$")  # cups of flour, half of the pie
+_OF = re.compile(r"\s+of [a-z]{3,}(?: [a-z]{3,}){0,2}$")  # cups of flour, half of the pie
 _ITEM = re.compile(
   r"\s*(?P<per>/|\b(?:per|an?|every|each)\b(?=\s*\w))?\s*(?:\\cdot|[·*-])?\s*"
   r"(?P<word>[^\W\d_]+(?:'[a-z]+)?|[$£€¥₹%°¢](?:[CF]\b)?)\.?"
@@ -200,7 +201,8 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
     elif measures:
       return None
   if measures or not group:
-    return measures
+    money = any(dimension in CURRENCIES for dimension, *_ in measures)
+    return None if money and len(measures) > 1 else measures  # 18m dollars are no metres
   word, power = group[-1]
   lower = word.casefold()
   if shape > 1 and len(group) == 1:
