@@ -41,29 +41,32 @@ _VERBS = (
   """is are was were equals? has have had gives?(?:_us)? makes? gets? got obtain leaves? yields?
   becomes? costs? takes? needs? sold bought paid earn(?:s|ed)? totals? ends?_with left_with
   increases?_by decreases?_by comes?_to amounts?_to adds?_up_to
-  (?:must|will|should|to)_be (?:it|that|there)['’]s"""
+  (?:must|will|should|turn(?:s|ed)?_out_to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
 # Words by which a sentence denies its number, doubts it, or makes it another one.
 _DENIED = re.compile(
   r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
-  r"|suppose|assume|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe|perhaps"
-  r"|guess|wait|invalid|between|either|half|twice|double|triple|whose|other"
+  r"|suppose|assume|let|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe|perhaps"
+  r"|guess(?:es|ed)?|wait|invalid|between|either|half|twice|double|triple|whose|other"
   r"|(?<!the )(?:thirds?|quarters?)|(?:thirds?|quarters?) of)\b"
   r"|n['’]t\b|\b(?:squared|cubed|(?:upper|lower) bound|(?:answer|it|number) (?:plus|minus|times))\b"
   r"|^\W*(?:minus|negative)\b"
-  r"|\b(?:square|cube|root|negative|opposite|reciprocal) of (?:[a-z]|it|the)\b",
+  r"|\b(?:square|cube|root|negative|opposite|reciprocal) of(?! \d)",
   re.IGNORECASE,
 )
 # Any other verb tells how many there are of something, Jojo scored 54 points, if the sentence says
 # so, and not that somebody wishes, thinks or refuses it, or that they are more or fewer.
-_TOLD = re.compile(r"([^\d=]*[A-Za-z]{2,},? )(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)")
+_TOLD = re.compile(
+  r"((?:[^\d=]* )?[A-Za-z'’]+ [A-Za-z]{2,},? )(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
+)
 _UNTOLD = re.compile(
-  r"\b(?:(?:answer|value|number|solution|hop|want|wish|expect|plan|claim|believ|estimat|pretend|refus"
-  r"|fail|lack|miss|avoid|forb|den[yi]|reject|exclud|discard|eliminat|rul|dream|imagin|prefer|tr[yi]"
-  r"|dismiss|disprov|predict|aim|ask|contradict|violat|exceed)[a-z]*|think|thought|say|said|could|may"
-  r"|might|would|than|almost|nearly|about|around|roughly|approximately|above|below|within|near|close"
-  r"|any|every|all|some|least|most|until|till|toward|short|shy)\b"
+  r"\b(?:(?:answer|value|number|solution|hope|hoping|want|wish|expect|planned|claim|believ|estimat"
+  r"|pretend|refus|fail|missed|missing|avoid|reject|exclud|discard|eliminat|ruled|dream|imagin|prefer"
+  r"|dismiss|disprov|predict|contradict|violat|exceed)[a-z]*|plans?|miss|lack(?:s|ed)?|den(?:y|ies|ied)"
+  r"|tr(?:y|ies|ied)|rules?|aim(?:s|ed)|ask(?:s|ed)|forb(?:ids|ade)|think|thought|say|said|could|may"
+  r"|might|would|should|ought|than|almost|nearly|about|around|roughly|approximately|above|below"
+  r"|within|near|close|any|every|all|some|least|most|until|till|toward|short|shy)\b"
   r"|\b(?:over|under|up to|plus|minus|times|past|beyond|besides|and|before|after|from|to|of the) $",
   re.IGNORECASE,
 )
@@ -74,7 +77,7 @@ _BEHIND = re.compile(
   r"(?:,? ?(?:[-–—] )?(?:because|since|as|which|where|when|so|in(?! base)|after|for|that is|i\.e\.)"
   r"(?: .*)?"
   r"|,? ?(?:at|to|of|on|from|during|every|each|per|that|who|by|with|and|while|than|altogether"
-  r"|together|overall|left|total|long|old|ago|back|today|yesterday|more|\w+er than|also|\w+ing|I"
+  r"|together|overall|left|total|long|old|ago|back|today|yesterday|this|last|next|more|\w+er than|also|\w+ing|I"
   r"|[-–—])\b[^\d=+*/]*"
   r"|an?|\([a-z]*(?:teen|ty)(?:[- ][a-z]+)?\))",
   re.DOTALL,
@@ -144,7 +147,7 @@ def _announced(text: str, finished: bool) -> str | None:
 def _statement(line: str) -> str:
   """What the first sentence of a line says, without words that add nothing."""
   first, *following = [part for part in _SENTENCE.split(_bare(line)) if part.strip()] or [""]
-  instead = re.match(r"\s*(?:it|rather) is (.+)", following[0]) if following else None
+  instead = re.match(r"\s*(?:[Ii]t|rather) is (.+)", following[0]) if following else None
   if instead and first.startswith("not "):
     first = instead[1]
   value = _value(first.rpartition(r"\$ =")[2])  # a formula that was to end there

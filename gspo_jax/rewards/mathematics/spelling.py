@@ -57,7 +57,7 @@ def inside(formula: re.Match) -> str:
 def normalise(text: str) -> str:
   """One spelling of an answer; the meaning stays."""
   text = FORMULA.sub(lambda match: f" {inside(match)} ", plain(trim(text)))
-  text = re.sub(r"^\s*(?:minus|negative)\s+(?=[\d$\\])", "-", text)
+  text = re.sub(r"^\s*(?:\\text\s*\{\s*)?(?:minus|negative)\b[\s}]+(?=[\d$\\])", "-", text)
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", _THOUSANDS.sub(",", text.strip()))
   text = " ".join(_GAPS.sub(" ", text).split())
   return text if text.endswith("...") else text.rstrip(".,;")

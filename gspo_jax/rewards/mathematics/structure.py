@@ -162,7 +162,8 @@ class _Structure:
     named = next((label for label in labels[:-1] if label), None)
     for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
       # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
-      if rest and (i == 0 or rest[0].spaced or names.name(rest) == labels[0]):
+      apart = rest and rest[0].spaced and members[i][-len(rest) - 1].kind != "command"
+      if rest and (i == 0 or apart or names.name(rest) == labels[0]):
         raise Unreadable("two equations, or a multiple of what is asked for")
     if named or (len(members) == 2 and labels[1]):
       value = self.value(members[-1] if named else members[0])

@@ -77,7 +77,7 @@ _CLOSED = frozenset(
   goes comes counts needs exceeds violates misses contradicts happens exists factorials
   negatives halves guess guesses negative opposite double twice triple half one two three four
   five six seven eight nine ten eleven twelve zero infinity sum difference product quotient
-  ratio mod modulo modulus choose root roots squared cubed power powers several couple many few
+  ratio mod modulo modulus choose root roots squared cubed power powers several couple many few ths
   googol googols another score per each every""".split()
 )
 _PART = re.compile(
@@ -149,7 +149,7 @@ def parse(text: str) -> tuple[F, Unit | None] | None:
       if groups != [[]]:
         return None
       factor *= size
-    elif lower in ("squared", "cubed") and groups[-1] and not power:
+    elif lower in ("squared", "cubed") and groups[-1] and _known(groups[-1][-1][0]) and not power:
       groups[-1][-1] = (groups[-1][-1][0], 2 if lower == "squared" else 3)
     elif lower not in _FILLER:
       known = _known(word) or lower in _SHAPES
