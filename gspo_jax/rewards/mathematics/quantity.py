@@ -16,7 +16,6 @@ _VALUE = re.compile(
   r"|\\frac\s*(?P<top1>\d)\s*(?P<bottom1>\d))"
 )
 _VARIABLE = re.compile(r"\s*(?P<over>/?)\s*[a-zA-Z](?:\s*[\^*·-].*)?")  # 5x, 5/x, 5x - y
-_SUPERSCRIPTS = str.maketrans({"²": "^2", "³": "^3"})
 ROUNDED = 6  # digits after the point from which a decimal may stand for a number without an end
 SIGNIFICANT = 5  # of them
 
@@ -47,26 +46,17 @@ def read(text: str, letters: bool = False) -> Quantity | None:
   part = match.groupdict()
   digits = (part["top"] or part["top1"] or part["digits"]).replace(",", "")
   bottom = int(part["bottom"] or part["bottom1"] or part["over"] or 1)
-  rest = text[match.end() :].translate(_SUPERSCRIPTS).replace("\\%", "%").replace("\\$", "$")
-  rest = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", re.sub(r"^\s*\(([^()]*)\)$", r" \1", rest))
-  if rest[:1].isdigit() or not re.fullmatch(
-    r"[^\W\d]*[^\\{}()=<>+!&]*(?:\^\{?-?[1-4]\}?)?\.?", rest
-  ):
+  rest = text[match.end() :]
+  if rest[:1].isdigit() or not re.fullmatch(r"(?:[^\W\d]|\s*\()?[^(=<>+!&]*\.?", rest):
     return None
   worded = bool(spelling.TEXT.search(source))
   variable = None if worded or part["currency"] else _VARIABLE.fullmatch(rest)
   if variable and (variable["over"] or not letters):
     return None
-  parsed = units.parse(rest) if rest.strip() else (1, None)
+  parsed = units.parse(rest, (part["currency"] or "")[-1:])
   if bottom == 0 or (part["sign"] and part["sign2"]) or parsed is None:
     return None
   factor, unit = parsed
-  if part["currency"]:
-    rate = re.match(r"\s*(?:/|(?:per|an?|each|every)\s)", rest)
-    money = units.parse(part["currency"][-1] + rest if rate else part["currency"][-1])
-    if not money or (unit not in (None, money[1]) and not rate):
-      return None
-    unit = money[1]
   value = fractions.Fraction(digits + (part["exponent"] or "")) / bottom + int(part["whole"] or 0)
   places = len(digits.partition(".")[2]) if "." in digits and bottom == 1 else None
   value = -value if "-" in (part["sign"], part["sign2"]) else value

@@ -162,7 +162,7 @@ class _Structure:
     named = next((label for label in labels[:-1] if label), None)
     for i, rest in enumerate(map(names.multiplied, members[:-1]) if named else ()):
       # 2x = 18, x = 2x = 18, and x = 5 y = 18, where the space begins another; not P = 4s = 18.
-      apart = rest and rest[0].spaced and members[i][-len(rest) - 1].kind != "command"
+      apart = rest and rest[0].spaced and members[i][-len(rest) - 1].text != "pi"
       if rest and (i == 0 or apart or names.name(rest) == labels[0]):
         raise Unreadable("two equations, or a multiple of what is asked for")
     if named or (len(members) == 2 and labels[1]):
@@ -267,11 +267,11 @@ class _Structure:
 
   def scalar(self, tokens: list[Token], sign: int = 1) -> Scalar:
     """An expression, with a unit if there is one."""
-    money = None
+    currency = ""
     if tokens[0].kind == "symbol" and tokens[0].text in "$€£¥₹":
-      money, tokens = units.parse(tokens[0].text)[1], tokens[1:]
+      currency, tokens = tokens[0].text, tokens[1:]
     for start in range(max(1, len(tokens) - MAX_UNIT), len(tokens)):
-      unit = self.unit(tokens, start)
+      unit = self.unit(tokens, start, currency)
       if unit:
         factor, unit = unit
         if unit and unit.degrees and any(t.text in expression.TRIGONOMETRIC for t in tokens):
@@ -280,12 +280,11 @@ class _Structure:
           value = expression.read(tokens[:start], sign)
         except Unreadable:
           continue
-        if money and unit not in (None, money):
-          raise Unreadable("two currencies")
-        return Scalar(value * factor, _places(tokens[:start]), money or unit)
-    return Scalar(expression.read(tokens, sign), _places(tokens), money)
+        return Scalar(value * factor, _places(tokens[:start]), unit)
+    unit = units.parse(currency)[1] if currency else None
+    return Scalar(expression.read(tokens, sign), _places(tokens), unit)
 
-  def unit(self, tokens: list[Token], start: int):
+  def unit(self, tokens: list[Token], start: int, currency: str):
     """The unit that the tokens from `start` on are, or None."""
     rest = tokens[start:]
     if not all(
@@ -299,10 +298,8 @@ class _Structure:
       numeric = all(t.kind == "number" for t in tokens[:start])
       if not (self.letters and numeric and rest[0].kind == "letter"):
         return None
-    text = " ".join(t.text for t in rest)
-    text = re.sub(r"\bcirc ?", "°", text).replace("{ ", "").replace(" }", "")
     spaced = rest[0].spaced or rest[0].kind == "text"
-    return units.parse(" " * spaced + text)
+    return units.parse(" " * spaced + " ".join(t.text for t in rest), currency)
 
 
 _UNIT_TOKENS = frozenset(["^", "{", "}", "/", "%", "$", "€", "£", "¥", "₹", "circ", "cdot", "-"])

@@ -83,6 +83,8 @@ _CLOSED = frozenset(
 _PART = re.compile(
   r".*(?:third|four|fif|six|seven|eigh|nin|ten|eleven|twelf|teen|tie|red|sand|illion)ths?"
 )
+_PLAIN = str.maketrans({"²": "^2", "³": "^3"} | dict.fromkeys("\\{}()"))
+_RATE = re.compile(r"\s*(?:/|(?:per|an?|each|every)\s)")  # dollars per hour
 _FILLER = frozenset("the more total".split())
 _TERM = re.compile(r"(?:^|[°%])\s*[-*·]\s*[a-zA-Z](?![a-zA-Z])|^\s*[aA]$")  # 5 - m, 5a
 _BEHIND = re.compile(
@@ -119,18 +121,23 @@ def multiplier(word: str) -> F | None:
   return MULTIPLIERS.get(word, MULTIPLIERS.get(word.removesuffix("s")))
 
 
-def parse(text: str) -> tuple[F, Unit | None] | None:
+def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
   """What follows a number as (factor of the number, unit or None); None: it is no unit.
 
   `text` is plain: "apples", "cm^2", "miles per hour", "thousand dollars", "°", "%". A word that is
   no unit of measurement stands apart from the number and is a plural, or follows "per".
   """
+  text = re.sub(r"\^?\s*circ\b ?", "°", text.translate(_PLAIN))
   if _TERM.search(text):
     return None
+  if currency:
+    rate = _RATE.match(text)
+    factor, unit = parse(currency + text if rate else text) or (0, None)
+    money = unit if rate else parse(currency)[1]
+    return (factor, money) if factor and unit in (None, money) else None
   glued = text[:1].isalpha()
   text = " " + text.strip().replace("per cent", "percent")
   text = _COMPOUNDS.sub(lambda match: _COMPOUND[match[0]], text)
-  text = re.sub(r"^ \(([^()]*)\)$", r" \1", text)
   kind = _OF.search(text)
   if kind and not _CLOSED.isdisjoint(kind[0].split()):
     return None
