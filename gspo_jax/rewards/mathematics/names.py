@@ -4,6 +4,7 @@ import re
 
 from gspo_jax.rewards.mathematics.cuts import cut, match, split
 from gspo_jax.rewards.mathematics.expression import GREEK
+from gspo_jax.rewards.mathematics.spelling import DENIED
 from gspo_jax.rewards.mathematics.tokens import Token, is_product
 
 # A letter, or one under a mark; lengths and angles by their points: AB, \angle ABC.
@@ -26,11 +27,7 @@ _NAME = re.compile(
   rf"|{_MEASURE}{_INDEX}(?:{_CALL}|{_BASE}{_INDEX}{_CALL}?)|\\frac \{{[A-Z]+\}}\{{[A-Z]+\}}"
 )
 # Words that name something: they neither deny nor change what follows.
-_WORDS = re.compile(
-  r"(?!.*\b(?:not?|never|isn't|wrong|false|incorrect|than|except|half|twice|minus|negative|guess"
-  r"|maybe|perhaps|impossible|invalid)\b)[A-Z][A-Z' -]+[ :]*",
-  re.IGNORECASE,
-)
+_WORDS = re.compile(r"(?!.*\b(?:than|minus|negative)\b)[A-Z][A-Z' -]+[ :]*", re.IGNORECASE)
 
 
 def name(tokens: list[Token]) -> str | None:
@@ -41,7 +38,8 @@ def name(tokens: list[Token]) -> str | None:
   if not tokens:
     return None
   if all(t.kind == "text" or (t.kind == "word" and not is_product(t.text)) for t in tokens):
-    return "text" if _WORDS.fullmatch(" ".join(t.text for t in tokens)) else None
+    words = " ".join(t.text for t in tokens)
+    return "text" if _WORDS.fullmatch(words) and not DENIED.search(words) else None
   if tokens[0].text == "(" and match(tokens) == len(tokens) - 1:
     labels = list(map(name, split(tokens[1:-1])))
     return ",".join(labels) if len(labels) > 1 and all(labels) else None
@@ -59,10 +57,8 @@ CONSTANTS = frozenset(["\\pi ", "\\infty ", "e", "i"])
 
 def multiplied(tokens: list[Token]) -> list[Token]:
   """The name that a number stands before, whatever is between them; empty: there is none."""
-  starts = range(
-    1, len(tokens) if tokens[0].kind == "number" or tokens[0].text in ("frac", "-") else 0
-  )
-  for start in starts:
+  number = tokens[0].kind == "number" or tokens[0].text in ("frac", "-")
+  for start in range(1, len(tokens) if number else 0):
     if name(tokens[start:]) and not any(t.kind in ("letter", "word") for t in tokens[:start]):
       return tokens[start:]
   return []

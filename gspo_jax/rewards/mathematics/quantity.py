@@ -103,7 +103,7 @@ def same_number(a: Quantity, b: Quantity) -> bool:
   if a.value == b.value:
     return True
   for exact, rounded in ((a, b), (b, a)):
-    endless = exact.places is None and not _terminates(exact.value.denominator)
+    endless = exact.places is None and pow(10, exact.value.denominator, exact.value.denominator) > 0
     if endless and rounded.places is not None and rounds_to(rounded, exact.value):
       return True
   return False
@@ -116,10 +116,3 @@ def rounds_to(rounded: Quantity, value: fractions.Fraction) -> bool:
   return (
     places >= ROUNDED and digits >= SIGNIFICANT and 2 * 10**places * abs(rounded.value - value) <= 1
   )
-
-
-def _terminates(denominator: int) -> bool:
-  for prime in (2, 5):
-    while denominator % prime == 0:
-      denominator //= prime
-  return denominator == 1

@@ -16,6 +16,16 @@ FORMULA = re.compile(
 TEXT = re.compile(
   r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|mathbf|mathit|mathsf|mathbb|mbox|emph)\s*\{([^{}]*)\}"
 )
+# Words by which a sentence denies its number, doubts it, or makes it another one.
+DENIED = re.compile(
+  r"\b(?:not?|never|cannot|none|nobody|nothing|neither|nor|or|hardly|if|unless|whether|except|but"
+  r"|suppose|assume|let|wrong|false|incorrect|impossible|doubt|instead|at (?:least|most)|maybe"
+  r"|perhaps|guess(?:es|ed)?|wait|invalid|between|either|half|twice|double|triple|whose|other"
+  r"|(?<!the )(?:thirds?|quarters?)|(?:thirds?|quarters?) of)\b|^\W*(?:minus|negative)\b|n['’]t\b"
+  r"|\b(?:(?:answer|it|number) (?:plus|minus|times)|squared|cubed|(?:upper|lower) bound)\b"
+  r"|\b(?:square|cube|root|negative|opposite|reciprocal) of(?! \d)",
+  re.IGNORECASE,
+)
 _DASHES = re.compile("[‐‑‒–—―−﹘﹣－]|⁻(?=\\s?\\d)")
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{SEPARATOR}|{_SPACE})(?=\d{{3}}(?!\d))")
 _GAPS = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])")

@@ -182,20 +182,12 @@ def parse(text: str, currency: str = "") -> tuple[F, Unit | None] | None:
 
 def _known(word: str) -> str | None:
   """The name of a unit as `UNITS` has it: as written, in small letters, or without its plural."""
-  lower = word.casefold()
-  names = (
-    word,
-    *([lower] if len(word) > 1 else []),
-    *([_singular(lower)] if len(word) > 2 else []),
-  )
-  return next((name for name in names if name in UNITS), None)
+  names = (word, word.casefold(), _singular(word.casefold()))[: len(word)]  # K and k are two
+  return next(filter(UNITS.__contains__, names), None)
 
 
 def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]] | None:
-  """(dimension, its power, scale) of words that are multiplied; adjectives do not count.
-
-  None: the words name nothing.
-  """
+  """(dimension, its power, scale) of words but adjectives; None: they name nothing."""
   measures, shape = [], 1
   for word, power in group:
     lower = word.casefold()
@@ -219,7 +211,4 @@ def _measure(group: list[tuple[str, int]], per: bool) -> list[tuple[str, int, F]
 
 
 def _singular(word: str) -> str:
-  for end, instead in (("ies", "y"), ("ses", "s"), ("xes", "x"), ("ches", "ch"), ("shes", "sh")):
-    if word.endswith(end) and len(word) > len(end) + 1:
-      return word[: -len(end)] + instead
-  return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+  return re.sub("(?<=..[sx])es$|(?<=.[cs]h)es$|(?<!s)s$", "", re.sub("(?<=..)ies$", "y", word))
