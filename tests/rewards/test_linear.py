@@ -33,6 +33,8 @@ HOSTILE = [  # what stands first, what is repeated, and what stands last
   *[(first, "␣", last) for first, _, last in (ends.partition("|") for ends in SPACED.split())],
   *[("", unit, "") for unit in ("\r", "\t ", "\0", "\u0345\u0301", "\u1100\u1161")],
   *[("~~~", "x", "`"), ("```python¶", "x¶", ""), ("```python¶", "x¶", "```"), ("$", "x", "")],
+  # Words that only a form with an equals sign or a unit reads, and what keeps them from fitting it.
+  *[("", "a", " b 1+1 = 5"), ("9", "ab ", "? 1 = 5"), ("She has 9 cups of ", "a", "!")],
   *[("</think><answer>", "a", ""), ("x</think><answer>", "a ", "</answer>"), ("<think>", "a", "")],
   *[("<answer>", "a", ""), (r"\boxed{", "x", "}"), (r"\(", "x", ""), ("a", "\u0301", "")],
 ]

@@ -148,10 +148,7 @@ def _statement(line: str) -> str:
   if instead and first.startswith("not "):
     first = instead[1]
   value = _value(first.rpartition(r"\$ =")[2])  # a formula that was to end there
-  if _is_value(value):
-    return value
-  named = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # Jane began 3 hours ago.
-  return _stated(first[named.end() :] if named and not DENIED.search(named[0]) else first)
+  return value if _is_value(value) else _stated(first)
 
 
 def _last(text: str) -> str:

@@ -103,7 +103,8 @@ def same_number(a: Quantity, b: Quantity) -> bool:
   if a.value == b.value:
     return True
   for exact, rounded in ((a, b), (b, a)):
-    endless = exact.places is None and pow(10, exact.value.denominator, exact.value.denominator) > 0
+    bottom = exact.value.denominator
+    endless = exact.places is None and pow(10, bottom.bit_length(), bottom) > 0
     if endless and rounded.places is not None and rounds_to(rounded, exact.value):
       return True
   return False

@@ -63,7 +63,12 @@ def test_what_is_announced_counts_where_a_response_was_cut_off(verifier):
 # dozens says what it means, and one that is an equation asks for one.
 ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
 ONE_WAY |= {("97", "97 quarters"), ("97", "97 \\text{ quarters}"), ("2", "2 dozen eggs")}
-ONE_WAY |= {("5", "5 halves"), ("204", "m+n=204"), ("204", "a + b + c = 199 + 5 = 204")}
+ONE_WAY |= {
+  ("e=\\frac12", "\\frac12"),
+  ("5", "5 halves"),
+  ("204", "m+n=204"),
+  ("204", "a + b + c = 199 + 5 = 204"),
+}
 ONE_WAY |= {
   ("18", "x_1+x_2=18"),
   ("18", "AB + BC + CA=18"),

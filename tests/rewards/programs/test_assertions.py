@@ -57,6 +57,8 @@ def test_tests_that_speak_of_nan_get_it(verifier):
   assert outcome(verifier, nan, "def f(x): return 1.0") == "wrong"
   said = CLOSE.replace("\n", "\n  'Is it finite, inf or nan?'  # nan\n", 1)
   assert outcome(verifier, said, "def f(x): return float('nan')") == "wrong"
+  prompt = 'def f(x):\n  """Is it finite, inf or nan?"""\n'
+  assert outcome(verifier, CLOSE, "def f(x): return float('nan')", prompt) == "wrong"
   inf = "def check(c):\n  assert c(1) == float('inf')\n"
   assert outcome(verifier, inf, "def f(x): return 1e999") == "right"
 
