@@ -156,6 +156,8 @@ CHECK_TESTS = cases.parse(json.dumps(CHECK))
     ("def f(x):\n  raise AssertionError", "error"),
     ("def f(x):\n  while True: pass", "timeout"),
     ("def f(x):\n  return bytearray(1 << 30)", "memory"),
+    ("import os\ndef f(x):\n  return len([os.dup(1) for _ in range(65)]) - 61", "error"),
+    ("def f(x):\n  print('x' * (17 << 20), flush=True)\n  return 4", "error"),
     ("def g(x):\n  return 4", "wrong"),  # f is still the prompt's
     ("import os; os._exit(0)", "error"),
     ("import sys; sys.exit(0)\ndef f(x): pass", "error"),
