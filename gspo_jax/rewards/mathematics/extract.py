@@ -41,30 +41,35 @@ _SENTENCE = re.compile(
 # Words that may stand before an answer, or before the sentence that states it.
 _LEAD = re.compile(
   r"(?:\W?(?:so|thus|therefore|hence|then|and|now|finally|still|just|simply|exactly|equal to|option"
-  r"|choice|a total of|indeed|that|we (?:get|have|obtain|find|know)|it follows)\b[,:]?\s*)+",
+  r"|choice|a total of|each|indeed|that|we (?:get|have|obtain|find|know)|it follows)\b[,:]?\s*)+",
   re.IGNORECASE,
 )
 # Verbs by which a sentence states its number, whatever it is of; "cannot be" is none.
 _VERBS = (
   """is are was were equals? has have had gives?(?:_us)? makes? gets? got obtain leaves? yields?
-  becomes? costs? takes? needs? sold bought paid earn(?:s|ed)? totals? ends?_with left_with
+  becomes? costs? takes? needs? earn(?:s|ed)? totals? ends?_with left_with
   increases?_by decreases?_by comes?_to amounts?_to adds?_up_to
   (?:must|will|should|turn(?:s|ed)?_out_to)_be (?:it|that|there)['’]s"""
 ).split()
 _VERB = re.compile(rf"(?:\b(?:{'|'.join(_VERBS)})\b|:)\s+".replace("_", " "), re.IGNORECASE)
-# Any other verb tells how many there are of something, Jojo scored 54 points, if the sentence says
-# so, and not that somebody wishes, thinks or refuses it, or that they are more or fewer.
+# Verbs right before a number with a unit, which tell that it was so: Jojo scored 54 points.
+_DONE = """
+  scor walk earn us need collect receiv produc sav pick bak plant donat deliver bik hik travel
+  practic climb complet finish work play cook wash harvest contribut start cover invest rais
+  gain add remov order purchas serv deposit borrow print pack fill paint clean eat run make
+  spend drink sell buy pay read weigh contain requir recruit repair grad teach stud hir sew
+  knit catch leav swim fl div swam jump push pull load mov stay sleep wait fish shar drop lift
+  draw cost grow keep total"""
 _TOLD = re.compile(
-  r"((?:[^\d=]* )?[A-Za-z'’]+ [A-Za-z]{2,},? )(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
+  rf"((?:[^\d=]* )?[A-Za-z'’]+ (?:(?:{'|'.join(_DONE.split())})[a-z]?(?:ed|e?s)|ran|ate|won|lost"
+  r"|found|spent|drove|gave|grew|sold|bought|paid|rose|kept|built|rode|wrote|slept|caught|made|took|read|saw"
+  r"|drank|cut|flew|swam)(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
+  r"(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
 )
-_UNTOLD = re.compile(
-  r"\b(?:(?:answer|value|number|solution|hope|hoping|want|wish|expect|planned|claim|believ|estimat"
-  r"|pretend|refus|fail|missed|avoid|reject|exclud|discard|eliminat|ruled|imagin|prefer|dismiss"
-  r"|predict|contradict|violat|exceed)[a-z]*|plans?|rules?|miss|den(?:y|ie[sd])|lack(?:s|ed)?"
-  r"|tr(?:y|ie[sd])|ask(?:s|ed)|think|thought|sa(?:y|id)|could|may|might|would|should|ought|than"
-  r"|almost|nearly|about|around|roughly|approximately|above|below|within|near|close|any|every|all"
-  r"|some|least|most|until|till|toward|short|shy)\b"
-  r"|\b(?:over|under|up to|plus|minus|times|past|beyond|besides|and|before|after|from|to|of the) $",
+_UNTOLD = re.compile(  # what is wished, thought or another thing, before such a verb
+  r"\b(?:answer|value|number|solution|could|may|might|would|should|ought|to|than|almost|any|every"
+  r"|when|once|until|till|before|after|(?:think|want|hope|wish|expect|claim|believe|sa[iy])[a-z]*"
+  r"|thought|(?-i:[a-z]+ly))\b",
   re.IGNORECASE,
 )
 _MAY_BE = re.compile(r"\b(?:can|could|may|might|would)(?: \w+)?\s*$")
@@ -148,7 +153,10 @@ def _statement(line: str) -> str:
   if instead and first.startswith("not "):
     first = instead[1]
   value = _value(first.rpartition(r"\$ =")[2])  # a formula that was to end there
-  return value if _is_value(value) else _stated(first)
+  if _is_value(value):
+    return value
+  named = re.match(r"[A-Z][A-Za-z', ]* (?=\$?\d)", first)  # Jane began 3 hours ago.
+  return _stated(first[named.end() :] if named and not DENIED.search(named[0]) else first)
 
 
 def _last(text: str) -> str:
