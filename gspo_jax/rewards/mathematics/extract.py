@@ -58,12 +58,13 @@ _DONE = """
   practic climb complet finish work play cook wash harvest contribut start cover invest rais
   gain add remov order purchas serv deposit borrow print pack fill paint clean eat run make
   spend drink sell buy pay read weigh contain requir recruit repair grad teach stud hir sew
-  knit catch leav swim fl div swam jump push pull load mov stay sleep wait fish shar drop lift
-  draw cost grow keep total"""
+  knit catch leav swim fl div jump push pull load mov stay sleep wait fish shar drop lift draw
+  cost grow keep total""".split()
+_DID = """ran ate won lost found spent drove gave grew sold bought paid rose kept built rode wrote
+  slept caught made took read saw drank cut flew swam""".split()
 _TOLD = re.compile(
-  rf"((?:[^\d=]* )?[A-Za-z'’]+ (?:(?:{'|'.join(_DONE.split())})[a-z]?(?:ed|e?s)|ran|ate|won|lost"
-  r"|found|spent|drove|gave|grew|sold|bought|paid|rose|kept|built|rode|wrote|slept|caught|made|took|read|saw"
-  r"|drank|cut|flew|swam)(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
+  rf"((?:[^\d=]* )?[A-Za-z'’]+ (?:(?:{'|'.join(_DONE)})[a-z]?(?:ed|e?s)|{'|'.join(_DID)})"
+  r"(?: for| by| with| an?(?: \w+)? (?:total|profit|loss|sum|distance|score) of)? )"
   r"(?:[a-df-hj-zA-Z] ?= ?)?(?=\\?[$€£]?\d)"
 )
 _UNTOLD = re.compile(  # what is wished, thought or another thing, before such a verb
