@@ -4,9 +4,9 @@
 command again on the same workdir continues where it stopped.
 """
 
+import contextlib
 import gc
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  signal.signal(signal.SIGTERM, before_jax.told_to_go)
   before_jax.begin(sys.argv)  # the imports below take seconds
 
 import jax
@@ -35,6 +34,7 @@ from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.passes import anchor
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, preemption
 from gspo_jax.system.text import visible
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
   garbage_is_rare()
   config, workdir = configured(), _workdir()
   try:
-    with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+    with open_run(config, workdir) as run, agreed_stops(config):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
       if text := anchor(config):
@@ -68,11 +68,18 @@ def main(argv: list[str]) -> None:
   except (files.WriteError, ServersGone) as error:
     logging.debug("", exc_info=True)
     end(f"gspo_jax: {error}; the same command goes on from the last checkpoint")
-  except preemption.Preempted:
-    sys.stderr.write("gspo_jax: saved; the same command continues from here\n")
-    sys.exit(preemption.EXIT_CODE)
-  except KeyboardInterrupt:
-    sys.exit("gspo_jax: interrupted; the same command continues from the last checkpoint")
+  except preemption.Preempted as stop:
+    saved = f"saved {stop.saved}" if stop.saved else "ended"
+    sys.stderr.write(f"gspo_jax: {saved}; the same command continues from here\n")
+    sys.exit(stop.code)
+
+
+def agreed_stops(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+  """Hosts stop together, at the next check that all of them come to; one host ends at once where a
+  phase has nothing to save."""
+  if jax.process_count() == 1:
+    return contextlib.nullcontext()
+  return preemption.watch(config.checkpoint.grace_s)
 
 
 def plan() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("train")
+  before_jax.command("train")
 
 import jax
 import numpy as np

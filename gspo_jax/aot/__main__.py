@@ -15,7 +15,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("train")
+  before_jax.command("train")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 

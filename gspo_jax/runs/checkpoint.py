@@ -25,7 +25,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from gspo_jax.runs import integrity
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.training import CheckpointConfig
-from gspo_jax.system import hosts, preemption
+from gspo_jax.system import hosts
 from gspo_jax.system.files import WriteError, seal, unseal, writing
 
 
@@ -49,8 +49,9 @@ class Checkpointer:
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Raises DamagedError where the metrics of a checkpoint cannot be read."""
-    self.directory = config.of(workdir, phase)
+    self.directory, self.config = config.of(workdir, phase), config
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
+    self._last = time.monotonic()  # when the last one was begun
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # of what is written in the background
     kept = [policies.LatestN(config.keep)]
@@ -84,6 +85,18 @@ class Checkpointer:
   def latest(self) -> int | None:
     """Step of the newest complete checkpoint."""
     return self._manager.latest_step()
+
+  def newest(self) -> str:
+    """What a run would continue from now, in words."""
+    if "://" in str(self.directory):  # asking takes a while, and there may be none
+      return f"the newest checkpoint in {self.directory}"
+    steps = finished(self.directory)
+    return f"checkpoint {self.directory / str(steps[-1])}" if steps else "the start of this phase"
+
+  def is_time(self) -> bool:
+    """Whether `checkpoint.every_minutes` are over, by the clock of the first host. All call it."""
+    minutes = self.config.every_minutes
+    return minutes > 0 and hosts.told(time.monotonic() - self._last >= 60 * minutes)
 
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Step, state and the host's part of the newest checkpoint that is whole, as `restore` has
@@ -133,15 +146,13 @@ class Checkpointer:
         self._manager.delete(step)
       self._saving = step, time.perf_counter()
       sealed = dict(sealed=seal(dict(host=host, sums=integrity.sums(state))))
-      with preemption.interrupts_wait():  # Orbax's threads would wait for half a save, forever
-        self._manager.save(
-          step,
-          args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)
-          ),
-          metrics=metrics if self._best else None,
-          force=True,
-        )
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)),
+        metrics=metrics if self._best else None,
+        force=True,
+      )
+    self._last = time.monotonic()
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     """The state, laid out as the abstract state `like` says, and the host's part.

@@ -1,9 +1,12 @@
 """The command line before anything runs: --help, configurations by name, --dry_run."""
 
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,7 +18,6 @@ from gspo_jax import inputs
 from gspo_jax.aot import plan
 from gspo_jax.cli import before_jax
 from gspo_jax.models import transformer
-from gspo_jax.system.preemption import EXIT_CODE
 
 
 def called(*arguments, cwd=ROOT, module="gspo_jax.main", **more):
@@ -53,14 +55,45 @@ def test_help_needs_no_library_but_jax():
   assert done.stdout.split() == ["gspo_jax"]
 
 
-def test_a_notice_while_a_run_is_being_opened_ends_it_with_the_code_of_one_later(tmp_path):
-  """Libraries, weights and data take minutes, and what starts runs again goes by this code."""
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, code, tmp_path):
+  """Libraries, weights and data take minutes, and what starts runs again goes by the code."""
   process = subprocess.Popen(
     command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
   )
   assert "loading JAX" in process.stderr.readline()
-  process.terminate()
-  assert process.wait(30) == EXIT_CODE and "told to go" in process.stderr.read()
+  process.send_signal(number)
+  assert process.wait(30) == code
+  assert process.stderr.read().endswith(
+    ": ended; the same command continues from what is on disk\n"
+  )
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks up which signals are caught")
+@pytest.mark.parametrize(
+  "module",
+  [
+    *(f"gspo_jax.{name}" for name in ("export", "replay", "report", "aot", "settings.page")),
+    "experiments.run",
+  ],
+)
+def test_every_command_ends_at_ctrl_c_with_one_line(module, tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, "-m", module, "--config=tiny", str(tmp_path)],
+    cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  while not caught(process.pid) & 1 << (signal.SIGHUP - 1):  # by a thread from then on
+    assert process.poll() is None
+    time.sleep(0.001)
+  process.send_signal(signal.SIGINT)
+  stdout, stderr = process.communicate(timeout=30)
+  assert process.returncode == 130 and not stdout
+  assert re.fullmatch(r"gspo_jax: Ctrl-C: ended.*\n", stderr), stderr
+
+
+def caught(pid):
+  """The signals that a process has handlers for, as bits."""
+  return int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
 
 
 def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):

@@ -1,15 +1,14 @@
 """What was saved comes back bit for bit, onto any mesh, or not at all."""
 
+import contextlib
 import dataclasses
 import shutil
-import signal
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from support.small_models import MOE
 
@@ -74,20 +73,24 @@ def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   assert sorted(p.name for p in (tmp_path / "checkpoints" / "rl").iterdir()) == ["2", "3"]  # keep=2
 
 
-def test_ctrl_c_while_a_save_begins_comes_when_it_has_begun(tmp_path, monkeypatch):
-  begin = ocp.StandardCheckpointHandler.async_save
-
-  async def interrupted(*args, **kwargs):
-    signal.raise_signal(signal.SIGINT)
-    return await begin(*args, **kwargs)
-
-  monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", interrupted)
-  state = {"x": jnp.arange(4.0)}
-  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
-  with pytest.raises(KeyboardInterrupt):
-    checkpoints.save(1, state, {})
-  checkpoints.close()
-  assert checkpoint.Checkpointer(tmp_path, "rl", CONFIG).latest() == 1
+def test_time_comes_for_a_checkpoint_by_the_clock_of_the_first_host(tmp_path, monkeypatch):
+  now = [1000.0]
+  monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+  config = dataclasses.replace(CONFIG, every_minutes=2.0)
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", config)) as checkpoints:
+    assert checkpoints.newest() == "the start of this phase"
+    for seconds, is_time in (119.0, False), (2.0, True):
+      now[0] += seconds
+      assert checkpoints.is_time() is is_time
+    checkpoints.save(1, {"x": jnp.arange(4.0)}, {})
+    assert not checkpoints.is_time()
+    monkeypatch.setattr(checkpoint.hosts, "told", lambda own: not own)
+    assert checkpoints.is_time(), "the first host says so"
+  assert checkpoints.newest() == f"checkpoint {tmp_path}/checkpoints/rl/1"
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", CONFIG)) as checkpoints:
+    checkpoints.config = dataclasses.replace(CONFIG, every_minutes=0.0)
+    now[0] += 1e6
+    assert not checkpoints.is_time(), "by steps alone"
 
 
 def test_a_donated_state_is_saved_as_it_was(mesh, tmp_path):
