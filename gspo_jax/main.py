@@ -150,15 +150,15 @@ def parse(argv: list[str]) -> list[str]:
 def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
     raise ValueError("--workdir must be given: where the run goes")
-  if workdir := _workdir():
-    _check_workdir(workdir)
+  if _WORKDIR.value:
+    _check_workdir()
 
 
 def _workdir() -> Path | None:
   return Path(_WORKDIR.value).expanduser() if _WORKDIR.value else None
 
 
-def _check_workdir(workdir: Path) -> None:
+def _check_workdir() -> None:
   """ValueError if nothing can be written there; nothing is made yet."""
   if "://" in _WORKDIR.value:
     raise ValueError(
@@ -167,6 +167,10 @@ def _check_workdir(workdir: Path) -> None:
     )
   if _WORKDIR.value.startswith("--"):
     raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; say where the run goes")
+  try:
+    workdir = _workdir()
+  except RuntimeError as error:  # of ~ and ~user
+    raise ValueError(f"--workdir={_WORKDIR.value}: {error} Write the whole path") from error
   files.check_writable(f"--workdir={workdir}", workdir)
 
 

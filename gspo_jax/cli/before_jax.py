@@ -6,6 +6,7 @@ answered at once.
 
 import ast
 import importlib.util
+import os
 import re
 import runpy
 import sys
@@ -84,7 +85,7 @@ def path_of(name: str) -> str:
   and what is a file already, as it is."""
   file, colon, argument = name.partition(":")
   path = CONFIGS / f"{file}.py"
-  if not re.fullmatch(r"\w+", file) or Path(file).is_file() or not path.is_file():
+  if not re.fullmatch(r"\w+", file) or os.path.isfile(file) or not os.path.isfile(path):
     return name
   return f"{path}{colon}{argument}"
 
@@ -144,7 +145,7 @@ def wrong(arguments: Sequence[str]) -> str:
 def missing_file(name: str) -> str:
   """What is wrong with --config=`name` if there is no such file; "" if there is one."""
   path = path_of(name).partition(":")[0]
-  if Path(path).is_file():
+  if os.path.isfile(path):
     return ""
   return f"--config={name}: there is no file {path!r}; known by name are {', '.join(installed())}"
 

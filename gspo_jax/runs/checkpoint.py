@@ -64,7 +64,7 @@ class Checkpointer:
     for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads those of all checkpoints
       with readable(path.parent.parent):
         json.loads(path.read_bytes())
-    with writing(self.directory):
+    with writing(self.directory), _not_too_deep(self.directory):
       self._manager = _Manager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
@@ -145,7 +145,8 @@ class Checkpointer:
       if step in self._manager.all_steps():
         self._manager.delete(step)
       self._saving = step, time.perf_counter()
-      sealed = dict(sealed=seal(dict(host=host, sums=integrity.sums(state))))
+      told = dict(phase=self.directory.name, step=step, host=host, sums=integrity.sums(state))
+      sealed = dict(sealed=seal(told))
       self._manager.save(
         step,
         args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)),
@@ -162,8 +163,11 @@ class Checkpointer:
       ValueError: the checkpoint holds other arrays than `like`; the message names one, with shapes.
     """
     path = self.directory / str(step)
+    host_of(path)  # of another phase the arrays may be others
     with readable(path):
       stored = shapes(self._manager.item_metadata(step)["state"])
+    if not stored:
+      raise DamagedError(path, f"{path / 'state' / '_METADATA'} is not there")
     hint = "; use another --workdir or the config that wrote it"
     require_shapes(f"checkpoint {path}", stored, shapes(like), hint)
     with readable(path):
@@ -299,9 +303,21 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
   with readable(path):
     stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
     host, written = stored["host"], stored["sums"]
+    is_of = f"step {stored['step']} of {stored['phase']}"
+  if is_of != f"step {path.name} of {path.parent.name}":
+    raise DamagedError(path, f"it was written as {is_of}")
   if state is not None and (wrong := integrity.changed(written, integrity.sums(state))):
     raise DamagedError(path, wrong)
   return host
+
+
+@contextlib.contextmanager
+def _not_too_deep(directory: epath.Path) -> Iterator[None]:
+  """Orbax gets over damage of what it reads of all checkpoints, but for this."""
+  try:
+    yield
+  except RecursionError as error:
+    raise DamagedError(directory / "*" / "_CHECKPOINT_METADATA", "nested too deeply") from error
 
 
 @contextlib.contextmanager

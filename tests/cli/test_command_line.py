@@ -132,6 +132,7 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
 
 
 def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys):
+  assert "there is no file" in before_jax.wrong([f"--config={'x' * 300}"])
   for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
     assert before_jax.wrong(right) == ""
   assert before_jax.wrong([]).startswith("--config must be given: ")
@@ -213,12 +214,30 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
   [
     ("gs://bucket/run", r"--workdir=gs://bucket/run: .* set --config\.checkpoint\.directory="),
     ("--dry_run", "--workdir=--dry_run: that is a flag"),
+    ("~nouser/run", r"--workdir=~nouser/run: Could not determine home directory\. Write the whole"),
+    ("/", "--workdir=/: that is the root of all files; give a directory of its own"),
   ],
 )
 def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
   done = called("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
   assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+  assert "Traceback" not in done.stderr
   assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("module", ["gspo_jax.main", "gspo_jax.aot"])
+def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, tmp_path):
+  (tmp_path / "bytes").write_bytes(b"\xff")
+  for name, why in ("missing", "No such file"), (".", "Is a directory"), ("bytes", "decode byte"):
+    done = called(f"--flagfile={name}", module=module, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(f"gspo_jax: --flagfile={name}: .*{why}", done.stderr), done.stderr
+
+
+def test_a_dump_of_nowhere_is_one_line():
+  done = called("foo://x", module="gspo_jax.replay")
+  assert done.returncode == 2 and "Traceback" not in done.stderr
+  assert "foo://x: no file system is known by foo://" in done.stderr
 
 
 def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
@@ -235,6 +254,17 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
 
 
 REFUSED = {
+  r"checkpoint\.directory=foo://x: no file system is known": {"checkpoint__directory": "foo://x"},
+  r"checkpoint\.directory=/dev/null/ck: /dev/null is no directory": {
+    "checkpoint__directory": "/dev/null/ck",
+  },
+  r"weights=foo://x: no file system is known": {"weights": "foo://x"},
+  r"^tokenizer=foo://x: no file system is known": {"tokenizer": "foo://x"},
+  r"data\.eval=foo://x: no file system is known": {"data__eval": "foo://x"},
+  r"engine\.server\.directory=gs://x: servers read it as a local": {
+    "engine__name": "server", "engine__urls": ("http://127.0.0.1:1",),
+    "engine__server__directory": "gs://x",
+  },
   r"checkpoint\.directory=ck: write the whole path": {"checkpoint__directory": "ck"},
   r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
   r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {
