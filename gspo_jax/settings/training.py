@@ -182,7 +182,7 @@ class CheckpointConfig:
   best_is: Literal["largest", "smallest"] = key("largest", "which value of it is the best")
   grace_s: Seconds | None = key(
     None,
-    "from SIGTERM to the end of the process, at the latest; None: 30 under Kubernetes, under Slurm "
+    "from SIGTERM to the end of the process, at the latest; None: 28 under Kubernetes, under Slurm "
     "and on Google's machines, no limit elsewhere",
   )
 

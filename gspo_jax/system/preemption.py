@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
-# Seconds from SIGTERM to SIGKILL that are usual: terminationGracePeriodSeconds of Kubernetes,
-# KillWait of Slurm, the notice of preemptible machines of Google. Any of them may be set to more.
-PLATFORM_S = 30.0
+# Two seconds less than the 30 from SIGTERM to SIGKILL that are usual (Kubernetes, Slurm, preemptible
+# machines of Google): whoever starts runs again goes by the exit code, which SIGKILL would take.
+PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # of a machine, as Linux tells it
 
 

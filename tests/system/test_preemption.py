@@ -59,7 +59,7 @@ def test_the_grace_is_what_the_platform_gives(monkeypatch):
   monkeypatch.setattr(preemption, "BOARD", Path("/none"))
   assert preemption.grace(None) is None and preemption.grace(600.0) == 600
   monkeypatch.setenv("SLURM_JOB_ID", "1")
-  assert preemption.grace(None) == 30 and preemption.grace(0.0) == 0
+  assert preemption.grace(None) == 28 and preemption.grace(0.0) == 0
 
 
 def test_without_a_watch_nothing_is_caught():
