@@ -21,8 +21,8 @@ from jax.experimental import multihost_utils
 from gspo_jax.system import stops
 
 EXIT_CODE = stops.TRY_AGAIN
-# Two seconds less than the 30 from SIGTERM to SIGKILL that are usual (Kubernetes, Slurm, preemptible
-# machines of Google): whoever starts runs again goes by the exit code, which SIGKILL would take.
+# From SIGTERM to SIGKILL 30 are usual: Kubernetes, Slurm, preemptible machines of Google. Less by
+# two, since whoever starts runs again goes by the exit code, which SIGKILL would take.
 PLATFORM_S = 28.0
 BOARD = Path("/sys/class/dmi/id/product_name")  # of a machine, as Linux tells it
 
