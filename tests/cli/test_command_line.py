@@ -131,7 +131,8 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
     assert before_jax.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
 
 
-def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys):
+def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypatch):
+  monkeypatch.setattr(before_jax.stops, "begin", str)  # the signals of the tests stay theirs
   assert "there is no file" in before_jax.wrong([f"--config={'x' * 300}"])
   for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
     assert before_jax.wrong(right) == ""
