@@ -173,12 +173,15 @@ class Phase:
     preemption.goes_on_from(self._checkpoints.newest)
     self._opened.enter_context(contextlib.closing(self._progress))
     self._opened.enter_context(contextlib.closing(self._checkpoints))
+    self._opened.push(self._save_where_it_stands)  # the first thing at the end
     return self
 
-  def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-    with self._opened:
-      if isinstance(error, preemption.Preempted):  # what is being saved is finished in any case
-        self.flush()
-        if self._step != self._checkpoints.latest():
-          self.save()
-        error.saved = f"step {self._step} of {self._name}"
+  def __exit__(self, *raised: Any) -> None:
+    self._opened.__exit__(*raised)
+
+  def _save_where_it_stands(self, kind: object, error: object, trace: object) -> None:
+    if isinstance(error, preemption.Preempted):  # what is being saved is finished in any case
+      self.flush()
+      if self._step != self._checkpoints.latest():
+        self.save()
+      error.saved = f"step {self._step} of {self._name}"

@@ -61,6 +61,10 @@ class _Watch:
     self.timer: threading.Timer | None = None
     self.checked, self.longest = time.monotonic(), 0.0
 
+  @property
+  def code(self) -> int:
+    return stops.code(self.first or signal.SIGTERM)
+
   def answer(self, number: int) -> None:
     if self.first is not None and number == signal.SIGINT:
       self.end(number, "ended at once")
@@ -102,9 +106,9 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def watch(grace_s: float | None) -> Iterator[None]:
-  """Has a signal wait for the next `check` within; a second Ctrl-C does not wait. So many seconds
-  after SIGTERM the process ends in any case: what could not be saved by then would be lost anyway.
-  Within another watch it is that one. SIGTERM is JAX's where there are several hosts.
+  """Has a signal wait for the next `check` within, or the end; a second Ctrl-C does not wait. So
+  many seconds after SIGTERM the process ends in any case: what could not be saved by then would be
+  lost anyway. Within another watch it is that one. SIGTERM is JAX's where there are several hosts.
   """
   global _watch
   if _watch is not None:
@@ -119,6 +123,8 @@ def watch(grace_s: float | None) -> Iterator[None]:
     _watch = None
     if current.timer:
       current.timer.cancel()
+  if current.due:  # it came after the last check, or whoever made that has not passed it on
+    raise Preempted(current.code)
 
 
 def check() -> None:
@@ -135,7 +141,7 @@ def check() -> None:
   ):
     _watch.hurry()
   if _watch.due:
-    raise Preempted(stops.code(_watch.first or signal.SIGTERM))
+    raise Preempted(_watch.code)
 
 
 def too_long() -> str:

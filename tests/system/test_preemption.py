@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from support.command_line import ROOT, environment
 
-from gspo_jax.system import preemption
+from gspo_jax.system import preemption, stops
 
 
 def test_a_notice_is_raised_at_the_next_check_and_not_before():
   before = signal.getsignal(signal.SIGTERM)
-  with preemption.watch(grace_s=60):
+  with pytest.raises(preemption.Preempted), preemption.watch(grace_s=60):
     preemption.check()
     os.kill(os.getpid(), signal.SIGTERM)
     reached = True  # nothing is torn from the middle of what it does
@@ -28,10 +28,10 @@ def test_a_notice_is_raised_at_the_next_check_and_not_before():
 
 def test_every_signal_has_its_code_and_ctrl_c_has_no_end_of_grace():
   for number, code in (signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGTERM, 75):
-    with preemption.watch(grace_s=0 if code == 130 else 60):
+    grace = 0 if code == 130 else 60
+    with pytest.raises(preemption.Preempted) as stop, preemption.watch(grace):
       signal.raise_signal(number)
-      with pytest.raises(preemption.Preempted) as stop:
-        preemption.check()
+      preemption.check()
     assert stop.value.code == code
 
 
@@ -46,11 +46,16 @@ def test_what_is_ignored_stays_ignored():
 
 
 def test_within_a_watch_another_one_is_the_same():
-  with preemption.watch(grace_s=60):
+  with pytest.raises(preemption.Preempted), preemption.watch(grace_s=60):
     with preemption.watch(grace_s=0):
       signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(preemption.Preempted):
-      preemption.check()
+    preemption.check()
+
+
+def test_a_signal_after_the_last_check_is_not_forgotten():
+  with pytest.raises(preemption.Preempted), preemption.watch(grace_s=60):
+    signal.raise_signal(signal.SIGTERM)
+    stops.listen()
 
 
 def test_the_grace_is_what_the_platform_gives(monkeypatch):
