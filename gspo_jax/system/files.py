@@ -79,7 +79,7 @@ def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:
   Raises:
     WriteError: the directory is gone or read-only, the disk is full, or the like.
   """
-  path = Path(directory)
+  path = Path(path)
   temporary = path.with_name(path.name + ".tmp")
   with writing(path):
     if path.is_dir():
