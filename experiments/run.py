@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,13 +24,14 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("experiments")
+  before_jax.command("experiments")
 
 from experiments import definition, pod, readme, results, runs
 from experiments.definition import Experiment
 from experiments.results import DONE, FAILED, INTERRUPTED, Store
 from experiments.runs import Job
 from experiments.workers import Workers, own_cores
+from gspo_jax.system import stops
 
 HOME = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gspo_jax/experiments"
 GRACE = 60.0  # seconds that runs have to save
@@ -207,22 +207,16 @@ class Told:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[list[int]]:
-  """Signals that have come, Ctrl-C or SIGTERM; a second one raises KeyboardInterrupt. (Python loses
-  what is raised in the middle of a callback, as JAX has one in the garbage collector.)"""
+  """Signals that have come to stop this process; at a second one it ends at once."""
   came: list[int] = []
 
-  def notice(number: int, _: Any) -> None:
+  def notice(number: int) -> None:
     came.append(number)
     if len(came) > 1:
-      raise KeyboardInterrupt
+      stops.end(number, "ended at once; the runs save and end by themselves")
 
-  numbers = signal.SIGTERM, signal.SIGINT
-  before = {number: signal.signal(number, notice) for number in numbers}
-  try:
+  with stops.answered(notice):
     yield came
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
 
 
 @contextlib.contextmanager

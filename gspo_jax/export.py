@@ -16,7 +16,7 @@ from pathlib import Path
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("train")
+  before_jax.command("train")
 
 import jax
 

@@ -4,9 +4,9 @@
 command again on the same workdir continues where it stopped.
 """
 
+import contextlib
 import gc
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  signal.signal(signal.SIGTERM, before_jax.told_to_go)
   before_jax.begin(sys.argv)  # the imports below take seconds
 
 import jax
@@ -35,6 +34,7 @@ from gspo_jax.run import Run, open_run, rehearse
 from gspo_jax.runs import nonfinite, provenance
 from gspo_jax.sampling import ServersGone
 from gspo_jax.settings.passes import anchor
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import files, preemption
 from gspo_jax.system.text import visible
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
   garbage_is_rare()
   config, workdir = configured(), _workdir()
   try:
-    with open_run(config, workdir) as run, preemption.watch(config.checkpoint.grace_s):
+    with open_run(config, workdir) as run, agreed_stops(config):
       for line in provenance.difference(in_file(filename()), CONFIG.value.to_dict()):
         sys.stderr.write(f"config {line}\n")
       if text := anchor(config):
@@ -68,11 +68,18 @@ def main(argv: list[str]) -> None:
   except (files.WriteError, ServersGone) as error:
     logging.debug("", exc_info=True)
     end(f"gspo_jax: {error}; the same command goes on from the last checkpoint")
-  except preemption.Preempted:
-    sys.stderr.write("gspo_jax: saved; the same command continues from here\n")
-    sys.exit(preemption.EXIT_CODE)
-  except KeyboardInterrupt:
-    sys.exit("gspo_jax: interrupted; the same command continues from the last checkpoint")
+  except preemption.Preempted as stop:
+    saved = f"saved {stop.saved}" if stop.saved else "ended"
+    sys.stderr.write(f"gspo_jax: {saved}; the same command continues from here\n")
+    sys.exit(stop.code)
+
+
+def agreed_stops(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+  """Hosts stop together, at the next check that all of them come to; one host ends at once where a
+  phase has nothing to save."""
+  if jax.process_count() == 1:
+    return contextlib.nullcontext()
+  return preemption.watch(config.checkpoint.grace_s)
 
 
 def plan() -> None:
@@ -143,15 +150,15 @@ def parse(argv: list[str]) -> list[str]:
 def _check_flags() -> None:
   if not (_WORKDIR.value or _DRY_RUN.value):
     raise ValueError("--workdir must be given: where the run goes")
-  if workdir := _workdir():
-    _check_workdir(workdir)
+  if _WORKDIR.value:
+    _check_workdir()
 
 
 def _workdir() -> Path | None:
   return Path(_WORKDIR.value).expanduser() if _WORKDIR.value else None
 
 
-def _check_workdir(workdir: Path) -> None:
+def _check_workdir() -> None:
   """ValueError if nothing can be written there; nothing is made yet."""
   if "://" in _WORKDIR.value:
     raise ValueError(
@@ -160,6 +167,10 @@ def _check_workdir(workdir: Path) -> None:
     )
   if _WORKDIR.value.startswith("--"):
     raise ValueError(f"--workdir={_WORKDIR.value}: that is a flag; say where the run goes")
+  try:
+    workdir = _workdir()
+  except RuntimeError as error:  # of ~ and ~user
+    raise ValueError(f"--workdir={_WORKDIR.value}: {error} Write the whole path") from error
   files.check_writable(f"--workdir={workdir}", workdir)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("train")
+  before_jax.command("train")
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ from gspo_jax.runs.checkpoint import restore_state
 from gspo_jax.settings.reading import from_dict
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import TrainBatch
+from gspo_jax.system import files
 
 
 def replay(directory: epath.Path) -> bool:
@@ -113,10 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="python -m gspo_jax.replay", description="Makes updates again that were not finite."
   )
-  parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP", type=epath.Path)
+  parser.add_argument("directory", metavar="RUN/failures/PHASE_STEP")
   directory = parser.parse_args(arguments).directory
   try:
-    return 0 if replay(directory) else 1
+    return 0 if replay(files.located(directory, "the dump")) else 1
   except ValueError as error:
     parser.error(str(error))
 

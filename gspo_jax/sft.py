@@ -67,10 +67,11 @@ def sft(run: Run) -> Any:
           row["held_out_loss"] = loss = held_out_loss(state.params)
       phase.stand(step, state, position)
       last = step == c.sft.steps or _learned(run, loss)
-      if step % c.sft.log_every == 0 or last or "held_out_loss" in row:
+      reported = step % c.sft.log_every == 0 or last or "held_out_loss" in row
+      if reported:
         with phase.stages("update"):  # which the row before is waited for with
           phase.report(row | sources.skipped_rows(prompts) | summarize((metrics,)))
-      if step % c.checkpoint.every == 0 or last:
+      if last or step % c.checkpoint.every == 0 or (reported and phase.is_time()):
         with phase.stages("save"):
           phase.save()
       done = step

@@ -238,7 +238,7 @@ def conclude(
     row = row | {k: v for k, v in evaluation.items() if not k.startswith("time/")}
   check_best(c.checkpoint.best, row, evaluated)
   phase.report(row)
-  if step and (step % c.checkpoint.every == 0 or last):
+  if step and (last or step % c.checkpoint.every == 0 or phase.is_time()):
     with phase.stages("save"):
       phase.save(row)
     if jax.process_index() == 0:

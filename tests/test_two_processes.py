@@ -31,6 +31,7 @@ from gspo_jax.learner import step as train_step
 from gspo_jax.learner.state import new_state
 from gspo_jax.models import transformer
 from gspo_jax.settings.mesh import MeshConfig
+from gspo_jax.system import stops
 from gspo_jax.system.preemption import EXIT_CODE
 
 # data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
@@ -240,11 +241,12 @@ def saved(workdir, step):
 
 
 @pytest.mark.long
-def test_a_notice_to_one_process_stops_both_at_the_same_step(job_on_one_process, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_notice_to_one_process_stops_both_at_the_same_step(how, job_on_one_process, tmp_path):
   """While they sample for the first iteration: no checkpoint is due there."""
   evaluated = tmp_path / "rollouts" / "eval_000000.jsonl"
-  codes, outputs = interrupted(tmp_path, signal.SIGTERM, evaluated.exists)
-  assert codes == [EXIT_CODE, EXIT_CODE], "\n".join(o[-3000:] for o in outputs)
+  codes, outputs = interrupted(tmp_path, how, evaluated.exists)
+  assert codes == [EXIT_CODE, stops.code(how)], "\n".join(o[-3000:] for o in outputs)
   assert all("the same command continues" in output for output in outputs)
   outputs = on_two_processes(lambda i: job(tmp_path), devices=2)
   assert ["rl 2/2" in output for output in outputs] == [True, False]  # one of them shows progress

@@ -15,7 +15,7 @@ from typing import Any
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("train")
+  before_jax.command("train")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # with libtpu installed JAX would look for a TPU
 
@@ -89,10 +89,10 @@ def main(argv: list[str]) -> None:
       rows = search(case, _TOPOLOGY.value, names, _TRIES.value)
     else:
       rows = report(case, _TOPOLOGY.value, names)
-  except ValueError as error:
-    sys.exit(f"gspo_jax.aot: {error}")
-  if _JSON.value:
-    Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n")
+    if _JSON.value:
+      Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n")
+  except (ValueError, OSError) as error:
+    config_flag.refuse(error)
   if not any(row["fits"] for row in rows) if _SEARCH.value else not all(r["fits"] for r in rows):
     failed = "; ".join(f"{r['program']} {r['error']}" for r in rows if not r["fits"])
     failed = failed or "no candidate is worth compiling, for the reasons above"

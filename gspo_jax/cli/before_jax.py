@@ -14,7 +14,9 @@ import textwrap
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
+
+from gspo_jax.system import stops
 
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort"}
 TRAIN = ("absl", "flax", "grain", "ml_collections", "optax", "orbax")
@@ -83,7 +85,7 @@ def path_of(name: str) -> str:
   and what is a file already, as it is."""
   file, colon, argument = name.partition(":")
   path = CONFIGS / f"{file}.py"
-  if not re.fullmatch(r"\w+", file) or Path(file).is_file() or not path.is_file():
+  if not re.fullmatch(r"\w+", file) or os.path.isfile(file) or not os.path.isfile(path):
     return name
   return f"{path}{colon}{argument}"
 
@@ -104,11 +106,12 @@ def with_paths(argv: Sequence[str]) -> list[str]:
 
 def begin(argv: Sequence[str]) -> None:
   """Says what is begun, since libraries take seconds to import. Ends the process with an answer to
-  --help, and where a library is missing."""
+  --help, where a library is missing, and where it is told to stop."""
+  stops.begin("ended; the same command continues from what is on disk")
   if HELP & set(argv[1:]):
     sys.stdout.write(usage())
     sys.exit()
-  need("train")
+  _need("train")
   if problem := wrong(argv[1:]):
     sys.stderr.write(f"gspo_jax: {problem}\n")
     sys.exit(2)
@@ -116,20 +119,18 @@ def begin(argv: Sequence[str]) -> None:
   sys.stderr.flush()
 
 
-def need(extra: str) -> None:
-  """Ends the process with one line where libraries of an extra are missing. For a command that is
-  run, before it imports them."""
+def command(extra: str) -> None:
+  """Begins a command other than a run, before it imports anything: what it needs of libraries is
+  there, or else, as where it is told to stop, one line ends it."""
+  stops.begin("ended; what it was writing may be incomplete")
+  _need(extra)
+
+
+def _need(extra: str) -> None:
   if missing := [name for name in LIBRARIES[extra] if importlib.util.find_spec(name) is None]:
     command = f"pip install 'gspo-jax[{extra}]'"
     sys.stderr.write(f"gspo_jax: {', '.join(missing)} not found: {command} has all of it\n")
     sys.exit(2)
-
-
-def told_to_go(*_: object) -> NoReturn:
-  """Ends the process at a SIGTERM, with the code that says: try again. For the times when there is
-  nothing to save, yet or any longer; `runs.preemption.watch` is in charge in between."""
-  os.write(2, b"gspo_jax: told to go; the same command begins again\n")
-  os._exit(os.EX_TEMPFAIL)
 
 
 def wrong(arguments: Sequence[str]) -> str:
@@ -144,7 +145,7 @@ def wrong(arguments: Sequence[str]) -> str:
 def missing_file(name: str) -> str:
   """What is wrong with --config=`name` if there is no such file; "" if there is one."""
   path = path_of(name).partition(":")[0]
-  if Path(path).is_file():
+  if os.path.isfile(path):
     return ""
   return f"--config={name}: there is no file {path!r}; known by name are {', '.join(installed())}"
 

@@ -21,10 +21,6 @@ from gspo_jax.system.text import visible
 
 BAD_INPUT = 2  # exit code: the command line or a file that it names must be changed
 
-CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "Configuration: its name, e.g. tiny, or the path of a file."
-)
-
 
 def configured() -> RunConfig:
   """The configuration that the flags give."""
@@ -44,11 +40,22 @@ def refuse(error: Exception) -> NoReturn:
   sys.exit(BAD_INPUT)
 
 
+try:
+  CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Configuration: its name, e.g. tiny, or the path of a file."
+  )
+except (flags.Error, UnicodeError) as error:  # it reads what --flagfile names
+  named = [argument for argument in sys.argv if "flagfile" in argument]
+  refuse(ValueError(f"{' '.join(named)}: {str(error).removeprefix('ERROR:: ')}"))
+
+
 def compiled_programs_stay() -> None:
   """Keeps compiled programs from one run to the next, in ~/.cache/gspo_jax/compiled unless
   JAX_COMPILATION_CACHE_DIR says where; JAX_ENABLE_COMPILATION_CACHE=false turns it off."""
   if jax.config.jax_compilation_cache_dir is None:
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    home = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache")))
+    if not home.is_absolute():  # a user without a home, as in some containers
+      return
     jax.config.update("jax_compilation_cache_dir", str(home / "gspo_jax" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones add up
 

@@ -19,6 +19,7 @@ from etils import epath
 
 from gspo_jax.settings.data import DataError
 from gspo_jax.system import jsons
+from gspo_jax.system.files import located
 
 Row = tuple[str, str, Callable[[], Any]]
 Numbered = Iterator[tuple[int, Callable[[], Any]]]  # rows of a file, by their number in it
@@ -83,11 +84,13 @@ def named(spec: str, key: str) -> list[epath.Path]:
       root, _, _ = spec[: magic.start()].rpartition("/")
       pattern = spec[len(root) :].lstrip("/")
       root = root or ("/" if spec.startswith("/") else ".")
-      files = sorted(epath.Path(root).expanduser().glob(pattern))
+      files = sorted(located(root, key).expanduser().glob(pattern))
     else:
-      files = [epath.Path(spec).expanduser()]
+      files = [located(spec, key).expanduser()]
     there = bool(files) and files[0].exists()
-  except (ImportError, KeyError, NotImplementedError, OSError) as error:  # of a file system
+  except ValueError as error:
+    raise DataError(str(error)) from error
+  except (NotImplementedError, OSError) as error:  # of a file system
     raise DataError(f"{key}={spec}: {type(error).__name__}: {error}. Set --config.{key}") from error
   if not there:
     none = "no file matches" if magic else "there is no file"

@@ -20,6 +20,7 @@ from etils import epath
 from gspo_jax.data import special_tokens, templates
 from gspo_jax.data.special_tokens import TokenizerError
 from gspo_jax.settings.data import DataConfig
+from gspo_jax.system import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,10 @@ def load(path: str) -> Tokenizer:
   if path == "bytes":
     return ByteTokenizer()
   try:
-    directory = epath.Path(path)
+    directory = files.located(path, "tokenizer")
+  except ValueError as error:
+    raise TokenizerError(str(error)) from error
+  try:
     if not path or not (directory / "tokenizer.json").exists():
       raise TokenizerError(
         f"no tokenizer.json in {path!r}. Set --config.tokenizer to the directory of a Hugging"

@@ -8,7 +8,7 @@ from pathlib import Path
 from gspo_jax.cli import before_jax
 
 if __name__ == "__main__":
-  before_jax.need("train")
+  before_jax.command("train")
 
 from gspo_jax.report.page import write_report
 from gspo_jax.system.files import WriteError

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any
 
+from gspo_jax.system import stops
+
 START_LIMIT_S = 120.0  # imports on a busy machine; past it the pool gives up
 GRACE_S = 2.0  # past its time a worker ends by itself: the pool, which kills it, must be gone
 START_ATTEMPTS = 3  # in a row, of one worker in one call: an installation may be broken
@@ -209,6 +211,7 @@ class _Worker:
           stderr=subprocess.DEVNULL,  # parsers print complaints; our errors come through the pipe
           start_new_session=True,
         )
+        stops.process_groups.add(self.process.pid)
         self.pipe = connection.Connection(ours.detach())
     except OSError as error:  # too many processes, or files, or no memory for one more
       self._failed(str(error))
@@ -250,6 +253,7 @@ class _Worker:
         os.killpg(process.pid, signal.SIGKILL)
       process.kill()
       process.wait()
+      stops.process_groups.discard(process.pid)
     if pipe is not None:
       pipe.close()
 

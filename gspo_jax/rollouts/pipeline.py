@@ -38,7 +38,7 @@ from gspo_jax.runs.metrics import Stopwatch
 from gspo_jax.runs.paths import batch_file
 from gspo_jax.sampling import Engine, SingleTurn, Usage
 from gspo_jax.settings.run import RLConfig
-from gspo_jax.system import files, hosts, preemption
+from gspo_jax.system import files, hosts, jsons, preemption
 
 POLL_S = 0.1  # seconds between two looks at notices and servers while the trainer waits for a batch
 ARRAYS = "advantage_PG", "advantage_BL"
@@ -252,7 +252,7 @@ def read(directory: Path, step: int, collector: Collector) -> Collected:
   """
   path = batch_file(directory, step)
   try:
-    return from_state(json.loads(path.read_text()), collector)
+    return from_state(jsons.parse_object(path.read_bytes()), collector)
   except OSError as error:
     raise ValueError(f"rl.replay: {path} cannot be read: {error.strerror or error}") from error
   except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:

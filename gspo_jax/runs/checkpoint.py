@@ -25,7 +25,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from gspo_jax.runs import integrity
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.settings.training import CheckpointConfig
-from gspo_jax.system import hosts, preemption
+from gspo_jax.system import hosts
 from gspo_jax.system.files import WriteError, seal, unseal, writing
 
 
@@ -49,8 +49,9 @@ class Checkpointer:
 
   def __init__(self, workdir: str | Path, phase: str, config: CheckpointConfig):
     """Raises DamagedError where the metrics of a checkpoint cannot be read."""
-    self.directory = config.of(workdir, phase)
+    self.directory, self.config = config.of(workdir, phase), config
     self._best, self._sign = config.best, 1 if config.best_is == "largest" else -1
+    self._last = time.monotonic()  # when the last one was begun
     self._mirror = Mirror(workdir, config.directory)
     self._failure: BaseException | None = None  # of what is written in the background
     kept = [policies.LatestN(config.keep)]
@@ -63,7 +64,7 @@ class Checkpointer:
     for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads those of all checkpoints
       with readable(path.parent.parent):
         json.loads(path.read_bytes())
-    with writing(self.directory):
+    with writing(self.directory), _not_too_deep(self.directory):
       self._manager = _Manager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
@@ -84,6 +85,18 @@ class Checkpointer:
   def latest(self) -> int | None:
     """Step of the newest complete checkpoint."""
     return self._manager.latest_step()
+
+  def newest(self) -> str:
+    """What a run would continue from now, in words."""
+    if "://" in str(self.directory):  # asking takes a while, and there may be none
+      return f"the newest checkpoint in {self.directory}"
+    steps = finished(self.directory)
+    return f"checkpoint {self.directory / str(steps[-1])}" if steps else "the start of this phase"
+
+  def is_time(self) -> bool:
+    """Whether `checkpoint.every_minutes` are over, by the clock of the first host. All call it."""
+    minutes = self.config.every_minutes
+    return minutes > 0 and hosts.told(time.monotonic() - self._last >= 60 * minutes)
 
   def restore_newest(self, like: Callable[[], Any]) -> tuple[int, Any, dict[str, Any]] | None:
     """Step, state and the host's part of the newest checkpoint that is whole, as `restore` has
@@ -132,16 +145,15 @@ class Checkpointer:
       if step in self._manager.all_steps():
         self._manager.delete(step)
       self._saving = step, time.perf_counter()
-      sealed = dict(sealed=seal(dict(host=host, sums=integrity.sums(state))))
-      with preemption.interrupts_wait():  # Orbax's threads would wait for half a save, forever
-        self._manager.save(
-          step,
-          args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)
-          ),
-          metrics=metrics if self._best else None,
-          force=True,
-        )
+      told = dict(phase=self.directory.name, step=step, host=host, sums=integrity.sums(state))
+      sealed = dict(sealed=seal(told))
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(sealed)),
+        metrics=metrics if self._best else None,
+        force=True,
+      )
+    self._last = time.monotonic()
 
   def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
     """The state, laid out as the abstract state `like` says, and the host's part.
@@ -151,8 +163,11 @@ class Checkpointer:
       ValueError: the checkpoint holds other arrays than `like`; the message names one, with shapes.
     """
     path = self.directory / str(step)
+    host_of(path)  # of another phase the arrays may be others
     with readable(path):
       stored = shapes(self._manager.item_metadata(step)["state"])
+    if not stored:
+      raise DamagedError(path, f"{path / 'state' / '_METADATA'} is not there")
     hint = "; use another --workdir or the config that wrote it"
     require_shapes(f"checkpoint {path}", stored, shapes(like), hint)
     with readable(path):
@@ -288,9 +303,21 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
   with readable(path):
     stored = unseal(json.loads((path / "host" / "metadata").read_bytes())["sealed"])
     host, written = stored["host"], stored["sums"]
+    is_of = f"step {stored['step']} of {stored['phase']}"
+  if is_of != f"step {path.name} of {path.parent.name}":
+    raise DamagedError(path, f"it was written as {is_of}")
   if state is not None and (wrong := integrity.changed(written, integrity.sums(state))):
     raise DamagedError(path, wrong)
   return host
+
+
+@contextlib.contextmanager
+def _not_too_deep(directory: epath.Path) -> Iterator[None]:
+  """Orbax gets over damage of what it reads of all checkpoints, but for this."""
+  try:
+    yield
+  except RecursionError as error:
+    raise DamagedError(directory / "*" / "_CHECKPOINT_METADATA", "nested too deeply") from error
 
 
 @contextlib.contextmanager

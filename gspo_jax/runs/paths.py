@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from gspo_jax import rewards
 from gspo_jax.rewards.signals import check_signals
@@ -56,6 +55,11 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
     _check_apart(config, workdir)
   if config.checkpoint.directory:
     _check_checkpoints(config.checkpoint.directory, workdir)
+  if config.engine.name == "server" and (directory := config.engine.server.directory):
+    what = f"--config.engine.server.directory={directory}"
+    if "://" in directory:
+      raise ValueError(f"{what}: servers read it as a local directory, which all of them see")
+    files.check_writable(what, directory)
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
   check_signals(config.constraints)
@@ -75,7 +79,8 @@ def _check_apart(config: RunConfig, workdir: Path) -> None:
 
 
 def _check_checkpoints(directory: str, workdir: Path | None) -> None:
-  what, path = f"--config.checkpoint.directory={directory}", epath.Path(directory)
+  what = f"--config.checkpoint.directory={directory}"
+  path = files.located(directory, "--config.checkpoint.directory")
   if "://" not in directory:
     if not path.is_absolute():
       raise ValueError(f"{what}: write the whole path, from / on")
@@ -85,11 +90,7 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
         f"{what} lies in the workdir, of which a copy is kept there: name a directory elsewhere, "
         "or leave it unset for WORKDIR/checkpoints"
       )
-  try:
-    usable = path.is_dir() or not path.exists()
-  except Exception as error:  # of a file system
-    raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
-  if not usable:
+  elif path.exists() and not path.is_dir():
     raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
 
 

@@ -23,7 +23,7 @@ class Phase:
 
     phase = Phase("rl", iterations, ...)
     step, state, host = phase.resume(...)
-    with phase:  # a notice that the machine goes is answered by saving where the phase stands
+    with phase:  # being told to stop is answered by saving where the phase stands
       phase.stand(step, state, position)
       for step in phase.steps():
         state, row = ...
@@ -54,6 +54,7 @@ class Phase:
     self._checkpoints, self._writer, self._guard = checkpoints, writer, guard
     self._goodput = goodput
     self._held: Row | None = None  # the newest row, on the device
+    self._opened = contextlib.ExitStack()
     self.stages = Stopwatch()
 
   def resume(
@@ -91,10 +92,16 @@ class Phase:
     return step, state, host
 
   def steps(self) -> Iterator[int]:
-    """Yields the numbers of the steps that are left. Raises `Preempted` between them."""
+    """Yields the numbers of the steps that are left. Raises `Preempted` between them. Warns, once,
+    where a step has taken so long that a notice would come too late."""
+    warned = not hosts.is_first()
     for step in range(self._done + 1, self._total + 1):
       self._pending = None  # an interruption of this step goes back to the end of the last one
       preemption.check()
+      warning = preemption.too_long()
+      if warning and not warned and step > self._done + 2:  # the first one compiles
+        sys.stderr.write(f"{warning}\n")
+        warned = True
       yield step
 
   def hold(self, step: int, batches: Any) -> None:
@@ -140,6 +147,10 @@ class Phase:
     self._writer.write(row | warnings)
     self._progress.update(row["step"], row, begun)
 
+  def is_time(self) -> bool:
+    """Whether it is long enough since the last checkpoint. All hosts call it."""
+    return self._checkpoints.is_time()
+
   def save(self, row: Row | None = None) -> None:
     """Saves where the phase stands; `row` has the metric that decides which checkpoint is best."""
     self.flush()  # no checkpoint may cover a step whose row is not on file
@@ -158,11 +169,19 @@ class Phase:
       )
 
   def __enter__(self) -> "Phase":
+    self._opened.enter_context(preemption.watch(self._checkpoints.config.grace_s))
+    preemption.goes_on_from(self._checkpoints.newest)
+    self._opened.enter_context(contextlib.closing(self._progress))
+    self._opened.enter_context(contextlib.closing(self._checkpoints))
+    self._opened.push(self._save_where_it_stands)  # the first thing at the end
     return self
 
-  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-    with contextlib.closing(self._progress), contextlib.closing(self._checkpoints):
-      if kind is preemption.Preempted:  # what is being saved is finished in any case
-        self.flush()
-        if self._step != self._checkpoints.latest():
-          self.save()
+  def __exit__(self, *raised: Any) -> None:
+    self._opened.__exit__(*raised)
+
+  def _save_where_it_stands(self, kind: object, error: object, trace: object) -> None:
+    if isinstance(error, preemption.Preempted):  # what is being saved is finished in any case
+      self.flush()
+      if self._step != self._checkpoints.latest():
+        self.save()
+      error.saved = f"step {self._step} of {self._name}"

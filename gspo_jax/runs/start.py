@@ -17,6 +17,7 @@ from etils import epath
 
 from gspo_jax.runs import checkpoint, mirror, provenance
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system import files
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
 
@@ -65,10 +66,14 @@ def find(weights: str, key: str = "weights") -> Start | None:
   """
   if weights in ("", "random") or weights.startswith(("http://", "https://")):
     return None
-  path = epath.Path(weights if "://" in weights else os.path.abspath(weights))
+  path = files.located(weights if "://" in weights else os.path.abspath(weights), key)
   config = _config(path)
   if "provenance" in config:
-    home = epath.Path(config["checkpoint"]["directory"] or path / "checkpoints")
+    try:
+      home = epath.Path(config["checkpoint"]["directory"] or path / "checkpoints")
+    except (KeyError, TypeError) as error:
+      what = path / provenance.FILE
+      raise ValueError(f"{key}={weights!r}: {what} has no checkpoint.directory") from error
     path = next((home / phase for phase in PHASES if checkpoint.finished(home / phase)), None)
     if path is None:
       raise ValueError(f"{key}={weights!r} is a run that has no checkpoint yet, in {home}")

@@ -7,6 +7,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from gspo_jax.system import stops
+
+if __name__ == "__main__":
+  stops.begin("ended")
+
 from gspo_jax.settings import ranges
 from gspo_jax.settings.run import RunConfig
 

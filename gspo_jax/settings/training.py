@@ -173,11 +173,18 @@ class CheckpointConfig:
 
   directory: str = key("", 'local or gs://..., seen by all hosts; "": checkpoints/ of the workdir')
   every: PositiveInt = key(20, "iterations (rl) or updates (sft) between them")
+  every_minutes: NonNegativeFloat = key(
+    30.0, "and as soon as a step ends after so many since the last one; 0: by steps alone"
+  )
   keep: PositiveInt = key(2, "of the newest")
   keep_every: NonNegativeInt = key(0, "those of steps that this divides are kept as well; 0: none")
   best: str = key("", 'metric of which the best is kept as well; "": none')
   best_is: Literal["largest", "smallest"] = key("largest", "which value of it is the best")
-  grace_s: Seconds = key(30.0, "from SIGTERM to the end of the process, at the latest")
+  grace_s: Seconds | None = key(
+    None,
+    "from SIGTERM to the end of the process, at the latest; None: 28 under Kubernetes, under Slurm "
+    "and on Google's machines, no limit elsewhere",
+  )
 
   def __post_init__(self):
     ranges.check(self, "checkpoint")

@@ -1,5 +1,5 @@
 """Files that a run can trust: never half written, sealed where damage would do harm, and one line
-about those that cannot be written."""
+about places that are none and files that cannot be written."""
 
 import contextlib
 import errno
@@ -10,9 +10,56 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 
 class WriteError(Exception):
   """Something that a run has to keep cannot be written; the message names the file."""
+
+
+def located(name: str, key: str) -> epath.Path:
+  """The path that a key names: a local one, or one of a file system that its scheme stands for.
+
+  Raises:
+    ValueError: there is no such file system, or it does not answer; names the key.
+  """
+  scheme, separator, _ = name.partition("://")
+  try:
+    path = epath.Path(name)
+    if separator:
+      path.exists()
+  except KeyError as error:
+    raise ValueError(
+      f"{key}={name}: no file system is known by {scheme}://; there are gs://, s3:// and paths"
+    ) from error
+  except Exception as error:  # of a library for buckets: it is missing, or has its own
+    raise ValueError(f"{key}={name}: {type(error).__name__}: {error}") from error
+  return path
+
+
+def check_writable(what: str, directory: str | os.PathLike) -> None:
+  """ValueError, which begins with `what`, if no directory can be there and written to; nothing is
+  made yet."""
+  path = Path(directory)
+  try:
+    above = next(p for p in (path, *path.absolute().parents) if _is_there(p))
+  except OSError as error:
+    raise ValueError(f"{what}: {error.strerror}; give another name") from error
+  if not above.is_dir():
+    raise ValueError(f"{what}: {above} is no directory; give one, or a new name")
+  if above.absolute() == path.absolute() == Path("/"):
+    raise ValueError(f"{what}: that is the root of all files; give a directory of its own")
+  if not os.access(above, os.W_OK | os.X_OK):
+    raise ValueError(f"{what}: {above} is not writable; give another one")
+
+
+def _is_there(path: Path) -> bool:
+  """Whether there is something, be it a link to nothing. OSError if there never can be."""
+  try:
+    path.lstat()
+  except (FileNotFoundError, NotADirectoryError):
+    return False
+  return True
 
 
 @contextlib.contextmanager
@@ -23,17 +70,6 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
   except OSError as error:
     name, why = error.filename or path, error.strerror or str(error)
     raise WriteError(f"{name} cannot be written: {why}") from error
-
-
-def check_writable(what: str, directory: str | os.PathLike) -> None:
-  """ValueError, which begins with `what`, if nothing can be written in a directory, which need not
-  be there; nothing is made yet."""
-  path = Path(directory)
-  above = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
-  if not above.is_dir():
-    raise ValueError(f"{what}: {above} is no directory; give one, or a new name")
-  if not os.access(above, os.W_OK | os.X_OK):
-    raise ValueError(f"{what}: {above} is not writable; give another one")
 
 
 def write_whole(path: str | os.PathLike, texts: Iterable[str]) -> None:

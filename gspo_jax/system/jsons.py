@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+DEEPEST = 200  # objects within objects: whoever shows or writes a value goes down as far
+
 
 def parse(text: str | bytes) -> Any:
   """The value that a text holds.
@@ -15,7 +17,10 @@ def parse(text: str | bytes) -> Any:
   try:
     if isinstance(text, bytes):
       text = text.decode("utf-8-sig")
-    return json.loads(text, object_pairs_hook=_once)
+    value = json.loads(text, object_pairs_hook=_once)
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
+      raise RecursionError
+    return value
   except UnicodeError as error:
     raise ValueError(f"it is not UTF-8: {error}") from error
   except json.JSONDecodeError as error:
@@ -40,6 +45,16 @@ def read_object(path: Any) -> dict[str, Any]:
     raise ValueError(f"{path}: {error}") from error
   except OSError as error:
     raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _is_deep(value: Any) -> bool:
+  level = [value] if isinstance(value, dict | list) else []
+  for _ in range(DEEPEST):
+    inner = [list(v.values() if isinstance(v, dict) else v) for v in level]
+    level = [v for values in inner for v in values if isinstance(v, dict | list)]
+    if not level:
+      return False
+  return True
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Signals: the notice that this machine is about to be taken away, and Ctrl-C at a bad moment.
+"""A run that is told to stop, and saves first: the machine is about to be taken away, or Ctrl-C.
 
 SIGTERM is how TPU VMs, Kubernetes, Slurm and most others say it. A run then saves where it stands
-and ends with `EXIT_CODE`; the same command goes on from there. On several hosts JAX's own service
-carries the notice from the one that got it to all others, and they stop at the same check.
+and ends; the same command goes on from there. On several hosts JAX's own service carries the notice
+from the one that got it to all others, and they stop at the same check.
 """
 
 import contextlib
@@ -10,82 +10,160 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+from gspo_jax.system import stops
+
+EXIT_CODE = stops.TRY_AGAIN
+# From SIGTERM to SIGKILL 30 are usual: Kubernetes, Slurm, preemptible machines of Google. Less by
+# two, since whoever starts runs again goes by the exit code, which SIGKILL would take.
+PLATFORM_S = 28.0
+BOARD = Path("/sys/class/dmi/id/product_name")  # of a machine, as Linux tells it
 
 
 class Preempted(Exception):
-  """Raised by `check` once this process, or another one of the run, was told to go."""
+  """Raised by `check` once this process, or another one of the run, was told to stop.
+
+  Attributes:
+    code: the exit code that says so.
+    saved: what was saved, in words; "": nothing was.
+  """
+
+  def __init__(self, code: int = EXIT_CODE):
+    super().__init__()
+    self.code, self.saved = code, ""
+
+
+def grace(seconds: float | None) -> float | None:
+  """`checkpoint.grace_s`, or where that is None what this platform is known to give. None: nobody
+  kills what takes longer, as on a machine of one's own."""
+  if seconds is not None:
+    return seconds
+  of_google = BOARD.is_file() and BOARD.read_text(errors="replace").startswith("Google")
+  scheduled = {"KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"} & os.environ.keys()
+  return PLATFORM_S if scheduled or of_google else None
 
 
 class _Watch:
   """A notice belongs to the process, and so does this; there is one of them at most."""
 
-  def __init__(self, grace_s: float):
+  def __init__(self, grace_s: float | None):
     self.grace_s = grace_s
-    self.checks = itertools.count()
-    self.noticed = self.interrupted = False
-    self.timer = threading.Timer(grace_s, _give_up, [grace_s])
-    self.timer.daemon = True
+    self.goes_on: Callable[[], str] = lambda: "what is on disk"
+    self.first: int | None = None  # signal
+    self.due = False  # `check` raises
+    self.timer: threading.Timer | None = None
+    self.checked, self.longest = time.monotonic(), 0.0
 
-  def notice(self, *_: object) -> None:
-    if not self.noticed:
-      self.noticed = True
-      _say(f"told to go; saving, for at most {self.grace_s:g} s")
+  @property
+  def code(self) -> int:
+    return stops.code(self.first or signal.SIGTERM)
+
+  def answer(self, number: int) -> None:
+    if self.first is not None and number == signal.SIGINT:
+      self.end(number, "ended at once")
+    if self.first is None:
+      self.first = number
+      if jax.distributed.is_initialized() and number != signal.SIGTERM:
+        os.kill(os.getpid(), signal.SIGTERM)  # JAX's, which tells the others
+      else:
+        self.due = True
+      if number != signal.SIGTERM:
+        stops.say(f"{stops.name(number)}: saves and ends when it can; Ctrl-C ends it at once")
+    if number == signal.SIGTERM:
+      self.hurry()
+
+  def hurry(self) -> None:
+    """Begins the time until this process will be killed."""
+    self.due = True
+    if self.timer is not None:
+      return
+    limit = "" if self.grace_s is None else f", for at most {self.grace_s:g} s"
+    stops.say(f"told to go; saving{limit}")
+    self.timer = threading.Timer(self.grace_s or 0.0, self.give_up)
+    self.timer.daemon = True
+    if self.grace_s is not None:
       self.timer.start()
 
-  def interrupt(self, *_: object) -> None:
-    self.interrupted = True
-    raise KeyboardInterrupt  # lost where Python ignores exceptions, as in JAX's callbacks of the gc
+  def give_up(self) -> None:
+    late = f"{self.grace_s:g} s after the notice: what is not saved is left behind"
+    self.end(signal.SIGTERM, late)
+
+  def end(self, number: int, why: str) -> NoReturn:
+    stops.end(number, f"{why}; the same command continues from {self.goes_on()}")
 
 
 _watch: _Watch | None = None
+_checks = itertools.count()  # of all watches: hosts agree by it
 _of_thread = threading.local()
 
 
 @contextlib.contextmanager
-def watch(grace_s: float) -> Iterator[None]:
-  """Lets `check` raise within. `grace_s` seconds after the notice the process ends in any case,
-  with the same exit code: what could not be saved by then would be lost anyway.
-
-  SIGTERM is JAX's where there are several hosts. Ctrl-C stays ignored where it was (nohup).
+def watch(grace_s: float | None) -> Iterator[None]:
+  """Has a signal wait for the next `check` within, or the end; a second Ctrl-C does not wait. So
+  many seconds after SIGTERM the process ends in any case: what could not be saved by then would be
+  lost anyway. Within another watch it is that one. SIGTERM is JAX's where there are several hosts.
   """
   global _watch
-  _watch = current = _Watch(grace_s)
-  before = {}
-  if threading.current_thread() is threading.main_thread():
-    if not jax.distributed.is_initialized():
-      before[signal.SIGTERM] = signal.signal(signal.SIGTERM, current.notice)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-      before[signal.SIGINT] = signal.signal(signal.SIGINT, current.interrupt)
-  try:
+  if _watch is not None:
     yield
+    return
+  _watch = current = _Watch(grace(grace_s))
+  ours = [n for n in stops.SIGNALS if n != signal.SIGTERM or not jax.distributed.is_initialized()]
+  try:
+    with stops.answered(current.answer, ours):
+      yield
   finally:
     _watch = None
-    current.timer.cancel()
-    for number, handler in before.items():
-      signal.signal(number, handler)
+    if current.timer:
+      current.timer.cancel()
+  if current.due:  # it came after the last check, or whoever made that has not passed it on
+    raise Preempted(current.code)
 
 
 def check() -> None:
-  """Raises `Preempted` after a notice. All hosts call it equally often: it is how they agree.
-  Raises `KeyboardInterrupt` after one that did not get through."""
+  """Raises `Preempted` after a signal. All hosts call it equally often: it is how they agree."""
   if of_thread := getattr(_of_thread, "check", None):
     return of_thread()
+  stops.listen()
   if _watch is None:
     return
-  if _watch.interrupted:
-    raise KeyboardInterrupt
+  now = time.monotonic()
+  _watch.checked, _watch.longest = now, max(_watch.longest, now - _watch.checked)
   if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(
-    next(_watch.checks)
+    next(_checks)
   ):
-    _watch.notice()
-  if _watch.noticed:
-    raise Preempted
+    _watch.hurry()
+  if _watch.due:
+    raise Preempted(_watch.code)
+
+
+def too_long() -> str:
+  """What to say where so much time lay between two checks, since the last call, that a notice could
+  not have been answered in time; "" where none did."""
+  if _watch is None or _watch.grace_s is None:
+    return ""
+  longest, _watch.longest = _watch.longest, 0.0
+  if longest <= _watch.grace_s:
+    return ""
+  return (
+    f"warning: for {longest:.0f} s the run could not have been stopped, and {_watch.grace_s:g} s "
+    "after a notice (SIGTERM) the machine is taken away: what is since the last checkpoint would "
+    "be lost. Set checkpoint.every_minutes to what you can lose, checkpoint.grace_s to what your "
+    "platform gives (docs/running.md)"
+  )
+
+
+def goes_on_from(where: Callable[[], str]) -> None:
+  """Tells what the same command would continue from, should this process end without saving."""
+  if _watch is not None:
+    _watch.goes_on = where
 
 
 def check_alone() -> None:
@@ -103,29 +181,3 @@ def checked_by(instead: Callable[[], None]) -> Iterator[None]:
     yield
   finally:
     del _of_thread.check
-
-
-@contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
-  """Ctrl-C takes effect at the end of the block, which is one that must not be left half done."""
-  if threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  came = []
-  before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGINT, before)
-    if came:
-      signal.raise_signal(signal.SIGINT)
-
-
-def _give_up(grace_s: float) -> None:
-  _say(f"{grace_s:g} s after the notice: what is not saved is left behind")
-  os._exit(EXIT_CODE)
-
-
-def _say(text: str) -> None:
-  """Past Python's buffers, which the signal may have come in the middle of."""
-  os.write(2, f"gspo_jax: {text}\n".encode())

@@ -7,7 +7,12 @@ The rows are in an order of their own, always the same, so that other numbers gi
 
 import argparse
 import json
+import signal
 import sys
+
+if __name__ == "__main__":  # Ctrl-C, or the end of a pipe, ends it without a traceback
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 import numpy as np
 

@@ -1,9 +1,12 @@
 """The command line before anything runs: --help, configurations by name, --dry_run."""
 
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,7 +18,6 @@ from gspo_jax import inputs
 from gspo_jax.aot import plan
 from gspo_jax.cli import before_jax
 from gspo_jax.models import transformer
-from gspo_jax.system.preemption import EXIT_CODE
 
 
 def called(*arguments, cwd=ROOT, module="gspo_jax.main", **more):
@@ -53,14 +55,45 @@ def test_help_needs_no_library_but_jax():
   assert done.stdout.split() == ["gspo_jax"]
 
 
-def test_a_notice_while_a_run_is_being_opened_ends_it_with_the_code_of_one_later(tmp_path):
-  """Libraries, weights and data take minutes, and what starts runs again goes by this code."""
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, code, tmp_path):
+  """Libraries, weights and data take minutes, and what starts runs again goes by the code."""
   process = subprocess.Popen(
     command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
   )
   assert "loading JAX" in process.stderr.readline()
-  process.terminate()
-  assert process.wait(30) == EXIT_CODE and "told to go" in process.stderr.read()
+  process.send_signal(number)
+  assert process.wait(30) == code
+  assert process.stderr.read().endswith(
+    ": ended; the same command continues from what is on disk\n"
+  )
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks up which signals are caught")
+@pytest.mark.parametrize(
+  "module",
+  [
+    *(f"gspo_jax.{name}" for name in ("export", "replay", "report", "aot", "settings.page")),
+    "experiments.run",
+  ],
+)
+def test_every_command_ends_at_ctrl_c_with_one_line(module, tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, "-m", module, "--config=tiny", str(tmp_path)],
+    cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  while not caught(process.pid) & 1 << (signal.SIGHUP - 1):  # by a thread from then on
+    assert process.poll() is None
+    time.sleep(0.001)
+  process.send_signal(signal.SIGINT)
+  stdout, stderr = process.communicate(timeout=30)
+  assert process.returncode == 130 and not stdout
+  assert re.fullmatch(r"gspo_jax: Ctrl-C: ended.*\n", stderr), stderr
+
+
+def caught(pid):
+  """The signals that a process has handlers for, as bits."""
+  return int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
 
 
 def test_a_configuration_is_found_by_its_name(tmp_path, monkeypatch):
@@ -98,7 +131,9 @@ def test_the_first_lines_say_what_is_begun_and_what_it_takes(tmp_path):
     assert before_jax.greeting([f"--config={name}", "--workdir=x"]).count("\n") == 1
 
 
-def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys):
+def test_a_wrong_command_line_is_told_before_anything_is_loaded(capsys, monkeypatch):
+  monkeypatch.setattr(before_jax.stops, "begin", str)  # the signals of the tests stay theirs
+  assert "there is no file" in before_jax.wrong([f"--config={'x' * 300}"])
   for right in ["--config=tiny", "--dry_run"], ["--config", "tiny"], ["--helpfull"]:
     assert before_jax.wrong(right) == ""
   assert before_jax.wrong([]).startswith("--config must be given: ")
@@ -180,12 +215,30 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
   [
     ("gs://bucket/run", r"--workdir=gs://bucket/run: .* set --config\.checkpoint\.directory="),
     ("--dry_run", "--workdir=--dry_run: that is a flag"),
+    ("~nouser/run", r"--workdir=~nouser/run: Could not determine home directory\. Write the whole"),
+    ("/", "--workdir=/: that is the root of all files; give a directory of its own"),
   ],
 )
 def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
   done = called("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
   assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+  assert "Traceback" not in done.stderr
   assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("module", ["gspo_jax.main", "gspo_jax.aot"])
+def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, tmp_path):
+  (tmp_path / "bytes").write_bytes(b"\xff")
+  for name, why in ("missing", "No such file"), (".", "Is a directory"), ("bytes", "decode byte"):
+    done = called(f"--flagfile={name}", module=module, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(f"gspo_jax: --flagfile={name}: .*{why}", done.stderr), done.stderr
+
+
+def test_a_dump_of_nowhere_is_one_line():
+  done = called("foo://x", module="gspo_jax.replay")
+  assert done.returncode == 2 and "Traceback" not in done.stderr
+  assert "foo://x: no file system is known by foo://" in done.stderr
 
 
 def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
@@ -202,6 +255,17 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
 
 
 REFUSED = {
+  r"checkpoint\.directory=foo://x: no file system is known": {"checkpoint__directory": "foo://x"},
+  r"checkpoint\.directory=/dev/null/ck: /dev/null is no directory": {
+    "checkpoint__directory": "/dev/null/ck",
+  },
+  r"weights=foo://x: no file system is known": {"weights": "foo://x"},
+  r"^tokenizer=foo://x: no file system is known": {"tokenizer": "foo://x"},
+  r"data\.eval=foo://x: no file system is known": {"data__eval": "foo://x"},
+  r"engine\.server\.directory=gs://x: servers read it as a local": {
+    "engine__name": "server", "engine__urls": ("http://127.0.0.1:1",),
+    "engine__server__directory": "gs://x",
+  },
   r"checkpoint\.directory=ck: write the whole path": {"checkpoint__directory": "ck"},
   r"checkpoint\.directory=.*run/ck lies in the workdir": {"checkpoint__directory": "HERE/run/ck"},
   r"reward\.per_line=True: reward\.name='arithmetic' judges whole": {

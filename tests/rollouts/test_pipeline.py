@@ -319,7 +319,11 @@ def test_a_notice_ends_the_wait_and_what_was_begun_is_saved():
   made, engine = collector(**WHOLE)
   slow = Slow(engine)
   made._engine = slow
-  with preemption.watch(grace_s=60), opened(1, elsewhere, (made, slow)) as sampling:
+  with (
+    pytest.raises(preemption.Preempted),  # as at every check
+    preemption.watch(grace_s=60),
+    opened(1, elsewhere, (made, slow)) as sampling,
+  ):
     sampling.publish(alternating(1), 1)
     position = sampling.position()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -356,7 +360,11 @@ def test_a_notice_while_weights_are_published_is_left_to_the_next_check():
   made, engine = collector(**WHOLE)
   away = Away(engine)
   made._engine = away
-  with preemption.watch(grace_s=600), opened(1, made=(made, away)) as sampling:
+  with (
+    pytest.raises(preemption.Preempted),  # as at every check
+    preemption.watch(grace_s=600),
+    opened(1, made=(made, away)) as sampling,
+  ):
     sampling.publish(alternating(1), 1)
     sampling._jobs.append(sampling._begin(1))
     os.kill(os.getpid(), signal.SIGTERM)

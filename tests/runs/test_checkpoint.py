@@ -1,15 +1,14 @@
 """What was saved comes back bit for bit, onto any mesh, or not at all."""
 
+import contextlib
 import dataclasses
 import shutil
-import signal
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from support.small_models import MOE
 
@@ -74,20 +73,60 @@ def test_values_and_shardings_come_back_on_another_mesh(devices, tmp_path):
   assert sorted(p.name for p in (tmp_path / "checkpoints" / "rl").iterdir()) == ["2", "3"]  # keep=2
 
 
-def test_ctrl_c_while_a_save_begins_comes_when_it_has_begun(tmp_path, monkeypatch):
-  begin = ocp.StandardCheckpointHandler.async_save
-
-  async def interrupted(*args, **kwargs):
-    signal.raise_signal(signal.SIGINT)
-    return await begin(*args, **kwargs)
-
-  monkeypatch.setattr(ocp.StandardCheckpointHandler, "async_save", interrupted)
+def written(folder, name="rl/1"):
+  """A directory with one checkpoint, at this place."""
   state = {"x": jnp.arange(4.0)}
-  checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
-  with pytest.raises(KeyboardInterrupt):
+  with contextlib.closing(checkpoint.Checkpointer(folder, "rl", CONFIG)) as checkpoints:
     checkpoints.save(1, state, {})
-  checkpoints.close()
-  assert checkpoint.Checkpointer(tmp_path, "rl", CONFIG).latest() == 1
+  place = folder / "checkpoints" / name
+  place.parent.mkdir(exist_ok=True)
+  (folder / "checkpoints/rl/1").rename(place)
+  return place, jax.tree.map(jax.typeof, state)
+
+
+@pytest.mark.parametrize("name", ["sft/1", "rl/2"])
+def test_a_checkpoint_of_another_phase_or_step_is_not_gone_on_from(name, tmp_path, capsys):
+  """Their arrays may be the same; what the host counts is not."""
+  place, like = written(tmp_path, name)
+  checkpoints = checkpoint.Checkpointer(tmp_path, name[:-2], CONFIG)
+  with pytest.raises(ValueError, match="no checkpoint that is whole: put one back"):
+    checkpoints.restore_newest(lambda: like)
+  said = capsys.readouterr().err
+  assert f"{place} is damaged and set aside: it was written as step 1 of rl" in said
+
+
+def test_a_checkpoint_without_the_names_of_its_arrays_is_damaged(tmp_path):
+  place, like = written(tmp_path)
+  (place / "state" / "_METADATA").unlink()
+  with pytest.raises(checkpoint.DamagedError, match="rl/1/state/_METADATA is not there"):
+    checkpoint.Checkpointer(tmp_path, "rl", CONFIG).restore(1, like)
+
+
+def test_damage_that_orbax_chokes_on_is_one_line(tmp_path):
+  place, _ = written(tmp_path)
+  (place / "_CHECKPOINT_METADATA").write_text("[" * 10**5 + "]" * 10**5)
+  with pytest.raises(checkpoint.DamagedError, match="_CHECKPOINT_METADATA is damaged: nested"):
+    checkpoint.Checkpointer(tmp_path, "rl", CONFIG)
+
+
+def test_time_comes_for_a_checkpoint_by_the_clock_of_the_first_host(tmp_path, monkeypatch):
+  now = [1000.0]
+  monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+  config = dataclasses.replace(CONFIG, every_minutes=2.0)
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", config)) as checkpoints:
+    assert checkpoints.newest() == "the start of this phase"
+    for seconds, is_time in (119.0, False), (2.0, True):
+      now[0] += seconds
+      assert checkpoints.is_time() is is_time
+    checkpoints.save(1, {"x": jnp.arange(4.0)}, {})
+    assert not checkpoints.is_time()
+    monkeypatch.setattr(checkpoint.hosts, "told", lambda own: not own)
+    assert checkpoints.is_time(), "the first host says so"
+  assert checkpoints.newest() == f"checkpoint {tmp_path}/checkpoints/rl/1"
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, "rl", CONFIG)) as checkpoints:
+    checkpoints.config = dataclasses.replace(CONFIG, every_minutes=0.0)
+    now[0] += 1e6
+    assert not checkpoints.is_time(), "by steps alone"
 
 
 def test_a_donated_state_is_saved_as_it_was(mesh, tmp_path):

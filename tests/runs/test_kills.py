@@ -35,13 +35,16 @@ def untouched(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_sigterm_saves_and_ends_with_its_code(untouched, tmp_path):
+def test_a_signal_saves_and_ends_with_its_code(untouched, tmp_path):
   """In the middle of an iteration, which no periodic checkpoint covers, and of an evaluation."""
   flags = [*SMALL, *RUN]
   rare = ["checkpoint.every=1000", "resume=force"]
-  for phase, step in ("sft", 4), ("rl", 1), ("rl", 4):
-    stderr, code = run_until(tmp_path, phase, step, signal.SIGTERM, [*flags, *rare])
-    assert code == EXIT_CODE and "the same command continues" in stderr, stderr
+  for phase, step, how, expected in (
+    ("sft", 4, signal.SIGTERM, 75), ("rl", 1, signal.SIGINT, 130), ("rl", 4, signal.SIGHUP, 75)
+  ):  # fmt: skip
+    stderr, code = run_until(tmp_path, phase, step, how, [*flags, *rare])
+    assert code == expected and "; the same command continues" in stderr, stderr
+    assert "Traceback" not in stderr
     steps = [int(p.name) for p in (tmp_path / "checkpoints" / phase).iterdir()]
     assert max(steps) >= step
   run(tmp_path, *flags, "resume=force")

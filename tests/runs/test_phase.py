@@ -1,5 +1,7 @@
 """What the cold start and the policy's training have in common; test_main.py has whole runs."""
 
+import signal
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from etils import epath
 from gspo_jax.objectives.reductions import Mean
 from gspo_jax.runs import phase
 from gspo_jax.runs.metrics import Stopwatch
+from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import preemption
 
 
@@ -29,6 +32,7 @@ def phase_with(**parts):
     restore_newest=lambda like: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
     rows=lambda *_: [],
     start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
+    config=CheckpointConfig(grace_s=0.05), newest=str, is_time=bool,
   )  # fmt: skip
   vars(part).update(parts)
   running = phase.Phase("rl", 2, part, part, part, Nothing())
@@ -85,3 +89,22 @@ def test_a_checkpoint_whose_rows_are_lost_is_not_gone_on_from():
   with pytest.raises(ValueError, match="2 of the 3 rows that checkpoint checkpoints/rl/1 covers"):
     phase_with(restore_newest=lambda like: (1, {}, host), count=2)
   phase_with(restore_newest=lambda like: (1, {}, host), count=3)
+
+
+def test_a_step_that_outlasts_the_grace_is_warned_of_once(capsys):
+  """Not the first one, which compiles."""
+  running = phase_with()
+  running._total = 5
+  with running:
+    for step in running.steps():
+      assert capsys.readouterr().err.count("checkpoint.every_minutes") == (step == 3), step
+      time.sleep(0.1)
+
+
+def test_a_stop_says_what_was_saved():
+  running = phase_with(write=list, save=lambda *_: None)
+  with pytest.raises(preemption.Preempted) as stop, running:
+    running.stand(1, None, dict)
+    signal.raise_signal(signal.SIGINT)
+    preemption.check()
+  assert stop.value.saved == "step 1 of rl" and stop.value.code == 130

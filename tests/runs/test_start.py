@@ -94,6 +94,12 @@ def test_in_a_directory_of_their_own_too(tmp_path):
   assert all(each.config == starts[0].config and "model" in each.config for each in starts)
 
 
+def test_a_run_that_does_not_say_where_its_checkpoints_are_is_refused(tmp_path):
+  (tmp_path / "config.json").write_text('{"provenance": {}, "checkpoint": 1}')
+  with pytest.raises(ValueError, match=r"RUN=.*config\.json has no checkpoint\.directory"):
+    start.find(str(tmp_path), "RUN")
+
+
 def test_other_meshes_can_begin_with_it(pupil, tmp_path):
   workdir, params = pupil
   assert same(begins_with(tmp_path, workdir, mesh__fsdp=2, mesh__data=4), params)

@@ -141,7 +141,7 @@ def opened(process):
 
 
 def checkpoints_of(workdir):
-  config = CheckpointConfig("", 1, 1, 0, "score", 30.0)
+  config = CheckpointConfig(every=1, keep=1, best="score")
   return checkpoint.Checkpointer(workdir, "rl", config)
 
 

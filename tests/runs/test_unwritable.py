@@ -44,7 +44,7 @@ import sys, jax.numpy as jnp
 from gspo_jax.runs import checkpoint
 from gspo_jax.settings.training import CheckpointConfig
 from gspo_jax.system import files
-config = CheckpointConfig("", 1, 1, 0, "", 30.0)
+config = CheckpointConfig(every=1, keep=1)
 checkpoints = checkpoint.Checkpointer(sys.argv[1], "rl", config)
 checkpoints.save(1, dict(x=jnp.arange(2.0)), {})
 checkpoints._wait()

@@ -11,6 +11,7 @@ REFUSED = {
   b'"\xff"': "it is not UTF-8",
   b"[" * 10**5 + b"]" * 10**5: "it is nested too deeply",
   b'{"a":' * 10**5 + b"1" + b"}" * 10**5: "it is nested too deeply",
+  b"[" * 201 + b"]" * 201: "it is nested too deeply",
   b'[{"a": 1, "b": 2, "b": 3}]': "it has the key 'b' twice",
   b"9" * 5000: "Exceeds the limit",
 }
@@ -24,6 +25,11 @@ def test_what_is_no_json_is_a_value_error(text, tmp_path):
   path.write_bytes(text)
   with pytest.raises(ValueError, match=f"^{path}: {REFUSED[text]}"):
     jsons.read_object(path)
+
+
+def test_many_objects_side_by_side_are_not_deep():
+  assert len(jsons.parse("[" + "[{}]," * 1000 + "[]]")) == 1001
+  assert jsons.parse("[" * 200 + "]" * 200)
 
 
 def test_many_keys_are_looked_at_once():

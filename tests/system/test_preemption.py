@@ -5,16 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from support.command_line import ROOT, environment
 
-from gspo_jax.system import preemption
+from gspo_jax.system import preemption, stops
 
 
 def test_a_notice_is_raised_at_the_next_check_and_not_before():
   before = signal.getsignal(signal.SIGTERM)
-  with preemption.watch(grace_s=60):
+  with pytest.raises(preemption.Preempted), preemption.watch(grace_s=60):
     preemption.check()
     os.kill(os.getpid(), signal.SIGTERM)
     reached = True  # nothing is torn from the middle of what it does
@@ -25,40 +26,45 @@ def test_a_notice_is_raised_at_the_next_check_and_not_before():
   preemption.check()  # nobody watches any more
 
 
-class Swallows:
-  def __del__(self):  # Python prints and forgets what is raised here
-    signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_that_was_swallowed_is_raised_at_the_next_check():
-  with preemption.watch(grace_s=60):
-    Swallows()
-    with pytest.raises(KeyboardInterrupt):
+def test_every_signal_has_its_code_and_ctrl_c_has_no_end_of_grace():
+  for number, code in (signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGTERM, 75):
+    grace = 0 if code == 130 else 60
+    with pytest.raises(preemption.Preempted) as stop, preemption.watch(grace):
+      signal.raise_signal(number)
       preemption.check()
-    with pytest.raises(KeyboardInterrupt):  # and any other at once
-      signal.raise_signal(signal.SIGINT)
-  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert stop.value.code == code
 
 
-def test_ctrl_c_stays_ignored_where_it_was():
-  before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def test_what_is_ignored_stays_ignored():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
   try:
     with preemption.watch(grace_s=60):
-      signal.raise_signal(signal.SIGINT)
-      with preemption.interrupts_wait():
-        signal.raise_signal(signal.SIGINT)
+      signal.raise_signal(signal.SIGHUP)
       preemption.check()
   finally:
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGHUP, before)
 
 
-def test_ctrl_c_waits_for_the_end_of_what_must_not_be_torn():
-  reached = False
-  with pytest.raises(KeyboardInterrupt), preemption.interrupts_wait():
-    signal.raise_signal(signal.SIGINT)
-    reached = True
-  assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_within_a_watch_another_one_is_the_same():
+  with pytest.raises(preemption.Preempted), preemption.watch(grace_s=60):
+    with preemption.watch(grace_s=0):
+      signal.raise_signal(signal.SIGTERM)
+    preemption.check()
+
+
+def test_a_signal_after_the_last_check_is_not_forgotten():
+  with pytest.raises(preemption.Preempted), preemption.watch(grace_s=60):
+    signal.raise_signal(signal.SIGTERM)
+    stops.listen()
+
+
+def test_the_grace_is_what_the_platform_gives(monkeypatch):
+  for name in "KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID":
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(preemption, "BOARD", Path("/none"))
+  assert preemption.grace(None) is None and preemption.grace(600.0) == 600
+  monkeypatch.setenv("SLURM_JOB_ID", "1")
+  assert preemption.grace(None) == 28 and preemption.grace(0.0) == 0
 
 
 def test_without_a_watch_nothing_is_caught():
@@ -70,20 +76,28 @@ STUCK = """
 import time
 from gspo_jax.system import preemption
 with preemption.watch(grace_s=1.0):
+  preemption.goes_on_from(lambda: "checkpoint 7")
   print("ready", flush=True)
   while True:
     time.sleep(0.05)  # never asks
 """
 
 
-def test_a_process_that_cannot_save_in_time_ends_all_the_same():
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_process_that_cannot_save_ends_all_the_same(number, code):
+  """So long after SIGTERM; or at a second Ctrl-C, for whose first one there is no such time."""
   process = subprocess.Popen(
     [sys.executable, "-c", STUCK], cwd=ROOT, env=environment(), text=True,
     stdout=subprocess.PIPE, stderr=subprocess.PIPE,
   )  # fmt: skip
   assert process.stdout.readline() == "ready\n"
   begun = time.monotonic()
-  process.terminate()
-  assert process.wait(30) == preemption.EXIT_CODE == 75
-  assert time.monotonic() - begun > 0.9
-  assert "what is not saved is left behind" in process.stderr.read()
+  process.send_signal(number)
+  if number == signal.SIGINT:
+    assert "Ctrl-C: saves and ends when it can" in process.stderr.readline()
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(number)
+  assert process.wait(30) == code
+  assert 0.9 < time.monotonic() - begun < 10
+  assert "the same command continues from checkpoint 7\n" in process.stderr.read()

@@ -21,6 +21,7 @@ from typing import Any
 from gspo_jax.rewards.programs.sandbox import wire
 from gspo_jax.rewards.programs.sandbox.isolation import SCRATCH
 from gspo_jax.settings.rewards import ISOLATIONS
+from gspo_jax.system import stops
 
 START_LIMIT_S = 60.0  # for a sandbox to be ready, and for a report that is overdue
 
@@ -101,6 +102,7 @@ class Sandbox:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
       )
+      stops.process_groups.add(self._process.pid)
 
   def start(self, request: dict[str, Any], most: int | None = None) -> None:
     """Starts a test. `most`: bytes of an output that are of use; a longer one is not reported.
@@ -134,6 +136,7 @@ class Sandbox:
         with contextlib.suppress(ProcessLookupError):
           os.killpg(self._process.pid, signal.SIGKILL)
       self._process.wait()
+      stops.process_groups.discard(self._process.pid)
     if self._control is not None:
       self._control.close()
     if self._directory:
