@@ -505,7 +505,12 @@ def test_a_run_that_is_opened_again_has_the_rows_that_it_began_with(tmp_path):
   path = tmp_path / "rows.jsonl"
   lines = [f'{{"id": "{i}", "question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10)]
   path.write_text("".join(lines[:8]))
-  changes = {"data.train": str(path), "schedule.refresh_every": 2, "eval.problems": 8}
+  changes = {
+    "data.train": str(path),
+    "schedule.refresh_every": 2,
+    "eval.problems": 8,
+    "sft.check_problems": 4,
+  }
   for workdir, count in ("run", 8), ("run", 8), ("later", 10):
     with open_run(config_of(tiny.get_config, **changes), tmp_path / workdir) as opened:
       assert len(opened.train_prompts) == count
