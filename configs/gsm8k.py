@@ -6,7 +6,7 @@ Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=
 Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB); 0.6B-t4 (16 GB)
 Expected:  not run by us at this size; docs/one_chip.md has what the compiler says of memory
 
-Where the float32 moments of all parameters do not fit, adapters are trained (lora_rank).
+Where the float32 moments of all parameters do not fit, adapters are trained (lora.rank).
 
 configs/gsm8k.py:tiny has random weights of toy size, adapters, and the byte tokenizer; it needs the
 two data files only, and its reward stays near 0.
@@ -45,5 +45,5 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(compute=dict(attention="blockwise"))  # cuDNN's is for GPUs from Ampere on
   if rank:
     # Ten times the rate of all parameters: docs/one_chip.md
-    config.update(rl=dict(lora_rank=rank), rl_optimizer=dict(learning_rate=1e-5))
+    config.update(lora=dict(rank=rank), rl_optimizer=dict(learning_rate=1e-5))
   return config

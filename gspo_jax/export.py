@@ -1,10 +1,11 @@
 """Writes what a run has learned as a Hugging Face directory.
 
-  python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR]
+  python -m gspo_jax.export RUN DIR [--dtype=bfloat16] [--tokenizer=DIR] [--adapters]
 
 RUN is named as in the key `weights`: a workdir for its newest checkpoint, or one of its
-checkpoints. transformers, vLLM and `--config.weights=DIR` read DIR. Adapters are merged. It runs on
-the CPU, and takes memory for the weights once.
+checkpoints. transformers, vLLM and `--config.weights=DIR` read DIR. Adapters are merged in float32,
+and the sum is rounded once; with --adapters they alone are written, in PEFT's files. It runs on the
+CPU, and takes memory for the weights once.
 """
 
 import argparse
@@ -23,23 +24,29 @@ import jax
 from gspo_jax import sharding
 from gspo_jax.data import tokenizer as tokenizers
 from gspo_jax.models import hf
+from gspo_jax.models.hf import peft
 from gspo_jax.runs import start, weights
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.system import jsons
 
 
-def export(run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "") -> start.Start:
+def export(
+  run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = "", adapters: bool = False
+) -> start.Start:
   """Writes config.json, safetensors of this type, generation_config.json with the tokens at which
-  the run stopped, and the tokenizer's files if there are any.
+  the run stopped, and the tokenizer's files if there are any. Of `adapters` alone there are PEFT's
+  two files in the place of the model's.
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or does not say of which model it is;
-      its tokenizer is not where it was; or the directory holds something.
+      its tokenizer is not where it was; the directory holds something; or there are no adapters.
   """
   origin = start.find(run, "RUN")
   if origin is None:
     raise ValueError(f"RUN={run} is not the workdir of a run, nor one of its checkpoints")
   model = start.model(origin, f"RUN={run}")
+  if adapters and not origin.adapters.rank:
+    raise ValueError(f"RUN={run}: {origin.path} has no adapters: leave out --adapters")
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
   tokenizer = tokenizer or origin.config["tokenizer"]
@@ -50,13 +57,24 @@ def export(run: str, directory: Path, dtype: str = "bfloat16", tokenizer: str = 
   ids = dict(bos_token_id=tok.bos_id, eos_token_id=list(tok.stop_ids), pad_token_id=tok.pad_id)
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
   with jax.set_mesh(mesh):
-    params = weights.of_checkpoint(origin, model, mesh, dtype, "RUN")
-    hf.save(directory, params, model, dtype=dtype, more=ids)
+    if adapters:
+      params = weights.with_adapters_of(origin, model, mesh, "RUN")
+      peft.save(directory, params, model, origin.adapters, _base(origin))
+    else:
+      params = weights.of_checkpoint(origin, model, mesh, dtype, "RUN")
+      hf.save(directory, params, model, dtype=dtype, more=ids)
   generation = directory / "generation_config.json"
   tokenizers.copy(tokenizer, directory)
   sampling = jsons.read_object(generation) if generation.exists() else {}
   generation.write_text(json.dumps(sampling | ids, indent=2) + "\n")
   return origin
+
+
+def _base(origin: start.Start) -> str:
+  """The Hugging Face directory whose weights the adapters are added to; "" if it is none."""
+  config = origin.config
+  of_others = config["job"] == "sft+rl" or "start" in config["provenance"]
+  return "" if of_others or config["weights"] == "random" else config["weights"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,10 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it")
   parser.add_argument("--tokenizer", default="", help="where it is now; default: as in the run")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+  parser.add_argument("--adapters", action="store_true", help="these alone, as PEFT reads them")
   options = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")
   try:
-    origin = export(options.run, options.directory, options.dtype, options.tokenizer)
+    origin = export(**vars(options))
   except (ValueError, OSError) as error:
     parser.error(str(error))
   sys.stdout.write(f"{options.directory}: the weights of {origin.path}\n")

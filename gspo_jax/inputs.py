@@ -273,7 +273,7 @@ def check_memory(
 ) -> None:
   """ValueError if parameters, gradients and moments alone are more than the devices hold."""
   count, _ = transformer.count(config.model)
-  adapters = config.job in ("rl", "offline") and config.rl.lora_rank
+  adapters = config.job in ("rl", "offline") and config.lora.rank
   trained = config.job != "eval" and not adapters
   read = jnp.dtype(config.compute.dtype).itemsize  # of what is not trained
   needed = count * (16 if trained else 4)  # published weights are read in float32 at first

@@ -126,7 +126,7 @@ def do(run: Run) -> None:
   """The configured job."""
   job = run.config.job
   if job == "eval":
-    params = run.initial_params()
+    params = train.start_policy(run, run.initial_params)
     key = run.evaluate.key(params)
     run.engine.load(params, version=0)
     del params  # the engine has its own

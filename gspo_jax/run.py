@@ -191,9 +191,9 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   load = publish = _as_it_is
   dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
   if config.rollout_mesh.on:
-    publish = sharding.publisher_to(inputs.layout, dtypes, lora.merged)
+    publish = sharding.publisher_to(inputs.layout, dtypes, lora.dithered)
   else:
-    load = sharding.publisher(inputs.layout, dtypes, lora.merged)
+    load = sharding.publisher(inputs.layout, dtypes, lora.dithered)
   profiler = Profiler(config.profile, workdir / "profile")
   with (
     jax.set_mesh(inputs.mesh),

@@ -126,14 +126,19 @@ def start_state(run: Run, start_params: Callable[[], Any]) -> TrainState:
   """The training state before the first iteration."""
   c = run.config
   tx, critic = optimizers(c)
-  params = with_adapters(
-    start_params(), c.model, c.rl.lora_rank, c.compute.dtype, run.mesh, c.seed_of("lora")
-  )
-  state = new_state(params, tx, c.objective.adaptive_clip)
+  state = new_state(start_policy(run, start_params), tx, c.objective.adaptive_clip)
   if critic is None:
     return state
   fresh = new_critic(c.critic, c.model, run.mesh, c.seed_of("critic"), policy=start_params)
   return with_critic(state, fresh, critic.tx)
+
+
+def start_policy(run: Run, start_params: Callable[[], Any]) -> Any:
+  """The policy before the first iteration, with its adapters."""
+  c = run.config
+  return with_adapters(
+    start_params(), c.model, c.lora, c.compute.dtype, run.mesh, c.seed_of("lora")
+  )
 
 
 def resumed(
@@ -198,7 +203,7 @@ def frozen_params(run: Run, start_params: Callable[[], Any]) -> dict[str, Any]:
   """The parameters that passes read and no update changes, by name."""
   c = run.config
   load = {
-    "reference policy": lambda: as_read(start_params(), c.model, c.compute.dtype),
+    "reference policy": lambda: as_read(start_policy(run, start_params), c.model, c.compute.dtype),
     "teacher": lambda: teacher.load(run.teacher, c, run.mesh),
   }
   return {name: load[name]() for name in passes.frozen(c, run.teacher and run.teacher.model)}

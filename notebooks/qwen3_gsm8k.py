@@ -387,7 +387,7 @@ for title, sign in (("Became right", 1), ("Became wrong", -1)):
 #
 # `run/report.html` in `HOME` has all metrics, the responses of every tenth iteration with their tokens coloured by log-ratio, and warnings; download it from the file browser, it is one file that needs nothing else. `python -m gspo_jax.report RUN OTHER --output=compare.html` compares runs, for instance with one of `CHANGES = {"objective.name": "grpo"}`.
 #
-# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, whose trash keeps what is deleted and counts. With adapters it is 1.4 GB: `CHANGES = {"rl.lora_rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on. (Tested with directories of a local disk, not with a Drive.)
+# A checkpoint of this run takes 7.2 GB (12 bytes per parameter), and while a new one is written there are two. That is too much for a free Drive of 15 GB, whose trash keeps what is deleted and counts. With adapters it is 1.4 GB: `CHANGES = {"lora.rank": 32, "rl_optimizer.learning_rate": 1e-5}`. With `DRIVE` set, metrics and rollouts are copied there beside the checkpoints, and a new session with the same settings goes on. (Tested with directories of a local disk, not with a Drive.)
 
 # %%
 for path in sorted(workdir.iterdir()):

@@ -140,7 +140,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(finished, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_adapters_also_ends_as_if_it_had_not_been_killed(tmp_path):
-  flags = [*SMALL, "rl.lora_rank=2", "rl_optimizer.learning_rate=1e-2"]
+  flags = [*SMALL, "lora.rank=2", "rl_optimizer.learning_rate=1e-2"]
   _, killed = killed_and_whole(tmp_path, flags)
   last = rows_of(killed, "rl")[-1]
   assert last["mismatch/abs/max"] < 1e-4, "sampler and trainer have the same sums"

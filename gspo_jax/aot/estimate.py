@@ -84,7 +84,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
 
   torus = links.torus_of(topology, mesh)
   share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
-  passes = 1 + (c.compute.remat != "none") + (c.rl.lora_rank == 0)  # the last: of gradients
+  passes = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)  # the last: of gradients
   sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp") / share["fsdp"]
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
@@ -151,7 +151,7 @@ def _train(case: Case, mesh: jax.sharding.Mesh) -> float:
   params, state = _trained(case, mesh), state_of(case, mesh)
   tokens = case.rows // sharding.batch_shards(mesh) * case.length
   kept = tokens * kept_per_token(case, mesh)
-  scattered = mesh.shape["fsdp"] > 1 and not case.config.rl.lora_rank
+  scattered = mesh.shape["fsdp"] > 1 and not case.config.lora.rank
   gathered = _gathered(params, case.model, case, mesh) if scattered else 0.0
   each = case.config.models * 2 * (_pass(params, case.model, case, mesh) + gathered + kept)
   gradients = held(changed(state))
@@ -232,5 +232,5 @@ def position_bytes(case: Case, mesh: jax.sharding.Mesh) -> float:
 
 def _trained(case: Case, mesh: jax.sharding.Mesh) -> Params:
   """The trainer's weights; those of adapters, which are small, are not among them."""
-  dtype = case.config.compute.dtype if case.config.rl.lora_rank else jnp.float32
+  dtype = case.config.compute.dtype if case.config.lora.rank else jnp.float32
   return abstract_params(case.model, mesh, sharding.TRAIN, dtype)

@@ -199,7 +199,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
-      publish = sharding.publisher(layout, read, lora.merged)
+      publish = sharding.publisher(layout, read, lora.dithered)
       held = state.opt_state, state.critic, frozen
       yield name, Program(publish, (state.params,), None, held=held)
     if name in ("prefill", "decode"):

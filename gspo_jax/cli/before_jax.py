@@ -28,7 +28,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 # Keys that --help shows, in this order.
 OFTEN = """
   job weights tokenizer data.train data.eval reward.name objective.name rl.iterations rl.prompts
-  rl.group_size rl.microbatches rl.lora_rank rl_optimizer.learning_rate sampling.max_new_tokens
+  rl.group_size rl.microbatches lora.rank rl_optimizer.learning_rate sampling.max_new_tokens
   compute.dtype compute.remat mesh.fsdp engine.slots eval.every checkpoint.every
   checkpoint.directory seed resume wandb distributed
 """.split()

@@ -11,10 +11,11 @@ from gspo_jax.learner import adaptive_clip
 from gspo_jax.learner.critic import Critic, optimizers
 from gspo_jax.models import critic as critics
 from gspo_jax.models import lora
-from gspo_jax.models.params import abstract, abstract_params, abstract_table
+from gspo_jax.models.params import NO_ADAPTERS, abstract, abstract_params, abstract_table
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.objective import FIXED, AdaptiveClipConfig
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.settings.training import LoraConfig
 from gspo_jax.structs import CriticState, StateWithCritic, TrainState
 
 
@@ -48,14 +49,15 @@ def abstract_state(
   model: ModelConfig,
   mesh: jax.sharding.Mesh,
   tx: optax.GradientTransformation,
-  rank: int = 0,
+  adapters: LoraConfig = NO_ADAPTERS,
   frozen_dtype: Any = jnp.float32,
   adaptive: AdaptiveClipConfig = FIXED,
   critic: Critic | None = None,
 ) -> TrainState:
   """Shapes and shardings of a training state, for restoring one without making one first. With
   adapters, the parameters are as passes of compute type `frozen_dtype` read them."""
-  params = abstract_params(model, mesh, sharding.TRAIN, frozen_dtype if rank else jnp.float32, rank)
+  dtype = frozen_dtype if adapters.rank else jnp.float32
+  params = abstract_params(model, mesh, sharding.TRAIN, dtype, adapters)
   state = jax.eval_shape(lambda p: new_state(p, tx, adaptive), params)
   if critic is not None:
     declared = critics.table(model, critic.config.name == "model")
@@ -71,4 +73,4 @@ def state_of_phase(c: RunConfig, phase: str, mesh: jax.sharding.Mesh) -> TrainSt
     if phase == "sft":
       return abstract_state(c.model, mesh, tx)
     adaptive = c.objective.adaptive_clip
-    return abstract_state(c.model, mesh, tx, c.rl.lora_rank, c.compute.dtype, adaptive, critic)
+    return abstract_state(c.model, mesh, tx, c.lora, c.compute.dtype, adaptive, critic)

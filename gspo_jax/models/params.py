@@ -10,16 +10,28 @@ from jax.sharding import NamedSharding
 from gspo_jax import sharding
 from gspo_jax.models import lora, transformer, weights
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.training import LoraConfig
+
+NO_ADAPTERS = LoraConfig()
 
 
 def with_adapters(
-  params: Any, model: ModelConfig, rank: int, dtype: Any, mesh: jax.sharding.Mesh, seed: int
+  params: Any,
+  model: ModelConfig,
+  config: LoraConfig,
+  dtype: Any,
+  mesh: jax.sharding.Mesh,
+  seed: int,
 ) -> Any:
-  """The parameters, frozen and with new adapters of this rank; as they are if it is 0. The model is
-  the same."""
-  if not rank:
+  """The parameters, frozen and with adapters; as they are if the rank is 0. With new ones the model
+  is the same; those of `config.adapter` are read.
+
+  Raises:
+    FileNotFoundError, CheckpointError: as `peft.check`.
+  """
+  if not config.rank:
     return params
-  declared = lora.table(transformer.table(model), rank)
+  declared = lora.table(transformer.table(model), config)
   layout = weights.shardings(declared, sharding.TRAIN, mesh)
 
   @functools.partial(jax.jit, out_shardings=layout)
@@ -27,14 +39,20 @@ def with_adapters(
     fresh = weights.init(declared, key, jnp.float32)  # what is not an adapter is never made
     return lora.adapt(as_read(params, model, dtype), fresh)
 
-  return adapt(params, jax.random.key(seed))
+  params = adapt(params, jax.random.key(seed))
+  if not config.adapter:
+    return params
+  from gspo_jax.models.hf import peft  # safetensors is only needed here
+
+  return peft.load(config.adapter, params, model, config)
 
 
 def as_read(params: Any, model: ModelConfig, compute_dtype: Any) -> Any:
   """The parameters in the types in which passes of that compute type read them: what is needed of
-  those that are never updated."""
+  those that are never updated. Adapters are merged."""
   read = transformer.dtypes(model, compute_dtype)
-  return jax.tree.map(lambda x, dtype: x.astype(dtype), params, read)  # what is so already stays
+  # What is so already stays.
+  return jax.tree.map(lambda x, dtype: x.astype(dtype), lora.dithered(params), read)
 
 
 def abstract_params(
@@ -42,12 +60,11 @@ def abstract_params(
   mesh: jax.sharding.Mesh,
   rules: sharding.Rules,
   compute_dtype: Any,
-  rank: int = 0,
+  adapters: LoraConfig = NO_ADAPTERS,
 ) -> Any:
   """Shapes, shardings and types of a model's parameters, as a pass of that compute type reads
-  them; with adapters of a rank above 0."""
-  declared = transformer.table(model)
-  declared = lora.table(declared, rank) if rank else declared
+  them; with adapters if there are any."""
+  declared = lora.table(transformer.table(model), adapters)
   return abstract_table(declared, mesh, rules, compute_dtype)
 
 

@@ -258,7 +258,7 @@ def _layer(
   # Without the barrier, XLA casts the weights of all layers ahead of the loop and keeps them.
   if kv is None:
     block = jax.lax.optimization_barrier(block)
-  block = layers.gather(kind.block_table(config, is_moe, 1), lora.merged(block), x_BTD.dtype)
+  block = layers.gather(kind.block_table(config, is_moe, 1), lora.dithered(block), x_BTD.dtype)
   x_BTD, kv, experts_BTk, stats = kind.layer(x_BTD, block, config, attend, experts)
   return (x_BTD, kv), (experts_BTk, stats)
 

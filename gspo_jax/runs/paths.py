@@ -64,6 +64,10 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
     rewards.check_importable(name)
   check_signals(config.constraints)
   check_weights(config)
+  if config.lora.adapter:
+    from gspo_jax.models.hf import peft  # safetensors is only needed here
+
+    peft.check(config.lora.adapter, config.model, config.lora)
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:

@@ -17,6 +17,7 @@ from etils import epath
 
 from gspo_jax.runs import checkpoint, mirror, provenance
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.training import LoraConfig
 from gspo_jax.system import files
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
@@ -36,9 +37,10 @@ class Start:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
 
   @property
-  def lora_rank(self) -> int:
-    """Of the adapters that its parameters have; 0: none."""
-    return self.config.get("rl", {}).get("lora_rank", 0) if self.path.parent.name == "rl" else 0
+  def adapters(self) -> LoraConfig:
+    """Those that its parameters have."""
+    values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
+    return LoraConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
   @property
   def about(self) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def check_published(key: str, name: str, else_to: str) -> None:
 
 def restore(start: Start, like: Any, key: str = "weights") -> Any:
   """The parameters alone, laid out as the abstract parameters `like` say, with adapters if
-  `start.lora_rank` is above 0.
+  `start.adapters` has any.
 
   Raises:
     ValueError: the checkpoint is damaged, or holds other parameters.

@@ -1,6 +1,7 @@
 """The weights that a run begins with: random ones, published ones, or those of another run."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,24 @@ def of_checkpoint(
   origin: start.Start, model: ModelConfig, mesh: jax.sharding.Mesh, dtype: Any, key: str = "weights"
 ) -> Any:
   """The parameters of a checkpoint in the layout of training, as a pass of compute type `dtype`
-  reads them; adapters are merged. Raises ValueError as `start.restore` does, naming `key`."""
-  like = abstract_params(model, mesh, sharding.TRAIN, dtype, origin.lora_rank)
-  params = start.restore(origin, like, key)
-  if not origin.lora_rank:
-    return params
-  plain = abstract_params(model, mesh, sharding.TRAIN, dtype)
-  plain = jax.tree.map(lambda x: x.sharding, plain)
-  return jax.block_until_ready(jax.jit(lora.merged, out_shardings=plain)(params))
+  reads them. Adapters are merged in float32 with frozen weights as they are stored, and the sum is
+  rounded once. Raises ValueError as `start.restore` does, naming `key`."""
+  plain, adapters = abstract_params(model, mesh, sharding.TRAIN, dtype), origin.adapters
+  if not adapters.rank:
+    return start.restore(origin, plain, key)
+
+  @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, plain))
+  def merge(params: Any) -> Any:
+    merged = lora.merged(params, jnp.float32)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), merged, plain)
+
+  return jax.block_until_ready(merge(with_adapters_of(origin, model, mesh, key)))
+
+
+def with_adapters_of(
+  origin: start.Start, model: ModelConfig, mesh: jax.sharding.Mesh, key: str
+) -> Any:
+  """The parameters of a checkpoint and its adapters, as they are stored. Raises as above."""
+  stored = origin.config["compute"]["dtype"]
+  like = abstract_params(model, mesh, sharding.TRAIN, stored, origin.adapters)
+  return start.restore(origin, like, key)

@@ -87,6 +87,7 @@ DEFAULTS = (
   Default("sft_optimizer.schedule_steps", "sft_optimizer.schedule=constant"),
   Default("rl_optimizer.schedule_steps", "rl_optimizer.schedule=constant"),
   Default("critic_optimizer.schedule_steps", "critic_optimizer.schedule=constant"),
+  Default("lora", "lora.rank=0"),
   Default("critic critic_optimizer", "critic.name=none"),
   Default("critic.init", "critic.name=head"),
   Default("critic.trunk_coef", "critic.name=model"),

@@ -18,6 +18,7 @@ from gspo_jax.settings.sampling import EngineConfig, EnvironmentConfig, Sampling
 from gspo_jax.settings.training import (
   AlarmConfig,
   CheckpointConfig,
+  LoraConfig,
   OptimizerConfig,
   ProfileConfig,
   RLConfig,
@@ -65,6 +66,7 @@ class RunConfig:
   sft: SftConfig = SftConfig()
   sft_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
   rl: RLConfig = RLConfig()
+  lora: LoraConfig = LoraConfig()
   rl_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
   schedule: ScheduleConfig = ScheduleConfig()
   critic: CriticConfig = CriticConfig()

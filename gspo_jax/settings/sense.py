@@ -191,8 +191,8 @@ REFUSED_RL: Table = {
     c.critic.name != "none" and not c.critic.discount
   ),
   # Sizes that there are not.
-  "{rl.lora_rank} is above {model.hidden_size}: adapters of a rank above the width have more "
-  "numbers than what they adapt; make it smaller": lambda c: c.rl.lora_rank > c.model.hidden_size,
+  "{lora.rank} is above {model.hidden_size}: adapters of a rank above the width have more "
+  "numbers than what they adapt; make it smaller": lambda c: c.lora.rank > c.model.hidden_size,
   # Intervals that never come, and times that are none.
   "{rl.lag}: sampling is ahead of all {rl.iterations}; make it smaller": lambda c: (
     c.rl.lag >= c.rl.iterations

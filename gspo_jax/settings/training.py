@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import itertools
 import re
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,6 +14,7 @@ from gspo_jax.settings.ranges import (
   Fraction,
   NonNegativeFloat,
   NonNegativeInt,
+  PositiveFloat,
   PositiveInt,
   Range,
   Seconds,
@@ -22,6 +24,7 @@ from gspo_jax.settings.ranges import (
 if TYPE_CHECKING:
   from etils import epath
 
+Matrix = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _STAGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 
 
@@ -118,7 +121,6 @@ class RLConfig:
   epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")
   microbatches: PositiveInt = key(1, "parts of an update: more of them need less memory")
   packed: bool = key(False, "several responses to a row. docs/running.md")
-  lora_rank: Annotated[int, Range(0, 65_536)] = key(0, "of adapters, trained alone; 0: none")
   dump_every: PositiveInt = key(10, "iterations between dumped rollouts")
 
   @property
@@ -140,6 +142,23 @@ class RLConfig:
   def ages(self) -> int:
     """Classes of responses by the age of the weights that sampled them; 0: all are of one."""
     return self.lag + 1 + self.partial if self.lag else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Low-rank adapters, which RL trains in the place of the model. docs/one_chip.md"""
+
+  rank: Annotated[int, Range(0, 65_536)] = key(0, "r of adapters, trained alone; 0: none")
+  alpha: PositiveFloat = key(32.0, "their products count alpha / rank times")
+  matrices: tuple[Matrix, ...] = key(
+    typing.get_args(Matrix), "those with adapters, of layers and experts, named as PEFT does"
+  )
+  adapter: str = key("", 'PEFT directory, whose adapters are trained on; "": new ones')
+
+  def __post_init__(self):
+    ranges.check(self, "lora")
+    wrong = {"{matrices}: name one of them, or set {rank} to 0": self.rank and not self.matrices}
+    ranges.refuse(self, "lora", wrong)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from gspo_jax.settings.reading import from_dict
 def bytes_held(rank):
   """What stays on the device besides each program's own arrays, and the number of parameters."""
   given = gsm8k.get_config("tiny")
-  given.update(rl=dict(lora_rank=rank), compute=dict(dtype="bfloat16"))
+  given.update(lora=dict(rank=rank), compute=dict(dtype="bfloat16"))
   case = make_case(from_dict(given.to_dict()))
   mesh = sharding.make_mesh(case.config.mesh, jax.devices()[:1])
   with jax.set_mesh(mesh):

@@ -311,7 +311,7 @@ def test_its_memory_is_that_of_a_device():
   state = "weights and the optimizer's moments"
   assert gib(whole, state) == pytest.approx(3 * 4 * parameters([]) / 2**30, rel=0.02)
   assert gib(split, state) == pytest.approx(gib(whole, state) / 8, rel=0.05)
-  adapters = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1, rl__lora_rank=2)
+  adapters = printed(tiny.get_config, mesh__data=8, mesh__fsdp=1, lora__rank=2)
   assert gib(adapters, "gradients") < gib(whole, "gradients") / 10
 
 

@@ -298,7 +298,7 @@ def test_what_goes_with_a_critic():
   for changes in (
     dict(rl__packed=True, rl__microbatches=2),
     dict(rl__group_size=1, rl__prompts=512),
-    dict(rl__lora_rank=4),
+    dict(lora__rank=4),
     dict(objective__name="gspo_token"),
     dict(critic__name="head"),
   ):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from gspo_jax.models import hf, lora, transformer, weights
 from gspo_jax.models.params import with_adapters
 from gspo_jax.runs import checkpoint
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.training import CheckpointConfig
+from gspo_jax.settings.training import CheckpointConfig, LoraConfig
 
 RANK = 3
+LORA = LoraConfig(rank=RANK)
 CHECKPOINTS = CheckpointConfig("", every=1, keep=1, keep_every=0, best="", grace_s=30.0)
 ADAM = optax.adamw(1e-2)
 TOKENS = np.arange(12).reshape(2, 6)
@@ -29,7 +31,7 @@ ONE = (1, 1, 1, 1)
 def adapted(model, mesh, dtype="float32"):
   """The model's initial parameters, frozen, with new adapters."""
   params = jax.device_put(initial(model), transformer.shardings(model, sharding.TRAIN, mesh))
-  return with_adapters(params, model, RANK, dtype, mesh, seed=1)
+  return with_adapters(params, model, LORA, dtype, mesh, seed=1)
 
 
 @functools.cache
@@ -43,7 +45,7 @@ def two_updates(name, shape):
     batch = sharding.put_batch(make_batch(model), mesh)
     for _ in range(2):
       state, metrics = rl_step(learner(model, microbatches=1), GSPO, ADAM)(state, batch)
-    described = abstract_state(model, mesh, ADAM, RANK)
+    described = abstract_state(model, mesh, ADAM, LORA)
     kinds, expected = (
       jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree) for tree in (state, described)
     )
@@ -71,7 +73,7 @@ def test_new_adapters_change_nothing_and_updates_change_nothing_else(name):
 
 def test_adapters_are_split_as_their_weights_are():
   model, mesh = MODELS["moe"], make_mesh((1, 2, 2, 2))
-  declared = lora.table(transformer.table(model), RANK)
+  declared = lora.table(transformer.table(model), LORA)
   experts = weights.shardings(declared, sharding.TRAIN, mesh).blocks[0].ffn.gate  # l E D F
   assert experts.frozen.spec == jax.P(None, "expert", "fsdp", "tensor")
   assert experts.a.spec == jax.P(None, "expert", "fsdp", None)
@@ -94,10 +96,10 @@ def test_a_weight_is_the_frozen_one_and_the_scaled_product():
   total, block = lora.merged(params).blocks[0], params.blocks[0]
   for name, equation in dict(q="ldr,lrnh->ldnh", o="lnhr,lrd->lnhd").items():
     w = getattr(block.attention, name)
-    product = np.einsum(equation, w.a, w.b) * (lora.ALPHA / RANK)
+    product = np.einsum(equation, w.a, w.b) * (LORA.alpha / RANK)
     np.testing.assert_allclose(getattr(total.attention, name), w.frozen + product, atol=1e-6)
   w = block.ffn.down
-  product = np.einsum("lefr,lerd->lefd", w.a, w.b) * (lora.ALPHA / RANK)
+  product = np.einsum("lefr,lerd->lefd", w.a, w.b) * (LORA.alpha / RANK)
   np.testing.assert_allclose(total.ffn.down, w.frozen + product, atol=1e-6)
   assert total.ffn.router is block.ffn.router  # which is read in float32
 
@@ -118,7 +120,7 @@ def test_gradients_of_adapters_are_those_of_the_weight_by_the_chain_rule():
 
     grads, plain = gradients(trained, frozen)
     w, of_w = trained.blocks[0].attention.o, plain.blocks[0].attention.o
-    scale = lora.ALPHA / RANK
+    scale = LORA.alpha / RANK
     of_a = np.einsum("lnhd,lrd->lnhr", of_w, w.b) * scale
     of_b = np.einsum("lnhd,lnhr->lrd", of_w, w.a) * scale
   np.testing.assert_allclose(grads.blocks[0].attention.o.a, of_a, rtol=1e-3, atol=1e-6)
@@ -136,7 +138,7 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
     params = lora.join(jax.tree.map(lambda x: x + 0.1, trained), frozen)
     layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
     read = transformer.dtypes(model, "bfloat16")
-    sampler = sharding.publisher(layout, read, lora.merged)(params)
+    sampler = sharding.publisher(layout, read, lora.dithered)(params)
     assert jax.tree.map(lambda x: x.dtype, sampler) == read
     compute = dataclasses.replace(transformer.REFERENCE, dtype="bfloat16")
     run = jax.jit(functools.partial(transformer.forward, config=model, compute=compute))
@@ -145,12 +147,84 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
   np.testing.assert_array_equal(of_trainer, of_sampler)
 
 
+@functools.cache
+def of_small_change(name):
+  """Frozen weights in bfloat16, and products that are some hundredths of what it resolves."""
+  model, mesh = MODELS[name], make_mesh(ONE)
+  with jax.set_mesh(mesh):
+    trained, frozen = lora.split(adapted(model, mesh, "bfloat16"))
+  random = np.random.default_rng(0)
+  small = jax.tree.map(lambda x: jnp.asarray(random.normal(0, 2e-3, x.shape), x.dtype), trained)
+  return lora.join(small, frozen)
+
+
+def each_matrix(params):
+  return [x for x in jax.tree.leaves(params, is_leaf=lora.is_adapted) if lora.is_adapted(x)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_bfloat16_a_small_change_arrives_in_the_mean(name):
+  matrices = each_matrix(of_small_change(name))
+
+  def arrives(round_sum):
+    """The slope of the change of the rounded weights over that of the weights."""
+    changes = [(lora.merged(w, jnp.float32) - w.frozen, round_sum(w) - w.frozen) for w in matrices]
+    true, seen = (
+      np.concatenate([np.ravel(x) for x in side]).astype("f8") for side in zip(*changes)
+    )
+    return (true * seen).sum() / (true * true).sum()
+
+  assert arrives(lora.merged) < 0.3
+  assert arrives(lora.dithered) == pytest.approx(1, abs=0.15)
+
+
+def test_dithered_weights_are_the_frozen_ones_without_a_change_and_the_gradient_is_the_sums():
+  w = each_matrix(of_small_change("moe"))[0]
+  same = lora.dithered(w.replace(b=jnp.zeros_like(w.b)))
+  np.testing.assert_array_equal(same, w.frozen)
+
+  def total(a):
+    return lora.dithered(w.replace(a=a)).astype("f4").sum()
+
+  of_b = w.scale * w.b.sum((2, 3))[:, None]
+  np.testing.assert_allclose(jax.grad(total)(w.a), np.broadcast_to(of_b, w.a.shape), rtol=1e-2)
+
+
+def layers_of(block):
+  """Each layer of the two by itself."""
+  return [jax.tree.map(operator.itemgetter(i), block) for i in range(2)]
+
+
+def test_a_layer_is_rounded_alike_by_itself_and_in_the_stack():
+  block = of_small_change("moe").blocks[0]
+  stack = lora.dithered(block)
+  layers = [lora.dithered(layer) for layer in layers_of(block)]
+  jax.tree.map(np.testing.assert_array_equal, layers, layers_of(stack))
+
+
+def test_adapters_are_of_the_matrices_and_the_scale_that_are_asked_for():
+  config = LoraConfig(rank=2, alpha=6.0, matrices=("k_proj", "down_proj"))
+  block = lora.table(transformer.table(MODELS["moe"]), config).blocks[0]
+  assert [lora.is_adapted(x) for x in (block.attention.q, block.attention.k)] == [False, True]
+  assert [lora.is_adapted(x) for x in (block.ffn.router, block.ffn.down)] == [False, True]
+  assert block.ffn.down.scale == 3
+
+
 def test_saved_weights_are_merged(tmp_path):
   _, params, _ = two_updates("dense", ONE)
   model = MODELS["dense"]
   hf.save(tmp_path, params, model)
   loaded, _ = hf.load(tmp_path)
   jax.tree.map(np.testing.assert_array_equal, loaded, lora.merged(params))
+
+
+def test_saved_weights_are_rounded_once(tmp_path):
+  """A sum in bfloat16, which is then written as float32, would be another number."""
+  params = of_small_change("dense")
+  hf.save(tmp_path, params, MODELS["dense"], dtype="float32")
+  loaded, _ = hf.load(tmp_path)
+  exact = lora.merged(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params))
+  jax.tree.map(np.testing.assert_array_equal, loaded, exact)
 
 
 def test_a_restored_state_goes_on_as_if_it_had_not_been_saved(tmp_path):
@@ -163,7 +237,7 @@ def test_a_restored_state_goes_on_as_if_it_had_not_been_saved(tmp_path):
     checkpoints.save(1, state, {})
     checkpoints.close()
     checkpoints = checkpoint.Checkpointer(tmp_path, "rl", CHECKPOINTS)
-    restored, _ = checkpoints.restore(1, abstract_state(model, mesh, ADAM, RANK))
+    restored, _ = checkpoints.restore(1, abstract_state(model, mesh, ADAM, LORA))
     checkpoints.close()
     expected, resumed = (jax.device_get(update(x, batch)[0]) for x in (state, restored))
   jax.tree.map(np.testing.assert_array_equal, resumed, expected)

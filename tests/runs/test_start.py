@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import toy_qwen3
@@ -11,10 +12,11 @@ from support.command_line import SMALL_VALUES
 from support.configs import config_of
 
 from configs import gsm8k, tiny
-from gspo_jax import inputs, sft, train
+from gspo_jax import export, inputs, sft, sharding, train
 from gspo_jax.models import lora
 from gspo_jax.run import open_run
-from gspo_jax.runs import start
+from gspo_jax.runs import start, weights
+from gspo_jax.settings.mesh import MeshConfig
 
 SMALL = SMALL_VALUES | dict(
   job="sft", model__num_layers=1, sft__steps=4, sft__batch=8, sft__target_loss=0.0,
@@ -109,7 +111,7 @@ def test_other_meshes_can_begin_with_it(pupil, tmp_path):
 def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tmp_path, capfd):
   workdir, _ = pupil
   adapted = tmp_path / "adapted"
-  moves = dict(rl__lora_rank=2, objective__entropy_coef=0.1)  # so small a model earns no reward
+  moves = dict(lora__rank=2, objective__entropy_coef=0.1)  # so small a model earns no reward
   with open_run(config(job="rl", weights=str(workdir), **moves), adapted) as run:
     params = jax.device_get(lora.merged(train.train(run, run.initial_params)))
   assert not (adapted / "checkpoints" / "sft").exists()
@@ -119,6 +121,49 @@ def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tm
   assert start.find(str(workdir)).path.parent.name == "sft"
   assert same(begins_with(tmp_path / "new", adapted), params)
   assert not same(begins_with(tmp_path / "plain", workdir), params)
+
+
+@pytest.fixture(scope="module")
+def adapted(pupil, tmp_path_factory):
+  """A run in bfloat16 that has trained adapters, its config and its parameters with them."""
+  workdir = tmp_path_factory.mktemp("adapted")
+  moves = dict(lora__rank=2, objective__entropy_coef=0.1, compute__dtype="bfloat16")
+  c = config(job="rl", weights=str(pupil[0]), rl_optimizer__learning_rate=1e-2, **moves)
+  with open_run(c, workdir) as run:
+    return workdir, c, jax.device_get(train.train(run, run.initial_params))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_rounding(
+  dtype, adapted, tmp_path
+):
+  """In an export, a teacher (whose compute type may be another), and in a run's first weights."""
+  workdir, c, params = adapted
+  origin, mesh = (
+    start.find(str(workdir)),
+    sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]),
+  )
+  with jax.set_mesh(mesh):
+    merged = jax.device_get(weights.of_checkpoint(origin, c.model, mesh, dtype))
+  exact = lora.merged(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params))
+  rounded = jax.tree.map(lambda x, like: x.astype(like.dtype), exact, merged)
+  assert same(merged, jax.device_get(rounded))
+  assert merged.blocks[0].attention.q.dtype == dtype
+
+
+def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
+  workdir, c, params = adapted
+  export.export(str(workdir), tmp_path / "adapter", adapters=True)
+  values = dict(lora__rank=2, lora__adapter=str(tmp_path / "adapter"), compute__dtype="bfloat16")
+  again = config(job="rl", weights=str(pupil[0]), **values)
+  with open_run(again, tmp_path / "again") as run:
+    assert same(jax.device_get(train.start_policy(run, run.initial_params)), params)
+    reference = train.as_read(train.start_policy(run, run.initial_params), c.model, "bfloat16")
+  assert same(jax.device_get(reference), jax.device_get(lora.dithered(params)))
+  with pytest.raises(ValueError, match=r"set lora\.rank=2"):
+    inputs.check(config(job="rl", lora__rank=4, lora__adapter=str(tmp_path / "adapter")))
+  with pytest.raises(ValueError, match="has no adapters: leave out --adapters"):
+    export.export(str(pupil[0]), tmp_path / "none", adapters=True)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,15 @@ from gspo_jax.settings import checks, page, ranges
 from gspo_jax.settings.reading import default
 
 KEYS = page.by_name()
-OFF = ("critic", "critic_optimizer", "distillation", "engine.server", "objective.adaptive_clip")
-SWITCHES = ("critic.name", "distillation.teacher", "objective.adaptive_clip.target")
+OFF = (
+  "critic",
+  "critic_optimizer",
+  "distillation",
+  "engine.server",
+  "lora",
+  "objective.adaptive_clip",
+)
+SWITCHES = ("lora.rank", "critic.name", "distillation.teacher", "objective.adaptive_clip.target")
 OF_OFF = [
   name for name in KEYS if name.rpartition(".")[0] in OFF and name not in SWITCHES
 ]  # fmt: skip
@@ -23,6 +30,8 @@ def another(key):
   """A value that a key may have and by default has not."""
   if typing.get_origin(key.kind) is Literal:
     return next(word for word in typing.get_args(key.kind) if word != key.default)
+  if isinstance(key.default, tuple):
+    return key.default[:1]
   if isinstance(key.default, bool | str):
     return not key.default if isinstance(key.default, bool) else "x"
   return key.default + 1 if isinstance(key.default, int) else key.default / 2 + 0.07

@@ -338,6 +338,8 @@ def test_what_does_not_go_with_an_environment(key, value, message):
     (dict(objective__tuned=dict(dapo=dict(clip_low="x"))), r"tuned\.dapo\.clip_low='x' must be"),
     (dict(environment__max_turns=8), r"max_turns=8 has no effect.*environment\.name=''.*to 1"),
     (dict(environment__workers=2), r"workers=2 has no effect.*set it to 0"),
+    (dict(lora__rank=2, lora__matrices=()), r"lora\.matrices=\(\): name one of them"),
+    (dict(lora__rank=2, lora__matrices=("gate",)), r"matrices='gate' is not one of q_proj, k_proj"),
     (dict(checkpoint__best="eval/acuracy"), r"best='eval/acuracy'.*did you mean eval/accuracy\?"),
     (dict(checkpoint__best="eval/aime/pass@4"), r"best='eval/aime/pass@4' is no figure"),
   ],

@@ -58,7 +58,7 @@ REFUSED = [
   dict(sampling__top_k=10, sampling__top_p=0.001),
   dict(sampling__stop_strings=("]", "]")),
   dict(sampling__stop_strings=("",)),
-  dict(rl__lora_rank=200),
+  dict(lora__rank=200),
   dict(sampling__top_k=300),
   dict(eval__top_k=300),
   dict(reward__workers=4000),

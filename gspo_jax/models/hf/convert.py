@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _ALIGN = 64  # bytes; JAX takes such a buffer over on CPU instead of copying it
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class Leaf:
   """One parameter and its place in the files."""
 
   key: str  # of NAMES[family]
@@ -75,7 +75,7 @@ class _Leaf:
     return itertools.product(*(box[x] for x in self.stacked))
 
 
-def _leaves(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[_Leaf]:
+def leaves_of(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[Leaf]:
   """Every parameter, in the order of the flattened pytree."""
   table = transformer.table(config)
   starts = list(itertools.accumulate((n for _, n in config.runs()), initial=0))
@@ -88,7 +88,7 @@ def _leaves(config: ModelConfig, names: dict[str, tuple[str, str]]) -> list[_Lea
     if key.startswith("ffn."):
       key = f"{type(table.blocks[path[1].idx].ffn).__name__}.{keys[-1].name}"
     name, axes = names[key]
-    leaves.append(_Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
+    leaves.append(Leaf(key, w.letters, w.shape, name, tuple(axes.split()), first_layer))
   return leaves
 
 
@@ -130,12 +130,12 @@ def load(
   for leaf, target, dtype in zip(leaves, layout, types):
     copy = twin if leaf.key == "embed" else None
     if target is None:
-      part = jax.device_put(_read(files, leaf, _whole(leaf), jnp.dtype(dtype), copy))
+      part = jax.device_put(read(files, leaf, whole(leaf), jnp.dtype(dtype), copy))
       arrays.append(jax.block_until_ready(part))
       continue
     parts = []
     for box, devices in _boxes(leaf, target):
-      part = _read(files, leaf, box, jnp.dtype(dtype), copy)
+      part = read(files, leaf, box, jnp.dtype(dtype), copy)
       # Waiting keeps host memory at one part; several devices may hold copies of it.
       parts += jax.block_until_ready([jax.device_put(part, device) for device in devices])
     arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, target, parts))
@@ -156,7 +156,7 @@ def check(directory: str | os.PathLike) -> ModelConfig:
 
 def _plan(
   directory: str | os.PathLike,
-) -> tuple[ModelConfig, hf_files.Files, list[_Leaf], dict[str, tuple[int, ...]], str | None]:
+) -> tuple[ModelConfig, hf_files.Files, list[Leaf], dict[str, tuple[int, ...]], str | None]:
   """Hyper-parameters, files, parameters, shapes of the tensors, and the name of a tied one."""
   config = load_config(directory)
   files = hf_files.Files(Path(directory))
@@ -168,11 +168,11 @@ def _plan(
       twin = HEAD
     else:
       names = names | {"embed": names["head"]}
-  leaves = _leaves(config, names)
+  leaves = leaves_of(config, names)
   shapes = {
     leaf.tensor(position): leaf.tensor_shape
     for leaf in leaves
-    for position in leaf.positions(_whole(leaf))
+    for position in leaf.positions(whole(leaf))
   }
   if twin:
     shapes[twin] = shapes[EMBED]
@@ -180,11 +180,21 @@ def _plan(
   return config, files, leaves, shapes, twin
 
 
-def _whole(leaf: _Leaf) -> dict[str, range]:
+def by_layer(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...]]]:
+  """(layer, leaf, position) of each tensor, in the order of the layers: in files of a bounded size
+  a layer is in one, or in two neighbours."""
+  return sorted(
+    (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
+    for i, leaf in enumerate(leaves)
+    for position in leaf.positions(whole(leaf))
+  )
+
+
+def whole(leaf: Leaf) -> dict[str, range]:
   return {letter: range(size) for letter, size in zip(leaf.letters, leaf.shape)}
 
 
-def _boxes(leaf: _Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
+def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
   """The parts of a parameter that this process holds, each with the devices that hold it."""
   devices_of: dict[tuple, list] = {}
   for device, index in target.addressable_devices_indices_map(leaf.shape).items():
@@ -194,16 +204,18 @@ def _boxes(leaf: _Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
     yield dict(zip(leaf.letters, part)), devices
 
 
-def _names_needed(leaves: list[_Leaf], layout: list, twin: str | None) -> set[str]:
+def _names_needed(leaves: list[Leaf], layout: list, twin: str | None) -> set[str]:
   """Tensors of which this process reads anything."""
   needed = {twin} if twin else set()
   for leaf, target in zip(leaves, layout):
-    boxes = [_whole(leaf)] if target is None else [box for box, _ in _boxes(leaf, target)]
+    boxes = [whole(leaf)] if target is None else [box for box, _ in _boxes(leaf, target)]
     needed |= {leaf.tensor(position) for box in boxes for position in leaf.positions(box)}
   return needed
 
 
-def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin) -> np.ndarray:
+def read(
+  files: hf_files.Files, leaf: Leaf, box: dict[str, range], dtype: Any, twin: str | None = None
+) -> np.ndarray:
   """One part of a parameter: transposed, unmerged, stacked and cast while it is copied."""
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
   first = leaf.axes[0][0]
@@ -225,7 +237,7 @@ def _read(files: hf_files.Files, leaf: _Leaf, box: dict[str, range], dtype, twin
   return out
 
 
-def _slice(files: hf_files.Files, leaf: _Leaf, name: str, part: dict[str, range]) -> np.ndarray:
+def _slice(files: hf_files.Files, leaf: Leaf, name: str, part: dict[str, range]) -> np.ndarray:
   """The `part` of one tensor, its merged axes taken apart."""
   outer, inner, shape = [], [], []
   for first, *merged in leaf.axes:
@@ -258,7 +270,8 @@ def save(
 
   Names and shapes are those of the published checkpoints, one tensor per expert. Every process
   calls this and the first one writes. The tokenizer's files are the caller's to copy. An earlier
-  save in the same directory is replaced when the new files are complete. Adapters are merged.
+  save in the same directory is replaced when the new files are complete. Adapters are merged, in
+  float32.
 
   Args:
     dtype: of the tensors, float32, bfloat16 or float16; default: that of each parameter.
@@ -270,24 +283,19 @@ def save(
       no Hugging Face architecture has.
   """
   directory = Path(directory)
-  leaves = _leaves(model_config, NAMES[model_config.family])
-  arrays = _checked(lora.merged(params), model_config)
+  leaves = leaves_of(model_config, NAMES[model_config.family])
+  arrays = _checked(lora.merged(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):
     raise ValueError(f"dtype={min(unknown)} is not one of {', '.join(_SAVED)}")
   config = hf_config.to_hf(model_config, max(kinds, key=lambda kind: kind.itemsize).name)
   config |= more or {}
-  # In the order of the layers: a layer is in one file, or in two neighbours.
-  plan = sorted(
-    (leaf.first_layer + (position[0] if leaf.stacked else 0), i, position)
-    for i, leaf in enumerate(leaves)
-    for position in leaf.positions(_whole(leaf))
-  )
+  plan = by_layer(leaves)
   parts = hf_files.shards(
     (hf_files.Entry(leaves[i].tensor(p), leaves[i].tensor_shape, kinds[i]) for _, i, p in plan),
     shard_size_bytes,
   )
-  tensors = _tensors(leaves, arrays, plan)
+  tensors = tensors_of(leaves, arrays, plan)
   writes = jax.process_index() == 0  # the others take part in gathering
   if writes:
     directory.mkdir(parents=True, exist_ok=True)
@@ -316,7 +324,7 @@ def _checked(params: transformer.Params, config: ModelConfig) -> list[jax.Array]
   return jax.tree.leaves(params)
 
 
-def _tensors(leaves, arrays, plan) -> Iterator[np.ndarray]:
+def tensors_of(leaves, arrays, plan) -> Iterator[np.ndarray]:
   """The tensors of `plan`, one layer of one parameter on the host at a time."""
   held, host = None, None
   for layer, i, position in plan:

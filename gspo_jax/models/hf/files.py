@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
 class Files:
   """The tensors of a directory. A file is memory-mapped when something in it is first needed."""
 
-  def __init__(self, directory: Path):
+  def __init__(self, directory: Path, single: str = SINGLE):
     """Finds the files as transformers does: one, else the index, else whatever is there.
 
     Raises:
@@ -32,15 +32,15 @@ class Files:
     self.directory = directory
     self.file_of: dict[str, Path] = {}  # tensor name -> file
     self._handles: dict[Path, Any] = {}
-    if (directory / INDEX).exists() and not (directory / SINGLE).exists():
+    if (directory / INDEX).exists() and not (directory / single).exists():
       index = read_json(directory / INDEX)
       files = index.get("weight_map")
       if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{directory / INDEX}: no weight_map from tensors to files")
       self.file_of = {name: directory / file for name, file in files.items()}
       return
-    single = directory / SINGLE
-    paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    whole = directory / single
+    paths = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
       raise FileNotFoundError(f"{directory}: no *.safetensors file")
     for path in paths:
