@@ -15,7 +15,7 @@ from configs import gsm8k, tiny
 from gspo_jax import export, inputs, sft, sharding, train
 from gspo_jax.models import lora
 from gspo_jax.run import open_run
-from gspo_jax.runs import start, weights
+from gspo_jax.runs import paths, start, weights
 from gspo_jax.settings.mesh import MeshConfig
 
 SMALL = SMALL_VALUES | dict(
@@ -125,9 +125,9 @@ def test_rl_begins_with_a_cold_start_and_another_run_with_its_adapters(pupil, tm
 
 @pytest.fixture(scope="module")
 def adapted(pupil, tmp_path_factory):
-  """A run in bfloat16 that has trained adapters, its config and its parameters with them."""
+  """A run that has trained adapters, its config and its parameters with them."""
   workdir = tmp_path_factory.mktemp("adapted")
-  moves = dict(lora__rank=2, objective__entropy_coef=0.1, compute__dtype="bfloat16")
+  moves = dict(lora__rank=2, objective__entropy_coef=0.1)
   c = config(job="rl", weights=str(pupil[0]), rl_optimizer__learning_rate=1e-2, **moves)
   with open_run(c, workdir) as run:
     return workdir, c, jax.device_get(train.train(run, run.initial_params))
@@ -154,11 +154,11 @@ def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_roun
 def test_adapters_go_out_to_peft_and_come_back(adapted, pupil, tmp_path):
   workdir, c, params = adapted
   export.export(str(workdir), tmp_path / "adapter", adapters=True)
-  values = dict(lora__rank=2, lora__adapter=str(tmp_path / "adapter"), compute__dtype="bfloat16")
+  values = dict(lora__rank=2, lora__adapter=str(tmp_path / "adapter"))
   again = config(job="rl", weights=str(pupil[0]), **values)
   with open_run(again, tmp_path / "again") as run:
     assert same(jax.device_get(train.start_policy(run, run.initial_params)), params)
-    reference = train.as_read(train.start_policy(run, run.initial_params), c.model, "bfloat16")
+    reference = train.as_read(train.start_policy(run, run.initial_params), c.model, "float32")
   assert same(jax.device_get(reference), jax.device_get(lora.dithered(params)))
   with pytest.raises(ValueError, match=r"set lora\.rank=2"):
     inputs.check(config(job="rl", lora__rank=4, lora__adapter=str(tmp_path / "adapter")))
@@ -209,6 +209,6 @@ def test_numbers_of_published_weights_may_be_rounded_to_float32(eps, fits, tmp_p
   file.write_text(json.dumps(json.loads(file.read_text()) | dict(rms_norm_eps=eps)))
   asked = config_of(lambda: gsm8k.get_config("tiny"), weights=str(tmp_path / "hf"))
   if fits:
-    return inputs.check_weights(asked)
+    return paths.check_weights(asked)
   with pytest.raises(ValueError, match=r"model\.rms_norm_eps=1e-06 and not 1\.1e-06"):
-    inputs.check_weights(asked)
+    paths.check_weights(asked)
