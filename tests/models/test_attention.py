@@ -78,7 +78,7 @@ def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeyp
   visible = (distance >= 0) & (distance < (scores.window or T))
   visible = visible[None] & np.asarray(ids[:, :, None] == ids[:, None, :])
   form = functools.partial(
-    attention.attend_self, segment_BT=ids, implementation=name, scores=scores
+    attention.attend_self, segment_BS=ids, implementation=name, scores=scores
   )
   whole = functools.partial(attention.attend, visible_BTS=visible, scores=scores)
   y, gradient = values_and_gradients(form, q, k, v, ids > 0)
@@ -88,40 +88,75 @@ def test_every_formulation_is_the_sum_by_hand(name, block, kind, scores, monkeyp
   chex.assert_trees_all_close(gradient, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["plain", "blockwise"])
-def test_a_window_of_a_tree_skips_the_padding_of_its_trunk(name, monkeypatch):
-  """Prompts of 3 and 24 tokens in a trunk of 24, branches of 20, against rows of their own."""
+@pytest.mark.parametrize(
+  "name, scores",
+  [
+    *((name, scores) for name in ("plain", "blockwise") for scores in (ALL, LOCAL, BOUNDED, BOTH)),
+    *(("splash", scores) for scores in (ALL, BOUNDED)),
+    ("cudnn", ALL),
+  ],
+)
+def test_a_tree_is_its_paths(name, scores, monkeypatch):
+  """Prompts of 3 and 24 tokens in a trunk of 24, branches of 20, against rows of their own; values
+  and gradients. A window skips the padding of a trunk."""
   monkeypatch.setattr(attention_blocks, "block_size", lambda _: 8)
+  monkeypatch.setattr(jax.nn, "dot_product_attention", top_left)
   tree, prompts, branch = attention.Tree(24, 2), (3, 24), 20
-  q, k, v = inputs(B=4, T=32)
-
-  def flat(x):  # a tree as one row
-    return x.reshape(2, 64, *x.shape[2:])
-
   ids, position = np.zeros((2, 64), np.int32), np.zeros((2, 64), np.int32)
   for row, prompt in enumerate(prompts):
     places = [*range(prompt), *range(24, 64)]
     ids[row, places] = 1
     position[row, places] = [*range(prompt), *[*range(prompt, prompt + branch)] * 2]
   ids, position = (jnp.asarray(x.reshape(4, 32)) for x in (ids, position))
-  options = dict(implementation=name, scores=LOCAL, position_BT=position)
-  got = flat(attention.attend_tree(q, k, v, ids, tree, **options))
-  for row, prompt in enumerate(prompts):
-    for member in range(2):
-      places = np.array([*range(prompt), *(24 + member * branch + np.arange(branch))])
-      alone = [flat(x)[row : row + 1, places] for x in (q, k, v)]
-      segment = jnp.ones((1, len(places)), jnp.int32)
-      expected = attention.attend_self(*alone, segment, "plain", LOCAL)
-      np.testing.assert_allclose(got[row, places], expected[0], atol=1e-5)
+  options = dict(tree=tree, implementation=name, scores=scores, position_BT=position)
+  of_tree = functools.partial(attention.attend_tree, segment_BT=ids, **options)
+
+  def of_paths(q, k, v):
+    y_RX = jnp.zeros((2, 64, *q.shape[2:]))
+    q, k, v = (x.reshape(2, 64, *x.shape[2:]) for x in (q, k, v))
+    for row, prompt in enumerate(prompts):
+      for member in range(2):
+        places = np.array([*range(prompt), *(24 + member * branch + np.arange(branch))])
+        alone = [x[row : row + 1, places] for x in (q, k, v)]
+        segment = jnp.ones((1, len(places)), jnp.int32)
+        y_RX = y_RX.at[row, places].set(attention.attend_self(*alone, segment, "plain", scores)[0])
+    return y_RX.reshape(4, 32, *y_RX.shape[2:])
+
+  actual, expected = (
+    values_and_gradients(attend, *inputs(B=4, T=32), ids > 0) for attend in (of_tree, of_paths)
+  )
+  chex.assert_trees_all_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_queries_of_a_trunk_attend_once():
+  """No array of scores has its rows once for each branch."""
+  tree, B, T = attention.Tree(64, 8), 8, 24
+  q, k, v = inputs(B=B, T=T)
+  ids = jnp.ones((B, T), jnp.int32)
+
+  def scalar(q, k, v):
+    return attention.attend_tree(q, k, v, ids, tree).sum()
+
+  jaxpr = jax.make_jaxpr(jax.grad(scalar, (0, 1, 2)))(q, k, v)
+  scores = {
+    v.aval.shape[-2:]
+    for equation in equations(jaxpr.jaxpr)
+    for v in equation.outvars
+    if equation.primitive.name == "exp"
+  }
+  assert scores == {(64, 64), (16, 80)}
+
+
+def top_left(q, k, v, is_causal, scale, **_):
+  """cuDNN's: its causal mask begins with the first key, and knows no segments."""
+  ids = jnp.ones(k.shape[:2], jnp.int32)
+  assert is_causal and q.shape[1] == k.shape[1]
+  return attention.attend_self(q, k, v, ids, scores=Scores(scale))
 
 
 def test_padding_between_tokens_keeps_cudnn_from_its_causal_mask(monkeypatch):
   """As in the trunk of a tree: the kernel, for which the plain one stands, knows no segments."""
-
-  def kernel(q, k, v, **_):
-    return attention.attend_self(q, k, v, jnp.ones(q.shape[:2], jnp.int32))
-
-  monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+  monkeypatch.setattr(jax.nn, "dot_product_attention", top_left)
   q, k, v = inputs(T=12)
   for ids in ([1] * 12, [1] * 9 + [0] * 3, [1] * 4 + [0] * 3 + [1] * 5, [1] * 5 + [2] * 7):
     ids = jnp.broadcast_to(jnp.asarray(ids, jnp.int32)[None], (2, 12))

@@ -9,6 +9,7 @@ Four formulations of the same sum, chosen by `ComputeConfig.attention`:
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -107,39 +108,43 @@ def _widest_head() -> int:
 
 def attend_self(
   q_BTNH: jax.Array,
-  k_BTKH: jax.Array,
-  v_BTKH: jax.Array,
-  segment_BT: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_BS: jax.Array,
   implementation: str = "plain",
   scores: Scores | None = None,
-  position_BT: jax.Array | None = None,
+  position_BS: jax.Array | None = None,
 ) -> jax.Array:
-  """Causal attention of a sequence to itself, within segments of equal id; [B, T, N, H].
+  """Causal attention of the last T of S tokens, of all as a rule; [B, T, N, H].
 
   softmax(q kᵀ / √H) v over the keys at or before the query and of its segment, softmax in float32;
-  N/K queries share each key. `scores` says what else there is to a score, `position_BT` what its
+  N/K queries share each key. `scores` says what else there is to a score, `position_BS` what its
   window is measured by; default: the place in the row.
   """
-  T, scores = q_BTNH.shape[1], scores or Scores(q_BTNH.shape[3] ** -0.5)
-  order_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], segment_BT.shape)
-  position_BT = order_BT if position_BT is None else position_BT
-  if implementation == "plain":
-    order_T, parts = np.arange(T), []
-    for first in range(0, T, SLAB):  # to no key that comes after all of a slab's queries
-      rows, keys = slice(first, first + SLAB), slice(first + SLAB)
-      visible = (order_T[rows, None] >= order_T[None, keys])[None]
-      visible &= segment_BT[:, rows, None] == segment_BT[:, None, keys]
-      if scores.window:
-        visible &= position_BT[:, rows, None] - position_BT[:, None, keys] < scores.window
-      parts.append(attend(q_BTNH[:, rows], k_BTKH[:, keys], v_BTKH[:, keys], visible, scores))
-    return jnp.concatenate(parts, axis=1)
+  (B, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
+  scores, first = scores or Scores(H**-0.5), S - T
+  segment_BT = segment_BS[:, first:]
   if implementation == "splash":
-    return attend_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT, scores)
+    return attend_splash(q_BTNH, k_BSKH, v_BSKH, segment_BS, scores)
   if implementation == "cudnn":
-    return attend_cudnn(q_BTNH, k_BTKH, v_BTKH, segment_BT, scores)
-  return attend_blockwise(
-    q_BTNH, k_BTKH, v_BTKH, order_BT, (segment_BT, segment_BT), scores, (position_BT, position_BT)
-  )
+    return attend_cudnn(q_BTNH, k_BSKH, v_BSKH, segment_BS, scores)
+  order_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], (B, S))
+  position_BS = order_BS if position_BS is None else position_BS
+  position_BT = position_BS[:, first:]
+  if implementation == "blockwise":
+    segments, positions = (segment_BT, segment_BS), (position_BT, position_BS)
+    return attend_blockwise(
+      q_BTNH, k_BSKH, v_BSKH, order_BS[:, first:], segments, scores, positions
+    )
+  order_S, parts = np.arange(S), []
+  for begin in range(0, T, SLAB):  # to no key that comes after all of a slab's queries
+    rows, keys = slice(begin, begin + SLAB), slice(first + begin + SLAB)
+    visible = (order_S[first:][rows, None] >= order_S[None, keys])[None]
+    visible &= segment_BT[:, rows, None] == segment_BS[:, None, keys]
+    if scores.window:
+      visible &= position_BT[:, rows, None] - position_BS[:, None, keys] < scores.window
+    parts.append(attend(q_BTNH[:, rows], k_BSKH[:, keys], v_BSKH[:, keys], visible, scores))
+  return jnp.concatenate(parts, axis=1)
 
 
 class Tree(NamedTuple):
@@ -148,6 +153,16 @@ class Tree(NamedTuple):
 
   trunk: int  # positions, a multiple of `branches`
   branches: int
+
+  def split(self, x_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The trunks [R, S, ...] and the branches [B, U, ...] of rows [B, T, ...]."""
+    x_RX = x_BT.reshape(-1, self.branches * x_BT.shape[1], *x_BT.shape[2:])
+    return x_RX[:, : self.trunk], x_RX[:, self.trunk :].reshape(len(x_BT), -1, *x_BT.shape[2:])
+
+  def join(self, x_RS: jax.Array, x_BU: jax.Array) -> jax.Array:
+    """Undoes `split`."""
+    x_RX = x_BU.reshape(len(x_RS), -1, *x_BU.shape[2:])
+    return jnp.concatenate([x_RS, x_RX], axis=1).reshape(len(x_BU), -1, *x_BU.shape[2:])
 
 
 def attend_tree(
@@ -162,24 +177,22 @@ def attend_tree(
 ) -> jax.Array:
   """`attend_self` of every path, which is the trunk and one of its branches; [B, T, N, H].
 
-  Between a short trunk and its branches lies padding: a window needs `position_BT`.
+  Queries of a trunk attend once; only its keys and values are there for each branch. Between a
+  short trunk and its branches lies padding: a window needs `position_BT`.
   """
-  S, G = tree
 
-  def paths(x_BT):
-    x_RX = x_BT.reshape(-1, G * x_BT.shape[1], *x_BT.shape[2:])
-    trunk_RS, branch_RX = x_RX[:, :S], x_RX[:, S:]
-    branch_RGU = branch_RX.reshape(len(x_RX), G, -1, *x_BT.shape[2:])
-    trunk_RGS = jnp.broadcast_to(trunk_RS[:, None], (*branch_RGU.shape[:2], *trunk_RS.shape[1:]))
-    path_RGX = jnp.concatenate([trunk_RGS, branch_RGU], axis=2)
-    return path_RGX.reshape(len(x_BT), -1, *x_BT.shape[2:])
+  def path(x_RS, x_BU):
+    return jnp.concatenate([jnp.repeat(x_RS, tree.branches, axis=0), x_BU], axis=1)
 
-  position_BX = None if position_BT is None else paths(position_BT)
-  along = map(paths, (q_BTNH, k_BTKH, v_BTKH, segment_BT))
-  y_BX = attend_self(*along, implementation, scores, position_BX)
-  y_RGX = y_BX.reshape(-1, G, *y_BX.shape[1:])
-  branch_RX = y_RGX[:, :, S:].reshape(len(y_RGX), -1, *y_BX.shape[2:])
-  return jnp.concatenate([y_RGX[:, 0, :S], branch_RX], axis=1).reshape(q_BTNH.shape)
+  (q_RSNH, q_BUNH), *of_keys = map(tree.split, (q_BTNH, k_BTKH, v_BTKH, segment_BT))
+  position_RS = position_BX = None
+  if position_BT is not None:
+    position_RS, position_BU = tree.split(position_BT)
+    position_BX = path(position_RS, position_BU)
+  of_trunk, of_path = [x_RS for x_RS, _ in of_keys], itertools.starmap(path, of_keys)
+  y_RSNH = attend_self(q_RSNH, *of_trunk, implementation, scores, position_RS)
+  y_BUNH = attend_self(q_BUNH, *of_path, implementation, scores, position_BX)
+  return tree.join(y_RSNH, y_BUNH)
 
 
 def attend_cache(
@@ -227,52 +240,64 @@ def attend(
 
 
 def attend_splash(
-  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array, scores: Scores
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
   """The Pallas kernel of JAX for TPU; interpreted on other platforms.
 
-  T is padded to whole blocks, with a segment of its own, and H to the 128 lanes of the hardware.
+  T and S are padded to whole blocks, with a segment of its own, and H to the 128 lanes of the
+  hardware.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
-  _, T, N, H = q_BTNH.shape
-  block = 512 if T >= 512 else 128
-  segments = splash.SegmentIds(*[pad(segment_BT, block, -1)] * 2)
+  (_, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+  of_queries, of_keys = (512 if n >= 512 else 128 for n in (T, S))
+  segments = splash.SegmentIds(
+    pad(segment_BS[:, S - T :], of_queries, -1), pad(segment_BS, of_keys, -1)
+  )
   lanes = ((0, 0), (0, 0), (0, 0), (0, -H % 128))
   q, k, v = (
     jnp.swapaxes(jnp.pad(pad(x, block), lanes), 1, 2)  # heads first
-    for x in (q_BTNH * scores.scale, k_BTKH, v_BTKH)
+    for x, block in ((q_BTNH * scores.scale, of_queries), (k_BSKH, of_keys), (v_BSKH, of_keys))
   )
-  kernel = _splash_kernel(N, *q.shape[2:], block, scores, sharding.platform() != "tpu")
+  shape, blocks = (q.shape[2], k.shape[2]), (of_queries, of_keys)
+  interpret = sharding.platform() != "tpu"
+  kernel = _splash_kernel(N, shape, q.shape[3], blocks, S - T, scores, interpret)
   y_BNTH = jax.vmap(kernel)(q, k, v, segments)
   return jnp.swapaxes(y_BNTH, 1, 2)[:, :T, :, :H]
 
 
 def _splash_kernel(
-  heads: int, length: int, width: int, block: int, scores: Scores, interpret: bool
+  heads: int,
+  shape: tuple[int, int],
+  width: int,
+  blocks: tuple[int, int],
+  first: int,
+  scores: Scores,
+  interpret: bool,
 ):
+  """For queries and keys of `shape` in these `blocks`; query 0 is the token of key `first`."""
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-  mask = splash.CausalMask((length, length))
+  mask = splash.CausalMask(shape, offset=first)
   if scores.window:
-    mask = splash.LocalMask((length, length), (scores.window - 1, 0), offset=0)
-  # Of queries and keys that stay in vector memory; scores exist for `block` keys. All keys are read
-  # again for each block of queries, and the other way round: 32 heads of 32,768 positions on v5p
-  # move 22 GB a layer so, and 36 with half of these. More do not fit there.
-  large, larger = (math.gcd(length, n) for n in (1024, 2048 if width <= 128 else 1024))
+    mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
+  # Of queries and keys that stay in vector memory; scores exist for a block of keys. All keys are
+  # read again for each block of queries, and the other way round: 32 heads of 32,768 positions on
+  # v5p move 22 GB a layer so, and 36 with half of these. More do not fit there.
+  (queries, keys), (of_queries, of_keys) = shape, blocks
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=1,
     block_sizes=splash.BlockSizes(
-      block_q=large,
-      block_kv=large,
-      block_kv_compute=block,
-      block_q_dkv=block,
-      block_kv_dkv=larger,
-      block_kv_dkv_compute=block,
-      block_q_dq=large,
-      block_kv_dq=block,
+      block_q=math.gcd(queries, 1024),
+      block_kv=math.gcd(keys, 1024),
+      block_kv_compute=of_keys,
+      block_q_dkv=of_queries,
+      block_kv_dkv=math.gcd(keys, 2048 if width <= 128 else 1024),
+      block_kv_dkv_compute=of_keys,
+      block_q_dq=math.gcd(queries, 1024),
+      block_kv_dq=of_keys,
     ),
     attn_logits_soft_cap=scores.cap or None,
     residual_checkpoint_name=RESIDUAL,
@@ -281,21 +306,25 @@ def _splash_kernel(
 
 
 def attend_cudnn(
-  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array, scores: Scores
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array, scores: Scores
 ) -> jax.Array:
   """cuDNN's flash attention, for rows of one segment that may be followed by padding.
 
   There a causal mask is enough: padding comes last, so that no token sees it. cuDNN takes no
   segments without a [T, T] array, so other rows, seen at run time, go through `attend_blockwise`:
-  packed ones, and prompts that are shared by responses and shorter than their place.
+  packed ones, and prompts that are shared by responses and shorter than their place. Its causal
+  mask begins with the first key, so that fewer queries than keys have padding before them.
   """
+  missing = k_BSKH.shape[1] - q_BTNH.shape[1]
 
   def fused(q, k, v, _):
-    return jax.nn.dot_product_attention(
+    q = jnp.pad(q, ((0, 0), (missing, 0), (0, 0), (0, 0)))
+    y = jax.nn.dot_product_attention(
       q, k, v, scale=scores.scale, is_causal=True, implementation="cudnn"
     )
+    return y[:, missing:]
 
-  before_BT, after_BT = segment_BT[:, :-1], segment_BT[:, 1:]
-  padded = jnp.all((after_BT == before_BT) | (after_BT == 0))
+  before_BS, after_BS = segment_BS[:, :-1], segment_BS[:, 1:]
+  padded = jnp.all((after_BS == before_BS) | (after_BS == 0))
   by_blocks = functools.partial(attend_self, implementation="blockwise", scores=scores)
-  return jax.lax.cond(padded, fused, by_blocks, q_BTNH, k_BTKH, v_BTKH, segment_BT)
+  return jax.lax.cond(padded, fused, by_blocks, q_BTNH, k_BSKH, v_BSKH, segment_BS)
