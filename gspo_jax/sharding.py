@@ -157,9 +157,26 @@ def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
   return jnp.reshape(x, shape, out_sharding=P(*out, reduced=reduced))
 
 
-def einsum(equation: str, x: jax.Array, y: jax.Array, out: P, **kwargs) -> jax.Array:
-  """jnp.einsum whose result has sharding `out` (contractions over sharded axes must say so)."""
-  return jnp.einsum(equation, x, y, out_sharding=None if without_mesh() else out, **kwargs)
+def product(equation: str, x: jax.Array, y: jax.Array, **kwargs) -> jax.Array:
+  """jnp.einsum in the type that both have.
+
+  XLA on CPU multiplies bfloat16 into float32 twice as fast as into bfloat16, so there the result is
+  rounded afterwards. Elsewhere that would bring nothing, and collectives would send float32.
+  """
+  dtype = jnp.result_type(x, y)
+  wide = jnp.float32 if dtype == jnp.bfloat16 and platform() == "cpu" else None
+  return jnp.einsum(equation, x, y, preferred_element_type=wide, **kwargs).astype(dtype)
+
+
+def einsum(
+  equation: str, x: jax.Array, y: jax.Array, out: P, dtype: Any = None, **kwargs
+) -> jax.Array:
+  """`product` whose result has sharding `out` (contractions over sharded axes must say so), or the
+  same in `dtype`."""
+  kwargs |= dict(out_sharding=None if without_mesh() else out)
+  if dtype is None:
+    return product(equation, x, y, **kwargs)
+  return jnp.einsum(equation, x, y, preferred_element_type=dtype, **kwargs)
 
 
 def project(equation: str, x: jax.Array, w: jax.Array, out: P) -> jax.Array:

@@ -76,9 +76,9 @@ def forward_flops(
   config: ModelConfig, prompt_P: np.ndarray, prompt_B: np.ndarray, end_B: np.ndarray
 ) -> float:
   """Model FLOPs of a forward pass over responses from `prompt_B` to `end_B` and each prompt once,
-  without padding. An update takes three times as many."""
-  parts = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
-  return sum(float(np.sum(part.forward())) for part in parts)
+  without padding; logits are those of responses. An update takes three times as many."""
+  prompts, responses = work(config, 1, prompt_P, prompt_P), work(config, 1, end_B - prompt_B, end_B)
+  return float(np.sum(prompts.forward() - prompts.head) + np.sum(responses.forward()))
 
 
 def of_passes(

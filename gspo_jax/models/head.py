@@ -57,7 +57,7 @@ def head_logits(
     hidden_BTD,
     sharding.gather(head_weight(params, compute), P(None, "tensor")),
     out=P(BATCH, None, "tensor"),
-    preferred_element_type=jnp.float32,
+    dtype=jnp.float32,
   )
   return softcap(logits_BTV, config.final_logit_softcapping)
 
@@ -179,7 +179,7 @@ def _project_forward(x_BtD, head_DV, sink_DV):
 def _project_backward(residuals, dy_BtV):
   x_BtD, head_DV = residuals
   dy_BtV = dy_BtV.astype(x_BtD.dtype)
-  dx_BtD = jnp.einsum("BtV,DV->BtD", dy_BtV, head_DV)
+  dx_BtD = sharding.product("BtV,DV->BtD", dy_BtV, head_DV)
   dhead_DV = jnp.einsum("BtD,BtV->DV", x_BtD, dy_BtV, preferred_element_type=jnp.float32)
   return dx_BtD, None, dhead_DV
 

@@ -88,9 +88,13 @@ def _each_expert(layout: Layout, w: ExpertWeights, start: Any, expert: Callable)
   return jax.lax.scan(lambda carry, x: expert(carry, *x), start, (start_E, layout.end_E, w))
 
 
+_times = functools.partial(sharding.product, "...RD,...DF->...RF")
+
+
 def _swiglu(x_RD: jax.Array, gate_R: jax.Array, w: ExpertWeights) -> jax.Array:
   """gate · expert(x) of rows that share an expert; with a leading axis, of each expert's rows."""
-  return (jax.nn.silu(x_RD @ w.gate) * (x_RD @ w.up) * gate_R[..., None]) @ w.down
+  h_RF = jax.nn.silu(_times(x_RD, w.gate)) * _times(x_RD, w.up)
+  return _times(h_RF * gate_R[..., None], w.down)
 
 
 def hidden_gradients(a_RF, u_RF, dh_RF):
@@ -103,12 +107,13 @@ def hidden_gradients(a_RF, u_RF, dh_RF):
 def _swiglu_gradients(x_RD, dy_RD, gate_R, w, dtype):
   """Gradients of `_swiglu` for x, gate and, in a `dtype` of their own, the weights."""
   outer = functools.partial(jnp.matmul, preferred_element_type=dtype)
-  gate_R1, dh_RF = gate_R[..., None], dy_RD @ w.down.mT
-  h_RF, da_RF, du_RF = hidden_gradients(x_RD @ w.gate, x_RD @ w.up, dh_RF * gate_R1)
+  gate_R1, dh_RF = gate_R[..., None], _times(dy_RD, w.down.mT)
+  a_RF, u_RF = _times(x_RD, w.gate), _times(x_RD, w.up)
+  h_RF, da_RF, du_RF = hidden_gradients(a_RF, u_RF, dh_RF * gate_R1)
   dgate_R = jnp.sum(h_RF * dh_RF, axis=-1)
   pairs = (x_RD, da_RF), (x_RD, du_RF), (h_RF * gate_R1, dy_RD)
   dw = ExpertWeights(*[outer(x.mT, y) for x, y in pairs])
-  return da_RF @ w.gate.mT + du_RF @ w.up.mT, dgate_R, dw
+  return _times(da_RF, w.gate.mT) + _times(du_RF, w.up.mT), dgate_R, dw
 
 
 def _rows(choice: jax.Array, gate_Xk: jax.Array, *arrays_XD: jax.Array) -> tuple[jax.Array, ...]:
