@@ -3,8 +3,12 @@
 The rows are the sequences (`plain`); or trees, where sequences begin alike (`trees`): the responses
 to one prompt share it; or whatever `packing.plan` has put into one row. Losses and metrics see
 [B, T] only. A sequence is on the device that has its row, so nothing moves between devices.
+
+The head reads less, [B, U]: what stands before the U tokens that a response has at most. No loss
+needs the logits of a prompt. (`before_responses`. Rows that `packing.plan` fills are read whole.)
 """
 
+import functools
 import math
 from typing import Any
 
@@ -42,6 +46,8 @@ class Rows:
   # int32 [B, T]: where each token is in the rows of its device, taken as one list; beyond the end:
   # in none of them. None: where it is in the batch
   place_BT: Array | None = None
+  prompt_B: Array | None = None  # tokens of the prompt; None: unknown, or those of a trunk
+  responses: int = flax.struct.field(pytree_node=False, default=0)  # U; 0: unknown
   tree: Tree | None = flax.struct.field(pytree_node=False, default=None)
 
 
@@ -65,10 +71,10 @@ def forward(
   )
 
 
-def plain(inputs: ModelInputs, routing_BTlk: Array | None = None) -> Rows:
+def plain(inputs: ModelInputs, routing_BTlk: Array | None = None, response_tokens: int = 0) -> Rows:
   """A row for each sequence; with the experts of the old policy, where they are known."""
-  support_BTX = inputs.support_BTX
-  return Rows(
+  support_BTX, T = inputs.support_BTX, inputs.tokens_BT.shape[1]
+  rows = Rows(
     tokens_RT=inputs.tokens_BT,
     targets_RT=_next(inputs.tokens_BT),
     segments_RT=inputs.segments_BT,
@@ -76,6 +82,9 @@ def plain(inputs: ModelInputs, routing_BTlk: Array | None = None) -> Rows:
     sampler_routing_RTlk=inputs.sampler_routing_BTlk,
     support_RTX=None if support_BTX is None else _next(support_BTX, NO_TOKEN),
   )
+  if inputs.prompt_B is None or not 0 < response_tokens < T:
+    return rows
+  return rows.replace(prompt_B=inputs.prompt_B, responses=response_tokens)
 
 
 def _next(x_BT: Array, last: int = 0) -> jax.Array:
@@ -85,7 +94,10 @@ def _next(x_BT: Array, last: int = 0) -> jax.Array:
 
 
 def trees(
-  inputs: ModelInputs, group_size: int, prompt_tokens: int, routing_BTlk: Array | None = None
+  inputs: ModelInputs,
+  group_size: int,
+  response_tokens: int,
+  routing_BTlk: Array | None = None,
 ) -> Rows:
   """As many rows as sequences, but shorter: a group's rows on one device share its prompt.
 
@@ -95,16 +107,14 @@ def trees(
   are then as long as a row of the batch, which may be whole blocks of attention.
 
   Args:
-    inputs: in groups of `group_size` sequences whose first `prompt_B` tokens are the same, and that
-      are at most T - `prompt_tokens` longer.
-    prompt_tokens: what a prompt has at most.
+    inputs: in groups of `group_size` sequences whose first `prompt_B` tokens are the same.
+    response_tokens: what follows these, at most; the rest of T is the room for prompts.
   """
   B, T = inputs.tokens_BT.shape
-  G = math.gcd(group_size, sharding.rows_of_a_device(B))
-  if G == 1 or prompt_tokens == 1:
-    return plain(inputs, routing_BTlk)
-  branch = T - prompt_tokens
-  trunk = -(-(prompt_tokens - 1) // G) * G
+  G, branch = math.gcd(group_size, sharding.rows_of_a_device(B)), response_tokens
+  if G == 1 or not 0 < branch < T - 1:
+    return plain(inputs, routing_BTlk, response_tokens)
+  trunk = -(-(T - branch - 1) // G) * G
 
   def on_each_device(sequences, prompt_B):
     rows, size = len(prompt_B), trunk + G * branch
@@ -118,7 +128,7 @@ def trees(
     place_BT = jnp.where(read_BT, place_BT, nowhere)
     written_BT = jnp.where(in_trunk_BT & (member_B1 > 0), nowhere, place_BT)
     arranged = arrange(sequences, written_BT, (rows, size // G))
-    return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G))
+    return arranged.replace(place_BT=place_BT, tree=Tree(trunk, G), responses=branch)
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   return run(plain(inputs, routing_BTlk), inputs.prompt_B)
@@ -165,3 +175,36 @@ def by_sequence(x_RT: jax.Array, rows: Rows, empty: int = 0) -> jax.Array:
 
   run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
   return run(x_RT, rows.place_BT)
+
+
+def before_responses(x_RT: jax.Array, rows: Rows) -> jax.Array:
+  """[R, T, ...] to [B, U, ...]: what stands before each token of the responses, from the last one
+  of the prompt on; `x_RT` itself where it is unknown where that is."""
+  if not rows.responses:
+    return x_RT
+
+  def on_each_device(x_RT, prompt_B):
+    if rows.tree is not None:
+      return rows.tree.split(x_RT)[1]
+    take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=rows.responses)
+    return jax.vmap(take)(x_RT, prompt_B - 1)
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(x_RT, rows.prompt_B)
+
+
+def in_rows(x_BU: jax.Array, rows: Rows) -> jax.Array:
+  """Puts back what `before_responses` took, with 0 in all other places."""
+  if not rows.responses:
+    return x_BU
+
+  def on_each_device(x_BU, tokens_RT, prompt_B):
+    if rows.tree is not None:
+      trees = len(x_BU) // rows.tree.branches
+      return rows.tree.join(jnp.zeros((trees, rows.tree.trunk), x_BU.dtype), x_BU)
+    nothing_RT = jnp.zeros(tokens_RT.shape, x_BU.dtype)
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+    return jax.vmap(put)(nothing_RT, x_BU, prompt_B - 1)
+
+  run = sharding.shard_map(on_each_device, in_specs=P(BATCH), out_specs=P(BATCH))
+  return run(x_BU, rows.tokens_RT, rows.prompt_B)

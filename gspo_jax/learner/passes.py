@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.learner import packing
+from gspo_jax.learner import layout, packing
 from gspo_jax.learner.adaptive_clip import in_force
-from gspo_jax.learner.layout import Rows, by_sequence, forward, packed, plain, trees
+from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.metrics import token_gradient
 from gspo_jax.learner.objective import policy_loss
 from gspo_jax.models import transformer
@@ -38,8 +38,9 @@ class Learner:
   # usual. "stop": all later ones are left out too, so that the state stays as it was.
   on_nonfinite: str = "stop"
   group_size: int = 1  # sequences that share a prompt
-  prompt_tokens: int = 0  # of a prompt, at most
-  response_tokens: int = 0  # of a response, at most: some objectives divide by it
+  # Of a response, at most; of a batch's positions, the others are for the prompt. Some objectives
+  # divide by it.
+  response_tokens: int = 0
   ages: int = 0  # classes of `by_age`; 0: none
 
 
@@ -56,7 +57,6 @@ def learner_of(c: RunConfig, phase: str) -> Learner:
     microbatches=c.rl.microbatches,
     load_balance_coef=c.objective.load_balance_coef,
     group_size=c.rl.group_size,
-    prompt_tokens=c.data.max_prompt_tokens,
     response_tokens=c.sampling.max_new_tokens,
     ages=c.rl.ages,
     **common,
@@ -71,8 +71,8 @@ def log_probs(
   routing_BTlk: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, transformer.Output, Rows]:
   """log π(token t | tokens before it) and the entropy there, [B, T] each, the forward pass and the
-  rows that it read. Position 0 has no probability and holds 0. Of tokens with a support on record,
-  π is renormalised over it (`head.token_logp`).
+  rows that it read. Position 0 has no probability and holds 0, and so do tokens of prompts that are
+  known as such. Of tokens with a support on record, π is renormalised over it (`head.token_logp`).
 
   With `replay`, π is the network that the experts on record make, with the gate weights of the
   router in `params`; ValueError if there is no such record.
@@ -83,16 +83,21 @@ def log_probs(
   rows = rows_of(inputs, learner, routing_BTlk)
   experts_RTlk = experts_to_replay(rows, replay)
   out = forward(params, rows, learner.model, learner.compute, experts_RTlk)
-  logp_RT, entropy_RT = transformer.token_logp(
+  read = out.hidden_BTD, rows.targets_RT, rows.support_RTX
+  hidden_BUD, targets_BU, support_BUX = jax.tree.map(
+    lambda x_RT: layout.before_responses(x_RT, rows), read
+  )
+  results_BU = transformer.token_logp(
     params,
     learner.model,
-    out.hidden_BTD,
-    rows.targets_RT,
+    hidden_BUD,
+    targets_BU,
     temperature=learner.temperature,
     compute=learner.compute,
-    support_BTX=rows.support_RTX,
+    support_BTX=support_BUX,
   )
-  return before_next(logp_RT, rows), before_next(entropy_RT, rows), out, rows
+  logp_BT, entropy_BT = (before_next(layout.in_rows(x_BU, rows), rows) for x_BU in results_BU)
+  return logp_BT, entropy_BT, out, rows
 
 
 def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
@@ -104,10 +109,10 @@ def before_next(x_RT: jax.Array, rows: Rows) -> jax.Array:
 def rows_of(inputs: ModelInputs, learner: Learner, routing_BTlk: jax.Array | None = None) -> Rows:
   """The rows that the model reads of a batch, or of one of its `parts`."""
   if inputs.row_B is not None:
-    return packed(inputs, len(inputs.tokens_BT) // learner.microbatches, routing_BTlk)
+    return layout.packed(inputs, len(inputs.tokens_BT) // learner.microbatches, routing_BTlk)
   if inputs.prompt_B is not None:
-    return trees(inputs, learner.group_size, learner.prompt_tokens, routing_BTlk)
-  return plain(inputs, routing_BTlk)
+    return layout.trees(inputs, learner.group_size, learner.response_tokens, routing_BTlk)
+  return layout.plain(inputs, routing_BTlk)
 
 
 def experts_to_replay(rows: Rows, replay: str) -> jax.Array | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from support.small_models import DENSE, MODELS, MOE, initial
@@ -18,11 +19,11 @@ from support.small_updates import (
   old_policy,
   rl_step,
   score_pass,
-  update,
   with_inputs,
 )
 
-from gspo_jax.learner import layout
+from gspo_jax.learner import layout, passes
+from gspo_jax.models import transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.settings.model import REFERENCE
 
@@ -57,9 +58,9 @@ def grouped_batch(model):
   return batch.replace(routing_BTlk=alike(batch.routing_BTlk))
 
 
-def sharing(model, microbatches=1, **compute):
+def sharing(model, microbatches=1, group_size=GROUP, **compute):
   compute = dataclasses.replace(REFERENCE, **compute)
-  shared = dict(group_size=GROUP, prompt_tokens=PROMPT)
+  shared = dict(group_size=group_size, response_tokens=T - PROMPT)
   return learner(model, microbatches=microbatches, compute=compute, **shared)
 
 
@@ -72,6 +73,8 @@ def sharing(model, microbatches=1, **compute):
     "dense", (2, 2, 1, 2), "none", 1, dict(remat="full"), marks=pytest.mark.long
   ),
   ("gemma", None, "none", 2, dict(attention="blockwise")),  # windows across trunk and branch
+  ("gemma", None, "none", 1, dict(group_size=1)),  # the head reads less all the same
+  pytest.param("dense", (2, 2, 1, 2), "none", 1, dict(group_size=1), marks=pytest.mark.long),
   pytest.param("moe", None, "R2", 2, {}, marks=pytest.mark.long),
   ("moe", (1, 2, 2, 2), "R3", 2, {}),  # two responses on each device: half of a group
 ])  # fmt: skip
@@ -80,7 +83,8 @@ def test_an_update_with_shared_prompts_is_the_update(name, shape, replay, microb
   batch = grouped_batch(model)
   objective = dataclasses.replace(ALL_TERMS, replay=replay)
   shared = rl_step(sharing(model, microbatches, **compute), objective, SGD)
-  expected = after(update(model, 1, replay=replay), model, with_inputs(batch, prompt_B=None))
+  whole = rl_step(sharing(model), objective, SGD)
+  expected = after(whole, model, with_inputs(batch, prompt_B=None))
   # A prompt's tokens count once in metrics of routers.
   assert_same_update(after(shared, model, batch, shape), expected, ("router/", "padding"))
 
@@ -103,7 +107,7 @@ def test_a_pass_with_shared_prompts_finds_the_same_old_policy(shape):
 def test_the_model_reads_every_prompt_once():
   """All but its last token, in rows that are shorter by that; and all that predicts a token."""
   batch = grouped_batch(DENSE)
-  actual = layout.trees(batch.inputs, GROUP, PROMPT)
+  actual = layout.trees(batch.inputs, GROUP, T - PROMPT)
   assert actual.tree == (8, GROUP)  # seven tokens, in rows of the same length
   assert actual.tokens_RT.shape == (B, (T - 8) + 8 // GROUP)
   lengths = [[length for length in group if length] for group in LENGTHS]
@@ -121,6 +125,27 @@ def test_the_model_reads_every_prompt_once():
     )
   _, row = after(rl_step(sharing(DENSE, MICROBATCHES), ALL_TERMS, SGD), DENSE, batch)
   assert row["padding"] == pytest.approx(1 - distinct / actual.tokens_RT.size)
+
+
+@pytest.mark.parametrize("group_size", [GROUP, 1])
+def test_the_head_reads_what_stands_before_a_response(group_size, monkeypatch):
+  batch, learner = grouped_batch(DENSE), sharing(DENSE, group_size=group_size)
+  rows = passes.rows_of(batch.inputs, learner)
+  read = [np.asarray(layout.before_responses(x, rows)) for x in (rows.tokens_RT, rows.targets_RT)]
+  assert read[0].shape == (B, T - PROMPT)
+  for b, (start, end) in enumerate(zip(PROMPT_B, np.minimum(LENGTH_B, PROMPT_B + T - PROMPT))):
+    if end > start:
+      tokens_T = batch.inputs.tokens_BT[b]
+      np.testing.assert_array_equal(read[1][b, : end - start], tokens_T[start:end])
+      np.testing.assert_array_equal(read[0][b, : end - start], tokens_T[start - 1 : end - 1])
+  back_BT = passes.before_next(layout.in_rows(read[1], rows), rows)
+  np.testing.assert_array_equal(back_BT * batch.mask_BT, batch.inputs.tokens_BT * batch.mask_BT)
+  seen, token_logp = [], transformer.token_logp
+  monkeypatch.setattr(
+    transformer, "token_logp", lambda *args, **kw: seen.append(args[2]) or token_logp(*args, **kw)
+  )
+  jax.eval_shape(lambda params: passes.log_probs(params, batch.inputs, learner)[0], initial(DENSE))
+  assert seen[0].shape[:2] == (B, T - PROMPT)
 
 
 def test_a_response_knows_of_no_other():

@@ -277,7 +277,7 @@ def test_an_update_by_segments_is_the_same_in_every_layout(plain, how):
 
 def test_an_update_by_segments_is_the_same_with_shared_prompts():
   batch = in_segments(grouped_batch(DENSE))
-  shared = after(update(2, group_size=GROUP, prompt_tokens=PROMPT), DENSE, batch)
+  shared = after(update(2, group_size=GROUP, response_tokens=T - PROMPT), DENSE, batch)
   assert_alike(shared, after(update(1), DENSE, with_inputs(batch, prompt_B=None)))
 
 

@@ -158,9 +158,7 @@ LAYOUTS = {
 def test_sampler_and_trainer_agree_with_the_mask_and_not_without(rollout, how):
   shape = how.get("shape", (1, 1, 1, 1))
   given, packed = batch_of(rollout, how.get("shared", False)), how.get("packed", False)
-  settings = dict(
-    group_size=G, prompt_tokens=5, response_tokens=11, temperature=0.8, microbatches=2
-  )
+  settings = dict(group_size=G, response_tokens=11, temperature=0.8, microbatches=2)
   score = score_pass(learner(SMALLER_DENSE, **settings))
   mesh = sharding.make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
 

@@ -234,7 +234,7 @@ def test_a_smaller_group_shares_its_prompt():
   (*_, one), _ = iterate(6, **SIZES)
   batch = batches.train_batch(one.rollout, one.advantage_PG, shared_prompts=True)
   batch = batch.replace(old_logp_BT=batch.sampler_logp_BT)
-  shared = learner(MOE, group_size=6, prompt_tokens=3)
+  shared = learner(MOE, group_size=6, response_tokens=NEW)
   found = score_pass(shared)(PARAMS, batch.inputs)
   plain = score_pass(learner(MOE))(PARAMS, batch.inputs.replace(prompt_B=None))
   sampled = batch.mask_BT > 0
