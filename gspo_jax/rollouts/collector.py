@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from gspo_jax.rollouts import advantages, judging, metrics, schedules
 from gspo_jax.rollouts.groups import Group, filled, trajectories_of
 from gspo_jax.rollouts.multipliers import Constraints
 from gspo_jax.rollouts.prompt_filter import PromptFilter
+from gspo_jax.rollouts.rooms import room_for, rooms
 from gspo_jax.runs.metrics import Writer
 from gspo_jax.sampling import Driver, Engine, Environment, SingleTurn, Usage, assemble, requests
 from gspo_jax.sampling.driver import new_groups
@@ -91,6 +93,11 @@ class Collector:
     self._writer, self._records, self._shared_prompts = writer, records, shared_prompts
     self._workload = requests.workload(
       config, tuple(tokenizer.stop_ids), environment is not None, tokenizer.vocab_size
+    )
+    self._rooms = rooms(config, [prompts, *([] if records is None else [records.prompts])])
+    logging.info(
+      "updates have room for prompts of %s tokens; a program for each is compiled when needed",
+      " or ".join(map(str, self._rooms)),
     )
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
@@ -312,8 +319,11 @@ class Collector:
         f"its {len(groups)} groups of {max(sizes)} responses do not go with rl.prompts={prompts} "
         f"and rl.group_size={size}: set these to what they were"
       )
-    load, pad = self._workload, self._tokenizer.pad_id
-    return assemble(trajectories_of(groups), load.window, pad, load.support)
+    trajectories, c = trajectories_of(groups), self._config
+    longest = max(len(trajectory.prompt) for trajectory in trajectories)
+    room = room_for(longest, self._rooms, c.data.max_prompt_tokens)
+    window = room + c.sampling.max_new_tokens
+    return assemble(trajectories, window, self._tokenizer.pad_id, self._workload.support)
 
   def position(self) -> Callable[[], dict[str, Any]]:
     """Remembers where sampling stands; called, the result makes JSON of it for a checkpoint."""
