@@ -24,24 +24,10 @@ from gspo_jax.learner.state import new_state
 from gspo_jax.learner.summary import summarize
 from gspo_jax.runs.metrics import compute as computed
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.settings.model import ComputeConfig, ModelConfig
+from gspo_jax.settings.model import PUBLISHED, ComputeConfig
 from gspo_jax.structs import ModelInputs, TrainBatch
 
-SMOLLM2 = ModelConfig(
-  family="qwen3",
-  vocab_size=49_152,
-  hidden_size=576,
-  num_layers=30,
-  num_heads=9,
-  num_kv_heads=3,
-  head_dim=64,
-  intermediate_size=1536,
-  rope_theta=1e5,
-  rms_norm_eps=1e-5,
-  qk_norm=False,
-  tie_word_embeddings=True,
-  max_position_embeddings=8192,
-)
+SMOLLM2 = PUBLISHED["SmolLM2-135M"]
 GROUP, NEW, MEAN, LONGEST = 8, 16, 59, 128
 
 

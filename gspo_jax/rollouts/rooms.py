@@ -1,4 +1,4 @@
-"""How much room the rows of an iteration's updates have for its prompts: as few lengths as programs.
+"""Room for prompts in the rows of an iteration's updates: few lengths, since each is a program.
 
 Rows as long as `data.max_prompt_tokens` allows would be padding where all prompts are shorter. So
 the lengths of the prompts on file say once, at the start, which rooms there are.
@@ -25,10 +25,11 @@ def rooms(config: RunConfig, sources: Sequence[Source]) -> tuple[int, ...]:
   probability q^P.
   """
   most = config.data.max_prompt_tokens
-  lengths = [_lengths(source) for source in sources]
-  if config.rl.packed or config.environment.name or not lengths or None in lengths:
+  parts = [p for s in sources for p in (s.sources if isinstance(s, Mixture) else (s,))]
+  known = bool(parts) and all(isinstance(part, Prompts) for part in parts)
+  if config.rl.packed or config.environment.name or not known:
     return (most,)
-  ordered = sorted(sum(lengths, []))
+  ordered = sorted(len(prompt.tokens) for part in parts for prompt in part.rows)
   places = (math.ceil(len(ordered) * share ** (1 / config.rl.prompts)) - 1 for share in SHARES)
   chosen: list[int] = []
   for length in sorted((ordered[i] for i in places), reverse=True):
@@ -42,11 +43,3 @@ def room_for(longest: int, rooms: Sequence[int], most: int) -> int:
   """The smallest of the rooms that has place for a prompt so long; `most` for one that was drawn
   from other data, before the run was interrupted."""
   return next((room for room in rooms if room >= longest), most)
-
-
-def _lengths(source: Source) -> list[int] | None:
-  """Tokens of all its prompts; None where they are not all in memory, or not for good."""
-  if isinstance(source, Mixture):
-    parts = [_lengths(part) for part in source.sources]
-    return None if None in parts else sum(parts, [])
-  return [len(prompt.tokens) for prompt in source.rows] if isinstance(source, Prompts) else None

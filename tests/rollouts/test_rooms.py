@@ -1,7 +1,7 @@
 """Room for prompts: no more than they need, and few lengths."""
 
 import pytest
-from support.rollouts import NEW, PROMPTS, P, collector, iterate, settings
+from support.rollouts import NEW, G, P, collector, iterate, settings
 
 from gspo_jax.data.sources import Mixture, Prompts
 from gspo_jax.rollouts.rooms import room_for, rooms
@@ -39,6 +39,16 @@ def test_a_prompt_of_other_data_has_room():
   assert [room_for(n, (32, 64), 1024) for n in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 1024]
 
 
-def test_a_rollout_is_as_long_as_its_prompts_need():
-  (out,), _ = iterate(1, collector(PROMPTS, extra_prompts=0, data__max_prompt_tokens=40))
-  assert out.rollout.tokens.shape == (P * 3, 16 + NEW)
+def test_a_rollout_is_as_long_as_its_prompts_need(caplog):
+  """In few lengths, which are named at the start: each is a program of every pass and update."""
+  caplog.set_level("INFO")
+  source = of_lengths(*[5] * 60, *[33] * 6)
+  out, _ = iterate(5, collector(source, extra_prompts=0, data__max_prompt_tokens=100))
+  assert "room for prompts of 16 or 48 tokens" in caplog.text
+  seen = set()
+  for collected in out:
+    rollout = collected.rollout
+    room = 16 if rollout.prompt_lengths.max() == 5 else 48
+    assert rollout.tokens.shape == rollout.logp.shape == (P * G, room + NEW)
+    seen.add(room)
+  assert seen == {16, 48}
