@@ -13,7 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,10 +95,9 @@ class Collector:
       config, tuple(tokenizer.stop_ids), environment is not None, tokenizer.vocab_size
     )
     self._rooms = rooms(config, [prompts, *([] if records is None else [records.prompts])])
-    logging.info(
-      "updates have room for prompts of %s tokens; a program for each is compiled when needed",
-      " or ".join(map(str, self._rooms)),
-    )
+    if self._rooms != (config.data.max_prompt_tokens,) and hosts.is_first():
+      sizes = " or ".join(map(str, self._rooms))
+      sys.stderr.write(f"updates have room for prompts of {sizes} tokens; each is compiled once\n")
     self._breaks_V = line_breaks(tokenizer) if config.reward.per_line else None
     P = config.rl.prompts
     self._fresh = round(config.sampled_share * P)  # prompts of an iteration that are sampled

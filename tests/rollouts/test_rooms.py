@@ -39,12 +39,11 @@ def test_a_prompt_of_other_data_has_room():
   assert [room_for(n, (32, 64), 1024) for n in (1, 32, 33, 64, 65)] == [32, 32, 64, 64, 1024]
 
 
-def test_a_rollout_is_as_long_as_its_prompts_need(caplog):
+def test_a_rollout_is_as_long_as_its_prompts_need(capsys):
   """In few lengths, which are named at the start: each is a program of every pass and update."""
-  caplog.set_level("INFO")
   source = of_lengths(*[5] * 60, *[33] * 6)
   out, _ = iterate(5, collector(source, extra_prompts=0, data__max_prompt_tokens=100))
-  assert "room for prompts of 16 or 48 tokens" in caplog.text
+  assert "room for prompts of 16 or 48 tokens" in capsys.readouterr().err
   seen = set()
   for collected in out:
     rollout = collected.rollout
