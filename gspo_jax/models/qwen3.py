@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE, and with other options Qwen2 and Llama: pre-norms, SwiGLU, experts."""
+"""Qwen3 and Qwen3-MoE, with other options Qwen2, Llama and Mixtral: pre-norms, SwiGLU, experts."""
 
 from collections.abc import Callable
 from typing import Any

@@ -33,7 +33,9 @@ class ModelConfig:
   Where a size leaves a key out, it is a dense model with full attention.
   """
 
-  family: Literal["qwen3", "gemma"] = required("qwen3: and Qwen2, Llama | gemma: Gemma 2 and 3")
+  family: Literal["qwen3", "gemma"] = required(
+    "qwen3: and Qwen2, Llama, Mixtral | gemma: Gemma 2 and 3"
+  )
   vocab_size: Annotated[int, Range(1, 4_194_304)] = required(
     "tokens; of bytes: 256, 3 special ones, and up to a multiple of 8"
   )

@@ -32,6 +32,7 @@ BASE = dict(
   max_position_embeddings=256,
 )
 MOE = BASE | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+MIXTRAL = BASE | dict(num_local_experts=6, num_experts_per_tok=2)
 NEW_TOKENS = 64
 LOGIT_TOLERANCE = 2e-5  # of the largest logit
 
@@ -79,6 +80,8 @@ CASES = dict(
     decoder_sparse_step=2,
     mlp_only_layers=[1],
   ),
+  mixtral=lambda: config("Mixtral", MIXTRAL, 1e6, head_dim=10),
+  mixtral_fused_gqa8=lambda: config("Mixtral", MIXTRAL, 1e5, num_key_value_heads=1),
   gemma3=lambda: gemma("Gemma3Text", 3, 7),
   gemma3_bound_gqa8=lambda: gemma(
     "Gemma3Text", 2, 5, local_theta=2e4, num_key_value_heads=1, final_logit_softcapping=3.0
@@ -91,6 +94,7 @@ SAVE = dict(  # other ways in which transformers writes a directory
   dense_gqa2=dict(max_shard_size="20KB"),
   moe_normalised=dict(save_original_format=False),  # experts of a layer in one tensor
   moe_mlp_only_gqa8=dict(max_shard_size="20KB"),
+  mixtral_fused_gqa8=dict(save_original_format=False),
 )
 
 
@@ -212,7 +216,8 @@ def test_both_forms_of_config_json_say_the_same(case, tmp_path):
   hf.save(tmp_path, case.params, case.config)
   published = json.loads((tmp_path / "config.json").read_text())
   assert "rope_theta" in published and "rope_parameters" not in published
-  assert ("num_experts" in published) == (case.config.num_experts > 0)
+  experts = {"num_experts", "num_local_experts"} & published.keys()
+  assert bool(experts) == (case.config.num_experts > 0)
   transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
   rewritten = json.loads((tmp_path / "config.json").read_text())
   assert "rope_parameters" in rewritten and "rope_theta" not in rewritten

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_jax.settings.model import ModelConfig
+
 # ModelConfig field -> key of config.json, type
 _FIELDS = dict(
   vocab_size=("vocab_size", int),
@@ -56,6 +58,20 @@ ARCHITECTURES = {  # by model_type
     implied=dict(family="qwen3", qk_norm=True),
     fixed=dict(hidden_act=_SILU, use_sliding_window=False) | _NO_BIAS,
     defaults=dict(num_key_value_heads=4, mlp_only_layers=[], decoder_sparse_step=1),
+  ),
+  "mixtral": Architecture(
+    "MixtralForCausalLM",
+    _FIELDS
+    | dict(
+      num_experts=("num_local_experts", int),
+      experts_per_token=("num_experts_per_tok", int),
+      moe_intermediate_size=("intermediate_size", int),
+    ),
+    implied=dict(family="qwen3", qk_norm=False, norm_topk_prob=True),
+    fixed=dict(hidden_act=_SILU, sliding_window=None, router_jitter_noise=0.0),
+    defaults=dict(
+      rope_theta=1e6, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
+    ),
   ),
   "qwen3": Architecture(
     "Qwen3ForCausalLM",
@@ -149,8 +165,16 @@ _NAMES = {
   "final_norm": ("model.norm.weight", "D"),
   "head": ("lm_head.weight", "V D"),
 }
+_MIXTRAL = _LAYER + "block_sparse_moe."
 NAMES = dict(
   qwen3=_NAMES,
+  mixtral=_NAMES
+  | {
+    "Moe.router": (_MIXTRAL + "gate.weight", "E D"),
+    "Moe.gate": (_MIXTRAL + "experts.{E}.w1.weight", "F D"),
+    "Moe.up": (_MIXTRAL + "experts.{E}.w3.weight", "F D"),
+    "Moe.down": (_MIXTRAL + "experts.{E}.w2.weight", "D F"),
+  },
   gemma=_NAMES
   | {
     "attention_post_norm": (_LAYER + "post_attention_layernorm.weight", "D"),
@@ -158,9 +182,18 @@ NAMES = dict(
     "ffn_post_norm": (_LAYER + "post_feedforward_layernorm.weight", "D"),
   },
 )
+
+
+def names(config: ModelConfig) -> dict[str, tuple[str, str]]:
+  """Names and axes in published files of every parameter that a model may have."""
+  is_mixtral = config.num_experts and not config.qk_norm
+  return NAMES["mixtral" if is_mixtral else config.family]
+
+
 # How transformers 5 holds experts in memory, and writes them on request (save_original_format=
 # False): all of a layer in one tensor, gate and up as the halves of one axis, "2".
 FUSED = {
+  "Moe.router": _NAMES["Moe.router"],  # of Mixtral too
   "Moe.gate": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.up": (_LAYER + "mlp.experts.gate_up_proj", "E 2F D"),
   "Moe.down": (_LAYER + "mlp.experts.down_proj", "E D F"),

@@ -4,8 +4,8 @@ One table says how each parameter lies in the files; `load` reads it in one dire
 the other. Both stream: `load` copies slices of memory-mapped files straight into each device's part
 of a parameter, `save` writes one tensor after the other.
 
-Qwen3, Qwen3-MoE, Qwen2, Llama-like models, Gemma 2 and 3 (text), as published and as transformers 5
-writes them.
+Qwen3, Qwen3-MoE, Qwen2, Llama-like models, Mixtral, Gemma 2 and 3 (text), as published and as
+transformers 5 writes them.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from jax.experimental import multihost_utils
 
 from gspo_jax import sharding
 from gspo_jax.models import lora, transformer
+from gspo_jax.models.hf import architectures
 from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
-from gspo_jax.models.hf.architectures import EMBED, FUSED, HEAD, NAMES
 from gspo_jax.models.hf.config import CheckpointError, load_config
 from gspo_jax.settings.model import ModelConfig
 
@@ -40,7 +40,7 @@ _ALIGN = 64  # bytes; JAX takes such a buffer over on CPU instead of copying it
 class Leaf:
   """One parameter and its place in the files."""
 
-  key: str  # of NAMES[family]
+  key: str  # of architectures.names
   letters: str
   shape: tuple[int, ...]
   name: str
@@ -161,11 +161,11 @@ def _plan(
   config = load_config(directory)
   files = hf_files.Files(Path(directory))
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
-  names = NAMES[config.family] | (FUSED if fused else {})
+  names = architectures.names(config) | (architectures.FUSED if fused else {})
   twin = None  # a second copy of a tied embedding
-  if config.tie_word_embeddings and HEAD in files.file_of:
-    if EMBED in files.file_of:
-      twin = HEAD
+  if config.tie_word_embeddings and architectures.HEAD in files.file_of:
+    if architectures.EMBED in files.file_of:
+      twin = architectures.HEAD
     else:
       names = names | {"embed": names["head"]}
   leaves = leaves_of(config, names)
@@ -175,7 +175,7 @@ def _plan(
     for position in leaf.positions(whole(leaf))
   }
   if twin:
-    shapes[twin] = shapes[EMBED]
+    shapes[twin] = shapes[architectures.EMBED]
   files.check_names(shapes)
   return config, files, leaves, shapes, twin
 
@@ -283,7 +283,7 @@ def save(
       no Hugging Face architecture has.
   """
   directory = Path(directory)
-  leaves = leaves_of(model_config, NAMES[model_config.family])
+  leaves = leaves_of(model_config, architectures.names(model_config))
   arrays = _checked(lora.merged(params, dtype), model_config)
   kinds = [jnp.dtype(a.dtype if dtype is None else dtype) for a in arrays]
   if unknown := {kind.name for kind in kinds} - set(_SAVED):

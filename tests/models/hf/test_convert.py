@@ -31,6 +31,9 @@ DENSE = dataclasses.replace(
 TIED = dataclasses.replace(DENSE, tie_word_embeddings=True)
 QWEN2 = dataclasses.replace(TIED, qk_norm=False, attention_bias=True)
 LLAMA = dataclasses.replace(DENSE, qk_norm=False)
+MIXTRAL = dataclasses.replace(
+  MOE, qk_norm=False, mlp_only_layers=(), intermediate_size=24, norm_topk_prob=True
+)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -68,7 +71,7 @@ def edit_tensors(directory, edit):
 # Exact
 
 
-@pytest.mark.parametrize("config", [MOE, DENSE, TIED, QWEN2, LLAMA])
+@pytest.mark.parametrize("config", [MOE, DENSE, TIED, QWEN2, LLAMA, MIXTRAL])
 @pytest.mark.parametrize("shard_size_bytes", [10**9, 20_000])
 def test_what_is_saved_is_loaded(config, shard_size_bytes, tmp_path):
   params = saved(tmp_path, config, shard_size_bytes=shard_size_bytes)

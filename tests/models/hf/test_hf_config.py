@@ -19,6 +19,9 @@ MOE = dataclasses.replace(sizes.tiny_moe(64), mlp_only_layers=(1,))
 DENSE = sizes.tiny_dense(64)
 QWEN2 = dataclasses.replace(DENSE, qk_norm=False, attention_bias=True, tie_word_embeddings=True)
 LLAMA = dataclasses.replace(DENSE, qk_norm=False)
+MIXTRAL = dataclasses.replace(
+  sizes.tiny_moe(64), qk_norm=False, intermediate_size=48, moe_intermediate_size=48
+)
 GEMMA3 = dataclasses.replace(sizes.tiny_gemma(64), num_layers=7)
 GEMMA2 = dataclasses.replace(
   GEMMA3,
@@ -41,7 +44,7 @@ def write(directory, config, **changes):
 @pytest.mark.parametrize(
   "config, changes, message",
   [
-    (DENSE, dict(model_type="gpt2"), "model_type='gpt2' is not one of qwen3_moe, qwen3, qwen2"),
+    (DENSE, dict(model_type="gpt2"), "model_type='gpt2' is not one of qwen3_moe, mixtral, qwen3"),
     (DENSE, dict(model_type=...), "model_type=None"),
     (DENSE, dict(hidden_size=...), "no hidden_size"),
     (DENSE, dict(rope_theta=...), "no rope_theta"),
@@ -153,7 +156,7 @@ def as_transformers_computes(content):
   return values
 
 
-@pytest.mark.parametrize("config", [MOE, DENSE, QWEN2, LLAMA, GEMMA3, GEMMA2])
+@pytest.mark.parametrize("config", [MOE, DENSE, QWEN2, LLAMA, MIXTRAL, GEMMA3, GEMMA2])
 def test_a_key_left_out_or_null_means_what_it_means_to_transformers(config, tmp_path):
   whole = hf_config.to_hf(config, "float32")
   loaded = 0
