@@ -86,13 +86,16 @@ def model(size: ModelConfig) -> ConfigDict:
 
 
 def size(name: str) -> ModelConfig:
-  """A published size by its name in `sizes.PUBLISHED`, or that of a Hugging Face directory."""
-  if Path(name).is_dir():
+  """A published size by its name in `sizes.PUBLISHED`, or that of a Hugging Face directory or
+  repository."""
+  if "/" in name or Path(name).is_dir():
     from gspo_jax.models import hf  # needs safetensors
 
     return hf.load_config(name)
   if name not in sizes.PUBLISHED:
-    raise ValueError(f"{name!r} is neither a directory nor one of {', '.join(sizes.PUBLISHED)}")
+    raise ValueError(
+      f"{name!r} is neither a directory, a repository nor one of {', '.join(sizes.PUBLISHED)}"
+    )
   return sizes.PUBLISHED[name]
 
 

@@ -43,7 +43,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
   else:
     config.update(
       weights="",  # to be set: Qwen3-1.7B or its Base
-      tokenizer="",  # to be set: the same directory
       model=common.model(common.size(arg or "Qwen3-1.7B-Base")),
       compute=dict(dtype="bfloat16", remat="full", logits_chunk=512),  # of 151,936 logits each
       data=dict(max_prompt_tokens=512),

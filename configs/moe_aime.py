@@ -42,7 +42,6 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     config.update(
       distributed=True,
       weights="",  # to be set: a cold start fine-tuned from Qwen3-30B-A3B-Base (§5.1)
-      tokenizer="",  # to be set: the directory with its tokenizer.json
       model=common.model(common.size("Qwen3-30B-A3B-Base")),
       compute=dict(logits_chunk=2048),  # of 151,936 logits each
       engine=dict(slots=1024),  # what `aot --search` recommends, for a mean of 8,192 tokens

@@ -49,7 +49,7 @@ def export(
     raise ValueError(f"RUN={run}: {origin.path} has no adapters: leave out --adapters")
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise ValueError(f"DIR={directory} is there already: give a new name")
-  tokenizer = tokenizer or origin.config["tokenizer"]
+  tokenizer = tokenizer or origin.tokenizer
   try:
     tok = tokenizers.load_for(tokenizer, model.vocab_size)
   except tokenizers.TokenizerError as error:

@@ -18,7 +18,7 @@ from gspo_jax.evaluation.benchmarks import check_problems, choose
 from gspo_jax.evaluation.evaluator import workload
 from gspo_jax.models import transformer
 from gspo_jax.rewards import shaping
-from gspo_jax.runs import paths, provenance
+from gspo_jax.runs import paths, provenance, start
 from gspo_jax.runs.metrics import read_rows
 from gspo_jax.runs.mirror import Mirror
 from gspo_jax.runs.tracking import find_wandb
@@ -38,6 +38,7 @@ from gspo_jax.tasks import environments
 class Inputs:
   """Whatever a configuration names and can be read without writing anything."""
 
+  weights: str  # the key; of a repository of the hub with its commit
   tokenizer: tokenizer.Tokenizer
   environment: environments.Make | None
   train_prompts: Sequence[Prompt]
@@ -57,7 +58,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   paths.check(config, workdir)
   if config.distributed:
     _join_hosts()
-  inputs = _read(config, workdir)
+  inputs = read(config, workdir)
   if workdir is not None:
     mirror, values = Mirror(workdir, config.checkpoint.directory), dataclasses.asdict(config)
     provenance.check(workdir, values)
@@ -72,9 +73,13 @@ def check(config: RunConfig, workdir: Path | None = None) -> Inputs:
   return inputs
 
 
-def _read(config: RunConfig, workdir: Path | None) -> Inputs:
+def read(config: RunConfig, workdir: Path | None) -> Inputs:
   """Reads and checks tokenizer, data and mesh; cheap checks come before slow ones."""
-  tok = tokenizer.load_for(config.tokenizer, config.model.vocab_size, config.data)
+  began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
+  weights = start.pinned("weights", config.weights, began_with)
+  paths.check_weights(config, weights)
+  name = start.tokenizer(config, weights)
+  tok = tokenizer.load_for(name, config.model.vocab_size, config.data)
   if config.has_iterations and config.objective.segment_unit == "step":
     delimiters.choose(config.objective.segment_delimiters, tok)
   environment = environments.find(config.environment.name, tok)
@@ -86,9 +91,7 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
       )
   for tag in shaping.TAGS[config.reward.format]:
     if not tokenizer.shows(tok, tag):
-      raise ValueError(
-        f"reward.format={config.reward.format}: no text of {config.tokenizer} has {tag!r} in it"
-      )
+      raise ValueError(f"reward.format={config.reward.format}: no text of {name} has {tag!r} in it")
   verifier = "" if config.environment.name else config.reward.name  # or it judges
   check_answer = rewards.answer_check(verifier if config.has_iterations else "")
   records = None
@@ -142,10 +145,12 @@ def _read(config: RunConfig, workdir: Path | None) -> Inputs:
     from gspo_jax.models.hf.config import to_hf  # safetensors is only needed here
 
     to_hf(config.model, "float32")  # as servers are given weights
-  taught = find_teacher(config, workdir, tok, mesh)
+  if taught := teachers.find(config, workdir):
+    teachers.check(taught, config, tok, mesh)
   check_memory(config, mesh, taught and taught.model)
   transformer.shardings(config.model, sharding.TRAIN, mesh)
   return Inputs(
+    weights=weights,
     tokenizer=tok,
     environment=environment,
     train_prompts=train_prompts,
@@ -239,15 +244,6 @@ def _shared(config: RunConfig, inputs: Inputs) -> list[str]:
     f"held-out problems are in data.train too ({', '.join(counts)}): accuracy on them shows what "
     "was memorised; leave them out of one of both"
   ]
-
-
-def find_teacher(
-  config: RunConfig, workdir: Path | None, tok: tokenizer.Tokenizer, mesh: jax.sharding.Mesh
-) -> teachers.Teacher | None:
-  """The teacher, checked."""
-  if taught := teachers.find(config, workdir):
-    teachers.check(taught, config, tok, mesh)
-  return taught
 
 
 def _join_hosts() -> None:

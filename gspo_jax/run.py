@@ -17,7 +17,7 @@ from gspo_jax import teacher as teachers
 from gspo_jax.data import growing, recorded, tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
-from gspo_jax.inputs import Inputs, check, find_teacher, reward_configs
+from gspo_jax.inputs import Inputs, check, read, reward_configs
 from gspo_jax.models import lora, transformer
 from gspo_jax.rewards import user_function
 from gspo_jax.rewards.signals import Signals, open_signals
@@ -35,7 +35,7 @@ from gspo_jax.runs.weights import initial
 from gspo_jax.sampling import Engine, LocalEngine, delimiters
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
-from gspo_jax.system import hosts, lock
+from gspo_jax.system import hosts, hub, lock
 from gspo_jax.system.files import WriteError
 from gspo_jax.tasks import environments
 
@@ -155,7 +155,7 @@ def rehearse(config: RunConfig, workdir: Path | None) -> Inputs:
   with (
     jax.set_mesh(inputs.mesh),
     open_judges(config),
-    open_engine(config, _as_it_is, inputs.tokenizer.decode, place, profiler),
+    open_engine(config, _as_it_is, inputs.tokenizer, place, profiler),
   ):
     return inputs
 
@@ -176,12 +176,11 @@ def open_judges(
 
 @contextlib.contextmanager
 def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
-  tok, problems = inputs.tokenizer, inputs.problems
   if hosts.of_first(Mirror(workdir, config.checkpoint.directory).back, WriteError):
     if hosts.is_first():
       sys.stderr.write(f"{workdir} is filled again from {config.checkpoint.directory}\n")
-    # Only now is it known which checkpoint the run began to learn from.
-    inputs = dataclasses.replace(inputs, teacher=find_teacher(config, workdir, tok, inputs.mesh))
+    inputs = read(config, workdir)  # only now is it known which weights the run began with
+  tok, problems = inputs.tokenizer, inputs.problems
   values = dataclasses.asdict(config)
   provenance.check(workdir, values)
   if isinstance(inputs.train_prompts, growing.Growing):
@@ -198,7 +197,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   with (
     jax.set_mesh(inputs.mesh),
     open_judges(config) as (scorers, signals),
-    open_engine(config, load, tok.decode, workdir, profiler) as engine,
+    open_engine(config, load, tok, workdir, profiler) as engine,
     Writer(workdir, active=hosts.is_first(), wandb=config.wandb, config=values) as writer,
   ):
     for scorer in filter(None, scorers.values()):
@@ -216,7 +215,7 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     depends_on = (
       config.sampler_compute,
       config.reward,
-      config.tokenizer,
+      tok.path,
       config.environment,
       config.engine.name,
       config.constraints,
@@ -237,9 +236,11 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
     )
     begins_with = provenance.origin(workdir, values, "start")
     if hosts.is_first():
-      if not begins_with and (origin := start.find(config.weights)):
-        begins_with = origin.about
-      provenance.record(workdir, values, begins_with, inputs.teacher and inputs.teacher.about)
+      if not begins_with and config.weights != "random":
+        origin = start.find(config.weights)
+        begins_with = origin.about if origin else dict(directory=inputs.weights)
+      taught = inputs.teacher and inputs.teacher.about
+      provenance.record(workdir, values, begins_with, taught, tok.path)
     yield Run(
       config=config,
       workdir=workdir,
@@ -266,13 +267,13 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
 def open_engine(
   config: RunConfig,
   publish: Callable[[Any], Any],
-  detokenize: Callable[[list[int]], str],
+  tok: tokenizer.Tokenizer,
   workdir: Path,
   profiler: Profiler,
 ) -> Iterator[Engine]:
   """What samples: slots on the mesh, or servers. `publish` is from the trainer's parameters to the
   sampler's."""
-  common = config.model, config.engine, config.compute, publish, detokenize
+  common = config.model, config.engine, config.compute, publish, tok.decode
   if config.engine.name == "local":
     yield LocalEngine(*common, stepped=functools.partial(profiler.count, "sample"))
     return
@@ -285,6 +286,6 @@ def open_engine(
     window=config.data.max_prompt_tokens + new,
     temperature=config.sampling.temperature,
     routing=config.has_iterations and config.objective.needs_sampler_routing,
-    tokenizer=None if config.tokenizer == "bytes" else Path(config.tokenizer),
+    tokenizer=None if tok.path == "bytes" else hub.directory(tok.path),
   ) as engine:
     yield engine

@@ -16,7 +16,7 @@ from gspo_jax.runs import provenance, start, weights
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import ModelInputs
-from gspo_jax.system import hosts
+from gspo_jax.system import hosts, hub
 
 KEY = "distillation.teacher"
 
@@ -25,7 +25,7 @@ KEY = "distillation.teacher"
 class Teacher:
   """Where the weights of a teacher are, and of which model."""
 
-  path: str  # a Hugging Face directory, or a checkpoint
+  path: str  # a Hugging Face directory or repository, or a checkpoint
   origin: start.Start | None  # the checkpoint, if it is one
   model: ModelConfig
   tokenizer: str | None  # as the key `tokenizer`; None: not known
@@ -51,11 +51,12 @@ def find(config: RunConfig, workdir: Path | None = None) -> Teacher | None:
   origin = hosts.of_first(lambda: start.find(name, KEY))
   if origin is not None:
     model = start.model(origin, f"{KEY}={name}")
-    return Teacher(str(origin.path), origin, model, origin.config.get("tokenizer"))
+    return Teacher(str(origin.path), origin, model, origin.tokenizer if origin.config else None)
+  name = start.pinned(KEY, name, began_with)
   start.check_published(KEY, name, "or to the workdir of a run")
   from gspo_jax.models import hf  # safetensors is only needed here
 
-  has_tokenizer = (Path(name) / "tokenizer.json").exists()
+  has_tokenizer = (hub.directory(name) / "tokenizer.json").exists()
   return Teacher(name, None, hf.check(name), name if has_tokenizer else None)
 
 
@@ -71,12 +72,12 @@ def check(
       "need the same vocabulary"
     )
   if (
-    teacher.tokenizer not in (None, config.tokenizer)
+    teacher.tokenizer not in (None, tok.path)
     and tokenizer.load(teacher.tokenizer).token_bytes() != tok.token_bytes()
   ):
     raise ValueError(
       f"{what} has another tokenizer, {teacher.tokenizer!r}, than the policy, tokenizer="
-      f"{config.tokenizer!r}: the same ids stand for other texts; take a teacher of the same one"
+      f"{tok.path!r}: the same ids stand for other texts; take a teacher of the same one"
     )
   window = config.data.max_prompt_tokens + config.sampling.max_new_tokens
   if window > model.max_position_embeddings:

@@ -68,7 +68,8 @@ def test_a_tokenizer_that_is_elsewhere_now(trained, tmp_path, monkeypatch, capsy
   for name in "config.json", "checkpoints":
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / name).symlink_to(workdir / name)
-  values = json.loads((workdir / "config.json").read_text()) | dict(tokenizer=workdir.parent.name)
+  values = json.loads((workdir / "config.json").read_text())
+  values["provenance"]["tokenizer"] = workdir.parent.name
   (tmp_path / "run/config.json").unlink()
   (tmp_path / "run/config.json").write_text(json.dumps(values))
   monkeypatch.chdir(tmp_path)

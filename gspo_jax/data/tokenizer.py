@@ -20,7 +20,7 @@ from etils import epath
 from gspo_jax.data import special_tokens, templates
 from gspo_jax.data.special_tokens import TokenizerError
 from gspo_jax.settings.data import DataConfig
-from gspo_jax.system import files
+from gspo_jax.system import files, hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ByteTokenizer:
   bos_id: int = 258
   vocab_size: int = 259
   system: str = ""  # what is said before any other message
+  path: str = "bytes"
 
   def encode(self, text: str) -> list[int]:
     return list(text.encode("utf-8"))
@@ -61,7 +62,7 @@ class ByteTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class HFTokenizer:
-  """A Hugging Face tokenizer directory: `tokenizer.json`, its config, and its chat template."""
+  """A tokenizer of Hugging Face: `tokenizer.json`, its config, and its chat template."""
 
   path: str
   tokenizer: tokenizers.Tokenizer
@@ -192,7 +193,7 @@ def line_breaks(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def load(path: str) -> Tokenizer:
-  """`"bytes"` or a directory with a checkpoint's tokenizer files.
+  """`"bytes"`, or a directory or a repository of the hub with a checkpoint's tokenizer files.
 
   Raises:
     TokenizerError: naming the path (or file) and the config key to set.
@@ -200,7 +201,7 @@ def load(path: str) -> Tokenizer:
   if path == "bytes":
     return ByteTokenizer()
   try:
-    directory = files.located(path, "tokenizer")
+    directory = hub.directory(path) if hub.is_id(path) else files.located(path, "tokenizer")
   except ValueError as error:
     raise TokenizerError(str(error)) from error
   try:
@@ -209,8 +210,8 @@ def load(path: str) -> Tokenizer:
         f"no tokenizer.json in {path!r}. Set --config.tokenizer to the directory of a Hugging"
         " Face checkpoint (tokenizer.json and tokenizer_config.json), or to 'bytes'."
       )
-    return _load(directory)
-  except TokenizerError:
+    return _load(directory, path)
+  except (TokenizerError, hub.HubError):
     raise
   except (AttributeError, ImportError, LookupError, OSError, TypeError, ValueError) as error:
     raise TokenizerError(
@@ -221,9 +222,10 @@ def load(path: str) -> Tokenizer:
 
 def copy(path: str, directory: Path) -> None:
   """Copies the files of a tokenizer; that of bytes has none."""
+  source = hub.directory(path)
   for pattern in FILES if path != "bytes" else ():
-    for file in epath.Path(path).glob(pattern):
-      target = directory / str(file.relative_to(path))
+    for file in source.glob(pattern):
+      target = directory / str(file.relative_to(source))
       target.parent.mkdir(exist_ok=True)
       target.write_bytes(file.read_bytes())
 
@@ -281,7 +283,7 @@ def _largest(tokenizer: tokenizers.Tokenizer) -> int:
   return max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
-def _load(directory: epath.Path) -> HFTokenizer:
+def _load(directory: epath.Path, name: str) -> HFTokenizer:
   config = special_tokens.read_json(directory / "tokenizer_config.json")
   generation = special_tokens.read_json(directory / "generation_config.json")
   try:
@@ -298,7 +300,7 @@ def _load(directory: epath.Path) -> HFTokenizer:
   stop_ids = tuple(dict.fromkeys([*_turn_end(tokenizer, template, special), *stop_ids]))
   pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
   return HFTokenizer(
-    path=str(directory),
+    path=name,
     tokenizer=tokenizer,
     chat_template=template,
     special_tokens=special,

@@ -10,7 +10,7 @@ from gspo_jax import rewards
 from gspo_jax.rewards.signals import check_signals
 from gspo_jax.runs import start
 from gspo_jax.settings.run import RunConfig
-from gspo_jax.system import files
+from gspo_jax.system import files, hub
 
 
 def batch_file(directory: Path, step: int) -> Path:
@@ -21,8 +21,10 @@ def batch_file(directory: Path, step: int) -> Path:
 def check(config: RunConfig, workdir: Path | None = None) -> None:
   """Names every path that is still to be set, all at once."""
   paths = {
-    "weights": (config.weights, "a Hugging Face directory (config.json, *.safetensors), or random"),
-    "tokenizer": (config.tokenizer, "a Hugging Face directory (tokenizer.json), or bytes"),
+    "weights": (
+      config.weights,
+      "a Hugging Face directory (config.json, *.safetensors) or repository, or random",
+    ),
     "data.train": (config.data.train, "problems with answers: *.jsonl, *.parquet, tfds:name/split"),
     "data.eval": (
       config.data.eval,
@@ -63,7 +65,6 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   for name in {config.reward.name, *(b.reward for _, b, _ in config.benchmarks())} - {""}:
     rewards.check_importable(name)
   check_signals(config.constraints)
-  check_weights(config)
   if config.lora.adapter:
     from gspo_jax.models.hf import peft  # safetensors is only needed here
 
@@ -76,7 +77,8 @@ def _check_apart(config: RunConfig, workdir: Path) -> None:
   read += [("weights", config.weights)] if config.weights != "random" else []
   read += [("offline.data", path.strip()) for path in config.offline.data.split(",")]
   for key, path in read:
-    if path and "://" not in path and Path(path).resolve().is_relative_to(workdir.resolve()):
+    elsewhere = not path or "://" in path or hub.is_id(path)
+    if not elsewhere and Path(path).resolve().is_relative_to(workdir.resolve()):
       raise ValueError(
         f"--config.{key}={path} lies in the workdir, which this run writes: use another --workdir"
       )
@@ -98,8 +100,9 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
     raise ValueError(f"{what} is a file: set it to a directory, or to a new name")
 
 
-def check_weights(config: RunConfig) -> None:
-  """ValueError unless `weights` names a complete model of the configured shape."""
+def check_weights(config: RunConfig, weights: str) -> None:
+  """ValueError unless the key `weights`, which stands for `weights`, names a complete model of the
+  configured shape."""
   if config.weights == "random":
     return
   if origin := start.find(config.weights):
@@ -107,10 +110,10 @@ def check_weights(config: RunConfig) -> None:
     had = {k: tuple(v) if isinstance(v, list) else v for k, v in had.items()}
   else:
     what = "to the workdir of a run, or to random"
-    start.check_published("--config.weights", config.weights, what)
+    start.check_published("--config.weights", weights, what)
     from gspo_jax.models import hf  # safetensors is only needed here
 
-    had = dataclasses.asdict(hf.check(config.weights))
+    had = dataclasses.asdict(hf.check(weights))
   asked = dataclasses.asdict(config.model)
   changed = [
     f"model.{key}={asked[key]!r} and not {had[key]!r}"

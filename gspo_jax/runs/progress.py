@@ -8,6 +8,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from gspo_jax.system.transfer import clock_text
+
 
 class Progress:
   """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
@@ -116,10 +118,3 @@ class Progress:
       return "?"
     left = clock_text((now - since) / (self.step - step) * max(self._total - self.step, 0))
     return f"at most {left}" if self._at_most and self.step < self._total else left
-
-
-def clock_text(seconds: float) -> str:
-  """Seconds as m:ss or h:mm:ss."""
-  minutes, second = divmod(round(seconds), 60)
-  hours, minute = divmod(minutes, 60)
-  return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -41,11 +41,12 @@ def record(
   config: Mapping[str, Any],
   start: Mapping[str, Any] | None = None,
   teacher: Mapping[str, Any] | None = None,
+  tokenizer: str = "",
 ) -> None:
   """Writes config.json. Of a run that goes on, prints which keys are others than before, and warns
-  if it was begun with other code or packages. `start` tells of the checkpoint whose weights it
-  begins with, `teacher` of that which it learns from."""
-  of_weights = dict(start=start, teacher=teacher)
+  if it was begun with other code or packages. `start` tells of the weights that it begins with,
+  `teacher` of those that it learns from, and `tokenizer` is the name of the one that it has."""
+  of_weights = dict(start=start, teacher=teacher, tokenizer=tokenizer)
   made_with = provenance() | {name: about for name, about in of_weights.items() if about}
   if was := begun(workdir):
     for line in _changes(was, config):

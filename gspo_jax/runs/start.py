@@ -8,6 +8,7 @@ of a phase, `DIR/checkpoints/rl/30` for the one after iteration 30.
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ from etils import epath
 
 from gspo_jax.runs import checkpoint, mirror, provenance
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.settings.run import RunConfig
 from gspo_jax.settings.training import LoraConfig
-from gspo_jax.system import files
+from gspo_jax.system import files, hosts, hub
 
 PHASES = ("rl", "sft")  # which one a workdir stands for, first
 
@@ -41,6 +43,12 @@ class Start:
     """Those that its parameters have."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
     return LoraConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+
+  @property
+  def tokenizer(self) -> str:
+    """That of the run, as the key `tokenizer`."""
+    made_with = self.config.get("provenance", {})
+    return made_with.get("tokenizer") or self.config.get("tokenizer") or "bytes"
 
   @property
   def about(self) -> dict[str, Any]:
@@ -66,7 +74,8 @@ def find(weights: str, key: str = "weights") -> Start | None:
   Raises:
     ValueError: a run without a checkpoint, or one that is not complete; says what to name.
   """
-  if weights in ("", "random") or weights.startswith(("http://", "https://")):
+  is_url = weights.startswith(("http://", "https://"))
+  if weights in ("", "random") or is_url or hub.is_id(weights):
     return None
   path = files.located(weights if "://" in weights else os.path.abspath(weights), key)
   config = _config(path)
@@ -99,12 +108,40 @@ def find(weights: str, key: str = "weights") -> Start | None:
 def check_published(key: str, name: str, else_to: str) -> None:
   """ValueError if `name`, which is no run, can be no Hugging Face directory; `else_to` says what
   else `key` may be set to."""
-  if not os.path.isfile(os.path.join(name, "config.json")):
-    what = "has no config.json" if os.path.isdir(name) else "is not a directory"
+  path = hub.directory(name)
+  if not (path / "config.json").is_file():
+    what = "has no config.json" if path.is_dir() else "is not a directory"
     raise ValueError(
-      f"{key}={name} {what}: set it to a Hugging Face directory (config.json and *.safetensors), "
-      f"{else_to}"
+      f"{key}={name} {what}: set it to a Hugging Face directory (config.json and *.safetensors) or "
+      f"repository (OWNER/NAME), {else_to}"
     )
+
+
+def pinned(key: str, name: str, began_with: Mapping[str, Any], file: str = "config.json") -> str:
+  """`name`, of a repository of the hub with its commit: the one that a run began with, as its
+  provenance tells, even if the branch has moved on, of which there is a warning then. All processes
+  call this. Raises ValueError, with `key`, as `hub.pinned` does."""
+  if not hub.is_id(name):
+    return name
+  before = began_with.get("directory")
+  try:
+    now = hub.pinned(name, file)
+  except ValueError as error:
+    if before:
+      return before
+    raise ValueError(f"--config.{key}={name}: {error}") from error
+  if before not in (None, now) and hosts.is_first():
+    sys.stderr.write(f"warning: {key}={name} is {now} by now; this run goes on with {before}\n")
+  return before or now
+
+
+def tokenizer(config: RunConfig, weights: str) -> str:
+  """The tokenizer as `data.tokenizer.load` takes it: the key, or that of the weights, whose name is
+  `pinned`; of random ones bytes. All processes call this. Raises ValueError as `pinned` does."""
+  if config.tokenizer or weights == "random":
+    return pinned("tokenizer", config.tokenizer or "bytes", {}, "tokenizer.json")
+  origin = hosts.of_first(lambda: find(weights))
+  return origin.tokenizer if origin else weights
 
 
 def restore(start: Start, like: Any, key: str = "weights") -> Any:

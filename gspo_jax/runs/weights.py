@@ -25,13 +25,13 @@ def initial(config: RunConfig, mesh: jax.sharding.Mesh, workdir: Path | None = N
     ValueError: there are none, they are damaged, or of another model.
   """
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
-  name = began_with.get("checkpoint", config.weights)
+  name = began_with.get("checkpoint", began_with.get("directory", config.weights))
   if origin := hosts.of_first(lambda: start.find(name)):  # its run may be writing the next one
     return of_checkpoint(origin, config.model, mesh, jnp.float32)
-  if config.weights != "random":
+  if name != "random":
     from gspo_jax.models import hf  # safetensors is only needed here
 
-    return hf.load(config.weights, mesh=mesh, rules=sharding.TRAIN)[0]
+    return hf.load(name, mesh=mesh, rules=sharding.TRAIN)[0]
   shardings = transformer.shardings(config.model, sharding.TRAIN, mesh)
   init = jax.jit(lambda key: transformer.init(config.model, key), out_shardings=shardings)
   return init(jax.random.key(config.seed_of("init")))

@@ -50,7 +50,9 @@ class CriticConfig:
 class DistillationConfig:
   """On-policy distillation, from a larger model. docs/objectives.md"""
 
-  teacher: str = key("", 'Hugging Face directory | run or its checkpoint, as weights; "": none')
+  teacher: str = key(
+    "", 'Hugging Face directory or repository | run or its checkpoint, as weights; "": none'
+  )
   coef: PositiveFloat = key(1.0, "of log π_teacher/π_old in the advantage of a token")
   discount: Fraction = key(0.0, "of what later tokens add; 0: nothing")
   reward_weight: NonNegativeFloat = key(1.0, "of the advantage by rewards; 0: the teacher's")

@@ -48,9 +48,14 @@ class RunConfig:
   )
   wandb: str = key("", 'project of Weights & Biases, beside TensorBoard; "": none')
   weights: str = key(
-    "random", "random | Hugging Face directory | run or its checkpoint. docs/running.md"
+    "random",
+    "random | Hugging Face directory, local or gs://..., or repository, OWNER/NAME[@REVISION] | "
+    "run or its checkpoint. docs/running.md",
   )
-  tokenizer: str = key("bytes", "bytes | Hugging Face directory")
+  tokenizer: str = key(
+    "",
+    'bytes | Hugging Face directory or repository; "": that of the weights, of random ones bytes',
+  )
   model: ModelConfig = tiny_moe(vocab_size=264)
   compute: ComputeConfig = ComputeConfig()
   mesh: MeshConfig = MeshConfig()

@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_jax.models.hf.architectures import ARCHITECTURES, FIXED, Architecture
 from gspo_jax.settings.model import ModelConfig
-from gspo_jax.system import jsons
+from gspo_jax.system import hub, jsons
 
 
 class CheckpointError(ValueError):
@@ -28,11 +28,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def load_config(directory: str | os.PathLike) -> ModelConfig:
   """The hyper-parameters in `directory`/config.json, as published or as transformers 5 writes it.
 
+  Args:
+    directory: a path, `gs://` too, or a repository of the Hugging Face hub.
+
   Raises:
     FileNotFoundError: no config.json.
     CheckpointError: a key that is missing, of the wrong type, or asks for what is not supported.
+    ValueError: a repository that cannot be read.
   """
-  path = Path(directory) / "config.json"
+  path = hub.directory(os.fspath(directory)) / "config.json"
   raw = read_json(path)
   try:
     return _from_hf(raw)

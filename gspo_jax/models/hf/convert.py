@@ -8,12 +8,14 @@ Qwen3, Qwen3-MoE, Qwen2, Llama-like models, Mixtral, Gemma 2 and 3 (text), as pu
 transformers 5 writes them.
 """
 
+import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
 
 from gspo_jax import sharding
 from gspo_jax.models import lora, transformer
@@ -29,6 +32,8 @@ from gspo_jax.models.hf import config as hf_config
 from gspo_jax.models.hf import files as hf_files
 from gspo_jax.models.hf.config import CheckpointError, load_config
 from gspo_jax.settings.model import ModelConfig
+from gspo_jax.system import hosts, hub
+from gspo_jax.system.transfer import Transfer
 
 _SAVED = ("float32", "bfloat16", "float16")
 _PARTIAL = ".partial"  # suffix of files that are being written
@@ -106,39 +111,42 @@ def load(
   (transformers, given two different ones, unties them with a warning; here that is an error).
 
   Args:
-    directory: config.json, and model.safetensors or shards with model.safetensors.index.json.
+    directory: config.json, and model.safetensors or shards with model.safetensors.index.json: a
+      path, `gs://` too, or a repository of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
     dtype: of the parameters, or a tree with that of each; the files may hold float64, float32,
       float16 or bfloat16.
     mesh: lays the parameters out by `rules`; each host opens only the files that hold a part of its
-      own devices. Default: plain arrays on the default device.
+      own devices, and of a bucket or the hub it reads only a part (`_reading`). Default: plain
+      arrays on the default device.
     rules: letters -> mesh axes.
 
   Raises:
     FileNotFoundError: no config.json, or no safetensors file.
     CheckpointError: missing, superfluous, misshapen or quantised tensors; an unsupported model.
-    ValueError: a parameter that the mesh does not divide.
+    ValueError: a parameter that the mesh does not divide, or a repository that cannot be read.
   """
-  config, files, leaves, shapes, twin = _plan(directory)
-  layout = [None] * len(leaves)
+  name = hub.pinned(os.fspath(directory))
+  config, files, leaves, shapes, twin = _plan(name)
+  layout = reading = [None] * len(leaves)
   if mesh is not None:
-    layout = jax.tree.leaves(transformer.shardings(config, rules, mesh))
+    layout = reading = jax.tree.leaves(transformer.shardings(config, rules, mesh))
+    if files.elsewhere:
+      reading = [_reading(leaf, mesh) for leaf in leaves]
   # All headers first: a wrong shape in the last file should not cost the reading of the others.
-  files.check_headers(_names_needed(leaves, layout, twin), shapes)
+  needed = _needed(leaves, reading, twin)
+  files.check_headers(needed, shapes)
+  files.fetch(needed)
 
   types = jax.tree.leaves(dtype) if isinstance(dtype, transformer.Params) else [dtype] * len(leaves)
   arrays = []
-  for leaf, target, dtype in zip(leaves, layout, types):
-    copy = twin if leaf.key == "embed" else None
-    if target is None:
-      part = jax.device_put(read(files, leaf, whole(leaf), jnp.dtype(dtype), copy))
-      arrays.append(jax.block_until_ready(part))
-      continue
-    parts = []
-    for box, devices in _boxes(leaf, target):
-      part = read(files, leaf, box, jnp.dtype(dtype), copy)
-      # Waiting keeps host memory at one part; several devices may hold copies of it.
-      parts += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-    arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, target, parts))
+  with Transfer(f"reading {name}", files.size_of(needed), active=hosts.is_first()) as transfer:
+    for leaf, split, target, kind in zip(leaves, reading, layout, types):
+      copy = twin if leaf.key == "embed" else None
+      part = functools.partial(
+        read, files, leaf, dtype=jnp.dtype(kind), twin=copy, transfer=transfer
+      )
+      array = _array(leaf, split, part)
+      arrays.append(jax.block_until_ready(jax.device_put(array, target)))
   treedef = jax.tree.structure(transformer.table(config))
   return jax.tree.unflatten(treedef, arrays), config
 
@@ -147,19 +155,19 @@ def check(directory: str | os.PathLike) -> ModelConfig:
   """The hyper-parameters of a Hugging Face directory of which `load` would find all headers right.
 
   Raises:
-    FileNotFoundError, CheckpointError: as `load`.
+    FileNotFoundError, CheckpointError, ValueError: as `load`.
   """
-  config, files, _, shapes, _ = _plan(directory)
+  config, files, _, shapes, _ = _plan(hub.pinned(os.fspath(directory)))
   files.check_headers(shapes, shapes)
   return config
 
 
 def _plan(
-  directory: str | os.PathLike,
+  name: str,
 ) -> tuple[ModelConfig, hf_files.Files, list[Leaf], dict[str, tuple[int, ...]], str | None]:
   """Hyper-parameters, files, parameters, shapes of the tensors, and the name of a tied one."""
-  config = load_config(directory)
-  files = hf_files.Files(Path(directory))
+  config = load_config(name)
+  files = hf_files.Files(name)
   fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in files.file_of)
   names = architectures.names(config) | (architectures.FUSED if fused else {})
   twin = None  # a second copy of a tied embedding
@@ -204,36 +212,76 @@ def _boxes(leaf: Leaf, target) -> Iterator[tuple[dict[str, range], list]]:
     yield dict(zip(leaf.letters, part)), devices
 
 
-def _names_needed(leaves: list[Leaf], layout: list, twin: str | None) -> set[str]:
-  """Tensors of which this process reads anything."""
-  needed = {twin} if twin else set()
+def _array(leaf: Leaf, layout: Any, read: Callable[[dict[str, range]], np.ndarray]) -> jax.Array:
+  """A parameter whose parts are read one after the other, in this layout; None: on one device."""
+  if layout is None:
+    return jax.block_until_ready(jax.device_put(read(whole(leaf))))
+  parts = []
+  for box, devices in _boxes(leaf, layout):
+    values = read(box)
+    # Waiting keeps host memory at one part; several devices may hold copies of it.
+    parts += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+  return jax.make_array_from_single_device_arrays(leaf.shape, layout, parts)
+
+
+def _reading(leaf: Leaf, mesh: jax.sharding.Mesh) -> NamedSharding:
+  """The layout in which a parameter is read from elsewhere: as many parts as its sizes allow, each
+  of whole tensors or of rows, which are one range of a file. So hosts read different bytes, and the
+  links between devices, which are faster than a bucket, bring them to where they belong."""
+  parts, left = {}, mesh.devices.size
+  for letter in (*leaf.stacked, leaf.axes[0][0]):
+    parts[letter] = math.gcd(leaf.sizes[letter], left)
+    left //= parts[letter]
+  devices = mesh.devices.reshape(*parts.values(), left)
+  names = (*parts, "copies")
+  spread = jax.sharding.Mesh(devices, names, axis_types=(AxisType.Explicit,) * len(names))
+  return NamedSharding(spread, sharding.spec(leaf.letters, {letter: letter for letter in parts}))
+
+
+def _needed(leaves: list[Leaf], layout: list, twin: str | None) -> dict[str, int]:
+  """Tensors of which this process reads anything, and how many elements of their rows."""
+  needed: dict[str, int] = collections.Counter()
   for leaf, target in zip(leaves, layout):
+    first = leaf.axes[0][0]
+    row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
     boxes = [whole(leaf)] if target is None else [box for box, _ in _boxes(leaf, target)]
-    needed |= {leaf.tensor(position) for box in boxes for position in leaf.positions(box)}
-  return needed
+    for box in boxes:
+      for position in leaf.positions(box):
+        needed[leaf.tensor(position)] += len(box[first]) * row
+  return needed | ({twin: needed[architectures.EMBED]} if twin else {})
 
 
 def read(
-  files: hf_files.Files, leaf: Leaf, box: dict[str, range], dtype: Any, twin: str | None = None
+  files: hf_files.Files,
+  leaf: Leaf,
+  box: dict[str, range],
+  dtype: Any,
+  twin: str | None = None,
+  transfer: Transfer | None = None,
 ) -> np.ndarray:
   """One part of a parameter: transposed, unmerged, stacked and cast while it is copied."""
   out = _empty(tuple(len(box[x]) for x in leaf.letters), dtype)
   first = leaf.axes[0][0]
   row = math.prod(leaf.tensor_shape) // leaf.sizes[first]
   step = max(1, _READ // row)
-  for position in leaf.positions(box):
+
+  def copy(position: tuple[int, ...], start: int) -> None:
     index = tuple(p - box[x].start for x, p in zip(leaf.stacked, position))
     target, name = out[index].transpose(leaf.order), leaf.tensor(position)
-    for start in range(0, len(box[first]), step):
-      rows = box[first][start : start + step]
-      part = box | {first: rows, "2": range(1, 2) if leaf.key == "Moe.up" else range(1)}
-      data = _slice(files, leaf, name, part)
-      if twin and not np.array_equal(data, _slice(files, leaf, twin, part)):
-        raise CheckpointError(
-          f"{files.file_of[twin]}: tie_word_embeddings is true, but {twin} differs from {name}; "
-          "set it to false in config.json to keep both"
-        )
-      target[start : start + len(rows)] = data
+    rows = box[first][start : start + step]
+    part = box | {first: rows, "2": range(1, 2) if leaf.key == "Moe.up" else range(1)}
+    data = _slice(files, leaf, name, part)
+    if twin and not np.array_equal(data, _slice(files, leaf, twin, part)):
+      raise CheckpointError(
+        f"{files.file_of[twin]}: tie_word_embeddings is true, but {twin} differs from {name}; "
+        "set it to false in config.json to keep both"
+      )
+    target[start : start + len(rows)] = data
+    if transfer:
+      transfer.add(data.nbytes * (2 if twin else 1))
+
+  starts = range(0, len(box[first]), step)
+  files.each(copy, itertools.product(leaf.positions(box), starts))
   return out
 
 

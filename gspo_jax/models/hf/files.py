@@ -1,66 +1,127 @@
 """The safetensors files of a Hugging Face directory: opened lazily, checked strictly, streamed."""
 
+import collections
+import concurrent.futures
+import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
+from etils import epath
 
 from gspo_jax.models.hf.config import CheckpointError, read_json
+from gspo_jax.models.hf.ranges import DTYPES, RangedFile
+from gspo_jax.system import hub
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 IGNORED = ".rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
-_TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_TAGS = {np.dtype(kind).name: tag for tag, kind in DTYPES.items()}
+
+AT_ONCE = 16  # ranges on their way
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
 
 
 class Files:
-  """The tensors of a directory. A file is memory-mapped when something in it is first needed."""
+  """The tensors of a directory of this machine, of a bucket, or of a repository of the hub.
 
-  def __init__(self, directory: Path, single: str = SINGLE):
+  Here a file is memory-mapped when something in it is first needed. Elsewhere it is read in ranges,
+  until `fetch` has put it here.
+  """
+
+  def __init__(self, name: str, single: str = SINGLE):
     """Finds the files as transformers does: one, else the index, else whatever is there.
 
     Raises:
       FileNotFoundError: there is none.
       CheckpointError: one that cannot be read, or a tensor in two files.
+      ValueError: a repository that cannot be read.
     """
-    self.directory = directory
-    self.file_of: dict[str, Path] = {}  # tensor name -> file
-    self._handles: dict[Path, Any] = {}
-    if (directory / INDEX).exists() and not (directory / single).exists():
+    self._repository = hub.Repository.of(name) if hub.is_id(name) else None
+    directory = self.directory = hub.directory(name)
+    self.elsewhere = self._repository is not None or "://" in name
+    self.file_of: dict[str, epath.Path] = {}  # tensor name -> file
+    self._handles: dict[epath.Path, Any] = {}
+    names = self._names()
+    if INDEX in names and single not in names:
       index = read_json(directory / INDEX)
       files = index.get("weight_map")
       if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{directory / INDEX}: no weight_map from tensors to files")
       self.file_of = {name: directory / file for name, file in files.items()}
       return
-    whole = directory / single
-    paths = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
-    if not paths:
-      raise FileNotFoundError(f"{directory}: no *.safetensors file")
-    for path in paths:
-      for name in self._open(path).keys():  # noqa: SIM118, not a mapping
-        if name in self.file_of:
-          raise CheckpointError(f"{name} is both in {self.file_of[name]} and in {path.name}")
-        self.file_of[name] = path
+    stems = [single] if single in names else sorted(n for n in names if n.endswith(".safetensors"))
+    if not stems:
+      raise FileNotFoundError(f"{name}: no *.safetensors file{_instead(names)}")
+    for path in (directory / stem for stem in stems):
+      for tensor in self._open(path).keys():  # noqa: SIM118, not a mapping
+        if tensor in self.file_of:
+          raise CheckpointError(f"{tensor} is both in {self.file_of[tensor]} and in {path.name}")
+        self.file_of[tensor] = path
 
-  def _open(self, path: Path) -> Any:
+  def _names(self) -> list[str]:
+    """Names of the files in the directory."""
+    if self._repository is not None:
+      return self._repository.files
+    return [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
+
+  def _open(self, path: epath.Path) -> Any:
     if path not in self._handles:
       try:
-        self._handles[path] = safetensors.safe_open(path, framework="numpy")
-      except FileNotFoundError:
+        self._handles[path] = self._opened(path)
+      except (FileNotFoundError, hub.HubError):
         raise
-      except (OSError, safetensors.SafetensorError) as error:
+      except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: not a complete safetensors file: {error}") from error
     return self._handles[path]
 
+  def _opened(self, path: epath.Path) -> Any:
+    if self._repository is not None and not path.exists():
+      return RangedFile(*self._repository.reader(path.name))
+    if "://" not in str(path):
+      return safetensors.safe_open(path, framework="numpy")
+    return RangedFile(*hub.bucket_reader(path))
+
+  def fetch(self, needed: Mapping[str, int]) -> None:
+    """Downloads the files of a repository of which nearly all is needed: elements by tensor. Of the
+    others nothing is kept. Raises ValueError as `hub.Repository.download` does."""
+    if self._repository is None:
+      return
+    elements: dict[epath.Path, int] = collections.Counter()
+    for tensor, count in needed.items():
+      elements[self.file_of[tensor]] += count
+    sizes = {}
+    for path, count in elements.items():
+      file = self._open(path)
+      if isinstance(file, RangedFile) and count >= 0.9 * file.elements:
+        sizes[path.name] = file.size
+        del self._handles[path]
+    if sizes:
+      self._repository.download(sizes)
+
+  def size_of(self, needed: Mapping[str, int]) -> int:
+    """Bytes of so many elements by tensor."""
+    return sum(count * self._itemsize(tensor) for tensor, count in needed.items())
+
+  def _itemsize(self, name: str) -> int:
+    return np.dtype(DTYPES[self._open(self.file_of[name]).get_slice(name).get_dtype()]).itemsize
+
+  def each(self, work: Callable[..., None], arguments: Iterable[tuple]) -> None:
+    """Calls `work` with each of the arguments; at once for files that are elsewhere, where most of
+    the time is spent with waiting."""
+    if not self.elsewhere:
+      collections.deque(itertools.starmap(work, arguments), maxlen=0)
+      return
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+      collections.deque(pool.map(work, *zip(*arguments)), maxlen=0)
+
   def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-    """A copy of part of a tensor; nothing else of it is read."""
+    """A copy of part of a tensor; nothing else of it is read, or nothing but its rows elsewhere."""
     return self._open(self.file_of[name]).get_slice(name)[slices]
 
   def check_names(self, shapes: Shapes) -> None:
@@ -100,6 +161,19 @@ class Files:
             f"{path}: {name} is of type {header.get_dtype()}, not one of "
             f"{', '.join(_TAGS.values())}; quantised checkpoints are not supported"
           )
+
+
+def _instead(names: Iterable[str]) -> str:
+  """What to do about weights of another format."""
+  endings = {Path(name).suffix for name in names}
+  if ".gguf" in endings:
+    return "; docs/running.md has the command that makes one of a GGUF file"
+  if {".bin", ".pt", ".pth"} & endings:
+    return (
+      ", only PyTorch's: load it with transformers' from_pretrained, and name the directory that "
+      "its save_pretrained writes"
+    )
+  return ""
 
 
 def _listed(names: list[str], most: int = 8) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gspo_jax.models import lora, transformer
 from gspo_jax.models.hf import convert, files
-from gspo_jax.models.hf.architectures import NAMES
+from gspo_jax.models.hf.architectures import names
 from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.training import LoraConfig
@@ -59,7 +59,7 @@ def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) 
   for key, value in FIXED.items():
     if (was := said.get(key) or value) != value:
       raise CheckpointError(f"{directory / CONFIG}: {key}={was!r}, and only {value!r} is read")
-  opened = files.Files(directory, TENSORS)
+  opened = files.Files(str(directory), TENSORS)
   matrices = {name.split(".")[-3] for name in opened.file_of if ".lora_" in name}
   has = dict(rank=said.get("r"), alpha=said.get("lora_alpha"), matrices=sorted(matrices))
   asked = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
@@ -113,7 +113,7 @@ def _leaves(model: ModelConfig, config: LoraConfig) -> list[convert.Leaf]:
   adapters = lora.table(transformer.table(model), config)
   weights = jax.tree.leaves(adapters, is_leaf=lora.is_adapted)
   leaves = []
-  for leaf, w in zip(convert.leaves_of(model, NAMES[model.family]), weights, strict=True):
+  for leaf, w in zip(convert.leaves_of(model, names(model)), weights, strict=True):
     if lora.is_adapted(w):
       stem, (outputs, inputs) = leaf.name.removesuffix(".weight"), leaf.axes
       for side, part, axes in (("A", w.a, ("r", inputs)), ("B", w.b, (outputs, "r"))):

@@ -37,7 +37,7 @@ def write(target: Path, params: Any, model: ModelConfig, tokenizer: Path | None 
   def complete() -> None:
     for file in TOKENIZER if tokenizer else ():
       if (tokenizer / file).is_file():
-        shutil.copyfile(tokenizer / file, partial / file)
+        (partial / file).write_bytes((tokenizer / file).read_bytes())  # it may be in a bucket
     shutil.rmtree(target, ignore_errors=True)  # of a run that was resumed
     os.rename(partial, target)
     # By the time at which they came here; what somebody else has put here stays.

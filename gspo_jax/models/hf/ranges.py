@@ -1,0 +1,101 @@
+"""A safetensors file of which only what is needed is read: for files that are elsewhere.
+
+The format: 8 bytes, the length of the header; the header, a JSON object from names of tensors to
+their type, shape and place (https://github.com/huggingface/safetensors#format); their bytes.
+"""
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Callable, KeysView
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = dict(F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16)
+_FIRST = 2**18  # bytes of the first read: the headers of most files
+_LONGEST = 10**8  # bytes of a header: as the library has it
+
+Read = Callable[[int, int], bytes]  # the bytes of a file from one place to another
+
+
+class RangedFile:
+  """The part of `safetensors.safe_open` that is used here; `get_slice` reads rows as they are asked
+  for.
+
+  Args:
+    size: of the file, in bytes.
+    read: its bytes from one place to another.
+
+  Raises:
+    ValueError: it is not a complete safetensors file.
+  """
+
+  def __init__(self, size: int, read: Read):
+    self.size, self._read = size, read
+    first = read(0, min(size, _FIRST))
+    length = struct.unpack("<Q", first[:8])[0] if size > 8 else 0
+    self.start = 8 + length
+    if not 0 < length < _LONGEST or self.start > size:
+      raise ValueError("it has no header")
+    more = read(len(first), self.start) if self.start > len(first) else b""
+    header = json.loads((first + more)[8 : self.start])
+    if not isinstance(header, dict):
+      raise ValueError("its header is no object")
+    header.pop("__metadata__", None)
+    self._header: dict[str, dict[str, Any]] = header
+    try:
+      places = sorted(self._place(name) for name in header)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+      raise ValueError(f"its header is damaged: {error}") from error
+    ends = [0, *(stop for _, stop in places)]
+    if [start for start, _ in places] != ends[:-1] or self.start + ends[-1] != size:
+      raise ValueError(f"its tensors do not fill its {size} bytes")
+
+  @property
+  def elements(self) -> int:
+    return sum(math.prod(entry["shape"]) for entry in self._header.values())
+
+  def _place(self, name: str) -> tuple[int, int]:
+    """The bytes of a tensor, counted from behind the header."""
+    entry = self._header[name]
+    start, stop = entry["data_offsets"]
+    dtype = DTYPES.get(entry["dtype"])  # others are refused by name later
+    if dtype and stop - start != math.prod(entry["shape"]) * np.dtype(dtype).itemsize:
+      raise ValueError(f"{name} has {stop - start} bytes, and another shape or type")
+    return start, stop
+
+  def keys(self) -> KeysView[str]:
+    return self._header.keys()
+
+  def get_slice(self, name: str) -> "Tensor":
+    entry = self._header[name]
+    start = self.start + self._place(name)[0]
+    return Tensor(self._read, entry["dtype"], tuple(entry["shape"]), start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """A tensor that is not read yet. A slice of it reads the rows in which it lies, one range."""
+
+  read: Read
+  dtype: str
+  shape: tuple[int, ...]
+  start: int  # of its bytes in the file
+
+  def get_shape(self) -> tuple[int, ...]:
+    return self.shape
+
+  def get_dtype(self) -> str:
+    return self.dtype
+
+  def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
+    dtype, inner = np.dtype(DTYPES[self.dtype]), self.shape[1:]
+    row = math.prod(inner) * dtype.itemsize
+    rows = range(*slices[0].indices(self.shape[0]))
+    content = self.read(self.start + rows.start * row, self.start + rows.stop * row)
+    if len(content) != len(rows) * row:
+      raise ValueError(f"{len(content)} bytes came instead of {len(rows) * row}")
+    return np.frombuffer(content, dtype).reshape(len(rows), *inner)[:, *slices[1:]]

@@ -1,0 +1,181 @@
+"""Runs whose weights, tokenizer and teacher are repositories of the hub, or in a bucket."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support import command_line, fake_hub, toy_qwen3
+from support.configs import config_of
+
+from configs import common, tiny
+from gspo_jax import export, inputs, sft
+from gspo_jax import teacher as teachers
+from gspo_jax.data import tokenizer
+from gspo_jax.models import hf, transformer
+from gspo_jax.run import open_run
+from gspo_jax.runs import start
+
+ID = "org/model"
+SMALL = command_line.SMALL_VALUES | dict(
+  job="sft", model__num_layers=1, sft__steps=2, sft__batch=8, sft__target_loss=0.0,
+  rl__iterations=1, rl__prompts=8, rl__group_size=2, rl__minibatches=1,
+  eval__problems=2, eval__batch=2, checkpoint__every=1, data__max_prompt_tokens=64,
+)  # fmt: skip
+
+
+TAUGHT = {"job": "rl", "objective.name": "gspo_token"}
+
+
+def config(**changes):
+  return config_of(tiny.get_config, **SMALL | changes)
+
+
+MODEL = config().model
+
+
+def publish(server, directory, seed=0):
+  params = transformer.init(MODEL, jax.random.key(seed))
+  hf.save(directory, params, MODEL)
+  toy_qwen3.write_tokenizer(directory)
+  return server.push(ID, directory), params
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+  opened = fake_hub.FakeHub()
+  opened.use(monkeypatch, tmp_path / "cache")
+  yield opened
+  opened.close()
+
+
+def same(a, b):
+  return jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(a), jax.device_get(b)))
+
+
+def begun(workdir):
+  return json.loads((workdir / "config.json").read_text())["provenance"]
+
+
+def test_a_run_keeps_to_the_commit_that_it_began_with(server, tmp_path, capsys):
+  first, params = publish(server, tmp_path / "source")
+  with open_run(config(weights=ID), tmp_path / "run") as run:
+    assert same(run.initial_params(), params)
+    assert run.tokenizer.path == f"{ID}@{first}"  # unset, that of the weights
+    sft.sft(run)
+  made_with = begun(tmp_path / "run")
+  assert made_with["start"] == dict(directory=f"{ID}@{first}")
+  assert made_with["tokenizer"] == f"{ID}@{first}"
+  second, changed = publish(server, tmp_path / "source", seed=1)
+  assert "warning" not in capsys.readouterr().err
+  with open_run(config(weights=ID), tmp_path / "run") as run:
+    assert same(run.initial_params(), params)
+  message = f"warning: weights={ID} is {ID}@{second} by now; this run goes on with {ID}@{first}\n"
+  assert message in capsys.readouterr().err
+  with open_run(config(weights=ID), tmp_path / "later") as run:
+    assert same(run.initial_params(), changed)
+  # What it has learned, and a run that begins with that, have its tokenizer.
+  export.export(str(tmp_path / "run"), tmp_path / "out")
+  assert tokenizer.load(str(tmp_path / "out")).render("q") == run.tokenizer.render("q")
+  with open_run(config(weights=str(tmp_path / "run"), job="rl"), tmp_path / "next") as run:
+    assert run.tokenizer.path == f"{ID}@{first}"
+
+
+def test_a_run_that_goes_on_needs_no_network(server, tmp_path, monkeypatch, capsys):
+  _, params = publish(server, tmp_path / "source")
+  with open_run(config(weights=ID), tmp_path / "run") as run:
+    run.initial_params()
+  server.use(monkeypatch, tmp_path / "cache", offline=True)
+  server.requests.clear()
+  with open_run(config(weights=ID), tmp_path / "run") as run:
+    assert same(run.initial_params(), params)
+  assert not server.requests
+
+
+def test_what_a_check_reads(server, tmp_path):
+  """--dry_run: configuration, tokenizer and headers."""
+  commit, _ = publish(server, tmp_path / "source")
+  checked = inputs.check(config(weights=ID))
+  assert checked.weights == f"{ID}@{commit}"
+  assert not list((tmp_path / "cache").rglob("*.safetensors"))
+  assert server.read() <= 2**18
+  assert common.size(ID) == MODEL
+
+
+def test_a_model_of_another_shape(server, tmp_path):
+  publish(server, tmp_path / "source")
+  with pytest.raises(ValueError, match=rf"--config\.weights={ID} holds another model .*num_layers"):
+    inputs.check(config(weights=ID, model__num_layers=2))
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(weights="org/nothing"), r"--config\.weights=org/nothing: org/nothing is no directory"),
+    (dict(weights=f"{ID}@v9"), rf"--config\.weights={ID}@v9: {ID} has no revision 'v9'"),
+    (dict(tokenizer="org/nothing"), r"--config\.tokenizer=org/nothing: org/nothing is no direct"),
+    (
+      TAUGHT | {"distillation.teacher": "org/nothing"},
+      r"--config\.distillation\.teacher=org/nothing: org/nothing is no directory",
+    ),
+  ],
+)
+def test_the_key_of_what_cannot_be_read_is_named(changes, message, server, tmp_path):
+  publish(server, tmp_path / "source")
+  with pytest.raises(ValueError, match=message):
+    inputs.check(config(**changes))
+
+
+def test_a_teacher_is_kept_too(server, tmp_path):
+  first, params = publish(server, tmp_path / "source")
+  taught = config(**TAUGHT | {"distillation.teacher": ID, "tokenizer": ID})
+  with open_run(taught, tmp_path / "run") as run:
+    assert same(teachers.load(run.teacher, taught, run.mesh), params)
+  assert begun(tmp_path / "run")["teacher"] == dict(directory=f"{ID}@{first}")
+  publish(server, tmp_path / "source", seed=1)
+  with open_run(taught, tmp_path / "run") as run:
+    assert same(teachers.load(run.teacher, taught, run.mesh), params)
+
+
+def test_of_a_bucket(server, tmp_path, monkeypatch):
+  _, params = publish(server, tmp_path / "bucket/model")
+  fake_hub.bucket(monkeypatch, tmp_path)
+  with open_run(config(weights="gs://bucket/model"), tmp_path / "run") as run:
+    assert same(run.initial_params(), params)
+    assert run.tokenizer.path == "gs://bucket/model"
+  with pytest.raises(ValueError, match=r"--config\.weights=gs://bucket/none is not a directory"):
+    inputs.check(config(weights="gs://bucket/none"))
+
+
+def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
+  with open_run(config(), tmp_path / "run") as run:
+    assert run.tokenizer.path == "bytes"
+    sft.sft(run)
+  origin = start.find(str(tmp_path / "run"))
+  assert origin.tokenizer == "bytes"
+  assert start.tokenizer(config(weights=str(tmp_path / "run")), str(tmp_path / "run")) == "bytes"
+
+
+def test_weights_without_a_tokenizer(server, tmp_path):
+  """Bytes are not taken instead: they would be read without an error, and as nonsense."""
+  publish(server, tmp_path / "source")
+  (tmp_path / "source/tokenizer.json").unlink()
+  server.push(ID, tmp_path / "source")
+  with pytest.raises(ValueError, match=f"no tokenizer.json in '{ID}@.*or to 'bytes'"):
+    inputs.check(config(weights=ID))
+
+
+def test_the_command_line(server, tmp_path):
+  """With the environment variables of the library; the whole output is one line where it fails."""
+  publish(server, tmp_path / "source")
+  flags = [f"{k.replace('__', '.')}={v}" for k, v in SMALL.items()]
+  environment = server.environment(tmp_path / "cache")
+  command_line.run(tmp_path / "run", *flags, f"weights={ID}", "job=eval", **environment)
+  assert (tmp_path / "run/metrics.jsonl").exists()
+  told = command_line.run(
+    tmp_path / "no", *flags, "weights=org/none", ok=False, HF_HUB_OFFLINE="1", **environment
+  )
+  last = told.splitlines()[-1]
+  assert last.startswith(
+    "gspo_jax: --config.weights=org/none: org/none is not (whole) in the cache"
+  )

@@ -1,0 +1,197 @@
+"""Repositories of the Hugging Face hub, from a server in this process that speaks its API."""
+
+import json
+import re
+import types
+
+import numpy as np
+import pytest
+from fsspec.implementations import local
+from huggingface_hub import constants
+from safetensors.numpy import save_file
+from support import fake_hub
+
+from gspo_jax.system import hub
+
+ID, FILE = "org/model", "model.safetensors"
+
+
+@pytest.fixture
+def server(monkeypatch):
+  opened = fake_hub.FakeHub()
+  monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+  for module in "file_download", "utils._http":
+    monkeypatch.setattr(f"huggingface_hub.{module}.time.sleep", lambda _: None)
+  yield opened
+  opened.close()
+
+
+@pytest.fixture
+def source(tmp_path):
+  """What the repository holds."""
+  path = tmp_path / "source"
+  path.mkdir()
+  (path / "config.json").write_text('{"model_type": "llama"}')
+  (path / "tokenizer.json").write_text("{}")
+  (path / "README.md").write_text("not needed")
+  save_file({"a": np.arange(200_000, dtype=np.float32)}, path / FILE)
+  return path
+
+
+def test_what_is_a_repository_and_what_a_path(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "org/model").mkdir(parents=True)
+  for name in "org/small", "HuggingFaceTB/SmolLM2-135M-Instruct", "org/model@v1", "a/b@refs/pr/1":
+    assert hub.is_id(name), name
+  for name in "org/model", "random", "/a/b", "./a/b", "a/b/c", "gs://a/b", "~/a", "a/b@", "":
+    assert not hub.is_id(name), name
+
+
+def test_the_directory_has_all_but_the_weights(server, source, tmp_path, monkeypatch):
+  server.use(monkeypatch, tmp_path / "cache")
+  commit = server.push(ID, source)
+  assert hub.pinned(ID) == f"{ID}@{commit}" == hub.pinned(f"{ID}@main")
+  directory = hub.directory(ID)
+  assert sorted(path.name for path in directory.iterdir()) == ["config.json", "tokenizer.json"]
+  assert str(directory).startswith(str(tmp_path / "cache"))
+
+
+def test_a_branch_that_moves_on_and_a_revision(server, source, tmp_path, monkeypatch):
+  server.use(monkeypatch, tmp_path / "cache")
+  first = hub.pinned(server.push(ID, source) and ID)
+  (source / "config.json").write_text('{"model_type": "qwen3"}')
+  second = server.push(ID, source)
+  server.push(ID, source, branch="v2")
+  assert hub.pinned(ID) == f"{ID}@{second}" == hub.pinned(f"{ID}@v2") != first
+  assert hub.pinned(first) == first
+  assert json.loads((hub.directory(first) / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_download_is_continued_and_counted(server, source, tmp_path, monkeypatch, capsys):
+  server.use(monkeypatch, tmp_path / "cache")
+  server.push(ID, source)
+  repository, size = hub.Repository.of(ID), (source / FILE).stat().st_size
+  server.break_off = 100_000
+  repository.download({FILE: size})  # every connection ends early, and the next one goes on
+  ranges = [r for method, path, r in server.requests if method == "GET" and "large" in path]
+  assert ranges == [None, *(f"bytes={at}-" for at in range(100_000, size, 100_000))]
+  assert (repository.directory / FILE).read_bytes() == (source / FILE).read_bytes()
+  server.requests.clear()
+  repository.download({FILE: size})
+  assert not [r for r in server.requests if r[0] == "GET"]
+
+
+def test_the_next_process_goes_on_with_what_the_last_one_left(
+  server, source, tmp_path, monkeypatch
+):
+  server.use(monkeypatch, tmp_path / "cache")
+  server.push(ID, source)
+  repository, size = hub.Repository.of(ID), (source / FILE).stat().st_size
+
+  class Ended(BaseException):
+    pass
+
+  def killed(transfer, count, before=False):
+    if not before:
+      raise Ended
+
+  server.break_off = 300_000
+  with monkeypatch.context() as patched, pytest.raises(Ended):
+    patched.setattr(hub.Transfer, "add", killed)
+    repository.download({FILE: size})
+  server.break_off = 0
+  server.requests.clear()
+  repository.download({FILE: size})
+  (continued,) = [r for method, path, r in server.requests if method == "GET" and "large" in path]
+  assert 0 < int(re.fullmatch(r"bytes=(\d+)-", continued)[1]) < size
+  assert (repository.directory / FILE).read_bytes() == (source / FILE).read_bytes()
+
+
+def test_what_did_not_arrive_as_it_was_is_removed(server, source, tmp_path, monkeypatch):
+  server.use(monkeypatch, tmp_path / "cache")
+  server.push(ID, source)
+  repository, size = hub.Repository.of(ID), (source / FILE).stat().st_size
+  partial = hub._Remote.find(repository, FILE).partial
+  partial.parent.mkdir(parents=True, exist_ok=True)
+  partial.write_bytes(b"x" * 1000)
+  with pytest.raises(hub.HubError, match="did not arrive as it is on the hub"):
+    repository.download({FILE: size})
+  repository.download({FILE: size})
+  assert (repository.directory / FILE).read_bytes() == (source / FILE).read_bytes()
+
+
+def test_ranges_and_addresses_that_expire(server, source, tmp_path, monkeypatch):
+  server.use(monkeypatch, tmp_path / "cache", token=fake_hub.TOKEN)
+  server.gated.add(ID)
+  server.push(ID, source)
+  size, read = hub.Repository.of(ID).reader(FILE)
+  content = (source / FILE).read_bytes()
+  assert size == len(content) and read(10, 500) == content[10:500]
+  server.expire()
+  assert read(500, size) == content[500:]
+  assert server.read() == 490 + 2 * (size - 500)
+
+
+def test_without_a_network(server, source, tmp_path, monkeypatch):
+  cache = tmp_path / "cache"
+  server.use(monkeypatch, cache)
+  commit = server.push(ID, source)
+  repository = hub.Repository.of(ID)
+  assert repository.directory
+  server.use(monkeypatch, cache, offline=True)
+  server.requests.clear()
+  assert hub.pinned(ID) == f"{ID}@{commit}"
+  offline = hub.Repository.of(ID)
+  assert offline.files == ["config.json", "tokenizer.json"]
+  with pytest.raises(hub.HubError, match=f"{ID}@{commit} is not .whole. in the cache, .*OFFLINE"):
+    offline.reader(FILE)
+  assert not server.requests
+
+
+CASES = {
+  "unknown": (
+    "org/nothing",
+    "org/nothing is no directory here, and http.* has no such repo.*TOKEN",
+  ),
+  "revision": (f"{ID}@v9", f"{ID} has no revision 'v9': .*/{ID}/tree/main"),
+  "gated": ("org/gated", "org/gated is gated: ask for access at http.*/org/gated, .*auth login"),
+  "file": ("org/empty", "org/empty has no config.json: "),
+  "offline": (ID, f"{ID} is not .whole. in the cache, .*HF_HUB_OFFLINE is set"),
+  "down": (ID, f"{ID} is no directory here, is not .whole. in .*does not answer.*ConnectError"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_read_is_told(case, server, source, tmp_path, monkeypatch):
+  name, message = CASES[case]
+  for id_ in ID, "org/gated":
+    server.push(id_, source)
+  server.gated.add("org/gated")
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "empty/README.md").write_text("")
+  server.push("org/empty", tmp_path / "empty")
+  server.use(monkeypatch, tmp_path / "cache", offline=case == "offline")
+  if case == "down":
+    server.close()
+  with pytest.raises(hub.HubError, match=f"^{message}"):
+    hub.pinned(name)
+
+
+def test_a_disk_that_is_too_small(server, source, tmp_path, monkeypatch):
+  server.use(monkeypatch, tmp_path / "cache")
+  server.push(ID, source)
+  repository = hub.Repository.of(ID)
+  assert repository.directory
+  monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10**5))
+  with pytest.raises(hub.HubError, match=r"needs 0\.0 GB in .*/blobs, .*: set HF_HOME"):
+    repository.download({FILE: 10**6})
+
+
+def test_a_bucket_that_cannot_be_read(monkeypatch, tmp_path):
+  def refused(*_, **__):
+    raise PermissionError("no credentials")
+
+  fake_hub.bucket(monkeypatch, tmp_path)
+  monkeypatch.setattr(local.LocalFileSystem, "ls", refused)
+  with pytest.raises(hub.HubError, match="gs://bucket/model: PermissionError: no credentials"):
+    hub.directory("gs://bucket/model")
