@@ -2,7 +2,7 @@ r"""GSPO on Qwen3-30B-A3B with programs as answers, evaluated on LiveCodeBench.
 
 Paper:     arXiv:2507.18071, §5; what it gives is as in moe_aime.py
 Command:   python -m gspo_jax.main --config=configs/code_livecodebench.py --workdir=DIR \
-             --config.weights=DIR --config.tokenizer=DIR --config.data.train=apps@TACO/*.jsonl \
+             --config.weights=MODEL --config.data.train=apps@TACO/*.jsonl \
              "--config.data.eval=livecodebench@LCB/*.jsonl where contest_date>=2024-10-01 and \
                contest_date<2025-03-01 and prompt_tokens<=2048"
 Hardware:  a TPU v5p slice of 64 chips (4x4x4), Linux hosts that allow namespaces

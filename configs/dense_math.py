@@ -1,13 +1,13 @@
 r"""GSPO on a dense Qwen3-1.7B and GSM8K.
 
 Command:   python -m gspo_jax.main --config=configs/dense_math.py --workdir=DIR \
-             --config.weights=DIR --config.tokenizer=DIR \
+             --config.weights=MODEL \
              --config.data.train=gsm8k/train.jsonl --config.data.eval=gsm8k/test.jsonl
 Hardware:  a TPU v5p or v6e host of 4 or 8 chips
 Expected:  not run by us at this size
 
 configs/dense_math.py:NAME trains another model, named in settings.model.PUBLISHED or by the
-directory that holds it: configs/dense_math.py:gemma-3-1b-pt.
+directory or the repository that holds it: configs/dense_math.py:google/gemma-3-1b-pt.
 
 configs/dense_math.py:tiny has random weights of toy size and the byte tokenizer; it needs the two
 data files only, and its reward stays near 0.

@@ -1,7 +1,7 @@
 r"""The paper's benchmarks and a few more, as a job of their own.
 
 Command:   python -m gspo_jax.main --config=configs/eval_suite.py --workdir=DIR \
-             --config.weights=DIR --config.tokenizer=DIR \
+             --config.weights=MODEL \
              --config.eval.benchmarks.aime24.data=aime@aime24.jsonl \
              --config.eval.benchmarks.gsm8k.data=gsm8k@gsm8k/test.jsonl ...
 Hardware:  a TPU host of 4 or 8 chips for Qwen3-30B-A3B

@@ -1,7 +1,7 @@
 r"""GSPO on Qwen3-0.6B or 1.7B and GSM8K, on one chip.
 
 Command:   python -m gspo_jax.main --config=configs/gsm8k.py:0.6B-v5e --workdir=DIR \
-             --config.weights=DIR --config.tokenizer=DIR \
+             --config.weights=MODEL \
              --config.data.train=gsm8k@TRAIN.jsonl --config.data.eval=gsm8k@TEST.jsonl
 Hardware:  0.6B or 1.7B, and the chip: v5e (16 GiB), v6e (32 GiB), h100 (80 GB); 0.6B-t4 (16 GB)
 Expected:  not run by us at this size; docs/one_chip.md has what the compiler says of memory

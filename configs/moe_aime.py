@@ -1,7 +1,7 @@
 r"""GSPO on Qwen3-30B-A3B, evaluated on AIME'24: the setting of the paper (arXiv:2507.18071, §5).
 
 Command:   python -m gspo_jax.main --config=configs/moe_aime.py --workdir=DIR \
-             --config.weights=DIR --config.tokenizer=DIR \
+             --config.weights=MODEL \
              --config.data.train=TRAIN.jsonl --config.data.eval=AIME24.jsonl
 Hardware:  a TPU v5p slice of 64 chips (4x4x4)
 Expected:  not run by us at this size

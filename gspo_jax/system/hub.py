@@ -132,11 +132,12 @@ class Repository:
 
   @functools.cached_property
   def files(self) -> list[str]:
-    """All that it has, or without a network that the cache has of it."""
-    from huggingface_hub import HfApi, constants
+    """Names of all that it has; of what is here, if that tells which files have the weights."""
+    from huggingface_hub import HfApi
 
-    if constants.is_offline_mode():
-      return sorted(path.name for path in self.directory.iterdir())
+    here = [path.name for path in self.directory.iterdir()]
+    if {"model.safetensors", "model.safetensors.index.json"} & set(here):
+      return here
     with _told(self.name):
       return HfApi().list_repo_files(self.id, revision=self.commit)
 

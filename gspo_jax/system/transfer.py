@@ -47,7 +47,7 @@ class Transfer:
         raise RuntimeError("the transfer was broken off")
       self._there += count
       self._come += 0 if before else count
-      if self._active and self._clock() >= self._due:
+      if self._active and self._come and self._clock() >= self._due:
         self._say()
         self._due = self._clock() + self._interval
 

@@ -100,6 +100,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^?]+)\?.*", path) or re.fullmatch(
       r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path
     )
+    if not match:  # what the library asks for beside
+      return self.answer(404)
     id_, revision, *file = match.groups()
     if not any(id_ == known for known, _ in hub.commits):
       return self.answer(404, code="RepoNotFound")

@@ -142,9 +142,10 @@ def test_without_a_network(server, source, tmp_path, monkeypatch):
   server.requests.clear()
   assert hub.pinned(ID) == f"{ID}@{commit}"
   offline = hub.Repository.of(ID)
-  assert offline.files == ["config.json", "tokenizer.json"]
-  with pytest.raises(hub.HubError, match=f"{ID}@{commit} is not .whole. in the cache, .*OFFLINE"):
-    offline.reader(FILE)
+  assert offline.directory == repository.directory
+  for use in lambda: offline.files, lambda: offline.reader(FILE):
+    with pytest.raises(hub.HubError, match=f"{ID}@{commit} is not .whole. in the cache, .*OFFLINE"):
+      use()
   assert not server.requests
 
 

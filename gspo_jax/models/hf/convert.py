@@ -139,7 +139,9 @@ def load(
 
   types = jax.tree.leaves(dtype) if isinstance(dtype, transformer.Params) else [dtype] * len(leaves)
   arrays = []
-  with Transfer(f"reading {name}", files.size_of(needed), active=hosts.is_first()) as transfer:
+  with Transfer(
+    f"reading {files.name}", files.size_of(needed), active=hosts.is_first()
+  ) as transfer:
     for leaf, split, target, kind in zip(leaves, reading, layout, types):
       copy = twin if leaf.key == "embed" else None
       part = functools.partial(

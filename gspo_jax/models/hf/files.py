@@ -43,6 +43,7 @@ class Files:
       ValueError: a repository that cannot be read.
     """
     self._repository = hub.Repository.of(name) if hub.is_id(name) else None
+    self.name = self._repository.id if self._repository else name
     directory = self.directory = hub.directory(name)
     self.elsewhere = self._repository is not None or "://" in name
     self.file_of: dict[str, epath.Path] = {}  # tensor name -> file

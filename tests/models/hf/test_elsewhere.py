@@ -1,6 +1,7 @@
 """Weights that are not on this machine: of the Hugging Face hub, and of a bucket."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -17,7 +18,8 @@ from support import fake_hub
 
 from gspo_jax import sharding
 from gspo_jax.models import hf, transformer
-from gspo_jax.models.hf import convert
+from gspo_jax.models.hf import architectures, convert
+from gspo_jax.settings import model as sizes
 from gspo_jax.settings.mesh import MeshConfig
 
 ID = "org/model"
@@ -115,8 +117,8 @@ hf.save(target, params, config)
 """
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 8, 1, 1)])
-def test_two_hosts_read_half_each(sizes, server, tmp_path):
+@pytest.mark.parametrize("mesh_sizes", [(1, 1, 8, 1), (1, 8, 1, 1)])
+def test_two_hosts_read_half_each(mesh_sizes, server, tmp_path):
   """With experts over all devices, and with every parameter split within its rows."""
   params = saved(tmp_path / "source", MOE)
   server.push(ID, tmp_path / "source")
@@ -127,7 +129,7 @@ def test_two_hosts_read_half_each(sizes, server, tmp_path):
   for process in range(2):
     environment = server.environment(tmp_path / f"cache{process}")
     environment |= os.environ | dict(PYTHONPATH=str(Path(hf.__file__).parents[3]))
-    command = [sys.executable, "-c", HOST, port, process, ID, tmp_path / "out", *sizes]
+    command = [sys.executable, "-c", HOST, port, process, ID, tmp_path / "out", *mesh_sizes]
     processes.append(subprocess.Popen(list(map(str, command)), env=environment))
   try:
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
@@ -161,3 +163,13 @@ def test_numbers_of_all_types(tmp_path, monkeypatch):
   here = hf.load(tmp_path / "bucket/model")[0]
   fake_hub.bucket(monkeypatch, tmp_path)
   assert_same(hf.load("gs://bucket/model")[0], here)
+
+
+@pytest.mark.parametrize("mesh_sizes", [(1, 8, 1, 1), (2, 2, 1, 2), (1, 1, 8, 1)])
+def test_of_a_published_model_a_device_reads_an_eighth(mesh_sizes):
+  """Of each parameter, by sizes alone."""
+  config = sizes.PUBLISHED["Qwen3-30B-A3B-Base"]
+  mesh = sharding.make_mesh(MeshConfig(*mesh_sizes))
+  for leaf in convert._leaves(config, architectures.names(config)):
+    part = convert._reading(leaf, mesh).shard_shape(leaf.shape)
+    assert 8 * math.prod(part) == math.prod(leaf.shape), leaf.name
