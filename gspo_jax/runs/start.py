@@ -121,8 +121,6 @@ def pinned(key: str, name: str, began_with: Mapping[str, Any], file: str = "conf
   """`name`, of a repository of the hub with its commit: the one that a run began with, as its
   provenance tells, even if the branch has moved on, of which there is a warning then. All processes
   call this. Raises ValueError, with `key`, as `hub.pinned` does."""
-  if not hub.is_id(name):
-    return name
   before = began_with.get("directory")
   try:
     now = hub.pinned(name, file)
@@ -130,9 +128,11 @@ def pinned(key: str, name: str, began_with: Mapping[str, Any], file: str = "conf
     if before:
       return before
     raise ValueError(f"--config.{key}={name}: {error}") from error
-  if before not in (None, now) and hosts.is_first():
+  if now == name or before in (None, now):
+    return now
+  if hosts.is_first():
     sys.stderr.write(f"warning: {key}={name} is {now} by now; this run goes on with {before}\n")
-  return before or now
+  return before
 
 
 def tokenizer(config: RunConfig, weights: str) -> str:

@@ -16,8 +16,9 @@ import os
 import re
 import shutil
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from etils import epath
@@ -53,19 +54,22 @@ def pinned(name: str, file: str = "config.json") -> str:
   Raises:
     HubError: there is no such repository, revision or file, or it cannot be reached.
   """
+  may_be = _ID.fullmatch(name)
+  return hosts.of_first(lambda: _resolved(name, file)) if may_be else name
+
+
+def _resolved(name: str, file: str = "config.json") -> str:
+  """What `pinned` returns, as this process sees it."""
   if not is_id(name):
     return name
   id_, revision = _ID.fullmatch(name).groups()
   if revision and _COMMIT.fullmatch(revision):
     return name
+  from huggingface_hub import hf_hub_download
 
-  def resolve() -> str:
-    from huggingface_hub import hf_hub_download
-
-    with _told(name, file):
-      return Path(hf_hub_download(id_, file, revision=revision, tqdm_class=_no_bar())).parent.name
-
-  return f"{id_}@{hosts.of_first(resolve)}"
+  with _told(name, file):
+    path = Path(hf_hub_download(id_, file, revision=revision, tqdm_class=_no_bar()))
+  return f"{id_}@{path.parent.name}"  # in the cache, a commit is a directory
 
 
 def directory(name: str) -> epath.Path:
@@ -115,7 +119,7 @@ class Repository:
 
   @classmethod
   def of(cls, name: str) -> "Repository":
-    return cls(*pinned(name).split("@"))
+    return cls(*_resolved(name).split("@"))
 
   @property
   def name(self) -> str:
@@ -141,27 +145,29 @@ class Repository:
     with _told(self.name):
       return HfApi().list_repo_files(self.id, revision=self.commit)
 
-  def download(self, sizes: Mapping[str, int]) -> None:
-    """Puts files of these sizes in bytes into the cache. What an earlier attempt left of one is
-    continued, and all are compared with their SHA-256.
+  def download(self, files: Iterable[str]) -> None:
+    """Puts files into the cache. What an earlier attempt left of one is continued, and all are
+    compared with their SHA-256.
 
     Raises:
       HubError: the network or the hub fails, the disk is too small, or a file is not what it was.
     """
-    with (
-      _told(self.name),
-      concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
-      # Closed before the pool, whose threads end with it.
-      Transfer(f"downloading {self.id}", sum(sizes.values()), active=hosts.is_first()) as transfer,
-    ):
-      places = [_Remote.find(self, file) for file in sizes]
-      missing = sum(place.size - place.there for place in places)
-      if missing > (free := shutil.disk_usage(places[0].blob.parent).free):
+    with _told(self.name):
+      remotes = [_Remote.find(self, file) for file in files]
+      cache = self.directory.parents[1]
+      missing = sum(remote.size - remote.there for remote in remotes)
+      if missing > (free := shutil.disk_usage(cache).free):
         raise HubError(
-          f"{self.name} needs {missing / 1e9:.1f} GB in {places[0].blob.parent}, which has "
-          f"{free / 1e9:.1f} GB left: set HF_HOME to a place with more"
+          f"{self.name} needs {missing / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB are "
+          "free: set HF_HOME to a place that has them"
         )
-      list(pool.map(functools.partial(_Remote.download, transfer=transfer), places))
+      total = sum(remote.size for remote in remotes)
+      with (
+        concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
+        # Closed before the pool, whose threads end with it.
+        Transfer(f"downloading {self.id}", total, active=hosts.is_first()) as transfer,
+      ):
+        list(pool.map(functools.partial(_Remote.download, transfer=transfer), remotes))
 
   def reader(self, file: str) -> tuple[int, Callable[[int, int], bytes]]:
     """The size of a file in bytes, and a function that reads its bytes from one place to another.
@@ -177,8 +183,8 @@ class _Remote:
 
   repository: Repository
   file: str
-  location: str
-  headers: dict[str, str]
+  url: str
+  location: str  # with a signature, so that the hub need not be asked for each range
   size: int
   blob: Path
 
@@ -186,16 +192,12 @@ class _Remote:
   def find(cls, repository: Repository, file: str) -> "_Remote":
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(repository.id, file, revision=repository.commit)
     metadata = get_hf_file_metadata(url, retry_on_errors=True)
-    headers = build_hf_headers()
-    if urllib.parse.urlsplit(url).netloc != urllib.parse.urlsplit(metadata.location).netloc:
-      headers.pop("authorization", None)  # the location has a signature of its own
     folder = repo_folder_name(repo_id=repository.id, repo_type="model")
     blob = Path(constants.HF_HUB_CACHE) / folder / "blobs" / metadata.etag
-    return cls(repository, file, metadata.location, headers, metadata.size, blob)
+    return cls(repository, file, url, metadata.location, metadata.size, blob)
 
   @property
   def partial(self) -> Path:
@@ -208,38 +210,44 @@ class _Remote:
     return files[0].stat().st_size if files else 0
 
   def read(self, start: int, stop: int) -> bytes:
-    from huggingface_hub.utils import hf_raise_for_status, http_backoff
+    import httpx2
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+    def get() -> Any:
+      at_hub = urllib.parse.urlsplit(self.url).netloc == urllib.parse.urlsplit(self.location).netloc
+      headers = build_hf_headers() if at_hub else {}  # the token is for nobody else
+      headers |= {"Range": f"bytes={start}-{stop - 1}"}
+      return http_backoff(
+        "GET", self.location, headers=headers, retry_on_exceptions=httpx2.TransportError
+      )
 
     with _told(self.repository.name, self.file):
-      for fresh in False, True:
-        headers = self.headers | {"Range": f"bytes={start}-{stop - 1}"}
-        response = http_backoff("GET", self.location, headers=headers)
-        if response.status_code in (401, 403) and not fresh:  # signatures are good for an hour
-          self.location = self.find(self.repository, self.file).location
-          continue
-        hf_raise_for_status(response)
-        content = response.content
-        return content if response.status_code == 206 else content[start:stop]
-    raise AssertionError("unreachable")
+      response = get()
+      if response.status_code in (401, 403):  # signatures are good for an hour
+        self.location = self.find(self.repository, self.file).location
+        response = get()
+      hf_raise_for_status(response)
+    return response.content if response.status_code == 206 else response.content[start:stop]
 
   def download(self, transfer: Transfer) -> None:
     """Puts the file into the cache. The library itself begins anew with a file that a process which
     was ended has left: so it is given the whole one, and does the rest."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
     folder = self.blob.parents[1].name
     lock = Path(constants.HF_HUB_CACHE) / ".locks" / folder / f"{self.blob.name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
+      if not self.blob.exists() and self.there > self.size:
+        self.partial.unlink()  # two processes wrote it: not all disks have locks
       transfer.add(self.there, before=True)
       if not self.blob.exists():
         with _Counted(self.partial, transfer) as file:
-          kept = file.tell()
           http_get(
-            self.location, file, resume_size=kept, headers=self.headers, expected_size=self.size,
-            tqdm_class=_no_bar(),
+            self.url, file, resume_size=file.tell(), headers=build_hf_headers(),
+            expected_size=self.size, tqdm_class=_no_bar(),
           )  # fmt: skip
         self._verify()
         self.partial.rename(self.blob)
@@ -293,7 +301,7 @@ def _told(name: str, file: str = "") -> Iterator[None]:
     yield
   except HubError:
     raise
-  except (httpx2.HTTPError, OSError, LookupError) as error:
+  except (httpx2.HTTPError, OSError) as error:
     raise HubError(_reason(error, name, file)) from error
 
 

@@ -24,14 +24,16 @@ class FakeHub:
 
   Attributes:
     gated: repositories that ask for `TOKEN`.
-    break_off: bytes of a large file after which a connection ends, as long as it is not 0.
+    break_off: bytes of a large file after which a connection ends; 0: never.
+    break_offs: how often that happens.
     expire: addresses that were given out until now are not good any more, if called.
     requests: (method, path, Range) in their order.
   """
 
   def __init__(self):
     self.commits, self.branches, self.large = {}, {}, {}
-    self.gated, self.break_off, self.requests, self._age = set(), 0, [], 0
+    self.break_off, self.break_offs = 0, 1000
+    self.gated, self.requests, self._age = set(), [], 0
     self._http = http.server.ThreadingHTTPServer(
       ("127.0.0.1", 0), functools.partial(_Handler, self)
     )
@@ -145,7 +147,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if self.command == "HEAD":
       return
     most = self.hub.break_off
-    if most and self.path.startswith("/large/") and len(content) > most:
+    if most and self.path.startswith("/large/") and len(content) > most and self.hub.break_offs:
+      self.hub.break_offs -= 1
       content, self.close_connection = content[:most], True
     with contextlib.suppress(ConnectionError):
       self.wfile.write(content)

@@ -96,14 +96,14 @@ class Files:
     elements: dict[epath.Path, int] = collections.Counter()
     for tensor, count in needed.items():
       elements[self.file_of[tensor]] += count
-    sizes = {}
+    whole = []
     for path, count in elements.items():
       file = self._open(path)
       if isinstance(file, RangedFile) and count >= 0.9 * file.elements:
-        sizes[path.name] = file.size
+        whole.append(path)
         del self._handles[path]
-    if sizes:
-      self._repository.download(sizes)
+    if whole:
+      self._repository.download(path.name for path in whole)
 
   def size_of(self, needed: Mapping[str, int]) -> int:
     """Bytes of so many elements by tensor."""

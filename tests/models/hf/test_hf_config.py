@@ -235,5 +235,7 @@ def test_a_directory_names_the_model_of_a_run(tmp_path):
   ):
     values = dense_math.get_config(argument).to_dict()
     assert from_dict(values).model == expected
-  with pytest.raises(ValueError, match="'gemma-9' is neither a directory nor one of gemma-3-270m"):
+  with pytest.raises(
+    ValueError, match="'gemma-9' is neither a directory, a repository nor one of gemma-3-270m"
+  ):
     dense_math.get_config("gemma-9")
