@@ -158,8 +158,8 @@ class Repository:
       missing = sum(remote.size - remote.there for remote in remotes)
       if missing > (free := shutil.disk_usage(cache).free):
         raise HubError(
-          f"{self.name} needs {missing / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB are "
-          "free: set HF_HOME to a place that has them"
+          f"{self.name} needs {missing / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB "
+          "are free: set HF_HOME to a place that has them"
         )
       total = sum(remote.size for remote in remotes)
       with (
@@ -210,16 +210,13 @@ class _Remote:
     return files[0].stat().st_size if files else 0
 
   def read(self, start: int, stop: int) -> bytes:
-    import httpx2
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
     def get() -> Any:
       at_hub = urllib.parse.urlsplit(self.url).netloc == urllib.parse.urlsplit(self.location).netloc
       headers = build_hf_headers() if at_hub else {}  # the token is for nobody else
       headers |= {"Range": f"bytes={start}-{stop - 1}"}
-      return http_backoff(
-        "GET", self.location, headers=headers, retry_on_exceptions=httpx2.TransportError
-      )
+      return http_backoff("GET", self.location, headers=headers)
 
     with _told(self.repository.name, self.file):
       response = get()
