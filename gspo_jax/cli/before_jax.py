@@ -60,7 +60,7 @@ Examples:
   gspo-jax --config=tiny --workdir=/tmp/tiny
   gspo-jax --config=tiny --workdir=/tmp/tiny2 --config.seed=1 --config.rl.iterations=80
   gspo-jax --config=tiny --workdir=/tmp/grpo --config.objective.name=grpo
-  gspo-jax --config=gsm8k:0.6B-v5e --workdir=DIR --dry_run --config.weights=DIR ...
+  gspo-jax --config=gsm8k:0.6B-v5e --workdir=DIR --dry_run --config.weights=Qwen/Qwen3-0.6B-Base ...
   python -m gspo_jax.report /tmp/tiny /tmp/grpo --output=compare.html
 """
 
