@@ -30,7 +30,7 @@ from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.rewards import RewardConfig
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.structs import Prompt
-from gspo_jax.system import hosts
+from gspo_jax.system import hosts, hub
 from gspo_jax.tasks import environments
 
 
@@ -219,7 +219,8 @@ def _facts(config: RunConfig, inputs: Inputs) -> doubts.Facts:
     processors=os.cpu_count() or 1,
     memory_mb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
     processes=jax.process_count(),
-    has_tokenizer=os.path.isfile(os.path.join(c.weights, "tokenizer.json")),
+    has_tokenizer=c.weights != "random"
+    and (hub.directory(inputs.weights) / "tokenizer.json").is_file(),
   )
 
 
