@@ -175,6 +175,7 @@ DOUBTED_HERE = [
   dict(reward__workers=8),
   dict(reward__name="code", reward__workers=4, data__train="a", data__eval="b"),
   dict(distributed=True),
+  dict(tokenizer="bytes"),
 ]
 
 
