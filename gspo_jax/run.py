@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from gspo_jax import rewards, sharding
+from gspo_jax import rewards
 from gspo_jax import teacher as teachers
 from gspo_jax.data import growing, recorded, tokenizer
 from gspo_jax.evaluation.benchmarks import Benchmark
 from gspo_jax.evaluation.evaluator import Evaluator
 from gspo_jax.inputs import Inputs, check, read, reward_configs
-from gspo_jax.models import lora, transformer
+from gspo_jax.models import lora, publication, transformer
 from gspo_jax.rewards import user_function
 from gspo_jax.rewards.signals import Signals, open_signals
 from gspo_jax.rollouts.collector import Collector, Stages
@@ -190,9 +190,9 @@ def _opened(config: RunConfig, workdir: Path, inputs: Inputs) -> Iterator[Run]:
   load = publish = _as_it_is
   dtypes = transformer.dtypes(config.model, config.sampler_compute.dtype)
   if config.rollout_mesh.on:
-    publish = sharding.publisher_to(inputs.layout, dtypes, lora.dithered)
+    publish = publication.publisher_to(inputs.layout, dtypes, lora.dithered)
   else:
-    load = sharding.publisher(inputs.layout, dtypes, lora.dithered)
+    load = publication.publisher(inputs.layout, dtypes, lora.dithered)
   profiler = Profiler(config.profile, workdir / "profile")
   with (
     jax.set_mesh(inputs.mesh),

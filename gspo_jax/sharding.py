@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -74,7 +75,8 @@ def _named(config: MeshConfig | RolloutMeshConfig, section: str) -> str:
 def make_mesh(
   config: MeshConfig | RolloutMeshConfig, devices: list | None = None, section: str = "mesh"
 ) -> jax.sharding.Mesh:
-  """Mesh over `devices` (default: all). ValueError if the sizes do not multiply to their number."""
+  """Mesh over `devices` (default: all). ValueError if the sizes do not multiply to their number, or
+  if replicas are not whole within TPU slices: `data` runs over these first."""
   devices = jax.devices() if devices is None else devices
   sizes, named = _sizes(config), _named(config, section)
   if sizes.count(-1) > 1:
@@ -92,11 +94,23 @@ def make_mesh(
       f"{named} asks for {math.prod(sizes)} devices, but {len(devices)} are there: make the "
       "product equal, or set one axis to -1"
     )
-  try:
-    return jax.make_mesh(sizes, AXES, devices=devices)
-  except NotImplementedError:  # not products of the sides of the TPU's torus, e.g. 8x8 on 4x4x4
-    grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    return jax.sharding.Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+  numbers = sorted(set(map(slice_of, devices)))
+  slices = [[device for device in devices if slice_of(device) == i] for i in numbers]
+  if sizes[0] % len(slices) or len(set(map(len, slices))) > 1:
+    raise ValueError(
+      f"{named}: {len(slices)} slices of {', '.join(str(len(x)) for x in slices)} devices, which "
+      f"only the data-centre network joins: make {section}.data a multiple of {len(slices)}, and "
+      "take as many devices of each"
+    )
+  within = [sizes[0] // len(slices), *sizes[1:]]
+  # Sides of a TPU's torus are split only if no product of them will do, e.g. 8x8 on 4x4x4.
+  grids = [mesh_utils.create_device_mesh(within, x, allow_split_physical_axes=True) for x in slices]
+  return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def slice_of(device: Any) -> int:
+  """Number of the TPU slice that a device is in. Devices of other kinds count as one slice."""
+  return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def rollout_rules(config: MeshConfig, mesh: jax.sharding.Mesh, experts: int) -> Rules:
@@ -146,7 +160,10 @@ def device_kind() -> str:
 
 
 def reshard(x: jax.Array, pspec: P) -> jax.Array:
-  return x if without_mesh() else jax.sharding.reshard(x, pspec)
+  """`x` laid out as `pspec`. Sums that are still to be made in its gradient stay so."""
+  if without_mesh():
+    return x
+  return jax.sharding.reshard(x, P(*pspec, reduced=jax.typeof(x).sharding.spec.reduced))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...], out: P) -> jax.Array:
@@ -218,8 +235,8 @@ def _cotangent_spec(x: jax.Array) -> P:
 
 def spec_of(x: jax.Array) -> P:
   """PartitionSpec of the array, padded with None to its rank."""
-  pspec = () if without_mesh() else jax.typeof(x).sharding.spec
-  return P(*pspec, *[None] * (x.ndim - len(pspec)))
+  split = () if without_mesh() else jax.typeof(x).sharding.spec.partitions
+  return P(*split, *[None] * (x.ndim - len(split)))
 
 
 def gather(x: jax.Array, pspec: P) -> jax.Array:
@@ -235,6 +252,11 @@ def gather(x: jax.Array, pspec: P) -> jax.Array:
   if "fsdp" in split:
     x = jax.sharding.reshard(x, P(*split, reduced=reduced))
   return jax.sharding.reshard(x, P(*pspec, reduced=reduced | {"fsdp"}))
+
+
+def is_per_replica(x: jax.Array) -> bool:
+  """Whether it is a weight whose gradient is left as each replica has it (`learner.replicas`)."""
+  return "data" in jax.typeof(x).sharding.spec.reduced
 
 
 def whole(x: jax.Array, pspec: P) -> jax.Array:
@@ -257,7 +279,36 @@ def shard_map(f: Callable, in_specs: Any, out_specs: Any, check: bool = True) ->
   """
   if without_mesh():
     return f
-  return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check)
+
+  def run(*arguments: Any) -> Any:
+    marks = jax.tree.map(is_per_replica, arguments)
+    if not any(jax.tree.leaves(marks)):
+      return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check)(*arguments)
+    specs = jax.tree.map(
+      lambda pspec, mark: jax.tree.map(lambda m: P("data", *pspec) if m else pspec, mark),
+      in_specs,
+      marks,
+      is_leaf=lambda x: isinstance(x, P),
+    )
+
+    def on_each_device(*arguments: Any) -> Any:
+      return f(*jax.tree.map(lambda x, mark: x[0] if mark else x, arguments, marks))
+
+    arguments = jax.tree.map(lambda x, mark: _replicas(x) if mark else x, arguments, marks)
+    mapped = jax.shard_map(on_each_device, in_specs=specs, out_specs=out_specs, check_vma=check)
+    return mapped(*arguments)
+
+  return run
+
+
+def _replicas(x: jax.Array) -> jax.Array:
+  """A weight that `is_per_replica` as [replicas, ...]: each device has one, and its gradient."""
+  split = spec_of(x)
+  return jax.shard_map(
+    lambda x: jax.lax.pcast(x, "data", to="varying")[None],
+    in_specs=P(*split, reduced={"data"}),
+    out_specs=P("data", *split),
+  )(x)
 
 
 def _alone(axis: Axes) -> bool:
@@ -300,7 +351,12 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
   sums over `axes`."""
   if without_mesh():
     return tree
-  return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+
+  def varying(x: jax.Array) -> jax.Array:
+    further = (axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, tuple(further), to="varying")
+
+  return jax.tree.map(varying, tree)
 
 
 def axis_size(axis: Axes) -> int:
@@ -331,7 +387,6 @@ def put_batch(tree: Any, mesh: jax.sharding.Mesh, pspec: P = BY_ROW) -> Any:
 def fetch(tree: Any) -> Any:
   """Arrays to host, whole, on every process: one gather of those that hosts hold different parts
   of. What a process has to itself, such as an array on the host, is whole already."""
-  from jax.experimental import multihost_utils
 
   def gathered(x: Any) -> Any:
     if getattr(x, "is_fully_addressable", True):
@@ -339,33 +394,3 @@ def fetch(tree: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
   return jax.device_get(jax.tree.map(gathered, tree))
-
-
-def publisher(
-  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
-) -> Callable[[Any], Any]:
-  """A jitted copy of parameters from the training layout to `shardings`, each cast to its own of
-  `dtypes`: those in which the trainer reads them, or sampler and trainer are two networks.
-
-  Stacked layers that are split over "fsdp" are put together one by one: XLA would hold all of them
-  a second time, in the order in which the parts arrive.
-
-  `merge` makes the parameters that these are of those that are trained.
-  """
-
-  def cast(x: jax.Array, target: NamedSharding, dtype: Any) -> jax.Array:
-    if x.ndim < 3 or "fsdp" not in spec_of(x) or axis_size("fsdp") == 1:
-      return x.astype(dtype)
-    return jax.lax.map(lambda layer: reshard(layer.astype(dtype), P(*target.spec[1:])), x)
-
-  return jax.jit(
-    lambda params: jax.tree.map(cast, merge(params), shardings, dtypes), out_shardings=shardings
-  )
-
-
-def publisher_to(
-  shardings: Any, dtypes: Any, merge: Callable[[Any], Any] = lambda params: params
-) -> Callable[[Any], Any]:
-  """The same for `shardings` of other devices of this process; in place when it returns."""
-  cast = jax.jit(lambda params: jax.tree.map(jnp.astype, merge(params), dtypes))
-  return lambda params: jax.block_until_ready(jax.device_put(cast(params), shardings))

@@ -7,6 +7,7 @@ over localhost with Gloo, and does it once more itself. So does the whole job.
 import dataclasses
 import functools
 import json
+import operator
 import os
 import signal
 import socket
@@ -35,8 +36,9 @@ from gspo_jax.system import stops
 from gspo_jax.system.preemption import EXIT_CODE
 
 # data, fsdp, expert, tensor. Devices are numbered along the last axis first, so the border between
-# the processes runs through the first axis that is not 1. (The job below has it through data.)
-MESHES = dict(expert=(1, 1, 4, 2), fsdp=(1, 2, 2, 2))
+# the processes runs through the first axis that is not 1. (The job below has it through data.) Of
+# `slices` each process is one.
+MESHES = dict(expert=(1, 1, 4, 2), fsdp=(1, 2, 2, 2), slices=(2, 2, 2, 1))
 OBJECTIVE = dataclasses.replace(
   GSPO, clip_low=0.2, clip_high=0.2, load_balance_coef=0.01, replay="R3"
 )
@@ -151,7 +153,7 @@ def assert_same(got, expected):
   assert largest > 1e-3 and (expected["routing"] >= 0).any()
 
 
-@pytest.mark.parametrize("mesh", ["expert", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["expert", "slices", pytest.param("fsdp", marks=pytest.mark.slow)])
 @pytest.mark.long
 def test_two_processes_compute_what_one_device_does(mesh, one_device):
   for process in two_processes(mesh):
@@ -266,4 +268,6 @@ if __name__ == "__main__":
     process_id=int(os.environ["JAX_PROCESS_ID"]),
   )
   assert jax.process_count() == 2 and jax.device_count() == 8
+  if sys.argv[1] == "slices":
+    sharding.slice_of = operator.attrgetter("process_index")
   np.savez(sys.argv[2], **work(MESHES[sys.argv[1]]))

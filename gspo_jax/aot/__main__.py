@@ -27,13 +27,14 @@ from gspo_jax.aot import chips, estimate, explain, iteration
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import PROGRAMS, Case, make_case, of_run, programs, resolved
 from gspo_jax.aot.search import find, sampling, updates
-from gspo_jax.aot.table import print_line, print_row, title
+from gspo_jax.aot.table import of_slices, print_line, print_row, title
 from gspo_jax.cli import flags as config_flag
 from gspo_jax.settings import run as configuration
 from gspo_jax.settings.reading import from_dict
 
 flags.adopt_module_key_flags(config_flag)
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxBxC, of v4, v5e, v5p, v6e, tpu7x.")
+_SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology; mesh.data is over them.")
 _SEQUENCES = flags.DEFINE_integer(
   "sequences", 0, "Of train and score: per update, in one micro-batch; 0: as configured."
 )
@@ -86,9 +87,9 @@ def main(argv: list[str]) -> None:
         f"has only {', '.join(of_run(config))}"
       )
     if _SEARCH.value:
-      rows = search(case, _TOPOLOGY.value, names, _TRIES.value)
+      rows = search(case, _TOPOLOGY.value, names, _TRIES.value, _SLICES.value)
     else:
-      rows = report(case, _TOPOLOGY.value, names)
+      rows = report(case, _TOPOLOGY.value, names, _SLICES.value)
     if _JSON.value:
       Path(_JSON.value).write_text(json.dumps(rows, indent=2) + "\n")
   except (ValueError, OSError) as error:
@@ -109,45 +110,50 @@ def require_one_mesh(config: configuration.RunConfig) -> None:
     )
 
 
-def search(case: Case, topology: str, names: list[str], tries: int) -> list[dict[str, Any]]:
+def search(
+  case: Case, topology: str, names: list[str], tries: int, slices: int
+) -> list[dict[str, Any]]:
   """Searches for updates and for sampling, as far as "train" and "decode" are named, and returns
   what was compiled. ValueError if neither is."""
   if not {"train", "decode"} & {*names}:
     raise ValueError(
       f"--programs={','.join(names)}: --search is for updates (train) and sampling (decode)"
     )
-  rows, devices = [], devices_of(topology)
+  rows, devices = [], devices_of(topology, slices)
+  slices_of = of_slices(topology, slices)
   if "train" in names:
     print_line(
-      f"updates on {topology}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
+      f"updates on {slices_of}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
       "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk"
     )
-    known = find("train", updates(case, len(devices)), topology, tries)
+    lists = updates(case, len(devices), slices)
+    known = find("train", lists, topology, tries, slices=slices)
     rows, case = known.report(), known.best or case
   if "decode" in names:
     print_line(
-      f"sampling on {topology}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
+      f"sampling on {slices_of}: lengths of {case.lengths.mean:,.0f} in the mean and at most "
       f"{case.lengths.most:,}; slots, positions of the cache (0: all windows whole), tokens of a "
       "prefill, chips that experts are split over"
     )
     shards = sharding.batch_shards(sharding.make_mesh(case.config.mesh, devices))
-    rows += find("decode", sampling(case, shards), topology, tries).report()
+    rows += find("decode", sampling(case, shards), topology, tries, slices=slices).report()
   return rows
 
 
-def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
+def report(case: Case, topology: str, names: list[str], slices: int) -> list[dict[str, Any]]:
   """Compiles the named programs, prints a line for each, and returns the lines."""
-  mesh = sharding.make_mesh(case.config.mesh, devices_of(topology))
+  mesh = sharding.make_mesh(case.config.mesh, devices_of(topology, slices))
+  chip, number = chips.of_mesh(topology, mesh)
   check(case, mesh)
   case = resolved(case, mesh)
-  print_line(title(case, topology, mesh))
+  print_line(title(case, topology, mesh, slices))
   rows = []
   with jax.set_mesh(mesh):
     for name, program in programs(case, mesh, names):
       compiled = examine(program, topology, case.config.compute.remat)
       row = dict(program=name) | compiled.row
       if "bound_s" in row:
-        least = estimate.needed(name, case, mesh) * mesh.size / chips.parse(topology)[1]
+        least = estimate.needed(name, case, mesh) * chip.devices
         row |= dict(needed_bytes=least, moved_over_needed=row["hbm_bytes"] / least)
       print_row(row, header=not rows)
       for line in explain.lines(compiled.costs, _EXPLAIN.value, 1 / program.turns):
@@ -158,7 +164,7 @@ def report(case: Case, topology: str, names: list[str]) -> list[dict[str, Any]]:
       rows.append(row)
   by_name = {row["program"]: row for row in rows if "bound_s" in row}
   if by_name.keys() >= set(PROGRAMS):
-    estimated = iteration.estimate(case, mesh, chips.parse(topology)[1], by_name)
+    estimated = iteration.estimate(case, mesh, number, by_name)
     for line in iteration.lines(estimated, case):
       print_line(line)
     rows[-1]["iteration"] = dataclasses.asdict(estimated) | dict(

@@ -17,8 +17,9 @@ from gspo_jax.models import transformer
 from gspo_jax.system.accelerators import GIB
 
 
-def devices_of(topology: str) -> list:
-  """Descriptions of the devices of a topology. ValueError without libtpu or with a wrong name."""
+def devices_of(topology: str, slices: int = 1) -> list:
+  """Descriptions of the devices of a topology, or of several slices of it. ValueError without
+  libtpu or with a wrong name."""
   chip, number = chips.parse(topology)
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
@@ -30,6 +31,8 @@ def devices_of(topology: str) -> list:
   options = dict(chip_config_name="megacore") if topology.startswith("v4:") else {}
   if number == 1:  # a whole host has four
     options["chips_per_host_bounds"] = (1, 1, 1)
+  if slices > 1:
+    options["num_slices"] = slices
   try:
     return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
   except Exception as error:  # whatever the plugin raises
@@ -60,10 +63,12 @@ class Compiled:
 def examine(program: Program, topology: str, remat: str) -> Compiled:
   """Memory per chip, work, traffic and the time that they need at least; of one turn, if the
   program is a loop of several."""
-  chip, number = chips.parse(topology)
-  per_chip = jax.sharding.get_mesh().size / number  # devices: two on chips whose cores are apart
+  mesh = jax.sharding.get_mesh()
+  chip, number = chips.of_mesh(topology, mesh)
+  per_chip = chip.devices  # two on chips whose cores are apart
   started = time.perf_counter()
-  row: dict[str, Any] = dict(fits=False, hbm_gib=chip.hbm / GIB)
+  slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
+  row: dict[str, Any] = dict(fits=False, hbm_gib=chip.hbm / GIB, slices=slices)
   try:
     compiled = program.function.trace(*program.arguments).lower().compile()
   except jax.errors.JaxRuntimeError as error:
@@ -72,7 +77,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     row |= too_little(str(error)) | dict(compile_s=time.perf_counter() - started)
     return Compiled(row)
   memory, text = compiled.memory_analysis(), compiled.as_text()
-  torus = links.torus_of(topology, jax.sharding.get_mesh())
+  torus = links.torus_of(topology, mesh)
   costs = hlo_costs.costs(text, program.rates, torus)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
@@ -89,8 +94,17 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
   scale = per_chip / program.turns
 
   def bound(moved: float) -> dict[str, float | str]:
-    sent, hidden = costs.ring_wire * scale, costs.ring_hidden * scale
-    return chips.bound(chip, number, flops, useful, moved * scale, sent, hidden)
+    return chips.bound(
+      chip,
+      number,
+      flops,
+      useful,
+      moved * scale,
+      costs.ring_wire * scale,
+      costs.ring_hidden * scale,
+      costs.network * scale,
+      costs.network_hidden * scale,
+    )
 
   row |= dict(
     compile_s=time.perf_counter() - started,
@@ -99,6 +113,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     hbm_bytes=costs.memory * scale,
     wire_bytes=costs.wire * scale,
     hidden_bytes=costs.hidden * scale,
+    network_bytes=costs.network / program.turns * _of_a_host(mesh),
     collectives={
       kind: dict(count=costs.count[kind] / program.turns, bytes=costs.moved[kind] * scale)
       for kind in sorted(costs.count)
@@ -109,6 +124,12 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     idle = costs.memory - hlo_costs.of_kernel(costs, program.of_slots)
     row["idle_s"] = bound(idle)["serial_s"]
   return Compiled(row, costs, text)
+
+
+def _of_a_host(mesh: jax.sharding.Mesh) -> int:
+  """Devices of the mesh that the first device's host has."""
+  hosts = [device.process_index for device in mesh.devices.flat]
+  return hosts.count(hosts[0])
 
 
 def too_little(error: str) -> dict[str, Any]:

@@ -60,12 +60,12 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   Memory: state, gradients and what `compute.remat` keeps. Traffic: the state once, and in each
   micro-batch the layers' weights and kept activations, forward and backward. Links: weights
   gathered over `fsdp` for each pass, their gradients, and tokens over `expert` and `tensor`, each
-  at the speed that the axis has (`links`).
+  at the speed that the axis has (`links`). Network: the gradients, summed over slices.
   """
   case = resolved(case, mesh)
   c, model = case.config, case.model
-  chip, number = chips.parse(topology)
-  per_chip = mesh.size / number
+  chip, number = chips.of_mesh(topology, mesh)
+  per_chip = chip.devices
   state = state_of(case, mesh)
   gradients = held(changed(state))
   weights = weights_of(case, mesh)
@@ -93,8 +93,10 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   sent += 4 * 2 * hidden * _others(mesh, "tensor") / share["tensor"]
   work = flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat)
   moved, sent = traffic * per_chip, times * sent * per_chip
+  slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
+  to_slices = 2 * gradients * (1 - 1 / slices) * per_chip  # once for all micro-batches
   memory = held(state) + gradients + kept
-  return Least(memory * per_chip, chips.seconds(chip, number, work, moved, sent))
+  return Least(memory * per_chip, chips.seconds(chip, number, work, moved, sent, to_slices))
 
 
 def kept_per_token(case: Case, mesh: jax.sharding.Mesh) -> float:

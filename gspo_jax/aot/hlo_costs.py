@@ -33,10 +33,10 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 # These move nothing, or what their body moves is counted there.
 _FREE = frozenset(
   "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
-  "partition-id replica-id opt-barrier".split()
+  "partition-id replica-id opt-barrier recv send-done".split()
 )
 # Nothing that a collective could be hidden behind.
-_IDLE = (_FREE | {"copy"}) - {"while", "conditional", "call"}
+_IDLE = (_FREE | {"copy", "send"}) - {"while", "conditional", "call"}
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
 # Element by element, so that a slice of the result needs a slice of the operand.
@@ -64,6 +64,9 @@ class Costs:
   # As many would take as long around a whole side of the torus; of these, those that are hidden.
   ring_wire: float = 0.0
   ring_hidden: float = 0.0
+  # Bytes that a device sends to other slices; of these, while it does something else.
+  network: float = 0.0
+  network_hidden: float = 0.0
 
 
 def costs(
@@ -75,10 +78,13 @@ def costs(
   torus: where the partitions are; None: all collectives go around whole sides.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
-  entry = [*module.computations[module.entry].values()]
-  for instruction, times, covered in _executed(entry, 1.0, rates):
+  for instruction, times, covered in executed(module, rates):
     if kind := collective_of(instruction):
       _add_collective(total, kind, instruction, times, covered, torus)
+    if instruction.op == "recv":
+      sent = times * network_bytes(instruction)
+      total.network += sent
+      total.network_hidden += sent if covered else 0.0
     moved = hbm_bytes(instruction)
     if instruction.kernel:
       moved *= next((n for name, n in rates.items() if _named(instruction, name)), 1)
@@ -86,6 +92,14 @@ def costs(
       total.memory += times * moved
       total.items.append(Item(instruction, moved, times))
   return total
+
+
+def executed(
+  module: hlo.Module, rates: Mapping[str, float] | None = None
+) -> Iterator[tuple[Instruction, float, bool]]:
+  """All that a program does and is not control flow, how often, and whether it is a collective
+  during which something else is done."""
+  return _executed([*module.computations[module.entry].values()], 1.0, rates or {})
 
 
 def of_kernel(total: Costs, name: str) -> float:
@@ -96,8 +110,7 @@ def of_kernel(total: Costs, name: str) -> float:
 def _executed(
   body: Sequence[Instruction], times: float, rates: Mapping[str, float]
 ) -> Iterator[tuple[Instruction, float, bool]]:
-  """All that is not control flow, how often it is done, and whether it is a collective during which
-  something else is. In a loop that `rates` has counted they count no other one."""
+  """`executed`, of a computation. In a loop that `rates` has counted they count no other one."""
   covered = overlapped(body)
   for instruction in body:
     if instruction.op == "while":
@@ -152,6 +165,22 @@ def _add_collective(
     total.ring_hidden += times * sent / share
 
 
+def network_bytes(instruction: Instruction) -> float:
+  """Bytes that a device sends to other slices for what a `recv` returns: a collective among slices,
+  whose parts within a slice are collectives of their own."""
+  if not (kind := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
+    return 0.0
+  slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}', instruction.attributes)
+  n = len(slices[1].split(",")) if slices else 1
+  of_result = dict(
+    ALL_REDUCE=2 * (n - 1) / n,
+    ALL_GATHER=(n - 1) / n,
+    ALL_TO_ALL=(n - 1) / n,
+    REDUCE_SCATTER=n - 1,
+  )
+  return of_result.get(kind[1], 1.0) * instruction.arrays[0].bytes
+
+
 def _named(kernel: Instruction, name: str) -> bool:
   return re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
 
@@ -181,6 +210,8 @@ def overlapped(body: Sequence[Instruction]) -> set[str]:
       under_way.pop(channel, None)
     elif instruction.op.endswith("-done"):
       under_way = {key: x for key, x in under_way.items() if x not in instruction.operands}
+    elif instruction.op == "recv":
+      under_way[instruction.name] = instruction.name
     elif instruction.op.endswith("-start"):
       if instruction.op.removesuffix("-start") in COLLECTIVES:
         under_way[instruction.name] = instruction.name
@@ -206,6 +237,8 @@ def hbm_bytes(instruction: Instruction) -> float:
     return 0.0
   if any(f'custom_call_target="{x}' in instruction.attributes for x in _NOTHING):
     return 0.0
+  if instruction.op == "send":
+    return _hbm(inputs)
   if instruction.op.endswith("-done"):  # has the result of the whole; the start's has more in it
     kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
     if kind in ("call", "async"):

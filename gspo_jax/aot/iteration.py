@@ -94,15 +94,15 @@ def of_sampling(case: Case, mesh: Any, topology: str, row: Mapping[str, Any]) ->
   size, sampled, steps = _steps(case, mesh)
   seconds = decode_seconds(steps, sum(sampled) / size.slots, row)
   seconds += _prefill_seconds(case, mesh, topology)
-  speed = sum(sampled) / seconds / chips.parse(topology)[1]
+  speed = sum(sampled) / seconds / chips.of_mesh(topology, mesh)[1]
   return dict(steps=steps, search_s=seconds, speed=speed)
 
 
 def least_of_sampling(case: Case, mesh: Any, topology: str) -> Least:
   """The least memory of sampling beside the training state, and the least time of an iteration's;
   `mesh` in use."""
-  chip, number = chips.parse(topology)
-  shards, per_chip = sharding.batch_shards(mesh), mesh.size / number
+  chip, number = chips.of_mesh(topology, mesh)
+  shards, per_chip = sharding.batch_shards(mesh), chip.devices
   size, sampled, steps = _steps(case, mesh)
   positions = size.pages * size.page or size.slots // shards * size.window
   memory = held(state_of(case, mesh)) + held(sampler_params(case, mesh))
@@ -125,11 +125,11 @@ def _steps(case: Case, mesh: Any) -> tuple[Sizes, list[int], int]:
 
 def _prefill_seconds(case: Case, mesh: Any, topology: str) -> float:
   """Seconds that the prefills of an iteration take at least."""
-  chip, number = chips.parse(topology)
+  chip, number = chips.of_mesh(topology, mesh)
   size = sizes(case.workload, case.engine, sharding.batch_shards(mesh))
   at_once = size.at_once(size.prompt) * size.shards
   work = flops.work(case.model, at_once, size.prompt, size.prompt, heads=1).forward()
-  moved = needed("prefill", case, mesh) * mesh.size / number
+  moved = needed("prefill", case, mesh) * chip.devices
   calls = -(-case.config.rl.prompts // at_once)
   return calls * max(chips.seconds(chip, number, work, moved).values())
 

@@ -72,16 +72,24 @@ def members(text: str) -> list[int]:
   if match := re.search(r"(?:source_target_pairs|replica_groups)=\{\{([\d,]*)\}", text):
     return [int(n) for n in match[1].split(",")]
   if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-    groups, size = int(match[1]), int(match[2])
-    order = np.arange(groups * size).reshape([int(n) for n in match[3].split(",")])
-    if match[4]:
-      order = order.transpose([int(n) for n in match[4].split(",")])
-    return order.reshape(groups, size)[0].tolist()
+    size = int(match[2])
+    return _order(match[3], match[4]).reshape(-1, size)[0].tolist()
   if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", text):
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
     together = re.findall(r"'(\w+)'", match[2])
-    order = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    turned = re.search(r"device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\)", match[0])
+    order = _order(*turned.groups()) if turned else np.arange(math.prod(sizes.values()))
+    order = order.reshape(*sizes.values())
     last = [list(sizes).index(axis) for axis in together]
     order = np.moveaxis(order, last, range(-len(last), 0))
     return order.reshape(-1, math.prod(sizes[axis] for axis in together))[0].tolist()
   return []
+
+
+def _order(shape: str, transposed: str | None) -> np.ndarray:
+  """Partitions in the order of e.g. [2,4] or [2,4]T(1,0)."""
+  order = np.arange(math.prod(int(n) for n in shape.split(",")))
+  if not transposed:
+    return order
+  axes = [int(n) for n in transposed.split(",")]
+  return order.reshape([int(n) for n in shape.split(",")]).transpose(axes).ravel()

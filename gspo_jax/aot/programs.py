@@ -16,7 +16,7 @@ from gspo_jax.learner.critic import optimizers
 from gspo_jax.learner.passes import learner_of, make_score
 from gspo_jax.learner.state import state_of_phase
 from gspo_jax.learner.step import make_rl_step
-from gspo_jax.models import flops, lora, transformer
+from gspo_jax.models import flops, lora, publication, transformer
 from gspo_jax.models.experts import routing
 from gspo_jax.models.params import abstract_params
 from gspo_jax.models.weights import Params
@@ -199,7 +199,7 @@ def programs(case: Case, mesh, names: list[str]) -> Iterator[tuple[str, Program]
     if name == "publish":
       layout = jax.tree.map(lambda x: x.sharding, sample_params)
       read = transformer.dtypes(c.model, c.sampler_compute.dtype)
-      publish = sharding.publisher(layout, read, lora.dithered)
+      publish = publication.publisher(layout, read, lora.dithered)
       held = state.opt_state, state.critic, frozen
       yield name, Program(publish, (state.params,), None, held=held)
     if name in ("prefill", "decode"):

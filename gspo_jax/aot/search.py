@@ -136,10 +136,15 @@ def against(known: Search, name: str) -> str:
 
 
 def find(
-  program: str, lists: Lists, topology: str, tries: int, enough: int | None = None
+  program: str,
+  lists: Lists,
+  topology: str,
+  tries: int,
+  enough: int | None = None,
+  slices: int = 1,
 ) -> Search:
-  """Compiles the best of the candidates for the topology, and prints a line for each."""
-  chip, devices = chips.parse(topology)[0], devices_of(topology)
+  """Compiles the best of the candidates for slices of the topology, and prints a line for each."""
+  chip, devices = chips.parse(topology)[0], devices_of(topology, slices)
   known = Search(program, chip.hbm)
 
   def bound(case: Case) -> estimate.Least:
@@ -168,8 +173,9 @@ def find(
   return known
 
 
-def updates(case: Case, devices: int) -> Lists:
-  """Lists of candidates: the configuration's own settings, meshes, remats and chunks."""
+def updates(case: Case, devices: int, slices: int = 1) -> Lists:
+  """Lists of candidates for the devices of all slices: the configuration's own settings, meshes,
+  remats and chunks."""
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
   filling = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
   case = changed(case, mesh={axis: filling if n == -1 else n for axis, n in mesh.items()})
@@ -179,19 +185,19 @@ def updates(case: Case, devices: int) -> Lists:
   remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]
   sizes = ({key: size} for key, most in at_once.items() for size in CHUNKS if size < most)
   chunks = [changed(case, compute=size) for size in sizes]
-  return [case], meshes(case, devices), remats, chunks
+  return [case], meshes(case, devices, slices), remats, chunks
 
 
-def meshes(case: Case, devices: int) -> Iterator[Case]:
-  """Meshes of one slice: fsdp x expert x tensor, experts and heads divided evenly; each with every
-  number of micro-batches that divides."""
+def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:
+  """Meshes with a replica in each slice: fsdp x expert x tensor, experts and heads divided evenly;
+  each with every number of micro-batches that divides."""
   experts = case.model.num_experts or 1
-  for tensor, expert in itertools.product((1, 2, 4), range(1, devices + 1)):
+  for tensor, expert in itertools.product((1, 2, 4), range(1, devices // slices + 1)):
     shards = devices // tensor
     heads = case.model.num_kv_heads % tensor
-    if heads or devices % (tensor * expert) or experts % expert or case.sequences % shards:
+    if heads or devices % (slices * tensor * expert) or experts % expert or case.sequences % shards:
       continue
-    rows, mesh = case.sequences // shards, dict(data=1, fsdp=shards // expert)
+    rows, mesh = case.sequences // shards, dict(data=slices, fsdp=shards // expert // slices)
     for microbatches in range(2 if case.packed else 1, rows + 1):
       if rows % microbatches == 0:
         yield changed(case, microbatches, mesh=mesh | dict(expert=expert, tensor=tensor))

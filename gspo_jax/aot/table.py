@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from gspo_jax.aot import chips
 from gspo_jax.aot.programs import Case
 
 
@@ -12,22 +13,32 @@ def axes(mesh: jax.sharding.Mesh) -> str:
   return " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items())
 
 
-def title(case: Case, topology: str, mesh) -> str:
-  slots = case.engine.slots_for(case.workload.trajectories)
+def title(case: Case, topology: str, mesh, slices: int) -> str:
+  slots, network = case.engine.slots_for(case.workload.trajectories), ""
+  if slices > 1:
+    speed = chips.parse(topology)[0].network / 1e9
+    network = f"; DCN GB are those of a host, sent at {speed:g} GB/s for each of its chips"
   return (
-    f"{topology}, mesh {axes(mesh)}: {case.sequences} sequences x {case.length} tokens per "
-    f"update in {case.microbatches} micro-batches; {slots} slots "
+    f"{of_slices(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
+    f"{case.length} tokens per update in {case.microbatches} micro-batches; {slots} slots "
     f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
+    f"{network}"
   )
 
 
+def of_slices(topology: str, slices: int) -> str:
+  return topology if slices == 1 else f"{slices} slices of {topology}"
+
+
 def print_row(row: dict[str, Any], header: bool) -> None:
+  several = row["slices"] > 1
   if header:
+    network = f"{'DCN GB':>9}{'DCN':>9}" if several else ""
     print_line(
       f"{'program':<22}{'peak GiB':>10}{'+ held':>8}{'of':>5}{'PFLOP':>9}"
       f"{'HBM GB':>9}{'needed':>9}{'ratio':>6}"
-      f"{'ICI GB':>9}{'alone':>9}{'compute':>9}{'HBM':>8}{'ICI':>8}  {'binds':<13}{'MFU':>6}"
-      f"{'compile':>9}"
+      f"{'ICI GB':>9}{'alone':>9}{'compute':>9}{'HBM':>8}{'ICI':>8}{network}"
+      f"  {'binds':<13}{'MFU':>6}{'compile':>9}"
     )
   start = f"{row['program']:<22}"
   if "bound_s" not in row:
@@ -37,12 +48,14 @@ def print_row(row: dict[str, Any], header: bool) -> None:
   if "needed_bytes" in row:
     least = f" {_gigabytes(row['needed_bytes']):>8}{row['moved_over_needed']:>6.2f}"
   seconds = "".join(f"{row[k]:>{w}.3g}" for k, w in zip(("compute_s", "hbm_s"), (9, 8)))
+  network = f" {_gigabytes(row['network_bytes']):>8} {row['network_s']:>8.3g}" if several else ""
   print_line(
     f"{start}{row['peak_gib']:>10.2f}{row['held_gib']:>8.2f}{row['hbm_gib']:>5.0f}"
     f"{row['executed_flops'] / 1e15:>9.3g}"
     f"{_gigabytes(row['hbm_bytes']):>9}{least} {_gigabytes(row['wire_bytes']):>8}"
     f" {_gigabytes(row['wire_bytes'] - row['hidden_bytes']):>8}{seconds}"
-    f"{row['interconnect_s']:>8.3g}  {row['binds']:<13}{row['mfu']:>6.1%}{row['compile_s']:>8.0f}s"
+    f"{row['interconnect_s']:>8.3g}{network}  {row['binds']:<13}{row['mfu']:>6.1%}"
+    f"{row['compile_s']:>8.0f}s"
   )
   for kind, moved in row["collectives"].items():
     print_line(f"    {kind:<20}{moved['count']:>8.0f} times{moved['bytes'] / 1e9:>10.3f} GB a chip")

@@ -11,6 +11,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax.learner import critic as critics
+from gspo_jax.learner import replicas
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.critic import Critic
 from gspo_jax.learner.metrics import (
@@ -223,8 +224,11 @@ def _step(
     if "objective" in numbers:
       numbers = numbers | dict(objective=in_force(numbers["objective"], state.clip_factor))
     critic, weight, changed = state.critic, None, (trained, None)
+    if not jax.tree.leaves(frozen):  # adapters are small
+      changed = replicas.apart(trained), None
     if critic is not None:
-      weight, changed = share(batch, numbers), (trained, critic.params)
+      trunk = replicas.apart(critic.params.trunk)
+      weight, changed = share(batch, numbers), (changed[0], critic.params.replace(trunk=trunk))
 
     def of_part(i):
       return gradient(changed, frozen, part(i), numbers, weight)
@@ -232,6 +236,7 @@ def _step(
     grads, metrics = accumulate(of_part, number, add, learner.microbatches)
     denominator = metrics["loss"].denominator
     trains = denominator > 0  # without a token, Adam would still follow its momentum
+    grads = replicas.summed(grads)
     grads, critic_grads = jax.tree.map(lambda g: g / jnp.where(trains, denominator, 1), grads)
     updates, opt_state = apply(grads, state.opt_state, trained, numbers["optimizer"])
     params = lora.join(optax.apply_updates(trained, updates), frozen)

@@ -45,7 +45,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 def rms_norm_around_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """x / sqrt(mean x² + eps) · (1 + scale) over the last axis, all of it in float32."""
-  return (_normalised(x, eps) * (1 + _last_axis(scale.astype(jnp.float32), x))).astype(x.dtype)
+
+  def combine(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * (1 + scale)
+
+  scale = _last_axis(scale.astype(jnp.float32), x)
+  return _with_vector(combine, _normalised(x, eps), scale).astype(x.dtype)
 
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:
@@ -63,7 +68,16 @@ def _with_each_token(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.
   It is made in float32, which rounds to the same number: so the gradient of the weight, a sum over
   all tokens, adds up in float32 and not in bfloat16.
   """
-  return combine(x.astype(jnp.float32), weight.astype(jnp.float32)).astype(x.dtype)
+  wide = _with_vector(combine, x.astype(jnp.float32), weight.astype(jnp.float32))
+  return wide.astype(x.dtype)
+
+
+def _with_vector(combine: Callable, x: jax.Array, weight: jax.Array) -> jax.Array:
+  """combine(x, weight), element by element, of activations and a vector that all rows share."""
+  if not sharding.is_per_replica(weight):
+    return combine(x, weight)
+  split = sharding.spec_of(x)
+  return sharding.shard_map(combine, (split, sharding.spec_of(weight)), split)(x, weight)
 
 
 def feed_forward(x_BTD: jax.Array, w: Dense, activation: Callable) -> jax.Array:
@@ -85,13 +99,12 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
     if isinstance(w, InStack):
       return w
     w = w.astype(weight.read_as(dtype))
-    if weight.wide:
-      return sharding.reshard(w, P())
     if weight.of_experts:
       return w
-    together = sharding.spec(weight.letters[1:], sharding.ROLLOUT)
-    collect = sharding.gather if weight.fan_in else sharding.reshard  # not for norms and biases
-    return collect(w, together)
+    together = P() if weight.wide else sharding.spec(weight.letters[1:], sharding.ROLLOUT)
+    # Not for norms and biases; a router's gradient is small, and summed in one step within a slice.
+    gathers = weight.fan_in and (not weight.wide or sharding.is_per_replica(w))
+    return (sharding.gather if gathers else sharding.reshard)(w, together)
 
   return jax.tree.map(read, table, block)
 

@@ -11,6 +11,7 @@ class Chip:
   hbm: float  # bytes
   hbm_speed: float  # bytes per second
   ici_speed: float  # bytes per second, sum over links, both directions
+  network: float  # bytes per second to other slices, each way: a chip's share of its host's
   axes: int  # of the torus
   host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
   kinds: tuple[str, ...]  # what JAX calls a device of it
@@ -26,17 +27,19 @@ _MORE = 32 * 2**20  # vector memory of a kernel on later chips
 # GiB. The v4 page has no figure for the links: 6 of 50 GB/s each way is what others quote from
 # arXiv:2304.01433, whose table we have not seen. Links in use reach less:
 # https://jax-ml.github.io/scaling-book/tpus has 45 GB/s for each of v4 and v5e, and 90 for v5p,
-# v6e and tpu7x, where the pages give 50 and 100.
+# v6e and tpu7x, where the pages give 50 and 100. The network of the data centre: 50 Gbit/s a chip
+# of v5p, 100 of v6e and tpu7x, 6.4 Tbit/s for the 256 chips of v5e; v4's page has no figure, and
+# v5p's is taken.
 CHIPS = {
-  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 3, "v4-8", ("TPU v4",)),
-  "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 2, "v5litepod-4", ("TPU v5 lite", "TPU v5e")),
-  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 3, "v5p-8", ("TPU v5", "TPU v5p")),
+  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, "v4-8", ("TPU v4",)),
+  "v5e": Chip(
+    197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, "v5litepod-4", ("TPU v5 lite", "TPU v5e")
+  ),
+  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 6.25e9, 3, "v5p-8", ("TPU v5", "TPU v5p")),
   "v6e": Chip(
-    918e12, 32 * GIB, 1.638e12, 800e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e"), vector_memory=_MORE
+    918e12, 32 * GIB, 1.638e12, 800e9, 12.5e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e"), 1, _MORE
   ),
-  "tpu7x": Chip(
-    2307e12, 192 * GIB, 7.38e12, 1200e9, 3, "tpu7x-8", ("TPU7x",), devices=2, vector_memory=_MORE
-  ),
+  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 12.5e9, 3, "tpu7x-8", ("TPU7x",), 2, _MORE),
 }
 
 

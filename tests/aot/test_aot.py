@@ -7,7 +7,7 @@ import pytest
 from support.aot import SMALL, compiled, needs_libtpu, run
 
 from gspo_jax.aot import chips, hlo_costs
-from gspo_jax.models import flops
+from gspo_jax.models import flops, transformer
 from gspo_jax.settings.model import PUBLISHED, tiny_moe
 
 PROGRAM = """HloModule jit_f
@@ -92,6 +92,25 @@ def test_every_program_compiles_for_a_pod(tmp_path):
   assert "one iteration:" in printed and "tokens/s/chip" in printed
   work = flops.work(dataclasses.replace(tiny_moe(264), num_layers=2), 8, 256, 256)
   assert rows["train"]["model_flops"] == work.training()
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_slices_send_each_other_the_gradients_and_nothing_of_the_weights(tmp_path):
+  mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.mesh.expert=2")
+  sizes = dict(num_layers=2, hidden_size=256, num_heads=8, num_kv_heads=8, head_dim=128)
+  model = (f"--config.model.{key}={value}" for key, value in sizes.items())  # in whole tiles
+  options = "--topology=v5p:2x2x2", "--slices=2", "--config.rl.microbatches=2"
+  names = "--programs=train,publish,decode"
+  rows, printed = compiled(tmp_path, *options, names, *mesh, *model)
+  config = dataclasses.replace(tiny_moe(264), **sizes)
+  gradients = 4 * transformer.count(config)[0] / 8  # of a chip, in float32
+  # A host has four chips; each of two sends its half and gets one back.
+  assert gradients * 4 <= rows["train"]["network_bytes"] < 1.1 * gradients * 4
+  assert rows["train"]["network_s"] == pytest.approx(rows["train"]["network_bytes"] / 25e9)
+  assert rows["publish"]["network_bytes"] == 0
+  assert rows["decode"]["network_bytes"] < 0.01 * gradients
+  assert "2 slices of v5p:2x2x2" in printed and "DCN GB" in printed
 
 
 @needs_libtpu

@@ -133,6 +133,39 @@ def test_collectives_are_hidden_while_something_else_is_done(middle, hidden):
   assert costs.hidden == (gathered if hidden else 0)
 
 
+SLICES = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: f32[256,256], b: f32[256,256]) -> f32[256,256] {
+  %a = f32[256,256]{1,0} parameter(0)
+  %b = f32[256,256]{1,0} parameter(1)
+  %t = token[] after-all()
+  %s = (f32[256,256]{1,0}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true
+  %r = (RESULT{1,0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, \
+frontend_attributes={_xla_megascale_target="{1,2,3,4}x{0:7}",_xla_megascale_transfer_type="KIND"}
+  MIDDLE
+  %sd = token[] send-done(%s), channel_id=2
+  %rd = (RESULT{1,0}, token[]) recv-done(%r), channel_id=1
+  ROOT %g = RESULT{1,0} get-tuple-element(%rd), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+  "kind, rows, times",
+  [("ALL_REDUCE", 256, 6 / 4), ("ALL_GATHER", 1024, 3), ("REDUCE_SCATTER", 64, 3 / 4)],
+)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_is_sent_to_other_slices(kind, rows, times, hidden):
+  middle = "%y = f32[256,256]{1,0} fusion(%b), kind=kLoop, calls=%f" if hidden else ""
+  text = SLICES.replace("KIND", kind).replace("RESULT", f"f32[{rows},256]")
+  costs = hlo_costs.costs(text.replace("MIDDLE", middle))
+  array = 256 * 256 * 4
+  assert costs.network == times * array  # each of four slices has one
+  assert costs.network_hidden == (costs.network if hidden else 0)
+  assert costs.memory == array + rows * 256 * 4 + (2 * array if hidden else 0)
+  assert costs.wire == 0  # the links of a slice have no part in it
+
+
 FUSED = """HloModule jit_f, is_scheduled=true
 
 %begin (p: bf16[256,512]) -> (bf16[256,512], bf16[1024,512], u32[]) {

@@ -23,6 +23,7 @@ def torus(*sides):
     ("replica_groups=mesh['axis_0'=16,'axis_1'=4] {'axis_0'}", [*range(0, 64, 4)]),
     ("replica_groups=mesh['axis_0'=16,'axis_1'=4] {'axis_0','axis_1'}", [*range(64)]),
     ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]),
+    ("replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}", [0, 2]),
     ("source_target_pairs={{3,5},{5,3}}", [3, 5]),
     ("no groups", []),
   ],

@@ -10,7 +10,7 @@ import pytest
 from support.small_models import MOE, expert_inputs, initial, plain_experts
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import publication, transformer
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.models.experts import decode, moe
 from gspo_jax.settings.mesh import MeshConfig
@@ -107,7 +107,7 @@ def test_publishing_sends_each_weight_to_its_chip_once():
   with jax.set_mesh(mesh):
     training = jax.device_put(params, transformer.shardings(MOE, sharding.TRAIN, mesh))
     layout = transformer.shardings(MOE, ROLLOUT_SLICE, mesh)
-    publish = sharding.publisher(layout, transformer.dtypes(MOE, jnp.float32))
+    publish = publication.publisher(layout, transformer.dtypes(MOE, jnp.float32))
     experts = jax.jit(lambda p: publish(p).blocks[0].ffn.gate)
     text = experts.lower(training).compile().as_text()
     got = publish(training)

@@ -14,7 +14,7 @@ from support.small_updates import GSPO, learner, make_batch, rl_step, scalars
 
 from gspo_jax import sharding
 from gspo_jax.learner.state import abstract_state, new_state
-from gspo_jax.models import hf, lora, transformer, weights
+from gspo_jax.models import hf, lora, publication, transformer, weights
 from gspo_jax.models.params import with_adapters
 from gspo_jax.runs import checkpoint
 from gspo_jax.settings.mesh import MeshConfig
@@ -138,7 +138,7 @@ def test_in_bfloat16_frozen_weights_take_half_and_sampler_and_trainer_are_one_ne
     params = lora.join(jax.tree.map(lambda x: x + 0.1, trained), frozen)
     layout = transformer.shardings(model, sharding.ROLLOUT, mesh)
     read = transformer.dtypes(model, "bfloat16")
-    sampler = sharding.publisher(layout, read, lora.dithered)(params)
+    sampler = publication.publisher(layout, read, lora.dithered)(params)
     assert jax.tree.map(lambda x: x.dtype, sampler) == read
     compute = dataclasses.replace(transformer.REFERENCE, dtype="bfloat16")
     run = jax.jit(functools.partial(transformer.forward, config=model, compute=compute))

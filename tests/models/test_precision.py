@@ -11,7 +11,7 @@ import pytest
 from support.small_models import MODELS, initial
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import publication, transformer
 from gspo_jax.settings.model import REFERENCE
 
 BFLOAT16 = dataclasses.replace(REFERENCE, dtype="bfloat16")
@@ -38,7 +38,7 @@ def case(name):
   params = jax.tree.unflatten(structure, noisy)
   layout = jax.tree.map(lambda x: x.sharding, params)
   read = transformer.dtypes(model, BFLOAT16.dtype)
-  published = sharding.publisher(layout, read)(params)
+  published = publication.publisher(layout, read)(params)
   tokens = jax.random.randint(jax.random.key(2), (4, 24), 0, model.vocab_size)
   return model, params, published, tokens
 

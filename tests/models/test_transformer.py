@@ -12,7 +12,7 @@ from support import small_models
 from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import publication, transformer
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import cache as kv_cache
 from gspo_jax.sampling import generate
@@ -137,7 +137,7 @@ def test_published_parameters_are_the_same_in_the_rollout_layout(config):
     training = jax.device_put(params, transformer.shardings(config, sharding.TRAIN, mesh))
     layout = transformer.shardings(config, sharding.ROLLOUT, mesh)
     read = transformer.dtypes(config, jnp.bfloat16)
-    got = sharding.publisher(layout, read)(training)
+    got = publication.publisher(layout, read)(training)
   expected = jax.tree.map(jnp.astype, params, read)
   chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(expected))
   chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, got), layout)

@@ -30,7 +30,7 @@ from support.rollouts import (
 from configs import common
 from gspo_jax import sharding
 from gspo_jax.learner.passes import learner_of, log_probs
-from gspo_jax.models import transformer
+from gspo_jax.models import publication, transformer
 from gspo_jax.rollouts.groups import Group, filled
 from gspo_jax.rollouts.pipeline import Pipeline, read
 from gspo_jax.runs.metrics import Stopwatch
@@ -48,7 +48,7 @@ def elsewhere():
   mesh = sharding.make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[-1:])
   layout = transformer.shardings(MOE, sharding.ROLLOUT, mesh)
   read = transformer.dtypes(MOE, "float32")
-  return dict(mesh=mesh, publish=sharding.publisher_to(layout, read))
+  return dict(mesh=mesh, publish=publication.publisher_to(layout, read))
 
 
 ARRANGEMENTS = dict(one_mesh=dict, two_meshes=elsewhere)

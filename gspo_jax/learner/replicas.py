@@ -1,0 +1,51 @@
+"""Gradients are summed over replicas, the mesh axis `data`, once an update, not for each layer and
+micro-batch: between replicas there may be a network that is slow."""
+
+from typing import Any
+
+import jax
+
+from gspo_jax import sharding
+from gspo_jax.settings.mesh import AXES
+from gspo_jax.sharding import P
+
+
+def apart(params: Any) -> Any:
+  """Parameters whose gradients are left as each replica has them."""
+  if sharding.axis_size("data") == 1:
+    return params
+  return jax.tree.map(
+    lambda x: jax.sharding.reshard(x, P(*sharding.spec_of(x), reduced={"data"})), params
+  )
+
+
+def summed(grads: Any) -> Any:
+  """Gradients summed over replicas, as far as they are not.
+
+  Each device sends a part of its own: those that have the same part of a weight divide it, and
+  gather the sums within the replica.
+  """
+  if sharding.axis_size("data") == 1:
+    return grads
+  return jax.tree.map(_summed, grads)
+
+
+def _summed(x: jax.Array) -> jax.Array:
+  split = sharding.spec_of(x)
+  if not jax.typeof(x).sharding.spec.unreduced:
+    return x
+  divided = _divided(x.shape, split)
+  part = jax.sharding.reshard(x, P(*divided, unreduced={"data"}))
+  return jax.sharding.reshard(jax.sharding.reshard(part, divided), split)
+
+
+def _divided(shape: tuple[int, ...], split: P) -> P:
+  """The layout with the largest dimension that allows it split over all of a replica's axes that
+  split none."""
+  used = {axis for axes in split for axis in sharding.each(axes)}
+  further = tuple(axis for axis in AXES if axis not in used | {"data"})
+  for dimension in sorted(range(len(shape)), key=lambda i: -shape[i]):
+    axes = (*sharding.each(split[dimension]), *further)
+    if shape[dimension] % sharding.axis_size(axes) == 0:
+      return P(*split[:dimension], axes, *split[dimension + 1 :])
+  return split
