@@ -30,6 +30,10 @@ TRAIN = [  # all but the losses: models, sampling, and the command line
   "httpx2>=2.16.0",  # HTTP to servers that sample, hundreds of requests at once
 ]
 
+# The compiler that every figure of docs/ and tests/aot is of. With an open bound pip takes another
+# one where Python is 3.12 or newer.
+TPU = ["jax[tpu]==0.10.2", "libtpu==0.0.42.1"]
+
 # Experiments are in the checkout only: their tables and figures belong to their commits.
 EXPERIMENTS = [
   "pandas>=3.0.0",  # tables of runs
@@ -60,7 +64,7 @@ setuptools.setup(
   install_requires=["jax>=0.7.0"],  # gspo_jax.objectives; CI tests it with that version
   extras_require={
     "train": TRAIN,  # gspo-jax, python -m gspo_jax.main
-    "tpu": [*TRAIN, "jax[tpu]>=0.10.2"],  # to run on TPU, and to compile for one without it (aot)
+    "tpu": [*TRAIN, *TPU],  # to run on TPU, and to compile for one without it (aot)
     "cuda": [*TRAIN, "jax[cuda13]>=0.10.2"],
     "gcs": ["etils[epath-gcs]>=1.14.0"],  # gs:// paths
     "wandb": ["wandb>=0.22.0"],  # --config.wandb=PROJECT

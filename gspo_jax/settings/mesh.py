@@ -16,7 +16,7 @@ AnyDevices = Annotated[int, Range(0, 1_000_000, also=-1)]
 class MeshConfig:
   """Devices per axis; one of them may be -1: whatever is left."""
 
-  data: Devices = key(1, "replicas, across slices")
+  data: Devices = key(1, "replicas; of several TPU slices, a multiple of their number")
   fsdp: Devices = key(-1, "devices that share weights and the rows of a batch")
   expert: Devices = key(1, "devices that share the experts, and rows")
   tensor: Devices = key(1, "devices that share heads and widths of layers")

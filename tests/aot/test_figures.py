@@ -8,6 +8,7 @@ at the bound. Written anew, where a change is meant or has made them better, by
 
 import importlib.metadata
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def worse(measured: dict, known: dict) -> list[str]:
       if by > TOLERANCE:
         said.append(f"{program} {name} {before:.4g} -> {now:.4g}")
   return said
+
+
+def test_the_extra_tpu_installs_the_compiler_that_the_figures_are_of():
+  pins = re.findall(r'"(jax|libtpu)(?:\[tpu\])?==([\d.]+)"', (aot.ROOT / "setup.py").read_text())
+  known = json.loads(FIGURES.read_text())["compiler"]
+  assert known == " ".join(f"{name} {version}" for name, version in pins)
 
 
 @pytest.mark.long
