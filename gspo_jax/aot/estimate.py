@@ -94,7 +94,8 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   work = flops.work(model, case.sequences, case.length, case.length).executed(c.compute.remat)
   moved, sent = traffic * per_chip, times * sent * per_chip
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
-  to_slices = 2 * gradients * (1 - 1 / slices) * per_chip  # once for all micro-batches
+  trained = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(changed(state)))
+  to_slices = 2 * trained * (slices - 1) / mesh.size * per_chip  # once for all micro-batches
   memory = held(state) + gradients + kept
   return Least(memory * per_chip, chips.seconds(chip, number, work, moved, sent, to_slices))
 

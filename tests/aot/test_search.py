@@ -162,6 +162,17 @@ def test_a_search_tries_meshes_that_divide_the_model():
   assert all(case.microbatches > 1 for case in search.meshes(flagship(), 64))
 
 
+def test_of_several_slices_each_has_a_replica(monkeypatch):
+  meshes = [case.config.mesh for case in search.meshes(tiny_case(), 16, slices=2)]
+  assert {mesh.data for mesh in meshes} == {2}
+  assert {mesh.fsdp * mesh.expert * mesh.tensor for mesh in meshes} == {8}
+  mesh = sharding.make_mesh(MeshConfig(2, 1, 2, 2))
+  assert estimate.of_update(tiny_case(), mesh, "v5p:2x2x1").seconds["network"] == 0
+  monkeypatch.setattr(sharding, "slice_of", lambda device: device.id // 4)
+  sent = 4 * transformer.count(tiny_case().model)[0] / 4  # a chip's quarter, once
+  assert estimate.of_update(tiny_case(), mesh, "v5p:2x2x1").seconds["network"] == sent / 6.25e9
+
+
 def test_it_starts_from_the_configuration():
   case = tiny_case()
   (first,), *_ = search.updates(case, 8)
