@@ -29,7 +29,7 @@ from support.command_line import (
 from support.configs import config_of
 
 from configs import tiny
-from gspo_jax import main
+from gspo_jax import main, train
 from gspo_jax.cli import before_jax
 from gspo_jax.data import tokenizer
 from gspo_jax.models import flops, hf, transformer
@@ -105,10 +105,9 @@ def test_its_operations_are_those_of_its_responses(finished):
   for i, record in enumerate(map(json.loads, lines)):
     prompt, new = len(tok.encode(record["prompt"])), record["length"]
     end = prompt + new
-    if i % c.rl.group_size == 0:  # the sampler needs no logits of it
-      prefix = flops.work(c.model, 1, prompt - 1, prompt - 1)
-      expected += prefix.forward() - prefix.head
-      expected += 4 * flops.work(c.model, 1, prompt, prompt).forward()
+    if i % c.rl.group_size == 0:  # nobody needs logits of it
+      sampled, scored = (flops.work(c.model, 1, n, n) for n in (prompt - 1, prompt))
+      expected += sampled.forward() - sampled.head + 4 * (scored.forward() - scored.head)
     expected += flops.work(c.model, 1, new, end - 1).forward()
     expected += 4 * flops.work(c.model, 1, new, end).forward()
   assert len(lines) == 32 and totals[4] - totals[3] == pytest.approx(expected, rel=1e-12)
@@ -302,8 +301,9 @@ class Evaluates:
     return {"eval/accuracy": 1.0}, []
 
 
-def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path):
+def test_an_evaluation_job_replaces_its_own_row_and_no_others(tmp_path, monkeypatch):
   """With resume=force its workdir may be one that a run has trained in."""
+  monkeypatch.setattr(train, "start_policy", lambda run, start_params: start_params())
   trained = [dict(phase="sft", step=4), dict(phase="rl", step=2)]
   config, engine = SimpleNamespace(job="eval"), SimpleNamespace(load=lambda *_, **__: None)
   for _ in range(2):

@@ -76,7 +76,7 @@ def test_what_is_asked_of_the_engine():
   def asked(**changes):
     return workload(config_of(tiny.get_config, **SMALL | changes), (1,), False)
 
-  assert asked().support == 40 and asked(sampling__top_k=1000).support == 264
+  assert asked().support == 40 and asked(sampling__top_k=264).support == 264
   assert asked(sampling__top_k=0, sampling__top_p=1.0).support == 0
   assert asked(job="eval").support == 0
   assert asked(sampling__stop_strings=("\n",)).stop_strings == ("\n",)  # of single turns too
