@@ -492,9 +492,9 @@ def test_a_directory_with_the_checkpoints_of_another_run_is_refused_as_such(tmp_
 
 
 def test_held_out_problems_that_are_trained_on_get_one_line(tmp_path, capsys):
-  for train, count in ("heldout", 8), ("train", 0):
-    changes = {"data.train": f"arithmetic:{train}", "eval.problems": 8}
-    with open_run(config_of(tiny.get_config, **changes), tmp_path / train) as opened:
+  for split, count in ("heldout", 8), ("train", 0):
+    changes = {"data.train": f"arithmetic:{split}", "eval.problems": 8}
+    with open_run(config_of(tiny.get_config, **changes), tmp_path / split) as opened:
       assert opened.shared_prompts == count
     warned = [line for line in capsys.readouterr().err.split("\n") if "held-out" in line]
     assert len(warned) == (count > 0) and all("8 of 8 of data.eval" in line for line in warned)
