@@ -68,6 +68,7 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if config.lora.adapter:
     from gspo_jax.models.hf import peft  # safetensors is only needed here
 
+    files.located(config.lora.adapter, "lora.adapter")
     peft.check(config.lora.adapter, config.model, config.lora)
 
 

@@ -108,6 +108,7 @@ def find(weights: str, key: str = "weights") -> Start | None:
 def check_published(key: str, name: str, else_to: str) -> None:
   """ValueError if `name`, which is no run, can be no Hugging Face directory; `else_to` says what
   else `key` may be set to."""
+  files.located(name, key)  # or there is no such file system
   path = hub.directory(name)
   if not (path / "config.json").is_file():
     what = "has no config.json" if path.is_dir() else "is not a directory"

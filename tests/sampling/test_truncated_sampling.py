@@ -38,7 +38,9 @@ def test_a_run_with_partial_rollouts_ends_as_one_that_was_interrupted(lag, tmp_p
   params = run(tmp_path / "whole", rl__lag=lag)
   rows = rows_of(tmp_path / "whole", "rl")[1:]
   for row in rows:
-    assert row["mismatch/abs/max"] < 1e-5 and row["minibatch/0/ratio/deviation"] == 0
+    # With a lag only what is sampled at first is of the weights of now.
+    assert row.get("mismatch/abs/max", 0.0 if lag else np.nan) < 1e-5
+    assert row["minibatch/0/ratio/deviation"] == 0
     assert 1 < row["sampling/support"] < 40  # top-p is of what top-k leaves
     assert 0.2 < row["sampling/support_mass"] < 0.6
     assert 0 < row["entropy"] < np.log(40) and np.isfinite(row["kl_ref/k3"])

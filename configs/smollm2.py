@@ -1,0 +1,45 @@
+r"""A pretrained model of 135 M parameters learns word problems in English: cold start, then GSPO.
+
+Command:   python -m gspo_jax.main --config=configs/smollm2.py --workdir=DIR
+Hardware:  two CPU cores and 9 GiB of memory; about half an hour
+Expected:  one seed tried: not run yet
+Paper:     arXiv:2507.18071
+
+The weights are those of the hub; --config.weights=DIR takes a directory. Held-out problems have
+texts of their own (docs/data.md#word-problems).
+
+configs/smollm2.py:svamp has SVAMP in their place, whose file is to be named:
+--config.data.train='svamp@FILE where idx<850' --config.data.eval='svamp@FILE where idx>=850'
+"""
+
+from gspo_jax.configs import common
+from gspo_jax.settings import model as sizes
+
+
+def get_config(arg: str | None = None) -> common.ConfigDict:
+  config = common.base()
+  config.update(
+    job="sft+rl",
+    weights="HuggingFaceTB/SmolLM2-135M-Instruct",
+    model=common.model(sizes.PUBLISHED["SmolLM2-135M-Instruct"]),
+    mesh=dict(data=-1, fsdp=1),
+    data=dict(
+      train="word_problems:train",
+      eval="word_problems:heldout",
+      prompt_template="{question}\nExpression: ",
+      chat_template=False,  # the cold start teaches this form, which no chat has
+      max_prompt_tokens=41,  # the longest text
+    ),
+    reward=dict(name="math", workers=1),  # evaluates the expression
+    sampling=dict(max_new_tokens=16),  # "(41 + 19) / 5" and the end are 13
+    sft=dict(steps=40, batch=16),  # some 20 % right: it knows the form, and not yet what to do
+    sft_optimizer=dict(learning_rate=1e-5),
+    rl=dict(iterations=40, prompts=16, group_size=8),
+    rl_optimizer=dict(learning_rate=1e-5),
+    eval=dict(every=10, problems=160, samples=2, batch=160),
+  )
+  if common.variant(arg, "svamp"):
+    config.update(
+      data=dict(train="", eval="", max_prompt_tokens=80), sampling=dict(max_new_tokens=28)
+    )
+  return config
