@@ -1,8 +1,8 @@
 r"""A pretrained model of 135 M parameters learns word problems in English: cold start, then GSPO.
 
 Command:   python -m gspo_jax.main --config=configs/smollm2.py --workdir=DIR
-Hardware:  two CPU cores and 9 GiB of memory; about half an hour
-Expected:  one seed tried: not run yet
+Hardware:  two CPU cores and 10 GiB of memory; a quarter of an hour
+Expected:  eval/accuracy 0.23 -> 0.41, greedy 0.36 -> 0.39 (one seed, 1; without a control)
 Paper:     arXiv:2507.18071
 
 The weights are those of the hub; --config.weights=DIR takes a directory. Held-out problems have
