@@ -57,6 +57,7 @@ def begun(workdir):
   return json.loads((workdir / "config.json").read_text())["provenance"]
 
 
+@pytest.mark.long
 def test_a_run_keeps_to_the_commit_that_it_began_with(server, tmp_path, capsys):
   first, params = publish(server, tmp_path / "source")
   with open_run(config(weights=ID), tmp_path / "run") as run:
@@ -165,6 +166,7 @@ def test_weights_without_a_tokenizer(server, tmp_path):
     inputs.check(config(weights=ID))
 
 
+@pytest.mark.long
 def test_the_command_line(server, tmp_path):
   """With the environment variables of the library; the whole output is one line where it fails."""
   publish(server, tmp_path / "source")

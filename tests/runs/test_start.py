@@ -133,6 +133,7 @@ def adapted(pupil, tmp_path_factory):
     return workdir, c, jax.device_get(train.train(run, run.initial_params))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_frozen_weights_as_they_are_stored_and_adapters_are_merged_with_one_rounding(
   dtype, adapted, tmp_path
