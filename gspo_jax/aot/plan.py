@@ -18,12 +18,12 @@ from gspo_jax.inputs import Inputs
 from gspo_jax.models import critic as critics
 from gspo_jax.models import flops, transformer
 from gspo_jax.runs import provenance
-from gspo_jax.runs.progress import clock_text
 from gspo_jax.settings import passes
 from gspo_jax.settings.reading import default
 from gspo_jax.settings.run import RunConfig
 from gspo_jax.system import accelerators
 from gspo_jax.system.accelerators import GIB
+from gspo_jax.system.text import clock_text
 
 
 def lines(config: RunConfig, inputs: Inputs) -> list[str]:

@@ -106,7 +106,8 @@ class Evaluator:
       )
       for b in self.benchmarks
     ]
-    sampled = (self.model, self.prompt_length, self.seed, self.tokenizer.stop_ids)
+    ends = self.tokenizer.stop_ids, self.stop_strings
+    sampled = (self.model, self.prompt_length, self.seed, *ends)
     weights = checksums(params) if sets else []
     text = repr((settings, sets, sampled, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()

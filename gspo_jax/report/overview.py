@@ -9,7 +9,7 @@ from typing import Any
 
 from gspo_jax.report.curves import ByPhase, Row
 from gspo_jax.report.figures import stage_order
-from gspo_jax.system.transfer import clock_text
+from gspo_jax.system.text import clock_text
 
 Rows = Sequence[Row]
 

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from gspo_jax.system.transfer import clock_text
+from gspo_jax.system.text import clock_text
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""Text of others, on a terminal or a page."""
+"""Text on a terminal or a page."""
 
 import re
 
@@ -12,3 +12,10 @@ _UNSEEN = re.compile(
 def visible(text: str) -> str:
   r"""The text with what would not be seen spelled out, an escape as \x1b."""
   return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def clock_text(seconds: float) -> str:
+  """Seconds as m:ss or h:mm:ss."""
+  minutes, second = divmod(round(seconds), 60)
+  hours, minute = divmod(minutes, 60)
+  return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

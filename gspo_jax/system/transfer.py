@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from gspo_jax.system.text import clock_text
+
 GB = 1e9
 
 
@@ -73,10 +75,3 @@ class Transfer:
     self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
     self._stream.flush()
     self._said = True
-
-
-def clock_text(seconds: float) -> str:
-  """Seconds as m:ss or h:mm:ss."""
-  minutes, second = divmod(round(seconds), 60)
-  hours, minute = divmod(minutes, 60)
-  return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -64,6 +64,12 @@ def params():
   return initial(MODEL)
 
 
+def test_responses_that_end_otherwise_are_of_another_evaluation(params):
+  judge = evaluator()
+  other = dataclasses.replace(judge, stop_strings=("7",))
+  assert judge.key(params) == evaluator().key(params) != other.key(params)
+
+
 def by_length(responses, answers, finished=None):
   reward = np.array([len(r) % 2 for r in responses], np.float32)
   outcomes = {"right": int(reward.sum()), "wrong": int((1 - reward).sum())}

@@ -4,7 +4,7 @@ import io
 import threading
 
 from gspo_jax.runs.progress import Progress
-from gspo_jax.system.transfer import clock_text
+from gspo_jax.system.text import clock_text
 
 
 class Terminal(io.StringIO):
