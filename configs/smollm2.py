@@ -34,7 +34,7 @@ def get_config(arg: str | None = None) -> common.ConfigDict:
     sampling=dict(max_new_tokens=16),  # "(41 + 19) / 5" and the end are 13
     sft=dict(steps=40, batch=16),  # some 20 % right: it knows the form, and not yet what to do
     sft_optimizer=dict(learning_rate=1e-5),
-    rl=dict(iterations=40, prompts=16, group_size=8),
+    rl=dict(iterations=30, prompts=16, group_size=8),
     rl_optimizer=dict(learning_rate=1e-5),
     eval=dict(every=10, problems=160, samples=2, batch=160),
   )

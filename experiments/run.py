@@ -291,10 +291,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.again:
       home /= "again"
       place = home / folder
-    if rest:  # another experiment than the one that was declared: its results go elsewhere
-      changes = dict(experiment.common) | dict(map(override, rest))
-      experiment = dataclasses.replace(experiment, common=changes)
-      place = home / "others" / folder
+    if rest:
+      changes = dict(map(override, rest))
+      experiment = dataclasses.replace(experiment, common={**experiment.common, **changes})
+      if {*changes} - {"weights"}:  # another experiment: its results go elsewhere
+        place = home / "others" / folder
     reported = experiment
     if args.seeds:
       seeds = tuple(map(int, args.seeds.split(",")))

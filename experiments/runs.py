@@ -35,7 +35,7 @@ class Job:
   stage: str
   seed: int
   changes: Changes  # of the base, without the seed: what the results show
-  values: Mapping[str, Any]  # the whole configuration, but for `weights`
+  values: Mapping[str, Any]  # the whole configuration; `weights` is that of its start
   base: str
   start: "Job | None" = None  # the run that it begins with
   step: str = ""  # of that run; "": its last
@@ -66,7 +66,7 @@ class Job:
   def weights(self, home: Path) -> str:
     """Where the run begins: a value of the key `weights`."""
     if self.start is None:
-      return "random"
+      return self.values["weights"]
     directory = self.start.workdir(home)
     return str(directory / "checkpoints" / "rl" / self.step if self.step else directory)
 

@@ -1,0 +1,84 @@
+"""E18: SmolLM2-135M, a pretrained network, on word problems: a cold start and GSPO, or the cold
+start alone for as many updates; and what GSPO and GRPO clip of it."""
+
+from experiments import figures, statistics
+from experiments.arms import ARMS
+from experiments.definition import Condition, Experiment
+from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
+
+START, ITERATIONS, UPDATES = 40, 30, 4  # updates of the cold start; iterations of RL; updates of each
+LEAST = 0.10  # of held-out accuracy
+BEFORE, LEARNED, GREEDY = "eval/start", "eval/final", "eval/greedy"
+CLIPPED = "clip_fraction/token"
+ALONE = "cold start alone"
+# The control is judged before its only iteration, whose rate is too small to matter after it.
+CONTROL = {
+  "sft.steps": START + UPDATES * ITERATIONS,
+  "rl.iterations": 1,
+  "rl_optimizer.learning_rate": 1e-12,
+}
+BRIEF = {"rl.iterations": 3, "eval.every": 1000}
+WIDTHS = {"third": 1 / 3, "one": 1.0, "three": 3.0}
+
+
+def brief(loss: str, name: str, width: float) -> Condition:
+  """A few iterations with a range so many times as wide as the paper's, for what is clipped."""
+  low, high = (ARMS[loss][f"objective.clip_{side}"] for side in ("low", "high"))
+  edges = {"objective.clip_low": min(width * low, 1.0), "objective.clip_high": width * high}
+  changes = BRIEF | {"objective.name": loss} | edges
+  return Condition(f"{loss}_{name}", changes, seeds=(11, 12, 13), secondary=True)
+
+
+EXPERIMENT = Experiment(
+  question="Does a pretrained model learn word problems by GSPO, and more than by the cold start?",
+  claim="GSPO trained Qwen3 (§5); at 135 M parameters, on two cores, nothing is claimed",
+  hypothesis=f"after a cold start of {START} updates, {ITERATIONS} iterations of GSPO raise the "
+  f"accuracy on held-out texts by at least {LEAST:g}, and above that of the cold start alone with "
+  "as many updates",
+  statistic="final held-out accuracy at temperature 1 less that of the cold start, and less that of "
+  "the control of the same seed; means over seeds and 95 % t intervals",
+  falsified=f"the mean gain is below {LEAST:g}, or either interval reaches below 0",
+  conditions=(
+    Condition("gspo"),
+    Condition(ALONE, CONTROL),
+    *(brief(loss, *item) for loss in ARMS for item in WIDTHS.items()),
+  ),
+  seeds=(11, 12, 13, 14, 15),
+  base="configs/smollm2.py",
+  minutes=10,
+  start_minutes=6,
+  pod=False,  # the flagship has other problems
+)
+
+
+def report(results: Results) -> Report:
+  rise = statistics.interval(results.gains("gspo"))
+  control = results.values(ALONE, BEFORE)
+  more = statistics.interval((results.values("gspo", LEARNED) - control).dropna())
+  outcome = OPEN
+  if min(rise.count, more.count) >= len(EXPERIMENT.seeds):
+    learned = rise.value >= LEAST and rise.low > 0 and more.low > 0
+    outcome = HOLDS if learned else FAILS
+  rows = [
+    ["after the cold start", results.interval("gspo", BEFORE)],
+    ["after GSPO", results.interval("gspo", LEARNED)],
+    ["after the cold start alone", statistics.interval(control)],
+    ["GSPO's gain on its cold start", rise],
+    ["GSPO less the control", more],
+    ["greedy, after GSPO", results.interval("gspo", GREEDY)],
+    ["greedy, after the cold start alone", results.interval(ALONE, GREEDY)],
+  ]
+  accuracy = markdown(
+    ["held-out accuracy", "seeds", ""], [[name, str(x.count), x.text()] for name, x in rows]
+  )
+  heads = ["ranges, times the paper's", "seeds", "GSPO", "GRPO"]
+  clipped = []
+  for name, width in WIDTHS.items():
+    fractions = [results.interval(f"{loss}_{name}", CLIPPED) for loss in ARMS]
+    texts = [x.text(".4f") for x in fractions]
+    clipped.append([f"{width:.3g}", str(fractions[0].count), *texts])
+  figure, (axes,) = figures.new()
+  figures.curves(axes, results, {"GSPO": "gspo"}, "eval/accuracy", title="held-out accuracy")
+  because = f"GSPO gains {rise.text()}, and {more.text()} on the cold start alone"
+  tables = [accuracy, markdown(heads, clipped)]
+  return Report(Verdict(outcome, because), tables, dict(accuracy=figure))
