@@ -79,6 +79,8 @@ setuptools.setup(
       "chex>=0.1.92",  # comparisons of pytrees
       "torch==2.13.0",  # transformers is the reference; this pin has a CPU build
       "transformers>=5.12.0",
+      "gguf>=0.19.0",  # with it and the next, transformers reads SmolLM2 from a wheel
+      "accelerate>=1.15.0",
     ],
     "docs": [  # bash .ci/docs, which imports what it documents
       *TRAIN,

@@ -6,7 +6,8 @@ from experiments.arms import ARMS
 from experiments.definition import Condition, Experiment
 from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, markdown
 
-START, ITERATIONS, UPDATES = 40, 30, 4  # updates of the cold start; iterations of RL; updates of each
+START, ITERATIONS = 40, 30  # updates of the cold start; iterations of GSPO
+UPDATES = 4  # of an iteration
 LEAST = 0.10  # of held-out accuracy
 BEFORE, LEARNED, GREEDY = "eval/start", "eval/final", "eval/greedy"
 CLIPPED = "clip_fraction/token"
@@ -35,8 +36,8 @@ EXPERIMENT = Experiment(
   hypothesis=f"after a cold start of {START} updates, {ITERATIONS} iterations of GSPO raise the "
   f"accuracy on held-out texts by at least {LEAST:g}, and above that of the cold start alone with "
   "as many updates",
-  statistic="final held-out accuracy at temperature 1 less that of the cold start, and less that of "
-  "the control of the same seed; means over seeds and 95 % t intervals",
+  statistic="final held-out accuracy at temperature 1 less that of the cold start, and less that "
+  "of the control of the same seed; means over seeds and 95 % t intervals",
   falsified=f"the mean gain is below {LEAST:g}, or either interval reaches below 0",
   conditions=(
     Condition("gspo"),

@@ -21,6 +21,13 @@ SMALL = {
   "rl.group_size": 2, "engine.steps": 12, "eval.problems": 2, "eval.samples": 2, "eval.every": 1,
   "eval.batch": 2, "checkpoint.every": 100,
 }  # fmt: skip
+# Random weights take the place of a pretrained model's.
+UNTAUGHT = {
+  "configs/smollm2.py": {
+    "weights": "random", "tokenizer": "bytes", "data.max_prompt_tokens": 256,
+    "model.vocab_size": 264,
+  }
+}  # fmt: skip
 FOLDERS = definition.names()
 
 
@@ -30,7 +37,10 @@ def first(experiment):
   setting = next(iter(experiment.tuning.grid.values())) if experiment.tuning else {}
   changes = {**experiment.common, **condition.changes, **setting, **SMALL}
   alone = Condition(condition.name, changes)
-  return dataclasses.replace(experiment, conditions=(alone,), seeds=(0,), tuning=None, common={})
+  common = UNTAUGHT.get(experiment.base, {})
+  return dataclasses.replace(
+    experiment, conditions=(alone,), seeds=(0,), tuning=None, common=common
+  )
 
 
 @pytest.fixture(scope="module")
