@@ -8,19 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.iteration_work import (
-  CLIP,
-  GROUP,
-  NEW,
-  OPTIMIZER,
-  PROMPT,
-  PROMPTS,
-  ROWS,
-  UPDATES,
-  Record,
-  distance,
-  reward,
-)
+from benchmarks.iteration_work import CLIP, OPTIMIZER, WORK, Record, distance, reward
 
 
 def trl(spec: dict[str, Any], record: Record) -> None:
@@ -30,9 +18,11 @@ def trl(spec: dict[str, Any], record: Record) -> None:
   from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
   from trl import GRPOConfig, GRPOTrainer
 
+  work = WORK[spec["model"]]
+
   class Iterations(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
-      if state.global_step % UPDATES == 0:
+      if state.global_step % work.updates == 0:
         record.begin()
         record.losses.append([])
 
@@ -56,11 +46,11 @@ def trl(spec: dict[str, Any], record: Record) -> None:
       use_cpu=True,
       bf16=False,
       gradient_checkpointing=False,  # it would recompute the forward pass
-      max_steps=UPDATES * spec["iterations"],
-      per_device_train_batch_size=ROWS // UPDATES,
-      steps_per_generation=UPDATES,
-      num_generations=GROUP,
-      max_completion_length=NEW,
+      max_steps=work.updates * spec["iterations"],
+      per_device_train_batch_size=work.rows // work.updates,
+      steps_per_generation=work.updates,
+      num_generations=work.group,
+      max_completion_length=work.new,
       temperature=1.0,
       importance_sampling_level="sequence",
       loss_type="grpo",  # at the sequence level: the mean over sequences
@@ -71,7 +61,7 @@ def trl(spec: dict[str, Any], record: Record) -> None:
       lr_scheduler_type="constant",
       adam_beta2=OPTIMIZER["b2"],
       max_grad_norm=OPTIMIZER["clip_norm"],
-      logging_steps=UPDATES,
+      logging_steps=work.updates,
       save_strategy="no",
       report_to="none",
       disable_tqdm=True,
@@ -120,7 +110,7 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
   from tunix.rl.grpo import grpo_learner
   from tunix.rl.rollout import base_rollout
 
-  c, rows = spec["config"], Path(spec["data"]).read_text().splitlines()
+  work, c, rows = WORK[spec["model"]], spec["config"], Path(spec["data"]).read_text().splitlines()
   prompts = [json.loads(row)["question"] for row in rows]
   words = tokenizers.Tokenizer.from_file(str(Path(spec["directory"]) / "tokenizer.json"))
 
@@ -155,13 +145,13 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
       training_config=rl_cluster.RLTrainingConfig(
         actor_optimizer=optax.chain(optax.clip_by_global_norm(o["clip_norm"]), adamw),
         eval_every_n_steps=10**6,
-        max_steps=UPDATES * spec["iterations"],
-        mini_batch_size=PROMPTS // UPDATES,
+        max_steps=work.updates * spec["iterations"],
+        mini_batch_size=work.prompts // work.updates,
       ),
       rollout_config=base_rollout.RolloutConfig(
-        max_tokens_to_generate=NEW,
-        max_prompt_length=PROMPT,
-        kv_cache_size=PROMPT + NEW,
+        max_tokens_to_generate=work.new,
+        max_prompt_length=work.prompt,
+        kv_cache_size=work.prompt + work.new,
         temperature=1.0,
         top_p=1.0,
         eos_tokens=[-1],
@@ -172,7 +162,7 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
     rl_cluster=cluster,
     reward_fns=lambda prompts, completions, **_: [reward(c, "none") for c in completions],
     algo_config=grpo_learner.GRPOConfig(
-      loss_algo="gspo-token", num_generations=GROUP, beta=0.0, epsilon=CLIP["clip_high"]
+      loss_algo="gspo-token", num_generations=work.group, beta=0.0, epsilon=CLIP["clip_high"]
     ),
   )
   cluster.generate = record.timed("sample", cluster.generate)
@@ -200,7 +190,7 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
       if i == 1:  # only here: the first iteration has really ended
         jax.block_until_ready(nnx.state(trainer.model))
       record.begin()
-      chosen = [prompts[(PROMPTS * i + j) % len(prompts)] for j in range(PROMPTS)]
+      chosen = [prompts[(work.prompts * i + j) % len(prompts)] for j in range(work.prompts)]
       yield dict(prompts=np.array(chosen))
 
   with mesh:
@@ -208,8 +198,8 @@ def tunix(spec: dict[str, Any], record: Record) -> None:
   for stages in record.stages:
     stages["score"] -= stages["sample"]
   record.updates = trainer.train_steps
-  for i in range(0, len(reported), UPDATES):
-    losses, norms = zip(*reported[i : i + UPDATES])
+  for i in range(0, len(reported), work.updates):
+    losses, norms = zip(*reported[i : i + work.updates])
     record.losses.append(losses)
     record.grad_norms.append(float(np.mean(norms)))
 

@@ -16,19 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import iteration_peers
-from benchmarks.iteration_work import (
-  CLIP,
-  GROUP,
-  MODELS,
-  NEW,
-  OPTIMIZER,
-  PROMPT,
-  PROMPTS,
-  ROWS,
-  UPDATES,
-  Record,
-  distance,
-)
+from benchmarks.iteration_work import CLIP, MODELS, OPTIMIZER, WORK, Record, distance
 
 
 def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> None:
@@ -50,27 +38,27 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
   from gspo_jax.settings.reading import from_dict
   from gspo_jax.system import preemption
 
-  values, dense = tiny.get_config(), spec["config"]["num_experts"] == 0
+  values, work = tiny.get_config(), WORK[spec["model"]]
   changes = dict(
     job="rl",
     weights=spec["directory"],
     tokenizer=spec["directory"],
     model=spec["config"],
-    data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=PROMPT),
+    data=dict(train=spec["data"], eval=spec["data"], max_prompt_tokens=work.prompt),
     reward=dict(name="benchmarks.iteration_work:reward", workers=1),
-    sampling=dict(max_new_tokens=NEW),
+    sampling=dict(max_new_tokens=work.new),
     engine=dict(steps=16),  # as for the longer responses of configs/dense_math.py
     objective=CLIP | dict(old_logp=old_logp),
     rl=dict(
-      prompts=PROMPTS,
-      group_size=GROUP,
-      minibatches=UPDATES,
-      microbatches=2 if dense else 1,
+      prompts=work.prompts,
+      group_size=work.group,
+      minibatches=work.updates,
+      microbatches=2 if spec["model"] == "dense" else 1,
       iterations=spec["iterations"],
       dump_every=10**6,
     ),
     rl_optimizer=OPTIMIZER | dict(schedule="constant", warmup_steps=0),
-    eval=dict(every=10**6, max_new_tokens=NEW),
+    eval=dict(every=10**6, max_new_tokens=work.new),
     checkpoint=dict(every=10**6),
   )
   values.update(changes)
@@ -93,7 +81,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
 
     def count(responses, prompts, lengths, finished):
       record.sampled[-1] += sum(lengths)
-      record.trained[-1] += sum(lengths) + len(lengths) * PROMPT
+      record.trained[-1] += sum(lengths) + len(lengths) * work.prompt
       return score(responses, prompts, lengths, finished)
 
     run = dataclasses.replace(
@@ -102,8 +90,8 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
       evaluate=dataclasses.replace(run.evaluate, benchmarks=[]),
       score=count,
     )
-    if {len(prompt.tokens) for prompt in run.train_prompts} != {PROMPT}:
-      raise ValueError(f"prompts are not {PROMPT} tokens long")
+    if {len(prompt.tokens) for prompt in run.train_prompts} != {work.prompt}:
+      raise ValueError(f"prompts are not {work.prompt} tokens long")
     params = train.train(run, run.initial_params)
     record.moved = distance(*map(jax.tree.leaves, (params, run.initial_params())))
   rows = [row for row in metrics.read_rows(workdir / "metrics.jsonl") if row["step"]]
@@ -111,7 +99,7 @@ def ours(spec: dict[str, Any], record: Record, old_logp: str = "recompute") -> N
     stages["sample"] = row["time/sample"]
     stages["score"] = row["time/score"] + row["time/logp"]
     stages["others"] = {k.removeprefix("time/"): v for k, v in row.items() if "time/" in k}
-    losses = [row[f"minibatch/{i}/loss"] for i in range(UPDATES)]
+    losses = [row[f"minibatch/{i}/loss"] for i in range(work.updates)]
     record.losses.append(losses)
     record.grad_norms.append(row["grad_norm"])
   record.updates = len(losses) * len(rows) - int(rows[-1]["updates_skipped"])
@@ -128,28 +116,35 @@ def prepare(spec: dict[str, Any]) -> dict[str, Any]:
   from gspo_jax.models import flops, hf, transformer
   from gspo_jax.settings import model as sizes
 
-  config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
+  work = WORK[spec["model"]]
+  if spec["model"] in MODELS:
+    config = dataclasses.replace(sizes.tiny_moe(512), **MODELS[spec["model"]])
+  else:
+    config = sizes.PUBLISHED["SmolLM2-135M"]
   directory = Path(spec["directory"])
   hf.save(directory, jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0)), config)
-  vocabulary = {f"w{i}": i for i in range(510)} | {"<pad>": 510, "<eos>": 511}
+  size = config.vocab_size - 2
+  vocabulary = {f"w{i}": i for i in range(size)} | {"<pad>": size, "<eos>": size + 1}
   words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
   words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
   words.save(str(directory / "tokenizer.json"))
   about = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<eos>", pad_token="<pad>")
   (directory / "tokenizer_config.json").write_text(json.dumps(about))
-  rows = np.random.default_rng(0).integers(0, 510, (64, PROMPT)).tolist()
+  rows = np.random.default_rng(0).integers(0, size, (64, work.prompt)).tolist()
   texts = [" ".join(f"w{token}" for token in row) for row in rows]
   lines = [json.dumps(dict(question=text, answer="none")) for text in texts]
   Path(spec["data"]).write_text("\n".join(lines) + "\n")
-  length = PROMPT + NEW
-  prefill = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=PROMPTS).forward()
-  decode = flops.work(config, ROWS, NEW, length).forward()
-  prompts = flops.work(config, PROMPTS, PROMPT, PROMPT, heads=1).training()
-  update = prompts + flops.work(config, ROWS, NEW, length, heads=ROWS * NEW).training()
+  length = work.prompt + work.new
+  prefill = flops.work(config, work.prompts, work.prompt, work.prompt, heads=work.prompts).forward()
+  decode = flops.work(config, work.rows, work.new, length).forward()
+  prompts = flops.work(config, work.prompts, work.prompt, work.prompt, heads=1).training()
+  responses = flops.work(config, work.rows, work.new, length, heads=work.rows * work.new)
   return dict(
     config=dataclasses.asdict(config),
-    useful=dict(sample=prefill + decode, update=update),  # of an iteration, as is `work`
-    work=dict(sampled=ROWS * NEW, trained=ROWS * length, updates=UPDATES),
+    useful=dict(
+      sample=prefill + decode, update=prompts + responses.training()
+    ),  # of an iteration, as is `work`
+    work=dict(sampled=work.rows * work.new, trained=work.rows * length, updates=work.updates),
   )
 
 
