@@ -59,7 +59,7 @@ setuptools.setup(
   license_files=["LICENSE"],
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["gspo_jax", "gspo_jax.*"]),
-  package_data={"gspo_jax": ["py.typed", "report/static/*"]},
+  package_data={"gspo_jax": ["py.typed", "report/static/*", "tasks/*.txt"]},
   entry_points={"console_scripts": ["gspo-jax=gspo_jax.cli.before_jax:console"]},
   install_requires=["jax>=0.7.0"],  # gspo_jax.objectives; CI tests it with that version
   extras_require={

@@ -170,7 +170,7 @@ class Growing:
       write_whole(self._journal, [json.dumps(known, indent=1) + "\n"])
 
 
-class Draws:
+class Draws(Iterator[structs.Prompt]):
   """An endless iterator over the prompts of a set that grows, with a position as Grain's have.
 
   A pass goes through all rows that are known, in an order of the seed. Rows that are found
@@ -191,9 +191,6 @@ class Draws:
     rng = np.random.default_rng([self._seed, self._number, len(self._growth)])
     self._order = np.concatenate([self._order[:taken], rng.permutation(left)])
     self._growth.append([taken, rows])
-
-  def __iter__(self) -> Iterator[structs.Prompt]:
-    return self
 
   def __next__(self) -> structs.Prompt:
     if self._next == len(self._source):

@@ -1,14 +1,11 @@
 """Data sets of problems, through Grain: checked once, then shuffled, mixed, sharded and resumable.
 
-A source is an embedded task (`arithmetic:train`; embedded.TASKS), files (JSON lines, Parquet,
-ArrayRecord of JSON objects; any path or pattern that etils opens), or a TFDS data set
-(`tfds:gsm8k/train`; TensorFlow is not needed). Several of them, with commas, make a mixture:
+A source is an embedded task (`arithmetic:train`), files, or a TFDS data set (`tfds:gsm8k/train`).
+Several of them, with commas, make a mixture (docs/data.md):
 
   [format@]path[:weight] [where condition [and condition ...]], ...
 
-as in `gsm8k@gsm8k/train.jsonl:0.7, dapo_math@dapo/*.parquet:0.3 where prompt_tokens<=512`. A format
-is a name in `formats.FORMATS`; without one the fields are those of the `data` section. Rows
-become `Prompt`s before training starts, so that a bad row costs no accelerator time.
+Rows become `Prompt`s before training starts, so that a bad row costs no accelerator time.
 """
 
 import bisect
@@ -167,7 +164,7 @@ def reader_of(
   return Reader(form, tok, where, config.max_prompt_tokens, skipped, check, prefix)
 
 
-class Batches:
+class Batches(Iterator[list[structs.Prompt]]):
   """An endless iterator over lists of `batch_size` prompts, shuffled anew in every epoch.
 
   Epochs follow each other without a gap: a batch may span two, and one larger than the source
@@ -206,9 +203,6 @@ class Batches:
     # Prompts are in memory or cheap to make: threads that read ahead would only add latency.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     self._prompts = iter(dataset.to_iter_dataset(options))
-
-  def __iter__(self) -> Iterator[list[structs.Prompt]]:
-    return self
 
   def __next__(self) -> list[structs.Prompt]:
     return self.take(self._batch_size)

@@ -23,8 +23,20 @@ from gspo_jax.settings.data import DataConfig
 from gspo_jax.system import files, hub
 
 
+class _Chats:
+  """Prompts as the chats that a tokenizer writes with its method `chat`."""
+
+  def render(
+    self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
+  ) -> str:
+    """The text of a prompt, ready for `encode`: `chat` of messages and then a user's turn, which
+    holds `template` with `{question}` replaced; other braces stay, so LaTeX needs no escaping."""
+    asked = dict(role="user", content=template.replace("{question}", question))
+    return self.chat([*before, asked])
+
+
 @dataclasses.dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(_Chats):
   """UTF-8 bytes 0..255, then `<pad>`, `<eos>` (the stop token) and `<bos>` (never emitted)."""
 
   pad_id: int = 256
@@ -49,19 +61,13 @@ class ByteTokenizer:
     """`text` as the beginning of a prompt: as it is."""
     return text
 
-  def render(
-    self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
-  ) -> str:
-    """The text of a prompt: `template` with the question in it, behind other messages."""
-    return self.chat([*before, dict(role="user", content=fill(template, question))])
-
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages: one after another, on lines of their own."""
     return "\n".join(message["content"] for message in _led(self.system, messages))
 
 
 @dataclasses.dataclass(frozen=True)
-class HFTokenizer:
+class HFTokenizer(_Chats):
   """A tokenizer of Hugging Face: `tokenizer.json`, its config, and its chat template."""
 
   path: str
@@ -131,13 +137,6 @@ class HFTokenizer:
     and it is not there."""
     bos = self.special_tokens.get("bos_token", "") if self.add_bos else ""
     return text if text.startswith(bos) else bos + text
-
-  def render(
-    self, question: str, *, template: str = "{question}", before: Sequence[Mapping[str, str]] = ()
-  ) -> str:
-    """The text of a prompt, ready for `encode`: `chat` of messages and then a user's turn, which
-    holds `template` filled with the question."""
-    return self.chat([*before, dict(role="user", content=fill(template, question))])
 
   def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a prompt that consists of messages, up to where the assistant begins to speak;
@@ -320,11 +319,6 @@ def _adds_bos(
     return bool(config.get("add_bos_token"))
   bos = tokenizer.token_to_id(special["bos_token"])
   return bos is not None and tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos]
-
-
-def fill(template: str, question: str) -> str:
-  """`template` with `{question}` replaced; other braces stay, so LaTeX needs no escaping."""
-  return template.replace("{question}", question)
 
 
 def _stop_ids(

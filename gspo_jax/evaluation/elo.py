@@ -76,7 +76,7 @@ def virtual_scores(points: np.ndarray, standings: np.ndarray) -> np.ndarray:
 
 
 def virtual_rating(
-  points: Sequence[np.ndarray], contests: Sequence[Contest], resamples: int = 1000
+  points: Sequence[np.ndarray], contests: Sequence[Contest]
 ) -> tuple[float, float, float]:
   """The likeliest rating from virtual participation, and its 95 % interval over contests.
 
@@ -91,7 +91,7 @@ def virtual_rating(
     for p, c in zip(points, contests)
   ])  # fmt: skip
   rng = np.random.default_rng(0)
-  counts = rng.multinomial(len(contests), [1 / len(contests)] * len(contests), resamples)
+  counts = rng.multinomial(len(contests), [1 / len(contests)] * len(contests), 1000)
   whole, *resampled = (np.interp(0, row, grid) for row in (excess.sum(0), *(counts @ excess)))
   low, high = np.percentile(resampled, [2.5, 97.5])
   return float(whole), float(low), float(high)

@@ -37,9 +37,8 @@ Row = dict[str, Any]
 SHOWN = 1000  # characters of a gold answer in records: the tests of a program take megabytes
 
 
-def workload(config: EvalConfig, temperature: float, **requests: Any) -> Workload:
+def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
   """The requests that an evaluation makes of the engine."""
-  c = config
   sampling = SamplingConfig(temperature, c.top_k, c.top_p, c.min_p, c.max_new_tokens)
   return Workload(sampling, **requests)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sharding
+from gspo_jax.runs import integrity
 from gspo_jax.system import hosts
 from gspo_jax.system.files import seal, unseal, write_whole, writing
 
@@ -64,18 +64,10 @@ class Unfinished:
     return lines
 
 
-def checksums(params: Any) -> list[int]:
-  """Each array's bits, added up modulo 2^32: the same for every layout over devices."""
-  if sharding.platform() == "cpu" and jax.process_count() == 1:  # nothing to compile
+def checksums(params: Any) -> list[int] | dict[str, str]:
+  """Of each array, the same for every layout over devices; where nothing else has to be compiled,
+  its bits, added up modulo 2^32."""
+  if sharding.platform() == "cpu" and jax.process_count() == 1:
     arrays = map(np.asarray, jax.tree.leaves(params))
     return [int(x.view(f"uint{8 * x.dtype.itemsize}").sum(dtype=np.uint32)) for x in arrays]
-  return [int(x) for x in jax.device_get(_checksums(params))]
-
-
-@jax.jit
-def _checksums(params: Any) -> list[jax.Array]:
-  bits = [
-    jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    for x in jax.tree.leaves(params)
-  ]
-  return [jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32) for x in bits]
+  return integrity.sums(params)

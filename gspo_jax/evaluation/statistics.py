@@ -19,18 +19,18 @@ def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
   right_PG, records = right_answers(benchmark, sampled), sampled["records"]
   accuracy_P = right_PG.mean(1)
   row = means([record.get("figures", {}) for record in records])
-  row |= _interval("accuracy", accuracy_P)
+  row |= _bounded("accuracy", accuracy_P.mean(), *bootstrap(accuracy_P))
   for k in benchmark.config.pass_at:
-    row |= _interval(f"pass@{k}", pass_at_k(right_PG.shape[1], right_PG.sum(1), k))
+    pass_P = pass_at_k(right_PG.shape[1], right_PG.sum(1), k)
+    row |= _bounded(f"pass@{k}", pass_P.mean(), *bootstrap(pass_P))
   if benchmark.config.rating:
     rating_P = np.array([float(dict(p.info)["rating"]) for p in benchmark.problems])
     picks = _resamples(len(rating_P))
-    low, high = np.percentile(elo.rating(accuracy_P[picks], rating_P[picks]), [2.5, 97.5])
-    row |= {"rating": float(elo.rating(accuracy_P, rating_P))}
-    row |= {"rating/low": float(low), "rating/high": float(high)}
+    ends = np.percentile(elo.rating(accuracy_P[picks], rating_P[picks]), [2.5, 97.5])
+    row |= _bounded("rating", elo.rating(accuracy_P, rating_P), *ends)
   if benchmark.config.standings:
-    values = elo.virtual_rating(*_participations(benchmark, right_PG))
-    row |= dict(zip(("contest_rating", "contest_rating/low", "contest_rating/high"), values))
+    rating = elo.virtual_rating(*_participations(benchmark, right_PG))
+    row |= _bounded("contest_rating", *rating)
   row["response_length/mean"] = float(np.mean([r["length"] for r in records]))
   for name in records[0].get("signals", {}):  # those that there is a verdict on
     known = [r["signals"][name] for r in records if r["signals"][name] is not None]
@@ -80,20 +80,19 @@ def pass_at_k(samples: int, right_P: np.ndarray, k: int) -> np.ndarray:
   return np.array([1 - math.comb(samples - int(c), k) / total for c in right_P])
 
 
-def bootstrap(value_P: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
+def bootstrap(value_P: np.ndarray) -> tuple[float, float]:
   """95 % interval of the mean by resampling problems (not samples: they share their problem)."""
-  low, high = np.percentile(value_P[_resamples(len(value_P), resamples)].mean(1), [2.5, 97.5])
+  low, high = np.percentile(value_P[_resamples(len(value_P))].mean(1), [2.5, 97.5])
   return float(low), float(high)
 
 
-def _resamples(problems: int, resamples: int = 1000) -> np.ndarray:
+def _resamples(problems: int) -> np.ndarray:
   rng = np.random.default_rng(zlib.crc32(b"bootstrap"))
-  return rng.integers(0, problems, (resamples, problems))
+  return rng.integers(0, problems, (1000, problems))
 
 
-def _interval(name: str, value_P: np.ndarray) -> dict[str, float]:
-  low, high = bootstrap(value_P)
-  return {name: float(value_P.mean()), f"{name}/low": low, f"{name}/high": high}
+def _bounded(name: str, value: float, low: float, high: float) -> dict[str, float]:
+  return {name: float(value), f"{name}/low": float(low), f"{name}/high": float(high)}
 
 
 def right_answers(benchmark: Benchmark, sampled: Row) -> np.ndarray:

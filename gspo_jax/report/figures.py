@@ -46,14 +46,9 @@ class Section:
 
 # The views of a page in their order; the first is what it opens with.
 VIEWS = {
-  "overview": "Overview",
-  "responses": "Responses",
-  "learning": "Learning",
-  "ratio": "Ratio and clipping",
-  "router": "Router",
-  "speed": "Speed and memory",
-  "other": "More",
-}
+  "overview": "Overview", "responses": "Responses", "learning": "Learning",
+  "ratio": "Ratio and clipping", "router": "Router", "speed": "Speed and memory", "other": "More",
+}  # fmt: skip
 BOTH = ("sft", "rl")
 HELD_OUT = ("rl", "eval")  # while training, or alone
 # Colours of the stages of a step, in the order in which they run; others follow by name.

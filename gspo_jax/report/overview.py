@@ -139,20 +139,14 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
     if last and alarm["to"] >= last[0]["step"] and alarm["phase"] == last[-1]["phase"]
   )
   earlier = "1 alarm" if len(alarms) == 1 else f"{len(alarms)} alarms"
+  of_idle = "bad" if idle > 2 else "open"
+  of_skipped = "bad" if all(skipped[-3:]) else "open"
   troubles = [
     ("bad", recent, f"alarms at the end: {', '.join(recent)}"),
     ("bad", dropped, f"experts dropped {dropped:g} tokens"),
-    (
-      "bad" if idle > 2 else "open",
-      idle,
-      f"nothing is learned: the gradient was 0 in all {idle} rows",
-    ),
+    (of_idle, idle, f"nothing is learned: the gradient was 0 in all {idle} rows"),
     ("bad", broken, f"loss or gradient was no number in {len(broken)} rows"),
-    (
-      "bad" if all(skipped[-3:]) else "open",
-      sum(skipped),
-      f"{sum(skipped):g} updates were skipped",
-    ),
+    (of_skipped, sum(skipped), f"{sum(skipped):g} updates were skipped"),
     ("open", alarms and not recent, f"{earlier} earlier, none at the end"),
   ]
   states = [state for state, happened, _ in troubles if happened]

@@ -2,10 +2,8 @@
 
 from gspo_jax.rewards.scorer import (
   NoVerdictError,
-  Prompt,
   Scorer,
   Scores,
-  Verify,
   answer_check,
   check_importable,
   check_lines,
@@ -15,15 +13,6 @@ from gspo_jax.rewards.scorer import (
 )
 
 __all__ = [
-  "NoVerdictError",
-  "Prompt",
-  "Scorer",
-  "Scores",
-  "Verify",
-  "answer_check",
-  "check_importable",
-  "check_lines",
-  "open_scorer",
-  "open_scorers",
-  "require_verdicts",
-]
+  "NoVerdictError", "Scorer", "Scores", "answer_check", "check_importable",
+  "check_lines", "open_scorer", "open_scorers", "require_verdicts",
+]  # fmt: skip

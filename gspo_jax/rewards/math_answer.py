@@ -52,7 +52,7 @@ def open_verifier(config: RewardConfig) -> Iterator[Callable]:
     yield verify
 
 
-class MathVerifier:
+class MathVerifier(contextlib.AbstractContextManager):
   """Scores responses against gold answers in `workers` processes.
 
   Args:
@@ -103,9 +103,6 @@ class MathVerifier:
     self._readable |= {a: r for a, r in readable.items() if not isinstance(r, pool.Failure)}
     broken = [answer for answer in set(answers) if self._readable.get(answer) is False]
     return {a: pool.Failure("crash", UNREADABLE.format(a)) for a in broken}
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *_):
     self._pool.close()

@@ -40,24 +40,13 @@ class Failure(str):
   A crash: the function raised, or its process died twice on this item, or none could be started.
   """
 
-  TIMEOUT: "Failure"
-  CRASH: "Failure"
-
   def __new__(cls, name: str, reason: str = ""):
     self = super().__new__(cls, name)
     self.reason = " ".join(reason.split())[:300]
     return self
 
-  @property
-  def value(self) -> str:
-    """Its name alone."""
-    return str(self)
 
-
-Failure.TIMEOUT, Failure.CRASH = Failure("timeout"), Failure("crash")
-
-
-class Pool:
+class Pool(contextlib.AbstractContextManager):
   """Runs one function over JSON values in `workers` killable processes.
 
   Args:
@@ -121,9 +110,6 @@ class Pool:
     for worker in self._workers:
       worker.kill()
     self._workers = []
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *_):
     self.close()

@@ -188,18 +188,12 @@ def _score(
     added += config.overlong_weight * shaping.overlong(lengths, config.overlong_max, buffer)
   by_line = None
   if right_lines is not None:
-    of_lines = functools.partial(
-      lines.rewards,
-      right_lines=right_lines,
-      responses=responses,
-      answers=answers,
-      correct_B=correct,
-    )
-    by_line, misjudged = of_lines(config)
+    exact = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
+    by_line, misjudged = lines.rewards(config, right_lines, responses, answers, correct)
+    without_noise, _ = lines.rewards(exact, right_lines, responses, answers, correct)
     outcomes |= misjudged
     reward = _sums(by_line)
-    exact = dataclasses.replace(config, false_positive=0.0, false_negative=0.0)
-    scores = dataclasses.replace(scores, values=_sums(of_lines(exact)[0]))
+    scores = dataclasses.replace(scores, values=_sums(without_noise))
     for reward_U, addition, there in zip(by_line, added, scores.known):
       reward_U[-1] += addition
       reward_U *= there

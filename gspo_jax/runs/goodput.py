@@ -1,5 +1,6 @@
 """Goodput: where the wall time of a run went, since it was first opened and over restarts."""
 
+import collections
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,22 +36,22 @@ class Goodput:
   def __init__(self, clock: Callable[[], float] = time.time):
     self._clock = clock
     self._begun = self._opened = clock()
-    self._seconds: dict[str, float] | None = None
+    self._seconds: dict[str, float] = collections.defaultdict(float)
 
   def resume(self, last: Mapping[str, Any]) -> None:
     """Goes on from the last row on file, at the first call in a process; {}: there is none."""
-    if self._seconds is not None:
+    if self._seconds:
       return
     clock, elapsed = last.get("wall/clock", self._opened), last.get("wall/seconds", 0.0)
     shares = {k.removeprefix("goodput/"): v for k, v in last.items() if k.startswith("goodput/")}
-    self._seconds = {name: v * elapsed for name, v in shares.items() if name != "wait"}
+    self._seconds |= {name: v * elapsed for name, v in shares.items() if name != "wait"}
     self._begun = clock - elapsed
-    self._add("restart", self._opened - clock)
+    self._seconds["restart"] += self._opened - clock
 
   def metrics(self, lap: Mapping[str, float]) -> dict[str, float]:
     """The row's shares so far, with its own `time/<stage>`, and the seconds since the start."""
     for name, seconds in lap.items():
-      self._add(name.removeprefix("time/"), seconds)
+      self._seconds[name.removeprefix("time/")] += seconds
     now = self._clock()
     elapsed = max(now - self._begun, 1e-9)
     shares = {name: seconds / elapsed for name, seconds in self._seconds.items()}
@@ -58,6 +59,3 @@ class Goodput:
     row = {f"goodput/{name}": share for name, share in shares.items()}
     of_use = sum(shares.get(name, 0.0) for name in OF_USE)
     return row | {"goodput": of_use, "wall/seconds": elapsed, "wall/clock": now}
-
-  def _add(self, name: str, seconds: float) -> None:
-    self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -6,6 +6,7 @@ They stay on the device until the next step has been dispatched (`phase.Phase`),
 transfer (`compute`), and end in `metrics.jsonl` and TensorBoard.
 """
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -54,7 +55,7 @@ class Stopwatch:
     self._clock, self._compiled = clock, compiled
     self._since, self._compiled_before = clock(), compiled()
     self._stack: list[str] = []
-    self._seconds: dict[str, float] = {}
+    self._seconds: dict[str, float] = collections.defaultdict(float)
 
   @contextlib.contextmanager
   def __call__(self, stage: str) -> Iterator[None]:
@@ -69,20 +70,17 @@ class Stopwatch:
   def lap(self) -> dict[str, float]:
     """Returns `{'time/<stage>': seconds}` since the last lap and starts from zero."""
     self._charge()
-    seconds, self._seconds = self._seconds, {}
+    seconds, self._seconds = self._seconds, collections.defaultdict(float)
     return {f"time/{stage}": value for stage, value in seconds.items()}
 
   def _charge(self) -> None:
     now, compiled = self._clock(), self._compiled()
     compiling = min(compiled - self._compiled_before, now - self._since)
     if self._stack:
-      self._add(self._stack[-1], now - self._since - compiling)
+      self._seconds[self._stack[-1]] += now - self._since - compiling
     if compiling > 0:
-      self._add("compile", compiling)
+      self._seconds["compile"] += compiling
     self._since, self._compiled_before = now, compiled
-
-  def _add(self, stage: str, seconds: float) -> None:
-    self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +114,7 @@ def memory() -> dict[str, float]:
   return memory
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager):
   """Appends rows to `metrics.jsonl` and TensorBoard, and dumps rollouts, under one directory.
 
   On several hosts one process writes: the others pass `active=False` and nothing happens.
@@ -251,9 +249,6 @@ class Writer:
     for board in self._boards.values():
       board.close()
     self._boards = {}
-
-  def __enter__(self) -> "Writer":
-    return self
 
   def __exit__(self, *_: object) -> None:
     self.close()

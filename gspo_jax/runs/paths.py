@@ -107,8 +107,7 @@ def check_weights(config: RunConfig, weights: str) -> None:
   if config.weights == "random":
     return
   if origin := start.find(config.weights):
-    had = origin.config.get("model", {})
-    had = {k: tuple(v) if isinstance(v, list) else v for k, v in had.items()}
+    had = origin.model
   else:
     what = "to the workdir of a run, or to random"
     start.check_published("--config.weights", weights, what)

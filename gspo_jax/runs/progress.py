@@ -1,5 +1,6 @@
 """Progress of a run: a bar on a terminal, plain lines in a log."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from gspo_jax.system.text import clock_text
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
   """A bar on a terminal; one plain line every `interval` seconds in a log; nothing if not `active`,
   as for all processes but one, and nothing in the first `delay` seconds.
 
@@ -92,9 +93,6 @@ class Progress:
     self._no_waiting.set()
     if self._bar is not None:
       self._bar.close()
-
-  def __enter__(self) -> "Progress":
-    return self
 
   def __exit__(self, *_: object) -> None:
     self.close()

@@ -35,14 +35,13 @@ class Start:
   @property
   def model(self) -> dict[str, Any]:
     """Section `model` of that run's configuration, as far as it is known."""
-    values = self.config.get("model", {})
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return _with_tuples(self.config.get("model", {}))
 
   @property
   def adapters(self) -> LoraConfig:
     """Those that its parameters have."""
     values = self.config.get("lora", {}) if self.path.parent.name == "rl" else {}
-    return LoraConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    return LoraConfig(**_with_tuples(values))
 
   @property
   def tokenizer(self) -> str:
@@ -56,6 +55,11 @@ class Start:
     made_with = self.config.get("provenance", {})
     about = dict(checkpoint=str(self.path), phase=self.path.parent.name, step=int(self.path.name))
     return about | dict(seed=self.config.get("seed"), commit=made_with.get("commit"))
+
+
+def _with_tuples(section: Mapping[str, Any]) -> dict[str, Any]:
+  """A section of a configuration as it was before JSON made lists of its tuples."""
+  return {key: tuple(v) if isinstance(v, list) else v for key, v in section.items()}
 
 
 def model(origin: Start, named: str) -> ModelConfig:

@@ -1,14 +1,10 @@
 """The embedded task for conversations: products and sums, and a calculator to do them with.
 
 A problem is `37*58+46=`. A turn in brackets asks the calculator, one operation at a time: `[37*58]`
-is answered by `2146;`, and then `[2146+46]` by `2192;`. Any other turn is the answer, and the last
-one: `2192`. The reward is 1 for the exact number; a question that the calculator does not
-understand costs 0.1 and is answered by `?;`.
-
-Demonstrations come from a pupil who takes the calculator for some operations and does the rest in
-his head, where he forgets carries. A model that imitates him can copy numbers into the calculator
-and out of it; that it pays to do so always is left for reinforcement learning to find out. With
-`data.checks` he asks some questions twice, which pays never: that is for a cost of calls to say.
+is answered by `2146;`, and `[2146+46]` by `2192;`. Any other turn is the answer, and the last one.
+The reward is 1 for the exact number; a question that is not understood costs 0.1 and is answered by
+`?;`. The pupil of the demonstrations does some operations in his head, where he forgets carries;
+with `data.checks` he asks some questions twice, which pays never. (docs/multi_turn.md)
 """
 
 import operator

@@ -34,13 +34,9 @@ class Problems:
 
 
 def held_out(keys: np.ndarray) -> np.ndarray:
-  """Which problems training never sees, by their keys (uint64): those of a key go together."""
-  return _mixed(keys) < HELD_OUT
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-  """A fixed pseudo-random number in [0, 1) for each integer (the finaliser of SplitMix64)."""
-  x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+  """Which problems training never sees, by their keys (uint64): those of a key go together. A fixed
+  pseudo-random number in [0, 1) of each key decides (the finaliser of SplitMix64)."""
+  x = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-  return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / np.float64(2**53)
+  return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / np.float64(2**53) < HELD_OUT

@@ -1,15 +1,10 @@
-"""The embedded task of long responses: a recurrence of second order, modulo 100, line by line.
+"""The embedded task of long responses: a recurrence of second order, modulo 100 (docs/data.md).
 
-A problem is two lines, `33:70\n32:04\n`: a label that counts down, and a number of two digits with
-its units first (7 and 40). A response continues them, each number the sum of the two before it
-modulo 100: `31:74\n30:78\n...\n00:32`. It has n lines, and with the end token in the place of the
-last newline exactly 6 n tokens of bytes. The tens of a label go on with letters: `A0` is 100. What
-a line needs stands 6 and 12 tokens before it, for every n.
-
-The last line decides, exactly; `right_lines` says which of the others are right.
-
-Demonstrations come from a pupil who forgets each carry from the units to the tens with a given
-probability and goes on from the wrong number: the more lines, the less often the last is right.
+A problem is two lines, `33:70\n32:04\n`: labels that count down, and numbers with their units first
+(7 and 40). Each of the n lines of a response is the sum of the two before it, `31:74\n...\n00:32`:
+exactly 6 n tokens of bytes with the end token in the place of the last newline. The tens of a label
+go on with letters: `A0` is 100. The last line decides, exactly; `right_lines` says which of the
+others are right. The pupil of the demonstrations goes on from the wrong numbers that he writes.
 """
 
 import contextlib

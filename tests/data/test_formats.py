@@ -131,17 +131,13 @@ def test_a_row_of_another_format_is_told_what_to_set(tmp_path):
 @pytest.mark.parametrize(
   "where, kept",
   [
-    ("level==3", [3, 8]),
-    ("level!=3 and level>=3", [4, 9]),
-    ("level<1", [0, 5]),
-    ("question=~^[12]", [1, 2]),
-    ("question!~^[0-7]", [8, 9]),
+    ("level==3", [3, 8]), ("level!=3 and level>=3", [4, 9]), ("level<1", [0, 5]),
+    ("question=~^[12]", [1, 2]), ("question!~^[0-7]", [8, 9]),
     ("answer>=9", [9]),  # as numbers, though the field holds text
-    ("info.date>=2024-10-01", list(range(5, 10))),
-    ("prompt_tokens<=5 and level<=1", [0, 1, 5, 6]),
+    ("info.date>=2024-10-01", list(range(5, 10))), ("prompt_tokens<=5 and level<=1", [0, 1, 5, 6]),
     ("prompt_tokens<5", []),
   ],
-)
+)  # fmt: skip
 def test_filters(tmp_path, where, kept):
   rows = numbered(0, 10)
   for i, row in enumerate(rows):
@@ -156,24 +152,21 @@ def test_filters(tmp_path, where, kept):
   assert source.skipped == 0
 
 
-def test_numbers_in_text_are_compared_as_numbers(tmp_path):
-  path = write(tmp_path / "a.jsonl", numbered(8, 4))
-  assert [p.answer for p in load(f"{path} where answer>=9 and answer<11")] == ["9", "10"]
-
-
-def test_null_is_neither_more_nor_less(tmp_path):
-  rows = [row | dict(rating=rating) for row, rating in zip(numbered(0, 3), [1000, None, 900])]
+@pytest.mark.parametrize(
+  "values, kept",
+  [
+    (["8", "9", "10", "11"], {"x>=9 and x<11": "12"}),  # numbers, though they are texts
+    ([1000, None, 900], {"x>0": "02", "x<=950": "2", "x!=1000": "12", "x!~^1": "12"}),
+    ([True, False], {"x==true": "0", "x!=true": "1", "x==False": "1"}),  # JSON's or Python's
+  ],
+)
+def test_null_is_neither_more_nor_less_and_texts_are_compared_as_what_they_say(
+  tmp_path, values, kept
+):
+  rows = [row | dict(x=value) for row, value in zip(numbered(0, 9), values)]
   path = write(tmp_path / "a.jsonl", rows)
-  kept = {"rating>0": "02", "rating<=950": "2", "rating!=1000": "12", "rating!~^1": "12"}
   for where, answers in kept.items():
     assert "".join(p.answer for p in load(f"{path} where {where}")) == answers
-
-
-def test_true_and_false_are_written_as_in_json_or_as_in_python(tmp_path):
-  rows = [row | dict(sure=sure) for row, sure in zip(numbered(0, 2), [True, False])]
-  path = write(tmp_path / "a.jsonl", rows)
-  for where, answer in {"sure==true": "0", "sure!=true": "1", "sure==False": "1"}.items():
-    assert [p.answer for p in load(f"{path} where {where}")] == [answer]
 
 
 def test_the_window_of_the_paper(tmp_path):

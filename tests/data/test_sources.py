@@ -136,8 +136,6 @@ def test_unknown_kind_of_file(tmp_path):
     ({"answer_pattern": "(("}, "data.answer_pattern"),
     ({"answer_pattern": "####"}, "no group"),
     ({"prompt_template": "{q}"}, "data.prompt_template"),
-    ({"on_error": "ignore"}, "data.on_error='ignore'"),
-    ({"max_prompt_tokens": 0}, "data.max_prompt_tokens"),
   ],
 )
 def test_bad_config(changes, message):

@@ -1,11 +1,11 @@
 """Problem sets of an evaluation, and what they refuse."""
 
 import dataclasses
-import json
 import re
 
 import pytest
 from support.configs import config_of
+from support.data_cases import write
 
 from configs import common
 from gspo_jax.evaluation.benchmarks import check_problems, choose
@@ -47,19 +47,14 @@ def test_problems_without_a_rating_are_found_before_sampling():
 
 
 def test_points_that_are_no_number_are_found_before_sampling(tmp_path):
-  (tmp_path / "standings.jsonl").write_text(
-    json.dumps(dict(contest_id="1", points=[3, 0], ratings=[1500, 1200])) + "\n"
-  )
-  rated = dataclasses.replace(SET, standings=str(tmp_path / "standings.jsonl"))
-  info = lambda **more: tuple(dict(contest_id="1", **more).items())  # noqa: E731
-  good = [
-    dataclasses.replace(PROBLEMS[0], info=info()),
-    dataclasses.replace(PROBLEMS[2], info=info(points="500")),
-  ]
+  def worth(number, **points):
+    info = dict(contest_id="1", **points)
+    return dataclasses.replace(PROBLEMS[number], info=tuple(info.items()))
+
+  standings = dict(contest_id="1", points=[3, 0], ratings=[1500, 1200])
+  rated = dataclasses.replace(SET, standings=write(tmp_path / "standings.jsonl", [standings]))
+  good = [worth(0), worth(2, points="500")]
   check_problems("cf", rated, good)
   for text in "500 points", "inf", "":
-    bad = dataclasses.replace(PROBLEMS[1], info=info(points=text))
-    with pytest.raises(
-      ValueError, match=rf"the problem 1 has points that are no number \({text}\)"
-    ):
-      check_problems("cf", rated, [*good, bad])
+    with pytest.raises(ValueError, match=rf"problem 1 has points that are no number \({text}\)"):
+      check_problems("cf", rated, [*good, worth(1, points=text)])

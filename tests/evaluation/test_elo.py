@@ -64,18 +64,13 @@ def test_impossible_results(score):
 @pytest.mark.parametrize(
   "line",
   [
-    "",
-    "{",
-    "[1]",
-    "[" * 10**5,
-    '{"contest_id": 1, "points": [1], "points": [2], "ratings": [1]}',
+    "", "{", "[1]", "[" * 10**5, '{"contest_id": 1, "points": [1], "points": [2], "ratings": [1]}',
     '{"contest_id": 1, "points": [1], "ratings": [1, 2]}',
     '{"contest_id": 1, "points": [], "ratings": []}',
     '{"contest_id": 1, "points": [NaN], "ratings": [1]}',
-    '{"contest_id": 1, "points": {"a": 1}, "ratings": [1]}',
-    '{"points": [1], "ratings": [1]}',
+    '{"contest_id": 1, "points": {"a": 1}, "ratings": [1]}', '{"points": [1], "ratings": [1]}',
   ],
-)
+)  # fmt: skip
 def test_standings_that_are_none_are_named_with_their_line(line, tmp_path):
   path = tmp_path / "standings.jsonl"
   path.write_text('{"contest_id": 1, "points": [1], "ratings": [1500]}\n' + line + "\n")

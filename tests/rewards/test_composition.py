@@ -1,19 +1,21 @@
 """Rewards put together by the config: verifier, format, length, noise; raw correctness beside."""
 
 import importlib
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import tables
 from support.configs import reward_config as config
 from support.prompts import prompts
-from support.sandboxes import needs_namespaces
+from support.sandboxes import PRINTS_2, needs_namespaces
 
 from gspo_jax import rewards
 from gspo_jax.rewards import shaping, string_match, user_function
 from gspo_jax.settings.rewards import VERIFIERS
 from gspo_jax.structs import Prompt
+
+HERE = Path(__file__).parent
 
 
 def score(responses, answers, lengths=None, **changes):
@@ -56,33 +58,10 @@ def test_overlong_is_the_formula_of_the_objectives():
   np.testing.assert_allclose(ours, reference.overlong_penalty(lengths, 20_480, 4096), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "response, think, think_answer",
-  [
-    ("<think>a</think>b", True, False),
-    ("a</think>\n\nb", True, False),  # the prompt ended with <think>
-    ("\n<think>\na\n</think>\n<answer>\nb\n</answer>\n", True, True),
-    ("<think>a</think><answer>b</answer><|im_end|>", True, True),
-    ("<think>a</think>", False, False),
-    ("</think>9", False, False),
-    ("<think> \n</think>9", False, False),
-    ("</think><answer>9</answer>", False, False),
-    ("<think>a</think>  \n", False, False),
-    ("<think>a", False, False),
-    ("b", False, False),
-    ("<think>a</think>b</think>c", False, False),
-    ("<think>a<think>b</think>c", False, False),
-    ("x<think>a</think>c", False, False),
-    ("<think>a</think><answer>b</answer>c", True, False),
-    ("<think>a</think>c<answer>b</answer>", True, False),
-    ("<think>a</think><answer></answer>", True, False),
-    ("<think>a</think><answer>b</answer><answer>c</answer>", True, False),
-    ("<answer>b</answer><think>a</think>", False, False),
-  ],
-)
-def test_format(response, think, think_answer):
-  assert shaping.keeps_format(response, "think") is think
-  assert shaping.keeps_format(response, "think_answer") is think_answer
+@pytest.mark.parametrize("response, kept", tables.read(HERE / "formats.txt"))
+def test_format(response, kept):
+  names = [name for name in ("think", "think_answer") if shaping.keeps_format(response, name)]
+  assert names == kept.replace("none", "").split()
 
 
 def test_noise_has_the_given_rates_and_is_repeatable():
@@ -114,38 +93,7 @@ def test_noise_does_not_follow_other_text():
   assert abs((flips[0] == flips[1]).mean() - 0.5) < 0.03
 
 
-@pytest.mark.parametrize(
-  "response, answer, outcome",
-  [
-    ("Paris", "paris", "right"),
-    ("It is in France.\nThe answer is: **Paris**.", "Paris", "right"),
-    ("<think>Rome?</think>\nParis", "Paris", "right"),
-    ("<think>a</think><answer> New   York </answer>", "new york", "right"),
-    ("<answer>Rome</answer> or <answer>Paris</answer>", "Paris", "right"),
-    ("Final answer: ﬁve", "five", "right"),  # a ligature
-    ("**Answer**: Paris", "Paris", "right"),
-    ("__Final Answer__: Paris", "Paris", "right"),
-    ("what is the answer: life", "What is the answer: life", "right"),
-    ("The answer is 42", "The answer is 42.", "right"),
-    ("The answer is 43", "The answer is 42.", "wrong"),
-    ("-1.5", "1.5", "wrong"),
-    ("1.5", "15", "wrong"),
-    ("−3", "-3", "right"),
-    (".5", ".5", "right"),
-    ("5!", "5", "wrong"),
-    ("C*", "C", "wrong"),
-    ("*C", "C", "wrong"),
-    ("5?", "5", "wrong"),
-    (":5", "5", "wrong"),
-    ("`C`.", "C", "right"),
-    ("_“C.”_", "C", "right"),
-    ("Rome", "Paris", "wrong"),
-    ("Paris or Rome", "Paris", "wrong"),
-    ("", "Paris", "unparsable"),
-    ("<think>Paris</think>", "Paris", "unparsable"),
-    ("<answer>...</answer>", "Paris", "unparsable"),
-  ],
-)
+@pytest.mark.parametrize("response, answer, outcome", tables.read(HERE / "string_match.txt"))
 def test_string_match(response, answer, outcome):
   assert string_match.verify(response, answer) == outcome
 
@@ -192,25 +140,9 @@ def test_a_function_of_the_users_may_take_much_memory(monkeypatch, tmp_path):
   assert score(["a"], ["a"], name="large:f").outcomes["right"] == 1
 
 
-def test_a_function_that_kills_its_process(monkeypatch):
-  monkeypatch.chdir(Path(__file__).parents[1])
-  scores = score(["die", "abcd"], ["wxyz"] * 2, name="support.user_rewards:by_length")
-  assert scores.outcomes == {"right": 1, "wrong": 0, "timeout": 0, "crash": 1}
-
-
 def test_a_function_that_is_not_there():
   with pytest.raises(RuntimeError, match="no_such_module"):
     score([], [], name="no_such_module:f")
-
-
-def test_programs_by_config():
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-  fence = "```python\nprint({})\n```"
-  scores = score([fence.format(2), fence.format(3), "?"], [answer] * 3, name="code")
-  assert scores.reward.tolist() == [1, 0, 0]
-  assert scores.outcomes == dict(
-    right=1, wrong=1, unparsable=1, error=0, timeout=0, memory=0, crash=0
-  )
 
 
 @pytest.mark.parametrize(
@@ -218,14 +150,9 @@ def test_programs_by_config():
   [
     (dict(name="maths"), "reward.name='maths'.*package.module:function"),
     (dict(name="a.b:c.d"), "reward.name"),
-    (dict(format="xml"), "reward.format='xml'"),
     (dict(format_weight=1.0), "reward.format_weight=1.0 needs"),
-    (dict(false_positive=1.5), "reward.false_positive=1.5"),
-    (dict(false_negative=-0.1), "reward.false_negative=-0.1"),
     (dict(overlong_weight=1.0), "reward.overlong_buffer=0"),
     (dict(overlong_weight=1.0, overlong_max=5, overlong_buffer=9), "reward.overlong_buffer=9"),
-    (dict(isolation="jail"), "reward.isolation='jail'"),
-    (dict(memory_mb=1), "reward.memory_mb=1"),
   ],
 )
 def test_bad_settings_are_errors(changes, message):
@@ -235,7 +162,6 @@ def test_bad_settings_are_errors(changes, message):
 
 @needs_namespaces
 def test_programs_say_what_confines_them(capfd):
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
   responses = ["```\nprint(2)\n```", "```\nprint(3)\n```", "none"]
   for isolation, said in (
     ("auto", "namespaces (tried out"),
@@ -244,15 +170,16 @@ def test_programs_say_what_confines_them(capfd):
     with rewards.open_scorer(config("code", isolation=isolation)) as scorer:
       (line,) = capfd.readouterr().err.splitlines()  # at the start
       assert line.startswith(f"reward.isolation={isolation}: ") and said in line
-      outcomes = scorer(responses, prompts([answer] * 3)).outcomes
+      scores = scorer(responses, prompts([PRINTS_2] * 3))
     name = "namespaces" if isolation == "auto" else isolation
     assert scorer.notes == {f"verifier/isolation/{name}": 1}  # and in the metrics of every step
-    assert (outcomes["right"], outcomes["wrong"], outcomes["unparsable"]) == (1, 1, 1)
+    counts = dict(right=1, wrong=1, unparsable=1, error=0, timeout=0, memory=0, crash=0)
+    assert scores.outcomes == counts and scores.reward.tolist() == [1, 0, 0]
 
 
 def test_verifiers_that_cannot_read_every_answer_say_so():
   check = rewards.answer_check("code")
-  check(json.dumps({"inputs": ["1"], "outputs": ["2"]}))
+  check(PRINTS_2)
   with pytest.raises(ValueError, match="JSON object"):
     check("42")
   with pytest.raises(ValueError, match="nothing but white space and punctuation"):

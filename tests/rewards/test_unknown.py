@@ -1,7 +1,6 @@
 """Verifiers that fail: nothing is raised, and nothing is known about the response."""
 
 import contextlib
-import json
 import sys
 import types
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from support.configs import reward_config as config
 from support.prompts import prompts
+from support.sandboxes import PRINTS_2
 
 from gspo_jax import rewards
 from gspo_jax.rewards import math_answer, string_match, thought
@@ -124,11 +124,10 @@ def test_gold_answers_that_cannot_be_read(name, gold):
 
 
 def test_a_program_that_fails_is_wrong_and_not_unknown():
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
   programs = ["print(2)", "while True: pass", "raise ValueError", "x = bytearray(1 << 40)"]
   responses = [f"```python\n{program}\n```" for program in programs]
   with rewards.open_scorer(config("code", time_limit_s=1.0)) as score:
-    scores = score(responses, prompts([answer] * 4))
+    scores = score(responses, prompts([PRINTS_2] * 4))
   assert scores.known.all() and scores.reward.tolist() == [1, 0, 0, 0]
   assert {k: v for k, v in scores.outcomes.items() if v} == dict(
     right=1, timeout=1, error=1, memory=1
@@ -137,8 +136,7 @@ def test_a_program_that_fails_is_wrong_and_not_unknown():
 
 def test_failures_are_their_names():
   failure = Failure("crash", "for a\n  reason")
-  assert failure == Failure.CRASH == "crash" == failure.value and failure.reason == "for a reason"
-  assert str(failure) == "crash" and failure != Failure.TIMEOUT
+  assert failure == str(failure) == "crash" != "timeout" and failure.reason == "for a reason"
 
 
 # Responses that were cut off.
@@ -162,24 +160,6 @@ def test_an_open_thought_gives_no_answer(extract, boxed):
   assert extract(f"<think>{text}") is None
   assert extract(f"<think>hm</think>{text}<think>{text}") is None
   assert extract(f"<think>{text}</think>") is None
-
-
-@pytest.mark.parametrize(
-  "response, found",
-  [
-    ("3 * 6 is 18", None),
-    ("3 * 6 = $18$", None),
-    ("It is 18.\n", None),
-    (r"It is \boxed{18}. Let me check: 3 * 5 is 1", "18"),
-    ("#### 18\nLet me check 17", "18"),
-    ("The answer is 18. Now to", "18"),
-    (r"<think>\boxed{17}</think> \boxed{18} or", "18"),
-    (r"<think>\boxed{17}", None),
-  ],
-)
-def test_a_response_that_was_cut_off_is_not_scored_by_its_last_number(response, found):
-  assert math_answer.extract(response, finished=False) == found
-  assert math_answer.extract(response, finished=True) is not None or "<think>" in response
 
 
 def test_the_scorer_knows_what_was_cut_off():

@@ -119,10 +119,3 @@ def test_a_resumed_run_warns_as_the_uninterrupted_one(cut):
   held, printed = run(rows[cut:], Alarms(CONFIG, on_file))
   assert held == {k: [s for s in v if s >= cut] for k, v in whole[0].items() if max(v) >= cut}
   assert printed == [line for line in whole[1] if int(line.split()[3].rstrip(":")) >= cut]
-
-
-def test_senseless_thresholds_are_refused():
-  with pytest.raises(ValueError, match=r"alarms\.ratio=-1"):
-    AlarmConfig(window=4, grad_norm=5.0, entropy=0.1, ratio=-1, mismatch=1, reward=0.3)
-  with pytest.raises(ValueError, match=r"alarms\.window=1"):
-    AlarmConfig(window=1, grad_norm=5.0, entropy=0.1, ratio=1, mismatch=1, reward=0.3)

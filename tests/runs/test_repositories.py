@@ -3,8 +3,8 @@
 import json
 
 import jax
-import numpy as np
 import pytest
+from runs.test_start import SMALL, same
 from support import command_line, fake_hub, toy_qwen3
 from support.configs import config_of
 
@@ -17,18 +17,12 @@ from gspo_jax.run import open_run
 from gspo_jax.runs import start
 
 ID = "org/model"
-SMALL = command_line.SMALL_VALUES | dict(
-  job="sft", model__num_layers=1, sft__steps=2, sft__batch=8, sft__target_loss=0.0,
-  rl__iterations=1, rl__prompts=8, rl__group_size=2, rl__minibatches=1,
-  eval__problems=2, eval__batch=2, checkpoint__every=1, data__max_prompt_tokens=64,
-)  # fmt: skip
-
-
+FEWER = SMALL | dict(sft__steps=2, checkpoint__every=1, data__max_prompt_tokens=64)
 TAUGHT = {"job": "rl", "objective.name": "gspo_token"}
 
 
 def config(**changes):
-  return config_of(tiny.get_config, **SMALL | changes)
+  return config_of(tiny.get_config, **FEWER | changes)
 
 
 MODEL = config().model
@@ -47,10 +41,6 @@ def server(tmp_path, monkeypatch):
   opened.use(monkeypatch, tmp_path / "cache")
   yield opened
   opened.close()
-
-
-def same(a, b):
-  return jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(a), jax.device_get(b)))
 
 
 def begun(workdir):
@@ -170,7 +160,7 @@ def test_weights_without_a_tokenizer(server, tmp_path):
 def test_the_command_line(server, tmp_path):
   """With the environment variables of the library; the whole output is one line where it fails."""
   publish(server, tmp_path / "source")
-  flags = [f"{k.replace('__', '.')}={v}" for k, v in SMALL.items()]
+  flags = [f"{k.replace('__', '.')}={v}" for k, v in FEWER.items()]
   environment = server.environment(tmp_path / "cache")
   command_line.run(tmp_path / "run", *flags, f"weights={ID}", "job=eval", **environment)
   assert (tmp_path / "run/metrics.jsonl").exists()

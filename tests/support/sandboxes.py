@@ -1,6 +1,7 @@
 """What the tests of sandboxes share."""
 
 import contextlib
+import json
 import os
 import pathlib
 import subprocess
@@ -16,6 +17,8 @@ LIMITS = process.Limits(
   cpu_s=1, wall_s=2.0, memory_bytes=256 << 20, output_bytes=1 << 20, file_bytes=1 << 20,
   scratch_bytes=4 << 20, open_files=32, threads=8,
 )  # fmt: skip
+
+PRINTS_2 = json.dumps({"inputs": ["1"], "outputs": ["2"]})  # the gold answer to print(2)
 
 
 def available():

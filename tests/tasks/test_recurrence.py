@@ -100,21 +100,14 @@ ANSWER = "02:74\n01:78\n00:43"
 @pytest.mark.parametrize(
   "response, right, lines",
   [
-    (ANSWER, True, [1, 1, 1]),
-    ("02:00\n01:78\n00:43", True, [0, 1, 1]),
-    ("00:43", True, [0, 0, 0]),
-    ("02:74\n01:78\n00:44", False, [1, 1, 0]),
-    (ANSWER + "\n", False, [1, 1, 1]),
-    (ANSWER + "\n00:44", False, [1, 1, 1]),
-    (ANSWER + " ", False, [1, 1, 0]),
-    ("02:74\r\n01:78\r\n00:43", True, [0, 0, 1]),
-    ("02:74\n01:78", False, [1, 1, 0]),
-    ("\n02:74\n01:78\n00:43", True, [0, 0, 0]),
-    ("", False, [0, 0, 0]),
-    ("\n" * 9, False, [0, 0, 0]),
-    ("\0�٣٤:43", False, [0, 0, 0]),
+    (ANSWER, True, [1, 1, 1]), ("02:00\n01:78\n00:43", True, [0, 1, 1]), ("00:43", True, [0, 0, 0]),
+    ("02:74\n01:78\n00:44", False, [1, 1, 0]), (ANSWER + "\n", False, [1, 1, 1]),
+    (ANSWER + "\n00:44", False, [1, 1, 1]), (ANSWER + " ", False, [1, 1, 0]),
+    ("02:74\r\n01:78\r\n00:43", True, [0, 0, 1]), ("02:74\n01:78", False, [1, 1, 0]),
+    ("\n02:74\n01:78\n00:43", True, [0, 0, 0]), ("", False, [0, 0, 0]),
+    ("\n" * 9, False, [0, 0, 0]), ("\0�٣٤:43", False, [0, 0, 0]),
   ],
-)
+)  # fmt: skip
 def test_the_last_line_decides_exactly(response, right, lines):
   assert verify(response, ANSWER) is right
   assert right_lines(response, ANSWER) == list(map(bool, lines))

@@ -41,7 +41,8 @@ def same_expression(a, b) -> bool:
   matrices = [isinstance(side, sp.MatrixBase) for side in (a, b)]
   if any(matrices):
     return all(matrices) and a.shape == b.shape and all(map(same_expression, a, b))
-  if not _ordered_alike(a, b):
+  # Capital letters that are multiplied may be matrices: their order counts.
+  if any(map(_has_products, (a, b))) and sp.expand(a - b) != 0:
     return False
   a, b = commuting(a), commuting(b)
   if a == b:
@@ -68,13 +69,6 @@ def commuting(value):
     return value.applyfunc(commuting)
   twins = {s: sp.Symbol(s.name, real=True) for s in value.free_symbols if not s.is_commutative}
   return value.xreplace(twins) if twins else value
-
-
-def _ordered_alike(a, b) -> bool:
-  """False where capital letters are multiplied, and in another order: they may be matrices."""
-  if not any(_has_products(side) for side in (a, b)):
-    return True
-  return sp.expand(a - b) == 0
 
 
 def _has_products(value) -> bool:

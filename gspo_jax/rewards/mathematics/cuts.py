@@ -5,7 +5,6 @@ import re
 from gspo_jax.rewards.mathematics.tokens import Token, spell
 
 _RELATIONS = dict(le="<=", ge=">=", ne="!=", approx="~") | {x: x for x in ("=", "<", ">", "in")}
-_SEPARATORS = (",", ";", "and", "or")
 
 
 def find(tokens: list[Token], *texts: str) -> bool:
@@ -29,7 +28,7 @@ def cut(tokens: list[Token], *texts: str) -> tuple[list[str], list[list[Token]]]
 
 def split(tokens: list[Token]) -> list[list[Token]]:
   """Cuts at separators that stand in no brackets."""
-  return cut(tokens, *_SEPARATORS)[1]
+  return cut(tokens, ",", ";", "and", "or")[1]
 
 
 def match(tokens: list[Token], start: int = 0) -> int:

@@ -5,17 +5,8 @@ import re
 
 import sympy as sp
 
-from gspo_jax.rewards.mathematics import algebra, names
-from gspo_jax.rewards.mathematics.nodes import (
-  Choice,
-  Group,
-  Named,
-  Region,
-  Relation,
-  Scalar,
-  Word,
-  as_region,
-)
+from gspo_jax.rewards.mathematics import algebra, names, nodes
+from gspo_jax.rewards.mathematics.nodes import Choice, Group, Named, Region, Relation, Scalar, Word
 from gspo_jax.rewards.mathematics.quantity import Quantity, same
 from gspo_jax.rewards.mathematics.spelling import normalise
 from gspo_jax.rewards.mathematics.tokens import fold
@@ -271,7 +262,7 @@ def _same_region(gold, ours) -> bool:
   about = {side.name for side in (gold, ours) if isinstance(side, Region) and side.name}
   if len(about) > 1:
     return False
-  regions = [as_region(side) for side in (gold, ours)]
+  regions = [nodes.as_region(side) for side in (gold, ours)]
   if None in regions:
     return False
   a, b = (side.region for side in regions)

@@ -305,7 +305,7 @@ class _Reader:
     if name in _CONSTANTS:
       return _CONSTANTS[name]
     if name in GREEK:
-      return self.greek(name)
+      return symbol(f"{name}_{self.subscript()}" if self.accept("_") else name)
     if name == "frac":
       top = self.argument()
       return self.divide(top, self.argument())
@@ -333,11 +333,6 @@ class _Reader:
     if any(v.is_number and not (v.is_Integer and abs(v) <= MAX_FACTORIAL) for v in (top, bottom)):
       raise Unreadable("a binomial of this")
     return sp.binomial(top, bottom)
-
-  def greek(self, name: str):
-    if self.accept("_"):
-      return symbol(f"{name}_{self.subscript()}")
-    return sp.Symbol(name, real=True)
 
   def root(self, index):
     if self.peek().text == "[":

@@ -8,16 +8,8 @@ pattern is linear: no nested repetitions.
 import re
 
 from gspo_jax.rewards import string_match, thought
-from gspo_jax.rewards.mathematics import quantity, units
-from gspo_jax.rewards.mathematics.spelling import (
-  DENIED,
-  FORMULA,
-  MAX_ANSWER,
-  TEXT,
-  inside,
-  plain,
-  trim,
-)
+from gspo_jax.rewards.mathematics import quantity, spelling, units
+from gspo_jax.rewards.mathematics.spelling import DENIED, FORMULA, TEXT, inside, plain, trim
 
 TAIL = 2000  # characters at the end of a response that are searched where nothing is boxed
 _LAST = 16  # boxes and markers at the end of a response that are looked at
@@ -309,10 +301,10 @@ def _is_listing(gap: str) -> bool:
 def _argument(text: str, start: int) -> tuple[int, str | None]:
   """The content of the braces at `start`, or the one word there, and its end; None: not closed."""
   if not text.startswith("{", start):
-    word = re.match(r"[^\s{}$]+", text[start : start + MAX_ANSWER])
+    word = re.match(r"[^\s{}$]+", text[start : start + spelling.MAX_ANSWER])
     return (start + word.end(), trim(word[0]) or None) if word else (start, None)
   depth = 0
-  for match in _BRACE.finditer(text, start, start + MAX_ANSWER + 2):
+  for match in _BRACE.finditer(text, start, start + spelling.MAX_ANSWER + 2):
     depth += {"{": 1, "}": -1}.get(match[0], 0)
     if depth == 0:
       return match.end(), text[start + 1 : match.start()].strip() or None

@@ -4,6 +4,7 @@ import re
 
 import sympy as sp
 
+from gspo_jax.rewards.mathematics import cuts
 from gspo_jax.rewards.mathematics.tokens import Unreadable, spell
 from gspo_jax.rewards.mathematics.values import symbol
 
@@ -13,30 +14,18 @@ ENDS = frozenset("cup cap setminus in notin le ge ne approx equiv to choose".spl
 
 
 def matrix(reader):
+  r"""A matrix, of which `\begin` was taken; of one between bars its determinant."""
+  end = cuts.match(reader.tokens, reader.position - 1)
   name = spell(reader.group_tokens()).replace(" ", "")
   if name == "array" and reader.peek().text == "{":
     reader.group_tokens()
   if name not in _MATRICES:
     raise Unreadable(f"the environment {name}")
-  rows, entry, depth = [[]], [], 0
-  while True:
-    token = reader.take()
-    if token.kind == "command" and token.text in ("begin", "end"):
-      depth += 1 if token.text == "begin" else -1
-      if depth < 0:
-        break
-    if depth == 0 and token.text in ("&", "\\\\") and token.kind == "symbol":
-      rows[-1].append(entry)
-      entry = []
-      if token.text == "\\\\":
-        rows.append([])
-    else:
-      entry.append(token)
-  if spell(reader.group_tokens()).replace(" ", "") != name:
+  inside, reader.position = reader.tokens[reader.position : end], end + 1
+  if end < 0 or spell(reader.group_tokens()).replace(" ", "") != name:
     raise Unreadable("environments do not match")
-  if entry or rows[-1]:
-    rows[-1].append(entry)
-  rows = [row for row in rows if row]
+  lines = cuts.cut(inside, "\\\\")[1]
+  rows = [cuts.cut(line, "&")[1] for line in (lines if lines[-1] else lines[:-1])]
   if sum(map(len, rows)) > MAX_ENTRIES or len({*map(len, rows)}) != 1:
     raise Unreadable("a matrix of this shape")
   value = sp.ImmutableMatrix([[reader.inner(entry) for entry in row] for row in rows])
@@ -69,7 +58,7 @@ def series(reader, name: str):
 
 
 def vector(reader):
-  """A letter in bold or under an arrow is a name of its own; a number is itreader."""
+  """A letter in bold or under an arrow is a name of its own; a number is itself."""
   inside = reader.group_tokens() if reader.peek().text == "{" else [reader.take()]
   if all(token.kind in ("number", "symbol") for token in inside):
     return reader.inner(inside)

@@ -7,26 +7,12 @@ import sympy as sp
 
 from gspo_jax.rewards.mathematics import cuts, equal, expression, names, nodes, units
 from gspo_jax.rewards.mathematics.cuts import split
-from gspo_jax.rewards.mathematics.nodes import (
-  Choice,
-  Group,
-  Named,
-  Region,
-  Relation,
-  Scalar,
-  Word,
-  as_region,
-)
+from gspo_jax.rewards.mathematics.nodes import Choice, Group, Named, Region, Relation, Scalar, Word
 from gspo_jax.rewards.mathematics.tokens import Token, Unreadable, fold, is_product, tokenise
 
 _REFUSALS = (  # SymPy's, of inequalities that it does not solve and the like
-  ArithmeticError,
-  AttributeError,
-  IndexError,
-  NotImplementedError,
-  RecursionError,
-  TypeError,
-)
+  ArithmeticError, AttributeError, IndexError, NotImplementedError, RecursionError, TypeError,
+)  # fmt: skip
 MAX_ITEMS = 64
 MAX_UNIT = 16  # tokens
 _SETS = {"R": sp.S.Reals, "Z": sp.S.Integers, "N": sp.S.Naturals, "Q": sp.S.Rationals}
@@ -36,16 +22,10 @@ _NOTHING = re.compile(
   r"|(?:the )?(?:empty|null) set|none|empty"
 )
 _EVERYTHING = re.compile(r"(?:all|any|every) (?:real )?(?:numbers?|reals|values?)|all reals")
-_NUMBERS = {
-  word: n
-  for n, word in enumerate(
-    """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-    fifteen sixteen seventeen eighteen nineteen twenty""".split()
-  )
-}
+_COUNTS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+  fifteen sixteen seventeen eighteen nineteen twenty""".split()
+_NUMBERS = {word: n for n, word in enumerate(_COUNTS)}
 _NUMBERS |= {"half": sp.Rational(1, 2), "one half": sp.Rational(1, 2), "hundred": 100}
-
-
 _CHOICE = re.compile(
   r"\s*\\?(?:\(([A-J])\)\.?|([A-J])[.):](?![\w:])|([A-J])\s+(?=\d))\s*(|(?:[a-z]\s*=|-?[\d\\$.]).*)",
   re.DOTALL,
@@ -88,11 +68,7 @@ class _Structure:
     """A whole answer, or an item of one."""
     if not tokens:
       raise Unreadable("nothing")
-    for reading in (self.words, self.listed):
-      node = reading(tokens)
-      if node is not None:
-        return node
-    return self.related(tokens)
+    return self.words(tokens) or self.listed(tokens) or self.related(tokens)
 
   def words(self, tokens: list[Token]):
     if not any(t.kind in ("word", "text") for t in tokens):
@@ -148,7 +124,7 @@ class _Structure:
       if names.name(members[0]) is None:
         raise Unreadable("an element that has no name")
       if isinstance(node, Group) and node.kind == "tuple":
-        return as_region(node) or node
+        return nodes.as_region(node) or node
       return node
     if "in" in operators or "~" in operators:
       raise Unreadable("a mixed relation")
@@ -258,7 +234,7 @@ class _Structure:
     operators, parts = cuts.cut(tokens, "cup", "cap", "setminus")
     result = None
     for operator, part in zip(["", *operators], parts):
-      region = as_region(self.value(part) if part else None)
+      region = nodes.as_region(self.value(part) if part else None)
       if region is None:
         raise Unreadable("a union of what are no sets")
       join = {"cup": sp.Union, "cap": sp.Intersection, "setminus": sp.Complement}.get(operator)
@@ -307,7 +283,7 @@ _UNIT_TOKENS = frozenset(["^", "{", "}", "/", "%", "$", "€", "£", "¥", "₹"
 
 def _points(node):
   """x = 2 as a set of numbers."""
-  named = isinstance(node, Named) and as_region(node.value)
+  named = isinstance(node, Named) and nodes.as_region(node.value)
   return Region(named.region, node.name) if named else node
 
 

@@ -21,41 +21,43 @@ class Token:
   spaced: bool = False  # white space stands before it
 
 
-_UNICODE = {
-  "×": r"\cdot ", "⋅": r"\cdot ", "·": r"\cdot ",
-  "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "°": r"\circ ",
-  "º": r"\circ ", "√": r"\sqrt ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "∞": r"\infty ",
-  "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
-  "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "Ø": r"\emptyset ",
-  "±": r"\pm ", "∓": r"\mp ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
-  "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "∖": r"\setminus ", "⟨": r"\langle ",
-  "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
-  "′": "'", "’": "'", "″": "''", "…": r"\ldots ", "∧": r"\land ", "∨": r"\lor ", "∠": r"\angle ",
-  "△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ",
-  "π": r"\pi ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ",
-  "ε": r"\epsilon ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ",
-  "σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ", "ϕ": r"\phi ", "χ": r"\chi ", "ψ": r"\psi ",
-  "ω": r"\omega ", "Δ": r"\Delta ", "Ω": r"\Omega ", "Γ": r"\Gamma ", "→": r"\to ",
-  "‖": r"\|", "¬": r"\neg ", "％": "%", "﹣": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
-}  # fmt: skip
+def _by_spelling(table: str) -> dict[str, str]:
+  """The name that begins each entry of a table, by the other words of the entry."""
+  return {word: name for name, *words in map(str.split, table.split(";")) for word in words}
+
+
+_COMMANDS = _by_spelling("""
+  cdot × ⋅ · ∙ •; circ ° º; sqrt √; infty ∞; le ≤ ⩽; ge ≥ ⩾; ne ≠; approx ≈; in ∈; cup ∪; cap ∩;
+  emptyset ∅ Ø; pm ±; mp ∓; setminus ∖; langle ⟨; rangle ⟩; lfloor ⌊; rfloor ⌋; lceil ⌈; rceil ⌉;
+  ldots …; land ∧; lor ∨; angle ∠; triangle △; sum ∑; int ∫; perp ⊥; parallel ∥; pi π; alpha α;
+  beta β; gamma γ; delta δ; epsilon ε; theta θ; lambda λ; mu μ; rho ρ; sigma σ; tau τ; phi φ ϕ;
+  chi χ; psi ψ; omega ω; Delta Δ; Omega Ω; Gamma Γ; to →; neg ¬
+""")
+_UNICODE = {sign: rf"\{name} " for sign, name in _COMMANDS.items()} | {
+  "∗": "*", "÷": "/", "∕": "/", "⁄": "/", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "ℝ": r"\mathbb{R}",
+  "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'",
+  "’": "'", "″": "''", "‖": r"\|", "％": "%", "﹣": "-",
+} | dict.fromkeys("\u00a0\u202f\u2009", " ")  # fmt: skip
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣʸᵃᵇᵏᵐᵗᵀ", "0123456789+-=()nixyabkmtT"))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖₘₓᵢⱼₐ", "0123456789+-=()nkmxija"))
 _BARRED = re.compile("(?:\\d\u0305)+")
 _RAISED = re.compile(f"[{''.join(_SUPER)}]+")
 _LOWERED = re.compile(f"[{''.join(_SUB)}]+")
-_ALIASES = {
-  "leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge", "neq": "ne", "lt": "<", "gt": ">",
-  "times": "cdot", "ast": "cdot", "div": "/", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac",
-  "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]",
-  "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "land": "and", "wedge": "and", "lor": "or",
-  "vee": "or", "dbinom": "binom", "tbinom": "binom", "arcctg": "arccot", "tg": "tan", "ctg": "cot",
-  "lg": "log", "asin": "arcsin", "acos": "arccos", "atan": "arctan", "degree": "circ",
-  "degrees": "circ", "inf": "infty", "infinity": "infty", "oo": "infty", "prime": "'",
-  "overrightarrow": "vec", "mathbf": "vec", "boldsymbol": "vec", "bm": "vec", "bold": "vec",
-  "varphi": "phi", "varepsilon": "epsilon", "dots": "ldots", "cdots": "ldots", "dotsb": "ldots",
-  "dotsc": "ldots", "dotsm": "ldots", "lang": "langle", "rang": "rangle", "Vert": "|", "abs": "abs",
-  "rightarrow": "to", "R": "mathbb R", "simeq": "approx", "thickapprox": "approx", "ge": "ge",
-}  # fmt: skip
+_ALIASES = _by_spelling("""
+  le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
+  frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack;
+  | lvert rvert vert mid Vert; and land wedge; or lor vee; binom dbinom tbinom; arccot arcctg;
+  tan tg; cot ctg; log lg; arcsin asin; arccos acos; arctan atan; circ degree degrees;
+  infty inf infinity oo; ' prime; vec overrightarrow mathbf boldsymbol bm bold; phi varphi;
+  epsilon varepsilon; ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
+  approx simeq thickapprox
+""") | {"R": "mathbb R"}
+_KINDS = (  # of characters, and of commands and their aliases
+  dict.fromkeys(["(", "[", "{", "langle", "lfloor", "lceil"], "open")
+  | dict.fromkeys([")", "]", "}", "rangle", "rfloor", "rceil"], "close")
+  | dict.fromkeys([",", ";", "and", "or"], "separator")
+  | dict.fromkeys("$%#&_|<>/'", "symbol")
+)
 _DROPPED = frozenset(
   """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
   limits nolimits therefore boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
@@ -156,16 +158,8 @@ def _tokenise(text: str, tight: bool):
       tokens = [Token(kind, name or {"**": "^", "==": "="}[match[0]], spaced)]
     elif text.startswith("...", position):
       tokens, end = [Token("command", "ldots", spaced)], position + 3
-    elif char in "([{":
-      tokens = [Token("open", char, spaced)]
-    elif char in ")]}":
-      tokens = [Token("close", char, spaced)]
-    elif char in ";,":
-      tokens = [Token("separator", char, spaced)]
-    elif char == "." or char == '"':
-      tokens = []
-    else:
-      tokens = [Token("symbol", char, spaced)]
+    elif char not in '."':
+      tokens = [Token(_KINDS.get(char, "symbol"), char, spaced)]
     depth += sum({"open": 1, "close": -1}.get(token.kind, 0) for token in tokens)
     yield from tokens
     position, spaced = end, not tokens and text[position:end] in ("\\ ", "\\,", "\\;", "\\:")
@@ -189,17 +183,9 @@ def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
   if name == "\\":
     skip = re.compile(r"\s*\[-?[\d.]+(?:pt|em|ex|mm|cm)\]").match(text, end)
     return [Token("symbol", "\\\\", spaced)], skip.end() if skip else end
-  if name in ("and", "or"):
-    return [Token("separator", name, spaced)], end
   if name in "{}":
-    return [Token("open" if name == "{" else "close", "\\" + name, spaced)], end
-  if name in "[]":
-    return [Token("open" if name == "[" else "close", name, spaced)], end
-  if name in ("langle", "lfloor", "lceil", "rangle", "rfloor", "rceil"):
-    return [Token("open" if name[0] == "l" else "close", name, spaced)], end
-  if name in "$%#&_|<>/'":
-    return [Token("symbol", name, spaced)], end
-  return [Token("command", name, spaced)], end
+    return [Token(_KINDS[name], "\\" + name, spaced)], end
+  return [Token(_KINDS.get(name, "command"), name, spaced)], end
 
 
 def _in_text(content: str, spaced: bool) -> list[Token]:
@@ -236,9 +222,7 @@ def _letters(run: str, spaced: bool) -> list[Token]:
     return [Token("command", _ALIASES.get(run, run), spaced)]
   if re.fullmatch(r"(?:or|and)[A-Z]", run):  # x=1orW=2
     return [Token("separator", run[:-1]), Token("letter", run[-1])]
-  if len(run) == 1:
-    return [Token("letter", run, spaced)]
-  if run.isupper() and len(run) <= 4:
+  if len(run) == 1 or (run.isupper() and len(run) <= 4):
     return [Token("letter", c, spaced and not i) for i, c in enumerate(run)]
   return [Token("word", run, spaced)]
 

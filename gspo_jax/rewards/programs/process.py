@@ -47,7 +47,7 @@ class SandboxError(Exception):
   """The sandbox failed, and not the program in it."""
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager):
   """One sandbox: an interpreter that runs tests one after another, each in a fresh process."""
 
   def __init__(self, isolation: str, limits: Limits, channel: socket.socket | None = None):
@@ -141,9 +141,6 @@ class Sandbox:
       self._control.close()
     if self._directory:
       _remove(self._directory)
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *_):
     self.close()

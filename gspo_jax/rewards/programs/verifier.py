@@ -21,15 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gspo_jax.rewards import pool
-from gspo_jax.rewards.programs import cases
-from gspo_jax.rewards.programs.process import (
-  DEFAULTS,
-  Limits,
-  Sandbox,
-  SandboxError,
-  choose_isolation,
-  describe,
-)
+from gspo_jax.rewards.programs import cases, process
+from gspo_jax.rewards.programs.process import DEFAULTS, Limits, Sandbox, SandboxError
 from gspo_jax.rewards.programs.sandbox import assertions, wire
 from gspo_jax.settings.rewards import RewardConfig
 
@@ -56,7 +49,7 @@ def open_verifier(config: RewardConfig) -> Iterator[Callable]:
   cpu_s = math.ceil(config.time_limit_s)
   limits = Limits(cpu_s=cpu_s, wall_s=2 * cpu_s + 3, memory_bytes=config.memory_mb << 20)
   with CodeVerifier(config.workers, limits, config.isolation) as verifier:
-    sys.stderr.write(describe(config.isolation, verifier.isolation) + "\n")
+    sys.stderr.write(process.describe(config.isolation, verifier.isolation) + "\n")
 
     def verify(responses, prompts, *_):
       return verifier.score(responses, [prompt.answer for prompt in prompts]), None
@@ -70,7 +63,7 @@ def check_answer(text: str) -> None:
   cases.parse(text)
 
 
-class CodeVerifier:
+class CodeVerifier(contextlib.AbstractContextManager):
   """Scores responses that hold programs.
 
   Args:
@@ -83,7 +76,7 @@ class CodeVerifier:
   """
 
   def __init__(self, workers: int, limits: Limits = DEFAULTS, isolation: str = "auto"):
-    self.isolation = choose_isolation(isolation)
+    self.isolation = process.choose_isolation(isolation)
     self._limits = limits
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "code_verifier")
     self._open: set[Sandbox] = set()
@@ -139,9 +132,6 @@ class CodeVerifier:
         if output is None or not tests.passes(output, expected):
           return Outcome.WRONG
     return Outcome.RIGHT
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *_):
     self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,26 +1,21 @@
 r"""Pairs of gold answers and answers: which agree. Each line of the tables is a case of a class.
 
-wrong.txt holds what a policy that is rewarded for it finds within the hour; right.txt what people
-write, both for a box. denied.txt and stated.txt hold sentences. math_verify_0_9_0.json is that
-library's own test-suite: its header names source and licence.
+wrong.txt holds what a policy that is rewarded for it finds within the hour; right.txt and
+one_way.txt what people write, all for a box. denied.txt and stated.txt hold sentences.
+math_verify_0_9_0.json is that library's own test-suite: its header names source and licence.
 """
 
 import json
 from pathlib import Path
 
 import pytest
+from support import tables
 from support.cost import seconds
 
 from gspo_jax.rewards import math_answer
 from gspo_jax.rewards.math_answer import Outcome
 
 HERE = Path(__file__).parent
-
-
-def read_table(name: str) -> list[tuple[str, str]]:
-  """The pairs of a table; ¶ is a line break."""
-  lines = (HERE / name).read_text().split("\n")[1:]
-  return [tuple(line.replace("¶", "\n").split(" ;; ")) for line in lines if line]
 
 
 def outcome(gold: str, answer: str) -> Outcome:
@@ -38,53 +33,37 @@ def verifier():
   "name, right, form",
   [
     ("right.txt", True, r"So \boxed{%s}."),
+    ("one_way.txt", True, r"So \boxed{%s}."),
     ("wrong.txt", False, r"So \boxed{%s}."),
     ("stated.txt", True, "%s"),
     ("denied.txt", False, "%s"),
   ],
 )
 def test_tables(verifier, name, right, form):
-  pairs = read_table(name)
-  assert len(pairs) > 70
+  pairs = tables.read(HERE / name)
+  assert len(pairs) > 10
   outcomes = verifier.score([form % ours for _, ours in pairs], [gold for gold, _ in pairs])
   expected = [Outcome.RIGHT] if right else [Outcome.WRONG, Outcome.UNPARSABLE]
   assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o not in expected]
 
 
 def test_what_is_announced_counts_where_a_response_was_cut_off(verifier):
-  pairs = [pair for pair in read_table("stated.txt") if "\nThe answer is " in pair[1]]
+  pairs = [pair for pair in tables.read(HERE / "stated.txt") if "\nThe answer is " in pair[1]]
   golds, responses = zip(*((gold, f"{text}\nI hope it is correct.") for gold, text in pairs))
   outcomes = verifier.score(responses, golds, [False] * len(pairs))
   assert len(pairs) > 30
   assert not [(*pair, o) for pair, o in zip(pairs, outcomes) if o is not Outcome.RIGHT]
 
 
-# A letter without \text is a variable in the gold answer: 18 m may be 18 times m. A gold answer in
-# dozens says what it means, and one that is an equation asks for one.
-ONE_WAY = {("18", "18 m"), ("1 \\text{ km}", "1000 m"), ("5", "\\boxed{5}")}
-ONE_WAY |= {("97", "97 quarters"), ("97", "97 \\text{ quarters}"), ("2", "2 dozen eggs")}
-ONE_WAY |= {
-  ("e=\\frac12", "\\frac12"),
-  ("5", "5 halves"),
-  ("204", "m+n=204"),
-  ("204", "a + b + c = 199 + 5 = 204"),
-}
-ONE_WAY |= {
-  ("18", "x_1+x_2=18"),
-  ("18", "AB + BC + CA=18"),
-  ("18", "AB+BC=18"),
-  ("18", "a+b=18"),
-  ("5", "AB + BC = 5"),
-}
-
-
 def test_what_agrees_agrees_the_other_way_round():
-  pairs = set(read_table("right.txt")) - ONE_WAY
+  """Those of one_way.txt do not: a gold answer in dozens says what it means, for one."""
+  pairs = set(tables.read(HERE / "right.txt"))
   assert not [pair for pair in sorted(pairs) if outcome(pair[1], pair[0]) is not Outcome.RIGHT]
 
 
 def test_every_answer_agrees_with_itself():
-  golds = {gold for name in ("right.txt", "wrong.txt") for gold, _ in read_table(name)}
+  names = ("right.txt", "one_way.txt", "wrong.txt")
+  golds = {gold for name in names for gold, _ in tables.read(HERE / name)}
   assert not [gold for gold in sorted(golds) if outcome(gold, gold) is not Outcome.RIGHT]
   # Not only as a text: a space more takes the whole way.
   golds = {gold for gold in golds if math_answer.quick_judge(gold + r"\,", gold) is None}

@@ -82,6 +82,7 @@ ATTEMPTS = {
   "shared memory": "call('shmget', 0, 4096, 0o1666)",
   "writing out the host's files": "os.sync() or call('sync')",
   "a process": "os.fork()",
+  "a program in a process of its own": "subprocess.run(['/usr/bin/env'])",
   "a user namespace": "call('unshare', 0x10000000)",
   "a program": "os.execv('/usr/bin/env', ['env'])",
   "a signal": "os.kill(os.getpid(), 0)",
@@ -95,7 +96,7 @@ ATTEMPTS = {
 @needs_namespaces
 def test_what_reaches_others_is_refused():
   program = f"""
-import ctypes, fcntl, os, resource, socket
+import ctypes, fcntl, os, resource, socket, subprocess
 libc = ctypes.CDLL(None, use_errno=True)
 def call(name, *arguments):
   if getattr(libc, name)(*arguments) < 0:
@@ -117,14 +118,19 @@ print("done")
 
 
 @needs_namespaces
-def test_threads_are_counted_however_they_are_started():
-  program = """
-import _thread, time
+@pytest.mark.parametrize(
+  "start",
+  ["_thread.start_new_thread(time.sleep, (30,))",
+   "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()"],
+)  # fmt: skip
+def test_threads_are_counted_however_they_are_started(start):
+  program = f"""
+import _thread, threading, time
 _thread.stack_size(1 << 15)
 started = 0
 try:
   for _ in range(3000):
-    _thread.start_new_thread(time.sleep, (30,))
+    {start}
     started += 1
 except RuntimeError:
   pass

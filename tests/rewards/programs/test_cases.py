@@ -110,30 +110,20 @@ def test_answers_without_tests_are_errors(text):
 @pytest.mark.parametrize(
   "output, expected, same",
   [
-    ("1 2\n3\n", "1 2\n3", True),
-    ("  1 2 \n 3\n\n\n", "1 2\n3", True),
-    ("1\n\n2", "1\n2", False),
-    ("1\n2\n3", "1\n2", False),
-    ("1", "1\n2", False),
-    ("1 2", "1\n2", False),
+    ("1 2\n3\n", "1 2\n3", True), ("  1 2 \n 3\n\n\n", "1 2\n3", True), ("1\n\n2", "1\n2", False),
+    ("1\n2\n3", "1\n2", False), ("1", "1\n2", False), ("1 2", "1\n2", False),
     ("1  2", "1 2", True),  # as numbers
     ("a  b", "a b", False),  # as text
-    ("1.0", "1", True),
-    ("1e2 0.50", "100 .5", True),
+    ("1.0", "1", True), ("1e2 0.50", "100 .5", True),
     ("0.1", "0.10000000000000001", False),  # exact, not approximate
-    ("50000000000000001", "50000000000000000", False),
-    ("Yes", "YES", False),
-    ("yes 1.0", "yes 1", False),
-    ("", "", True),
-    ("", "0", False),
+    ("50000000000000001", "50000000000000000", False), ("Yes", "YES", False),
+    ("yes 1.0", "yes 1", False), ("", "", True), ("", "0", False),
     ("nan", "nan", True),  # the same text
-    ("nan", "NaN", False),
-    ("sNaN", "1", False),
-    ("1e999999999", "1", False),
+    ("nan", "NaN", False), ("sNaN", "1", False), ("1e999999999", "1", False),
     ("1_000", "1000", True),  # so reads Python, and so upstream
     ("1\r\n2\r\n", "1\n2\n", True),
   ],
-)
+)  # fmt: skip
 def test_printed_output(output, expected, same):
   assert cases.same_text(output, expected) is same
 
@@ -143,32 +133,17 @@ def test_printed_output(output, expected, same):
   [
     ((1, 2), [1, 2], True),
     ([(1, 2)], [[1, 2]], False),  # upstream: only the outermost tuple
-    (1, True, True),
-    (1.0, 1, True),
-    (1 + 0j, 1, True),
-    (0.1 + 0.2, 0.3, False),
-    (float("nan"), float("nan"), False),
-    (None, None, True),
-    (None, 0, False),
-    ("1", 1, False),
-    ("a", ["a"], False),
-    ({"a": 1}, {"a": 1}, True),
-    ({"a": 1, "b": [2]}, {"b": [2.0], "a": 1}, True),
-    ({"a": 1}, {"a": 1, "b": 2}, False),
-    ({"a": 1, "b": 2}, {"a": 1, "c": 2}, False),
-    ({1: 2}, {"1": 2}, False),
-    ({}, [], False),
-    ([], {}, False),
-    ({1}, [1], False),
-    (b"a", "a", False),
-    (7**5000, 7**5000, True),
-    ([7**5000], [7**5000 + 1], False),
-    ([1, [2, [3]]], [1, [2, [3]]], True),
-    ([1, [2, [3]]], [1, [2, [4]]], False),
-    ([1, 2], [1], False),
+    (1, True, True), (1.0, 1, True), (1 + 0j, 1, True), (0.1 + 0.2, 0.3, False),
+    (float("nan"), float("nan"), False), (None, None, True), (None, 0, False), ("1", 1, False),
+    ("a", ["a"], False), ({"a": 1}, {"a": 1}, True),
+    ({"a": 1, "b": [2]}, {"b": [2.0], "a": 1}, True), ({"a": 1}, {"a": 1, "b": 2}, False),
+    ({"a": 1, "b": 2}, {"a": 1, "c": 2}, False), ({1: 2}, {"1": 2}, False), ({}, [], False),
+    ([], {}, False), ({1}, [1], False), (b"a", "a", False), (7**5000, 7**5000, True),
+    ([7**5000], [7**5000 + 1], False), ([1, [2, [3]]], [1, [2, [3]]], True),
+    ([1, [2, [3]]], [1, [2, [4]]], False), ([1, 2], [1], False),
     (type("Liar", (int,), {"__eq__": lambda *_: True})(3), 7, False),
   ],
-)
+)  # fmt: skip
 def test_returned_values(value, expected, equal):
   assert same(value, expected) is equal
 
@@ -275,21 +250,8 @@ def test_nothing_right_is_longer_than_the_bound():
 def test_values_survive_the_wire():
   counter, big = collections.Counter("aab"), 7**9000
   values = [
-    None,
-    True,
-    0,
-    -big,
-    1.5,
-    float("inf"),
-    "é\ud800",
-    b"\0",
-    1j,
-    [],
-    (),
-    {},
-    set(),
-    {1: (2,)},
-  ]
+    None, True, 0, -big, 1.5, float("inf"), "é\ud800", b"\0", 1j, [], (), {}, set(), {1: (2,)},
+  ]  # fmt: skip
   for value in [*values, values, counter, frozenset({1, (2, 3)}), {(1, 2): [{3}]}]:
     again = wire.decode(json.loads(json.dumps(wire.encode(value))))
     assert again == value and (type(again) is type(value) or isinstance(value, dict | frozenset))

@@ -103,48 +103,6 @@ def test_its_directory_is_private_small_and_goes_away():
     assert os.listdir(tempfile.gettempdir()) == before  # nothing of it is on the host's disk
 
 
-BOMB = """
-import os, time
-children = 0
-try:
-  while children < 200:
-    if os.fork() == 0:
-      time.sleep(30)
-      os._exit(0)
-    children += 1
-except OSError:
-  pass
-print(children)
-"""
-
-
-@needs_namespaces
-def test_fork_bomb_finds_the_door_locked():
-  assert run(BOMB)["stdout"] == "0\n"
-
-
-@needs_namespaces
-def test_a_program_cannot_start_another():
-  report = run("import subprocess; print(subprocess.run(['/usr/bin/env']))")
-  assert report["status"] == 1 and "PermissionError" in report["stderr"], report
-
-
-@needs_namespaces
-def test_threads_are_counted():
-  program = """
-import threading
-event, started = threading.Event(), 0
-try:
-  for _ in range(100):
-    threading.Thread(target=event.wait, daemon=True).start()
-    started += 1
-except RuntimeError:
-  pass
-print(started)
-"""
-  assert int(run(program)["stdout"]) <= LIMITS.threads
-
-
 @needs_namespaces
 def test_signals_reach_nobody():
   """What a broken filter costs is the keeper and a bystander: to all others goes signal 0, which

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from support.sandboxes import LIMITS, needs_namespaces, run, stdin
+from support.sandboxes import LIMITS, PRINTS_2, needs_namespaces, run, stdin
 
 from gspo_jax.rewards.programs import cases, process
 from gspo_jax.rewards.programs.verifier import CodeVerifier, Outcome
@@ -183,25 +183,18 @@ def test_assertions_run_where_no_candidate_does(verifier, program, outcome):
 
 
 def test_outcomes_of_responses(verifier):
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
   fence = "Think.\n```python\n{}\n```\nDone."
   programs = [
-    "print(2)",
-    "print(3)",
-    "print(",
-    "while 1: pass",
-    "x = bytearray(1 << 30)",
-    "print(2)",
-  ]
+    "print(2)", "print(3)", "print(", "while 1: pass", "x = bytearray(1 << 30)", "print(2)",
+  ]  # fmt: skip
   responses = [fence.format(program) for program in programs] + ["print(2)", "```python\nprint(2)"]
-  found = verifier.score(responses, [answer] * len(responses))
+  found = verifier.score(responses, [PRINTS_2] * len(responses))
   assert found == [*"right wrong error timeout memory right unparsable unparsable".split()]
   with pytest.raises(ValueError, match="JSON"):
     verifier.score(["x"], ["42"])
 
 
 def test_a_crash_of_the_verifier_is_not_a_wrong_answer(verifier, monkeypatch):
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
   starts = []
   original = process.Sandbox.__init__
 
@@ -213,34 +206,31 @@ def test_a_crash_of_the_verifier_is_not_a_wrong_answer(verifier, monkeypatch):
 
   monkeypatch.setattr(process.Sandbox, "__init__", dying)
   broken = {1}  # once is the machine's doing
-  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.RIGHT]
+  assert verifier.score(["```\nprint(2)\n```"], [PRINTS_2]) == [Outcome.RIGHT]
   starts.clear()
   broken = {1, 2}
-  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
+  assert verifier.score(["```\nprint(2)\n```"], [PRINTS_2]) == [Outcome.CRASH]
 
 
-def test_a_machine_that_starts_no_process_is_a_crash_too(verifier, monkeypatch):
-  def refuse(*_, **__):
-    raise BlockingIOError("Resource temporarily unavailable")
-
-  monkeypatch.setattr(process.subprocess, "Popen", refuse)
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
-
-
-@pytest.mark.parametrize("step", ["socketpair", "Popen", "Timer"])
-def test_nothing_that_a_machine_refuses_is_raised(verifier, monkeypatch, step):
+@pytest.mark.parametrize(
+  "module, step, error",
+  [
+    (process.socket, "socketpair", OSError(28, "No space")),
+    (process.subprocess, "Popen", OSError(28, "No space")),
+    (process.subprocess, "Popen", BlockingIOError("Resource temporarily unavailable")),
+    (process.threading, "Timer", RuntimeError("can't start new thread")),
+  ],
+)
+def test_nothing_that_a_machine_refuses_is_raised(verifier, monkeypatch, module, step, error):
   """No space, no files, no threads: a crash of that response, and the next call is none."""
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
 
   def refuse(*_, **__):
-    raise RuntimeError("can't start new thread") if step == "Timer" else OSError(28, "No space")
+    raise error
 
-  module = dict(socketpair=process.socket, Popen=process.subprocess, Timer=process.threading)[step]
   with monkeypatch.context() as patch:
     patch.setattr(module, step, refuse)
-    assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
-  assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.RIGHT]
+    assert verifier.score(["```\nprint(2)\n```"], [PRINTS_2]) == [Outcome.CRASH]
+  assert verifier.score(["```\nprint(2)\n```"], [PRINTS_2]) == [Outcome.RIGHT]
 
 
 def test_a_full_disk_is_none_of_a_sandbox_s(verifier, monkeypatch):
@@ -249,11 +239,10 @@ def test_a_full_disk_is_none_of_a_sandbox_s(verifier, monkeypatch):
   def full(*_, **__):
     raise OSError(28, "No space left on device")
 
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
   with CodeVerifier(1, LIMITS, "none") as unconfined:
     monkeypatch.setattr(process.tempfile, "mkdtemp", full)
-    assert verifier.score(["```\nprint(2)\n```"], [answer]) == [Outcome.RIGHT]
-    assert unconfined.score(["```\nprint(2)\n```"], [answer]) == [Outcome.CRASH]
+    assert verifier.score(["```\nprint(2)\n```"], [PRINTS_2]) == [Outcome.RIGHT]
+    assert unconfined.score(["```\nprint(2)\n```"], [PRINTS_2]) == [Outcome.CRASH]
 
 
 DEEP = """
@@ -268,11 +257,10 @@ print(2)
 
 
 def test_directories_of_any_depth_are_removed(verifier, monkeypatch, tmp_path):
-  answer = json.dumps({"inputs": ["1"], "outputs": ["2"]})
   monkeypatch.setattr(process.tempfile, "tempdir", str(tmp_path))
-  assert verifier.score([f"```\n{DEEP}\n```"], [answer]) == [Outcome.RIGHT]
+  assert verifier.score([f"```\n{DEEP}\n```"], [PRINTS_2]) == [Outcome.RIGHT]
   with CodeVerifier(1, LIMITS, "none") as unconfined:
-    assert unconfined.score([f"```\n{DEEP}\n```"], [answer]) == [Outcome.RIGHT]
+    assert unconfined.score([f"```\n{DEEP}\n```"], [PRINTS_2]) == [Outcome.RIGHT]
   assert not os.listdir(tmp_path)
 
 

@@ -67,9 +67,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020080  # any namespace
 _X32 = 0x40000000
-_NEWEST = (
-  424  # from here on the C library tries what an older kernel has when there is no such call
-)
+_NEWEST = 424  # from here on the C library tries an older call where there is no such one
 _EPERM, _ENOSYS = 1, 38
 _PR_SET_SECCOMP = 22
 

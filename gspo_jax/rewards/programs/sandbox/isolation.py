@@ -75,13 +75,12 @@ def enter_root(readable: list[str], scratch_bytes: int) -> None:
     OSError: if something cannot be mounted (kernels before 5.12, for one).
   """
   _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-  directory = _ROOT
   # Opened first: the new root hides whatever lies below it.
   sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES)}
   links = {path: os.readlink(path) for path in ("/lib", "/lib64") if os.path.islink(path)}
-  _mount("tmpfs", directory, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+  _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
   for path, descriptor in sources.items():
-    target = directory + path
+    target = _ROOT + path
     source = f"/proc/self/fd/{descriptor}"
     if os.path.isdir(source):
       os.makedirs(target, exist_ok=True)
@@ -94,11 +93,11 @@ def enter_root(readable: list[str], scratch_bytes: int) -> None:
       _set_mount(target, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, _AT_RECURSIVE)
     os.close(descriptor)
   for path, content in links.items():
-    os.symlink(content, directory + path)
-  os.mkdir(directory + SCRATCH)
-  if not os.path.exists(directory + "/tmp"):
-    os.symlink(SCRATCH, directory + "/tmp")
-  os.chdir(directory)
+    os.symlink(content, _ROOT + path)
+  os.mkdir(_ROOT + SCRATCH)
+  if not os.path.exists(_ROOT + "/tmp"):
+    os.symlink(SCRATCH, _ROOT + "/tmp")
+  os.chdir(_ROOT)
   _check(_libc.pivot_root(b".", b"."), "pivot_root")  # the old root now lies over the new one
   _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
   os.chdir("/")
@@ -167,17 +166,13 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _set_mount(target: str, attributes: int, flags: int) -> None:
-  arguments = struct.pack("QQQQ", attributes, 0, 0, 0)
-  _syscall("mount_setattr", 442, -100, target.encode(), flags, arguments, len(arguments))
+  long, wanted = ctypes.c_long, struct.pack("QQQQ", attributes, 0, 0, 0)
+  path, size = target.encode(), long(len(wanted))
+  result = _libc.syscall(long(442), long(-100), path, long(flags), wanted, size)
+  _check(result, "mount_setattr")
 
 
-def _syscall(name: str, number: int, *arguments) -> int:
-  arguments = (ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
-  return _check(_libc.syscall(ctypes.c_long(number), *arguments), name)
-
-
-def _check(result: int, what: str) -> int:
+def _check(result: int, what: str) -> None:
   if result < 0:
     error = ctypes.get_errno()
     raise OSError(error, f"{what}: {os.strerror(error)}")
-  return result
