@@ -10,6 +10,7 @@ sampled. Formulas, when to use which, ranges, and what others do differently: do
 # "as": type checkers of other projects take nothing else as public.
 from gspo_jax.objectives.advantages import constrained_advantages as constrained_advantages
 from gspo_jax.objectives.advantages import gae as gae
+from gspo_jax.objectives.advantages import gdpo_advantages as gdpo_advantages
 from gspo_jax.objectives.advantages import group_advantages as group_advantages
 from gspo_jax.objectives.advantages import selection_weights as selection_weights
 from gspo_jax.objectives.advantages import soft_advantages as soft_advantages

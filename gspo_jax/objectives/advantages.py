@@ -113,6 +113,39 @@ def constrained_advantages(
   return sum(terms, jnp.zeros(()))
 
 
+def gdpo_advantages(
+  rewards: Sequence,
+  costs: Sequence,
+  reward_weights: Sequence[Number],
+  multipliers: Sequence[Number],
+  epsilon: Number = 1e-6,
+  *,
+  valid_PG: ArrayLike | None = None,
+) -> Array:
+  """GDPO: advantages of several rewards, whose size does not grow with their number.
+
+  Â_i = A_i / (std{A} + ε),  A = Σ_j w_j Z(R_j) − Σ_k λ_k Z(C_k).
+
+  A are the `constrained_advantages` of the same arguments, and std the sample deviation over all
+  valid members of the batch. Their mean over the batch needs no taking off: that of each group is
+  0. A member that is not valid is in no mean and no deviation.
+
+  Shapes: [P,G] × (J + K), [J], [K] -> [P,G].
+  Reference: arXiv:2601.05242, which has no costs.
+
+  Example:
+    >>> reward_PG, format_PG = jnp.array([[0.8, 0.4, 0.6]]), jnp.array([[1.0, 0.0, 0.5]])
+    >>> print(gdpo_advantages([reward_PG, format_PG], [], [1.0, 1.0], []).round(3))
+    [[ 1. -1.  0.]]
+  """
+  advantage_PG = constrained_advantages(
+    rewards, costs, reward_weights, multipliers, epsilon, valid_PG=valid_PG
+  )
+  advantage_PG, valid_PG = _group(advantage_PG, "advantage_PG", valid_PG)
+  variance = (advantage_PG**2).sum() / jnp.maximum(valid_PG.sum() - 1, 1)
+  return advantage_PG / (jnp.sqrt(variance) + epsilon)
+
+
 def turn_advantages(
   reward_PGU: ArrayLike,
   valid_PGU: ArrayLike,

@@ -67,6 +67,7 @@ _ALL = (
     by_response=False,
   ),
   Estimator("constraints", group=True, needs=frozenset({"signals"})),
+  Estimator("gdpo", group=True, across_groups=True, needs=frozenset({"signals"})),
   Estimator(
     "turns", group=True, relative=True, needs=frozenset({"turns"}), kinds=_KINDS, by_token=True
   ),

@@ -38,6 +38,15 @@ class Judged:
   def known_PG(self) -> np.ndarray:
     return np.stack([group.known_G for group in self.groups])
 
+  @property
+  def valid_PG(self) -> np.ndarray:
+    """bool: in the means and deviations of the estimator. One of whole batches leaves out what is
+    not trained on."""
+    c, known_PG = self.config, self.known_PG
+    if c.rl.mask_truncated and c.estimator_of_rewards.across_groups:
+      return known_PG & self.rollout.stopped.reshape(known_PG.shape)
+    return known_PG
+
 
 class Advantages(NamedTuple):
   of_responses_PG: np.ndarray
@@ -66,15 +75,17 @@ def make(judged: Judged) -> Advantages:
 
 def of_groups(judged: Judged) -> Advantages:
   """Advantages of responses, by their rewards alone."""
-  c, valid_PG = judged.config, judged.known_PG
-  if c.rl.mask_truncated and O.ESTIMATORS[c.objective.advantage_kind].across_groups:
-    valid_PG = valid_PG & judged.rollout.stopped.reshape(valid_PG.shape)
-  made_PG = advantages(c.objective, judged.reward_PG, valid_PG)
+  made_PG = advantages(judged.config.objective, judged.reward_PG, judged.valid_PG)
   return Advantages(made_PG, None, {})
 
 
 def of_constraints(judged: Judged) -> Advantages:
   made_PG, metrics = judged.constraints.advantages(judged.groups)
+  return Advantages(made_PG, None, metrics)
+
+
+def of_constraints_and_batch(judged: Judged) -> Advantages:
+  made_PG, metrics = judged.constraints.advantages(judged.groups, judged.valid_PG, _gdpo)
   return Advantages(made_PG, None, metrics)
 
 
@@ -89,7 +100,7 @@ def of_lines(judged: Judged) -> Advantages:
 
 # By name; other estimators are `of_groups`.
 PARTS: dict[str, Callable[[Judged], Advantages]] = dict(
-  constraints=of_constraints, turns=of_turns, lines=of_lines
+  constraints=of_constraints, gdpo=of_constraints_and_batch, turns=of_turns, lines=of_lines
 )
 
 
@@ -102,6 +113,7 @@ def advantages(config: ObjectiveConfig, reward_PG: np.ndarray, valid_PG: np.ndar
 
 
 # Jitted: a small program instead of many.
+_gdpo = jax.jit(O.gdpo_advantages)
 _of_group = {name: jax.jit(x.of_group) for name, x in O.ESTIMATORS.items() if x.of_group}
 _turn_advantages = jax.jit(O.turn_advantages, static_argnames="normalize")
 

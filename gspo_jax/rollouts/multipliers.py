@@ -13,7 +13,7 @@ above its limit. The unit of v, its bounds and the term of `gain` (arXiv:2007.03
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,8 +22,8 @@ from gspo_jax import objectives as O
 from gspo_jax.rollouts.groups import Group
 from gspo_jax.settings.rewards import ConstraintConfig, CostSignal
 
-# One small program; multipliers are arguments, so that nothing is compiled again.
-_advantages = jax.jit(O.constrained_advantages)
+# A small program; multipliers are arguments, so that nothing is compiled again.
+_combined = jax.jit(O.constrained_advantages)
 
 
 @dataclasses.dataclass
@@ -49,10 +49,21 @@ class Constraints:
       name: Multiplier(cost.initial, cost.initial) for name, cost in config.active_costs.items()
     }
 
-  def advantages(self, groups: Sequence[Group]) -> tuple[np.ndarray, dict[str, float]]:
-    """Advantages [P, G] under the present multipliers, which then move; and metrics."""
+  def advantages(
+    self,
+    groups: Sequence[Group],
+    valid_PG: np.ndarray | None = None,
+    combine: Callable = _combined,
+  ) -> tuple[np.ndarray, dict[str, float]]:
+    """Advantages [P, G] under the present multipliers, which then move; and metrics.
+
+    Args:
+      valid_PG: which responses count; None: those with a verdict.
+      combine: `objectives.constrained_advantages`, or another with its arguments.
+    """
     c = self._config
-    valid_PG = np.stack([group.known_G for group in groups])
+    if valid_PG is None:
+      valid_PG = np.stack([group.known_G for group in groups])
 
     def stacked(name: str) -> np.ndarray:
       return np.stack([group.signals[name] for group in groups])
@@ -61,7 +72,7 @@ class Constraints:
     weights = [c.reward_weight, *(reward.weight for reward in c.active_rewards.values())]
     costs = {name: cost.sign * stacked(name) for name, cost in c.active_costs.items()}
     prices = [self.multipliers[name].value for name in costs]
-    advantage_PG = _advantages(gains, list(costs.values()), weights, prices, valid_PG=valid_PG)
+    advantage_PG = combine(gains, list(costs.values()), weights, prices, valid_PG=valid_PG)
     row = {f"constraint/{name}/reward": _mean(stacked(name), valid_PG) for name in c.active_rewards}
     for name, cost in c.active_costs.items():
       mean, multiplier = _mean(stacked(name), valid_PG), self.multipliers[name]

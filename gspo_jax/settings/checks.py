@@ -242,7 +242,7 @@ RELATIONS: dict[str, Callable[["RunConfig"], Any]] = {
     c.job == "offline" and _constrained(c)
   ),
   "constraints ({it}): {rl.mask_truncated} leaves out what the longest responses cost; set it to "
-  "False": lambda c: c.rl.mask_truncated and _constrained(c),
+  "False": lambda c: c.rl.mask_truncated and c.constraints.active_costs and _constrained(c),
   "constraints ({it}): {objective.advantage}: standardised advantages are combined; set it to "
   "std": lambda c: c.objective.advantage_kind != "std" and _constrained(c),
   "{schedule.new_tokens} goes on to {it} tokens, and {sampling.max_new_tokens} is the most: raise "

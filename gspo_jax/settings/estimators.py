@@ -18,7 +18,8 @@ NEEDED = {  # what an estimator needs, and how to have it
   "turns": "environment.name",
   "lines": "reward.per_line=True",
 }
-UNITS = dict(critic="token", turns="turn", lines="line")  # whose advantages they give
+# Whose advantages they give.
+UNITS = dict(signals="response", critic="token", turns="turn", lines="line")
 
 
 def chosen(c: "RunConfig") -> O.Estimator:

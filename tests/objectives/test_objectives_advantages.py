@@ -106,6 +106,32 @@ def test_constrained_advantages_standardise_before_they_combine(x64):
     O.constrained_advantages([reward], [cost[0]], [1.0], [1.0])
 
 
+def test_gdpo_divides_what_is_combined_by_its_deviation_over_the_batch(x64):
+  """arXiv:2601.05242: Σ w_n (r_n − mean)/std by group, then less the mean and by the deviation of
+  the batch; members that are not valid are in none of them."""
+  rng = np.random.default_rng(2)
+  rewards, weights = rng.normal(size=(3, 4, 6)) * [[[1]], [[0.1]], [[1000]]], [1.0, 0.5, 2.0]
+  rewards[:, 1] = 0.25  # a group without spread counts in the deviation
+  valid = rng.random((4, 6)) < 0.8
+
+  def gdpo(rewards):
+    combined = np.zeros(valid.shape)
+    for weight, reward in zip(weights, rewards, strict=True):
+      for p in set(range(4)) - {1}:
+        some = reward[p][valid[p]]
+        combined[p][valid[p]] += weight * (some - some.mean()) / (some.std(ddof=1) + 1e-6)
+    kept = combined[valid]
+    return np.where(valid, (combined - kept.mean()) / (kept.std(ddof=1) + 1e-6), 0)
+
+  ours = O.gdpo_advantages(list(rewards), [], weights, [], valid_PG=valid)
+  np.testing.assert_allclose(ours, gdpo(rewards), atol=1e-9)
+  assert valid[[0, 2, 3]].sum() < 18 and not ours[1].any()
+  other = O.gdpo_advantages(
+    [np.where(valid, r, 9.0) for r in rewards], [], weights, [], valid_PG=valid
+  )
+  np.testing.assert_array_equal(ours, other)
+
+
 @pytest.mark.parametrize("discount, trace", [(1.0, 0.95), (0.99, 0.9), (1.0, 0.0), (0.5, 1.0)])
 def test_gae_against_the_recursion(discount, trace, x64):
   case = paper.case(2, dtype=np.float64, garbage=False)

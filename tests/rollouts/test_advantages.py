@@ -8,6 +8,7 @@ from support.configs import config_of
 from configs import tiny
 from gspo_jax.rollouts import advantages
 from gspo_jax.rollouts.advantages import Judged
+from gspo_jax.rollouts.multipliers import Constraints
 
 REWARDS = np.array([[1, 0, 0, 1], [0, 0, 5, 0]], np.float32)
 
@@ -27,3 +28,29 @@ def test_what_is_masked_out_is_in_neither_mean_nor_deviation_of_the_batch():
   np.testing.assert_allclose(left[0], np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5)
   assert not left[1].any(), "without it the group has no spread"
   assert of_groups(stopped)[1].all()
+
+
+def test_of_several_rewards_what_is_masked_out_is_in_no_mean_and_no_deviation():
+  """GDPO of a right answer and of short ones; the response that was cut off would shift both."""
+  config = config_of(
+    tiny.get_config,
+    objective__advantage="gdpo",
+    rl__mask_truncated=True,
+    constraints__rewards__extra__signal="length",
+    constraints__rewards__extra__weight=-0.5,
+  )
+  length = np.array([[3, 9, 4, 5], [7, 8, 200, 2]], np.float32)
+  groups = [
+    SimpleNamespace(reward_G=row, known_G=np.ones(4, bool), signals=dict(extra=length_G))
+    for row, length_G in zip(REWARDS, length)
+  ]
+  stopped = np.arange(8) != 6
+  judged = Judged(config, groups, SimpleNamespace(stopped=stopped), Constraints(config.constraints))
+  found = advantages.PARTS["gdpo"](judged)
+  kept = [(REWARDS[0], length[0]), (REWARDS[1, [0, 1, 3]], length[1, [0, 1, 3]])]
+  standardised = [[(x - x.mean()) / max(x.std(ddof=1), 1e-6) for x in pair] for pair in kept]
+  combined = np.concatenate([right - 0.5 * short for right, short in standardised])
+  actual = found.of_responses_PG.reshape(-1)[stopped]
+  np.testing.assert_allclose(actual, combined / combined.std(ddof=1), rtol=1e-5)
+  assert found.of_responses_PG[1, 2] == 0
+  assert found.metrics["constraint/extra/reward"] == np.float32(length.reshape(-1)[stopped].mean())

@@ -33,6 +33,7 @@ CHOSEN = {
   "a teacher of turns": (TEACHER | TALK, "distillation", "turns"),
   "a teacher and a cost": (TEACHER | COST, "distillation", "constraints"),
   "a cost": (COST, "constraints", "constraints"),
+  "a cost, by the batch": (COST | dict(objective__advantage="gdpo"), "gdpo", "gdpo"),
   "turns": (TALK, "turns", "turns"),
   "turns by their mean": (TALK | dict(objective__advantage="none"), "turns", "turns"),
   "conversations": (TALK | dict(objective__name="rft"), "best", "best"),
@@ -43,6 +44,11 @@ REFUSED = {
   "no critic": (dict(objective__advantage="gae"), "advantage='gae' needs critic.name="),
   "no teacher": (dict(objective__advantage="distillation"), "needs distillation.teacher"),
   "no cost": (dict(objective__advantage="constraints"), "needs an entry of constraints"),
+  "no rewards": (dict(objective__advantage="gdpo"), "needs an entry of constraints"),
+  "a teacher, of a named one": (
+    TEACHER | COST | dict(objective__advantage="constraints"),
+    r"/t': constraints \(length\): both give each response its advantage",
+  ),
   "no turns": (dict(objective__advantage="turns"), "'turns' needs environment.name"),
   "two of tokens": (CRITIC | TEACHER, r"/t': critic\.name='model': both give each token"),
   "named beside another": (
