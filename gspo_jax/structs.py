@@ -116,6 +116,8 @@ class TrainBatch:
   # int32: iterations since the oldest weights that sampled a response; None: none
   age_B: Array | None = None
   advantage_BT: Array | None = None  # float32: of each token, for losses that take such
+  # bool: rewards of its group differ, and the KL penalty holds it; None: it holds all
+  mixed_B: Array | None = None
   # int8 or int16, -1 for none: the experts that the old policy used, as the trainer computes it
   routing_BTlk: Array | None = None
   # bool: in the first mini-batch of an iteration, before which there was no update; None: unknown
@@ -124,6 +126,11 @@ class TrainBatch:
   # Of a critic, float32; position t speaks of what stands before token t (learner/critic.py)
   reward_BT: Array | None = None  # until there are advantages
   old_value_BT: Array | None = None  # of the critic before the updates
+  # Of what follows the last token, and bool: cut off there; until there are advantages, where the
+  # one counts for the other
+  last_value_B: Array | None = None
+  cut_off_B: Array | None = None
+  turn_BT: Array | None = None  # int32: of each token, until there are advantages of turns
   return_BT: Array | None = None  # what values are drawn to
 
 

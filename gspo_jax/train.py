@@ -292,8 +292,8 @@ def records(
   ratio_BT = in_order([review["log_ratio_BT"] for review in reviews])
   clipped_BT = in_order([review["clipped_BT"] for review in reviews])
   first, fields = minibatches[0], {}
-  if not run.config.estimator.by_response:  # else advantages are those of the rollout
-    for name in ("old_value_BT", "advantage_BT"):
+  if run.config.estimator.on_devices:  # else advantages are those of the rollout
+    for name in ("old_value_BT", "advantage_B", "advantage_BT"):
       if getattr(first, name) is not None:
         fields[name] = in_order([getattr(batch, name) for batch in minibatches])
   if first.unit_BT is not None:

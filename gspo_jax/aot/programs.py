@@ -291,13 +291,15 @@ def batch_of(case: Case, mesh, rows: int) -> TrainBatch:
     age_B=field(jnp.int32) if c.rl.lag else None,
     advantage_BT=None if c.estimator.by_response else real,
     return_BT=real if "old_value_BT" in filled else None,
+    mixed_B=field(jnp.bool_) if c.objective.kl_groups == "mixed" else None,
     unit_BT=tokens if c.objective.segment_unit else None,
     first_B=field(jnp.bool_),
     routing_BTlk=experts,
     order_B=place,
   )
-  # Experts are there with replay alone; what a teacher says has become advantages.
-  return batch.replace(**dict.fromkeys(filled - {"routing_BTlk", "teacher_logp_BT"}, real))
+  # Experts are there with replay alone; what a teacher says, and last values, became advantages.
+  used = {"routing_BTlk", "teacher_logp_BT", "last_value_B"}
+  return batch.replace(**dict.fromkeys(filled - used, real))
 
 
 def shaped(shape: tuple[int, ...], dtype, mesh, pspec: P) -> jax.ShapeDtypeStruct:

@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import objectives as O
+from gspo_jax import sharding
 from gspo_jax.learner.critic import Critic
 from gspo_jax.objectives.reductions import Mean, merge
 from gspo_jax.settings.critic import CriticConfig, DistillationConfig
+from gspo_jax.settings.objective import ObjectiveConfig
 from gspo_jax.settings.run import RunConfig
+from gspo_jax.sharding import P
 from gspo_jax.structs import TrainBatch
 
 # From all mini-batches of an iteration to the same with advantages of tokens, and metrics.
@@ -24,15 +27,21 @@ EPSILON = 1e-6  # added to the standard deviation of advantages
 
 
 def make(c: RunConfig, critic: Critic | None) -> Part:
-  """The part of the configured estimator."""
-  make_part = PARTS.get(c.estimator.name)
-  return make_part(c, critic) if make_part else lambda batches: (list(batches), {})
+  """The part of the configured estimator, and metrics of what the loss will multiply with."""
+  make_part, by_token = PARTS.get(c.estimator.name), c.objective.loss.by_token
+  part = make_part(c, critic) if make_part else lambda batches: (list(batches), {})
+
+  def described(batches: Sequence[TrainBatch]) -> Made:
+    batches, row = part(batches)
+    return batches, _described(batches, by_token) | row
+
+  return described
 
 
 def of_critic(config: CriticConfig, numbers: Mapping[str, float]) -> Part:
   """A jitted function of all mini-batches of an iteration, which need `reward_BT` and
-  `old_value_BT`, and with a `kl_coef` `ref_logp_BT`. It returns them with `advantage_BT` and
-  `return_BT`, and metrics.
+  `old_value_BT`, with a `kl_coef` `ref_logp_BT`, with `bootstrap` `last_value_B` and `cut_off_B`,
+  for turns `turn_BT`. It returns them with `advantage_BT` and `return_BT`, and metrics.
 
   `value/explained_variance` compares the values with what came of them, Σ γ^k r_{t+k}. (The returns
   of GAE have the values in them, and would flatter.)
@@ -48,30 +57,105 @@ def of_critic(config: CriticConfig, numbers: Mapping[str, float]) -> Part:
       reward_BT = reward_BT - number["kl_coef"] * tokens_BT
       responses = (mask_BT > 0).any(axis=1).sum(dtype=jnp.float32)
       metrics["reward/kl_penalty"] = Mean(number["kl_coef"] * tokens_BT.sum(), responses)
-    gamma = number["discount"]
-    advantage_BT, return_BT = O.gae(reward_BT, batch.old_value_BT, mask_BT, gamma, number["trace"])
+    gamma, last_B, estimate = number["discount"], None, O.gae
+    if batch.cut_off_B is not None:
+      last_B = jnp.where(batch.cut_off_B, batch.last_value_B, 0)
+    if batch.turn_BT is not None:
+      estimate = functools.partial(O.turn_gae, turn_BT=batch.turn_BT)
+    advantage_BT, return_BT = estimate(
+      reward_BT,
+      batch.old_value_BT,
+      mask_BT,
+      discount=gamma,
+      trace=number["trace"],
+      last_value_B=last_B,
+    )
     outcome_BT, _ = O.gae(reward_BT, jnp.zeros_like(reward_BT), mask_BT, gamma, 1.0)
-    made = batch.replace(reward_BT=None, advantage_BT=advantage_BT, return_BT=return_BT)
+    used = dict.fromkeys(("reward_BT", "last_value_B", "cut_off_B", "turn_BT"))
+    made = batch.replace(advantage_BT=advantage_BT, return_BT=return_BT, **used)
     return made, outcome_BT, metrics
 
   @jax.jit
   def advantages(batches: Sequence[TrainBatch], number: Mapping[str, Any]) -> Any:
     batches, outcomes, metrics = zip(*(of_batch(batch, number) for batch in batches))
     masks = [batch.mask_BT for batch in batches]
-    mean, far = _about_mean([batch.advantage_BT for batch in batches], masks)
-    std = jnp.sqrt(_mean([x**2 for x in far], masks))
-    row = O.compute(functools.reduce(merge, metrics))
-    row |= {"advantage/mean": mean, "advantage/std": std}
+    described = _moments([batch.advantage_BT for batch in batches], masks)
+    row = O.compute(functools.reduce(merge, metrics)) | described
     # About their means: squares of values and returns far from 0 would cancel.
     about = [_about_mean(x, masks)[1] for x in ([b.old_value_BT for b in batches], outcomes)]
     explained = map(O.explained_variance.sums, *about, masks)
     row["value/explained_variance"] = functools.reduce(merge, explained).compute()
     if config.normalize:
+      mean, std = row["advantage/mean"], row["advantage/std"]
       scaled = [(b.advantage_BT - mean) / (std + EPSILON) * b.mask_BT for b in batches]
       batches = [b.replace(advantage_BT=x_BT) for b, x_BT in zip(batches, scaled)]
     return list(batches), row
 
   return lambda batches: advantages(list(batches), number)
+
+
+def of_reference(config: ObjectiveConfig, group_size: int) -> Part:
+  """Advantages of rewards less a price on leaving the reference, r_i − β Σ_t log π_old/π_ref, β
+  being `reward_kl_coef`: as the configured estimator makes them of a group's rewards.
+
+  The mini-batches need `reward_BT`, `old_logp_BT` and `ref_logp_BT`. Responses that are not trained
+  on are in no mean.
+  """
+  of_group = O.ESTIMATORS[config.advantage_kind].of_group
+
+  @jax.jit
+  def advantages(batches: Sequence[TrainBatch], coef: float) -> Made:
+    rewards, valid, prices = [], [], []
+    for batch in batches:
+      mask_BT = batch.mask_BT > 0
+      drift_BT = jnp.where(mask_BT, batch.old_logp_BT - batch.ref_logp_BT, 0)
+      prices.append(coef * drift_BT.sum(axis=1))
+      rewards.append(_in_groups(batch.reward_BT.sum(axis=1) - prices[-1], batch))
+      valid.append(_in_groups(mask_BT.any(axis=1), batch))
+    reward_PG, valid_PG = (jnp.concatenate(x).reshape(-1, group_size) for x in (rewards, valid))
+    made = jnp.split(of_group(reward_PG, valid_PG=valid_PG).reshape(-1), len(batches))
+    total = Mean(sum(price_B.sum() for price_B in prices), valid_PG.sum(dtype=jnp.float32))
+    given = [b.replace(reward_BT=None, advantage_B=_in_rows(x, b)) for b, x in zip(batches, made)]
+    return given, {"reward/kl_penalty": total.compute()}
+
+  return lambda batches: advantages(list(batches), config.reward_kl_coef)
+
+
+def _in_groups(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
+  """In the order before `packing.plan`, on every device: groups may lie on several."""
+  order_B = batch.order_B
+  x_B = sharding.reshard(x_B, P())
+  return x_B if order_B is None else x_B[jnp.argsort(sharding.reshard(order_B, P()))]
+
+
+def _in_rows(x_B: jax.Array, batch: TrainBatch) -> jax.Array:
+  """Undoes `_in_groups`."""
+  if batch.order_B is not None:
+    x_B = x_B[sharding.reshard(batch.order_B, P())]
+  return sharding.reshard(x_B, sharding.BY_ROW)
+
+
+@functools.partial(jax.jit, static_argnames="by_token")
+def _described(batches: list[TrainBatch], by_token: bool) -> dict[str, jax.Array]:
+  """`_moments` of the advantages of tokens, where a loss takes such and there are some, else of
+  responses: of those that are trained on."""
+  if by_token and batches[0].advantage_BT is not None:
+    return _moments([b.advantage_BT for b in batches], [b.mask_BT for b in batches])
+  masks = [(b.mask_BT > 0).any(axis=1).astype(jnp.float32) for b in batches]
+  return _moments([b.advantage_B for b in batches], masks)
+
+
+def _moments(values: Sequence[jax.Array], masks: Sequence[jax.Array]) -> dict[str, jax.Array]:
+  """Mean, standard deviation, least and largest where the masks are 1; 0 where none of them is."""
+  mean, far = _about_mean(values, masks)
+  std = jnp.sqrt(_mean([x**2 for x in far], masks))
+  extremes = [
+    (O.Min(jnp.where(mask > 0, x, jnp.inf).min()), O.Max(jnp.where(mask > 0, x, -jnp.inf).max()))
+    for x, mask in zip(values, masks)
+  ]
+  least, largest = O.compute(functools.reduce(merge, extremes))
+  row = dict(mean=mean, std=std, min=least, max=largest)
+  return {f"advantage/{name}": value for name, value in row.items()}
 
 
 def _about_mean(
@@ -122,5 +206,7 @@ def _distilled(batches: list[TrainBatch], number: Mapping[str, Any]) -> Made:
 
 PARTS: dict[str, Callable[[RunConfig, Critic | None], Part]] = dict(
   gae=lambda c, critic: of_critic(c.critic, critic.numbers),
+  turn_gae=lambda c, critic: of_critic(c.critic, critic.numbers),
+  kl_in_reward=lambda c, _: of_reference(c.objective, c.rl.group_size),
   distillation=lambda c, _: of_teacher(c.distillation),
 )

@@ -11,6 +11,7 @@ from gspo_jax.learner import packing
 from gspo_jax.learner.metrics import ages as ages_of
 from gspo_jax.models.experts import routing
 from gspo_jax.models.head import NO_TOKEN
+from gspo_jax.objectives.advantages import alike
 from gspo_jax.sampling.delimiters import Delimiters, step_ends
 from gspo_jax.sampling.parts import breaks, segment_ids
 from gspo_jax.settings.objective import ObjectiveConfig
@@ -46,23 +47,30 @@ def place(
   # those of servers may too, which take new weights under way; their record (`rl.replay`)
   # makes the same updates with any engine. Older tokens without a lag may be of either.
   moved = c.rl.partial or (c.objective.replay == "R3" if c.rl.lag else older)
-  alike = not c.environment.name and not (moved and rollout.routing is not None)
-  by_critic, reward_BL = "critic" in c.estimator.needs, None
+  shared = not c.environment.name and not (moved and rollout.routing is not None)
+  reward_BL, mixed_B = None, None
+  if c.objective.kl_groups == "mixed":
+    alike_P1 = np.asarray(alike(reward_PG, known_B.reshape(reward_PG.shape)))
+    mixed_B = np.repeat(~alike_P1, reward_PG.shape[1])
   if not c.distillation.alone:  # a teacher needs no verdict
     rollout = judged(rollout, known_B)
-  if by_critic:
+  if c.estimator.needs & {"critic", "reference"}:  # advantages are made of it on the devices
     reward_BL = of_tokens(rollout, reward_PG, in_parts=advantage_BL is not None)
   batch = train_batch(
     rollout,
     advantage_PG,
     advantage_BL,
     segments_of(c.objective, rollout, breaks_V, delimiters),
-    shared_prompts=alike,
+    shared_prompts=shared,
     version=version if c.rl.partial or c.rl.lag or c.job == "offline" or older else None,
     ages=c.rl.ages > 0,
     replays_sampler=c.objective.replay == "R3",
     mask_truncated=c.rl.mask_truncated,
     reward_BL=reward_BL,
+  ).replace(
+    mixed_B=mixed_B,
+    cut_off_B=~rollout.stopped if c.critic.bootstrap else None,
+    turn_BT=rollout.turns if c.estimator.needs >= {"critic", "turns"} else None,
   )
   return minibatches(
     batch, c.rl.minibatches, c.rl.prompts, c.rl.group_size, mesh=mesh, packed=c.rl.packed

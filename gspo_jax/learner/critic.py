@@ -6,6 +6,7 @@ does.
 
 Values, advantages and returns are made before the updates of an iteration and stay as they are
 during them. The reward of a response is given at its last token (of a turn or a line, at theirs).
+What follows a response is worth 0, or with `bootstrap`, where it was cut off, V of all of it.
 With a `kl_coef` β each token costs β log π_old/π_ref (arXiv:2203.02155, Eq. 2: per token there
 too).
 """
@@ -20,7 +21,7 @@ import optax
 from gspo_jax import objectives as O
 from gspo_jax import sharding
 from gspo_jax.learner import optimizer
-from gspo_jax.learner.layout import Rows, forward
+from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
 from gspo_jax.models import critic as models
@@ -56,13 +57,25 @@ def values(
   Args:
     hidden_RTD: of the policy, which a critic with a trunk of its own does not look at.
   """
+  return before_next(_after(config, critic, hidden_RTD, rows, learner, numbers), rows)
+
+
+def _after(
+  config: CriticConfig,
+  critic: models.Critic,
+  hidden_RTD: jax.Array,
+  rows: Rows,
+  learner: Learner,
+  numbers: Mapping[str, Any],
+) -> jax.Array:
+  """The value of what there is with each token of the rows, [R, T]."""
   if critic.trunk is not None:
     hidden_RTD = forward(critic.trunk, rows, learner.model, learner.compute).hidden_BTD
   else:
     moving_RTD, hidden_RTD = hidden_RTD, jax.lax.stop_gradient(hidden_RTD)
     if config.trunk_coef:  # the same values, and so much of their gradient
       hidden_RTD += numbers["trunk_coef"] * (moving_RTD - hidden_RTD)
-  return before_next(models.values(critic, hidden_RTD), rows)
+  return models.values(critic, hidden_RTD)
 
 
 def new_critic(
@@ -87,18 +100,27 @@ def new_critic(
 
 def make_values(
   learner: Learner, config: CriticConfig, replay: str
-) -> Callable[[Any, models.Critic, ModelInputs], jax.Array]:
-  """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch.
-  On the policy's trunk it takes the experts that the sampler used, if an update replays those."""
+) -> Callable[[Any, models.Critic, ModelInputs], Any]:
+  """A jitted pass without gradient, of the policy's parameters and the critic: V [B, T] of a batch,
+  and with `bootstrap` that of what follows the last token, [B]. On the policy's trunk it takes the
+  experts that the sampler used, if an update replays those."""
 
-  def values_of(policy: Any, critic: models.Critic, inputs: ModelInputs) -> jax.Array:
+  def values_of(policy: Any, critic: models.Critic, inputs: ModelInputs) -> Any:
+    if config.bootstrap:  # rows with a shared prompt do not hold the last token of the longest
+      inputs = inputs.replace(prompt_B=None)
     rows, hidden_RTD = rows_of(inputs, learner), None
     if critic.trunk is None:
       experts_RTlk = experts_to_replay(rows, "R3" if replay == "R3" else "none")
       out = forward(policy, rows, learner.model, learner.compute, experts_RTlk)
       hidden_RTD = out.hidden_BTD
     numbers = dict(trunk_coef=1.0)  # of gradients
-    return values(config, critic, hidden_RTD, rows, learner, numbers)
+    after_RT = _after(config, critic, hidden_RTD, rows, learner, numbers)
+    value_BT = before_next(after_RT, rows)
+    if not config.bootstrap:
+      return value_BT
+    segments_BT = inputs.segments_BT
+    last_BT = (segments_BT > 0) & (jnp.pad(segments_BT[:, 1:], ((0, 0), (0, 1))) == 0)
+    return value_BT, jnp.where(last_BT, by_sequence(after_RT, rows), 0).sum(axis=1)
 
   return jax.jit(by_part(values_of, learner))
 

@@ -18,6 +18,8 @@ from gspo_jax.objectives.reductions import Mean, Metrics
 from gspo_jax.settings.objective import CORRECTIONS, ObjectiveConfig, _correction_options
 from gspo_jax.structs import TrainBatch
 
+PENALTIES = ("ref_logp_BT", "kl", "kl_coef", "kl_mask_BT", "entropy_BT", "entropy_coef")
+
 
 def policy_loss(
   config: ObjectiveConfig,
@@ -40,6 +42,8 @@ def policy_loss(
   options["entropy_BT"] = entropy_BT
   if config.kl_coef:
     options["ref_logp_BT"] = batch.ref_logp_BT
+    if batch.mixed_B is not None:
+      options["kl_mask_BT"] = jnp.broadcast_to(batch.mixed_B[:, None], batch.mask_BT.shape)
   old_logp_BT = batch.ref_logp_BT if loss.to_reference else batch.old_logp_BT
   if "max_length" in takes:
     options["max_length"] = max_length
@@ -52,10 +56,15 @@ def policy_loss(
     if advantage is None:
       advantage = jnp.broadcast_to(batch.advantage_B[:, None], batch.mask_BT.shape)
   weight, metrics = _weight(config, logp_BT, advantage, batch, numbers)
-  total, of_loss, clipped_BT = loss.undivided(
-    logp_BT, old_logp_BT, advantage, batch.mask_BT, weight=weight, **options
+  undivided = functools.partial(
+    loss.undivided, logp_BT, old_logp_BT, advantage, batch.mask_BT, weight=weight
   )
-  return total, metrics | of_loss, clipped_BT
+  total, of_loss, clipped_BT = undivided(**options)
+  metrics |= of_loss | {"loss/policy": total}
+  if config.kl_coef or config.entropy_coef:
+    plain = {key: value for key, value in options.items() if key not in PENALTIES}
+    metrics["loss/policy"] = undivided(**plain)[0]
+  return total, metrics, clipped_BT
 
 
 def _weight(

@@ -9,7 +9,6 @@ sampled. Formulas, when to use which, ranges, and what others do differently: do
 
 # "as": type checkers of other projects take nothing else as public.
 from gspo_jax.objectives.advantages import constrained_advantages as constrained_advantages
-from gspo_jax.objectives.advantages import gae as gae
 from gspo_jax.objectives.advantages import gdpo_advantages as gdpo_advantages
 from gspo_jax.objectives.advantages import group_advantages as group_advantages
 from gspo_jax.objectives.advantages import selection_weights as selection_weights
@@ -29,9 +28,12 @@ from gspo_jax.objectives.distillation import distillation_advantages as distilla
 from gspo_jax.objectives.distillation import reverse_kl as reverse_kl
 from gspo_jax.objectives.estimators import ESTIMATORS as ESTIMATORS
 from gspo_jax.objectives.estimators import Estimator as Estimator
+from gspo_jax.objectives.gae import gae as gae
+from gspo_jax.objectives.gae import turn_gae as turn_gae
 from gspo_jax.objectives.kl import kl_k1 as kl_k1
 from gspo_jax.objectives.kl import kl_k2 as kl_k2
 from gspo_jax.objectives.kl import kl_k3 as kl_k3
+from gspo_jax.objectives.kl import kl_k3_weighted as kl_k3_weighted
 from gspo_jax.objectives.length_penalty import overlong_penalty as overlong_penalty
 from gspo_jax.objectives.length_penalty import token_cost as token_cost
 from gspo_jax.objectives.losses import dapo_loss as dapo_loss

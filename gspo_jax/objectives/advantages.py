@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 from jax.nn import logsumexp
 from jax.typing import ArrayLike
 
-from gspo_jax.objectives import aggregation, checks
+from gspo_jax.objectives import checks
 from gspo_jax.objectives.checks import Number
+from gspo_jax.objectives.gae import backward
 
 # Of the largest |reward| of a group: rewards that differ by less are equal, in sums of float32.
 ROUNDING = 4 * float(jnp.finfo(jnp.float32).eps)
@@ -65,7 +65,7 @@ def group_advantages(
     kinds = '"std", "none", "leave_one_out" or "batch"'
     raise ValueError(f"normalize must be {kinds}, got {normalize!r}")
   # The mean of equal rewards need not be exactly their value; what is left must not be blown up.
-  return jnp.where(_alike(reward_PG, valid_PG), 0, advantage_PG)
+  return jnp.where(alike(reward_PG, valid_PG), 0, advantage_PG)
 
 
 def constrained_advantages(
@@ -186,61 +186,14 @@ def turn_advantages(
   valid_PGU = checks.mask(valid_PGU, "valid_PGU", reward_PGU.shape)
   reward_BU, valid_BU = _group(reward_PGU.reshape(P * G, U), "reward_PGU", valid_PGU.reshape(-1, U))
   carry_BU = jnp.full_like(reward_BU, discount)
-  size_BU = _backward(carry_BU, abs(reward_BU))  # which bounds the rounding of a return
+  size_BU = backward(carry_BU, abs(reward_BU))  # which bounds the rounding of a return
   return_XG, size_XG, valid_XG = (
     jnp.swapaxes(x.reshape(P, G, U), 1, 2).reshape(P * U, G)
-    for x in (_backward(carry_BU, reward_BU), size_BU, valid_BU)
+    for x in (backward(carry_BU, reward_BU), size_BU, valid_BU)
   )
   advantage_XG = group_advantages(return_XG, normalize, epsilon, valid_PG=valid_XG)
-  advantage_XG = jnp.where(_alike(return_XG, valid_XG, size_XG), 0, advantage_XG)
+  advantage_XG = jnp.where(alike(return_XG, valid_XG, size_XG), 0, advantage_XG)
   return jnp.swapaxes(advantage_XG.reshape(P, U, G), 1, 2)
-
-
-def gae(
-  reward_BT: ArrayLike,
-  value_BT: ArrayLike,
-  mask_BT: ArrayLike,
-  discount: Number = 1.0,
-  trace: Number = 0.95,
-  *,
-  response_BT: ArrayLike | None = None,
-) -> tuple[Array, Array]:
-  """Generalized advantage estimation: advantages and returns of tokens, by a value model.
-
-  δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
-
-  γ is `discount`, λ `trace`. Time goes from one unmasked token of a response to the next one,
-  after the last V and Â are 0. Masked positions are skipped, rewards there too, and get 0.
-
-  Shapes: [B,T] ×3 -> [B,T] advantages, [B,T] returns.
-  Reference: arXiv:1506.02438.
-
-  Example:
-    >>> reward_BT = jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    >>> value_BT = jnp.full((2, 3), 0.5)
-    >>> advantage_BT, return_BT = gae(reward_BT, value_BT, jnp.ones((2, 3)), trace=0.5)
-    >>> print(advantage_BT.round(4))
-    [[ 0.125  0.25   0.5  ]
-     [-0.125 -0.25  -0.5  ]]
-  """
-  value_BT, tokens = aggregation.tokens(value_BT, "value_BT", mask_BT, response_BT)
-  mask_BT, dtype = tokens.mask_BT, value_BT.dtype
-  reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
-  value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
-  checks.numbers(discount=discount, trace=trace)
-  for name, factor in ("discount", discount), ("trace", trace):
-    checks.require((factor >= 0) & (factor <= 1), f"{name} must be in [0, 1]")
-  skip_BT = 1 - mask_BT.astype(dtype)
-  response_BX = jnp.zeros((), int) if tokens.response_BT is None else tokens.response_BT
-  id_BT = jnp.where(mask_BT, 1 + response_BX, 0).astype(dtype)
-  # Not masked at t + 1: the next unmasked token's; 0 where there is none.
-  next_id_BT = _shift(_backward(skip_BT, id_BT))
-  next_value_BT = jnp.where(next_id_BT == id_BT, _shift(_backward(skip_BT, value_BT)), 0)
-  delta_BT = jnp.where(mask_BT, reward_BT + discount * next_value_BT - value_BT, 0)
-  carry_BT = jnp.where(next_id_BT == id_BT, discount * trace, 0)
-  carry_BT = jnp.where(mask_BT, carry_BT, 1).astype(dtype)
-  advantage_BT = jnp.where(mask_BT, _backward(carry_BT, delta_BT), 0)
-  return advantage_BT, jnp.where(mask_BT, advantage_BT + value_BT, 0)
 
 
 def soft_value(reward_PG: ArrayLike, beta: Number, *, valid_PG: ArrayLike | None = None) -> Array:
@@ -293,7 +246,7 @@ def soft_advantages(
   reward_PG, valid_PG = _group(reward_PG, "reward_PG", valid_PG)
   if value is not None:
     return jnp.where(valid_PG, reward_PG - value, 0)
-  alike_P1 = _alike(reward_PG, valid_PG)  # the logarithm of a sum need not give exactly their value
+  alike_P1 = alike(reward_PG, valid_PG)  # the logarithm of a sum need not give exactly their value
   return jnp.where(valid_PG & ~alike_P1, reward_PG - value_P[:, None], 0)
 
 
@@ -330,7 +283,7 @@ def selection_weights(
   return (first_PG & (weight_PG > 0)).astype(weight_PG.dtype)
 
 
-def _alike(reward_PG: Array, valid_PG: Array, size_PG: Array | None = None) -> Array:
+def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = None) -> Array:
   """bool [P, 1]: the valid rewards of a group are equal but for rounding, or there are none. Sums
   have the size of what was added up."""
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
@@ -352,17 +305,3 @@ def _group(value_PG: ArrayLike, name: str, valid_PG: ArrayLike | None) -> tuple[
   array = jnp.where(valid_PG, stop_gradient(array).astype(dtype), 0)
   checks.require(jnp.isfinite(array), f"{name} is not finite where valid_PG is 1")
   return array, valid_PG
-
-
-def _backward(a_BT: Array, b_BT: Array) -> Array:
-  """x_t = b_t + a_t x_{t+1}, from the end of each row."""
-
-  def combine(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
-    return earlier[0] * later[0], earlier[1] + earlier[0] * later[1]
-
-  return jax.lax.associative_scan(combine, (a_BT, b_BT), reverse=True, axis=1)[1]
-
-
-def _shift(x_BT: Array) -> Array:
-  """x_{t+1}, and 0 at the end."""
-  return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

@@ -5,8 +5,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from gspo_jax.objectives import checks
-from gspo_jax.objectives.advantages import gae
 from gspo_jax.objectives.checks import Number
+from gspo_jax.objectives.gae import gae
 from gspo_jax.objectives.reductions import Mean, reduced
 
 

@@ -26,14 +26,16 @@ class Estimator:
   group: bool = False  # a response is judged by others to the same prompt: it needs two of them
   relative: bool = False  # all members of a group of equal rewards get 0
   across_groups: bool = False  # of the whole batch, in which what is masked out does not count
-  # What makes it possible: a "critic", a "teacher", "signals" (several rewards, costs), "turns" or
-  # "lines" with rewards of their own; and which of these there may be besides.
+  # What makes it possible: a "critic", a "teacher", a "reference" (in the reward), "signals"
+  # (several rewards, costs), "turns" or "lines" with rewards of their own; and which of these there
+  # may be besides.
   needs: frozenset[str] = frozenset()
   beside: frozenset[str] = frozenset()
   kinds: tuple[str, ...] = ()  # estimators of a group's rewards whose place it takes; (): of all
   by_token: bool = False  # advantages differ between the tokens of a response
   by_response: bool = True  # a response has one too, for losses that take no others
   of_rewards: bool = True  # advantages that a group's rewards give are in it
+  on_devices: bool = False  # made after the passes of an iteration; dumps have it from there
 
 
 def _soft(
@@ -58,6 +60,15 @@ _ALL = (
     by_token=True,
     by_response=False,
     of_rewards=False,
+    on_devices=True,
+  ),
+  Estimator(
+    "turn_gae",
+    needs=frozenset({"critic", "turns"}),
+    by_token=True,
+    by_response=False,
+    of_rewards=False,
+    on_devices=True,
   ),
   Estimator(
     "distillation",
@@ -65,9 +76,18 @@ _ALL = (
     beside=frozenset({"signals", "turns", "lines"}),
     by_token=True,
     by_response=False,
+    on_devices=True,
   ),
   Estimator("constraints", group=True, needs=frozenset({"signals"})),
   Estimator("gdpo", group=True, across_groups=True, needs=frozenset({"signals"})),
+  Estimator(
+    "kl_in_reward",
+    group=True,
+    across_groups=True,
+    needs=frozenset({"reference"}),
+    kinds=(*_KINDS, "batch"),
+    on_devices=True,
+  ),
   Estimator(
     "turns", group=True, relative=True, needs=frozenset({"turns"}), kinds=_KINDS, by_token=True
   ),

@@ -145,22 +145,22 @@ def finite(x: Array) -> Array:
   return jnp.clip(x, -largest, largest)
 
 
-def bounded_exp(log_x: Array) -> Array:
-  """exp(log_x), held constant beyond max^0.75 of its type: e^66 in float32, e^532 in float64.
+def bounded_exp(log_x: Array, share: float = 0.75) -> Array:
+  """exp(log_x), held constant beyond max^share of its type: e^66 in float32, e^532 in float64.
 
   Nothing below is altered. In float32 exp overflows at e^88, and inf · 0 in the backward pass would
   be NaN for every parameter; the last quarter of the exponents is room for advantages and sums.
   """
-  return jnp.exp(_bounded(log_x))
+  return jnp.exp(_bounded(log_x, share))
 
 
-def bounded_expm1(log_x: Array) -> Array:
+def bounded_expm1(log_x: Array, share: float = 0.75) -> Array:
   """exp(log_x) − 1, with its digits near 0, held constant as `bounded_exp` is."""
-  return jnp.expm1(_bounded(log_x))
+  return jnp.expm1(_bounded(log_x, share))
 
 
-def _bounded(log_x: Array) -> Array:
-  return jnp.minimum(log_x, 0.75 * math.log(jnp.finfo(log_x.dtype).max))
+def _bounded(log_x: Array, share: float) -> Array:
+  return jnp.minimum(log_x, share * math.log(jnp.finfo(log_x.dtype).max))
 
 
 def _log_ratio(

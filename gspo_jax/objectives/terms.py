@@ -14,11 +14,16 @@ from jax.typing import ArrayLike
 from gspo_jax.objectives import aggregation, checks, clip_ranges, ratios
 from gspo_jax.objectives.aggregation import Tokens
 from gspo_jax.objectives.checks import Number
-from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3
+from gspo_jax.objectives.kl import kl_k1, kl_k2, kl_k3, kl_k3_weighted
 from gspo_jax.objectives.reductions import Max, Mean, Metrics, Min, Std, reduced
 
 _ROUNDING = 256  # units in the last place of 1, of a log-probability that is computed in two ways
-_KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+_KL: dict[str, Callable[[Array, Array, Array], Array]] = {  # of log π, log π_ref and log π_old
+  "k1": lambda logp_BT, ref_logp_BT, _: kl_k1(logp_BT, ref_logp_BT),
+  "k2": lambda logp_BT, ref_logp_BT, _: kl_k2(logp_BT, ref_logp_BT),
+  "k3": lambda logp_BT, ref_logp_BT, _: kl_k3(logp_BT, ref_logp_BT),
+  "k3_weighted": kl_k3_weighted,
+}
 
 # Levels of importance correction (corrections.py): a loss with a ratio per response, or one weight
 # for all of it, takes the first two; a loss with a ratio per token all three.
@@ -34,8 +39,10 @@ class Options(TypedDict, total=False):
   weight: Array  # [B] or [B, T], multiplies the objective: truncated_weight and its like
   response_BT: Array  # ids in [0, T): the response of a packed row that a token belongs to
   ref_logp_BT: Array  # log-probabilities of a reference policy
-  kl: str  # the estimate of KL(π_θ‖π_ref) to penalise: "k1", "k2" or "k3" (default; see kl.py)
+  # The estimate of KL(π_θ‖π_ref) to penalise: "k1", "k2", "k3" (default) or "k3_weighted" (kl.py).
+  kl: str
   kl_coef: float  # its factor (default 0)
+  kl_mask_BT: Array  # 1 on the tokens that are penalised (default: all); means stay over all
   entropy_BT: Array  # the policy's entropy at each token
   entropy_coef: float  # the factor of the reward for it (default 0)
 
@@ -156,7 +163,7 @@ def batch(
   if weight is not None:
     weight_BX = checks.constant(weight, "weight", mask_BT, dtype, shapes)
   log_ratio_BT = ratios.difference(logp_BT, old_logp_BT)
-  penalty_BT, metrics = _penalty(logp_BT, tokens, **penalties)
+  penalty_BT, metrics = _penalty(logp_BT, old_logp_BT, tokens, **penalties)
   metrics |= _drift(stop_gradient(log_ratio_BT), tokens)
   return Batch(tokens, logp_BT, log_ratio_BT, advantage_BX, weight_BX, penalty_BT, metrics)
 
@@ -277,11 +284,13 @@ def _drift(log_ratio_BT: Array, tokens: Tokens) -> Metrics:
 
 def _penalty(
   logp_BT: Array,
+  old_logp_BT: Array,
   tokens: Tokens,
   *,
   ref_logp_BT: ArrayLike | None = None,
-  kl: Literal["k1", "k2", "k3"] = "k3",
+  kl: Literal["k1", "k2", "k3", "k3_weighted"] = "k3",
   kl_coef: Number = 0.0,
+  kl_mask_BT: ArrayLike | None = None,
   entropy_BT: ArrayLike | None = None,
   entropy_coef: Number = 0.0,
 ) -> tuple[Array | None, Metrics]:
@@ -295,8 +304,12 @@ def _penalty(
   else:
     if kl not in _KL:
       raise ValueError(f"kl must be one of {', '.join(_KL)}, got {kl!r}")
-    kl_BT = _KL[kl](logp_BT, checks.tokens(ref_logp_BT, "ref_logp_BT", tokens.mask_BT, dtype))
+    ref_logp_BT = checks.tokens(ref_logp_BT, "ref_logp_BT", tokens.mask_BT, dtype)
+    kl_BT = _KL[kl](logp_BT, ref_logp_BT, old_logp_BT)
     penalty_BT = jnp.asarray(kl_coef, dtype) * kl_BT
+    if kl_mask_BT is not None:
+      kl_mask_BT = checks.mask(kl_mask_BT, "kl_mask_BT", tokens.mask_BT.shape)
+      penalty_BT = jnp.where(kl_mask_BT, penalty_BT, 0)
     metrics[f"kl_ref/{kl}"] = Mean(stop_gradient(kl_BT).sum(), tokens.number())
   if entropy_BT is None:
     checks.require(entropy_coef == 0, "entropy_coef needs entropy_BT")

@@ -16,6 +16,7 @@ def rollout_records(
   clipped_BT: np.ndarray,
   decode: Callable[[list[int]], str],
   old_value_BT: np.ndarray | None = None,
+  advantage_B: np.ndarray | None = None,
   advantage_BT: np.ndarray | None = None,
   segments: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> list[dict[str, Any]]:
@@ -25,15 +26,17 @@ def rollout_records(
     log_ratio_BT: log π_new/π_old after the iteration's updates, in the order of the rollout.
     clipped_BT: the tokens whose objective the loss clipped, there.
     decode: from tokens to text.
-    old_value_BT, advantage_BT: of a critic, the latter of a teacher too; a response's advantage is
-      then the mean over tokens.
+    old_value_BT: of a critic.
+    advantage_B, advantage_BT: those that were made on the devices; a response's advantage is the
+      mean over tokens where these have some. None: those of the rollout.
     segments: the number of each token's segment, and the derivative of the loss by its log π.
   """
   rollout, G = collected.rollout, collected.advantage_PG.shape[1]
   used_BL = rollout.mask > 0
   texts = {i: decode([i]) for i in np.unique(rollout.tokens[used_BL]).tolist()}
   records, written = [], 0
-  for row, advantage in enumerate(collected.advantage_PG.flat):
+  of_responses = collected.advantage_PG.flat if advantage_B is None else advantage_B
+  for row, advantage in enumerate(of_responses):
     group, sample = collected.groups[row // G], row % G
     used_L = used_BL[row]
     if not used_L.any():  # a recorded group may have fewer responses

@@ -83,6 +83,15 @@ def _no_verifier(c: "RunConfig", signal: str) -> str:
   return ""
 
 
+def _no_ratio(c: "RunConfig") -> str:
+  """Says why there is no ratio to what has sampled, "" if there is one."""
+  if c.job == "offline":
+    return f"job={c.job!r} does not know what has sampled"
+  name = c.objective.name
+  to_reference = c.objective.loss.to_reference
+  return f"the ratio of objective.name={name!r} is to the reference" if to_reference else ""
+
+
 DEFAULTS = (
   Default("sft_optimizer.schedule_steps", "sft_optimizer.schedule=constant"),
   Default("rl_optimizer.schedule_steps", "rl_optimizer.schedule=constant"),
@@ -148,6 +157,11 @@ DEFAULTS = (
     "has no effect: it masks responses with Â < 0, of which {when} learns nothing",
   ),
   Default("objective.adaptive_clip", "objective.adaptive_clip.target=0.0"),
+  Default(
+    "objective.kl_groups",
+    "objective.kl_coef=None,0.0",
+    "has no effect without objective.kl_coef",
+  ),
   Default(
     "objective.load_balance_coef objective.replay",
     "model.num_experts=0",
@@ -231,6 +245,13 @@ RELATIONS: dict[str, Callable[["RunConfig"], Any]] = {
     not c.objective.kl_coef and c.objective.kl not in (None, c.objective.loss.options.get("kl"))
   ),
   "{sampling.top_k}: {engine.name} keeps no record of the tokens that each one was drawn from; set "
+  "{objective.kl}: {it}; set it to k2": lambda c: (
+    c.objective.kl_coef and c.objective.kl == "k3_weighted" and _no_ratio(c)
+  ),
+  "{job}: {objective.reward_kl_coef}: recorded responses say nothing of how far the policy has "
+  "come; set it to 0, and objective.kl_coef for a penalty": lambda c: (
+    c.job == "offline" and c.objective.reward_kl_coef
+  ),
   "top_k=0, top_p=1 and min_p=0": lambda c: (
     c.has_iterations and not c.sampling.whole and c.engine.name != "local"
   ),

@@ -18,8 +18,15 @@ class CriticConfig:
     "policy", "of a model of its own: policy: its weights before RL"
   )
   warmup_iterations: NonNegativeInt = key(0, "the first ones: only the critic learns")
-  discount: Fraction = key(1.0, "γ, per token; 1: a right response is worth the same at any length")
-  trace: Fraction = key(0.95, "λ of GAE, per token; 1: rewards alone, for long responses")
+  discount: Fraction = key(
+    1.0, "γ, per token (turn_gae: per turn); 1: a right response is worth the same at any length"
+  )
+  trace: Fraction = key(
+    0.95, "λ of GAE, per token (turn_gae: per turn); 1: rewards alone, for long responses"
+  )
+  bootstrap: bool = key(
+    False, "True: what follows a response that was cut off is worth the value of its last state"
+  )
   clip: NonNegativeFloat = key(0.2, "how far a value may move in an iteration; 0: no bound")
   normalize: bool = key(True, "advantages to mean 0 and standard deviation 1, over tokens")
   trunk_coef: NonNegativeFloat = key(0.1, "of a head: factor of its loss for the trunk; 0: none")

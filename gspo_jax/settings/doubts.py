@@ -262,6 +262,9 @@ DOUBTED_RL: Table = {
   "segment": lambda c: (c.objective.segment_tokens or 0) >= c.sampling.max_new_tokens,
   "{objective.segment_unit}, {environment.name}: a response is one turn, and "
   "one segment": lambda c: (
+  "{objective.reward_kl_coef} with advantages that are standardised by group: where rewards are "
+  "equal the divergence alone counts as much as a right answer; set objective.advantage to batch "
+  "or none": lambda c: c.objective.reward_kl_coef and c.objective.advantage_kind == "std",
     c.objective.name == "segment"
     and c.objective.segment_unit in (None, "turn")
     and not c.environment.name

@@ -15,11 +15,12 @@ NEEDED = {  # what an estimator needs, and how to have it
   "teacher": "distillation.teacher",
   "signals": "an entry of constraints",
   "critic": "critic.name=head or model",
+  "reference": "objective.reward_kl_coef",
   "turns": "environment.name",
   "lines": "reward.per_line=True",
 }
 # Whose advantages they give.
-UNITS = dict(signals="response", critic="token", turns="turn", lines="line")
+UNITS = dict(signals="response", reference="response", critic="token", turns="turn", lines="line")
 
 
 def chosen(c: "RunConfig") -> O.Estimator:
@@ -33,13 +34,13 @@ def of_rewards(c: "RunConfig") -> O.Estimator:
   """The one that makes advantages of rewards on the host, whatever a critic or a teacher does on
   the devices."""
   estimator = chosen(c)
-  return estimator if estimator.by_response else _first(c, on_host=True)
+  return _first(c, on_host=True) if estimator.on_devices else estimator
 
 
 def _first(c: "RunConfig", on_host: bool = False) -> O.Estimator:
   there, kind = sources(c).keys(), c.objective.advantage_kind
   for estimator in O.ESTIMATORS.values():
-    possible = estimator.by_response or not on_host
+    possible = not (estimator.on_devices and on_host)
     met = estimator.needs and estimator.needs <= there
     if possible and met and kind in (estimator.kinds or (kind,)):
       return estimator
@@ -55,6 +56,8 @@ def sources(c: "RunConfig") -> dict[str, str]:
     there["signals"] = f"constraints ({', '.join(c.constraints.signals)})"
   if c.critic.name != "none":
     there["critic"] = f"critic.name={c.critic.name!r}"
+  if c.has_iterations and c.objective.reward_kl_coef:
+    there["reference"] = f"objective.reward_kl_coef={c.objective.reward_kl_coef}"
   if c.environment.name:
     there["turns"] = f"environment.name={c.environment.name!r}"
   elif c.reward.per_line:

@@ -63,7 +63,7 @@ REASONS = dict(
   aggregate="loss of a batch: mean of responses' means, of tokens, or a constant denominator",
   divergence="dppo: tv, or kl, of whether a token is this one or another",
   entropy_coef="of a reward for the policy's entropy",
-  kl="estimator of the divergence from the reference",
+  kl="estimator of the divergence from the reference; k3_weighted: for responses of older policies",
   kl_coef="of a penalty for leaving the policy before RL",
   tau_pos="sapo: temperature of its gate, where Â > 0",
   tau_neg="sapo: the same, where Â < 0",
@@ -151,6 +151,12 @@ class ObjectiveConfig:
   advantage: Literal[*O.ESTIMATORS] | None = key(
     None, "what makes them; unset: a critic or a teacher, ..., else as the loss was published"
   )
+  kl_groups: Literal["all", "mixed"] = key(
+    "all", "mixed: kl_coef does not hold responses of groups of equal rewards"
+  )
+  reward_kl_coef: NonNegativeFloat = key(
+    0.0, "of Σ log π_old/π_ref of a response, taken from its reward before groups are compared"
+  )
   correction: CorrectionConfig = CorrectionConfig()
   off_policy_threshold: NonNegativeFloat | None = key(
     None, "nats per token, beyond which responses with Â < 0 are left out; unset: no such mask"
@@ -214,7 +220,7 @@ class ObjectiveConfig:
   @property
   def needs_reference(self) -> bool:
     """Whether the policy that the run began with has to be kept."""
-    return bool(self.kl_coef) or self.loss.to_reference
+    return bool(self.kl_coef or self.reward_kl_coef) or self.loss.to_reference
 
   def options(self) -> dict[str, Any]:
     """The loss's options that are set. ValueError for one that it does not have."""
@@ -248,8 +254,9 @@ class ObjectiveConfig:
     ones.pop("clip_range", None)
     weights = {k: ones.pop(k) for k in ("cap", "low", "high") if k in ones}
     correction = dataclasses.replace(self.correction, **weights)
-    # Adaptive ranges are numbers too, which move between updates.
-    return dataclasses.replace(self, **ones, correction=correction, adaptive_clip=FIXED)
+    # Adaptive ranges are numbers too, which move between updates; advantages are made before them.
+    fixed = dict(adaptive_clip=FIXED, reward_kl_coef=0.0)
+    return dataclasses.replace(self, **ones, correction=correction, **fixed)
 
   @property
   def needs_sampler_routing(self) -> bool:

@@ -38,7 +38,8 @@ def of_run(c: "RunConfig") -> tuple[Pass, ...]:
   if c.objective.needs_reference or (has_critic and c.critic.kl_coef > 0):
     passes.append(Pass("reference", ("reference policy",), ("ref_logp_BT",)))
   if has_critic:
-    passes.append(Pass("values", ("policy", "critic"), ("old_value_BT",)))
+    last = ("last_value_B",) if c.critic.bootstrap else ()
+    passes.append(Pass("values", ("policy", "critic"), ("old_value_BT", *last)))
   if c.distillation.on:
     passes.append(Pass("teacher", ("teacher",), ("teacher_logp_BT",), model="teacher"))
   return tuple(passes)

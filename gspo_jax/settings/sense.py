@@ -187,6 +187,11 @@ REFUSED_RL: Table = {
   "leave it unset": lambda c: c.objective.dual_clip == 1,
   "{objective.off_policy_threshold} leaves out every response with Â < 0; set it above 0, or "
   "leave it unset": lambda c: c.objective.off_policy_threshold == 0,
+  "{objective.kl}, {objective.kl_coef}: as a loss k1 has no gradient on policy, in expectation, "
+  "and of responses of an older one a gradient that leads away from that policy; set kl to k2 or "
+  "k3_weighted, or take objective.reward_kl_coef instead, where k1 is right": lambda c: (
+    c.objective.kl == "k1" and c.objective.kl_coef
+  ),
   "{critic.discount}: no token but the last hears of the reward; set it above 0": lambda c: (
     c.critic.name != "none" and not c.critic.discount
   ),

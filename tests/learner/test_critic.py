@@ -116,6 +116,56 @@ def test_a_value_is_of_what_stands_before_its_token():
     assert (found_BT != moved_BT)[1, 5:20].all()  # a row of 20 tokens
 
 
+def test_the_value_of_the_last_state_is_that_of_all_tokens_where_prompts_are_shared_too():
+  """Groups with responses that are cut off at the end of their rows, in own rows and packed."""
+  mesh, config = (
+    sharding.make_mesh(MESH, jax.devices()[:1]),
+    dataclasses.replace(HEAD, bootstrap=True),
+  )
+  given = make_batch(lengths=(T, T, 7, 3) * 4)
+  tokens_BT = given.inputs.tokens_BT % MODEL.vocab_size
+  tokens_BT[:, :2] = 5
+  given = with_inputs(given, tokens_BT=tokens_BT, prompt_B=np.full(B, 2, np.int32))
+  packed = packing.plan(with_inputs(given, prompt_B=None), 1)
+  with jax.set_mesh(mesh):
+    policy, critic = on(mesh, config)
+    settings = learner(MODEL, group_size=4, response_tokens=T - 2)
+    find = make_values(settings, config, "none")
+    value_BT, last_B = find(policy, critic, sharding.put_batch(given.inputs, mesh))
+    of_packed = find(policy, critic, sharding.put_batch(packed.inputs, mesh))
+    plain = make_values(settings, HEAD, "none")
+    shared_BT = plain(policy, critic, sharding.put_batch(given.inputs, mesh))
+  hidden_BTD = forward(jax.device_get(policy), MODEL, jnp.asarray(tokens_BT)).hidden_BTD
+  expected_BT = np.asarray(head_values(jax.device_get(critic), hidden_BTD))
+  last_place_B = given.inputs.segments_BT.sum(1) - 1
+  np.testing.assert_allclose(last_B, expected_BT[np.arange(B), last_place_B], atol=1e-5)
+  np.testing.assert_allclose(
+    packing.in_order(np.asarray(of_packed[1]), packed.order_B), last_B, atol=1e-5
+  )
+  live = given.mask_BT > 0
+  np.testing.assert_allclose(np.asarray(value_BT)[live], np.asarray(shared_BT)[live], atol=1e-5)
+
+
+def test_what_was_cut_off_goes_on_from_the_value_of_its_last_state():
+  """Of tokens, and of turns; that of a response that ended counts for nothing."""
+  config = dataclasses.replace(HEAD, discount=0.9, trace=0.8, normalize=False, bootstrap=True)
+  rng = np.random.default_rng(0)
+  cut_B, last_B = np.arange(B) % 2 > 0, rng.normal(size=B).astype(np.float32)
+  turns_BT = np.broadcast_to(np.arange(T) // 5, (B, T)).astype(np.int32)
+  mask = np.asarray(batch().mask_BT) > 0
+  arrays = [np.float64(x) for x in (batch().reward_BT, batch().old_value_BT)]
+  worth_B = np.where(cut_B, np.float64(last_B), 0)
+  for turn_BT, expected in (
+    (None, paper.gae(*arrays, mask, 0.9, 0.8, worth_B)),
+    (turns_BT, paper.turn_gae(*arrays, mask, turns_BT, 0.9, 0.8, worth_B)),
+  ):
+    given = batch().replace(last_value_B=last_B, cut_off_B=cut_B, turn_BT=turn_BT)
+    (found,), _ = of_critic(config, config.numbers(1))([given])
+    for name, wanted in zip(("advantage_BT", "return_BT"), expected):
+      np.testing.assert_allclose(getattr(found, name), wanted, atol=1e-5)
+    assert found.last_value_B is found.cut_off_B is found.turn_BT is None
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_advantages_are_those_of_the_recursion(normalize):
   """Two mini-batches of ragged responses, with a price on leaving the reference, in float64."""

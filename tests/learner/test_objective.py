@@ -152,7 +152,7 @@ def test_an_option_reaches_its_loss_and_no_other_one(name, option):
     return
   changes = {option: other_value(name, option)}
   if option == "kl":
-    changes["kl_coef"] = 0.3
+    changes = dict(kl="k2", kl_coef=0.3)  # k1 is refused
   if option in BY_LENGTH:
     changes = BY_LENGTH
   if option.startswith("segment"):
@@ -168,6 +168,27 @@ def test_an_option_reaches_its_loss_and_no_other_one(name, option):
   np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
   plain, _ = as_published(name)
   assert option == "dual_clip" or loss != pytest.approx(float(plain), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_policys_loss_is_told_without_its_penalties(name):
+  plain, _ = as_published(name)
+  for penalties in {}, dict(kl_coef=0.3, kl="k3", entropy_coef=0.1):
+    loss, metrics, _ = value_and_gradient(objective(name, **penalties), batch())
+    assert metrics["loss/policy"] == pytest.approx(float(plain), rel=1e-6)
+    assert (loss != metrics["loss/policy"]) == bool(penalties)
+
+
+def test_groups_of_equal_rewards_may_be_left_out_of_the_penalty():
+  config = objective("grpo", kl_coef=0.3)
+  rows = np.arange(B) % 2 == 0
+  losses = [
+    float(value_and_gradient(config, batch(mixed_B=mixed_B))[0])
+    for mixed_B in (rows, ~rows, rows & ~rows, rows | ~rows, None)
+  ]
+  assert losses[0] + losses[1] == pytest.approx(losses[2] + losses[3], rel=1e-6)
+  assert losses[2] == pytest.approx(float(as_published("grpo")[0]), rel=1e-6)
+  assert losses[3] == losses[4] != losses[0]
 
 
 def test_a_configuration_in_json_is_the_same_configuration():

@@ -146,6 +146,33 @@ def test_gae_against_the_recursion(discount, trace, x64):
   np.testing.assert_allclose(ours, [x.reshape(4, -1) for x in expected], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("discount, trace", [(1.0, 0.95), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_of_turns_against_the_recursion(discount, trace, x64):
+  """Turns of several lengths, with holes of observations between them and within; some cut off."""
+  case = paper.case(5, dtype=np.float64, garbage=False)
+  reward, value, mask = case["advantage_bt"], case["ref"], case["mask"]
+  turns = np.sort(case["rng"].integers(0, 4, mask.shape))
+  last = np.where(np.arange(len(mask)) % 2, case["rng"].normal(size=len(mask)), 0)
+  expected = paper.turn_gae(reward, value, mask, turns, discount, trace, last)
+  dirty = [np.where(mask, x, np.nan) for x in (reward, value)]
+  ids = np.where(mask, turns, -1)
+  ours = jax.jit(O.turn_gae)(*dirty, mask, ids, discount, trace, last_value_B=last)
+  np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
+  each = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)  # a token to a turn
+  for values in last, np.zeros(len(mask)):
+    of_tokens = paper.gae(reward, value, mask, discount, trace, values)
+    ours = O.gae(*dirty, mask, discount, trace, last_value_B=values)
+    np.testing.assert_allclose(ours, of_tokens, rtol=1e-12, atol=1e-14)
+    ours = O.turn_gae(*dirty, mask, each, discount, trace, last_value_B=values)
+    np.testing.assert_allclose(ours, of_tokens, rtol=1e-12, atol=1e-14)
+
+
+def test_what_follows_a_packed_row_belongs_to_no_response_of_it():
+  x = np.ones((2, 4))
+  with pytest.raises(ValueError, match="last_value_B is of whole rows"):
+    O.gae(x, x, x, last_value_B=np.ones(2), response_BT=np.zeros((2, 4), int))
+
+
 def test_gae_with_a_trace_of_one_is_the_sum_of_rewards():
   advantage, returns = O.gae([[0.0, 0, 1]], [[0.2, 0.3, 0.4]], [[1, 1, 1]], trace=1.0)
   np.testing.assert_allclose(returns, [[1, 1, 1]], rtol=1e-6)

@@ -168,7 +168,42 @@ def test_k3_keeps_its_digits_near_zero():
   assert O.kl_k2(*half).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_of_older_responses_the_weighted_k3_points_where_the_divergence_does(x64):
+  """A softmax over six tokens, drawn from the policy of updates ago; expectations are exact."""
+  rng = np.random.default_rng(0)
+  ref, step = jax.nn.log_softmax(rng.normal(size=6)), 0.5 * rng.normal(size=6)
+  old = jax.nn.log_softmax(ref + 0.3 * step)
+  logits = old + step
+
+  def penalty(kind, logits, sampled):
+    """The gradient of E_sampled[KL estimate] by logits, as a loss has it of each token."""
+
+    def of_token(logits, token):
+      def row(logp):
+        return logp[token][None, None]
+
+      new, advantage, mask = jax.nn.log_softmax(logits), jnp.zeros(1), jnp.ones((1, 1))
+      options = dict(ref_logp_BT=row(ref), kl=kind, kl_coef=1.0)
+      return O.grpo_loss(row(new), row(sampled), advantage, mask, **options)[0]
+
+    grads = jax.vmap(jax.grad(of_token), in_axes=(None, 0))(logits, jnp.arange(6))
+    return jnp.exp(sampled) @ grads
+
+  def divergence(logits):
+    logp = jax.nn.log_softmax(logits)
+    return jnp.sum(jnp.exp(logp) * (logp - ref))
+
+  def cosine(x, y):
+    return x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+
+  true = jax.grad(divergence)(logits)
+  np.testing.assert_allclose(penalty("k1", logits, jax.nn.log_softmax(logits)), 0, atol=1e-12)
+  assert cosine(penalty("k1", logits, old), true) < -0.9
+  assert cosine(penalty("k3", logits, old), true) < 0.99
+  np.testing.assert_allclose(penalty("k3_weighted", logits, old), true, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_weighted"])
 def test_penalties_are_added(kind, x64):
   """Value and gradient, in the loss's own aggregation; the entropy's gradient reaches entropy."""
   case = paper.case(2, dtype=np.float64)
@@ -184,10 +219,15 @@ def test_penalties_are_added(kind, x64):
     plain, plain_grad = jax.value_and_grad(ours)(logp)
 
     def penalty(x, how=how):
-      return paper.kl_penalty(x, ref, mask, kind, how)
+      return paper.kl_penalty(x, ref, mask, kind, how, old=old)
 
     np.testing.assert_allclose(value - plain, 0.3 * penalty(logp).real, rtol=1e-9)
     np.testing.assert_allclose(grad - plain_grad, 0.3 * paper.gradient(penalty, logp), atol=1e-12)
+    half = np.arange(mask.shape[1]) % 2 == 0  # of the tokens, of which the mean stays that of all
+    held = ours(logp, kl_mask_BT=np.broadcast_to(half, mask.shape), **options)
+    other = ours(logp, kl_mask_BT=np.broadcast_to(~half, mask.shape), **options)
+    np.testing.assert_allclose(held + other - plain, value, rtol=1e-12)
+    assert plain != held != value
   bonus = O.dapo_loss(logp, old, case["advantage"], mask, entropy_BT=entropy, entropy_coef=0.1)
   np.testing.assert_allclose(bonus[0], ours(logp, O.dapo_loss) - 0.1 * entropy[mask].mean())
   np.testing.assert_allclose(bonus[1]["entropy"], entropy[mask].mean())

@@ -69,8 +69,8 @@ def test_no_finite_input_gives_anything_else(name):
   """All pairs of new and old log-probabilities from 0 to the largest float, of either sign."""
   sizes = np.array([0, 20, 90, 1e4, 1e10, 1e30, 3e38], np.float32)
   pairs = np.array(list(itertools.product([*sizes, *-sizes], repeat=2)), np.float32)
-  for n, kl in enumerate(("k1", "k2", "k3")):
-    logp, old = np.roll(np.resize(pairs, (3 * B * T, 2)), n, 0)[n * B * T :][: B * T].T
+  for n, kl in enumerate(("k1", "k2", "k3", "k3_weighted")):
+    logp, old = np.roll(np.resize(pairs, (4 * B * T, 2)), n, 0)[n * B * T :][: B * T].T
     logp, old = logp.reshape(B, T), old.reshape(B, T)
     for size in -1e3, 1e3, -3e38, 3e38:
       args = logp, old, logp[::-1], old[::-1], np.full(B, size, np.float32), np.ones((B, T))

@@ -13,6 +13,7 @@ CRITIC = dict(critic__name="model", objective__name="ppo_clip")
 TEACHER = dict(distillation__teacher="/t", objective__name="ppo_clip")
 COST = dict(constraints__costs__length__bound="at_most", constraints__costs__length__limit=6.0)
 TALK = dict(environment__name="calculator", environment__max_turns=4)
+PRICE = dict(objective__reward_kl_coef=0.1)
 LINES = dict(
   reward__name="recurrence",
   reward__per_line=True,
@@ -23,12 +24,19 @@ LINES = dict(
 
 # The estimator, and the one of rewards on the host.
 CHOSEN = {
+  "a price in the reward": (PRICE, "kl_in_reward", "std"),
+  "the same by the batch": (PRICE | dict(objective__advantage="batch"), "kl_in_reward", "batch"),
   "nothing": ({}, "std", "std"),
   "the loss's own": (dict(objective__name="dr_grpo"), "none", "none"),
   "named": (dict(objective__advantage="leave_one_out"), "leave_one_out", "leave_one_out"),
   "a critic": (CRITIC, "gae", "std"),
   "a critic, named": (CRITIC | dict(objective__advantage="gae"), "gae", "std"),
   "a critic of turns": (CRITIC | TALK, "gae", "turns"),
+  "a critic by the turn": (
+    CRITIC | TALK | dict(objective__advantage="turn_gae"),
+    "turn_gae",
+    "turns",
+  ),
   "a teacher": (TEACHER, "distillation", "std"),
   "a teacher of turns": (TEACHER | TALK, "distillation", "turns"),
   "a teacher and a cost": (TEACHER | COST, "distillation", "constraints"),
@@ -42,12 +50,30 @@ CHOSEN = {
 
 REFUSED = {
   "no critic": (dict(objective__advantage="gae"), "advantage='gae' needs critic.name="),
+  "no turns of a critic": (
+    CRITIC | dict(objective__advantage="turn_gae"),
+    "'turn_gae' needs environment.name",
+  ),
   "no teacher": (dict(objective__advantage="distillation"), "needs distillation.teacher"),
   "no cost": (dict(objective__advantage="constraints"), "needs an entry of constraints"),
   "no rewards": (dict(objective__advantage="gdpo"), "needs an entry of constraints"),
   "a teacher, of a named one": (
     TEACHER | COST | dict(objective__advantage="constraints"),
     r"/t': constraints \(length\): both give each response its advantage",
+  ),
+  "no price": (dict(objective__advantage="kl_in_reward"), "needs objective.reward_kl_coef"),
+  "a price beside a critic": (CRITIC | PRICE, r"reward_kl_coef=0\.1: both give each response its"),
+  "a price beside turns": (
+    TALK | PRICE,
+    r"environment\.name='calculator': both give each turn its",
+  ),
+  "a price of imitation": (
+    PRICE | dict(objective__name="rft"),
+    r"reward_kl_coef=0\.1 has no effect, since objective\.advantage='best' is of whole",
+  ),
+  "a price and rounds": (
+    PRICE | dict(data__query_set__extra_rounds=1),
+    r"reward_kl_coef=0\.1: data\.query_set\.extra_rounds=1 leaves out groups of equal rewards",
   ),
   "no turns": (dict(objective__advantage="turns"), "'turns' needs environment.name"),
   "two of tokens": (CRITIC | TEACHER, r"/t': critic\.name='model': both give each token"),
@@ -81,5 +107,5 @@ def test_each_has_a_part_and_a_name(name):
   assert estimator.name == name and estimator.needs | estimator.beside <= NEEDED.keys()
   assert name in of_group or name in host.PARTS or name in devices.PARTS
   assert estimator.by_token or estimator.by_response
-  assert (name in devices.PARTS) == (not estimator.by_response)
+  assert (name in devices.PARTS) == estimator.on_devices >= (not estimator.by_response)
   assert {*estimator.kinds} <= {*of_group}

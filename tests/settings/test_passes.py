@@ -21,11 +21,23 @@ CASES = {
     ["old_policy", "reference"],
     ["reference policy"],
   ),
+  "a penalty in the reward": (
+    tiny.get_config,
+    dict(objective__reward_kl_coef=0.1),
+    ["old_policy", "reference"],
+    ["reference policy"],
+  ),
   "a critic": (
     tiny_ppo.get_config,
     dict(critic__kl_coef=0.1),
     ["old_policy", "reference", "values"],
     ["reference policy"],
+  ),
+  "a critic of what was cut off": (
+    tiny_ppo.get_config,
+    dict(critic__bootstrap=True),
+    ["old_policy", "values"],
+    [],
   ),
   "a teacher": (tiny_distil.get_config, {}, ["old_policy", "teacher"], ["teacher"]),
 }

@@ -172,18 +172,20 @@ def value(values, old, returns, mask, eps=0.2):
   return aggregate(losses, "token")
 
 
-def kl_penalty(logp, ref, mask, kind, how="sequence", max_length=None):
+def kl_penalty(logp, ref, mask, kind, how="sequence", max_length=None, old=None):
   losses = []
-  for new, reference in responses(mask, logp, ref):
+  for new, reference, past in responses(mask, logp, ref, ref if old is None else old):
     d = new - reference
-    losses.append({"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[kind])
+    k3 = np.exp(-d) - 1 + d
+    weighted = np.exp(new - past) * k3  # arXiv:2512.02556
+    losses.append({"k1": d, "k2": d**2 / 2, "k3": k3, "k3_weighted": weighted}[kind])
   return aggregate(losses, how, max_length)
 
 
-def gae(reward, values, mask, discount, trace):
+def gae(reward, values, mask, discount, trace, last=None):
   advantage = np.zeros(reward.shape)
   for i in range(len(reward)):
-    next_value = next_advantage = 0.0
+    next_value, next_advantage = 0.0 if last is None else last[i], 0.0
     for t in reversed(range(reward.shape[1])):
       if mask[i, t]:
         delta = reward[i, t] + discount * next_value - values[i, t]
@@ -191,6 +193,21 @@ def gae(reward, values, mask, discount, trace):
         next_value = values[i, t]
         advantage[i, t] = next_advantage
   return advantage, np.where(mask, advantage + values, 0)
+
+
+def turn_gae(reward, values, mask, turns, discount, trace, last):
+  """A step for each turn, whose value is that before its first token."""
+  advantage, returns = np.zeros(reward.shape), np.zeros(reward.shape)
+  for i in range(len(reward)):
+    next_value, next_advantage = last[i], 0.0
+    for turn in sorted({*turns[i][mask[i]].tolist()}, reverse=True):
+      tokens = np.flatnonzero(mask[i] & (turns[i] == turn))
+      value = values[i, tokens[0]]
+      delta = reward[i, tokens].sum() + discount * next_value - value
+      next_advantage = delta + discount * trace * next_advantage
+      next_value = value
+      advantage[i, tokens], returns[i, tokens] = next_advantage, next_advantage + value
+  return advantage, returns
 
 
 def case(seed, B=8, T=12, spread="mixed", dtype=np.float32, garbage=True):

@@ -1,0 +1,136 @@
+"""Advantages by a value model: of tokens, or of turns."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from gspo_jax.objectives import aggregation, checks
+from gspo_jax.objectives.checks import Number
+
+
+def gae(
+  reward_BT: ArrayLike,
+  value_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  discount: Number = 1.0,
+  trace: Number = 0.95,
+  *,
+  last_value_B: ArrayLike | None = None,
+  response_BT: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+  """Generalized advantage estimation: advantages and returns of tokens, by a value model.
+
+  δ_t = r_t + γ V_{t+1} − V_t,  Â_t = δ_t + γλ Â_{t+1},  R_t = Â_t + V_t.
+
+  γ is `discount`, λ `trace`. Time goes from one unmasked token of a response to the next one.
+  After the last one Â is 0 and V `last_value_B`, by default 0: what a response that was cut off
+  would have come to is the value of its last state, and that of one that ended is 0
+  (arXiv:1712.00378). Masked positions are skipped, rewards there too, and get 0.
+
+  Shapes: [B,T] ×3, [B] -> [B,T] advantages, [B,T] returns.
+  Reference: arXiv:1506.02438.
+  Raises: ValueError for a `last_value_B` of packed rows, which hold several responses.
+
+  Example:
+    >>> reward_BT = jnp.array([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    >>> value_BT = jnp.full((2, 3), 0.5)
+    >>> advantage_BT, return_BT = gae(reward_BT, value_BT, jnp.ones((2, 3)), trace=0.5)
+    >>> print(advantage_BT.round(4))
+    [[ 0.125  0.25   0.5  ]
+     [-0.125 -0.25  -0.5  ]]
+  """
+  value_BT, tokens = aggregation.tokens(value_BT, "value_BT", mask_BT, response_BT)
+  mask_BT, dtype = tokens.mask_BT, value_BT.dtype
+  reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
+  value_BT = checks.constant(value_BT, "value_BT", mask_BT, dtype, ("BT",))
+  last_B1 = jnp.zeros((1, 1), dtype)
+  if last_value_B is not None:
+    if response_BT is not None:
+      raise ValueError("last_value_B is of whole rows: give each response a row of its own")
+    last_B1 = checks.constant(last_value_B, "last_value_B", mask_BT, dtype, ("B",))
+  checks.numbers(discount=discount, trace=trace)
+  for name, factor in ("discount", discount), ("trace", trace):
+    checks.require((factor >= 0) & (factor <= 1), f"{name} must be in [0, 1]")
+  skip_BT = 1 - mask_BT.astype(dtype)
+  response_BX = jnp.zeros((), int) if tokens.response_BT is None else tokens.response_BT
+  goes_on_BT = _next_is_alike(jnp.broadcast_to(response_BX, mask_BT.shape), mask_BT)
+  # Not masked at t + 1: the next unmasked token's.
+  next_value_BT = jnp.where(goes_on_BT, _shift(backward(skip_BT, value_BT)), last_B1)
+  delta_BT = jnp.where(mask_BT, reward_BT + discount * next_value_BT - value_BT, 0)
+  carry_BT = jnp.where(goes_on_BT, discount * trace, 0)
+  carry_BT = jnp.where(mask_BT, carry_BT, 1).astype(dtype)
+  advantage_BT = jnp.where(mask_BT, backward(carry_BT, delta_BT), 0)
+  return advantage_BT, jnp.where(mask_BT, advantage_BT + value_BT, 0)
+
+
+def turn_gae(
+  reward_BT: ArrayLike,
+  value_BT: ArrayLike,
+  mask_BT: ArrayLike,
+  turn_BT: ArrayLike,
+  discount: Number = 1.0,
+  trace: Number = 0.95,
+  *,
+  last_value_B: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+  """`gae` whose step is a turn: advantages and returns of turns, at each of their tokens.
+
+  δ_u = r_u + γ V_{u+1} − V_u,  Â_u = δ_u + γλ Â_{u+1},  R_u = Â_u + V_u.
+
+  V_u is the value at the first token of turn u, and r_u the sum of the rewards of its tokens. γ and
+  λ apply between turns, so that a long turn discounts nothing. All tokens of a turn have its Â_u,
+  and R_u is what their values are drawn to. `turn_BT` holds the number of each token's turn, in
+  [0, T); it differs between turns that follow each other. `last_value_B` as in `gae`.
+
+  Shapes: [B,T] ×4, [B] -> [B,T] advantages, [B,T] returns.
+  Reference: arXiv:1506.02438 with turns for steps, as the upper level of the "bi-level" GAE in the
+  code of RAGEN (arXiv:2504.20073), where one over the tokens of a turn follows, which is not here.
+
+  Example:
+    >>> reward_BT = jnp.array([[0.0, 0.0, 0.0, 1.0]])
+    >>> value_BT, turn_BT = jnp.array([[0.5, 9.0, 0.75, 9.0]]), jnp.array([[0, 0, 1, 1]])
+    >>> advantage_BT, _ = turn_gae(reward_BT, value_BT, jnp.ones((1, 4)), turn_BT, trace=0.5)
+    >>> print(advantage_BT)
+    [[0.375 0.375 0.25  0.25 ]]
+  """
+  value_BT, tokens = aggregation.tokens(value_BT, "value_BT", mask_BT, None)
+  mask_BT, dtype = tokens.mask_BT, value_BT.dtype
+  reward_BT = checks.constant(reward_BT, "reward_BT", mask_BT, dtype, ("BT",))
+  turn_BT = checks.ids(turn_BT, "turn_BT", mask_BT)
+  goes_on_BT = _next_is_alike(turn_BT, mask_BT)
+  first_BT = mask_BT & ~_reversed(_next_is_alike(*map(_reversed, (turn_BT, mask_BT))))
+  total_BT = backward((goes_on_BT | ~mask_BT).astype(dtype), reward_BT)
+  made = gae(total_BT, value_BT, first_BT, discount, trace, last_value_B=last_value_B)
+
+  def at_all_tokens(x_BT: Array) -> Array:
+    since_first_BT = _reversed((~first_BT).astype(dtype))
+    return jnp.where(mask_BT, _reversed(backward(since_first_BT, _reversed(x_BT))), 0)
+
+  advantage_BT, return_BT = made
+  return at_all_tokens(advantage_BT), at_all_tokens(return_BT)
+
+
+def backward(a_BT: Array, b_BT: Array) -> Array:
+  """x_t = b_t + a_t x_{t+1}, from the end of each row."""
+
+  def combine(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+    return earlier[0] * later[0], earlier[1] + earlier[0] * later[1]
+
+  return jax.lax.associative_scan(combine, (a_BT, b_BT), reverse=True, axis=1)[1]
+
+
+def _next_is_alike(id_BT: Array, mask_BT: Array) -> Array:
+  """bool: an unmasked token follows, and the first that does has the same id."""
+  id_BT = jnp.where(mask_BT, 1 + id_BT, 0)
+  next_id_BT = _shift(backward(1 - mask_BT.astype(id_BT.dtype), id_BT))  # 0 where there is none
+  return mask_BT & (next_id_BT == id_BT)
+
+
+def _shift(x_BT: Array) -> Array:
+  """x_{t+1}, and 0 at the end."""
+  return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))
+
+
+def _reversed(x_BT: Array) -> Array:
+  return jnp.flip(x_BT, axis=1)
