@@ -29,6 +29,10 @@ CONDITIONS = {
   "spo": {"objective.beta": 0.3, "objective.soft_value": 0.74},  # as in configs/tiny_offline.py
 }
 
+ADDED = {  # after the question was asked: no verdict rests on them
+  "gspo batch": {"objective.advantage": "batch"},
+}
+
 EXPERIMENT = Experiment(
   question="Does every objective learn from rewards, from the command line and untuned?",
   claim="each of the objectives is published as one that learns; this is a test of ours, and no "
@@ -39,8 +43,8 @@ EXPERIMENT = Experiment(
   "mean and 95 % t interval",
   falsified="the interval of some objective's gain includes 0, or lies below it",
   conditions=tuple(
-    Condition(name, {"objective.name": name.split()[0]} | changes)
-    for name, changes in CONDITIONS.items()
+    Condition(name, {"objective.name": name.split()[0]} | changes, secondary=name in ADDED)
+    for name, changes in (CONDITIONS | ADDED).items()
   ),
   seeds=(17, 18, 19),
   base="configs/tiny.py",
@@ -52,7 +56,7 @@ EXPERIMENT = Experiment(
 
 def report(results: Results) -> Report:
   gains, rows = {}, []
-  for name in CONDITIONS:
+  for name in CONDITIONS | ADDED:
     gain = gains[name] = statistics.interval(results.gains(name))
     of = [results.interval(name, column) for column in (BEFORE, LEARNED)]
     values = results.values(name, LEARNED)
@@ -62,10 +66,10 @@ def report(results: Results) -> Report:
     area = results.interval(name, AREA).text()
     rows.append([name, str(gain.count), *(x.text() for x in of), gain.text(), least, area, shown])
   head = ["", "seeds", "before", "after", "gain", "least after", "area", "clipped"]
-  outcome = OPEN
-  if all(gain.count > 1 for gain in gains.values()):
-    outcome = HOLDS if all(gain.low > 0 for gain in gains.values()) else FAILS
-  smallest = min(gains, key=lambda name: gains[name].low if gains[name].count > 1 else 1.0)
+  outcome, judged = OPEN, [gains[name] for name in CONDITIONS]
+  if all(gain.count > 1 for gain in judged):
+    outcome = HOLDS if all(gain.low > 0 for gain in judged) else FAILS
+  smallest = min(CONDITIONS, key=lambda name: gains[name].low if gains[name].count > 1 else 1.0)
   because = f"the smallest gain is that of {smallest}, {gains[smallest].text()}"
   figure, (axes,) = figures.new(6.4, 3.6)
   figures.intervals(axes, gains, "gain of held-out accuracy")

@@ -115,6 +115,16 @@ def test_e17_wants_each_objective_to_gain(gain, outcome):
   assert found.outcome == FAILS and "dapo, -0.4" in found.because
 
 
+def test_e17_does_not_wait_for_what_was_added_to_it():
+  def value(c, seed):
+    status = "failed" if c.name == "gspo batch" else "done"
+    return {"eval/start": 0.4, "eval/final": 0.7 + noise(c, seed), "status": status}
+
+  found = verdicts.report("e17", value)
+  assert found.verdict.outcome == HOLDS
+  assert not any("gspo batch" in table for table in found.tables)
+
+
 @pytest.mark.parametrize("name", ["e5", "e8", "e10", "e11", "e12", "e17"])
 def test_without_runs_nothing_is_claimed(name):
   _, module = definition.load(definition.find(name))
