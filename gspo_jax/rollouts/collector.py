@@ -133,6 +133,7 @@ class Collector:
     """
     c, usage, outcomes = self._config, Usage(), collections.Counter()
     self._version = step if version is None else version
+    renewed = self._begin_again()
     self._surplus = {id(group) for group in self._under_way if group.finished}
     self._filter.readmit(step)
     self._limit, row = schedules.begin(c, self._prompts, step)
@@ -154,9 +155,29 @@ class Collector:
     advantage_PG, advantage_BL, of_advantages = advantages.make(judged)
     if sampled:
       row |= metrics.rollout_metrics(sampled, outcomes) | usage.metrics()
-    row |= self._metrics(on_record, sampled, chosen, rounds) | of_advantages
+    row |= self._metrics(on_record, sampled, chosen, rounds) | renewed | of_advantages
     version = self._version
     return Collected(groups, rollout, step, version, advantage_PG, advantage_BL, usage, row)
+
+  def _begin_again(self) -> dict[str, float]:
+    """Puts a new response in the place of each that was put aside, finished or not, and has a token
+    of weights more than `rl.max_age` versions old. Returns their number, as a metric."""
+    if not self._config.rl.max_age:
+      return {}
+    oldest, longest, number = (
+      self._version - self._config.rl.max_age,
+      self._workload.prompt_length,
+      0,
+    )
+    for group in self._under_way:
+      for g, old in enumerate(group.trajectories):
+        if old.oldest is not None and old.oldest < oldest:
+          ((new,),) = new_groups(
+            [group.prompt], 1, old.seed, longest, self._environment, self._render
+          )
+          new.sample, group.trajectories[g] = old.sample, new
+          number += 1
+    return {"partial/begun_again": float(number)}
 
   def _on_record(self) -> list[Group]:
     """The next groups that come from files."""

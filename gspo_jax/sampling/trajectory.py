@@ -123,6 +123,11 @@ class Trajectory:
     return int((self.turns >= 0).sum())
 
   @property
+  def oldest(self) -> int | None:
+    """Version of the oldest weights that have sampled a token of it; None: it has none."""
+    return min(self.version[self.turns >= 0].tolist(), default=None)
+
+  @property
   def turn_tokens(self) -> list[int]:
     """Tokens of the turn under way."""
     return self.tokens[self._begun :].tolist()

@@ -116,6 +116,7 @@ DEFAULTS = (
     "has no effect with job='offline' and offline.fresh=0, which samples nothing",
   ),
   Default("rl.extra_prompts rl.token_budget data.query_set.extra_rounds", "job=offline"),
+  Default("rl.max_age", "rl.partial=False", "has no effect, since nothing is carried over"),
   Default("schedule", "job=sft,offline,eval", "has no effect with {when}, only with job=rl"),
   Default("checkpoint.best_is", "checkpoint.best="),
   Default("schedule.group_solved", "schedule.group_size_min=0"),
@@ -156,12 +157,12 @@ DEFAULTS = (
     "objective.name=rft",
     "has no effect: it masks responses with Â < 0, of which {when} learns nothing",
   ),
-  Default("objective.adaptive_clip", "objective.adaptive_clip.target=0.0"),
   Default(
     "objective.kl_groups",
     "objective.kl_coef=None,0.0",
     "has no effect without objective.kl_coef",
   ),
+  Default("objective.adaptive_clip", "objective.adaptive_clip.target=0.0"),
   Default(
     "objective.load_balance_coef objective.replay",
     "model.num_experts=0",
@@ -244,7 +245,6 @@ RELATIONS: dict[str, Callable[["RunConfig"], Any]] = {
   "unset": lambda c: (
     not c.objective.kl_coef and c.objective.kl not in (None, c.objective.loss.options.get("kl"))
   ),
-  "{sampling.top_k}: {engine.name} keeps no record of the tokens that each one was drawn from; set "
   "{objective.kl}: {it}; set it to k2": lambda c: (
     c.objective.kl_coef and c.objective.kl == "k3_weighted" and _no_ratio(c)
   ),
@@ -252,6 +252,7 @@ RELATIONS: dict[str, Callable[["RunConfig"], Any]] = {
   "come; set it to 0, and objective.kl_coef for a penalty": lambda c: (
     c.job == "offline" and c.objective.reward_kl_coef
   ),
+  "{sampling.top_k}: {engine.name} keeps no record of the tokens that each one was drawn from; set "
   "top_k=0, top_p=1 and min_p=0": lambda c: (
     c.has_iterations and not c.sampling.whole and c.engine.name != "local"
   ),

@@ -42,6 +42,12 @@ def _steps(c: "RunConfig") -> int:
   return c.rl.iterations if c.has_iterations else c.sft.steps
 
 
+def _iterations(c: "RunConfig") -> int:
+  """Those over which the longest response is sampled, at its share of the budget; 0: no budget."""
+  budget = c.rl.token_budget
+  return math.ceil(c.rl.rows * c.sampling.max_new_tokens / budget) if budget else 0
+
+
 def _twice(c: "RunConfig") -> str:
   """Benchmarks that are the same but for their names."""
   seen: dict[Any, str] = {}
@@ -154,6 +160,10 @@ DOUBTED: Table = {
     >= (c.rl.rows + c.rl.extra_prompts * c.rl.group_size) * c.sampling.max_new_tokens
     and c.rl.rows
   ),
+  "{rl.max_age}, {rl.token_budget}: a response of {sampling.max_new_tokens} takes {it} iterations, "
+  "and is begun again before it is finished": lambda c: (
+    c.rl.max_age and _iterations(c) > c.rl.max_age + 1 and _iterations(c)
+  ),
   "{rl.extra_prompts} is more than {rl.prompts}: more is carried over than is "
   "trained on": lambda c: c.samples and c.rl.extra_prompts > c.rl.prompts,
   "{model.experts_per_token} is {model.num_experts}: every token goes to all experts": lambda c: (
@@ -252,6 +262,9 @@ DOUBTED_RL: Table = {
   "{objective.kl_coef}: the penalty is worth more than a right answer": lambda c: (
     (c.objective.kl_coef or 0) > 1
   ),
+  "{objective.reward_kl_coef} with advantages that are standardised by group: where rewards are "
+  "equal the divergence alone counts as much as a right answer; set objective.advantage to batch "
+  "or none": lambda c: c.objective.reward_kl_coef and c.objective.advantage_kind == "std",
   "{objective.entropy_coef}: randomness is worth more than a right answer": lambda c: (
     (c.objective.entropy_coef or 0) >= 1
   ),
@@ -262,9 +275,6 @@ DOUBTED_RL: Table = {
   "segment": lambda c: (c.objective.segment_tokens or 0) >= c.sampling.max_new_tokens,
   "{objective.segment_unit}, {environment.name}: a response is one turn, and "
   "one segment": lambda c: (
-  "{objective.reward_kl_coef} with advantages that are standardised by group: where rewards are "
-  "equal the divergence alone counts as much as a right answer; set objective.advantage to batch "
-  "or none": lambda c: c.objective.reward_kl_coef and c.objective.advantage_kind == "std",
     c.objective.name == "segment"
     and c.objective.segment_unit in (None, "turn")
     and not c.environment.name

@@ -116,6 +116,11 @@ class RLConfig:
   token_budget: Annotated[int, Range(0, INT32)] = key(
     0, "sampled per iteration, the rest is carried over; 0: none, all go to the end"
   )
+  max_age: NonNegativeInt = key(
+    0,
+    "versions that weights may be ahead of those of a token carried over, or it is begun again; "
+    "0: any",
+  )
   mask_truncated: bool = key(False, "True: responses that were cut off teach nothing (DAPO, §3.4)")
   minibatches: PositiveInt = key(4, "updates per rollout batch and epoch: §5.1")
   epochs: PositiveInt = key(1, "passes over the mini-batches, in the same order")

@@ -134,6 +134,7 @@ def test_ranges_that_move_only_after_updates_that_were_made():
   assert adaptive_clip.adapted(state(factor=None), {}, config, "stop").clip_factor is None
 
 
+OFFLINE = dict(job="offline", offline__data="x", objective__old_logp="recompute")
 RFT = dict(objective__name="rft", objective__adaptive_clip__target=0.0)
 
 
@@ -146,6 +147,23 @@ RFT = dict(objective__name="rft", objective__adaptive_clip__target=0.0)
     (dict(objective__clip_length=8.0), "clip_length=8.0 has no effect without"),
     (dict(objective__name="grpo", objective__clip_length=8.0), "grpo has no such option"),
     (dict(objective__kl="k1"), "objective.kl='k1' has no effect without objective.kl_coef"),
+    (dict(rl__max_age=2), r"rl\.max_age=2 has no effect, since nothing is carried over"),
+    (
+      dict(objective__kl_groups="mixed"),
+      "kl_groups='mixed' has no effect without objective.kl_coef",
+    ),
+    (
+      RFT | dict(objective__name="spo", objective__kl_coef=0.1, objective__kl="k3_weighted"),
+      "kl='k3_weighted': the ratio of objective.name='spo' is to the reference; set it to k2",
+    ),
+    (
+      RFT | OFFLINE | dict(objective__kl_coef=0.1, objective__kl="k3_weighted"),
+      "kl='k3_weighted': job='offline' does not know what has sampled; set it to k2",
+    ),
+    (
+      RFT | OFFLINE | dict(objective__advantage="std", objective__reward_kl_coef=0.1),
+      r"job='offline': objective\.reward_kl_coef=0\.1: recorded responses",
+    ),
     (
       dict(model__num_experts=0, model__experts_per_token=0, objective__load_balance_coef=0.1),
       "load_balance_coef=0.1 has no effect",

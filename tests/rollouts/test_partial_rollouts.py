@@ -121,3 +121,29 @@ def test_truncated_responses_count_in_their_groups_and_are_not_trained_on():
   np.testing.assert_array_equal(out[0].advantage_PG, expected)
   assert out[0].metrics["masked_responses"] == cut_PG.sum()
   assert out[0].metrics["reward/mean"] == free[0].metrics["reward/mean"]
+
+
+@pytest.mark.parametrize("kind", [None, Counting], ids=["single", "turns"])
+def test_what_is_too_old_is_begun_again(kind):
+  """Responses that were put aside, finished ones too, of a group whose others stay."""
+  _, made = iterate(2, environment=kind, extra_prompts=6, max_age=2)
+  aside = [one for group in made[0]._under_way for one in group.trajectories if one.length]
+  old, kept = aside[::2], aside[1::2]
+  assert old and kept
+  for one in old:
+    one.columns["version"] = np.where(one.turns >= 0, 0, -1).astype(np.int32)
+  for one in kept:
+    one.columns["version"] = np.where(one.turns >= 0, 1, -1).astype(np.int32)
+  ids = [[(one.sample, one.seed) for one in group.trajectories] for group in made[0]._under_way]
+  groups = list(made[0]._under_way)
+  (out,), _ = iterate(1, made=made, first=3)
+  assert out.metrics["partial/begun_again"] == len(old)
+  assert [[(one.sample, one.seed) for one in g.trajectories] for g in groups] == ids
+  now = [one for group in groups for one in group.trajectories]
+  assert all(any(one is x for x in now) for one in kept) and out.metrics["partial/oldest"] <= 2
+  assert all(one.oldest in (None, 1, 3) for one in now) and any(one.oldest == 3 for one in now)
+
+
+def test_beginning_again_survives_a_checkpoint():
+  found = goes_on(2, 4, extra_prompts=6, max_age=1)
+  assert all("partial/begun_again" in one.metrics for one in found)

@@ -44,6 +44,7 @@ REFUSED = [
     objective__correction__high=0.9,
   ),
   dict(objective__adaptive_clip__target=0.1, objective__adaptive_clip__span=1.0),
+  dict(objective__kl="k1", objective__kl_coef=0.1),
   dict(objective__name="ppo_clip", critic__name="head", critic__discount=0.0),
   dict(
     weights="/a",
@@ -92,6 +93,8 @@ DOUBTED = [
   dict(objective__name="grpo", objective__clip_low=3e-4, objective__clip_high=4e-4),
   dict(objective__dual_clip=1.001),
   dict(objective__kl_coef=2.0),
+  dict(objective__reward_kl_coef=0.1),
+  dict(rl__max_age=1, rl__token_budget=1000),
   dict(objective__entropy_coef=1.0),
   dict(objective__load_balance_coef=1.0),
   dict(objective__adaptive_clip__target=0.6),
