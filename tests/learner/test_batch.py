@@ -115,6 +115,27 @@ def placing(name, **distillation):
   return dataclasses.replace(config, distillation=DistillationConfig(**distillation))
 
 
+def test_what_a_key_asks_for_is_in_the_batch_and_else_nothing():
+  """Which groups are mixed, by what has a verdict; what was cut off; the turn of each token."""
+  given, judged = rollout(), JUDGED | dict(reward_PG=np.array([[1.0, 0.0]]))
+  sizes = dict(rl__prompts=1, rl__group_size=2, rl__minibatches=1)
+  ppo = dict(objective__name="ppo_clip", critic__name="head", environment__name="calculator")
+  for known, mixed in ((True, True), True), ((True, False), False):
+    config = config_of(common.base, objective__kl_groups="mixed", objective__kl_coef=0.1, **sizes)
+    (made,) = place(config, ONE, given, known_B=np.array(known), **judged)
+    assert made.mixed_B.tolist() == [mixed, mixed]
+    assert made.cut_off_B is made.turn_BT is made.reward_BT is None
+  keys = dict(critic__bootstrap=True, objective__advantage="turn_gae")
+  config = config_of(common.base, **ppo, **sizes, **keys)
+  (made,) = place(config, ONE, given, known_B=np.ones(2, bool), **judged)
+  assert made.cut_off_B.tolist() == (~given.stopped).tolist() == [False, True]
+  np.testing.assert_array_equal(made.turn_BT, given.turns)
+  assert made.mixed_B is None and made.reward_BT.sum() == 1
+  config = config_of(common.base, objective__reward_kl_coef=0.1, **sizes)
+  (made,) = place(config, ONE, given, known_B=np.ones(2, bool), **judged)
+  assert made.reward_BT.sum() == 1 and made.cut_off_B is made.turn_BT is None
+
+
 @pytest.mark.parametrize("known", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", O.POLICY_LOSSES)
 def test_responses_without_a_verdict_are_masked_for_every_loss(name, known):
