@@ -286,6 +286,7 @@ def selection_weights(
 def alike(reward_PG: ArrayLike, valid_PG: ArrayLike, size_PG: Array | None = None) -> Array:
   """bool [P, 1]: the valid rewards of a group are equal but for rounding, or there are none. Sums
   have the size of what was added up."""
+  reward_PG = jnp.asarray(reward_PG)
   largest_P1 = jnp.where(valid_PG, reward_PG, -jnp.inf).max(axis=1, keepdims=True)
   smallest_P1 = jnp.where(valid_PG, reward_PG, jnp.inf).min(axis=1, keepdims=True)
   size_PG = abs(reward_PG) if size_PG is None else size_PG
