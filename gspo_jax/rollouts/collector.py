@@ -164,17 +164,12 @@ class Collector:
     of weights more than `rl.max_age` versions old. Returns their number, as a metric."""
     if not self._config.rl.max_age:
       return {}
-    oldest, longest, number = (
-      self._version - self._config.rl.max_age,
-      self._workload.prompt_length,
-      0,
-    )
+    oldest, number = self._version - self._config.rl.max_age, 0
+    longest, make = self._workload.prompt_length, self._environment
     for group in self._under_way:
       for g, old in enumerate(group.trajectories):
         if old.oldest is not None and old.oldest < oldest:
-          ((new,),) = new_groups(
-            [group.prompt], 1, old.seed, longest, self._environment, self._render
-          )
+          ((new,),) = new_groups([group.prompt], 1, old.seed, longest, make, self._render)
           new.sample, group.trajectories[g] = old.sample, new
           number += 1
     return {"partial/begun_again": float(number)}
