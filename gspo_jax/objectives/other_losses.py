@@ -266,7 +266,7 @@ def opmd_loss(
   old_logp_BT: ArrayLike,
   advantage_B: ArrayLike,
   mask_BT: ArrayLike,
-  beta: Number = 0.1,
+  beta: Number = 1.0,
   **options: Unpack[Options],
 ) -> Sums:
   """OPMD, online policy mirror descent: REINFORCE less a squared log-ratio to what sampled.
@@ -283,7 +283,7 @@ def opmd_loss(
   be [B,T], constant over each response.
   Reference: arXiv:2501.12599 (Kimi k1.5), Eq. 3, with β for τ, where Â is r − mean r;
   arXiv:2405.19107 (DRO), Eq. 8, is the same with a reference that stays and a learned value. The
-  default of β is ours, for rewards between 0 and 1.
+  default of β is DRO's, for rewards of variance 1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -291,7 +291,7 @@ def opmd_loss(
     >>> advantage_B, mask_BT = jnp.array([0.5, -0.5]), jnp.ones((2, 3))
     >>> loss, metrics = opmd_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
     >>> print(f"{loss:.4f}, ratios up to {metrics['ratio/max']:.2f}")
-    -0.1679, ratios up to 1.25
+    -0.1197, ratios up to 1.25
   """
   checks.numbers(beta=beta)
   checks.require(beta > 0, "beta must be positive")

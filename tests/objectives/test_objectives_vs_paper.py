@@ -83,7 +83,7 @@ LOSSES = {
     False,
   ),
   "opmd": (O.opmd_loss, {}, paper.opmd, {}, False),
-  "opmd_near": (O.opmd_loss, dict(beta=2.0), paper.opmd, dict(tau=2.0), False),
+  "opmd_far": (O.opmd_loss, dict(beta=0.1), paper.opmd, dict(tau=0.1), False),
   "spo": (O.soft_loss, dict(beta=0.3), soft, {}, False),
   "rft": (O.rft_loss, {}, paper.rft, {}, True),
   "rft_row": (O.rft_loss, {}, paper.rft, {}, False),

@@ -167,7 +167,7 @@ def vespo(logp, old, advantage, mask, good=(2, 3), bad=(3, 2)):
   return aggregate(losses, "token")
 
 
-def opmd(logp, old, advantage, mask, tau=0.1):
+def opmd(logp, old, advantage, mask, tau=1.0):
   """arXiv:2501.12599, Eq. 3, of which it gives the gradient."""
   objectives = []
   for new, past, a in responses(mask, logp, old, advantage):
