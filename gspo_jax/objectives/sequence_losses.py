@@ -90,7 +90,7 @@ def luspo_loss(
     >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
     >>> loss, metrics = luspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
     >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
-    -0.0067, 1.00 clipped
+    -0.0068, 1.00 clipped
   """
   batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
   loss_BU, length_BU, metrics, clipped_BT = _response_loss(batch, clip_low, clip_high, dual_clip)
@@ -222,7 +222,8 @@ def _response_loss(
     ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
   )
   clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
-  loss_BU = -weight_BU * advantage_BU * ratio_BU
+  gain_BU = ratios.finite(weight_BU * advantage_BU)  # with room for a length
+  loss_BU = -gain_BU * ratio_BU
   metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
   return loss_BU, length_BU, metrics, terms.either(clipped_BX, tokens)
 
