@@ -10,6 +10,7 @@ CONDITIONS = {
   "gspo": {},
   "gspo_token": {},
   "segment": {"objective.segment_unit": "tokens", "objective.segment_tokens": 5},  # half a response
+  "luspo": {"objective.clip_low": 0.03, "objective.clip_high": 0.04},  # gspo's in configs/tiny.py
   "grpo": {},
   "dapo": {},
   "dr_grpo": {},
@@ -17,6 +18,8 @@ CONDITIONS = {
   "gmpo": {},
   "sapo": {},
   "dppo": {},
+  "vespo": {},
+  "opmd": {},
   "ppo_clip": {},
   "ppo_clip with a critic": {
     "objective.aggregate": "token",

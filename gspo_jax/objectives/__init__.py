@@ -39,14 +39,13 @@ from gspo_jax.objectives.length_penalty import token_cost as token_cost
 from gspo_jax.objectives.losses import dapo_loss as dapo_loss
 from gspo_jax.objectives.losses import dr_grpo_loss as dr_grpo_loss
 from gspo_jax.objectives.losses import grpo_loss as grpo_loss
-from gspo_jax.objectives.losses import gspo_loss as gspo_loss
-from gspo_jax.objectives.losses import gspo_token_loss as gspo_token_loss
 from gspo_jax.objectives.losses import ppo_loss as ppo_loss
-from gspo_jax.objectives.losses import segment_loss as segment_loss
 from gspo_jax.objectives.other_losses import cispo_loss as cispo_loss
 from gspo_jax.objectives.other_losses import dppo_loss as dppo_loss
 from gspo_jax.objectives.other_losses import gmpo_loss as gmpo_loss
+from gspo_jax.objectives.other_losses import opmd_loss as opmd_loss
 from gspo_jax.objectives.other_losses import sapo_loss as sapo_loss
+from gspo_jax.objectives.other_losses import vespo_loss as vespo_loss
 from gspo_jax.objectives.ratios import gspo_token_ratio as gspo_token_ratio
 from gspo_jax.objectives.ratios import segment_ratio as segment_ratio
 from gspo_jax.objectives.ratios import sequence_ratio as sequence_ratio
@@ -66,12 +65,17 @@ from gspo_jax.objectives.reductions import compute as compute
 from gspo_jax.objectives.reductions import merge as merge
 from gspo_jax.objectives.reductions import psum as psum
 from gspo_jax.objectives.reductions import reduced as reduced
+from gspo_jax.objectives.sequence_losses import gspo_loss as gspo_loss
+from gspo_jax.objectives.sequence_losses import gspo_token_loss as gspo_token_loss
+from gspo_jax.objectives.sequence_losses import luspo_loss as luspo_loss
+from gspo_jax.objectives.sequence_losses import segment_loss as segment_loss
 
 # The name of each policy loss in a configuration. Each declares its options (terms.policy_loss).
 POLICY_LOSSES = dict(
   gspo=gspo_loss,
   gspo_token=gspo_token_loss,
   segment=segment_loss,
+  luspo=luspo_loss,
   grpo=grpo_loss,
   ppo_clip=ppo_loss,  # its advantages are relative to a group where there is no critic
   dapo=dapo_loss,
@@ -80,6 +84,8 @@ POLICY_LOSSES = dict(
   gmpo=gmpo_loss,
   sapo=sapo_loss,
   dppo=dppo_loss,
+  vespo=vespo_loss,
+  opmd=opmd_loss,
   spo=soft_loss,
   rft=rft_loss,
 )

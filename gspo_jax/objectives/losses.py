@@ -1,7 +1,7 @@
-"""The clipped policy losses: GSPO, GSPO-token, segments, GRPO, DAPO, Dr. GRPO and PPO.
+"""The clipped policy losses with a ratio for each token: GRPO, DAPO, Dr. GRPO and PPO.
 
-Each is the negated objective, to be minimised, and returns (loss, metrics). It declares its options
-and what it clips, and gives its sums undivided (`terms.policy_loss`). In all of them:
+Each loss is the negated objective, to be minimised, and returns (loss, metrics). It declares its
+options and what it clips, and gives its sums undivided (`terms.policy_loss`). In all of them:
 
 - logp_BT is differentiated; old log-probabilities, advantages and weights are constants.
 - Masked positions may hold anything. A response without unmasked tokens does not count.
@@ -12,172 +12,12 @@ and what it clips, and gives its sums undivided (`terms.policy_loss`). In all of
 
 from typing import Literal, Unpack
 
-import jax
-import jax.numpy as jnp
-from jax import Array
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspo_jax.objectives import checks, ratios, terms
-from gspo_jax.objectives.aggregation import aggregate_tokens, at_tokens
+from gspo_jax.objectives import ratios, terms
 from gspo_jax.objectives.checks import Number
-from gspo_jax.objectives.clip_ranges import length_factor
-from gspo_jax.objectives.reductions import Mean, Metrics
-from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Batch, Options, Sums, policy_loss
-
-
-@policy_loss(levels=BY_RESPONSE)
-def gspo_loss(
-  logp_BT: ArrayLike,
-  old_logp_BT: ArrayLike,
-  advantage_B: ArrayLike,
-  mask_BT: ArrayLike,
-  clip_low: Number = 3e-4,
-  clip_high: Number = 4e-4,
-  *,
-  clip_length: Number | None = None,
-  clip_exponent: Number = 0.0,
-  length_exponent: Number = 1.0,
-  dual_clip: Number | None = None,
-  **options: Unpack[Options],
-) -> Sums:
-  """GSPO: one ratio for each response, by which the whole of it is weighted and clipped.
-
-  J = 1/G Σ_i min( s_i Â_i, clip(s_i, 1 − clip_low, 1 + clip_high) Â_i ),
-  s_i = exp( 1/|y_i| Σ_t log π_θ(y_it)/π_old(y_it) ).
-
-  Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
-  constant over each response.
-  Reference: arXiv:2507.18071, Eq. 5 and 7, ranges from §5.1.
-  Differs: a `length_exponent` α other than 1 divides the sum by |y_i|^α (0: raw likelihood ratio).
-  A `clip_exponent` γ other than 0 multiplies the ranges by (clip_length/|y_i|)^γ (`length_factor`).
-
-  Example:
-    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
-    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
-    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
-    >>> loss, metrics = gspo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
-    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
-    -0.0003, 1.00 clipped
-  """
-  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
-  tokens = batch.tokens
-  log_ratio_BU, length_BU = ratios.unit_log_ratio(
-    batch.log_ratio_BT, tokens.mask_BT, tokens.response_BT, length_exponent
-  )
-  advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
-  ratio_BU = ratios.bounded_exp(log_ratio_BU)
-  factor_BU = length_factor(length_BU, clip_length, clip_exponent)
-  ratio_BU, clipped_BU = terms.clip(
-    ratio_BU, log_ratio_BU, advantage_BU, clip_low, clip_high, dual_clip, factor_BU
-  )
-  clipped_BX = jax.tree.map(lambda flag_BU: at_tokens(flag_BU, tokens.response_BT), clipped_BU)
-  total = terms.mean_of_responses(batch, -weight_BU * advantage_BU * ratio_BU)
-  metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
-  return total, metrics, terms.either(clipped_BX, tokens)
-
-
-@policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
-def gspo_token_loss(
-  logp_BT: ArrayLike,
-  old_logp_BT: ArrayLike,
-  advantage_BT: ArrayLike,
-  mask_BT: ArrayLike,
-  clip_low: Number = 3e-4,
-  clip_high: Number = 4e-4,
-  *,
-  clip_length: Number | None = None,
-  clip_exponent: Number = 0.0,
-  length_exponent: Number = 1.0,
-  dual_clip: Number | None = None,
-  **options: Unpack[Options],
-) -> Sums:
-  """GSPO-token: GSPO's ratio with advantages that may differ between the tokens of a response.
-
-  J = 1/G Σ_i 1/|y_i| Σ_t min( s_it Â_it, clip(s_it, 1 − clip_low, 1 + clip_high) Â_it ),
-  s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)].
-
-  The value of s_it is that of s_i, its gradient goes through token t alone. With an advantage that
-  is constant over a response, value, clipping and gradient are those of `gspo_loss` (Eq. 17).
-
-  Shapes: [B,T] ×2, [B,T] or [B], [B,T] -> scalar.
-  Reference: arXiv:2507.18071, Eq. 13 and 14.
-  Differs: `length_exponent` and `clip_exponent` as in `gspo_loss`.
-
-  Example:
-    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
-    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
-    >>> advantage_BT, mask_BT = jnp.array([[1.0, 0.0, 2.0], [-1.0, 0.0, 0.0]]), jnp.ones((2, 3))
-    >>> loss, metrics = gspo_token_loss(logp_BT, old_logp_BT, advantage_BT, mask_BT)
-    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
-    -0.3336, 0.50 clipped
-  """
-  batch = terms.batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, **options)
-  segment_BT = batch.tokens.response_BT
-  loss_BT, _, metrics, clipped_BT = _segment_loss(
-    batch, segment_BT, clip_low, clip_high, dual_clip, clip_length, clip_exponent, length_exponent
-  )
-  return aggregate_tokens(loss_BT, batch.tokens, "sequence"), metrics, clipped_BT
-
-
-@policy_loss(levels=(*BY_RESPONSE, "token"), by_token=True)
-def segment_loss(
-  logp_BT: ArrayLike,
-  old_logp_BT: ArrayLike,
-  advantage: ArrayLike,
-  mask_BT: ArrayLike,
-  segment_BT: ArrayLike,
-  clip_low: Number = 3e-4,
-  clip_high: Number = 4e-4,
-  aggregate: Literal["sequence", "segment", "token", "constant"] = "sequence",
-  *,
-  max_length: Number | None = None,
-  clip_length: Number | None = None,
-  clip_exponent: Number = 0.0,
-  length_exponent: Number = 1.0,
-  dual_clip: Number | None = None,
-  **options: Unpack[Options],
-) -> Sums:
-  """A ratio for each segment of a response: a turn, a line, a thought with its action.
-
-  J = 1/G Σ_i 1/K_i Σ_k 1/|z_ik| Σ_{t∈z_ik} min( s_it Â_it, clip(s_it) Â_it ),
-  s_it = sg[s_ik] · π_θ(y_it) / sg[π_θ(y_it)],  s_ik = exp( 1/|z_ik| Σ_{t∈z_ik} log w_it ).
-
-  `segment_BT` holds integer ids in [0, T) that differ between the K_i segments z_ik of a response,
-  and between the responses of a packed row. One segment per response is GSPO, one per token GRPO,
-  one per turn or think-action step the sub-sequence variant GSsPO: where the advantage is constant
-  over a segment, value and gradient are those of 1/K_i Σ_k min( s_ik Â_ik, clip(s_ik) Â_ik ).
-
-  `aggregate`: "sequence" is the above, "segment" the mean over all segments; "token" and "constant"
-  as in `grpo_loss`.
-
-  Shapes: [B,T] ×2, [B] or [B,T], [B,T] ×2 -> scalar.
-  Reference: arXiv:2602.01202, from secondary descriptions of it.
-  Differs: per-token advantages enter as in GSPO-token; `length_exponent` and `clip_exponent`, with
-  the segment's length, as in `gspo_loss`.
-
-  Example:
-    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
-    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
-    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
-    >>> turn_BT = jnp.array([[0, 0, 1], [0, 1, 1]])
-    >>> loss, metrics = segment_loss(logp_BT, old_logp_BT, advantage_B, mask_BT, turn_BT)
-    >>> print(f"{loss:.4f}, {metrics['clip_fraction/token']:.2f} clipped")
-    -0.0002, 0.50 clipped
-  """
-  batch = terms.batch(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-  segment_BT = checks.ids(segment_BT, "segment_BT", batch.tokens.mask_BT)
-  loss_BT, length_BX, metrics, clipped_BT = _segment_loss(
-    batch, segment_BT, clip_low, clip_high, dual_clip, clip_length, clip_exponent, length_exponent
-  )
-  if aggregate not in ("sequence", "segment"):
-    return aggregate_tokens(loss_BT, batch.tokens, aggregate, max_length), metrics, clipped_BT
-  segments_BU = jnp.round(batch.tokens.sums(1 / length_BX))  # each token's share of its segment
-  loss_BU = batch.tokens.sums(loss_BT / length_BX)
-  if aggregate == "segment":
-    return Mean(loss_BU.sum(), segments_BU.sum()), metrics, clipped_BT
-  loss_BU /= jnp.maximum(segments_BU, 1)
-  return Mean(loss_BU.sum(), batch.tokens.responses()), metrics, clipped_BT
+from gspo_jax.objectives.terms import BY_TOKEN, Batch, Options, Sums, policy_loss
 
 
 @policy_loss(levels=BY_TOKEN)
@@ -337,34 +177,3 @@ def _token_loss(
   )
   objective_BT = batch.advantage_BX * ratio_BT
   return terms.token_sums(batch, objective_BT, clipped_BT, aggregate, max_length)
-
-
-def _segment_loss(
-  batch: Batch,
-  segment_BT: Array | None,
-  clip_low: Number,
-  clip_high: Number,
-  dual_clip: Number | None,
-  clip_length: Number | None,
-  clip_exponent: Number,
-  length_exponent: Number,
-) -> tuple[Array, Array, Metrics, Array]:
-  """The clipped loss of each token with its segment's ratio, the segment's length, metrics, what is
-  clipped."""
-  log_ratio_BU, length_BU = ratios.unit_log_ratio(
-    batch.log_ratio_BT, batch.tokens.mask_BT, segment_BT, length_exponent
-  )
-  log_ratio_BX = at_tokens(log_ratio_BU, segment_BT)
-  length_BX = jnp.maximum(at_tokens(length_BU, segment_BT), 1)
-  ratio_BT, clipped_BX = terms.clip(
-    ratios.detached_ratio(log_ratio_BX, ratios.scale(length_BX, length_exponent), batch.logp_BT),
-    log_ratio_BX,
-    batch.advantage_BX,
-    clip_low,
-    clip_high,
-    dual_clip,
-    length_factor(length_BX, clip_length, clip_exponent),
-  )
-  metrics = terms.update_metrics(batch, log_ratio_BU, length_BU > 0, clipped_BX)
-  loss_BT = terms.token_loss(batch, batch.advantage_BX * ratio_BT)
-  return loss_BT, length_BX, metrics, terms.either(clipped_BX, batch.tokens)

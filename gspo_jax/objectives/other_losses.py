@@ -12,8 +12,9 @@ from jax.nn import sigmoid
 from jax.typing import ArrayLike
 
 from gspo_jax.objectives import checks, ratios, terms
-from gspo_jax.objectives.aggregation import aggregate_tokens
+from gspo_jax.objectives.aggregation import aggregate_tokens, at_tokens
 from gspo_jax.objectives.checks import Number
+from gspo_jax.objectives.reductions import Mean
 from gspo_jax.objectives.terms import BY_RESPONSE, BY_TOKEN, Clipped, Options, Sums, policy_loss
 
 
@@ -78,7 +79,7 @@ def gmpo_loss(
   gradient, not the response's. The ranges are of the log-ratio.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2507.20673, where the range is (e^−0.4, e^0.4).
+  Reference: arXiv:2507.20673v3, Eq. 4 in log space (Algorithm 1), range (e^−0.4, e^0.4) from §3.
   Differs: of advantages per token, the sign is the token's and the size the response's mean.
 
   Example:
@@ -125,7 +126,7 @@ def sapo_loss(
   The value has no meaning of its own: f(1) = 2/τ.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2511.20347.
+  Reference: arXiv:2511.20347, Eq. 5 and 6.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -199,6 +200,110 @@ def dppo_loss(
   ratio_BT = ratios.bounded_exp(batch.log_ratio_BT)
   kept_BT = jnp.where(clipped_BT.high | clipped_BT.low, 0, ratio_BT)
   return terms.token_sums(batch, batch.advantage_BX * kept_BT, clipped_BT, aggregate, max_length)
+
+
+@policy_loss(levels=BY_RESPONSE, advantage="none")
+def vespo_loss(
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage_B: ArrayLike,
+  mask_BT: ArrayLike,
+  k_pos: Number = 2.0,
+  lambda_pos: Number = 3.0,
+  k_neg: Number = 3.0,
+  lambda_neg: Number = 2.0,
+  **options: Unpack[Options],
+) -> Sums:
+  """VESPO: REINFORCE, each response weighted by a smooth function of its likelihood ratio.
+
+  J = 1/Σ_i|y_i| Σ_i Σ_t sg[ φ(W_i) ] Â_i log π_θ(y_it),
+  φ(W) = W^k exp( λ (1 − W) ),  W_i = exp( Σ_t log π_θ(y_it)/π_old(y_it) ),
+  k = k_pos for Â ≥ 0 and k_neg otherwise,  λ = lambda_pos for Â ≥ 0 and lambda_neg otherwise.
+
+  W is the whole product, without a root. φ(1) = 1; k says how fast φ falls where W is below 1, λ
+  how fast where it is above. log φ = k log W − λ (W − 1), so φ is 0, and finite, however large or
+  small W is. Nothing counts as clipped.
+
+  Shapes: [B,T] ×2, [B], [B,T] -> scalar. In packed rows (`response_BT`) the advantage may be [B,T],
+  constant over each response.
+  Reference: arXiv:2602.10693v3, Eq. 20, with k and λ (there c_1 and c_2) of §4.1. There π_old is
+  the policy that sampled.
+  Differs: Eq. 20 has the sum over a response's tokens; their mean over a batch is that of the
+  authors' code.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([1.0, -1.0]), jnp.ones((2, 3))
+    >>> loss, metrics = vespo_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, mean weight {metrics['vespo/weight']:.2f}")
+    0.0088, mean weight 0.66
+  """
+  named = dict(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+  checks.numbers(**named)
+  for name, value in named.items():
+    checks.require(value > 0, f"{name} must be positive")
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
+  tokens, dtype = batch.tokens, batch.logp_BT.dtype
+  good_BU = tokens.common(batch.advantage_BX) >= 0
+  k_BU = jnp.where(good_BU, k_pos, k_neg).astype(dtype)
+  lambda_BU = jnp.where(good_BU, lambda_pos, lambda_neg).astype(dtype)
+  log_ratio_BU = stop_gradient(tokens.sums(batch.log_ratio_BT))
+  log_phi_BU = k_BU * log_ratio_BU - lambda_BU * ratios.bounded_expm1(log_ratio_BU)
+  phi_BU = ratios.bounded_exp(log_phi_BU)
+  phi_BX = at_tokens(phi_BU, tokens.response_BT)
+  objective_BT = ratios.finite(phi_BX * batch.advantage_BX) * ratios.difference(batch.logp_BT, 0)
+  total = aggregate_tokens(terms.token_loss(batch, objective_BT), tokens, "token")
+  live_BU = tokens.length_BU > 0
+  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, live_BU)
+  metrics["vespo/weight"] = Mean(jnp.where(live_BU, phi_BU, 0).sum(), tokens.responses())
+  return total, metrics, jnp.zeros_like(tokens.mask_BT)
+
+
+@policy_loss(levels=BY_RESPONSE, advantage="none")
+def opmd_loss(
+  logp_BT: ArrayLike,
+  old_logp_BT: ArrayLike,
+  advantage_B: ArrayLike,
+  mask_BT: ArrayLike,
+  beta: Number = 1.0,
+  **options: Unpack[Options],
+) -> Sums:
+  """OPMD, online policy mirror descent: REINFORCE less a squared log-ratio to what sampled.
+
+  J = 1/G Σ_i ( Â_i Σ_t log π_θ(y_it) − β/2 ( Σ_t log w_it )² ),
+  w_it = π_θ(y_it)/π_old(y_it).
+
+  The squared log-ratio is that of the whole response, not of its tokens. J is largest where it is
+  Â_i/β, the solution of max r − β KL(π_θ‖π_old) with Â_i for r_i − β log Z. Nothing counts as
+  clipped. The gradient is that of `soft_loss`, the old policy in the place of the reference,
+  divided by 2β.
+
+  Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
+  be [B,T], constant over each response.
+  Reference: arXiv:2501.12599 (Kimi k1.5), Eq. 3, with β for τ, where Â is r − mean r;
+  arXiv:2405.19107 (DRO), Eq. 8, is the same with a reference that stays and a learned value. The
+  default of β is DRO's, for rewards of variance 1.
+
+  Example:
+    >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
+    >>> old_logp_BT = jnp.log(jnp.array([[0.4, 0.4, 0.3], [0.3, 0.3, 0.5]]))
+    >>> advantage_B, mask_BT = jnp.array([0.5, -0.5]), jnp.ones((2, 3))
+    >>> loss, metrics = opmd_loss(logp_BT, old_logp_BT, advantage_B, mask_BT)
+    >>> print(f"{loss:.4f}, ratios up to {metrics['ratio/max']:.2f}")
+    -0.1197, ratios up to 1.25
+  """
+  checks.numbers(beta=beta)
+  checks.require(beta > 0, "beta must be positive")
+  batch = terms.batch(logp_BT, old_logp_BT, advantage_B, mask_BT, by_token=False, **options)
+  tokens = batch.tokens
+  advantage_BU, weight_BU = tokens.common(batch.advantage_BX), tokens.common(batch.weight_BX)
+  log_ratio_BU = tokens.sums(batch.log_ratio_BT)
+  logp_BU = tokens.sums(ratios.difference(batch.logp_BT, 0))
+  objective_BU = advantage_BU * logp_BU - beta / 2 * log_ratio_BU**2
+  total = terms.mean_of_responses(batch, -weight_BU * objective_BU)
+  metrics = batch.metrics | terms.ratio_metrics(log_ratio_BU, tokens.length_BU > 0)
+  return total, metrics, jnp.zeros_like(tokens.mask_BT)
 
 
 def _divergence(kind: str, logp_BT: Array, log_ratio_BT: Array) -> Array:

@@ -36,7 +36,7 @@ def soft_loss(
 
   Shapes: [B,T] ×2, [B], [B,T], number -> scalar. In packed rows (`response_BT`) the advantage may
   be [B,T], constant over each response.
-  Reference: arXiv:2503.05453. The default of β is ours, for rewards between 0 and 1.
+  Reference: as of `spo_loss`. The default of β is ours, for rewards between 0 and 1.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
@@ -76,7 +76,9 @@ def spo_loss(
   `value_B` is Q̂_0, the soft value of the prompt (`soft_value`).
 
   Shapes: [B,T] ×2, [B] ×2 ([B,T] in packed rows), [B,T], number -> scalar.
-  Reference: arXiv:2503.05453, from secondary descriptions of it.
+  Reference: arXiv:2405.19107 (DRO), Eq. 2 and 4, times 2, with an estimate of V* in the place of a
+  learned V; also the surrogate loss of arXiv:2501.12599, §2.3.2. SPO (arXiv:2503.05453), of which
+  we have read the abstract and others' code, not the equations, calls it terminal Q-regression.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))

@@ -188,11 +188,13 @@ def token_sums(
   return total, metrics, either(clipped_BX, batch.tokens)
 
 
-def mean_of_responses(batch: Batch, loss_BU: Array) -> Mean:
-  """The mean over responses of the loss of each, with the penalties of their tokens."""
-  loss = jnp.where(batch.tokens.length_BU > 0, ratios.finite(loss_BU), 0).sum()
+def mean_of_responses(batch: Batch, loss_BU: Array, factor_BU: ArrayLike = 1.0) -> Mean:
+  """The mean over responses of the loss of each, with the penalties of their tokens, times
+  `factor_BU`."""
+  loss_BU = ratios.finite(factor_BU * loss_BU)
+  loss = jnp.where(batch.tokens.length_BU > 0, loss_BU, 0).sum()
   if batch.penalty_BT is not None:
-    loss += batch.tokens.means(batch.penalty_BT).sum()
+    loss += (factor_BU * batch.tokens.means(batch.penalty_BT)).sum()
   return Mean(loss, batch.tokens.responses())
 
 

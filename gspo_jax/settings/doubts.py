@@ -248,7 +248,7 @@ DOUBTED_RL: Table = {
   "is clipped": lambda c: 0 in clip_ranges(c) and any(clip_ranges(c)),
   "{objective.clip_low}, {objective.clip_high}: the ratio of {objective.name} is a mean over a "
   "whole response, which hardly moves so far (3e-4 and 4e-4 in the paper)": lambda c: (
-    c.objective.name in ("gspo", "gspo_token")
+    c.objective.name in ("gspo", "gspo_token", "luspo")
     and c.objective.length_exponent in (None, 1)
     and max(clip_ranges(c)) >= 0.15
   ),

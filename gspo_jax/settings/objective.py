@@ -45,6 +45,10 @@ KINDS = dict(
   entropy_coef=Annotated[float, Range(-1000, 1000)],
   tau_pos=PositiveFloat,
   tau_neg=PositiveFloat,
+  k_pos=PositiveFloat,
+  lambda_pos=PositiveFloat,
+  k_neg=PositiveFloat,
+  lambda_neg=PositiveFloat,
   beta=PositiveFloat,
   soft_value=Annotated[float, Range(-1e6, 1e6)],
   clip_length=PositiveFloat,
@@ -67,7 +71,11 @@ REASONS = dict(
   kl_coef="of a penalty for leaving the policy before RL",
   tau_pos="sapo: temperature of its gate, where Â > 0",
   tau_neg="sapo: the same, where Â < 0",
-  beta="spo: reward that a log-ratio of 1 to the reference is worth",
+  k_pos="vespo: how fast the weight of a response falls where its ratio is below 1 and Â ≥ 0",
+  lambda_pos="vespo: how fast where its ratio is above 1 and Â ≥ 0",
+  k_neg="vespo: as k_pos, where Â < 0",
+  lambda_neg="vespo: as lambda_pos, where Â < 0",
+  beta="reward that a log-ratio of 1 is worth; spo: to the reference, opmd: to the old policy",
   soft_value="spo: Q̂_0 of all prompts; unset: each group's own",
   clip_length="tokens of a response for which clip_low and clip_high hold",
   clip_exponent="ranges go with (clip_length / tokens) to this power; 0: one for all lengths",
@@ -83,6 +91,7 @@ NUMBERS = ("clip_low", "clip_high", "clip_length", "clip_exponent", "dual_clip",
 
 
 NUMBERS += ("entropy_coef", "tau_pos", "tau_neg", "beta")
+NUMBERS += ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
 
 
 def options_of(name: str) -> dict[str, Any]:

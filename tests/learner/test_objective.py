@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import inspect
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +142,8 @@ def other_value(name, option):
   default = options_of(name).get(option)
   if option in WORDS:
     return next(word for word in LOSSES[name].choices.get(option, WORDS[option]) if word != default)
+  if option == "clip_low" and default:
+    return default / 10  # a wider range may clip no more than the default does
   return OTHER[option] if option in OTHER else (default or 0.0) * 2 + 0.1
 
 
@@ -218,6 +222,15 @@ REFUSED = [
   (dict(clip_low=float("nan")), r"objective\.clip_low=nan must"),
   (dict(dual_clip=0.5), r"objective\.dual_clip=0\.5 must be at least 1"),
   (dict(name="sapo", tau_neg=0.0), r"objective\.tau_neg=0\.0 must be above 0"),
+  (dict(name="luspo", length_exponent=0.5), r"length_exponent=0\.5: luspo has no such option"),
+  (dict(name="vespo", clip_low=0.1), r"vespo has no such option; it has k_pos, lambda_pos, k_neg"),
+  (dict(name="vespo", lambda_neg=0.0), r"objective\.lambda_neg=0\.0 must be above 0"),
+  (dict(name="vespo", adaptive_clip__target=0.1), r"no clip range to move; vespo has none"),
+  (
+    dict(name="vespo", correction__name="masked", correction__level="token"),
+    r"correction\.level='token' is not one of geometric, sequence, which vespo takes",
+  ),
+  (dict(name="opmd", clip_high=0.1), r"clip_high=0\.1: opmd has no such option; it has beta, kl"),
   (dict(off_policy_threshold=-1.0), r"objective\.off_policy_threshold=-1\.0 must"),
   (
     dict(name="segment", segment_unit="word"),
@@ -355,6 +368,25 @@ def test_correction_and_mask_multiply():
   np.testing.assert_allclose(product, np.where(kept, corrected, 0), rtol=1e-6)
 
 
+def test_the_keys_of_minirl_have_the_gradient_of_its_equation():
+  """The recipe of docs/objectives.md, as it stands there."""
+  page = (pathlib.Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+  recipe = page[page.index("### MiniRL") :].split("```")[3]
+  keys = dict(re.findall(r"--config\.objective\.(\S+)=(\S+)", recipe))
+  typed = {key: float(value) if value[0].isdigit() else value for key, value in keys.items()}
+  section = configured(**typed)
+  assert section.objective.advantage_kind == "none"
+  sampler = CASE["old"] - np.where(NOISE > 0.8, 2.0, 0.3 * NOISE)  # of ratios above 5, too
+  given = batch(sampler_logp_BT=np.float32(sampler))
+  _, metrics, grad = value_and_gradient(section.objective, given)
+  arrays = [CASE["old"], sampler, CASE["advantage"], CASE["mask"]]
+  arrays = [np.asarray(x, np.float64) for x in arrays]
+  expected = paper.gradient(lambda x: paper.minirl(x, *arrays), CASE["logp"].astype(np.float64))
+  scale = np.abs(expected).max() / MAX
+  np.testing.assert_allclose(grad, expected / MAX, rtol=0, atol=1e-5 * scale)
+  assert 0 < metrics["clip_fraction/token"] < 1 and 0 < metrics["correction/truncated"] < 1
+
+
 def test_what_is_clipped_is_what_the_loss_clips():
   for name, loss in LOSSES.items():
     config = objective(name, correction=CorrectionConfig("truncated"))
@@ -373,7 +405,9 @@ def test_what_is_clipped_is_what_the_loss_clips():
     ("gspo", dict(clip_low=0.03, clip_high=0.04), 0.03),
     ("grpo", dict(clip_high=0.1), 0.1),
     ("cispo", dict(clip_high=0.3), 0.3),  # without a lower bound
+    ("luspo", {}, 2e-3),
     ("sapo", {}, 0.0),
+    ("vespo", {}, 0.0),
     ("dppo", {}, 0.15),  # of probabilities
   ],
 )

@@ -4,6 +4,7 @@ import doctest
 import inspect
 import sys
 
+import jax
 import pytest
 
 from gspo_jax import objectives as O
@@ -19,8 +20,8 @@ PUBLIC = {
 @pytest.mark.parametrize("name", PUBLIC)
 def test_example(name):
   function = PUBLIC[name]
-  scope = vars(sys.modules[function.__module__])
-  (example,) = doctest.DocTestFinder(recurse=False).find(function, name, False, globs=dict(scope))
+  scope = vars(sys.modules[function.__module__]) | dict(jnp=jax.numpy)
+  (example,) = doctest.DocTestFinder(recurse=False).find(function, name, False, globs=scope)
   assert example.examples, f"{name} has no example: add `Example:` and >>> lines to its docstring"
   said = []
   runner = doctest.DocTestRunner(verbose=False)

@@ -21,6 +21,7 @@ SUMS = {
   "gspo": O.gspo_loss.sums,
   "gspo_token": O.gspo_token_loss.sums,
   "segment": lambda *args: O.segment_loss.sums(*args, jnp.zeros(args[0].shape, int)),
+  "luspo": O.luspo_loss.sums,
   "grpo": O.grpo_loss.sums,
   "dapo": O.dapo_loss.sums,
   "dr_grpo": functools.partial(O.dr_grpo_loss.sums, max_length=20),
@@ -28,6 +29,8 @@ SUMS = {
   "gmpo": O.gmpo_loss.sums,
   "sapo": O.sapo_loss.sums,
   "dppo": functools.partial(O.dppo_loss.sums, max_length=20),
+  "vespo": O.vespo_loss.sums,
+  "opmd": O.opmd_loss.sums,
 }
 PLAIN = paper.case(4)  # this one clips on both sides, tokens as well as responses
 
@@ -279,6 +282,28 @@ def test_the_rest_of_the_package_on_eight_devices():
 
 def args_of_mismatch(args):
   return args[0], args[1], args[3]
+
+
+def test_luspo_is_the_sum_over_tokens_of_gspo_token():
+  """Penalties included: a token counts the same in a long response and in a short one."""
+  case = paper.case(0, spread="near")
+  args, ranges = arguments(case), dict(clip_low=2e-3, clip_high=2.5e-3)
+  options = ranges | dict(ref_logp_BT=case["ref"], kl_coef=0.1)
+  luspo = divided(functools.partial(O.luspo_loss.sums, **options), *args)
+  _, metrics, grad = divided(functools.partial(O.gspo_token_loss.sums, **options), *args)
+  length = case["mask"].sum(axis=1, keepdims=True)
+  tree_close(luspo[1], metrics)
+  tree_close(luspo[2], grad * length)
+  grpo = functools.partial(O.grpo_loss, aggregate="constant", max_length=1, **options)
+  on_policy = case["logp"], case["logp"], *args[2:]  # where all ratios are 1
+  np.testing.assert_allclose(O.luspo_loss(*on_policy, **options)[0], grpo(*on_policy)[0], rtol=1e-6)
+
+
+def test_opmd_is_soft_policy_optimization_with_the_old_policy_for_the_reference():
+  args, beta = arguments(PLAIN), 0.3
+  opmd = divided(functools.partial(O.opmd_loss.sums, beta=beta), *args)[2]
+  soft = divided(functools.partial(O.soft_loss.sums, beta=beta), *args)[2]
+  np.testing.assert_allclose(2 * beta * opmd, soft, rtol=2e-5, atol=1e-6)
 
 
 def test_ranges_may_be_given_per_row():

@@ -29,6 +29,8 @@ LOSSES = {
   ),
   "gspo_token": (O.gspo_token_loss, {}, paper.gspo_token, {}, True),
   "gspo_token_row": (O.gspo_token_loss, {}, paper.gspo_token, {}, False),
+  "luspo": (O.luspo_loss, {}, paper.luspo, {}, False),
+  "luspo_dual": (O.luspo_loss, dict(dual_clip=1.01), paper.luspo, dict(dual=1.01), False),
   "grpo": (O.grpo_loss, {}, paper.grpo, {}, False),
   "grpo_token": (
     O.grpo_loss,
@@ -72,6 +74,16 @@ LOSSES = {
     dict(low=0.02, high=0.05, kind="kl"),
     False,
   ),
+  "vespo": (O.vespo_loss, {}, paper.vespo, {}, False),
+  "vespo_flat": (
+    O.vespo_loss,
+    dict(k_pos=1.0, lambda_pos=0.5, k_neg=0.5, lambda_neg=0.25),
+    paper.vespo,
+    dict(good=(1, 0.5), bad=(0.5, 0.25)),
+    False,
+  ),
+  "opmd": (O.opmd_loss, {}, paper.opmd, {}, False),
+  "opmd_far": (O.opmd_loss, dict(beta=0.1), paper.opmd, dict(tau=0.1), False),
   "spo": (O.soft_loss, dict(beta=0.3), soft, {}, False),
   "rft": (O.rft_loss, {}, paper.rft, {}, True),
   "rft_row": (O.rft_loss, {}, paper.rft, {}, False),
@@ -153,6 +165,28 @@ def test_dppo_of_certain_tokens_is_finite():
     assert metrics["clip_fraction/token"] == (0.25 if sign > 0 else 0.0)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_vespo_of_any_ratio_is_finite_and_of_one_far_out_nothing(advantage):
+  """e^±1e4 is 0 or infinite in every type; on policy the weight is exactly 1."""
+  f = jax.jit(jax.value_and_grad(O.vespo_loss, has_aux=True))
+  old = np.full((1, 4), -2e4, np.float32)
+  for log_ratio, weight in ((-1e4, 0), (-40, 0), (0, 1), (40, 0), (90, 0), (1e4, 0)):
+    logp = old + np.float32(log_ratio / 4)
+    (loss, metrics), grad = f(logp, old, np.array([advantage]), np.ones((1, 4)))
+    np.testing.assert_allclose(metrics["vespo/weight"], weight, atol=1e-20)
+    np.testing.assert_allclose(grad, np.full((1, 4), -advantage * weight / 4), atol=1e-20)
+    np.testing.assert_allclose(loss, -advantage * weight * logp.mean(), atol=1e-15)
+    assert all(np.isfinite(x) for x in metrics.values())
+
+
+def test_opmd_comes_to_rest_where_the_log_ratio_of_the_response_is_the_advantage():
+  """Of the response, not of its tokens: how it is spread over these does not matter."""
+  old, step = np.full((2, 4), -3.0, np.float32), np.float32([[0.5, 0, 0, 0], [0.125] * 4])
+  f = jax.grad(lambda logp, a: O.opmd_loss(logp, old, a, np.ones((2, 4)), beta=0.4)[0])
+  np.testing.assert_allclose(f(old + step, np.full(2, 0.2)), 0, atol=1e-7)
+  np.testing.assert_allclose(f(old, np.full(2, 0.2)), -0.2 / 2, rtol=1e-6)
+
+
 SEGMENTS = np.arange(12) // 3  # four to a response of `paper.case`
 
 
@@ -214,6 +248,7 @@ CASES = {
   "gspo_token": ("gspo_token", {}, of_response, {}),
   "segment": ("segment", {}, of_segments, {}),
   "segment_dual": ("segment", dict(dual_clip=1.2), of_segments, dict(dual=1.2)),
+  "luspo": ("luspo", {}, of_response, dict(low=2e-3, high=2.5e-3)),
   "grpo": ("grpo", {}, of_tokens, {}),
   "grpo_dual": ("grpo", dict(dual_clip=1.5), of_tokens, dict(dual=1.5)),
   "ppo_clip": ("ppo_clip", {}, of_tokens, dict(high=0.2)),
@@ -236,6 +271,8 @@ CASES = {
     of_divergence,
     dict(low=0.02, high=0.05, kind="kl"),
   ),
+  "vespo": ("vespo", {}, of_nothing, {}),
+  "opmd": ("opmd", {}, of_nothing, {}),
   "spo": ("spo", {}, of_nothing, {}),
   "rft": ("rft", {}, of_nothing, {}),
 }
@@ -282,7 +319,8 @@ def test_what_is_clipped_has_no_gradient_and_is_what_the_metrics_count(name):
   f = functools.partial(loss, **options)
   (_, metrics), grad = jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
   clipped = np.asarray(loss.clipped(*args, **options))
-  if loss_name != "cispo":  # which bounds the weight of a gradient
+  # CISPO bounds the weight of a gradient; VESPO's is 0 in float32 where it is far out.
+  if loss_name not in ("cispo", "vespo"):
     sides = np.nan_to_num(case["advantage"])
     live = case["mask"] & ((sides > 0) if loss_name == "rft" else (sides != 0))[:, None]
     np.testing.assert_array_equal((np.asarray(grad) == 0) & live, clipped)

@@ -76,8 +76,17 @@ def gspo_token(logp, old, advantage, mask, low=3e-4, high=4e-4, dual=None):
   return aggregate(losses, "sequence")
 
 
+def luspo(logp, old, advantage, mask, low=2e-3, high=2.5e-3, dual=None):
+  """arXiv:2602.05261, Eq. 6 and 7."""
+  objectives = []
+  for new, past, a in responses(mask, logp, old, advantage):
+    s = np.exp((new - past).mean())
+    objectives.append(surrogate(s, a[0], low, high, dual) * len(new))
+  return -sum(objectives) / len(objectives)
+
+
 def segment(logp, old, advantage, mask, ids, low=3e-4, high=4e-4, alpha=1):
-  """GSsPO: 1/G Σ_i 1/K_i Σ_k min(s_ik Â_ik, clip(s_ik) Â_ik)."""
+  """1/G Σ_i 1/K_i Σ_k min(s_ik Â_ik, clip(s_ik) Â_ik)."""
   objectives = []
   for new, past, a, z in responses(mask, logp, old, advantage, ids):
     parts = []
@@ -108,17 +117,18 @@ def cispo(logp, old, advantage, mask, low=None, high=0.27):
 
 
 def gmpo(logp, old, advantage, mask, low=0.4, high=0.4):
-  """arXiv:2507.20673: ( Π_t min[ w^sgn, clip(w, e^−low, e^high)^sgn ]^sgn )^{1/|y|} Â."""
+  """arXiv:2507.20673v3, Eq. 4: ( Π_t |min( w Â, clip(w, e^−low, e^high) Â )| )^{1/|y|} sgn Â."""
   objectives = []
   for new, past, a in responses(mask, logp, old, advantage):
-    w, sign = np.exp(new - past), np.sign(a)
-    bounded = minimum(w**sign, clip(w, np.exp(-low), np.exp(high)) ** sign) ** sign
-    objectives.append(np.exp(np.log(bounded).sum() / len(new)) * a[0])
+    w, sign = np.exp(new - past), np.sign(a[0])
+    bounded = minimum(w * a, clip(w, np.exp(-low), np.exp(high)) * a) * sign
+    geometric_mean = np.exp(np.log(bounded).sum() / len(new)) if sign else 0
+    objectives.append(geometric_mean * sign)
   return -sum(objectives) / len(objectives)
 
 
 def sapo(logp, old, advantage, mask, tau_pos=1.0, tau_neg=1.05):
-  """arXiv:2511.20347: f(w) = σ(τ(w − 1)) · 4/τ."""
+  """arXiv:2511.20347, Eq. 5 and 6: f(w) = σ(τ(w − 1)) · 4/τ."""
   losses = []
   for new, past, a in responses(mask, logp, old, advantage):
     tau = np.where(a > 0, tau_pos, tau_neg)
@@ -147,6 +157,37 @@ def dppo(logp, old, advantage, mask, low=0.15, high=0.15, kind="tv", how="token"
   return aggregate(losses, how, max_length)
 
 
+def vespo(logp, old, advantage, mask, good=(2, 3), bad=(3, 2)):
+  """arXiv:2602.10693v3, Eq. 20 and the kernel of §3.3, as a mean over tokens."""
+  losses = []
+  for new, past, a in responses(mask, logp, old, advantage):
+    c1, c2 = good if a[0] >= 0 else bad
+    W = sg(np.exp((new - past).sum()))
+    losses.append(-(W**c1) * np.exp(c2 * (1 - W)) * a * new)
+  return aggregate(losses, "token")
+
+
+def opmd(logp, old, advantage, mask, tau=1.0):
+  """arXiv:2501.12599, Eq. 3, of which it gives the gradient."""
+  objectives = []
+  for new, past, a in responses(mask, logp, old, advantage):
+    log_ratio = new.sum() - past.sum()
+    objectives.append(new.sum() * a[0] - tau / 2 * log_ratio**2)
+  return -sum(objectives) / len(objectives)
+
+
+def minirl(logp, old, sampler, advantage, mask, low=0.2, high=0.27, cap=5.0):
+  """arXiv:2512.01374, Eq. 7, without its constant: the factor π_old/μ of its weight π_θ/μ is cut
+  off at `cap`. Only the gradient means something."""
+  objectives = []
+  for new, past, mu, a in responses(mask, logp, old, sampler, advantage):
+    r = np.exp(sg(new) - past)
+    M = np.where((a > 0) & (r > 1 + high) | (a < 0) & (r < 1 - low), 0, 1)
+    weight = r * np.minimum(np.exp(past - mu), cap)
+    objectives.append((M * weight * a * new).sum())
+  return -sum(objectives) / len(objectives)
+
+
 def rft(logp, old, weight, mask):
   """−Σ w log π / Σ w |y| over what has w > 0: supervised fine-tuning on what was chosen."""
   total = chosen = 0
@@ -156,7 +197,7 @@ def rft(logp, old, weight, mask):
 
 
 def spo(logp, ref, reward, value, mask, beta):
-  """arXiv:2503.05453: (Q_T − r)², Q_T = Q̂_0 + Σ_t β log π/π_ref."""
+  """arXiv:2405.19107, Eq. 4, times 2: (r − V − β log π/π_ref)²."""
   errors = []
   for new, reference, r, q in responses(mask, logp, ref, reward, value):
     errors.append((q[0] + (beta * (new - reference)).sum() - r[0]) ** 2)
