@@ -188,7 +188,7 @@ def token_sums(
   return total, metrics, either(clipped_BX, batch.tokens)
 
 
-def mean_of_responses(batch: Batch, loss_BU: Array, factor_BU: ArrayLike = 1.0) -> Mean:
+def mean_of_responses(batch: Batch, loss_BU: Array, factor_BU: Number = 1.0) -> Mean:
   """The mean over responses of the loss of each, with the penalties of their tokens, times
   `factor_BU`."""
   loss_BU = ratios.finite(factor_BU * loss_BU)
