@@ -76,6 +76,7 @@ GROUPS = {
   "Tutorials": ["notebooks/gspo_*", "notebooks/losses_*", "notebooks/qwen3_*"],
   "How to": [
     "docs/running",
+    "docs/pretrained",
     "docs/data",
     "docs/rewards",
     "docs/multi_turn",

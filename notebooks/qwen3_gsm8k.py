@@ -10,13 +10,14 @@
 # ---
 
 # %% [markdown]
-# # Qwen3-0.6B learns GSM8K on one chip
+# # A pretrained model learns by GSPO: Qwen3-0.6B on one chip, SmolLM2-135M on two cores
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/OWNER/gspo_jax/blob/main/notebooks/qwen3_gsm8k.ipynb)
 #
-# This notebook takes a real model, [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), and trains all of its 0.6 billion parameters with GSPO on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math). The only teacher is a verifier that compares the answer in the last `\boxed{}` with the right one. It runs on a single Colab TPU (v5e-1, 16 GiB) or on one GPU, with the command line that runs on a pod.
+# This notebook takes a real model and trains all of its parameters with GSPO, where the only teacher is a verifier of answers. What it trains depends on what it finds:
 #
-# **What to expect.** Every program of this run has been compiled for a v5e, so the memory below is the compiler's. The run itself we have not made, on no chip: times are estimates, whether accuracy rises is for you to see, and the page is saved without outputs. What will stand under the cells is your own. CI runs the same cells on a CPU with a random model of toy size.
+# - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line that runs on a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's; the run itself we have not made, on no chip: times are estimates, and whether accuracy rises is for you to see.
+# - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems that come with the package. Two cores and 10 GiB are enough, and a quarter of an hour. The outputs below are those of such a run; [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) says more of it.
 
 # %% [markdown]
 # ## Install
@@ -48,16 +49,16 @@ if importlib.util.find_spec("gspo_jax") is None:
 # %% [markdown]
 # ## Settings
 #
-# Everything that you may want to change. With `DRIVE` set, checkpoints go there and the run survives the session; the last section says how large they are. `MODEL` may be any checkpoint of this architecture and size.
+# Everything that you may want to change. With `DRIVE` set, checkpoints go there and the run survives the session; the last section says how large they are. `MODEL` may be any checkpoint of the architecture and size of the configuration.
 
 # %% tags=["parameters"] short={"MODEL": "toy", "CONFIG": "gsm8k:tiny", "DATA": "toy", "HOME": "home", "ITERATIONS": 2, "PROBLEMS": 4, "CHANGES": {"data.max_prompt_tokens": 192, "rl.prompts": 4, "rl.group_size": 2, "sampling.max_new_tokens": 16, "eval.samples": 2}}
-MODEL = "Qwen/Qwen3-0.6B-Base"  # of the Hugging Face hub, or a directory
-CONFIG = "auto"  # gsm8k:0.6B-v5e, -v6e, -h100 or -t4; auto: by the memory of the chip
+MODEL = "auto"  # of the Hugging Face hub, or a directory; auto: that of the configuration
+CONFIG = "auto"  # gsm8k:0.6B-v5e, -v6e, -h100 or -t4, smollm2; auto: by the memory of the chip
 DATA = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
-HOME = "qwen3_gsm8k"  # directory of weights, data and the run
-DRIVE = ""  # directory of checkpoints, e.g. "/content/drive/MyDrive/qwen3_gsm8k"; "": in HOME
-ITERATIONS = 100  # each: 32 problems, 8 responses to each, four updates
-PROBLEMS = 128  # held-out ones of an evaluation, of 1,319
+HOME = "gspo_run"  # directory of weights, data and the run
+DRIVE = ""  # directory of checkpoints, e.g. "/content/drive/MyDrive/gspo_run"; "": in HOME
+ITERATIONS = 30  # each: 32 problems and 8 responses to each (SmolLM2: 16), four updates
+PROBLEMS = 128  # held-out ones of an evaluation
 CHANGES = {}  # further keys of the configuration, e.g. {"objective.name": "grpo"}
 
 # %% [markdown]
@@ -83,19 +84,24 @@ print(
   f"{chip['kind']}: " + (f"JAX may use {chip['gib']:.1f} GiB" if chip["gib"] else "memory unknown")
 )
 
+if CONFIG == "auto" and chip["platform"] == "cpu":
+  CONFIG = "smollm2"
 if CONFIG == "auto":
   # TPU v5e: 16 GiB. JAX takes three quarters of a GPU: these are GPUs of 80, 40, 24 and 16 GB.
   sizes = {50: "0.6B-h100", 25: "0.6B-v6e", 15: "0.6B-v5e", 10: "0.6B-t4"}
   fitting = [name for least, name in sizes.items() if chip["gib"] >= least]
   if not fitting:
-    raise RuntimeError("no chip with 10 GiB or more: choose a TPU or GPU runtime, or set CONFIG")
+    raise RuntimeError("the chip has less than 10 GiB: choose another runtime, or set CONFIG")
   CONFIG = f"gsm8k:{fitting[0]}"
-print(f"configuration: {CONFIG}")
+smol = CONFIG == "smollm2"
+if MODEL == "auto":
+  MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct" if smol else "Qwen/Qwen3-0.6B-Base"
+print(f"configuration: {CONFIG}, model: {MODEL}")
 
 # %% [markdown]
 # ## Does it fit? The compiler knows beforehand
 #
-# `gspo_jax.aot` compiles every program of a run for a TPU that need not be there, and adds what the run keeps on the chip meanwhile. This is what
+# SmolLM2's run takes 9 GiB of memory on two cores. For Qwen3, `gspo_jax.aot` compiles every program of a run for a TPU that need not be there, and adds what the run keeps on the chip meanwhile. This is what
 #
 # ```
 # python -m gspo_jax.aot --config=gsm8k:0.6B-v5e --topology=v5e:1x1
@@ -122,7 +128,7 @@ print(f"configuration: {CONFIG}")
 # %% [markdown]
 # ## Weights and data
 #
-# 1.2 GB from the Hugging Face hub, and two files of GSM8K from its own repository.
+# 1.2 GB from the Hugging Face hub (SmolLM2: 0.3), and for Qwen3 two files of GSM8K from its own repository.
 
 # %%
 import urllib.request
@@ -148,20 +154,30 @@ def data_file(name):
   return path
 
 
-train_file, test_file = data_file("train.jsonl"), data_file("test.jsonl")
-with open(test_file, encoding="utf-8") as lines:
-  example = json.loads(next(lines))
+if smol:
+  from gspo_jax.tasks import word_problems
+
+  example = word_problems.problems("heldout")[0]
+  data = {}  # that of the configuration
+else:
+  data = {"data.train": f"gsm8k@{data_file('train.jsonl')}"}
+  data |= {"data.eval": f"gsm8k@{data_file('test.jsonl')}"}
+  with open(data_file("test.jsonl"), encoding="utf-8") as lines:
+    example = json.loads(next(lines))
 print(f"{example['question']}\n\n{example['answer']}")
 
 # %% [markdown]
-# What stands behind `####` is what the verifier compares with; the model never sees the working. This is what it sees, as the chat template of the checkpoint has it:
+# Of GSM8K, what stands behind `####` is what the verifier compares with; the model never sees the working. This is what it sees, as the chat template of the checkpoint has it. SmolLM2 writes an expression, in a form that a short cold start teaches it, and the verifier evaluates it:
 
 # %%
-from gspo_jax.configs.common import BOXED
+from gspo_jax.configs import common, smollm2
 from gspo_jax.data import tokenizer
 
 words = tokenizer.load(str(weights))
-print(words.render(example["question"], template=BOXED))
+if smol:
+  print(smollm2.get_config().data.prompt_template.format(**example))
+else:
+  print(words.render(example["question"], template=common.BOXED))
 print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i in words.stop_ids))
 
 # %% [markdown]
@@ -174,8 +190,7 @@ workdir = home / "run"
 keys = {
   "weights": weights,
   "tokenizer": weights,
-  "data.train": f"gsm8k@{train_file}",
-  "data.eval": f"gsm8k@{test_file}",
+  **data,
   "rl.iterations": ITERATIONS,
   "eval.problems": PROBLEMS,
   "eval.every": max(1, ITERATIONS // 4),

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
-from support import toy_qwen3
+from support import smollm2, toy_qwen3
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -33,6 +33,18 @@ assert [row["step"] for row in evaluations] == [0, 1, 2]
 assert len(before) == 4 * 2 and before.keys() == after.keys()
 assert words.stop_ids == (2, 0)  # the end of a turn, and that of texts
 """,
+  smollm2="""
+assert [row["step"] for row in evaluations] == [0, 1, 2]
+answers = [record["response"] for record in after.values()]
+assert sum(set(answer) <= set("0123456789+-*/() ") for answer in answers) >= len(answers) / 2
+""",
+)
+# qwen3_gsm8k where there is no chip.
+SMOLLM2 = dict(
+  HOME="home",
+  ITERATIONS=2,
+  PROBLEMS=16,
+  CHANGES={"sft.steps": 12, "rl.prompts": 8, "rl.group_size": 4},
 )
 # What a reader downloads, by notebook.
 DOWNLOADS = dict(qwen3_gsm8k=lambda folder: toy_qwen3.write(folder / "toy"))
@@ -88,11 +100,22 @@ def test_what_is_shortened_is_a_parameter(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs(name, tmp_path):
+  short = tagged(script(name), "parameters").metadata.get("short", {})
+  DOWNLOADS.get(name, lambda _: None)(tmp_path)
+  run(name, short, CHECKS.get(name, ""), FOLDER if name == IN_CLONE else tmp_path)
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_is_trained_without_a_chip(tmp_path):
+  weights = smollm2.weights()
+  run("qwen3_gsm8k", SMOLLM2 | dict(MODEL=str(weights)), CHECKS["smollm2"], tmp_path)
+
+
+def run(name, values, check, where):
+  """From top to bottom in a directory, with these parameters, and the check as a last cell."""
   notebook = script(name)
   cell = tagged(notebook, "parameters")
-  short = cell.metadata.get("short", {})
-  cell.source = "\n".join([cell.source, *(f"{key} = {value!r}" for key, value in short.items())])
-  notebook.cells.append(new_code_cell(CHECKS.get(name, "")))
-  DOWNLOADS.get(name, lambda _: None)(tmp_path)
-  where = dict(path=str(FOLDER if name == IN_CLONE else tmp_path))
-  NotebookClient(notebook, timeout=300, resources=dict(metadata=where)).execute()
+  cell.source = "\n".join([cell.source, *(f"{key} = {value!r}" for key, value in values.items())])
+  notebook.cells.append(new_code_cell(check))
+  resources = dict(metadata=dict(path=str(where)))
+  NotebookClient(notebook, timeout=600, resources=resources).execute()

