@@ -124,7 +124,7 @@ def search(
   if "train" in names:
     print_line(
       f"updates on {slices_of}: {case.sequences} sequences x {case.length} tokens; data x fsdp x "
-      "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk"
+      "expert x tensor, micro-batches, remat, expert_chunk/logits_chunk, compute.xla"
     )
     lists = updates(case, len(devices), slices)
     known = find("train", lists, topology, tries, slices=slices)

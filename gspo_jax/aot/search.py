@@ -17,6 +17,7 @@ from gspo_jax import sharding
 from gspo_jax.aot import chips, estimate, iteration, table
 from gspo_jax.aot.compiler import check, devices_of, examine
 from gspo_jax.aot.programs import Case, programs, resolved
+from gspo_jax.learner import programs as learner_programs
 from gspo_jax.models import remat
 from gspo_jax.settings.mesh import AXES
 from gspo_jax.system.accelerators import GIB
@@ -28,12 +29,14 @@ Measure: TypeAlias = Callable[[Case], Row]  # compiles; `fits`, and then `search
 WORTH = 0.02  # of the best time so far: what a candidate has to promise to be compiled
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
 SETTINGS = dict(  # of a search for each program
-  train=dict(compute=("expert_chunk", "remat", "logits_chunk"), mesh=AXES, rl=("microbatches",)),
+  train=dict(
+    compute=("expert_chunk", "remat", "logits_chunk", "xla"), mesh=AXES, rl=("microbatches",)
+  ),
   decode=dict(engine=("slots", "cache_tokens", "prefill_tokens"), mesh=("rollout_experts",)),
 )
 NAMES = dict(
   train="{data}x{fsdp}x{expert}x{tensor}, {microbatches} micro, {remat} "
-  "{expert_chunk}/{logits_chunk}",
+  "{expert_chunk}/{logits_chunk}, {xla}",
   decode="{slots} slots, {cache_tokens:,}, {prefill_tokens}, {rollout_experts}",
 )
 
@@ -174,8 +177,8 @@ def find(
 
 
 def updates(case: Case, devices: int, slices: int = 1) -> Lists:
-  """Lists of candidates for the devices of all slices: the configuration's own settings, meshes,
-  remats and chunks."""
+  """Lists of candidates for the devices of all slices: the configuration's own settings, the
+  compiler's options, meshes, remats and chunks."""
   mesh = {axis: getattr(case.config.mesh, axis) for axis in AXES}
   filling = max(1, devices // -math.prod(mesh.values()))  # of an axis of -1
   case = changed(case, mesh={axis: filling if n == -1 else n for axis, n in mesh.items()})
@@ -185,7 +188,8 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]
   sizes = ({key: size} for key, most in at_once.items() for size in CHUNKS if size < most)
   chunks = [changed(case, compute=size) for size in sizes]
-  return [case], meshes(case, devices, slices), remats, chunks
+  compilers = [changed(case, compute=dict(xla=word)) for word in learner_programs.OPTIONS]
+  return [case], compilers, meshes(case, devices, slices), remats, chunks
 
 
 def meshes(case: Case, devices: int, slices: int = 1) -> Iterator[Case]:

@@ -20,7 +20,8 @@ def title(case: Case, topology: str, mesh, slices: int) -> str:
     network = f"; DCN GB are those of a host, sent at {speed:g} GB/s for each of its chips"
   return (
     f"{of_slices(topology, slices)}, mesh {axes(mesh)}: {case.sequences} sequences x "
-    f"{case.length} tokens per update in {case.microbatches} micro-batches; {slots} slots "
+    f"{case.length} tokens per update in {case.microbatches} micro-batches, "
+    f"compute.xla={case.config.compute.xla}; {slots} slots "
     f"of {case.workload.window} positions, of which {case.filled:.0f} are filled in the mean"
     f"{network}"
   )

@@ -20,7 +20,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax import sharding
-from gspo_jax.learner import optimizer
+from gspo_jax.learner import optimizer, programs
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.optimizer import Optimizer
 from gspo_jax.learner.passes import Learner, before_next, by_part, experts_to_replay, rows_of
@@ -122,7 +122,7 @@ def make_values(
     last_BT = (segments_BT > 0) & (jnp.pad(segments_BT[:, 1:], ((0, 0), (0, 1))) == 0)
     return value_BT, jnp.where(last_BT, by_sequence(after_RT, rows), 0).sum(axis=1)
 
-  return jax.jit(by_part(values_of, learner))
+  return programs.jit(by_part(values_of, learner), learner.compute)
 
 
 def loss(

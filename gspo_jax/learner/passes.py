@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gspo_jax import sharding
-from gspo_jax.learner import layout, packing
+from gspo_jax.learner import layout, packing, programs
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.layout import Rows, by_sequence, forward
 from gspo_jax.learner.metrics import token_gradient
@@ -132,7 +132,7 @@ def make_score(learner: Learner) -> Callable[[Any, ModelInputs], jax.Array]:
   def logp(params: Any, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner)[0]
 
-  return jax.jit(by_part(logp, learner))
+  return programs.jit(by_part(logp, learner), learner.compute)
 
 
 class OldPolicy(NamedTuple):
@@ -160,7 +160,7 @@ def make_old_policy(
     experts_RTlk = routing.by_row(out.routing_lBTk, rows.segments_RT, learner.model.num_experts)
     return OldPolicy(logp_BT, by_sequence(experts_RTlk, rows, routing.NO_EXPERT))
 
-  return jax.jit(by_part(old_policy, learner))
+  return programs.jit(by_part(old_policy, learner), learner.compute)
 
 
 def make_review(
@@ -180,7 +180,7 @@ def make_review(
   def replayed(params: Any, routing_BTlk: jax.Array, inputs: ModelInputs) -> jax.Array:
     return log_probs(params, inputs, learner, objective.replay, routing_BTlk)[0]
 
-  replayed = jax.jit(by_part(replayed, learner))
+  replayed = programs.jit(by_part(replayed, learner), learner.compute)
   judged = _judged(objective.structure, learner.response_tokens)
 
   def review(

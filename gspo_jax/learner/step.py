@@ -11,7 +11,7 @@ import optax
 
 from gspo_jax import objectives as O
 from gspo_jax.learner import critic as critics
-from gspo_jax.learner import replicas
+from gspo_jax.learner import programs, replicas
 from gspo_jax.learner.adaptive_clip import in_force
 from gspo_jax.learner.critic import Critic
 from gspo_jax.learner.metrics import (
@@ -175,7 +175,7 @@ def make_sft_loss(learner: Learner) -> Callable[[Any, TrainBatch], Mean]:
     logp_BT = log_probs(params, batch.inputs, learner)[0]
     return Mean(-(logp_BT * batch.mask_BT).sum(), batch.mask_BT.sum())
 
-  return jax.jit(loss)
+  return programs.jit(loss, learner.compute)
 
 
 def _step(
@@ -217,7 +217,6 @@ def _step(
   def add(total, new):
     return jax.tree.map(jnp.add, total[0], new[0]), merge(total[1], new[1])
 
-  @functools.partial(jax.jit, donate_argnums=0)
   def step(state: TrainState, batch: TrainBatch, numbers: Mapping[str, Any]):
     number, part = parts(batch, learner)
     trained, frozen = lora.split(state.params)
@@ -254,4 +253,4 @@ def _step(
     metrics |= {"grad_norm": Max(grad_norm), "updates_skipped": Last(state.skipped)}
     return state, metrics
 
-  return step
+  return programs.jit(step, learner.compute, donate_argnums=0)
