@@ -39,7 +39,7 @@ def seconds(
   return dict(
     compute=flops / chips / chip.flops,
     hbm=hbm_bytes / chip.hbm_speed,
-    interconnect=ring_bytes / (chip.ici_speed / 2 / chip.axes),
+    interconnect=ring_bytes / (chip.ring_speed * chip.devices),
     network=network_bytes / chip.network,
   )
 

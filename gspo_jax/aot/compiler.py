@@ -78,7 +78,7 @@ def examine(program: Program, topology: str, remat: str) -> Compiled:
     return Compiled(row)
   memory, text = compiled.memory_analysis(), compiled.as_text()
   torus = links.torus_of(topology, mesh)
-  costs = hlo_costs.costs(text, program.rates, torus)
+  costs = hlo_costs.costs(text, program.rates, torus, chip)
   peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
   row["peak_gib"] = peak * per_chip / GIB
   row["held_gib"] = held(program.held) * per_chip / GIB

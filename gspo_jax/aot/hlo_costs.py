@@ -6,19 +6,6 @@ one of which is the rule. What happens less often than the text says is in `rate
 loop in a `jax.named_scope` of that name makes so many turns (`refill` of the sampler), and a kernel
 of that name moves such a share of what it states (attention to a cache that is not full). A
 conditional counts as if it were false: ours are true where something overflows.
-
-Rules, of what an instruction that is not fused away reads and writes:
-
-  - An array counts with the padding of its layout, and only if it is in HBM: not what the compiler
-    keeps in vector memory. A copy between memories counts on the side of HBM.
-  - A slice and a gather read what they return, wherever in a fusion they are.
-  - An update in place writes the update (dynamic-update-slice, scatter; of a sum it reads as much),
-    if the array that it goes into is an operand: where it cannot be written in place, the compiler
-    has put a copy before it, which counts.
-  - A Pallas kernel counts as its `pl.CostEstimate(bytes_accessed=...)` says, of all that is moved
-    between HBM and vector memory, blocks that are read again included. A kernel without one, or
-    with a wrong one, can be called under `jax.named_scope("hbm_bytes=N")`, which goes first.
-    Without either: `kernels.hbm_bytes`, or each operand and result once.
 """
 
 import dataclasses
@@ -26,22 +13,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from gspo_jax.aot import hlo, kernels, links
+from gspo_jax.aot import hlo, links
 from gspo_jax.aot.hlo import Instruction
+from gspo_jax.aot.traffic import COLLECTIVES, DONE, START, carried, free, hbm_bytes
+from gspo_jax.system.accelerators import Chip
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# These move nothing, or what their body moves is counted there.
-_FREE = frozenset(
-  "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
-  "partition-id replica-id opt-barrier recv send-done".split()
-)
-# Nothing that a collective could be hidden behind.
-_IDLE = (_FREE | {"copy", "send"}) - {"while", "conditional", "call"}
-_SLICES = ("dynamic-slice", "gather", "slice")
-_UPDATES = ("dynamic-update-slice", "scatter")
-# Element by element, so that a slice of the result needs a slice of the operand.
-_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
-_NOTHING = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
+_CALLS = ("call-start", "async-start")  # of what runs beside the rest, e.g. on a SparseCore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +28,16 @@ class Item:
   instruction: Instruction
   bytes: float  # through HBM, each time
   times: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+  """What a device sends for a collective."""
+
+  kind: str  # one of `COLLECTIVES`
+  bytes: float  # of the result, or of what is summed
+  wire: float  # sent
+  ring: float  # as many would take as long around a whole side of the torus
 
 
 @dataclasses.dataclass
@@ -70,21 +57,30 @@ class Costs:
 
 
 def costs(
-  text: str, rates: Mapping[str, float] | None = None, torus: links.Torus | None = None
+  text: str,
+  rates: Mapping[str, float] | None = None,
+  torus: links.Torus | None = None,
+  chip: Chip | None = None,
 ) -> Costs:
   """Counts a program's costs in its compiled text (`compiled.as_text()`).
 
   rates: by the name of a scope or a kernel.
   torus: where the partitions are; None: all collectives go around whole sides.
+  chip: for how much of a collective hides behind what runs meanwhile; None: all of it does.
   """
   total, module, rates = Costs(), hlo.parse(text), rates or {}
-  for instruction, times, covered in executed(module, rates):
-    if kind := collective_of(instruction):
-      _add_collective(total, kind, instruction, times, covered, torus)
+  for instruction, times, hidden in executed(module, rates, torus, chip):
+    if sent := sent_for(instruction, torus):
+      total.count[sent.kind] += times
+      total.moved[sent.kind] += times * sent.bytes
+      total.wire += times * sent.wire
+      total.ring_wire += times * sent.ring
+      total.hidden += times * sent.wire * hidden
+      total.ring_hidden += times * sent.ring * hidden
     if instruction.op == "recv":
-      sent = times * network_bytes(instruction)
-      total.network += sent
-      total.network_hidden += sent if covered else 0.0
+      received = times * network_bytes(instruction)
+      total.network += received
+      total.network_hidden += received * hidden
     moved = hbm_bytes(instruction)
     if instruction.kernel:
       moved *= next((n for name, n in rates.items() if _named(instruction, name)), 1)
@@ -95,11 +91,36 @@ def costs(
 
 
 def executed(
-  module: hlo.Module, rates: Mapping[str, float] | None = None
-) -> Iterator[tuple[Instruction, float, bool]]:
-  """All that a program does and is not control flow, how often, and whether it is a collective
+  module: hlo.Module,
+  rates: Mapping[str, float] | None = None,
+  torus: links.Torus | None = None,
+  chip: Chip | None = None,
+) -> Iterator[tuple[Instruction, float, float]]:
+  """All that a program does and is not control flow, how often, and of a collective the share
   during which something else is done."""
-  return _executed([*module.computations[module.entry].values()], 1.0, rates or {})
+
+  def of_body(body: Sequence[Instruction], times: float, rates: Mapping[str, float]) -> Iterator:
+    """In a loop that `rates` has counted they count no other one."""
+    hidden = overlapped(body, torus, chip)
+    for instruction in body:
+      share = hidden.get(instruction.name, 0.0)
+      if instruction.op == "while":
+        scopes = re.split(r"[/()]", instruction.path)
+        rate = next((n for name, n in rates.items() if name in scopes), None)
+        turns = trips(instruction) if rate is None else rate
+        inside = rates if rate is None else {}
+        yield from of_body(instruction.body("body"), times * turns, inside)
+      elif instruction.op == "conditional":
+        yield from of_body(instruction.branch(), times, rates)
+      elif instruction.op == "call":
+        yield from of_body(instruction.body("to_apply"), times, rates)
+      elif instruction.op in _CALLS:
+        for inner, often, _ in of_body(_called(instruction), times, rates):
+          yield inner, often, share
+      else:
+        yield instruction, times, share
+
+  return of_body([*module.computations[module.entry].values()], 1.0, rates or {})
 
 
 def of_kernel(total: Costs, name: str) -> float:
@@ -107,34 +128,81 @@ def of_kernel(total: Costs, name: str) -> float:
   return sum(item.bytes * item.times for item in total.items if _named(item.instruction, name))
 
 
-def _executed(
-  body: Sequence[Instruction], times: float, rates: Mapping[str, float]
-) -> Iterator[tuple[Instruction, float, bool]]:
-  """`executed`, of a computation. In a loop that `rates` has counted they count no other one."""
-  covered = overlapped(body)
+def overlapped(
+  body: Sequence[Instruction], torus: links.Torus | None = None, chip: Chip | None = None
+) -> dict[str, float]:
+  """Of each collective of a computation during which something else is done the share that this
+  hides: it is started, something runs, then it is waited for. The text of a compiled program is in
+  the order of its schedule. What runs hides one collective at a time, for as long as it takes; all
+  of it, where `chip` is None."""
+  time: dict[str, float] = {}  # that each collective takes
+  left: dict[str, float] = {}  # of it
+  under_way: dict[str | None, str] = {}  # by what waits for them
+
+  def start(waits: str | None, name: str, sent: Sequence[Sent | None]) -> None:
+    under_way[waits] = name
+    ring = sum(x.ring for x in sent if x)
+    time[name] = left[name] = ring / chip.ring_speed if chip and ring else 1.0
+
   for instruction in body:
-    if instruction.op == "while":
-      scopes = re.split(r"[/()]", instruction.path)
-      rate = next((n for name, n in rates.items() if name in scopes), None)
-      turns = trips(instruction) if rate is None else rate
-      inside = rates if rate is None else {}
-      yield from _executed(instruction.body("body"), times * turns, inside)
-    elif instruction.op == "conditional":
-      yield from _executed(instruction.branch(), times, rates)
-    elif instruction.op in ("call", "call-start", "async-start"):
-      yield from _executed(instruction.body("to_apply", "calls"), times, rates)
-    else:
-      yield instruction, times, instruction.name in covered
+    name, inner = instruction.name, carried(instruction)
+    channel = inner and re.search(r"channel_id=\d+|$", inner.attributes)[0]
+    if inner and name.startswith(DONE):
+      under_way.pop(channel, None)
+    elif instruction.op.endswith("-done"):
+      under_way = {key: x for key, x in under_way.items() if x not in instruction.operands}
+    elif instruction.op == "recv":
+      start(name, name, [])
+    elif inner and name.startswith(START):
+      start(channel, name, [sent_for(instruction, torus)])
+    elif instruction.op.endswith("-start"):
+      parts = _called(instruction) if instruction.op in _CALLS else [instruction]
+      if any(kinds := [sent_for(part, torus) for part in parts]):
+        start(name, name, kinds)
+    elif under_way:
+      spent = seconds(instruction, chip)
+      for name in under_way.values():
+        hides = min(spent, left[name])
+        left[name] -= hides
+        spent -= hides if chip else 0.0
+  return {name: 1 - left[name] / time[name] for name in time}
 
 
-def _add_collective(
-  total: Costs,
-  kind: str,
-  instruction: Instruction,
-  times: float,
-  covered: bool,
-  torus: links.Torus | None,
-) -> None:
+def seconds(instruction: Instruction, chip: Chip | None) -> float:
+  """Time in which an instruction leaves the links alone, on a device of the chip: the compiler's
+  estimate, or what its bytes through HBM or a kernel's operations take at least; 1 or 0, where
+  `chip` is None."""
+  if instruction.op == "while":
+    return trips(instruction) * _total(instruction.body("body"), chip)
+  if instruction.op == "conditional":
+    return _total(instruction.branch(), chip)
+  if instruction.op == "call":
+    return _total(instruction.body("to_apply"), chip)
+  if free(instruction) or instruction.op in ("copy", "send") or kind_of(instruction):
+    return 0.0
+  if chip is None:
+    return 1.0
+  said = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+  work = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
+  return max(
+    int(said[1]) / chip.clock if said else 0.0,
+    int(work[1]) * chip.devices / chip.flops if work else 0.0,
+    hbm_bytes(instruction) * chip.devices / chip.hbm_speed,
+  )
+
+
+def _total(body: Sequence[Instruction], chip: Chip | None) -> float:
+  return sum(seconds(instruction, chip) for instruction in body)
+
+
+def _called(instruction: Instruction) -> list[Instruction]:
+  return instruction.body("to_apply", "calls")
+
+
+def sent_for(instruction: Instruction, torus: links.Torus | None = None) -> Sent | None:
+  """What a device sends for it; None if it is no collective of several devices."""
+  if not (kind := kind_of(instruction)):
+    return None
   started, attributes = instruction.op.endswith("-start"), instruction.attributes
   if inner := carried(instruction):
     instruction, attributes = inner, inner.attributes
@@ -144,7 +212,7 @@ def _add_collective(
   members = links.members(attributes)
   n = len(members)
   if n < 2:
-    return
+    return None
   operand = sum(x.bytes for x in instruction.inputs)
   if kind == "all-gather":
     result = instruction.bytes
@@ -155,14 +223,8 @@ def _add_collective(
   else:
     size = operand
     sent = size * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-  total.count[kind] += times
-  total.moved[kind] += times * size
   share = torus.share(members, one_way=kind == "collective-permute") if torus else 1.0
-  total.wire += times * sent
-  total.ring_wire += times * sent / share
-  if covered:
-    total.hidden += times * sent
-    total.ring_hidden += times * sent / share
+  return Sent(kind, size, sent, sent / share)
 
 
 def network_bytes(instruction: Instruction) -> float:
@@ -185,183 +247,14 @@ def _named(kernel: Instruction, name: str) -> bool:
   return re.fullmatch(rf"{re.escape(name)}(\.\d+)*", kernel.name) is not None
 
 
-_START, _DONE = "async-collective-start", "async-collective-done"
-
-
-def carried(instruction: Instruction) -> Instruction | None:
-  """The collective of a fusion that starts one, carries it along with work of its own, or waits for
-  it: how the TPU compiler overlaps them, if it is told to."""
-  if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
-    return None
-  body = instruction.body("calls")
-  return next((x for x in body if x.op in COLLECTIVES and "chain_id=" in x.attributes), None)
-
-
-def overlapped(body: Sequence[Instruction]) -> set[str]:
-  """Collectives of a computation during which something else is done: they are started, something
-  runs, then they are waited for. The text of a compiled program is in the order of its schedule."""
-  covered, under_way = set(), {}  # by what waits for them
-  for instruction in body:
-    inner = carried(instruction)
-    channel = inner and re.search(r"channel_id=\d+|$", inner.attributes)[0]
-    if inner and instruction.name.startswith(_START):
-      under_way[channel] = instruction.name
-    elif inner and instruction.name.startswith(_DONE):
-      under_way.pop(channel, None)
-    elif instruction.op.endswith("-done"):
-      under_way = {key: x for key, x in under_way.items() if x not in instruction.operands}
-    elif instruction.op == "recv":
-      under_way[instruction.name] = instruction.name
-    elif instruction.op.endswith("-start"):
-      if instruction.op.removesuffix("-start") in COLLECTIVES:
-        under_way[instruction.name] = instruction.name
-    elif instruction.op not in _IDLE:
-      covered |= set(under_way.values())
-  return covered
-
-
-def collective_of(instruction: Instruction) -> str:
+def kind_of(instruction: Instruction) -> str:
   """Its kind, without "-start"; "" if it is none."""
   kind = instruction.op.removesuffix("-start")
   if inner := carried(instruction):
-    kind = inner.op if instruction.name.startswith(_START) else ""
+    kind = inner.op if instruction.name.startswith(START) else ""
   elif instruction.op == "fusion" and "all-reduce-scatter" in instruction.called("calls"):
     kind = "reduce-scatter"  # how the TPU compiler may write one
   return kind if kind in COLLECTIVES else ""
-
-
-def hbm_bytes(instruction: Instruction) -> float:
-  """Bytes that an instruction reads from HBM and writes to it."""
-  inputs = instruction.inputs
-  if instruction.op in _FREE or instruction.op.endswith("-start"):
-    return 0.0
-  if any(f'custom_call_target="{x}' in instruction.attributes for x in _NOTHING):
-    return 0.0
-  if instruction.op == "send":
-    return _hbm(inputs)
-  if instruction.op.endswith("-done"):  # has the result of the whole; the start's has more in it
-    kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
-    if kind in ("call", "async"):
-      return 0.0
-    return _sliced(instruction, sources[:1]) if kind in _SLICES else instruction.hbm + _hbm(sources)
-  if instruction.op == "fusion":
-    if carried(instruction) and instruction.name.startswith(_START):
-      return _hbm(inputs)
-    if carried(instruction) and instruction.name.startswith(_DONE):
-      return instruction.hbm
-    return _fusion(instruction)
-  if instruction.kernel:
-    return kernels.hbm_bytes(instruction)
-  if instruction.op in _SLICES:
-    return _sliced(instruction, inputs)
-  if instruction.op in _UPDATES:
-    written = _update(instruction).elements * _passes(instruction)
-    targets = (len(instruction.operands) - 1) // 2 if instruction.op == "scatter" else 1
-    return _hbm(inputs[targets:]) + written * _each(instruction)
-  return instruction.hbm + _hbm(inputs)
-
-
-def _hbm(instructions: Sequence[Instruction]) -> float:
-  return sum(x.hbm for x in instructions)
-
-
-def _sliced(instruction: Instruction, inputs: Sequence[Instruction]) -> float:
-  read = instruction.elements * _each(inputs[0])
-  return read + instruction.hbm + _hbm(inputs[1:])
-
-
-def _each(instruction: Instruction) -> float:
-  """Bytes in HBM for each element."""
-  return instruction.hbm / max(instruction.elements, 1)
-
-
-def _update(instruction: Instruction) -> Instruction:
-  """What an update writes; of a scatter into several targets, the first one's."""
-  place = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
-  return instruction.siblings[instruction.operands[place]]
-
-
-def _passes(instruction: Instruction) -> int:
-  """1 if an update replaces what is there; 2 if it reads it too, to add to it."""
-  return 2 if any(x.root and x.op != "parameter" for x in instruction.body("to_apply")) else 1
-
-
-def _root(body: Sequence[Instruction]) -> Instruction:
-  return next(x for x in body if x.root)
-
-
-def _fusion(instruction: Instruction) -> float:
-  """Bytes of a fusion: of what it only slices, the slices; of what it updates in place, those."""
-  body, inputs = instruction.body("calls"), instruction.inputs
-  if not body:
-    return instruction.hbm + _hbm(inputs)
-  total = 0.0
-  passed = _passed(body) if carried(instruction) else set()
-  for inner in body:
-    if inner.op == "parameter" and inner.name not in passed:
-      place = int(re.match(r"\d+", inner.attributes)[0])
-      if place < len(inputs) and inputs[place].hbm:
-        total += inputs[place].hbm * _read(inner) / max(inner.elements, 1)
-  root = _root(body)
-  for array, result in zip(instruction.arrays, root.inputs if root.op == "tuple" else [root]):
-    if not array.space and result.name not in passed:
-      total += _written(result, array.bytes)
-  return total
-
-
-def _passed(body: Sequence[Instruction]) -> set[str]:
-  """What a fusion holds for a collective that it carries along, and hands on."""
-  computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
-  used = {operand for x in computed for operand in x.operands}
-  parameters = {x.name for x in body if x.op == "parameter"}
-  return (parameters - used) | ({x.name for x in body} - {x.name for x in computed})
-
-
-def _read(instruction: Instruction, wanted: float | None = None) -> float:
-  """How many elements of a value of a fusion are needed.
-
-  wanted: of the fusion's result, by what it is itself fused into; None: all.
-  """
-  needed = 0.0
-  if instruction.root:
-    needed = instruction.elements if wanted is None else wanted
-  siblings = instruction.siblings.values()
-  users = [(x, i) for x in siblings for i, y in enumerate(x.operands) if y == instruction.name]
-  for user, place in users:
-    if user.op in _SLICES and place == 0:
-      needed += user.elements
-    elif user.op in _UPDATES and place == 0:
-      needed += _update(user).elements * (_passes(user) - 1)
-    elif user.op in _THROUGH:
-      needed += _read(user, wanted)
-    elif user.op == "fusion" and user.body("calls"):
-      of_user = _read(user, wanted)
-      parameters = [x for x in user.body("calls") if x.op == "parameter"]
-      taken = [x for x in parameters if x.attributes.startswith(f"{place})")]
-      needed += sum(_read(x, of_user) for x in taken)
-    else:
-      needed += instruction.elements
-  return min(needed, float(instruction.elements))
-
-
-def _written(result: Instruction, size: float) -> float:
-  """Bytes of a result that a fusion writes."""
-  result = _copied(result)
-  if result.op == "fusion" and result.body("calls"):
-    root = _root(result.body("calls"))
-    return size if root.op == "tuple" else _written(root, size)
-  if result.op not in _UPDATES:
-    return size
-  if _copied(result.inputs[0]).op != "parameter":
-    return size  # made here: all of it is written
-  return size * _update(result).elements / max(result.elements, 1)
-
-
-def _copied(instruction: Instruction) -> Instruction:
-  """What this is a copy of."""
-  while instruction.op in ("bitcast", "copy") and instruction.operands[0] in instruction.siblings:
-    instruction = instruction.inputs[0]
-  return instruction
 
 
 def trips(loop: Instruction) -> int:

@@ -13,10 +13,16 @@ class Chip:
   ici_speed: float  # bytes per second, sum over links, both directions
   network: float  # bytes per second to other slices, each way: a chip's share of its host's
   axes: int  # of the torus
+  clock: float  # cycles per second
   host: str  # what TPU_ACCELERATOR_TYPE is set to: one host of them
   kinds: tuple[str, ...]  # what JAX calls a device of it
   devices: int = 1  # that JAX sees of one chip
   vector_memory: int = 16 * 2**20  # that a kernel gets unless told otherwise, as its compiler says
+
+  @property
+  def ring_speed(self) -> float:
+    """Bytes per second that a device sends over both links of one axis of the torus."""
+    return self.ici_speed / 2 / self.axes / self.devices
 
 
 _MORE = 32 * 2**20  # vector memory of a kernel on later chips
@@ -29,17 +35,31 @@ _MORE = 32 * 2**20  # vector memory of a kernel on later chips
 # https://jax-ml.github.io/scaling-book/tpus has 45 GB/s for each of v4 and v5e, and 90 for v5p,
 # v6e and tpu7x, where the pages give 50 and 100. The network of the data centre: 50 Gbit/s a chip
 # of v5p, 100 of v6e and tpu7x, 6.4 Tbit/s for the 256 chips of v5e; v4's page has no figure, and
-# v5p's is taken.
+# v5p's is taken. The clock is that at which the matrix units make the peak.
 CHIPS = {
-  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, "v4-8", ("TPU v4",)),
+  "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, 1.05e9, "v4-8", ("TPU v4",)),
   "v5e": Chip(
-    197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, "v5litepod-4", ("TPU v5 lite", "TPU v5e")
+    197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, 1.5e9, "v5litepod-4", ("TPU v5 lite", "TPU v5e")
   ),
-  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 6.25e9, 3, "v5p-8", ("TPU v5", "TPU v5p")),
+  "v5p": Chip(
+    459e12, 95 * GIB, 2.765e12, 1200e9, 6.25e9, 3, 1.75e9, "v5p-8", ("TPU v5", "TPU v5p")
+  ),
   "v6e": Chip(
-    918e12, 32 * GIB, 1.638e12, 800e9, 12.5e9, 2, "v6e-4", ("TPU v6 lite", "TPU v6e"), 1, _MORE
+    918e12,
+    32 * GIB,
+    1.638e12,
+    800e9,
+    12.5e9,
+    2,
+    1.75e9,
+    "v6e-4",
+    ("TPU v6 lite", "TPU v6e"),
+    1,
+    _MORE,
   ),
-  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 12.5e9, 3, "tpu7x-8", ("TPU7x",), 2, _MORE),
+  "tpu7x": Chip(
+    2307e12, 192 * GIB, 7.38e12, 1200e9, 12.5e9, 3, 2.2e9, "tpu7x-8", ("TPU7x",), 2, _MORE
+  ),
 }
 
 

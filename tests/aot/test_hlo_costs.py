@@ -11,6 +11,8 @@ from support.aot import needs_libtpu
 
 from gspo_jax.aot import explain, hlo, hlo_costs
 from gspo_jax.aot.compiler import devices_of
+from gspo_jax.learner import programs
+from gspo_jax.system import accelerators
 
 MIB = 2**20
 
@@ -220,6 +222,62 @@ def test_a_collective_that_fusions_carry_along_counts_once():
   assert costs.memory == part + whole + 2 * beside
 
 
+SPARSECORE = """HloModule jit_f, is_scheduled=true
+
+%called_computation (p: bf16[1024,2048], t: token[]) -> bf16[4096,2048] {
+  %t = token[] parameter(1)
+  %p = bf16[1024,2048]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %g = bf16[4096,2048]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=1, \
+replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[1024,2048], b: f32[64,64]) -> (bf16[4096,2048], f32[64,64]) {
+  %a = bf16[1024,2048]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = f32[64,64]{1,0} parameter(1)
+  %prepare.1 = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %ready.1 = token[] custom-call(%prepare.1), custom_call_target="PrepareAsyncCallDone"
+  %g.call-start = ((bf16[1024,2048]{1,0:T(8,128)(2,1)}, token[]), \
+bf16[4096,2048]{1,0:T(8,128)(2,1)}) call-start(%a, %ready.1), async_execution_thread="sparsecore", \
+to_apply=%called_computation
+  %prepare.2 = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  MIDDLE
+  %g.call-done = bf16[4096,2048]{1,0:T(8,128)(2,1)} call-done(%g.call-start)
+  ROOT %t = (bf16[4096,2048]{1,0:T(8,128)(2,1)}, f32[64,64]{1,0}) tuple(%g.call-done, %y)
+}
+"""
+V5P = accelerators.CHIPS["v5p"]  # sends 200 GB/s on an axis, makes 1.75e9 cycles a second
+WORK = "%y = f32[64,64]{1,0} fusion(%b), kind=kLoop, calls=%f"
+WHOLE = 4096 * 2048 * 2 * 3 / 4  # bytes sent
+
+
+@pytest.mark.parametrize(
+  "middle, chip, hidden",
+  [
+    ("%y = f32[64,64]{1,0} bitcast(%b)", None, 0),
+    (WORK, None, WHOLE),
+    (f'{WORK}, backend_config={{"estimated_cycles":"35000"}}', V5P, 20e-6 * 200e9),
+    (f'{WORK}, backend_config={{"estimated_cycles":"350000"}}', V5P, WHOLE),
+    ("%y = f32[64,64]{1,0} all-reduce(%b), replica_groups={{0,1,2,3}}, to_apply=%add", V5P, 0),
+  ],
+)
+def test_what_runs_beside_a_collective_of_the_sparsecore_hides_it_for_as_long(middle, chip, hidden):
+  costs = hlo_costs.costs(SPARSECORE.replace("MIDDLE", middle), chip=chip)
+  assert costs.count["all-gather"] == 1 and costs.moved["all-gather"] == WHOLE * 4 / 3
+  assert costs.hidden == costs.ring_hidden == pytest.approx(hidden)
+
+
+def test_what_runs_beside_two_collectives_hides_one_after_the_other():
+  second = SPARSECORE.replace(
+    "MIDDLE",
+    "%h.call-start = (bf16[1024,2048]{1,0}, bf16[4096,2048]) \
+call-start(%a), to_apply=%called_computation\n  MIDDLE",
+  )
+  work = f'{WORK}, backend_config={{"estimated_cycles":"140000"}}'  # 80 us, and each takes 63
+  costs = hlo_costs.costs(second.replace("MIDDLE", work), chip=V5P)
+  assert costs.count["all-gather"] == 2
+  assert costs.hidden == pytest.approx(80e-6 * 200e9)
+
+
 # Programs that XLA compiles. The arrays are too large for vector memory, so that all go through
 # HBM; update and slices are small against them.
 BIG, SMALL = (64, 1024, 1024), (1024, 1024)  # float32: 256 MiB and 4 MiB
@@ -337,3 +395,27 @@ def test_the_collectives_of_a_program_are_overlapped_or_not(chip):
   costs = hlo_costs.costs(f.trace(x).lower().compile().as_text())
   assert costs.wire == 4096 * 1024 * 4 * 3 / 4
   assert costs.hidden == 0  # there is nothing else to do
+
+
+@needs_libtpu
+def test_a_gather_on_the_sparsecores_hides_behind_a_product(chip):
+  """As `compute.xla=sparsecore` has it compiled: 12.6 MB at 200 GB/s, beside 300 us of products."""
+  mesh = jax.make_mesh((4,), ("x",), devices=devices_of("v5p:2x2x1"))
+
+  def f(x, y):
+    return jax.lax.all_gather(x, "x", tiled=True), jnp.tanh(y @ y)
+
+  @functools.partial(jax.jit, compiler_options=programs.OPTIONS["sparsecore"])
+  def mapped(x, y):
+    specs = dict(in_specs=(P("x"), P()), out_specs=(P(), P()))
+    return jax.shard_map(f, mesh=mesh, check_vma=False, **specs)(x, y)
+
+  def shaped(rows, columns, split):
+    split = NamedSharding(mesh, split)
+    return jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16, sharding=split)
+
+  traced = mapped.trace(shaped(4096, 2048, P("x")), shaped(4096, 4096, P()))
+  text = traced.lower().compile().as_text()
+  assert 'execution_thread="sparsecore"' in text
+  costs = hlo_costs.costs(text, chip=V5P)
+  assert costs.hidden == costs.wire == WHOLE

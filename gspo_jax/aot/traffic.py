@@ -1,0 +1,181 @@
+"""Bytes that an instruction of a compiled program moves through HBM.
+
+Rules, of what an instruction that is not fused away reads and writes:
+
+  - An array counts with the padding of its layout, and only if it is in HBM: not what the compiler
+    keeps in vector memory. A copy between memories counts on the side of HBM.
+  - A slice and a gather read what they return, wherever in a fusion they are.
+  - An update in place writes the update (dynamic-update-slice, scatter; of a sum it reads as much),
+    if the array that it goes into is an operand: where it cannot be written in place, the compiler
+    has put a copy before it, which counts.
+  - A Pallas kernel counts as its `pl.CostEstimate(bytes_accessed=...)` says, of all that is moved
+    between HBM and vector memory, blocks that are read again included. A kernel without one, or
+    with a wrong one, can be called under `jax.named_scope("hbm_bytes=N")`, which goes first.
+    Without either: `kernels.hbm_bytes`, or each operand and result once.
+"""
+
+import re
+from collections.abc import Sequence
+
+from gspo_jax.aot import kernels
+from gspo_jax.aot.hlo import Instruction
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+START, DONE = "async-collective-start", "async-collective-done"
+# These move nothing, or what their body moves is counted there.
+FREE = frozenset(
+  "parameter constant get-tuple-element tuple bitcast while conditional call iota after-all "
+  "partition-id replica-id opt-barrier recv send-done".split()
+)
+_SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = ("dynamic-update-slice", "scatter")
+# Element by element, so that a slice of the result needs a slice of the operand.
+_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose", "negate", "reverse")
+_MARKS = ("AllocateBuffer", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding")
+
+
+def carried(instruction: Instruction) -> Instruction | None:
+  """The collective of a fusion that starts one, carries it along with work of its own, or waits for
+  it: how the TPU compiler overlaps them, if it is told to."""
+  if instruction.op != "fusion" or "all-reduce-scatter" in instruction.called("calls"):
+    return None
+  body = instruction.body("calls")
+  return next((x for x in body if x.op in COLLECTIVES and "chain_id=" in x.attributes), None)
+
+
+def free(instruction: Instruction) -> bool:
+  """Whether it moves nothing and takes no time itself."""
+  marks = (f'custom_call_target="{mark}' in instruction.attributes for mark in _MARKS)
+  return instruction.op in FREE or instruction.op.endswith("-start") or any(marks)
+
+
+def hbm_bytes(instruction: Instruction) -> float:
+  """Bytes that an instruction reads from HBM and writes to it."""
+  inputs = instruction.inputs
+  if free(instruction):
+    return 0.0
+  if instruction.op == "send":
+    return _hbm(inputs)
+  if instruction.op.endswith("-done"):  # has the result of the whole; the start's has more in it
+    kind, sources = inputs[0].op.removesuffix("-start"), inputs[0].inputs
+    if kind in ("call", "async"):
+      return 0.0
+    return _sliced(instruction, sources[:1]) if kind in _SLICES else instruction.hbm + _hbm(sources)
+  if instruction.op == "fusion":
+    if carried(instruction) and instruction.name.startswith(START):
+      return _hbm(inputs)
+    if carried(instruction) and instruction.name.startswith(DONE):
+      return instruction.hbm
+    return _fusion(instruction)
+  if instruction.kernel:
+    return kernels.hbm_bytes(instruction)
+  if instruction.op in _SLICES:
+    return _sliced(instruction, inputs)
+  if instruction.op in _UPDATES:
+    written = _update(instruction).elements * _passes(instruction)
+    targets = (len(instruction.operands) - 1) // 2 if instruction.op == "scatter" else 1
+    return _hbm(inputs[targets:]) + written * _each(instruction)
+  return instruction.hbm + _hbm(inputs)
+
+
+def _hbm(instructions: Sequence[Instruction]) -> float:
+  return sum(x.hbm for x in instructions)
+
+
+def _sliced(instruction: Instruction, inputs: Sequence[Instruction]) -> float:
+  read = instruction.elements * _each(inputs[0])
+  return read + instruction.hbm + _hbm(inputs[1:])
+
+
+def _each(instruction: Instruction) -> float:
+  """Bytes in HBM for each element."""
+  return instruction.hbm / max(instruction.elements, 1)
+
+
+def _update(instruction: Instruction) -> Instruction:
+  """What an update writes; of a scatter into several targets, the first one's."""
+  place = 1 if instruction.op == "dynamic-update-slice" else (len(instruction.operands) + 1) // 2
+  return instruction.siblings[instruction.operands[place]]
+
+
+def _passes(instruction: Instruction) -> int:
+  """1 if an update replaces what is there; 2 if it reads it too, to add to it."""
+  return 2 if any(x.root and x.op != "parameter" for x in instruction.body("to_apply")) else 1
+
+
+def _root(body: Sequence[Instruction]) -> Instruction:
+  return next(x for x in body if x.root)
+
+
+def _fusion(instruction: Instruction) -> float:
+  """Bytes of a fusion: of what it only slices, the slices; of what it updates in place, those."""
+  body, inputs = instruction.body("calls"), instruction.inputs
+  if not body:
+    return instruction.hbm + _hbm(inputs)
+  total = 0.0
+  passed = _passed(body) if carried(instruction) else set()
+  for inner in body:
+    if inner.op == "parameter" and inner.name not in passed:
+      place = int(re.match(r"\d+", inner.attributes)[0])
+      if place < len(inputs) and inputs[place].hbm:
+        total += inputs[place].hbm * _read(inner) / max(inner.elements, 1)
+  root = _root(body)
+  for array, result in zip(instruction.arrays, root.inputs if root.op == "tuple" else [root]):
+    if not array.space and result.name not in passed:
+      total += _written(result, array.bytes)
+  return total
+
+
+def _passed(body: Sequence[Instruction]) -> set[str]:
+  """What a fusion holds for a collective that it carries along, and hands on."""
+  computed = [x for x in body if x.op not in (*COLLECTIVES, "custom-call", "tuple")]
+  used = {operand for x in computed for operand in x.operands}
+  parameters = {x.name for x in body if x.op == "parameter"}
+  return (parameters - used) | ({x.name for x in body} - {x.name for x in computed})
+
+
+def _read(instruction: Instruction, wanted: float | None = None) -> float:
+  """How many elements of a value of a fusion are needed.
+
+  wanted: of the fusion's result, by what it is itself fused into; None: all.
+  """
+  needed = 0.0
+  if instruction.root:
+    needed = instruction.elements if wanted is None else wanted
+  siblings = instruction.siblings.values()
+  users = [(x, i) for x in siblings for i, y in enumerate(x.operands) if y == instruction.name]
+  for user, place in users:
+    if user.op in _SLICES and place == 0:
+      needed += user.elements
+    elif user.op in _UPDATES and place == 0:
+      needed += _update(user).elements * (_passes(user) - 1)
+    elif user.op in _THROUGH:
+      needed += _read(user, wanted)
+    elif user.op == "fusion" and user.body("calls"):
+      of_user = _read(user, wanted)
+      parameters = [x for x in user.body("calls") if x.op == "parameter"]
+      taken = [x for x in parameters if x.attributes.startswith(f"{place})")]
+      needed += sum(_read(x, of_user) for x in taken)
+    else:
+      needed += instruction.elements
+  return min(needed, float(instruction.elements))
+
+
+def _written(result: Instruction, size: float) -> float:
+  """Bytes of a result that a fusion writes."""
+  result = _copied(result)
+  if result.op == "fusion" and result.body("calls"):
+    root = _root(result.body("calls"))
+    return size if root.op == "tuple" else _written(root, size)
+  if result.op not in _UPDATES:
+    return size
+  if _copied(result.inputs[0]).op != "parameter":
+    return size  # made here: all of it is written
+  return size * _update(result).elements / max(result.elements, 1)
+
+
+def _copied(instruction: Instruction) -> Instruction:
+  """What this is a copy of."""
+  while instruction.op in ("bitcast", "copy") and instruction.operands[0] in instruction.siblings:
+    instruction = instruction.inputs[0]
+  return instruction
