@@ -156,9 +156,9 @@ def overlapped(
     elif inner and name.startswith(START):
       start(channel, name, [sent_for(instruction, torus)])
     elif instruction.op.endswith("-start"):
-      parts = _called(instruction) if instruction.op in _CALLS else [instruction]
-      if any(kinds := [sent_for(part, torus) for part in parts]):
-        start(name, name, kinds)
+      parts = [sent_for(part, torus) for part in _inside(instruction)]
+      if any(parts):
+        start(name, name, parts)
     elif under_way:
       spent = seconds(instruction, chip)
       for name in under_way.values():
@@ -197,6 +197,15 @@ def _total(body: Sequence[Instruction], chip: Chip | None) -> float:
 
 def _called(instruction: Instruction) -> list[Instruction]:
   return instruction.body("to_apply", "calls")
+
+
+def _inside(instruction: Instruction) -> Iterator[Instruction]:
+  """What a call does, or the instruction itself if it is none."""
+  if instruction.op not in ("call", *_CALLS):
+    yield instruction
+    return
+  for inner in _called(instruction):
+    yield from _inside(inner)
 
 
 def sent_for(instruction: Instruction, torus: links.Torus | None = None) -> Sent | None:

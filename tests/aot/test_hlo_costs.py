@@ -266,6 +266,22 @@ def test_what_runs_beside_a_collective_of_the_sparsecore_hides_it_for_as_long(mi
   assert costs.hidden == costs.ring_hidden == pytest.approx(hidden)
 
 
+def test_a_collective_of_the_sparsecore_may_be_called_by_what_is_started():
+  wrapped = SPARSECORE.replace(
+    "ENTRY",
+    """%wrapper (p: bf16[1024,2048], t: token[]) -> bf16[4096,2048] {
+  %p = bf16[1024,2048]{1,0} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %c = bf16[4096,2048]{1,0} call(%p, %t), to_apply=%called_computation
+}
+
+ENTRY""",
+  ).replace("call-start(%a, %ready.1)", "async-start(%a, %ready.1)")
+  started, end = wrapped.rsplit("to_apply=%called_computation", 1)
+  costs = hlo_costs.costs(f"{started}calls=%wrapper{end}".replace("MIDDLE", WORK))
+  assert costs.count["all-gather"] == 1 and costs.hidden == WHOLE
+
+
 def test_what_runs_beside_two_collectives_hides_one_after_the_other():
   second = SPARSECORE.replace(
     "MIDDLE",
