@@ -11,7 +11,6 @@ from gspo_jax.settings.model import ComputeConfig
 
 # Of libtpu 0.0.42, which says nothing about them; another version may refuse one by its name.
 OPTIONS = dict(
-  none={},
   # It runs on the chip's SparseCores, which v5p, v6e and tpu7x have, whatever runs beside.
   sparsecore=dict(
     xla_tpu_enable_async_collective_fusion_fuse_all_gather=False,
@@ -20,6 +19,8 @@ OPTIONS = dict(
     xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=True,
     xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=True,
     xla_tpu_enable_sparse_core_collective_offload_all_reduce=True,
+    # Where they were scattering rows, no collective would run.
+    xla_tpu_enable_offloading_scatter_to_sparsecore=False,
     xla_tpu_use_tc_device_shape_on_sc=True,
     xla_sc_disable_megacore_partitioning=True,
   ),
@@ -31,6 +32,7 @@ OPTIONS = dict(
     xla_tpu_enable_async_collective_fusion_multiple_steps=True,
     xla_tpu_overlap_compute_collective_tc=True,
   ),
+  none={},
 )
 
 

@@ -117,7 +117,18 @@ def _piece(pieces: Pieces, R: int, k: int, i: jax.Array, X: int):
   choice_R = jax.lax.dynamic_slice(pieces.choice_Z, (i * R,), (R,))
   choice_R = jnp.where(position_R < pieces.end_E[-1], choice_R, X * k)
   edge_E = jnp.clip(pieces.end_E - i * R, 0, R)
+  edge_E = edge_E.at[-1].max(1)  # kernels want a row: of padding, with a gate of 0
   return choice_R // k, choice_R, jnp.diff(edge_E, prepend=jnp.zeros_like(edge_E[:1]))
+
+
+def _each_piece(body, number: jax.Array, carry):
+  """`fori_loop` over pieces. The first is not in a loop, so that collectives can run beside it."""
+  carry = body(0, carry)
+
+  def go_on(carry):
+    return jax.lax.fori_loop(1, number, body, carry)
+
+  return jax.lax.cond(number > 1, go_on, lambda carry: carry, carry)
 
 
 def _rows(table: jax.Array, row_R: jax.Array) -> jax.Array:
@@ -145,7 +156,7 @@ def _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
     return y_XD.at[row_R].add(y_RD, mode="drop")
 
   y_XD = sharding.vary(jnp.zeros(x_XD.shape, x_XD.dtype), AXES)
-  y_XD = jax.lax.fori_loop(0, -(-pieces.end_E[-1] // R), body, y_XD)
+  y_XD = _each_piece(body, -(-pieces.end_E[-1] // R), y_XD)
   return y_XD.astype(x_XD.dtype), (x_XD, gate_Xk, experts_Xk, w, sink)
 
 
@@ -158,7 +169,7 @@ def _grouped_backward(kernels, residuals, dy_XD):
   def body(i, carry):
     dx_XD, dgate_A, dw = carry
     row_R, choice_R, count_E = _piece(pieces, R, k, i, X)
-    gate_R1 = _rows(gate_A, choice_R)[:, None]
+    gate_R1 = gate_A.at[choice_R].get(mode="fill", fill_value=0)[:, None]
     x_RD, dy_RD = _rows(x_XD, row_R), _rows(dy_XD, row_R)
     dh_RF = times(dy_RD, w.down, count_E, True)
     h_RF, *hidden = hidden_gradients(*_hidden(times, x_RD, w, count_E), dh_RF * gate_R1)
@@ -173,7 +184,7 @@ def _grouped_backward(kernels, residuals, dy_XD):
   zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
   zeros = *zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink)
   used = -(-pieces.end_E[-1] // R)
-  dx_XD, dgate_A, dw = jax.lax.fori_loop(0, used, body, sharding.vary(zeros, AXES))
+  dx_XD, dgate_A, dw = _each_piece(body, used, sharding.vary(zeros, AXES))
   dgate_Xk = dgate_A.reshape(X, k).astype(gate_Xk.dtype)
   return dx_XD.astype(x_XD.dtype), dgate_Xk, None, None, dw
 
