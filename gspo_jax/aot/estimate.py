@@ -85,7 +85,11 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   torus = links.torus_of(topology, mesh)
   share = {axis: torus.share(links.along(mesh, axis)) for axis in mesh.axis_names}
   passes = 1 + (c.compute.remat != "none") + (c.lora.rank == 0)  # the last: of gradients
-  sent = (passes * layers + 2 * weights["head"]) * _others(mesh, "fsdp") / share["fsdp"]
+  with jax.set_mesh(mesh):
+    prefetched = remat.prefetched(model, c.compute)
+  again = prefetched * (c.compute.remat != "none")  # is not gathered again
+  gathered = passes * layers + 2 * weights["head"] - again
+  sent = gathered * _others(mesh, "fsdp") / share["fsdp"]
   itemsize = jnp.dtype(c.compute.dtype).itemsize
   hidden = tokens * model.hidden_size * itemsize * model.num_layers
   if model.num_experts:
@@ -96,7 +100,7 @@ def of_update(case: Case, mesh: jax.sharding.Mesh, topology: str) -> Least:
   slices = len(set(map(sharding.slice_of, mesh.devices.flat)))
   trained = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(changed(state)))
   to_slices = 2 * trained * (slices - 1) / mesh.size * per_chip  # once for all micro-batches
-  memory = held(state) + gradients + kept
+  memory = held(state) + gradients + kept + prefetched
   return Least(memory * per_chip, chips.seconds(chip, number, work, moved, sent, to_slices))
 
 

@@ -16,7 +16,7 @@ from gspo_jax.aot.programs import Case
 from gspo_jax.aot.table import axes
 from gspo_jax.inputs import Inputs
 from gspo_jax.models import critic as critics
-from gspo_jax.models import flops, transformer
+from gspo_jax.models import flops, remat, transformer
 from gspo_jax.runs import provenance
 from gspo_jax.settings import passes
 from gspo_jax.settings.reading import default
@@ -81,10 +81,14 @@ def memory(case: Case, inputs: Inputs, device: jax.Device) -> list[str]:
     if "sft" in c.job:
       tokens = max(tokens, c.sft.batch // c.sft.microbatches * c.sft.max_tokens)
     kept = kept_per_token(case, mesh) * tokens / sharding.batch_shards(mesh)
+    with jax.set_mesh(mesh):
+      prefetched = remat.prefetched(c.model, c.compute)
     update = {
       "gradients": held(changed(state)),
       f"activations, at least (remat {c.compute.remat})": kept,
     }
+    if prefetched:
+      update["the experts' gathered weights (compute.prefetch)"] = prefetched
     moments = {"in an update": lasting | update}
     if c.has_iterations:
       if c.engine.name == "local":

@@ -30,13 +30,15 @@ WORTH = 0.02  # of the best time so far: what a candidate has to promise to be c
 CHUNKS = (0, 512, 2048, 8192, 32_768)  # 0: all at once
 SETTINGS = dict(  # of a search for each program
   train=dict(
-    compute=("expert_chunk", "remat", "logits_chunk", "xla"), mesh=AXES, rl=("microbatches",)
+    compute=("expert_chunk", "remat", "logits_chunk", "prefetch", "xla"),
+    mesh=AXES,
+    rl=("microbatches",),
   ),
   decode=dict(engine=("slots", "cache_tokens", "prefill_tokens"), mesh=("rollout_experts",)),
 )
 NAMES = dict(
   train="{data}x{fsdp}x{expert}x{tensor}, {microbatches} micro, {remat} "
-  "{expert_chunk}/{logits_chunk}, {xla}",
+  "{expert_chunk}/{logits_chunk}, {xla}{ahead}",
   decode="{slots} slots, {cache_tokens:,}, {prefill_tokens}, {rollout_experts}",
 )
 
@@ -188,7 +190,11 @@ def updates(case: Case, devices: int, slices: int = 1) -> Lists:
   remats = [changed(case, compute=dict(remat=policy)) for policy in ("none", *remat.POLICIES)]
   sizes = ({key: size} for key, most in at_once.items() for size in CHUNKS if size < most)
   chunks = [changed(case, compute=size) for size in sizes]
-  compilers = [changed(case, compute=dict(xla=word)) for word in learner_programs.OPTIONS]
+  compilers = [
+    changed(case, compute=dict(xla=word, prefetch=ahead))
+    for ahead in ((True, False) if case.model.num_experts else (False,))
+    for word in learner_programs.OPTIONS
+  ]
   return [case], compilers, meshes(case, devices, slices), remats, chunks
 
 
@@ -248,12 +254,17 @@ def settings(program: str, case: Case) -> dict[str, Row]:
 
 def name_of(program: str, case: Case) -> str:
   sections = settings(program, case).values()
-  return NAMES[program].format(**{key: n for keys in sections for key, n in keys.items()})
+  values = {key: n for keys in sections for key, n in keys.items()}
+  return NAMES[program].format(**values, ahead=", prefetch" if values.get("prefetch") else "")
 
 
 def lines(program: str, case: Case) -> str:
   """Lines for a configuration file."""
+
+  def literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
   return "\n".join(
-    f"{section}=dict({', '.join(f'{key}={json.dumps(value)}' for key, value in keys.items())}),"
+    f"{section}=dict({', '.join(f'{key}={literal(value)}' for key, value in keys.items())}),"
     for section, keys in settings(program, case).items()
   )

@@ -92,11 +92,12 @@ def gather(table: Any, block: Any, dtype: Any) -> Any:
   """FSDP: the weights of one layer, cast and gathered over D just before they are used.
 
   They stay split over heads and F; the transpose reduces and scatters their gradients. What is read
-  in float32 is small, and whole on every device. Experts gather theirs where they multiply.
+  in float32 is small, and whole on every device. Experts gather theirs where they multiply, or have
+  been taken out.
   """
 
   def read(weight: Weight, w: Any) -> Any:
-    if isinstance(w, InStack):
+    if w is None or isinstance(w, InStack):
       return w
     w = w.astype(weight.read_as(dtype))
     if weight.of_experts:

@@ -43,7 +43,7 @@ def choose(config: ModelConfig, compute: ComputeConfig, tokens: int, parameters:
   memory = accelerators.memory(sharding.device_kind())
   if not memory:
     return "full"
-  left = ROOM * memory - STATE * parameters
+  left = ROOM * memory - STATE * parameters - prefetched(config, compute)
   itemsize = jnp.dtype(compute.dtype).itemsize
   inputs = config.num_layers * config.hidden_size * itemsize
   for policy in ("both", "attention"):
@@ -68,3 +68,13 @@ def kept(config: ModelConfig, policy: str, itemsize: int) -> float:
     whole = config.num_layers * 2 - moe_layers  # outputs of attention and of dense blocks
     bytes_ += whole * config.hidden_size * itemsize + moe_layers * config.num_experts * 4
   return bytes_
+
+
+def prefetched(config: ModelConfig, compute: ComputeConfig) -> float:
+  """Bytes that a device keeps of the experts' gathered weights, with `compute.prefetch`."""
+  if not compute.prefetch:
+    return 0.0
+  layers = sum(number for kind, number in config.runs() if kind.moe and number > 1)
+  weights = 3 * config.num_experts * config.hidden_size * config.moe_intermediate_size
+  parts = sharding.axis_size("expert") * sharding.axis_size("tensor")
+  return layers * weights / parts * jnp.dtype(compute.dtype).itemsize

@@ -194,11 +194,13 @@ def forward(
     kv = None if cache is None else cache.block(i)
     # The cache of all layers is carried, and written in place: as an input and an output of the
     # scan it would exist twice.
-    (x_BTD, kv), (experts, stats) = _over_layers(
-      lambda carry, inputs, layer=layer: layer(*carry, *inputs),
-      (x_BTD, kv),
-      (np.arange(number), block, replayed),
-      unroll,
+    carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed)
+    if compute.prefetch and cache is None and number > 1 and config.is_moe(first):
+      weights_of, thin = _experts_apart(kind.block_table(config, True, 1), block)
+      layer, now, following = _with_experts_ahead(layer, weights_of, compute)
+      carry, inputs = (*carry, now), (np.arange(number), thin, replayed, following)
+    (x_BTD, kv, *_), (experts, stats) = _over_layers(
+      lambda carry, inputs, layer=layer: layer(*carry, *inputs), carry, inputs, unroll
     )
     caches.append(kv)
     first += number
@@ -227,6 +229,41 @@ def _experts_in_stack(table, block, layer):
   return jax.tree.map(lambda w, x: None if w.of_experts else x, table, block), with_experts
 
 
+def _experts_apart(table, block) -> tuple[ExpertWeights, Any]:
+  """The experts' weights of a block, and the block without them."""
+  weights_of = []
+
+  def thin(w, x):
+    if w.of_experts:
+      weights_of.append(x)
+    return None if w.of_experts else x
+
+  block = jax.tree.map(thin, table, block)
+  return ExpertWeights(*weights_of), block
+
+
+def _with_experts_ahead(layer, stack: ExpertWeights, compute: ComputeConfig):
+  """`layer` that carries its experts' weights, gathered, and gathers those of the next one while it
+  computes; the weights of layer 0, and of what each layer gathers, the last one those of layer 0
+  again. In the backward pass, gradients of a layer's experts are scattered during the one before.
+
+  The gathered weights of all layers are kept for the backward pass.
+  """
+
+  def gather(w: ExpertWeights) -> moe.Gathered:
+    w = lora.dithered(jax.lax.optimization_barrier(w))
+    w = jax.tree.map(lambda x: x.astype(compute.dtype), w)
+    return moe.gather(w, compute.experts)
+
+  def ahead(x_BTD, kv, now, number, block, replayed_BTk, following):
+    after = gather(following)
+    (x_BTD, kv), outputs = layer(x_BTD, kv, number, block, replayed_BTk, now)
+    return (x_BTD, kv, after), outputs
+
+  first = gather(jax.tree.map(lambda w: w[0], stack))
+  return ahead, first, jax.tree.map(lambda w: jnp.roll(w, -1, axis=0), stack)
+
+
 def _over_layers(layer, carry, inputs, unroll):
   """`jax.lax.scan`; a single layer is called as it is, with its weights where they lie.
 
@@ -240,14 +277,27 @@ def _over_layers(layer, carry, inputs, unroll):
 
 
 def _layer(
-  x_BTD, kv, number, block, replayed_BTk, *, config: ModelConfig, compute, is_moe, **setting
+  x_BTD,
+  kv,
+  number,
+  block,
+  replayed_BTk,
+  gathered: moe.Gathered | None = None,
+  *,
+  config: ModelConfig,
+  compute,
+  is_moe,
+  **setting,
 ):
-  """One layer of the family, in the setting of this pass."""
+  """One layer of the family, in the setting of this pass.
+
+  gathered: the weights of the experts, which `block` then lacks.
+  """
 
   def experts(y_BTD, w):
     valid_BT = setting["segments_BT"] > 0
     gate_BTk, experts_BTk, stats = moe.route(y_BTD, w.router, config, valid_BT, replayed_BTk)
-    held = ExpertWeights(w.gate, w.up, w.down)
+    held = gathered or ExpertWeights(w.gate, w.up, w.down)
     y_BTD = moe.experts(y_BTD, gate_BTk, experts_BTk, held, compute.experts, compute.expert_chunk)
     return y_BTD, experts_BTk, stats
 

@@ -129,6 +129,11 @@ class ComputeConfig:
     "none", "what the backward pass keeps of a layer (models/remat.py); auto: what fits"
   )
   logits_chunk: NonNegativeInt = key(0, "time steps whose logits exist at once; 0: all")
+  prefetch: bool = key(
+    False,
+    "gather the experts' weights of a layer during the one before, and keep those of all layers "
+    "for the backward pass",
+  )
   xla: Literal["none", "sparsecore", "fusion"] = key(
     "none",
     "how the compiler lets collectives of updates and passes run beside other work, on TPU "

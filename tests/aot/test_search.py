@@ -145,7 +145,10 @@ def test_every_setting_of_updates_is_varied_from_the_configuration():
 
   lists = search.updates(case, 8)
   search.compile_best(known, lists, lambda case: least(seconds(case) - 8), measure, 5)
-  names = ["1x2x4x1, 1 micro, full 1024/16, none", "1x2x4x1, 1 micro, full 1024/16, sparsecore"]
+  names = [
+    "1x2x4x1, 1 micro, full 1024/16, none",
+    "1x2x4x1, 1 micro, full 1024/16, sparsecore, prefetch",
+  ]
   names += ["1x1x8x1, 1 micro, full 1024/16, none"]
   names += ["1x2x4x1, 1 micro, attention 1024/16, none", "1x2x4x1, 1 micro, full 1024/0, none"]
   assert list(known.rows) == names and known.ranked()[0] == names[2]

@@ -12,6 +12,7 @@ from support import small_models
 from support.small_models import forward, initial, logits
 
 from gspo_jax import sharding
+from gspo_jax.learner import replicas
 from gspo_jax.models import publication, transformer
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import cache as kv_cache
@@ -127,6 +128,32 @@ def test_a_loop_over_layers_gives_the_gradients_of_unrolled_ones(config, monkeyp
     step = jax.jit(jax.value_and_grad(lambda p, t: loss(p, config, t)))
     got = step(sharded, sharding.put_batch(tokens, mesh))
   chex.assert_trees_all_close(jax.device_get(got), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "experts, remat, shape",
+  [
+    ("ragged", "both", (1, 4, 2, 1)),
+    ("blocks", "none", (2, 2, 2, 1)),
+    pytest.param("megablox", "full", (2, 2, 1, 2), marks=pytest.mark.long),
+  ],
+)
+def test_experts_that_are_gathered_a_layer_ahead_are_the_same(experts, remat, shape, monkeypatch):
+  """Losses and gradients of the loop over layers, but for how the compiler fuses sums."""
+  monkeypatch.setattr(transformer, "UNROLLED", 0)
+  mesh = sharding.make_mesh(MeshConfig(*shape))
+
+  def step(params, tokens, compute):
+    value, grads = jax.value_and_grad(loss)(replicas.apart(params), MOE, tokens, compute)
+    return value, replicas.summed(grads)
+
+  with jax.set_mesh(mesh):
+    params = jax.device_put(initial(MOE), transformer.shardings(MOE, sharding.TRAIN, mesh))
+    tokens = sharding.put_batch(tokens_of(MOE), mesh)
+    usual = dataclasses.replace(REFERENCE, experts=experts, remat=remat)
+    ahead = dataclasses.replace(usual, prefetch=True)
+    results = [jax.jit(step, static_argnums=2)(params, tokens, each) for each in (usual, ahead)]
+  chex.assert_trees_all_close(*map(jax.device_get, results), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("config", [MOE, DENSE], ids=["moe", "dense"])

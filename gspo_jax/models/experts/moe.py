@@ -130,17 +130,61 @@ def choose_for_few(implementation: str, load: float) -> Callable:
   )
 
 
+@flax.struct.dataclass
+class Gathered:
+  """Weights of experts whose parts over D have been put together. [copies, E, ...]: each device of
+  "data" and "fsdp" has a copy of its own, and the gradient of that."""
+
+  weights: ExpertWeights | GroupedWeights
+
+
+def gather(weights: ExpertWeights, implementation: str) -> Gathered:
+  """What `experts` would gather by itself, made earlier; the transpose scatters the gradients."""
+  split, joins = _layout(weights, implementation)
+  layout = _joined_layout(split) if joins else split
+
+  def on_each_device(weights: ExpertWeights) -> ExpertWeights | GroupedWeights:
+    weights = _gathered(weights, split, joins)
+    return jax.tree.map(lambda w: w[None], weights)
+
+  def copies(pspec: P) -> P:
+    return P(("data", "fsdp"), *(None if axes == "fsdp" else axes for axes in pspec))
+
+  run = sharding.shard_map(on_each_device, (split,), jax.tree.map(copies, layout))
+  return Gathered(run(jax.tree.map(sharding.reshard, weights, split)))
+
+
+def _layout(weights: ExpertWeights, implementation: str) -> tuple[ExpertWeights, bool]:
+  """How each weight is split over the mesh, and whether gate and up are joined."""
+  E, D, _ = sharding.spec_of(weights.gate)  # D: "fsdp" while training
+  E = E or "expert"
+  split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
+  return split, D is not None and choose(implementation) in (apply_megablox, apply_ragged)
+
+
+def _joined_layout(split: ExpertWeights) -> GroupedWeights:
+  return GroupedWeights((split.gate,), split.down)
+
+
+def _gathered(weights: ExpertWeights, split: ExpertWeights, joins: bool):
+  """Inside `shard_map`: what a device multiplies by."""
+  if joins:  # what is on this device, before the rest is gathered
+    return jax.tree.map(sharding.whole, joined(weights), _joined_layout(split))
+  return jax.tree.map(sharding.whole, weights, split)
+
+
 def experts(
   x_BTD: jax.Array,
   gate_BTk: jax.Array,
   experts_BTk: jax.Array,
-  weights: ExpertWeights,
+  weights: ExpertWeights | Gathered,
   implementation: str,
   chunk: int = 0,
 ) -> jax.Array:
   """Σ_k gate_k · expert_{index_k}(x), [B, T, D], with the experts split over the mesh.
 
-  Weights that are split over D too are gathered here, and their gradients scattered.
+  Weights that are split over D too are gathered here, and their gradients scattered, unless
+  `gather` has done it.
   `chunk` tokens of each device are gathered and computed at once (0: all), again in the backward
   pass. That bounds memory: if every token of every device chooses the experts of one device, that
   device works longer, in the same buffers.
@@ -149,7 +193,7 @@ def experts(
   Of few tokens `experts_of_few` sends the tokens to them; for many, the weights come to the tokens.
   """
   check = choose(implementation) is not apply_megablox
-  if isinstance(weights.gate, InStack):
+  if isinstance(weights, ExpertWeights) and isinstance(weights.gate, InStack):
     chips = sharding.axis_size(experts_over(weights.gate))
     load = sharding.rows_of_a_device(gate_BTk.size) * chips / weights.gate.stack.shape[1]
     if load <= FEW:
@@ -159,9 +203,10 @@ def experts(
 
   def on_each_device(x_BTD, gate_BTk, experts_BTk, weights):
     B, T, D = x_BTD.shape
-    if joins:  # what is on this device, before the rest is gathered
-      weights = joined(weights)
-    weights = jax.tree.map(sharding.whole, weights, joined_split if joins else split)
+    if isinstance(weights, Gathered):
+      weights = jax.tree.map(lambda w: w[0], weights.weights)
+    else:
+      weights = _gathered(weights, split, joins)
     held = len(weights.down)
     # Gradients of the chunks add up in float32, through a copy of the weights that nothing reads.
     # A kernel adds up in float32 by itself: of one chunk, it leaves in the type it is sent in.
@@ -192,11 +237,12 @@ def experts(
     _, y = jax.lax.scan(lambda _, part: (None, of_tokens(*part)), None, tuple(parts))
     return y.reshape(-1, D)[: B * T].reshape(B, T, D)
 
-  batch, (E, D, _) = P(BATCH), sharding.spec_of(weights.gate)  # D: "fsdp" while training
-  E = E or "expert"
-  split = ExpertWeights(*[P(E, D, "tensor")] * 2, P(E, "tensor", D))
-  weights = jax.tree.map(sharding.reshard, weights, split)
-  joined_split = GroupedWeights((split.gate,), split.down)
-  joins = D is not None and choose(implementation) in (apply_megablox, apply_ragged)
+  batch = P(BATCH)
+  if isinstance(weights, Gathered):
+    split = jax.tree.map(sharding.spec_of, weights)
+    joins = isinstance(weights.weights, GroupedWeights)
+  else:
+    split, joins = _layout(weights, implementation)
+    weights = jax.tree.map(sharding.reshard, weights, split)
   run = sharding.shard_map(on_each_device, (batch, batch, batch, split), batch, check)
   return run(x_BTD, gate_BTk.astype(x_BTD.dtype), experts_BTk, weights)
