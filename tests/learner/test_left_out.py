@@ -45,7 +45,8 @@ def test_the_mismatch_is_that_of_the_tokens_that_the_current_weights_sampled(mic
   for name in names:
     assert row[name] == pytest.approx(expected[name], rel=1e-5), name
   plain_params, _ = after(step, DENSE, whole)
-  chex.assert_trees_all_equal(params, plain_params)  # metrics alone depend on it
+  # Metrics alone depend on it; the programs are two, and round as they like.
+  chex.assert_trees_all_close(params, plain_params, atol=1e-6)
 
 
 def test_what_cannot_be_compared_is_no_metric():

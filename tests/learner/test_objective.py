@@ -143,7 +143,7 @@ def other_value(name, option):
   if option in WORDS:
     return next(word for word in LOSSES[name].choices.get(option, WORDS[option]) if word != default)
   if option == "clip_low" and default:
-    return default / 10  # a wider range may clip no more than the default does
+    return default / 1000  # a wider range may clip no more than the default does
   return OTHER[option] if option in OTHER else (default or 0.0) * 2 + 0.1
 
 
