@@ -34,6 +34,19 @@ CONDITIONS = {
 
 ADDED = {  # after the question was asked: no verdict rests on them
   "gspo batch": {"objective.advantage": "batch"},
+  "gspo gdpo": {
+    "objective.advantage": "gdpo",
+    "constraints.rewards.extra.signal": "truncated",
+    "constraints.rewards.extra.weight": -1.0,
+  },
+  "dr_grpo minirl": {  # docs/objectives.md
+    "objective.clip_low": 0.2,
+    "objective.clip_high": 0.27,
+    "objective.old_logp": "recompute",
+    "objective.correction.name": "truncated",
+    "objective.correction.level": "token",
+    "objective.correction.cap": 5.0,
+  },
 }
 
 EXPERIMENT = Experiment(
