@@ -23,7 +23,7 @@ TEXTS = (
   "The capital of France is Paris, and that of Italy is Rome. Größe, naïve, 東京.",
 )
 RUN = {
-  "sft.steps": 8, "rl.iterations": 4, "rl.prompts": 4, "rl.group_size": 4, "eval.problems": 8,
+  "sft.steps": 24, "sft.log_every": 1, "rl.iterations": 4, "rl.prompts": 4, "eval.problems": 8,
   "eval.every": 4, "seed": 11,
 }  # fmt: skip
 
