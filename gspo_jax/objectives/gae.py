@@ -101,13 +101,14 @@ def turn_gae(
   goes_on_BT = _next_is_alike(turn_BT, mask_BT)
   first_BT = mask_BT & ~_reversed(_next_is_alike(*map(_reversed, (turn_BT, mask_BT))))
   total_BT = backward((goes_on_BT | ~mask_BT).astype(dtype), reward_BT)
-  made = gae(total_BT, value_BT, first_BT, discount, trace, last_value_B=last_value_B)
 
   def at_all_tokens(x_BT: Array) -> Array:
     since_first_BT = _reversed((~first_BT).astype(dtype))
     return jnp.where(mask_BT, _reversed(backward(since_first_BT, _reversed(x_BT))), 0)
 
-  advantage_BT, return_BT = made
+  advantage_BT, return_BT = gae(
+    total_BT, value_BT, first_BT, discount, trace, last_value_B=last_value_B
+  )
   return at_all_tokens(advantage_BT), at_all_tokens(return_BT)
 
 
