@@ -196,8 +196,9 @@ def forward(
     # scan it would exist twice.
     carry, inputs = (x_BTD, kv), (np.arange(number), block, replayed)
     if compute.prefetch and cache is None and number > 1 and config.is_moe(first):
-      weights_of, thin = _experts_apart(kind.block_table(config, True, 1), block)
-      layer, now, following = _with_experts_ahead(layer, weights_of, compute)
+      declared = kind.block_table(config, True, 1)
+      stack, thin = _experts_of(declared, block), _without_experts(declared, block)
+      layer, now, following = _with_experts_ahead(layer, stack, compute)
       carry, inputs = (*carry, now), (np.arange(number), thin, replayed, following)
     (x_BTD, kv, *_), (experts, stats) = _over_layers(
       lambda carry, inputs, layer=layer: layer(*carry, *inputs), carry, inputs, unroll
@@ -226,20 +227,18 @@ def _experts_in_stack(table, block, layer):
     )
     return layer(x_BTD, kv, number, whole, replayed_BTk)
 
-  return jax.tree.map(lambda w, x: None if w.of_experts else x, table, block), with_experts
+  return _without_experts(table, block), with_experts
 
 
-def _experts_apart(table, block) -> tuple[ExpertWeights, Any]:
-  """The experts' weights of a block, and the block without them."""
-  weights_of = []
+def _without_experts(table, block):
+  return jax.tree.map(lambda w, x: None if w.of_experts else x, table, block)
 
-  def thin(w, x):
-    if w.of_experts:
-      weights_of.append(x)
-    return None if w.of_experts else x
 
-  block = jax.tree.map(thin, table, block)
-  return ExpertWeights(*weights_of), block
+def _experts_of(table, block) -> ExpertWeights:
+  """The experts' weights of a block."""
+  weights, whole = jax.tree.flatten(table)
+  pairs = zip(weights, whole.flatten_up_to(block), strict=True)
+  return ExpertWeights(*(x for w, x in pairs if w.of_experts))
 
 
 def _with_experts_ahead(layer, stack: ExpertWeights, compute: ComputeConfig):
