@@ -126,7 +126,7 @@ def sapo_loss(
   The value has no meaning of its own: f(1) = 2/τ.
 
   Shapes: [B,T] ×2, [B] or [B,T], [B,T] -> scalar.
-  Reference: arXiv:2511.20347, Eq. 5 and 6.
+  Reference: arXiv:2511.20347, Eq. 5 and 6, as others quote them: we have not read the paper.
 
   Example:
     >>> logp_BT = jnp.log(jnp.array([[0.5, 0.4, 0.3], [0.2, 0.3, 0.5]]))
