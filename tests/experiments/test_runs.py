@@ -116,8 +116,9 @@ def test_seeds_that_were_tuned_on_make_no_claim():
 
 
 def test_commands_are_those_of_the_command_line(tmp_path):
-  _, _, job, *_ = plan(tmp_path, common={"objective.clip_low": 0.2 / 3})
+  start, _, job, *_ = plan(tmp_path, common={"objective.clip_low": 0.2 / 3, "weights": "DIR"})
   command = job.command(tmp_path)
+  assert "--config.weights=DIR " in start.command(tmp_path) and "=DIR" not in command
   assert command.startswith("python -m gspo_jax.main --config=configs/tiny.py --workdir=")
   assert f"--config.weights={tmp_path}/starts/{job.start.run} " in command
   assert (

@@ -1,0 +1,89 @@
+"""E19: SmolLM2-135M upcycled to four experts a layer: how many experts of a rollout an update
+changes at 30 layers, and what Routing Replay is worth to either loss there."""
+
+from experiments import figures, smollm2, statistics
+from experiments.arms import GRPO, GSPO
+from experiments.definition import Condition, Experiment
+from experiments.report import OPEN, Report, Results, Verdict, compare, markdown
+
+BEFORE, AFTER = "eval/start", "eval/final"
+LEAST, PAPER = 0.03, 0.10  # of the experts
+VOLATILITY = "minibatch/1/router/volatility/mean"  # one update after the rollout
+ARMS = {  # by their names in tables
+  "GSPO": "gspo",
+  "GRPO": "grpo",
+  "GRPO with replay": "grpo_R2",
+  "GSPO with replay": "gspo_R2",
+}
+DIFFERENCES = {
+  "replay's gain, GRPO": ("grpo_R2", "grpo"),
+  "replay's gain, GSPO": ("gspo_R2", "gspo"),
+  "GSPO less GRPO": ("gspo", "grpo"),
+  "GSPO less GRPO with replay": ("gspo", "grpo_R2"),
+}
+MODEL = {
+  "model.num_experts": smollm2.EXPERTS,
+  "model.experts_per_token": 2,
+  "model.moe_intermediate_size": 1536,  # of the dense layers, which experts are copies of
+  "compute.experts": "batched",  # at 352 assignments per expert and this width, on two cores
+}
+
+EXPERIMENT = Experiment(
+  question="How many experts does one update change at 30 layers, and who needs Routing Replay "
+  "there?",
+  claim="about 10 % of the experts change with one update of a model with 48 layers, so that GRPO "
+  "does not converge without replay, and GSPO does (§5.3, Figure 3)",
+  hypothesis=f"in a pretrained model of 30 layers, upcycled, one update changes {LEAST:.0%} of a "
+  "rollout's experts at least",
+  statistic="share of a rollout's experts that are others after one update of GSPO without replay, "
+  "the mean over layers, tokens and iterations; mean over seeds and 95 % t interval",
+  falsified=f"the interval lies below {LEAST:g}; it holds if the interval lies above. It cannot be "
+  "told from fewer than all seeds, nor which loss needs replay, which is secondary",
+  conditions=(
+    Condition("gspo", GSPO),
+    Condition("grpo", GRPO, secondary=True),
+    Condition("grpo_R2", GRPO | {"objective.replay": "R2"}, secondary=True),
+    Condition("gspo_R2", GSPO | {"objective.replay": "R2"}, secondary=True),
+  ),
+  seeds=(11, 12, 13),
+  base="configs/smollm2.py",
+  common=MODEL
+  | {
+    "sft.load_balance_coef": 0.01,
+    "objective.volatility": True,
+    "objective.old_logp": "recompute",  # which R2 needs; so that all arms have the same
+    "rl.iterations": 10,
+  },
+  minutes=10,
+  start_minutes=6,
+  columns=(r"minibatch/\d+/router/volatility/.*",),
+  pod=False,  # the flagship has other problems
+)
+
+
+def report(results: Results) -> Report:
+  changed = results.interval("gspo", VOLATILITY)
+  outcome = OPEN
+  if changed.count >= len(EXPERIMENT.seeds):
+    outcome = compare(changed, above=LEAST)
+  columns = {
+    "after one update": VOLATILITY,
+    "after three": "minibatch/3/router/volatility/mean",
+    "most volatile layer, one update": "minibatch/1/router/volatility/max_layer",
+    "clipped tokens": "clip_fraction/token",
+  }
+  accuracy = {"before": BEFORE, "after": AFTER, "greedy, after": "eval/greedy"}
+  rows = []
+  for title, pair in DIFFERENCES.items():
+    more = statistics.interval(results.paired(*pair, AFTER))
+    reward = statistics.interval(results.paired(*pair, "reward/mean"))
+    rows.append([title, str(more.count), more.text(), reward.text()])
+  differences = markdown(["", "seeds", "final held-out accuracy", "reward of the run"], rows)
+  figure, (left, right) = figures.new(9.6, 3.4, columns=2)
+  figures.curves(left, results, ARMS, VOLATILITY, title="experts that one update changes")
+  left.axhline(PAPER, color="#888", lw=1, ls="--")  # 48 layers, 128 experts
+  left.set_ylim(bottom=0)
+  figures.curves(right, results, ARMS, "reward/mean", title="reward")
+  because = f"one update of GSPO changes {changed.text()} of a rollout's experts at 30 layers"
+  tables = [results.table(ARMS, columns, ".4f"), results.table(ARMS, accuracy), differences]
+  return Report(Verdict(outcome, because), tables, dict(volatility=figure))
