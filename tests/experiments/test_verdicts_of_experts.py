@@ -1,4 +1,4 @@
-"""Verdicts of E3 and E4 on made-up results, so that the truth is known."""
+"""Verdicts of E3, E4 and E19 on made-up results, so that the truth is known."""
 
 import numpy as np
 import pytest
@@ -68,3 +68,21 @@ def test_e4_leaves_out_seeds_of_which_a_model_has_learned_nothing():
 
   found = verdicts.report("e4", value)
   assert found.verdict.outcome == HOLDS and "| 3 | 0.01" in found.tables[1]
+
+
+@pytest.mark.parametrize("share, outcome", [(0.05, HOLDS), (0.03, OPEN), (0.01, FAILS)])
+def test_e19_finds_the_share_of_experts_that_change(share, outcome):
+  """And what replay gains, of either loss: here GRPO only."""
+
+  def value(c, seed):
+    gain = 0.1 if c.name == "grpo_R2" else 0.0
+    changed = share if c.name == "gspo" else 0.5
+    return {
+      "minibatch/1/router/volatility/mean": changed + 0.002 * (seed - 12),
+      "eval/final": 0.3 + gain,
+    }
+
+  found = verdicts.report("e19", value)
+  assert found.verdict.outcome == outcome
+  gains = [line.split(" | ")[2].split()[0] for line in found.tables[2].splitlines()[2:]]
+  assert gains == ["0.100", "0.000", "0.000", "-0.100"]
