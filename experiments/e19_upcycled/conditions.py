@@ -54,8 +54,8 @@ EXPERIMENT = Experiment(
     "objective.old_logp": "recompute",  # which R2 needs; so that all arms have the same
     "rl.iterations": 10,
   },
-  minutes=10,
-  start_minutes=6,
+  minutes=24,
+  start_minutes=8,
   columns=(r"minibatch/\d+/router/volatility/.*",),
   pod=False,  # the flagship has other problems
 )
