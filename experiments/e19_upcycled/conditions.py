@@ -56,7 +56,7 @@ EXPERIMENT = Experiment(
   },
   minutes=24,
   start_minutes=8,
-  columns=(r"minibatch/\d+/router/volatility/.*",),
+  columns=(r"minibatch/\d+/router/volatility/(mean|max_layer)",),
   pod=False,  # the flagship has other problems
 )
 
