@@ -21,6 +21,7 @@ SHAPES = {  # tokens, D, E, k, F
   "decode": (32, 512, 32, 4, 256),
   "train-small": (5120, 256, 16, 2, 128),
   "train-few": (1280, 256, 16, 2, 128),
+  "train-wide": (2048, 576, 4, 2, 1536),  # of SmolLM2-135M, upcycled
   "decode-small": (32, 256, 16, 2, 128),
 }
 

@@ -62,12 +62,13 @@ def block_layout(experts_Xk: jax.Array, num_experts: int, R: int, C: int = 0) ->
 
 def block_rows(experts_Xk: jax.Array, w: ExpertWeights, backward: bool = False) -> int:
   """Rows per block, a power of two: enough that XLA computes a product on several cores, but at
-  most half of an expert's fair share, or padding costs more than it brings."""
+  most half of an expert's fair share, or padding costs more than it brings. The backward pass adds
+  to all of an expert's gradient for every block, and so takes 64 at least."""
   most = 1 << max(3, int(share(experts_Xk, w)).bit_length() - 2)
   _, D, F = w.gate.shape
   if not backward and most * D * F < 2**23:
     return min(most, 16)  # one core has it anyway
-  return min(most, 1 << max(3, 24 - (D * F - 1).bit_length()))
+  return min(most, 1 << max(6 if backward else 3, 24 - (D * F - 1).bit_length()))
 
 
 @jax.custom_vjp
