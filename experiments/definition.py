@@ -26,9 +26,6 @@ class Condition:
   name: str
   changes: Changes = dataclasses.field(default_factory=dict)
   seeds: tuple[int, ...] | None = None  # None: those of the experiment
-  # Another condition whose run of the same seed this one begins with, in the place of the cold
-  # start: "grpo" its last checkpoint, "grpo/20" the one after iteration 20 (checkpoint.keep_every).
-  after: str = ""
   secondary: bool = False  # the verdict does not rest on it, nor wait for it
 
 
@@ -71,9 +68,6 @@ class Experiment:
     names = [c.name for c in self.conditions]
     if len({*names}) < len(names):
       raise ValueError(f"two conditions have the same name: {', '.join(names)}")
-    for c in self.conditions:
-      if c.after and c.after.partition("/")[0] not in names:
-        raise ValueError(f"condition {c.name!r} comes after {c.after!r}, which is none")
     if self.tuning and {*self.tuning.seeds} & {*self.seeds}:
       raise ValueError(
         "seeds and tuning.seeds overlap: a claim holds on seeds nothing was tuned on"

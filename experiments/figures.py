@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -43,6 +43,20 @@ def band(axes: Axes, x: np.ndarray, of: list[Interval], label: str, number: int)
   axes.fill_between(np.asarray(x)[some], low[some], high[some], color=colour, alpha=0.18, lw=0)
 
 
+def bands(
+  axes: Axes, x: Sequence[float], of: Mapping[str, Sequence[Interval]], under: str, title: str
+) -> None:
+  """Lines with their bands, by their labels, over a number that the axis is of (`under`); one that
+  lacks a point is left out."""
+  for number, (label, points) in enumerate(of.items()):
+    if all(point.count for point in points):
+      band(axes, np.asarray(x, float), points, label, number)
+  axes.set_xlabel(under)
+  axes.set_title(title, loc="left")
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend()
+
+
 def curves(
   axes: Axes,
   results: Results,
@@ -68,9 +82,7 @@ def curves(
     axes.legend()
 
 
-def intervals(
-  axes: Axes, of: Mapping[str, Interval], title: str = "", line: float | None = 0.0
-) -> None:
+def intervals(axes: Axes, of: Mapping[str, Interval], title: str = "", line: float = 0.0) -> None:
   """Estimates with their intervals, one to a line; those of nothing are left out."""
   of = {name: interval for name, interval in of.items() if interval.count}
   for place, interval in enumerate(of.values()):
@@ -80,8 +92,7 @@ def intervals(
     axes.plot([interval.value], [place], "o", color=colour)
   axes.set_yticks(range(len(of)), list(of))
   axes.set_ylim(max(1, len(of)) - 0.5, -0.5)
-  if line is not None:
-    axes.axvline(line, color="#888", lw=1, ls="--")
+  axes.axvline(line, color="#888", lw=1, ls="--")
   axes.set_title(title, loc="left")
 
 

@@ -37,8 +37,8 @@ class Results:
   runs: pd.DataFrame
   curves: pd.DataFrame
 
-  def conditions(self, stage: str = "final") -> list[str]:
-    return list(dict.fromkeys(self.runs.condition[self.runs.stage == stage]))
+  def conditions(self) -> list[str]:
+    return list(dict.fromkeys(self.runs.condition[self.runs.stage == "final"]))
 
   def values(self, condition: str, column: str, stage: str = "final") -> pd.Series:
     """The column of a condition by seed. A run that diverged counts as 0 where something is

@@ -118,9 +118,7 @@ def reusable(
 ) -> tuple[dict[str, Any], pd.DataFrame | None] | None:
   """The line and the curve of the same run in another experiment, if it began with the cold start
   that is in `home`. One that was made anew, by other code or on another machine, is another."""
-  begun = job
-  while begun.start is not None:
-    begun = begun.start
+  begun = job.start or job
   for store in stores:
     runs = store.runs
     found = runs[(runs.run == job.run) & (runs.status == DONE)]

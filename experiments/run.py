@@ -75,11 +75,8 @@ class Runner:
       wanted.append(job)
     starts: dict[tuple, Job] = {}
     for job in wanted:
-      at = job.start
-      while at is not None and at.stage != runs.START:  # one that comes after another condition
-        at = at.start
-      if at is not None and not self.finished(at) and at.key not in self.tried:
-        starts[at.key] = at
+      if not self.finished(job.start) and job.start.key not in self.tried:
+        starts[job.start.key] = job.start
     return [*starts.values(), *wanted]
 
   def finished(self, job: Job) -> bool:
@@ -148,12 +145,8 @@ class Runner:
         if other.start is not None and other.start.key == job.key:
           reason = f"{job.condition} of seed {job.seed}, which it begins with, failed"
           self.end(other, dict(status=FAILED, reason=reason, seconds=0.0))
-    if answer["status"] in results.SETTLED and job.stage != runs.START and not self.begun_with(job):
+    if answer["status"] in results.SETTLED and job.stage != runs.START:
       results.archive(workdir)
-
-  def begun_with(self, job: Job) -> bool:
-    """Whether other runs begin with this one."""
-    return any(other.start is not None and other.start.key == job.key for other in self.plan())
 
   def run(self, count: int) -> None:
     """Makes what is missing, so many runs at the same time. Ctrl-C and SIGTERM save and end."""
@@ -263,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("name", help=f"{', '.join(definition.names())}; or all, with --report")
   parser.add_argument("--scale", choices=("laptop", "pod"), default="laptop")
   parser.add_argument("--seeds", help="some of those declared, or others, e.g. 0,1,2")
-  parser.add_argument("--only", default="", help="conditions: a regular expression, e.g. _lag")
+  parser.add_argument("--only", default="", help="conditions: a regular expression, e.g. grpo")
   parser.add_argument("--dry_run", action="store_true", help="only show what would be run")
   parser.add_argument("--report", action="store_true", help="only figures and READMEs, from CSVs")
   parser.add_argument("--again", action="store_true", help="make all runs, in WORKDIR/again")

@@ -37,8 +37,7 @@ class Job:
   changes: Changes  # of the base, without the seed: what the results show
   values: Mapping[str, Any]  # the whole configuration; `weights` is that of its start
   base: str
-  start: "Job | None" = None  # the run that it begins with
-  step: str = ""  # of that run; "": its last
+  start: "Job | None" = None  # the cold start that it begins with
   measure: str = ""  # as in Experiment
 
   @property
@@ -55,7 +54,7 @@ class Job:
       different = {k: v for k, v in different.items() if k.split(".")[0] in READ_BY_START}
     else:
       different = {k: v for k, v in different.items() if k.split(".")[0] not in NOT_OF_RUN}
-      different["start"] = [self.start.run, self.step]
+      different["start"] = [self.start.run, ""]
       different |= dict(measure=self.measure) if self.measure else {}
     text = json.dumps(different, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -65,10 +64,7 @@ class Job:
 
   def weights(self, home: Path) -> str:
     """Where the run begins: a value of the key `weights`."""
-    if self.start is None:
-      return self.values["weights"]
-    directory = self.start.workdir(home)
-    return str(directory / "checkpoints" / "rl" / self.step if self.step else directory)
+    return self.values["weights"] if self.start is None else str(self.start.workdir(home))
 
   def command(self, home: Path) -> str:
     """The same run by the command line."""
@@ -154,13 +150,9 @@ def _add(
   setting: Changes,
 ) -> None:
   changes = {**experiment.common, **condition.changes, **setting}
-  start, step = _start(jobs, experiment, changes, seed), ""
-  if condition.after:
-    before, _, step = condition.after.partition("/")
-    start = jobs[stage, name.replace(condition.name, before, 1), seed]
+  start = _start(jobs, experiment, changes, seed)
   values = applied(experiment.base, HABITS | changes | dict(job="rl", seed=seed))
-  begins = dict(start=start, step=step, measure=experiment.measure)
-  job = Job(name, stage, seed, changes, values, experiment.base, **begins)
+  job = Job(name, stage, seed, changes, values, experiment.base, start, experiment.measure)
   jobs[job.key] = job
 
 

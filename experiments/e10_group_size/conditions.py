@@ -73,14 +73,10 @@ def report(results: Results) -> Report:
     elif max(-gap.low, gap.high) < NEGLIGIBLE:
       outcome = FAILS
   figure, (axes,) = figures.new()
-  for number, loss in enumerate(ARMS):
-    found = accuracies(results, loss)
-    if len(found):
-      points = [statistics.interval(found[g]) for g in GROUPS]
-      figures.band(axes, np.array(GROUPS, float), points, loss.upper(), number)
+  points = {
+    loss.upper(): [statistics.interval(x) for _, x in accuracies(results, loss).items()]
+    for loss in ARMS
+  }
   axes.set_xscale("log", base=2)
-  axes.set_xlabel("G")
-  axes.set_title("final accuracy", loc="left")
-  if axes.get_legend_handles_labels()[0]:
-    axes.legend()
+  figures.bands(axes, GROUPS, points, "G", "final accuracy")
   return Report(Verdict(outcome, because), tables, dict(groups=figure))

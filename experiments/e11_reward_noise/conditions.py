@@ -1,6 +1,5 @@
 """E11: rewards that are wrong now and then, under a ratio per response and one per token."""
 
-import numpy as np
 import pandas as pd
 
 from experiments import figures, statistics
@@ -70,14 +69,10 @@ def report(results: Results) -> Report:
       outcome = FAILS
   both, panels = figures.new(9, 3.4, columns=2)
   for axes, kind in zip(panels, KINDS):
-    for number, loss in enumerate(ARMS):
-      found = accuracies(results, loss, kind)
-      if len(found):
-        points = [statistics.interval(found[r]) for r in RATES]
-        figures.band(axes, np.array(RATES), points, loss.upper(), number)
-    axes.set_xlabel("rate")
-    axes.set_title(f"final accuracy, false {kind}s", loc="left")
-    if axes.get_legend_handles_labels()[0]:
-      axes.legend()
+    points = {
+      loss.upper(): [statistics.interval(x) for _, x in accuracies(results, loss, kind).items()]
+      for loss in ARMS
+    }
+    figures.bands(axes, RATES, points, "rate", f"final accuracy, false {kind}s")
   because = f"the slopes differ by {gap.text()} of accuracy per unit of the rate"
   return Report(Verdict(outcome, because), tables, dict(noise=both))

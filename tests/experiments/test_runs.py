@@ -88,15 +88,6 @@ def test_the_best_setting_of_the_first_stage_makes_the_second(tmp_path):
   assert final["gspo"].changes[RATE] == 1e-3 and final["grpo"].changes[RATE] == 1e-5
 
 
-def test_a_condition_may_begin_with_another_ones_checkpoint(tmp_path):
-  after = Condition("rescued", {RATE: 1e-6}, after="grpo/20")
-  jobs = {job.condition: job for job in plan(tmp_path, conditions=(GRPO, after), seeds=(0,))}
-  assert jobs["rescued"].start is jobs["grpo"]
-  assert jobs["rescued"].weights(tmp_path).endswith(f"{jobs['grpo'].run}/checkpoints/rl/20")
-  with pytest.raises(ValueError, match=r"'rescued' comes after 'gspo'"):
-    plan(tmp_path, conditions=(GRPO, Condition("rescued", after="gspo")))
-
-
 @pytest.mark.parametrize(
   "changes, message",
   [
