@@ -1,4 +1,4 @@
-"""E3, Figure 3 and what contradicts it: which loss needs Routing Replay, and how far off-policy."""
+"""E3, Figure 3 and what contradicts it: which loss needs Routing Replay, far off-policy."""
 
 from experiments import arms, figures, statistics
 from experiments.arms import ARMS
@@ -7,8 +7,9 @@ from experiments.report import FAILS, HOLDS, OPEN, Report, Results, Verdict, mar
 
 BEFORE, AFTER, REWARD = "eval/start", "eval/final", "reward/mean"
 REPLAYS = ("none", "R2", "R3")
-MINIBATCHES = (4, 16)
-FAR = 16  # of them: what the verdict is about
+FAR = 16  # mini-batches
+# The share of a rollout's experts that are others by the last of them.
+CHANGED = f"minibatch/{FAR - 1}/router/volatility/mean"
 MATTERS = 0.03  # of held-out accuracy
 VOLATILE = 0.03  # of the experts; where fewer change, that replay does nothing says nothing
 STAKE = 0.05  # of accuracy, gained by the best arm; where nothing is learned, nothing is lost
@@ -16,9 +17,8 @@ STAKE = 0.05  # of accuracy, gained by the best arm; where nothing is learned, n
 MODEL = {"model.num_layers": 4, "model.num_experts": 32, "model.experts_per_token": 4}
 
 
-def condition(loss: str, replay: str, minibatches: int) -> Condition:
-  changes = ARMS[loss] | {"objective.replay": replay, "rl.minibatches": minibatches}
-  return Condition(f"{loss}_{replay}_{minibatches}", changes, secondary=minibatches != FAR)
+def name(loss: str, replay: str) -> str:
+  return f"{loss}_{replay}_{FAR}"
 
 
 EXPERIMENT = Experiment(
@@ -32,9 +32,8 @@ EXPERIMENT = Experiment(
   f"cannot be told if fewer than {VOLATILE:.0%} of the experts are others by the last mini-batch, "
   f"if the cold start is right on less than {arms.LEARNED:.0%}, or if no arm gains {STAKE:g}",
   conditions=tuple(
-    condition(loss, replay, number)
-    for number in reversed(MINIBATCHES)
-    for loss in ARMS
+    Condition(name(loss, replay), changes | {"objective.replay": replay, "rl.minibatches": FAR})
+    for loss, changes in ARMS.items()
     for replay in REPLAYS
   ),
   seeds=(30, 31, 32, 33, 34, 35),
@@ -47,41 +46,32 @@ EXPERIMENT = Experiment(
     "objective.old_logp": "recompute",  # which R2 needs; so that all arms have the same
     "engine.cache_dtype": "bfloat16",  # or sampler and trainer choose the same experts, and R2 = R3
   },
-  minutes=1.7,
+  minutes=2.8,
   start_minutes=4.0,
   columns=(r"minibatch/\d+/router/volatility/mean", r"mismatch/.*"),
 )
 
 
-def volatility(minibatches: int) -> str:
-  """Column of the share of a rollout's experts that are others by the last mini-batch."""
-  return f"minibatch/{minibatches - 1}/router/volatility/mean"
-
-
-def gain(results: Results, loss: str, replay: str, number: int) -> statistics.Interval:
+def gain(results: Results, loss: str, replay: str) -> statistics.Interval:
   """What replay adds to a loss."""
-  names = f"{loss}_{replay}_{number}", f"{loss}_none_{number}"
-  return statistics.interval(results.paired(*names, AFTER))
+  return statistics.interval(results.paired(name(loss, replay), name(loss, "none"), AFTER))
 
 
-def gain_of_both(
-  results: Results, loss: str, number: int, column: str = AFTER
-) -> statistics.Interval:
+def gain_of_both(results: Results, loss: str, column: str = AFTER) -> statistics.Interval:
   """The mean of what R2 and R3 add to a loss."""
   r2, r3 = (
-    results.paired(f"{loss}_{replay}_{number}", f"{loss}_none_{number}", column)
-    for replay in REPLAYS[1:]
+    results.paired(name(loss, replay), name(loss, "none"), column) for replay in REPLAYS[1:]
   )
   return statistics.interval(((r2 + r3) / 2).dropna())
 
 
 def outcome(results: Results, primary: statistics.Interval) -> str:
   """Of the declared rule, for GSPO's gain by replay."""
-  plain = f"gspo_none_{FAR}"
-  ends = [results.gains(f"{loss}_{replay}_{FAR}") for loss in ARMS for replay in REPLAYS]
+  plain = name("gspo", "none")
+  ends = [results.gains(name(loss, replay)) for loss in ARMS for replay in REPLAYS]
   sound = (
     primary.count > 1
-    and results.interval(plain, volatility(FAR)).value >= VOLATILE
+    and results.interval(plain, CHANGED).value >= VOLATILE
     and results.interval(plain, BEFORE).value >= arms.LEARNED
     and max(of.mean() for of in ends if len(of)) >= STAKE
   )
@@ -93,51 +83,33 @@ def outcome(results: Results, primary: statistics.Interval) -> str:
 
 
 def report(results: Results) -> Report:
-  rows = []
-  for condition in EXPERIMENT.conditions:
-    loss, replay, number = condition.name.split("_")
-    columns = (BEFORE, AFTER, volatility(int(number)), "clip_fraction/token")
-    values = [results.interval(condition.name, column) for column in columns]
-    change = gain(results, loss, replay, int(number)).text() if replay != "none" else ""
-    texts = [x.text(".4f") for x in values]
-    rows.append([loss.upper(), replay, number, str(values[1].count), *texts, change])
-  head = ["loss", "replay", "mini-batches", "seeds", "before", "after", "experts that change"]
+  rows, labels = [], {}
+  for loss in ARMS:
+    for replay in REPLAYS:
+      columns = (BEFORE, AFTER, CHANGED, "clip_fraction/token")
+      values = [results.interval(name(loss, replay), column) for column in columns]
+      change = ""
+      if replay != "none":
+        labels[f"{loss.upper()} + {replay}"] = gained = gain(results, loss, replay)
+        change = gained.text()
+      texts = [x.text(".4f") for x in values]
+      rows.append([loss.upper(), replay, str(values[1].count), *texts, change])
+  head = ["loss", "replay", "seeds", "before", "after", "experts that change"]
   head += ["clipped tokens", "gain by replay"]
-  both = {
-    f"{loss.upper()}, {number} mini-batches": (
-      gain_of_both(results, loss, number),
-      statistics.interval(results.paired(f"{loss}_R3_{number}", f"{loss}_R2_{number}", AFTER)),
-      gain_of_both(results, loss, number, REWARD),
-    )
-    for loss in ARMS
-    for number in reversed(MINIBATCHES)
-  }
-  second = [[name, *(of.text() for of in found)] for name, found in both.items()]
-  changed = results.interval(f"gspo_none_{FAR}", volatility(FAR))
-  gains = {loss: gain_of_both(results, loss, FAR) for loss in ARMS}
-  found = "; ".join(f"{loss.upper()} {of.text()}" for loss, of in gains.items())
+  gains = {loss: gain_of_both(results, loss) for loss in ARMS}
+  second = []
+  for loss, both in gains.items():
+    apart = statistics.interval(results.paired(name(loss, "R3"), name(loss, "R2"), AFTER))
+    reward = gain_of_both(results, loss, REWARD)
+    second.append([loss.upper(), both.text(), apart.text(), reward.text()])
+  heads = ["", "final accuracy, mean of R2 and R3 - none", "R3 - R2"]
+  heads += ["reward of the run, the same mean"]
+  changed = results.interval(name("gspo", "none"), CHANGED)
   because = (
     f"{changed.text('.3f')} of the experts are others by the last of {FAR} mini-batches, and "
-    f"replay gains: {found}"
+    f"replay gains: {'; '.join(f'{loss.upper()} {of.text()}' for loss, of in gains.items())}"
   )
   figure, (axes,) = figures.new(6.4, 3.4)
-  labels = {
-    f"{loss.upper()} + {replay}, {n}": gain(results, loss, replay, n)
-    for loss in ARMS
-    for n in reversed(MINIBATCHES)
-    for replay in REPLAYS[1:]
-  }
   figures.intervals(axes, labels, "gain of final held-out accuracy by replay")
-  tables = [
-    markdown(head, rows),
-    markdown(
-      [
-        "",
-        "final accuracy, mean of R2 and R3 - none",
-        "R3 - R2",
-        "reward of the run, the same mean",
-      ],
-      second,
-    ),
-  ]
+  tables = [markdown(head, rows), markdown(heads, second)]
   return Report(Verdict(outcome(results, gains["gspo"]), because), tables, dict(replay=figure))
