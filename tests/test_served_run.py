@@ -4,10 +4,9 @@ import json
 
 import chex
 import pytest
-from support.command_line import command, parameters, rows_of, run
+from support.command_line import command, on_two_processes, parameters, rows_of, run
 from support.engine_server import EngineServer
 from support.fake_server import FakeServer
-from test_two_processes import on_two_processes
 
 pytestmark = pytest.mark.slow
 SMALL = """

@@ -10,8 +10,6 @@ import json
 import operator
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,14 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.command_line import ROOT, command, environment, figures, parameters, run
+from support.command_line import (
+  command,
+  figures,
+  on_two_processes,
+  parameters,
+  run,
+  start_two_processes,
+)
 from support.sampling import sample
 from support.small_models import SMALLER_MOE, on_host
 from support.small_updates import GSPO, batch_of, learner, scalars
@@ -91,41 +96,6 @@ def measure(mesh):
   rest = dict(tokens=rollout.tokens, routing=rollout.routing, logp=sharding.fetch(old).old_logp_BT)
   rest |= dict(support=np.sort(rollout.support))
   return arrays | rest | {f"metric/{k}": v for k, v in scalars(metrics).items()}
-
-
-def free_port():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
-
-
-def start_two_processes(start, devices, **more):
-  """Starts `start(process)` twice, connected."""
-  shared = environment(
-    **more,
-    JAX_NUM_CPU_DEVICES=str(devices),
-    JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port()}",
-    JAX_NUM_PROCESSES="2",
-  )
-  return [
-    subprocess.Popen(
-      start(i), cwd=ROOT, env=shared | dict(JAX_PROCESS_ID=str(i)),
-      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )
-    for i in range(2)
-  ]  # fmt: skip
-
-
-def on_two_processes(start, devices, timeout=240):
-  """Runs `start(process)` twice at once, connected; returns both outputs."""
-  processes = start_two_processes(start, devices)
-  try:
-    outputs = [p.communicate(timeout=timeout)[0] for p in processes]
-  finally:
-    for p in processes:
-      p.kill()
-  assert [p.returncode for p in processes] == [0, 0], "\n".join(o[-3000:] for o in outputs)
-  return outputs
 
 
 @functools.cache

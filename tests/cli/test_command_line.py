@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from support.command_line import ROOT, SMALL, SMALL_MODEL, command, environment
+from support.command_line import ROOT, SMALL, SMALL_MODEL, called, command, started
 from support.configs import config_of
 
 from configs import common, moe_aime, tiny, tiny_ppo
@@ -20,18 +19,15 @@ from gspo_jax.cli import before_jax
 from gspo_jax.models import transformer
 
 
-def called(*arguments, cwd=ROOT, module="gspo_jax.main", **more):
-  return subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=60,
-  )  # fmt: skip
+def asked(*arguments, module="gspo_jax.main", **more):
+  return called([sys.executable, "-m", module, *arguments], **more)
 
 
 FILES = {path.stem for path in (ROOT / "configs").glob("[!_]*.py")} - {"common"}
 
 
 def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path):
-  done = called("--help", cwd=tmp_path)
+  done = asked("--help", cwd=tmp_path)
   assert done.returncode == 0 and not done.stderr
   for name in FILES:
     assert re.search(rf"^  {name} +[A-Z]", done.stdout, re.MULTILINE)
@@ -42,31 +38,26 @@ def test_help_names_the_configurations_and_the_keys_with_their_reasons(tmp_path)
 
 
 def test_help_needs_no_library_but_jax():
-  code = (
-    "import sys; from gspo_jax.cli import before_jax; before_jax.usage(); "
-    "print(*{name.split('.')[0] for name in sys.modules} - before - sys.stdlib_module_names)"
-  )
-  jax_first = (
-    "import sys; import jax.numpy; before = {name.split('.')[0] for name in sys.modules}; "
-  )
-  done = subprocess.run(
-    [sys.executable, "-c", jax_first + code], cwd=ROOT, capture_output=True, text=True, check=True
-  )
-  assert done.stdout.split() == ["gspo_jax"]
+  code = """
+import sys, jax.numpy
+before = {name.split(".")[0] for name in sys.modules}
+from gspo_jax.cli import before_jax
+before_jax.usage()
+print(*{name.split(".")[0] for name in sys.modules} - before - sys.stdlib_module_names)
+"""
+  done = called([sys.executable, "-c", code])
+  assert done.stdout.split() == ["gspo_jax"], done.stderr
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, code, tmp_path):
   """Libraries, weights and data take minutes, and what starts runs again goes by the code."""
-  process = subprocess.Popen(
-    command(tmp_path, *SMALL), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-  )
+  process = started(command(tmp_path, *SMALL))
   assert "loading JAX" in process.stderr.readline()
   process.send_signal(number)
   assert process.wait(30) == code
-  assert process.stderr.read().endswith(
-    ": ended; the same command continues from what is on disk\n"
-  )
+  told = "ended; the same command continues from what is on disk\n"
+  assert process.stderr.read().endswith(f": {told}")
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks up which signals are caught")
@@ -80,10 +71,7 @@ def test_a_run_that_is_stopped_while_it_is_being_opened_ends_at_once(number, cod
 def test_every_command_ends_at_ctrl_c_with_one_line(module, tmp_path):
   if module == "experiments.run":
     pytest.importorskip("matplotlib")  # of the extra `experiments`, without which it says so first
-  process = subprocess.Popen(
-    [sys.executable, "-m", module, "--config=tiny", str(tmp_path)],
-    cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-  )  # fmt: skip
+  process = started([sys.executable, "-m", module, "--config=tiny", str(tmp_path)])
   while not caught(process.pid) & 1 << (signal.SIGHUP - 1):  # by a thread from then on
     assert process.poll() is None
     time.sleep(0.001)
@@ -165,10 +153,7 @@ def test_what_a_configuration_says_of_itself():
   ],
 )
 def test_libraries_that_are_missing_are_one_line_that_names_the_extra(module, extra):
-  done = subprocess.run(
-    [sys.executable, "-S", "-m", module],  # without site-packages
-    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60,
-  )  # fmt: skip
+  done = called([sys.executable, "-S", "-m", module])  # without site-packages
   said = rf"gspo_jax: absl, flax, .* not found: pip install 'gspo-jax\[{extra}\]' has all of it\n"
   assert done.returncode == 2 and re.fullmatch(said, done.stderr), done.stderr
 
@@ -183,7 +168,7 @@ def parameters(overrides):
 def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
   (tmp_path / "here").mkdir()
   flags = [f"--config.{flag}" for flag in SMALL]
-  done = called(
+  done = asked(
     "--config=tiny", "--dry_run", f"--workdir={tmp_path / 'run'}", *flags,
     cwd=tmp_path / "here", XDG_CACHE_HOME=str(tmp_path / "cache"),
   )  # fmt: skip
@@ -204,7 +189,7 @@ def test_a_dry_run_tells_what_a_run_would_be_and_leaves_nothing(tmp_path):
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
-  done = called("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
+  done = asked("--config=tiny", "--dry_run", "--config.mesh.fsdp=3", "--config.mesh.data=1")
   assert done.returncode == 2 and not done.stdout
   assert re.fullmatch(r"gspo_jax: .*mesh\.fsdp=3.*\n", done.stderr)
   (tmp_path / "config.json").write_text('{"seed": 1}')
@@ -222,7 +207,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path):
   ],
 )
 def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
-  done = called("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
+  done = asked("--config=tiny", f"--workdir={workdir}", cwd=tmp_path)
   assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
   assert "Traceback" not in done.stderr
   assert not [*tmp_path.iterdir()]
@@ -232,13 +217,13 @@ def test_a_workdir_that_is_none_is_refused(workdir, message, tmp_path):
 def test_a_file_of_flags_that_cannot_be_read_is_one_line(module, tmp_path):
   (tmp_path / "bytes").write_bytes(b"\xff")
   for name, why in ("missing", "No such file"), (".", "Is a directory"), ("bytes", "decode byte"):
-    done = called(f"--flagfile={name}", module=module, cwd=tmp_path)
+    done = asked(f"--flagfile={name}", module=module, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert re.match(f"gspo_jax: --flagfile={name}: .*{why}", done.stderr), done.stderr
 
 
 def test_a_dump_of_nowhere_is_one_line():
-  done = called("foo://x", module="gspo_jax.replay")
+  done = asked("foo://x", module="gspo_jax.replay")
   assert done.returncode == 2 and "Traceback" not in done.stderr
   assert "foo://x: no file system is known by foo://" in done.stderr
 
@@ -251,7 +236,7 @@ def test_the_compiler_says_what_is_wrong_in_one_line(tmp_path):
     (["--config=tiny", "--search", "--programs=publish"], r"publish: --search is for .*decode"),
     (["--config=tiny", "--config.rollout_mesh.fsdp=2"], r"rollout_mesh=\{.*'fsdp': 2.*=train,"),
   ):
-    done = called(*flags, module="gspo_jax.aot", cwd=tmp_path)
+    done = asked(*flags, module="gspo_jax.aot", cwd=tmp_path)
     assert done.returncode and re.search(message, done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
 

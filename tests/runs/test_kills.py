@@ -8,11 +8,10 @@ import collections
 import random
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
-from support.command_line import ROOT, SMALL, assert_same_run, command, environment, run, run_until
+from support.command_line import SMALL, assert_same_run, command, run, run_until, started
 
 from gspo_jax.system.preemption import EXIT_CODE
 
@@ -120,9 +119,7 @@ def test_fifty_kills(flags, tmp_path):
     shutil.rmtree(workdir, ignore_errors=True)
     alive, moments = True, 0
     while alive:
-      process = subprocess.Popen(
-        command(workdir, *flags), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
-      )
+      process = started(command(workdir, *flags))
       moment = ("time", "checkpoint", "evaluation")[moments % 3] if moments < 12 else "time"
       # The first moment is one of the start; later, a busy machine would never come to the end.
       patience = seconds * (1 + moments / 8) if moments else 1.0

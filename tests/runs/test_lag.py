@@ -3,21 +3,19 @@
 import random
 import re
 import signal
-import subprocess
 import time
 
 import pytest
 from support.command_line import (
-  ROOT,
   SMALL_MODEL,
   assert_same_run,
   command,
-  environment,
   figures,
   rows,
   rows_of,
   run,
   run_until,
+  started,
 )
 
 from gspo_jax.system.preemption import EXIT_CODE
@@ -106,10 +104,7 @@ def test_a_run_on_one_mesh_goes_on_on_two(untouched, tmp_path):
 def test_killed_at_any_time_it_ends_as_if_nobody_had_touched_it(untouched, tmp_path, mesh):
   flags, rng, kills = [*FLAGS, *MESHES[mesh], "checkpoint.every=1"], random.Random(7), 0
   while True:
-    process = subprocess.Popen(
-      command(tmp_path, *flags), cwd=ROOT, env=environment(**devices(mesh)),
-      stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = started(command(tmp_path, *flags), **devices(mesh))
     before = len(rows(tmp_path))
     while process.poll() is None and len(rows(tmp_path)) < before + 2:
       time.sleep(0.01)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 
 import chex
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
-from support.command_line import ROOT, SMALL, SMALL_VALUES, environment, rows_of, run
+from support.command_line import SMALL, SMALL_VALUES, called, rows_of, run
 from support.configs import config_of
 from support.small_models import SMALLER_DENSE, initial
 from support.small_updates import learner
@@ -233,13 +232,6 @@ def test_a_row_that_is_reported_after_a_resume_may_have_a_skipped_update(tmp_pat
   assert "sft step 1: of its updates, 1 not finite and left out (loss)" in capsys.readouterr().err
 
 
-def replay(directory):
-  return subprocess.run(
-    [sys.executable, "-m", "gspo_jax.replay", str(directory)],
-    cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
-  )  # fmt: skip
-
-
 @pytest.mark.long
 def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
   """A learning rate of 1e10 breaks the model in the first update; the second one meets it."""
@@ -250,7 +242,7 @@ def test_a_run_that_diverges_stops_and_is_replayed(tmp_path):
   (found,) = re.findall(r"python -m gspo_jax.replay (\S+)", stderr)
   assert "not finite at rl step 1: " in stderr and "grad_norm is nan" in stderr
   assert [r["step"] for r in rows_of(tmp_path, "rl")] == [0]
-  seen = replay(found)
+  seen = called([sys.executable, "-m", "gspo_jax.replay", found])
   assert seen.returncode == 1, seen.stderr[-2000:]
   assert re.search("mini-batch 0: .*grad_norm", seen.stdout)
   assert len(nonfinite.load(found)[1]) == 7  # the first of eight updates was sound

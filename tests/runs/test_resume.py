@@ -1,9 +1,7 @@
 """Configurations of docs/objectives.md whose own tests kill no run: each goes on exactly."""
 
-import signal
-
 import pytest
-from support.command_line import SMALL, assert_same_run, run, run_until
+from support.command_line import SMALL, killed_and_whole
 
 CONFIGS = "tiny_ppo tiny_rft tiny_agents tiny_segments tiny_segments:steps tiny_segments:long"
 
@@ -13,9 +11,4 @@ CONFIGS = "tiny_ppo tiny_rft tiny_agents tiny_segments tiny_segments:steps tiny_
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(name, tmp_path):
   which, _, variant = name.partition(":")
   config = f"configs/{which}.py" + (f":{variant}" if variant else "")
-  flags = [*SMALL, "rl.iterations=6"]
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  run(whole, *flags, config=config)
-  run_until(killed, "rl", 3, signal.SIGKILL, flags, config=config)
-  run(killed, *flags, config=config)
-  assert_same_run(killed, whole, 6)
+  killed_and_whole(tmp_path, [*SMALL, "rl.iterations=6"], config=config)

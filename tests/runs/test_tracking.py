@@ -1,15 +1,13 @@
 """TensorBoard and Weights & Biases beside metrics.jsonl."""
 
 import math
-import os
-import subprocess
 import sys
 import threading
 import types
 
 import numpy as np
 import pytest
-from support.command_line import ROOT
+from support.command_line import called, modules_in
 from tensorboardX.proto import event_pb2
 
 from gspo_jax.runs import metrics
@@ -102,11 +100,8 @@ import torch
 
 def test_pytorch_is_not_loaded_for_tensorboard(tmp_path):
   (tmp_path / "torch.py").write_text("print('loaded')")
-  path = os.pathsep.join([str(tmp_path), str(ROOT)])
-  done = subprocess.run(
-    [sys.executable, "-v", "-c", WRITES_A_ROW, str(tmp_path)],
-    env=os.environ | dict(PYTHONPATH=path), capture_output=True, text=True,
-  )  # fmt: skip
+  argv = [sys.executable, "-v", "-c", WRITES_A_ROW, str(tmp_path)]
+  done = called(argv, **modules_in(tmp_path))
   assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr[-2000:]
   imports = [line.split("'")[1] for line in done.stderr.split("\n") if line.startswith("import '")]
   assert imports.index("tensorboardX") < imports.index("torch")

@@ -20,10 +20,10 @@ from gspo_jax.settings.training import CheckpointConfig
 
 if __name__ == "__main__":
   sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.command_line import on_two_processes
 from support.configs import config_of
 from support.echo import WORKLOAD, Echo
 from support.small_models import DENSE
-from test_two_processes import on_two_processes
 
 from configs import tiny_tools
 from gspo_jax import rewards

@@ -1,14 +1,13 @@
 """What a run has to write and cannot ends it, soon and in one line."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from support.command_line import ROOT, SMALL, command, environment
+from support.command_line import SMALL, called, command
 
 from gspo_jax.evaluation.resume import Unfinished
 from gspo_jax.runs import checkpoint, metrics, nonfinite, provenance
@@ -25,11 +24,8 @@ def test_a_run_whose_disk_is_full_ends_with_one_line(tmp_path):
   """No file may be longer than 20 KiB, which those of a checkpoint are."""
   flags = [*SMALL, "job=sft", "checkpoint.every=2"]
   started = time.monotonic()
-  done = subprocess.run(
-    ["bash", "-c", 'ulimit -f 20 && exec "$@"', "-", *command(tmp_path, *flags)],
-    cwd=ROOT, capture_output=True, text=True, timeout=120,
-    env=environment(JAX_ENABLE_COMPILATION_CACHE="false"),
-  )  # fmt: skip
+  limited = ["bash", "-c", 'ulimit -f 20 && exec "$@"', "-", *command(tmp_path, *flags)]
+  done = called(limited, JAX_ENABLE_COMPILATION_CACHE="false")
   written = time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime
   usual = "gspo_jax: configs/", "config ", "sft "
   lines = [line for line in done.stderr.splitlines() if not line.startswith(usual)]
@@ -74,10 +70,7 @@ def test_the_reason_is_what_the_system_said(notes):
 
 def test_a_directory_that_cannot_be_made_lets_the_process_end(tmp_path):
   """By itself, even, without `main.end`: no thread waits for what will not come."""
-  done = subprocess.run(
-    [sys.executable, "-c", SAVE, str(tmp_path)],
-    cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment(),
-  )  # fmt: skip
+  done = called([sys.executable, "-c", SAVE, str(tmp_path)])
   assert done.returncode == 1
   assert f"{tmp_path}/checkpoints/rl/2 cannot be written: Operation not permitted" in done.stderr
   assert (tmp_path / "checkpoints" / "rl" / "1").exists()  # keep=1: not before there is another one

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,11 +55,46 @@ def modules_in(folder):
   return dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
 
 
+def called(argv, cwd=ROOT, **more):
+  """A process that has ended, and what it said; `more` of the environment."""
+  return subprocess.run(
+    argv, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300
+  )
+
+
+def started(argv, stderr=subprocess.PIPE, **more):
+  """A process that has begun, and says what it says into pipes."""
+  out = dict(stdout=subprocess.PIPE, stderr=stderr, text=True)
+  return subprocess.Popen(argv, cwd=ROOT, env=environment(**more), **out)
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+def start_two_processes(start, devices, **more):
+  """Starts `start(process)` twice, connected."""
+  more |= dict(JAX_NUM_CPU_DEVICES=str(devices), JAX_NUM_PROCESSES="2")
+  more |= dict(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port()}")
+  return [started(start(i), subprocess.STDOUT, **more, JAX_PROCESS_ID=str(i)) for i in range(2)]
+
+
+def on_two_processes(start, devices, timeout=240, **more):
+  """Runs `start(process)` twice at once, connected; returns what both said."""
+  processes = start_two_processes(start, devices, **more)
+  try:
+    outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  assert [p.returncode for p in processes] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+  return outputs
+
+
 def run(workdir, *overrides, config="configs/tiny.py", ok=True, **more):
-  done = subprocess.run(
-    command(workdir, *overrides, config=config),
-    cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+  done = called(command(workdir, *overrides, config=config), **more)
   assert (done.returncode == 0) == ok, done.stderr[-3000:]
   return done.stderr
 
@@ -102,13 +138,7 @@ def told_to_go(checks):
 
 def run_until(workdir, phase, step, how, flags=SMALL, config="configs/tiny.py", **more):
   """Starts a run and ends it with a signal once `phase` has come to `step`."""
-  process = subprocess.Popen(
-    command(workdir, *flags, config=config),
-    cwd=ROOT,
-    env=environment(**more),
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  process = started(command(workdir, *flags, config=config), **more)
   deadline = time.monotonic() + 200
   while not any(r["phase"] == phase and r["step"] >= step for r in rows(workdir)):
     assert process.poll() is None and time.monotonic() < deadline, "ended too early"

@@ -12,7 +12,6 @@ import pytest
 from gspo_jax.rewards.programs import cases as code_tests
 from gspo_jax.rewards.programs import process
 
-ROOT = pathlib.Path(__file__).parents[2]
 LIMITS = process.Limits(
   cpu_s=1, wall_s=2.0, memory_bytes=256 << 20, output_bytes=1 << 20, file_bytes=1 << 20,
   scratch_bytes=4 << 20, open_files=32, threads=8,

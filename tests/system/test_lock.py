@@ -3,11 +3,10 @@
 import errno
 import fcntl
 import signal
-import subprocess
 import sys
 
 import pytest
-from support.command_line import SMALL, run
+from support.command_line import SMALL, run, started
 
 from gspo_jax.system import lock
 
@@ -31,8 +30,7 @@ def test_the_second_run_is_refused_and_says_by_whom(tmp_path):
 
 def test_a_crash_leaves_no_lock_behind(tmp_path):
   workdir, bucket = tmp_path / "run", tmp_path / "bucket"
-  arguments = [sys.executable, "-c", HOLD, str(workdir), str(bucket)]
-  with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+  with started([sys.executable, "-c", HOLD, str(workdir), str(bucket)]) as process:
     assert process.stdout.readline() == "held\n"
     for directory in workdir, bucket:  # checkpoints may have a directory of their own
       with pytest.raises(ValueError, match="another run is in"), lock.alone_in(directory):

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.command_line import ROOT, environment
+from support.command_line import started
 
 from gspo_jax.system import preemption, stops
 
@@ -86,10 +85,7 @@ with preemption.watch(grace_s=1.0):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_process_that_cannot_save_ends_all_the_same(number, code):
   """So long after SIGTERM; or at a second Ctrl-C, for whose first one there is no such time."""
-  process = subprocess.Popen(
-    [sys.executable, "-c", STUCK], cwd=ROOT, env=environment(), text=True,
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
+  process = started([sys.executable, "-c", STUCK])
   assert process.stdout.readline() == "ready\n"
   begun = time.monotonic()
   process.send_signal(number)

@@ -1,13 +1,12 @@
 """Being told to stop, whatever the process is in; tests/cli has commands, tests/runs has runs."""
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.command_line import ROOT, environment
+from support.command_line import called, started
 
 from gspo_jax.system import stops
 
@@ -28,10 +27,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
   [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 75), (signal.SIGHUP, "SIGHUP", 75)],
 )
 def test_a_command_ends_at_once_with_one_line_and_what_it_started_with_it(number, said, code):
-  process = subprocess.Popen(
-    [sys.executable, "-c", IN_C], cwd=ROOT, env=environment(), text=True,
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
+  process = started([sys.executable, "-c", IN_C])
   child = int(process.stdout.readline())
   time.sleep(0.2)  # it is in C by now
   process.send_signal(number)
@@ -51,7 +47,7 @@ GONE = "from gspo_jax.system import stops; import os; os.close(2); stops.say('')
 
 
 def test_a_terminal_that_is_gone_is_written_to_no_more():
-  done = subprocess.run([sys.executable, "-c", GONE], cwd=ROOT, capture_output=True, text=True)
+  done = called([sys.executable, "-c", GONE])
   assert done.returncode == 0 and not done.stdout
 
 
@@ -85,5 +81,5 @@ print(os.waitstatus_to_exitcode(status), came)
 
 
 def test_a_fork_has_its_signals_to_itself():
-  done = subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, capture_output=True, text=True)
+  done = called([sys.executable, "-c", FORK])
   assert done.stdout == f"{-signal.SIGINT} []\n", done.stderr

@@ -3,18 +3,15 @@
 import dataclasses
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.command_line import on_two_processes
 
 from gspo_jax import sharding
 from gspo_jax.models import hf, transformer
@@ -220,11 +217,10 @@ def test_every_element_is_read_once(mesh_sizes, tmp_path, monkeypatch):
 
 
 HOST = """
-import json, sys
+import json, os, sys
 import jax
-jax.config.update("jax_num_cpu_devices", 4)
-port, process, source, target, report = sys.argv[1:]
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+source, target, report = sys.argv[1:]
+jax.distributed.initialize(num_processes=2, process_id=int(os.environ["JAX_PROCESS_ID"]))
 import safetensors
 from gspo_jax import sharding
 from gspo_jax.models import hf
@@ -248,22 +244,8 @@ def test_a_host_opens_only_the_files_that_it_needs(tmp_path):
   source, target = tmp_path / "source", tmp_path / "target"
   params = saved(source, MOE, shard_size_bytes=1)  # a file for each tensor
   weight_map = json.loads((source / INDEX).read_text())["weight_map"]
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  environment = os.environ | dict(PYTHONPATH=str(Path(hf.__file__).parents[2]))
   reports = [tmp_path / "opened0", tmp_path / "opened1"]
-  hosts = [
-    subprocess.Popen(
-      [sys.executable, "-c", HOST, str(port), str(process), source, target, report], env=environment
-    )
-    for process, report in enumerate(reports)
-  ]
-  try:
-    assert [host.wait(timeout=120) for host in hosts] == [0, 0]
-  finally:
-    for host in hosts:
-      host.kill()
+  on_two_processes(lambda i: [sys.executable, "-c", HOST, source, target, reports[i]], devices=4)
   opened = [set(json.loads(report.read_text())) for report in reports]
   for process, files in enumerate(opened):
     elsewhere = [f".experts.{e}." for e in range(MOE.num_experts) if e // 4 != process]

@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +11,7 @@ from models.hf.test_convert import DAMAGED, MOE, TIED, assert_same, fuse_experts
 from models.hf.test_convert import edit_tensors as edited
 from safetensors.numpy import load_file
 from support import fake_hub
+from support.command_line import on_two_processes
 
 from gspo_jax import sharding
 from gspo_jax.models import hf, transformer
@@ -103,11 +100,12 @@ def test_weights_of_another_format(file, message, server, tmp_path, monkeypatch)
 
 
 HOST = """
-import sys
+import os, sys
+process = int(os.environ["JAX_PROCESS_ID"])
+cache, source, target, *sizes = sys.argv[1:]
+os.environ["HF_HUB_CACHE"] = f"{cache}{process}"
 import jax
-jax.config.update("jax_num_cpu_devices", 4)
-port, process, source, target, *sizes = sys.argv[1:]
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+jax.distributed.initialize(num_processes=2, process_id=process)
 from gspo_jax import sharding
 from gspo_jax.models import hf
 from gspo_jax.settings.mesh import MeshConfig
@@ -122,20 +120,9 @@ def test_two_hosts_read_half_each(mesh_sizes, server, tmp_path):
   """With experts over all devices, and with every parameter split within its rows."""
   params = saved(tmp_path / "source", MOE)
   server.push(ID, tmp_path / "source")
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  processes = []
-  for process in range(2):
-    environment = server.environment(tmp_path / f"cache{process}")
-    environment |= os.environ | dict(PYTHONPATH=str(Path(hf.__file__).parents[3]))
-    command = [sys.executable, "-c", HOST, port, process, ID, tmp_path / "out", *mesh_sizes]
-    processes.append(subprocess.Popen(list(map(str, command)), env=environment))
-  try:
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-  finally:
-    for process in processes:
-      process.kill()
+  argv = [sys.executable, "-c", HOST, tmp_path / "cache", ID, tmp_path / "out", *mesh_sizes]
+  variables = server.environment(tmp_path)
+  on_two_processes(lambda _: list(map(str, argv)), devices=4, **variables)
   assert_same(hf.load(tmp_path / "out")[0], params)
   assert not list(tmp_path.glob("cache*/**/*.safetensors"))
   total, headers = tensor_bytes(tmp_path / "source"), 2 * 2**18

@@ -13,7 +13,8 @@ import time
 import tracemalloc
 
 import pytest
-from support.sandboxes import LIMITS, ROOT, needs_namespaces, run, session, stdin
+from support.command_line import ROOT, called, started
+from support.sandboxes import LIMITS, needs_namespaces, run, session, stdin
 
 from gspo_jax.rewards.programs import cases, process
 from gspo_jax.rewards.programs import verifier as programs
@@ -47,7 +48,7 @@ try:
 except OSError as error:
   print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = called([sys.executable, "-c", program])
   assert "unreachable" in done.stdout, done
 
 
@@ -279,10 +280,7 @@ sandbox = process.Sandbox("namespaces", process.Limits(wall_s=60, cpu_s=60))
 print(sandbox._process.pid, flush=True)
 sandbox.run({"kind": "stdin", "code": "while True: pass"})
 """
-  trainer = subprocess.Popen(
-    [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    env=os.environ | {"PYTHONPATH": str(ROOT)},
-  )  # fmt: skip
+  trainer = started([sys.executable, "-c", program])
   outer = int(trainer.stdout.readline())
   time.sleep(0.5)
   assert session(outer)
