@@ -131,7 +131,7 @@ def do(run: Run) -> None:
     run.engine.load(params, version=0)
     del params  # the engine has its own
     row, records = run.evaluate(run.engine, key)
-    run.writer.truncate(dict(eval=-1))  # of this command before; rows of training stay
+    run.writer.truncate("eval", -1)  # of this command before; rows of training stay
     run.writer.dump_rollouts("eval", 0, records)
     run.writer.write(dict(phase="eval", step=0) | row)
   if job == "sft" or (job == "sft+rl" and not sft.finished(run)):

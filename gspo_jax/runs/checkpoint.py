@@ -64,21 +64,23 @@ class Checkpointer:
     for path in self.directory.glob("*/metrics/metrics"):  # Orbax reads those of all checkpoints
       with readable(path.parent.parent):
         json.loads(path.read_bytes())
-    with writing(self.directory), _not_too_deep(self.directory):
-      self._manager = _Manager(
-        self.directory,
-        options=ocp.CheckpointManagerOptions(
-          preservation_policy=policies.AnyPreservationPolicy(kept),
-          best_fn=self._measured if config.best else None,
-          cleanup_tmp_directories=True,
-          async_options=ocp.AsyncOptions(
-            post_finalization_callback=self._written,
-            # Threads would wait twenty minutes for a directory that cannot be made.
-            create_directories_asynchronously=False,
-          ),
-        ),
-        item_handlers=dict(state=handler, host=ocp.JsonCheckpointHandler()),
-      )
+    options = ocp.CheckpointManagerOptions(
+      preservation_policy=policies.AnyPreservationPolicy(kept),
+      best_fn=self._measured if config.best else None,
+      cleanup_tmp_directories=True,
+      async_options=ocp.AsyncOptions(
+        post_finalization_callback=self._written,
+        # Threads would wait twenty minutes for a directory that cannot be made.
+        create_directories_asynchronously=False,
+      ),
+    )
+    handlers = dict(state=handler, host=ocp.JsonCheckpointHandler())
+    try:
+      with writing(self.directory):
+        self._manager = _Manager(self.directory, options=options, item_handlers=handlers)
+    except RecursionError as error:  # it gets over all other damage of what it reads here
+      path = self.directory / "*" / "_CHECKPOINT_METADATA"
+      raise DamagedError(path, "nested too deeply") from error
     self._saving: tuple[int, float] | None = None  # step, when it was begun
     self._seconds: float | None = None
 
@@ -309,15 +311,6 @@ def host_of(path: epath.Path, state: Any = None) -> dict[str, Any]:
   if state is not None and (wrong := integrity.changed(written, integrity.sums(state))):
     raise DamagedError(path, wrong)
   return host
-
-
-@contextlib.contextmanager
-def _not_too_deep(directory: epath.Path) -> Iterator[None]:
-  """Orbax gets over damage of what it reads of all checkpoints, but for this."""
-  try:
-    yield
-  except RecursionError as error:
-    raise DamagedError(directory / "*" / "_CHECKPOINT_METADATA", "nested too deeply") from error
 
 
 @contextlib.contextmanager

@@ -180,20 +180,16 @@ class Writer(contextlib.AbstractContextManager):
     rows = read_rows(self._path) if self._active else []
     return [row for row in rows if row.get("phase") in phases]
 
-  def truncate(self, phase_steps: Mapping[str, int]) -> int:
-    """Drops the rows that a restored checkpoint does not cover; returns how many went.
+  def truncate(self, phase: str, step: int) -> int:
+    """Drops the rows that a checkpoint of `phase` after `step` does not cover: those of the phase
+    above that step, and of later phases; earlier phases stay whole. Returns how many went.
 
-    `phase_steps` is what the checkpoint says, e.g. `{"rl": 30}`: rows of that phase above that
-    step go, and so do later phases; earlier phases stay whole. `{}`: nothing was restored, all go.
     Call it before the first `write` of a resumed run. For a resumed run to end with the rows of an
     uninterrupted one, everything that belongs to a step is written before its checkpoint is saved.
     """
     if not self._active:
       return 0
-    if unknown := phase_steps.keys() - set(PHASES):
-      raise ValueError(f"unknown phases {sorted(unknown)}; a checkpoint has one of {PHASES}")
-    newest = max(map(PHASES.index, phase_steps), default=0)
-    limits = dict.fromkeys(PHASES[:newest], math.inf) | dict(phase_steps)
+    limits = dict.fromkeys(PHASES[: PHASES.index(phase)], math.inf) | {phase: step}
     kept, dropped = [], []
     for row in read_rows(self._path):
       covered = row["step"] <= limits.get(row.get("phase"), -math.inf)

@@ -8,14 +8,12 @@ from typing import Any
 from gspo_jax.runs.alarms import Alarms
 from gspo_jax.runs.checkpoint import Checkpointer
 from gspo_jax.runs.goodput import Goodput
-from gspo_jax.runs.metrics import Stopwatch, Writer, compute
+from gspo_jax.runs.metrics import Row, Stopwatch, Writer, compute
 from gspo_jax.runs.nonfinite import Guard
 from gspo_jax.runs.progress import Progress
 from gspo_jax.settings.training import AlarmConfig
 from gspo_jax.structs import TrainState
 from gspo_jax.system import hosts, preemption
-
-Row = dict[str, Any]
 
 
 class Phase:
@@ -72,7 +70,7 @@ class Phase:
       reported = step if host["pending"] is None else step - 1
     else:
       step, state, host, reported = 0, start(), None, -1
-    dropped = self._writer.truncate({self._name: reported})
+    dropped = self._writer.truncate(self._name, reported)
     covered = host["rows"] if host else 0
     hosts.of_first(lambda: self._require_rows(step, covered))
     if dropped and host is None:

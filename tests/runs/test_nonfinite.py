@@ -53,26 +53,26 @@ def start():
   return new_state(initial(SMALLER_DENSE), TX)
 
 
-def after(step, batches):
-  state, skipped = start(), []
+def after(step, batches, state=None):
+  """The state after these updates, and after each of them how many were left out."""
+  state, skipped = state or start(), []
   for each in batches:
     state, metrics = step(state, each)
     skipped.append(int(summarize((metrics,))["updates_skipped"]))
   return state, skipped
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_skip_leaves_the_bad_update_out_and_goes_on(microbatches):
-  state, skipped = after(update("skip", microbatches), [batch(0), batch(1, bad=True), batch(2)])
-  expected, _ = after(update("skip", microbatches), [batch(0), batch(2)])
-  assert skipped == [0, 1, 1]
-  chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
-
-
-def test_stop_keeps_the_state_that_met_the_bad_batch():
-  state, skipped = after(update("stop"), [batch(0), batch(1, bad=True), batch(2)])
-  expected, _ = after(update("stop"), [batch(0)])
-  assert skipped == [0, 1, 2]
+@pytest.mark.parametrize(
+  "how, microbatches, kept, left_out",
+  [("skip", 1, (0, 2), [0, 1, 1]), ("skip", 4, (0, 2), [0, 1, 1]), ("stop", 1, (0,), [0, 1, 2])],
+)
+def test_the_bad_update_is_left_out_and_with_stop_all_that_follow(
+  how, microbatches, kept, left_out
+):
+  step = update(how, microbatches)
+  state, skipped = after(step, [batch(0), batch(1, bad=True), batch(2)])
+  expected, _ = after(step, map(batch, kept))
+  assert skipped == left_out
   chex.assert_trees_all_equal(state.replace(skipped=expected.skipped), expected)
 
 
@@ -114,9 +114,7 @@ def test_the_guard_finds_it_after_batches_without_a_token(tmp_path):
   for number, second in (1, nothing), (2, nothing), (3, batch(3, bad=True)):
     batches = [batch(number), second]
     guard.hold(number, batches)
-    for each in batches:
-      state, metrics = step(state, each)
-    skipped = float(summarize((metrics,))["updates_skipped"])
+    state, (_, skipped) = after(step, batches, state)
     if number < 3:
       guard.check(row(number, loss=1.0, updates_skipped=skipped), state)
   with pytest.raises(nonfinite.NonFiniteError, match="sft step 3: its update was left out"):
@@ -196,16 +194,14 @@ def test_what_skip_has_left_out_does_not_keep_stop_from_going_on(tmp_path):
   for number, bad in (2, False), (3, False), (4, True):
     batches = [batch(2 * number), batch(2 * number + 1, bad)]
     guard.hold(number, batches)
-    for each in batches:
-      state, metrics = stop(state, each)
-    row_of = row(number, updates_skipped=float(metrics["updates_skipped"].compute()))
+    state, (_, skipped) = after(stop, batches, state)
+    row_of = row(number, updates_skipped=skipped)
     if not bad:
       guard.check(row_of, state)
       guard.check_saved("sft", number, state)
-  with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
-    guard.check_saved("sft", number, state)
-  with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
-    guard.check(row_of, state)
+  for check in (lambda: guard.check_saved("sft", 4, state), lambda: guard.check(row_of, state)):
+    with pytest.raises(nonfinite.NonFiniteError, match="sft step 4: its update was left out"):
+      check()
   _, dumped = nonfinite.load(tmp_path / "failures" / "sft_000004")
   chex.assert_trees_all_equal(dumped, [batches[1]])
 

@@ -29,8 +29,8 @@ def phase_with(**parts):
   """A phase at its start, whose checkpoints, writer and guard do nothing but these things."""
   part = SimpleNamespace(
     directory=epath.Path("checkpoints/rl"), count=0, sync=bool,
-    restore_newest=lambda like: None, latest=lambda: None, metrics=dict, truncate=dict, close=bool,
-    rows=lambda *_: [],
+    restore_newest=lambda like: None, latest=lambda: None, metrics=dict, close=bool,
+    truncate=lambda *_: 0, rows=lambda *_: [],
     start=lambda state, *_, **__: state, check=lambda *_: None, check_saved=lambda *_: None,
     config=CheckpointConfig(grace_s=0.05), newest=str, is_time=bool,
   )  # fmt: skip

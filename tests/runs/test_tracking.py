@@ -123,7 +123,7 @@ def test_truncate_hides_dropped_steps_from_tensorboard(tmp_path):
       for step in range(1, steps + 1):
         writer.write(row(step, phase))
   with metrics.Writer(tmp_path) as writer:
-    writer.truncate({"rl": 4})  # of a process that may end before its first row
+    writer.truncate("rl", 4)  # of a process that may end before its first row
   _, restarts = read_scalars(tmp_path / "tensorboard" / "rl")
   assert restarts == [5]  # TensorBoard purges what an earlier session wrote at or above it
   assert read_scalars(tmp_path / "tensorboard" / "sft")[1] == []

@@ -143,18 +143,6 @@ def test_metrics_that_nobody_would_find_stop_the_run(how, tmp_path):
   writer.close()
 
 
-def test_nothing_is_lost_where_a_row_is_cut_off(tmp_path):
-  """As much of a row as went onto the disk is cut off at the next start."""
-  with metrics.Writer(tmp_path) as writer:
-    writer.write(ROW)
-  path = tmp_path / "metrics.jsonl"
-  path.write_bytes(path.read_bytes() + b'{"phase": "rl", "st')
-  with metrics.Writer(tmp_path) as writer:
-    assert writer.rows("rl") == [ROW]
-    writer.write(ROW)
-  assert metrics.read_rows(path) == [ROW, ROW]
-
-
 @pytest.mark.parametrize("line", ["garbage", "3", "[]", "{}", '{"step": "1"}', "\0\0", "[" * 10**5])
 def test_a_damaged_row_is_named(line, tmp_path):
   path = tmp_path / "metrics.jsonl"
