@@ -38,29 +38,15 @@ _MORE = 32 * 2**20  # vector memory of a kernel on later chips
 # v5p's is taken. The clock is that at which the matrix units make the peak.
 CHIPS = {
   "v4": Chip(275e12, 32 * GIB, 1.2e12, 600e9, 6.25e9, 3, 1.05e9, "v4-8", ("TPU v4",)),
-  "v5e": Chip(
-    197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, 1.5e9, "v5litepod-4", ("TPU v5 lite", "TPU v5e")
-  ),
-  "v5p": Chip(
-    459e12, 95 * GIB, 2.765e12, 1200e9, 6.25e9, 3, 1.75e9, "v5p-8", ("TPU v5", "TPU v5p")
-  ),
-  "v6e": Chip(
-    918e12,
-    32 * GIB,
-    1.638e12,
-    800e9,
-    12.5e9,
-    2,
-    1.75e9,
-    "v6e-4",
-    ("TPU v6 lite", "TPU v6e"),
-    1,
-    _MORE,
-  ),
-  "tpu7x": Chip(
-    2307e12, 192 * GIB, 7.38e12, 1200e9, 12.5e9, 3, 2.2e9, "tpu7x-8", ("TPU7x",), 2, _MORE
-  ),
-}
+  "v5e": Chip(197e12, 16 * GIB, 0.819e12, 400e9, 3.125e9, 2, 1.5e9, "v5litepod-4",
+              ("TPU v5 lite", "TPU v5e")),
+  "v5p": Chip(459e12, 95 * GIB, 2.765e12, 1200e9, 6.25e9, 3, 1.75e9, "v5p-8",
+              ("TPU v5", "TPU v5p")),
+  "v6e": Chip(918e12, 32 * GIB, 1.638e12, 800e9, 12.5e9, 2, 1.75e9, "v6e-4",
+              ("TPU v6 lite", "TPU v6e"), vector_memory=_MORE),
+  "tpu7x": Chip(2307e12, 192 * GIB, 7.38e12, 1200e9, 12.5e9, 3, 2.2e9, "tpu7x-8",
+                ("TPU7x",), devices=2, vector_memory=_MORE),
+}  # fmt: skip
 
 
 # Dense bfloat16 without sparsity, per second: data sheets of NVIDIA's SXM modules.
