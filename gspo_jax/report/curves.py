@@ -4,11 +4,10 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from gspo_jax.report.figures import SECTIONS, UNDRAWN, Figure, Line, Section, stage_order
+from gspo_jax.runs.metrics import Row
 
-Row = dict[str, Any]
 ByPhase = Mapping[str, Sequence[Row]]
 Table = Mapping[str, Mapping[int, float | None]]  # of each metric its values by step
 

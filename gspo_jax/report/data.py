@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gspo_jax.report import overview
-from gspo_jax.report.curves import ByPhase, Row, build_sections
+from gspo_jax.report.curves import ByPhase, build_sections
 from gspo_jax.report.figures import VIEWS
 from gspo_jax.runs import metrics
+from gspo_jax.runs.metrics import Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo_jax.report.curves import ByPhase, Row
+from gspo_jax.report.curves import ByPhase
 from gspo_jax.report.figures import stage_order
+from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import clock_text
 
 Rows = Sequence[Row]
@@ -128,7 +129,7 @@ def _healthy(by_phase: ByPhase, alarms: Rows) -> Row:
   broken = [  # but for the figures of an update that was skipped, and has done no harm
     row["step"]
     for row, left_out in zip(trained, skipped)
-    if not left_out and any(_is_broken(row, k) for k in ("loss", "grad_norm"))
+    if not left_out and any(k in row and not _known([row], k) for k in ("loss", "grad_norm"))
   ]
   norms = _known(trained, "grad_norm")
   idle = len(norms) * (not any(norms))
@@ -271,7 +272,3 @@ def _moved(label: str, rows: Rows, key: str, unit: str = "number") -> list[Row]:
 
 def _known(rows: Rows, key: str) -> list[float]:
   return [v for row in rows if (v := row.get(key)) is not None and math.isfinite(v)]
-
-
-def _is_broken(row: Row, key: str) -> bool:
-  return key in row and (row[key] is None or not math.isfinite(row[key]))

@@ -18,9 +18,8 @@ from typing import Any
 from gspo_jax.report.data import Run, describe
 from gspo_jax.report.rollouts import read_rollouts
 from gspo_jax.runs import metrics, provenance
+from gspo_jax.runs.metrics import Row
 from gspo_jax.system.files import write_whole
-
-Row = dict[str, Any]
 
 MAX_RUNS = 8  # more colours nobody can tell apart
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from gspo_jax.report.data import as_text
 from gspo_jax.runs import metrics
+from gspo_jax.runs.metrics import Row
 from gspo_jax.system.text import visible
-
-Row = dict[str, Any]
 
 # Beyond these the page would be slow, and nobody could read more.
 MAX_CHARACTERS = 4000  # of one response

@@ -1,24 +1,13 @@
 """Charts of runs that differ: in length, in what they measure, in whether they train at all."""
 
-import json
-
 import pytest
 from support import reported_runs as cases
 from support.browser import CHROME
+from support.reported_runs import write
 
 from gspo_jax.report.page import write_report
-from gspo_jax.runs import metrics
 
 pytestmark = pytest.mark.skipif(CHROME is None, reason="needs Chrome or Chromium")
-
-
-def write(folder, rows):
-  folder.mkdir()
-  (folder / "config.json").write_text(json.dumps({}))
-  with metrics.Writer(folder) as writer:
-    for row in rows:
-      writer.write(row)
-  return folder
 
 
 def layers(steps):
@@ -36,10 +25,7 @@ def test_heat_maps_of_runs_have_one_scale_of_steps(tab, tmp_path):
   data = tab.evaluate(f"[...{canvas}.getContext('2d').getImageData(0, 0, {width}, 1).data]")
   opaque = [alpha > 0 for alpha in data[3::4]]
   assert width == 60 and opaque == [i < 15 for i in range(60)]
-  box = tab.evaluate(f"""(() => {{
-    {canvas}.scrollIntoView({{ block: "center" }});
-    return {canvas}.getBoundingClientRect().toJSON();
-  }})()""")
+  box = tab.box(canvas)
   tab.point(box["x"] + box["width"] * 40.5 / 60, box["y"] + box["height"] / 2)
   assert tab.texts(".heat .legend > span:last-child") == ["largest: layer 00 2.0%", "–"]
 

@@ -1,34 +1,27 @@
 """The report does in a browser what it promises: filters, colours, readings, comparison."""
 
-import json
-
 import pytest
 from support import reported_runs as cases
 from support.browser import CHROME
 
 from gspo_jax.report import data, page, rollouts
 from gspo_jax.report.page import write_report
-from gspo_jax.runs import metrics
 
 pytestmark = pytest.mark.skipif(CHROME is None, reason="needs Chrome or Chromium")
 
 
 def write_run(folder, scale=1.0, steps=20, **config):
   """Twenty steps, if not fewer; two prompts with four responses each at the steps 10 and 20."""
-  folder.mkdir()
-  (folder / "config.json").write_text(json.dumps(config))
-  with metrics.Writer(folder) as writer:
-    for step in range(1, steps + 1):
-      row = {"phase": "rl", "step": step, "entropy": scale * step, "loss": -step}
-      row |= {f"minibatch/{i}/loss": step + i for i in range(3)}
-      row |= {"time/sample": 2.0, "time/update": 1.0, "grad_norm": 1.0}
-      row |= {"time/score": 1.0} if scale > 1 else {}
-      row |= {"warning/entropy": 1.0} if step in (3, 4, 5, 9) else {}
-      writer.write(row)
-    for step in (10, 20):
-      writer.dump_rollouts("rl", step, [response(step, p, i) for p in (1, 2) for i in range(4)])
-    writer.dump_rollouts("eval", 20, [cases.record(20, 9, 0, eval=True, response="held out")])
-  return folder
+  rows = []
+  for step in range(1, steps + 1):
+    row = {"phase": "rl", "step": step, "entropy": scale * step, "loss": -step}
+    row |= {f"minibatch/{i}/loss": step + i for i in range(3)}
+    row |= {"time/sample": 2.0, "time/update": 1.0, "grad_norm": 1.0}
+    row |= {"time/score": 1.0} if scale > 1 else {}
+    rows.append(row | ({"warning/entropy": 1.0} if step in (3, 4, 5, 9) else {}))
+  dumps = [("rl", n, [response(n, p, i) for p in (1, 2) for i in range(4)]) for n in (10, 20)]
+  dumps.append(("eval", 20, [cases.record(20, 9, 0, eval=True, response="held out")]))
+  return cases.write(folder, rows, dumps, **config)
 
 
 def response(step, prompt, i):
@@ -123,10 +116,7 @@ def test_tokens_are_coloured_on_request(tab, run_page):
   first = "document.querySelectorAll('.sample pre')[0].children"
   backs = tab.evaluate(f"[...{first}].map((node) => getComputedStyle(node).backgroundColor)")
   assert len(set(backs)) == 3
-  box = tab.evaluate(f"""(() => {{
-    {first}[0].scrollIntoView({{ block: "center" }});
-    return {first}[0].getBoundingClientRect().toJSON();
-  }})()""")
+  box = tab.box(f"{first}[0]")
   assert tab.evaluate("document.querySelector('.tip').hidden")
   tab.point(box["x"] + 4, box["y"] + 4)
   assert tab.texts(".tip:not([hidden])") == ['"two"log-ratio −0.02 · ×0.9802 · less probable']
@@ -136,12 +126,10 @@ def test_tokens_are_coloured_on_request(tab, run_page):
 
 def test_a_folded_response_unfolds_whole_in_colour(tab, tmp_path):
   tokens = [f" word{i}" for i in range(400)]
-  with metrics.Writer(tmp_path) as writer:
-    ratios = [0.001] * 400
-    record = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
-    record["clipped_tokens"] = [int(i in (1, 399)) for i in range(400)]
-    writer.dump_rollouts("rl", 1, [record])
-  tab.open(write_report(tmp_path), "#responses")
+  ratios = [0.001] * 400
+  record = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
+  record["clipped_tokens"] = [int(i in (1, 399)) for i in range(400)]
+  tab.open(write_report(cases.write(tmp_path, dumps=[("rl", 1, [record])])), "#responses")
   assert 50 < len(tab.texts(".sample .token")) < 400
   tab.evaluate("document.querySelector('.more').click()")
   assert tab.texts(".sample .token") == tokens
@@ -153,11 +141,10 @@ def test_segments_are_marked_and_read_by_pointer_and_keys(tab, tmp_path):
   tokens = ["one", "\n", "two", " more", "three"]
   known = dict(segments=[0, 0, 1, 1, 2], segment_ratio=[1.25, 0.9, 1.0])
   known |= dict(segment_gradient=[0.0, 0.125, 3.0], clipped_tokens=[1, 1, 0, 0, 0])
-  with metrics.Writer(tmp_path) as writer:
-    ratios = [0.1, 0.3, -0.1, 0.0, 0.0]
-    plain = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
-    writer.dump_rollouts("rl", 1, [plain | known, cases.record(1, 1, 1) | plain | dict(sample=1)])
-  tab.open(write_report(tmp_path), "#responses")
+  ratios = [0.1, 0.3, -0.1, 0.0, 0.0]
+  plain = cases.record(1, 1, 0, response="".join(tokens), tokens=tokens, log_ratio=ratios)
+  dump = "rl", 1, [plain | known, cases.record(1, 1, 1) | plain | dict(sample=1)]
+  tab.open(write_report(cases.write(tmp_path, dumps=[dump])), "#responses")
   marks = "[...document.querySelectorAll('.sample .segment')]"
   assert tab.evaluate(f"{marks}.map((mark) => mark.getAttribute('aria-label'))") == [
     "segment 1 · ratio 1.25000 · clipped · gradient 0",
@@ -326,15 +313,13 @@ def test_constant_metrics_are_a_line_of_text(tab, run_page):
 
 
 def write_layers(folder, layers=3, steps=60):
-  with metrics.Writer(folder) as writer:
-    for step in range(1, steps + 1):
-      volatility = {
-        f"router/volatility/layer_{j:02d}": 0.01 * j * (step % 7) for j in range(layers)
-      }
-      kl = 10.0 ** (-1 - 5 * step / steps)
-      row = {"phase": "rl", "step": step, "kl/k3": kl, "router/entropy": 1 + 1e-7 * (step % 9)}
-      writer.write(row | {"router/z": 1 + 1e-5 * (step % 9)} | volatility)
-  return write_report(folder)
+  rows = []
+  for step in range(1, steps + 1):
+    volatility = {f"router/volatility/layer_{j:02d}": 0.01 * j * (step % 7) for j in range(layers)}
+    kl = 10.0 ** (-1 - 5 * step / steps)
+    row = {"phase": "rl", "step": step, "kl/k3": kl, "router/entropy": 1 + 1e-7 * (step % 9)}
+    rows.append(row | {"router/z": 1 + 1e-5 * (step % 9)} | volatility)
+  return write_report(cases.write(folder, rows))
 
 
 def test_layers_are_a_heat_map_that_can_be_read(tab, tmp_path):
@@ -375,32 +360,21 @@ def test_axes_tell_their_ticks_apart_and_curves_are_smoothed(tab, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_is_wider_than_a_narrow_screen(tab, tmp_path, scheme):
-  size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
-  tab.call("Emulation.setDeviceMetricsOverride", **size)
-  features = [{"name": "prefers-color-scheme", "value": scheme}]
-  tab.call("Emulation.setEmulatedMedia", features=features)
-  try:
+  with tab.screen(390, 844, scheme):
     tab.open(write_report(cases.make_run(tmp_path)))
     for view in tab.evaluate("views.map((view) => view.id)"):
       show(tab, view)
       assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
     back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(247, 247, 245)") == (scheme == "light")
-  finally:
-    tab.call("Emulation.clearDeviceMetricsOverride")
-    tab.call("Emulation.setEmulatedMedia", features=[])
 
 
 def test_the_overview_is_one_screen(tab, tmp_path):
-  size = {"width": 1600, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-  tab.call("Emulation.setDeviceMetricsOverride", **size)
-  try:
+  with tab.screen(1600, 900):
     tab.open(write_report(cases.make_run(tmp_path)))
     boxes = "[...document.querySelectorAll('.card, figure')].map((f) => f.getBoundingClientRect())"
     assert tab.evaluate(f"{boxes}.filter((box) => box.height > 0).length") >= 8
     assert tab.evaluate(f"{boxes}.every((box) => box.bottom <= 900)")
-  finally:
-    tab.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_responses_to_a_prompt_are_side_by_side(tab, run_page):

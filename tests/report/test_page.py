@@ -14,12 +14,12 @@ from support.reported_runs import (
   record,
   rl_row,
   sft_row,
+  write,
 )
 
 from gspo_jax.report import curves, data
 from gspo_jax.report.__main__ import main
 from gspo_jax.report.page import unique_names, write_report
-from gspo_jax.runs import metrics
 
 
 @pytest.fixture
@@ -135,10 +135,9 @@ def test_responses_are_grouped_by_prompt(workdir):
 
 
 def test_missing_metrics_leave_their_charts_out(tmp_path):
-  with metrics.Writer(tmp_path) as writer:
-    writer.write({"phase": "rl", "step": 1, "reward/mean": 0.5, "reward/std": float("nan")})
-    writer.write({"phase": "rl", "step": 2, "reward/mean": 0.75, "something/new": 3.0})
-  run = embedded(write_report(tmp_path))
+  first = {"phase": "rl", "step": 1, "reward/mean": 0.5, "reward/std": float("nan")}
+  second = {"phase": "rl", "step": 2, "reward/mean": 0.75, "something/new": 3.0}
+  run = embedded(write_report(write(tmp_path, [first, second])))
   assert list(figures(run)) == [("Learning", "Reward"), ("Other metrics", "something/new")]
   assert figures(run)["Learning", "Reward"]["series"][1]["y"] == [None]  # a gap
   assert (facts(run)["Reward"]["before"], facts(run)["Reward"]["value"]) == (0.5, 0.75)
@@ -240,13 +239,9 @@ def test_runs_are_named_by_what_tells_their_directories_apart(tmp_path):
 
 
 def test_runs_of_a_comparison_share_the_room_for_responses(tmp_path):
-  for name in "ab":
-    with metrics.Writer(tmp_path / name) as writer:
-      writer.write({"phase": "rl", "step": 1, "loss": 1.0})
-      writer.dump_rollouts("rl", 1, [record(1, p, i) for p in range(10) for i in range(2)])
-  page = write_report(
-    tmp_path / "a", tmp_path / "b", output=tmp_path / "page.html", max_rollouts=20
-  )
+  dump = "rl", 1, [record(1, p, i) for p in range(10) for i in range(2)]
+  runs = [write(tmp_path / name, dumps=[dump]) for name in "ab"]
+  page = write_report(*runs, output=tmp_path / "page.html", max_rollouts=20)
   rollouts = embedded(page, "rollouts")
   runs = [g["run"] for g in rollouts["groups"] for _ in g["samples"]]
   assert rollouts["total"] == 40 and sorted(runs) == [0] * 10 + [1] * 10
@@ -279,8 +274,7 @@ def test_a_row_that_no_run_wrote_is_named(tmp_path, capsys, row, message):
 
 
 def test_command_line(workdir, tmp_path, capsys):
-  with metrics.Writer(tmp_path / "second") as writer:
-    writer.write(rl_row(1))
+  write(tmp_path / "second", [rl_row(1)])
   (tmp_path / "file").touch()
   runs, output = [str(workdir), str(tmp_path / "second")], tmp_path / "compare.html"
   main([*runs, "--output", str(output)])

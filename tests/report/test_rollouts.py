@@ -3,10 +3,9 @@
 import time
 
 import pytest
-from support.reported_runs import record
+from support.reported_runs import record, write
 
 from gspo_jax.report.rollouts import read_rollouts
-from gspo_jax.runs import metrics
 
 WORDS = [f" word{i}" for i in range(5000)]
 
@@ -16,20 +15,17 @@ def colored(step, prompt, tokens, ratios, **changes):
 
 
 def read_records(folder, records, *limits):
-  with metrics.Writer(folder) as writer:
-    for step in sorted({r["step"] for r in records}):
-      writer.dump_rollouts("rl", step, [r for r in records if r["step"] == step])
+  steps = sorted({r["step"] for r in records})
+  write(folder, dumps=[("rl", step, [r for r in records if r["step"] == step]) for step in steps])
   rollouts = read_rollouts([folder / "rollouts"], *limits)
   return rollouts["colors"], [s for g in rollouts["groups"] for s in g["samples"]]
 
 
 @pytest.mark.parametrize("limit", [1, 8, 12, 100])
 def test_at_most_max_rollouts_spread_over_the_run(tmp_path, limit):
-  with metrics.Writer(tmp_path) as writer:
-    for step in range(1, 11):
-      records = [record(step, prompt, sample) for prompt in range(5) for sample in range(4)]
-      writer.dump_rollouts("rl", step, records)
-  rollouts = read_rollouts([tmp_path / "rollouts"], limit)
+  dumps = [("rl", n, [record(n, p, i) for p in range(5) for i in range(4)]) for n in range(1, 11)]
+  run = write(tmp_path, dumps=dumps)
+  rollouts = read_rollouts([run / "rollouts"], limit)
   groups = rollouts["groups"]
   count = sum(len(group["samples"]) for group in groups)
   assert rollouts["total"] == 200 and limit // 2 <= count <= limit
@@ -138,10 +134,10 @@ def test_as_many_segments_as_tokens_take_linear_time(tmp_path):
   figures = dict(segment_ratio=[1.0] * n, segment_gradient=[0.5] * n)
   tokens, zeros = ["a"] * n, [0.0] * n
   record = colored(1, 1, tokens, zeros, response="a" * n, segments=[*range(n)], **figures)
-  begin = time.perf_counter()
+  begin = time.process_time()
   (sample,) = read_records(tmp_path, [record], 10)[1]
   assert len(sample["segment_figures"]) == len(sample["tokens"]) - 1
-  assert time.perf_counter() - begin < 2
+  assert time.process_time() - begin < 2
 
 
 def test_the_newest_tokens_get_the_room_there_is(tmp_path):

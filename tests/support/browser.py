@@ -1,5 +1,6 @@
 """A headless browser for tests of pages."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -152,3 +153,21 @@ class Browser:
     self.figure(title, "f.scrollIntoView({ block: 'center' })")
     box = self.figure(title, "f.querySelector('.curve').getBoundingClientRect().toJSON()")
     self.point(box["x"] + box["width"] * (step - 1) / 19, box["y"] + box["height"] / 2)
+
+  def box(self, node):
+    """Where a node is, in the middle of the screen."""
+    self.evaluate(f"{node}.scrollIntoView({{ block: 'center' }})")
+    return self.evaluate(f"{node}.getBoundingClientRect().toJSON()")
+
+  @contextlib.contextmanager
+  def screen(self, width, height, scheme=""):
+    """Another screen, whose user prefers a scheme of colours."""
+    size = dict(width=width, height=height, deviceScaleFactor=1, mobile=False)
+    self.call("Emulation.setDeviceMetricsOverride", **size)
+    prefers = dict(name="prefers-color-scheme", value=scheme)
+    self.call("Emulation.setEmulatedMedia", features=[prefers])
+    try:
+      yield
+    finally:
+      self.call("Emulation.clearDeviceMetricsOverride")
+      self.call("Emulation.setEmulatedMedia", features=[])

@@ -61,24 +61,31 @@ def record(step, prompt, sample, **changes):
   return usual | changes
 
 
+def write(folder, rows=(), dumps=(), **config):
+  """A directory with these rows, and responses of (phase, step, records)."""
+  folder.mkdir(exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(config))
+  with metrics.Writer(folder) as writer:
+    for row in rows:
+      writer.write(row)
+    for dump in dumps:
+      writer.dump_rollouts(*dump)
+  return folder
+
+
 def make_run(tmp_path):
   """A run of three sft steps and four rl steps, evaluated before, during and after them."""
-  folder = tmp_path / "a <b>run"
-  folder.mkdir()
-  config = {"objective": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}}
-  (folder / "config.json").write_text(json.dumps(config | {"rl": {"group_size": 4}}))
-  with metrics.Writer(folder) as writer:
-    for step in (1, 2, 3):
-      writer.write(sft_row(step))
-    writer.write({"phase": "rl", "step": 0, **eval_keys(0.25)})
-    for step in (1, 2, 3, 4):
-      writer.write(rl_row(step) | (eval_keys(0.2 * step) if step % 2 == 0 else {}))
-    for step in (1, 4):
-      records = [record(step, prompt, sample) for prompt in range(3) for sample in range(4)]
-      records[5] |= {"response": HOSTILE, "ratio": 1.0002, "clipped": True}
-      writer.dump_rollouts("rl", step, records)
-    writer.dump_rollouts("eval", 4, [record(4, 9, 0, eval=True, response="lone \udc80 \u2028")])
-  return folder
+  rows = [sft_row(step) for step in (1, 2, 3)]
+  rows.append({"phase": "rl", "step": 0, **eval_keys(0.25)})
+  for step in (1, 2, 3, 4):
+    rows.append(rl_row(step) | (eval_keys(0.2 * step) if step % 2 == 0 else {}))
+  dumps = [("eval", 4, [record(4, 9, 0, eval=True, response="lone \udc80 \u2028")])]
+  for step in (1, 4):
+    records = [record(step, prompt, sample) for prompt in range(3) for sample in range(4)]
+    records[5] |= {"response": HOSTILE, "ratio": 1.0002, "clipped": True}
+    dumps.append(("rl", step, records))
+  objective = {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+  return write(tmp_path / "a <b>run", rows, dumps, objective=objective, rl={"group_size": 4})
 
 
 def describe(rows, config=None):
