@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -23,6 +23,7 @@ from gspo_jax.evaluation.resume import Unfinished, checksums
 from gspo_jax.evaluation.statistics import problem_rows, right_answers, summary
 from gspo_jax.rewards import require_verdicts
 from gspo_jax.rewards.signals import Signals
+from gspo_jax.runs.metrics import Row
 from gspo_jax.runs.progress import Progress
 from gspo_jax.sampling import Driver, Engine, Trajectory, Workload
 from gspo_jax.sampling.driver import new_groups
@@ -33,8 +34,16 @@ from gspo_jax.structs import Prompt
 from gspo_jax.system import hosts
 from gspo_jax.system.files import write_whole
 
-Row = dict[str, Any]
 SHOWN = 1000  # characters of a gold answer in records: the tests of a program take megabytes
+
+
+class Round(NamedTuple):
+  """So many responses to each problem of a benchmark, at one temperature."""
+
+  benchmark: Benchmark
+  role: str  # "samples" or "greedy"
+  samples: int
+  temperature: float
 
 
 def workload(c: EvalConfig, temperature: float, **requests: Any) -> Workload:
@@ -70,14 +79,14 @@ class Evaluator:
       step: names the files of results.
     """
     c, row, records = self.config, {}, []
-    log, of_greedy = Unfinished(self.directory, key), self.benchmarks if c.greedy else ()
-    total = sum(len(b.problems) for b in [*self.benchmarks, *of_greedy])
+    rounds = [Round(b, "samples", b.config.samples, c.temperature) for b in self.benchmarks]
+    of_greedy = self.benchmarks if c.greedy else ()
+    rounds += [Round(b, "greedy", 1, 0.0) for b in of_greedy]
+    log = Unfinished(self.directory, key)
+    total = sum(len(r.benchmark.problems) for r in rounds)
     with Progress("eval", total, delay=5.0, active=hosts.is_first()) as progress:
-      results = [
-        self._pass(engine, b, "samples", b.config.samples, c.temperature, log, progress)
-        for b in self.benchmarks
-      ]
-      greedy = [self._pass(engine, b, "greedy", 1, 0.0, log, progress) for b in of_greedy]
+      every = [self._round(engine, r, log, progress) for r in rounds]
+    results, greedy = every[: len(self.benchmarks)], every[len(self.benchmarks) :]
     for b, sampled in zip(self.benchmarks, results):
       row |= {b.prefix + name: value for name, value in summary(b, sampled).items()}
       row |= {f"time/{b.prefix}{stage}": x for stage, x in sampled["seconds"].items()}
@@ -85,7 +94,7 @@ class Evaluator:
     for b, sampled in zip(of_greedy, greedy):
       row[f"{b.prefix}greedy"] = float(right_answers(b, sampled).mean())
     self._write_problems(results, step)
-    unknown = sum("unknown" in record for x in [*results, *greedy] for record in x["records"])
+    unknown = sum("unknown" in record for x in every for record in x["records"])
     if unknown and hosts.is_first():
       logging.warning("no verdict on %d responses of the evaluation: they count as wrong", unknown)
     return row, records
@@ -111,24 +120,15 @@ class Evaluator:
     text = repr((settings, sets, sampled, self.identity, weights))
     return hashlib.sha256(text.encode()).hexdigest()
 
-  def _pass(
-    self,
-    engine: Engine,
-    benchmark: Benchmark,
-    role: str,
-    samples: int,
-    temperature: float,
-    log: Unfinished,
-    progress: Progress,
-  ) -> Row:
-    """`samples` responses to each problem, scored: their records, and sums over them."""
-    name = f"{benchmark.name}/{role}/{samples}"
+  def _round(self, engine: Engine, of: Round, log: Unfinished, progress: Progress) -> Row:
+    """The responses, scored: their records, and sums over them."""
+    name = f"{of.benchmark.name}/{of.role}/{of.samples}"
     chunks = log.find(name)
     done = {index for chunk in chunks for index in chunk["problems"]}
     progress.update(progress.step + len(done), {})
-    left = [i for i in range(len(benchmark.problems)) if i not in done]
-    for indices, responses, seconds in self._sample(engine, benchmark, left, samples, temperature):
-      chunk = self._scored(benchmark, indices, responses) | dict(chunk=name, problems=indices)
+    left = [i for i in range(len(of.benchmark.problems)) if i not in done]
+    for indices, responses, seconds in self._sample(engine, of, left):
+      chunk = self._scored(of.benchmark, indices, responses) | dict(chunk=name, problems=indices)
       chunk["seconds"]["sample"] = seconds
       self._require_verdicts([*chunks, chunk])
       log.add(chunk)
@@ -139,7 +139,7 @@ class Evaluator:
     for chunk in chunks:
       outcomes.update(chunk["outcomes"])
       for n, i in enumerate(chunk["problems"]):
-        by_problem[i] = chunk["records"][n * samples :][:samples]
+        by_problem[i] = chunk["records"][n * of.samples :][: of.samples]
     seconds = {key: sum(c["seconds"][key] for c in chunks) for key in ("sample", "score")}
     records = [record for i in sorted(by_problem) for record in by_problem[i]]
     return dict(records=records, outcomes=outcomes, seconds=seconds)
@@ -155,19 +155,20 @@ class Evaluator:
     require_verdicts(reasons, len(records), str(path))
 
   def _sample(
-    self, engine: Engine, benchmark: Benchmark, indices: list[int], samples: int, temperature: float
+    self, engine: Engine, of: Round, indices: list[int]
   ) -> Iterator[tuple[list[int], list[Trajectory], float]]:
     """Yields `eval.batch` problems with all their responses, as they are finished, and the
     seconds."""
     if not indices:
       return
-    c, talks = self.config, benchmark.environment is not None
+    c, problems, environment = self.config, of.benchmark.problems, of.benchmark.environment
+    talks = environment is not None
     load = workload(
       c,
-      temperature,
+      of.temperature,
       prompt_length=self.prompt_length,
-      trajectories=len(benchmark.problems) * samples,
-      group_size=samples,
+      trajectories=len(problems) * of.samples,
+      group_size=of.samples,
       stop_ids=tuple(self.tokenizer.stop_ids),
       stop_strings=self.stop_strings,
       several_turns=talks,
@@ -182,13 +183,13 @@ class Evaluator:
     )
     # Of all problems, those of an earlier process too: numbers of alike ones depend on each other.
     groups = new_groups(
-      benchmark.problems,
-      samples,
+      problems,
+      of.samples,
       self.seed,
       self.prompt_length,
-      benchmark.environment,
+      environment,
       lambda messages: self.tokenizer.encode(self.tokenizer.chat(messages)),
-      tags=range(len(benchmark.problems)),
+      tags=range(len(problems)),
     )
     for index in indices:
       driver.begin(groups[index])

@@ -3,15 +3,13 @@
 import math
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from gspo_jax.evaluation import elo
 from gspo_jax.evaluation.benchmarks import Benchmark
+from gspo_jax.runs.metrics import Row
 from gspo_jax.sampling.trajectory import means
-
-Row = dict[str, Any]
 
 
 def summary(benchmark: Benchmark, sampled: Row) -> dict[str, float]:
