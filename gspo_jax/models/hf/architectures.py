@@ -6,33 +6,25 @@ from typing import Any
 
 from gspo_jax.settings.model import ModelConfig
 
-# ModelConfig field -> key of config.json, type
-_FIELDS = dict(
-  vocab_size=("vocab_size", int),
-  hidden_size=("hidden_size", int),
-  num_layers=("num_hidden_layers", int),
-  num_heads=("num_attention_heads", int),
-  num_kv_heads=("num_key_value_heads", int),
-  head_dim=("head_dim", int),
-  intermediate_size=("intermediate_size", int),
-  rope_theta=("rope_theta", float),
-  rms_norm_eps=("rms_norm_eps", float),
-  tie_word_embeddings=("tie_word_embeddings", bool),
-  max_position_embeddings=("max_position_embeddings", int),
+
+def _keys(alike: str, **renamed: str) -> dict[str, str]:
+  """ModelConfig field -> key of config.json, which has the same name for those that are `alike`."""
+  return dict(zip(alike.split(), alike.split())) | renamed
+
+
+_FIELDS = _keys(
+  "vocab_size hidden_size head_dim intermediate_size rope_theta rms_norm_eps tie_word_embeddings "
+  "max_position_embeddings",
+  num_layers="num_hidden_layers",
+  num_heads="num_attention_heads",
+  num_kv_heads="num_key_value_heads",
 )
-_MOE_FIELDS = dict(
-  num_experts=("num_experts", int),
-  experts_per_token=("num_experts_per_tok", int),
-  moe_intermediate_size=("moe_intermediate_size", int),
-  norm_topk_prob=("norm_topk_prob", bool),
-  decoder_sparse_step=("decoder_sparse_step", int),
-  mlp_only_layers=("mlp_only_layers", list),
+_MOE_FIELDS = _keys(
+  "num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers",
+  experts_per_token="num_experts_per_tok",
 )
-_GEMMA_FIELDS = dict(
-  query_pre_attn_scalar=("query_pre_attn_scalar", int),
-  final_logit_softcapping=("final_logit_softcapping", float),
-  sliding_window=("sliding_window", int),
-  sliding_window_pattern=("sliding_window_pattern", int),
+_GEMMA_FIELDS = _keys(
+  "query_pre_attn_scalar final_logit_softcapping sliding_window sliding_window_pattern"
 )
 _GEMMA_DEFAULTS = dict(num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
 _SILU, _GELU = "silu", "gelu_pytorch_tanh"
@@ -44,7 +36,7 @@ class Architecture:
   """An architecture of transformers: keys of its config.json, and what its name implies."""
 
   name: str
-  fields: Mapping[str, tuple[str, type]]
+  fields: Mapping[str, str]
   implied: Mapping[str, Any]  # ModelConfig fields without a key, where not the default
   fixed: Mapping[str, Any]  # keys of which one value is supported
   # Of keys that may be left out: those of transformers' configuration class.
@@ -63,9 +55,9 @@ ARCHITECTURES = {  # by model_type
     "MixtralForCausalLM",
     _FIELDS
     | dict(
-      num_experts=("num_local_experts", int),
-      experts_per_token=("num_experts_per_tok", int),
-      moe_intermediate_size=("intermediate_size", int),
+      num_experts="num_local_experts",
+      experts_per_token="num_experts_per_tok",
+      moe_intermediate_size="intermediate_size",
     ),
     implied=dict(family="qwen3", qk_norm=False, norm_topk_prob=True),
     fixed=dict(hidden_act=_SILU, sliding_window=None, router_jitter_noise=0.0),
@@ -97,7 +89,7 @@ ARCHITECTURES = {  # by model_type
   ),
   "gemma3_text": Architecture(
     "Gemma3ForCausalLM",
-    _FIELDS | _GEMMA_FIELDS | dict(local_rope_theta=("rope_local_base_freq", float)),
+    _FIELDS | _GEMMA_FIELDS | dict(local_rope_theta="rope_local_base_freq"),
     implied=dict(family="gemma", qk_norm=True),
     # A bound on scores is read by transformers, and then left out.
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, attn_logit_softcapping=None) | _NO_BIAS,
@@ -111,12 +103,7 @@ ARCHITECTURES = {  # by model_type
   ),
   "gemma2": Architecture(
     "Gemma2ForCausalLM",
-    _FIELDS
-    | _GEMMA_FIELDS
-    | dict(
-      attn_logit_softcapping=("attn_logit_softcapping", float),
-      local_rope_theta=("rope_theta", float),
-    ),
+    _FIELDS | _GEMMA_FIELDS | _keys("attn_logit_softcapping", local_rope_theta="rope_theta"),
     implied=dict(family="gemma", qk_norm=False),
     # Its class reads no other pattern than that of layer_types.
     fixed=dict(hidden_activation=_GELU, hidden_act=_GELU, sliding_window_pattern=2) | _NO_BIAS,

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_jax.models.hf.architectures import ARCHITECTURES, FIXED, Architecture
+from gspo_jax.settings import ranges
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.system import hub, jsons
+
+TYPES = {field: ranges.plain(kind) for field, kind in ranges.kinds(ModelConfig).items()}
 
 
 class CheckpointError(ValueError):
@@ -66,9 +69,7 @@ def _from_hf(raw: dict[str, Any]) -> ModelConfig:
   if "head_dim" not in raw:
     raw["head_dim"] = _take(raw, "hidden_size", int) // _take(raw, "num_attention_heads", int)
 
-  values = {field: _take(raw, key, kind) for field, (key, kind) in architecture.fields.items()}
-  if "mlp_only_layers" in values:
-    values["mlp_only_layers"] = tuple(values["mlp_only_layers"])
+  values = {field: _take(raw, key, TYPES[field]) for field, key in architecture.fields.items()}
   config = ModelConfig(**(values | dict(architecture.implied)))
   types = raw.get("layer_types")
   if types is None or types == layer_types(config):
@@ -136,8 +137,9 @@ def _take(raw: dict[str, Any], key: str, kind: type) -> Any:
   if value is None:
     raise ValueError(f"no {key}")
   number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not (number if kind is float else type(value) is kind):
-    raise ValueError(f"{key}={value!r} is not of type {kind.__name__}")
+  in_json = list if kind is tuple else kind
+  if not (number if kind is float else type(value) is in_json):
+    raise ValueError(f"{key}={value!r} is not of type {in_json.__name__}")
   return kind(value)
 
 
@@ -171,7 +173,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _write(
   config: ModelConfig, model_type: str, architecture: Architecture, dtype: str
 ) -> dict[str, Any]:
-  values = {key: getattr(config, field) for field, (key, _) in architecture.fields.items()}
+  values = {key: getattr(config, field) for field, key in architecture.fields.items()}
   if "mlp_only_layers" in values:
     values["mlp_only_layers"] = list(config.mlp_only_layers)
   if "sliding_window" in values:

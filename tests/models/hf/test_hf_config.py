@@ -139,7 +139,7 @@ def as_transformers_computes(content):
   types = getattr(theirs, "layer_types", None) or []
   values = {
     field: getattr(theirs, key)
-    for field, (key, _) in ARCHITECTURES[content["model_type"]].fields.items()
+    for field, key in ARCHITECTURES[content["model_type"]].fields.items()
     if hasattr(theirs, key)
   }
   values |= dict(
@@ -180,7 +180,7 @@ def test_every_key_of_transformers_is_known(name):
   """What a class has is read, has the one value that is supported, or has no effect."""
   architecture = ARCHITECTURES[name]
   fixed = hf_architectures.FIXED | dict(architecture.fixed)
-  known = {key for key, _ in architecture.fields.values()}
+  known = {*architecture.fields.values()}
   for key, value in transformers.CONFIG_MAPPING[name]().to_dict().items():
     if key in fixed:
       assert value in (None, fixed[key]), key
