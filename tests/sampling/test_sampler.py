@@ -113,15 +113,6 @@ def test_greedy_is_the_argmax():
   np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
-@pytest.mark.parametrize(
-  "key, value",
-  [("temperature", -1.0), ("top_k", -2), ("top_p", 0.0), ("min_p", 1.0), ("max_new_tokens", 0)],
-)
-def test_bad_settings_are_named(key, value):
-  with pytest.raises(ValueError, match=f"sampling.{key}={value}"):
-    config(**{key: value})
-
-
 @pytest.mark.parametrize("changes", [{}, dict(top_k=3), dict(top_p=0.9), dict(temperature=0.0)])
 def test_ids_beyond_the_tokenizers_are_not_drawn(changes):
   """A padded vocabulary's: they stay in the distribution that the trainer has."""

@@ -11,24 +11,13 @@ from gspo_jax.main import do
 from gspo_jax.run import open_run
 
 RL = SMALL_VALUES | dict(
-  job="rl",
-  model__num_layers=1,
-  sampling__max_new_tokens=6,
-  rl__iterations=3,
-  rl__prompts=8,
-  rl__group_size=4,
-  rl__minibatches=2,
-  rl_optimizer__learning_rate=1e-3,
-  rl_optimizer__warmup_steps=0,
+  job="rl", model__num_layers=1, sampling__max_new_tokens=6, engine__dtype="bfloat16",
+  rl__iterations=3, rl__prompts=8, rl__group_size=4, rl__minibatches=2,
+  rl_optimizer__learning_rate=1e-3, rl_optimizer__warmup_steps=0,
   objective__entropy_coef=0.01,  # so small a model earns no reward
-  objective__replay="R3",
-  engine__dtype="bfloat16",
-  eval__every=9,
-  eval__problems=8,
-  eval__batch=8,
-  eval__greedy=False,
-  checkpoint__every=1,
-)
+  objective__replay="R3", checkpoint__every=1,
+  eval__every=9, eval__problems=8, eval__batch=8, eval__greedy=False,
+)  # fmt: skip
 
 
 def ran(workdir, **changes):

@@ -286,19 +286,9 @@ def test_impossible_requests(changes, message):
     scheduler().submit(request)
 
 
-@pytest.mark.parametrize(
-  "key, value",
-  [
-    ("slots", -1),
-    ("steps", 0),
-    ("prefill_tokens", 8),
-    ("prefill_tokens", 48),
-    ("cache_dtype", "x"),
-  ],
-)
-def test_impossible_settings(key, value):
-  with pytest.raises(ValueError, match=f"engine.{key}={value!r}"):
-    dataclasses.replace(DEFAULT, **{key: value})
+def test_prefixes_are_padded_to_powers_of_two():
+  with pytest.raises(ValueError, match=r"engine\.prefill_tokens=48 must be a power of two"):
+    dataclasses.replace(DEFAULT, prefill_tokens=48)
 
 
 def test_there_are_no_more_slots_than_trajectories():

@@ -30,7 +30,6 @@ MODEL = SMALLER_DENSE
 STOP = 3
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 WORKLOAD = Workload(SamplingConfig(0.8, 0, 1.0, 0.0, 8), 4, 12, 4, stop_ids=(STOP,))
-ENGINE = dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server")
 QUICK = dict(wait_s=0.0, timeout_s=20.0, retries=3)
 
 
@@ -50,11 +49,8 @@ def make(tmp_path):
         servers = [FakeServer() for _ in range(servers)]
         for server in servers:
           stack.callback(server.die)
-      config = EngineConfig(
-        **ENGINE,
-        urls=tuple(server.url for server in servers),
-        server=ServerConfig(**QUICK | config),
-      )
+      urls = tuple(server.url for server in servers)
+      config = EngineConfig(name="server", urls=urls, server=ServerConfig(**QUICK | config))
       options = dict(workdir=tmp_path, window=24, temperature=temperature)
       engine = ServerEngine(MODEL, config, REFERENCE, detokenize=detokenize, **options)
       stack.enter_context(engine)
@@ -102,6 +98,16 @@ def check(engine, version=1, seed=0):
     assert len(tokens) == 8 or tokens[-1] == STOP
 
 
+def asked(server):
+  """The requests for responses that a server was sent, without those of probes."""
+  bodies = [body for body in server.bodies if body and "token_ids" in body]
+  return [body for body in bodies if "probe" not in body["request_id"]]
+
+
+def seen(server):
+  return [body["request_id"] for body in asked(server)]
+
+
 def failed(engine):
   """What went wrong, by kind."""
   found = engine.usage.metrics().items()
@@ -120,7 +126,7 @@ def test_what_servers_sample_is_the_trainers_distribution_after_every_publicatio
   order = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
   for one in two:
     assert [path for path in one.seen if path in order] == order * 3
-    assert any("probe" not in str(body) and "token_ids" in str(body) for body in one.bodies)
+    assert asked(one)
   kept = sorted(path.name for path in (tmp_path / "published").iterdir())
   assert kept == ["weights_000002", "weights_000003"]
 
@@ -132,12 +138,11 @@ def test_seeds_are_sent_and_no_two_responses_have_the_same(make):
   np.testing.assert_array_equal(first.tokens, again.tokens)
   other = sample_rollout(engine, WORKLOAD, PROMPTS, seed=2)
   assert (first.tokens != other.tokens).any()
-  sent = [b for b in one.bodies if b and "token_ids" in b and "probe" not in b["request_id"]]
-  assert len({body["sampling_params"]["seed"] for body in sent}) == 6
+  assert len({body["sampling_params"]["seed"] for body in asked(one)}) == 6
   greedy = Workload(SamplingConfig(0.0, 3, 0.9, 0.1, 8), 4, 12, 1, stop_ids=(STOP,))
   sample = sample_rollout(engine, greedy, PROMPTS)
-  asked = one.bodies[-1]["sampling_params"]
-  assert [asked[k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.0, 3, 0.9, 0.1]
+  last = asked(one)[-1]["sampling_params"]
+  assert [last[k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.0, 3, 0.9, 0.1]
   assert np.isnan(sample.full_logp[sample.mask > 0]).all()  # nobody says
 
 
@@ -328,24 +333,29 @@ def test_a_server_that_has_enough_to_do_is_asked_again_and_nothing_is_held_again
   assert not failed(engine) and one.seen.count(GENERATE) > 8
 
 
-def sampled_while_weights_come(engine, server):
-  """A group of four, sampled slowly; after half a second come the weights of version 2."""
-  server.pace = 0.15
-  begun, driver = group(engine)
-  driver.begin(begun)
-  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
-  loads.start()
-  until = time.monotonic() + 30
-  assert len(list(driver.run(lambda: time.monotonic() > until))) == 4
-  loads.join()
-  return begun
+def driving(engine, group, load=WORKLOAD):
+  """A driver that has begun with the responses of a group."""
+  driver = Driver(engine, load)
+  driver.begin(group)
+  return driver
+
+
+def group_of(count):
+  (group,) = new_groups([Prompt("a", "", "", (5, 6, 7))], count, 0, 4, None)
+  return group
 
 
 def test_weights_may_change_while_responses_are_under_way(make):
   """Each token says which ones sampled it, as its server does; what came under new weights waits
   for their probe."""
   one, engine = make()
-  begun = sampled_while_weights_come(engine, one)
+  one.pace, begun = 0.15, group_of(4)
+  driver = driving(engine, begun)
+  loads = threading.Timer(0.5, lambda: engine.load(weights(2), 2))
+  loads.start()
+  until = time.monotonic() + 30
+  assert len(list(driver.run(lambda: time.monotonic() > until))) == 4
+  loads.join()
   versions = np.concatenate([each.version for each in begun])
   assert set(versions) == {1, 2}
   for each in begun:
@@ -425,25 +435,17 @@ def test_a_publication_that_fails_half_way_leaves_the_server_out(make, path):
   assert engine.usage.metrics()["engine/servers"] == 1
 
 
-def group(engine, count=4):
-  (found,) = new_groups([Prompt("a", "", "", (5, 6, 7))], count, 0, 4, None)
-  return found, Driver(engine, WORKLOAD)
-
-
 def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
   one, engine = make()
-  one.pace = 0.2
-  begun, driver = group(engine)
-  driver.begin(begun)
+  one.pace, begun = 0.2, group_of(4)
+  driver = driving(engine, begun)
   until = time.monotonic() + 0.7
   assert list(driver.run(lambda: time.monotonic() > until)) == []
   lengths = [len(each.tokens) for each in begun]
   assert 0 < max(lengths) < 8 and not engine.busy
   one.pace = 0.0
   engine.load(weights(2), 2)
-  driver = Driver(engine, WORKLOAD)
-  driver.begin(begun)
-  assert len(list(driver.run())) == sum(1 for _ in begun)
+  assert len(list(driving(engine, begun).run())) == 4
   for each, length in zip(begun, lengths):
     assert set(each.version[:length]) <= {1} and set(each.version[length:]) <= {2}
     assert each.finished and (each.stopped or len(each.tokens) == 8)
@@ -458,15 +460,12 @@ def test_what_is_stopped_comes_back_with_what_it_has_and_goes_on(make):
 def test_tokens_count_before_their_response_is_finished(make):
   """Of a budget nobody would know otherwise until the longest responses are at their end."""
   _, engine = make()
-  begun, _ = group(engine)
-  driver = Driver(engine, dataclasses.replace(WORKLOAD, piece=2))
-  driver.begin(begun)
+  begun = group_of(4)
+  driver = driving(engine, begun, dataclasses.replace(WORKLOAD, piece=2))
   finished = list(driver.run(lambda: engine.usage.tokens >= 4))
   total = sum(len(each.tokens) for each in begun)
   assert engine.usage.tokens == total and max(len(each.tokens) for each in begun) < 8
-  driver = Driver(engine, WORKLOAD)
-  driver.begin(begun)
-  assert len(finished) + len(list(driver.run())) == len(begun)
+  assert len(finished) + len(list(driving(engine, begun).run())) == len(begun)
   assert engine.usage.tokens == sum(len(each.tokens) for each in begun) - total > 0
 
 
@@ -478,12 +477,6 @@ def test_pieces_are_an_eighth_of_what_a_budget_is_for_a_response():
   assert [piece(budget) for budget in (0, 16, 16 * 8 * 100)] == [0, 64, 100]
 
 
-def seen(server):
-  """Ids of the requests that a server was sent, without those of probes."""
-  bodies = [body for body in server.bodies if body and "token_ids" in body]
-  return [body["request_id"] for body in bodies if "probe" not in body["request_id"]]
-
-
 def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
   *two, engine = make(2, in_flight=2)
   for one in two:
@@ -493,8 +486,8 @@ def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
         time.sleep(0.01)
 
     one.fault = waits
-  begun, driver = group(engine)
-  driver.begin(begun)
+  begun = group_of(4)
+  driver = driving(engine, begun)
   until = time.monotonic() + 10
   while not all(seen(one) for one in two):
     assert time.monotonic() < until
@@ -504,9 +497,7 @@ def test_what_waited_in_a_server_while_weights_changed_comes_back_empty(make):
   assert not failed(engine) and engine.usage.metrics()["engine/servers"] == 2
   for one in two:  # each was told of what it had
     assert one.aborted == {f"generate-tokens-{id_}" for id_ in seen(one)}
-  driver = Driver(engine, WORKLOAD)
-  driver.begin(begun)
-  list(driver.run())
+  list(driving(engine, begun).run())
   assert all(each.finished and set(each.version) == {2} for each in begun)
 
 
@@ -514,8 +505,7 @@ def test_what_waits_to_be_tried_again_does_not_keep_a_stop_waiting(make, monkeyp
   monkeypatch.setattr(fleet, "AGAIN_S", 5.0)
   one, engine = make()
   one.fault = always("500")
-  begun, driver = group(engine, count=1)
-  driver.begin(begun)
+  driver = driving(engine, group_of(1))
   while not engine._fleet.failures["status"]:
     time.sleep(0.01)
   started = time.monotonic()
@@ -537,8 +527,8 @@ def test_a_call_that_is_refused_while_its_server_takes_weights_leaves_it_to_the_
     return None
 
   one.fault = refuses
-  begun, driver = group(engine, count=1)
-  driver.begin(begun)
+  begun = group_of(1)
+  driver = driving(engine, begun)
   while not seen(one):
     time.sleep(0.01)
   engine.load(weights(2), 2)
@@ -645,7 +635,7 @@ def test_a_token_of_the_environment_is_brought(make, monkeypatch):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(name="server", urls=()), r"engine\.name='server', engine\.urls=\(\)"),
+    (dict(urls=()), r"engine\.name='server', engine\.urls=\(\)"),
     (dict(name="local", urls=("http://a:1",)), r"engine\.name='local' has none"),
     (dict(urls=("a:1",)), r"'a:1' is not like http://host:port"),
     (dict(urls=("http://a:1", "http://a:1/")), r"names a server twice"),
@@ -653,4 +643,4 @@ def test_a_token_of_the_environment_is_brought(make, monkeypatch):
 )
 def test_urls_are_checked_before_anything_else(changes, message):
   with pytest.raises(ValueError, match=message):
-    EngineConfig(**ENGINE | changes)
+    EngineConfig(**dict(name="server") | changes)

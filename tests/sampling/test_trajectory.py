@@ -285,9 +285,3 @@ def test_figures_that_cannot_be_had_are_a_failure_too():
     one.environment.figures = figures
     one.finish(stopped=True)
     assert one.finished and "Endless.figures() raised" in one.failure
-
-
-def test_bad_settings():
-  for key, value in dict(max_turns=0, workers=-1, discount=1.5).items():
-    with pytest.raises(ValueError, match=rf"environment\.{key}"):
-      dataclasses.replace(TALK, **{key: value})

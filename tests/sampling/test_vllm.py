@@ -103,11 +103,9 @@ def start(tmp_path):
 
 
 def engine_of(model, servers, workdir):
-  config = EngineConfig(
-    **dict(slots=0, steps=16, prefill_tokens=4096, cache_dtype="float32", name="server"),
-    urls=tuple(server.url for server in servers),
-    server=ServerConfig(timeout_s=120.0, wait_s=0.0),
-  )
+  urls = tuple(server.url for server in servers)
+  patient = ServerConfig(timeout_s=120.0, wait_s=0.0)
+  config = EngineConfig(name="server", urls=urls, server=patient)
   return ServerEngine(model, config, REFERENCE, workdir=workdir, window=72, temperature=0.8)
 
 

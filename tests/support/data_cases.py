@@ -3,30 +3,14 @@
 import json
 
 from gspo_jax.data import sources, tokenizer
-from gspo_jax.settings.data import DataConfig, QuerySetConfig
+from gspo_jax.settings.data import DataConfig
 
 BYTES = tokenizer.ByteTokenizer()
 
 
 def config(**changes) -> DataConfig:
-  """A whole `data` section, with these keys changed."""
-  values = dict(
-    train="",
-    eval="",
-    question_field="question",
-    answer_field="answer",
-    answer_pattern="",
-    demonstration_field="",
-    prompt_template="{question}",
-    max_prompt_tokens=64,
-    on_error="raise",
-    digits=2,
-    lines=(8,),
-    carry_errors=0.0,
-    skipped_work=0.0,
-    checks=0.0,
-    query_set=QuerySetConfig(0, 0, 0),
-  )
+  """A `data` section for small problems, with these keys changed."""
+  values = dict(train="", eval="", max_prompt_tokens=64, digits=2, lines=(8,), carry_errors=0.0)
   return DataConfig(**values | changes)
 
 

@@ -2,15 +2,7 @@
 
 from gspo_jax.settings.sampling import EnvironmentConfig
 
-TALK = EnvironmentConfig(
-  "",
-  max_turns=3,
-  discount=0.5,
-  workers=0,
-  token_cost=0.0,
-  call_cost=0.0,
-  charge="all",
-)
+TALK = EnvironmentConfig(max_turns=3, discount=0.5)
 
 
 class Teacher:

@@ -71,35 +71,28 @@ def sample(
   group_size,
   max_new_tokens,
   temperature=1.0,
+  truncation=(0, 1.0, 0.0),
   seed=0,
   pad_id=0,
   prompt_length=5,
-  stop_ids=(),
-  stop_strings=(),
   detokenize=None,
   render=None,
   max_turns=1,
   workers=0,
-  record_routing=False,
-  truncation=(0, 1.0, 0.0),
-  support=0,
-  vocabulary=0,
   engine=DEFAULT,
   usage=None,
+  **options,
 ):
-  """A rollout of `group_size` trajectories for each prompt, or of one for each environment."""
+  """A rollout of `group_size` trajectories for each prompt, or of one for each environment. Other
+  options are those of the workload."""
   count = len(environments) // group_size if environments else len(prompts)
   workload = Workload(
     SamplingConfig(temperature, *truncation, max_new_tokens),
     prompt_length,
     trajectories=count * group_size,
     group_size=group_size,
-    stop_ids=stop_ids,
-    stop_strings=stop_strings,
     several_turns=environments is not None,
-    record_routing=record_routing,
-    support=support,
-    vocabulary=vocabulary,
+    **options,
   )
   local = LocalEngine(model, engine, detokenize=detokenize)
   local.load(params, version=0)
@@ -118,4 +111,4 @@ def sample(
     usage.add(local.usage)
   trajectories = [trajectory for group in groups for trajectory in group]
   length = max(len(trajectory.prompt) for trajectory in trajectories) + max_new_tokens
-  return assemble(trajectories, length, pad_id, support)
+  return assemble(trajectories, length, pad_id, workload.support)

@@ -28,14 +28,7 @@ from support.small_models import DENSE, initial
 
 B, T, PROMPT, MICROBATCHES = 16, 20, 2, 4
 LENGTHS = (5, 20, 3, 0, 9, 4, 12, 6, 4, 3, 7, 5, 10, 3, 4, 6)  # 101 tokens: 6 rows, 2 micro-batches
-GSPO = ObjectiveConfig(
-  name="gspo",
-  advantage="std",
-  old_logp="recompute",
-  load_balance_coef=0.0,
-  replay="none",
-  volatility=True,
-)
+GSPO = ObjectiveConfig(advantage="std", old_logp="recompute", volatility=True)
 ALL_TERMS = dataclasses.replace(
   GSPO, clip_low=0.1, clip_high=0.1, kl_coef=0.1, kl="k3", entropy_coef=0.01
 )

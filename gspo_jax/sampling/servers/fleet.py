@@ -6,6 +6,7 @@ and takes answers out.
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -99,12 +100,9 @@ class Fleet:
     """The result of something on the loop; meanwhile `every` is called twice a second."""
     future = asyncio.run_coroutine_threadsafe(work, self._loop)
     try:
-      while True:
-        with contextlib.suppress(TimeoutError):
-          return future.result(0.5)
-        if future.done():  # or what it raised is a TimeoutError
-          return future.result()
+      while not concurrent.futures.wait([future], 0.5).done:
         every()
+      return future.result()
     except BaseException:
       future.cancel()
       raise

@@ -98,15 +98,16 @@ def abort(ids: list[str]) -> Ask:
 
 def unfit(settings: Any, routing: bool) -> str:
   """Why a server that answers `settings` cannot be used; "": it can, or does not say."""
-  config = settings.get("vllm_config") if isinstance(settings, Mapping) else None
-  if not isinstance(config, Mapping):
-    return ""
-  model, outputs = (config.get(key) for key in ("model_config", "aux_output_config"))
-  mode = model.get("logprobs_mode") if isinstance(model, Mapping) else None
+
+  def said(section: str, key: str) -> Any:
+    with contextlib.suppress(KeyError, TypeError):
+      return settings["vllm_config"][section][key]
+    return None
+
+  mode = said("model_config", "logprobs_mode")
   if mode not in (None, "processed_logprobs"):
     return f"its log-probs are {mode}: {PROCESSED}"
-  sends = outputs.get("enable_return_routed_experts") if isinstance(outputs, Mapping) else None
-  if routing and sends is False:
+  if routing and said("aux_output_config", "enable_return_routed_experts") is False:
     return "it sends no routed experts: start it with --enable-return-routed-experts"
   return ""
 
