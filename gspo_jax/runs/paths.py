@@ -89,7 +89,7 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
   what = f"--config.checkpoint.directory={directory}"
   path = files.located(directory, "--config.checkpoint.directory")
   if "://" not in directory:
-    if not path.is_absolute():
+    if not Path(directory).is_absolute():
       raise ValueError(f"{what}: write the whole path, from / on")
     files.check_writable(what, directory)
     if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):
