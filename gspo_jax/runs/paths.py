@@ -68,8 +68,14 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if config.lora.adapter:
     from gspo_jax.models.hf import peft  # safetensors is only needed here
 
-    files.located(config.lora.adapter, "lora.adapter")
-    peft.check(config.lora.adapter, config.model, config.lora)
+    adapter = config.lora.adapter
+    if (now := start.pinned("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+      raise ValueError(
+        f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
+        f"now, {now}"
+      )
+    files.located(adapter, "lora.adapter")
+    peft.check(adapter, config.model, config.lora)
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
