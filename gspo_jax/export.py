@@ -27,7 +27,7 @@ from gspo_jax.models import hf
 from gspo_jax.models.hf import peft
 from gspo_jax.runs import start, weights
 from gspo_jax.settings.mesh import MeshConfig
-from gspo_jax.system import jsons
+from gspo_jax.system import hub, jsons
 
 
 def export(
@@ -64,7 +64,8 @@ def export(
       params = weights.of_checkpoint(origin, model, mesh, dtype, "RUN")
       hf.save(directory, params, model, dtype=dtype, more=ids)
   generation = directory / "generation_config.json"
-  tokenizers.copy(tokenizer, directory)
+  if tokenizer != "bytes":
+    tokenizers.copy(hub.directory(tokenizer), directory)
   sampling = jsons.read_object(generation) if generation.exists() else {}
   generation.write_text(json.dumps(sampling | ids, indent=2) + "\n")
   return origin

@@ -17,7 +17,7 @@
 # This notebook takes a real model and trains all of its parameters with GSPO, where the only teacher is a verifier of answers. What it trains depends on what it finds:
 #
 # - **A TPU or a GPU**: [Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) on the 7,473 problems of [GSM8K](https://github.com/openai/grade-school-math), with the command line that runs on a pod. One Colab TPU (v5e-1, 16 GiB) is enough. Every program of this run has been compiled for a v5e, so the memory below is the compiler's; the run itself we have not made, on no chip: times are estimates, and whether accuracy rises is for you to see.
-# - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems that come with the package. Two cores and 10 GiB are enough, and a quarter of an hour. The outputs below are those of such a run; [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) says more of it.
+# - **Neither**: [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) on word problems that come with the package. Two cores and 10 GiB are enough, and a quarter of an hour. [From a pretrained model to GSPO](https://github.com/OWNER/gspo_jax/blob/main/docs/pretrained.md) has the figures of such a run.
 
 # %% [markdown]
 # ## Install
@@ -55,7 +55,7 @@ if importlib.util.find_spec("gspo_jax") is None:
 MODEL = "auto"  # of the Hugging Face hub, or a directory; auto: that of the configuration
 CONFIG = "auto"  # gsm8k:0.6B-v5e, -v6e, -h100 or -t4, smollm2; auto: by the memory of the chip
 DATA = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
-HOME = "gspo_run"  # directory of weights, data and the run
+HOME = "gspo_run"  # directory of data and the run
 DRIVE = ""  # directory of checkpoints, e.g. "/content/drive/MyDrive/gspo_run"; "": in HOME
 ITERATIONS = 30  # each: 32 problems and 8 responses to each (SmolLM2: 16), four updates
 PROBLEMS = 128  # held-out ones of an evaluation
@@ -128,20 +128,13 @@ print(f"configuration: {CONFIG}, model: {MODEL}")
 # %% [markdown]
 # ## Weights and data
 #
-# 1.2 GB from the Hugging Face hub (SmolLM2: 0.3), and for Qwen3 two files of GSM8K from its own repository.
+# The run fetches the weights by itself, 1.2 GB (SmolLM2: 0.3) from the Hugging Face hub, into the cache of its library (`HF_HOME`). This cell fetches two files of GSM8K for Qwen3, and the next one the tokenizer.
 
 # %%
 import urllib.request
 
 home = Path(HOME).absolute()
 home.mkdir(parents=True, exist_ok=True)
-if Path(MODEL).is_dir():
-  weights = Path(MODEL)
-else:
-  from huggingface_hub import snapshot_download
-
-  files = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # no PyTorch pickles
-  weights = Path(snapshot_download(MODEL, allow_patterns=files, local_dir=home / "weights"))
 
 
 def data_file(name):
@@ -173,7 +166,7 @@ print(f"{example['question']}\n\n{example['answer']}")
 from gspo_jax.configs import common, smollm2
 from gspo_jax.data import tokenizer
 
-words = tokenizer.load(str(weights))
+words = tokenizer.load(MODEL)
 if smol:
   print(smollm2.get_config().data.prompt_template.format(**example))
 else:
@@ -188,8 +181,7 @@ print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i i
 # %%
 workdir = home / "run"
 keys = {
-  "weights": weights,
-  "tokenizer": weights,
+  "weights": MODEL,
   **data,
   "rl.iterations": ITERATIONS,
   "eval.problems": PROBLEMS,

@@ -84,9 +84,9 @@ def named(spec: str, key: str) -> list[epath.Path]:
       root, _, _ = spec[: magic.start()].rpartition("/")
       pattern = spec[len(root) :].lstrip("/")
       root = root or ("/" if spec.startswith("/") else ".")
-      files = sorted(located(root, key).expanduser().glob(pattern))
+      files = sorted(located(root, key).glob(pattern))
     else:
-      files = [located(spec, key).expanduser()]
+      files = [located(spec, key)]
     there = bool(files) and files[0].exists()
   except ValueError as error:
     raise DataError(str(error)) from error

@@ -164,12 +164,14 @@ def _led(system: str, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str
   return [*first, *messages]
 
 
-# The files of a tokenizer, as far as they are there.
+# The files of a tokenizer, as far as they are there; and one with further tokens that end a text,
+# which has other things too.
 FILES = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-  *("generation_config.json", f"{templates.FOLDER}/*.jinja"),
+  f"{templates.FOLDER}/*.jinja",
 )
+GENERATION = "generation_config.json"
 # The character that stands for each byte in vocabularies of bytes: itself where it can be seen.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
@@ -219,10 +221,11 @@ def load(path: str) -> Tokenizer:
     ) from error
 
 
-def copy(path: str, directory: Path) -> None:
-  """Copies the files of a tokenizer; that of bytes has none."""
-  source = hub.directory(path)
-  for pattern in FILES if path != "bytes" else ():
+def copy(
+  source: epath.Path, directory: Path, patterns: Sequence[str] = (*FILES, GENERATION)
+) -> None:
+  """Copies the files of a tokenizer from its directory, which may be in a bucket."""
+  for pattern in patterns:
     for file in source.glob(pattern):
       target = directory / str(file.relative_to(source))
       target.parent.mkdir(exist_ok=True)

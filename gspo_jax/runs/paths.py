@@ -68,8 +68,14 @@ def check(config: RunConfig, workdir: Path | None = None) -> None:
   if config.lora.adapter:
     from gspo_jax.models.hf import peft  # safetensors is only needed here
 
-    files.located(config.lora.adapter, "lora.adapter")
-    peft.check(config.lora.adapter, config.model, config.lora)
+    adapter = config.lora.adapter
+    if (now := start.pinned("lora.adapter", adapter, {}, peft.CONFIG)) != adapter:
+      raise ValueError(
+        f"lora.adapter={adapter} may be other adapters when the run goes on: set it to what it is "
+        f"now, {now}"
+      )
+    files.located(adapter, "lora.adapter")
+    peft.check(adapter, config.model, config.lora)
 
 
 def _check_apart(config: RunConfig, workdir: Path) -> None:
@@ -89,7 +95,7 @@ def _check_checkpoints(directory: str, workdir: Path | None) -> None:
   what = f"--config.checkpoint.directory={directory}"
   path = files.located(directory, "--config.checkpoint.directory")
   if "://" not in directory:
-    if not path.is_absolute():
+    if not Path(directory).is_absolute():
       raise ValueError(f"{what}: write the whole path, from / on")
     files.check_writable(what, directory)
     if workdir is not None and Path(directory).resolve().is_relative_to(workdir.resolve()):

@@ -78,10 +78,11 @@ def find(weights: str, key: str = "weights") -> Start | None:
   Raises:
     ValueError: a run without a checkpoint, or one that is not complete; says what to name.
   """
-  is_url = weights.startswith(("http://", "https://"))
-  if weights in ("", "random") or is_url or hub.is_id(weights):
+  if weights in ("", "random") or hub.is_id(weights):
     return None
-  path = files.located(weights if "://" in weights else os.path.abspath(weights), key)
+  path = files.located(weights, key)
+  if "://" not in weights:
+    path = epath.Path(os.path.abspath(path))
   config = _config(path)
   if "provenance" in config:
     try:

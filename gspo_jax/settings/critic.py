@@ -17,7 +17,7 @@ class CriticConfig:
   init: Literal["policy", "random"] = key(
     "policy", "of a model of its own: policy: its weights before RL"
   )
-  warmup_iterations: NonNegativeInt = key(0, "the first ones: only the critic learns")
+  warmup_iterations: NonNegativeInt = key(0, "at the start, in which only the critic learns")
   discount: Fraction = key(
     1.0, "γ, per token (turn_gae: per turn); 1: a right response is worth the same at any length"
   )

@@ -158,7 +158,9 @@ class LoraConfig:
   matrices: tuple[Matrix, ...] = key(
     typing.get_args(Matrix), "those with adapters, of layers and experts, named as PEFT does"
   )
-  adapter: str = key("", 'PEFT directory, whose adapters are trained on; "": new ones')
+  adapter: str = key(
+    "", 'PEFT directory, gs://... too, or OWNER/NAME@COMMIT: they are trained on; "": new adapters'
+  )
 
   def __post_init__(self):
     ranges.check(self, "lora")

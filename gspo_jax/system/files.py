@@ -17,21 +17,31 @@ class WriteError(Exception):
   """Something that a run has to keep cannot be written; the message names the file."""
 
 
+def place(name: str) -> epath.Path:
+  """The path of that name: a local one, of ~ too, or one in a bucket. ValueError, which begins with
+  the name: its scheme is of something else."""
+  scheme, separator, _ = name.partition("://")
+  if separator and scheme != "gs":
+    raise ValueError(
+      f"{name}: no file system is known by {scheme}://; there are paths, gs://BUCKET/... and, of "
+      "models, OWNER/NAME[@REVISION] of the Hugging Face hub"
+    )
+  return epath.Path(name).expanduser()
+
+
 def located(name: str, key: str) -> epath.Path:
-  """The path that a key names: a local one, or one of a file system that its scheme stands for.
+  """The path that a key names.
 
   Raises:
     ValueError: there is no such file system, or it does not answer; names the key.
   """
-  scheme, separator, _ = name.partition("://")
   try:
-    path = epath.Path(name)
-    if separator:
+    path = place(name)
+  except ValueError as error:
+    raise ValueError(f"{key}={error}") from error
+  try:
+    if "://" in name:
       path.exists()
-  except KeyError as error:
-    raise ValueError(
-      f"{key}={name}: no file system is known by {scheme}://; there are gs://, s3:// and paths"
-    ) from error
   except Exception as error:  # of a library for buckets: it is missing, or has its own
     raise ValueError(f"{key}={name}: {type(error).__name__}: {error}") from error
   return path

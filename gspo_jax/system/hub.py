@@ -24,6 +24,7 @@ import fsspec
 from etils import epath
 
 from gspo_jax.system import hosts
+from gspo_jax.system.files import place
 from gspo_jax.system.transfer import Transfer
 
 # As the hub names them; a path with a dot or a slash at its beginning is none.
@@ -74,10 +75,10 @@ def _resolved(name: str, file: str = "config.json") -> str:
 
 def directory(name: str) -> epath.Path:
   """The directory that a name stands for: of a repository its place in the cache, with all that is
-  small; else the path, which may be of a bucket (`gs://`). HubError where neither can be read."""
+  small; else the path, which may be of a bucket (`gs://`). ValueError where neither can be read."""
   if is_id(name):
     return Repository.of(name).directory
-  path = epath.Path(name).expanduser()
+  path = place(name)
   if "://" in name:
     with contextlib.suppress(FileNotFoundError), _read_from(path):
       next(path.iterdir(), None)  # `exists` is silent about missing rights

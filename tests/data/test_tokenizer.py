@@ -251,6 +251,11 @@ def test_no_usable_stop_token(tmp_path, config, message):
   assert str(tmp_path) in str(error.value)
 
 
+def test_of_the_home_directory(checkpoint, monkeypatch):
+  monkeypatch.setenv("HOME", str(checkpoint.parent))
+  assert tokenizer.load(f"~/{checkpoint.name}").stop_ids == tokenizer.load(str(checkpoint)).stop_ids
+
+
 @pytest.mark.parametrize("path", ["", "/no/such/dir", "byte"])
 def test_missing_directory_says_what_to_set(path):
   with pytest.raises(tokenizer.TokenizerError, match=r"--config.tokenizer") as error:

@@ -117,6 +117,14 @@ def test_the_key_of_what_cannot_be_read_is_named(changes, message, server, tmp_p
     inputs.check(config(**changes))
 
 
+def test_adapters_are_named_with_their_commit(server, tmp_path):
+  (tmp_path / "adapter_config.json").write_text("{}")
+  commit = server.push("org/adapter", tmp_path)
+  message = rf"^lora\.adapter=org/adapter may be other .* it is now, org/adapter@{commit}$"
+  with pytest.raises(ValueError, match=message):
+    inputs.check(config(job="rl", lora__rank=2, lora__adapter="org/adapter"))
+
+
 def test_a_teacher_is_kept_too(server, tmp_path):
   first, params = publish(server, tmp_path / "source")
   taught = config(**TAUGHT | {"distillation.teacher": ID, "tokenizer": ID})

@@ -86,6 +86,11 @@ def test_a_checkpoint_has_many_names(here, name, pupil, monkeypatch):
   assert named.config["sft"]["steps"] == 4
 
 
+def test_a_run_in_the_home_directory(pupil, monkeypatch):
+  monkeypatch.setenv("HOME", str(pupil[0].parent))
+  assert start.find(f"~/{pupil[0].name}").path == start.find(str(pupil[0])).path
+
+
 def test_in_a_directory_of_their_own_too(tmp_path):
   """Where a copy of the workdir says which model, and which adapters, a checkpoint is of."""
   own = dict(checkpoint__directory=str(tmp_path / "own"), sft__steps=2)

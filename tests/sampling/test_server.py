@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from support.configs import config_of
 from support.fake_server import FakeServer
 from support.small_models import SMALLER_DENSE, next_logp, on_host
@@ -557,6 +558,18 @@ def test_directories_that_are_not_complete_are_not_among_the_last_two(tmp_path):
   published.write(tmp_path / "weights_000007", weights(), MODEL)
   kept = sorted(path.name for path in tmp_path.iterdir())
   assert kept == ["weights_000005", "weights_000007"]
+
+
+def test_a_tokenizer_goes_with_weights_and_what_changes_sampling_does_not(tmp_path):
+  source = tmp_path / "source"
+  (source / "additional_chat_templates").mkdir(parents=True)
+  names = {"tokenizer.json", "tokenizer.model", "additional_chat_templates/tool.jinja"}
+  for name in names | {"generation_config.json", "model.safetensors"}:
+    (source / name).write_text(name)
+  written = published.write(tmp_path / "weights_1", weights(), MODEL, epath.Path(source))
+  there = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
+  assert there == names | {"config.json", "model.safetensors"}
+  assert (written / "model.safetensors").read_bytes() != b"model.safetensors"
 
 
 def test_what_ends_the_first_process_is_told_to_the_others(make, tmp_path, monkeypatch):

@@ -7,7 +7,9 @@ import pytest
 from gspo_jax.system import files
 
 
-@pytest.mark.parametrize("name", ["foo://x", "http://[", "file:///tmp/x", "://"])
+@pytest.mark.parametrize(
+  "name", ["foo://x", "http://[", "file:///tmp/x", "://", "s3://b/x", "az://b/x", "hf://a/b"]
+)
 def test_a_scheme_that_is_none_is_told_with_its_key(name, tmp_path):
   scheme = name.partition(":")[0]
   with pytest.raises(ValueError, match=r"^data\.eval=.*: no file system is known by " + scheme):
@@ -19,6 +21,9 @@ def test_a_bucket_that_does_not_answer_is_told_with_its_key(monkeypatch):
   class Missing:
     def __init__(self, name):
       pass
+
+    def expanduser(self):
+      return self
 
     def exists(self):
       raise ImportError("Please install gcsfs")

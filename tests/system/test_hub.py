@@ -59,6 +59,12 @@ def test_what_is_a_repository_and_what_a_path(tmp_path, monkeypatch):
     assert not hub.is_id(name), name
 
 
+@pytest.mark.parametrize("name", ["https://huggingface.co/org/model", "s3://bucket/model"])
+def test_an_address_is_no_directory(name):
+  with pytest.raises(ValueError, match=f"^{name}: no file system .*gs://BUCKET.*OWNER/NAME"):
+    hub.directory(name)
+
+
 def test_the_directory_has_all_but_the_weights(server, source, tmp_path, monkeypatch):
   server.use(monkeypatch, tmp_path / "cache")
   commit = server.push(ID, source)

@@ -48,7 +48,7 @@ class Files:
     self.elsewhere = self._repository is not None or "://" in name
     self.file_of: dict[str, epath.Path] = {}  # tensor name -> file
     self._handles: dict[epath.Path, Any] = {}
-    names = self._names()
+    names = [single] if (directory / single).is_file() else self._names()
     if INDEX in names and single not in names:
       index = read_json(directory / INDEX)
       files = index.get("weight_map")

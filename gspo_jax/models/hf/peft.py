@@ -7,6 +7,7 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gspo_jax.models.hf.architectures import names
 from gspo_jax.models.hf.config import CheckpointError, read_json
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.settings.training import LoraConfig
+from gspo_jax.system import hub
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Keys that change what is calculated or stored, with the only value that is read, and written.
@@ -33,9 +35,10 @@ def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: 
   """Parameters whose adapters are those of the directory, laid out as these; the rest stays.
 
   Raises:
-    FileNotFoundError, CheckpointError: as `check`.
+    FileNotFoundError, CheckpointError, ValueError: as `check`.
   """
-  opened = check(directory, model, config)
+  opened, leaves = check(directory, model, config), _leaves(model, config)
+  opened.fetch({entry.name: math.prod(entry.shape) for entry in _entries(leaves)[0]})
   trained, frozen = lora.split(params)
 
   def read(leaf: convert.Leaf, like: jax.Array) -> jax.Array:
@@ -43,28 +46,30 @@ def load(directory: str | os.PathLike, params: Any, model: ModelConfig, config: 
     return jax.make_array_from_callback(whole.shape, like.sharding, whole.__getitem__)
 
   arrays, treedef = jax.tree.flatten(trained)
-  arrays = [read(leaf, like) for leaf, like in zip(_leaves(model, config), arrays, strict=True)]
+  arrays = [read(leaf, like) for leaf, like in zip(leaves, arrays, strict=True)]
   return lora.join(jax.tree.unflatten(treedef, arrays), frozen)
 
 
 def check(directory: str | os.PathLike, model: ModelConfig, config: LoraConfig) -> files.Files:
-  """The tensors of the directory.
+  """The tensors of a directory: a path, `gs://` too, or a repository of the Hugging Face hub.
 
   Raises:
     FileNotFoundError: one of both files is not there.
     CheckpointError: adapters of another kind, rank or alpha, of other matrices or another model.
+    ValueError: a bucket or a repository that cannot be read.
   """
-  directory = Path(directory)
-  said = read_json(directory / CONFIG)
+  name = hub.pinned(os.fspath(directory), CONFIG)
+  path = hub.directory(name) / CONFIG
+  said = read_json(path)
   for key, value in FIXED.items():
     if (was := said.get(key) or value) != value:
-      raise CheckpointError(f"{directory / CONFIG}: {key}={was!r}, and only {value!r} is read")
-  opened = files.Files(str(directory), TENSORS)
+      raise CheckpointError(f"{path}: {key}={was!r}, and only {value!r} is read")
+  opened = files.Files(name, TENSORS)
   matrices = {name.split(".")[-3] for name in opened.file_of if ".lora_" in name}
   has = dict(rank=said.get("r"), alpha=said.get("lora_alpha"), matrices=sorted(matrices))
   asked = dataclasses.asdict(config) | dict(matrices=sorted(config.matrices))
   if wrong := [f"lora.{key}={value}" for key, value in has.items() if value != asked[key]]:
-    raise CheckpointError(f"lora.adapter={directory} has other adapters: set {', '.join(wrong)}")
+    raise CheckpointError(f"lora.adapter={name} has other adapters: set {', '.join(wrong)}")
   entries, _ = _entries(_leaves(model, config))
   shapes = {entry.name: entry.shape for entry in entries}
   opened.check_names(shapes)

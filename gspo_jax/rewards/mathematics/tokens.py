@@ -45,11 +45,12 @@ _RAISED = re.compile(f"[{''.join(_SUPER)}]+")
 _LOWERED = re.compile(f"[{''.join(_SUB)}]+")
 _ALIASES = _by_spelling("""
   le leq leqslant; ge geq geqslant; ne neq; < lt; > gt; cdot times ast; / div;
-  frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack;
-  | lvert rvert vert mid Vert; and land wedge; or lor vee; binom dbinom tbinom; arccot arcctg;
-  tan tg; cot ctg; log lg; arcsin asin; arccos acos; arctan atan; circ degree degrees;
-  infty inf infinity oo; ' prime; vec overrightarrow mathbf boldsymbol bm bold; phi varphi;
-  epsilon varepsilon; ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
+  frac dfrac tfrac cfrac; emptyset varnothing; { lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen;
+  ) rparen; | lvert rvert vert mid lVert rVert Vert; and land wedge; or lor vee;
+  binom dbinom tbinom; arccot arcctg; tan tg; cot ctg; log lg; arcsin asin; arccos acos;
+  arctan atan; circ degree degrees; infty inf infinity oo; ' prime;
+  vec overrightarrow mathbf boldsymbol bm bold; phi varphi; epsilon varepsilon;
+  ldots dots cdots dotsb dotsc dotsm; langle lang; rangle rang; to rightarrow;
   approx simeq thickapprox
 """) | {"R": "mathbb R"}
 _KINDS = (  # of characters, and of commands and their aliases
@@ -59,8 +60,9 @@ _KINDS = (  # of characters, and of commands and their aliases
   | dict.fromkeys("$%#&_|<>/'", "symbol")
 )
 _DROPPED = frozenset(
-  """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
-  limits nolimits therefore boxed fbox phantom middle rm bf it hfill scriptstyle""".split()
+  """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm Bigm biggm Biggm
+  mleft mright displaystyle textstyle limits nolimits therefore boxed fbox
+  phantom middle rm bf it hfill scriptstyle""".split()
 )
 _WORDS = frozenset(
   """sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh log ln lg exp sqrt pi theta
@@ -177,9 +179,9 @@ def _command(text: str, position: int, spaced: bool) -> tuple[list[Token], int]:
   quad = re.match(r"q?quad", name)
   if quad:
     return [Token("separator", "quad")], position + 1 + quad.end()
-  name = _ALIASES.get(name, name)
   if name in _DROPPED or name in ",;:! ()[]":
     return [], end
+  name = _ALIASES.get(name, name)
   if name == "\\":
     skip = re.compile(r"\s*\[-?[\d.]+(?:pt|em|ex|mm|cm)\]").match(text, end)
     return [Token("symbol", "\\\\", spaced)], skip.end() if skip else end

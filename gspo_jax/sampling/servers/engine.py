@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from etils import epath
 
 from gspo_jax import sharding
 from gspo_jax.models import flops
@@ -63,7 +64,7 @@ class ServerEngine:
     window: int,
     temperature: float = 1.0,
     routing: bool = False,
-    tokenizer: Path | None = None,
+    tokenizer: epath.Path | None = None,
   ):
     self._model, self._server = model, config.server
     self._publish, self._detokenize, self._tokenizer = publish, detokenize, tokenizer

@@ -5,22 +5,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
+from gspo_jax.data import tokenizer as tokenizers
 from gspo_jax.sampling.engine import ServersGone
 from gspo_jax.settings.model import ModelConfig
 from gspo_jax.system import hosts
 
 KEPT = 2  # a server that is being started may still read the last but one
-# Of the tokenizer's directory; not generation_config.json, which changes how some servers sample.
-TOKENIZER = (
-  *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
-  *("merges.txt", "added_tokens.json", "chat_template.jinja"),
-)
 _PARTIAL = ".partial"
 
 
-def write(target: Path, params: Any, model: ModelConfig, tokenizer: Path | None = None) -> Path:
-  """Writes a Hugging Face directory beside its place and moves it there when it is complete; the
-  last `KEPT` of its parent stay. Every process calls this, and the first one writes.
+def write(
+  target: Path, params: Any, model: ModelConfig, tokenizer: epath.Path | None = None
+) -> Path:
+  """Writes a Hugging Face directory, with the files of a tokenizer's directory, beside its place
+  and moves it there when it is complete; the last `KEPT` of its parent stay. Every process calls
+  this, and the first one writes.
 
   Raises:
     OSError: the directory cannot be written. Of several processes, the others raise ServersGone.
@@ -35,9 +36,8 @@ def write(target: Path, params: Any, model: ModelConfig, tokenizer: Path | None 
     partial.mkdir(parents=True)
 
   def complete() -> None:
-    for file in TOKENIZER if tokenizer else ():
-      if (tokenizer / file).is_file():
-        (partial / file).write_bytes((tokenizer / file).read_bytes())  # it may be in a bucket
+    if tokenizer:  # without what changes how some servers sample
+      tokenizers.copy(tokenizer, partial, tokenizers.FILES)
     shutil.rmtree(target, ignore_errors=True)  # of a run that was resumed
     os.rename(partial, target)
     # By the time at which they came here; what somebody else has put here stays.

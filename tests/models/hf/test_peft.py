@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support import fake_hub
 from support.small_models import GEMMA, MOE, SMALLER_DENSE, initial
 
 from gspo_jax import sharding
@@ -56,6 +57,26 @@ def test_what_was_written_is_read_on_another_mesh(tmp_path):
   peft.save(tmp_path, params, MOE, CONFIG)
   there = adapted(MOE, dataclasses.replace(CONFIG, adapter=str(tmp_path)), (1, 2, 2, 2), seed=0)
   jax.tree.map(np.testing.assert_array_equal, there, params)
+
+
+def test_of_a_repository_and_of_a_bucket(tmp_path, monkeypatch):
+  params = adapted(SMALLER_DENSE)
+  peft.save(tmp_path / "bucket/adapter", params, SMALLER_DENSE, CONFIG)
+  server = fake_hub.FakeHub()
+  server.use(monkeypatch, tmp_path / "cache")
+  name = f"org/adapter@{server.push('org/adapter', tmp_path / 'bucket/adapter')}"
+
+  def same(name):
+    there = adapted(SMALLER_DENSE, dataclasses.replace(CONFIG, adapter=name), seed=0)
+    jax.tree.map(np.testing.assert_array_equal, there, params)
+
+  peft.check(name, SMALLER_DENSE, CONFIG)
+  assert not list((tmp_path / "cache").rglob("*.safetensors"))  # headers are enough
+  same("org/adapter")
+  server.close()
+  same(name)  # without the network it is in the cache
+  fake_hub.bucket(monkeypatch, tmp_path)
+  same("gs://bucket/adapter")
 
 
 @pytest.mark.parametrize(
