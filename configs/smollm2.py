@@ -2,7 +2,7 @@ r"""A pretrained model of 135 M parameters learns word problems in English: cold
 
 Command:   python -m gspo_jax.main --config=configs/smollm2.py --workdir=DIR
 Hardware:  two CPU cores and 10 GiB of memory; a quarter of an hour
-Expected:  eval/accuracy 0.24 -> 0.38, greedy 0.32 -> 0.43 (experiments/e18_real_model: a control too)
+Expected:  eval/accuracy 0.24 -> 0.38, greedy 0.32 -> 0.43 (experiments/e18_real_model)
 Paper:     arXiv:2507.18071
 
 The weights are those of the hub; --config.weights=DIR takes a directory. Held-out problems have
