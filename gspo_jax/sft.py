@@ -61,7 +61,8 @@ def sft(run: Run) -> Any:
       phase.hold(step, [batch])  # on the host: there are many
       with phase.stages("update"):
         state, metrics = update(state, sharding.put_batch(batch, run.mesh))
-      row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
+        # Whatever is dispatched waits where too much is under way already.
+        row = dict(step=step, learning_rate=optimizer.last_rate(rates, state.step))
       if c.sft.target_loss and (step % c.sft.check_every == 0 or step == c.sft.steps):
         with phase.stages("evaluate"):
           row["held_out_loss"] = loss = held_out_loss(state.params)
