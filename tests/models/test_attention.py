@@ -17,6 +17,7 @@ from gspo_jax.models.attention import blocks as attention_blocks
 from gspo_jax.models.attention.attention import Scores
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE, tiny_dense
+from gspo_jax.system import accelerators
 
 
 def inputs(B=2, T=37, N=4, K=2, H=16, S=None, dtype=jnp.float32):
@@ -71,6 +72,14 @@ ALL = Scores(0.3)
 LOCAL = Scores(0.3, window=7)
 BOUNDED = Scores(0.3, cap=0.8)
 BOTH = Scores(0.3, window=20, cap=0.8)
+
+
+@pytest.mark.parametrize("mebibytes, queries", [(16, 1024), (32, 2048)])  # v5p; v6e
+def test_a_kernel_with_more_memory_reads_keys_less_often(mebibytes, queries, monkeypatch):
+  monkeypatch.setattr(accelerators, "vector_memory", lambda kind: mebibytes << 20)
+  kernel = attention._splash_kernel(1, (4096, 4096), 128, (512, 512), 0, ALL, interpret=True)
+  sizes = kernel.kwargs["block_sizes"]
+  assert (sizes.block_q, sizes.block_q_dq, sizes.block_kv_dkv) == (queries, queries, 2 * queries)
 
 
 def by_hand(q, k, v, visible, scores):
