@@ -19,7 +19,9 @@ from gspo_jax.configs import common
 def get_config(arg: str | None = None) -> common.ConfigDict:
   config = common.base()
   config.update(
-    compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto"),
+    # By the compiler sparsecore hides most of the links' time (docs/sharding.md). Not prefetch: its
+    # 13.5 GiB leave no room for remat="both" of 32,768 tokens a chip, which costs more.
+    compute=dict(dtype="bfloat16", expert_chunk=8192, remat="auto", xla="sparsecore"),
     reward=dict(name="math", time_limit_s=5.0),
     engine=dict(steps=32, prefill_tokens=8192, cache_dtype="bfloat16"),
     sft=dict(load_balance_coef=1e-3),

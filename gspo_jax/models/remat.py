@@ -17,15 +17,12 @@ from gspo_jax.models.attention import attention
 from gspo_jax.settings.model import ComputeConfig, ModelConfig
 from gspo_jax.system import accelerators
 
-_policies = jax.checkpoint_policies
-_DOTS = _policies.dots_with_no_batch_dims_saveable
+_keep = jax.checkpoint_policies.save_only_these_names
 POLICIES = dict(
   full=None,
-  attention=_policies.save_only_these_names(attention.RESIDUAL),
-  dots=_policies.save_from_both_policies(_DOTS, _policies.save_only_these_names(sharding.PRODUCT)),
-  both=_policies.save_from_both_policies(
-    _DOTS, _policies.save_only_these_names(sharding.PRODUCT, attention.RESIDUAL)
-  ),
+  attention=_keep(attention.RESIDUAL),
+  dots=_keep(sharding.PRODUCT),
+  both=_keep(sharding.PRODUCT, attention.RESIDUAL),
 )
 ROOM = 0.6  # of a device's memory, for what lasts; the rest is for what a layer and the head need
 STATE = 16  # bytes per parameter: itself, its gradient and Adam's two moments in float32

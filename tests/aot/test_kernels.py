@@ -155,7 +155,12 @@ def test_tiles_of_published_models_fit_into_vector_memory(monkeypatch, topology,
   back = functools.partial(groups._megablox, transposed=True)
   compiled(groups._megablox, on_chip, (R, D), (E, D, 2 * F), (E,))
   compiled(back, on_chip, (R, 2 * F), (E, D, 2 * F), (E,))
-  compiled(groups._megablox_outer, on_chip, (R, D), (R, 2 * F), (E,), (E, D, 2 * F))
+
+  def outer(x_RD, y_RF, count_E, *total):
+    return groups._megablox_outer(x_RD, y_RF, count_E, jnp.dtype("bfloat16"), *total)
+
+  compiled(outer, on_chip, (R, D), (R, 2 * F), (E,))
+  compiled(outer, on_chip, (R, D), (R, 2 * F), (E,), (E, D, 2 * F))
 
 
 def test_what_a_compiler_had_too_little_of():

@@ -25,7 +25,7 @@ def flagship():
 
 
 def start(**compute):
-  compute = dict(remat="full", expert_chunk=1024, logits_chunk=16) | compute
+  compute = dict(remat="full", expert_chunk=1024, logits_chunk=16, xla="none") | compute
   return search.changed(tiny_case(), mesh=dict(data=1, fsdp=2, expert=4, tensor=1), compute=compute)
 
 

@@ -11,12 +11,13 @@ import pytest
 from jax.extend import core
 
 from gspo_jax import sharding
-from gspo_jax.models import transformer
+from gspo_jax.models import remat, transformer
 from gspo_jax.models.attention import attention
 from gspo_jax.models.attention import blocks as attention_blocks
 from gspo_jax.models.attention.attention import Scores
 from gspo_jax.settings.mesh import MeshConfig
 from gspo_jax.settings.model import REFERENCE, tiny_dense
+from gspo_jax.system import accelerators
 
 
 def inputs(B=2, T=37, N=4, K=2, H=16, S=None, dtype=jnp.float32):
@@ -42,10 +43,43 @@ def values_and_gradients(attend, q, k, v, real):
   return y, gradient
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_heads_turn_on_tpu_as_elsewhere(dtype, monkeypatch):
+  """There their halves change places in a product, which no policy of rematerialisation keeps."""
+  x, position_BT = inputs(H=32, dtype=dtype)[0], jnp.arange(37)[None] + jnp.array([[0], [1000]])
+
+  def turned(x, policy=None):
+    def turn(x):
+      return jnp.sin(attention.rotate(x, position_BT, 1e6).astype(jnp.float32))
+
+    return jax.checkpoint(turn, policy=policy)(x)
+
+  def kept(policy):
+    backward = jax.eval_shape(lambda x: jax.vjp(lambda x: turned(x, policy), x)[1], x)
+    return [leaf.shape for leaf in jax.tree.leaves(backward)]
+
+  expected, backward = jax.vjp(turned, x)
+  monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+  assert "dot_general" in str(jax.make_jaxpr(turned)(x))
+  y, backward_on_tpu = jax.vjp(turned, x)
+  np.testing.assert_array_equal(y, expected)
+  (actual,), (gradient,) = backward_on_tpu(y), backward(y)
+  np.testing.assert_allclose(np.float32(actual), np.float32(gradient), rtol=0, atol=0.02)
+  assert all(kept(policy) == kept(None) for policy in remat.POLICIES.values())
+
+
 ALL = Scores(0.3)
 LOCAL = Scores(0.3, window=7)
 BOUNDED = Scores(0.3, cap=0.8)
 BOTH = Scores(0.3, window=20, cap=0.8)
+
+
+@pytest.mark.parametrize("mebibytes, queries", [(16, 1024), (32, 2048)])  # v5p; v6e
+def test_a_kernel_with_more_memory_reads_keys_less_often(mebibytes, queries, monkeypatch):
+  monkeypatch.setattr(accelerators, "vector_memory", lambda kind: mebibytes << 20)
+  kernel = attention._splash_kernel(1, (4096, 4096), 128, (512, 512), 0, ALL, interpret=True)
+  sizes = kernel.kwargs["block_sizes"]
+  assert (sizes.block_q, sizes.block_q_dq, sizes.block_kv_dkv) == (queries, queries, 2 * queries)
 
 
 def by_hand(q, k, v, visible, scores):

@@ -26,6 +26,7 @@ from gspo_jax.models.attention.blocks import (
   pad,
   softcap,
 )
+from gspo_jax.system import accelerators
 
 PLAIN = 128  # up to so many queries kernels bring nothing; blocks, up to twice as many
 SLAB = 64  # queries of `plain` that share a product: about half of the scores are never made
@@ -42,11 +43,24 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
   # last bit of a frequency is a visible turn.
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   frequency_h = np.float32(1) / np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
-  angle_BT1h = (position_BT.astype(jnp.float32)[..., None] * frequency_h[None, None])[:, :, None]
-  cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
-  x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-  return turned.astype(x_BTNH.dtype)
+  signed_H = np.concatenate([-frequency_h, frequency_h])
+  angle_BT1H = (position_BT.astype(jnp.float32)[..., None] * signed_H[None, None])[:, :, None]
+  cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
+  return (x_BTNH.astype(jnp.float32) * cos + _other_half(x_BTNH) * sin).astype(x_BTNH.dtype)
+
+
+def _other_half(x_BTNH: jax.Array) -> jax.Array:
+  """(x1, x2) -> (x2, x1) for the two halves of H, in float32.
+
+  On TPU as a product with zeros and ones, which is exact, and part of what reads it. There, parts
+  of 128 lanes are cut and joined through float32 copies in memory.
+  """
+  H = x_BTNH.shape[-1]
+  if sharding.platform() != "tpu":
+    return jnp.roll(x_BTNH, H // 2, axis=-1).astype(jnp.float32)
+  swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)
+  wide = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+  return jnp.einsum("BTNH,Hh->BTNh", x_BTNH, swap_HH, **wide)
 
 
 def choose(
@@ -283,20 +297,22 @@ def _splash_kernel(
     mask = splash.LocalMask(shape, (scores.window - 1, 0), offset=first)
   # Of queries and keys that stay in vector memory; scores exist for a block of keys. All keys are
   # read again for each block of queries, and the other way round: 32 heads of 32,768 positions on
-  # v5p move 22 GB a layer so, and 36 with half of these. More do not fit there.
+  # v5p move 22 GB a layer so, and 36 with half of these. More do not fit there; twice as many do
+  # where a kernel has twice the memory.
   (queries, keys), (of_queries, of_keys) = shape, blocks
+  most = 1024 * accelerators.vector_memory(sharding.device_kind()) // 2**24
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask] * heads),
     head_shards=1,
     q_seq_shards=1,
     block_sizes=splash.BlockSizes(
-      block_q=math.gcd(queries, 1024),
+      block_q=math.gcd(queries, most),
       block_kv=math.gcd(keys, 1024),
       block_kv_compute=of_keys,
       block_q_dkv=of_queries,
-      block_kv_dkv=math.gcd(keys, 2048 if width <= 128 else 1024),
+      block_kv_dkv=math.gcd(keys, most * 2 if width <= 128 else most),
       block_kv_dkv_compute=of_keys,
-      block_q_dq=math.gcd(queries, 1024),
+      block_q_dq=math.gcd(queries, most),
       block_kv_dq=of_keys,
     ),
     attn_logits_soft_cap=scores.cap or None,

@@ -36,8 +36,8 @@ def _ragged(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
   return jax.lax.ragged_dot(x_RD, w_EDF, count_E, preferred_element_type=dtype or x_RD.dtype)
 
 
-def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
-  """total + xᵀ y over the rows of each group: [E, D, F]."""
+def _ragged_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
+  """xᵀ y over the rows of each group, added to the total: [E, D, F]."""
   numbers = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
@@ -46,9 +46,10 @@ def _ragged_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: j
   # Beyond the groups there may be anything, and 0 times it may be NaN.
   real_R1 = (jnp.arange(x_RD.shape[0]) < count_E.sum())[:, None]
   x_RD, y_RF = (jnp.where(real_R1, x, 0) for x in (x_RD, y_RF))
-  return total + jax.lax.ragged_dot_general(
-    x_RD, y_RF, count_E, numbers, preferred_element_type=total.dtype
+  product_EDF = jax.lax.ragged_dot_general(
+    x_RD, y_RF, count_E, numbers, preferred_element_type=dtype
   )
+  return product_EDF if total is None else total + product_EDF
 
 
 def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
@@ -64,16 +65,14 @@ def _megablox(x_RD, w_EDF, count_E, transposed=False, dtype=None) -> jax.Array:
     )
 
 
-def _megablox_outer(x_RD: jax.Array, y_RF: jax.Array, count_E: jax.Array, total: jax.Array):
+def _megablox_outer(x_RD, y_RF, count_E, dtype, total=None) -> jax.Array:
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  (R, inner), (E, _, outer) = x_RD.shape, total.shape
-  size, out_size = x_RD.dtype.itemsize, total.dtype.itemsize
-  tiles, moved = outer_tiles(inner, R, outer, E, size, out_size, _vector_memory())
+  (R, inner), outer, E = x_RD.shape, y_RF.shape[1], len(count_E)
+  sizes = x_RD.dtype.itemsize, dtype.itemsize * (1 if total is None else 2)
+  tiles, moved = outer_tiles(inner, R, outer, E, *sizes, _vector_memory())
   with jax.named_scope(f"hbm_bytes={moved}"):
-    return tgmm(
-      x_RD.T, y_RF, count_E, total.dtype, tiles, existing_out=total, interpret=_interpreted()
-    )
+    return tgmm(x_RD.T, y_RF, count_E, dtype, tiles, existing_out=total, interpret=_interpreted())
 
 
 def _vector_memory() -> int:
@@ -88,7 +87,7 @@ def _interpreted() -> bool:
 def _grouped(kernels, x_XD, gate_Xk, experts_Xk, w, sink):
   """Rows sorted by expert, in pieces of a fixed size; as many pieces as the routing fills.
 
-  kernels: the rows of each group times its matrix, and a total plus their outer products.
+  kernels: the rows of each group times its matrix, and their outer products, added to a total.
   """
   return _grouped_forward(kernels, x_XD, gate_Xk, experts_Xk, w, sink)[0]
 
@@ -177,14 +176,14 @@ def _grouped_backward(kernels, residuals, dy_XD):
     hidden = hidden if len(w.into) == 2 else [jnp.concatenate(hidden, axis=1)]
     parts = [times(d, m, count_E, True, dx_XD.dtype) for d, m in zip(hidden, w.into)]
     dx_XD = dx_XD.at[row_R].add(functools.reduce(jnp.add, parts), mode="drop")
-    into = [outer(x_RD, d, count_E, total) for d, total in zip(hidden, dw.into)]
-    dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dw.down))
+    dw = dw or GroupedWeights((None,) * len(hidden), None)  # the first piece has no total
+    into = [outer(x_RD, d, count_E, dtype, total) for d, total in zip(hidden, dw.into)]
+    dw = GroupedWeights(tuple(into), outer(h_RF * gate_R1, dy_RD, count_E, dtype, dw.down))
     return dx_XD, dgate_A.at[choice_R].set(dgate_R, mode="drop"), dw
 
   zeros = jnp.zeros(x_XD.shape, x_XD.dtype), jnp.zeros(X * k, jnp.float32)
-  zeros = *zeros, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sink)
-  used = -(-pieces.end_E[-1] // R)
-  dx_XD, dgate_A, dw = _each_piece(body, used, sharding.vary(zeros, AXES))
+  used, dtype = -(-pieces.end_E[-1] // R), sink.down.dtype
+  dx_XD, dgate_A, dw = _each_piece(body, used, (*sharding.vary(zeros, AXES), None))
   dgate_Xk = dgate_A.reshape(X, k).astype(gate_Xk.dtype)
   return dx_XD.astype(x_XD.dtype), dgate_Xk, None, None, dw
 

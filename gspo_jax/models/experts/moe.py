@@ -22,6 +22,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gspo_jax import sharding
 from gspo_jax.models.experts import routing
@@ -71,6 +72,7 @@ def route(
   logit_BTE = sharding.einsum(
     "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), out=P(BATCH)
   )
+  logit_BTE = checkpoint_name(logit_BTE, sharding.PRODUCT)
   p_BTE = jax.nn.softmax(logit_BTE, axis=-1)
   valid_BT = valid_BT.astype(jnp.float32)
   _, experts_BTk = jax.lax.top_k(p_BTE, config.experts_per_token)

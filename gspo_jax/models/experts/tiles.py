@@ -54,14 +54,17 @@ def outer_tiles(
   out_size: int,
   memory: int = Chip.vector_memory,
 ) -> tuple[Tiles, int]:
-  """The same for the outer products of each group's rows, [inner, outer], added to a total."""
+  """The same for the outer products of each group's rows, [inner, outer].
+
+  out_size: bytes that are written of a number, and read where it is added to a total.
+  """
 
   def moved(tm, tk, tn):
     rows_read = inner * -(-outer // tn) + outer * -(-inner // tk)
-    return rows * rows_read * size + 2 * groups * inner * outer * out_size
+    return rows * rows_read * size + groups * inner * outer * out_size
 
   def held(tm, tk, tn):
-    return ((2 + COPY) * tm * tk + 2 * tm * tn) * size + tk * tn * (4 * out_size + 4)
+    return ((2 + COPY) * tm * tk + 2 * tm * tn) * size + tk * tn * (2 * out_size + 4)
 
   return _best(rows, inner, outer, groups, moved, held, memory)
 
