@@ -67,7 +67,7 @@ def with_experts(
   params, config = hf.load(dense)
   params, config = upcycle(params, config, jax.random.key(0), experts=experts, noise=noise)
   hf.save(directory, params, config)
-  tokenizer.copy(str(dense), directory)
+  tokenizer.copy(dense, directory)
   return directory
 
 

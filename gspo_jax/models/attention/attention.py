@@ -43,21 +43,25 @@ def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array
   # last bit of a frequency is a visible turn.
   exponent_h = np.arange(half, dtype=np.float32) / np.float32(half)
   frequency_h = np.float32(1) / np.power(theta, exponent_h, dtype=np.float64).astype(np.float32)
-  signed_H = np.concatenate([-frequency_h, frequency_h])
-  angle_BT1H = (position_BT.astype(jnp.float32)[..., None] * signed_H[None, None])[:, :, None]
-  cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
-  return (x_BTNH.astype(jnp.float32) * cos + _other_half(x_BTNH) * sin).astype(x_BTNH.dtype)
+  position_BT11 = position_BT.astype(jnp.float32)[..., None, None]
+  if sharding.platform() == "tpu":
+    signed_H = np.concatenate([-frequency_h, frequency_h])
+    angle_BT1H = position_BT11 * signed_H[None, None, None]
+    swapped_BTNH = _halves_swapped(x_BTNH)
+    turned = x_BTNH.astype(jnp.float32) * jnp.cos(angle_BT1H) + swapped_BTNH * jnp.sin(angle_BT1H)
+    return turned.astype(x_BTNH.dtype)
+  angle_BT1h = position_BT11 * frequency_h[None, None, None]
+  cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
+  x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+  return turned.astype(x_BTNH.dtype)
 
 
-def _other_half(x_BTNH: jax.Array) -> jax.Array:
-  """(x1, x2) -> (x2, x1) for the two halves of H, in float32.
-
-  On TPU as a product with zeros and ones, which is exact, and part of what reads it. There, parts
-  of 128 lanes are cut and joined through float32 copies in memory.
-  """
+def _halves_swapped(x_BTNH: jax.Array) -> jax.Array:
+  """(x1, x2) -> (x2, x1) for the two halves of H, in float32: a product with zeros and ones, which
+  is exact, and part of what reads it. TPUs cut and join parts of 128 lanes through float32 copies
+  in memory."""
   H = x_BTNH.shape[-1]
-  if sharding.platform() != "tpu":
-    return jnp.roll(x_BTNH, H // 2, axis=-1).astype(jnp.float32)
   swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=0), x_BTNH.dtype)
   wide = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
   return jnp.einsum("BTNH,Hh->BTNh", x_BTNH, swap_HH, **wide)
