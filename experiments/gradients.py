@@ -56,7 +56,7 @@ def measure(run: Run) -> None:
   of_losses = group_gradients.make_group_moments(learner, [*LOSSES.values()])
   on_policy = group_gradients.make_group_moments(learner, [group_gradients.raw_product_loss])
   state = new_state(run.initial_params(), tx)
-  run.writer.truncate({})
+  run.writer.truncate("sft", -1)  # all rows: nothing is resumed
 
   total = Totals()
 

@@ -137,7 +137,7 @@ def test_a_search_recommends_what_it_compiled(tmp_path):
   assert "recommended:\ncompute=dict(expert_chunk=8192" in printed
   assert "mesh=dict(data=1, fsdp=1, expert=4, tensor=1)" in printed
   ((name, row),) = rows.items()
-  assert row["fits"] and name == "1x1x4x1, 1 micro, auto 8192/16, none"
+  assert row["fits"] and name == "1x1x4x1, 1 micro, auto 8192/16, sparsecore"
 
 
 @needs_libtpu
