@@ -176,7 +176,7 @@ print("a response ends with", " or ".join(words.tokenizer.id_to_token(i) for i i
 # %% [markdown]
 # ## The command
 #
-# This is all there is to a run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses what the run would refuse, and prints what the run would be. (Its memory is the sum of the arrays that are held; the compiler's figures above include what programs need besides.)
+# This is all there is to a run. `--dry_run` reads the weights' shapes, the tokenizer and every problem, refuses what the run would refuse, and prints what the run would be. (Its memory is an estimate; the figures above are the compiler's.)
 
 # %%
 workdir = home / "run"
