@@ -78,7 +78,8 @@ def read(config: RunConfig, workdir: Path | None) -> Inputs:
   began_with = provenance.origin(workdir, dataclasses.asdict(config), "start")
   weights = start.pinned("weights", config.weights, began_with)
   paths.check_weights(config, weights)
-  name = start.tokenizer(config, weights)
+  had = provenance.origin(workdir, dataclasses.asdict(config), "tokenizer")
+  name = start.tokenizer(config, weights, had)
   tok = tokenizer.load_for(name, config.model.vocab_size, config.data)
   if config.has_iterations and config.objective.segment_unit == "step":
     delimiters.choose(config.objective.segment_delimiters, tok)

@@ -114,16 +114,18 @@ def begun(workdir: Path | epath.Path) -> dict[str, Any]:
 
 
 def origin(workdir: Path | None, config: Mapping[str, Any], of: str) -> dict[str, Any]:
-  """What a run that goes on began with, as `record` wrote it down: of `weights` ("start") or of
-  its teacher ("teacher"). {} if nothing is recorded, or another one is configured now.
+  """What a run that goes on began with, as `record` wrote it down: of `weights` ("start"), of its
+  teacher ("teacher") or of its `tokenizer`. {} if nothing is recorded, or another one is
+  configured now.
 
   A run that is named there may have come further since: this one keeps to what it found. Of several
   processes the first one's workdir counts: it is where config.json is written. All call it.
   """
   was = hosts.of_first(lambda: begun(workdir) if workdir is not None else {})
-  section, key = ("distillation", "teacher") if of == "teacher" else (None, "weights")
-  before, now = (values.get(section, {}) if section else values for values in (was, config))
-  return was.get("provenance", {}).get(of, {}) if before.get(key) == now[key] else {}
+  key = dict(start="weights").get(of, of)
+  before, now = (values.get("distillation", {}) | values for values in (was, config))
+  about = was.get("provenance", {}).get(of, {}) if before.get(key) == now[key] else {}
+  return dict(directory=about) if isinstance(about, str) else about
 
 
 def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:

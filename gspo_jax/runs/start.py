@@ -141,11 +141,11 @@ def pinned(key: str, name: str, began_with: Mapping[str, Any], file: str = "conf
   return before
 
 
-def tokenizer(config: RunConfig, weights: str) -> str:
-  """The tokenizer as `data.tokenizer.load` takes it: the key, or that of the weights, whose name is
+def tokenizer(config: RunConfig, weights: str, began_with: Mapping[str, Any]) -> str:
+  """The tokenizer as `data.tokenizer.load` takes it: the key, or that of the weights, both names
   `pinned`; of random ones bytes. All processes call this. Raises ValueError as `pinned` does."""
   if config.tokenizer or weights == "random":
-    return pinned("tokenizer", config.tokenizer or "bytes", {}, "tokenizer.json")
+    return pinned("tokenizer", config.tokenizer or "bytes", began_with, "tokenizer.json")
   origin = hosts.of_first(lambda: find(weights))
   return origin.tokenizer if origin else weights
 

@@ -72,6 +72,18 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(server, tmp_path, capsys):
     assert run.tokenizer.path == f"{ID}@{first}"
 
 
+def test_a_tokenizer_is_kept_too(server, tmp_path, capsys):
+  first, _ = publish(server, tmp_path / "source")
+  second = None
+  for _ in range(2):
+    with open_run(config(tokenizer=ID), tmp_path / "run") as run:
+      assert run.tokenizer.path == f"{ID}@{first}"
+    second = second or publish(server, tmp_path / "source", seed=1)[0]
+  assert f"tokenizer={ID} is {ID}@{second} by now" in capsys.readouterr().err
+  with open_run(config(tokenizer=ID), tmp_path / "later") as run:
+    assert run.tokenizer.path == f"{ID}@{second}"
+
+
 def test_a_run_that_goes_on_needs_no_network(server, tmp_path, monkeypatch, capsys):
   _, params = publish(server, tmp_path / "source")
   with open_run(config(weights=ID), tmp_path / "run") as run:
@@ -152,7 +164,8 @@ def test_the_tokenizer_of_random_weights_and_of_a_run_is_bytes(tmp_path):
     sft.sft(run)
   origin = start.find(str(tmp_path / "run"))
   assert origin.tokenizer == "bytes"
-  assert start.tokenizer(config(weights=str(tmp_path / "run")), str(tmp_path / "run")) == "bytes"
+  weights = str(tmp_path / "run")
+  assert start.tokenizer(config(weights=weights), weights, {}) == "bytes"
 
 
 def test_weights_without_a_tokenizer(server, tmp_path):
